@@ -1,7 +1,9 @@
-"""Sphinx configuration: ``python -m sphinx -W --keep-going -n -b html docs OUT`` builds the site into OUT.
+"""Sphinx configuration: ``python -m sphinx -W --keep-going -n -b html docs OUT`` builds the site
+into OUT.
 
-The pages are Markdown that also reads well in a repository browser, so links are relative paths of files. Links to
-files outside ``docs/`` become downloads; ``docs/benchmarks`` is a link to ``benchmarks/``, whose pages are in the site.
+The pages are Markdown that also reads well in a repository browser, so links are relative paths of
+files. Links to files outside ``docs/`` become downloads; ``docs/benchmarks`` is a link to
+``benchmarks/``, whose pages are in the site.
 """
 
 import re
@@ -23,8 +25,11 @@ pygments_dark_style = "monokai"
 
 
 def _link_benchmark_pages(app: Sphinx, docname: str, source: list[str]) -> None:
-    # A path would be resolved through the link docs/benchmarks, to a file that is no page; a document's name is not.
-    source[0] = re.sub(r"\[([^]]+)\]\((?:\.\./)+benchmarks/(\w+)\.md\)", r"{doc}`\1 </benchmarks/\2>`", source[0])
+    # A path would be resolved through the link docs/benchmarks, to a file that is no page; a
+    # document's name is not.
+    source[0] = re.sub(
+        r"\[([^]]+)\]\((?:\.\./)+benchmarks/(\w+)\.md\)", r"{doc}`\1 </benchmarks/\2>`", source[0]
+    )
 
 
 def setup(app: Sphinx) -> None:

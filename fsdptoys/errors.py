@@ -9,7 +9,8 @@ class ConfigError(ValueError):
 
 
 class UnusedKeyError(ConfigError):
-    """A key does nothing with the other settings; the message begins with it. Sweeps drop it from such jobs."""
+    """A key does nothing with the other settings; the message begins with it. Sweeps drop it from
+    such jobs."""
 
     @property
     def key(self) -> str:
@@ -18,7 +19,8 @@ class UnusedKeyError(ConfigError):
 
 
 class GivenUpError(RuntimeError):
-    """The run stopped itself because neither continuing nor restarting would help; the message gives the reason."""
+    """The run stopped itself because neither continuing nor restarting would help; the message
+    gives the reason."""
 
 
 class LostWorkerError(RuntimeError):

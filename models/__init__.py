@@ -1,7 +1,8 @@
 """Plain ``torch.nn`` language models: they know shapes, never ranks, meshes or devices.
 
-A family is a configuration and the ``DecoderModel`` that it builds. ``MODELS`` is the registry: a new family is one
-file here, its presets in ``configs/model``, and one entry below (``docs/models.md``).
+A family is a configuration and the ``DecoderModel`` that it builds. ``MODELS`` is the registry: a
+new family is one file here, its presets in ``configs/model``, and one entry below
+(``docs/models.md``).
 """
 
 from . import npu_kernels
@@ -21,7 +22,8 @@ from .qwen3_moe import Qwen3MoEConfig
 from .rotary import RotaryConfig
 
 MODELS: dict[str, type[ModelConfig]] = {
-    config.family: config for config in (LlamaConfig, Llama4Config, Qwen3Config, Qwen3MoEConfig, GPT2Config)
+    config.family: config
+    for config in (LlamaConfig, Llama4Config, Qwen3Config, Qwen3MoEConfig, GPT2Config)
 }
 """Name of a family → configuration class."""
 

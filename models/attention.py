@@ -1,20 +1,22 @@
-"""Causal and masked attention by PyTorch's ``scaled_dot_product_attention``, and the choice of its backend.
+"""Causal and masked attention by PyTorch's ``scaled_dot_product_attention``, and the choice of its
+backend.
 
-PyTorch chooses a backend by device, dtype, mask and shape. On CUDA it may prefer cuDNN's, which has two limits: its
-gradients are NaN for some shapes with a mask (github.com/pytorch/pytorch/issues/196678), and it builds a plan for every
-new shape. By default it therefore computes causal attention with gradients only; masks, decoding and evaluation use the
-other backends. The choice lies inside the function, so recomputation in the backward makes the same one. Entering a
-choice took 20 to 27 µs of host time (2 cores of an AMD EPYC VM, shared; torch 2.13 and 2.15); the default choice in
-training enters none.
+PyTorch chooses a backend by device, dtype, mask and shape. On CUDA it may prefer cuDNN's, which has
+two limits: its gradients are NaN for some shapes with a mask
+(github.com/pytorch/pytorch/issues/196678), and it builds a plan for every new shape. By default it
+therefore computes causal attention with gradients only; masks, decoding and evaluation use the
+other backends. The choice lies inside the function, so recomputation in the backward makes the same
+one. Entering a choice took 20 to 27 µs of host time (2 cores of an AMD EPYC VM, shared; torch 2.13
+and 2.15); the default choice in training enters none.
 
-On CUDA only Flash and cuDNN share key/value heads; both need 16 bits, Flash takes no mask, and cuDNN gets none.
-Otherwise heads are repeated for the memory-efficient kernel, since the fallback would write all scores. So are they for
-a CPU's Flash before torch 2.9, which takes no shared heads.
+On CUDA only Flash and cuDNN share key/value heads; both need 16 bits, Flash takes no mask, and
+cuDNN gets none. Otherwise heads are repeated for the memory-efficient kernel, since the fallback
+would write all scores. So are they for a CPU's Flash before torch 2.9, which takes no shared heads.
 
 Not covered: shared heads of PyTorch's memory-efficient kernel after torch 2.13.
 
-Shapes: B batch, T sequence, S sequence with the cached tokens before it, H query heads, G key/value heads, K width of a
-head.
+Shapes: B batch, T sequence, S sequence with the cached tokens before it, H query heads, G key/value
+heads, K width of a head.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,9 +59,14 @@ def attention_by(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Tens
 
 
 def masked_attention(
-    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, seen: Tensor | None, backends: Sequence[SDPBackend] = ()
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    seen: Tensor | None,
+    backends: Sequence[SDPBackend] = (),
 ) -> Tensor:
-    """Attention with a mask that broadcasts to (B, H, T, S), bool or added to the scores; None for no mask.
+    """Attention with a mask that broadcasts to (B, H, T, S), bool or added to the scores; None for
+    no mask.
 
     ``backends``: to choose from; empty for PyTorch's choice, on CUDA without cuDNN.
     """
@@ -69,14 +76,20 @@ def masked_attention(
 
 
 def chosen_backend(
-    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, seen: Tensor | None = None, backends: Sequence[SDPBackend] = ()
+    q_BHTK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTK: Tensor,
+    seen: Tensor | None = None,
+    backends: Sequence[SDPBackend] = (),
 ) -> str | None:
-    """Name of the backend that PyTorch chooses for attention with a mask, or a causal one; None if it does not say.
+    """Name of the backend that PyTorch chooses for attention with a mask, or a causal one; None if
+    it does not say.
 
     By a private function, tried with torch 2.13 and 2.15.
 
     Args:
-        q_BHTK: with the requirement of gradients that it has in attention, as ``k_BGTK`` and ``v_BGTK``.
+        q_BHTK: with the requirement of gradients that it has in attention, as ``k_BGTK`` and
+            ``v_BGTK``.
         k_BGTK: keys.
         v_BGTK: values.
         seen: the mask; None for causal attention.
@@ -97,7 +110,12 @@ def chosen_backend(
 
 
 def _attend(
-    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, seen: Tensor | None, backends: Sequence[SDPBackend], is_causal: bool
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    seen: Tensor | None,
+    backends: Sequence[SDPBackend],
+    is_causal: bool,
 ) -> Tensor:
     dtype = q_BHTK.dtype
     if goes_through_float32(q_BHTK):
@@ -118,14 +136,21 @@ def _attend(
 
 
 def _own_heads(
-    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, seen: Tensor | None, backends: Sequence[SDPBackend]
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    seen: Tensor | None,
+    backends: Sequence[SDPBackend],
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values, repeated for each query head where only kernels without shared heads would take them."""
+    """Keys and values, repeated for each query head where only kernels without shared heads would
+    take them."""
     share, device_type = q_BHTK.shape[1] // k_BGSK.shape[1], q_BHTK.device.type
     on_cpu = device_type == "cpu"
     masked = seen is not None and not on_cpu
     efficient = tuple(backends) == (SDPBackend.EFFICIENT_ATTENTION,)
-    wide = device_type == "cuda" and (q_BHTK.dtype not in (torch.bfloat16, torch.float16) or efficient)
+    wide = device_type == "cuda" and (
+        q_BHTK.dtype not in (torch.bfloat16, torch.float16) or efficient
+    )
     if share == 1 or not (masked or wide or (on_cpu and not SHARES_ON_CPU)):
         return k_BGSK, v_BGSK
     return k_BGSK.repeat_interleave(share, dim=1), v_BGSK.repeat_interleave(share, dim=1)

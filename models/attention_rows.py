@@ -1,14 +1,17 @@
-"""Rows of causal attention: the queries of one piece of a sequence over the keys and values of the full sequence.
+"""Rows of causal attention: the queries of one piece of a sequence over the keys and values of the
+full sequence.
 
-Context parallelism computes a sequence's attention in pieces. Rows ``start`` to ``start + P`` see keys up to their own
-position only, so a piece costs P × (start + P) scores at most, and pieces in order add up to the causal half of the
-square. With chunks a piece is split where chunks begin; whole chunks are computed as ever.
+Context parallelism computes a sequence's attention in pieces. Rows ``start`` to ``start + P`` see
+keys up to their own position only, so a piece costs P × (start + P) scores at most, and pieces in
+order add up to the causal half of the square. With chunks a piece is split where chunks begin;
+whole chunks are computed as ever.
 
-A piece that begins within a sequence needs a mask, of which only the last P columns are triangular. It is written out:
-``causal_lower_right`` of PyTorch fails within the dispatch mode of selective checkpointing (torch 2.13).
+A piece that begins within a sequence needs a mask, of which only the last P columns are triangular.
+It is written out: ``causal_lower_right`` of PyTorch fails within the dispatch mode of selective
+checkpointing (torch 2.13).
 
-Shapes: B batch, P queries of the piece, S keys up to the last query, T tokens of the full sequence, H query heads, G
-key/value heads, K width of a head.
+Shapes: B batch, P queries of the piece, S keys up to the last query, T tokens of the full sequence,
+H query heads, G key/value heads, K width of a head.
 """
 
 import functools
@@ -38,7 +41,8 @@ def attend_rows(
         start: position of the first query.
         ops: of the attention; those of masks must take dense ones.
         chunk_len: length of the chunks within which tokens attend; None for the full sequence.
-        seen: these rows of a dense mask (``kernels.dense_rows``), which has the chunks in it; None for one document.
+        seen: these rows of a dense mask (``kernels.dense_rows``), which has the chunks in it; None
+            for one document.
     """
     end = start + q_BHPK.shape[2]
     if seen is not None:

@@ -1,14 +1,16 @@
-"""Attention over one block of keys, and the merge of blocks by their log-sum-exp (arXiv:2112.05682).
+"""Attention over one block of keys, and the merge of blocks by their log-sum-exp
+(arXiv:2112.05682).
 
-Softmax over all keys is a weighted mean of softmaxes over blocks of keys: a block's weight is the sum of its
-exponentials, whose logarithm a flash kernel returns. So a row's attention can be computed block by block, as keys
-arrive or where a causal mask makes a block a triangle or a rectangle, without any mask in memory. The backward of a
-block needs the result and the log-sum-exp of the full row only.
+Softmax over all keys is a weighted mean of softmaxes over blocks of keys: a block's weight is the
+sum of its exponentials, whose logarithm a flash kernel returns. So a row's attention can be
+computed block by block, as keys arrive or where a causal mask makes a block a triangle or a
+rectangle, without any mask in memory. The backward of a block needs the result and the log-sum-exp
+of the full row only.
 
-PyTorch has no public function that returns the log-sum-exp with a backward of its own, so ``_Flash`` calls the
-operators behind ``scaled_dot_product_attention``: private API, tried on CPUs with torch 2.7.1, 2.11, 2.13 and 2.15;
-those of CUDA have the schema of these versions and were not run. ``_Plain`` writes the scores of a block, on every
-device.
+PyTorch has no public function that returns the log-sum-exp with a backward of its own, so
+``_Flash`` calls the operators behind ``scaled_dot_product_attention``: private API, tried on CPUs
+with torch 2.7.1, 2.11, 2.13 and 2.15; those of CUDA have the schema of these versions and were not
+run. ``_Plain`` writes the scores of a block, on every device.
 
 Shapes: B batch, P queries, S keys of a block, H query heads, G key/value heads, K width of a head.
 """
@@ -43,7 +45,9 @@ class BlockKernel(ABC):
     """Attention over a block of keys."""
 
     @abstractmethod
-    def forward(self, q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor]:
         """Result and log-sum-exp of the scores (B, H, P)."""
 
     @abstractmethod
@@ -57,13 +61,16 @@ class BlockKernel(ABC):
         lse_BHP: Tensor,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values by this block, from result and log-sum-exp over all blocks."""
+        """Gradients of queries, keys and values by this block, from result and log-sum-exp over all
+        blocks."""
 
 
 class _Flash(BlockKernel):
     """PyTorch's flash kernels: memory linear in P and S."""
 
-    def forward(self, q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor]:
         k_BGSK, v_BGSK = _own_heads(q_BHPK, k_BGSK), _own_heads(q_BHPK, v_BGSK)
         out_BHPK, lse_BHP, *_ = _operator(q_BHPK)(q_BHPK, k_BGSK, v_BGSK, 0.0, causal)
         return out_BHPK, lse_BHP
@@ -94,7 +101,9 @@ class _Flash(BlockKernel):
 class _Plain(BlockKernel):
     """Matmuls and a softmax in float32 or wider, which write (B, H, P, S) scores."""
 
-    def forward(self, q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor]:
         scores, _, _, v = self._scores(q_BHPK, k_BGSK, v_BGSK, causal)
         lse = scores.logsumexp(-1)
         out = (scores - lse.unsqueeze(-1)).exp() @ v
@@ -119,14 +128,19 @@ class _Plain(BlockKernel):
         return (grad_scores @ k).flatten(1, 2), (grad_scores.mT @ q).sum(2), grad_v
 
     @staticmethod
-    def _scores(q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Scores (B, G, H/G, P, S), and queries, keys and values in their dtype that broadcast with them."""
+    def _scores(
+        q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Scores (B, G, H/G, P, S), and queries, keys and values in their dtype that broadcast with
+        them."""
         wide = torch.promote_types(q_BHPK.dtype, torch.float32)
         q = q_BHPK.to(wide).unflatten(1, (k_BGSK.shape[1], -1))
         k, v = (x.to(wide).unsqueeze(2) for x in (k_BGSK, v_BGSK))
         scores = q @ k.mT * _scale(q_BHPK)
         if causal:
-            hidden_PS = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+            hidden_PS = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(
+                1
+            )
             scores = scores.masked_fill_(hidden_PS, -torch.inf)
         return scores, q, k, v
 
@@ -135,7 +149,8 @@ FLASH, PLAIN = _Flash(), _Plain()
 
 
 def flash_blocks(ops: Ops, q_BHPK: Tensor) -> BlockKernel | None:
-    """The flash kernel where it takes the queries, and is among the backends that attention chooses from, else None."""
+    """The flash kernel where it takes the queries, and is among the backends that attention chooses
+    from, else None."""
     chosen = ops.attention in (attention, IMPLEMENTATIONS["attention"]["flash"])
     return FLASH if chosen and _takes(q_BHPK) else None
 
@@ -144,7 +159,11 @@ def _takes(q_BHPK: Tensor) -> bool:
     device, width = q_BHPK.device, q_BHPK.shape[-1]
     if device.type == "cpu":
         return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
-    if device.type != "cuda" or torch.version.hip or q_BHPK.dtype not in (torch.bfloat16, torch.float16):
+    if (
+        device.type != "cuda"
+        or torch.version.hip
+        or q_BHPK.dtype not in (torch.bfloat16, torch.float16)
+    ):
         return False
     # The kernel takes other widths padded only.
     return width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -182,7 +201,9 @@ class RowsOfBlocks:
         self._q = q_BHPK.to(self._through)
         wide = torch.promote_types(q_BHPK.dtype, torch.float32)
         # Tokens outermost, so that heads are joined without a copy.
-        self._out = torch.zeros_like(q_BHPK.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
+        self._out = torch.zeros_like(
+            q_BHPK.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format
+        )
         self._out = self._out.transpose(1, 2)
         self._lse = torch.full(q_BHPK.shape[:3], -torch.inf, dtype=wide, device=q_BHPK.device)
 
@@ -204,16 +225,26 @@ class RowsOfBlocks:
 class GradientsOfBlocks:
     """Gradients of attention that was added up over blocks, in float32 or wider."""
 
-    def __init__(self, kernel: BlockKernel, grad_BHPK: Tensor, q_BHPK: Tensor, out_BHPK: Tensor, lse: Tensor) -> None:
+    def __init__(
+        self, kernel: BlockKernel, grad_BHPK: Tensor, q_BHPK: Tensor, out_BHPK: Tensor, lse: Tensor
+    ) -> None:
         self._kernel, self._lse = kernel, lse
         self._through = torch.float32 if goes_through_float32(q_BHPK) else q_BHPK.dtype
-        self._grad, self._q, self._out = (x.to(self._through) for x in (grad_BHPK, q_BHPK, out_BHPK))
+        self._grad, self._q, self._out = (
+            x.to(self._through) for x in (grad_BHPK, q_BHPK, out_BHPK)
+        )
         self.grad_q = torch.zeros(q_BHPK.shape, dtype=lse.dtype, device=q_BHPK.device)
 
-    def add(self, block: Block, k_BGSK: Tensor, v_BGSK: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
+    def add(
+        self, block: Block, k_BGSK: Tensor, v_BGSK: Tensor, grad_k: Tensor, grad_v: Tensor
+    ) -> None:
         """Add the gradients by a block to ``grad_q``, ``grad_k`` and ``grad_v``."""
         rows, keys, causal = block
-        q, k, v = self._q[:, :, rows], k_BGSK[:, :, keys].to(self._through), v_BGSK[:, :, keys].to(self._through)
+        q, k, v = (
+            self._q[:, :, rows],
+            k_BGSK[:, :, keys].to(self._through),
+            v_BGSK[:, :, keys].to(self._through),
+        )
         grad, out, lse = (x[:, :, rows].contiguous() for x in (self._grad, self._out, self._lse))
         by_q, by_k, by_v = self._kernel.backward(grad, q, k, v, out, lse, causal)
         self.grad_q[:, :, rows] += by_q
@@ -222,12 +253,18 @@ class GradientsOfBlocks:
 
 
 def blocks_between(
-    query_starts: Sequence[int], key_starts: Sequence[int], queries: int, keys: int, chunk_len: int | None = None
+    query_starts: Sequence[int],
+    key_starts: Sequence[int],
+    queries: int,
+    keys: int,
+    chunk_len: int | None = None,
 ) -> list[Block]:
-    """Blocks of causal attention between pieces of a sequence, which are equal to, or disjoint from, one another.
+    """Blocks of causal attention between pieces of a sequence, which are equal to, or disjoint
+    from, one another.
 
     Args:
-        query_starts: positions of the first token of each piece of queries, which are kept in this order.
+        query_starts: positions of the first token of each piece of queries, which are kept in this
+            order.
         key_starts: likewise for keys; one piece of them may be the full sequence.
         queries: tokens of each piece of queries.
         keys: tokens of each piece of keys.

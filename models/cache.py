@@ -1,7 +1,7 @@
 """Key-value cache: a forward reads only the tokens that follow those already seen.
 
-Each attention keeps its keys and values rotated and normalized. Attention within chunks keeps at most the current
-chunk. Not covered: rows of different lengths in a batch, and removing tokens.
+Each attention keeps its keys and values rotated and normalized. Attention within chunks keeps at
+most the current chunk. Not covered: rows of different lengths in a batch, and removing tokens.
 
 Shapes: B batch, T sequence, G key/value heads, K width of a head.
 """

@@ -30,7 +30,8 @@ def above(least: float, most: float = math.inf) -> dict[str, tuple[float, ...]]:
 
 
 def check_bounds(config: Any, prefix: str = "") -> None:
-    """Check the fields of a dataclass against their bounds, also where a subclass changes the default; None passes.
+    """Check the fields of a dataclass against their bounds, also where a subclass changes the
+    default; None passes.
 
     Args:
         config: the dataclass.
@@ -48,9 +49,12 @@ def check_bounds(config: Any, prefix: str = "") -> None:
             continue
         least, most, excluded = bounds[0], bounds[1], len(bounds) > 2
         if most < value < math.inf:
-            raise ValueError(f"{key}={value} must be at most {most:.15g}; set {key} to that or less")
+            raise ValueError(
+                f"{key}={value} must be at most {most:.15g}; set {key} to that or less"
+            )
         if not (least < value if excluded else least <= value) or value == math.inf:
             default = "null" if field.default is None else field.default
             raise ValueError(
-                f"{key}={value} must be {'above' if excluded else 'at least'} {least}; set {key}={default}"
+                f"{key}={value} must be {'above' if excluded else 'at least'} {least}; set "
+                f"{key}={default}"
             )

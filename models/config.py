@@ -34,15 +34,18 @@ class ModelConfig(ABC):
     tie_embeddings: bool = False
     """Share one weight between the token embedding and the head."""
     init_std: float = field(default=0.02, metadata=above(0, 1e6))
-    """Standard deviation of initial weights; divided by sqrt(2·n_layers) for projections into the residual stream."""
+    """Standard deviation of initial weights; divided by sqrt(2·n_layers) for projections into the
+    residual stream."""
     init_from: str | None = None
-    """Folder in Hugging Face format with the initial weights; null draws them from train.init_seed."""
+    """Folder in Hugging Face format with the initial weights; null draws them from
+    train.init_seed."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.init_from is not None and not self.init_from.strip():
             raise ValueError(
-                f"model.init_from={self.init_from!r} must name a folder; set model.init_from=null to draw values"
+                f"model.init_from={self.init_from!r} must name a folder; set "
+                "model.init_from=null to draw values"
             )
 
     def implied(self) -> dict[str, int]:
@@ -60,9 +63,17 @@ class ModelConfig(ABC):
         return True
 
     def is_cosmetic(self, key: str) -> bool:
-        """Whether a field does not change the function that the weights compute, given the other settings."""
-        return key in ("name", "init_std", "init_from", "router_aux_loss_coef", "router_z_loss_coef")
+        """Whether a field does not change the function that the weights compute, given the other
+        settings."""
+        return key in (
+            "name",
+            "init_std",
+            "init_from",
+            "router_aux_loss_coef",
+            "router_z_loss_coef",
+        )
 
     @abstractmethod
     def build(self) -> Any:
-        """Construct the family's ``DecoderModel`` on the current default device (use ``torch.device("meta")``)."""
+        """Construct the family's ``DecoderModel`` on the current default device (use
+        ``torch.device("meta")``)."""

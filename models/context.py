@@ -1,12 +1,12 @@
 """Sequences that several ranks share (context parallelism), as a model sees them.
 
-A forward gets full rows of tokens and labels. A ``Context`` keeps this rank's part of each row, after labels were
-shifted and positions of documents counted on full rows. All layers but attention work on single tokens; attention asks
-the context, which exchanges queries, keys or values with other ranks. Without context parallelism, and with a cache, a
-rank has full sequences.
+A forward gets full rows of tokens and labels. A ``Context`` keeps this rank's part of each row,
+after labels were shifted and positions of documents counted on full rows. All layers but attention
+work on single tokens; attention asks the context, which exchanges queries, keys or values with
+other ranks. Without context parallelism, and with a cache, a rank has full sequences.
 
-Shapes: B batch, T tokens of a full sequence, t of this rank's part, H query heads, G key/value heads, K width of a
-head.
+Shapes: B batch, T tokens of a full sequence, t of this rank's part, H query heads, G key/value
+heads, K width of a head.
 """
 
 from abc import ABC, abstractmethod
@@ -125,6 +125,7 @@ class Uncompiled(Wrapped):
 
 
 def _fold_chunks(x_BHTK: Tensor, chunk_len: int) -> Tensor:
-    """Make each chunk a sequence of its own: (B·chunks, H, C, K); no token attends to the zeros at the end."""
+    """Make each chunk a sequence of its own: (B·chunks, H, C, K); no token attends to the zeros at
+    the end."""
     padded = F.pad(x_BHTK, (0, 0, 0, -x_BHTK.shape[2] % chunk_len))
     return padded.unflatten(2, (-1, chunk_len)).transpose(1, 2).flatten(0, 1)

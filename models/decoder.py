@@ -1,7 +1,8 @@
 """The decoder that all families share, with the part names that strategies wrap.
 
-A family is a config class and a model class (see ``docs/models.md``). All are stacks of pre-normalized blocks between
-an embedding and a head, whose forward is here; a family builds the blocks.
+A family is a config class and a model class (see ``docs/models.md``). All are stacks of
+pre-normalized blocks between an embedding and a head, whose forward is here; a family builds the
+blocks.
 
 Shapes: B batch, T sequence, D width, V vocabulary, N = B·T tokens.
 """
@@ -51,7 +52,8 @@ class Constant(Protocol):
 
 
 class DecoderModel(Layer, ABC):
-    """A causal language model; on the meta device it takes no memory until a strategy materializes it."""
+    """A causal language model; on the meta device it takes no memory until a strategy materializes
+    it."""
 
     embed_tokens: nn.Module
     """Token ids_BT → hidden_BTD."""
@@ -60,11 +62,13 @@ class DecoderModel(Layer, ABC):
     norm: nn.Module
     """Normalization before the head."""
     lm_head: nn.Module
-    """``lm_head(hidden_BTD, labels_BT, loss_fn)``: logits, or the loss computed inside the head's own forward."""
+    """``lm_head(hidden_BTD, labels_BT, loss_fn)``: logits, or the loss computed inside the head's
+    own forward."""
     chunk_lens: list[int | None]
     """Chunk lengths of the blocks' attentions, each once."""
     document_end: int | None = None
-    """The id that ends every document, to keep documents apart (``documents``); None to attend across documents."""
+    """The id that ends every document, to keep documents apart (``documents``); None to attend
+    across documents."""
     context: Context = FULL_SEQUENCES
     """Keeps this rank's part of the sequences."""
     constants: Sequence["Constant"] = ()
@@ -74,7 +78,9 @@ class DecoderModel(Layer, ABC):
         super().__init__()
         self.config = config
         attentions = (block.attn for block in blocks)
-        self.chunk_lens = list(dict.fromkeys(attn.chunk_len for attn in attentions if isinstance(attn, Attention)))
+        self.chunk_lens = list(
+            dict.fromkeys(attn.chunk_len for attn in attentions if isinstance(attn, Attention))
+        )
         self.embed_tokens = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(blocks)
         self.norm = norm
@@ -83,12 +89,14 @@ class DecoderModel(Layer, ABC):
             self.lm_head.weight = self.embed_tokens.weight
 
     def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
-        """Token ids to hidden_BTD, before the first block; positions are (T,), or (B, T) within documents."""
+        """Token ids to hidden_BTD, before the first block; positions are (T,), or (B, T) within
+        documents."""
         hidden_BTD: Tensor = self.embed_tokens(tokens_BT)
         return hidden_BTD
 
     def rotations(self, positions_T: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines at these positions, for every block's attention; None without rotary positions."""
+        """Cosines and sines at these positions, for every block's attention; None without rotary
+        positions."""
         return None
 
     def forward(
@@ -106,14 +114,15 @@ class DecoderModel(Layer, ABC):
             tokens_BT: token ids of full sequences, int64.
             labels_BT: the next id at each position, or ``-100`` for ignored positions.
             loss_fn: called by the head as ``loss_fn(hidden_ND, weight_VD, labels_N)``.
-            cache: of the tokens before these, which are added to it; without gradients only, and as one document.
-            stage: the part to run, after which the caller counts the tokens in the cache; None for all.
+            cache: of the tokens before these, which are added to it; without gradients only, and as
+                one document.
+            stage: the part to run, after which the caller counts the tokens in the cache; None for
+                all.
             hidden_BTD: the result of the stage before, of this rank's part of the sequences.
 
         Returns:
-            After any stage but the last, hidden_BTD. Otherwise
-            logits_BTV in the parameters' dtype, or ``loss_fn``'s scalar if labels are given, of this rank's part of the
-            sequences.
+            After any stage but the last, hidden_BTD. Otherwise logits_BTV in the parameters' dtype,
+            or ``loss_fn``'s scalar if labels are given, of this rank's part of the sequences.
         """
         self.exchange.begin(in_full=labels_BT is None)  # of one token there are no parts
         start, seq_len = 0 if cache is None else cache.length, tokens_BT.shape[1]
@@ -130,7 +139,9 @@ class DecoderModel(Layer, ABC):
             hidden_BTD = self.embed(tokens_BT, positions)
         assert hidden_BTD is not None
         if self.document_end is not None and cache is None:
-            masks = mask_documents(positions_BT, self.chunk_lens, context, self.ops, hidden_BTD.dtype)
+            masks = mask_documents(
+                positions_BT, self.chunk_lens, context, self.ops, hidden_BTD.dtype
+            )
             documents = Documents(positions, masks)
         for layer in self.layers if stage is None else stage.blocks(self.layers):
             hidden_BTD = layer(hidden_BTD, rotations, cache, documents)
@@ -142,36 +153,45 @@ class DecoderModel(Layer, ABC):
         return output
 
     def init_rows(self, name: str, rows: Tensor, generator: torch.Generator) -> None:
-        """Write initial values into ``rows``, consecutive rows of the named parameter seen as a matrix.
+        """Write initial values into ``rows``, consecutive rows of the named parameter seen as a
+        matrix.
 
-        Ones for norms, zeros for biases, normal values for the rest, smaller for projections into the residual stream.
+        Ones for norms, zeros for biases, normal values for the rest, smaller for projections into
+        the residual stream.
         """
         if name.endswith("norm.weight"):
             rows.fill_(1.0)
         elif name.endswith(".bias"):
             rows.zero_()
         elif name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
-            rows.normal_(0.0, self.config.init_std / math.sqrt(2 * self.config.n_layers), generator=generator)
+            rows.normal_(
+                0.0, self.config.init_std / math.sqrt(2 * self.config.n_layers), generator=generator
+            )
         else:
             rows.normal_(0.0, self.config.init_std, generator=generator)
 
     def init_buffers(self, device: torch.device) -> None:
-        """Compute the non-persistent buffers on ``device``; construction on the meta device leaves them empty."""
+        """Compute the non-persistent buffers on ``device``; construction on the meta device leaves
+        them empty."""
         for constant in self.constants:
             constant.put(device)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of forward and backward per token: 6 per weight of a matmul, attention over half the square.
+        """FLOPs of forward and backward per token: 6 per weight of a matmul, attention over half
+        the square.
 
         A frozen weight has 4: its gradient is not computed.
 
-        Only a token's active experts count. Embeddings and the recomputation of gradient checkpointing do not, so
-        utilization by this number is model FLOPs utilization (arXiv:2204.02311, appendix B, with the causal half: on
-        average a token attends to half of the sequence).
+        Only a token's active experts count. Embeddings and the recomputation of gradient
+        checkpointing do not, so utilization by this number is model FLOPs utilization
+        (arXiv:2204.02311, appendix B, with the causal half: on average a token attends to half of
+        the sequence).
         """
         return flops_per_token([self], seq_len)
 
-    def flops_per_token_of_documents(self, seq_len: int, mean_keys: Mapping[int | None, float]) -> float:
+    def flops_per_token_of_documents(
+        self, seq_len: int, mean_keys: Mapping[int | None, float]
+    ) -> float:
         """FLOPs per token where documents are kept apart.
 
         Args:
@@ -181,7 +201,9 @@ class DecoderModel(Layer, ABC):
         flops = self.flops_per_token(seq_len)
         for module in self.modules():
             if isinstance(module, Attention):
-                flops += module.flops_per_key * mean_keys[module.chunk_len] - module.own_flops(seq_len)
+                flops += module.flops_per_key * mean_keys[module.chunk_len] - module.own_flops(
+                    seq_len
+                )
         return flops
 
     def parameter_counts(self) -> ParameterCounts:

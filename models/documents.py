@@ -1,10 +1,11 @@
 """Several documents in one sequence, each attending only to itself.
 
-A sequence is cut out of a stream of documents, so tokens of unrelated documents may precede a token. The id that ends
-every document separates them: attention becomes block-diagonal, learned positions and other position counts restart
-with each document, and the loss ignores the label after an end. A document's logits are then those that it has alone,
-up to rounding. Rotary positions run on, since only distances count. A sequence that begins within a document treats the
-rest of it as a document.
+A sequence is cut out of a stream of documents, so tokens of unrelated documents may precede a
+token. The id that ends every document separates them: attention becomes block-diagonal, learned
+positions and other position counts restart with each document, and the loss ignores the label after
+an end. A document's logits are then those that it has alone, up to rounding. Rotary positions run
+on, since only distances count. A sequence that begins within a document treats the rest of it as a
+document.
 
 Not covered: generation over a cache, which assumes one document.
 
@@ -31,9 +32,14 @@ class Documents(NamedTuple):
 
 
 def mask_documents(
-    positions_BT: Tensor, chunk_lens: Sequence[int | None], context: Context, ops: Ops, dtype: torch.dtype
+    positions_BT: Tensor,
+    chunk_lens: Sequence[int | None],
+    context: Context,
+    ops: Ops,
+    dtype: torch.dtype,
 ) -> dict[int | None, Any]:
-    """Make the masks that all attentions of a model share: chunk length → mask for ``Context.attend``.
+    """Make the masks that all attentions of a model share: chunk length → mask for
+    ``Context.attend``.
 
     Args:
         positions_BT: of each token of the full sequences in its document.
@@ -45,7 +51,10 @@ def mask_documents(
     seq_len = positions_BT.shape[1]
     places_T = torch.arange(seq_len, device=positions_BT.device)
     lengths = {chunk_len: _within(chunk_len, seq_len) for chunk_len in chunk_lens}
-    masks = {length: context.mask(places_T - positions_BT % length, ops, dtype) for length in set(lengths.values())}
+    masks = {
+        length: context.mask(places_T - positions_BT % length, ops, dtype)
+        for length in set(lengths.values())
+    }
     return {chunk_len: masks[length] for chunk_len, length in lengths.items()}
 
 
@@ -59,7 +68,8 @@ def document_positions(tokens_BT: Tensor, document_end: int) -> Tensor:
 
 
 def attended_keys(tokens_BT: Tensor, document_end: int, chunk_len: int | None) -> int:
-    """Twice the number of keys that all tokens see, counting itself as half, as in the causal half of a square."""
+    """Twice the number of keys that all tokens see, counting itself as half, as in the causal half
+    of a square."""
     positions_BT = document_positions(tokens_BT, document_end)
     return int((2 * (positions_BT % _within(chunk_len, tokens_BT.shape[1])) + 1).sum())
 

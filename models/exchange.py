@@ -52,7 +52,9 @@ class Exchange:
         """This rank's part of a tensor whose last dim is tokens."""
         return positions
 
-    def embed(self, embedding: Callable[[Tensor, Tensor], Tensor], ids_BT: Tensor, table_VD: Tensor) -> Tensor:
+    def embed(
+        self, embedding: Callable[[Tensor, Tensor], Tensor], ids_BT: Tensor, table_VD: Tensor
+    ) -> Tensor:
         """Rows of a table that ranks split by classes: all ids (B, T) → this rank's tokens."""
         return embedding(ids_BT, table_VD)
 

@@ -1,22 +1,25 @@
-"""The experts of a mixture-of-experts layer: every token through its K experts, without capacity limits.
+"""The experts of a mixture-of-experts layer: every token through its K experts, without capacity
+limits.
 
-The (token, choice) pairs are sorted by expert and multiplied group by group (``grouped``). One autograd function has
-hand-written gradients, for three reasons:
+The (token, choice) pairs are sorted by expert and multiplied group by group (``grouped``). One
+autograd function has hand-written gradients, for three reasons:
 
-- No scatter-add: rows are gathered by the sorting permutation, and results by its inverse and summed over the K
-  choices, in forward and backward. Equal inputs give equal bits.
-- Few saved tensors: the input (N·D, held by its producer too), the gate and up projections (N·K·2F) and the permutation
-  (3·N·K of int64). Gathered rows and the hidden layer are recomputed.
+- No scatter-add: rows are gathered by the sorting permutation, and results by its inverse and
+  summed over the K choices, in forward and backward. Equal inputs give equal bits.
+- Few saved tensors: the input (N·D, held by its producer too), the gate and up projections (N·K·2F)
+  and the permutation (3·N·K of int64). Gathered rows and the hidden layer are recomputed.
 - A CPU works through pieces that stay in its cache.
 
-The gradient of a routing weight comes from the hidden layer, in which the output is linear, so no expert's output is
-saved. Likewise ``scale_input`` scales the gate and up projections instead of the gathered input.
+The gradient of a routing weight comes from the hidden layer, in which the output is linear, so no
+expert's output is saved. Likewise ``scale_input`` scales the gate and up projections instead of the
+gathered input.
 
-Not covered: second derivatives; ``torch.compile`` breaks the graph here; fake tensors, whose loads are unknown.
-Sources: arXiv:1701.06538 (experts), arXiv:2211.15841 (without dropping tokens), arXiv:2002.05202 (gated feed-forward).
+Not covered: second derivatives; ``torch.compile`` breaks the graph here; fake tensors, whose loads
+are unknown. Sources: arXiv:1701.06538 (experts), arXiv:2211.15841 (without dropping tokens),
+arXiv:2002.05202 (gated feed-forward).
 
-Shapes: N tokens, D width, E experts, K experts of a token, F width of an expert's hidden layer, R = N·K rows, M rows of
-a piece.
+Shapes: N tokens, D width, E experts, K experts of a token, F width of an expert's hidden layer, R =
+N·K rows, M rows of a piece.
 """
 
 import contextlib
@@ -47,7 +50,14 @@ def apply_experts(
     """``moe.Experts`` with given matrices and matmul implementation (H = 2F)."""
     routes = _sort(experts_NK, gate_up_EHD.shape[0], product)
     return _Experts.apply(
-        hidden_ND.contiguous(), weights_NK, gate_up_EHD, down_EDF, routes, product, scale_input, torch.is_grad_enabled()
+        hidden_ND.contiguous(),
+        weights_NK,
+        gate_up_EHD,
+        down_EDF,
+        routes,
+        product,
+        scale_input,
+        torch.is_grad_enabled(),
     )
 
 
@@ -101,10 +111,14 @@ class _Experts(torch.autograd.Function):
                 gate_up_MH = product.linear(input_MD, gate_up_EHD[piece.experts], piece)
                 if keep:
                     kept.append(gate_up_MH)
-                gate_MF, up_MF = (gate_up_MH * weights_R[rows] if scale_input else gate_up_MH).chunk(2, dim=1)
+                gate_MF, up_MF = (
+                    gate_up_MH * weights_R[rows] if scale_input else gate_up_MH
+                ).chunk(2, dim=1)
                 act_MF = F.silu(gate_MF).mul_(up_MF)
                 out_RD = _put(out_RD, rows, product, act_MF, down_EDF[piece.experts], piece)
-            out_ND = gather_sum(out_RD, routes.rows_NK, product, None if scale_input else weights_NK)
+            out_ND = gather_sum(
+                out_RD, routes.rows_NK, product, None if scale_input else weights_NK
+            )
         if keep:
             ctx.save_for_backward(hidden_ND, weights_NK, gate_up_EHD, down_EDF, *routes[:3], *kept)
             ctx.pieces, ctx.product, ctx.scale_input = routes.pieces, product, scale_input
@@ -113,26 +127,37 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of input, weights and both matrices; those of matrices are zero for experts without tokens."""
-        hidden_ND, weights_NK, gate_up_EHD, down_EDF, pairs, tokens, rows_NK, *kept = ctx.saved_tensors
+        """Gradients of input, weights and both matrices; those of matrices are zero for experts
+        without tokens."""
+        hidden_ND, weights_NK, gate_up_EHD, down_EDF, pairs, tokens, rows_NK, *kept = (
+            ctx.saved_tensors
+        )
         product, scale_input = ctx.product, ctx.scale_input
         routes = _Routes(pairs, tokens, rows_NK, ctx.pieces)
         weights_R = weights_NK.flatten()[pairs, None]
         grad_weights_R = torch.empty_like(weights_R)
         grad_input_RD = _rows_like(hidden_ND, routes, product)
-        grad_gate_up_EHD = _matrices_like(gate_up_EHD, routes, product) if ctx.needs_input_grad[2] else None
-        grad_down_EDF = _matrices_like(down_EDF, routes, product) if ctx.needs_input_grad[3] else None
+        grad_gate_up_EHD = (
+            _matrices_like(gate_up_EHD, routes, product) if ctx.needs_input_grad[2] else None
+        )
+        grad_down_EDF = (
+            _matrices_like(down_EDF, routes, product) if ctx.needs_input_grad[3] else None
+        )
         grad_ND = grad_ND.contiguous()
         with _without_autocast(hidden_ND):
             for piece, gate_up_MH in zip(routes.pieces, kept, strict=True):
                 rows = slice(piece.start, piece.start + piece.padded)
                 weights_M = weights_R[rows]
-                gate_MF, up_MF = (gate_up_MH * weights_M if scale_input else gate_up_MH).chunk(2, dim=1)
+                gate_MF, up_MF = (gate_up_MH * weights_M if scale_input else gate_up_MH).chunk(
+                    2, dim=1
+                )
                 silu_MF = F.silu(gate_MF)
                 act_MF = silu_MF * up_MF
 
                 grad_MD = _gather(grad_ND, tokens[rows], piece)
-                grad_act_MF = product.linear(grad_MD, down_EDF[piece.experts].transpose(-2, -1), piece)
+                grad_act_MF = product.linear(
+                    grad_MD, down_EDF[piece.experts].transpose(-2, -1), piece
+                )
                 if not scale_input:
                     torch.sum(grad_act_MF * act_MF, 1, keepdim=True, out=grad_weights_R[rows])
                     grad_act_MF.mul_(weights_M)
@@ -143,19 +168,38 @@ class _Experts(torch.autograd.Function):
                 grad_gate_up_MH = torch.empty_like(gate_up_MH)
                 grad_gate_MF, grad_up_MF = grad_gate_up_MH.chunk(2, dim=1)
                 torch.mul(grad_act_MF, silu_MF, out=grad_up_MF)
-                torch.ops.aten.silu_backward.grad_input(grad_act_MF.mul_(up_MF), gate_MF, grad_input=grad_gate_MF)
+                torch.ops.aten.silu_backward.grad_input(
+                    grad_act_MF.mul_(up_MF), gate_MF, grad_input=grad_gate_MF
+                )
                 if scale_input:
-                    torch.sum(grad_gate_up_MH * gate_up_MH, 1, keepdim=True, out=grad_weights_R[rows])
+                    torch.sum(
+                        grad_gate_up_MH * gate_up_MH, 1, keepdim=True, out=grad_weights_R[rows]
+                    )
                     grad_gate_up_MH.mul_(weights_M)
                 if ctx.needs_input_grad[0]:
                     weight_HD = gate_up_EHD[piece.experts].transpose(-2, -1)
-                    grad_input_RD = _put(grad_input_RD, rows, product, grad_gate_up_MH, weight_HD, piece)
+                    grad_input_RD = _put(
+                        grad_input_RD, rows, product, grad_gate_up_MH, weight_HD, piece
+                    )
                 if grad_gate_up_EHD is not None:
                     input_MD = _gather(hidden_ND, tokens[rows], piece)
-                    grad_gate_up_EHD = _put_outer(grad_gate_up_EHD, product, grad_gate_up_MH, input_MD, piece)
-            grad_hidden_ND = gather_sum(grad_input_RD, rows_NK, product) if ctx.needs_input_grad[0] else None
+                    grad_gate_up_EHD = _put_outer(
+                        grad_gate_up_EHD, product, grad_gate_up_MH, input_MD, piece
+                    )
+            grad_hidden_ND = (
+                gather_sum(grad_input_RD, rows_NK, product) if ctx.needs_input_grad[0] else None
+            )
         grad_weights_NK = grad_weights_R.flatten()[rows_NK] if ctx.needs_input_grad[1] else None
-        return grad_hidden_ND, grad_weights_NK, grad_gate_up_EHD, grad_down_EDF, None, None, None, None
+        return (
+            grad_hidden_ND,
+            grad_weights_NK,
+            grad_gate_up_EHD,
+            grad_down_EDF,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _gather(source_ND: Tensor, tokens_M: Tensor, piece: Segment) -> Tensor:
@@ -166,7 +210,9 @@ def _gather(source_ND: Tensor, tokens_M: Tensor, piece: Segment) -> Tensor:
     return rows_MD
 
 
-def gather_sum(source_RD: Tensor, rows_NK: Tensor, product: Product, weights_NK: Tensor | None = None) -> Tensor:
+def gather_sum(
+    source_RD: Tensor, rows_NK: Tensor, product: Product, weights_NK: Tensor | None = None
+) -> Tensor:
     """Sum of each token's K rows, optionally weighted, in the order of its choices."""
     # One pass over the rows without a copy.
     if product.one_pass_sums and source_RD.device.type == "cpu" and rows_NK.numel():
@@ -181,7 +227,9 @@ def _rows_like(source_ND: Tensor, routes: _Routes, product: Product) -> Tensor:
     return source_ND.new_empty(length, source_ND.shape[1])
 
 
-def _put(out_RD: Tensor, rows: slice, product: Product, a_MI: Tensor, weight: Tensor, piece: Segment) -> Tensor:
+def _put(
+    out_RD: Tensor, rows: slice, product: Product, a_MI: Tensor, weight: Tensor, piece: Segment
+) -> Tensor:
     if isinstance(product, Grouped):
         return product.linear(a_MI, weight, piece)
     product.linear(a_MI, weight, piece, out_RD[rows])
@@ -200,7 +248,9 @@ def _matrices_like(weight: Tensor, routes: _Routes, product: Product) -> Tensor:
     return grad
 
 
-def _put_outer(grad: Tensor, product: Product, a_MO: Tensor, b_MI: Tensor, piece: Segment) -> Tensor:
+def _put_outer(
+    grad: Tensor, product: Product, a_MO: Tensor, b_MI: Tensor, piece: Segment
+) -> Tensor:
     if isinstance(product, Grouped):
         return product.outer(a_MO, b_MI, piece, None)
     product.outer(a_MO, b_MI, piece, grad[piece.experts])

@@ -1,10 +1,10 @@
 """Text generation: one token per forward, which reads the earlier tokens from a key-value cache.
 
-All ranks run the same forwards and draw from generators with the same seed, so a sharded model gathers its parameters
-as in training and every rank gets the same tokens.
+All ranks run the same forwards and draw from generators with the same seed, so a sharded model
+gathers its parameters as in training and every rank gets the same tokens.
 
-Beyond the context length, each forward recomputes the last tokens without the cache, since every position has moved:
-exact, but slow.
+Beyond the context length, each forward recomputes the last tokens without the cache, since every
+position has moved: exact, but slow.
 """
 
 from collections.abc import Collection
@@ -45,7 +45,9 @@ class Draw:
         scaled_V = (logits_V - logits_V.max()) / self.temperature
         if self.top_k is not None and self.top_k < len(scaled_V):
             likeliest = scaled_V.topk(self.top_k).indices
-            scaled_V = torch.full_like(scaled_V, -torch.inf).index_copy(0, likeliest, scaled_V[likeliest])
+            scaled_V = torch.full_like(scaled_V, -torch.inf).index_copy(
+                0, likeliest, scaled_V[likeliest]
+            )
         odds_V = torch.softmax(scaled_V, dim=-1)
         if self.top_p < 1:
             sorted_V, order_V = odds_V.sort(descending=True, stable=True)
@@ -56,12 +58,18 @@ class Draw:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompt_T: Tensor, count: int, context: int, draw: Draw, end: Collection[int] = ()
+    model: nn.Module,
+    prompt_T: Tensor,
+    count: int,
+    context: int,
+    draw: Draw,
+    end: Collection[int] = (),
 ) -> Tensor:
     """Continue a prompt.
 
     Args:
-        model: called with tokens of shape (1, T) on the prompt's device and ``cache``, returns logits of (1, T, V).
+        model: called with tokens of shape (1, T) on the prompt's device and ``cache``, returns
+            logits of (1, T, V).
         prompt_T: at least one token id, int64.
         count: tokens to add.
         context: most tokens that the model sees.
@@ -69,8 +77,8 @@ def generate(
         end: ids that end a text.
 
     Returns:
-        The prompt and its continuation, int64 of shape (T + count,); shorter after an ``end``, or where logits are not
-        finite.
+        The prompt and its continuation, int64 of shape (T + count,); shorter after an ``end``, or
+        where logits are not finite.
     """
     generator = torch.Generator().manual_seed(draw.seed)
     tokens_T = prompt_T

@@ -1,7 +1,7 @@
 """GPT-2: learned positions, LayerNorm, GELU, biases everywhere and a head tied to the embedding.
 
-Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019). Tested against transformers'
-GPT2LMHeadModel (``tests/models/test_families.py``). Not covered: dropout.
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019). Tested against
+transformers' GPT2LMHeadModel (``tests/models/test_families.py``). Not covered: dropout.
 
 Shapes: D width, T sequence.
 """
@@ -33,7 +33,9 @@ class GPT2Format(HuggingFaceFormat):
             if kind == "bias":
                 return [Piece(whole(shape), tensor, (3 * shape[0],), (columns,))]
             whole_shape = (shape[1], 3 * shape[0])
-            return [Piece(whole(shape), tensor, whole_shape, ((0, shape[1]), columns), transposed=True)]
+            return [
+                Piece(whole(shape), tensor, whole_shape, ((0, shape[1]), columns), transposed=True)
+            ]
         tensor = self.tensor_name(name).replace("mlp.down_proj", "mlp.c_proj")
         if projection.endswith("_proj") and kind == "weight":
             return [Piece(whole(shape), tensor, shape[::-1], whole(shape[::-1]), transposed=True)]
@@ -120,11 +122,14 @@ class GPT2Model(DecoderModel):
 
         def attention() -> Attention:
             head_dim = config.dim // config.n_heads
-            return Attention(config.dim, config.n_heads, config.n_heads, head_dim, bias=True, rotation=None)
+            return Attention(
+                config.dim, config.n_heads, config.n_heads, head_dim, bias=True, rotation=None
+            )
 
         ffn_dim = config.ffn_dim or config.implied()["ffn_dim"]
         blocks = [
-            Block(norm(), attention(), norm(), GELUFeedForward(config.dim, ffn_dim)) for _ in range(config.n_layers)
+            Block(norm(), attention(), norm(), GELUFeedForward(config.dim, ffn_dim))
+            for _ in range(config.n_layers)
         ]
         super().__init__(config, blocks, norm())
         self.embed_positions = PositionEmbedding(config.max_seq_len, config.dim)

@@ -1,22 +1,28 @@
-"""Matmuls of sorted rows with one matrix per group: torch's grouped matmul, or one matmul per group.
+"""Matmuls of sorted rows with one matrix per group: torch's grouped matmul, or one matmul per
+group.
 
 Rows sorted by expert form contiguous groups of unequal length. A ``Product`` multiplies all groups:
 
-- ``Grouped``: torch's grouped matmul, one call for all groups. On CUDA it is one kernel without a device sync for bf16
-  on the compute capabilities of ``FAST_CAPABILITIES``; elsewhere torch loops, with a device sync per call.
-- ``Looped``: one matmul per group; fetching the group ends is one device sync per layer call. For CPUs, where torch's
-  grouped matmul is the same loop plus fresh buffers, and for accelerators without a fast grouped matmul.
-- ``LoopedFloat32``: the same loop through float32, for bf16 and float16 on CPUs that cannot multiply it (``linear``).
-- ``LoopedOneDNN``: the same loop with oneDNN's float32 matmul, for CPUs with AVX-512, where torch's own (MKL) reached
-  half the speed on an AMD EPYC (``benchmarks/moe.md``). Not tried on Intel.
+- ``Grouped``: torch's grouped matmul, one call for all groups. On CUDA it is one kernel without a
+  device sync for bf16 on the compute capabilities of ``FAST_CAPABILITIES``; elsewhere torch loops,
+  with a device sync per call.
+- ``Looped``: one matmul per group; fetching the group ends is one device sync per layer call. For
+  CPUs, where torch's grouped matmul is the same loop plus fresh buffers, and for accelerators
+  without a fast grouped matmul.
+- ``LoopedFloat32``: the same loop through float32, for bf16 and float16 on CPUs that cannot
+  multiply it (``linear``).
+- ``LoopedOneDNN``: the same loop with oneDNN's float32 matmul, for CPUs with AVX-512, where torch's
+  own (MKL) reached half the speed on an AMD EPYC (``benchmarks/moe.md``). Not tried on Intel.
 
-oneDNN prepares code for every new number of rows, so a loop may pad its pieces to ``row_multiple``: with loads that
-change every step this took 10 to 13% off forward and backward. Results beyond a group are never used.
+oneDNN prepares code for every new number of rows, so a loop may pad its pieces to ``row_multiple``:
+with loads that change every step this took 10 to 13% off forward and backward. Results beyond a
+group are never used.
 
-Not covered: padding all groups to the longest for one ``torch.bmm``, which gained 1 to 6% for even groups, and costs
-E-fold if all tokens choose one expert. ``Grouped`` has been tried on CPUs only.
+Not covered: padding all groups to the longest for one ``torch.bmm``, which gained 1 to 6% for even
+groups, and costs E-fold if all tokens choose one expert. ``Grouped`` has been tried on CPUs only.
 
-Shapes: M rows of a piece, I and O inner and outer width of a matmul, E experts, R rows of all experts.
+Shapes: M rows of a piece, I and O inner and outer width of a matmul, E experts, R rows of all
+experts.
 """
 
 import functools
@@ -40,7 +46,8 @@ class Segment(NamedTuple):
     length: int
     """Number of rows that belong to ``experts``."""
     padded: int
-    """Number of rows to multiply, at least ``length``; further rows belong to later experts, or are padding."""
+    """Number of rows to multiply, at least ``length``; further rows belong to later experts, or are
+    padding."""
     ends_E: Tensor | None
     """Ends of the groups within the rows, int32, if a piece has several."""
 
@@ -62,7 +69,8 @@ class Looped:
         ends = [rows] * ends_E.numel() if ends_E.is_meta else ends_E.tolist()
         if ends[-1] != rows:
             raise ValueError(
-                f"experts_NK holds an expert above the last one, {len(ends) - 1}; give ids below {len(ends)}"
+                f"experts_NK holds an expert above the last one, {len(ends) - 1}; give ids below "
+                f"{len(ends)}"
             )
         multiple = self.row_multiple
         return [
@@ -71,7 +79,9 @@ class Looped:
             if end > start
         ]
 
-    def linear(self, a_MI: Tensor, weight_OI: Tensor, piece: Segment, out_MO: Tensor | None = None) -> Tensor:
+    def linear(
+        self, a_MI: Tensor, weight_OI: Tensor, piece: Segment, out_MO: Tensor | None = None
+    ) -> Tensor:
         """``a @ weight.T``, like ``torch.nn.functional.linear``, into ``out_MO`` if given."""
         return torch.mm(a_MI, weight_OI.t(), out=out_MO)
 
@@ -81,9 +91,12 @@ class Looped:
 
 
 class LoopedOneDNN(Looped):
-    """One float32 matmul per group by oneDNN, through the operator that torch.compile uses on CPUs."""
+    """One float32 matmul per group by oneDNN, through the operator that torch.compile uses on
+    CPUs."""
 
-    def linear(self, a_MI: Tensor, weight_OI: Tensor, piece: Segment, out_MO: Tensor | None = None) -> Tensor:
+    def linear(
+        self, a_MI: Tensor, weight_OI: Tensor, piece: Segment, out_MO: Tensor | None = None
+    ) -> Tensor:
         """See ``Looped``."""
         product_MO = torch.ops.mkldnn._linear_pointwise(a_MI, weight_OI, None, "none", [], "")
         return product_MO if out_MO is None else out_MO.copy_(product_MO)
@@ -100,9 +113,12 @@ class LoopedAlike(Looped):
 
 
 class LoopedFloat32(Looped):
-    """One matmul per group of 16-bit operands in float32, for CPUs without instructions for their dtype."""
+    """One matmul per group of 16-bit operands in float32, for CPUs without instructions for their
+    dtype."""
 
-    def linear(self, a_MI: Tensor, weight_OI: Tensor, piece: Segment, out_MO: Tensor | None = None) -> Tensor:
+    def linear(
+        self, a_MI: Tensor, weight_OI: Tensor, piece: Segment, out_MO: Tensor | None = None
+    ) -> Tensor:
         """See ``Looped``."""
         product_MO = torch.mm(a_MI.float(), weight_OI.t().float())
         return product_MO.to(a_MI.dtype) if out_MO is None else out_MO.copy_(product_MO)
@@ -125,7 +141,9 @@ class Grouped:
         """All rows as one piece, whose ends are not fetched here."""
         return [Segment(slice(None), 0, rows, rows, ends_E)] if rows else []
 
-    def linear(self, a_MI: Tensor, weight_EOI: Tensor, piece: Segment, out_MO: Tensor | None = None) -> Tensor:
+    def linear(
+        self, a_MI: Tensor, weight_EOI: Tensor, piece: Segment, out_MO: Tensor | None = None
+    ) -> Tensor:
         """``a @ weight.T`` of each row with its own expert's weight."""
         return self.grouped_mm(a_MI, weight_EOI.transpose(1, 2), offs=piece.ends_E)
 
@@ -140,7 +158,8 @@ FAST_CAPABILITIES = (9, 10)
 """Major compute capabilities of CUDA devices for which torch's grouped matmul is one kernel."""
 
 ONEDNN_ROW_MULTIPLE = 32
-"""At 512 rows per expert this adds 3% of work, and 32 experts have about five lengths rather than 32."""
+"""At 512 rows per expert this adds 3% of work, and 32 experts have about five lengths rather than
+32."""
 
 
 def loop_alike(device_type: str, dtype: torch.dtype, *widths: int) -> Product:
@@ -160,15 +179,18 @@ def choose_product(device_type: str, dtype: torch.dtype, *widths: int) -> Produc
 def _fastest(device_type: str, dtype: torch.dtype) -> Product:
     """The first implementation that works, in the order of speed.
 
-    Tried with torch 2.13 on a CPU with AVX-512. Implementations that raise or give wrong numbers are skipped, so a
-    torch without the operators falls back to ``Looped``.
+    Tried with torch 2.13 on a CPU with AVX-512. Implementations that raise or give wrong numbers
+    are skipped, so a torch without the operators falls back to ``Looped``.
     """
     if device_type == "meta":
         return Looped()
     if device_type == "cpu":
         if dtype in ONEDNN_HAS and lacks_matmul(dtype):
             return LoopedFloat32()
-        if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        if (
+            not torch.backends.mkldnn.is_available()
+            or torch.backends.cpu.get_cpu_capability() != "AVX512"
+        ):
             return Looped()
         if dtype in ONEDNN_HAS:  # torch.mm is oneDNN's here
             return Looped(ONEDNN_ROW_MULTIPLE)
@@ -184,16 +206,18 @@ def _fastest(device_type: str, dtype: torch.dtype) -> Product:
 
 
 def has_fast_kernel(dtype: torch.dtype) -> bool:
-    """Whether torch's grouped matmul is one kernel on the CUDA device here (``GroupedBlas.cpp`` in torch 2.11)."""
+    """Whether torch's grouped matmul is one kernel on the CUDA device here (``GroupedBlas.cpp`` in
+    torch 2.11)."""
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] in FAST_CAPABILITIES
 
 
 @torch.no_grad()
 def works(product: Product, device_type: str, dtype: torch.dtype) -> bool:
-    """Whether an implementation gives right numbers in forward and backward, with an empty group among others."""
+    """Whether an implementation gives right numbers in forward and backward, with an empty group
+    among others."""
     try:
-        # The first call may be within a selectively checkpointed block, which would record this trial and replay its
-        # results.
+        # The first call may be within a selectively checkpointed block, which would record this
+        # trial and replay its results.
         with _without_dispatch_modes():
             return _is_right(product, device_type, dtype)
     except (RuntimeError, AttributeError, TypeError, NotImplementedError, ValueError):
@@ -209,20 +233,38 @@ def _without_dispatch_modes() -> AbstractContextManager[Any]:
 
 def _is_right(product: Product, device_type: str, dtype: torch.dtype) -> bool:
     width, ends = 16, (24, 24, 40)
-    a_MI = torch.linspace(-1, 1, 40 * width, dtype=torch.float32).cos().view(40, width).to(device_type, dtype)
-    b_MO = torch.linspace(-2, 3, 40 * width, dtype=torch.float32).sin().view(40, width).to(device_type, dtype)
-    weight_EOI = torch.linspace(-3, 3, 3 * width**2, dtype=torch.float32).sin().view(3, width, width)
+    a_MI = (
+        torch.linspace(-1, 1, 40 * width, dtype=torch.float32)
+        .cos()
+        .view(40, width)
+        .to(device_type, dtype)
+    )
+    b_MO = (
+        torch.linspace(-2, 3, 40 * width, dtype=torch.float32)
+        .sin()
+        .view(40, width)
+        .to(device_type, dtype)
+    )
+    weight_EOI = (
+        torch.linspace(-3, 3, 3 * width**2, dtype=torch.float32).sin().view(3, width, width)
+    )
     weight_EOI = weight_EOI.to(device_type, dtype)
     for piece in product.pieces(torch.tensor(ends, dtype=torch.int32, device=device_type), 40):
         rows = slice(piece.start, piece.start + piece.length)
         groups = [piece.experts] if isinstance(piece.experts, int) else range(3)
-        for weight in (weight_EOI, weight_EOI.transpose(1, 2)):  # as in the forward, as in the backward
+        for weight in (
+            weight_EOI,
+            weight_EOI.transpose(1, 2),
+        ):  # as in the forward, as in the backward
             result = product.linear(a_MI[rows], weight[piece.experts], piece)
             expected = [_times(a_MI[_group(ends, expert)], weight[expert]) for expert in groups]
             if not _close(result, torch.cat(expected)):
                 return False
         result = product.outer(b_MO[rows], a_MI[rows], piece, None).view(-1, width, width)
-        expected = [_times(b_MO[_group(ends, expert)].t(), a_MI[_group(ends, expert)].t()) for expert in groups]
+        expected = [
+            _times(b_MO[_group(ends, expert)].t(), a_MI[_group(ends, expert)].t())
+            for expert in groups
+        ]
         if not _close(result, torch.stack(expected)):
             return False
     return True
@@ -238,4 +280,6 @@ def _times(a_MI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def _close(result: Tensor, expected: Tensor) -> bool:
-    return result.shape == expected.shape and torch.allclose(result.float(), expected, rtol=0.02, atol=0.02)
+    return result.shape == expected.shape and torch.allclose(
+        result.float(), expected, rtol=0.02, atol=0.02
+    )

@@ -1,11 +1,12 @@
 """A family's parameters and configuration in Hugging Face format: names and shapes, no files.
 
-A parameter is split into pieces, each of which equals a region of one Hugging Face tensor: usually all of it under
-another name, but GPT-2 has one transposed tensor for queries, keys and values, and Qwen3-MoE one tensor per expert. The
-same pieces serve to read any part of a parameter, so that a rank reads only its shard, and to write.
+A parameter is split into pieces, each of which equals a region of one Hugging Face tensor: usually
+all of it under another name, but GPT-2 has one transposed tensor for queries, keys and values, and
+Qwen3-MoE one tensor per expert. The same pieces serve to read any part of a parameter, so that a
+rank reads only its shard, and to write.
 
-``config.json`` is read and written through tables of keys. Settings that change the arithmetic and that a family does
-not support are refused by name, rather than computed differently.
+``config.json`` is read and written through tables of keys. Settings that change the arithmetic and
+that a family does not support are refused by name, rather than computed differently.
 """
 
 from collections.abc import Mapping
@@ -42,24 +43,28 @@ class Piece:
     def narrow(self, wanted: Bounds) -> "Piece | None":
         """The part of this piece within ``wanted`` bounds of the parameter; None if empty."""
         region = tuple(
-            (max(low, first), min(high, last)) for (low, high), (first, last) in zip(self.region, wanted, strict=True)
+            (max(low, first), min(high, last))
+            for (low, high), (first, last) in zip(self.region, wanted, strict=True)
         )
         if any(low >= high for low, high in region):
             return None
-        offsets = [(low - first, high - first) for (low, high), (first, _) in zip(region, self.region, strict=True)][
-            -len(self.tensor_region) :
-        ]
+        offsets = [
+            (low - first, high - first)
+            for (low, high), (first, _) in zip(region, self.region, strict=True)
+        ][-len(self.tensor_region) :]
         if self.transposed:
             offsets[-2:] = offsets[:-3:-1]
         tensor_region = tuple(
-            (first + low, first + high) for (first, _), (low, high) in zip(self.tensor_region, offsets, strict=True)
+            (first + low, first + high)
+            for (first, _), (low, high) in zip(self.tensor_region, offsets, strict=True)
         )
         return Piece(region, self.tensor, self.tensor_shape, tensor_region, self.transposed)
 
 
 @dataclass(frozen=True)
 class HuggingFaceFormat:
-    """The format of one family; a family whose tensors are split or transposed overrides ``pieces``."""
+    """The format of one family; a family whose tensors are split or transposed overrides
+    ``pieces``."""
 
     architecture: str
     """The transformers class, ``architectures`` in ``config.json``."""
@@ -97,7 +102,11 @@ class HuggingFaceFormat:
     def write_config(self, config: Any) -> dict[str, Any]:
         """``config.json`` of a ``ModelConfig``, as a tree."""
         tree = {"architectures": [self.architecture], "model_type": self.model_type}
-        tree |= {key: getattr(config, name) for name, key in self.keys.items() if getattr(config, name) is not None}
+        tree |= {
+            key: getattr(config, name)
+            for name, key in self.keys.items()
+            if getattr(config, name) is not None
+        }
         return tree | dict(self.fixed) | dict(self.written)
 
     def read_config(self, tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,8 +118,8 @@ class HuggingFaceFormat:
         for key, value in {"quantization_config": None, **self.fixed}.items():
             if tree.get(key, value) != value:
                 raise ValueError(
-                    f"config.json says {key}={tree[key]!r}, which {self.model_type} models here do not compute "
-                    f"(only {value!r})"
+                    f"config.json says {key}={tree[key]!r}, which {self.model_type} models here "
+                    f"do not compute (only {value!r})"
                 )
         fields = {}
         for name, key in self.keys.items():

@@ -1,15 +1,17 @@
 """Implementations of operations that have more than one, and the table of them.
 
-``torch`` is PyTorch's own operators, the reference for the others; ``compiled`` is the same function through
-``torch.compile``; ``npu`` is torch_npu's fused kernel (``npu_kernels``); attention has PyTorch's backends by name
-(``attention``), and ``flex`` is its flex_attention. A layer uses those of its ``Ops`` (``ops``).
-The choice for a run is made elsewhere (``fsdptoys.config.kernel_choice``): these functions know tensors, not devices.
+``torch`` is PyTorch's own operators, the reference for the others; ``compiled`` is the same
+function through ``torch.compile``; ``npu`` is torch_npu's fused kernel (``npu_kernels``); attention
+has PyTorch's backends by name (``attention``), and ``flex`` is its flex_attention. A layer uses
+those of its ``Ops`` (``ops``). The choice for a run is made elsewhere
+(``fsdptoys.config.kernel_choice``): these functions know tensors, not devices.
 
-Not covered: LayerNorm and GELU (GPT-2); the experts' gate, which is part of their gradients (``experts``); the loss
-(``loss``); attention over a cache (``attention.masked_attention``), which is PyTorch's on every device.
+Not covered: LayerNorm and GELU (GPT-2); the experts' gate, which is part of their gradients
+(``experts``); the loss (``loss``); attention over a cache (``attention.masked_attention``), which
+is PyTorch's on every device.
 
-Shapes: B batch, T sequence, S sequence with the cached tokens before it, H query heads, G key/value heads, K width of a
-head, F feed-forward width.
+Shapes: B batch, T sequence, S sequence with the cached tokens before it, H query heads, G key/value
+heads, K width of a head, F feed-forward width.
 """
 
 import functools
@@ -42,13 +44,15 @@ class Pairs(Enum):
 def dense_mask(segments_BT: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive mask of shape (B, 1, T, T): 0 where a token sees another of its segment, else -inf.
 
-    Not bool, since each call of ``scaled_dot_product_attention`` would convert it and save it for the backward.
+    Not bool, since each call of ``scaled_dot_product_attention`` would convert it and save it for
+    the backward.
     """
     return dense_rows(segments_BT, 0, segments_BT.shape[1], dtype)
 
 
 def dense_rows(segments_BT: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """Rows ``start`` to ``stop`` of ``dense_mask``, over the keys before ``stop``: (B, 1, stop - start, stop)."""
+    """Rows ``start`` to ``stop`` of ``dense_mask``, over the keys before ``stop``: (B, 1, stop -
+    start, stop)."""
     keys_BS, queries_BP = segments_BT[:, :stop], segments_BT[:, start:stop]
     seen_BPS = (queries_BP.unsqueeze(2) == keys_BS.unsqueeze(1)).tril_(start)
     added_BPS = torch.full(seen_BPS.shape, -torch.inf, dtype=dtype, device=segments_BT.device)
@@ -58,7 +62,8 @@ def dense_rows(segments_BT: Tensor, start: int, stop: int, dtype: torch.dtype) -
 def block_mask(segments_BT: Tensor, dtype: torch.dtype) -> "BlockMask":
     """Mask of blocks, without those that no token sees.
 
-    Compiled, it is computed block by block; eager ``create_block_mask`` would write (B, T, T) booleans.
+    Compiled, it is computed block by block; eager ``create_block_mask`` would write (B, T, T)
+    booleans.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -105,16 +110,19 @@ def flex_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, seen: "BlockM
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Divide by the root of the mean square over the last dim, accumulated in float32 (arXiv:1910.07467)."""
+    """Divide by the root of the mean square over the last dim, accumulated in float32
+    (arXiv:1910.07467)."""
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def rotary(x_BHTK: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
-    """Turn pairs by their angles, in float32, and return the input's dtype; cosines and sines are (T, K/2).
+    """Turn pairs by their angles, in float32, and return the input's dtype; cosines and sines are
+    (T, K/2).
 
-    On CUDA the result is a view of a contiguous (B, T, H, K), like an input from a projection. Attention kernels write
-    their result in the strides of the queries, so that its heads are joined without a copy. Elsewhere it is contiguous:
-    the strides also change the order of sums, and so the bits, in the gradients of norms of heads.
+    On CUDA the result is a view of a contiguous (B, T, H, K), like an input from a projection.
+    Attention kernels write their result in the strides of the queries, so that its heads are joined
+    without a copy. Elsewhere it is contiguous: the strides also change the order of sums, and so
+    the bits, in the gradients of norms of heads.
     """
     if x_BHTK.device.type in ("cpu", "npu"):
         return turn(x_BHTK, cos, sin, pairs)
@@ -126,7 +134,9 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
     wide = x.float()
     if pairs is Pairs.halves:
         first, second = wide.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
+            x.dtype
+        )
     first, second = wide.unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.flatten(-2).to(x.dtype)
@@ -181,6 +191,10 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         "npu": lambda x, cos, sin, pairs: npu_kernels.rotary(x, cos, sin, pairs is Pairs.neighbors),
     },
     "swiglu": {"torch": swiglu, "compiled": _compiled(swiglu), "npu": npu_kernels.swiglu},
-    "grouped_matmul": {"torch": choose_product, "looped": loop_alike, "npu": npu_kernels.choose_product},
+    "grouped_matmul": {
+        "torch": choose_product,
+        "looped": loop_alike,
+        "npu": npu_kernels.choose_product,
+    },
 }
 """Operation → name of an implementation → function; those of one operation share a signature."""

@@ -1,7 +1,8 @@
 """Layers that the model families share.
 
-Shapes: B batch, T sequence, S sequence with the cached tokens before it, D width, H query heads, G key/value heads,
-K width of a head, F feed-forward width, V vocabulary, C tokens of a chunk, N = B·T tokens.
+Shapes: B batch, T sequence, S sequence with the cached tokens before it, D width, H query heads, G
+key/value heads, K width of a head, F feed-forward width, V vocabulary, C tokens of a chunk, N = B·T
+tokens.
 """
 
 from collections.abc import Callable
@@ -20,11 +21,13 @@ from .kernels import Pairs
 from .ops import Layer
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32 scalar."""
+"""``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32
+scalar."""
 
 
 def matmul_flops(elements: int, trains: bool) -> int:
-    """FLOPs of forward and backward per token, by the elements of a weight that trains or is frozen."""
+    """FLOPs of forward and backward per token, by the elements of a weight that trains or is
+    frozen."""
     return (6 if trains else 4) * elements
 
 
@@ -85,7 +88,8 @@ class PositionEmbedding(Embedding):
 
 
 class RMSNorm(Layer):
-    """Root-mean-square normalization over the last dim, accumulated in float32 (arXiv:1910.07467)."""
+    """Root-mean-square normalization over the last dim, accumulated in float32
+    (arXiv:1910.07467)."""
 
     split = Split.replicated
 
@@ -97,7 +101,8 @@ class RMSNorm(Layer):
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Normalize; any leading shape."""
         weight = self.exchange.sum_gradient(self.weight)
-        # A view's gradient has the dtype of the weight; FSDP2 of torch 2.15 accepts float32 for a bf16 weight itself.
+        # A view's gradient has the dtype of the weight; FSDP2 of torch 2.15 accepts float32 for a
+        # bf16 weight itself.
         return self.ops.rms_norm(hidden_BTD, weight.view_as(weight), self.eps)
 
 
@@ -114,7 +119,8 @@ class LayerNorm(Layer, nn.LayerNorm):
 
 @dataclass(frozen=True)
 class AttentionTemperature:
-    """Scales queries at late positions, so that attention stays sharp (arXiv:2501.19399, as in Llama 4)."""
+    """Scales queries at late positions, so that attention stays sharp (arXiv:2501.19399, as in
+    Llama 4)."""
 
     scale: float
     """Growth of a query with the logarithm of its position."""
@@ -135,7 +141,8 @@ class Attention(Layer):
         n_kv_heads: key and value heads; divides ``n_heads``.
         head_dim: width of a head.
         bias: whether the projections have biases.
-        qk_norm_eps: normalize queries and keys of each head, with weights, before the rotation (Qwen3).
+        qk_norm_eps: normalize queries and keys of each head, with weights, before the rotation
+            (Qwen3).
         rotation: pairs of a head that rotary positions turn; None for no rotation.
         rotated_norm_eps: normalize queries and keys, without weights, after the rotation (Llama 4).
         temperature: scales queries by position.
@@ -180,7 +187,8 @@ class Attention(Layer):
         cache: KeyValueCache | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Attend over positions up to each token's own, including cached ones; returns the shape of the input.
+        """Attend over positions up to each token's own, including cached ones; returns the shape of
+        the input.
 
         With documents, only over positions of the same document.
         """
@@ -194,15 +202,22 @@ class Attention(Layer):
         q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
         if self.rotation is not None:
             assert rotations is not None
-            q_BHTK, k_BGTK = (self.ops.rotary(x, *rotations, self.rotation) for x in (q_BHTK, k_BGTK))
+            q_BHTK, k_BGTK = (
+                self.ops.rotary(x, *rotations, self.rotation) for x in (q_BHTK, k_BGTK)
+            )
         if self.rotated_norm_eps is not None:
             q_BHTK, k_BGTK = (
-                self.ops.rms_norm(x.float(), None, self.rotated_norm_eps).type_as(x) for x in (q_BHTK, k_BGTK)
+                self.ops.rms_norm(x.float(), None, self.rotated_norm_eps).type_as(x)
+                for x in (q_BHTK, k_BGTK)
             )
         if self.temperature is not None:
             if documents is None:
-                first, context = (1, self.context) if cache is None else (cache.length + 1, FULL_SEQUENCES)
-                ordinals = torch.arange(first, first + T * context.ranks, device=q_BHTK.device, dtype=torch.float32)
+                first, context = (
+                    (1, self.context) if cache is None else (cache.length + 1, FULL_SEQUENCES)
+                )
+                ordinals = torch.arange(
+                    first, first + T * context.ranks, device=q_BHTK.device, dtype=torch.float32
+                )
                 ordinals = context.cut(ordinals, 0)
             else:
                 ordinals = (documents.positions_BT.unsqueeze(1) + 1).float()
@@ -215,7 +230,9 @@ class Attention(Layer):
             out_BHTK = self._attend_cached(q_BHTK, k_BGTK, v_BGTK, cache)
         return self.o_proj(out_BHTK.transpose(1, 2).reshape(B, T, -1))
 
-    def _attend_cached(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, cache: KeyValueCache) -> Tensor:
+    def _attend_cached(
+        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, cache: KeyValueCache
+    ) -> Tensor:
         start, T = cache.length, q_BHTK.shape[2]
         end = start + T
         k_BGSK, v_BGSK = cache.extend(self, k_BGTK, v_BGTK)
@@ -223,7 +240,9 @@ class Attention(Layer):
         if start == 0:
             out_BHTK = FULL_SEQUENCES.attend(q_BHTK, k_BGTK, v_BGTK, self.ops, self.chunk_len)
         elif T == 1:
-            out_BHTK = masked_attention(q_BHTK, k_BGSK, v_BGSK, None)  # one token sees all kept keys
+            out_BHTK = masked_attention(
+                q_BHTK, k_BGSK, v_BGSK, None
+            )  # one token sees all kept keys
         else:
             queries_T1 = torch.arange(start, end, device=q_BHTK.device).unsqueeze(1)
             keys_S = torch.arange(end - S, end, device=q_BHTK.device)
@@ -240,7 +259,8 @@ class Attention(Layer):
         return 12 * self.n_heads * self.head_dim
 
     def own_flops(self, seq_len: int) -> float:
-        """FLOPs of forward and backward per token in scores and values, over half the square of each chunk."""
+        """FLOPs of forward and backward per token in scores and values, over half the square of
+        each chunk."""
         chunk_len = min(self.chunk_len or seq_len, seq_len)
         chunks, rest = divmod(seq_len, chunk_len)
         keys = (chunks * chunk_len**2 + rest**2) / 2 / seq_len
@@ -283,7 +303,8 @@ class RunnableBlock(nn.Module):
     execute: Callable[..., Any] | None = None
     """What runs in place of ``compute``, such as its compiled form."""
     recompute: Callable[..., Any] | None = None
-    """``recompute(function, *args)`` calls a function, and again in the backward; None to keep its activations."""
+    """``recompute(function, *args)`` calls a function, and again in the backward; None to keep its
+    activations."""
 
     def forward(self, *args: Any) -> Any:
         """Call ``compute`` as set. A strategy's hooks run outside of it."""
@@ -298,7 +319,9 @@ class RunnableBlock(nn.Module):
 class Block(RunnableBlock):
     """Attention and feed-forward, each pre-normalized and added to the residual stream."""
 
-    def __init__(self, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module) -> None:
+    def __init__(
+        self, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module
+    ) -> None:
         super().__init__()
         self.attn_norm = attn_norm
         self.attn = attn
@@ -320,14 +343,16 @@ class Block(RunnableBlock):
 class LMHead(Linear):
     """The output projection, which computes an injected loss inside its own forward.
 
-    FSDP gathers the module's weight for forward and backward, so the loss, chunked or not, need not know about
-    sharding.
+    FSDP gathers the module's weight for forward and backward, so the loss, chunked or not, need not
+    know about sharding.
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False, split=Split.columns)
 
-    def forward(self, hidden_BTD: Tensor, labels_BT: Tensor | None = None, loss_fn: LossFn | None = None) -> Tensor:
+    def forward(
+        self, hidden_BTD: Tensor, labels_BT: Tensor | None = None, loss_fn: LossFn | None = None
+    ) -> Tensor:
         """Logits_BTV, or ``loss_fn(hidden_ND, weight_VD, labels_N)`` if labels are given."""
         hidden_BTD = self.exchange.enter(hidden_BTD)
         if labels_BT is None:

@@ -1,10 +1,11 @@
 """Matmuls of linear layers, of bf16 and float16 on CPUs without instructions for them.
 
-There torch's own matmul is a loop without vectors: in bf16 on an AVX2 machine 1 to 23 GFLOP/s where float32 has 60 to
-85; in float16 0.8 to 6 where float32 has 28 to 32 (one core of an AMD EPYC with AVX512-BF16, torch 2.13.0). So operands
-are cast to float32 and multiplied, and the result is rounded, in forward and backward: the same exact products and
-float32 sums, added in another order. The price is a float32 copy of both operands during the matmul; tensors saved for
-the backward keep 16 bits.
+There torch's own matmul is a loop without vectors: in bf16 on an AVX2 machine 1 to 23 GFLOP/s where
+float32 has 60 to 85; in float16 0.8 to 6 where float32 has 28 to 32 (one core of an AMD EPYC with
+AVX512-BF16, torch 2.13.0). So operands are cast to float32 and multiplied, and the result is
+rounded, in forward and backward: the same exact products and float32 sums, added in another order.
+The price is a float32 copy of both operands during the matmul; tensors saved for the backward keep
+16 bits.
 
 Compiled blocks are left to the compiler, and tensor subclasses (fake tensors, say) to torch.
 """
@@ -37,7 +38,10 @@ def goes_through_float32(tensor: Tensor) -> bool:
     )
 
 
-ONEDNN_HAS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+ONEDNN_HAS = {
+    torch.bfloat16: "_is_mkldnn_bf16_supported",
+    torch.float16: "_is_mkldnn_fp16_supported",
+}
 """dtype → torch's function that reports whether oneDNN multiplies it on this CPU."""
 
 

@@ -1,7 +1,8 @@
-"""Llama 2 and Llama 3: a decoder of pre-normalized blocks with RoPE, grouped-query attention and SwiGLU.
+"""Llama 2 and Llama 3: a decoder of pre-normalized blocks with RoPE, grouped-query attention and
+SwiGLU.
 
-Sources: arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783. Tested against transformers' LlamaForCausalLM
-(``tests/models/test_families.py``). Not covered: biases, dropout.
+Sources: arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783. Tested against transformers'
+LlamaForCausalLM (``tests/models/test_families.py``). Not covered: biases, dropout.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,14 @@ from typing import ClassVar
 
 from .decoder import rms_norm
 from .layers import Attention, Block, SwiGLU
-from .rotary import ROTARY_DEFAULTS, ROTARY_KEYS, ROTARY_NAMES, RotaryConfig, RotaryFormat, RotaryModel
+from .rotary import (
+    ROTARY_DEFAULTS,
+    ROTARY_KEYS,
+    ROTARY_NAMES,
+    RotaryConfig,
+    RotaryFormat,
+    RotaryModel,
+)
 
 
 @dataclass

@@ -1,12 +1,15 @@
-"""Llama 4's text model: blocks with and without experts in turn, one routed and one shared expert per token, iRoPE.
+"""Llama 4's text model: blocks with and without experts in turn, one routed and one shared expert
+per token, iRoPE.
 
-iRoPE: three of four blocks use rotary positions and attend within chunks of the sequence; every fourth has no rotary
-positions, attends to everything, and scales its queries by the logarithm of their position. Queries and keys of the
-rotary blocks are normalized after the rotation, without weights. The router's sigmoid scales an expert's input.
+iRoPE: three of four blocks use rotary positions and attend within chunks of the sequence; every
+fourth has no rotary positions, attends to everything, and scales its queries by the logarithm of
+their position. Queries and keys of the rotary blocks are normalized after the rotation, without
+weights. The router's sigmoid scales an expert's input.
 
-Source: the published ``config.json`` and implementation (https://huggingface.co/meta-llama/Llama-4-Scout-17B-16E).
-Tested against transformers' Llama4ForCausalLM (``tests/models/test_families.py``). Not covered: the vision model,
-biases, dropout.
+Source: the published ``config.json`` and implementation
+(https://huggingface.co/meta-llama/Llama-4-Scout-17B-16E). Tested against transformers'
+Llama4ForCausalLM (``tests/models/test_families.py``). Not covered: the vision model, biases,
+dropout.
 """
 
 from collections.abc import Mapping
@@ -21,26 +24,42 @@ from .huggingface import Piece, whole
 from .kernels import Pairs
 from .layers import Attention, AttentionTemperature, Block, SwiGLU
 from .moe import MoE, MoEConfig, Scores
-from .rotary import ROTARY_DEFAULTS, ROTARY_KEYS, ROTARY_NAMES, RotaryConfig, RotaryFormat, RotaryModel
+from .rotary import (
+    ROTARY_DEFAULTS,
+    ROTARY_KEYS,
+    ROTARY_NAMES,
+    RotaryConfig,
+    RotaryFormat,
+    RotaryModel,
+)
 
 
 @dataclass(frozen=True)
 class Llama4Format(RotaryFormat):
-    """Hugging Face stacks experts like ours, each transposed; ``config.json`` lists the special blocks."""
+    """Hugging Face stacks experts like ours, each transposed; ``config.json`` lists the special
+    blocks."""
 
     def pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         """Transpose the stacked parameters."""
         if ".experts." not in name:
             return super().pieces(name, shape)
         transposed = (shape[0], shape[2], shape[1])
-        return [Piece(whole(shape), self.tensor_name(name), transposed, whole(transposed), transposed=True)]
+        return [
+            Piece(
+                whole(shape), self.tensor_name(name), transposed, whole(transposed), transposed=True
+            )
+        ]
 
     def write_config(self, config: Any) -> dict[str, Any]:
         """``config.json`` with the lists that follow from our settings."""
         assert isinstance(config, Llama4Config)
         # transformers refuses a null.
         chunk_len = config.attention_chunk_len or config.implied()["attention_chunk_len"]
-        return super().write_config(config) | _layer_lists(config) | {"attention_chunk_size": chunk_len}
+        return (
+            super().write_config(config)
+            | _layer_lists(config)
+            | {"attention_chunk_size": chunk_len}
+        )
 
     def read_config(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of our configuration.
@@ -49,12 +68,14 @@ class Llama4Format(RotaryFormat):
             ValueError: also for a list that is not every N-th block.
         """
         fields = super().read_config(tree)
-        fields["attention_temperature"] = bool(fields["attention_temperature"])  # Scout's value is 4
+        fields["attention_temperature"] = bool(
+            fields["attention_temperature"]
+        )  # Scout's value is 4
         for key, expected in _layer_lists(Llama4Config(**fields)).items():
             if tree.get(key, expected) != expected:
                 raise ValueError(
-                    f"config.json says {key}={tree[key]}, which llama4_text models here do not compute "
-                    f"(only {expected}, as its other keys say)"
+                    f"config.json says {key}={tree[key]}, which llama4_text models here do not "
+                    f"compute (only {expected}, as its other keys say)"
                 )
         return fields
 
@@ -140,7 +161,9 @@ class Llama4Config(MoEConfig, RotaryConfig):
             return not self.attention_temperature or all(self.rotates(layer) for layer in layers)
         if key in ("attention_chunk_len", "qk_norm"):
             return not any(self.rotates(layer) for layer in layers)
-        return super().is_cosmetic(key) or (key == "ffn_dim" and self.has_experts_everywhere(self.n_layers))
+        return super().is_cosmetic(key) or (
+            key == "ffn_dim" and self.has_experts_everywhere(self.n_layers)
+        )
 
     def rotates(self, layer: int) -> bool:
         """Whether a block has rotary positions."""
@@ -156,7 +179,12 @@ class Llama4Model(RotaryModel):
 
     def __init__(self, config: Llama4Config) -> None:
         blocks = [
-            Block(rms_norm(config), _attention(config, layer), rms_norm(config), _feed_forward(config, layer))
+            Block(
+                rms_norm(config),
+                _attention(config, layer),
+                rms_norm(config),
+                _feed_forward(config, layer),
+            )
             for layer in range(config.n_layers)
         ]
         super().__init__(config, blocks, rms_norm(config))
@@ -181,13 +209,19 @@ def _feed_forward(config: Llama4Config, layer: int) -> nn.Module:
     if not config.has_experts(layer):
         return SwiGLU(config.dim, config.ffn_dim)
     width = config.expert_ffn_dim
-    return MoE(config.dim, width, config.n_experts, config.top_k, Scores.sigmoid, shared_ffn_dim=width)
+    return MoE(
+        config.dim, width, config.n_experts, config.top_k, Scores.sigmoid, shared_ffn_dim=width
+    )
 
 
 def _layer_lists(config: Llama4Config) -> dict[str, list[Any]]:
     layers = range(config.n_layers)
     return {
-        "no_rope_layers": [int(config.rotates(layer)) for layer in layers],  # 1 where positions are rotated
+        "no_rope_layers": [
+            int(config.rotates(layer)) for layer in layers
+        ],  # 1 where positions are rotated
         "moe_layers": [layer for layer in layers if config.has_experts(layer)],
-        "layer_types": ["chunked_attention" if config.rotates(layer) else "full_attention" for layer in layers],
+        "layer_types": [
+            "chunked_attention" if config.rotates(layer) else "full_attention" for layer in layers
+        ],
     }

@@ -2,10 +2,10 @@
 
     y = W x + alpha / rank · B A dropout(x)        W (O, I) frozen, A (R, I), B (O, R)
 
-A starts with PEFT's values, uniform in ±1/sqrt(I), B with zeros, so that the model starts as it was. Dropout draws from
-a hash of (seed, layer, sample, position, channel) instead of a generator: every layout of ranks and micro-batches, and
-the recomputation of activation checkpointing, drops the same elements. The price: about ten integer passes over an
-adapter's input.
+A starts with PEFT's values, uniform in ±1/sqrt(I), B with zeros, so that the model starts as it
+was. Dropout draws from a hash of (seed, layer, sample, position, channel) instead of a generator:
+every layout of ranks and micro-batches, and the recomputation of activation checkpointing, drops
+the same elements. The price: about ten integer passes over an adapter's input.
 
 Shapes: B batch, T sequence, I and O inner and outer width, R rank.
 """
@@ -24,12 +24,14 @@ BITS = 2**32 - 1
 
 
 class Samples:
-    """Which samples of the run a micro-batch holds, for the layers that drop elements of their inputs."""
+    """Which samples of the run a micro-batch holds, for the layers that drop elements of their
+    inputs."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.numbers_B: Tensor | None = None
-        """int64 numbers of the samples, counted over the run, on the inputs' device; None where nothing is dropped."""
+        """int64 numbers of the samples, counted over the run, on the inputs' device; None where
+        nothing is dropped."""
         self.context: Context = FULL_SEQUENCES
 
 
@@ -41,7 +43,8 @@ class LoRALinear(Linear):
     scale: float
     dropout: float
     number: Tensor
-    """Of the layer, to drop other elements in each; on the CPU. With integers, compiled layers would share no graph."""
+    """Of the layer, to drop other elements in each; on the CPU. With integers, compiled layers
+    would share no graph."""
     samples: Samples
 
     def forward(self, input: Tensor) -> Tensor:
@@ -55,9 +58,15 @@ class LoRALinear(Linear):
 
 
 def add_adapters(
-    model: DecoderModel, targets: Sequence[str], rank: int, alpha: float, dropout: float, samples: Samples
+    model: DecoderModel,
+    targets: Sequence[str],
+    rank: int,
+    alpha: float,
+    dropout: float,
+    samples: Samples,
 ) -> list[str]:
-    """Freeze a model on the meta device, and give linear layers of its blocks adapters; return their names.
+    """Freeze a model on the meta device, and give linear layers of its blocks adapters; return
+    their names.
 
     Call it before anything else changes the blocks.
 
@@ -72,8 +81,12 @@ def add_adapters(
         module.__class__ = LoRALinear
         assert isinstance(module, LoRALinear)
         dtype = module.weight.dtype
-        module.lora_a = Linear(module.in_features, rank, bias=False, dtype=dtype, device=module.weight.device)
-        module.lora_b = Linear(rank, module.out_features, bias=False, dtype=dtype, device=module.weight.device)
+        module.lora_a = Linear(
+            module.in_features, rank, bias=False, dtype=dtype, device=module.weight.device
+        )
+        module.lora_b = Linear(
+            rank, module.out_features, bias=False, dtype=dtype, device=module.weight.device
+        )
         module.scale, module.dropout = alpha / rank, dropout
         module.number, module.samples = torch.tensor(len(found), device="cpu"), samples
         found.append(f"layers.{name}")
@@ -102,7 +115,9 @@ def drop(input: Tensor, share: float, samples: Samples, layer: Tensor | int) -> 
     B, I = len(samples.numbers_B), input.shape[-1]  # noqa: E741
     T, device = input.numel() // (B * I), input.device
     positions_T = samples.context.cut(torch.arange(T * samples.context.ranks, device=device), 0)
-    first_B = _mixed(_mixed(samples.numbers_B) + samples.seed * 0x9E3779B1 % 2**32 + layer * 0x27D4EB2F)
+    first_B = _mixed(
+        _mixed(samples.numbers_B) + samples.seed * 0x9E3779B1 % 2**32 + layer * 0x27D4EB2F
+    )
     hash_BT = _mixed(first_B.unsqueeze(1) + positions_T * 0x9E3779B9)
     channels_I = torch.arange(I, device=device)
     hash_BTI = _mixed(hash_BT.unsqueeze(2) + channels_I * 0x85EBCA6B)
@@ -111,7 +126,8 @@ def drop(input: Tensor, share: float, samples: Samples, layer: Tensor | int) -> 
 
 
 def _mixed(number: Tensor) -> Tensor:
-    """32 mixed bits of int64 numbers; a product's upper bits, which overflow, are cut (lowbias32 of C. Wellons)."""
+    """32 mixed bits of int64 numbers; a product's upper bits, which overflow, are cut (lowbias32 of
+    C. Wellons)."""
     number = number & BITS
     number = ((number ^ (number >> 16)) * 0x7FEB352D) & BITS
     number = ((number ^ (number >> 15)) * 0x846CA68B) & BITS

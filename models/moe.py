@@ -1,16 +1,18 @@
-"""Mixtures of experts: a router that sends each token to a few of many feed-forwards, and the block around both.
+"""Mixtures of experts: a router that sends each token to a few of many feed-forwards, and the block
+around both.
 
-Auxiliary losses over the global batch keep a router from sending everything to the same experts; but a model knows no
-ranks. So the router records its token counts per expert and the sums that the losses are functions of, and the trainer
-fills in the gradient by these sums before the backward: both losses are linear in the sums once the global counts are
-known, so nothing else leaves the block.
+Auxiliary losses over the global batch keep a router from sending everything to the same experts;
+but a model knows no ranks. So the router records its token counts per expert and the sums that the
+losses are functions of, and the trainer fills in the gradient by these sums before the backward:
+both losses are linear in the sums once the global counts are known, so nothing else leaves the
+block.
 
     load balancing (arXiv:2101.03961, arXiv:2501.11873):  E · Σ_e f_e · P_e, where f_e is the share of tokens sent to
         expert e (their sum is K) and P_e the mean of its probability; no gradient flows through f
     z-loss (arXiv:2202.08906):                            mean of logsumexp(logits)²
 
-Not covered: capacity limits (no token is dropped), bias-based balancing. Experts may be split over ranks from outside
-(``Experts.dispatch``).
+Not covered: capacity limits (no token is dropped), bias-based balancing. Experts may be split over
+ranks from outside (``Experts.dispatch``).
 
 Shapes: N tokens, D width, E experts, K experts of a token.
 """
@@ -56,9 +58,11 @@ class Router(Layer):
     counts_E: Tensor
     """After a forward: tokens of each expert, int64."""
     sums: Tensor
-    """After a forward: the sum of each expert's probability over the tokens, and of logsumexp²: of shape (E + 1,)."""
+    """After a forward: the sum of each expert's probability over the tokens, and of logsumexp²: of
+    shape (E + 1,)."""
     sums_grad: Tensor
-    """Gradient of the training loss by ``sums``; read in the backward, so it may be filled after the forward."""
+    """Gradient of the training loss by ``sums``; read in the backward, so it may be filled after
+    the forward."""
 
     def __init__(self, dim: int, n_experts: int, top_k: int, scores: Scores) -> None:
         super().__init__()
@@ -71,13 +75,15 @@ class Router(Layer):
     # would read the buffer's older value from the forward (torch 2.13).
     @leave_uncompiled
     def forward(self, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the chosen experts as experts_NK, int64, and their weights_NK in the dtype of the input."""
+        """Return the chosen experts as experts_NK, int64, and their weights_NK in the dtype of the
+        input."""
         weight_ED = self.exchange.sum_gradient(self.weight)
         experts_NK, weights_NK, sums = self.ops.route(hidden_ND, weight_ED, self.score)
         return experts_NK, self.finish(experts_NK, weights_NK, sums).to(hidden_ND.dtype)
 
     def score(self, logits_NE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return experts_NK, weights_NK, and the terms of each token in the ``sums``: (N, E) and (N), in float32."""
+        """Return experts_NK, weights_NK, and the terms of each token in the ``sums``: (N, E) and
+        (N), in float32."""
         if self.scores is Scores.sigmoid:
             chosen_NK, experts_NK = logits_NE.topk(self.top_k, dim=-1)
             weights_NK = chosen_NK.float().sigmoid()
@@ -102,7 +108,8 @@ class Router(Layer):
         return matmul_flops(self.weight.numel(), self.weight.requires_grad)
 
     def renew_gradient(self) -> None:
-        """Give the next forward a gradient of its own, where the backwards of earlier ones are yet to come."""
+        """Give the next forward a gradient of its own, where the backwards of earlier ones are yet
+        to come."""
         if getattr(self, "sums_grad", None) is not None:
             self.sums_grad = torch.zeros_like(self.sums_grad)
 
@@ -117,7 +124,8 @@ class Router(Layer):
 
 
 class _WithGradient(torch.autograd.Function):
-    """Identity on ``carrier`` that gives ``sums`` the gradient ``sums_grad``, read in the backward."""
+    """Identity on ``carrier`` that gives ``sums`` the gradient ``sums_grad``, read in the
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, sums: Tensor, sums_grad: Tensor) -> Tensor:
@@ -142,7 +150,12 @@ class Experts(Layer):
 
     @leave_uncompiled
     def forward(
-        self, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, *, scale_input: bool = False
+        self,
+        hidden_ND: Tensor,
+        experts_NK: Tensor,
+        weights_NK: Tensor,
+        *,
+        scale_input: bool = False,
     ) -> Tensor:
         """Weighted sum of each token's experts: ``sum_k w_nk · down(silu(gate(x_n)) · up(x_n))``.
 
@@ -182,7 +195,13 @@ class MoE(Layer):
     """
 
     def __init__(
-        self, dim: int, ffn_dim: int, n_experts: int, top_k: int, scores: Scores, shared_ffn_dim: int = 0
+        self,
+        dim: int,
+        ffn_dim: int,
+        n_experts: int,
+        top_k: int,
+        scores: Scores,
+        shared_ffn_dim: int = 0,
     ) -> None:
         super().__init__()
         self.router = Router(dim, n_experts, top_k, scores)
@@ -193,10 +212,15 @@ class MoE(Layer):
         """Apply to the last dim; any leading shape."""
         hidden_ND = hidden_BTD.flatten(0, -2)
         experts_NK, weights_NK = self.router(hidden_ND)
-        # Before the experts, with which the backward then starts: FSDP2 gathers a unit of experts at that point, and
-        # would gather it once more if the shared expert's backward had recomputed the block first.
-        # The view adds up the gradients of both of its projections first, as where the shared expert is a unit.
-        shared_ND = self.shared_expert(hidden_ND.view_as(hidden_ND)) if self.shared_expert is not None else None
+        # Before the experts, with which the backward then starts: FSDP2 gathers a unit of experts
+        # at that point, and would gather it once more if the shared expert's backward had
+        # recomputed the block first. The view adds up the gradients of both of its projections
+        # first, as where the shared expert is a unit.
+        shared_ND = (
+            self.shared_expert(hidden_ND.view_as(hidden_ND))
+            if self.shared_expert is not None
+            else None
+        )
         scale_input = self.router.scores is Scores.sigmoid
         out_ND = self.experts(hidden_ND, experts_NK, weights_NK, scale_input=scale_input)
         if shared_ND is not None:
@@ -236,8 +260,8 @@ class MoEConfig:
     router_aux_loss_coef: float = field(default=0.0, metadata=at_least(0, 1e6))
     """Weight of the load-balancing loss, a mean over the layers with experts.
 
-    The load is counted over all ranks. With ``train.grad_accum`` above 1 it covers the micro-batches so far, and with
-    ``train.deterministic=layout`` the global batch.
+    The load is counted over all ranks. With ``train.grad_accum`` above 1 it covers the
+    micro-batches so far, and with ``train.deterministic=layout`` the global batch.
     """
     router_z_loss_coef: float = field(default=0.0, metadata=at_least(0, 1e6))
     """Weight of the router's z-loss, a mean over tokens and over the layers with experts."""
@@ -255,8 +279,8 @@ class MoEConfig:
             )
         if self.moe_every > n_layers:
             raise ValueError(
-                f"model.moe_every={self.moe_every} leaves none of the model.n_layers={n_layers} blocks with experts; "
-                "set model.moe_every=1"
+                f"model.moe_every={self.moe_every} leaves none of the model.n_layers={n_layers} "
+                "blocks with experts; set model.moe_every=1"
             )
 
     def has_experts_everywhere(self, n_layers: int) -> bool:

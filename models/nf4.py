@@ -1,16 +1,18 @@
 """Frozen weights in four bits each: the normal-float quantization of QLoRA (arXiv:2305.14314).
 
-Each block of 64 elements of a row is scaled by its largest absolute value, and every element becomes the index of the
-nearest of 16 numbers, quantiles of the normal distribution. A layer dequantizes its weight in the forward and again in
-the backward, and keeps neither. A weight takes 4.5 bits: 4 for the index, and a float32 for 64 elements.
+Each block of 64 elements of a row is scaled by its largest absolute value, and every element
+becomes the index of the nearest of 16 numbers, quantiles of the normal distribution. A layer
+dequantizes its weight in the forward and again in the backward, and keeps neither. A weight takes
+4.5 bits: 4 for the index, and a float32 for 64 elements.
 
-Indices and scales of a row are one row of ``nf4``, a parameter whose dtype is that of the weight and whose bytes mean
-nothing in it. So strategies copy, shard and gather it along the first dims as any other, but must not cast
-it. The price next to torchao's tensor subclass: a cast would destroy the weight silently, so strategies that cast
-frozen weights are refused (``config.rules.tune``). The gain: any torch, plain tensors, and bits that do not depend on
-how ranks shard.
+Indices and scales of a row are one row of ``nf4``, a parameter whose dtype is that of the weight
+and whose bytes mean nothing in it. So strategies copy, shard and gather it along the first dims as
+any other, but must not cast it. The price next to torchao's tensor subclass: a cast would destroy
+the weight silently, so strategies that cast frozen weights are refused (``config.rules.tune``). The
+gain: any torch, plain tensors, and bits that do not depend on how ranks shard.
 
-Not covered: the second quantization, of the scales, which saves 0.37 bits an element; rows that 64 does not divide.
+Not covered: the second quantization, of the scales, which saves 0.37 bits an element; rows that 64
+does not divide.
 
 Shapes: O and I outer and inner width, P columns of the packed row, N bytes.
 """
@@ -36,7 +38,8 @@ CODEBOOK = (
 )
 """Appendix E of the paper."""
 CHUNK_ELEMENTS = 2**24
-"""Elements that are converted at a time, so that indices and float32 values of a large weight take little memory."""
+"""Elements that are converted at a time, so that indices and float32 values of a large weight take
+little memory."""
 NAME = ".nf4"
 
 
@@ -83,17 +86,22 @@ def pack(weight_OI: Tensor, packed_OP: Tensor) -> None:
     codebook = torch.tensor(CODEBOOK, device=weight_OI.device)
     middles = (codebook[1:] + codebook[:-1]) / 2
     rows = max(1, CHUNK_ELEMENTS // weight_OI.shape[-1])
-    for source, target in zip(weight_OI.flatten(0, -2).split(rows), packed_OP.flatten(0, -2).split(rows), strict=True):
+    for source, target in zip(
+        weight_OI.flatten(0, -2).split(rows), packed_OP.flatten(0, -2).split(rows), strict=True
+    ):
         blocks = source.float().unflatten(-1, (-1, BLOCK))
         scales = blocks.abs().amax(-1)
         scaled = blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
         codes = torch.bucketize(scaled, middles, out_int32=True).to(torch.uint8).flatten(-2)
-        bytes_ON = torch.cat([codes[:, ::2] << 4 | codes[:, 1::2], scales.view(torch.uint8)], dim=-1)
+        bytes_ON = torch.cat(
+            [codes[:, ::2] << 4 | codes[:, 1::2], scales.view(torch.uint8)], dim=-1
+        )
         target.copy_(bytes_ON.view(target.dtype))
 
 
 def unpack(packed_OP: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight (O, I), of any leading dims, that ``packed_OP`` stands for; rounded from float32."""
+    """The weight (O, I), of any leading dims, that ``packed_OP`` stands for; rounded from
+    float32."""
     columns = unpacked_columns(packed_OP)
     rows_NP, rows = packed_OP.flatten(0, -2), max(1, CHUNK_ELEMENTS // columns)
     if len(rows_NP) <= rows or torch.compiler.is_compiling():
@@ -116,7 +124,9 @@ class _Product(torch.autograd.Function):
     """``linear`` with a quantized weight."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, packed_OP: Tensor, bias_O: Tensor | None, pairs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, packed_OP: Tensor, bias_O: Tensor | None, pairs: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(packed_OP, pairs)
         return linear(input, unpack(packed_OP, pairs, input.dtype), bias_O)
 
@@ -124,7 +134,11 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         packed_OP, pairs = ctx.saved_tensors
-        grad_input = linear(grad, unpack(packed_OP, pairs, grad.dtype).t()) if ctx.needs_input_grad[0] else None
+        grad_input = (
+            linear(grad, unpack(packed_OP, pairs, grad.dtype).t())
+            if ctx.needs_input_grad[0]
+            else None
+        )
         return grad_input, None, None, None
 
 
@@ -145,7 +159,8 @@ class NF4LoRALinear(NF4Linear, LoRALinear):
 
 
 def quantize_linears(model: DecoderModel) -> Codebook:
-    """Replace the weights of the frozen linear layers of a model's blocks, on the meta device, by packed ones.
+    """Replace the weights of the frozen linear layers of a model's blocks, on the meta device, by
+    packed ones.
 
     The packed rows have the dtype of the weights.
 
@@ -156,7 +171,9 @@ def quantize_linears(model: DecoderModel) -> Codebook:
     for name, module in model.layers.named_modules():
         if isinstance(module, Linear) and not is_adapter(f"{name}."):
             if module.in_features % BLOCK:
-                raise ValueError(f"layers.{name} has rows of {module.in_features}, which {BLOCK} does not divide")
+                raise ValueError(
+                    f"layers.{name} has rows of {module.in_features}, which {BLOCK} does not divide"
+                )
             weight = module.weight
             shape = module.out_features, packed_columns(module.in_features, weight.dtype)
             del module.weight

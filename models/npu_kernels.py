@@ -1,19 +1,24 @@
 """torch_npu's fused kernels for the operations of ``kernels``.
 
-Each returns the same dtype as the plain function. Inputs outside a kernel's documented limits go to PyTorch's own
-operators. Tensors saved for the backward:
+Each returns the same dtype as the plain function. Inputs outside a kernel's documented limits go to
+PyTorch's own operators. Tensors saved for the backward:
 
-- ``npu_fusion_attention``: inputs, output and 16 float32 statistics per row; one causal mask of 4 MiB for all layers.
+- ``npu_fusion_attention``: inputs, output and 16 float32 statistics per row; one causal mask of 4
+  MiB for all layers.
 - ``npu_rms_norm``: the input and one float32 number per row.
-- ``npu_rotary_mul``: only the tables, since the gradient of a rotation is the rotation by the opposite angle.
+- ``npu_rotary_mul``: only the tables, since the gradient of a rotation is the rotation by the
+  opposite angle.
 - ``npu_swiglu``: gate and up side by side.
-- ``npu_grouped_matmul`` has no gradient, and needs none: the experts' is hand-written (``experts``).
+- ``npu_grouped_matmul`` has no gradient, and needs none: the experts' is hand-written
+  (``experts``).
 
-Signatures are those of the torch_npu 2.13.0 wheel (schemas in ``libtorch_npu.so``; layouts and limits in
-``_op_plugin_docs.py``; shapes in ``op_plugin/meta/_meta_registrations.py``). They have run under torch_npu's own
-autograd with CPU arithmetic (``tests/harness/npu_stand_ins.py``), never on an NPU.
+Signatures are those of the torch_npu 2.13.0 wheel (schemas in ``libtorch_npu.so``; layouts and
+limits in ``_op_plugin_docs.py``; shapes in ``op_plugin/meta/_meta_registrations.py``). They have
+run under torch_npu's own autograd with CPU arithmetic (``tests/harness/npu_stand_ins.py``), never
+on an NPU.
 
-Shapes: B batch, T sequence, H query heads, G key/value heads, K width of a head, E experts, M rows, I and O widths.
+Shapes: B batch, T sequence, H query heads, G key/value heads, K width of a head, E experts, M rows,
+I and O widths.
 """
 
 import functools
@@ -51,7 +56,8 @@ def operator(name: str) -> Any:
 
 
 def is_there(operation: str) -> bool:
-    """Whether torch_npu is imported, which torch does by itself, and has the operator of an operation."""
+    """Whether torch_npu is imported, which torch does by itself, and has the operator of an
+    operation."""
     try:
         operator(OPERATORS[operation])
     except AttributeError:
@@ -64,7 +70,9 @@ def attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
     _, heads, _, width = q_BHTK.shape
     if heads > ATTENTION_HEADS or width > ATTENTION_WIDTH:
         shares = heads != k_BGTK.shape[1]
-        return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=shares)
+        return F.scaled_dot_product_attention(
+            q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=shares
+        )
     out_BHTK: Tensor = operator("npu_fusion_attention")(
         q_BHTK,
         k_BGTK,
@@ -125,7 +133,9 @@ def _turn(x_BHTK: Tensor, cos: Tensor, sin: Tensor, neighbors: bool) -> Tensor:
     batch, heads, _, width = x_BHTK.shape
     within = batch * heads < ROTARY_LIMIT if neighbors else max(batch, heads) < ROTARY_LIMIT
     if within and width < ROTARY_WIDTH_LIMIT:
-        turned: Tensor = operator("npu_rotary_mul")(wide, cos, sin, "interleave" if neighbors else "half")
+        turned: Tensor = operator("npu_rotary_mul")(
+            wide, cos, sin, "interleave" if neighbors else "half"
+        )
     else:
         turned = wide * cos + _quarter_turn(wide, neighbors) * sin
     return turned.to(x_BHTK.dtype)
@@ -151,7 +161,9 @@ class NPUGrouped(Grouped):
     def __init__(self) -> None:
         self.grouped_matmul = operator("npu_grouped_matmul")
 
-    def linear(self, a_MI: Tensor, weight_EOI: Tensor, piece: Segment, out_MO: Tensor | None = None) -> Tensor:
+    def linear(
+        self, a_MI: Tensor, weight_EOI: Tensor, piece: Segment, out_MO: Tensor | None = None
+    ) -> Tensor:
         """See ``Grouped``."""
         return self._multiply(a_MI, weight_EOI.transpose(1, 2), piece, group_type=0)  # splits rows
 

@@ -1,9 +1,9 @@
 """Everything that a model computes, and the layers that ask for it.
 
-``Ops`` is one implementation: six operations chosen by name (``kernels``), and methods for the rest,
-by PyTorch's own operators. A layer calls its own ``ops``, so recomputation in the backward uses the
-same ones, and sends features through its own ``exchange``. Another implementation is a subclass:
-``fsdptoys.exact`` has the one whose bits do not depend on the layout.
+``Ops`` is one implementation: six operations chosen by name (``kernels``), and methods for the
+rest, by PyTorch's own operators. A layer calls its own ``ops``, so recomputation in the backward
+uses the same ones, and sends features through its own ``exchange``. Another implementation is a
+subclass: ``fsdptoys.exact`` has the one whose bits do not depend on the layout.
 
 Shapes: N tokens, D width, E experts, K experts of a token, T sequence.
 """
@@ -48,7 +48,9 @@ class Ops:
         """``linear`` of a layer's input, to features that ranks may split."""
         return self.linear(input, weight, bias)
 
-    def linear_rows(self, input: Tensor, weight: Tensor, bias: Tensor | None, exchange: Exchange) -> Tensor:
+    def linear_rows(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, exchange: Exchange
+    ) -> Tensor:
         """``linear`` to a layer's output, summed over features that ranks may split."""
         if exchange.ranks == 1:
             return self.linear(input, weight, bias)
@@ -80,7 +82,9 @@ class Ops:
         """Factors of queries by position, with a last dim of 1."""
         return factors(ordinals)
 
-    def route(self, hidden_ND: Tensor, weight_ED: Tensor, score: Score) -> tuple[Tensor, Tensor, Tensor]:
+    def route(
+        self, hidden_ND: Tensor, weight_ED: Tensor, score: Score
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """A router's experts_NK, weights_NK, and the sums of these tokens (E + 1), in float32."""
         experts_NK, weights_NK, probabilities_NE, squares_N = score(F.linear(hidden_ND, weight_ED))
         sums = torch.cat([probabilities_NE.sum(0), squares_N.sum().unsqueeze(0)])
@@ -148,9 +152,11 @@ class Layer(nn.Module):
 
 
 def leave_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compiler.disable`` without importing the compiler, which takes half as long as importing torch.
+    """``torch.compiler.disable`` without importing the compiler, which takes half as long as
+    importing torch.
 
-    torch's own optimizers use the private form, which waits for the first call (seen in torch 2.7 and 2.13).
+    torch's own optimizers use the private form, which waits for the first call (seen in torch 2.7
+    and 2.13).
     """
     return getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
 

@@ -1,7 +1,8 @@
-"""Qwen3, dense: Llama's blocks with normalized queries and keys, and a head width independent of the model's.
+"""Qwen3, dense: Llama's blocks with normalized queries and keys, and a head width independent of
+the model's.
 
-Source: arXiv:2505.09388. Tested against transformers' Qwen3ForCausalLM (``tests/models/test_families.py``). Not
-covered: sliding windows, biases, dropout.
+Source: arXiv:2505.09388. Tested against transformers' Qwen3ForCausalLM
+(``tests/models/test_families.py``). Not covered: sliding windows, biases, dropout.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,14 @@ from torch import nn
 
 from .decoder import rms_norm
 from .layers import Attention, Block, SwiGLU
-from .rotary import ROTARY_DEFAULTS, ROTARY_KEYS, ROTARY_NAMES, RotaryConfig, RotaryFormat, RotaryModel
+from .rotary import (
+    ROTARY_DEFAULTS,
+    ROTARY_KEYS,
+    ROTARY_NAMES,
+    RotaryConfig,
+    RotaryFormat,
+    RotaryModel,
+)
 
 QWEN3_FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
 
@@ -48,7 +56,11 @@ class Qwen3Model(RotaryModel):
             Block(
                 rms_norm(config),
                 Attention(
-                    config.dim, config.n_heads, config.n_kv_heads, config.head_width, qk_norm_eps=config.norm_eps
+                    config.dim,
+                    config.n_heads,
+                    config.n_kv_heads,
+                    config.head_width,
+                    qk_norm_eps=config.norm_eps,
                 ),
                 rms_norm(config),
                 feed_forward,

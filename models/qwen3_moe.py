@@ -1,7 +1,9 @@
-"""Qwen3-MoE: Qwen3's blocks with experts in place of the feed-forward, chosen by a normalized softmax.
+"""Qwen3-MoE: Qwen3's blocks with experts in place of the feed-forward, chosen by a normalized
+softmax.
 
-Source: arXiv:2505.09388. Tested against transformers' Qwen3MoeForCausalLM (``tests/models/test_families.py``). The
-auxiliary losses are in ``moe``. Not covered: sliding windows, biases, dropout, ``mlp_only_layers``.
+Source: arXiv:2505.09388. Tested against transformers' Qwen3MoeForCausalLM
+(``tests/models/test_families.py``). The auxiliary losses are in ``moe``. Not covered: sliding
+windows, biases, dropout, ``mlp_only_layers``.
 """
 
 from dataclasses import dataclass
@@ -60,7 +62,12 @@ class Qwen3MoEConfig(MoEConfig, Qwen3Config):
         aliases={"num_experts": "num_local_experts"},  # as transformers 5 writes it
         fixed={**QWEN3_FIXED, "mlp_only_layers": []},
         written={"attention_dropout": 0.0},
-        defaults={**ROTARY_DEFAULTS, "moe_every": 1, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
+        defaults={
+            **ROTARY_DEFAULTS,
+            "moe_every": 1,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.001,
+        },
     )
 
     name: str = "qwen3_moe"
@@ -73,7 +80,9 @@ class Qwen3MoEConfig(MoEConfig, Qwen3Config):
 
     def is_cosmetic(self, key: str) -> bool:
         """Also the width of feed-forwards if all blocks have experts."""
-        return super().is_cosmetic(key) or (key == "ffn_dim" and self.has_experts_everywhere(self.n_layers))
+        return super().is_cosmetic(key) or (
+            key == "ffn_dim" and self.has_experts_everywhere(self.n_layers)
+        )
 
     def build(self) -> "Qwen3Model":
         """Construct the model."""

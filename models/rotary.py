@@ -1,6 +1,8 @@
-"""Families with rotary positions: settings, frequencies with Llama 3's scaling, and the base of their models.
+"""Families with rotary positions: settings, frequencies with Llama 3's scaling, and the base of
+their models.
 
-Source: arXiv:2104.09864; the scaling is arXiv:2407.21783's, published as ``llama3``. Not covered: other scalings.
+Source: arXiv:2104.09864; the scaling is arXiv:2407.21783's, published as ``llama3``. Not covered:
+other scalings.
 
 Shapes: D width, K width of a head.
 """
@@ -22,7 +24,8 @@ from .layers import Block
 
 @dataclass
 class RopeScaling:
-    """Llama 3's stretching of rotary frequencies to a longer context (arXiv:2407.21783, published as ``llama3``)."""
+    """Llama 3's stretching of rotary frequencies to a longer context (arXiv:2407.21783, published
+    as ``llama3``)."""
 
     factor: float = field(default=1.0, metadata=at_least(1, 1e30))
     """Stretch of the low frequencies' wavelengths; 1 switches scaling off."""
@@ -62,13 +65,13 @@ class RotaryConfig(ModelConfig):
         super().__post_init__()
         if self.head_dim is None and (self.dim % self.n_heads or self.dim // self.n_heads % 2):
             raise ValueError(
-                f"model.n_heads={self.n_heads} must divide model.dim={self.dim} into heads of even width; "
-                f"set model.dim to a multiple of {2 * self.n_heads}"
+                f"model.n_heads={self.n_heads} must divide model.dim={self.dim} into heads of "
+                f"even width; set model.dim to a multiple of {2 * self.n_heads}"
             )
         if self.head_dim is not None and self.head_dim % 2:
             raise ValueError(
-                f"model.head_dim={self.head_dim} must be even, since its channels are rotated in pairs; set "
-                f"model.head_dim={self.head_dim + 1}"
+                f"model.head_dim={self.head_dim} must be even, since its channels are rotated in "
+                f"pairs; set model.head_dim={self.head_dim + 1}"
             )
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
@@ -98,7 +101,8 @@ class RotaryConfig(ModelConfig):
 
 
 def rope_inv_freq(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Rotary frequencies in radians a token, float32, shape (K/2,), with Llama 3's scaling applied."""
+    """Rotary frequencies in radians a token, float32, shape (K/2,), with Llama 3's scaling
+    applied."""
     inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if scaling.factor == 1:
         return inv_freq
@@ -133,7 +137,9 @@ class RotaryModel(DecoderModel):
         """Compute the rotary frequencies on the CPU and move them to ``device``."""
         super().init_buffers(device)
         config = self.config
-        self.inv_freq = rope_inv_freq(config.head_width, config.rope_theta, config.rope_scaling).to(device)
+        self.inv_freq = rope_inv_freq(config.head_width, config.rope_theta, config.rope_scaling).to(
+            device
+        )
 
 
 ROTARY_KEYS = {
@@ -171,7 +177,8 @@ _SCALING_KEYS = {
 
 @dataclass(frozen=True)
 class RotaryFormat(HuggingFaceFormat):
-    """Adds the rotary settings, which transformers 5 keeps in ``rope_parameters``, transformers 4 in two other keys."""
+    """Adds the rotary settings, which transformers 5 keeps in ``rope_parameters``, transformers 4
+    in two other keys."""
 
     default_theta: float = 10000.0
     """Base of the frequencies if ``config.json`` has none."""
@@ -181,10 +188,16 @@ class RotaryFormat(HuggingFaceFormat):
         assert isinstance(config, RotaryConfig)
         scaling: dict[str, Any] | None = None
         if config.rope_scaling.factor != 1:
-            values = {key: getattr(config.rope_scaling, name) for name, key in _SCALING_KEYS.items()}
+            values = {
+                key: getattr(config.rope_scaling, name) for name, key in _SCALING_KEYS.items()
+            }
             scaling = {"rope_type": "llama3", **values}
         parameters = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta}
-        rotary = {"rope_theta": config.rope_theta, "rope_scaling": scaling, "rope_parameters": parameters}
+        rotary = {
+            "rope_theta": config.rope_theta,
+            "rope_scaling": scaling,
+            "rope_parameters": parameters,
+        }
         return super().write_config(config) | {"head_dim": config.head_width} | rotary
 
     def read_config(self, tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,8 +207,8 @@ class RotaryFormat(HuggingFaceFormat):
         kind = rotary.get("rope_type", rotary.get("type", "default"))
         if kind not in ("default", "llama3"):
             raise ValueError(
-                f"config.json says rope_type={kind!r}, which {self.model_type} models here do not compute (only "
-                "'default' and 'llama3')"
+                f"config.json says rope_type={kind!r}, which {self.model_type} models here do "
+                "not compute (only 'default' and 'llama3')"
             )
         theta = rotary.get("rope_theta", tree.get("rope_theta", self.default_theta))
         scaling = {}
@@ -204,7 +217,14 @@ class RotaryFormat(HuggingFaceFormat):
             if missing:
                 raise ValueError(f"config.json lacks {missing[0]} in its rotary scaling")
             scaling = {name: rotary[key] for name, key in _SCALING_KEYS.items()}
-        if fields["head_dim"] is not None and fields["head_dim"] * fields["n_heads"] == fields["dim"]:
+        if (
+            fields["head_dim"] is not None
+            and fields["head_dim"] * fields["n_heads"] == fields["dim"]
+        ):
             fields["head_dim"] = None
         n_kv_heads = fields["n_kv_heads"] or fields["n_heads"]
-        return fields | {"n_kv_heads": n_kv_heads, "rope_theta": theta, "rope_scaling": RopeScaling(**scaling)}
+        return fields | {
+            "n_kv_heads": n_kv_heads,
+            "rope_theta": theta,
+            "rope_scaling": RopeScaling(**scaling),
+        }

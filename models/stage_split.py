@@ -1,8 +1,9 @@
 """Split of a model into stages, and a model with some of them.
 
-The blocks are split so that the most expensive stage is as cheap as it can be. The cost of a part is the sum of its
-shares of the model's parameters (memory) and of its FLOPs (time), so that an embedding counts half as much as a head.
-Not covered: tied embeddings, whose weight two stages would have.
+The blocks are split so that the most expensive stage is as cheap as it can be. The cost of a part
+is the sum of its shares of the model's parameters (memory) and of its FLOPs (time), so that an
+embedding counts half as much as a head. Not covered: tied embeddings, whose weight two stages would
+have.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,12 +38,17 @@ def split_model(model: DecoderModel, count: int, seq_len: int) -> list[Stage]:
     parts += [[block] for block in model.layers] + [[model.norm, model.lm_head]]
     sizes = [[_parameters(part), flops_per_token(part, seq_len)] for part in parts]
     totals = [sum(size) for size in zip(*sizes, strict=True)]
-    first, *costs, last = [sum(each / total for each, total in zip(size, totals, strict=True)) for size in sizes]
+    first, *costs, last = [
+        sum(each / total for each, total in zip(size, totals, strict=True)) for size in sizes
+    ]
     costs[0] += first
     costs[-1] += last
     ends = list(accumulate(balanced_sizes(costs, count)))
     starts = [0, *ends[:-1]]
-    return [Stage(start, end, start == 0, end == n_blocks) for start, end in zip(starts, ends, strict=True)]
+    return [
+        Stage(start, end, start == 0, end == n_blocks)
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 def balanced_sizes(costs: Sequence[float], count: int) -> list[int]:
@@ -68,10 +74,13 @@ def balanced_sizes(costs: Sequence[float], count: int) -> list[int]:
 
 
 def keep_stages(model: DecoderModel, stages: Sequence[Stage]) -> None:
-    """Drop the parts of a model that none of its stages has, before anything wraps them; an identity replaces them."""
+    """Drop the parts of a model that none of its stages has, before anything wraps them; an
+    identity replaces them."""
     blocks = list(model.layers.named_children())
     model.layers = SomeBlocks(
-        (index, block) for index, block in blocks if any(stage.has(f"layers.{index}") for stage in stages)
+        (index, block)
+        for index, block in blocks
+        if any(stage.has(f"layers.{index}") for stage in stages)
     )
     for name, _ in list(model.named_children()):
         if name != "layers" and not any(stage.has(name) for stage in stages):

@@ -1,7 +1,9 @@
-"""A stage of a model: consecutive blocks, the first with the embedding, the last with the final norm and the head.
+"""A stage of a model: consecutive blocks, the first with the embedding, the last with the final
+norm and the head.
 
-A model that keeps some stages (``stage_split``) has only their parameters, under the names of the full model. Its
-forward runs one stage at a time: token ids or hidden states in, hidden states, logits or the loss out.
+A model that keeps some stages (``stage_split``) has only their parameters, under the names of the
+full model. Its forward runs one stage at a time: token ids or hidden states in, hidden states,
+logits or the loss out.
 """
 
 from collections.abc import Iterator
@@ -42,7 +44,9 @@ class Stage:
 
     def modules(self, model: nn.Module) -> list[nn.Module]:
         """Its modules among those that a ``DecoderModel`` has."""
-        others = [module for name, module in model.named_children() if name != "layers" and self.has(name)]
+        others = [
+            module for name, module in model.named_children() if name != "layers" and self.has(name)
+        ]
         return [*others, *self.blocks(model.get_submodule("layers"))]
 
     def blocks(self, layers: nn.Module) -> Iterator[Block]:

@@ -1,18 +1,21 @@
 """FSDP1: all roots of a process share their streams.
 
-Target: ``torch.distributed.fsdp._runtime_utils._init_streams``, called by each root before its first forward.
+Target: ``torch.distributed.fsdp._runtime_utils._init_streams``, called by each root before its
+first forward.
 
-Why: each root makes three streams, a hybrid one four, and the caching allocator keeps a pool per stream. With two roots
-(a trained model and a frozen one, or a second run in the same process) memory freed by one root is unavailable to the
-other. Roots share no other state, so their forwards and backwards may be interleaved. The price: collectives of two
-roots queue up behind each other.
+Why: each root makes three streams, a hybrid one four, and the caching allocator keeps a pool per
+stream. With two roots (a trained model and a frozen one, or a second run in the same process)
+memory freed by one root is unavailable to the other. Roots share no other state, so their forwards
+and backwards may be interleaved. The price: collectives of two roots queue up behind each other.
 
-Roots without replicas reduce on the default stream, which is never shared: the all-reduces of a later hybrid root would
-run on it and overlap with nothing.
+Roots without replicas reduce on the default stream, which is never shared: the all-reduces of a
+later hybrid root would run on it and overlap with nothing.
 
-Upstream: https://github.com/pytorch/pytorch/issues/154657 (a request for FSDP2; there is none for FSDP1).
+Upstream: https://github.com/pytorch/pytorch/issues/154657 (a request for FSDP2; there is none for
+FSDP1).
 
-Versions: written against 2.7 to 2.15, whose function is the same; run with 2.7.1 and 2.13.0, on CPUs.
+Versions: written against 2.7 to 2.15, whose function is the same; run with 2.7.1 and 2.13.0, on
+CPUs.
 """
 
 import functools

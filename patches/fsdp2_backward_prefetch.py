@@ -1,19 +1,21 @@
 """FSDP2: a forward that gradient checkpointing recomputes does not change the prefetch order.
 
-Target: ``FSDPParamGroup.post_forward`` of ``torch.distributed.fsdp._fully_shard._fsdp_param_group``.
+Target: ``FSDPParamGroup.post_forward`` of
+``torch.distributed.fsdp._fully_shard._fsdp_param_group``.
 
-Why: the backward prefetches in the reverse order in which forwards ended. If a checkpointed block contains units
-(``parallel.wrap=block_attn_mlp``), the backward runs their forwards once more. Up to torch 2.9 units whose backward has
-not begun by then are added to the order a second time, and freed: they are gathered again, and units whose backward is
-over are prefetched and kept until its end. Results stay right; the cost is communication and memory. With the patch,
-as with the upstream fix, parameters gathered for the recomputation stay until their backward.
+Why: the backward prefetches in the reverse order in which forwards ended. If a checkpointed block
+contains units (``parallel.wrap=block_attn_mlp``), the backward runs their forwards once more. Up to
+torch 2.9 units whose backward has not begun by then are added to the order a second time, and
+freed: they are gathered again, and units whose backward is over are prefetched and kept until its
+end. Results stay right; the cost is communication and memory. With the patch, as with the upstream
+fix, parameters gathered for the recomputation stay until their backward.
 
 Not covered: compiled autograd, which FSDPToys does not use.
 
 Upstream: https://github.com/pytorch/pytorch/pull/164009, in torch 2.10 and later.
 
-Versions: the fix is absent from 2.7.1, 2.8.0, 2.9.0 and 2.9.1, and present in 2.10.0 to 2.15.0; run with 2.7.1, and
-with 2.13.0 after removing the fix, on CPUs.
+Versions: the fix is absent from 2.7.1, 2.8.0, 2.9.0 and 2.9.1, and present in 2.10.0 to 2.15.0; run
+with 2.7.1, and with 2.13.0 after removing the fix, on CPUs.
 """
 
 import functools

@@ -27,7 +27,8 @@ class Patch:
     effect: str
     """Effect, after "applied: "."""
     beyond: str
-    """Reason from ``below`` on: "not needed because" or "not applied because", with ``{torch}`` for the version."""
+    """Reason from ``below`` on: "not needed because" or "not applied because", with ``{torch}`` for
+    the version."""
     install: Callable[[], Undo]
     """Replaces the attribute in any version."""
     between_roots: bool = False
@@ -54,7 +55,9 @@ def parse_version(torch_version: str) -> tuple[int, int]:
     """
     match = re.match(r"(\d+)\.(\d+)", torch_version)
     if match is None:
-        raise ValueError(f"torch.__version__={torch_version!r} does not start with two numbers; set patches=[]")
+        raise ValueError(
+            f"torch.__version__={torch_version!r} does not start with two numbers; set patches=[]"
+        )
     return int(match[1]), int(match[2])
 
 

@@ -1,9 +1,9 @@
 """Patches by name: choose those of a run, apply them, and undo them.
 
-``auto`` takes every patch of the strategy whose range includes the installed torch. A named patch that would do nothing
-is refused before any worker starts. Patches are process-wide and are applied before the model is wrapped; several
-holders may apply the same one, and the last to undo restores PyTorch's attribute. A root keeps the streams of its first
-forward.
+``auto`` takes every patch of the strategy whose range includes the installed torch. A named patch
+that would do nothing is refused before any worker starts. Patches are process-wide and are applied
+before the model is wrapped; several holders may apply the same one, and the last to undo restores
+PyTorch's attribute. A root keeps the streams of its first forward.
 """
 
 import difflib
@@ -21,14 +21,16 @@ from .streams import has_other_roots
 AUTO = "auto"
 
 PATCHES: dict[str, Patch] = {
-    module.PATCH.name: module.PATCH for module in (fsdp1_stream_reuse, fsdp2_stream_reuse, fsdp2_backward_prefetch)
+    module.PATCH.name: module.PATCH
+    for module in (fsdp1_stream_reuse, fsdp2_stream_reuse, fsdp2_backward_prefetch)
 }
 """All patches, in the order of application."""
 
 NEVER_NEEDED: dict[str, str] = {
     "fsdp2_cpu_offload_clip": (
-        "is needed by no torch: PyTorch's clip_grad_norm_ wants a process group that can reduce host tensors when "
-        "gradients are offloaded, and FSDPToys does not call it, but sums up the norm on the accelerator"
+        "is needed by no torch: PyTorch's clip_grad_norm_ wants a process group that can reduce "
+        "host tensors when gradients are offloaded, and FSDPToys does not call it, but sums up "
+        "the norm on the accelerator"
     )
 }
 """Names of patches found elsewhere → why there is none here."""
@@ -41,22 +43,24 @@ class AppliedPatches:
     """The patches of one holder; a context manager that undoes them."""
 
     report: list[tuple[str, str]]
-    """Name and outcome of each requested patch: "applied: ...", or with ``auto`` "not needed because ..." or "not
-    applied because ..."."""
+    """Name and outcome of each requested patch: "applied: ...", or with ``auto`` "not needed
+    because ..." or "not applied because ..."."""
 
     def __init__(self) -> None:
         self.report = []
         self._held: list[str] = []
 
     def outcomes(self, model: nn.Module) -> dict[str, str]:
-        """``report``, with a note on patches that do nothing for this wrapped model; before its first forward."""
+        """``report``, with a note on patches that do nothing for this wrapped model; before its
+        first forward."""
         between = [name for name in self._held if PATCHES[name].between_roots]
         alone = bool(between) and not has_other_roots(model)
         note = ", no effect in this run: one root"
         return {name: outcome + note * (alone and name in between) for name, outcome in self.report}
 
     def undo(self) -> None:
-        """Release the patches; the last holder restores PyTorch's attributes. May be called twice."""
+        """Release the patches; the last holder restores PyTorch's attributes. May be called
+        twice."""
         while self._held:
             name = self._held.pop()
             _holders[name] -= 1
@@ -73,7 +77,10 @@ class AppliedPatches:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.undo()
 
@@ -129,13 +136,14 @@ def check_patches(names: Sequence[str] | str, strategy: str) -> None:
             raise ValueError(_unknown(name))
         if patch.strategy != strategy:
             raise ValueError(
-                f"patches=[{name}] concerns parallel={patch.strategy}, and parallel={strategy} is chosen; leave it "
-                "out or set patches=auto"
+                f"patches=[{name}] concerns parallel={patch.strategy}, and parallel={strategy} "
+                "is chosen; leave it out or set patches=auto"
             )
         reason = patch.reason_against(torch.__version__)
         if reason is not None:
             raise ValueError(
-                f"patches=[{name}] applies to {patch.versions}, and is {reason}; leave it out or set patches=auto"
+                f"patches=[{name}] applies to {patch.versions}, and is {reason}; leave it out or "
+                "set patches=auto"
             )
 
 
@@ -145,5 +153,9 @@ def _unknown(name: str) -> str:
     if name == AUTO:
         return "patches=[auto] lists auto, which is a value of its own; set patches=auto"
     near = difflib.get_close_matches(name, [*PATCHES, *NEVER_NEEDED], n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(PATCHES)}, or set patches=auto"
+    hint = (
+        f"did you mean {near[0]}?"
+        if near
+        else f"choose from {', '.join(PATCHES)}, or set patches=auto"
+    )
     return f"patches=[{name}] is not the name of a patch; {hint}"

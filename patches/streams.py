@@ -1,7 +1,7 @@
 """One stream per purpose and device, kept for the life of the process.
 
-A caching allocator reuses memory that a stream freed for that stream only, so a new stream means a new pool. Kept
-streams also serve later roots, for instance in the next run of the process.
+A caching allocator reuses memory that a stream freed for that stream only, so a new stream means a
+new pool. Kept streams also serve later roots, for instance in the next run of the process.
 
 On a CPU streams do nothing, but they are objects that can be counted.
 """
@@ -18,8 +18,8 @@ _kept: dict[tuple[torch.device, str, object], Any] = {}
 def share_streams(owner: Any, attributes: Iterable[str], device: torch.device) -> None:
     """Replace an object's streams by the first streams with the same attribute names.
 
-    Streams of another priority stay separate, since a high-priority collective must not wait in a queue of the default
-    priority. (CPU streams have no priority, NPU streams do not report it.)
+    Streams of another priority stay separate, since a high-priority collective must not wait in a
+    queue of the default priority. (CPU streams have no priority, NPU streams do not report it.)
 
     Args:
         owner: has new, unused streams.
@@ -33,21 +33,30 @@ def share_streams(owner: Any, attributes: Iterable[str], device: torch.device) -
 
 
 def has_other_roots(model: nn.Module) -> bool:
-    """Whether a wrapped model has several FSDP roots, or an earlier root of the process has left streams.
+    """Whether a wrapped model has several FSDP roots, or an earlier root of the process has left
+    streams.
 
     A root is an FSDP unit in no other one. Ask before the model's first forward.
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # half a second
 
     units = {
-        name for name, module in model.named_modules() if isinstance(module, (FSDPModule, FullyShardedDataParallel))
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (FSDPModule, FullyShardedDataParallel))
     }
-    inner = {name for name in units if any(name.startswith(f"{unit}.") or not unit for unit in units - {name})}
+    inner = {
+        name
+        for name in units
+        if any(name.startswith(f"{unit}.") or not unit for unit in units - {name})
+    }
     return bool(_kept) or len(units - inner) > 1
 
 
 def _priority_of(stream: Any) -> object:
     try:
         return getattr(stream, "priority", None)
-    except RuntimeError:  # torch_npu's, "NPU dose not support Stream.get_priority() currently": 2.7.1 and 2.13.0
+    except (
+        RuntimeError
+    ):  # torch_npu's, "NPU dose not support Stream.get_priority() currently": 2.7.1 and 2.13.0
         return None

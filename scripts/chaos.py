@@ -2,20 +2,23 @@
 
     python scripts/chaos.py --kills 60
 
-Each campaign is one configuration on 2 or 4 ranks (gloo, a tiny model, a checkpoint every other step, few are kept).
-First it runs undisturbed. Then the same command runs in another directory and is killed with SIGKILL: one random rank,
-or all ranks and the launcher, at a chosen moment: in a step, during a checkpoint (synchronous or asynchronous, as
-configured), or during the deletion of an old one. It is restarted with ``checkpoint.resume=auto`` (or restarts by
-itself, if ``launch.max_restarts`` is set and the launcher lives) until its share of the kills is done, and then runs to
-its end.
+Each campaign is one configuration on 2 or 4 ranks (gloo, a tiny model, a checkpoint every other
+step, few are kept). First it runs undisturbed. Then the same command runs in another directory and
+is killed with SIGKILL: one random rank, or all ranks and the launcher, at a chosen moment: in a
+step, during a checkpoint (synchronous or asynchronous, as configured), or during the deletion of an
+old one. It is restarted with ``checkpoint.resume=auto`` (or restarts by itself, if
+``launch.max_restarts`` is set and the launcher lives) until its share of the kills is done, and
+then runs to its end.
 
 Counted are
-- lost checkpoints: a run resumes from an older step than the newest complete checkpoint at the kill;
-- wrong resumes: steps between two starts whose loss, norm or learning rate differs in any bit from the undisturbed run,
-  or that are missing or duplicate; or final weights that differ in any bit;
+- lost checkpoints: a run resumes from an older step than the newest complete checkpoint at the
+  kill;
+- wrong resumes: steps between two starts whose loss, norm or learning rate differs in any bit from
+  the undisturbed run, or that are missing or duplicate; or final weights that differ in any bit;
 - seconds from a kill to the next new step, interpreter and imports included.
 
-The last lines are a table of the kills and the three numbers; the exit status is 1 if anything was lost or wrong.
+The last lines are a table of the kills and the three numbers; the exit status is 1 if anything was
+lost or wrong.
 """
 
 import argparse
@@ -45,7 +48,8 @@ from scripts.common.progress import doing, progress, unit
 EVERY = 2
 """Steps between two checkpoints."""
 STEPS_A_KILL = 6
-"""Steps of a run for each kill that it is to survive: kills come after one to this many new steps."""
+"""Steps of a run for each kill that it is to survive: kills come after one to this many new
+steps."""
 KEPT = ("loss", "grad_norm", "learning_rate", "valid_tokens", "skipped")
 """Numbers of a step that must be the same in every bit."""
 DEADLINE_SECONDS = 180.0
@@ -64,12 +68,18 @@ class Campaign:
     @property
     def moments(self) -> tuple[str, ...]:
         """The moments at which it is killed."""
-        return ("step", "background save" if "checkpoint.async_save=true" in self.words else "save", "prune")
+        return (
+            "step",
+            "background save" if "checkpoint.async_save=true" in self.words else "save",
+            "prune",
+        )
 
     @property
     def name(self) -> str:
         """A name that is unique among the campaigns."""
-        return f"{self.ranks} ranks, {' '.join(self.words)}" + (", launcher restarts" if self.restarts else "")
+        return f"{self.ranks} ranks, {' '.join(self.words)}" + (
+            ", launcher restarts" if self.restarts else ""
+        )
 
 
 CAMPAIGNS = (
@@ -105,7 +115,11 @@ def words_of(campaign: Campaign, folder: Path, steps: int) -> list[str]:
         *("model=llama_debug", "train.batch_size=1", "train.seq_len=64", f"train.steps={steps}"),
         *(f"checkpoint.every={EVERY}", "checkpoint.keep=2", "checkpoint.final_weights=true"),
         *(f"metrics.run_dir={folder}", "metrics.console=none", "experiment=null"),
-        *(f"launch.nproc_per_node={campaign.ranks}", "launch.timeout_seconds=60", "launch.device=cpu"),
+        *(
+            f"launch.nproc_per_node={campaign.ranks}",
+            "launch.timeout_seconds=60",
+            "launch.device=cpu",
+        ),
         *(["launch.max_restarts=1000"] if campaign.restarts else []),
     ]
 
@@ -121,7 +135,9 @@ class Attempt:
         resume: whether it may go on.
     """
 
-    def __init__(self, campaign: Campaign, folder: Path, steps: int, log: Path, resume: bool) -> None:
+    def __init__(
+        self, campaign: Campaign, folder: Path, steps: int, log: Path, resume: bool
+    ) -> None:
         self.folder = folder
         self._save = campaign.moments[1]
         words = words_of(campaign, folder, steps)
@@ -169,7 +185,10 @@ class Attempt:
         """Step of the newest checkpoint that has its final name; 0 for none."""
         folder = self.folder / "checkpoints"
         names = os.listdir(folder) if folder.exists() else []
-        return max((int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdigit()), default=0)
+        return max(
+            (int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdigit()),
+            default=0,
+        )
 
     def wait(self) -> int:
         """Wait for the end; the exit status."""
@@ -215,7 +234,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def kill_once(attempt: Attempt, wanted: str, after: int, everybody: bool, chance: random.Random) -> str | None:
+def kill_once(
+    attempt: Attempt, wanted: str, after: int, everybody: bool, chance: random.Random
+) -> str | None:
     """Wait for a moment and kill; returns the moment, or None if the run had ended before.
 
     Args:
@@ -252,7 +273,9 @@ def kill_once(attempt: Attempt, wanted: str, after: int, everybody: bool, chance
     return moment
 
 
-def disturb(campaign: Campaign, folder: Path, steps: int, kills: int, chance: random.Random, tally: Tally) -> None:
+def disturb(
+    campaign: Campaign, folder: Path, steps: int, kills: int, chance: random.Random, tally: Tally
+) -> None:
     """Run a campaign to its end, killing on the way."""
     log = folder.with_suffix(".log")
     attempt = Attempt(campaign, folder, steps, log, resume=True)
@@ -260,7 +283,9 @@ def disturb(campaign: Campaign, folder: Path, steps: int, kills: int, chance: ra
         doing(f"{campaign.name}, kill {number + 1} of {kills}")
         wanted, everybody = campaign.moments[number % 3], chance.random() < 0.5
         before = attempt.last_step()
-        moment = kill_once(attempt, wanted, before + chance.randint(1, STEPS_A_KILL - 3), everybody, chance)
+        moment = kill_once(
+            attempt, wanted, before + chance.randint(1, STEPS_A_KILL - 3), everybody, chance
+        )
         if moment is None:
             break
         killed = time.monotonic()
@@ -275,7 +300,9 @@ def disturb(campaign: Campaign, folder: Path, steps: int, kills: int, chance: ra
         if everybody or not campaign.restarts:
             attempt = Attempt(campaign, folder, steps, log, resume=True)
         while len(read_resumes(folder)) <= starts:
-            assert time.monotonic() - killed < DEADLINE_SECONDS, f"{folder} did not start again, see {log}"
+            assert time.monotonic() - killed < DEADLINE_SECONDS, (
+                f"{folder} did not start again, see {log}"
+            )
             time.sleep(0.01)
         resumed = read_resumes(folder)[starts]["step"]
         tally.resumes += 1
@@ -287,8 +314,11 @@ def disturb(campaign: Campaign, folder: Path, steps: int, kills: int, chance: ra
         with unit(f"{campaign.name}, kill {number + 1}") as done:
             done.note = f"went on after {tally.seconds[-1]:.1f} s"
         print(
-            f"  kill {tally.resumes}: {'all' if everybody else 'one rank'} during {moment} (wanted {wanted}),"
-            f" step {seen} done, newest whole {whole}, went on from {resumed}, {tally.seconds[-1]:.1f} s",
+            (
+                f"  kill {tally.resumes}: {'all' if everybody else 'one rank'} during {moment} "
+                f"(wanted {wanted}), step {seen} done, newest whole {whole}, went on from {resumed}, "
+                f"{tally.seconds[-1]:.1f} s"
+            ),
             flush=True,
         )
     with unit(f"{campaign.name}, the rest of the run"):
@@ -297,7 +327,8 @@ def disturb(campaign: Campaign, folder: Path, steps: int, kills: int, chance: ra
 
 
 def count_wrong(reference: Path, disturbed: Path, steps: int) -> int:
-    """Number of stretches between two starts, and final weights, that differ from the undisturbed run."""
+    """Number of stretches between two starts, and final weights, that differ from the undisturbed
+    run."""
     wanted = {line["step"]: [line[name] for name in KEPT] for line in read_steps(reference)}
     found: dict[int, list[list]] = {}
     for line in read_steps(disturbed):
@@ -331,17 +362,28 @@ def main() -> int:
             print(f"{campaign.name}: {kills} kills in {steps} steps", flush=True)
             reference, disturbed = folder / f"{index}-undisturbed", folder / f"{index}-killed"
             with unit(f"{campaign.name}, undisturbed"):
-                undisturbed = Attempt(campaign, reference, steps, reference.with_suffix(".log"), resume=False)
+                undisturbed = Attempt(
+                    campaign, reference, steps, reference.with_suffix(".log"), resume=False
+                )
                 assert undisturbed.wait() == 0, f"see {reference.with_suffix('.log')}"
             disturb(campaign, disturbed, steps, kills, chance, tally)
             wrong = count_wrong(reference, disturbed, steps)
             tally.wrong += wrong
-            print(f"  {'every bit as undisturbed' if not wrong else f'{wrong} WRONG, kept in {folder}'}", flush=True)
+            print(
+                (
+                    "  "
+                    f"{'every bit as undisturbed' if not wrong else f'{wrong} WRONG, kept in {folder}'}"
+                ),
+                flush=True,
+            )
     print("\n| killed during | one rank | all |\n|---|---:|---:|")
     for moment in MOMENTS:
         print(f"| {moment} | {tally.kills[moment, 'one rank']} | {tally.kills[moment, 'all']} |")
     total = sum(tally.kills.values())
-    print(f"\nkills {total}; resumes {tally.resumes}; lost checkpoints {tally.lost}; wrong resumes {tally.wrong}")
+    print(
+        f"\nkills {total}; resumes {tally.resumes}; lost checkpoints {tally.lost}; wrong resumes "
+        f"{tally.wrong}"
+    )
     if tally.seconds:
         print(f"median seconds from kill to next step {statistics.median(tally.seconds):.1f}")
     print(

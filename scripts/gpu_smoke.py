@@ -1,4 +1,5 @@
-"""Does this device train correctly? Checks in the order of their risk, each against an oracle, in under ten minutes.
+"""Does this device train correctly? Checks in the order of their risk, each against an oracle, in
+under ten minutes.
 
     python scripts/gpu_smoke.py --out smoke                       # smoke/smoke.jsonl and smoke/smoke.md
     python scripts/gpu_smoke.py --checks device loss attention
@@ -6,14 +7,16 @@
     python scripts/gpu_smoke.py --device cpu                      # a small form of every check that a CPU has
     python scripts/gpu_smoke.py --list
 
-Each check runs in a process of its own with a time limit, since an error on a device poisons its process, and writes
-one line of JSON when it and those before it have ended: its status, its facts, and its comparisons that failed. Its
-stderr, with the tracebacks of rows that failed, lies in ``--out`` as ``NAME.log``. The oracles are losses of the same
-training on a CPU (1e-5 relative in float32), float64 for kernels, the bits of a second run in deterministic mode, and
-runs without the switch under test. A check that compared nothing has failed.
+Each check runs in a process of its own with a time limit, since an error on a device poisons its
+process, and writes one line of JSON when it and those before it have ended: its status, its facts,
+and its comparisons that failed. Its stderr, with the tracebacks of rows that failed, lies in
+``--out`` as ``NAME.log``. The oracles are losses of the same training on a CPU (1e-5 relative in
+float32), float64 for kernels, the bits of a second run in deterministic mode, and runs without the
+switch under test. A check that compared nothing has failed.
 
-After a failure the next check runs. A check that no longer fits into ``--seconds`` is reported as left out. Exits with
-status 75 if some were left out, which ``--resume`` runs, else 1 if a check failed.
+After a failure the next check runs. A check that no longer fits into ``--seconds`` is reported as
+left out. Exits with status 75 if some were left out, which ``--resume`` runs, else 1 if a check
+failed.
 """
 
 import argparse
@@ -76,7 +79,8 @@ def main() -> int:
         module, function = check.function.split(":")
         getattr(importlib.import_module(f"scripts.smoke.{module}"), function)(Report(), args.device)
         sys.stdout.flush()
-        # Not return: autograd's thread of a device may still run, and Python's end would abort the process.
+        # Not return: autograd's thread of a device may still run, and Python's end would abort the
+        # process.
         os._exit(0)
     end = time.monotonic() + args.seconds
     lines: list[dict[str, Any]] = []
@@ -84,7 +88,9 @@ def main() -> int:
 
     def run(check: Check) -> dict[str, Any]:
         with unit(check.name) as done:
-            line = earlier.get(check.name) or run_check(check, args.device, end - time.monotonic(), args.out)
+            line = earlier.get(check.name) or run_check(
+                check, args.device, end - time.monotonic(), args.out
+            )
             line["version"] = args.version
             done.note = line["status"]
         return line
@@ -104,8 +110,11 @@ def main() -> int:
     return 1 if statuses & {"failed", "timed out", "crashed"} else 0
 
 
-def side_by_side(checks: list[Check], run: Callable[[Check], dict[str, Any]], jobs: int) -> Iterator[dict[str, Any]]:
-    """Run ``jobs`` checks at a time, and those marked ``alone`` by themselves; yield their lines in order."""
+def side_by_side(
+    checks: list[Check], run: Callable[[Check], dict[str, Any]], jobs: int
+) -> Iterator[dict[str, Any]]:
+    """Run ``jobs`` checks at a time, and those marked ``alone`` by themselves; yield their lines in
+    order."""
     for alone, group in groupby(checks, lambda check: check.alone):
         with ThreadPoolExecutor(1 if alone else jobs) as pool:
             yield from pool.map(run, group)
@@ -113,20 +122,31 @@ def side_by_side(checks: list[Check], run: Callable[[Check], dict[str, Any]], jo
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cuda", "npu", "cpu"], default="cuda")
     parser.add_argument("--seconds", type=float, default=570.0, help="for all checks")
-    parser.add_argument("--checks", nargs="+", metavar="NAME", help="some of them; --list names all")
-    parser.add_argument("--jobs", type=int, default=1, help="checks at a time, two cores each; 1 by default")
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="smoke.jsonl, smoke.md and logs, written after each check"
+        "--checks", nargs="+", metavar="NAME", help="some of them; --list names all"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="checks at a time, two cores each; 1 by default"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="smoke.jsonl, smoke.md and logs, written after each check",
     )
     parser.add_argument(
         "--resume",
         action="store_true",
         help="do not repeat checks that have a line of this version of the code in --out",
     )
-    parser.add_argument("--version", help="of the code; by default its commit, or a hash of changed files")
+    parser.add_argument(
+        "--version", help="of the code; by default its commit, or a hash of changed files"
+    )
     parser.add_argument("--list", action="store_true", help="print the checks and their limits")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -148,9 +168,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_lines(path: Path, version: str) -> dict[str, dict[str, Any]]:
-    """Check → its line in a file of an earlier call with this version, without those that were left out."""
+    """Check → its line in a file of an earlier call with this version, without those that were left
+    out."""
     lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
-    kept = (line for line in lines if line["status"] != "left out" and line.get("version") == version)
+    kept = (
+        line for line in lines if line["status"] != "left out" and line.get("version") == version
+    )
     return {line["check"]: line for line in kept}
 
 
@@ -192,7 +215,8 @@ def run_check(check: Check, device: str, left: float, logs: Path | None = None) 
 
 
 def read_events(output: Any, errors: Any, status: int | None) -> dict[str, Any]:
-    """Status, facts and comparisons of a check from its output; ``status`` is None for one that was killed."""
+    """Status, facts and comparisons of a check from its output; ``status`` is None for one that was
+    killed."""
     output.seek(0)
     errors.seek(0)
     facts, met, failed = {}, 0, []
@@ -212,7 +236,11 @@ def read_events(output: Any, errors: Any, status: int | None) -> dict[str, Any]:
         return {"status": "timed out", **found}
     if status:
         tail = [line for line in errors.read().splitlines() if line.strip()]
-        return {"status": "crashed", "reason": f"status {status}: {' | '.join(tail[-3:])}"[:600], **found}
+        return {
+            "status": "crashed",
+            "reason": f"status {status}: {' | '.join(tail[-3:])}"[:600],
+            **found,
+        }
     if not met and not failed:
         return {"status": "failed", "reason": "it compared nothing", **found}
     return {"status": "failed" if failed else "passed", **found}
@@ -221,15 +249,23 @@ def read_events(output: Any, errors: Any, status: int | None) -> dict[str, Any]:
 def render(lines: list[dict[str, Any]], device: str) -> str:
     """The page as Markdown."""
     machine = next(
-        (line["facts"].get("machine") for line in lines if line["check"] == "device" and "facts" in line), None
+        (
+            line["facts"].get("machine")
+            for line in lines
+            if line["check"] == "device" and "facts" in line
+        ),
+        None,
     )
     page = [f"# Checks on {device}", "", f"Command: `python {shlex.join(sys.argv)}`", ""]
     page += [f"{machine}.", ""] if machine else []
     page += ["| check | status | s | comparisons met | failed |", "|---|---|---:|---:|---|"]
     for line in lines:
-        failures = "; ".join(filter(None, [line.get("reason"), *line.get("failed", [])])).replace("|", "/")
+        failures = "; ".join(filter(None, [line.get("reason"), *line.get("failed", [])])).replace(
+            "|", "/"
+        )
         page.append(
-            f"| {line['check']} | {line['status']} | {line.get('seconds', '')} | {line.get('met', '')} | {failures} |"
+            f"| {line['check']} | {line['status']} | {line.get('seconds', '')} | "
+            f"{line.get('met', '')} | {failures} |"
         )
     for line in lines:
         if line.get("facts"):

@@ -4,30 +4,34 @@
 
 One small model of every family is trained, unless --models names others.
 
-Each row trains the same model with clipping, AdamW, two micro-batches a step (--grad-accum) and ragged padding, and is
-compared with one process that runs the same micro-batches in sequence (``parallel=single parallel.simulated_ranks=N``).
-A SHA-256 over the final parameters of all rows follows each table, to compare two versions of the program.
+Each row trains the same model with clipping, AdamW, two micro-batches a step (--grad-accum) and
+ragged padding, and is compared with one process that runs the same micro-batches in sequence
+(``parallel=single parallel.simulated_ranks=N``). A SHA-256 over the final parameters of all rows
+follows each table, to compare two versions of the program.
 
-- deterministic mode (``train.deterministic=true``, reductions in float64): losses, gradient norms and final parameters
-  must be equal in every bit; with bf16 parameters too.
-- default mode: every loss must be within 1e-6 relative of the one process in float32, and FSDP1 and FSDP2 must agree
-  in every bit on the same mesh wherever a reduction adds two numbers. Over more ranks the order of a ring's additions
-  depends on the position in the buffer, which differs between flat and per-parameter sharding: their last bits then
-  differ, and the table says so. With bf16 parameters FSDP1 accumulates micro-batches in bf16, the others in float32.
-- portable mode (``train.sum_dtype=float32 optim.implementation=for_loop``, PyTorch's kernels, experts one by one): runs
-  on every device, and is the only mode for NPUs, whose collectives have no float64. Norms are rounded in the order of
-  sharding, so only strategies with equal sharding agree in every bit; every loss is within 1e-6 of the one process in
-  float32. ``--against-cpu`` also trains every row on CPU ranks in the same arithmetic and prints the difference of the
-  losses, which is no breach: another kernel may round otherwise.
-- ``--layouts all`` compares layouts of the mesh instead (sequences and experts split over ranks, HSDP, combinations)
-  with one ordinary process, gradients included. ``--layouts pairs`` trains only two models, in layout mode and float32,
-  on every number of ranks; all else on the smallest that fits (``parity_layouts``). ``--inject all`` makes bugs,
-  and reports whether the comparison finds each at step 1 (``parity_bugs``).
-- the toys (``toy-``) must agree with PyTorch's implementations in every bit, in both modes: toy DDP and ZeRO-1 with
-  DDP, toy FSDP with FSDP2. Toy ZeRO-2 and ZeRO-3 reduce after every micro-batch, DDP once a step; with --grad-accum 1
-  and reductions of two numbers they must agree with DDP in every bit. Over more ranks, or with several micro-batches,
-  the order of the sums differs in default mode, and the bound is 1e-6. ZeRO-3 has no lower precision and is left out
-  there.
+- deterministic mode (``train.deterministic=true``, reductions in float64): losses, gradient norms
+  and final parameters must be equal in every bit; with bf16 parameters too.
+- default mode: every loss must be within 1e-6 relative of the one process in float32, and FSDP1 and
+  FSDP2 must agree in every bit on the same mesh wherever a reduction adds two numbers. Over more
+  ranks the order of a ring's additions depends on the position in the buffer, which differs between
+  flat and per-parameter sharding: their last bits then differ, and the table says so. With bf16
+  parameters FSDP1 accumulates micro-batches in bf16, the others in float32.
+- portable mode (``train.sum_dtype=float32 optim.implementation=for_loop``, PyTorch's kernels,
+  experts one by one): runs on every device, and is the only mode for NPUs, whose collectives have
+  no float64. Norms are rounded in the order of sharding, so only strategies with equal sharding
+  agree in every bit; every loss is within 1e-6 of the one process in float32. ``--against-cpu``
+  also trains every row on CPU ranks in the same arithmetic and prints the difference of the losses,
+  which is no breach: another kernel may round otherwise.
+- ``--layouts all`` compares layouts of the mesh instead (sequences and experts split over ranks,
+  HSDP, combinations) with one ordinary process, gradients included. ``--layouts pairs`` trains only
+  two models, in layout mode and float32, on every number of ranks; all else on the smallest that
+  fits (``parity_layouts``). ``--inject all`` makes bugs, and reports whether the comparison finds
+  each at step 1 (``parity_bugs``).
+- the toys (``toy-``) must agree with PyTorch's implementations in every bit, in both modes: toy DDP
+  and ZeRO-1 with DDP, toy FSDP with FSDP2. Toy ZeRO-2 and ZeRO-3 reduce after every micro-batch,
+  DDP once a step; with --grad-accum 1 and reductions of two numbers they must agree with DDP in
+  every bit. Over more ranks, or with several micro-batches, the order of the sums differs in
+  default mode, and the bound is 1e-6. ZeRO-3 has no lower precision and is left out there.
 
 Exits with status 1 on any breach.
 """
@@ -114,7 +118,9 @@ def train_titled(configs: list[Config], titles: list[str]) -> list[Outcome]:
 
 def max_loss_difference(outcome: Outcome, reference: Outcome) -> float:
     """Largest relative difference of a step's loss."""
-    differences = [abs(a - b) / abs(b) for a, b in zip(outcome.losses, reference.losses, strict=True)]
+    differences = [
+        abs(a - b) / abs(b) for a, b in zip(outcome.losses, reference.losses, strict=True)
+    ]
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
@@ -140,7 +146,8 @@ def judge(
     mode: str,
     grad_accum: int = 2,
 ) -> Verdict:
-    """Compare one row with one process and, in default mode, FSDP1 with FSDP2 and a toy with PyTorch's."""
+    """Compare one row with one process and, in default mode, FSDP1 with FSDP2 and a toy with
+    PyTorch's."""
     outcome = outcomes[name]
     where = f"{dtype} {mode} mode, {world_size} ranks"
     portable = mode == "portable"
@@ -150,7 +157,9 @@ def judge(
     if outcome == reference:
         return Verdict("every bit")
     tolerance = LOSS_TOLERANCE if dtype == "float32" else BF16_LOSS_TOLERANCE
-    if mode == "deterministic" or not max_loss_difference(outcome, reference) <= tolerance:  # nan is a breach too
+    if (
+        mode == "deterministic" or not max_loss_difference(outcome, reference) <= tolerance
+    ):  # nan is a breach too
         return Verdict("BREACH", f"{where}: {name} differs from one process")
     within = f"loss within {tolerance:g}"
     twin = (FSDP2_ON_THE_SAME_MESH | NATIVE | REDUCES_OFTENER).get(name)
@@ -164,17 +173,24 @@ def judge(
             return Verdict(f"{within}, {twin} adds in float32")
         adds_alike = not portable
     if adds_alike and (world_size == 2 or (world_size == 4 and name.startswith("hsdp"))):
-        return Verdict("BREACH", f"{where}: {name} differs from {twin} although each reduction adds two numbers")
+        return Verdict(
+            "BREACH",
+            f"{where}: {name} differs from {twin} although each reduction adds two numbers",
+        )
     return Verdict(f"{within}, last bits != {twin}")
 
 
-def train_rows(configs: list[Config], titles: list[str], world_size: int, device: str) -> list[Outcome]:
+def train_rows(
+    configs: list[Config], titles: list[str], world_size: int, device: str
+) -> list[Outcome]:
     """Train rows one after another on fresh ranks; returns rank 0's results."""
     start = "fork" if device == "cpu" else "spawn"
     titles = [f"{title}, {world_size} ranks, {device}" for title in titles]
     if start == "spawn":
         doing(f"{titles[0]} and {len(titles) - 1} more")
-    outcomes: list[Outcome] = run_ranks(world_size, train_titled, configs, titles, device=device, start=start)[0]
+    outcomes: list[Outcome] = run_ranks(
+        world_size, train_titled, configs, titles, device=device, start=start
+    )[0]
     if start == "spawn":  # whose ranks cannot announce anything
         for title in titles:
             with unit(title):
@@ -190,7 +206,11 @@ def rows_of(strategies: list[str], world_size: int, dtype: str) -> list[str]:
 
 def count_units(args: argparse.Namespace) -> int:
     """Number of rows of all tables."""
-    rows = sum(1 + len(rows_of(args.strategies, world, dtype)) for world in args.world_sizes for dtype in args.dtypes)
+    rows = sum(
+        1 + len(rows_of(args.strategies, world, dtype))
+        for world in args.world_sizes
+        for dtype in args.dtypes
+    )
     return len(args.models) * len(args.modes) * rows * (2 if args.against_cpu else 1)
 
 
@@ -199,10 +219,18 @@ def against(outcome: Outcome, on_cpu: Outcome) -> str:
     return "every bit" if outcome == on_cpu else f"loss {max_loss_difference(outcome, on_cpu):.1e}"
 
 
-def compare(args: argparse.Namespace, model: str, mode: str, dtype: str, console: Console) -> list[str]:
+def compare(
+    args: argparse.Namespace, model: str, mode: str, dtype: str, console: Console
+) -> list[str]:
     """Train and print one table; return the breaches."""
     table = Table(title=f"{model}, {dtype}, {mode} mode, {args.steps} steps, {args.device}")
-    for column in ("ranks", "strategy", "final loss", "max |loss diff| rel", "max |grad-norm diff|"):
+    for column in (
+        "ranks",
+        "strategy",
+        "final loss",
+        "max |loss diff| rel",
+        "max |grad-norm diff|",
+    ):
         table.add_column(column, justify="left" if column == "strategy" else "right")
     table.add_column("parameters equal?")
     table.add_column("against one process")
@@ -220,15 +248,21 @@ def compare(args: argparse.Namespace, model: str, mode: str, dtype: str, console
             rows = [compose_row(common + STRATEGIES[name], world_size, device) for name in names]
             title = f"{model}, {dtype}, {mode}"
             single = f"{title}, one process for {world_size}"
-            (singles[device],) = train_rows([compose_row(simulated, 1, device)], [single], 1, device)
+            (singles[device],) = train_rows(
+                [compose_row(simulated, 1, device)], [single], 1, device
+            )
             titles = [f"{title}, {name}" for name in names]
-            trained[device] = dict(zip(names, train_rows(rows, titles, world_size, device), strict=True))
+            trained[device] = dict(
+                zip(names, train_rows(rows, titles, world_size, device), strict=True)
+            )
         reference, outcomes = singles[args.device], trained[args.device]
         table.add_section()
         cpu_cells = [against(reference, singles["cpu"])] if args.against_cpu else []
         for outcome in (reference, *outcomes.values()):
             digest.update(json.dumps(outcome.parameters, sort_keys=True).encode())
-        table.add_row(str(world_size), "single", f"{reference.losses[-1]:.9f}", "", "", "", "", *cpu_cells)
+        table.add_row(
+            str(world_size), "single", f"{reference.losses[-1]:.9f}", "", "", "", "", *cpu_cells
+        )
         for name, outcome in outcomes.items():
             verdict = judge(name, outcomes, reference, world_size, dtype, mode, args.grad_accum)
             cpu_cells = [against(outcome, trained["cpu"][name])] if args.against_cpu else []
@@ -249,7 +283,8 @@ def compare(args: argparse.Namespace, model: str, mode: str, dtype: str, console
 
 
 def check_device(device: str, against_cpu: bool) -> None:
-    """Reject a missing device, and a comparison of CPU ranks with themselves, with a ConfigError."""
+    """Reject a missing device, and a comparison of CPU ranks with themselves, with a
+    ConfigError."""
     if device_count(device) == 0:
         raise missing_device(device)
     if against_cpu and device == "cpu":
@@ -265,42 +300,65 @@ def check_world_sizes(world_sizes: list[int], device: str) -> None:
     for world_size in world_sizes:
         if world_size < 1 or world_size & (world_size - 1):
             raise ConfigError(
-                f"--world-sizes {world_size} must be a power of two, where averaging is exact; set 2 or 4"
+                f"--world-sizes {world_size} must be a power of two, where averaging is exact; "
+                "set 2 or 4"
             )
         if device != "cpu" and world_size > device_count(device):
             raise ConfigError(
-                f"--world-sizes {world_size} needs as many {device} devices, this machine has {device_count(device)}; "
-                "set fewer, or --device cpu"
+                f"--world-sizes {world_size} needs as many {device} devices, this machine has "
+                f"{device_count(device)}; set fewer, or --device cpu"
             )
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--grad-accum", type=int, default=2, help="micro-batches a step")
     parser.add_argument("--models", nargs="+", default=PRESETS, help="presets of configs/model")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
-    named: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}  # a wrong name is answered with all of them
+    named: dict[str, Any] = {
+        "nargs": "+",
+        "metavar": "NAME",
+    }  # a wrong name is answered with all of them
     parser.add_argument(
-        "--strategies", choices=list(STRATEGIES), default=list(STRATEGIES), help=f"of {', '.join(STRATEGIES)}", **named
+        "--strategies",
+        choices=list(STRATEGIES),
+        default=list(STRATEGIES),
+        help=f"of {', '.join(STRATEGIES)}",
+        **named,
     )
-    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
-    parser.add_argument("--modes", nargs="+", choices=list(MODES), help="by default all that the device runs")
-    several = "compare layouts, not strategies; pairs: each on the fewest ranks, on every number for two models only"
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"]
+    )
+    parser.add_argument(
+        "--modes", nargs="+", choices=list(MODES), help="by default all that the device runs"
+    )
+    several = (
+        "compare layouts, not strategies; pairs: each on the fewest ranks, on every number for "
+        "two models only"
+    )
     layouts = f"{several}; all, or of {'; '.join(LAYOUTS)}"
     parser.add_argument("--layouts", choices=["all", "pairs", *LAYOUTS], help=layouts, **named)
     bugs = f"bugs to make and to find: all, or of {'; '.join(BUGS)}"
     parser.add_argument("--inject", choices=["all", *BUGS], help=bugs, **named)
-    parser.add_argument("--against-cpu", action="store_true", help="train every row on CPU ranks too")
+    parser.add_argument(
+        "--against-cpu", action="store_true", help="train every row on CPU ranks too"
+    )
     args = parser.parse_args(words)
     args.pairs = bool(args.layouts) and "pairs" in args.layouts and "all" not in args.layouts
-    args.layouts = list(LAYOUTS) if args.layouts and {"all", "pairs"} & {*args.layouts} else args.layouts
+    args.layouts = (
+        list(LAYOUTS) if args.layouts and {"all", "pairs"} & {*args.layouts} else args.layouts
+    )
     args.inject = list(BUGS) if args.inject and "all" in args.inject else args.inject
     if args.modes is None:
-        args.modes = ["deterministic", "default"] if float64_collectives(args.device) else ["portable"]
+        args.modes = (
+            ["deterministic", "default"] if float64_collectives(args.device) else ["portable"]
+        )
     return args
 
 
@@ -316,11 +374,15 @@ def main() -> int:
         check_world_sizes(args.world_sizes, args.device)
         with progress(count_units(args)):
             for model, dtype, mode in product(args.models, args.dtypes, args.modes):
-                breaches += [f"{model}: {breach}" for breach in compare(args, model, mode, dtype, console)]
+                breaches += [
+                    f"{model}: {breach}" for breach in compare(args, model, mode, dtype, console)
+                ]
     except ConfigError as error:
         print(f"parity: {error}", file=sys.stderr)
         return 2
-    print('Rows with "last bits !=" are not counted: their sums are added in another order (see --help).')
+    print(
+        'Rows with "last bits !=" are not counted: their sums are added in another order (see --help).'
+    )
     return report(breaches)
 
 

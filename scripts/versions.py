@@ -1,10 +1,11 @@
-"""Tests and commands under the installed PyTorch, and the page that compares versions: see ``versions.sh``.
+"""Tests and commands under the installed PyTorch, and the page that compares versions: see
+``versions.sh``.
 
-    python scripts/versions.py run RESULT.json [--quick]
-    python scripts/versions.py page benchmarks/versions.md --command COMMAND RESULT.json...
+    python scripts/versions.py run RESULT.json [--quick] python scripts/versions.py page
+    benchmarks/versions.md --command COMMAND RESULT.json...
 
-A command fails if its status is not 0 or if it prints a traceback. A refusal (status 2 and one sentence) counts as
-skipped where the command names a feature that old versions lack.
+A command fails if its status is not 0 or if it prints a traceback. A refusal (status 2 and one
+sentence) counts as skipped where the command names a feature that old versions lack.
 """
 
 import argparse
@@ -33,7 +34,10 @@ TESTS: dict[str, list[str]] = {
     "equality of strategies": ["tests/parallel/test_equality.py"],
     "collectives, meshes": ["tests/parallel/test_collectives.py", "tests/parallel/test_mesh.py"],
     "shared sequences": ["tests/parallel/test_context.py"],
-    "split experts": ["tests/parallel/test_expert_parallelism.py", "tests/parallel/test_expert_shards.py"],
+    "split experts": [
+        "tests/parallel/test_expert_parallelism.py",
+        "tests/parallel/test_expert_shards.py",
+    ],
     "split features": ["tests/parallel/test_tensor.py"],
     "split layers": ["tests/parallel/test_pipeline_parallelism.py"],
     "layout mode": ["tests/parallel/test_layout_mode.py"],
@@ -43,9 +47,15 @@ TESTS: dict[str, list[str]] = {
     "configuration": ["tests/config", "tests/messages"],
     "models": ["tests/models"],
     "loss": ["tests/loss"],
-    "memory switches": ["tests/memory/test_activation_offload.py", "tests/memory/test_optimizer_in_backward.py"],
+    "memory switches": [
+        "tests/memory/test_activation_offload.py",
+        "tests/memory/test_optimizer_in_backward.py",
+    ],
     "resume": ["tests/train/test_resume.py"],
-    "checkpoints": ["tests/checkpoint/test_round_trips.py", "tests/checkpoint/test_sharded_io_ranks.py"],
+    "checkpoints": [
+        "tests/checkpoint/test_round_trips.py",
+        "tests/checkpoint/test_sharded_io_ranks.py",
+    ],
     "compiler": ["tests/train/test_compile.py"],
     "plans": ["tests/plan/test_tracer.py", "tests/plan/test_estimate.py", "tests/cli/test_plan.py"],
     "toys": [
@@ -62,16 +72,21 @@ QUICK = ("equality of strategies", "patches")
 """The groups of ``--quick``."""
 
 SMALL = (
-    "experiment=null model=llama_debug model.n_layers=3 data=synthetic train.seq_len=64 train.batch_size=1 "
-    "train.steps=3 train.eval_every=0 launch.device=cpu launch.nproc_per_node=2"
+    "experiment=null model=llama_debug model.n_layers=3 data=synthetic train.seq_len=64 "
+    "train.batch_size=1 train.steps=3 train.eval_every=0 launch.device=cpu "
+    "launch.nproc_per_node=2"
 )
 PLAN = "model=llama3_1b plan.hardware=h100 plan.world_size=8"
 COMMON = {"train": SMALL, "sweep": SMALL, "plan": PLAN}
-"""Subcommand → its first arguments in every command; those of a command come after them and override them."""
+"""Subcommand → its first arguments in every command; those of a command come after them and
+override them."""
 COMMANDS: list[tuple[str, bool]] = [
     *((f"train parallel={name}", False) for name in ("ddp", "fsdp1", "toy_fsdp")),
     ("train parallel=single launch.nproc_per_node=1", False),
-    ("train parallel.param_dtype=bfloat16 memory=lean checkpoint.every=2 metrics.run_dir=run", False),
+    (
+        "train parallel.param_dtype=bfloat16 memory=lean checkpoint.every=2 metrics.run_dir=run",
+        False,
+    ),
     ("train parallel=fsdp2 parallel.param_dtype=float16 memory=smallest", False),
     ("train parallel=fsdp2 train.compile=true", False),
     ("train parallel=fsdp2 optim=muon model=qwen3_moe_debug", False),
@@ -93,10 +108,11 @@ COMMANDS: list[tuple[str, bool]] = [
     ("plan parallel=fsdp2 parallel.param_dtype=bfloat16 mesh.tp_size=2", False),
     ("sweep parallel=fsdp1,fsdp2 --out sweep", False),
 ]
-"""Arguments of ``fsdptoys`` without the common ones, and whether an old version may refuse them; in this order."""
+"""Arguments of ``fsdptoys`` without the common ones, and whether an old version may refuse them; in
+this order."""
 LEFT_OUT = (
-    "Not counted are settings that a test of several leaves out: FSDP2 with replicas on a CPU before torch 2.8, and "
-    "AdamW states of 8 and 4 bits where torchao cannot be imported."
+    "Not counted are settings that a test of several leaves out: FSDP2 with replicas on a CPU "
+    "before torch 2.8, and AdamW states of 8 and 4 bits where torchao cannot be imported."
 )
 """Above the table of skipped tests."""
 
@@ -137,19 +153,35 @@ def run_tests(name: str, paths: list[str]) -> Row:
     row, started = Row(name), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "junit.xml")
-        words = [sys.executable, "-m", "pytest", "-q", "--all", "--tb=short", f"--junitxml={log}", *paths]
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--all",
+            "--tb=short",
+            f"--junitxml={log}",
+            *paths,
+        ]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, errors="replace")
         cases = ElementTree.parse(log).getroot().iter("testcase") if log.exists() else iter(())
         for case in cases:
-            skips, faults = case.findall("skipped"), [*case.findall("failure"), *case.findall("error")]
+            skips, faults = (
+                case.findall("skipped"),
+                [*case.findall("failure"), *case.findall("error")],
+            )
             row.skipped += bool(skips)
             row.failed += bool(faults)
             row.passed += not skips and not faults
             row.reasons += [skip.get("message", "") for skip in skips]
-            row.failures += [f"{case.get('name')}: {first_line(fault.get('message', ''))}" for fault in faults]
+            row.failures += [
+                f"{case.get('name')}: {first_line(fault.get('message', ''))}" for fault in faults
+            ]
     if done.returncode and not row.failed:
         row.failed = 1
-        row.failures.append(f"pytest ended with status {done.returncode}: {first_line(done.stdout + done.stderr)}")
+        row.failures.append(
+            f"pytest ended with status {done.returncode}: {first_line(done.stdout + done.stderr)}"
+        )
     row.seconds = time.monotonic() - started
     return row
 
@@ -157,18 +189,33 @@ def run_tests(name: str, paths: list[str]) -> Row:
 def run_command(arguments: str, may_be_refused: bool, folder: Path) -> Row:
     """Run a command, with the common arguments of its subcommand, in a folder."""
     row, started = Row(f"fsdptoys {arguments}"), time.monotonic()
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    }
     subcommand, *rest = arguments.split()
-    words = [sys.executable, "-m", "fsdptoys", subcommand, *COMMON.get(subcommand, "").split(), *rest]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, errors="replace")
+    words = [
+        sys.executable,
+        "-m",
+        "fsdptoys",
+        subcommand,
+        *COMMON.get(subcommand, "").split(),
+        *rest,
+    ]
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, errors="replace"
+    )
     output = done.stdout + done.stderr
     if done.returncode == 2 and may_be_refused and "Traceback" not in output:
         row.skipped = 1
         row.reasons.append(done.stderr.strip().splitlines()[-1])
     elif done.returncode or "Traceback" in output:
         row.failed = 1
-        errors = re.findall(r"^(?:\[.*?\] *)?(\w*(?:Error|Exception)\b.*|fsdptoys: .*)", output, re.M)
-        row.failures.append(f"status {done.returncode}: {errors[-1] if errors else first_line(output)}")
+        errors = re.findall(
+            r"^(?:\[.*?\] *)?(\w*(?:Error|Exception)\b.*|fsdptoys: .*)", output, re.M
+        )
+        row.failures.append(
+            f"status {done.returncode}: {errors[-1] if errors else first_line(output)}"
+        )
     else:
         row.passed = 1
     row.seconds = time.monotonic() - started
@@ -184,7 +231,9 @@ def measure(groups: Sequence[str]) -> Result:
     """Run groups of tests, and all commands, under this Python's torch."""
     import torch
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
     result = Result(torch.__version__, machine("cpu"), commit.stdout.strip(), [], [])
     with tempfile.TemporaryDirectory() as folder, progress(units=len(groups) + len(COMMANDS)):
         for name in groups:
@@ -200,7 +249,9 @@ def measure(groups: Sequence[str]) -> Result:
 
 def sum_of(rows: list[Row]) -> Row:
     """All rows as one."""
-    counts = [sum(getattr(row, key) for row in rows) for key in ("passed", "skipped", "failed", "seconds")]
+    counts = [
+        sum(getattr(row, key) for row in rows) for key in ("passed", "skipped", "failed", "seconds")
+    ]
     return Row("all", *counts)
 
 
@@ -209,7 +260,10 @@ def page_of(results: list[Result], command: str, date: str) -> str:
     lines = [
         "# Versions of PyTorch",
         "",
-        f"Command: `{command}`, on {date}, at commit {', '.join(sorted({result.commit for result in results}))}.",
+        (
+            f"Command: `{command}`, on {date}, at commit "
+            f"{', '.join(sorted({result.commit for result in results}))}."
+        ),
         "",
         *(f"- {result.machine}" for result in results),
         "",
@@ -224,7 +278,10 @@ def page_of(results: list[Result], command: str, date: str) -> str:
         lines.append(f"| {result.torch} | {tests.outcome} | {commands.outcome} | {seconds:.0f} |")
     header = " | ".join(result.torch for result in results)
     rule = "|---" + "|---:" * len(results) + "|"
-    for title, rows_of in (("Tests", [r.tests for r in results]), ("Commands", [r.commands for r in results])):
+    for title, rows_of in (
+        ("Tests", [r.tests for r in results]),
+        ("Commands", [r.commands for r in results]),
+    ):
         lines += ["", f"## {title}", ""]
         if title == "Commands":
             lines += ["Common arguments, which those of a row override:", ""]
@@ -256,7 +313,9 @@ def page_of(results: list[Result], command: str, date: str) -> str:
 
 def main(words: list[str] | None = None) -> int:
     """Measure one version, or write the page; the latter's status is 1 if anything failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     actions = parser.add_subparsers(dest="action", required=True)
     run = actions.add_parser("run")
     run.add_argument("result", type=Path)
@@ -267,7 +326,9 @@ def main(words: list[str] | None = None) -> int:
     page.add_argument("results", type=Path, nargs="+")
     arguments = parser.parse_args(words)
     if arguments.action == "run":
-        arguments.result.write_text(json.dumps(asdict(measure(QUICK if arguments.quick else list(TESTS)))))
+        arguments.result.write_text(
+            json.dumps(asdict(measure(QUICK if arguments.quick else list(TESTS))))
+        )
         return 0
     results = []
     for path in arguments.results:

@@ -1,7 +1,9 @@
-"""Write the keys of ``configs/`` with their defaults, and ``docs/options.md``, from the config dataclasses.
+"""Write the keys of ``configs/`` with their defaults, and ``docs/options.md``, from the config
+dataclasses.
 
-``--check`` writes nothing, and exits with status 1 if a file would change. Presets (``configs/model``,
-``configs/experiment``, ``configs/metrics/wandb.yaml``, ...) set only some keys and are left alone.
+``--check`` writes nothing, and exits with status 1 if a file would change. Presets
+(``configs/model``, ``configs/experiment``, ``configs/metrics/wandb.yaml``, ...) set only some keys
+and are left alone.
 """
 
 import dataclasses
@@ -66,7 +68,11 @@ class Key:
     @property
     def enum(self) -> type[Enum] | None:
         """The enum of its values, if any."""
-        kinds = [kind for kind in (*typing.get_args(self.annotation), self.annotation) if isinstance(kind, type)]
+        kinds = [
+            kind
+            for kind in (*typing.get_args(self.annotation), self.annotation)
+            if isinstance(kind, type)
+        ]
         return next((kind for kind in kinds if issubclass(kind, Enum)), None)
 
     @property
@@ -89,19 +95,26 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
         if dataclasses.is_dataclass(annotation):
             yield from keys_of(annotation, f"{prefix}{field.name}.")  # type: ignore[arg-type]
             continue
-        default = field.default if callable(field.default_factory) is False else field.default_factory()
+        default = (
+            field.default if callable(field.default_factory) is False else field.default_factory()
+        )
         about = docs[field.name]
-        yield Key(prefix + field.name, annotation, default, about.bounds, about.doc, declared_of(field))
+        yield Key(
+            prefix + field.name, annotation, default, about.bounds, about.doc, declared_of(field)
+        )
 
 
 def yaml_value(value: Any) -> str:
     """A default as YAML on one line."""
     plain = value.value if isinstance(value, Enum) else value
-    return yaml.safe_dump(plain, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
+    return (
+        yaml.safe_dump(plain, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
+    )
 
 
 def yaml_line(key: Key, indent: str = "") -> str:
-    """A key with its default, docstring and choices; only the first clause, or a comment above, where it is long."""
+    """A key with its default, docstring and choices; only the first clause, or a comment above,
+    where it is long."""
     line = f"{indent}{key.name}: {yaml_value(key.default)}"
     doc = key.doc.replace("`", "").rstrip(".")
     comments = [f"{doc} [{key.values}]"] if key.enum else []
@@ -132,7 +145,11 @@ def root_file() -> str:
 def root_keys() -> list[Key]:
     """Keys outside of any section."""
     docs, hints = declarations()["Sections"].docs, typing.get_type_hints(Config)
-    fields = [field for field in dataclasses.fields(Config) if not dataclasses.is_dataclass(hints[field.name])]
+    fields = [
+        field
+        for field in dataclasses.fields(Config)
+        if not dataclasses.is_dataclass(hints[field.name])
+    ]
     return [Key(each.name, hints[each.name], each.default, "", docs[each.name]) for each in fields]
 
 
@@ -143,7 +160,9 @@ def type_text(key: Key) -> str:
         return "int or word" if isinstance(key.default, int) else "word or list"
     if typing.get_origin(key.annotation) is list:
         return f"list of {kinds[0].__name__}"
-    names = ["choice" if kind is key.enum else kind.__name__ for kind in kinds if kind is not type(None)]
+    names = [
+        "choice" if kind is key.enum else kind.__name__ for kind in kinds if kind is not type(None)
+    ]
     return " or ".join([*names, *["null"] * (type(None) in kinds)])
 
 
@@ -169,7 +188,9 @@ def table(keys: list[Key], section: str) -> list[str]:
         default = value_text(key.default, quote=True)
         switches = " or ".join(f"`{need}`" for need in key.declared.needs) if key.declared else ""
         doc = f"{key.doc} Needs {switches}." if switches else key.doc
-        rows.append([f"`{name}`", type_text(key), f"`{default}`", key.values, doc, effect_text(name)])
+        rows.append(
+            [f"`{name}`", type_text(key), f"`{default}`", key.values, doc, effect_text(name)]
+        )
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     meanings = [
         f"- `{section}.{key.name}={member}`: {doc}"
@@ -193,28 +214,50 @@ def options_page() -> str:
     lines = [HEAD, "## Groups", "", "| group | default | choices |", "| --- | --- | --- |"]
     defaults, choices = list_defaults(), list_choices()
     for group, default in defaults.items():
-        lines.append(f"| `{group}=` | `{default or 'null'}` | {', '.join(f'`{name}`' for name in choices[group])} |")
+        lines.append(
+            f"| `{group}=` | `{default or 'null'}` | "
+            f"{', '.join(f'`{name}`' for name in choices[group])} |"
+        )
     lines += ["", "## Top level", "", *table(root_keys(), "")]
     for section, kind in typing.get_type_hints(Config).items():
         if dataclasses.is_dataclass(kind):
             lines += section_lines(section, kind)  # type: ignore[arg-type]
-    lines += ["", "## experiment", "", "Settings of several groups at once; keys typed win over them.", ""]
-    lines += [f"- `experiment={name}`: {first_sentence('experiment', name)}" for name in choices["experiment"]]
+    lines += [
+        "",
+        "## experiment",
+        "",
+        "Settings of several groups at once; keys typed win over them.",
+        "",
+    ]
+    lines += [
+        f"- `experiment={name}`: {first_sentence('experiment', name)}"
+        for name in choices["experiment"]
+    ]
     return "\n".join(lines) + "\n"
 
 
 def section_lines(section: str, kind: type) -> list[str]:
     """The part of the page on a section and the choices of its group."""
-    lines = ["", f"## {section}", "", declarations()[kind.__name__].doc.partition(". ")[0].rstrip(".") + "."]
+    lines = [
+        "",
+        f"## {section}",
+        "",
+        declarations()[kind.__name__].doc.partition(". ")[0].rstrip(".") + ".",
+    ]
     choices = list_choices().get(section, [])
     if choices:
-        lines += ["", *(f"- `{section}={name}`: {first_sentence(section, name)}" for name in choices)]
+        lines += [
+            "",
+            *(f"- `{section}={name}`: {first_sentence(section, name)}" for name in choices),
+        ]
     shared = list(keys_of(kind))
     lines += ["", *table(shared, section)] if shared else []
     tables: dict[tuple[str, ...], list[str]] = {}
     for name, schema in SCHEMAS.get(section, {}).items():
         own = [key for key in keys_of(schema) if key not in shared]
-        headings = [f"`{section}={choice}`" for choice in choices if schema_name(section, choice) == name]
+        headings = [
+            f"`{section}={choice}`" for choice in choices if schema_name(section, choice) == name
+        ]
         if own:
             tables.setdefault(tuple(table(own, section)), []).extend(headings)
     for rows, headings in tables.items():
@@ -224,7 +267,10 @@ def section_lines(section: str, kind: type) -> list[str]:
 
 def generated_files() -> dict[Path, str]:
     """Path → contents of every file that this script writes."""
-    files = {ROOT / "configs" / "config.yaml": root_file(), ROOT / "docs" / "options.md": options_page()}
+    files = {
+        ROOT / "configs" / "config.yaml": root_file(),
+        ROOT / "docs" / "options.md": options_page(),
+    }
     for group, schemas in SCHEMAS.items():
         for choice in schemas if group != "model" else ():
             files[ROOT / "configs" / group / f"{choice}.yaml"] = group_file(group, choice)

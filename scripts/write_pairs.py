@@ -1,11 +1,11 @@
-"""Write two tables into ``docs/strategies.md``: what each strategy can do, and which settings exclude one another.
+"""Write two tables into ``docs/strategies.md``: what each strategy can do, and which settings
+exclude one another.
 
-    python scripts/write_pairs.py
-    python scripts/write_pairs.py --check
+    python scripts/write_pairs.py python scripts/write_pairs.py --check
 
-The first is ``fsdptoys/parallel/capabilities.py``. For the second, every pair of ``SETTINGS`` is validated as a run on
-8 CUDA devices under ``parallel=fsdp2``, with the models, sizes and further settings that each of the two needs; nothing
-is allocated and no device is touched.
+The first is ``fsdptoys/parallel/capabilities.py``. For the second, every pair of ``SETTINGS`` is
+validated as a run on 8 CUDA devices under ``parallel=fsdp2``, with the models, sizes and further
+settings that each of the two needs; nothing is allocated and no device is touched.
 """
 
 import itertools
@@ -28,12 +28,21 @@ AXES = {
     "mesh.pp_size": "splits_layers",
 }
 """Mesh axis → the capability of strategies that have it."""
-NEEDED = AXES | {"parallel.context=ring": "context_forms", "memory.offload_schedule=lazy": "optimizer_offload"}
+NEEDED = AXES | {
+    "parallel.context=ring": "context_forms",
+    "memory.offload_schedule=lazy": "optimizer_offload",
+}
 """Setting → a capability that it needs beside its own."""
-NAMES = {"optim.exchanges_matrices=true": "optim=muon", "optim.low_bit_format!=null": "optim.state_dtype=int8"}
+NAMES = {
+    "optim.exchanges_matrices=true": "optim=muon",
+    "optim.low_bit_format!=null": "optim.state_dtype=int8",
+}
 """Facts about an optimizer → the setting that has them."""
 RANKS = 8
-BASE = "experiment=null model=llama_debug model.n_layers=8 model.ffn_dim=192 parallel=fsdp2 train.seq_len=64"
+BASE = (
+    "experiment=null model=llama_debug model.n_layers=8 model.ffn_dim=192 parallel=fsdp2 "
+    "train.seq_len=64"
+)
 
 SETTINGS = {
     "mesh.fsdp_size=4": "",
@@ -101,8 +110,14 @@ def table_of_pairs() -> str:
 def table_of_capabilities() -> str:
     """Return the table of strategies by mesh axes and switches."""
     columns = CAPABILITIES.values()
-    lines = [f"| | {' | '.join(f'`{name}`' for name in CAPABILITIES)} |", f"|---|{':-:|' * len(columns)}"]
-    rows = [*(((axis,), capability) for axis, capability in AXES.items()), *(refusal[1::-1] for refusal in REFUSALS)]
+    lines = [
+        f"| | {' | '.join(f'`{name}`' for name in CAPABILITIES)} |",
+        f"|---|{':-:|' * len(columns)}",
+    ]
+    rows = [
+        *(((axis,), capability) for axis, capability in AXES.items()),
+        *(refusal[1::-1] for refusal in REFUSALS),
+    ]
     for settings, capability in rows:
         needed = [capability, *(NEEDED[setting] for setting in settings if setting in NEEDED)]
         marks = ["✓" if all(getattr(can, name) for name in needed) else "–" for can in columns]

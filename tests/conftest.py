@@ -46,9 +46,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add this suite's options."""
     group = parser.getgroup("fsdptoys")
     group.addoption("--all", action="store_true", help="also run the tests marked extended")
-    group.addoption("--workers", type=int, default=(os.cpu_count() or 1) + 1, help="modules at a time; 0: no forks")
-    group.addoption("--times", type=Path, metavar="FILE", help="append CPU s, wall s and name of every test to FILE")
-    group.addoption("--update", action="store_true", help="rewrite tests/messages/messages.yaml from the answers")
+    group.addoption(
+        "--workers",
+        type=int,
+        default=(os.cpu_count() or 1) + 1,
+        help="modules at a time; 0: no forks",
+    )
+    group.addoption(
+        "--times",
+        type=Path,
+        metavar="FILE",
+        help="append CPU s, wall s and name of every test to FILE",
+    )
+    group.addoption(
+        "--update",
+        action="store_true",
+        help="rewrite tests/messages/messages.yaml from the answers",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,7 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Compose once, whose first time takes longest, and exempt objects from garbage collection, which copies pages."""
+    """Compose once, whose first time takes longest, and exempt objects from garbage collection,
+    which copies pages."""
     from fsdptoys.config.compose import compose_config
 
     with contextlib.suppress(Exception):  # a test will say why
@@ -78,14 +93,16 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def unmeasured() -> Iterator[None]:
-    """Run the test and its processes without coverage, which slows them down; other tests cover the same lines."""
+    """Run the test and its processes without coverage, which slows them down; other tests cover the
+    same lines."""
     with without_coverage():
         yield
 
 
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace ``python -m`` processes of the test and of its launchers by forks with the imports already done."""
+    """Replace ``python -m`` processes of the test and of its launchers by forks with the imports
+    already done."""
     from tests.harness.warm_processes import start_warm
 
     start_warm(monkeypatch)

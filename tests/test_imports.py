@@ -1,9 +1,9 @@
 """The import graph of the package has no cycle, between modules or between packages.
 
-Every ``import`` statement counts: in functions, under ``TYPE_CHECKING`` and in ``try`` blocks too. A re-export in
-``a/__init__.py`` is an edge to the submodule, so a submodule that imports a name from its own package closes a cycle.
-Parent packages that Python initializes on the way to ``a.b`` are no edges. The links ``models``, ``patches`` and
-``configs`` are packages like any other.
+Every ``import`` statement counts: in functions, under ``TYPE_CHECKING`` and in ``try`` blocks too.
+A re-export in ``a/__init__.py`` is an edge to the submodule, so a submodule that imports a name
+from its own package closes a cycle. Parent packages that Python initializes on the way to ``a.b``
+are no edges. The links ``models``, ``patches`` and ``configs`` are packages like any other.
 """
 
 import ast
@@ -24,11 +24,14 @@ def import_graph(package: str) -> dict[str, set[str]]:
 
 
 def between_packages(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """The same graph between packages at the top level; a module at the top level is one of its own."""
+    """The same graph between packages at the top level; a module at the top level is one of its
+    own."""
     packages: dict[str, set[str]] = {}
     for module, imported in graph.items():
         own = ".".join(module.split(".")[:2])
-        packages.setdefault(own, set()).update({".".join(name.split(".")[:2]) for name in imported} - {own})
+        packages.setdefault(own, set()).update(
+            {".".join(name.split(".")[:2]) for name in imported} - {own}
+        )
     return packages
 
 
@@ -52,7 +55,8 @@ def test_package_has_no_import_cycle() -> None:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Modules of scripts and tests that a file imports, packages in place of names in them included."""
+    """Modules of scripts and tests that a file imports, packages in place of names in them
+    included."""
     modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -76,7 +80,9 @@ def test_the_harness_imports_itself_only_and_nothing_imports_a_test() -> None:
     assert wrong == []
 
 
-def test_nested_imports_count_toward_cycles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nested_imports_count_toward_cycles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: a package of five files, and the cycles it has by hand."""
     sources = {
         "__init__": "from .a import f",
@@ -93,5 +99,8 @@ def test_nested_imports_count_toward_cycles(tmp_path: Path, monkeypatch: pytest.
     edges = {"": "a", ".a": "b", ".b": "a"}
     expected = {f"cyclic{module}": {f"cyclic.{imported}"} for module, imported in edges.items()}
     assert graph == {**expected, "cyclic.c": {"cyclic", "cyclic.d"}, "cyclic.d": set()}
-    assert find_cycle(graph) in (["cyclic.a", "cyclic.b", "cyclic.a"], ["cyclic.b", "cyclic.a", "cyclic.b"])
+    assert find_cycle(graph) in (
+        ["cyclic.a", "cyclic.b", "cyclic.a"],
+        ["cyclic.b", "cyclic.a", "cyclic.b"],
+    )
     assert find_cycle({"p.a": {"p.b"}, "p.b": set()}) == []

@@ -1,4 +1,5 @@
-"""The package is complete in every form of distribution: wheel, editable install, bare checkout, source zip."""
+"""The package is complete in every form of distribution: wheel, editable install, bare checkout,
+source zip."""
 
 import json
 import os
@@ -38,19 +39,25 @@ print(json.dumps({
     "missing": [name for name in modules if importlib.util.find_spec(name) is None],
 }))
 """
-"""Run with -S: an fsdptoys installed in the environment of the tests must not replace the tested one."""
+"""Run with -S: an fsdptoys installed in the environment of the tests must not replace the tested
+one."""
 
 
 def module_names(tree: Path) -> list[str]:
     """Import names of all modules of a source tree."""
-    files = [path for folder in ("fsdptoys", "models", "patches", "configs") for path in (tree / folder).rglob("*.py")]
+    files = [
+        path
+        for folder in ("fsdptoys", "models", "patches", "configs")
+        for path in (tree / folder).rglob("*.py")
+    ]
     parts = {path.relative_to(tree).with_suffix("").parts for path in files}
     names = {".".join(part if part[0] == "fsdptoys" else ("fsdptoys", *part)) for part in parts}
     return sorted(name.removesuffix(".__init__") for name in names)
 
 
 def make_source_zip(archive: Path) -> None:
-    """Write a zip like GitHub's, with links as links: of the last commit, or of the files here without git."""
+    """Write a zip like GitHub's, with links as links: of the last commit, or of the files here
+    without git."""
     git = ["git", "-C", str(ROOT), "archive", "--format=zip", "-o", str(archive), "HEAD"]
     try:
         if (ROOT / ".git").exists() and subprocess.run(git, capture_output=True).returncode == 0:
@@ -68,7 +75,8 @@ def make_source_zip(archive: Path) -> None:
 
 
 def unpack(archive: Path, folder: Path, links: bool) -> None:
-    """Unpack as ``unzip`` does, or as Python's zipfile and Windows do: with text files in place of links."""
+    """Unpack as ``unzip`` does, or as Python's zipfile and Windows do: with text files in place of
+    links."""
     with zipfile.ZipFile(archive) as source:
         source.extractall(folder)
         for info in source.infolist():
@@ -104,8 +112,11 @@ def run(*command: str) -> str:
         ),
     ],
 )
-def test_every_distribution_contains_models_patches_and_configs(form: str, links: bool, tmp_path: Path) -> None:
-    """Oracle: the Python and YAML files of the source tree; nothing but fsdptoys may be installed."""
+def test_every_distribution_contains_models_patches_and_configs(
+    form: str, links: bool, tmp_path: Path
+) -> None:
+    """Oracle: the Python and YAML files of the source tree; nothing but fsdptoys may be
+    installed."""
     pytest.importorskip("pip")
     tree, installed = tmp_path / "tree", tmp_path / "installed"
     if form == "checkout":
@@ -114,35 +125,65 @@ def test_every_distribution_contains_models_patches_and_configs(form: str, links
         make_source_zip(tmp_path / "source.zip")
         unpack(tmp_path / "source.zip", tree, links)
     if form == "wheel":
-        run("-m", "pip", "install", *NO_NETWORK, "--target", str(installed), str(tree))  # by way of a wheel
+        run(
+            "-m", "pip", "install", *NO_NETWORK, "--target", str(installed), str(tree)
+        )  # by way of a wheel
     elif form == "editable":
-        run("-m", "pip", "install", *NO_NETWORK, "--target", str(installed), "--editable", str(tree))
+        run(
+            "-m", "pip", "install", *NO_NETWORK, "--target", str(installed), "--editable", str(tree)
+        )
     if installed.exists():
         allowed = re.compile(r"(__editable__[._]+)?fsdptoys|bin$|__pycache__$")
         assert [path.name for path in installed.iterdir() if not allowed.match(path.name)] == []
 
-    folder, home = (installed if installed.exists() else tree), (installed if form == "wheel" else tree)
+    folder, home = (
+        (installed if installed.exists() else tree),
+        (installed if form == "wheel" else tree),
+    )
     libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    found = json.loads(run("-I", "-S", "-c", LOOK, str(folder), json.dumps(libraries), json.dumps(module_names(tree))))
+    found = json.loads(
+        run(
+            "-I",
+            "-S",
+            "-c",
+            LOOK,
+            str(folder),
+            json.dumps(libraries),
+            json.dumps(module_names(tree)),
+        )
+    )
     assert Path(found["file"]).is_relative_to(home)
     assert found["missing"] == []
     configs = tree / "configs"
-    assert found["yaml"] == sorted(path.relative_to(configs).as_posix() for path in configs.rglob("*.yaml"))
+    assert found["yaml"] == sorted(
+        path.relative_to(configs).as_posix() for path in configs.rglob("*.yaml")
+    )
     assert "config.yaml" in found["yaml"]
 
 
 def test_constraints_pin_every_dependency_of_pyproject() -> None:
-    """Oracle: packaging's own reading of requirement lines, for the oldest supported Python and a new one."""
+    """Oracle: packaging's own reading of requirement lines, for the oldest supported Python and a
+    new one."""
     packaging = pytest.importorskip("packaging.requirements")
     arrays = re.findall(
-        r"^(?:dependencies|oracle|test) = \[(.*?)\]$", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE
+        r"^(?:dependencies|oracle|test) = \[(.*?)\]$",
+        (ROOT / "pyproject.toml").read_text(),
+        re.DOTALL | re.MULTILINE,
     )
     asked = [packaging.Requirement(line) for line in re.findall(r'"(.+?)"', "".join(arrays))]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [packaging.Requirement(line) for line in lines if not line.startswith("#")]
     for python_version in ("3.10", "3.13"):
-        valid = [pin for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": python_version})]
+        valid = [
+            pin
+            for pin in pins
+            if pin.marker is None or pin.marker.evaluate({"python_version": python_version})
+        ]
         versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in valid}
         assert len(versions) == len(valid)
-        unmet = [str(r) for r in asked if r.name != "fsdptoys" and versions.get(r.name.lower()) not in r.specifier]
+        unmet = [
+            str(r)
+            for r in asked
+            if r.name != "fsdptoys" and versions.get(r.name.lower()) not in r.specifier
+        ]
         assert unmet == []

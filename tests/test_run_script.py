@@ -46,9 +46,11 @@ case "$1 $2" in
     ;;
 esac
 """
-"""A Python stub that answers the script's query from NAME.state, copies itself and records its arguments.
+"""A Python stub that answers the script's query from NAME.state, copies itself and records its
+arguments.
 
-Queries about torch go to the Python TORCH, if the stub has it (NAME.sees-torch) or sees that of another one.
+Queries about torch go to the Python TORCH, if the stub has it (NAME.sees-torch) or sees that of
+another one.
 """
 
 
@@ -61,7 +63,8 @@ class Sandbox:
     log: Path
 
     def add_stubs(self, states: Mapping[str, str]) -> None:
-        """Put Pythons with these names (relative to PATH, or in ``checkout``) that answer these states."""
+        """Put Pythons with these names (relative to PATH, or in ``checkout``) that answer these
+        states."""
         for name, state in states.items():
             stub = self.path / name.replace("checkout", str(self.checkout))
             stub.parent.mkdir(parents=True, exist_ok=True)
@@ -72,9 +75,16 @@ class Sandbox:
     def start(
         self, *arguments: str, script: Path | None = None, cwd: Path | None = None, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run the script with bash, without the variables of a virtual environment around the tests."""
-        environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
-        environment |= {"PATH": f"{self.path}:{os.environ['PATH']}", "LOG": str(self.log), **variables}
+        """Run the script with bash, without the variables of a virtual environment around the
+        tests."""
+        environment = {
+            k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")
+        }
+        environment |= {
+            "PATH": f"{self.path}:{os.environ['PATH']}",
+            "LOG": str(self.log),
+            **variables,
+        }
         return subprocess.run(
             ["bash", str(script or self.checkout / "run_fsdp.sh"), *arguments],
             capture_output=True,
@@ -101,8 +111,19 @@ def sandbox(tmp_path: Path) -> Sandbox:
 
 
 def test_bare_checkout_runs_with_the_given_interpreter(sandbox: Sandbox, tmp_path: Path) -> None:
-    """Oracle: the argument vector, working directory and interpreter as the started module sees them."""
-    arguments = ["train.batch_size=2", "a b", "", "it's", 'say "x"', "list=[1, 2]", "glob=*", "$HOME", "back\\slash"]
+    """Oracle: the argument vector, working directory and interpreter as the started module sees
+    them."""
+    arguments = [
+        "train.batch_size=2",
+        "a b",
+        "",
+        "it's",
+        'say "x"',
+        "list=[1, 2]",
+        "glob=*",
+        "$HOME",
+        "back\\slash",
+    ]
     elsewhere = tmp_path / "runs go here"
     elsewhere.mkdir()
     done = sandbox.start(*arguments, cwd=elsewhere, PYTHON=sys.executable)
@@ -137,7 +158,9 @@ def test_first_argument_may_be_a_command(arguments: str, command: str, sandbox: 
 
 
 @pytest.mark.parametrize("kind", ["absolute", "relative", "chain", "called by its bare name"])
-def test_symbolic_links_to_the_script_run_the_checkout(kind: str, sandbox: Sandbox, tmp_path: Path) -> None:
+def test_symbolic_links_to_the_script_run_the_checkout(
+    kind: str, sandbox: Sandbox, tmp_path: Path
+) -> None:
     """Oracle: the file of the started module; CDPATH must not lead elsewhere."""
     script, cwd = tmp_path / "link.sh", tmp_path
     if kind == "absolute":
@@ -162,7 +185,15 @@ def test_symbolic_links_to_the_script_run_the_checkout(kind: str, sandbox: Sandb
         ({"python3": "ready", "chosen": "ready"}, {"PYTHON": "chosen"}, "chosen"),
         ({"python3": "old 3.9.2", "python": "old 2.7.18", "python3.13": "ready"}, {}, "python3.13"),
         ({"python3": "ready", "venv/bin/python": "ready"}, {"VIRTUAL_ENV": "venv"}, "python"),
-        ({"python3": "missing torch", "python3.13": "ready", "checkout/.venv/bin/python": "ready"}, {}, "python"),
+        (
+            {
+                "python3": "missing torch",
+                "python3.13": "ready",
+                "checkout/.venv/bin/python": "ready",
+            },
+            {},
+            "python",
+        ),
     ],
     ids=["PATH", "PYTHON", "newer on PATH", "active environment", ".venv"],
 )
@@ -179,7 +210,8 @@ def test_python_is_chosen_in_the_documented_order(
 
 
 def test_other_copy_of_fsdptoys_on_pythonpath_is_ignored(sandbox: Sandbox, tmp_path: Path) -> None:
-    """Oracle: the file of the started module, with a second package of the same name ahead on PYTHONPATH."""
+    """Oracle: the file of the started module, with a second package of the same name ahead on
+    PYTHONPATH."""
     other = tmp_path / "other"
     shutil.copytree(sandbox.checkout / "fsdptoys", other / "fsdptoys")
     done = sandbox.start(PYTHON=sys.executable, PYTHONPATH=str(other))
@@ -191,13 +223,17 @@ def test_own_environment_is_installed_once_and_repaired(sandbox: Sandbox) -> Non
     sandbox.add_stubs({"python3": "missing torch"})
     venv = sandbox.checkout / ".venv"
     make = f"python3 -m venv {venv}"
-    install = f"python -m pip install -c {sandbox.checkout}/constraints.txt -e {sandbox.checkout}[report]"
+    install = (
+        f"python -m pip install -c {sandbox.checkout}/constraints.txt -e {sandbox.checkout}[report]"
+    )
     train = "python -m fsdptoys train x=1"
 
     done = sandbox.start("x=1", PIP_FAILS="1")
     assert (done.returncode, done.stdout) == (1, "")
     assert "no matching distribution" in done.stderr
-    assert done.stderr.endswith("start again to try again, or set PYTHON to a Python that has its dependencies\n")
+    assert done.stderr.endswith(
+        "start again to try again, or set PYTHON to a Python that has its dependencies\n"
+    )
     assert sandbox.calls() == [make, install]
 
     for expected in ([install, train], [train]):
@@ -205,7 +241,11 @@ def test_own_environment_is_installed_once_and_repaired(sandbox: Sandbox) -> Non
         done = sandbox.start("x=1")
         assert done.returncode == 0, done.stderr
         assert sandbox.calls() == expected
-        hints = [shlex.split(line)[-1] for line in done.stderr.splitlines() if "in your shell: source" in line]
+        hints = [
+            shlex.split(line)[-1]
+            for line in done.stderr.splitlines()
+            if "in your shell: source" in line
+        ]
         assert hints == [f"{venv}/bin/activate"] * (install in expected)
 
     sandbox.log.unlink()
@@ -215,7 +255,8 @@ def test_own_environment_is_installed_once_and_repaired(sandbox: Sandbox) -> Non
 
 
 def test_working_torch_is_kept_and_only_missing_packages_are_pinned(sandbox: Sandbox) -> None:
-    """Oracle: the calls, and the constraints that pip gets: this Python's torch, and the pin that it cannot have."""
+    """Oracle: the calls, and the constraints that pip gets: this Python's torch, and the pin that
+    it cannot have."""
     sandbox.add_stubs({"python3": "missing hydra-core"})
     (sandbox.path / "python3.sees-torch").touch()
     with (sandbox.checkout / "constraints.txt").open("a") as file:
@@ -231,7 +272,10 @@ def test_working_torch_is_kept_and_only_missing_packages_are_pinned(sandbox: San
     torch = metadata.version("torch")
     assert f"keeps torch {torch} of {sandbox.path}/python3; " in done.stderr
     constraints = (venv / "constraints.txt").read_text().splitlines()
-    assert (constraints[0], constraints[-1]) == (f"torch=={torch}", "fsdptoys-has-no-such-package==1.0")
+    assert (constraints[0], constraints[-1]) == (
+        f"torch=={torch}",
+        "fsdptoys-has-no-such-package==1.0",
+    )
     pinned = [line.split("==")[0] for line in constraints[1:] if line and not line.startswith("#")]
     assert not {"torch", "numpy", "hydra-core"} & set(pinned)
 
@@ -242,7 +286,11 @@ def test_working_torch_is_kept_and_only_missing_packages_are_pinned(sandbox: San
         ({"chosen": "old 3.9.2"}, "", r"chosen (3.9.2); install one or set PYTHON="),
         ({}, "", "found none that runs (looked for: chosen)"),
         ({"chosen": "missing torch"}, "1", "apt install python3-venv"),
-        ({"chosen": "missing torch", "checkout/.venv/bin/python": "old 3.8.1"}, "", "remove that folder"),
+        (
+            {"chosen": "missing torch", "checkout/.venv/bin/python": "old 3.8.1"},
+            "",
+            "remove that folder",
+        ),
     ],
     ids=["too old", "absent", "no venv module", ".venv too old"],
 )

@@ -1,4 +1,5 @@
-"""Layers compute by what is set on them (``ops``, ``exchange``, ``context``), not by replaced methods."""
+"""Layers compute by what is set on them (``ops``, ``exchange``, ``context``), not by replaced
+methods."""
 
 import ast
 from collections.abc import Iterator
@@ -22,13 +23,25 @@ METHODS = {
 WRAPPERS = ("partial", "compile", "disable")
 
 EXCEPTIONS = {
-    ("fsdptoys/launch/elastic_agent.py", "close"): "torch's workers, which tell nobody that they close",
-    ("fsdptoys/memory/activation_checkpointing.py", "forward"): "a strategy's hooks stay outside the recomputation",
+    (
+        "fsdptoys/launch/elastic_agent.py",
+        "close",
+    ): "torch's workers, which tell nobody that they close",
+    (
+        "fsdptoys/memory/activation_checkpointing.py",
+        "forward",
+    ): "a strategy's hooks stay outside the recomputation",
     ("fsdptoys/parallel/precision.py", "around"): "a callback of compiled blocks",
-    ("fsdptoys/parallel/toy_ep.py", "dispatch"): "the field of experts, by which layers take another function",
+    (
+        "fsdptoys/parallel/toy_ep.py",
+        "dispatch",
+    ): "the field of experts, by which layers take another function",
     ("fsdptoys/plan/estimate/skeleton.py", "forward"): "stand-ins of segments, in traces only",
     ("fsdptoys/plan/estimate/skeleton.py", "setattr"): "stand-ins of segments, in traces only",
-    ("fsdptoys/plan/estimate/unit_traces.py", "forward"): "marks around a copy's parts, in traces only",
+    (
+        "fsdptoys/plan/estimate/unit_traces.py",
+        "forward",
+    ): "marks around a copy's parts, in traces only",
     ("fsdptoys/plan/simulator/replay.py", "wait_for_device"): "a callback of the allocator",
     ("fsdptoys/sweep/slurm_submit.py", "update"): "submitit's watcher, which would poll sacct",
     ("fsdptoys/toys/fsdp/module.py", "setattr"): "PyTorch's register_fsdp_forward_method does so",
@@ -49,11 +62,16 @@ def makes_function(value: ast.expr | None, functions: set[str]) -> bool:
 def replaced_methods(tree: ast.Module) -> Iterator[str]:
     """Names of methods that a module assigns to other objects, and ``setattr`` of functions."""
     parents = [node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.FunctionDef))]
-    functions = {node.name for parent in parents for node in parent.body if isinstance(node, ast.FunctionDef)}
+    functions = {
+        node.name for parent in parents for node in parent.body if isinstance(node, ast.FunctionDef)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                if not isinstance(target, ast.Attribute) or ast.unparse(target.value) in ("self", "ctx"):
+                if not isinstance(target, ast.Attribute) or ast.unparse(target.value) in (
+                    "self",
+                    "ctx",
+                ):
                     continue
                 is_method = target.attr in METHODS and makes_function(node.value, functions)
                 if is_method or target.attr == "forward":

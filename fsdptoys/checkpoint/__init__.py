@@ -1,4 +1,5 @@
-"""Checkpoints to resume runs from, and import and export of weights (Hugging Face format, run directories)."""
+"""Checkpoints to resume runs from, and import and export of weights (Hugging Face format, run
+directories)."""
 
 from .checkpointer import Checkpointer as Checkpointer
 from .checksums import CHECKSUMS_FILE as CHECKSUMS_FILE

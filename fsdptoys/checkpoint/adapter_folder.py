@@ -1,11 +1,14 @@
-"""Low-rank adapters as a folder in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Low-rank adapters as a folder in PEFT's format: ``adapter_config.json`` and
+``adapter_model.safetensors``.
 
-A folder holds for each linear layer A (R, I) and B (O, R), and ``alpha``; the layer's weight is W + scale · B A, with
-the scale alpha / R, or alpha / sqrt(R) with ``use_rslora``. Settings that compute anything else are refused by name.
+A folder holds for each linear layer A (R, I) and B (O, R), and ``alpha``; the layer's weight is W +
+scale · B A, with the scale alpha / R, or alpha / sqrt(R) with ``use_rslora``. Settings that compute
+anything else are refused by name.
 
-Where one Hugging Face tensor holds several of our layers (GPT-2's queries, keys and values), a folder has one adapter
-for them. Written, it has the sum of their ranks, and zeros outside of each one's rows. Read, adapters of that form are
-split again; of any other, each layer gets A, and its rows of B.
+Where one Hugging Face tensor holds several of our layers (GPT-2's queries, keys and values), a
+folder has one adapter for them. Written, it has the sum of their ranks, and zeros outside of each
+one's rows. Read, adapters of that form are split again; of any other, each layer gets A, and its
+rows of B.
 
 Shapes: O and I outer and inner width of a layer, R rank of its adapter.
 
@@ -88,16 +91,19 @@ class AdapterFolder:
         config = self.path / CONFIG_FILE
         if not config.is_file():
             raise ConfigError(
-                f"{path} holds no {CONFIG_FILE}; name a folder in PEFT's format, with it and {STEM}.safetensors"
+                f"{path} holds no {CONFIG_FILE}; name a folder in PEFT's format, with it and "
+                f"{STEM}.safetensors"
             )
         verify_checksums(self.path, only_sizes=True)
         self._config = read_json(config)
         for key, supported in UNSUPPORTED.items():
             value = self._config.get(key)
-            if not any(value is each or (type(value) is type(each) and value == each) for each in supported):
+            if not any(
+                value is each or (type(value) is type(each) and value == each) for each in supported
+            ):
                 raise ConfigError(
-                    f"{config} says {key}={short_text(value)}, and only {short_text(supported[0])} is read here; use "
-                    "an adapter trained with it"
+                    f"{config} says {key}={short_text(value)}, and only "
+                    f"{short_text(supported[0])} is read here; use an adapter trained with it"
                 )
         self._tensors = TensorFolder(self.path, STEM)
         self._places: dict[str, _Place] = {}
@@ -118,13 +124,17 @@ class AdapterFolder:
         return sorted({layer.rpartition(".")[2] for layer in self._places})
 
     def check(self, model: DecoderModel) -> None:
-        """Check from the files' headers that every tensor belongs to a linear layer of a model on the meta device."""
+        """Check from the files' headers that every tensor belongs to a linear layer of a model on
+        the meta device."""
         sharing: dict[str, list[tuple[str, _Place]]] = {}
         for name, module in model.layers.named_modules():
             if isinstance(module, Linear) and not is_adapter(f"{name}."):
                 layer = f"layers.{name}"
                 place = _place(model.config, layer, (module.out_features, module.in_features))
-                if place.module + THEIR_A in self._tensors.stored or place.module + THEIR_B in self._tensors.stored:
+                if (
+                    place.module + THEIR_A in self._tensors.stored
+                    or place.module + THEIR_B in self._tensors.stored
+                ):
                     sharing.setdefault(place.module, []).append((layer, place))
         reader = f"the adapter of a {model.config.family} model as configured"
         needed: dict[str, tuple[int, ...]] = {}
@@ -132,24 +142,39 @@ class AdapterFolder:
             stored = self._tensors.stored.get(module_name + THEIR_A)
             rank, first = (stored.shape[:1] or (0,))[0] if stored is not None else 0, found[0][1]
             rank = rank or 1
-            needed[module_name + THEIR_A], needed[module_name + THEIR_B] = (rank, first.inner), (first.total, rank)
+            needed[module_name + THEIR_A], needed[module_name + THEIR_B] = (
+                (rank, first.inner),
+                (first.total, rank),
+            )
             scale = self._scale(module_name.removeprefix(PREFIX), rank)
             for index, (layer, place) in enumerate(sorted(found, key=lambda each: each[1].rows)):
                 self._places[layer] = _Place(
-                    place.module, place.rows, place.inner, place.total, sharing=len(found), index=index
+                    place.module,
+                    place.rows,
+                    place.inner,
+                    place.total,
+                    sharing=len(found),
+                    index=index,
                 )
                 self.ranks[layer], self.scales[layer] = rank, scale
         self._tensors.require(needed, reader)
-        self._tensors.refuse_others(needed, reader, "use one of linear layers of this model's blocks")
+        self._tensors.refuse_others(
+            needed, reader, "use one of linear layers of this model's blocks"
+        )
         if not needed:
             raise ConfigError(f"{self.path} holds no tensor of an adapter; {AGAIN}")
 
     def check_values(self) -> None:
         """Read all tensors; reject values that are not finite."""
-        self._tensors.read_all({name: stored.shape for name, stored in self._tensors.stored.items()})
+        self._tensors.read_all(
+            {name: stored.shape for name, stored in self._tensors.stored.items()}
+        )
 
-    def check_run(self, key: str, rank: int, alpha: float, targets: Sequence[str], model: DecoderModel) -> None:
-        """Check that the folder holds adapters of exactly the layers of a run, of its rank and alpha.
+    def check_run(
+        self, key: str, rank: int, alpha: float, targets: Sequence[str], model: DecoderModel
+    ) -> None:
+        """Check that the folder holds adapters of exactly the layers of a run, of its rank and
+        alpha.
 
         Args:
             key: setting that names the folder, for messages.
@@ -160,32 +185,46 @@ class AdapterFolder:
         """
         for layer, place in self._places.items():
             # Written here from several layers of this rank.
-            if place.sharing > 1 and self.ranks[layer] == rank * place.sharing and self._is_split(layer, rank):
+            if (
+                place.sharing > 1
+                and self.ranks[layer] == rank * place.sharing
+                and self._is_split(layer, rank)
+            ):
                 self.ranks[layer] = rank
         where = f"{key}={self.path}"
         ranks = sorted(set(self.ranks.values()))
         if len(ranks) > 1:
             raise ConfigError(
-                f"{where} holds adapters of ranks {ranks[0]} and {ranks[1]}, and a run has one rank; "
-                "use an adapter without rank_pattern"
+                f"{where} holds adapters of ranks {ranks[0]} and {ranks[1]}, and a run has one "
+                "rank; use an adapter without rank_pattern"
             )
         if ranks != [rank]:
-            raise ConfigError(f"tune.rank={rank} is not {ranks[0]}, the rank of {where}; set tune.rank={ranks[0]}")
+            raise ConfigError(
+                f"tune.rank={rank} is not {ranks[0]}, the rank of {where}; set tune.rank={ranks[0]}"
+            )
         scales = sorted(set(self.scales.values()))
         if len(scales) > 1:
             raise ConfigError(
-                f"{where} multiplies layers by {scales[0]:g} and by {scales[1]:g}, and a run has one "
-                "tune.alpha / tune.rank; use an adapter without alpha_pattern"
+                f"{where} multiplies layers by {scales[0]:g} and by {scales[1]:g}, and a run has "
+                "one tune.alpha / tune.rank; use an adapter without alpha_pattern"
             )
         if not math.isclose(scales[0], alpha / rank, rel_tol=1e-6):
             fitting = scales[0] * rank
-            raise ConfigError(f"tune.alpha={alpha:g} is not {fitting:g}, that of {where}; set tune.alpha={fitting:g}")
-        layers = [f"layers.{name}" for name, module in model.layers.named_modules() if type(module) is Linear]
+            raise ConfigError(
+                f"tune.alpha={alpha:g} is not {fitting:g}, that of {where}; set "
+                f"tune.alpha={fitting:g}"
+            )
+        layers = [
+            f"layers.{name}"
+            for name, module in model.layers.named_modules()
+            if type(module) is Linear
+        ]
         own = sorted({layer.rpartition(".")[2] for layer in layers} & set(targets))
         if own != self.targets:
             words = [f"[{','.join(names)}]" for names in (own, self.targets)]
             raise ConfigError(
-                f"tune.targets={words[0]} is not {words[1]}, the layers of {where}; set tune.targets={words[1]}"
+                f"tune.targets={words[0]} is not {words[1]}, the layers of {where}; set "
+                f"tune.targets={words[1]}"
             )
         for layer in layers:
             if layer.rpartition(".")[2] in own and layer not in self._places:
@@ -213,7 +252,8 @@ class AdapterFolder:
         return name.endswith(".weight") and name.removesuffix(".weight") in self._places
 
     def merge(self, weight_OI: Tensor, name: str) -> None:
-        """Add scale · B A to a layer's full float32 weight on the CPU, in place; leave others as they are."""
+        """Add scale · B A to a layer's full float32 weight on the CPU, in place; leave others as
+        they are."""
         if not self.adapts(name):
             return
         layer = name.removesuffix(".weight")
@@ -236,11 +276,13 @@ class AdapterFolder:
             return not b_OR[:, others].any()
 
     def _scale(self, module: str, rank: int) -> float:
-        """The factor of an adapter; ConfigError if the configuration has another rank than the tensors."""
+        """The factor of an adapter; ConfigError if the configuration has another rank than the
+        tensors."""
         said = self._setting("r", "rank_pattern", module)
         if said != rank:
             raise ConfigError(
-                f"{self.path / CONFIG_FILE} says r={said:g} for {one_line(module)}, whose tensors have {rank}; {AGAIN}"
+                f"{self.path / CONFIG_FILE} says r={said:g} for {one_line(module)}, whose "
+                f"tensors have {rank}; {AGAIN}"
             )
         alpha = self._setting("lora_alpha", "alpha_pattern", module)
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
@@ -252,14 +294,18 @@ class AdapterFolder:
         for part, special in patterns.items() if isinstance(patterns, dict) else ():
             if not re.fullmatch(r"[\w.]+", part):
                 raise ConfigError(
-                    f"{where} names layers by the expression {one_line(part)} in {pattern}, and only names are read "
-                    "here; write the names in its place"
+                    f"{where} names layers by the expression {one_line(part)} in {pattern}, and "
+                    "only names are read here; write the names in its place"
                 )
-            if re.fullmatch(rf"(.*\.)?{part}", module):  # as PEFT does, for which a dot is any character
+            if re.fullmatch(
+                rf"(.*\.)?{part}", module
+            ):  # as PEFT does, for which a dot is any character
                 value = special
                 break
         if type(value) not in (int, float) or not 0 < value < 1e9:
-            raise ConfigError(f"{where} says {key}={short_text(value)}, which is no number above 0; {AGAIN}")
+            raise ConfigError(
+                f"{where} says {key}={short_text(value)}, which is no number above 0; {AGAIN}"
+            )
         return float(value)
 
 
@@ -267,29 +313,43 @@ def _place(config: ModelConfig, layer: str, shape: tuple[int, int]) -> _Place:
     (piece,) = config.hugging_face.pieces(f"{layer}.weight", shape)
     dim = -1 if piece.transposed else 0
     module = PREFIX + piece.tensor.removesuffix(".weight")
-    return _Place(module, piece.tensor_region[dim], shape[1], piece.tensor_shape[dim], sharing=1, index=0)
+    return _Place(
+        module, piece.tensor_region[dim], shape[1], piece.tensor_shape[dim], sharing=1, index=0
+    )
 
 
 def _shortest_names(modules: set[str], model: ModelConfig) -> list[str]:
-    """Endings of names that mean these modules and no other: PEFT adapts every module that ends so."""
+    """Endings of names that mean these modules and no other: PEFT adapts every module that ends
+    so."""
     with torch.device("meta"):
         layers = model.build().layers.named_modules()
-    shapes = {f"layers.{name}": (each.out_features, each.in_features) for name, each in layers if type(each) is Linear}
-    others = {_place(model, layer, shape).module.removeprefix(PREFIX) for layer, shape in shapes.items()} - modules
+    shapes = {
+        f"layers.{name}": (each.out_features, each.in_features)
+        for name, each in layers
+        if type(each) is Linear
+    }
+    others = {
+        _place(model, layer, shape).module.removeprefix(PREFIX) for layer, shape in shapes.items()
+    } - modules
 
     def name(module: str) -> str:
         parts = module.split(".")
         endings = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
-        return next(end for end in endings if not any(f".{other}".endswith(f".{end}") for other in others))
+        return next(
+            end for end in endings if not any(f".{other}".endswith(f".{end}") for other in others)
+        )
 
     return sorted({name(module) for module in modules})
 
 
-def merged(params: Iterator[tuple[str, Tensor]], scale: float, kept: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def merged(
+    params: Iterator[tuple[str, Tensor]], scale: float, kept: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of the model alone, with adapters added to their layers' weights.
 
     Args:
-        params: all parameters, as of ``Strategy.full_parameters``; a weight comes before its adapter.
+        params: all parameters, as of ``Strategy.full_parameters``; a weight comes before its
+            adapter.
         scale: alpha / rank.
         kept: filled with the adapters, by name.
     """
@@ -316,7 +376,13 @@ def merged(params: Iterator[tuple[str, Tensor]], scale: float, kept: dict[str, T
 
 
 def write_adapter(
-    folder: Path, adapters: Mapping[str, Tensor], model: ModelConfig, *, rank: int, alpha: float, dropout: float
+    folder: Path,
+    adapters: Mapping[str, Tensor],
+    model: ModelConfig,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
 ) -> None:
     """Write a folder that ``peft`` loads, atomically.
 

@@ -1,8 +1,10 @@
-"""A run's checkpoints: saving, optionally in the background, and resuming from the newest complete one.
+"""A run's checkpoints: saving, optionally in the background, and resuming from the newest complete
+one.
 
-A background save runs in one thread per rank, from copies in host memory, over a dedicated gloo group. Training waits
-only for the copies, and for an unfinished previous save. ``Form.full`` gathers the copies of all ranks in rank 0's host
-memory first, because a thread cannot use the process groups of training.
+A background save runs in one thread per rank, from copies in host memory, over a dedicated gloo
+group. Training waits only for the copies, and for an unfinished previous save. ``Form.full``
+gathers the copies of all ranks in rank 0's host memory first, because a thread cannot use the
+process groups of training.
 
 Not covered: two runs that save into one folder concurrently.
 """
@@ -37,11 +39,14 @@ class Checkpointer:
     """Saves a run's checkpoints, deletes old ones, and finds the one to resume from.
 
     Args:
-        folder: path or URL of the checkpoints, created on demand; ConfigError for a URL of an unknown scheme.
+        folder: path or URL of the checkpoints, created on demand; ConfigError for a URL of an
+            unknown scheme.
         group: dedicated gloo group of all ranks; None for one process.
         message: called on rank 0 with one sentence at a time.
-        copy: copies tensors to host memory; its second argument is its previous result, to be reused. None to clone.
-        gather_full: gathers full tensors one by one: on the CPU of rank 0, None on other ranks. None if all are full.
+        copy: copies tensors to host memory; its second argument is its previous result, to be
+            reused. None to clone.
+        gather_full: gathers full tensors one by one: on the CPU of rank 0, None on other ranks.
+            None if all are full.
         schema: types and ranges that saved facts are checked against when they are read.
     """
 
@@ -55,9 +60,11 @@ class Checkpointer:
         gather_full: GatherFull | None = None,
         schema: Schema = ANY,
     ) -> None:
-        assert group is None or gather_full is not None or config.form is not Form.full, "gather_full is missing"
-        # Step of the newest checkpoint committed or being written, the same on all ranks; changes only in ``save``,
-        # ``finish`` and ``resume``.
+        assert group is None or gather_full is not None or config.form is not Form.full, (
+            "gather_full is missing"
+        )
+        # Step of the newest checkpoint committed or being written, the same on all ranks; changes
+        # only in ``save``, ``finish`` and ``resume``.
         self.last_step: int | None = None
         self._config = config
         self._ranks = Ranks(group)
@@ -66,7 +73,9 @@ class Checkpointer:
         self._message = message
         self._pending_messages: SimpleQueue[str] = SimpleQueue()
         self._saver = Saver(self._ranks, self._series, config, self._pending_messages.put)
-        self._copy = copy or (lambda tensors, into: {name: each.detach().clone() for name, each in tensors.items()})
+        self._copy = copy or (
+            lambda tensors, into: {name: each.detach().clone() for name, each in tensors.items()}
+        )
         self._copies: Tensors | None = None
         self._gather_full = gather_full or _each
         self._schema = schema
@@ -76,14 +85,21 @@ class Checkpointer:
         self._failure: BaseException | None = None
 
     def save(
-        self, step: int, tensors: Tensors, facts: dict[str, Any], own_facts: dict[str, Any], prunes: bool = True
+        self,
+        step: int,
+        tensors: Tensors,
+        facts: dict[str, Any],
+        own_facts: dict[str, Any],
+        prunes: bool = True,
     ) -> bool:
-        """Save a checkpoint; with ``async_save``, wait for the previous save and start this one. Collective.
+        """Save a checkpoint; with ``async_save``, wait for the previous save and start this one.
+        Collective.
 
-        ``tensors`` are DTensors, or plain tensors equal on all ranks, and may change once this returns. ``facts`` are
-        JSON values common to all ranks (``step`` and ``world_size`` are added), ``own_facts`` those of this rank. With
-        ``prunes`` old checkpoints may be deleted afterwards. Returns whether the checkpoint is committed, the same on
-        all ranks; True once a background save has started. The reason of a failure goes to ``message``.
+        ``tensors`` are DTensors, or plain tensors equal on all ranks, and may change once this
+        returns. ``facts`` are JSON values common to all ranks (``step`` and ``world_size`` are
+        added), ``own_facts`` those of this rank. With ``prunes`` old checkpoints may be deleted
+        afterwards. Returns whether the checkpoint is committed, the same on all ranks; True once a
+        background save has started. The reason of a failure goes to ``message``.
         """
         self.finish()
         self._clean()
@@ -106,14 +122,16 @@ class Checkpointer:
         return True
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for this rank's part of a background save, at most ``seconds``; return whether one was running."""
+        """Wait for this rank's part of a background save, at most ``seconds``; return whether one
+        was running."""
         if self._thread is None or not self._thread.is_alive():
             return False
         self._thread.join(seconds)
         return True
 
     def finish(self) -> bool:
-        """Wait for a background save; return whether the last save, if any, was committed. Collective."""
+        """Wait for a background save; return whether the last save, if any, was committed.
+        Collective."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -129,14 +147,17 @@ class Checkpointer:
         return [self._pending_messages.get() for _ in range(self._pending_messages.qsize())]
 
     def gather(self, value: T) -> list[T]:
-        """Return all ranks' values on rank 0, ``[]`` elsewhere. Collective; not while a save is running."""
+        """Return all ranks' values on rank 0, ``[]`` elsewhere. Collective; not while a save is
+        running."""
         return self._ranks.gather(value)
 
     def resume(self, restarted: bool = False) -> Checkpoint | None:
-        """Find the checkpoint to resume from and verify all its files; None to start from scratch. Collective.
+        """Find the checkpoint to resume from and verify all its files; None to start from scratch.
+        Collective.
 
-        At a restart of the run (``restarted``) its own newest checkpoint precedes ``config.resume``. ConfigError on all
-        ranks, as ``peek``, or if a rank cannot see the checkpoint folder.
+        At a restart of the run (``restarted``) its own newest checkpoint precedes
+        ``config.resume``. ConfigError on all ranks, as ``peek``, or if a rank cannot see the
+        checkpoint folder.
         """
         self._clean()
         if (self._config.every or self._config.on_signal) and self._ranks.size > 1:
@@ -159,9 +180,15 @@ class Checkpointer:
         group, gather_full = self._ranks.group, self._gather_full
         if self._config.form is Form.full:
             if from_copies:
-                tensors = {name: tensor.clone() for name, tensor in gather_full(tensors) if tensor is not None}
+                tensors = {
+                    name: tensor.clone()
+                    for name, tensor in gather_full(tensors)
+                    if tensor is not None
+                }
                 gather_full = _each
-            return lambda storage, folder: save_full_tensors(storage, folder, tensors, gather_full, group)
+            return lambda storage, folder: save_full_tensors(
+                storage, folder, tensors, gather_full, group
+            )
         if from_copies:
             tensors = self._copies = self._copy(tensors, self._copies)
         return lambda storage, folder: save_tensors(storage, folder, tensors, group)
@@ -176,7 +203,8 @@ class Checkpointer:
         return committed
 
     def _clean(self) -> None:
-        """Restore or remove leftovers of a killed process, once, before anything is read or written."""
+        """Restore or remove leftovers of a killed process, once, before anything is read or
+        written."""
         if not self._is_clean and self._ranks.rank == 0:
             self._series.clean()
             for sentence in self._series.aside:
@@ -185,7 +213,8 @@ class Checkpointer:
         self._is_clean = True
 
     def _newest_valid(self, passed: list[str]) -> Checkpoint | None:
-        """Return the newest complete checkpoint; append the newer damaged ones to ``passed``, with the reasons."""
+        """Return the newest complete checkpoint; append the newer damaged ones to ``passed``, with
+        the reasons."""
         found = None
         names = self._ranks.ask_first(lambda: listing(self._series.names, self._storage))
         for name in names:
@@ -207,7 +236,9 @@ class Checkpointer:
     def _named(self) -> Checkpoint:
         place = self._ranks.ask_first(lambda: locate(self._config, self._storage))
         try:
-            found = read_checkpoint(self._ranks, open_storage(place.where), place.name, self._schema)
+            found = read_checkpoint(
+                self._ranks, open_storage(place.where), place.name, self._schema
+            )
         except InvalidCheckpointError as problem:
             sentence = invalid_checkpoint(self._config, place, str(problem))
             raise ConfigError(self._ranks.broadcast(sentence)) from problem
@@ -218,7 +249,8 @@ class Checkpointer:
         return found
 
     def _check_shared(self) -> None:
-        """Reject a folder local to one of several nodes, which would otherwise fail at the first save."""
+        """Reject a folder local to one of several nodes, which would otherwise fail at the first
+        save."""
         probe = self._ranks.ask_first(lambda: write_probe(self._storage))
         try:
             is_seen = self._storage.exists(probe)
@@ -232,8 +264,9 @@ class Checkpointer:
         if not blind:
             return
         sentence = (
-            f"checkpoints go to {self._storage.where}, where rank {blind[0]} does not see what rank 0 writes; set "
-            "checkpoint.folder to a place that all ranks share (memory:// is one process's own)"
+            f"checkpoints go to {self._storage.where}, where rank {blind[0]} does not see what "
+            "rank 0 writes; set checkpoint.folder to a place that all ranks share (memory:// is "
+            "one process's own)"
         )
         if self._config.every:
             raise ConfigError(sentence)

@@ -1,4 +1,5 @@
-"""Checksums of a checkpoint's files as they are written, and of folders of weights as they are read.
+"""Checksums of a checkpoint's files as they are written, and of folders of weights as they are
+read.
 
 safetensors has no checksums: its reader noticed 1 of 300 flipped bits.
 """
@@ -20,7 +21,8 @@ CHECKSUMS_FILE = "checksums.json"  # size and SHA-256 of every file of a folder
 class SummingStorage:
     """Wraps a storage and sums every file while it is written.
 
-    Nothing is read back: the sums are of the intended bytes, so they also detect damage on the way to the disk.
+    Nothing is read back: the sums are of the intended bytes, so they also detect damage on the way
+    to the disk.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -56,7 +58,8 @@ class _SummingFile:
 
 
 def verify_checksums(path: Path, only_sizes: bool = False) -> int | None:
-    """Compare a folder with its checksums, if any; return the number of files; ConfigError if one is damaged.
+    """Compare a folder with its checksums, if any; return the number of files; ConfigError if one
+    is damaged.
 
     ``only_sizes`` compares the sizes without reading the files.
     """
@@ -67,27 +70,34 @@ def verify_checksums(path: Path, only_sizes: bool = False) -> int | None:
     try:
         files = sums_from_json(tree.get("files"))
     except ValueError as error:
-        raise ConfigError(f"{manifest} is damaged: it does not list names, sizes and SHA-256; {AGAIN}") from error
+        raise ConfigError(
+            f"{manifest} is damaged: it does not list names, sizes and SHA-256; {AGAIN}"
+        ) from error
     fix = f"{AGAIN}, or delete {CHECKSUMS_FILE} if the file was changed on purpose"
     for name, expected in files.items():
         file = path / name
         try:
             size = file.stat().st_size
         except OSError as error:
-            raise ConfigError(f"{file} is missing, though {CHECKSUMS_FILE} lists it; {AGAIN}") from error
+            raise ConfigError(
+                f"{file} is missing, though {CHECKSUMS_FILE} lists it; {AGAIN}"
+            ) from error
         if size != expected.size:
             raise ConfigError(
-                f"{file} is damaged: it holds {size} bytes, and {CHECKSUMS_FILE} says {expected.size}; {fix}"
+                f"{file} is damaged: it holds {size} bytes, and {CHECKSUMS_FILE} says "
+                f"{expected.size}; {fix}"
             )
         if only_sizes:
             continue
         try:
             actual = sum_path(file)
         except OSError as error:
-            raise ConfigError(f"{file} cannot be read ({error.strerror or error}); {AGAIN}") from error
+            raise ConfigError(
+                f"{file} cannot be read ({error.strerror or error}); {AGAIN}"
+            ) from error
         if actual != expected:
             raise ConfigError(
-                f"{file} is damaged: its SHA-256 is {actual.sha256[:12]}…, and {CHECKSUMS_FILE} says "
-                f"{expected.sha256[:12]}…; {fix}"
+                f"{file} is damaged: its SHA-256 is {actual.sha256[:12]}…, and {CHECKSUMS_FILE} "
+                f"says {expected.sha256[:12]}…; {fix}"
             )
     return len(files)

@@ -29,12 +29,16 @@ class CheckpointConfig:
         0,
         at_least(0, MOST_STEPS),
         effect=Effect.none,
-        alias="save_steps save_every save_interval checkpoint_interval ckpt_freq checkpointing_steps",
+        alias=(
+            "save_steps save_every save_interval checkpoint_interval ckpt_freq checkpointing_steps"
+        ),
     )
     """Save every N steps and after the last step; 0 saves only on signals (see ``on_signal``)."""
     on_signal: bool = option(True, effect=Effect.none)
     """Save when a signal (SIGTERM, SIGUSR1, Ctrl-C) ends the run."""
-    keep: int = option(3, at_least(1, MOST_STEPS), effect=Effect.none, alias="save_total_limit keep_last_n")
+    keep: int = option(
+        3, at_least(1, MOST_STEPS), effect=Effect.none, alias="save_total_limit keep_last_n"
+    )
     """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: int = option(0, at_least(0, MOST_STEPS), effect=Effect.none)
     """Also keep every checkpoint whose step is a multiple of N; 0 for none."""
@@ -43,13 +47,18 @@ class CheckpointConfig:
     form: Form = option(Form.sharded, effect=Effect.none)
     """Layout of a checkpoint's tensors."""
     timeout_seconds: float = option(7200.0, above(0, MOST_SECONDS), effect=Effect.none)
-    """End the run if one rank waits longer than this for another while saving or loading a checkpoint."""
+    """End the run if one rank waits longer than this for another while saving or loading a
+    checkpoint."""
     resume: str = option(
-        "never", effect=Effect.none, alias="resume_from_checkpoint resume_from load_checkpoint ckpt_path"
+        "never",
+        effect=Effect.none,
+        alias="resume_from_checkpoint resume_from load_checkpoint ckpt_path",
     )
-    """``never``; ``auto``: from the newest complete checkpoint, if any; ``must``: fail without one; or a folder."""
+    """``never``; ``auto``: from the newest complete checkpoint, if any; ``must``: fail without one;
+    or a folder."""
     final_weights: bool = option(False, effect=Effect.none)
-    """Write the trained weights into the run directory at the end; ``fsdptoys convert to-hf`` reads them."""
+    """Write the trained weights into the run directory at the end; ``fsdptoys convert to-hf`` reads
+    them."""
 
     def __post_init__(self) -> None:
         check_options("checkpoint", self)
@@ -59,12 +68,13 @@ class CheckpointConfig:
                 raise ConfigError(f"checkpoint.{name}={value!r} must not be empty; leave it out")
         if self.keep_every and not self.every:
             raise ConfigError(
-                f"checkpoint.keep_every={self.keep_every} keeps some of the checkpoints of checkpoint.every, which is "
-                f"0; set checkpoint.every={self.keep_every}"
+                f"checkpoint.keep_every={self.keep_every} keeps some of the checkpoints of "
+                f"checkpoint.every, which is 0; set checkpoint.every={self.keep_every}"
             )
         if self.keep_every and self.keep_every % self.every:
             raise ConfigError(
-                f"checkpoint.keep_every={self.keep_every} must be a multiple of checkpoint.every={self.every}; set "
+                f"checkpoint.keep_every={self.keep_every} must be a multiple of "
+                f"checkpoint.every={self.every}; set "
                 f"checkpoint.keep_every={self.every * max(1, round(self.keep_every / self.every))}"
             )
 

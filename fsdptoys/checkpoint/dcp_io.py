@@ -1,7 +1,8 @@
 """Storage backend of torch.distributed.checkpoint that writes and reads safetensors files.
 
-``SafetensorsWriter`` and ``SafetensorsReader`` replace PyTorch's FileSystemWriter and FileSystemReader. They need
-planners that do not flatten, because state dicts hold only tensors by name.
+``SafetensorsWriter`` and ``SafetensorsReader`` replace PyTorch's FileSystemWriter and
+FileSystemReader. They need planners that do not flatten, because state dicts hold only tensors by
+name.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -16,7 +17,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -24,14 +31,23 @@ from fsdptoys.device import is_accelerator
 
 from . import shard_format
 from .pinned_copy import PinnedBuffers
-from .shard_format import CHUNK_DTYPES, DTYPE_NAMES, INDEX_FILE, Chunk, ChunkForm, ChunkPlace, StoredTensor
+from .shard_format import (
+    CHUNK_DTYPES,
+    DTYPE_NAMES,
+    INDEX_FILE,
+    Chunk,
+    ChunkForm,
+    ChunkPlace,
+    StoredTensor,
+)
 from .storage import Storage
 
 T = TypeVar("T")
 
 
 class _UnplannedIO:
-    """Parts of DCP's interface without effect here: each object serves one save or load of a given folder."""
+    """Parts of DCP's interface without effect here: each object serves one save or load of a given
+    folder."""
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
@@ -63,10 +79,14 @@ class SafetensorsWriter(_UnplannedIO, dcp.StorageWriter):
         if items:
             forms = {key: _form(item) for key, item in items.items()}
             # Resolved lazily: each tensor may be copied from an accelerator.
-            chunks = ((key, planner.resolve_data(items[key])) for key in shard_format.in_file_order(forms))
+            chunks = (
+                (key, planner.resolve_data(items[key])) for key in shard_format.in_file_order(forms)
+            )
             shard_format.write_chunks(self._storage, f"{self._folder}/{file}", forms, chunks)  # type: ignore[arg-type]
             self.files.append(file)
-        results = [WriteResult(item.index, _form(item).nbytes, (file, key)) for key, item in items.items()]
+        results = [
+            WriteResult(item.index, _form(item).nbytes, (file, key)) for key, item in items.items()
+        ]
         return _completed(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -77,36 +97,48 @@ class SafetensorsWriter(_UnplannedIO, dcp.StorageWriter):
             tensor = metadata.state_dict_metadata[index.fqn]
             assert isinstance(tensor, TensorStorageMetadata) and index.index is not None
             chunk = tensor.chunks[index.index]
-            by_tensor.setdefault(index.fqn, []).append(Chunk(file, key, tuple(chunk.offsets), tuple(chunk.sizes)))
+            by_tensor.setdefault(index.fqn, []).append(
+                Chunk(file, key, tuple(chunk.offsets), tuple(chunk.sizes))
+            )
         stored = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
             chunks = tuple(sorted(by_tensor[name], key=lambda chunk: chunk.offsets))
-            stored[name] = StoredTensor(DTYPE_NAMES[tensor.properties.dtype], tuple(tensor.size), chunks)
+            stored[name] = StoredTensor(
+                DTYPE_NAMES[tensor.properties.dtype], tuple(tensor.size), chunks
+            )
         shard_format.write_index(self._storage, self._folder, stored)
         self.files.append(INDEX_FILE)
 
 
 class SafetensorsReader(_UnplannedIO, dcp.StorageReader):
-    """Reads a plan's parts from the files of ``SafetensorsWriter``; ``index`` has all requested tensors."""
+    """Reads a plan's parts from the files of ``SafetensorsWriter``; ``index`` has all requested
+    tensors."""
 
     def __init__(self, storage: Storage, folder: str, index: dict[str, StoredTensor]) -> None:
         self._storage, self._folder, self._index = storage, folder, index
-        self._chunks = {(name, chunk.offsets): chunk for name, tensor in index.items() for chunk in tensor.chunks}
+        self._chunks = {
+            (name, chunk.offsets): chunk
+            for name, tensor in index.items()
+            for chunk in tensor.chunks
+        }
         self._places: dict[tuple[str, str], ChunkPlace] = {}  # by file and key
 
     def read_metadata(self, *args: Any) -> Metadata:
         """Return the index in the form PyTorch's planner expects."""
         metadata: dict[str, Any] = {}
         for name, tensor in self._index.items():
-            places = [(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks]
+            places = [
+                (torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks
+            ]
             chunks = [dcp_metadata.ChunkStorageMetadata(*place) for place in places]
             properties = dcp_metadata.TensorProperties(dtype=CHUNK_DTYPES[tensor.dtype])
             metadata[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         return Metadata(metadata)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Locate the chunks, so that all ranks learn of a damaged header (a ConfigError) before any tensor is read."""
+        """Locate the chunks, so that all ranks learn of a damaged header (a ConfigError) before any
+        tensor is read."""
         items = [item for item in plan.items if math.prod(item.lengths)]
         wanted: dict[str, dict[str, ChunkForm]] = {}
         for item in items:
@@ -131,7 +163,9 @@ class SafetensorsReader(_UnplannedIO, dcp.StorageReader):
                     into = planner.resolve_tensor(item).detach()
                     if is_accelerator(into.device) and into.device not in buffers:
                         buffers[into.device] = PinnedBuffers(into.device)
-                    _read_part(opened, place, tuple(item.storage_offsets), into, buffers.get(into.device))
+                    _read_part(
+                        opened, place, tuple(item.storage_offsets), into, buffers.get(into.device)
+                    )
                     planner.commit_tensor(item, into)
         for each in buffers.values():
             each.finish()
@@ -142,7 +176,11 @@ class SafetensorsReader(_UnplannedIO, dcp.StorageReader):
 
 
 def _read_part(
-    file: Any, place: ChunkPlace, offsets: tuple[int, ...], into: Tensor, buffers: PinnedBuffers | None
+    file: Any,
+    place: ChunkPlace,
+    offsets: tuple[int, ...],
+    into: Tensor,
+    buffers: PinnedBuffers | None,
 ) -> None:
     """Fill a tensor with the part of a chunk starting at ``offsets``."""
     shape = place.form.shape
@@ -174,6 +212,11 @@ def _form(item: WriteItem) -> ChunkForm:
 
 
 def _key(item: WriteItem) -> str:
-    """A chunk's name in its file: the tensor's name, plus offsets for a part, as in ``weight@128,0``."""
+    """A chunk's name in its file: the tensor's name, plus offsets for a part, as in
+    ``weight@128,0``."""
     data, name = _data(item), item.index.fqn
-    return name if data.chunk.sizes == data.size else f"{name}@{','.join(map(str, data.chunk.offsets))}"
+    return (
+        name
+        if data.chunk.sizes == data.size
+        else f"{name}@{','.join(map(str, data.chunk.offsets))}"
+    )

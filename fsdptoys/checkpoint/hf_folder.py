@@ -1,14 +1,15 @@
 """Folders in Hugging Face format: initial weights from one, and export of a model to one.
 
-Before a read ``config.json`` and the files' headers are checked, and nothing is allocated yet. Then each rank reads
-only the parts its shards need. Pickled weights are never opened. Names and shapes come from the families
-(``models/huggingface.py``).
+Before a read ``config.json`` and the files' headers are checked, and nothing is allocated yet. Then
+each rank reads only the parts its shards need. Pickled weights are never opened. Names and shapes
+come from the families (``models/huggingface.py``).
 
-A write holds one tensor at a time. One Hugging Face tensor may combine several parameters or the reverse, so parts of
-parameters are requested as each tensor needs them. The folder also gets ``config.json``, ``generation_config.json`` and
-``checksums.json``.
+A write holds one tensor at a time. One Hugging Face tensor may combine several parameters or the
+reverse, so parts of parameters are requested as each tensor needs them. The folder also gets
+``config.json``, ``generation_config.json`` and ``checksums.json``.
 
-Not covered: remote folders, tokenizers (users add them themselves), a separate head with ``tie_word_embeddings=true``.
+Not covered: remote folders, tokenizers (users add them themselves), a separate head with
+``tie_word_embeddings=true``.
 """
 
 import json
@@ -53,12 +54,18 @@ ROTARY_NUMBERS = {
 }
 """Supported rotary settings → their types."""
 
-NO_TOKENS: dict[str, int | list[int] | None] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-"""Explicit nulls, because transformers would fill in its family defaults: token ids of another vocabulary."""
+NO_TOKENS: dict[str, int | list[int] | None] = {
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+"""Explicit nulls, because transformers would fill in its family defaults: token ids of another
+vocabulary."""
 
 
 def read_token_ids(folder: Path) -> dict[str, int | list[int]]:
-    """Ids that a folder names for the begin, the end and the padding of texts; generation settings come first."""
+    """Ids that a folder names for the begin, the end and the padding of texts; generation settings
+    come first."""
     found: dict[str, int | list[int]] = {}
     for name in (CONFIG_FILE, GENERATION_CONFIG_FILE):
         values = read_json(folder / name) if (folder / name).exists() else {}
@@ -67,7 +74,8 @@ def read_token_ids(folder: Path) -> dict[str, int | list[int]]:
 
 
 class HuggingFaceFolder:
-    """A folder with ``config.json`` and safetensors files: call ``check``, then ``fill`` for each parameter."""
+    """A folder with ``config.json`` and safetensors files: call ``check``, then ``fill`` for each
+    parameter."""
 
     tensors: TensorFolder  # the files' tensors; set by ``check``
     model: DecoderModel | None = None  # the model that ``check`` compared the folder with
@@ -76,18 +84,26 @@ class HuggingFaceFolder:
         self.path = Path(path).expanduser()
         if not self.path.is_dir():
             owner = re.fullmatch(r"(\w[\w.-]*)/[\w.-]+", str(path))
-            hub_name = path if owner and not self.path.exists() and not Path(owner[1]).exists() else "OWNER/NAME"
+            hub_name = (
+                path
+                if owner and not self.path.exists() and not Path(owner[1]).exists()
+                else "OWNER/NAME"
+            )
             raise ConfigError(
-                f"{path} {'is a file' if self.path.exists() else 'does not exist'}, where a folder in Hugging Face "
-                "format is expected; name one that holds config.json and safetensors files, such as a download: "
-                f"hf download {hub_name} --local-dir FOLDER"
+                f"{path} {'is a file' if self.path.exists() else 'does not exist'}, where a "
+                "folder in Hugging Face format is expected; name one that holds config.json and "
+                f"safetensors files, such as a download: hf download {hub_name} --local-dir "
+                "FOLDER"
             )
 
     def model_config(self) -> ModelConfig:
-        """Return the configuration in ``config.json``; a ConfigError names the first invalid or unsupported setting."""
+        """Return the configuration in ``config.json``; a ConfigError names the first invalid or
+        unsupported setting."""
         path = self.path / CONFIG_FILE
         if not path.exists():
-            raise ConfigError(f"{path} is missing, which describes the model of the weights; {AGAIN}")
+            raise ConfigError(
+                f"{path} is missing, which describes the model of the weights; {AGAIN}"
+            )
         tree = read_json(path)
         family = _family(tree, path)
         _check_rotary_numbers(tree, path)
@@ -105,19 +121,26 @@ class HuggingFaceFolder:
         except ValueError as error:
             reason = one_line(error)
             if reason.startswith(CONFIG_FILE):
-                fix = AGAIN if reason.startswith(f"{CONFIG_FILE} lacks") else "use weights of another model"
+                fix = (
+                    AGAIN
+                    if reason.startswith(f"{CONFIG_FILE} lacks")
+                    else "use weights of another model"
+                )
                 raise ConfigError(f"{path}{reason.removeprefix(CONFIG_FILE)}; {fix}") from error
             raise ConfigError(f"{path} describes a model that cannot be built: {reason}") from error
         return build_model_config(family, fields, str(path), "", names=family.hugging_face.keys)
 
     def check(self, model: DecoderModel) -> None:
-        """Check from the files' headers that the folder holds exactly the tensors of a model on the meta device."""
+        """Check from the files' headers that the folder holds exactly the tensors of a model on the
+        meta device."""
         verify_checksums(self.path, only_sizes=True)
         tensors = TensorFolder(self.path, STEM)
         style = model.config.hugging_face
         # The published GPT-2 was saved without the name prefix of the decoder below the head.
         prefix = style.names[""]
-        self._missing_prefix = "" if any(name.startswith(prefix) for name in tensors.stored) else prefix
+        self._missing_prefix = (
+            "" if any(name.startswith(prefix) for name in tensors.stored) else prefix
+        )
         self._needed = {
             self._stored_name(piece.tensor): piece.tensor_shape
             for name, param in model.named_parameters()
@@ -125,21 +148,28 @@ class HuggingFaceFolder:
         }
         reader = f"a {model.config.family} model as configured"
         tensors.require(self._needed, reader)
-        drops = [re.escape(self._stored_name(drop)).replace(r"\{\}", r"\d+") for drop in style.drops]
-        ignored = {name for name in tensors.stored if any(re.fullmatch(drop, name) for drop in drops)}
+        drops = [
+            re.escape(self._stored_name(drop)).replace(r"\{\}", r"\d+") for drop in style.drops
+        ]
+        ignored = {
+            name for name in tensors.stored if any(re.fullmatch(drop, name) for drop in drops)
+        }
         if model.config.tie_embeddings:
             ignored.add(HEAD)
         tensors.refuse_others(
-            self._needed.keys() | ignored, reader, f"use a folder whose {CONFIG_FILE} fits its weights"
+            self._needed.keys() | ignored,
+            reader,
+            f"use a folder whose {CONFIG_FILE} fits its weights",
         )
         self.tensors, self.model = tensors, model
 
     def fill(self, param: Tensor, name: str) -> None:
-        """Fill a parameter, or this rank's shard of it, from the files, in place and in its own dtype.
+        """Fill a parameter, or this rank's shard of it, from the files, in place and in its own
+        dtype.
 
-        ``param`` is a plain tensor, or a DTensor that :func:`~fsdptoys.utils.dtensor.local_bounds` accepts. Reads only
-        the shard's part; extra memory is at most the mapped pages of this parameter. ConfigError if a file has become
-        unreadable since ``check``.
+        ``param`` is a plain tensor, or a DTensor that :func:`~fsdptoys.utils.dtensor.local_bounds`
+        accepts. Reads only the shard's part; extra memory is at most the mapped pages of this
+        parameter. ConfigError if a file has become unreadable since ``check``.
         """
         assert self.model is not None, "check the folder first"
         config, bounds = self.model.config, local_bounds(param)
@@ -155,7 +185,8 @@ class HuggingFaceFolder:
                 target.copy_((source.mT if part.transposed else source).expand(target.shape))
 
     def check_values(self) -> None:
-        """Read all tensors in blocks; reject non-finite values, and a tied head that differs from the embedding."""
+        """Read all tensors in blocks; reject non-finite values, and a tied head that differs from
+        the embedding."""
         assert self.model is not None, "check the folder first"
         self.tensors.read_all(self._needed)
         head = self.tensors.stored.get(HEAD)
@@ -168,8 +199,9 @@ class HuggingFaceFolder:
                 with self.tensors.reading() as read:
                     if not torch.equal(read(HEAD, block), read(embedding, block)):
                         raise ConfigError(
-                            f"{self.path / head.file} holds {HEAD} with other values than {embedding}, though "
-                            f"{CONFIG_FILE} says that they are one; set tie_word_embeddings to false there"
+                            f"{self.path / head.file} holds {HEAD} with other values than "
+                            f"{embedding}, though {CONFIG_FILE} says that they are one; set "
+                            "tie_word_embeddings to false there"
                         )
 
     def _stored_name(self, tensor: str) -> str:
@@ -177,7 +209,8 @@ class HuggingFaceFolder:
 
 
 def open_init_from(model: DecoderModel) -> HuggingFaceFolder:
-    """Open the folder of ``model.init_from`` and check that it fits the model, which is on the meta device."""
+    """Open the folder of ``model.init_from`` and check that it fits the model, which is on the meta
+    device."""
     init_from = model.config.init_from
     assert init_from is not None
     try:
@@ -185,7 +218,10 @@ def open_init_from(model: DecoderModel) -> HuggingFaceFolder:
     except ConfigError as error:
         raise ConfigError(f"model.init_from={error}") from error
     check_same(
-        model.config, folder.model_config(), f"model.init_from={init_from}", f"fsdptoys convert from-hf {init_from}"
+        model.config,
+        folder.model_config(),
+        f"model.init_from={init_from}",
+        f"fsdptoys convert from-hf {init_from}",
     )
     folder.check(model)
     return folder
@@ -202,9 +238,10 @@ def write_hugging_face(
 ) -> Written:
     """Write a folder in Hugging Face format, atomically.
 
-    ``read`` returns any part of a parameter by its name in the model; ``max_file_bytes`` is also roughly the peak
-    memory; ``tokenizer`` has the names and contents of a tokenizer's files, ``token_ids`` the ids under the names of
-    ``NO_TOKENS``. ConfigError if ``out_dir`` is taken or cannot be written, or a value overflows ``dtype``.
+    ``read`` returns any part of a parameter by its name in the model; ``max_file_bytes`` is also
+    roughly the peak memory; ``tokenizer`` has the names and contents of a tokenizer's files,
+    ``token_ids`` the ids under the names of ``NO_TOKENS``. ConfigError if ``out_dir`` is taken or
+    cannot be written, or a value overflows ``dtype``.
     """
     with new_folder(out_dir, CHECKSUMS_FILE) as folder:
         written = write_tensors(folder, STEM, _tensors(config, read, dtype), max_file_bytes)
@@ -213,13 +250,17 @@ def write_hugging_face(
         tree = config.hugging_face.write_config(config) | {"dtype": word, "torch_dtype": word}
         ids = NO_TOKENS | dict(token_ids)
         for name, values in ((CONFIG_FILE, tree | ids), (GENERATION_CONFIG_FILE, ids)):
-            (folder / name).write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            (folder / name).write_text(
+                json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+            )
         for name, content in (tokenizer or {}).items():
             (folder / name).write_bytes(content)
     return written
 
 
-def _tensors(config: ModelConfig, read: ReadRegion, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    config: ModelConfig, read: ReadRegion, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
     with torch.device("meta"):
         model = config.build()
     pieces: dict[str, list[tuple[str, Piece]]] = {}
@@ -237,8 +278,8 @@ def _tensors(config: ModelConfig, read: ReadRegion, dtype: torch.dtype) -> Itera
             filled += target.numel()
             if target.isinf().any() and not source.isinf().any():
                 raise ConfigError(
-                    f"{name} holds {source.abs().max():g}, too large for {dtype_name(dtype)}; set dtype=bfloat16 or "
-                    "dtype=float32"
+                    f"{name} holds {source.abs().max():g}, too large for {dtype_name(dtype)}; "
+                    "set dtype=bfloat16 or dtype=float32"
                 )
         assert filled == whole.numel(), tensor
         yield tensor, whole
@@ -247,11 +288,15 @@ def _tensors(config: ModelConfig, read: ReadRegion, dtype: torch.dtype) -> Itera
 def _family(tree: Mapping[str, Any], path: Path) -> type[ModelConfig]:
     families = {family.hugging_face.architecture: family for family in MODELS.values()}
     architectures = tree.get("architectures")
-    if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in tuple(families):
+    if (
+        isinstance(architectures, list)
+        and len(architectures) == 1
+        and architectures[0] in tuple(families)
+    ):
         return families[architectures[0]]
     raise ConfigError(
-        f"{path} says architectures={short_text(architectures)}, which is not supported; use weights of "
-        f"{', '.join(families)}"
+        f"{path} says architectures={short_text(architectures)}, which is not supported; use "
+        f"weights of {', '.join(families)}"
     )
 
 
@@ -261,7 +306,9 @@ def _check_rotary_numbers(tree: Mapping[str, Any], path: Path) -> None:
         if section is None:
             continue
         if not isinstance(section, dict):
-            raise ConfigError(f"{path}: {key} is {short_text(section)}, not an object or null; correct it")
+            raise ConfigError(
+                f"{path}: {key} is {short_text(section)}, not an object or null; correct it"
+            )
         if section.get("rope_type", section.get("type", "default")) in ("default", "llama3"):
             for name, kind in ROTARY_NUMBERS.items():
                 if name in section:

@@ -1,7 +1,8 @@
 """Checkpoints as people look at them: the state of every one in a folder, and the contents of one.
 
-Nothing is loaded, written or unpickled: manifests, facts and indexes are JSON, compared with their SHA-256 before they
-are parsed, and tensor files are only summed. One process reads, with the same readers as a resume.
+Nothing is loaded, written or unpickled: manifests, facts and indexes are JSON, compared with their
+SHA-256 before they are parsed, and tensor files are only summed. One process reads, with the same
+readers as a resume.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +35,8 @@ from .storage import LocalStorage, Storage
 
 MOST_LEVELS = 64  # parts of a state's kind; a damaged index may have thousands
 CHEAP_BYTES = 2**30
-"""Local checkpoints of this size together are verified without being asked: about two seconds on one core."""
+"""Local checkpoints of this size together are verified without being asked: about two seconds on
+one core."""
 
 
 class Condition(Enum):
@@ -72,7 +74,11 @@ class Description:
     @property
     def bytes(self) -> int:
         """Size of all files, of a checkpoint with a manifest."""
-        return sum(each.size for each in self.manifest.files.values()) if self.manifest is not None else 0
+        return (
+            sum(each.size for each in self.manifest.files.values())
+            if self.manifest is not None
+            else 0
+        )
 
     @property
     def layout(self) -> str:
@@ -88,9 +94,11 @@ class Description:
 
 
 def open_series(where: str) -> tuple[Storage, list[str], bool]:
-    """Return the storage of the checkpoints at a path or URL, their names, newest first, and whether it is only one.
+    """Return the storage of the checkpoints at a path or URL, their names, newest first, and
+    whether it is only one.
 
-    ``where`` is a run directory, a folder of checkpoints, or one checkpoint. ConfigError if there is none.
+    ``where`` is a run directory, a folder of checkpoints, or one checkpoint. ConfigError if there
+    is none.
     """
     try:
         found = find_checkpoint(where)
@@ -98,7 +106,8 @@ def open_series(where: str) -> tuple[Storage, list[str], bool]:
         raise ConfigError(str(mistake).removeprefix("checkpoint.resume=")) from mistake
     if found is None:
         raise ConfigError(
-            f"{where} holds no checkpoint; name the directory of a run, its folder of checkpoints, or one of them"
+            f"{where} holds no checkpoint; name the directory of a run, its folder of "
+            "checkpoints, or one of them"
         )
     storage, name = found
     is_one = where.rstrip("/").rpartition("/")[2] == name
@@ -122,8 +131,11 @@ def describe(storage: Storage, name: str, schema: Schema = ANY) -> Description:
     return found
 
 
-def verify(storage: Storage, found: Description, advance: Callable[[int], object] = lambda count: None) -> None:
-    """Compare all files of a complete checkpoint with their checksums; ``advance`` is called with bytes read."""
+def verify(
+    storage: Storage, found: Description, advance: Callable[[int], object] = lambda count: None
+) -> None:
+    """Compare all files of a complete checkpoint with their checksums; ``advance`` is called with
+    bytes read."""
     assert found.manifest is not None
     manifest = found.manifest
 
@@ -132,7 +144,9 @@ def verify(storage: Storage, found: Description, advance: Callable[[int], object
             verify_file(storage, manifest, path, advance)
 
     _judge(found, read)
-    found.verified = None if found.condition is Condition.unreadable else found.condition is Condition.complete
+    found.verified = (
+        None if found.condition is Condition.unreadable else found.condition is Condition.complete
+    )
 
 
 def is_cheap(storage: Storage, size: int) -> bool:
@@ -141,15 +155,21 @@ def is_cheap(storage: Storage, size: int) -> bool:
 
 
 def resumed_by_auto(found: list[Description]) -> Description | None:
-    """The checkpoint, of all in a folder, from which ``checkpoint.resume=auto`` resumes, or at which it stops."""
+    """The checkpoint, of all in a folder, from which ``checkpoint.resume=auto`` resumes, or at
+    which it stops."""
     loadable = (Condition.complete, Condition.unreadable)
     return next((each for each in found if each.condition in loadable), None)
 
 
 def other_folders(storage: Storage) -> list[str]:
-    """Names of folders that belong to checkpoints and are never loaded: being written, or set aside."""
+    """Names of folders that belong to checkpoints and are never loaded: being written, or set
+    aside."""
     names = listing(storage.names, storage)
-    return [name for name in names if "." in name[1:] and step_of(name.lstrip(".").partition(".")[0]) is not None]
+    return [
+        name
+        for name in names
+        if "." in name[1:] and step_of(name.lstrip(".").partition(".")[0]) is not None
+    ]
 
 
 def states_by_kind(tensors: Mapping[str, StoredTensor]) -> dict[str, list[StoredTensor]]:
@@ -163,7 +183,9 @@ def states_by_kind(tensors: Mapping[str, StoredTensor]) -> dict[str, list[Stored
                 break
             param = param.rpartition(".")[0]
         if group == "optim":
-            kinds.setdefault(rest[len(param) + 1 :] if param else rest.rpartition(".")[2], []).append(tensor)
+            kinds.setdefault(
+                rest[len(param) + 1 :] if param else rest.rpartition(".")[2], []
+            ).append(tensor)
     return kinds
 
 
@@ -180,4 +202,7 @@ def _judge(found: Description, read: Callable[[], None]) -> None:
     except ConfigError as problem:
         found.condition, found.problem = Condition.damaged, f"is damaged: {problem}"
     except OSError as problem:
-        found.condition, found.problem = Condition.unreadable, f"cannot be read ({reason_of(problem)})"
+        found.condition, found.problem = (
+            Condition.unreadable,
+            f"cannot be read ({reason_of(problem)})",
+        )

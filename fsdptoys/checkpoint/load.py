@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of a gloo group, used by one thread per rank at a time; or a single process, for None."""
+    """All ranks of a gloo group, used by one thread per rank at a time; or a single process, for
+    None."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -85,27 +86,35 @@ class Checkpoint:
         return int(self.facts["step"])
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Fill tensors, all or some of the checkpoint's, in place from any saved layout; collective.
+        """Fill tensors, all or some of the checkpoint's, in place from any saved layout;
+        collective.
 
-        ConfigError on all ranks: before any tensor is filled if one is missing or differs in shape or dtype, or if the
-        checkpoint cannot be read after retries.
+        ConfigError on all ranks: before any tensor is filled if one is missing or differs in shape
+        or dtype, or if the checkpoint cannot be read after retries.
         """
         try:
             # One rank's error is raised on all ranks, so all retry together.
             with_retries(lambda: load_tensors(self.storage, self.name, tensors, self.group))
         except OSError as error:
             raise ConfigError(
-                f"{self.name} in {self.storage.where} cannot be read ({reason_of(error)}); make it readable, or set "
-                "checkpoint.resume to another one"
+                f"{self.name} in {self.storage.where} cannot be read ({reason_of(error)}); make "
+                "it readable, or set checkpoint.resume to another one"
             ) from error
 
 
 def read_checkpoint(ranks: Ranks, storage: Storage, name: str, schema: Schema = ANY) -> Checkpoint:
     """Verify all files of a checkpoint against its manifest, each file on one rank; collective.
 
-    Raises on all ranks InvalidCheckpointError (of the lowest rank that found damage), else UnreadableError.
+    Raises on all ranks InvalidCheckpointError (of the lowest rank that found damage), else
+    UnreadableError.
     """
-    first = _agreed(ranks, storage.where, name, "", lambda: read_manifest(storage, name) if ranks.rank == 0 else None)
+    first = _agreed(
+        ranks,
+        storage.where,
+        name,
+        "",
+        lambda: read_manifest(storage, name) if ranks.rank == 0 else None,
+    )
     manifest = ranks.broadcast(first)
     assert manifest is not None
 
@@ -114,16 +123,21 @@ def read_checkpoint(ranks: Ranks, storage: Storage, name: str, schema: Schema = 
             verify_file(storage, manifest, path)
         facts = read_state(storage, manifest, schema) if ranks.rank == 0 else None
         same_ranks = world_size_of(manifest) == ranks.size
-        return facts, read_own(storage, manifest, rank_file(ranks.rank), schema) if same_ranks else None
+        return facts, read_own(
+            storage, manifest, rank_file(ranks.rank), schema
+        ) if same_ranks else None
 
-    facts, own_facts = _agreed(ranks, storage.where, name, f" (rank {ranks.rank})" if ranks.size > 1 else "", read)
+    facts, own_facts = _agreed(
+        ranks, storage.where, name, f" (rank {ranks.rank})" if ranks.size > 1 else "", read
+    )
     facts = ranks.broadcast(facts)
     assert facts is not None
     return Checkpoint(storage, name, facts, own_facts, ranks.group)
 
 
 def _agreed(ranks: Ranks, where: str, name: str, of_rank: str, read: Callable[[], T]) -> T:
-    """Call ``read`` on every rank and raise the first failure on all ranks; damage precedes unreadable files."""
+    """Call ``read`` on every rank and raise the first failure on all ranks; damage precedes
+    unreadable files."""
     is_damaged, reason = False, ""
     try:
         result = read()
@@ -131,7 +145,10 @@ def _agreed(ranks: Ranks, where: str, name: str, of_rank: str, read: Callable[[]
         is_damaged, reason = True, f"{problem}{of_rank}"
     except UnreadableError as problem:
         reason = f"{problem.reason}{of_rank}"
-    verdicts = sorted((each for each in ranks.gather((is_damaged, reason)) if each[1]), key=lambda each: not each[0])
+    verdicts = sorted(
+        (each for each in ranks.gather((is_damaged, reason)) if each[1]),
+        key=lambda each: not each[0],
+    )
     is_damaged, reason = ranks.broadcast(verdicts[0] if verdicts else (False, ""))
     if is_damaged:
         raise InvalidCheckpointError(reason)
@@ -141,7 +158,8 @@ def _agreed(ranks: Ranks, where: str, name: str, of_rank: str, read: Callable[[]
 
 
 def _share(manifest: Manifest, ranks: Ranks) -> list[str]:
-    """Return this rank's files: largest first, each file goes to the rank with the fewest bytes so far."""
+    """Return this rank's files: largest first, each file goes to the rank with the fewest bytes so
+    far."""
     loads = [(0, rank) for rank in range(ranks.size)]
     share = []
     for path in sorted(manifest.files, key=lambda path: (-manifest.files[path].size, path)):

@@ -1,14 +1,16 @@
-"""The manifest of a checkpoint (size and SHA-256 of every file, written last), and its state besides tensors ("facts").
+"""The manifest of a checkpoint (size and SHA-256 of every file, written last), and its state
+besides tensors ("facts").
 
-A folder without a manifest is incomplete, and one that differs from its manifest is damaged; neither is loaded. The
-manifest includes the folder's name, so a copied or renamed folder cannot pass for another step, and has one canonical
-encoding. Unlisted files are never opened. It proves that files are unchanged, not who wrote them; no file is a pickle.
+A folder without a manifest is incomplete, and one that differs from its manifest is damaged;
+neither is loaded. The manifest includes the folder's name, so a copied or renamed folder cannot
+pass for another step, and has one canonical encoding. Unlisted files are never opened. It proves
+that files are unchanged, not who wrote them; no file is a pickle.
 
-A refused read (permissions, network disk, limit on open files) does not mean damage. It is retried for about a second,
-then raises ``UnreadableError`` rather than ``InvalidCheckpointError``.
+A refused read (permissions, network disk, limit on open files) does not mean damage. It is retried
+for about a second, then raises ``UnreadableError`` rather than ``InvalidCheckpointError``.
 
-Facts are in ``state.json`` for all ranks and ``rank-00000.json`` for one; the caller's dataclass checks types and
-ranges.
+Facts are in ``state.json`` for all ranks and ``rank-00000.json`` for one; the caller's dataclass
+checks types and ranges.
 """
 
 import itertools
@@ -23,7 +25,13 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.utils.foreign import ForeignError, parse_json
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import NotRegularFileError
-from fsdptoys.utils.sealed_folder import FileSum, RunningSum, sum_bytes, sums_from_json, sums_to_json
+from fsdptoys.utils.sealed_folder import (
+    FileSum,
+    RunningSum,
+    sum_bytes,
+    sums_from_json,
+    sums_to_json,
+)
 from fsdptoys.utils.text import one_line
 
 from .storage import Storage, read_bytes
@@ -47,7 +55,8 @@ NAME = re.compile(r"step-([0-9]{8,15})")
 
 @dataclass(frozen=True)
 class Schema:
-    """Dataclasses with the types and ranges of facts (``utils.from_tree``); None accepts any facts."""
+    """Dataclasses with the types and ranges of facts (``utils.from_tree``); None accepts any
+    facts."""
 
     state: type | None = None  # common facts, without ``step`` and ``world_size``
     own: type | None = None  # facts of one rank
@@ -57,16 +66,18 @@ ANY = Schema()
 
 
 class InvalidCheckpointError(Exception):
-    """A folder is an incomplete or damaged checkpoint; the message continues a sentence that starts with its name."""
+    """A folder is an incomplete or damaged checkpoint; the message continues a sentence that starts
+    with its name."""
 
 
 class UnreadableError(ConfigError):
-    """A folder cannot be read, so it must not be skipped; ``reason`` continues a sentence that starts with its name."""
+    """A folder cannot be read, so it must not be skipped; ``reason`` continues a sentence that
+    starts with its name."""
 
     def __init__(self, where: str, name: str, reason: str) -> None:
         super().__init__(
-            f"{name} in {where} {reason}, and may be a complete checkpoint; make it readable, or move it out of that "
-            "folder"
+            f"{name} in {where} {reason}, and may be a complete checkpoint; make it readable, or "
+            "move it out of that folder"
         )
         self.reason = reason
 
@@ -96,7 +107,8 @@ def rank_file(rank: int) -> str:
 
 
 def to_json(facts: Mapping[str, Any]) -> bytes:
-    """Encode facts so that every value is read back bit for bit; an assertion fails for tuples, NaN and the like."""
+    """Encode facts so that every value is read back bit for bit; an assertion fails for tuples, NaN
+    and the like."""
     try:
         text = json.dumps(facts, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
@@ -122,7 +134,11 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the canonical encoding."""
-        tree: dict[str, Any] = {"format": FORMAT, "name": self.name, "files": sums_to_json(self.files)}
+        tree: dict[str, Any] = {
+            "format": FORMAT,
+            "name": self.name,
+            "files": sums_to_json(self.files),
+        }
         tree["sha256"] = sum_bytes(json.dumps(tree).encode()).sha256
         return (json.dumps(tree, indent=1) + "\n").encode()
 
@@ -142,7 +158,8 @@ def with_retries(read: Callable[[], T]) -> T:
 def read_manifest(storage: Storage, name: str, patient: bool = True) -> Manifest:
     """Read a folder's manifest and check file sizes against it; retry refused reads if ``patient``.
 
-    InvalidCheckpointError if the folder is incomplete or damaged, UnreadableError if the system refuses to read it.
+    InvalidCheckpointError if the folder is incomplete or damaged, UnreadableError if the system
+    refuses to read it.
     """
 
     def read() -> Manifest:
@@ -170,7 +187,10 @@ def read_manifest(storage: Storage, name: str, patient: bool = True) -> Manifest
 
 
 def verify_file(
-    storage: Storage, manifest: Manifest, path: str, advance: Callable[[int], object] = lambda count: None
+    storage: Storage,
+    manifest: Manifest,
+    path: str,
+    advance: Callable[[int], object] = lambda count: None,
 ) -> None:
     """Compare a file's size and SHA-256 with the manifest; errors as ``read_manifest``.
 
@@ -186,7 +206,9 @@ def verify_file(
 
 def _check_sum(manifest: Manifest, path: str, actual: FileSum) -> None:
     if actual != manifest.files[path]:
-        raise InvalidCheckpointError(f"is damaged: the SHA-256 of {path} is not the one that {MANIFEST_FILE} says")
+        raise InvalidCheckpointError(
+            f"is damaged: the SHA-256 of {path} is not the one that {MANIFEST_FILE} says"
+        )
 
 
 def _read_facts(storage: Storage, manifest: Manifest, path: str) -> dict[str, Any]:
@@ -208,15 +230,16 @@ def _read_facts(storage: Storage, manifest: Manifest, path: str) -> dict[str, An
 
 
 def read_state(storage: Storage, manifest: Manifest, schema: Schema) -> Facts:
-    """Read the facts common to all ranks; InvalidCheckpointError if they do not fit the schema, too."""
+    """Read the facts common to all ranks; InvalidCheckpointError if they do not fit the schema,
+    too."""
     facts = _read_facts(storage, manifest, STATE_FILE)
     step, ranks = facts.get("step"), facts.get("world_size")
     if type(step) is not int or step != step_of(manifest.name):
         raise InvalidCheckpointError(f"is damaged: {STATE_FILE} is that of step {step!r:.100}")
     if type(ranks) is not int or ranks != world_size_of(manifest):
         raise InvalidCheckpointError(
-            f"is damaged: {STATE_FILE} is that of {ranks!r:.100} ranks, and {MANIFEST_FILE} lists files of "
-            f"{world_size_of(manifest)}"
+            f"is damaged: {STATE_FILE} is that of {ranks!r:.100} ranks, and {MANIFEST_FILE} "
+            f"lists files of {world_size_of(manifest)}"
         )
     return _checked(facts, STATE_FILE, schema.state)
 
@@ -231,7 +254,9 @@ def _checked(facts: Facts, path: str, schema: type | None) -> Facts:
         if schema is not None:
             build(schema, facts, skip_unknown=True)
     except ForeignError as error:
-        raise InvalidCheckpointError(f"holds facts that this version does not read ({path}: {error})") from error
+        raise InvalidCheckpointError(
+            f"holds facts that this version does not read ({path}: {error})"
+        ) from error
     return facts
 
 
@@ -245,14 +270,21 @@ def reason_of(error: OSError) -> str:
     return one_line(error.strerror or error) or type(error).__name__
 
 
-def _judged(storage: Storage, name: str, path: str, read: Callable[[], T], patient: bool = True) -> T:
-    """Call ``read``; convert errors to InvalidCheckpointError if retries cannot help, else UnreadableError."""
+def _judged(
+    storage: Storage, name: str, path: str, read: Callable[[], T], patient: bool = True
+) -> T:
+    """Call ``read``; convert errors to InvalidCheckpointError if retries cannot help, else
+    UnreadableError."""
     try:
         return with_retries(read) if patient else read()
     except ABSENT as error:
-        raise InvalidCheckpointError(f"is damaged: {path} cannot be opened ({reason_of(error)})") from error
+        raise InvalidCheckpointError(
+            f"is damaged: {path} cannot be opened ({reason_of(error)})"
+        ) from error
     except OSError as error:
-        raise UnreadableError(storage.where, name, f"cannot be read ({path}: {reason_of(error)})") from error
+        raise UnreadableError(
+            storage.where, name, f"cannot be read ({path}: {reason_of(error)})"
+        ) from error
 
 
 def _parse(text: bytes, name: str) -> Manifest:
@@ -269,9 +301,17 @@ def _parse(text: bytes, name: str) -> Manifest:
         if manifest.to_bytes() != text:
             raise ValueError("it differs from its canonical form")
     except ValueError as error:
-        raise InvalidCheckpointError(f"is damaged: its {MANIFEST_FILE} cannot be used ({error})") from error
+        raise InvalidCheckpointError(
+            f"is damaged: its {MANIFEST_FILE} cannot be used ({error})"
+        ) from error
     if manifest.name != name:
-        raise InvalidCheckpointError(f"is damaged: its {MANIFEST_FILE} is that of {manifest.name!r:.100}")
-    if not {STATE_FILE, INDEX_FILE} <= set(manifest.files) or any(not said.size for said in manifest.files.values()):
-        raise InvalidCheckpointError(f"is damaged: its {MANIFEST_FILE} lists files that no checkpoint has, or too few")
+        raise InvalidCheckpointError(
+            f"is damaged: its {MANIFEST_FILE} is that of {manifest.name!r:.100}"
+        )
+    if not {STATE_FILE, INDEX_FILE} <= set(manifest.files) or any(
+        not said.size for said in manifest.files.values()
+    ):
+        raise InvalidCheckpointError(
+            f"is damaged: its {MANIFEST_FILE} lists files that no checkpoint has, or too few"
+        )
     return manifest

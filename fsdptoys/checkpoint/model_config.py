@@ -1,7 +1,7 @@
 """Model configurations from files: type checks, and comparison by their effect on the weights.
 
-Values come from JSON or YAML files that users may edit. A value of the wrong type would fail late and far away, so it
-is rejected here under its name in the file.
+Values come from JSON or YAML files that users may edit. A value of the wrong type would fail late
+and far away, so it is rejected here under its name in the file.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ def build_model_config(
 ) -> ModelConfig:
     """Build a family's configuration from the values of its fields in the file ``where``.
 
-    ``name`` and ``options`` as for ``from_tree.build``. ConfigError for a missing or unknown key, a value of the wrong
-    type, or one the dataclass rejects.
+    ``name`` and ``options`` as for ``from_tree.build``. ConfigError for a missing or unknown key, a
+    value of the wrong type, or one the dataclass rejects.
     """
     try:
         return build(family, values, name, **options)
@@ -30,11 +30,14 @@ def build_model_config(
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"{where} describes a model that cannot be built: {one_line(error)}") from error
+        raise ConfigError(
+            f"{where} describes a model that cannot be built: {one_line(error)}"
+        ) from error
 
 
 def check_type(value: Any, annotation: Any, where: str, key: str) -> None:
-    """Check a file's value against its field's type; a ConfigError names file, key, value and type."""
+    """Check a file's value against its field's type; a ConfigError names file, key, value and
+    type."""
     try:
         typed(annotation, value, key)
     except ForeignError as error:
@@ -42,7 +45,8 @@ def check_type(value: Any, annotation: Any, where: str, key: str) -> None:
 
 
 def differences(chosen: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the settings of ``chosen`` to change so that weights of ``wanted`` (same family) compute the same.
+    """Return the settings of ``chosen`` to change so that weights of ``wanted`` (same family)
+    compute the same.
 
     Key below ``model.`` → (chosen value, wanted value), in field order.
     """
@@ -61,14 +65,15 @@ def differences(chosen: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[Any
 
 
 def check_same(chosen: ModelConfig, wanted: ModelConfig, holder: str, source: str) -> None:
-    """Reject weights of ``holder`` made with another configuration (``wanted``) than the run's (``chosen``).
+    """Reject weights of ``holder`` made with another configuration (``wanted``) than the run's
+    (``chosen``).
 
     ``source`` is the command or file with all settings of the weights, for the message.
     """
     if chosen.family != wanted.family:
         raise ConfigError(
-            f"model={chosen.name} is of the family {chosen.family}, and {holder} holds a {wanted.family} model; "
-            f"take the settings of {source}"
+            f"model={chosen.name} is of the family {chosen.family}, and {holder} holds a "
+            f"{wanted.family} model; take the settings of {source}"
         )
     found = differences(chosen, wanted)
     if not chosen.needs_its_context:
@@ -76,8 +81,8 @@ def check_same(chosen: ModelConfig, wanted: ModelConfig, holder: str, source: st
     for key, (mine, theirs) in found.items():
         rest = f" ({source} lists the other {len(found) - 1} too)" if len(found) > 1 else ""
         raise ConfigError(
-            f"model.{key}={value_text(mine)} is not {value_text(theirs)}, with which the weights of {holder} were "
-            f"made; set model.{key}={value_text(theirs)}{rest}"
+            f"model.{key}={value_text(mine)} is not {value_text(theirs)}, with which the weights "
+            f"of {holder} were made; set model.{key}={value_text(theirs)}{rest}"
         )
 
 

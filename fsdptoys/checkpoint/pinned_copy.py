@@ -1,8 +1,9 @@
 """Copies between an accelerator and files through two pinned buffers in turn.
 
-From pageable memory a driver copies at a fraction of the bus's rate and blocks the host. Through two pinned buffers one
-copy runs while the host writes or reads the other buffer. They take 128 MiB of host memory, which PyTorch's allocator
-keeps for the next save. Copies are on the calling thread's current stream, behind the work that made the tensors.
+From pageable memory a driver copies at a fraction of the bus's rate and blocks the host. Through
+two pinned buffers one copy runs while the host writes or reads the other buffer. They take 128 MiB
+of host memory, which PyTorch's allocator keeps for the next save. Copies are on the calling
+thread's current stream, behind the work that made the tensors.
 """
 
 from collections import deque
@@ -21,7 +22,9 @@ class PinnedBuffers:
 
     def __init__(self, device: torch.device) -> None:
         self._streams = Streams(device)
-        self._buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._buffers = [
+            torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+        ]
         self._copied: list[Event] = [None, None]  # end of each buffer's last copy
 
     def take(self, nbytes: int) -> Tensor:
@@ -52,9 +55,11 @@ def byte_view(tensor: Tensor) -> Tensor:
 
 
 def host_bytes(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the bytes of tensors in order, in host memory; each part is valid until the next is requested.
+    """Yield the bytes of tensors in order, in host memory; each part is valid until the next is
+    requested.
 
-    A tensor on an accelerator comes in parts of ``BUFFER_BYTES``; the next part's copy has begun by then.
+    A tensor on an accelerator comes in parts of ``BUFFER_BYTES``; the next part's copy has begun by
+    then.
     """
     buffers: PinnedBuffers | None = None
     begun: deque[tuple[Tensor, Event]] = deque()

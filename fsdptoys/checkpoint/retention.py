@@ -1,12 +1,14 @@
-"""The checkpoints of one storage: atomic creation, and deletion of old ones. Only rank 0 runs this code.
+"""The checkpoints of one storage: atomic creation, and deletion of old ones. Only rank 0 runs this
+code.
 
-Local folders: a checkpoint is filled as ``.step-00000120.partial``, synced to disk, and renamed, so a crash leaves
-either the partial folder or the complete checkpoint. An existing checkpoint of the same name is ``.step-00000120.old``
-between the two renames, and is restored after a crash there; one to delete is first renamed to
-``.step-00000040.deleted``. Object stores cannot rename: there the manifest is written last and deleted first.
+Local folders: a checkpoint is filled as ``.step-00000120.partial``, synced to disk, and renamed, so
+a crash leaves either the partial folder or the complete checkpoint. An existing checkpoint of the
+same name is ``.step-00000120.old`` between the two renames, and is restored after a crash there;
+one to delete is first renamed to ``.step-00000040.deleted``. Object stores cannot rename: there the
+manifest is written last and deleted first.
 
-Only checkpoints that this run wrote or resumed from are deleted or replaced. Any other folder in the way of a new
-checkpoint is renamed with the reason, for example to ``step-00000120.damaged-1``.
+Only checkpoints that this run wrote or resumed from are deleted or replaced. Any other folder in
+the way of a new checkpoint is renamed with the reason, for example to ``step-00000120.damaged-1``.
 """
 
 import errno
@@ -37,15 +39,22 @@ class Series:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self.damaged: set[str] = set()  # names of checkpoints to ignore even if their file sizes match
-        self.aside: list[str] = []  # sentences on folders renamed to make way for a checkpoint; the caller clears it
+        self.damaged: set[str] = (
+            set()
+        )  # names of checkpoints to ignore even if their file sizes match
+        self.aside: list[
+            str
+        ] = []  # sentences on folders renamed to make way for a checkpoint; the caller clears it
         self._written: set[str] = set()
         self._resumed: set[str] = set()
         self._reported: set[str] = set()
 
     def resume_from(self, name: str, names: Iterable[str]) -> None:
-        """Take over the checkpoints among ``names`` up to ``name``, so that they may be deleted when they are old."""
-        self._resumed = {each for each in names if known_step(each) <= known_step(name)} - self.damaged
+        """Take over the checkpoints among ``names`` up to ``name``, so that they may be deleted
+        when they are old."""
+        self._resumed = {
+            each for each in names if known_step(each) <= known_step(name)
+        } - self.damaged
 
     def names(self) -> list[str]:
         """Return the names of all possible checkpoints, newest first."""
@@ -55,12 +64,14 @@ class Series:
     def newest_complete(self) -> str | None:
         """Return the newest checkpoint with a manifest and matching file sizes, if any.
 
-        UnreadableError if a newer folder, possibly complete, cannot be read; OSError if the storage cannot be listed.
+        UnreadableError if a newer folder, possibly complete, cannot be read; OSError if the storage
+        cannot be listed.
         """
         return next((name for name in self.names() if self.is_complete(name)), None)
 
     def is_complete(self, name: str, patient: bool = True) -> bool:
-        """Whether a folder has a manifest and matching file sizes; UnreadableError if the system refuses to read it."""
+        """Whether a folder has a manifest and matching file sizes; UnreadableError if the system
+        refuses to read it."""
         try:
             read_manifest(self.storage, name, patient)
         except InvalidCheckpointError:
@@ -92,7 +103,8 @@ class Series:
     def clean(self) -> None:
         """Recover, then remove other leftovers of killed processes.
 
-        An ``.old`` folder that has been replaced was a checkpoint, so it is kept under another name.
+        An ``.old`` folder that has been replaced was a checkpoint, so it is kept under another
+        name.
         """
         self.recover()
         with suppress(OSError):
@@ -125,7 +137,8 @@ class Series:
         self.storage.remove(working)
 
     def commit(self, working: str, manifest: Manifest) -> None:
-        """Turn a filled working folder into a checkpoint; after an OSError either the older or the new one exists.
+        """Turn a filled working folder into a checkpoint; after an OSError either the older or the
+        new one exists.
 
         An older checkpoint of the same name is deleted if this run wrote it, otherwise renamed.
         """
@@ -168,11 +181,12 @@ class Series:
             self.storage.sync("")
 
     def prune(self, newest: int, keep: int, keep_every: int) -> tuple[list[str], list[str]]:
-        """Delete this run's complete checkpoints beyond those to keep; return their names, and sentences on problems.
+        """Delete this run's complete checkpoints beyond those to keep; return their names, and
+        sentences on problems.
 
-        Kept are the ``keep`` newest up to step ``newest``, newer ones, and those whose step is a multiple of
-        ``keep_every``. Checkpoints that cannot be read now are neither counted nor deleted, and are left to a later
-        call.
+        Kept are the ``keep`` newest up to step ``newest``, newer ones, and those whose step is a
+        multiple of ``keep_every``. Checkpoints that cannot be read now are neither counted nor
+        deleted, and are left to a later call.
         """
         kept, name, where = 0, "", self.storage.where
         deleted: list[str] = []
@@ -180,7 +194,11 @@ class Series:
         try:
             for name in self.names():
                 step = known_step(name)
-                if step > newest or name in self.damaged or name not in self._written | self._resumed:
+                if (
+                    step > newest
+                    or name in self.damaged
+                    or name not in self._written | self._resumed
+                ):
                     continue
                 if kept == keep and keep_every and step % keep_every == 0:
                     continue
@@ -189,7 +207,10 @@ class Series:
                         continue
                 except UnreadableError as problem:
                     if name not in self._reported:
-                        problems.append(f"{name} {problem.reason}, in {where}, and is neither counted nor deleted")
+                        problems.append(
+                            f"{name} {problem.reason}, in {where}, and is neither counted nor "
+                            "deleted"
+                        )
                     self._reported.add(name)
                     continue
                 if kept < keep:
@@ -204,7 +225,9 @@ class Series:
                     self.discard(name)
                 deleted.append(name)
         except OSError as error:
-            problems.append(f"old checkpoints could not be deleted: {reason_of(error)} at {where}/{name}")
+            problems.append(
+                f"old checkpoints could not be deleted: {reason_of(error)} at {where}/{name}"
+            )
         return deleted, problems
 
     def _reason(self, name: str) -> str:
@@ -219,8 +242,11 @@ class Series:
         return "replaced"
 
     def _is_incomplete(self, name: str) -> bool:
-        """Return whether a folder lacks a manifest, checked in two ways because either may miss it."""
-        return MANIFEST_FILE not in self.storage.names(name) and not self.storage.exists(f"{name}/{MANIFEST_FILE}")
+        """Return whether a folder lacks a manifest, checked in two ways because either may miss
+        it."""
+        return MANIFEST_FILE not in self.storage.names(name) and not self.storage.exists(
+            f"{name}/{MANIFEST_FILE}"
+        )
 
     def _set_aside(self, entry: str, name: str, reason: str) -> None:
         """Rename a folder to the first free ``NAME.REASON-N``."""

@@ -1,12 +1,14 @@
 """Reading and writing folders of safetensors files: one file, or several with an index.
 
-Both layouts are Hugging Face's: ``STEM.safetensors``, or ``STEM-00001-of-00003.safetensors`` etc. with
-``STEM.safetensors.index.json``. Reads memory-map the files and touch only the pages of the requested part; writes hold
-the tensors of one output file in memory, twice before safetensors 0.8. Nothing is unpickled.
+Both layouts are Hugging Face's: ``STEM.safetensors``, or ``STEM-00001-of-00003.safetensors`` etc.
+with ``STEM.safetensors.index.json``. Reads memory-map the files and touch only the pages of the
+requested part; writes hold the tensors of one output file in memory, twice before safetensors 0.8.
+Nothing is unpickled.
 
-A file (https://huggingface.co/docs/safetensors/index) is eight bytes with the header's length, a JSON header, then the
-tensors' bytes without gaps. A few kilobytes thus list a file's tensors and show whether it is complete. The safetensors
-library makes the same checks, but its messages name neither the file nor a fix.
+A file (https://huggingface.co/docs/safetensors/index) is eight bytes with the header's length, a
+JSON header, then the tensors' bytes without gaps. A few kilobytes thus list a file's tensors and
+show whether it is complete. The safetensors library makes the same checks, but its messages name
+neither the file nor a fix.
 """
 
 import json
@@ -50,11 +52,13 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 MAX_FILE_BYTES = 2 * 2**30  # largest output file, unless one tensor is larger
 
 LARGEST_JSON_BYTES = 64 * 2**20
-"""Limit for an index or ``config.json``; the index of a model with 200,000 tensors takes about 20 MiB."""
+"""Limit for an index or ``config.json``; the index of a model with 200,000 tensors takes about 20
+MiB."""
 
 
 ReadRegion = Callable[[str, Bounds], Tensor]
-"""Returns the part of a named tensor within a region, read-only, in its stored dtype, on the CPU."""
+"""Returns the part of a named tensor within a region, read-only, in its stored dtype, on the
+CPU."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 def slices(bounds: Bounds, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
     """Convert bounds to an index into a tensor whose first element is at ``origin``."""
     starts = origin or (0,) * len(bounds)
-    return tuple(slice(first - start, last - start) for (first, last), start in zip(bounds, starts, strict=True))
+    return tuple(
+        slice(first - start, last - start)
+        for (first, last), start in zip(bounds, starts, strict=True)
+    )
 
 
 def blocks(shape: tuple[int, ...]) -> Iterator[Bounds]:
@@ -99,7 +106,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class TensorFolder:
-    """The tensors of a folder, listed from the headers of its files, whose names start with ``stem``.
+    """The tensors of a folder, listed from the headers of its files, whose names start with
+    ``stem``.
 
     ConfigError if files are missing or damaged, or disagree with the index.
     """
@@ -108,13 +116,17 @@ class TensorFolder:
         self.path = path
         single, index = path / f"{stem}.safetensors", path / f"{stem}.safetensors.index.json"
         if single.exists() and index.exists():
-            raise ConfigError(f"{path} holds both {single.name} and {index.name}; remove the outdated one")
+            raise ConfigError(
+                f"{path} holds both {single.name} and {index.name}; remove the outdated one"
+            )
         if not single.exists() and not index.exists():
-            pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+            pickles = sorted(
+                file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern)
+            )
             if pickles:
                 raise ConfigError(
-                    f"{path} holds weights as {pickles[0]} alone, which can run code when it is opened and is not read "
-                    "here; convert it to safetensors"
+                    f"{path} holds weights as {pickles[0]} alone, which can run code when it is "
+                    "opened and is not read here; convert it to safetensors"
                 )
             raise ConfigError(f"{path} holds neither {single.name} nor {index.name}; {AGAIN}")
         places = _read_index(index) if index.exists() else {}
@@ -122,36 +134,43 @@ class TensorFolder:
         self.stored: dict[str, StoredTensor] = {}
         for file in self.files:
             if not (path / file).exists():
-                raise ConfigError(f"{path / one_line(file)} is missing, though {index.name} lists it; {AGAIN}")
+                raise ConfigError(
+                    f"{path / one_line(file)} is missing, though {index.name} lists it; {AGAIN}"
+                )
             for name, tensor in read_header(path / file).items():
                 if name in self.stored:
                     raise ConfigError(
-                        f"{path} holds {one_line(name)} twice, in {self.stored[name].file} and {file}; {AGAIN}"
+                        f"{path} holds {one_line(name)} twice, in {self.stored[name].file} and "
+                        f"{file}; {AGAIN}"
                     )
                 self.stored[name] = tensor
         for name, file in places.items():
             if name not in self.stored or self.stored[name].file != file:
                 raise ConfigError(
-                    f"{index} says that {one_line(file)} holds {one_line(name)}, which it does not; {AGAIN}"
+                    f"{index} says that {one_line(file)} holds {one_line(name)}, which it does "
+                    f"not; {AGAIN}"
                 )
 
     def require(self, shapes: Mapping[str, tuple[int, ...]], owner: str) -> None:
-        """Check that the tensors that ``owner`` needs exist, with the expected shapes and supported dtypes."""
+        """Check that the tensors that ``owner`` needs exist, with the expected shapes and supported
+        dtypes."""
         for name, shape in shapes.items():
             tensor = self.stored.get(name)
             if tensor is None:
                 raise ConfigError(
-                    f"{self.path} holds no {name}, which {owner} needs in the shape {shape_text(shape)}; {AGAIN}"
+                    f"{self.path} holds no {name}, which {owner} needs in the shape "
+                    f"{shape_text(shape)}; {AGAIN}"
                 )
             found = f"{self.path / tensor.file} holds {name}"
             if tensor.shape != shape:
                 raise ConfigError(
-                    f"{found} in the shape {shape_text(tensor.shape)}, and {owner} needs {shape_text(shape)}; {AGAIN}"
+                    f"{found} in the shape {shape_text(tensor.shape)}, and {owner} needs "
+                    f"{shape_text(shape)}; {AGAIN}"
                 )
             if tensor.dtype not in DTYPES:
                 raise ConfigError(
-                    f"{found} as {one_line(tensor.dtype)}, and weights are read from {', '.join(DTYPES)} alone; "
-                    "convert it to one of these"
+                    f"{found} as {one_line(tensor.dtype)}, and weights are read from "
+                    f"{', '.join(DTYPES)} alone; convert it to one of these"
                 )
 
     def refuse_others(self, names: Collection[str], owner: str, fix: str) -> None:
@@ -159,12 +178,19 @@ class TensorFolder:
         for name, stored in self.stored.items():
             if name not in names:
                 raise ConfigError(
-                    f"{self.path / stored.file} holds {one_line(name)}, for which {owner} has no place; {fix}"
+                    f"{self.path / stored.file} holds {one_line(name)}, for which {owner} has no "
+                    f"place; {fix}"
                 )
 
     def dtypes(self) -> list[str]:
         """Return the names of all tensors' dtypes, such as ``float32``."""
-        return sorted({dtype_name(DTYPES[tensor.dtype]) for tensor in self.stored.values() if tensor.dtype in DTYPES})
+        return sorted(
+            {
+                dtype_name(DTYPES[tensor.dtype])
+                for tensor in self.stored.values()
+                if tensor.dtype in DTYPES
+            }
+        )
 
     def read_all(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Read tensors in blocks, to find those that cannot be read or are not finite."""
@@ -177,8 +203,8 @@ class TensorFolder:
     def reading(self) -> Iterator[ReadRegion]:
         """Yield a reader; files are opened on first use and closed at the end of the block.
 
-        Pages read count as this process's memory until then, so keep blocks small. A ConfigError names an unreadable
-        file, or a tensor with a NaN or an infinity in what is read.
+        Pages read count as this process's memory until then, so keep blocks small. A ConfigError
+        names an unreadable file, or a tensor with a NaN or an infinity in what is read.
         """
         with ExitStack() as stack:
             opened: dict[str, Any] = {}
@@ -191,9 +217,12 @@ class TensorFolder:
                     part: Tensor = opened[file.name].get_slice(name)[slices(region)]
                 except (SafetensorError, OSError) as error:
                     raise ConfigError(f"{file} cannot be read ({error}); {AGAIN}") from error
-                # Minimum and maximum of a NaN are NaN; a mask of the finite elements would take memory.
+                # Minimum and maximum of a NaN are NaN; a mask of the finite elements would take
+                # memory.
                 if part.numel() and not all(end.isfinite() for end in part.aminmax()):
-                    raise ConfigError(f"{file} holds {name} with values that are not finite; use other weights")
+                    raise ConfigError(
+                        f"{file} holds {name} with values that are not finite; use other weights"
+                    )
                 return part
 
             yield read
@@ -210,12 +239,15 @@ class Written:
 
 
 def write_tensors(
-    folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES
+    folder: Path,
+    stem: str,
+    tensors: Iterable[tuple[str, Tensor]],
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Written:
     """Write tensors into one or more safetensors files of limited size, with an index for several.
 
-    ``tensors`` are CPU tensors, which must not change until the iterator is exhausted. OSError if a file cannot
-    be written.
+    ``tensors`` are CPU tensors, which must not change until the iterator is exhausted. OSError if a
+    file cannot be written.
     """
     parts: list[dict[str, Any]] = []
     waiting: dict[str, Tensor] = {}
@@ -247,13 +279,19 @@ def write_tensors(
         (folder / f"{stem}.part{part}").rename(folder / file)
     if count > 1:
         places = {name: file for file, names in zip(files, parts, strict=True) for name in names}
-        tree = {"metadata": {"total_parameters": parameters, "total_size": tensor_bytes}, "weight_map": places}
-        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+        tree = {
+            "metadata": {"total_parameters": parameters, "total_size": tensor_bytes},
+            "weight_map": places,
+        }
+        (folder / f"{stem}.safetensors.index.json").write_text(
+            json.dumps(tree, indent=2) + "\n", encoding="utf-8"
+        )
     return Written(files, parameters, tensor_bytes)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read the list of a file's tensors and check the file's length; a ConfigError names file and problem."""
+    """Read the list of a file's tensors and check the file's length; a ConfigError names file and
+    problem."""
     try:
         with open_regular(path) as file:
             entries = parse_header(cast(BinaryIO, file), path.stat().st_size)
@@ -261,7 +299,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from error
     except ValueError as error:
         raise ConfigError(f"{path} {error}; {AGAIN}") from error
-    return {name: StoredTensor(path.name, entry.dtype, entry.shape) for name, entry in entries.items()}
+    return {
+        name: StoredTensor(path.name, entry.dtype, entry.shape) for name, entry in entries.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -307,11 +347,19 @@ def parse_header(file: BinaryIO, size: int) -> dict[str, HeaderEntry]:
 def _parse_entry(name: str, entry: Any, first: int) -> HeaderEntry:
     try:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        is_form = isinstance(dtype, str) and all(type(size) is int and size >= 0 for size in (*shape, start, stop))
-        if not is_form or stop < start or (dtype in BYTES and stop - start != math.prod(shape) * BYTES[dtype]):
+        is_form = isinstance(dtype, str) and all(
+            type(size) is int and size >= 0 for size in (*shape, start, stop)
+        )
+        if (
+            not is_form
+            or stop < start
+            or (dtype in BYTES and stop - start != math.prod(shape) * BYTES[dtype])
+        ):
             raise ValueError
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"is damaged: its header describes {one_line(name)} wrongly, as {entry!r:.200}") from error
+        raise ValueError(
+            f"is damaged: its header describes {one_line(name)} wrongly, as {entry!r:.200}"
+        ) from error
     return HeaderEntry(dtype, shape, first + start, first + stop)
 
 
@@ -323,8 +371,8 @@ def _read_index(index: Path) -> dict[str, str]:
     for name, file in places.items():
         if not is_file_name(file):
             raise ConfigError(
-                f"{index} says that {one_line(name)} is in {file!r:.100}, which is not the name of a file in that "
-                f"folder; {AGAIN}"
+                f"{index} says that {one_line(name)} is in {file!r:.100}, which is not the name "
+                f"of a file in that folder; {AGAIN}"
             )
     return places
 

@@ -1,11 +1,14 @@
 """One save by all ranks: either all of it is committed, or it is discarded and training continues.
 
 1. Rank 0 makes the working folder.
-2. Every rank writes its tensors and facts; each file is synced to disk and summed while it is written.
-3. Rank 0 gathers sizes and checksums, or errors, and commits the folder with a manifest (see ``retention``).
+2. Every rank writes its tensors and facts; each file is synced to disk and summed while it is
+   written.
+3. Rank 0 gathers sizes and checksums, or errors, and commits the folder with a manifest (see
+   ``retention``).
 4. The verdict is broadcast. Then rank 0 deletes old checkpoints.
 
-If the disk is full, old checkpoints beyond ``checkpoint.keep`` are deleted and the save is retried once.
+If the disk is full, old checkpoints beyond ``checkpoint.keep`` are deleted and the save is retried
+once.
 """
 
 import errno
@@ -24,7 +27,9 @@ from .manifest import STATE_FILE, Manifest, UnreadableError, rank_file, reason_o
 from .retention import LATEST_FILE, Series, write_file
 from .storage import Storage
 
-Put = Callable[[Storage, str], object]  # writes this rank's tensors into a folder of a storage; collective
+Put = Callable[
+    [Storage, str], object
+]  # writes this rank's tensors into a folder of a storage; collective
 
 FULL = {os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 """The system's messages for a full disk or quota."""
@@ -41,10 +46,15 @@ class Answer:
 
 
 class Saver:
-    """Saves checkpoints, one at a time; ``report`` is called on rank 0 with one sentence at a time."""
+    """Saves checkpoints, one at a time; ``report`` is called on rank 0 with one sentence at a
+    time."""
 
-    def __init__(self, ranks: Ranks, series: Series, config: CheckpointConfig, report: Callable[[str], None]) -> None:
-        self.committed: int | None = None  # step of this run's newest checkpoint, which is not saved again
+    def __init__(
+        self, ranks: Ranks, series: Series, config: CheckpointConfig, report: Callable[[str], None]
+    ) -> None:
+        self.committed: int | None = (
+            None  # step of this run's newest checkpoint, which is not saved again
+        )
         self._ranks = ranks
         self._series = series
         self._storage = series.storage
@@ -54,7 +64,8 @@ class Saver:
     def save(self, step: int, put: Put, state: bytes, own: bytes, prunes: bool = True) -> bool:
         """Save a checkpoint; collective. Return whether it is committed, the same on all ranks.
 
-        ``put`` writes the tensors; ``state`` and ``own`` are the facts common to all ranks and of this one, as JSON.
+        ``put`` writes the tensors; ``state`` and ``own`` are the facts common to all ranks and of
+        this one, as JSON.
         """
         ranks = self._ranks
         problems, wrote = self._attempt(step, put, state, own)
@@ -83,7 +94,8 @@ class Saver:
         return True
 
     def _attempt(self, step: int, put: Put, state: bytes, own: bytes) -> tuple[list[str], bool]:
-        """Try to save; return the reasons of a failure, and whether files were written, the same on all ranks."""
+        """Try to save; return the reasons of a failure, and whether files were written, the same on
+        all ranks."""
         ranks = self._ranks
         working, problem = ranks.broadcast(self._begin(step) if ranks.rank == 0 else (None, None))
         if problem is not None:
@@ -91,7 +103,9 @@ class Saver:
         if working is None:
             return [], False
         answers = ranks.gather(self._write(working, put, state, own))
-        return ranks.broadcast(self._commit(step, working, answers) if ranks.rank == 0 else []), True
+        return ranks.broadcast(
+            self._commit(step, working, answers) if ranks.rank == 0 else []
+        ), True
 
     def _begin(self, step: int) -> tuple[str | None, str | None]:
         """Return the working folder or a problem; neither if the checkpoint exists already."""
@@ -120,7 +134,9 @@ class Saver:
 
     def _commit(self, step: int, working: str, answers: list[Answer]) -> list[str]:
         failed = [answer for answer in answers if answer.problem is not None]
-        problems = [str(answer.problem) for answer in [each for each in failed if each.is_own] or failed[:1]]
+        problems = [
+            str(answer.problem) for answer in [each for each in failed if each.is_own] or failed[:1]
+        ]
         if not problems:
             files = {path: said for answer in answers for path, said in answer.sums.items()}
             try:
@@ -131,7 +147,9 @@ class Saver:
         try:
             self._series.discard(working)
         except OSError as error:
-            problems.append(f"the incomplete checkpoint could not be removed: {self._place_of(error)}")
+            problems.append(
+                f"the incomplete checkpoint could not be removed: {self._place_of(error)}"
+            )
         return problems
 
     def _prune(self, step: int) -> bool:
@@ -145,8 +163,12 @@ class Saver:
         newest = self._series.newest_readable()
         have = f"the newest one is {newest}" if newest else "there is none yet"
         is_full = any(words in problem for words in FULL for problem in problems)
-        fix = "free space or set checkpoint.folder to another disk" if is_full else "make it writable"
-        self._report(f"checkpoint of step {step} was not saved: {', '.join(problems)}; {have}; {fix}")
+        fix = (
+            "free space or set checkpoint.folder to another disk" if is_full else "make it writable"
+        )
+        self._report(
+            f"checkpoint of step {step} was not saved: {', '.join(problems)}; {have}; {fix}"
+        )
 
     def _place_of(self, error: OSError, rank: int = 0) -> str:
         of_rank = f" (rank {rank})" if self._ranks.size > 1 else ""

@@ -1,7 +1,8 @@
 """Selection of the checkpoint to resume from, before any worker starts.
 
-``peek`` checks manifests and file sizes, which is fast; workers read all files and may fall back to an older
-checkpoint. Both reject settings after which ``auto`` would resume from an unintended checkpoint:
+``peek`` checks manifests and file sizes, which is fast; workers read all files and may fall back to
+an older checkpoint. Both reject settings after which ``auto`` would resume from an unintended
+checkpoint:
 
 - ``never`` with a folder that holds checkpoints: ``auto`` could not distinguish the two runs;
 - resuming from a checkpoint older than others in its folder: ``auto`` would take the newer ones;
@@ -51,26 +52,39 @@ class NamedCheckpoint:
     own: bool  # whether it is in the folder this run saves to
 
 
-def peek(config: CheckpointConfig, folder: str | None, restarted: bool = False, schema: Schema = ANY) -> Facts | None:
-    """Find the checkpoint that a run would resume from, in one process; return its facts, None to start from scratch.
+def peek(
+    config: CheckpointConfig, folder: str | None, restarted: bool = False, schema: Schema = ANY
+) -> Facts | None:
+    """Find the checkpoint that a run would resume from, in one process; return its facts, None to
+    start from scratch.
 
-    ``folder`` is the path or URL of the run's checkpoints; None if it is yet to be created. At a restart of the run
-    (``restarted``) its own newest checkpoint precedes ``config.resume``. ConfigError if a required checkpoint is
-    missing, incomplete, damaged or unreadable, if existing checkpoints would be mixed with this run's, or if the folder
-    cannot be written.
+    ``folder`` is the path or URL of the run's checkpoints; None if it is yet to be created. At a
+    restart of the run (``restarted``) its own newest checkpoint precedes ``config.resume``.
+    ConfigError if a required checkpoint is missing, incomplete, damaged or unreadable, if existing
+    checkpoints would be mixed with this run's, or if the folder cannot be written.
     """
     storage = None if folder is None else open_storage(folder)
     if storage is not None:
         if config.every or config.on_signal:
             check_writable(storage)
-        if listing(Series(storage).newest_complete, storage) is None:  # otherwise another run may be saving right now
+        if (
+            listing(Series(storage).newest_complete, storage) is None
+        ):  # otherwise another run may be saving right now
             Series(storage).recover()
-    if restarted and storage is not None and (facts := _peek_newest(storage, [], schema)) is not None:
+    if (
+        restarted
+        and storage is not None
+        and (facts := _peek_newest(storage, [], schema)) is not None
+    ):
         return facts
     if config.resume in RESUME_WORDS:
         check_not_taken(config, storage)
         passed: list[str] = []
-        facts = _peek_newest(storage, passed, schema) if config.resumes and storage is not None else None
+        facts = (
+            _peek_newest(storage, passed, schema)
+            if config.resumes and storage is not None
+            else None
+        )
         if facts is None and config.resume == "must":
             raise ConfigError(no_checkpoint(storage, passed))
         return facts
@@ -88,22 +102,23 @@ def check_not_taken(config: CheckpointConfig, storage: Storage | None) -> None:
     newest = listing(Series(storage).newest_complete, storage)
     if newest is not None:
         raise ConfigError(
-            f"checkpoint.resume=never starts from scratch, and {storage.where} already holds {newest}; set "
-            "checkpoint.resume=auto to resume from it, or another folder"
+            f"checkpoint.resume=never starts from scratch, and {storage.where} already holds "
+            f"{newest}; set checkpoint.resume=auto to resume from it, or another folder"
         )
 
 
 def locate(config: CheckpointConfig, storage: Storage | None) -> NamedCheckpoint:
-    """Find the checkpoint that ``checkpoint.resume`` names: a checkpoint, or the newest one of a folder or run.
+    """Find the checkpoint that ``checkpoint.resume`` names: a checkpoint, or the newest one of a
+    folder or run.
 
-    ``storage`` holds the run's own checkpoints, if any. ConfigError if there is none, or if ``auto`` would later resume
-    from another checkpoint than this run's last.
+    ``storage`` holds the run's own checkpoints, if any. ConfigError if there is none, or if
+    ``auto`` would later resume from another checkpoint than this run's last.
     """
     found = find_checkpoint(config.resume)
     if found is None:
         raise ConfigError(
-            f"checkpoint.resume={config.resume} holds no checkpoint; set it to never, auto or must, or to the folder "
-            "of a checkpoint, of several, or of a run"
+            f"checkpoint.resume={config.resume} holds no checkpoint; set it to never, auto or "
+            "must, or to the folder of a checkpoint, of several, or of a run"
         )
     place, name = found
     if storage is None:
@@ -115,14 +130,15 @@ def locate(config: CheckpointConfig, storage: Storage | None) -> NamedCheckpoint
     newest = listing(Series(storage).newest_complete, storage)
     if newest is not None and not own:
         raise ConfigError(
-            f"checkpoint.resume={config.resume} starts a run in {storage.where}, which already holds {newest} of "
-            "another one; set checkpoint.resume=auto to resume from that, or another folder"
+            f"checkpoint.resume={config.resume} starts a run in {storage.where}, which already "
+            f"holds {newest} of another one; set checkpoint.resume=auto to resume from that, or "
+            "another folder"
         )
     if newest is not None and newest != name and known_step(newest) > known_step(name):
         raise ConfigError(
-            f"checkpoint.resume={config.resume} goes back to before {newest}, which the next checkpoint.resume=auto "
-            f"would take; move the newer ones out of {storage.where}, or set metrics.run_dir or checkpoint.folder to "
-            "another folder"
+            f"checkpoint.resume={config.resume} goes back to before {newest}, which the next "
+            f"checkpoint.resume=auto would take; move the newer ones out of {storage.where}, or "
+            "set metrics.run_dir or checkpoint.folder to another folder"
         )
     return NamedCheckpoint(place.where, name, own)
 
@@ -137,7 +153,10 @@ def invalid_checkpoint(config: CheckpointConfig, place: NamedCheckpoint, problem
     fix = f"set checkpoint.resume={place.where}/{older}" if older else "name another one"
     if older and place.own:
         fix = f"move it away and {fix}"
-    return f"checkpoint.resume={config.resume} is refused: {place.name} in {place.where} {problem}; {fix}"
+    return (
+        f"checkpoint.resume={config.resume} is refused: {place.name} in {place.where} {problem}; "
+        f"{fix}"
+    )
 
 
 def no_checkpoint(storage: Storage | None, passed: list[str]) -> str:
@@ -145,16 +164,17 @@ def no_checkpoint(storage: Storage | None, passed: list[str]) -> str:
     where = "the run's new directory" if storage is None else storage.where
     found = f" ({'; '.join(passed)})" if passed else ""
     return (
-        f"checkpoint.resume=must finds no complete checkpoint in {where}{found}; set checkpoint.resume=auto to start "
-        "from scratch, or checkpoint.folder or metrics.run_dir to where they are"
+        f"checkpoint.resume=must finds no complete checkpoint in {where}{found}; set "
+        "checkpoint.resume=auto to start from scratch, or checkpoint.folder or metrics.run_dir "
+        "to where they are"
     )
 
 
 def _unwritable(storage: Storage, error: OSError) -> ConfigError:
     """Return the error for a folder that refuses checkpoints."""
     return ConfigError(
-        f"checkpoints go to {storage.where}, which cannot be written ({reason_of(error)}); set checkpoint.folder to a "
-        "place that can be"
+        f"checkpoints go to {storage.where}, which cannot be written ({reason_of(error)}); set "
+        "checkpoint.folder to a place that can be"
     )
 
 
@@ -187,13 +207,14 @@ def write_probe(storage: Storage) -> str:
 
 
 def listing(look: Callable[[], T], storage: Storage) -> T:
-    """Call ``look``, which reads a storage, with retries; ConfigError if the system still refuses."""
+    """Call ``look``, which reads a storage, with retries; ConfigError if the system still
+    refuses."""
     try:
         return with_retries(look)
     except OSError as error:
         raise ConfigError(
-            f"{storage.where} cannot be read ({reason_of(error)}), and may hold checkpoints; make it readable, or set "
-            "checkpoint.folder to another place"
+            f"{storage.where} cannot be read ({reason_of(error)}), and may hold checkpoints; "
+            "make it readable, or set checkpoint.folder to another place"
         ) from error
 
 
@@ -221,8 +242,8 @@ def find_checkpoint(where: str) -> tuple[Storage, str] | None:
             return open_storage(parent or ("." if given == last else "/")), last
         if MANIFEST_FILE in here.names():
             raise ConfigError(
-                f"checkpoint.resume={where} holds a checkpoint under another name than its own, step-…; give it the "
-                f"name that its {MANIFEST_FILE} says"
+                f"checkpoint.resume={where} holds a checkpoint under another name than its own, "
+                f"step-…; give it the name that its {MANIFEST_FILE} says"
             )
         for place in (here, open_storage(f"{given}/{RUN_FOLDER}")):
             names = Series(place).names()

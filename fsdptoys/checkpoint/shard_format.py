@@ -1,12 +1,14 @@
-"""The files of a checkpoint's tensors, through any Storage: safetensors files of chunks (the shards of the saving
-ranks), and ``tensors.json``, which lists the tensors and the files of their chunks.
+"""The files of a checkpoint's tensors, through any Storage: safetensors files of chunks (the shards
+of the saving ranks), and ``tensors.json``, which lists the tensors and the files of their chunks.
 
-A checkpoint may be in an object store, so its files are written sequentially, header first, and read by seeking.
-Tensors on an accelerator pass through two pinned buffers (``pinned_copy``). Chunks are sorted by descending element
-size, which aligns each to its dtype. Bytes are little-endian, on little-endian hosts only.
+A checkpoint may be in an object store, so its files are written sequentially, header first, and
+read by seeking. Tensors on an accelerator pass through two pinned buffers (``pinned_copy``). Chunks
+are sorted by descending element size, which aligns each to its dtype. Bytes are little-endian, on
+little-endian hosts only.
 
-The index is plain JSON, read strictly: a hostile index cannot name a file outside its folder, omit a part of a tensor,
-or run code. It takes about 130 bytes per chunk, so 1000 tensors on 1000 ranks take 130 MB; the limit is 256 MiB.
+The index is plain JSON, read strictly: a hostile index cannot name a file outside its folder, omit
+a part of a tensor, or run code. It takes about 130 bytes per chunk, so 1000 tensors on 1000 ranks
+take 130 MB; the limit is 256 MiB.
 
 Source: https://huggingface.co/docs/safetensors/index
 """
@@ -73,16 +75,24 @@ def in_file_order(forms: Mapping[str, ChunkForm]) -> list[str]:
 
 
 def write_chunks(
-    storage: Storage, path: str, forms: Mapping[str, ChunkForm], chunks: Iterable[tuple[str, Tensor]]
+    storage: Storage,
+    path: str,
+    forms: Mapping[str, ChunkForm],
+    chunks: Iterable[tuple[str, Tensor]],
 ) -> None:
-    """Write one safetensors file; ``chunks`` come in the order of ``in_file_order``, on any device."""
+    """Write one safetensors file; ``chunks`` come in the order of ``in_file_order``, on any
+    device."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end, keys = 0, in_file_order(forms)
     for key in keys:
         assert key != "__metadata__", "a name that the format keeps for itself"
         start, end = end, end + forms[key].nbytes
         dtype = DTYPE_NAMES[forms[key].dtype]
-        header[key] = {"dtype": dtype, "shape": list(forms[key].shape), "data_offsets": [start, end]}
+        header[key] = {
+            "dtype": dtype,
+            "shape": list(forms[key].shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     assert len(text) <= LONGEST_HEADER_BYTES
@@ -93,9 +103,13 @@ def write_chunks(
         assert written == end
 
 
-def _checked(forms: Mapping[str, ChunkForm], keys: list[str], chunks: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
+def _checked(
+    forms: Mapping[str, ChunkForm], keys: list[str], chunks: Iterable[tuple[str, Tensor]]
+) -> Iterator[Tensor]:
     for key, (given, chunk) in zip(keys, chunks, strict=True):
-        assert given == key and ChunkForm(chunk.dtype, tuple(chunk.shape)) == forms[key], f"{given} for {key}"
+        assert given == key and ChunkForm(chunk.dtype, tuple(chunk.shape)) == forms[key], (
+            f"{given} for {key}"
+        )
         yield chunk
 
 
@@ -108,26 +122,39 @@ class ChunkPlace:
     start: int  # offset of its first byte in the file
 
 
-def read_places(storage: Storage, path: str, forms: Mapping[str, ChunkForm]) -> dict[str, ChunkPlace]:
-    """Read the positions of the expected chunks from a file's header; a ConfigError names file and damage."""
+def read_places(
+    storage: Storage, path: str, forms: Mapping[str, ChunkForm]
+) -> dict[str, ChunkPlace]:
+    """Read the positions of the expected chunks from a file's header; a ConfigError names file and
+    damage."""
     where = f"{storage.where}/{path}"
     try:
         with storage.reading(path) as file:
             entries = parse_header(file, storage.size(path))
-        return {key: ChunkPlace(where, form, _start(entries, key, form)) for key, form in forms.items()}
+        return {
+            key: ChunkPlace(where, form, _start(entries, key, form)) for key, form in forms.items()
+        }
     except FileNotFoundError as error:
-        raise ConfigError(f"{where} is missing, though the checkpoint's index lists it; {OLDER}") from error
+        raise ConfigError(
+            f"{where} is missing, though the checkpoint's index lists it; {OLDER}"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{where} {error}; {OLDER}") from error
 
 
 def read_rows(
-    file: BinaryIO, place: ChunkPlace, first: int, into: Tensor, buffers: PinnedBuffers | None = None
+    file: BinaryIO,
+    place: ChunkPlace,
+    first: int,
+    into: Tensor,
+    buffers: PinnedBuffers | None = None,
 ) -> None:
-    """Fill a tensor with consecutive full rows of a chunk, from row ``first`` on; ConfigError if the file ends early.
+    """Fill a tensor with consecutive full rows of a chunk, from row ``first`` on; ConfigError if
+    the file ends early.
 
-    ``into`` is a contiguous tensor of the chunk's dtype, [rows, the chunk's other dims]; a 0-dim chunk has one row. It
-    is on the CPU, or on the accelerator of ``buffers``, whose copies may be unfinished on return.
+    ``into`` is a contiguous tensor of the chunk's dtype, [rows, the chunk's other dims]; a 0-dim
+    chunk has one row. It is on the CPU, or on the accelerator of ``buffers``, whose copies may be
+    unfinished on return.
     """
     row_bytes = math.prod(place.form.shape[1:]) * place.form.dtype.itemsize
     file.seek(place.start + first * row_bytes)
@@ -155,7 +182,11 @@ def _pieces(content_bytes: Tensor) -> Iterator[Any]:
     """Yield views of bytes in host memory, each of at most ``PIECE_BYTES``."""
     # Not as an array of NumPy, which would fix the size of the tensor's storage for ever.
     size = content_bytes.numel()
-    content = memoryview((ctypes.c_ubyte * size).from_address(content_bytes.data_ptr())).cast("B") if size else b""
+    content = (
+        memoryview((ctypes.c_ubyte * size).from_address(content_bytes.data_ptr())).cast("B")
+        if size
+        else b""
+    )
     for start in range(0, size, PIECE_BYTES):
         yield content[start : start + PIECE_BYTES]
 
@@ -168,8 +199,9 @@ def _start(entries: Mapping[str, HeaderEntry], key: str, form: ChunkForm) -> int
     dtype = DTYPE_NAMES[form.dtype]
     if (entry.dtype, entry.shape) != (dtype, form.shape):
         raise ValueError(
-            f"is damaged: its header says that {name} is {entry.dtype!r:.20} of shape {list(entry.shape)!r:.60}, and "
-            f"the checkpoint's index says {dtype} of {list(form.shape)}"
+            f"is damaged: its header says that {name} is {entry.dtype!r:.20} of shape "
+            f"{list(entry.shape)!r:.60}, and the checkpoint's index says {dtype} of "
+            f"{list(form.shape)}"
         )
     return entry.start
 
@@ -206,19 +238,25 @@ class StoredTensor:
 def write_index(storage: Storage, folder: str, tensors: Mapping[str, StoredTensor]) -> None:
     """Write the index of a checkpoint; ConfigError if it exceeds the size limit."""
     # The fields in their order; ``dataclasses.asdict`` would copy each.
-    tree = {name: vars(each) | {"chunks": list(map(vars, each.chunks))} for name, each in sorted(tensors.items())}
-    text = json.dumps({"format": FORMAT, "tensors": tree}, separators=(",", ":"), allow_nan=False).encode()
+    tree = {
+        name: vars(each) | {"chunks": list(map(vars, each.chunks))}
+        for name, each in sorted(tensors.items())
+    }
+    text = json.dumps(
+        {"format": FORMAT, "tensors": tree}, separators=(",", ":"), allow_nan=False
+    ).encode()
     if len(text) > LARGEST_INDEX_BYTES:
         raise ConfigError(
-            f"the index of {storage.where}/{folder} would take {len(text)} bytes, and at most {LARGEST_INDEX_BYTES} "
-            "are read again; set checkpoint.form=full"
+            f"the index of {storage.where}/{folder} would take {len(text)} bytes, and at most "
+            f"{LARGEST_INDEX_BYTES} are read again; set checkpoint.form=full"
         )
     with storage.writing(f"{folder}/{INDEX_FILE}") as file:
         file.write(text)
 
 
 def read_index(storage: Storage, folder: str) -> dict[str, StoredTensor]:
-    """Read the index of a checkpoint; ConfigError if it is missing or deviates from the format of ``write_index``."""
+    """Read the index of a checkpoint; ConfigError if it is missing or deviates from the format of
+    ``write_index``."""
     path = f"{folder}/{INDEX_FILE}"
     where = f"{storage.where}/{path}"
     try:
@@ -226,7 +264,11 @@ def read_index(storage: Storage, folder: str) -> dict[str, StoredTensor]:
             raise ValueError(f"it is longer than {LARGEST_INDEX_BYTES} bytes")
         with storage.reading(path) as file:
             tree = parse_json(file.read(), unique_keys=True)
-        if not isinstance(tree, dict) or set(tree) != {"format", "tensors"} or not isinstance(tree["tensors"], dict):
+        if (
+            not isinstance(tree, dict)
+            or set(tree) != {"format", "tensors"}
+            or not isinstance(tree["tensors"], dict)
+        ):
             raise ValueError("it is not an index of tensors")
         if tree["format"] != FORMAT or type(tree["format"]) is not int:
             raise ValueError(f"it is of format {tree['format']!r:.20}, and {FORMAT} is read here")
@@ -242,19 +284,30 @@ def _read_tensor(name: str, entry: Any) -> StoredTensor:
     dtype, shape, chunks = entry["dtype"], entry["shape"], entry["chunks"]
     _require(isinstance(dtype, str) and dtype in CHUNK_DTYPES and _is_sizes(shape), name, entry)
     _require(isinstance(chunks, list), name, entry)
-    tensor = StoredTensor(dtype, tuple(shape), tuple(_read_chunk(name, chunk, len(shape)) for chunk in chunks))
+    tensor = StoredTensor(
+        dtype, tuple(shape), tuple(_read_chunk(name, chunk, len(shape)) for chunk in chunks)
+    )
     if not _tile([(chunk.offsets, chunk.sizes) for chunk in tensor.chunks], tensor.shape):
-        raise ValueError(f"the chunks of {name!r:.100} do not make up a tensor of shape {list(tensor.shape)!r:.60}")
+        raise ValueError(
+            f"the chunks of {name!r:.100} do not make up a tensor of shape "
+            f"{list(tensor.shape)!r:.60}"
+        )
     return tensor
 
 
 def _read_chunk(name: str, entry: Any, dims: int) -> Chunk:
-    _require(isinstance(entry, dict) and set(entry) == {"file", "key", "offsets", "sizes"}, name, entry)
+    _require(
+        isinstance(entry, dict) and set(entry) == {"file", "key", "offsets", "sizes"}, name, entry
+    )
     file, key, offsets, sizes = entry["file"], entry["key"], entry["offsets"], entry["sizes"]
-    _require(_is_sizes(offsets) and _is_sizes(sizes) and len(offsets) == len(sizes) == dims, name, entry)
+    _require(
+        _is_sizes(offsets) and _is_sizes(sizes) and len(offsets) == len(sizes) == dims, name, entry
+    )
     _require(isinstance(key, str), name, entry)
     if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
-        raise ValueError(f"it says that {name!r:.100} is in {file!r:.100}, which is not the name of such a file")
+        raise ValueError(
+            f"it says that {name!r:.100} is in {file!r:.100}, which is not the name of such a file"
+        )
     return Chunk(file, key, tuple(offsets), tuple(sizes))
 
 
@@ -274,8 +327,9 @@ def _is_sizes(values: Any) -> bool:
 def _tile(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
     """Return whether boxes cover a shape without overlap.
 
-    Ranks shard a tensor dim by dim. So the boxes form consecutive intervals along the first dim, and the boxes of each
-    interval cover the other dims. Comparing all pairs would take hours with a thousand ranks.
+    Ranks shard a tensor dim by dim. So the boxes form consecutive intervals along the first dim,
+    and the boxes of each interval cover the other dims. Comparing all pairs would take hours with a
+    thousand ranks.
     """
     if not shape:
         return len(boxes) == 1
@@ -287,4 +341,8 @@ def _tile(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int
         if offset != end:
             return False
         end += size
-    return end == shape[0] and bool(intervals) and all(_tile(inner, shape[1:]) for inner in intervals.values())
+    return (
+        end == shape[0]
+        and bool(intervals)
+        and all(_tile(inner, shape[1:]) for inner in intervals.values())
+    )

@@ -1,10 +1,13 @@
-"""Storage of checkpoints: a local folder or an fsspec URL (``s3://bucket/run``) behind one interface.
+"""Storage of checkpoints: a local folder or an fsspec URL (``s3://bucket/run``) behind one
+interface.
 
-A local folder is filled under a temporary name, synced to disk and renamed. Object stores have neither folders nor
-renaming: a file appears when it is closed, and the caller's last file must mark a folder as complete.
+A local folder is filled under a temporary name, synced to disk and renamed. Object stores have
+neither folders nor renaming: a file appears when it is closed, and the caller's last file must mark
+a folder as complete.
 
-fsspec's own configuration sets credentials and endpoints (``FSSPEC_S3_ENDPOINT_URL``, ``~/.config/fsspec``). Listings
-are not cached. ``file://`` works, but is not synced to disk: use a plain path instead.
+fsspec's own configuration sets credentials and endpoints (``FSSPEC_S3_ENDPOINT_URL``,
+``~/.config/fsspec``). Listings are not cached. ``file://`` works, but is not synced to disk: use a
+plain path instead.
 
 Source: https://filesystem-spec.readthedocs.io
 """
@@ -32,7 +35,8 @@ PORTS = {"ftp": 21, "sftp": 22, "ssh": 22, "smb": 445}
 
 
 class Storage(ABC):
-    """A root folder for files. Paths are relative to it and separated by ``/``; ``""`` is the root itself.
+    """A root folder for files. Paths are relative to it and separated by ``/``; ``""`` is the root
+    itself.
 
     Every failure of the storage is an OSError; callers turn it into a message.
     """
@@ -53,7 +57,8 @@ class Storage(ABC):
         """Return the size of a file in bytes."""
 
     def modified(self, path: str) -> float | None:
-        """Return when a file was written, in seconds since 1970; None if the storage does not report it."""
+        """Return when a file was written, in seconds since 1970; None if the storage does not
+        report it."""
         return None
 
     @abstractmethod
@@ -62,7 +67,8 @@ class Storage(ABC):
 
     @abstractmethod
     def writing(self, path: str) -> AbstractContextManager[BinaryIO]:
-        """Create or overwrite a file in an existing folder; durable once the block ends without an error."""
+        """Create or overwrite a file in an existing folder; durable once the block ends without an
+        error."""
 
     @abstractmethod
     def make(self, folder: str) -> None:
@@ -87,9 +93,13 @@ class Storage(ABC):
 
 
 def open_storage(where: str) -> Storage:
-    """Return the storage of a path or URL, without creating anything; ConfigError if there is no way to reach it."""
+    """Return the storage of a path or URL, without creating anything; ConfigError if there is no
+    way to reach it."""
     if where.startswith("://"):
-        raise ConfigError(f"{where} is a URL without a kind; name a local folder, or a URL such as s3://bucket/folder")
+        raise ConfigError(
+            f"{where} is a URL without a kind; name a local folder, or a URL such as "
+            "s3://bucket/folder"
+        )
     return UrlStorage(where) if "://" in where else LocalStorage(where)
 
 
@@ -135,7 +145,8 @@ class LocalStorage(Storage):
         return self._place(path).stat().st_mtime
 
     def reading(self, path: str) -> AbstractContextManager[BinaryIO]:
-        """See Storage. Unbuffered, so that large reads are not copied and small ones read no extra bytes."""
+        """See Storage. Unbuffered, so that large reads are not copied and small ones read no extra
+        bytes."""
         return cast(BinaryIO, open_regular(self._place(path), "rb", buffering=0))
 
     @contextmanager
@@ -183,7 +194,8 @@ class LocalStorage(Storage):
 
 
 class UrlStorage(Storage):
-    """A folder, or a prefix of object names, at an fsspec URL as ``s3://bucket/folder``; errors as ``open_storage``."""
+    """A folder, or a prefix of object names, at an fsspec URL as ``s3://bucket/folder``; errors as
+    ``open_storage``."""
 
     renames = False
 
@@ -194,25 +206,29 @@ class UrlStorage(Storage):
         self.where = where.rstrip("/")
         try:
             parts = urlsplit(where)
-            if parts.scheme in PORTS and parts.hostname:  # these constructors would wait much longer for a server
+            if (
+                parts.scheme in PORTS and parts.hostname
+            ):  # these constructors would wait much longer for a server
                 address = parts.hostname, parts.port or PORTS[parts.scheme]
                 socket.create_connection(address, CONNECT_SECONDS).close()
             self._files, self._root = url_to_fs(where, use_listings_cache=False)
         except ImportError as error:
             raise ConfigError(
-                f"{where} needs a Python package that is not installed ({error}); install it, or set "
-                "checkpoint.folder and checkpoint.resume to local folders"
+                f"{where} needs a Python package that is not installed ({error}); install it, or "
+                "set checkpoint.folder and checkpoint.resume to local folders"
             ) from error
         except ValueError as error:
             raise ConfigError(
-                f"{where} is of a kind unknown to fsspec ({error}); name a local folder, or a URL such as "
-                "s3://bucket/folder"
+                f"{where} is of a kind unknown to fsspec ({error}); name a local folder, or a "
+                "URL such as s3://bucket/folder"
             ) from error
-        except Exception as error:  # some file systems connect in their constructor and raise their own errors
+        except (
+            Exception
+        ) as error:  # some file systems connect in their constructor and raise their own errors
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise ConfigError(
-                f"{where} cannot be reached ({one_line(reason) or type(error).__name__}); start its server, or set "
-                "checkpoint.folder and checkpoint.resume to places that can be"
+                f"{where} cannot be reached ({one_line(reason) or type(error).__name__}); start "
+                "its server, or set checkpoint.folder and checkpoint.resume to places that can be"
             ) from error
 
     def names(self, folder: str = "") -> list[str]:
@@ -223,7 +239,8 @@ class UrlStorage(Storage):
                 paths = self._files.ls(place, detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        # Object stores may keep an empty object under the folder's name, and list a file as its own content.
+        # Object stores may keep an empty object under the folder's name, and list a file as its own
+        # content.
         inner = [path.rstrip("/") for path in paths if path.strip("/") != place.strip("/")]
         return sorted({path.rsplit("/", 1)[-1] for path in inner})
 

@@ -1,8 +1,8 @@
 """Trained weights of a run, from its directory or from a checkpoint.
 
-``RUN/weights`` holds float32 tensors under the model's parameter names, ``RUN/config.yaml`` the model's configuration.
-Neither depends on the strategy or the number of ranks, except for the order of tensors in the files. Not covered:
-optimizer states, so a run cannot resume from ``RUN/weights``.
+``RUN/weights`` holds float32 tensors under the model's parameter names, ``RUN/config.yaml`` the
+model's configuration. Neither depends on the strategy or the number of ranks, except for the order
+of tensors in the files. Not covered: optimizer states, so a run cannot resume from ``RUN/weights``.
 """
 
 import functools
@@ -36,12 +36,14 @@ STEM = "weights"
 LARGEST_CONFIG_BYTES = 2**20
 
 
-def save_weights(folder: Path, params: Iterator[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES) -> Written:
+def save_weights(
+    folder: Path, params: Iterator[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES
+) -> Written:
     """Write a model's parameters atomically, on one rank, while all others exhaust their iterators.
 
-    ``params`` are full CPU tensors, each in its own unchanging memory; the iterator is exhausted even after a write
-    error, since every step is collective. ``max_file_bytes`` is also roughly the peak memory. ConfigError if the folder
-    is taken or cannot be written.
+    ``params`` are full CPU tensors, each in its own unchanging memory; the iterator is exhausted
+    even after a write error, since every step is collective. ``max_file_bytes`` is also roughly the
+    peak memory. ConfigError if the folder is taken or cannot be written.
     """
     try:
         with new_folder(folder, CHECKSUMS_FILE) as temporary:
@@ -55,20 +57,25 @@ def save_weights(folder: Path, params: Iterator[tuple[str, Tensor]], max_file_by
 class RunWeights:
     """Final weights of a run, from its directory or the folder ``weights`` in it.
 
-    ConfigError if it holds no weights, or they are incomplete or do not fit the model in ``config.yaml``.
+    ConfigError if it holds no weights, or they are incomplete or do not fit the model in
+    ``config.yaml``.
     """
 
     def __init__(self, path: str | Path) -> None:
         given = Path(path).expanduser()
         if not given.is_dir():
-            raise ConfigError(f"{path} is not a folder, and the directory of a run is expected; name one")
+            raise ConfigError(
+                f"{path} is not a folder, and the directory of a run is expected; name one"
+            )
         is_run = (given / CONFIG_FILE).exists() or (given / WEIGHTS_FOLDER).exists()
         self.path = given / WEIGHTS_FOLDER if is_run else given
         if not any(self.path.glob(f"{STEM}*.safetensors*")):
             raise ConfigError(f"{path} holds no weights; train with checkpoint.final_weights=true")
         where = self.path.absolute().parent / CONFIG_FILE
         self.settings = _read_settings(where)  # the run's configuration, as plain values
-        self.config = model_config_of(self.settings.get("model"), str(where), "use the file that the run wrote")
+        self.config = model_config_of(
+            self.settings.get("model"), str(where), "use the file that the run wrote"
+        )
         self.tensors = TensorFolder(self.path, STEM)
         shapes = _shapes_of(self.config)
         reader = f"the model of {CONFIG_FILE}"
@@ -76,7 +83,8 @@ class RunWeights:
         self.tensors.refuse_others(shapes, reader, f"use the {CONFIG_FILE} that the run wrote")
 
     def read(self, name: str, region: Bounds) -> Tensor:
-        """Read a part of a parameter. Opens the file on each call, so that pages read do not stay in memory."""
+        """Read a part of a parameter. Opens the file on each call, so that pages read do not stay
+        in memory."""
         with self.tensors.reading() as read:
             return read(name, region)
 
@@ -93,33 +101,39 @@ def _read_settings(path: Path) -> dict[str, Any]:
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(
-            f"{path} cannot be read ({reason}), and should describe the model of the weights; restore it"
+            f"{path} cannot be read ({reason}), and should describe the model of the weights; "
+            "restore it"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{path} cannot be read as YAML ({error}); use the file that the run wrote") from error
+        raise ConfigError(
+            f"{path} cannot be read as YAML ({error}); use the file that the run wrote"
+        ) from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} lacks the section model; use the file that the run wrote")
     return tree
 
 
 def model_config_of(section: object, where: str, fix: str) -> ModelConfig:
-    """Build a model configuration from the ``model`` section of a run's settings; ``where``, ``fix``: for messages."""
+    """Build a model configuration from the ``model`` section of a run's settings; ``where``,
+    ``fix``: for messages."""
     if not isinstance(section, dict):
         raise ConfigError(f"{where} lacks the section model; {fix}")
     values = dict(section)
     family = values.pop("family", None)
     if not isinstance(family, str) or family not in MODELS:
         raise ConfigError(
-            f"{where} says model.family={short_text(family)}, which is none of {', '.join(MODELS)}; correct it"
+            f"{where} says model.family={short_text(family)}, which is none of "
+            f"{', '.join(MODELS)}; correct it"
         )
     return build_model_config(MODELS[family], values, where, "model", complete=True)
 
 
 class CheckpointWeights:
-    """Model parameters of a checkpoint, read one at a time after all files are verified against the manifest.
+    """Model parameters of a checkpoint, read one at a time after all files are verified against the
+    manifest.
 
-    ``where`` is the path or URL of a checkpoint, or of a folder of checkpoints or a run, for its newest one.
-    ConfigError if there is none, or it is incomplete, damaged or unreadable.
+    ``where`` is the path or URL of a checkpoint, or of a folder of checkpoints or a run, for its
+    newest one. ConfigError if there is none, or it is incomplete, damaged or unreadable.
     """
 
     def __init__(self, where: str) -> None:
@@ -135,16 +149,20 @@ class CheckpointWeights:
         try:
             self._checkpoint = read_checkpoint(Ranks(None), open_storage(place.where), place.name)
         except InvalidCheckpointError as problem:
-            raise ConfigError(f"{where}: {place.name} {problem}; name another checkpoint") from problem
+            raise ConfigError(
+                f"{where}: {place.name} {problem}; name another checkpoint"
+            ) from problem
         self.name = place.name
         settings = self._checkpoint.facts.get("config")
         self.settings: dict[str, Any] = settings if isinstance(settings, dict) else {}
-        self.config = model_config_of(self.settings.get("model"), f"{where}: {place.name}", "name another checkpoint")
+        self.config = model_config_of(
+            self.settings.get("model"), f"{where}: {place.name}", "name another checkpoint"
+        )
         tune = self.settings.get("tune")
         if isinstance(tune, dict) and tune.get("name") == "lora":
             raise ConfigError(
-                f"{where}: {place.name} holds adapters without the weights that they are added to; train to the end "
-                "with checkpoint.final_weights=true, and name the run"
+                f"{where}: {place.name} holds adapters without the weights that they are added "
+                "to; train to the end with checkpoint.final_weights=true, and name the run"
             )
         self._shapes = _shapes_of(self.config)
         # A stack's experts are requested one by one, alternating between gate, up and down.

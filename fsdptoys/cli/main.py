@@ -152,7 +152,8 @@ def _run(words: list[str]) -> int:
 
 
 def _import(name: str) -> ModuleType:
-    """Import a command without garbage collection, which takes a tenth of the time: what is imported stays."""
+    """Import a command without garbage collection, which takes a tenth of the time: what is
+    imported stays."""
     if name in sys.modules:
         return sys.modules[name]
     gc.disable()

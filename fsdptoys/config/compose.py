@@ -1,7 +1,7 @@
 """Compose a ``Config`` from command line overrides: Hydra merges YAML groups into the dataclasses.
 
-Every YAML file of a group starts from a ``base_<name>`` schema registered here, so unknown keys are refused. The group
-``experiment`` has no schema, since it overrides other groups.
+Every YAML file of a group starts from a ``base_<name>`` schema registered here, so unknown keys are
+refused. The group ``experiment`` has no schema, since it overrides other groups.
 """
 
 import contextlib
@@ -44,8 +44,22 @@ SEQ_LEN = 4096  # default length of a sequence, where the model's maximum is lon
 STEPS = 10  # default length of a run, except where a model is tuned
 
 PATHS = (
-    *("metrics.run_dir", "checkpoint.folder", "checkpoint.resume", "model.init_from", "plan.hardware", "tune.adapter"),
-    *("data.files", "data.eval_files", "data.folder", "data.sources", "data.cache", "data.tokenizer"),
+    *(
+        "metrics.run_dir",
+        "checkpoint.folder",
+        "checkpoint.resume",
+        "model.init_from",
+        "plan.hardware",
+        "tune.adapter",
+    ),
+    *(
+        "data.files",
+        "data.eval_files",
+        "data.folder",
+        "data.sources",
+        "data.cache",
+        "data.tokenizer",
+    ),
 )
 """Keys that name files or folders, in which ``~`` is the home directory."""
 
@@ -77,12 +91,17 @@ class Composition:
     """A configuration and the choices from which it was composed."""
 
     config: Config
-    choices: dict[str, str | None]  # Group → name of the chosen YAML file; ``experiment`` may be None
-    reasons: dict[str, str]  # Key that nobody set, and that model or data decided → why it has its value
+    choices: dict[
+        str, str | None
+    ]  # Group → name of the chosen YAML file; ``experiment`` may be None
+    reasons: dict[
+        str, str
+    ]  # Key that nobody set, and that model or data decided → why it has its value
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
-    """Compose ``key=value`` and ``group=choice`` overrides; values are checked, but not across sections.
+    """Compose ``key=value`` and ``group=choice`` overrides; values are checked, but not across
+    sections.
 
     ConfigError for the first mistake, in one sentence that names key, value and fix.
     """
@@ -98,13 +117,17 @@ def compose(overrides: Sequence[str]) -> Composition:
     groups = [str(override.input_line) for override in parsed if override.key_or_group in choices]
     composed, chosen = _compose_groups(tuple(groups))
     tree = copy.deepcopy(composed)
-    sections: dict[str, Any] = {str(key): OmegaConf.get_type(tree, str(key)) for key in tree if key not in ROOT_OPTIONS}
+    sections: dict[str, Any] = {
+        str(key): OmegaConf.get_type(tree, str(key)) for key in tree if key not in ROOT_OPTIONS
+    }
     check_values(parsed, sections, ROOT_OPTIONS, choices, chosen, SCHEMAS)
     try:
         for override in parsed:
             if override.key_or_group not in choices:
                 key = override.key_or_group
-                OmegaConf.update(tree, key, read_value(key, override.value()), merge=True)  # as Hydra does
+                OmegaConf.update(
+                    tree, key, read_value(key, override.value()), merge=True
+                )  # as Hydra does
     except OmegaConfBaseException as error:
         raise _not_composed(overrides, error) from error
     reasons = _choose_lengths(tree)
@@ -112,16 +135,21 @@ def compose(overrides: Sequence[str]) -> Composition:
 
 
 def _choose_lengths(tree: DictConfig) -> dict[str, str]:
-    """Replace each -1 of ``train`` that model and kind of data decide; return the reason of each by its key.
+    """Replace each -1 of ``train`` that model and kind of data decide; return the reason of each by
+    its key.
 
     In a run that tunes a model, the prepared data decide the others (``Config.count_steps``).
     """
     reasons = {}
-    with contextlib.suppress(OmegaConfBaseException):  # an invalid reference, which ``_to_config`` reports
+    with contextlib.suppress(
+        OmegaConfBaseException
+    ):  # an invalid reference, which ``_to_config`` reports
         longest = tree.model.max_seq_len
         if tree.train.seq_len == -1:
             tree.train.seq_len = min(longest, SEQ_LEN)
-            reasons["train.seq_len"] = "the model's maximum" if longest <= SEQ_LEN else f"the model's is {longest:,}"
+            reasons["train.seq_len"] = (
+                "the model's maximum" if longest <= SEQ_LEN else f"the model's is {longest:,}"
+            )
         tune, data = (OmegaConf.get_type(tree, section) for section in ("tune", "data"))
         continues = tree.model.init_from is not None or getattr(tune, "freezes", False)
         tunes = continues and getattr(data, "reads_files", False)
@@ -133,9 +161,11 @@ def _choose_lengths(tree: DictConfig) -> dict[str, str]:
 
 
 def read_launch(overrides: Sequence[str]) -> tuple[LaunchConfig, bool]:
-    """Read the section ``launch``, and whether the strategy runs in a single process, without an experiment.
+    """Read the section ``launch``, and whether the strategy runs in a single process, without an
+    experiment.
 
-    Both follow from the overrides and the dataclasses, so Hydra composes nothing. ConfigError for the first mistake.
+    Both follow from the overrides and the dataclasses, so Hydra composes nothing. ConfigError for
+    the first mistake.
     """
     choices, defaults = list_choices(), list_defaults()
     words = [word for word in overrides if word.startswith(("launch.", "parallel="))]
@@ -158,7 +188,8 @@ def read_launch(overrides: Sequence[str]) -> tuple[LaunchConfig, bool]:
 
 
 def compose_presets(names: Sequence[str]) -> list[ModelConfig]:
-    """Compose the configurations of model presets, without the other sections; ConfigError if one is invalid.
+    """Compose the configurations of model presets, without the other sections; ConfigError if one
+    is invalid.
 
     All presets are composed in one tree, because Hydra is slow to start.
     """
@@ -175,7 +206,8 @@ def compose_presets(names: Sequence[str]) -> list[ModelConfig]:
 
 @functools.cache
 def _compose_groups(groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, str | None]]:
-    """Return the tree of the given choices (cached: copy before writing), and all choices. Takes about 0.5 s."""
+    """Return the tree of the given choices (cached: copy before writing), and all choices. Takes
+    about 0.5 s."""
     _register_schemas()
     # Hydra refuses null for a group whose default is null already.
     words = [word for word in groups if word != "experiment=null"]
@@ -217,7 +249,9 @@ def _to_config(tree: DictConfig) -> Config:
         raw = OmegaConf.to_container(tree, resolve=False)
         for part in (key or "").split("."):
             raw = raw.get(part, raw) if isinstance(raw, dict) else raw
-        raise ConfigError(f"{key}={raw} cannot be resolved ({_one_line(error)}); write the value itself") from error
+        raise ConfigError(
+            f"{key}={raw} cannot be resolved ({_one_line(error)}); write the value itself"
+        ) from error
     except ConfigError:
         raise
     except ValueError as error:  # models do not import ConfigError, but word their messages alike
@@ -255,5 +289,9 @@ def _register_schemas() -> None:
 def _one_line(error: Any) -> str:
     """Message of a Hydra or OmegaConf error, without the lines on its location."""
     lines = [line.strip() for line in str(error).splitlines()]
-    kept = [line for line in lines if line and not line.startswith(("full_key:", "reference_type=", "object_type="))]
+    kept = [
+        line
+        for line in lines
+        if line and not line.startswith(("full_key:", "reference_type=", "object_type="))
+    ]
     return " ".join(kept).rstrip(".")

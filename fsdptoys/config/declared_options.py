@@ -1,4 +1,5 @@
-"""Declarations of all options, by key, for whatever says something on options: reports, sweeps, searches, pages."""
+"""Declarations of all options, by key, for whatever says something on options: reports, sweeps,
+searches, pages."""
 
 import dataclasses
 import functools
@@ -13,7 +14,8 @@ from .schema import SCHEMAS, Config
 
 @functools.cache
 def option_fields() -> dict[str, "dataclasses.Field[Any]"]:
-    """Return key → field of every option of a section, whatever is chosen; ``models/`` declares those of models."""
+    """Return key → field of every option of a section, whatever is chosen; ``models/`` declares
+    those of models."""
     return {
         f"{section}.{field.name}": field
         for section, kind in typing.get_type_hints(Config).items()
@@ -32,7 +34,10 @@ def declared_options() -> dict[str, Declared]:
 
 def option_defaults() -> dict[str, Any]:
     """Return key → default as in ``config.yaml``."""
-    return {key: getattr(default_of(field), "value", default_of(field)) for key, field in option_fields().items()}
+    return {
+        key: getattr(default_of(field), "value", default_of(field))
+        for key, field in option_fields().items()
+    }
 
 
 def without_switched_off(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,7 +52,10 @@ def without_switched_off(values: Mapping[str, Any]) -> dict[str, Any]:
         needs = declared_options()[key].needs if key in fields else ()
         switches = {need: need.partition("=")[0] for need in needs}
         known = {need: switch for need, switch in switches.items() if switch in values}
-        on = [is_on(need, values[switch], default_of(fields[switch])) for need, switch in known.items()]
+        on = [
+            is_on(need, values[switch], default_of(fields[switch]))
+            for need, switch in known.items()
+        ]
         if any(on) or len(known) < len(switches) or not needs:
             kept[key] = value
     return kept

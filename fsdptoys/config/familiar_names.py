@@ -1,9 +1,10 @@
 """Names that other training frameworks give to settings → the words that set the same here.
 
-A name with the same values is an ``alias`` of its option; the table has the others, and those of models. A name may be
-typed with dashes before it (``--learning_rate=1e-4``) or as a key (``learning_rate=1e-4``); dashes and underscores
-within it are the same. ``NAME=VALUE`` is for that value alone, where ``true`` stands for every spelling of it and for
-no value, ``false`` likewise, and ``N`` for every number. Keys without their section (``chunk_loss``) need no entry.
+A name with the same values is an ``alias`` of its option; the table has the others, and those of
+models. A name may be typed with dashes before it (``--learning_rate=1e-4``) or as a key
+(``learning_rate=1e-4``); dashes and underscores within it are the same. ``NAME=VALUE`` is for that
+value alone, where ``true`` stands for every spelling of it and for no value, ``false`` likewise,
+and ``N`` for every number. Keys without their section (``chunk_loss``) need no entry.
 """
 
 import functools
@@ -17,20 +18,31 @@ _TABLE = {
     "num_key_value_heads num_kv_heads": "model.n_kv_heads=*",
     "intermediate_size ffn_hidden_size mlp_dim": "model.ffn_dim=*",
     "model_name arch architecture preset": "model=*",
-    "model_name_or_path pretrained_model_name_or_path model_path base_model hf_model_path": "model.init_from=*, a "
-    "folder in Hugging Face format, with the model= that fsdptoys convert from-hf prints for it",
+    "model_name_or_path pretrained_model_name_or_path model_path base_model hf_model_path": (
+        "model.init_from=*, a folder in Hugging Face format, with the model= that fsdptoys "
+        "convert from-hf prints for it"
+    ),
     "init_from=scratch": "model.init_from=null",
     "init_from=resume": "checkpoint.resume=auto metrics.run_dir=runs/new",
     "init_from=gpt2": "the weights come from hf download openai-community/gpt2 --local-dir gpt2: "
     "model=gpt2 model.init_from=gpt2",
-    "init_from=gpt2-medium": "the weights come from hf download openai-community/gpt2-medium --local-dir gpt2-medium: "
-    "model=gpt2_medium model.init_from=gpt2-medium",
-    "init_from=gpt2-large": "the weights come from hf download openai-community/gpt2-large --local-dir gpt2-large: "
-    "model=gpt2_large model.init_from=gpt2-large",
-    "init_from=gpt2-xl": "the weights come from hf download openai-community/gpt2-xl --local-dir gpt2-xl: "
-    "model=gpt2_xl model.init_from=gpt2-xl",
+    "init_from=gpt2-medium": (
+        "the weights come from hf download openai-community/gpt2-medium --local-dir gpt2-medium: "
+        "model=gpt2_medium model.init_from=gpt2-medium"
+    ),
+    "init_from=gpt2-large": (
+        "the weights come from hf download openai-community/gpt2-large --local-dir gpt2-large: "
+        "model=gpt2_large model.init_from=gpt2-large"
+    ),
+    "init_from=gpt2-xl": (
+        "the weights come from hf download openai-community/gpt2-xl --local-dir gpt2-xl: "
+        "model=gpt2_xl model.init_from=gpt2-xl"
+    ),
     "dropout attention_dropout": "models have no dropout: ",
-    "use_lora lora peft use_peft finetuning_type=lora tune=peft lora_r lora_rank lora_alpha lora_dropout": "tune=lora",
+    (
+        "use_lora lora peft use_peft finetuning_type=lora tune=peft lora_r lora_rank lora_alpha "
+        "lora_dropout"
+    ): "tune=lora",
     "use_lora=false lora=false peft=false use_peft=false tune=none tune=false": "tune=full",
     "qlora load_in_4bit tune=qlora": "tune=lora tune.base=nf4",
     "load_in_8bit": "weights are quantized to four bits only: tune=lora tune.base=nf4",
@@ -55,8 +67,10 @@ _TABLE = {
     "data_parallel_type=hsdp dp_type=hsdp": "mesh=hsdp",
     "hsdp=false hybrid_shard=false": "mesh=full",
     "mesh=N": "mesh.fsdp_size=*",
-    "sharding_strategy=shard_grad_op fsdp_sharding_strategy=shard_grad_op fsdp=shard_grad_op zero_stage=2 zero=2 "
-    "parallel=zero2": "parallel=fsdp2 parallel.reshard_after_forward=never",
+    (
+        "sharding_strategy=shard_grad_op fsdp_sharding_strategy=shard_grad_op fsdp=shard_grad_op "
+        "zero_stage=2 zero=2 parallel=zero2"
+    ): "parallel=fsdp2 parallel.reshard_after_forward=never",
     "parallel=fsdp parallel=zero3 zero_stage=3 zero=3": "parallel=fsdp2",
     "zero_stage=true zero=true parallel=zero1": "parallel=toy_zero1",
     "zero_stage=false zero=false": "parallel=ddp",
@@ -76,10 +90,14 @@ _TABLE = {
     "sequence_parallel": "tokens are split between layers wherever features are: mesh.tp_size=2",
     "ulysses_size ulysses_degree ulysses_sequence_parallel_size": "mesh.cp_size=* parallel.context=ulysses",
     "ring_degree ring_attn_size ring_size": "mesh.cp_size=* parallel.context=ring",
-    "fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap transformer_layer_cls module_wrap_policy "
-    "fsdp_module_classes": "parallel.wrap_classes=[*]",
-    "auto_wrap_policy fsdp_auto_wrap_policy": "units are whole blocks, or chosen by parallel.wrap_classes or "
-    "parallel.min_params: parallel.wrap=block",
+    (
+        "fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap transformer_layer_cls "
+        "module_wrap_policy fsdp_module_classes"
+    ): "parallel.wrap_classes=[*]",
+    "auto_wrap_policy fsdp_auto_wrap_policy": (
+        "units are whole blocks, or chosen by parallel.wrap_classes or parallel.min_params: "
+        "parallel.wrap=block"
+    ),
     "auto_wrap_policy=size_based_wrap fsdp_auto_wrap_policy=size_based_wrap": "parallel.min_params=1e8",
     "auto_wrap_policy=transformer_based_wrap fsdp_auto_wrap_policy=transformer_based_wrap": "parallel.wrap=block",
     "mesh.fsdp_size=false": "mesh.fsdp_size=1",
@@ -124,7 +142,8 @@ _TABLE = {
     "backend dist_backend": "the backend follows from the device: launch.device=auto",
     "use_cpu=true cpu=true no_cuda=true": "launch.device=cpu",
 }
-"""Names, separated by spaces → words, after the reason and a colon if nothing does the same; no words: to leave out."""
+"""Names, separated by spaces → words, after the reason and a colon if nothing does the same; no
+words: to leave out."""
 
 
 @functools.cache
@@ -132,16 +151,20 @@ def familiar_names() -> Mapping[str, str]:
     """Return name → words: of the options' aliases, and of the table."""
     from .declared_options import declared_options  # imports torch, which help does without
 
-    aliases = {alias: f"{key}=*" for key, option in declared_options().items() for alias in option.aliases}
+    aliases = {
+        alias: f"{key}=*" for key, option in declared_options().items() for alias in option.aliases
+    }
     return aliases | {name: words for names, words in _TABLE.items() for name in names.split()}
 
 
 def find_familiar(name: str, value: str) -> tuple[str, str] | None:
-    """Return the words for a name with a value, and the reason if they do not mean the same ("" if they do).
+    """Return the words for a name with a value, and the reason if they do not mean the same ("" if
+    they do).
 
     Args:
         name: in lower case, without dashes.
-        value: ``true`` for every spelling of it and for no value, likewise ``false``; else as typed.
+        value: ``true`` for every spelling of it and for no value, likewise ``false``; else as
+            typed.
     """
     familiar = familiar_names()
     number = familiar.get(f"{name}=N") if value.isdigit() else None

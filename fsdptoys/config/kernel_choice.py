@@ -1,7 +1,8 @@
 """Select the implementation of each operation by settings and device.
 
-The implementations are in ``models/kernels.py``. ``auto`` is torch_npu's on an NPU. On CUDA it compiles rotary
-positions and SwiGLU, which are about ten and two kernels otherwise. Everything else is PyTorch's.
+The implementations are in ``models/kernels.py``. ``auto`` is torch_npu's on an NPU. On CUDA it
+compiles rotary positions and SwiGLU, which are about ten and two kernels otherwise. Everything else
+is PyTorch's.
 """
 
 import dataclasses
@@ -37,7 +38,8 @@ CPU_BACKENDS = ("flash", "math")
 
 
 class AttentionKernel(Enum):
-    """Library of the implementation, or one backend of PyTorch's ``scaled_dot_product_attention``."""
+    """Library of the implementation, or one backend of PyTorch's
+    ``scaled_dot_product_attention``."""
 
     auto = "auto"
     """torch_npu's on an NPU, else ``torch``."""
@@ -60,7 +62,8 @@ class Kernel(Enum):
     """Library of the implementation, or PyTorch's compiled with ``torch.compile``."""
 
     auto = "auto"
-    """torch_npu's on an NPU; ``compiled`` for rotary and swiglu on CUDA where Triton works; else PyTorch's."""
+    """torch_npu's on an NPU; ``compiled`` for rotary and swiglu on CUDA where Triton works; else
+    PyTorch's."""
     torch = "torch"
     compiled = "compiled"
     npu = "npu"
@@ -84,7 +87,8 @@ class GroupedKernel(Enum):
     """torch_npu's on an NPU, else PyTorch's."""
     torch = "torch"
     looped = "looped"
-    """One matmul per expert, with the same arithmetic on every device; for comparisons between devices."""
+    """One matmul per expert, with the same arithmetic on every device; for comparisons between
+    devices."""
     npu = "npu"
 
 
@@ -93,7 +97,8 @@ class KernelConfig:
     """Implementations of a model's operations."""
 
     attention: AttentionKernel = option(AttentionKernel.auto, effect=Effect.rounding)
-    """Attention: PyTorch's, one of its backends or flex_attention (documents included), or torch_npu's."""
+    """Attention: PyTorch's, one of its backends or flex_attention (documents included), or
+    torch_npu's."""
     document_attention: DocumentKernel = option(DocumentKernel.auto, effect=Effect.rounding)
     """Attention under ``data.mask_documents``: PyTorch's with a mask, or flex_attention."""
     rms_norm: Kernel = option(Kernel.auto, effect=Effect.rounding)
@@ -103,7 +108,8 @@ class KernelConfig:
     swiglu: Kernel = option(Kernel.auto, effect=Effect.rounding)
     """SwiGLU gate of a dense feed-forward layer: PyTorch's, compiled separately, or torch_npu's."""
     grouped_matmul: GroupedKernel = option(GroupedKernel.auto, effect=Effect.rounding)
-    """Matmuls of experts: PyTorch's (a loop where it has no grouped one), always a loop, or torch_npu's."""
+    """Matmuls of experts: PyTorch's (a loop where it has no grouped one), always a loop, or
+    torch_npu's."""
 
     def names(self) -> dict[str, str]:
         """Map each operation to the name of its implementation."""
@@ -112,10 +118,15 @@ class KernelConfig:
     @property
     def compiles(self) -> bool:
         """Whether any operation is compiled separately."""
-        return not {Kernel.compiled.value, DocumentKernel.flex.value}.isdisjoint(self.names().values())
+        return not {Kernel.compiled.value, DocumentKernel.flex.value}.isdisjoint(
+            self.names().values()
+        )
 
-    def resolve(self, device_type: str, *, compiles: bool, deterministic: Deterministic | bool, fuses: bool) -> None:
-        """Replace every ``auto``, and check the choices against the device, compiled blocks and deterministic mode.
+    def resolve(
+        self, device_type: str, *, compiles: bool, deterministic: Deterministic | bool, fuses: bool
+    ) -> None:
+        """Replace every ``auto``, and check the choices against the device, compiled blocks and
+        deterministic mode.
 
         ``fuses``: whether ``auto`` may compile operations by themselves.
         """
@@ -123,37 +134,54 @@ class KernelConfig:
             # Experts are not compiled.
             seen, fix = compiles and operation != "grouped_matmul", f"set kernels.{operation}=auto"
             if name == "npu" and device_type != "npu":
-                raise ConfigError(f"kernels.{operation}=npu is torch_npu's, and this run is on {device_type}; {fix}")
+                raise ConfigError(
+                    f"kernels.{operation}=npu is torch_npu's, and this run is on {device_type}; "
+                    f"{fix}"
+                )
             if name == "npu" and seen:
                 raise ConfigError(
-                    f"kernels.{operation}=npu is a kernel that train.compile=true cannot see into, which torch_npu "
-                    f"documents for attention as not to be compiled; {fix}"
+                    f"kernels.{operation}=npu is a kernel that train.compile=true cannot see "
+                    f"into, which torch_npu documents for attention as not to be compiled; {fix}"
                 )
             mode = Deterministic(deterministic).word
             if name == "flex" and (device_type != "cuda" or deterministic):
-                where = f"this run is on {device_type}" if device_type != "cuda" else f"train.deterministic={mode}"
+                where = (
+                    f"this run is on {device_type}"
+                    if device_type != "cuda"
+                    else f"train.deterministic={mode}"
+                )
                 raise ConfigError(
-                    f"kernels.{operation}=flex is PyTorch's flex_attention, which trains on CUDA alone and is not "
-                    f"known to be deterministic, and {where}; {fix}"
+                    f"kernels.{operation}=flex is PyTorch's flex_attention, which trains on CUDA "
+                    f"alone and is not known to be deterministic, and {where}; {fix}"
                 )
             if name == "flex" and operation == "attention" and compiles:
                 raise ConfigError(
-                    "kernels.attention=flex is compiled by itself, and train.compile=true compiles whole blocks; "
-                    f"{fix} or train.compile=false"
+                    "kernels.attention=flex is compiled by itself, and train.compile=true "
+                    f"compiles whole blocks; {fix} or train.compile=false"
                 )
             if name == "auto":
                 plain = seen or bool(deterministic)
                 compiled = device_type == "cuda" and fuses and operation in COMPILED_ON_CUDA
-                if compiled and available_device_type() == "cuda":  # assumed when planning on another machine
+                if (
+                    compiled and available_device_type() == "cuda"
+                ):  # assumed when planning on another machine
                     compiled = triton_works()
                 fused = device_type == "npu" and operation in npu_kernels.OPERATORS
                 if fused and available_device_type() == "npu":  # which may be an older torch_npu
                     fused = npu_kernels.is_there(operation)
-                chosen = "torch" if plain else "compiled" if compiled else "npu" if fused else "torch"
+                chosen = (
+                    "torch" if plain else "compiled" if compiled else "npu" if fused else "torch"
+                )
                 setattr(self, operation, type(getattr(self, operation))(chosen))
 
     def check_attention(
-        self, device_type: str, dtype: torch.dtype, head_width: int, *, masks: bool, deterministic: Deterministic | bool
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        head_width: int,
+        *,
+        masks: bool,
+        deterministic: Deterministic | bool,
     ) -> None:
         """Refuse a backend of attention that the device, dtype, head or mask rules out.
 
@@ -168,35 +196,41 @@ class KernelConfig:
         if name not in BACKENDS:
             return
         if device_type == "npu" or (device_type == "cpu" and name not in CPU_BACKENDS):
-            has = f"has {' and '.join(CPU_BACKENDS)} only" if device_type == "cpu" else "chooses by itself"
+            has = (
+                f"has {' and '.join(CPU_BACKENDS)} only"
+                if device_type == "cpu"
+                else "chooses by itself"
+            )
             raise ConfigError(
-                f"kernels.attention={name} is a backend that this run's device lacks: attention on {device_type} "
-                f"{has}; set kernels.attention=auto"
+                f"kernels.attention={name} is a backend that this run's device lacks: attention "
+                f"on {device_type} {has}; set kernels.attention=auto"
             )
         if masks and self.document_attention is DocumentKernel.flex:
             raise ConfigError(
-                f"kernels.attention={name} has no effect with kernels.document_attention=flex, which computes all "
-                "attention under data.mask_documents=true; set kernels.attention=auto"
+                f"kernels.attention={name} has no effect with kernels.document_attention=flex, "
+                "which computes all attention under data.mask_documents=true; set "
+                "kernels.attention=auto"
             )
         if device_type == "cpu":
             return
         narrow = name in ("cudnn", "flash")
         if narrow and dtype not in (torch.bfloat16, torch.float16):
             raise ConfigError(
-                f"kernels.attention={name} takes bfloat16 and float16 only on CUDA, and parallel.param_dtype="
-                f"{str(dtype).removeprefix('torch.')}; set parallel.param_dtype=bfloat16 or kernels.attention=auto"
+                f"kernels.attention={name} takes bfloat16 and float16 only on CUDA, and "
+                f"parallel.param_dtype={str(dtype).removeprefix('torch.')}; set "
+                "parallel.param_dtype=bfloat16 or kernels.attention=auto"
             )
         if narrow and masks:
             raise ConfigError(
-                f"kernels.attention={name} cannot train with the mask of data.mask_documents=true: flash takes none, "
-                "and cuDNN returned NaN gradients (github.com/pytorch/pytorch/issues/196678); set "
-                "kernels.attention=auto"
+                f"kernels.attention={name} cannot train with the mask of "
+                "data.mask_documents=true: flash takes none, and cuDNN returned NaN gradients "
+                "(github.com/pytorch/pytorch/issues/196678); set kernels.attention=auto"
             )
         if (name == "flash" and head_width > FLASH_WIDTH) or (name == "cudnn" and head_width % 8):
             limit = f"at most {FLASH_WIDTH}" if name == "flash" else "a multiple of 8"
             raise ConfigError(
-                f"kernels.attention={name} needs heads whose width is {limit}, and those of this model have "
-                f"{head_width} channels; set kernels.attention=auto"
+                f"kernels.attention={name} needs heads whose width is {limit}, and those of this "
+                f"model have {head_width} channels; set kernels.attention=auto"
             )
         if name == "cudnn" and deterministic:
             raise ConfigError(
@@ -205,36 +239,46 @@ class KernelConfig:
             )
 
     def check_documents(self, masks: bool, selective: bool) -> None:
-        """Refuse flex_attention of documents without any, and flex_attention with selective checkpointing."""
+        """Refuse flex_attention of documents without any, and flex_attention with selective
+        checkpointing."""
         flexes = [operation for operation, name in self.names().items() if name == "flex"]
         if self.document_attention is DocumentKernel.flex and not masks:
             raise ConfigError(
-                "kernels.document_attention=flex is for sequences whose documents are kept apart; set "
-                "data.mask_documents=true or kernels.document_attention=auto"
+                "kernels.document_attention=flex is for sequences whose documents are kept "
+                "apart; set data.mask_documents=true or kernels.document_attention=auto"
             )
         if selective and flexes:
             raise ConfigError(
-                f"memory.gradient_checkpointing=selective knows no operator of kernels.{flexes[0]}=flex whose result "
-                "it could keep; set memory.gradient_checkpointing=full"
+                "memory.gradient_checkpointing=selective knows no operator of "
+                f"kernels.{flexes[0]}=flex whose result it could keep; set "
+                "memory.gradient_checkpointing=full"
             )
 
 
 def put_kernels(model: DecoderModel, config: KernelConfig) -> None:
-    """Set the implementations of a model that is not compiled yet to those of the resolved settings."""
+    """Set the implementations of a model that is not compiled yet to those of the resolved
+    settings."""
     for operation, name in config.names().items():
         if name == "npu" and not npu_kernels.is_there(operation):
             needed = npu_kernels.OPERATORS[operation]
             raise ConfigError(
-                f"kernels.{operation}=npu needs torch_npu's {needed}, which is not installed here; install the "
-                f"torch_npu of this torch or set kernels.{operation}=torch"
+                f"kernels.{operation}=npu needs torch_npu's {needed}, which is not installed "
+                f"here; install the torch_npu of this torch or set kernels.{operation}=torch"
             )
     use_ops(model, choose_ops(config.names()))
 
 
 def find_attention_backend(
-    model: DecoderModel, config: KernelConfig, device: torch.device, dtype: torch.dtype, seq_len: int, *, masks: bool
+    model: DecoderModel,
+    config: KernelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    seq_len: int,
+    *,
+    masks: bool,
 ) -> str | None:
-    """Backend of PyTorch's attention in a training step, by the heads of the first layer and the length of a sequence.
+    """Backend of PyTorch's attention in a training step, by the heads of the first layer and the
+    length of a sequence.
 
     Returns:
         None if another function computes attention, or PyTorch does not say.
@@ -247,7 +291,9 @@ def find_attention_backend(
     flexes = masks and config.document_attention is DocumentKernel.flex
     if name in ("npu", "flex") or flexes or device.type not in ("cuda", "cpu"):
         return None
-    memory_BTHK = torch.empty((1, seq_len, layer.n_heads, layer.head_dim), dtype=dtype, device=device)
+    memory_BTHK = torch.empty(
+        (1, seq_len, layer.n_heads, layer.head_dim), dtype=dtype, device=device
+    )
     if type(memory_BTHK) is not Tensor:  # a fake one, for predictions
         return None
     q_BHTK = memory_BTHK.transpose(1, 2).requires_grad_()
@@ -262,16 +308,20 @@ def find_attention_backend(
         except RuntimeError as error:
             if not backends:
                 return None  # attention may run even if the private function does not
-            why = "; ".join(dict.fromkeys(str(reason.message).partition(" (Triggered")[0] for reason in reasons))
+            why = "; ".join(
+                dict.fromkeys(str(reason.message).partition(" (Triggered")[0] for reason in reasons)
+            )
             raise ConfigError(
-                f"kernels.attention={name} cannot run here, with {layer.n_heads} heads of {layer.head_dim} channels in "
-                f"{dtype} ({why or str(error).splitlines()[0]}); set kernels.attention=auto"
+                f"kernels.attention={name} cannot run here, with {layer.n_heads} heads of "
+                f"{layer.head_dim} channels in {dtype} ({why or str(error).splitlines()[0]}); "
+                "set kernels.attention=auto"
             ) from error
 
 
 @functools.cache
 def triton_works() -> bool:
-    """Whether ``torch.compile`` can generate kernels for the CUDA device here, found without importing the compiler.
+    """Whether ``torch.compile`` can generate kernels for the CUDA device here, found without
+    importing the compiler.
 
     Triton compiles a launcher for each kernel, with a C compiler and Python's headers.
     """

@@ -1,4 +1,5 @@
-"""Values of configuration keys: their types, the likely meaning of a value of the wrong type, and example values.
+"""Values of configuration keys: their types, the likely meaning of a value of the wrong type, and
+example values.
 
 Independent of Hydra and of the names of the keys, except for ``SWITCHED_CHOICES``.
 """
@@ -27,7 +28,13 @@ SWITCHED_CHOICES = {
 }
 """Key with choices that also takes a boolean → boolean → its choice."""
 
-SYNONYMS = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp16": "float16"}
+SYNONYMS = {
+    "gpu": "cuda",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "f32": "float32",
+    "fp16": "float16",
+}
 SYNONYMS |= {"fp64": "float64"}
 """Common synonyms of choices, too different in spelling for a closest match → the choice."""
 
@@ -51,19 +58,27 @@ class Option(NamedTuple):
     def wanted(self) -> Any:
         """The annotation without None."""
         if self.nullable:
-            (wanted,) = (part for part in typing.get_args(self.annotation) if part is not type(None))
+            (wanted,) = (
+                part for part in typing.get_args(self.annotation) if part is not type(None)
+            )
             return wanted
         # An integer or a word is declared as Any, since OmegaConf does not support this union.
-        return int | str if self.annotation is Any and isinstance(self.default, int) else self.annotation
+        return (
+            int | str
+            if self.annotation is Any and isinstance(self.default, int)
+            else self.annotation
+        )
 
 
 def read_value(key: str, value: Any) -> Any:
-    """Return the choice that a boolean, or a spelling of one, means for ``key``; other values unchanged."""
+    """Return the choice that a boolean, or a spelling of one, means for ``key``; other values
+    unchanged."""
     return SWITCHED_CHOICES.get(key, {}).get(SWITCHES.get(str(value).strip().lower(), ""), value)
 
 
 def mismatch(option: Option, value: Any, raw: str) -> tuple[str | None, str | None]:
-    """Return the expected kind of value (None if it matches) and a corrected value (None if there is no guess)."""
+    """Return the expected kind of value (None if it matches) and a corrected value (None if there
+    is no guess)."""
     wanted = option.wanted
     if value is None and option.nullable:
         return None, None
@@ -87,18 +102,27 @@ def mismatch(option: Option, value: Any, raw: str) -> tuple[str | None, str | No
         if isinstance(value, list) and all(_is_item(item, kind) for item in value):
             return None, None
         corrected = f"[{raw}]" if _is_item(value, kind) else None
-        return {int: "a list of integers", float: "a list of finite numbers"}.get(kind, "a list"), corrected
+        return {int: "a list of integers", float: "a list of finite numbers"}.get(
+            kind, "a list"
+        ), corrected
     if wanted == int | str:  # the dataclass checks the words themselves
-        return (None if isinstance(value, str) or type(value) is int else "an integer or a word"), None
+        return (
+            None if isinstance(value, str) or type(value) is int else "an integer or a word"
+        ), None
     if wanted is Any:  # one word, or several
         words = value if isinstance(value, list) else [value]
-        return (None if all(isinstance(word, str) for word in words) else "a word or a list of words"), None
+        return (
+            None if all(isinstance(word, str) for word in words) else "a word or a list of words"
+        ), None
     assert wanted is str, f"no option may have the type {wanted}"
-    return (None if isinstance(value, (str, int, float)) and not isinstance(value, bool) else "text"), None
+    return (
+        None if isinstance(value, (str, int, float)) and not isinstance(value, bool) else "text"
+    ), None
 
 
 def _number_meant(value: Any) -> int | float | None:
-    """The finite number most likely meant by quoted text, another base or another numeric type; None if unclear."""
+    """The finite number most likely meant by quoted text, another base or another numeric type;
+    None if unclear."""
     for read in (functools.partial(int, base=0), int, float) if isinstance(value, str) else ():
         with contextlib.suppress(ValueError):
             return _number_meant(read(value.strip()))
@@ -114,7 +138,8 @@ def _is_item(value: Any, kind: type) -> bool:
 
 
 def example(key: str, option: Option, state: str = "") -> str:
-    """``key=value`` with the default, or with one that switches on (``state="true"``) or off (``"false"``)."""
+    """``key=value`` with the default, or with one that switches on (``state="true"``) or off
+    (``"false"``)."""
     wanted, default = option.wanted, option.default
     value = getattr(default, "value", default)
     if option.bounds.other is not None and value == option.bounds.other:
@@ -123,9 +148,18 @@ def example(key: str, option: Option, state: str = "") -> str:
         value = state == "true"
     elif isinstance(wanted, type) and issubclass(wanted, Enum) and state:
         names = [value, *(member.name for member in wanted)]
-        value = next((name for name in names if (name in OFF) == (state == "false") and name is not None), value)
+        value = next(
+            (name for name in names if (name in OFF) == (state == "false") and name is not None),
+            value,
+        )
     elif state == "false":
-        value = None if option.nullable else 0 if wanted in (int, float) and option.bounds.holds(0) else default
+        value = (
+            None
+            if option.nullable
+            else 0
+            if wanted in (int, float) and option.bounds.holds(0)
+            else default
+        )
         value = [] if wanted is Any else value
     elif state == "true" and not default and wanted in (int, float):
         value = next((number for number in (1, 0.1, 2) if option.bounds.holds(number)), default)

@@ -1,9 +1,10 @@
-"""Check command line overrides before Hydra composes them, and report each mistake in one sentence with a fix.
+"""Check command line overrides before Hydra composes them, and report each mistake in one sentence
+with a fix.
 
-Hydra's parser reads the overrides; the results are then checked against the choices of groups and the dataclasses of
-the chosen ones. Hydra and OmegaConf would find most of these mistakes as well, but name neither the value nor the fix,
-and they accept some (``+new.key=1``, ``cpu_offload=2``). Values with an interpolation (``${...}``) are type-checked by
-OmegaConf when it resolves them.
+Hydra's parser reads the overrides; the results are then checked against the choices of groups and
+the dataclasses of the chosen ones. Hydra and OmegaConf would find most of these mistakes as well,
+but name neither the value nor the fix, and they accept some (``+new.key=1``, ``cpu_offload=2``).
+Values with an interpolation (``${...}``) are type-checked by OmegaConf when it resolves them.
 """
 
 import contextlib
@@ -46,23 +47,35 @@ class SeveralValuesError(ConfigError):
 
 def list_choices() -> dict[str, list[str]]:
     """Map each group to the sorted names of its YAML files."""
-    return {group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")) for group in sorted(list_defaults())}
+    return {
+        group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+        for group in sorted(list_defaults())
+    }
 
 
 def schema_name(group: str, choice: str) -> str:
-    """Name of the schema of a group's YAML file: ``llama`` if its defaults begin with ``base_llama``."""
-    first = parse_yaml((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))["defaults"][0]
+    """Name of the schema of a group's YAML file: ``llama`` if its defaults begin with
+    ``base_llama``."""
+    first = parse_yaml((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))[
+        "defaults"
+    ][0]
     return str(first).removeprefix("base_")
 
 
 def list_defaults() -> dict[str, str | None]:
     """Map each group to its default choice, in the order of ``config.yaml``."""
     entries = parse_yaml((CONFIGS / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    return {group: choice for entry in entries if isinstance(entry, dict) for group, choice in entry.items()}
+    return {
+        group: choice
+        for entry in entries
+        if isinstance(entry, dict)
+        for group, choice in entry.items()
+    }
 
 
 def check_names(words: Sequence[str], choices: Choices) -> None:
-    """Name all words that are no settings in one ConfigError, with the words to type, if there are several.
+    """Name all words that are no settings in one ConfigError, with the words to type, if there are
+    several.
 
     ``parse_overrides`` and ``check_values`` answer a single one, with a longer sentence.
     """
@@ -76,7 +89,9 @@ def check_names(words: Sequence[str], choices: Choices) -> None:
         if word.startswith("-") and not equals and queue and not re.search("^-|=", queue[0]):
             value = queue.pop(0)
             typed, equals = f"{word} {value}", "="
-        elif not word.startswith("-") and (not equals or key in options or not re.fullmatch(r"[A-Za-z]\w+", key)):
+        elif not word.startswith("-") and (
+            not equals or key in options or not re.fullmatch(r"[A-Za-z]\w+", key)
+        ):
             continue  # known, or a mistake of another kind
         if key not in choices:
             found.append((typed, find_fix(key.lstrip("-"), value if equals else None, choices, {})))
@@ -85,10 +100,16 @@ def check_names(words: Sequence[str], choices: Choices) -> None:
     fixes = [fix for _, fix in found if fix is not None]
     reasons = dict.fromkeys(fix.reason for fix in fixes if fix.reason)
     write = " ".join(fix.words.removesuffix(", for example") for fix in fixes if fix.words)
-    clauses = [f"write {write}" + (f" ({'; '.join(reasons)})" if reasons else "")] if write else [*reasons]
+    clauses = (
+        [f"write {write}" + (f" ({'; '.join(reasons)})" if reasons else "")]
+        if write
+        else [*reasons]
+    )
     unknown = [typed for typed, fix in found if fix is None]
     clauses += [f"leave out {listed(unknown)}" if fixes else HELP] if unknown else []
-    raise ConfigError(f"{listed([typed for typed, _ in found])} are not settings; {', and '.join(clauses)}")
+    raise ConfigError(
+        f"{listed([typed for typed, _ in found])} are not settings; {', and '.join(clauses)}"
+    )
 
 
 def listed(names: Sequence[str]) -> str:
@@ -104,28 +125,41 @@ def explain_file(word: str, group: str = "experiment", command: str = "") -> str
     if (CONFIGS / group / f"{path.stem}.yaml").is_file():
         return f"write {command}{group}={path.stem}"
     place = CONFIGS.resolve() / group / f"{path.stem}.yaml"
-    return f"files of settings have a folder for each group: copy it to {place} and write {command}{group}={path.stem}"
+    return (
+        f"files of settings have a folder for each group: copy it to {place} and write "
+        f"{command}{group}={path.stem}"
+    )
 
 
 def parse_overrides(words: Sequence[str], choices: Choices) -> list[Override]:
-    """Parse ``key=value`` overrides; ConfigError, with a fix among ``choices``, for other arguments."""
+    """Parse ``key=value`` overrides; ConfigError, with a fix among ``choices``, for other
+    arguments."""
     typed = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     chosen = {group: typed[group] for group, names in choices.items() if typed.get(group) in names}
     return [_parse(word, words[index + 1 :], choices, chosen) for index, word in enumerate(words)]
 
 
-def _parse(word: str, later: Sequence[str], choices: Choices, chosen: Mapping[str, str | None]) -> Override:
+def _parse(
+    word: str, later: Sequence[str], choices: Choices, chosen: Mapping[str, str | None]
+) -> Override:
     check_text("", word)
     key, equals, value = word.partition("=")
 
     def meant(value: str | None) -> str:
         found = find_fix(key, value, choices, chosen) if key.strip() else None
-        return found.words if found is not None and found.words else f"{key.strip() or 'KEY'}={value or 'VALUE'}"
+        return (
+            found.words
+            if found is not None and found.words
+            else f"{key.strip() or 'KEY'}={value or 'VALUE'}"
+        )
 
     if word.startswith("-"):
         raise ConfigError(without_dashes(word, later, choices, chosen))
     if word.startswith("~"):
-        raise ConfigError(f"{word} would take a key away, which every run needs; write KEY=null or a value instead")
+        raise ConfigError(
+            f"{word} would take a key away, which every run needs; write KEY=null or a value "
+            "instead"
+        )
     if not equals:
         if file := explain_file(word):
             raise ConfigError(f"{word} is a file and no setting; {file}")
@@ -138,30 +172,44 @@ def _parse(word: str, later: Sequence[str], choices: Choices, chosen: Mapping[st
     try:
         override = OverridesParser.create().parse_override(word)
     except ValueError as error:  # int() refuses more than a few thousand digits
-        raise ConfigError(f"{key} has a number of {len(value)} digits; write {key}=VALUE with fewer") from error
+        raise ConfigError(
+            f"{key} has a number of {len(value)} digits; write {key}=VALUE with fewer"
+        ) from error
     except HydraException as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"{word} cannot be read ({reason}); put quotes around the value: '{key}=\"...\"'") from error
+        raise ConfigError(
+            f"{word} cannot be read ({reason}); put quotes around the value: '{key}=\"...\"'"
+        ) from error
     if override.is_sweep_override():
         raise SeveralValuesError(
-            f"{word} gives several values, a run takes one; write {meant(_first(value))}", word, meant(value)
+            f"{word} gives several values, a run takes one; write {meant(_first(value))}",
+            word,
+            meant(value),
         )
     if override.package is not None:
         raise ConfigError(
-            f"{word} names a package, and every group has its fixed place; write {key.partition('@')[0]}={value}"
+            f"{word} names a package, and every group has its fixed place; write "
+            f"{key.partition('@')[0]}={value}"
         )
     return override
 
 
 def without_dashes(
-    word: str, later: Sequence[str], choices: Choices, chosen: Mapping[str, str | None], command: str = ""
+    word: str,
+    later: Sequence[str],
+    choices: Choices,
+    chosen: Mapping[str, str | None],
+    command: str = "",
 ) -> str:
     """The sentence on a flag, with the words to type; ``later`` may begin with its value."""
     key, equals, value = word.partition("=")
     follows = later[0] if later and not re.search("^-|=", later[0]) else None
     found = find_fix(key.lstrip("-"), value if equals else follows, choices, chosen)
     if file := explain_file(value or follows or "", command=command):
-        return f"{key} {value or follows} is not an option, since a run is composed from named files; {file}"
+        return (
+            f"{key} {value or follows} is not an option, since a run is composed from named "
+            f"files; {file}"
+        )
     clause = found.clause("write", command) if found is not None else HELP
     return f"{word} is not an option, since settings have no dashes before them; {clause}"
 
@@ -172,7 +220,9 @@ def _first(sweep: str) -> str:
     return re.split(r"[,)]", sweep.rpartition("(")[2])[0].strip() or "VALUE"
 
 
-def check_groups(overrides: Sequence[Override], choices: Choices, defaults: Mapping[str, str | None]) -> None:
+def check_groups(
+    overrides: Sequence[Override], choices: Choices, defaults: Mapping[str, str | None]
+) -> None:
     """Check every ``group=choice``; ConfigError for an unknown choice."""
     for override in overrides:
         group = override.key_or_group
@@ -186,12 +236,18 @@ def check_groups(overrides: Sequence[Override], choices: Choices, defaults: Mapp
         if isinstance(choice, str) and (file := explain_file(choice, group)):
             raise ConfigError(f"{typed} must be a name, without a path or an ending; {file}")
         near = near_miss(choice.lower(), names) if isinstance(choice, str) else None
-        fix = f"did you mean {group}={near}?" if near else f"set {group}={value_text(defaults[group], quote=True)}"
+        fix = (
+            f"did you mean {group}={near}?"
+            if near
+            else f"set {group}={value_text(defaults[group], quote=True)}"
+        )
         word = str(choice).lower()
         if meant := find_familiar(group, word) or find_familiar(group, SWITCHES.get(word, word)):
             fix = Fix(meant[0].replace("*", word), meant[1]).clause("write")
         listed = "a preset that fsdptoys models lists" if group == "model" else one_of(names)
-        raise ConfigError(f"{typed} must be {listed}{' or null' if group == 'experiment' else ''}; {fix}")
+        raise ConfigError(
+            f"{typed} must be {listed}{' or null' if group == 'experiment' else ''}; {fix}"
+        )
 
 
 def _refuse_plus(override: Override) -> None:
@@ -208,13 +264,15 @@ def check_values(
     chosen: Mapping[str, str | None],
     schemas: Mapping[str, Mapping[str, type]],
 ) -> None:
-    """Check every key outside of groups, and the type of its value; ConfigError for the first mistake.
+    """Check every key outside of groups, and the type of its value; ConfigError for the first
+    mistake.
 
     Args:
         sections: section → chosen dataclass.
         roots: keys outside of any section.
         chosen: group → chosen YAML file.
-        schemas: group → name of a schema → dataclass; an experiment has none, since it overrides other groups.
+        schemas: group → name of a schema → dataclass; an experiment has none, since it overrides
+            other groups.
     """
     options = dict(roots)
     for section, schema in sections.items():
@@ -228,11 +286,15 @@ def check_values(
         if key not in options:
             section = key.partition(".")[0]
             of_group = schemas.get(section, {})
-            having = {name for name, schema in of_group.items() if key in list_options(schema, section)}
-            if belongs := [name for name in choices.get(section, ()) if schema_name(section, name) in having]:
+            having = {
+                name for name, schema in of_group.items() if key in list_options(schema, section)
+            }
+            if belongs := [
+                name for name in choices.get(section, ()) if schema_name(section, name) in having
+            ]:
                 raise UnusedKeyError(
-                    f"{typed} is not an option of {section}={chosen[section]}, it belongs to {', '.join(belongs)}; "
-                    f"set {section}={belongs[0]} or leave it out"
+                    f"{typed} is not an option of {section}={chosen[section]}, it belongs to "
+                    f"{', '.join(belongs)}; set {section}={belongs[0]} or leave it out"
                 )
             raise ConfigError(_unknown_key(typed, key, raw, choices, chosen))
         _refuse_plus(override)
@@ -254,15 +316,26 @@ def list_options(schema: type, prefix: str) -> dict[str, Option]:
     return options
 
 
-def _unknown_key(typed: str, key: str, raw: str, choices: Choices, chosen: Mapping[str, str | None]) -> str:
+def _unknown_key(
+    typed: str, key: str, raw: str, choices: Choices, chosen: Mapping[str, str | None]
+) -> str:
     if key.partition(".")[0] == "hydra":
         return f"{typed} is Hydra's own setting, which every rank needs as it is; leave it out"
     if re.search(r"(^|\.)_\w+_$", key):
-        return f"{typed} would run code that the configuration names, which is not supported; leave it out"
+        return (
+            f"{typed} would run code that the configuration names, which is not supported; leave "
+            "it out"
+        )
     fix = find_fix(key, raw, choices, chosen)
     if fix is not None and fix.sets_part:
-        return f"{typed} sets a whole section, but keys are set one by one; set for example {fix.words}"
-    return f"{typed} names a key that does not exist; {fix.clause('did you mean') if fix is not None else HELP}"
+        return (
+            f"{typed} sets a whole section, but keys are set one by one; set for example "
+            f"{fix.words}"
+        )
+    return (
+        f"{typed} names a key that does not exist; "
+        f"{fix.clause('did you mean') if fix is not None else HELP}"
+    )
 
 
 class Fix(NamedTuple):
@@ -278,14 +351,20 @@ class Fix(NamedTuple):
         if not self.words:
             return f"{self.reason}, leave it out"
         verb = self.verb or verb
-        return f"{self.reason}{', ' * bool(self.reason)}{verb} {command}{self.words}{'?' * (verb == 'did you mean')}"
+        return (
+            f"{self.reason}{', ' * bool(self.reason)}{verb} "
+            f"{command}{self.words}{'?' * (verb == 'did you mean')}"
+        )
 
 
-def find_fix(name: str, raw: str | None, choices: Choices, chosen: Mapping[str, str | None]) -> Fix | None:
+def find_fix(
+    name: str, raw: str | None, choices: Choices, chosen: Mapping[str, str | None]
+) -> Fix | None:
     """Return the overrides that an unknown name stands for; None if nothing is close.
 
     Args:
-        name: a familiar name of another framework, a key without its section, a misspelled key, a section or a choice.
+        name: a familiar name of another framework, a key without its section, a misspelled key, a
+            section or a choice.
         raw: its value; None if none was typed.
         chosen: group → chosen YAML file, if not the default.
     """
@@ -294,7 +373,11 @@ def find_fix(name: str, raw: str | None, choices: Choices, chosen: Mapping[str, 
     state = "true" if raw is None else SWITCHES.get(raw.strip("'\"").lower(), raw)
 
     def assign(key: str) -> str:
-        return _assign(key, raw, state, options[key]) if key in options else _choose(key, raw, choices[key])
+        return (
+            _assign(key, raw, state, options[key])
+            if key in options
+            else _choose(key, raw, choices[key])
+        )
 
     found = find_familiar(name, state)
     if found is None and name not in options:
@@ -311,7 +394,12 @@ def find_fix(name: str, raw: str | None, choices: Choices, chosen: Mapping[str, 
         return Fix(needed.get(words.partition("=")[0], "") + words, reason, "write")
     below = next((key for key in options if key.startswith(f"{name}.")), None)
     if name not in choices and below is not None:
-        return Fix(assign(below) if options[below].annotation is bool else example(below, options[below]), "", "", True)
+        return Fix(
+            assign(below) if options[below].annotation is bool else example(below, options[below]),
+            "",
+            "",
+            True,
+        )
     known = [*(key for key in options if key not in needed), *choices]
     for keys in (known, list(options)):
         if same := [key for key in keys if key.rpartition(".")[2] == name.rpartition(".")[2]]:
@@ -325,8 +413,11 @@ def find_fix(name: str, raw: str | None, choices: Choices, chosen: Mapping[str, 
 
 
 @functools.cache
-def _all_options(chosen: tuple[tuple[str, str | None], ...]) -> tuple[dict[str, Option], dict[str, str]]:
-    """Return all keys of all choices, and key → the words before it that choose what has it, unless chosen already."""
+def _all_options(
+    chosen: tuple[tuple[str, str | None], ...],
+) -> tuple[dict[str, Option], dict[str, str]]:
+    """Return all keys of all choices, and key → the words before it that choose what has it, unless
+    chosen already."""
     from .schema import ROOT_OPTIONS, SCHEMAS, Config  # imports torch, which help does without
 
     options, needed = dict(ROOT_OPTIONS), dict[str, str]()
@@ -394,4 +485,6 @@ def _check_value(key: str, raw: str, value: Any, option: Option) -> None:
         fix = f"did you mean {key}={corrected}?"
     else:
         fix = f"set {key}={corrected}"
-    raise ConfigError(f"{key}={raw} must be {expected}{' or null' if option.nullable else ''}; {fix}")
+    raise ConfigError(
+        f"{key}={raw} must be {expected}{' or null' if option.nullable else ''}; {fix}"
+    )

@@ -29,11 +29,13 @@ class PlanConfig:
     allocator: AllocatorKind = option(AllocatorKind.expandable, effect=Effect.none)
     """Mode of PyTorch's caching allocator on the device."""
     expert_imbalance: float = option(1.0, at_least(1, 2**20), effect=Effect.none)
-    """Tokens of the busiest rank's experts under ``mesh.ep_size``, as a multiple of the mean; 1 for an even load."""
+    """Tokens of the busiest rank's experts under ``mesh.ep_size``, as a multiple of the mean; 1 for
+    an even load."""
     rows: int = option(10, at_least(1, 10**6), effect=Effect.none)
     """Maximum number of combinations that ``plan search`` shows."""
     predict: bool = option(True, effect=Effect.none)
-    """``train`` predicts memory and time before the run, and compares them with the measured values."""
+    """``train`` predicts memory and time before the run, and compares them with the measured
+    values."""
 
     def __post_init__(self) -> None:
         check_options("plan", self)

@@ -26,17 +26,21 @@ T = TypeVar("T")
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON file of a run; ConfigError if it cannot be read, or is not a mapping with string keys."""
+    """Read a YAML or JSON file of a run; ConfigError if it cannot be read, or is not a mapping with
+    string keys."""
     try:
         text = read_regular(path, LARGEST_FILE_BYTES)
         tree = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
         _check_keys(tree)
     except OSError as mistake:
         raise ConfigError(
-            f"{path} cannot be read ({mistake.strerror or mistake}); give a directory that fsdptoys train has written"
+            f"{path} cannot be read ({mistake.strerror or mistake}); give a directory that "
+            "fsdptoys train has written"
         ) from mistake
     except ValueError as mistake:
-        raise ConfigError(f"{path} cannot be read ({one_line(mistake)}); use the file that the run wrote") from mistake
+        raise ConfigError(
+            f"{path} cannot be read ({one_line(mistake)}); use the file that the run wrote"
+        ) from mistake
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no settings; use the file that the run wrote")
     return tree
@@ -47,18 +51,23 @@ def _check_keys(tree: Any) -> None:
     for key in tree if isinstance(tree, dict) else ():
         if not isinstance(key, str):
             raise ForeignError(f"it has the key {key}, which is not text")
-    for value in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+    for value in (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    ):
         _check_keys(value)
 
 
 def read_config(tree: dict[str, Any], where: str) -> Config:
     """Build the configuration of a run, as far as it affects the time of a step.
 
-    ``tree`` holds the contents of ``config.yaml``, and ``where`` names it in messages. Missing keys are newer than the
-    run and get their defaults. ConfigError for an unknown key or a value of the wrong type.
+    ``tree`` holds the contents of ``config.yaml``, and ``where`` names it in messages. Missing keys
+    are newer than the run and get their defaults. ConfigError for an unknown key or a value of the
+    wrong type.
     """
     sections: dict[str, Any] = {
-        "model": dataclasses.replace(model_config_of(tree.get("model"), where, "leave the run out"), init_from=None),
+        "model": dataclasses.replace(
+            model_config_of(tree.get("model"), where, "leave the run out"), init_from=None
+        ),
         "parallel": _build_named(STRATEGIES, tree, "parallel", where),
         "optim": _build_named(OPTIMIZERS, tree, "optim", where),
         "tune": _build_named(TUNINGS, {"tune": {"name": "full"}} | tree, "tune", where),
@@ -80,23 +89,34 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
 
 
 def read_data_config(tree: Mapping[str, Any], where: str) -> DataConfig:
-    """Build the ``data`` section of a run's configuration; arguments and errors as in :func:`read_config`."""
+    """Build the ``data`` section of a run's configuration; arguments and errors as in
+    :func:`read_config`."""
     return _build_named(DATASETS, tree, "data", where, fix="use the file that the run wrote")
 
 
 def _build_named(
-    kinds: Mapping[str, type[T]], tree: Mapping[str, Any], section: str, where: str, fix: str = "leave the run out"
+    kinds: Mapping[str, type[T]],
+    tree: Mapping[str, Any],
+    section: str,
+    where: str,
+    fix: str = "leave the run out",
 ) -> T:
     """Build a section whose ``name`` selects the dataclass."""
     values = tree.get(section)
     name = values.get("name") if isinstance(values, dict) else None
     if not isinstance(values, dict) or not isinstance(name, str) or name not in kinds:
-        raise ConfigError(f"{where} says {section}.name={name}, which this version does not have; {fix}")
-    return _build(kinds[name], {key: value for key, value in values.items() if key != "name"}, where, section)
+        raise ConfigError(
+            f"{where} says {section}.name={name}, which this version does not have; {fix}"
+        )
+    return _build(
+        kinds[name], {key: value for key, value in values.items() if key != "name"}, where, section
+    )
 
 
 def _build(kind: type[T], values: Any, where: str, section: str) -> T:
     try:
         return build(kind, values, section)
     except ForeignError as mistake:
-        raise ConfigError(f"{where} cannot be read ({mistake}); correct it, or leave the run out") from mistake
+        raise ConfigError(
+            f"{where} cannot be read ({mistake}); correct it, or leave the run out"
+        ) from mistake

@@ -1,4 +1,5 @@
-"""Configuration of a run: the packages' sections in one dataclass, and the checks across sections, without Hydra."""
+"""Configuration of a run: the packages' sections in one dataclass, and the checks across sections,
+without Hydra."""
 
 import dataclasses
 import typing
@@ -39,7 +40,8 @@ class Config(Sections):
     """All settings of a run."""
 
     def count_steps(self, world_size: int) -> str | None:
-        """Replace each -1 of ``train`` in a run that tunes a model; return a sentence on the counted steps, or None.
+        """Replace each -1 of ``train`` in a run that tunes a model; return a sentence on the
+        counted steps, or None.
 
         Reads the prepared data. ConfigError if the counted steps contradict other settings.
         """
@@ -47,11 +49,14 @@ class Config(Sections):
         assert train.data_seed is not None, "the config must have been validated"
         if train.steps == -1:
             rows = len(self.data.build(train.seq_len, self.model.vocab_size, train.data_seed).train)
-            ranks = self.parallel.axes(world_size, self.mesh).data_ranks * getattr(self.parallel, "simulated_ranks", 1)
+            ranks = self.parallel.axes(world_size, self.mesh).data_ranks * getattr(
+                self.parallel, "simulated_ranks", 1
+            )
             a_step = train.batch_size * train.grad_accum * ranks
             train.steps = -(-rows // a_step)
             sentence = (
-                f"train.steps={train.steps}: one pass over {rows:,} rows of {train.seq_len:,} tokens, {a_step} a step"
+                f"train.steps={train.steps}: one pass over {rows:,} rows of {train.seq_len:,} "
+                f"tokens, {a_step} a step"
             )
             self.profile.validate(world_size, self.launch.device.value, train.steps)
         if train.eval_every == -1:
@@ -61,14 +66,18 @@ class Config(Sections):
         return sentence
 
     def validate(self, world_size: int, device_type: str, node_ranks: int | None = None) -> None:
-        """Resolve every ``auto``, and check the sections against each other, before any worker starts.
+        """Resolve every ``auto``, and check the sections against each other, before any worker
+        starts.
 
-        ``world_size`` counts the ranks of all nodes, ``node_ranks`` those of each; None for a single node. ConfigError
-        for the first mistake, in one sentence that names key, value and fix.
+        ``world_size`` counts the ranks of all nodes, ``node_ranks`` those of each; None for a
+        single node. ConfigError for the first mistake, in one sentence that names key, value and
+        fix.
         """
         assert device_type in DEVICE_TYPES
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        sections = {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
+        sections = {
+            name: value for name, value in values.items() if dataclasses.is_dataclass(value)
+        }
         for section in sections:
             refuse_unused(sections, section)
         where = self._resolve(world_size, device_type, node_ranks or world_size)
@@ -93,7 +102,9 @@ class Config(Sections):
         self.debug.validate(self.train.compile, self.kernels.compiles)
         try:
             check_patches(self.patches, self.parallel.name)
-        except ValueError as mistake:  # patches do not import ConfigError, but word their messages alike
+        except (
+            ValueError
+        ) as mistake:  # patches do not import ConfigError, but word their messages alike
             raise ConfigError(str(mistake)) from mistake
         if self.model.init_from is not None or self.tune.freezes:
             with torch.device("meta"):
@@ -108,7 +119,9 @@ class Config(Sections):
         train.resolve()
         self.mesh.resolve(world_size, node_ranks)
         if train.sum_dtype is SumDType.auto:
-            train.sum_dtype = SumDType.float64 if float64_collectives(device_type) else SumDType.float32
+            train.sum_dtype = (
+                SumDType.float64 if float64_collectives(device_type) else SumDType.float32
+            )
         parallel.resolve(train.deterministic)
         self.kernels.resolve(
             device_type,
@@ -117,21 +130,33 @@ class Config(Sections):
             fuses=not self.debug.trace_collectives,
         )
         axes = parallel.axes(world_size, self.mesh, getattr(self.model, "n_experts", 0))
-        if isinstance(parallel, ReducingConfig) and axes.cp > 1 and parallel.context is ContextForm.auto:
+        if (
+            isinstance(parallel, ReducingConfig)
+            and axes.cp > 1
+            and parallel.context is ContextForm.auto
+        ):
             whole_heads = self.model.n_heads // axes.tp % axes.cp == 0
-            parallel.context = ContextForm.ulysses if whole_heads else parallel.capabilities.context_forms[1]
-        optim.resolve(device_type, deterministic=bool(train.deterministic), on_host=memory.cpu_offload)
+            parallel.context = (
+                ContextForm.ulysses if whole_heads else parallel.capabilities.context_forms[1]
+            )
+        optim.resolve(
+            device_type, deterministic=bool(train.deterministic), on_host=memory.cpu_offload
+        )
         if memory.optimizer_offload and memory.offload_schedule is OffloadSchedule.auto:
-            memory.offload_schedule = OffloadSchedule.pipelined  # the fastest that keeps no gradients between steps
+            memory.offload_schedule = (
+                OffloadSchedule.pipelined
+            )  # the fastest that keeps no gradients between steps
         return Where(world_size, device_type, axes)
 
     def check_evaluation(self) -> None:
-        """Check that the data has a held-out split if ``eval_every`` is set; some data knows it only once prepared."""
+        """Check that the data has a held-out split if ``eval_every`` is set; some data knows it
+        only once prepared."""
         train = self.train
         if train.eval_every > 0 and not self.data.has_eval:
             raise ConfigError(
-                f"train.eval_every={train.eval_every} (typed, or set by the experiment) needs a held-out part, which "
-                f"data={self.data.name} does not have as set; set {self.data.eval_fix} or train.eval_every=0"
+                f"train.eval_every={train.eval_every} (typed, or set by the experiment) needs a "
+                f"held-out part, which data={self.data.name} does not have as set; set "
+                f"{self.data.eval_fix} or train.eval_every=0"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -153,10 +178,17 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value):
-        # In sections with several dataclasses, ``name`` says which one; a model's ``name`` is its preset.
-        kind = {"name": value.name} if isinstance(value, (ParallelConfig, DataConfig, OptimConfig, TuneConfig)) else {}
+        # In sections with several dataclasses, ``name`` says which one; a model's ``name`` is its
+        # preset.
+        kind = (
+            {"name": value.name}
+            if isinstance(value, (ParallelConfig, DataConfig, OptimConfig, TuneConfig))
+            else {}
+        )
         kind |= {"family": value.family} if isinstance(value, ModelConfig) else {}
-        return kind | {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return kind | {
+            each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)
+        }
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value

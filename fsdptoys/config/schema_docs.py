@@ -1,4 +1,5 @@
-"""Read keys, annotations, defaults, bounds and docstrings of the config dataclasses from their source.
+"""Read keys, annotations, defaults, bounds and docstrings of the config dataclasses from their
+source.
 
 Parsing with ``ast`` keeps ``--help`` under a second; importing the classes would import torch.
 """
@@ -21,14 +22,18 @@ class Declaration:
     bases: list[str]
     doc: str
     fields: list[tuple[str, str, str]] = field(default_factory=list)  # Name, annotation and default
-    docs: dict[str, str] = field(default_factory=dict)  # Docstrings of fields, and of an enum's members
+    docs: dict[str, str] = field(
+        default_factory=dict
+    )  # Docstrings of fields, and of an enum's members
     bounds: dict[str, bounds_module.Bounds] = field(default_factory=dict)
     family: str | None = None
-    """Of a model's configuration: the suffix of the ``base_<family>`` schema that its presets start from."""
+    """Of a model's configuration: the suffix of the ``base_<family>`` schema that its presets start
+    from."""
 
 
 class Key(NamedTuple):
-    """A configuration key, with annotation and default of the most derived class that declares it."""
+    """A configuration key, with annotation and default of the most derived class that declares
+    it."""
 
     annotation: str
     default: str
@@ -42,7 +47,9 @@ def collect_keys(classes: dict[str, Declaration], name: str) -> dict[str, Key]:
     for owner in [*reversed(ancestors(classes, name)), name]:
         for key, annotation, default in classes[owner].fields:
             doc = classes[owner].docs.get(key) or (collected[key].doc if key in collected else "")
-            bounds = classes[owner].bounds.get(key) or (collected[key].bounds if key in collected else "")
+            bounds = classes[owner].bounds.get(key) or (
+                collected[key].bounds if key in collected else ""
+            )
             collected[key] = Key(annotation, default, str(bounds), doc)
     return collected
 
@@ -58,12 +65,15 @@ def ancestors(classes: dict[str, Declaration], name: str) -> list[str]:
 
 
 def read_classes(root: Path, quote: str = "") -> dict[str, Declaration]:
-    """Read all classes of a folder and its direct subfolders, by name; aliases (``A = B``) included.
+    """Read all classes of a folder and its direct subfolders, by name; aliases (``A = B``)
+    included.
 
     ``quote`` replaces the double backticks of docstrings.
     """
     aliases: dict[str, str] = {}
-    names = dict(vars(bounds_module))  # with the constants of all modules, to evaluate the fields' metadata
+    names = dict(
+        vars(bounds_module)
+    )  # with the constants of all modules, to evaluate the fields' metadata
     nodes: list[ast.ClassDef] = []
     for path in sorted(root.glob("*.py")) + sorted(root.glob("*/*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -79,7 +89,9 @@ def read_classes(root: Path, quote: str = "") -> dict[str, Declaration]:
 
 
 def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
-    return eval(compile(ast.Expression(node), "<config>", "eval"), {}, names)  # of this package's own source
+    return eval(
+        compile(ast.Expression(node), "<config>", "eval"), {}, names
+    )  # of this package's own source
 
 
 def _read_class(node: ast.ClassDef, names: dict[str, Any], quote: str) -> Declaration:
@@ -100,7 +112,11 @@ def _read_class(node: ast.ClassDef, names: dict[str, Any], quote: str) -> Declar
         if isinstance(statement, ast.Assign) and is_enum:
             target = statement.targets[0]
             # locals()["NAME"] = …, where the name is no identifier.
-            last = str(ast.literal_eval(target.slice)) if isinstance(target, ast.Subscript) else ast.unparse(target)
+            last = (
+                str(ast.literal_eval(target.slice))
+                if isinstance(target, ast.Subscript)
+                else ast.unparse(target)
+            )
             found.fields.append((last, "", ""))
         elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             last = statement.target.id
@@ -108,7 +124,9 @@ def _read_class(node: ast.ClassDef, names: dict[str, Any], quote: str) -> Declar
             if not annotation.startswith("ClassVar"):
                 found.fields.append((last, annotation, _default(statement.value)))
                 if bounds := _bounds(statement.value):
-                    found.bounds[last] = _evaluate(bounds, names).get("bounds", bounds_module.Bounds())
+                    found.bounds[last] = _evaluate(bounds, names).get(
+                        "bounds", bounds_module.Bounds()
+                    )
             elif last == "family" and isinstance(statement.value, ast.Constant):
                 found.family = str(statement.value.value)
     return found

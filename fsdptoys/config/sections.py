@@ -42,10 +42,15 @@ class Sections:
     kernels: KernelConfig = field(default_factory=KernelConfig)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     patches: Any = "auto"
-    """PyTorch patches to apply, [NAME,...]; auto for those that its version and the strategy need, [] for none."""
+    """PyTorch patches to apply, [NAME,...]; auto for those that its version and the strategy need,
+    [] for none."""
 
     @property
     def step_bytes(self) -> int:
         """Host memory of one rank's tokens and labels per step, in bytes."""
-        sequences = self.train.batch_size * self.train.grad_accum * getattr(self.parallel, "simulated_ranks", 1)
+        sequences = (
+            self.train.batch_size
+            * self.train.grad_accum
+            * getattr(self.parallel, "simulated_ranks", 1)
+        )
         return 16 * sequences * self.train.seq_len

@@ -1,9 +1,10 @@
-"""Training data: a synthetic source, bytes of text, binary token files, prepared folders of tokens, and
-conversations.
+"""Training data: a synthetic source, bytes of text, binary token files, prepared folders of tokens,
+and conversations.
 
-``DataConfig.build`` returns a ``TokenDataset`` of numbered samples; ``BatchStream`` turns them into batches in an order
-determined by the seed and the number of samples seen. ``prepare_folder`` turns text into a folder of
-tokens; several folders can be mixed by weight. Not covered: reading over a network.
+``DataConfig.build`` returns a ``TokenDataset`` of numbered samples; ``BatchStream`` turns them into
+batches in an order determined by the seed and the number of samples seen. ``prepare_folder`` turns
+text into a folder of tokens; several folders can be mixed by weight. Not covered: reading over a
+network.
 """
 
 from .bin import BinConfig as BinConfig
@@ -37,6 +38,8 @@ from .synthetic import SyntheticConfig as SyntheticConfig
 from .text_encoder import open_encoder as open_encoder
 
 DATASETS: dict[str, type[DataConfig]] = {
-    kind.name: kind for kind in (SyntheticConfig, TextConfig, BinConfig, PreparedConfig, HFConfig, ChatConfig)
+    kind.name: kind
+    for kind in (SyntheticConfig, TextConfig, BinConfig, PreparedConfig, HFConfig, ChatConfig)
 }
-"""Registry: the name after ``data=`` → the dataclass that ``configs/data/NAME.yaml`` starts from."""
+"""Registry: the name after ``data=`` → the dataclass that ``configs/data/NAME.yaml`` starts
+from."""

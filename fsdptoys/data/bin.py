@@ -1,7 +1,7 @@
 """``data=bin``: files of token ids without a header, as nanoGPT's ``train.bin``.
 
-Ids are little-endian, 16 or 32 bits, of any tokenizer. Several files are one stream, in the given order (a glob's files
-by path), and a sample may cross from one into the next.
+Ids are little-endian, 16 or 32 bits, of any tokenizer. Several files are one stream, in the given
+order (a glob's files by path), and a sample may cross from one into the next.
 """
 
 import os
@@ -64,11 +64,13 @@ class BinConfig(DataConfig):
         return self.document_end is not None
 
     def validate(self, seq_len: int, vocab_size: int) -> None:
-        """Check that the files exist and are long enough, and that the first MiB of each fits the vocabulary."""
+        """Check that the files exist and are long enough, and that the first MiB of each fits the
+        vocabulary."""
         if self.document_end is not None and not 0 <= self.document_end < vocab_size:
             raise ConfigError(
-                f"data.document_end={self.document_end} is no id below model.vocab_size={vocab_size}; set "
-                "data.document_end to the id that ends documents in the files, or to null"
+                f"data.document_end={self.document_end} is no id below "
+                f"model.vocab_size={vocab_size}; set data.document_end to the id that ends "
+                "documents in the files, or to null"
             )
         for part in self._open(seq_len, vocab_size):
             if part is not None:
@@ -90,8 +92,8 @@ class BinConfig(DataConfig):
             for file in eval_stream.files:
                 if os.path.realpath(file.path) in seen:
                     raise ConfigError(
-                        f"data.eval_files=[{file.path}] is also in data.files, so that it would not be held out; "
-                        "take it out of one of them"
+                        f"data.eval_files=[{file.path}] is also in data.files, so that it would "
+                        "not be held out; take it out of one of them"
                     )
             held_out = WindowSamples(eval_stream, 0, len(eval_stream), seq_len)
             held_out.require_one("data.eval_files", "add files to data.eval_files")
@@ -104,8 +106,8 @@ class BinConfig(DataConfig):
             require_content(key, file)
             if file.size_bytes % dtype.itemsize:
                 raise ConfigError(
-                    f"{key}=[{file.path}] has {file.size_bytes} bytes, which is not a multiple of the "
-                    f"{dtype.itemsize} bytes of data.dtype={self.dtype.value}; write it again or set data.dtype to "
-                    "that of the file"
+                    f"{key}=[{file.path}] has {file.size_bytes} bytes, which is not a multiple "
+                    f"of the {dtype.itemsize} bytes of data.dtype={self.dtype.value}; write it "
+                    "again or set data.dtype to that of the file"
                 )
         return FileStream(key, without_repeats(files), dtype, vocab_size)

@@ -1,8 +1,8 @@
 """``data=text``: text files as bytes, token ids 0 to 255, without a tokenizer.
 
-Documents are ordered by a hash of their names, so that the held-out end of the stream is a random sample, with one zero
-byte between them. ``stdlib`` is the source of the running Python's standard library: about 12 MB of text without a
-download, though it depends on Python's version.
+Documents are ordered by a hash of their names, so that the held-out end of the stream is a random
+sample, with one zero byte between them. ``stdlib`` is the source of the running Python's standard
+library: about 12 MB of text without a download, though it depends on Python's version.
 """
 
 import hashlib
@@ -24,7 +24,16 @@ from .token_windows import FileDataset, split_windows
 BYTES = 256  # ids of a byte-level vocabulary
 SEPARATOR = 0  # byte between two documents, rare in text
 STDLIB = "stdlib"
-STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+STDLIB_LEFT_OUT = {
+    "test",
+    "tests",
+    "idle_test",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}
 """Directories of other packages, or of files in odd encodings."""
 
 
@@ -35,7 +44,8 @@ class TextConfig(DataConfig):
     name = "text"
 
     files: list[str] = option([STDLIB], effect=Effect.training)
-    """Paths or globs (``**`` for any depth); ``stdlib`` is the source of Python's standard library."""
+    """Paths or globs (``**`` for any depth); ``stdlib`` is the source of Python's standard
+    library."""
     eval_fraction: float = option(0.05, between(0, 1, below=True), effect=Effect.training)
     """Share of the bytes held out: whole files, and part of the one at the cut; 0 for none."""
     sample_tokens: int = option(300, between(0, 2**20), effect=Effect.none)
@@ -72,17 +82,22 @@ class TextConfig(DataConfig):
         dataset = FileDataset(self.name, train, held_out, seed, SEPARATOR)
         if self.sample_tokens:
             prompt_T = encode_bytes(self.sample_prompt)
-            dataset.text_sample = TextSample(prompt_T, self.sample_tokens, self.sample_temperature, decode_bytes)
+            dataset.text_sample = TextSample(
+                prompt_T, self.sample_tokens, self.sample_temperature, decode_bytes
+            )
         return dataset
 
     def _open(self, vocab_size: int) -> FileStream:
         if vocab_size < BYTES:
             raise ConfigError(
-                f"model.vocab_size={vocab_size} must be at least {BYTES} for data=text, one id a byte; "
-                f"set model.vocab_size={BYTES}"
+                f"model.vocab_size={vocab_size} must be at least {BYTES} for data=text, one id a "
+                f"byte; set model.vocab_size={BYTES}"
             )
         if not self.files:
-            raise ConfigError(f"data.files=[] names no file; set data.files=[{STDLIB}] or data.files=[path/to/*.txt]")
+            raise ConfigError(
+                f"data.files=[] names no file; set data.files=[{STDLIB}] or "
+                "data.files=[path/to/*.txt]"
+            )
         files: list[SourceFile] = []
         for pattern in self.files:
             files += stdlib_files() if pattern == STDLIB else match_files("data.files", pattern)
@@ -102,11 +117,17 @@ def decode_bytes(tokens: Sequence[int] | Tokens) -> str:
     tokens_T = np.asarray(tokens, dtype=np.int64)
     never_in_utf8 = 0xFF
     in_range = (tokens_T >= 0) & (tokens_T < BYTES)
-    return np.where(in_range, tokens_T, never_in_utf8).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+    return (
+        np.where(in_range, tokens_T, never_in_utf8)
+        .astype(np.uint8)
+        .tobytes()
+        .decode("utf-8", errors="replace")
+    )
 
 
 def stdlib_files() -> list[SourceFile]:
-    """Source of the running Python's standard library, without tests and installed packages; ConfigError if none."""
+    """Source of the running Python's standard library, without tests and installed packages;
+    ConfigError if none."""
     root = sysconfig.get_paths()["stdlib"]
     files = []
     for directory, subdirectories, names in os.walk(root):
@@ -116,6 +137,7 @@ def stdlib_files() -> list[SourceFile]:
         files += [source_file("data.files", path, root) for path in paths if os.path.isfile(path)]
     if not files:
         raise ConfigError(
-            f"data.files=[{STDLIB}] finds no source files in {root}; set data.files=[path/to/*.txt] to text of your own"
+            f"data.files=[{STDLIB}] finds no source files in {root}; set "
+            "data.files=[path/to/*.txt] to text of your own"
         )
     return files

@@ -1,6 +1,7 @@
 """``data=chat``: supervised fine-tuning on conversations, whose answers alone are learned.
 
-Prepared as ``data=hf``: once, into the cache. Conversations are packed into rows and see only themselves.
+Prepared as ``data=hf``: once, into the cache. Conversations are packed into rows and see only
+themselves.
 """
 
 import dataclasses
@@ -17,12 +18,14 @@ from .text_encoder import Encoder
 
 @dataclass
 class ChatConfig(TokenizedConfig):
-    """Conversations in JSON lines, Parquet or Arrow, tokenized by a chat template; answers alone are learned."""
+    """Conversations in JSON lines, Parquet or Arrow, tokenized by a chat template; answers alone
+    are learned."""
 
     name = "chat"
 
     document_end: str | None = option(None, effect=Effect.training)
-    """Token between conversations, which the template does not write; null for the first usual one."""
+    """Token between conversations, which the template does not write; null for the first usual
+    one."""
     messages_field: str = option("messages", effect=Effect.training)
     """Field of a record that holds the messages."""
     template: str | None = option(None, effect=Effect.training)
@@ -41,7 +44,12 @@ class ChatConfig(TokenizedConfig):
     def _open_encoder(self) -> Encoder:
         owner = f"data.tokenizer={self.tokenizer}"
         return open_chat_encoder(
-            self.tokenizer, self.template, self.document_end, owner, "data.template", "data.document_end"
+            self.tokenizer,
+            self.template,
+            self.document_end,
+            owner,
+            "data.template",
+            "data.document_end",
         )
 
     def _request_of(self, encoder: Encoder) -> Request:

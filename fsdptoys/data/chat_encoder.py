@@ -1,8 +1,9 @@
 """Encoder of conversations: their template's text as ids, of which only the answers are learned.
 
-The text is tokenized in one piece, special tokens included, as ``apply_chat_template`` of transformers does. A
-message that spells a special token would end a turn or begin another, so such a row is refused. The id behind each
-conversation separates documents and is no label: the model learns to stop at the end of its turn.
+The text is tokenized in one piece, special tokens included, as ``apply_chat_template`` of
+transformers does. A message that spells a special token would end a turn or begin another, so such
+a row is refused. The id behind each conversation separates documents and is no label: the model
+learns to stop at the end of its turn.
 """
 
 import dataclasses
@@ -46,7 +47,8 @@ READING = 2
 class ChatEncoder(Encoder):
     """Encodes ``ChatRow`` with a tokenizer and a template.
 
-    The meaning of ids is the tokenizer's, so conversations can be mixed with texts of the same tokenizer and end.
+    The meaning of ids is the tokenizer's, so conversations can be mixed with texts of the same
+    tokenizer and end.
     """
 
     records = ChatRecords()
@@ -80,8 +82,9 @@ class ChatEncoder(Encoder):
             ids, learned = next(encoded)
             if (ids == self.document_end).any():
                 raise ConfigError(
-                    f"{row.where} holds id {self.document_end} by its chat template, which must separate "
-                    f"conversations; set {self._end_owner} to a special token that the template does not write"
+                    f"{row.where} holds id {self.document_end} by its chat template, which must "
+                    f"separate conversations; set {self._end_owner} to a special token that the "
+                    "template does not write"
                 )
             if not learned.any():
                 made.append(f"{row.where} has answers without a token")
@@ -106,7 +109,9 @@ class ChatEncoder(Encoder):
         for start, stop in spans:
             marks[start:stop] = True
         borders = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(marks)]
-        pieces = [(rendered.text[a:b], bool(marks[a])) for a, b in itertools.pairwise(borders) if a < b]
+        pieces = [
+            (rendered.text[a:b], bool(marks[a])) for a, b in itertools.pairwise(borders) if a < b
+        ]
         return ShownRow(row.where, pieces, len(ids), int(learned.sum()), rendered.lost)
 
     def _render(self, row: ChatRow) -> Rendered | str:
@@ -119,8 +124,11 @@ class ChatEncoder(Encoder):
                 if found:
                     raise BadRowError(f"spells the special token {found.group()} within a message")
             rendered = self._template.render(row, self._special)
-            # JSON can hold half of a surrogate pair, which UTF-8 cannot; its replacement is one character too.
-            return dataclasses.replace(rendered, text=rendered.text.encode("utf-8", "replace").decode())
+            # JSON can hold half of a surrogate pair, which UTF-8 cannot; its replacement is one
+            # character too.
+            return dataclasses.replace(
+                rendered, text=rendered.text.encode("utf-8", "replace").decode()
+            )
         except BadRowError as error:
             return one_line(error)
 
@@ -136,7 +144,9 @@ class ChatEncoder(Encoder):
                 yield ids, _within(np.arange(len(ids)), np.arange(1, len(ids) + 1), spans)
             return
         for each, (ids, offsets) in zip(
-            rendered, self._encoder.encode_with_offsets([each.text for each in rendered]), strict=True
+            rendered,
+            self._encoder.encode_with_offsets([each.text for each in rendered]),
+            strict=True,
         ):
             yield ids, _within(offsets[:, 0], offsets[:, 1], each.answers)
 
@@ -147,7 +157,9 @@ def losing(lost: Sequence[str]) -> str:
     return f"loses {lost[0]}{more}, which the chat template does not write"
 
 
-def _within(starts: NDArray[Any], stops: NDArray[Any], spans: Sequence[tuple[int, int]]) -> NDArray[Any]:
+def _within(
+    starts: NDArray[Any], stops: NDArray[Any], spans: Sequence[tuple[int, int]]
+) -> NDArray[Any]:
     """Whether each token, from start to stop, overlaps a span."""
     found = np.zeros(len(starts), bool)
     for first, last in spans:
@@ -156,20 +168,27 @@ def _within(starts: NDArray[Any], stops: NDArray[Any], spans: Sequence[tuple[int
 
 
 def open_chat_encoder(
-    tokenizer: str, template: str | None, end: str | None, owner: str, template_key: str, end_owner: str
+    tokenizer: str,
+    template: str | None,
+    end: str | None,
+    owner: str,
+    template_key: str,
+    end_owner: str,
 ) -> ChatEncoder:
     """Open tokenizer and template; ConfigError if one is missing or they do not fit each other.
 
-    ``owner`` is the tokenizer as the user named it; ``template_key`` and ``end_owner`` are the options for the template
-    and for the token behind each conversation.
+    ``owner`` is the tokenizer as the user named it; ``template_key`` and ``end_owner`` are the
+    options for the template and for the token behind each conversation.
     """
     missing = (
-        f"{owner} has no chat template; set {template_key}=chatml, {template_key} to the path of a Jinja template, "
-        "or the tokenizer to that of a chat model"
+        f"{owner} has no chat template; set {template_key}=chatml, {template_key} to the path of "
+        "a Jinja template, or the tokenizer to that of a chat model"
     )
     if tokenizer != "bytes" and not Path(tokenizer).expanduser().exists():
         raise ConfigError(f"{owner} does not exist; name a tokenizer.json, its folder, or bytes")
     opened = open_template(template, tokenizer, template_key, missing)
     if tokenizer == "bytes":
         return ChatEncoder(open_encoder(tokenizer, end, owner, end_owner), opened, end_owner)
-    return ChatEncoder(FileEncoder(tokenizer, end, owner, end_owner, writes=opened.may_write), opened, end_owner)
+    return ChatEncoder(
+        FileEncoder(tokenizer, end, owner, end_owner, writes=opened.may_write), opened, end_owner
+    )

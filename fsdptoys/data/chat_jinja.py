@@ -1,12 +1,14 @@
 """Run a chat template, and find which part of its text belongs to which message.
 
-A template is a Jinja program from a tokenizer's folder. It comes from others, so it runs in Jinja's sandbox, which has
-no access to Python's attributes, files or modules; it can still take long. Its filters and functions are those of
-transformers 5 (``transformers/utils/chat_template_utils.py``), with one exception: ``strftime_now`` formats a fixed
-date, so that the same files give the same tokens on every day.
+A template is a Jinja program from a tokenizer's folder. It comes from others, so it runs in Jinja's
+sandbox, which has no access to Python's attributes, files or modules; it can still take long. Its
+filters and functions are those of transformers 5 (``transformers/utils/chat_template_utils.py``),
+with one exception: ``strftime_now`` formats a fixed date, so that the same files give the same
+tokens on every day.
 
-A second compilation of the same template writes a mark at the beginning of each round of a loop over messages. The text
-between two marks is that of a message, so one run of the template, linear in its messages, finds them all.
+A second compilation of the same template writes a mark at the beginning of each round of a loop
+over messages. The text between two marks is that of a message, so one run of the template, linear
+in its messages, finds them all.
 """
 
 import datetime
@@ -22,11 +24,13 @@ from fsdptoys.utils.text import one_line
 from .chat_rows import BadRowError
 
 TODAY = datetime.date(2024, 7, 26)
-"""The date in the templates of Llama 3.1 to 3.3, which they take where there is no ``strftime_now``."""
+"""The date in the templates of Llama 3.1 to 3.3, which they take where there is no
+``strftime_now``."""
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Around generated text in a marked one: code points that Unicode keeps out of texts."""
 MESSAGE, AFTER = "\ufdd2", "\ufdd3"
-"""Around the number of the message whose text follows; without a number, the text of none follows."""
+"""Around the number of the message whose text follows; without a number, the text of none
+follows."""
 MARKS = (BEGIN, END, MESSAGE, AFTER)
 """Characters that a conversation must not have."""
 _MARK = re.compile(f"{MESSAGE}([0-9]*){AFTER}|({BEGIN})|({END})")
@@ -38,7 +42,8 @@ class MarkedText:
 
     text: str
     pieces: list[tuple[int | None, int, int]] = field(default_factory=list)
-    """Message, or None for text of none, start and stop (excluded) of each piece, in order, without gaps."""
+    """Message, or None for text of none, start and stop (excluded) of each piece, in order, without
+    gaps."""
     generated: list[tuple[int, int, int | None]] = field(default_factory=list)
     """Start and stop of each ``generation`` block, and its message if known."""
 
@@ -85,8 +90,11 @@ class JinjaTemplate:
         return _render(self._plain, variables)
 
     def marked(self, variables: Mapping[str, Any]) -> MarkedText:
-        """The text with the places of its messages, the variable ``messages``; BadRowError if the template fails."""
-        self._marker.numbers = {id(message): number for number, message in enumerate(variables["messages"])}
+        """The text with the places of its messages, the variable ``messages``; BadRowError if the
+        template fails."""
+        self._marker.numbers = {
+            id(message): number for number, message in enumerate(variables["messages"])
+        }
         self._marker.over_messages.clear()
         return _read_marks(_render(self._marked, variables))
 
@@ -124,7 +132,9 @@ def _read_marks(marked: str) -> MarkedText:
             begun.append((length, number))
         elif mark[3]:
             if not begun:
-                raise BadRowError("has a generation block that ends before it begins, by the chat template")
+                raise BadRowError(
+                    "has a generation block that ends before it begins, by the chat template"
+                )
             start, of = begun.pop()
             found.generated.append((start, length, of))
         else:
@@ -148,7 +158,8 @@ class _Loops:
         return self.assigned(target, loop)
 
     def assigned(self, value: object, loop: int) -> str:
-        """A mark where a round takes its message by a number; a second message in it is another one's."""
+        """A mark where a round takes its message by a number; a second message in it is another
+        one's."""
         number = self.numbers.get(id(value))
         if number is None or self.current[loop] is not None:
             return ""
@@ -217,16 +228,24 @@ def _compile(source: str, owner: str, *, marks: bool) -> tuple[Any, Any]:
         return environment.from_string(tree), loops
     except MemoryError:
         raise
-    except Exception as error:  # SyntaxError for too many nested blocks, LookupError for an unknown filter, …
+    except (
+        Exception
+    ) as error:  # SyntaxError for too many nested blocks, LookupError for an unknown filter, …
         reason = one_line(error) or type(error).__name__
         raise ConfigError(f"{owner} is no Jinja template ({reason}); name another") from error
 
 
 def to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     """The filter ``tojson`` of chat templates."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _mark_loops(tree: Any, nodes: Any) -> None:
@@ -240,7 +259,8 @@ def _mark_loops(tree: Any, nodes: Any) -> None:
         return nodes.Output([call(function, *arguments)])
 
     def mark_sum(assignment: Any, loop: int) -> None:
-        """Mark ``text = text + …`` and ``text = text ~ …``, where both texts are the same variable."""
+        """Mark ``text = text + …`` and ``text = text ~ …``, where both texts are the same
+        variable."""
         term, parent = assignment.node, None
         while isinstance(term, nodes.Add):
             parent, term = term, term.left
@@ -250,7 +270,11 @@ def _mark_loops(tree: Any, nodes: Any) -> None:
             same = isinstance(first, nodes.Getattr) and first.attr == target.attr
             same = same and isinstance(first.node, nodes.Name) and first.node.name == target.name
         else:
-            same = isinstance(first, nodes.Name) and isinstance(target, nodes.Name) and first.name == target.name
+            same = (
+                isinstance(first, nodes.Name)
+                and isinstance(target, nodes.Name)
+                and first.name == target.name
+            )
         marked = call("_appended", first, nodes.Const(loop))
         if same and isinstance(term, nodes.Concat):
             term.nodes[0] = marked
@@ -258,7 +282,8 @@ def _mark_loops(tree: Any, nodes: Any) -> None:
             parent.left = marked
 
     def insert(node: Any, loop: int | None, variable: str | None) -> None:
-        """Treat all statements within ``node``; ``loop`` is the one around them, and ``variable`` its variable."""
+        """Treat all statements within ``node``; ``loop`` is the one around them, and ``variable``
+        its variable."""
         nonlocal count
         for name, body in _bodies(node):
             changed: list[Any] = []
@@ -268,7 +293,9 @@ def _mark_loops(tree: Any, nodes: Any) -> None:
                     count += 1
                     number = nodes.Const(count)
                     insert(child, count, child.target.name)
-                    child.body.insert(0, written("_begin_round", nodes.Name(child.target.name, "load"), number))
+                    child.body.insert(
+                        0, written("_begin_round", nodes.Name(child.target.name, "load"), number)
+                    )
                     around = nodes.Const(None) if variable is None else nodes.Name(variable, "load")
                     changed.append(written("_leave", number, around))
                 elif isinstance(child, (nodes.Macro, nodes.CallBlock)):  # may run elsewhere
@@ -277,7 +304,9 @@ def _mark_loops(tree: Any, nodes: Any) -> None:
                     insert(child, loop, variable)
                     if isinstance(child, nodes.Assign) and loop is not None:
                         mark_sum(child, loop)
-                    is_taken = isinstance(child, nodes.Assign) and isinstance(child.node, nodes.Getitem)
+                    is_taken = isinstance(child, nodes.Assign) and isinstance(
+                        child.node, nodes.Getitem
+                    )
                     if is_taken and loop is not None and isinstance(child.target, nodes.Name):
                         name_of_it = nodes.Name(child.target.name, "load")
                         changed.append(written("_assigned", name_of_it, nodes.Const(loop)))

@@ -1,13 +1,14 @@
 """Find what a chat template leaves out of a conversation.
 
-A template may ignore a role, the calls of tools or the reasoning of an answer, without a word: Qwen's ignore the role
-``developer``, old ones ``tool_calls``. The model then learns from less than the row says, or to answer a call with
-nothing. So the content, the reasoning, the calls and the result of every message are looked for in the text.
+A template may ignore a role, the calls of tools or the reasoning of an answer, without a word:
+Qwen's ignore the role ``developer``, old ones ``tool_calls``. The model then learns from less than
+the row says, or to answer a call with nothing. So the content, the reasoning, the calls and the
+result of every message are looked for in the text.
 
-A part is found if its characters other than white space are in the text of its own message, or, for a message without
-a text of its own, in what belongs to no message or is left of others beside their own parts. A template may write it as
-JSON. One loss is right: templates of reasoning models leave out the reasoning of answers before the last question, as
-it is when these models are used.
+A part is found if its characters other than white space are in the text of its own message, or, for
+a message without a text of its own, in what belongs to no message or is left of others beside their
+own parts. A template may write it as JSON. One loss is right: templates of reasoning models leave
+out the reasoning of answers before the last question, as it is when these models are used.
 """
 
 import json
@@ -24,7 +25,9 @@ def lost_parts(messages: Sequence[Mapping[str, Any]], marked: MarkedText) -> lis
     """What is not in the text, such as "the call in message 2" (counted from 1)."""
     turns = {number: _squeezed(text) for number, text in marked.texts().items()}
     left = dict(turns)  # without the parts of their own messages
-    last_question = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    last_question = max(
+        (number for number, message in enumerate(messages) if message["role"] == "user"), default=-1
+    )
     missing = []
     for number, message in enumerate(messages):
         for part in _parts(message):
@@ -56,7 +59,12 @@ class _Part(NamedTuple):
         """Whether a text without white space holds all of it."""
         return all(
             _squeezed(each) in text
-            or (self.as_json and any(_squeezed(json.dumps(each, ensure_ascii=a)[1:-1]) in text for a in (False, True)))
+            or (
+                self.as_json
+                and any(
+                    _squeezed(json.dumps(each, ensure_ascii=a)[1:-1]) in text for a in (False, True)
+                )
+            )
             for each in self.texts
         )
 
@@ -76,7 +84,11 @@ def _parts(message: Mapping[str, Any]) -> Iterator[_Part]:
         if isinstance(function, dict):
             arguments = function.get("arguments")
             # Arguments as text are JSON already.
-            yield _Part("call", [str(function.get("name", "")), *_leaves(arguments)], not isinstance(arguments, str))
+            yield _Part(
+                "call",
+                [str(function.get("name", "")), *_leaves(arguments)],
+                not isinstance(arguments, str),
+            )
 
 
 def _leaves(value: Any) -> Iterator[str]:

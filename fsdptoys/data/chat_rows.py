@@ -1,11 +1,12 @@
 """Conversations as records of files: messages with roles and contents, and perhaps tools.
 
-Two forms are read: ``{"messages": [{"role": "user", "content": "…"}, …]}`` as of OpenAI's API, and ShareGPT's
-``{"conversations": [{"from": "human", "value": "…"}, …]}``. Older forms become today's: ``function_call`` and
-``functions`` of OpenAI's API, ``function_call`` and ``observation`` of ShareGPT, and a field ``system`` beside the
-messages. A content is text, or a list of parts ``{"type": "text", "text": "…"}``. A message with ``"weight": 0`` is
-context only. A null is the same as a missing key, at every level, because tables write all keys of all rows. Not
-covered: images, sound, files.
+Two forms are read: ``{"messages": [{"role": "user", "content": "…"}, …]}`` as of OpenAI's API, and
+ShareGPT's ``{"conversations": [{"from": "human", "value": "…"}, …]}``. Older forms become today's:
+``function_call`` and ``functions`` of OpenAI's API, ``function_call`` and ``observation`` of
+ShareGPT, and a field ``system`` beside the messages. A content is text, or a list of parts
+``{"type": "text", "text": "…"}``. A message with ``"weight": 0`` is context only. A null is the
+same as a missing key, at every level, because tables write all keys of all rows. Not covered:
+images, sound, files.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,7 +41,8 @@ class BadRowError(ValueError):
 
 @dataclass(frozen=True)
 class ChatRow:
-    """One conversation, or the reason why it is none; its length is that of the contents in characters."""
+    """One conversation, or the reason why it is none; its length is that of the contents in
+    characters."""
 
     where: str  # file and line
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -61,7 +63,8 @@ class ChatRecords(Records):
     optional_fields = ("tools", "functions", "system", "chat_template_kwargs")
 
     def read(self, owner: str, name: str, record: Mapping[str, Any], where: str) -> ChatRow:
-        """The conversation in field ``name``; ``owner`` and ``where`` are file and line for messages."""
+        """The conversation in field ``name``; ``owner`` and ``where`` are file and line for
+        messages."""
         try:
             if name not in record:
                 found = one_line(", ".join(map(str, record))[:200])
@@ -113,7 +116,11 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, 
 def _message(value: Any, number: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadRowError(f"has {short_text(value)} as message {number}, which is no object")
-    message = _from_sharegpt(value, number) if "role" not in value and isinstance(value.get("from"), str) else value
+    message = (
+        _from_sharegpt(value, number)
+        if "role" not in value and isinstance(value.get("from"), str)
+        else value
+    )
     if not isinstance(message.get("role"), str):
         raise BadRowError(f"has no role in message {number}")
     message = _with_tool_calls(message, number)
@@ -123,7 +130,9 @@ def _message(value: Any, number: int) -> dict[str, Any]:
     if content is None and not message.get("tool_calls"):
         raise BadRowError(f"has no content in message {number}")
     if not isinstance(content, str | None):
-        raise BadRowError(f"has {short_text(content)} as the content of message {number}, which is no text")
+        raise BadRowError(
+            f"has {short_text(content)} as the content of message {number}, which is no text"
+        )
     return message if content is None else {**message, "content": content}
 
 
@@ -132,7 +141,9 @@ def _from_sharegpt(value: Mapping[str, Any], number: int) -> dict[str, Any]:
     speaker, text = value["from"], value.get("value")
     if speaker not in SHAREGPT_ROLES:
         known = ", ".join(SHAREGPT_ROLES)
-        raise BadRowError(f"has {short_text(speaker)} as 'from' of message {number}, which is none of {known}")
+        raise BadRowError(
+            f"has {short_text(speaker)} as 'from' of message {number}, which is none of {known}"
+        )
     rest = {key: each for key, each in value.items() if key not in ("from", "value")}
     message = {"role": SHAREGPT_ROLES[speaker], "content": text} | rest
     if speaker != "function_call":
@@ -144,7 +155,8 @@ def _from_sharegpt(value: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _with_tool_calls(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A message whose ``function_call`` and role ``function`` are today's ``tool_calls`` and ``tool``."""
+    """A message whose ``function_call`` and role ``function`` are today's ``tool_calls`` and
+    ``tool``."""
     message = dict(message)
     if "function_call" in message:
         if message.get("tool_calls"):
@@ -153,14 +165,21 @@ def _with_tool_calls(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     if message["role"] == "function":
         message["role"] = "tool"
     calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise BadRowError(f"has {short_text(calls)} as tool_calls of message {number}, which is no list of objects")
+    if calls is not None and not (
+        isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    ):
+        raise BadRowError(
+            f"has {short_text(calls)} as tool_calls of message {number}, which is no list of "
+            "objects"
+        )
     return message
 
 
 def _call(function: Any, number: int) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRowError(f"has {short_text(function)} as a call of message {number}, which names no function")
+        raise BadRowError(
+            f"has {short_text(function)} as a call of message {number}, which names no function"
+        )
     return {"type": "function", "function": function}
 
 
@@ -204,14 +223,17 @@ def _parsed(text: Any, what: str) -> Any:
 
 
 def with_parsed_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replace arguments of calls that are objects written as text, as in OpenAI's API, by the objects.
+    """Replace arguments of calls that are objects written as text, as in OpenAI's API, by the
+    objects.
 
     Equal to ``messages`` if there are none.
     """
     found = []
     for message in messages:
         calls = message.get("tool_calls")
-        found.append({**message, "tool_calls": list(map(_with_arguments, calls))} if calls else message)
+        found.append(
+            {**message, "tool_calls": list(map(_with_arguments, calls))} if calls else message
+        )
     return found
 
 
@@ -240,10 +262,13 @@ def texts_of(row: ChatRow) -> Iterator[str]:
 
 
 def _walk(value: Any) -> Iterator[tuple[int, Any]]:
-    """Every value within a value of JSON, with its level; without recursion, since rows may nest deeply."""
+    """Every value within a value of JSON, with its level; without recursion, since rows may nest
+    deeply."""
     waiting = [(-1, value)]
     while waiting:
         level, value = waiting.pop()
         yield level, value
         if isinstance(value, (list, dict)):
-            waiting += [(level + 1, each) for each in (value.values() if isinstance(value, dict) else value)]
+            waiting += [
+                (level + 1, each) for each in (value.values() if isinstance(value, dict) else value)
+            ]

@@ -1,9 +1,9 @@
 """Chat templates: the text of a conversation, and which parts of it are the model's own answers.
 
 The text is that of ``apply_chat_template`` in transformers 5
-(https://huggingface.co/docs/transformers/chat_templating_writing). An answer is what a model generates: the text after
-the generation prompt (``add_generation_prompt``), up to and including the token that ends the turn. A template's own
-``{% generation %}`` blocks take precedence.
+(https://huggingface.co/docs/transformers/chat_templating_writing). An answer is what a model
+generates: the text after the generation prompt (``add_generation_prompt``), up to and including the
+token that ends the turn. A template's own ``{% generation %}`` blocks take precedence.
 """
 
 import re
@@ -27,7 +27,8 @@ CHATML = (
 BUILT_IN = {"chatml": CHATML}
 STAND_IN = "\ufdd4answer\ufdd4"  # in place of an answer, to find what closes it
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Fields of a message that hold its reasoning; templates read the first, those of gpt-oss the second."""
+"""Fields of a message that hold its reasoning; templates read the first, those of gpt-oss the
+second."""
 _WHOLE_WORDS = re.compile(r".*[\s>\]|]", re.DOTALL)
 
 
@@ -46,8 +47,8 @@ class ChatTemplate:
     """A template with the tokens that it may name (``bos_token``, …).
 
     Args:
-        sources: a tokenizer's templates by name; ``default`` alone, or with others of which ``tool_use`` is for
-            conversations with tools.
+        sources: a tokenizer's templates by name; ``default`` alone, or with others of which
+            ``tool_use`` is for conversations with tools.
         tokens: name → text.
     """
 
@@ -79,18 +80,23 @@ class ChatTemplate:
             refused = None
         except BadRowError as error:
             messages, marked, lost, refused = [], MarkedText(""), [], error
-        if parsed != row.messages and (refused or lost):  # the template wants objects, or writes the text as a string
+        if parsed != row.messages and (
+            refused or lost
+        ):  # the template wants objects, or writes the text as a string
             messages, marked = self._run(parsed, row)
             lost = lost_parts(messages, marked)
         elif refused:
             raise refused
         if self._template(row).has_blocks:
             learned = frozenset(row.learned)
-            owners = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
+            owners = [
+                number for number, message in enumerate(messages) if message["role"] == ANSWERS
+            ]
             answers = [
                 (start, stop)
                 for start, stop, number in marked.generated
-                # A block in another message, such as the header that ends a turn, is of the answer before it.
+                # A block in another message, such as the header that ends a turn, is of the answer
+                # before it.
                 if number is None or owners[bisect_right(owners, number) - 1] in learned
             ]
             return Rendered(marked.text, answers, lost)
@@ -98,7 +104,8 @@ class ChatTemplate:
         return Rendered(marked.text, [search.span(number) for number in row.learned], lost)
 
     def turn(self, message: str, system: str | None = None) -> tuple[str, str]:
-        """The text with which a model answers one message, and the text that closes its answer; BadRowError if none.
+        """The text with which a model answers one message, and the text that closes its answer;
+        BadRowError if none.
 
         ``system`` is the content of a system message before it.
         """
@@ -108,12 +115,15 @@ class ChatTemplate:
         answered = self.text([*asked, {"role": ANSWERS, "content": STAND_IN}], row)
         return self.text(asked, row, prompt=True), answered.partition(STAND_IN)[2].rstrip()
 
-    def text(self, messages: Sequence[Mapping[str, Any]], row: ChatRow, prompt: bool = False) -> str:
+    def text(
+        self, messages: Sequence[Mapping[str, Any]], row: ChatRow, prompt: bool = False
+    ) -> str:
         """The text of some messages with the tools and variables of ``row``."""
         return self._template(row).text(self._variables(_with_reasoning(messages), row, prompt))
 
     def marked(self, messages: Sequence[Mapping[str, Any]], row: ChatRow) -> MarkedText:
-        """The text of some messages, and which part is whose, with the tools and variables of ``row``."""
+        """The text of some messages, and which part is whose, with the tools and variables of
+        ``row``."""
         return self._template(row).marked(self._variables(_with_reasoning(messages), row, False))
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], row: ChatRow) -> str:
@@ -126,28 +136,44 @@ class ChatTemplate:
         same = _common_length(prompted.text, without)
         # Where the text without the prompt is no beginning of it, or has the prompt too.
         unlike = same < len(without) or len(prompted.text) == len(without)
-        return prompted.tail if unlike and len(messages) - 1 in prompted.turns else prompted.text[same:]
+        return (
+            prompted.tail
+            if unlike and len(messages) - 1 in prompted.turns
+            else prompted.text[same:]
+        )
 
     def _template(self, row: ChatRow) -> JinjaTemplate:
         use_tools = row.tools is not None and "tool_use" in self._compiled
         return self._compiled["tool_use" if use_tools else "default"]
 
-    def _run(self, messages: Sequence[Mapping[str, Any]], row: ChatRow) -> tuple[list[dict[str, Any]], MarkedText]:
+    def _run(
+        self, messages: Sequence[Mapping[str, Any]], row: ChatRow
+    ) -> tuple[list[dict[str, Any]], MarkedText]:
         """The messages as the template gets them, and their text."""
         messages = _with_reasoning(messages)
         template, variables = self._template(row), self._variables(messages, row, False)
         text, marked = template.text(variables), template.marked(variables)
         if marked.text != text:
-            raise BadRowError("is written by the chat template in a way in which its messages cannot be found")
+            raise BadRowError(
+                "is written by the chat template in a way in which its messages cannot be found"
+            )
         return messages, marked
 
-    def _variables(self, messages: Sequence[Mapping[str, Any]], row: ChatRow, prompt: bool) -> dict[str, Any]:
-        own = {"messages": messages, "tools": row.tools, "documents": None, "add_generation_prompt": prompt}
+    def _variables(
+        self, messages: Sequence[Mapping[str, Any]], row: ChatRow, prompt: bool
+    ) -> dict[str, Any]:
+        own = {
+            "messages": messages,
+            "tools": row.tools,
+            "documents": None,
+            "add_generation_prompt": prompt,
+        }
         return {**self.tokens, **row.variables, **own}
 
 
 def _with_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of messages with their reasoning under the names that templates read, as in transformers."""
+    """Copies of messages with their reasoning under the names that templates read, as in
+    transformers."""
     found = []
     for message in messages:
         reasoning = next((message[key] for key in REASONING if key in message), None)
@@ -159,7 +185,8 @@ def _with_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 def _common_length(one: str, other: str) -> int:
     """Length of the common beginning of two texts."""
     return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
     )
 
 
@@ -191,15 +218,21 @@ class _AnswerSearch:
     def _turn(self, number: int) -> tuple[int, int]:
         """Start and stop of the text of a message, without results of tools in it."""
         turns, text = self._turns, self._marked.text
-        if number not in turns:  # perhaps written outside of a loop, behind the last message with a text
+        if (
+            number not in turns
+        ):  # perhaps written outside of a loop, behind the last message with a text
             first = max((stop for _, stop in turns.values()), default=0)
             if number + 1 < len(self._messages) or not turns or not text[first:].strip():
-                raise BadRowError(f"has an answer in message {number + 1} that the chat template does not write")
+                raise BadRowError(
+                    f"has an answer in message {number + 1} that the chat template does not write"
+                )
             return first, len(text)
         first, last = turns[number]
         if any(result in text[first:last] for result in self._results_elsewhere(number)):
             # As it is before there are results, in the same turn of the conversation.
-            question = max((at for at in range(number) if self._messages[at]["role"] == "user"), default=0)
+            question = max(
+                (at for at in range(number) if self._messages[at]["role"] == "user"), default=0
+            )
             alone = self._template.marked(self._messages[question : number + 1], self._row)
             begin, end = alone.turns.get(number - question, (0, 0))
             last = first + _common_length(text[first:last], alone.text[begin:end])
@@ -219,7 +252,9 @@ class _AnswerSearch:
         """Characters of a turn up to where it and the generation prompt part."""
         prompt = self._prompt(number)
         if not prompt:  # a template may write another header behind a result than behind a question
-            prompt = next((other for other in self._prompts.values() if other and turn.startswith(other)), "")
+            prompt = next(
+                (other for other in self._prompts.values() if other and turn.startswith(other)), ""
+            )
         skipped = 0
         if not turn.startswith(prompt):  # a line's end may belong to the message before
             skipped, prompt = len(turn) - len(turn.lstrip()), prompt.lstrip()
@@ -241,7 +276,9 @@ class _AnswerSearch:
         own = [str(message.get(key, "")).strip() for key in ("reasoning_content", "content")]
         places = [place for text in own if text and (place := turn.find(text)) >= 0]
         if not places:
-            raise BadRowError(f"has an answer in message {number + 1} whose start is not in the full text")
+            raise BadRowError(
+                f"has an answer in message {number + 1} whose start is not in the full text"
+            )
         return min(places)
 
     def _prompt(self, number: int) -> str:
@@ -260,7 +297,8 @@ class _AnswerSearch:
         following = self._follows.match(text, end) if self._follows is not None else None
         if following:
             return following.end()
-        # A line's end after the text that ends the turn is never generated; without such a text, it ends the turn.
+        # A line's end after the text that ends the turn is never generated; without such a text, it
+        # ends the turn.
         content = self._messages[number].get("content", "").rstrip()
         return last if content and text.endswith(content, start, end) else end
 
@@ -274,9 +312,13 @@ def open_template(choice: str | None, tokenizer: str, key: str, missing: str) ->
     folder = None if tokenizer == "bytes" else place if place.is_dir() else place.parent
     tokens = read_tokens(folder) if folder is not None else {}
     if choice in BUILT_IN:
-        return ChatTemplate({"default": TemplateSource(BUILT_IN[choice], f"{key}={choice}")}, tokens)
+        return ChatTemplate(
+            {"default": TemplateSource(BUILT_IN[choice], f"{key}={choice}")}, tokens
+        )
     if choice is not None:
-        return ChatTemplate({"default": read_template_file(Path(choice).expanduser(), f"{key}={choice}")}, tokens)
+        return ChatTemplate(
+            {"default": read_template_file(Path(choice).expanduser(), f"{key}={choice}")}, tokens
+        )
     sources = read_templates(folder) if folder is not None else {}
     if "default" not in sources:
         raise ConfigError(missing)

@@ -1,11 +1,14 @@
-"""Digests of sampled blocks of the data's files, so that a resumed run detects changed files in milliseconds.
+"""Digests of sampled blocks of the data's files, so that a resumed run detects changed files in
+milliseconds.
 
-Of each file the first and last 4 KiB are read, and between them one block for every 16 MiB, at least 16, each at a
-pseudo-random place of its own stretch. A file of up to 72 KiB is read completely. All files together have at most
-16,384 blocks besides their first and last ones. Times and inodes do not count: a copy is the same data.
+Of each file the first and last 4 KiB are read, and between them one block for every 16 MiB, at
+least 16, each at a pseudo-random place of its own stretch. A file of up to 72 KiB is read
+completely. All files together have at most 16,384 blocks besides their first and last ones. Times
+and inodes do not count: a copy is the same data.
 
-Not covered: a change that misses every sampled block. The probability of detection is about the length of the change
-divided by the distance of two blocks: 1 in 4096 for a single byte in the middle of a large file.
+Not covered: a change that misses every sampled block. The probability of detection is about the
+length of the change divided by the distance of two blocks: 1 in 4096 for a single byte in the
+middle of a large file.
 """
 
 import hashlib
@@ -29,7 +32,8 @@ DIGEST_CHARACTERS = 16
 
 
 class SampledFiles:
-    """Sampled contents of the training files, in the order of the data; ``fix`` ends the message on a changed one."""
+    """Sampled contents of the training files, in the order of the data; ``fix`` ends the message on
+    a changed one."""
 
     def __init__(self, key: str, files: Sequence[SourceFile], fix: str = "restore it") -> None:
         self._key = key
@@ -37,10 +41,14 @@ class SampledFiles:
         self._fix = fix
         count = min(len(files), MOST_DIGESTS)
         edges = [len(files) * number // count for number in range(count + 1)] if files else []
-        self._groups = [range(first, stop) for first, stop in itertools.pairwise(edges)]  # each shares a digest
+        self._groups = [
+            range(first, stop) for first, stop in itertools.pairwise(edges)
+        ]  # each shares a digest
         digests = _digests(key, files)
         self._sums = [
-            hashlib.sha256(b"".join(itertools.islice(digests, len(group)))).hexdigest()[:DIGEST_CHARACTERS]
+            hashlib.sha256(b"".join(itertools.islice(digests, len(group)))).hexdigest()[
+                :DIGEST_CHARACTERS
+            ]
             for group in self._groups
         ]
 
@@ -49,9 +57,11 @@ class SampledFiles:
         return {"version": VERSION, "digests": self._sums}
 
     def check_unchanged(self, state: Any) -> None:
-        """Compare the files with a checkpoint's ``state_dict``; a ConfigError names the first changed file or group.
+        """Compare the files with a checkpoint's ``state_dict``; a ConfigError names the first
+        changed file or group.
 
-        None (of earlier versions) and digests of another choice of blocks or number of files are not compared.
+        None (of earlier versions) and digests of another choice of blocks or number of files are
+        not compared.
         """
         if not isinstance(state, dict) or state.get("version") != VERSION:
             return
@@ -65,20 +75,23 @@ class SampledFiles:
                 if len(group) > 1:
                     named = f"one of the {len(group)} files from {named} to {last}"
                 raise ConfigError(
-                    f"{named} has changed since the checkpoint, so that the run cannot continue as it began; "
-                    f"{self._fix}, or start a new run"
+                    f"{named} has changed since the checkpoint, so that the run cannot continue "
+                    f"as it began; {self._fix}, or start a new run"
                 )
 
 
 def sampled_offsets(size_bytes: int, blocks: int) -> list[int]:
-    """Offsets of the sampled blocks of a file, ascending: the first, the last and ``blocks`` between them."""
+    """Offsets of the sampled blocks of a file, ascending: the first, the last and ``blocks``
+    between them."""
     if size_bytes <= (blocks + 2) * BLOCK_BYTES:
         return list(range(0, size_bytes, BLOCK_BYTES))
     inner = size_bytes - 2 * BLOCK_BYTES
     edges = [BLOCK_BYTES + inner * number // blocks for number in range(blocks + 1)]
     offsets = [0]
     for number, (low, high) in enumerate(itertools.pairwise(edges)):
-        drawn = hashlib.blake2b(repr((VERSION, size_bytes, number)).encode(), digest_size=8).digest()
+        drawn = hashlib.blake2b(
+            repr((VERSION, size_bytes, number)).encode(), digest_size=8
+        ).digest()
         offsets.append(low + int.from_bytes(drawn, "little") % (high - low - BLOCK_BYTES + 1))
     return [*offsets, size_bytes - BLOCK_BYTES]
 
@@ -92,7 +105,8 @@ def _digests(key: str, files: Sequence[SourceFile]) -> Iterator[bytes]:
             yield _digest(file, fewer)
         except OSError as error:
             raise ConfigError(
-                f"{key}=[{file.path}] cannot be read ({error.strerror or error}); restore it or change {key}"
+                f"{key}=[{file.path}] cannot be read ({error.strerror or error}); restore it or "
+                f"change {key}"
             ) from error
 
 

@@ -1,7 +1,8 @@
-"""Base classes of all data: the ``data`` section of the configuration, and numbered samples of one length.
+"""Base classes of all data: the ``data`` section of the configuration, and numbered samples of one
+length.
 
-A sample is a window of ``seq_len`` tokens; the label of each is the next token. Samples are looked up by number, so any
-rank can start at any step; ``sampler`` decides the order.
+A sample is a window of ``seq_len`` tokens; the label of each is the next token. Samples are looked
+up by number, so any rank can start at any step; ``sampler`` decides the order.
 """
 
 import hashlib
@@ -55,7 +56,8 @@ class TokenDataset(ABC):
     train: Samples
     eval: Samples | None  # the held-out samples, if any
     fingerprint: str
-    """Hash of everything that decides the training samples and their order; a run must not resume if it differs."""
+    """Hash of everything that decides the training samples and their order; a run must not resume
+    if it differs."""
     document_end: int | None = None  # the last id of every document; None if unknown
     answers_end: int | None = None  # ``document_end`` where only answers have labels, else None
     conditional_entropy_nats: float | None = None  # lowest loss that a model can reach, if known
@@ -71,16 +73,20 @@ class TokenDataset(ABC):
         return None
 
     def end_labels_with_documents(self) -> int:
-        """Ignore the label after each document's end, which is of another document; return the id of the end."""
+        """Ignore the label after each document's end, which is of another document; return the id
+        of the end."""
         assert self.document_end is not None
         self.train = LabelsWithinDocuments(self.train, self.document_end)
-        self.eval = None if self.eval is None else LabelsWithinDocuments(self.eval, self.document_end)
+        self.eval = (
+            None if self.eval is None else LabelsWithinDocuments(self.eval, self.document_end)
+        )
         self.fingerprint = hash_of(self.fingerprint, self.document_end)
         return self.document_end
 
     @cached_property
     def unigram_entropy_nats(self) -> float | None:
-        """Loss of a model that knows only the token frequencies of the training part, of files the first 256 MiB."""
+        """Loss of a model that knows only the token frequencies of the training part, of files the
+        first 256 MiB."""
         return self._unigram_entropy_nats()
 
     @abstractmethod
@@ -119,8 +125,11 @@ class DataConfig(ABC):
     plain_texts: ClassVar[bool] = False
     """Whether texts were encoded by ``text_encoder``: without special ids around or within them."""
 
-    workers: int = option(0, between(0, MOST_WORKERS), effect=Effect.none, alias="num_workers dataloader_num_workers")
-    """Processes on each rank that make batches ahead of the loop; 0 to make each batch in the loop."""
+    workers: int = option(
+        0, between(0, MOST_WORKERS), effect=Effect.none, alias="num_workers dataloader_num_workers"
+    )
+    """Processes on each rank that make batches ahead of the loop; 0 to make each batch in the
+    loop."""
     mask_documents: bool = option(False, effect=Effect.training)
     """Restrict attention to the own document, and ignore the label after its end."""
 
@@ -138,15 +147,17 @@ class DataConfig(ABC):
         return True
 
     def find_tokenizer(self) -> str | None:
-        """The tokenizer: ``bytes``, or the path of a ``tokenizer.json``; None if unknown, ConfigError if damaged."""
+        """The tokenizer: ``bytes``, or the path of a ``tokenizer.json``; None if unknown,
+        ConfigError if damaged."""
         return None
 
     def check_documents(self) -> None:
         """Refuse ``mask_documents`` for data without known ends of documents."""
         if self.mask_documents and not self.knows_document_end:
             raise ConfigError(
-                f"data.mask_documents=true needs the id that ends a document, which data={self.name} does not know as "
-                f"set; set {self.documents_fix} or data.mask_documents=false"
+                "data.mask_documents=true needs the id that ends a document, which "
+                f"data={self.name} does not know as set; set {self.documents_fix} or "
+                "data.mask_documents=false"
             )
 
     @abstractmethod
@@ -154,7 +165,8 @@ class DataConfig(ABC):
         """Run the cheap checks, before any rank starts; a ConfigError names key, value and fix."""
 
     def prepare(self, seq_len: int, vocab_size: int) -> None:  # noqa: B027  # most data needs no preparation
-        """Make the files that ``build`` reads: once on each node, before the process group, since it may take long."""
+        """Make the files that ``build`` reads: once on each node, before the process group, since
+        it may take long."""
 
     @abstractmethod
     def build(self, seq_len: int, vocab_size: int, seed: int) -> TokenDataset:

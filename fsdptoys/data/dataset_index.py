@@ -1,13 +1,18 @@
 """The index of a folder of tokens, as ``fsdptoys data prepare`` writes it.
 
 - ``index.json``: dtype, meaning and source of the ids, and size and checksums of every shard.
-- ``shard-00000.bin``: ids of whole documents, little-endian, each with the end-of-document id behind it.
-- ``shard-00000.ends``: the position behind each document's last id in that shard, little-endian, 64 bits each.
-- ``shard-00000.learned``: a byte for each id, 1 if it counts as a label, else 0; of conversations only (``data=chat``).
-- ``tokenizer.json``: a copy of the tokenizer's file, if there is one, for users of the trained model.
+- ``shard-00000.bin``: ids of whole documents, little-endian, each with the end-of-document id
+  behind it.
+- ``shard-00000.ends``: the position behind each document's last id in that shard, little-endian, 64
+  bits each.
+- ``shard-00000.learned``: a byte for each id, 1 if it counts as a label, else 0; of conversations
+  only (``data=chat``).
+- ``tokenizer.json``: a copy of the tokenizer's file, if there is one, for users of the trained
+  model.
 
-A shard belongs to one split, ``train`` or ``eval``. The index is written last, so a folder with an index is complete.
-Opening one reads the index and the sizes of the files; only ``check_folder`` reads the files themselves.
+A shard belongs to one split, ``train`` or ``eval``. The index is written last, so a folder with an
+index is complete. Opening one reads the index and the sizes of the files; only ``check_folder``
+reads the files themselves.
 """
 
 import dataclasses
@@ -49,7 +54,8 @@ MOST_COUNT = 2**53  # of ids, documents or bytes
 
 
 class UnusableFolderError(ConfigError):
-    """A folder lacks files or is damaged, so that preparing it again helps; errors of the system are others."""
+    """A folder lacks files or is damaged, so that preparing it again helps; errors of the system
+    are others."""
 
     def __init__(self, owner: str, reason: str, fix: str) -> None:
         super().__init__(f"{owner} {reason}; {fix}")
@@ -70,8 +76,13 @@ class Shard:
 
     def files(self) -> list[tuple[str, int, str]]:
         """Name, number of items and SHA-256 of each file."""
-        counts, sums = (self.tokens, self.documents, self.tokens), (self.sha256, self.ends_sha256, self.learned_sha256)
-        named = zip(shard_files(self.name, self.learned_sha256 is not None), counts, sums, strict=False)
+        counts, sums = (
+            (self.tokens, self.documents, self.tokens),
+            (self.sha256, self.ends_sha256, self.learned_sha256),
+        )
+        named = zip(
+            shard_files(self.name, self.learned_sha256 is not None), counts, sums, strict=False
+        )
         return [(file, count, sha256 or "") for file, count, sha256 in named]
 
 
@@ -92,11 +103,14 @@ class Index:
     document_end: int = field(metadata=between(0, MOST_IDS - 1))  # the id after each document
     tokenizer: str  # ``bytes``, or the name of the tokenizer's file
     tokenizer_sha256: str
-    """Of the meaning of the ids, including the end of a document; folders that differ in it cannot be mixed."""
+    """Of the meaning of the ids, including the end of a document; folders that differ in it cannot
+    be mixed."""
     tokenizer_file_sha256: str | None = None
     """Of the folder's copy of the tokenizer's file; None where it has none."""
     field: str  # field of a record with the text
-    eval_fraction: float = dataclasses.field(metadata=between(0, 1))  # requested share of held-out documents
+    eval_fraction: float = dataclasses.field(
+        metadata=between(0, 1)
+    )  # requested share of held-out documents
     left_out: int = dataclasses.field(metadata=between(0, MOST_COUNT))  # documents without text
     sources: tuple[Source, ...]
     shards: tuple[Shard, ...]
@@ -115,7 +129,10 @@ class Index:
 
     def fingerprint(self, split: str) -> str:
         """Hash of a split's contents, made of its shards' checksums."""
-        contents = [[shard.tokens, *filter(None, [shard.sha256, shard.learned_sha256])] for shard in self.of(split)]
+        contents = [
+            [shard.tokens, *filter(None, [shard.sha256, shard.learned_sha256])]
+            for shard in self.of(split)
+        ]
         return hash_of(self.dtype, self.document_end, contents)
 
     @property
@@ -133,9 +150,11 @@ class Index:
 
 
 def read_index(folder: str, owner: str) -> Index:
-    """Read a folder's index and compare the sizes of its files with it; ``owner`` names the folder in messages.
+    """Read a folder's index and compare the sizes of its files with it; ``owner`` names the folder
+    in messages.
 
-    UnusableFolderError if it is no such folder, or damaged; ConfigError if the system refuses to read it.
+    UnusableFolderError if it is no such folder, or damaged; ConfigError if the system refuses to
+    read it.
     """
     root = Path(folder).expanduser()
     path = root / INDEX_FILE
@@ -144,7 +163,9 @@ def read_index(folder: str, owner: str) -> Index:
     except (FileNotFoundError, NotADirectoryError):
         what = "holds no" if root.is_dir() else "is no folder with an"
         raise UnusableFolderError(
-            owner, f"{what} {INDEX_FILE}", f"make one with fsdptoys data prepare FILE ... --out {folder} --tokenizer T"
+            owner,
+            f"{what} {INDEX_FILE}",
+            f"make one with fsdptoys data prepare FILE ... --out {folder} --tokenizer T",
         ) from None
     except (NotRegularFileError, ValueError) as error:
         reason = getattr(error, "strerror", error)
@@ -164,7 +185,8 @@ def read_index(folder: str, owner: str) -> Index:
             ) from None
         except OSError as error:  # says nothing of the file's content
             raise ConfigError(
-                f"{owner} cannot be read ({file}: {error.strerror}); change its permissions or name another"
+                f"{owner} cannot be read ({file}: {error.strerror}); change its permissions or "
+                "name another"
             ) from error
         if not stat.S_ISREG(facts.st_mode) or facts.st_size != size:
             raise UnusableFolderError(
@@ -186,7 +208,8 @@ def files_of(index: Index) -> list[tuple[str, int]]:
 
 
 def shard_files(shard: str, learned: bool = False) -> list[str]:
-    """Names of a shard's files: ids, documents' ends, and with ``learned`` which ids are learned."""
+    """Names of a shard's files: ids, documents' ends, and with ``learned`` which ids are
+    learned."""
     return [f"{shard}.bin", f"{shard}.ends", *([f"{shard}.learned"] if learned else [])]
 
 
@@ -196,10 +219,14 @@ def read_ends(folder: str, shard: Shard) -> NDArray[np.int64]:
     return np.memmap(path, ENDS_DTYPE, "r") if shard.documents else np.empty(0, ENDS_DTYPE)
 
 
-def check_folder(folder: str, advance: Callable[[int], None] = lambda count: None) -> tuple[Index, list[str]]:
-    """Read every byte of a folder, compare it with the index, and return this and a sentence for every damaged file.
+def check_folder(
+    folder: str, advance: Callable[[int], None] = lambda count: None
+) -> tuple[Index, list[str]]:
+    """Read every byte of a folder, compare it with the index, and return this and a sentence for
+    every damaged file.
 
-    ``advance`` is called with the number of bytes of each read. ConfigError if the index or a file is missing.
+    ``advance`` is called with the number of bytes of each read. ConfigError if the index or a file
+    is missing.
     """
     index, root = read_index(folder, folder), Path(folder).expanduser()
     damage = _check_tokenizer(root, index)
@@ -209,7 +236,9 @@ def check_folder(folder: str, advance: Callable[[int], None] = lambda count: Non
     return index, damages
 
 
-def _check_shard(root: Path, index: Index, shard: Shard, advance: Callable[[int], None]) -> Iterator[str]:
+def _check_shard(
+    root: Path, index: Index, shard: Shard, advance: Callable[[int], None]
+) -> Iterator[str]:
     """Yield a sentence for every damaged file of a shard."""
     highest = 0
     ids_file, ends_file = shard_files(shard.name)
@@ -229,15 +258,20 @@ def _check_shard(root: Path, index: Index, shard: Shard, advance: Callable[[int]
         if digest != expected:
             yield f"{file} differs from its index: its SHA-256 is {digest[:12]}…"
         elif file == ids_file and highest >= index.vocab_size:
-            yield f"{file} has id {highest}, and the index says that all are below {index.vocab_size}"
+            yield (
+                f"{file} has id {highest}, and the index says that all are below {index.vocab_size}"
+            )
     with suppress(OSError):  # reported above
         ends = read_ends(str(root), shard)
-        if len(ends) and not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(ends) > 0).all()):
+        if len(ends) and not (
+            ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(ends) > 0).all()
+        ):
             yield f"{ends_file} does not fit its {shard.tokens} ids"
 
 
 def kept_tokenizer(folder: str, index: Index) -> Path | None:
-    """The folder's copy of its tokenizer's file, if it has one; ConfigError if it is missing or damaged."""
+    """The folder's copy of its tokenizer's file, if it has one; ConfigError if it is missing or
+    damaged."""
     root = Path(folder).expanduser()
     damage = _check_tokenizer(root, index)
     if damage:
@@ -267,7 +301,9 @@ def _from_tree(tree: Any) -> Index:
         raise ForeignError(f"it is not of the format {FORMAT!r}")
     if tree.get("version") not in (VERSION, VERSION_WITH_LEARNED):
         known = f"versions {VERSION} and {VERSION_WITH_LEARNED}"
-        raise ForeignError(f"it is of version {tree.get('version')}, and this program reads {known}")
+        raise ForeignError(
+            f"it is of version {tree.get('version')}, and this program reads {known}"
+        )
     index = build(Index, tree, skip_unknown=True)
     if index.dtype not in DTYPES or index.document_end >= index.vocab_size:
         raise ForeignError("dtype, vocabulary and end of document do not fit each other")
@@ -278,6 +314,10 @@ def _from_tree(tree: Any) -> Index:
     if len({shard.name for shard in index.shards}) < len(index.shards):
         raise ForeignError("it lists a shard twice")
     for shard in index.shards:
-        if not SHARD_NAME.fullmatch(shard.name) or shard.split not in SPLITS or shard.documents > shard.tokens:
+        if (
+            not SHARD_NAME.fullmatch(shard.name)
+            or shard.split not in SPLITS
+            or shard.documents > shard.tokens
+        ):
             raise ForeignError(f"it describes shard {shard.name!r:.40} wrongly")
     return index

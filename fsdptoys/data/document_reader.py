@@ -1,8 +1,9 @@
 """Read documents from files, with one document or one group of rows in memory at a time.
 
-The file's name decides: ``.jsonl``, ``.ndjson`` and ``.json`` hold one object a line, ``.parquet`` and ``.arrow``
-tables, other files one document of text in UTF-8; all except tables may be compressed (``.gz``, ``.zst``). Folders of
-``datasets.Dataset.save_to_disk`` are read too. Nothing is downloaded.
+The file's name decides: ``.jsonl``, ``.ndjson`` and ``.json`` hold one object a line, ``.parquet``
+and ``.arrow`` tables, other files one document of text in UTF-8; all except tables may be
+compressed (``.gz``, ``.zst``). Folders of ``datasets.Dataset.save_to_disk`` are read too. Nothing
+is downloaded.
 
 Not covered: one JSON array a file, nested fields, compressed tables.
 """
@@ -52,7 +53,8 @@ class LongText:
 
 
 Read = Iterator[tuple[Any, float]]
-"""Documents as a ``Records`` reads them, or ``LongText``, each with the share of its file read so far."""
+"""Documents as a ``Records`` reads them, or ``LongText``, each with the share of its file read so
+far."""
 
 
 class Records(ABC):
@@ -65,7 +67,8 @@ class Records(ABC):
 
     @abstractmethod
     def read(self, owner: str, name: str, record: Mapping[str, Any], where: str) -> Any:
-        """The document in field ``name``; ``owner`` and ``where`` are file and line for messages."""
+        """The document in field ``name``; ``owner`` and ``where`` are file and line for
+        messages."""
 
 
 class TextRecords(Records):
@@ -80,7 +83,10 @@ class TextRecords(Records):
         value = record[name]
         if value is None or isinstance(value, str):
             return value
-        raise ConfigError(f"{owner} has {short_text(value)} as {name}{where}, which is no text; name a field of text")
+        raise ConfigError(
+            f"{owner} has {short_text(value)} as {name}{where}, which is no text; name a field "
+            "of text"
+        )
 
 
 TEXTS = TextRecords()
@@ -97,14 +103,17 @@ def kind_of(source: SourceFile) -> str:
 
 
 def find_sources(key: str, patterns: Sequence[str]) -> list[SourceFile]:
-    """The files and folders of paths and globs, each once; ConfigError if one is missing or needs a missing package."""
+    """The files and folders of paths and globs, each once; ConfigError if one is missing or needs a
+    missing package."""
     files: list[SourceFile] = []
     for pattern in patterns:
         folder = Path(pattern).expanduser()
         if pattern == STDLIB and not os.path.exists(folder):
             files += stdlib_files()
         elif os.path.isfile(folder / DICT_MARK):
-            splits = sorted(path.name for path in folder.iterdir() if (path / SAVED_MARKS[0]).is_file())
+            splits = sorted(
+                path.name for path in folder.iterdir() if (path / SAVED_MARKS[0]).is_file()
+            )
             raise ConfigError(
                 f"{key}=[{pattern}] holds several parts ({', '.join(splits)}); "
                 f"name one of them, {os.path.join(pattern, splits[0] if splits else 'train')}"
@@ -112,23 +121,33 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceFile]:
         elif all(os.path.isfile(folder / mark) for mark in SAVED_MARKS):
             for path in folder.iterdir():
                 if not path.is_file():  # datasets would block on a pipe
-                    raise ConfigError(f"{key}=[{pattern}] holds {path.name}, which is no regular file; take it out")
+                    raise ConfigError(
+                        f"{key}=[{pattern}] holds {path.name}, which is no regular file; take it "
+                        "out"
+                    )
             size = sum(path.stat().st_size for path in folder.glob("*.arrow"))
             files.append(SourceFile(str(folder), folder.name, size, is_folder=True))
         else:
             files += match_files(key, pattern)
     files = [file for file in files if file.size_bytes]  # globs may match empty files
     if not files:
-        raise ConfigError(f"{key}=[{','.join(patterns)}] finds nothing to read; name files that hold text")
+        raise ConfigError(
+            f"{key}=[{','.join(patterns)}] finds nothing to read; name files that hold text"
+        )
     sources = without_repeats(files)
-    tables = (file for file in sources if file.path.endswith(".zst") or kind_of(file) not in ("lines", "text"))
+    tables = (
+        file
+        for file in sources
+        if file.path.endswith(".zst") or kind_of(file) not in ("lines", "text")
+    )
     needing = next(tables, None)
     if needing is not None:
         try:
             import datasets  # noqa: F401
         except ImportError as error:
             raise ConfigError(
-                f"{key}=[{needing.path}] needs the package datasets, which is not installed; pip install -e '.[data]'"
+                f"{key}=[{needing.path}] needs the package datasets, which is not installed; pip "
+                "install -e '.[data]'"
             ) from error
     return sources
 
@@ -138,8 +157,8 @@ def read_documents(
 ) -> Read:
     """A source's documents, in order, read by ``records`` from ``field`` of each record.
 
-    ``long_texts`` yields files of text from ``LONG_BYTES`` on as ``LongText``. ConfigError if the source cannot be read
-    or has no such field, or a document does not fit into memory.
+    ``long_texts`` yields files of text from ``LONG_BYTES`` on as ``LongText``. ConfigError if the
+    source cannot be read or has no such field, or a document does not fit into memory.
     """
     owner = f"{key}=[{source.path}]"
     readers = {"lines": _lines, "parquet": _parquet, "arrow": _arrow, "folder": _arrow}
@@ -151,28 +170,35 @@ def read_documents(
             yield from _text(owner, source, long_texts)
         else:
             raise ConfigError(
-                f"{owner} is neither JSON lines nor a table; name files that end in {', '.join((*LINES, *TABLES))}"
+                f"{owner} is neither JSON lines nor a table; name files that end in "
+                f"{', '.join((*LINES, *TABLES))}"
             )
     except ConfigError:
         raise
     except MemoryError as error:
         raise no_memory(owner) from error
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{owner} cannot be read ({error}); repair the file or leave it out") from error
+        raise ConfigError(
+            f"{owner} cannot be read ({error}); repair the file or leave it out"
+        ) from error
 
 
 def no_memory(owner: str) -> ConfigError:
-    """The error for a document that does not fit into memory; ``owner`` is the files as the user named them."""
+    """The error for a document that does not fit into memory; ``owner`` is the files as the user
+    named them."""
     return ConfigError(
-        f"{owner} holds a document that does not fit into this machine's memory; split it into several documents, or "
-        "run fsdptoys data prepare where there is more memory and train with data=prepared"
+        f"{owner} holds a document that does not fit into this machine's memory; split it into "
+        "several documents, or run fsdptoys data prepare where there is more memory and train "
+        "with data=prepared"
     )
 
 
 def _text(owner: str, source: SourceFile, long_texts: bool) -> Read:
     content = bytearray()
     with _open(source)[0] as file:
-        while block := file.read(BLOCK_BYTES):  # reading a gzip file at once holds its content twice
+        while block := file.read(
+            BLOCK_BYTES
+        ):  # reading a gzip file at once holds its content twice
             content += block
     decoder, start, pending = codecs.getincrementaldecoder("utf-8")(), 0, 0
     try:
@@ -182,11 +208,17 @@ def _text(owner: str, source: SourceFile, long_texts: bool) -> Read:
             yield text, 1.0
             return
         for start in range(0, len(content), BLOCK_BYTES):
-            pending = len(decoder.getstate()[0])  # bytes of a character that the last block has begun
-            decoder.decode(content[start : start + BLOCK_BYTES], final=start + BLOCK_BYTES >= len(content))
+            pending = len(
+                decoder.getstate()[0]
+            )  # bytes of a character that the last block has begun
+            decoder.decode(
+                content[start : start + BLOCK_BYTES], final=start + BLOCK_BYTES >= len(content)
+            )
     except UnicodeDecodeError as error:
         byte = start - pending + error.start
-        raise ConfigError(f"{owner} holds no text in UTF-8 (byte {byte}); write it in UTF-8 or leave it out") from error
+        raise ConfigError(
+            f"{owner} holds no text in UTF-8 (byte {byte}); write it in UTF-8 or leave it out"
+        ) from error
     long = LongText(content)
     del content
     yield long, 1.0
@@ -199,20 +231,26 @@ def _lines(owner: str, source: SourceFile, field: str, records: Records) -> Read
             if line.isspace():
                 continue
             try:
-                # Few fields are used, so the others need no bounds; parse_json checks them in eight times the time.
+                # Few fields are used, so the others need no bounds; parse_json checks them in eight
+                # times the time.
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(
-                    f"{owner} has no JSON object in line {number} ({one_line(error)}); write one object a line"
+                    f"{owner} has no JSON object in line {number} ({one_line(error)}); write one "
+                    "object a line"
                 ) from error
             del line  # or a long document would be held twice
             if isinstance(record, list):
                 raise ConfigError(
-                    f"{owner} holds a JSON array in line {number}, not an object; write one object a line"
+                    f"{owner} holds a JSON array in line {number}, not an object; write one "
+                    "object a line"
                 )
             if not isinstance(record, dict):
                 raise _no_field(owner, field, [], f" in line {number}")
-            yield records.read(owner, field, record, f" in line {number}"), raw.tell() / source.size_bytes
+            yield (
+                records.read(owner, field, record, f" in line {number}"),
+                raw.tell() / source.size_bytes,
+            )
 
 
 def _parquet(owner: str, source: SourceFile, field: str, records: Records) -> Read:
@@ -226,7 +264,9 @@ def _parquet(owner: str, source: SourceFile, field: str, records: Records) -> Re
             columns = ([batch.column(name).to_pylist() for name in names] for batch in batches)
             yield from _rows(owner, names, columns, file.metadata.num_rows, records)
     except pyarrow.ArrowException as error:
-        raise ConfigError(f"{owner} cannot be read as Parquet ({error}); write it again or leave it out") from error
+        raise ConfigError(
+            f"{owner} cannot be read as Parquet ({error}); write it again or leave it out"
+        ) from error
 
 
 def _arrow(owner: str, source: SourceFile, field: str, records: Records) -> Read:
@@ -237,11 +277,19 @@ def _arrow(owner: str, source: SourceFile, field: str, records: Records) -> Read
         table = cast(Any, load(source.path))
         names = _columns(owner, field, table.column_names, records)
         batches = table.select_columns(names).with_format(None).iter(batch_size=ROWS)
-        yield from _rows(owner, names, ([batch[name] for name in names] for batch in batches), len(table), records)
+        yield from _rows(
+            owner,
+            names,
+            ([batch[name] for name in names] for batch in batches),
+            len(table),
+            records,
+        )
     except ConfigError:
         raise
     except Exception as error:  # pyarrow's, datasets' and the system's own
-        raise ConfigError(f"{owner} cannot be read by datasets ({error}); save it again or leave it out") from error
+        raise ConfigError(
+            f"{owner} cannot be read by datasets ({error}); save it again or leave it out"
+        ) from error
 
 
 def _columns(owner: str, field: str, found: Sequence[str], records: Records) -> list[str]:
@@ -251,10 +299,17 @@ def _columns(owner: str, field: str, found: Sequence[str], records: Records) -> 
     return [field, *(name for name in records.optional_fields if name in found)]
 
 
-def _rows(owner: str, names: list[str], batches: Iterable[list[list[Any]]], rows: int, records: Records) -> Read:
-    values_of_rows = itertools.chain.from_iterable(zip(*columns, strict=True) for columns in batches)
+def _rows(
+    owner: str, names: list[str], batches: Iterable[list[list[Any]]], rows: int, records: Records
+) -> Read:
+    values_of_rows = itertools.chain.from_iterable(
+        zip(*columns, strict=True) for columns in batches
+    )
     for row, values in enumerate(values_of_rows, 1):
-        yield records.read(owner, names[0], dict(zip(names, values, strict=True)), f" in row {row}"), row / rows
+        yield (
+            records.read(owner, names[0], dict(zip(names, values, strict=True)), f" in row {row}"),
+            row / rows,
+        )
 
 
 def _open(source: SourceFile) -> tuple[IO[bytes], IO[bytes]]:
@@ -271,4 +326,6 @@ def _open(source: SourceFile) -> tuple[IO[bytes], IO[bytes]]:
 
 def _no_field(owner: str, field: str, found: Sequence[str], where: str = "") -> ConfigError:
     has = f"it has {one_line(', '.join(map(str, found))[:200])}" if found else "there is no object"
-    return ConfigError(f"{owner} has no field {field!r}{where}: {has}; name the one that holds the text")
+    return ConfigError(
+        f"{owner} has no field {field!r}{where}: {has}; name the one that holds the text"
+    )

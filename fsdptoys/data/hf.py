@@ -1,8 +1,9 @@
 """``data=hf``: train from text, JSON lines, Parquet or Arrow, which are tokenized at the first use.
 
-The result of ``fsdptoys data prepare`` goes into a cache folder named by a hash of the tokenizer, the options and the
-files' paths, sizes and times; from then on it is ``data=prepared``. The launcher prepares before it starts any rank;
-under torchrun the first rank of each node does, and the others wait for its lock.
+The result of ``fsdptoys data prepare`` goes into a cache folder named by a hash of the tokenizer,
+the options and the files' paths, sizes and times; from then on it is ``data=prepared``. The
+launcher prepares before it starts any rank; under torchrun the first rank of each node does, and
+the others wait for its lock.
 """
 
 import dataclasses
@@ -18,7 +19,13 @@ from fsdptoys.utils.options import Effect, option
 from fsdptoys.utils.text import one_line, print_status
 
 from .dataset import DataConfig, TokenDataset
-from .dataset_index import INDEX_FILE, TOKENIZER_FILE, UnusableFolderError, kept_tokenizer, read_index
+from .dataset_index import (
+    INDEX_FILE,
+    TOKENIZER_FILE,
+    UnusableFolderError,
+    kept_tokenizer,
+    read_index,
+)
 from .document_reader import find_sources
 from .packing import Packing
 from .prepare import MOST_PROCESSES, Request, cache_folder, prepare_folder
@@ -56,7 +63,8 @@ class TokenizedConfig(DataConfig):
 
     @property
     def has_eval(self) -> bool:
-        """Whether a share of the documents is held out; once prepared, whether it has any document."""
+        """Whether a share of the documents is held out; once prepared, whether it has any
+        document."""
         if not self.eval_fraction:
             return False
         with suppress(ConfigError):  # files or tokenizer are missing
@@ -66,14 +74,22 @@ class TokenizedConfig(DataConfig):
     @property
     def eval_fix(self) -> str:  # type: ignore[override]
         """A higher share."""
-        return f"data.eval_fraction above {self.eval_fraction}" if self.eval_fraction else "data.eval_fraction=0.01"
+        return (
+            f"data.eval_fraction above {self.eval_fraction}"
+            if self.eval_fraction
+            else "data.eval_fraction=0.01"
+        )
 
     def find_tokenizer(self) -> str:
         """The configured file, or else its copy in the cache."""
         place = Path(self.tokenizer).expanduser()
-        if self.tokenizer == "bytes" or (place / TOKENIZER_FILE if place.is_dir() else place).is_file():
+        if (
+            self.tokenizer == "bytes"
+            or (place / TOKENIZER_FILE if place.is_dir() else place).is_file()
+        ):
             return self.tokenizer
-        # A folder's name is a hash of the tokenizer among others, and its index names that tokenizer.
+        # A folder's name is a hash of the tokenizer among others, and its index names that
+        # tokenizer.
         with suppress(ConfigError):
             request = self._request_of(ByteEncoder())
             for path in sorted(cache_folder(self.cache).glob(f"*/{INDEX_FILE}")):
@@ -81,19 +97,26 @@ class TokenizedConfig(DataConfig):
                 with suppress(ConfigError):  # a damaged folder, maybe of other data
                     index = read_index(folder, folder)
                     wanted = request.fingerprint_with(index.tokenizer_sha256, index.document_end)
-                    kept = kept_tokenizer(folder, index) if path.parent.name == wanted[:KEY_LENGTH] else None
+                    kept = (
+                        kept_tokenizer(folder, index)
+                        if path.parent.name == wanted[:KEY_LENGTH]
+                        else None
+                    )
                     if kept is not None:
                         return str(kept)
-        raise ConfigError(f"data.tokenizer={self.tokenizer} does not exist, and the cache has no copy; restore it")
+        raise ConfigError(
+            f"data.tokenizer={self.tokenizer} does not exist, and the cache has no copy; restore it"
+        )
 
     def validate(self, seq_len: int, vocab_size: int) -> None:
-        """Check files, tokenizer, vocabulary and, unless missing or damaged, the prepared folder."""
+        """Check files, tokenizer, vocabulary and, unless missing or damaged, the prepared
+        folder."""
         request = self._request()
         if request.encoder.vocab_size > vocab_size:
             raise ConfigError(
-                f"data.tokenizer={self.tokenizer} has ids up to {request.encoder.vocab_size - 1}, over "
-                f"model.vocab_size={vocab_size}; set model.vocab_size={request.encoder.vocab_size} or the model's "
-                "tokenizer"
+                f"data.tokenizer={self.tokenizer} has ids up to "
+                f"{request.encoder.vocab_size - 1}, over model.vocab_size={vocab_size}; set "
+                f"model.vocab_size={request.encoder.vocab_size} or the model's tokenizer"
             )
         if _is_prepared(request):
             self._prepared(request).validate(seq_len, vocab_size)
@@ -106,13 +129,17 @@ class TokenizedConfig(DataConfig):
                 index = prepare_folder(
                     request,
                     display.show,
-                    wait=lambda holder: print_status(f"process {holder} prepares the data; waiting"),
+                    wait=lambda holder: print_status(
+                        f"process {holder} prepares the data; waiting"
+                    ),
                     replace=lambda reason: print_status(
                         f"{request.folder} {one_line(reason)}; the data is prepared again"
                     ),
                     report=print_status,
                 )
-            print_status(f"{index.documents('train'):,} documents to train on, prepared in {request.folder}")
+            print_status(
+                f"{index.documents('train'):,} documents to train on, prepared in {request.folder}"
+            )
         prepared = self._prepared(request)
         prepared.validate(seq_len, vocab_size)
         prepared.prepare(seq_len, vocab_size)
@@ -125,13 +152,23 @@ class TokenizedConfig(DataConfig):
         if not self.files:
             raise ConfigError("data.files=[] names no file; set data.files=[corpus/*.jsonl]")
         request = self._request_of(self._open_encoder())
-        return dataclasses.replace(request, folder=cache_folder(self.cache) / request.fingerprint[:KEY_LENGTH])
+        return dataclasses.replace(
+            request, folder=cache_folder(self.cache) / request.fingerprint[:KEY_LENGTH]
+        )
 
     def _request_of(self, encoder: Encoder) -> Request:
         """The request without its folder."""
         sources = find_sources("data.files", self.files)
         processes = available_cores() if self.processes == -1 else self.processes
-        return Request("data.files", sources, encoder, Path(), self._field, self.eval_fraction, processes=processes)
+        return Request(
+            "data.files",
+            sources,
+            encoder,
+            Path(),
+            self._field,
+            self.eval_fraction,
+            processes=processes,
+        )
 
     @property
     @abstractmethod
@@ -143,14 +180,17 @@ class TokenizedConfig(DataConfig):
         """The encoder of the documents; ConfigError if tokenizer or template are missing."""
 
     def _prepared(self, request: Request) -> PreparedConfig:
-        prepared = PreparedConfig(folder=str(request.folder), packing=self.packing, cache=self.cache)
+        prepared = PreparedConfig(
+            folder=str(request.folder), packing=self.packing, cache=self.cache
+        )
         prepared.known_as, prepared.fixes = "data.files", FIXES
         return prepared
 
 
 @dataclass
 class HFConfig(TokenizedConfig):
-    """Text files, JSON lines, Parquet, Arrow, or a folder of datasets, tokenized at the first use."""
+    """Text files, JSON lines, Parquet, Arrow, or a folder of datasets, tokenized at the first
+    use."""
 
     name = "hf"
     plain_texts = True
@@ -168,7 +208,8 @@ class HFConfig(TokenizedConfig):
 
 
 def _is_prepared(request: Request) -> bool:
-    """Whether the cache has the folder, with a valid index and files of the right sizes; ConfigError if unreadable."""
+    """Whether the cache has the folder, with a valid index and files of the right sizes;
+    ConfigError if unreadable."""
     try:
         read_index(str(request.folder), str(request.folder))
     except UnusableFolderError:

@@ -1,8 +1,9 @@
 """Batches made ahead of the loop by PyTorch's ``DataLoader`` in background processes.
 
-The loader's samples are whole steps, numbered by the position of their first sample, so that a worker needs no state.
-Workers are forked by a ``forkserver``, not by the rank: a fork would copy the locks of the rank's threads (gloo, NCCL)
-in any state, and perhaps a CUDA context. The cost: the first step waits for the server to import PyTorch.
+The loader's samples are whole steps, numbered by the position of their first sample, so that a
+worker needs no state. Workers are forked by a ``forkserver``, not by the rank: a fork would copy
+the locks of the rank's threads (gloo, NCCL) in any state, and perhaps a CUDA context. The cost: the
+first step waits for the server to import PyTorch.
 """
 
 import errno
@@ -35,7 +36,8 @@ STEPS_AHEAD = 2  # steps that each worker prefetches
 NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 
 RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that the rank handles, though a terminal or a scheduler may send them to all processes."""
+"""Signals that the rank handles, though a terminal or a scheduler may send them to all
+processes."""
 
 PRELOADED = ["torch.utils.data", "numpy", "fsdptoys.data"]
 """Imported once by the server and shared by its workers."""
@@ -49,18 +51,23 @@ LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 PAGES = 16, 8  # pages of shared memory for the loader's semaphores, and for those of each worker
 
 
-def check_shared_memory(workers: int, step_bytes: int, local_ranks: int, place: str = SHARED_MEMORY) -> None:
-    """Check that the workers' sockets and prefetched batches fit; the latter only if ``place`` has shared memory.
+def check_shared_memory(
+    workers: int, step_bytes: int, local_ranks: int, place: str = SHARED_MEMORY
+) -> None:
+    """Check that the workers' sockets and prefetched batches fit; the latter only if ``place`` has
+    shared memory.
 
-    ``workers`` are those of each rank, ``step_bytes`` one rank's batches of a step, ``local_ranks`` this node's ranks.
+    ``workers`` are those of each rank, ``step_bytes`` one rank's batches of a step, ``local_ranks``
+    this node's ranks.
     """
     if not workers:
         return
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > LONGEST_TEMPORARY_FOLDER:
         raise ConfigError(
-            f"data.workers={workers} needs sockets in the temporary folder {folder}, whose path may have "
-            f"{LONGEST_TEMPORARY_FOLDER} bytes for that; set TMPDIR to a shorter one or data.workers=0"
+            f"data.workers={workers} needs sockets in the temporary folder {folder}, whose path "
+            f"may have {LONGEST_TEMPORARY_FOLDER} bytes for that; set TMPDIR to a shorter one or "
+            "data.workers=0"
         )
     if not os.path.isdir(place):
         return
@@ -77,39 +84,55 @@ def check_shared_memory(workers: int, step_bytes: int, local_ranks: int, place: 
 
 def _no_shared_memory(workers: int, problem: str, place: str = SHARED_MEMORY) -> str:
     return (
-        f"data.workers={workers} passes batches through {place}, which {problem}; set data.workers=0, or give {place} "
-        "more memory (docker run --shm-size)"
+        f"data.workers={workers} passes batches through {place}, which {problem}; set "
+        f"data.workers=0, or give {place} more memory (docker run --shm-size)"
     )
 
 
 class StepReader:
-    """Makes the batches of any step for this process's ranks; runs in the rank, or pickled in each worker."""
+    """Makes the batches of any step for this process's ranks; runs in the rank, or pickled in each
+    worker."""
 
     def __init__(
-        self, samples: Samples, batch_size: int, microbatches: int, ranks: range, data_ranks: int, seed: int
+        self,
+        samples: Samples,
+        batch_size: int,
+        microbatches: int,
+        ranks: range,
+        data_ranks: int,
+        seed: int,
     ) -> None:
         assert len(samples) > 0
         assert all(0 <= rank < data_ranks for rank in ranks)
         self.samples = samples
         self.batch_size = batch_size
         self.stride = microbatches * data_ranks * batch_size  # samples of a step, over all ranks
-        self._firsts = [(each * data_ranks + rank) * batch_size for each in range(microbatches) for rank in ranks]
+        self._firsts = [
+            (each * data_ranks + rank) * batch_size
+            for each in range(microbatches)
+            for rank in ranks
+        ]
         self._shuffle = EndlessShuffle(len(samples), seed)
 
     def numbers(self, place: int) -> list[Tensor]:
-        """Numbers of the samples of a step from a position on, over all ranks: int64 (B,) for each micro-batch."""
+        """Numbers of the samples of a step from a position on, over all ranks: int64 (B,) for each
+        micro-batch."""
         return [place + first + torch.arange(self.batch_size) for first in self._firsts]
 
     def read(self, place: int) -> Tensor:
-        """Tokens and labels of the step from a position on, int64 (micro-batches · own ranks, 2, B, T)."""
+        """Tokens and labels of the step from a position on, int64 (micro-batches · own ranks, 2, B,
+        T)."""
         places = [place + first + row for first in self._firsts for row in range(self.batch_size)]
-        rows = [self.samples[each if self.samples.endless else self._shuffle[each]] for each in places]
+        rows = [
+            self.samples[each if self.samples.endless else self._shuffle[each]] for each in places
+        ]
         step = np.array(rows, np.int64).reshape(len(self._firsts), self.batch_size, 2, -1)
         return torch.from_numpy(np.ascontiguousarray(step.swapaxes(1, 2)))
 
 
 class StepPrefetcher:
-    """Consecutive steps from the one at position ``place`` on, prefetched by background processes."""
+    """Consecutive steps from the one at position ``place`` on, prefetched by background
+    processes."""
 
     def __init__(self, reader: StepReader, place: int, workers: int) -> None:
         others = set(multiprocessing.active_children())
@@ -117,10 +140,15 @@ class StepPrefetcher:
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)
         try:
             resource_tracker.ensure_running()
-            # As many semaphores as the loader creates: its failure half-way prints a traceback from its destructor.
-            semaphores = [multiprocessing.get_context("forkserver").Event() for _ in range(1 + 2 * workers)]
+            # As many semaphores as the loader creates: its failure half-way prints a traceback from
+            # its destructor.
+            semaphores = [
+                multiprocessing.get_context("forkserver").Event() for _ in range(1 + 2 * workers)
+            ]
             del semaphores
-            signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)  # the tracker's start unblocks some
+            signal.pthread_sigmask(
+                signal.SIG_BLOCK, RANK_SIGNALS
+            )  # the tracker's start unblocks some
             with warnings.catch_warnings():
                 # More workers than cores help where they wait for a disk or a network.
                 warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
@@ -128,16 +156,21 @@ class StepPrefetcher:
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            raise ConfigError(_no_shared_memory(workers, f"takes no more ({error.strerror or error})")) from error
+            raise ConfigError(
+                _no_shared_memory(workers, f"takes no more ({error.strerror or error})")
+            ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
-        self._workers = [child for child in multiprocessing.active_children() if child not in others]
-        # At exit, before multiprocessing waits for children that ignore its SIGTERM. Not by atexit, whose functions
-        # multiprocessing's processes do not run.
+        self._workers = [
+            child for child in multiprocessing.active_children() if child not in others
+        ]
+        # At exit, before multiprocessing waits for children that ignore its SIGTERM. Not by atexit,
+        # whose functions multiprocessing's processes do not run.
         self._at_exit = util.Finalize(None, self.close, exitpriority=10)
 
     def next(self) -> Tensor:
-        """The next step's batches; ConfigError from the reader, LostWorkerError if a worker has ended."""
+        """The next step's batches; ConfigError from the reader, LostWorkerError if a worker has
+        ended."""
         try:
             step = next(self._steps)
         except (RuntimeError, OSError, EOFError):
@@ -147,8 +180,9 @@ class StepPrefetcher:
             if not pids:
                 raise
             raise LostWorkerError(
-                f"a data worker has ended (pid {', '.join(pids)}): it was killed, or there was too little host memory "
-                "or shared memory (/dev/shm); data.workers=0 reads without workers"
+                f"a data worker has ended (pid {', '.join(pids)}): it was killed, or there was "
+                "too little host memory or shared memory (/dev/shm); data.workers=0 reads "
+                "without workers"
             ) from None
         if isinstance(step, str):
             raise ConfigError(step)
@@ -166,7 +200,8 @@ class StepPrefetcher:
 
 def _loader(reader: StepReader, place: int, workers: int) -> "DataLoader[Any]":
     context = multiprocessing.get_context("forkserver")
-    # Before Python 3.10.9 and 3.11.1 the fork server unpickles messages of any local user (CVE-2022-42919).
+    # Before Python 3.10.9 and 3.11.1 the fork server unpickles messages of any local user
+    # (CVE-2022-42919).
     util.abstract_sockets_supported = False  # type: ignore[misc]
     context.set_forkserver_preload(PRELOADED)
     return DataLoader(
@@ -177,12 +212,14 @@ def _loader(reader: StepReader, place: int, workers: int) -> "DataLoader[Any]":
         prefetch_factor=STEPS_AHEAD,
         worker_init_fn=_prepare_worker,
         multiprocessing_context=context,
-        generator=torch.Generator(),  # the loader draws a seed, which must not change the run's random numbers
+        # the loader draws a seed, which must not change the run's random numbers
+        generator=torch.Generator(),
     )
 
 
 class _Steps(Dataset[Any]):
-    """The reader as a ``Dataset``; a ConfigError is returned as text and raised by ``StepPrefetcher.next``."""
+    """The reader as a ``Dataset``; a ConfigError is returned as text and raised by
+    ``StepPrefetcher.next``."""
 
     def __init__(self, reader: StepReader, workers: int) -> None:
         self._reader = reader
@@ -207,7 +244,8 @@ def _prepare_worker(index: int) -> None:
 
 
 def end_with_parent() -> None:
-    """End this process with its parent, which it would outlive as a child of the server or with a queue of tasks."""
+    """End this process with its parent, which it would outlive as a child of the server or with a
+    queue of tasks."""
     threading.Thread(target=_wait_for_parent, name="end-with-parent", daemon=True).start()
 
 
@@ -215,5 +253,7 @@ def _wait_for_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # of this process alone: its tensors' socket
+    shutil.rmtree(
+        util.get_temp_dir(), ignore_errors=True
+    )  # of this process alone: its tensors' socket
     os._exit(1)

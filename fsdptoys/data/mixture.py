@@ -1,9 +1,11 @@
-"""Mix samples of several sources in fixed proportions; the order is a function of the seed and the position.
+"""Mix samples of several sources in fixed proportions; the order is a function of the seed and the
+position.
 
-Weights become whole numbers of positions in a block: weights 3 and 1 make blocks of four samples, other shares are
-rounded to 1/10,000. Every block has exactly these counts, spread evenly, and starts at its own rotation of the pattern,
-so that no rank always meets the same source. Each source goes through its own epochs. Held-out parts are read in the
-same proportions, in a fixed order, until the first of them ends.
+Weights become whole numbers of positions in a block: weights 3 and 1 make blocks of four samples,
+other shares are rounded to 1/10,000. Every block has exactly these counts, spread evenly, and
+starts at its own rotation of the pattern, so that no rank always meets the same source. Each source
+goes through its own epochs. Held-out parts are read in the same proportions, in a fixed order,
+until the first of them ends.
 """
 
 import bisect
@@ -31,7 +33,9 @@ class Pattern:
         best = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts])
         order = np.argsort(best, kind="stable")
         self.owners: list[int] = owners[order].tolist()
-        self.ranks: list[int] = np.concatenate([np.arange(count) for count in self.counts])[order].tolist()
+        self.ranks: list[int] = np.concatenate([np.arange(count) for count in self.counts])[
+            order
+        ].tolist()
         """Of each position: the number of earlier ones of the same source."""
 
         self.spots: list[list[int]] = [[] for _ in self.counts]  # positions of each source
@@ -42,7 +46,8 @@ class Pattern:
         return len(self.owners)
 
     def rotated(self, first: int, place: int) -> tuple[int, int]:
-        """Source of a place in a block rotated to start at ``first``, and the number of its own earlier places."""
+        """Source of a place in a block rotated to start at ``first``, and the number of its own
+        earlier places."""
         spot = (first + place) % len(self)
         owner = self.owners[spot]
         skipped = bisect.bisect_left(self.spots[owner], first)
@@ -50,7 +55,8 @@ class Pattern:
 
 
 class MixedSamples:
-    """Endless samples of several sources, at least one each, with weights above 0; the seed decides the order."""
+    """Endless samples of several sources, at least one each, with weights above 0; the seed decides
+    the order."""
 
     endless = True
 
@@ -60,7 +66,10 @@ class MixedSamples:
         self._seed = seed
         self._block = -1
         self._first = 0
-        self._own = [EndlessShuffle(len(source), "source", seed, number) for number, source in enumerate(sources)]
+        self._own = [
+            EndlessShuffle(len(source), "source", seed, number)
+            for number, source in enumerate(sources)
+        ]
 
     def __len__(self) -> int:
         return ENDLESS
@@ -69,7 +78,10 @@ class MixedSamples:
         """Source of a place, and the number of its sample there."""
         block, place = divmod(place, len(self.pattern))
         if block != self._block:
-            self._first, self._block = Shuffle(len(self.pattern), "mixture", self._seed, block)[0], block
+            self._first, self._block = (
+                Shuffle(len(self.pattern), "mixture", self._seed, block)[0],
+                block,
+            )
         owner, rank = self.pattern.rotated(self._first, place)
         return owner, self._own[owner][block * self.pattern.counts[owner] + rank]
 
@@ -79,7 +91,8 @@ class MixedSamples:
 
 
 class MixedHeldOut:
-    """Held-out samples of several sources, at least one each, with weights above 0, up to the end of the first."""
+    """Held-out samples of several sources, at least one each, with weights above 0, up to the end
+    of the first."""
 
     endless = False
 
@@ -104,7 +117,8 @@ class MixedHeldOut:
 
 
 def _places(weights: Sequence[float]) -> list[int]:
-    """Positions of each source in the smallest block with the proportions, to within half a position in ``BLOCK``."""
+    """Positions of each source in the smallest block with the proportions, to within half a
+    position in ``BLOCK``."""
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
     exact = (
@@ -122,6 +136,6 @@ def _places(weights: Sequence[float]) -> list[int]:
             return counts
     smallest = min(range(len(shares)), key=shares.__getitem__)
     raise ConfigError(
-        f"data.weights gives source {smallest + 1} a share of {shares[smallest]:.2g}, less than one sample in {BLOCK}; "
-        "give it more, or leave it out"
+        f"data.weights gives source {smallest + 1} a share of {shares[smallest]:.2g}, less than "
+        f"one sample in {BLOCK}; give it more, or leave it out"
     )

@@ -1,13 +1,15 @@
 """Rows of whole documents (``data.packing=best_fit``): no document is cut, and little is padded.
 
-A row holds ``seq_len + 1`` ids, the last of which is only a label. Best fit, longest document first: each goes into the
-fullest row with room for it, or into a new one ("Fewer truncations improve language modeling", arXiv:2404.10830). A
-document longer than a row is cut into rows of its own, each starting with the last id of the one before; the rest is
-packed like a document. Where only answers are labels, a part of a cut document without any is left out. Padding has the
+A row holds ``seq_len + 1`` ids, the last of which is only a label. Best fit, longest document
+first: each goes into the fullest row with room for it, or into a new one ("Fewer truncations
+improve language modeling", arXiv:2404.10830). A document longer than a row is cut into rows of its
+own, each starting with the last id of the one before; the rest is packed like a document. Where
+only answers are labels, a part of a cut document without any is left out. Padding has the
 end-of-document id, and labels that do not count.
 
-Documents are fitted in groups of ``GROUP``, so that memory does not grow with their number. The result is kept in the
-cache, in files that all ranks map: once for a folder, a split and a length, 12 bytes a document and 8 a row.
+Documents are fitted in groups of ``GROUP``, so that memory does not grow with their number. The
+result is kept in the cache, in files that all ranks map: once for a folder, a split and a length,
+12 bytes a document and 8 a row.
 """
 
 import itertools
@@ -41,8 +43,13 @@ GROUP = 2**16  # documents fitted together
 ROWS_VERSION = 2
 COUNTS_FILE = "plan.json"
 MOST_COUNTS_BYTES = 2**12
-FILES: dict[str, "np.dtype[Any]"] = {"starts": np.dtype("<i8"), "lengths": np.dtype("<i4"), "rows": np.dtype("<i8")}
-"""Start in the stream and length of each piece, and the number of pieces up to the end of each row."""
+FILES: dict[str, "np.dtype[Any]"] = {
+    "starts": np.dtype("<i8"),
+    "lengths": np.dtype("<i4"),
+    "rows": np.dtype("<i8"),
+}
+"""Start in the stream and length of each piece, and the number of pieces up to the end of each
+row."""
 KEY_LENGTH = 24
 SHORTEST = 2  # ids of the shortest document with its end; less room is never filled
 
@@ -57,7 +64,8 @@ class Packing(Enum):
 
 
 def best_fit(lengths: NDArray[Any], capacity: int) -> list[list[int]]:
-    """Assign pieces, of ``SHORTEST`` to ``capacity`` ids, to rows; returns numbers of each row's pieces."""
+    """Assign pieces, of ``SHORTEST`` to ``capacity`` ids, to rows; returns numbers of each row's
+    pieces."""
     rows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # bit r: some row has room for exactly r more
@@ -82,7 +90,8 @@ def best_fit(lengths: NDArray[Any], capacity: int) -> list[list[int]]:
 
 
 def cut(starts: Tokens, lengths: Tokens, seq_len: int) -> tuple[Tokens, Tokens, NDArray[Any]]:
-    """Cut documents into pieces that each fit a row; returns starts and lengths of the pieces, and which are cut."""
+    """Cut documents into pieces that each fit a row; returns starts and lengths of the pieces, and
+    which are cut."""
     counts = np.maximum(1, -(-(lengths - 1) // seq_len))
     owners = np.repeat(np.arange(len(lengths)), counts)
     before = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -101,13 +110,18 @@ class _Counts:
 
 
 class PackedRows:
-    """The ids of each row, mapped from a folder made by ``pack_rows``; ValueError if its files do not fit."""
+    """The ids of each row, mapped from a folder made by ``pack_rows``; ValueError if its files do
+    not fit."""
 
     _maps: tuple[NDArray[Any], ...] | None = None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        counts = build(_Counts, parse_json(read_regular(folder / COUNTS_FILE, MOST_COUNTS_BYTES)), skip_unknown=True)
+        counts = build(
+            _Counts,
+            parse_json(read_regular(folder / COUNTS_FILE, MOST_COUNTS_BYTES)),
+            skip_unknown=True,
+        )
         self.ids = counts.ids
         self._lengths = {"starts": counts.pieces, "lengths": counts.pieces, "rows": counts.rows}
         for name, dtype in FILES.items():
@@ -121,7 +135,9 @@ class PackedRows:
         """Position in the stream and length of each piece of a row."""
         if self._maps is None:
             self._maps = tuple(
-                np.memmap(self.folder / name, dtype, "r", shape=(self._lengths[name],)).view(np.ndarray)
+                np.memmap(self.folder / name, dtype, "r", shape=(self._lengths[name],)).view(
+                    np.ndarray
+                )
                 for name, dtype in FILES.items()
             )
         starts, lengths, rows = self._maps
@@ -154,11 +170,13 @@ class PackedSamples:
         for start, length in self.rows.row(index):
             if not (0 < length <= len(ids) - used and 0 <= start <= len(self.stream) - length):
                 raise ConfigError(
-                    f"data.packing=best_fit has damaged rows in {self.rows.folder} (row {index}); remove that folder, "
-                    "so that they are packed again"
+                    f"data.packing=best_fit has damaged rows in {self.rows.folder} (row "
+                    f"{index}); remove that folder, so that they are packed again"
                 )
             ids[used : used + length] = self.stream.read(start, length)
-            counts[used : used + length] = True if self.learned is None else self.learned.read(start, length)
+            counts[used : used + length] = (
+                True if self.learned is None else self.learned.read(start, length)
+            )
             if self.learned is not None:
                 counts[used] = False  # the preceding token belongs to another document
             used += length
@@ -174,10 +192,11 @@ def pack_rows(
     report: Callable[[str], object],
     learned: FileStream | None = None,
 ) -> PackedRows:
-    """The rows of a split (``train`` or ``eval``) of a folder, packed unless the folder ``cache`` holds them.
+    """The rows of a split (``train`` or ``eval``) of a folder, packed unless the folder ``cache``
+    holds them.
 
-    ``report`` receives a sentence on each wait, repair and result; ``learned`` is as for ``PackedSamples``. ConfigError
-    if the cache cannot be written.
+    ``report`` receives a sentence on each wait, repair and result; ``learned`` is as for
+    ``PackedSamples``. ConfigError if the cache cannot be written.
     """
     sums = [[shard.ends_sha256, shard.learned_sha256] for shard in index.of(split)]
     place = cache / f"packing-{hash_of(ROWS_VERSION, GROUP, seq_len, sums)[:KEY_LENGTH]}"
@@ -187,7 +206,11 @@ def pack_rows(
             return rows
         cache.mkdir(parents=True, exist_ok=True)
         waiting = f"waiting for process {{}}, which packs {folder}"
-        with hold_lock(place.with_name(f"{place.name}.lock"), str(place), lambda pid: report(waiting.format(pid))):
+        with hold_lock(
+            place.with_name(f"{place.name}.lock"),
+            str(place),
+            lambda pid: report(waiting.format(pid)),
+        ):
             rows, damage = _open_rows(place)
             if rows is not None:
                 return rows
@@ -196,16 +219,22 @@ def pack_rows(
             left_out = _write_rows(place, folder, index, split, seq_len, learned)
             rows = PackedRows(place)
             if left_out:
-                report(f"left out {left_out:,} parts without an answer, of documents longer than {seq_len} tokens")
+                report(
+                    f"left out {left_out:,} parts without an answer, of documents longer than "
+                    f"{seq_len} tokens"
+                )
             padded = 1 - rows.ids / (len(rows) * (seq_len + 1))
-            report(f"packed the {split} part of {folder} into {len(rows):,} rows, {padded:.2%} of them padding")
+            report(
+                f"packed the {split} part of {folder} into {len(rows):,} rows, {padded:.2%} of "
+                "them padding"
+            )
             return rows
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"data.packing=best_fit cannot keep its rows in {place} ({error}); set data.cache to a folder that can be "
-            "written, or remove this one"
+            f"data.packing=best_fit cannot keep its rows in {place} ({error}); set data.cache to "
+            "a folder that can be written, or remove this one"
         ) from error
 
 
@@ -221,7 +250,9 @@ def _open_rows(place: Path) -> tuple[PackedRows | None, str | None]:
         return None, one_line(error)
 
 
-def _write_rows(place: Path, folder: str, index: Index, split: str, seq_len: int, learned: FileStream | None) -> int:
+def _write_rows(
+    place: Path, folder: str, index: Index, split: str, seq_len: int, learned: FileStream | None
+) -> int:
     """Write the rows, and return the number of pieces without a label, which are left out."""
     part = place.with_name(f"{place.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -233,34 +264,49 @@ def _write_rows(place: Path, folder: str, index: Index, split: str, seq_len: int
             if learned is not None:
                 kept = ~are_cut
                 for piece in np.flatnonzero(are_cut):  # the first id of a piece is no label
-                    kept[piece] = learned.read(int(starts[piece]) + 1, int(lengths[piece]) - 1).any()
+                    kept[piece] = learned.read(
+                        int(starts[piece]) + 1, int(lengths[piece]) - 1
+                    ).any()
                 left_out += len(kept) - int(kept.sum())
                 starts, lengths = starts[kept], lengths[kept]
             rows = best_fit(lengths, seq_len + 1)
             order = np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(lengths))
             stops = pieces + np.cumsum([len(row) for row in rows])
-            for file, dtype, values in zip(files, FILES.values(), (starts[order], lengths[order], stops), strict=True):
+            for file, dtype, values in zip(
+                files, FILES.values(), (starts[order], lengths[order], stops), strict=True
+            ):
                 file.write(values.astype(dtype).data)
-            pieces, rows_before, ids = pieces + len(order), rows_before + len(rows), ids + int(lengths.sum())
+            pieces, rows_before, ids = (
+                pieces + len(order),
+                rows_before + len(rows),
+                ids + int(lengths.sum()),
+            )
     shutil.rmtree(place, ignore_errors=True)
-    seal_folder(part, place, COUNTS_FILE, json.dumps({"rows": rows_before, "pieces": pieces, "ids": ids}))
+    seal_folder(
+        part, place, COUNTS_FILE, json.dumps({"rows": rows_before, "pieces": pieces, "ids": ids})
+    )
     return left_out
 
 
-def _groups(folder: str, index: Index, split: str, seq_len: int) -> Iterator[tuple[Tokens, Tokens, NDArray[Any]]]:
-    """Starts in the stream and lengths of the documents' pieces, and which are cut, one group at a time."""
+def _groups(
+    folder: str, index: Index, split: str, seq_len: int
+) -> Iterator[tuple[Tokens, Tokens, NDArray[Any]]]:
+    """Starts in the stream and lengths of the documents' pieces, and which are cut, one group at a
+    time."""
     waiting, last, before = np.empty(0, np.int64), 0, 0
     for shard in index.of(split):
         try:
             ends = read_ends(folder, shard)
         except OSError as error:
-            raise ConfigError(f"{folder} cannot be read ({error.strerror or error}); make it readable") from error
+            raise ConfigError(
+                f"{folder} cannot be read ({error.strerror or error}); make it readable"
+            ) from error
         for first in range(0, len(ends), GROUP):
             group = ends[max(0, first - 1) : first + GROUP]
             if not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(group) > 0).all()):
                 raise ConfigError(
-                    f"{os.path.join(folder, shard_files(shard.name)[1])} does not fit the {shard.tokens} ids of its "
-                    f"shard; remove {folder} and prepare it again"
+                    f"{os.path.join(folder, shard_files(shard.name)[1])} does not fit the "
+                    f"{shard.tokens} ids of its shard; remove {folder} and prepare it again"
                 )
             waiting = np.concatenate([waiting, before + ends[first : first + GROUP]])
             if len(waiting) >= GROUP:

@@ -1,13 +1,15 @@
 """A pseudo-random permutation computed by position, without memory.
 
-A Feistel network over two digits, l in base a and r in base b, with a·b just above the number of positions n: each
-round adds a hash of one digit to the other, modulo its base, which is invertible (Black and Rogaway, "Ciphers with
-arbitrary finite domains", 2002, method 3). Results from n to a·b are permuted again until one is below n (cycle
-walking, method 2). The hash is the 64-bit finalizer of MurmurHash3 with a key for each round: integers only, so that
-the order is the same on every machine.
+A Feistel network over two digits, l in base a and r in base b, with a·b just above the number of
+positions n: each round adds a hash of one digit to the other, modulo its base, which is invertible
+(Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, method 3). Results from n to a·b
+are permuted again until one is below n (cycle walking, method 2). The hash is the 64-bit finalizer
+of MurmurHash3 with a key for each round: integers only, so that the order is the same on every
+machine.
 
-With eight rounds no test in ``tests/data/test_permutation.py`` distinguishes it from a random permutation. It is not a
-cipher, and for a dozen positions or fewer not all orders are equally frequent.
+With eight rounds no test in ``tests/data/test_permutation.py`` distinguishes it from a random
+permutation. It is not a cipher, and for a dozen positions or fewer not all orders are equally
+frequent.
 """
 
 import hashlib
@@ -27,8 +29,13 @@ class Shuffle:
         self.count = count
         self._a = math.isqrt(count - 1) + 1
         self._b = -(-count // self._a)
-        digest = hashlib.blake2b(repr((ORDER, count, *key)).encode(), digest_size=8 * ROUNDS).digest()
-        words = [int.from_bytes(digest[start : start + 8], "little") for start in range(0, len(digest), 8)]
+        digest = hashlib.blake2b(
+            repr((ORDER, count, *key)).encode(), digest_size=8 * ROUNDS
+        ).digest()
+        words = [
+            int.from_bytes(digest[start : start + 8], "little")
+            for start in range(0, len(digest), 8)
+        ]
         self._keys = list(zip(words[::2], words[1::2], strict=True))
 
     def __getitem__(self, place: int) -> int:
@@ -45,7 +52,8 @@ class Shuffle:
 
 
 class EndlessShuffle:
-    """Endless positions: one permutation of ``range(count)`` for each epoch, selected by the key."""
+    """Endless positions: one permutation of ``range(count)`` for each epoch, selected by the
+    key."""
 
     def __init__(self, count: int, *key: object) -> None:
         self.count = count

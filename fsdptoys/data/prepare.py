@@ -1,10 +1,12 @@
 """Turn files of text into a folder of tokens, for ``fsdptoys data prepare`` and ``data=hf``.
 
-One process reads documents and writes shards; the others encode groups of documents. Groups are written in the order in
-which they were read, so the folder has the same bytes for any number of processes, and memory does not grow with the
-corpus. The single reader and writer is the bottleneck beyond some tens of processes.
+One process reads documents and writes shards; the others encode groups of documents. Groups are
+written in the order in which they were read, so the folder has the same bytes for any number of
+processes, and memory does not grow with the corpus. The single reader and writer is the bottleneck
+beyond some tens of processes.
 
-A document is held out if a hash of its text falls below ``eval_fraction``: equal texts are always on the same side.
+A document is held out if a hash of its text falls below ``eval_fraction``: equal texts are always
+on the same side.
 """
 
 import hashlib
@@ -62,7 +64,8 @@ class Request:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that decides the bytes, with sizes and times of the files instead of their contents."""
+        """Hash of everything that decides the bytes, with sizes and times of the files instead of
+        their contents."""
         return self.fingerprint_with(self.encoder.sha256, self.encoder.document_end)
 
     def fingerprint_with(self, tokenizer_sha256: str, document_end: int) -> str:
@@ -72,10 +75,18 @@ class Request:
             paths = sorted(Path(source.path).glob("*")) if source.is_folder else [Path(source.path)]
             for path in paths:
                 facts = path.stat()
-                files.append([os.path.realpath(path), source.name, facts.st_size, facts.st_mtime_ns])
+                files.append(
+                    [os.path.realpath(path), source.name, facts.st_size, facts.st_mtime_ns]
+                )
         encoder = [tokenizer_sha256, document_end]
-        chat = [self.encoder.template_sha256, self.skip_bad_rows] if self.encoder.template_sha256 else []
-        return hash_of(VERSION, encoder, self.field, self.eval_fraction, self.shard_tokens, files, *chat)
+        chat = (
+            [self.encoder.template_sha256, self.skip_bad_rows]
+            if self.encoder.template_sha256
+            else []
+        )
+        return hash_of(
+            VERSION, encoder, self.field, self.eval_fraction, self.shard_tokens, files, *chat
+        )
 
 
 @dataclass(frozen=True)
@@ -119,11 +130,12 @@ def prepare_folder(
 ) -> Index:
     """Prepare a folder, or continue an interrupted preparation.
 
-    ``advance`` receives the progress; ``wait`` the id of a process that prepares the folder already, before waiting for
-    its end (None to refuse instead); ``replace`` the damage of an existing folder, before a new one replaces it (an
-    undamaged one is used; None to refuse an existing folder); ``report`` a sentence on each of the first rows that are
-    left out, with ``request.skip_bad_rows``, or whose text lacks something. ConfigError if a document cannot be read,
-    the folder cannot be written, or another process writes it.
+    ``advance`` receives the progress; ``wait`` the id of a process that prepares the folder
+    already, before waiting for its end (None to refuse instead); ``replace`` the damage of an
+    existing folder, before a new one replaces it (an undamaged one is used; None to refuse an
+    existing folder); ``report`` a sentence on each of the first rows that are left out, with
+    ``request.skip_bad_rows``, or whose text lacks something. ConfigError if a document cannot be
+    read, the folder cannot be written, or another process writes it.
     """
     folder, owner = request.folder, str(request.folder)
     try:
@@ -145,8 +157,8 @@ def prepare_folder(
             return index
     except OSError as error:
         raise ConfigError(
-            f"{owner} cannot be written ({error.strerror or error}); make room or name another folder, and give the "
-            "same command again, which continues there"
+            f"{owner} cannot be written ({error.strerror or error}); make room or name another "
+            "folder, and give the same command again, which continues there"
         ) from error
 
 
@@ -158,11 +170,16 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _write(request: Request, advance: Callable[[Advance], None], report: Callable[[str], object]) -> Index:
+def _write(
+    request: Request, advance: Callable[[Advance], None], report: Callable[[str], object]
+) -> Index:
     encoder, total = request.encoder, sum(source.size_bytes for source in request.sources)
     fingerprint, learned = request.fingerprint, encoder.marks_learned
     writer = ShardsWriter(request.folder, fingerprint, encoder.dtype, request.shard_tokens, learned)
-    left_out, losing = _Sentences("left out: ", "left out", report), _Sentences("", "lose parts", report)
+    left_out, losing = (
+        _Sentences("left out: ", "left out", report),
+        _Sentences("", "lose parts", report),
+    )
     ends = documents = 0
     try:
         groups = _groups(request, skip=writer.progress.documents)
@@ -190,9 +207,13 @@ def _write(request: Request, advance: Callable[[Advance], None], report: Callabl
         left_out.finish()
         losing.finish()
         if encoder.learns_ends and documents and not ends:
-            report("no answer ends with a special token, so the model does not learn to end its turn")
+            report(
+                "no answer ends with a special token, so the model does not learn to end its turn"
+            )
         if not writer.tokens:
-            raise ConfigError(f"{request.key} finds no document with text; name files that hold some")
+            raise ConfigError(
+                f"{request.key} finds no document with text; name files that hold some"
+            )
         index = Index(
             dtype=encoder.dtype,
             vocab_size=encoder.vocab_size,
@@ -268,7 +289,8 @@ def _encode_all(groups: Iterable[_Group], request: Request) -> Iterator[tuple[_G
     if request.processes == 1:
         yield from ((group, _encode(encoder, fraction, group.documents)) for group in groups)
         return
-    # A fork has the tokenizer and all modules at once; this process has no threads and no accelerator context.
+    # A fork has the tokenizer and all modules at once; this process has no threads and no
+    # accelerator context.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     executor = ProcessPoolExecutor(request.processes, context, _begin_process, (encoder, fraction))
     under_way: deque[tuple[_Group, Future[_Encoded]]] = deque()
@@ -277,15 +299,20 @@ def _encode_all(groups: Iterable[_Group], request: Request) -> Iterator[tuple[_G
             if group is not None:
                 under_way.append((group, executor.submit(_encode_here, group.documents)))
             # Two long texts at once could exceed the memory.
-            most = 0 if group is None or group.long is not None else GROUPS_AHEAD * request.processes - 1
+            most = (
+                0
+                if group is None or group.long is not None
+                else GROUPS_AHEAD * request.processes - 1
+            )
             while len(under_way) > most:
                 first, future = under_way.popleft()
                 yield first, future.result()
     except BrokenProcessPool as error:
         fewer = max(1, request.processes // 2)
         raise ConfigError(
-            "a process that turns text into ids has ended: it was killed, or there was too little memory; give the "
-            f"same command again, which continues there, with {fewer} processes"
+            "a process that turns text into ids has ended: it was killed, or there was too "
+            f"little memory; give the same command again, which continues there, with {fewer} "
+            "processes"
         ) from error
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
@@ -307,7 +334,8 @@ def _encode_here(documents: list[Any]) -> _Encoded:
 
 
 def _encode(encoder: Encoder, fraction: float, documents: list[Any]) -> _Encoded:
-    """Ids of documents by split, each document with its end, which is learned only where everything is."""
+    """Ids of documents by split, each document with its end, which is learned only where everything
+    is."""
     dtype = DTYPES[encoder.dtype]
     parts: dict[str, list[NDArray[Any]]] = {}
     learned: dict[str, list[NDArray[Any]]] = {}
@@ -340,7 +368,9 @@ def _bad_rows(sentences: list[str], skip_fix: str) -> ConfigError:
 
 def is_held_out(text: str, fraction: float) -> bool:
     """Whether a document is held out."""
-    return bool(fraction) and _is_drawn([text.encode().replace(b"\0", b"")], fraction)  # as in byte ids, without zeros
+    return bool(fraction) and _is_drawn(
+        [text.encode().replace(b"\0", b"")], fraction
+    )  # as in byte ids, without zeros
 
 
 def _is_drawn(blocks: Iterable[bytes], fraction: float) -> bool:

@@ -1,8 +1,10 @@
-"""``data=prepared``: folders made by ``fsdptoys data prepare``, one or several mixed by weight (``mixture``).
+"""``data=prepared``: folders made by ``fsdptoys data prepare``, one or several mixed by weight
+(``mixture``).
 
-A split's shards are one stream, cut into windows of ``seq_len`` that may cross from one document into the next, or
-packed into rows of whole documents (``packing``). Shards are mapped, not read; each rank or worker keeps up to
-``MOST_MAPS`` maps open. Truncating a mapped file kills the run (SIGBUS): make a new folder instead.
+A split's shards are one stream, cut into windows of ``seq_len`` that may cross from one document
+into the next, or packed into rows of whole documents (``packing``). Shards are mapped, not read;
+each rank or worker keeps up to ``MOST_MAPS`` maps open. Truncating a mapped file kills the run
+(SIGBUS): make a new folder instead.
 """
 
 import math
@@ -32,7 +34,8 @@ from .token_files import FileStream, SourceFile
 from .token_windows import LearnedWindows, WindowSamples, entropy_nats, token_shares
 
 MOST_MAPS = 256
-"""Shards of all sources mapped at a time; each map takes a file descriptor, of which a process may have 1024."""
+"""Shards of all sources mapped at a time; each map takes a file descriptor, of which a process may
+have 1024."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +74,28 @@ class PreparedConfig(DataConfig):
         super().__post_init__()
         if self.folder is not None and self.sources:
             raise ConfigError(
-                f"data.folder={self.folder} and data.sources=[{','.join(self.sources)}] exclude each other; set "
-                "data.folder=null or data.sources=[]"
+                f"data.folder={self.folder} and data.sources=[{','.join(self.sources)}] exclude "
+                "each other; set data.folder=null or data.sources=[]"
             )
         if self.weights and len(self.weights) != len(self.sources):
             raise ConfigError(
-                f"data.weights has {len(self.weights)} numbers for the {len(self.sources)} folders of data.sources; "
-                "give one for each, or data.weights=[] for shares by size"
+                f"data.weights has {len(self.weights)} numbers for the {len(self.sources)} "
+                "folders of data.sources; give one for each, or data.weights=[] for shares by "
+                "size"
             )
         for weight in self.weights:
             if not (math.isfinite(weight) and weight > 0):
                 raise ConfigError(
-                    f"data.weights has {weight}, which must be above 0; leave the source out that is to give nothing"
+                    f"data.weights has {weight}, which must be above 0; leave the source out "
+                    "that is to give nothing"
                 )
         places = [os.path.realpath(os.path.expanduser(source)) for source in self.sources]
         for number, place in enumerate(places):
             if place in places[:number]:
-                raise ConfigError(f"data.sources has {self.sources[number]} twice; give it a higher weight instead")
+                raise ConfigError(
+                    f"data.sources has {self.sources[number]} twice; give it a higher weight "
+                    "instead"
+                )
 
     @property
     def has_eval(self) -> bool:
@@ -105,12 +113,14 @@ class PreparedConfig(DataConfig):
         return None
 
     def validate(self, seq_len: int, vocab_size: int) -> None:
-        """Check that the folders are complete, compatible, long enough and fit the vocabulary; and the weights."""
+        """Check that the folders are complete, compatible, long enough and fit the vocabulary; and
+        the weights."""
         parts = self._open(seq_len, vocab_size)
         Pattern(self._shares(parts))
 
     def prepare(self, seq_len: int, vocab_size: int) -> None:
-        """Pack documents into rows, unless the cache has them, and say how many sequences have nothing to learn."""
+        """Pack documents into rows, unless the cache has them, and say how many sequences have
+        nothing to learn."""
         for part in self._open_packed(seq_len, vocab_size):
             if part.left_out:
                 share = f"{part.left_out:,} of {len(part.windows):,}"
@@ -141,31 +151,43 @@ class PreparedConfig(DataConfig):
             named = [(f"data.sources=[{source}]", source) for source in self.sources]
         if not named:
             raise ConfigError(
-                "data=prepared needs a folder that fsdptoys data prepare has made; set data.folder=FOLDER, or "
-                "data.sources=[FOLDER,FOLDER]"
+                "data=prepared needs a folder that fsdptoys data prepare has made; set "
+                "data.folder=FOLDER, or data.sources=[FOLDER,FOLDER]"
             )
         # The configuration does not name a folder of the cache, so its errors must.
-        return [(owner, folder, read_index(folder, folder if self.known_as else owner)) for owner, folder in named]
+        return [
+            (owner, folder, read_index(folder, folder if self.known_as else owner))
+            for owner, folder in named
+        ]
 
     def _open(self, seq_len: int, vocab_size: int) -> list["Part"]:
         found = self._read()
-        parts = [Part(self, *each, seq_len, vocab_size, max(1, MOST_MAPS // len(found))) for each in found]
+        parts = [
+            Part(self, *each, seq_len, vocab_size, max(1, MOST_MAPS // len(found)))
+            for each in found
+        ]
         first, *others = parts
         own = first.index
         for part in others:
             index = part.index
             same_file = (
-                index.tokenizer_file_sha256 is not None and index.tokenizer_file_sha256 == own.tokenizer_file_sha256
+                index.tokenizer_file_sha256 is not None
+                and index.tokenizer_file_sha256 == own.tokenizer_file_sha256
             )
             if same_file and index.document_end != own.document_end:
                 raise ConfigError(
-                    f"{part.owner} ends documents with id {index.document_end}, and {first.owner} with id "
-                    f"{own.document_end}; prepare one of them again with the token of the other (--document-end)"
+                    f"{part.owner} ends documents with id {index.document_end}, and "
+                    f"{first.owner} with id {own.document_end}; prepare one of them again with "
+                    "the token of the other (--document-end)"
                 )
-            if (index.tokenizer_sha256, index.document_end) != (own.tokenizer_sha256, own.document_end):
+            if (index.tokenizer_sha256, index.document_end) != (
+                own.tokenizer_sha256,
+                own.document_end,
+            ):
                 raise ConfigError(
-                    f"{part.owner} was prepared with another tokenizer ({index.tokenizer}) than {first.owner} "
-                    f"({own.tokenizer}), so their ids do not mean the same; prepare one of them again"
+                    f"{part.owner} was prepared with another tokenizer ({index.tokenizer}) than "
+                    f"{first.owner} ({own.tokenizer}), so their ids do not mean the same; "
+                    "prepare one of them again"
                 )
         return parts
 
@@ -177,7 +199,14 @@ class Part:
     """
 
     def __init__(
-        self, config: PreparedConfig, owner: str, folder: str, index: Index, seq_len: int, vocab_size: int, maps: int
+        self,
+        config: PreparedConfig,
+        owner: str,
+        folder: str,
+        index: Index,
+        seq_len: int,
+        vocab_size: int,
+        maps: int,
     ) -> None:
         self.owner = owner
         self.fixes = config.fixes
@@ -186,13 +215,15 @@ class Part:
         if index.vocab_size > vocab_size:
             raise ConfigError(
                 f"{owner} has ids up to {index.vocab_size - 1} (of {index.tokenizer}), over "
-                f"model.vocab_size={vocab_size}; set model.vocab_size={index.vocab_size} or prepare it with the "
-                "model's tokenizer"
+                f"model.vocab_size={vocab_size}; set model.vocab_size={index.vocab_size} or "
+                "prepare it with the model's tokenizer"
             )
         train = self._windows("train", seq_len, vocab_size, maps)
         held_out = self._windows("eval", seq_len, vocab_size, maps)
         if train is None:
-            raise ConfigError(f"{owner} holds no document to train on; {config.fixes.hold_out_less}")
+            raise ConfigError(
+                f"{owner} holds no document to train on; {config.fixes.hold_out_less}"
+            )
         if config.packing is Packing.none:
             train.require_one(f"the training part of {owner}", config.fixes.more_text)
             if held_out is not None:
@@ -210,13 +241,16 @@ class Part:
         train = LearnedWindows(self.windows)
         if not len(train):
             raise ConfigError(
-                f"{self.owner} has no answer in its {len(self.windows)} training sequences; prepare rows with answers"
+                f"{self.owner} has no answer in its {len(self.windows)} training sequences; "
+                "prepare rows with answers"
             )
         self.train, self.left_out = train, train.left_out
         if isinstance(self.eval, WindowSamples):
             self.eval = LearnedWindows(self.eval)
             if not len(self.eval):
-                raise ConfigError(f"{self.owner} has no answer in its held-out part; {self.fixes.hold_out_more}")
+                raise ConfigError(
+                    f"{self.owner} has no answer in its held-out part; {self.fixes.hold_out_more}"
+                )
 
     def pack(self, cache: Path, seq_len: int) -> None:
         """Replace windows by rows of whole documents."""
@@ -225,10 +259,16 @@ class Part:
             self.eval = self._rows(cache, "eval", self.eval, seq_len)
 
     def _rows(self, cache: Path, split: str, windows: WindowSamples, seq_len: int) -> PackedSamples:
-        rows = pack_rows(cache, self.folder, self.index, split, seq_len, print_status, windows.learned)
-        return PackedSamples(windows.stream, rows, seq_len, self.index.document_end, windows.learned)
+        rows = pack_rows(
+            cache, self.folder, self.index, split, seq_len, print_status, windows.learned
+        )
+        return PackedSamples(
+            windows.stream, rows, seq_len, self.index.document_end, windows.learned
+        )
 
-    def _windows(self, split: str, seq_len: int, vocab_size: int, maps: int) -> WindowSamples | None:
+    def _windows(
+        self, split: str, seq_len: int, vocab_size: int, maps: int
+    ) -> WindowSamples | None:
         if not self.index.of(split):
             return None
         stream = self._stream(MappedStream, split, 0, DTYPES[self.index.dtype], vocab_size, maps)
@@ -238,7 +278,13 @@ class Part:
         return WindowSamples(stream, 0, len(stream), seq_len, learned)
 
     def _stream(
-        self, kind: "type[MappedStream]", split: str, file: int, dtype: "np.dtype[Any]", values: int, maps: int
+        self,
+        kind: "type[MappedStream]",
+        split: str,
+        file: int,
+        dtype: "np.dtype[Any]",
+        values: int,
+        maps: int,
     ) -> "MappedStream":
         """One of the files of every shard; its items are below ``values``."""
         root, files = Path(self.folder).expanduser(), []
@@ -270,10 +316,13 @@ class MappedStream(FileStream):
             return found
         file = self.files[index]
         try:
-            found = np.memmap(file.path, self.dtype, "r", shape=(self.file_tokens[index],)).view(np.ndarray)
+            found = np.memmap(file.path, self.dtype, "r", shape=(self.file_tokens[index],)).view(
+                np.ndarray
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.key}=[{file.path}] can no longer be read ({error}); restore it or change {self.key}"
+                f"{self.key}=[{file.path}] can no longer be read ({error}); restore it or change "
+                f"{self.key}"
             ) from error
         self._maps[index] = found
         if len(self._maps) > self.most_maps:
@@ -291,8 +340,8 @@ class LearnedStream(MappedStream):
         """Check that there are only zeros and ones."""
         if len(tokens) and int(tokens.max()) > 1:
             raise ConfigError(
-                f"{self.key}=[{self.files[index].path}] has {int(tokens.max())}, where 0 and 1 say which tokens are "
-                "learned; restore it, or prepare the folder again"
+                f"{self.key}=[{self.files[index].path}] has {int(tokens.max())}, where 0 and 1 "
+                "say which tokens are learned; restore it, or prepare the folder again"
             )
 
 
@@ -300,7 +349,13 @@ class PreparedDataset(TokenDataset):
     """Samples of one or several mixed folders."""
 
     def __init__(
-        self, parts: Sequence[Part], weights: Sequence[float], seq_len: int, seed: int, packing: Packing, fixes: Fixes
+        self,
+        parts: Sequence[Part],
+        weights: Sequence[float],
+        seq_len: int,
+        seed: int,
+        packing: Packing,
+        fixes: Fixes,
     ) -> None:
         contents = [packing.value, *(part.index.fingerprint("train") for part in parts)]
         contents += [f"{part.left_out} left out" for part in parts if part.left_out]
@@ -323,10 +378,16 @@ class PreparedDataset(TokenDataset):
     def sample_files(self) -> SampledFiles:
         """See ``TokenDataset``."""
         streams = [part.windows.stream for part in self._parts]
-        return SampledFiles(streams[0].key, [file for stream in streams for file in stream.files], self._fixes.restore)
+        return SampledFiles(
+            streams[0].key,
+            [file for stream in streams for file in stream.files],
+            self._fixes.restore,
+        )
 
     def _unigram_entropy_nats(self) -> float:
         shares_V = np.zeros(self._parts[0].windows.stream.vocab_size)
         for weight, part in zip(self._weights, self._parts, strict=True):
-            shares_V += weight / math.fsum(self._weights) * token_shares(part.windows, len(self._parts))
+            shares_V += (
+                weight / math.fsum(self._weights) * token_shares(part.windows, len(self._parts))
+            )
         return entropy_nats(shares_V)

@@ -14,7 +14,9 @@ class Display:
 
     def __init__(self, title: str, stream: IO[str] | None = None) -> None:
         self.title = title
-        self._stream: IO[str] | None = stream or sys.stderr  # None if it was closed when this process started
+        self._stream: IO[str] | None = (
+            stream or sys.stderr
+        )  # None if it was closed when this process started
         self._bar: Any = None
         self._task: Any = None
         self._begun = self._shown = monotonic()
@@ -35,7 +37,9 @@ class Display:
                 progress.TimeRemainingColumn(table_column=whole),
             )
             # Refreshed by the caller: a thread must not run when processes are forked.
-            self._bar = progress.Progress(*columns, console=console, auto_refresh=False, expand=True)
+            self._bar = progress.Progress(
+                *columns, console=console, auto_refresh=False, expand=True
+            )
             self._task = self._bar.add_task(self.title, total=None, detail="")
             self._bar.start()
             console.show_cursor(True)
@@ -64,6 +68,10 @@ class Display:
             more = f", {detail}" if detail else ""
             share = done / max(1, total)
             try:
-                print(f"{self.title}: {share:.0%}, {speed:.1f} MB/s{more}", file=self._stream, flush=True)
+                print(
+                    f"{self.title}: {share:.0%}, {speed:.1f} MB/s{more}",
+                    file=self._stream,
+                    flush=True,
+                )
             except (OSError, ValueError):  # the log's disk is full, or its reader is gone
                 self._stream = None

@@ -1,8 +1,9 @@
 """Write token shards, resumably, into a folder that becomes a dataset when it is complete.
 
-Everything goes into ``NAME.part``, which is renamed to ``NAME`` once its index is on the disk. Every few MiB a
-``progress.json`` records the documents read and the length of each file; the next start cuts the files to that length
-and continues after these documents, so that the result has the bytes of an uninterrupted one.
+Everything goes into ``NAME.part``, which is renamed to ``NAME`` once its index is on the disk.
+Every few MiB a ``progress.json`` records the documents read and the length of each file; the next
+start cuts the files to that length and continues after these documents, so that the result has the
+bytes of an uninterrupted one.
 """
 
 import dataclasses
@@ -59,19 +60,26 @@ class Progress:
 
 
 class ShardsWriter:
-    """Writes documents into shards of a dataset ``folder``; the files go into ``NAME.part`` next to it.
+    """Writes documents into shards of a dataset ``folder``; the files go into ``NAME.part`` next to
+    it.
 
-    The part of another ``request`` (a fingerprint) is deleted. ``dtype`` is that of an id, as the index names it; a
-    shard ends with the document that brings it to ``shard_tokens`` ids. With ``learned`` each id has a byte that says
-    whether it counts as a label.
+    The part of another ``request`` (a fingerprint) is deleted. ``dtype`` is that of an id, as the
+    index names it; a shard ends with the document that brings it to ``shard_tokens`` ids. With
+    ``learned`` each id has a byte that says whether it counts as a label.
     """
 
-    def __init__(self, folder: Path, request: str, dtype: str, shard_tokens: int, learned: bool = False) -> None:
+    def __init__(
+        self, folder: Path, request: str, dtype: str, shard_tokens: int, learned: bool = False
+    ) -> None:
         self.folder = folder
         self.part = folder.with_name(folder.name + ".part")
         self.shard_tokens = shard_tokens
         self.progress = Progress(request, 0, 0, [])
-        self._dtypes = [layout.DTYPES[dtype], layout.ENDS_DTYPE, *([layout.LEARNED_DTYPE] if learned else [])]
+        self._dtypes = [
+            layout.DTYPES[dtype],
+            layout.ENDS_DTYPE,
+            *([layout.LEARNED_DTYPE] if learned else []),
+        ]
         self._shards: list[_OpenShard] = []
         self._unsaved = 0
         self.resumed = self._resume()  # whether an interrupted writing continues
@@ -81,8 +89,11 @@ class ShardsWriter:
         """Ids so far, over all splits."""
         return sum(shard.tokens for shard in self._shards)
 
-    def add(self, split: str, ids: NDArray[Any], lengths: Tokens, learned: NDArray[Any] | None = None) -> None:
-        """Append documents to a split: the ids of all, one after the other with the end of each, and their lengths."""
+    def add(
+        self, split: str, ids: NDArray[Any], lengths: Tokens, learned: NDArray[Any] | None = None
+    ) -> None:
+        """Append documents to a split: the ids of all, one after the other with the end of each,
+        and their lengths."""
         stops = np.cumsum(lengths)
         first = 0
         while first < len(lengths):
@@ -91,7 +102,9 @@ class ShardsWriter:
             filled = int(np.searchsorted(stops, start + self.shard_tokens - shard.tokens))
             last = min(filled, len(lengths) - 1)
             own = slice(start, int(stops[last]))
-            shard.append(ids[own], stops[first : last + 1] - start, None if learned is None else learned[own])
+            shard.append(
+                ids[own], stops[first : last + 1] - start, None if learned is None else learned[own]
+            )
             if shard.tokens >= self.shard_tokens:
                 shard.close()
             first = last + 1
@@ -121,10 +134,13 @@ class ShardsWriter:
             shard.flush()
         self._unsaved = 0
         self.progress.shards = [shard.progress() for shard in self._shards]
-        write_atomically(self.part / PROGRESS_FILE, json.dumps(dataclasses.asdict(self.progress)), sync=True)
+        write_atomically(
+            self.part / PROGRESS_FILE, json.dumps(dataclasses.asdict(self.progress)), sync=True
+        )
 
     def finish(self, index: Index, tokenizer: bytes | None = None) -> Index:
-        """Turn the part into a dataset, with the tokenizer's file; sets shards and ``left_out`` of ``index``."""
+        """Turn the part into a dataset, with the tokenizer's file; sets shards and ``left_out`` of
+        ``index``."""
         if tokenizer is not None:
             write_atomically(self.part / layout.TOKENIZER_FILE, tokenizer)
             index = dataclasses.replace(index, tokenizer_file_sha256=sum_bytes(tokenizer).sha256)
@@ -150,7 +166,10 @@ class ShardsWriter:
 
     def _resume(self) -> bool:
         try:
-            progress = build(Progress, parse_json(read_regular(self.part / PROGRESS_FILE, layout.MOST_INDEX_BYTES)))
+            progress = build(
+                Progress,
+                parse_json(read_regular(self.part / PROGRESS_FILE, layout.MOST_INDEX_BYTES)),
+            )
             if progress.request == self.progress.request:
                 for noted in progress.shards:
                     self._shards.append(_OpenShard.reopen(self.part, noted, self._dtypes))
@@ -174,22 +193,30 @@ class ShardsWriter:
 class _OpenShard:
     """Two or three files, whose items have ``dtypes``, and their checksums so far."""
 
-    def __init__(self, folder: Path, name: str, split: str, dtypes: "list[np.dtype[Any]]", mode: str = "xb") -> None:
+    def __init__(
+        self, folder: Path, name: str, split: str, dtypes: "list[np.dtype[Any]]", mode: str = "xb"
+    ) -> None:
         self.name, self.split = name, split
         self.tokens = self.documents = 0
         self.closed = False
         self._dtypes = dtypes
         self.file_names = layout.shard_files(name, learned=len(dtypes) > 2)
-        self._files: list[IO[bytes]] = [open_regular(folder / file, mode) for file in self.file_names]
+        self._files: list[IO[bytes]] = [
+            open_regular(folder / file, mode) for file in self.file_names
+        ]
         self._sums = [RunningSum() for _ in dtypes]
 
     @classmethod
-    def reopen(cls, folder: Path, noted: ShardProgress, dtypes: "list[np.dtype[Any]]") -> "_OpenShard":
+    def reopen(
+        cls, folder: Path, noted: ShardProgress, dtypes: "list[np.dtype[Any]]"
+    ) -> "_OpenShard":
         """Restore a shard to its recorded progress; ValueError if its files are shorter."""
         shard = cls(folder, noted.name, noted.split, dtypes, "r+b")
         shard.tokens, shard.documents = noted.tokens, noted.documents
         counts = (shard.tokens, shard.documents, shard.tokens)
-        for file, file_sum, count, dtype in zip(shard._files, shard._sums, counts, dtypes, strict=False):
+        for file, file_sum, count, dtype in zip(
+            shard._files, shard._sums, counts, dtypes, strict=False
+        ):
             size = count * dtype.itemsize
             if os.fstat(file.fileno()).st_size < size:
                 raise ValueError(f"{file.name} is shorter than it was")
@@ -202,7 +229,9 @@ class _OpenShard:
     def append(self, ids: NDArray[Any], stops: Tokens, learned: NDArray[Any] | None = None) -> None:
         """Add ids, the end of each document among these, and which ids are learned."""
         parts = [ids, stops + self.tokens, *([] if learned is None else [learned])]
-        for file, file_sum, dtype, values in zip(self._files, self._sums, self._dtypes, parts, strict=True):
+        for file, file_sum, dtype, values in zip(
+            self._files, self._sums, self._dtypes, parts, strict=True
+        ):
             part = values.astype(dtype, copy=False)
             file.write(part.data)
             file_sum.update(part.data)

@@ -1,8 +1,9 @@
 """A Markov source of known entropy, so that the lowest loss of a model is a formula.
 
-Each token is one of the ``branching`` ids after the previous one (modulo the vocabulary), all equally likely. So the
-lowest loss is log(branching) nats per token, and that of a model without context log(vocab_size). A sample is a
-function of the seed and its number, made from NumPy's raw Philox bits, which are stable across versions.
+Each token is one of the ``branching`` ids after the previous one (modulo the vocabulary), all
+equally likely. So the lowest loss is log(branching) nats per token, and that of a model without
+context log(vocab_size). A sample is a function of the seed and its number, made from NumPy's raw
+Philox bits, which are stable across versions.
 """
 
 import math
@@ -17,7 +18,10 @@ from fsdptoys.utils.options import Effect, option
 from .dataset import IGNORE_INDEX, DataConfig, TokenDataset, Tokens, hash_of
 
 TRAIN_SAMPLES = 2**40  # more than any run takes
-TRAIN, EVAL = 0, 1  # splits; part of the seed of a sample, so that no held-out sample is a training sample
+TRAIN, EVAL = (
+    0,
+    1,
+)  # splits; part of the seed of a sample, so that no held-out sample is a training sample
 DOCUMENT_END = 0  # taken as the end of a document: about one token in vocab_size
 
 
@@ -60,8 +64,12 @@ class SyntheticDataset(TokenDataset):
 
     def __init__(self, config: SyntheticConfig, seq_len: int, vocab_size: int, seed: int) -> None:
         train = MarkovSamples(config, seq_len, vocab_size, seed, TRAIN)
-        held_out = MarkovSamples(config, seq_len, vocab_size, seed, EVAL) if config.has_eval else None
-        fingerprint = hash_of(config.name, config.branching, config.ragged, seq_len, vocab_size, seed)
+        held_out = (
+            MarkovSamples(config, seq_len, vocab_size, seed, EVAL) if config.has_eval else None
+        )
+        fingerprint = hash_of(
+            config.name, config.branching, config.ragged, seq_len, vocab_size, seed
+        )
         super().__init__(train, held_out, fingerprint)
         self.conditional_entropy_nats = math.log(config.branching)
         self.vocab_size = vocab_size
@@ -74,7 +82,9 @@ class SyntheticDataset(TokenDataset):
 class MarkovSamples:
     """Samples of the source, each from its own random numbers."""
 
-    def __init__(self, config: SyntheticConfig, seq_len: int, vocab_size: int, seed: int, split: int) -> None:
+    def __init__(
+        self, config: SyntheticConfig, seq_len: int, vocab_size: int, seed: int, split: int
+    ) -> None:
         self.endless = split == TRAIN
         self.length = TRAIN_SAMPLES if self.endless else config.eval_samples
         self.config = config

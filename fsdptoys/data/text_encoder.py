@@ -1,8 +1,8 @@
 """Encoders of text while data is prepared: bytes of UTF-8, or a file of the package ``tokenizers``.
 
-No special ids are added, and text that looks like one ("<|endoftext|>" in an article on tokenizers) becomes ordinary
-ids, so that the end-of-document id occurs nowhere else. For bytes it is 0, as in ``data=text``; zero bytes of a text
-are dropped.
+No special ids are added, and text that looks like one ("<|endoftext|>" in an article on tokenizers)
+becomes ordinary ids, so that the end-of-document id occurs nowhere else. For bytes it is 0, as in
+``data=text``; zero bytes of a text are dropped.
 """
 
 import hashlib
@@ -53,14 +53,17 @@ class Encoder(ABC):
     vocab_size: int
     document_end: int
     ids_are_bytes = False
-    """Whether ids are the bytes of UTF-8 without zeros, so that a long text can be encoded in parts."""
+    """Whether ids are the bytes of UTF-8 without zeros, so that a long text can be encoded in
+    parts."""
     records: Records = TEXTS
     """Reads documents."""
     marks_learned = False
     """Whether only some ids are learned."""
     learns_ends = False
     """Whether answers should end with a special token."""
-    template_sha256: str | None = None  # of how conversations become texts, if documents are conversations
+    template_sha256: str | None = (
+        None  # of how conversations become texts, if documents are conversations
+    )
 
     @property
     def dtype(self) -> str:
@@ -74,13 +77,16 @@ class Encoder(ABC):
     def encode_documents(self, documents: Sequence[Any]) -> list[Encoded | str]:
         """Documents as ``records`` reads them, or a sentence on each that is of no use."""
         # JSON can hold half of a surrogate pair, which UTF-8 cannot.
-        texts = [text if text.isascii() else text.encode("utf-8", "replace").decode() for text in documents]
+        texts = [
+            text if text.isascii() else text.encode("utf-8", "replace").decode()
+            for text in documents
+        ]
         all_ids = self.encode(texts)
         for ids in all_ids:
             if (ids == self.document_end).any():
                 raise ConfigError(
-                    f"a document holds id {self.document_end}, which is to end documents; name a special token of the "
-                    "tokenizer for the end"
+                    f"a document holds id {self.document_end}, which is to end documents; name a "
+                    "special token of the tokenizer for the end"
                 )
         return [Encoded(text, ids) for text, ids in zip(texts, all_ids, strict=True)]
 
@@ -103,25 +109,37 @@ class ByteEncoder(Encoder):
 class FileEncoder(Encoder):
     """A ``tokenizer.json``: the file or its folder.
 
-    ``end`` is the token that ends a document; None for the folder's own, or one of ``USUAL_ENDS``. ``owner`` is the
-    tokenizer as the user named it, and ``end_owner`` the option for ``end``, for messages. ``writes`` is for
-    conversations: whether their template may write a token. Special tokens in a text are then themselves, and the end
-    is one that the template does not write: the folder's own, a usual one, or another special token.
+    ``end`` is the token that ends a document; None for the folder's own, or one of ``USUAL_ENDS``.
+    ``owner`` is the tokenizer as the user named it, and ``end_owner`` the option for ``end``, for
+    messages. ``writes`` is for conversations: whether their template may write a token. Special
+    tokens in a text are then themselves, and the end is one that the template does not write: the
+    folder's own, a usual one, or another special token.
     """
 
     def __init__(
-        self, choice: str, end: str | None, owner: str, end_owner: str, *, writes: Callable[[str], bool] | None = None
+        self,
+        choice: str,
+        end: str | None,
+        owner: str,
+        end_owner: str,
+        *,
+        writes: Callable[[str], bool] | None = None,
     ) -> None:
         path = Path(choice).expanduser()
         file = path / TOKENIZER_FILE if path.is_dir() else path
-        missing = f"{owner} names no existing tokenizer.json ({file}); name one, its folder, or bytes"
+        missing = (
+            f"{owner} names no existing tokenizer.json ({file}); name one, its folder, or bytes"
+        )
         instead = "take bytes for the tokenizer"
         self._reader, self.file = read_tokenizer(file, owner, "data", instead, missing, plain=True)
         self._owner = owner
         self.name = file.name
         ids = self._reader.get_vocab(with_added_tokens=True).values()
         if not ids:
-            raise ConfigError(f"{owner} has an empty vocabulary ({file}); download it again or name another tokenizer")
+            raise ConfigError(
+                f"{owner} has an empty vocabulary ({file}); download it again or name another "
+                "tokenizer"
+            )
         self.vocab_size = 1 + max(ids)
         self._texts = writes is None
         self._set_reader()
@@ -149,32 +167,50 @@ class FileEncoder(Encoder):
     def special_tokens(self) -> list[str]:
         """Texts of the special tokens, the longest first."""
         added = self._reader.get_added_tokens_decoder().values()
-        return sorted((each.content for each in added if each.special and each.content), key=len, reverse=True)
+        return sorted(
+            (each.content for each in added if each.special and each.content), key=len, reverse=True
+        )
 
     def _by_id(self) -> list[str]:
         """Texts of the added tokens, the lowest id first."""
-        return [token.content for _, token in sorted(self._reader.get_added_tokens_decoder().items())]
+        return [
+            token.content for _, token in sorted(self._reader.get_added_tokens_decoder().items())
+        ]
 
     def _knows(self, token: str) -> bool:
         return self._reader.token_to_id(token) is not None
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """See ``Encoder``."""
-        with _one_thread(), explain_package_errors(f"{self._owner} cannot turn a document into ids"):
+        with (
+            _one_thread(),
+            explain_package_errors(f"{self._owner} cannot turn a document into ids"),
+        ):
             found = self._reader.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, DTYPES[self.dtype]) for each in found]
 
-    def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    def encode_with_offsets(
+        self, texts: Sequence[str]
+    ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
         """Ids of each text, and their first and last (excluded) character, shape (ids, 2)."""
-        with _one_thread(), explain_package_errors(f"{self._owner} cannot turn a document into ids"):
+        with (
+            _one_thread(),
+            explain_package_errors(f"{self._owner} cannot turn a document into ids"),
+        ):
             found = self._reader.encode_batch(list(texts), add_special_tokens=False)
         for each in found:
-            yield np.array(each.ids, DTYPES[self.dtype]), np.array(each.offsets, np.int64).reshape(-1, 2)
+            yield (
+                np.array(each.ids, DTYPES[self.dtype]),
+                np.array(each.offsets, np.int64).reshape(-1, 2),
+            )
 
 
 @contextmanager
-def explain_package_errors(failure: str, fix: str = "name another tokenizer, or repair this one") -> Iterator[None]:
-    """Report errors of the package ``tokenizers``, and its panics, as ConfigError "FAILURE (REASON); FIX"."""
+def explain_package_errors(
+    failure: str, fix: str = "name another tokenizer, or repair this one"
+) -> Iterator[None]:
+    """Report errors of the package ``tokenizers``, and its panics, as ConfigError "FAILURE
+    (REASON); FIX"."""
     try:
         yield
     except (ConfigError, MemoryError):
@@ -188,7 +224,8 @@ def explain_package_errors(failure: str, fix: str = "name another tokenizer, or 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Disable the package's threads: processes share the work, and ranks may be forked from this one."""
+    """Disable the package's threads: processes share the work, and ranks may be forked from this
+    one."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -200,25 +237,31 @@ def _one_thread() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def read_tokenizer(file: Path, owner: str, extra: str, instead: str, missing: str, *, plain: bool) -> tuple[Any, bytes]:
-    """Read a ``tokenizers.Tokenizer``, and its file, for ``owner``, the tokenizer as the user named it.
+def read_tokenizer(
+    file: Path, owner: str, extra: str, instead: str, missing: str, *, plain: bool
+) -> tuple[Any, bytes]:
+    """Read a ``tokenizers.Tokenizer``, and its file, for ``owner``, the tokenizer as the user named
+    it.
 
-    ``extra`` of this project installs the package, and ``instead`` is the alternative, an imperative; ``missing`` is
-    the sentence for a missing file. ``plain`` ignores special tokens in the text, and the file's truncation and
-    padding.
+    ``extra`` of this project installs the package, and ``instead`` is the alternative, an
+    imperative; ``missing`` is the sentence for a missing file. ``plain`` ignores special tokens in
+    the text, and the file's truncation and padding.
     """
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ConfigError(
-            f"{owner} needs the package tokenizers, which is not installed; pip install -e '.[{extra}]', or {instead}"
+            f"{owner} needs the package tokenizers, which is not installed; pip install -e "
+            f"'.[{extra}]', or {instead}"
         ) from error
     if not file.is_file():
         raise ConfigError(missing)
     try:
         content = read_regular(file, MOST_TOKENIZER_BYTES)
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror or error}); restore it") from error
+        raise ConfigError(
+            f"{file} cannot be read ({error.strerror or error}); restore it"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{file} cannot be a tokenizer ({error}); name another") from error
     with explain_package_errors(f"{file} cannot be read as a tokenizer", "download it again"):
@@ -234,13 +277,16 @@ def open_encoder(choice: str, end: str | None, owner: str, end_owner: str) -> En
     """Open the encoder ``bytes`` or a ``FileEncoder``; ConfigError if it does not exist."""
     if choice == "bytes":
         if end is not None:
-            raise ConfigError(f"{end_owner} names a token, and bytes have none but 0 for the end; leave it out")
+            raise ConfigError(
+                f"{end_owner} names a token, and bytes have none but 0 for the end; leave it out"
+            )
         return ByteEncoder()
     return FileEncoder(choice, end, owner, end_owner)
 
 
 def _own_end(folder: Path, end_owner: str) -> str | None:
-    """The end-of-sequence token of a Hugging Face folder, if any; ConfigError if its settings are unreadable."""
+    """The end-of-sequence token of a Hugging Face folder, if any; ConfigError if its settings are
+    unreadable."""
     path = folder / SETTINGS_FILE
     try:
         settings = parse_json(read_regular(path, MOST_SETTINGS_BYTES), non_finite=True)
@@ -249,8 +295,8 @@ def _own_end(folder: Path, end_owner: str) -> str | None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         raise ConfigError(
-            f"{path} cannot be read ({reason}), and should name the token that ends a document; download it again, or "
-            f"set {end_owner}"
+            f"{path} cannot be read ({reason}), and should name the token that ends a document; "
+            f"download it again, or set {end_owner}"
         ) from error
     end = settings.get("eos_token") if isinstance(settings, dict) else None
     end = end.get("content") if isinstance(end, dict) else end

@@ -1,7 +1,8 @@
 """Many files as one stream of tokens, none of it held in memory.
 
-A read opens the files that the window crosses and closes them again: no file is kept open, mapped or passed through a
-fork, and the page cache does the rest. Every token read is checked against the vocabulary.
+A read opens the files that the window crosses and closes them again: no file is kept open, mapped
+or passed through a fork, and the page cache does the rest. Every token read is checked against the
+vocabulary.
 """
 
 import bisect
@@ -33,7 +34,8 @@ class SourceFile:
 
 
 def match_files(key: str, pattern: str) -> list[SourceFile]:
-    """Find the files of a path or a glob (``**`` for any depth), sorted by path; an existing path is never a glob.
+    """Find the files of a path or a glob (``**`` for any depth), sorted by path; an existing path
+    is never a glob.
 
     ConfigError if nothing matches, or a file is empty, not regular or not readable.
     """
@@ -47,25 +49,32 @@ def match_files(key: str, pattern: str) -> list[SourceFile]:
     paths = sorted(match for match in glob.glob(path, recursive=True) if not os.path.isdir(match))
     if not paths:
         raise ConfigError(
-            f"{key}=[{pattern}] matches no file; set {key} to paths or globs of files that exist, as seen from "
-            f"{os.getcwd()}"
+            f"{key}=[{pattern}] matches no file; set {key} to paths or globs of files that "
+            f"exist, as seen from {os.getcwd()}"
         )
     return [source_file(key, match, root) for match in paths]
 
 
 def source_file(key: str, path: str, root: str) -> SourceFile:
-    """Check one file, named by its path below ``root``; ConfigError if it is missing, not regular or not readable."""
+    """Check one file, named by its path below ``root``; ConfigError if it is missing, not regular
+    or not readable."""
     if os.path.isdir(path):
         raise ConfigError(
-            f"{key}=[{path}] is a directory; set {key}=[{os.path.join(path, '**')}] for all files below it"
+            f"{key}=[{path}] is a directory; set {key}=[{os.path.join(path, '**')}] for all "
+            "files below it"
         )
     if not os.path.exists(path):
-        raise ConfigError(f"{key}=[{path}] does not exist; set {key} to files that do, as seen from {os.getcwd()}")
+        raise ConfigError(
+            f"{key}=[{path}] does not exist; set {key} to files that do, as seen from {os.getcwd()}"
+        )
     if not os.path.isfile(path):
-        raise ConfigError(f"{key}=[{path}] is not a regular file; set {key} to files that are on disk")
+        raise ConfigError(
+            f"{key}=[{path}] is not a regular file; set {key} to files that are on disk"
+        )
     if not os.access(path, os.R_OK):
         raise ConfigError(
-            f"{key}=[{path}] may not be read by this user; change its permissions or take it out of {key}"
+            f"{key}=[{path}] may not be read by this user; change its permissions or take it out "
+            f"of {key}"
         )
     name = os.path.relpath(path, root or os.curdir).replace(os.sep, "/")
     return SourceFile(path, name, os.path.getsize(path))
@@ -74,7 +83,9 @@ def source_file(key: str, path: str, root: str) -> SourceFile:
 def require_content(key: str, file: SourceFile) -> None:
     """Refuse an empty file."""
     if not file.size_bytes:
-        raise ConfigError(f"{key}=[{file.path}] is an empty file; take it out of {key} or write it again")
+        raise ConfigError(
+            f"{key}=[{file.path}] is an empty file; take it out of {key} or write it again"
+        )
 
 
 def without_repeats(files: Iterable[SourceFile]) -> list[SourceFile]:
@@ -86,13 +97,20 @@ def without_repeats(files: Iterable[SourceFile]) -> list[SourceFile]:
 
 
 class FileStream:
-    """Tokens of several files, one after the other, with the token ``separator`` between two, unless None.
+    """Tokens of several files, one after the other, with the token ``separator`` between two,
+    unless None.
 
-    ``key`` is the configuration's, for messages. Each file is a whole number of tokens, all below ``vocab_size``.
+    ``key`` is the configuration's, for messages. Each file is a whole number of tokens, all below
+    ``vocab_size``.
     """
 
     def __init__(
-        self, key: str, files: list[SourceFile], dtype: "np.dtype[Any]", vocab_size: int, separator: int | None = None
+        self,
+        key: str,
+        files: list[SourceFile],
+        dtype: "np.dtype[Any]",
+        vocab_size: int,
+        separator: int | None = None,
     ) -> None:
         self.key = key
         self.files = files
@@ -101,14 +119,17 @@ class FileStream:
         self.separator = separator
         self.file_tokens = [file.size_bytes // dtype.itemsize for file in files]
         gap = 0 if separator is None else 1
-        self.starts = list(itertools.accumulate((tokens + gap for tokens in self.file_tokens), initial=0))[:-1]
+        self.starts = list(
+            itertools.accumulate((tokens + gap for tokens in self.file_tokens), initial=0)
+        )[:-1]
         """Position in the stream of each file's first token."""
 
     def __len__(self) -> int:
         return self.starts[-1] + self.file_tokens[-1] if self.files else 0
 
     def read(self, start: int, count: int) -> NDArray[Any]:
-        """Tokens within the stream; ConfigError if a file is gone or shorter, or a token is outside the vocabulary."""
+        """Tokens within the stream; ConfigError if a file is gone or shorter, or a token is outside
+        the vocabulary."""
         assert start >= 0 and start + count <= len(self)
         tokens = np.full(count, self.separator or 0, self.dtype)
         stop = start + count
@@ -117,7 +138,9 @@ class FileStream:
             file_start = self.starts[index]
             low, high = max(start, file_start), min(stop, file_start + self.file_tokens[index])
             if low < high:  # else the window starts at the separator after this file
-                tokens[low - start : high - start] = self._read_file(index, low - file_start, high - low)
+                tokens[low - start : high - start] = self._read_file(
+                    index, low - file_start, high - low
+                )
             index += 1
         return tokens
 
@@ -142,12 +165,13 @@ class FileStream:
             tokens = np.fromfile(path, self.dtype, count, offset=offset * self.dtype.itemsize)
         except OSError as error:
             raise ConfigError(
-                f"{self.key}=[{path}] can no longer be read ({error.strerror}); restore it or change {self.key}"
+                f"{self.key}=[{path}] can no longer be read ({error.strerror}); restore it or "
+                f"change {self.key}"
             ) from error
         if len(tokens) < count:
             raise ConfigError(
-                f"{self.key}=[{path}] has fewer than the {self.files[index].size_bytes} bytes it had when the run "
-                "started; restore it"
+                f"{self.key}=[{path}] has fewer than the {self.files[index].size_bytes} bytes it "
+                "had when the run started; restore it"
             )
         self.check_tokens(index, offset, tokens)
         return tokens
@@ -158,7 +182,7 @@ class FileStream:
             first = int(np.flatnonzero(tokens >= self.vocab_size)[0])
             token = int(tokens[first])
             raise ConfigError(
-                f"{self.key}=[{self.files[index].path}] has token {token} at position {offset + first}, outside "
-                f"model.vocab_size={self.vocab_size}; set model.vocab_size to at least {token + 1}, or "
-                "repair the file or data.dtype"
+                f"{self.key}=[{self.files[index].path}] has token {token} at position "
+                f"{offset + first}, outside model.vocab_size={self.vocab_size}; set "
+                f"model.vocab_size to at least {token + 1}, or repair the file or data.dtype"
             )

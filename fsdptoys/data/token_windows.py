@@ -1,7 +1,8 @@
 """Cut a stream of files into windows, with a part held out.
 
-Sample i covers positions i·T to i·T + T, both included: inputs never overlap, and the last label of one sample is the
-first input of the next. The held-out part is the end of the stream, or a stream of its own; no window is in both.
+Sample i covers positions i·T to i·T + T, both included: inputs never overlap, and the last label of
+one sample is the first input of the next. The held-out part is the end of the stream, or a stream
+of its own; no window is in both.
 """
 
 from dataclasses import dataclass
@@ -47,13 +48,14 @@ class WindowSamples:
         return window[:-1], labels_T
 
     def require_one(self, part: str, fix: str) -> None:
-        """Check that there is at least one sample; ``part`` and ``fix`` (an imperative) are for the message."""
+        """Check that there is at least one sample; ``part`` and ``fix`` (an imperative) are for the
+        message."""
         tokens = self.stop - self.start
         if len(self) == 0:
             shorter = f"set train.seq_len={tokens - 1} or " if tokens > 1 else ""
             raise ConfigError(
-                f"train.seq_len={self.seq_len} needs {self.seq_len + 1} tokens for one sequence, but {part} has "
-                f"{tokens}; {shorter}{fix}"
+                f"train.seq_len={self.seq_len} needs {self.seq_len + 1} tokens for one sequence, "
+                f"but {part} has {tokens}; {shorter}{fix}"
             )
 
 
@@ -73,8 +75,12 @@ class LearnedWindows:
         found = []
         for first in range(0, len(windows), step):
             count = min(step, len(windows) - first)
-            learned = windows.learned.read(windows.start + first * windows.seq_len + 1, count * windows.seq_len)
-            found.append(first + np.flatnonzero(learned.reshape(count, windows.seq_len).any(axis=1)))
+            learned = windows.learned.read(
+                windows.start + first * windows.seq_len + 1, count * windows.seq_len
+            )
+            found.append(
+                first + np.flatnonzero(learned.reshape(count, windows.seq_len).any(axis=1))
+            )
         self._kept = np.concatenate(found) if found else np.empty(0, np.int64)
 
     def __len__(self) -> int:
@@ -91,8 +97,11 @@ class LearnedWindows:
         return len(self.windows) - len(self)
 
 
-def split_windows(stream: FileStream, seq_len: int, eval_fraction: float) -> tuple[WindowSamples, WindowSamples | None]:
-    """Cut a stream into training windows and, from its last ``eval_fraction``, held-out ones (None if that is 0)."""
+def split_windows(
+    stream: FileStream, seq_len: int, eval_fraction: float
+) -> tuple[WindowSamples, WindowSamples | None]:
+    """Cut a stream into training windows and, from its last ``eval_fraction``, held-out ones (None
+    if that is 0)."""
     boundary = len(stream) - int(len(stream) * eval_fraction)
     train = WindowSamples(stream, 0, boundary, seq_len)
     train.require_one("the training part of data.files", "add files to data.files")
@@ -100,7 +109,8 @@ def split_windows(stream: FileStream, seq_len: int, eval_fraction: float) -> tup
         return train, None
     held_out = WindowSamples(stream, boundary, len(stream), seq_len)
     held_out.require_one(
-        f"the part held out by data.eval_fraction={eval_fraction}", "set data.eval_fraction higher, or to 0 for none"
+        f"the part held out by data.eval_fraction={eval_fraction}",
+        "set data.eval_fraction higher, or to 0 for none",
     )
     return train, held_out
 
@@ -109,12 +119,23 @@ class FileDataset(TokenDataset):
     """Windows of files."""
 
     def __init__(
-        self, kind: str, train: WindowSamples, eval: WindowSamples | None, seed: int, document_end: int | None
+        self,
+        kind: str,
+        train: WindowSamples,
+        eval: WindowSamples | None,
+        seed: int,
+        document_end: int | None,
     ) -> None:
         stream = train.stream
         files = [[file.name, file.size_bytes] for file in stream.files]
         fingerprint = hash_of(
-            kind, stream.dtype.str, train.stop, train.seq_len, seed, files, contents=stream.content_sample()
+            kind,
+            stream.dtype.str,
+            train.stop,
+            train.seq_len,
+            seed,
+            files,
+            contents=stream.content_sample(),
         )
         super().__init__(train, eval, fingerprint)
         self.windows = train

@@ -1,7 +1,9 @@
-"""Tokenizers of trained models, for generation and evaluation: bytes, a tokenizer's file, or plain ids.
+"""Tokenizers of trained models, for generation and evaluation: bytes, a tokenizer's file, or plain
+ids.
 
-A run's data defines the meaning of ids if it is text, and a Hugging Face folder does if it has a ``tokenizer.json``;
-otherwise the user names a tokenizer. Not covered: tokenizers in other files (``tokenizer.model``).
+A run's data defines the meaning of ids if it is text, and a Hugging Face folder does if it has a
+``tokenizer.json``; otherwise the user names a tokenizer. Not covered: tokenizers in other files
+(``tokenizer.model``).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +33,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-CHOICE = "--tokenizer bytes, --tokenizer ids, or --tokenizer with a folder that holds a tokenizer.json"
+CHOICE = (
+    "--tokenizer bytes, --tokenizer ids, or --tokenizer with a folder that holds a tokenizer.json"
+)
 
 
 @dataclass(frozen=True)
@@ -50,17 +54,21 @@ class Tokenizer:
     """Whether ids stand for bytes of text."""
 
     def encode_file(self, content: bytes, path: str) -> list[int]:
-        """Ids of a file; ConfigError if it is not UTF-8, where that is needed, or its text has no ids."""
+        """Ids of a file; ConfigError if it is not UTF-8, where that is needed, or its text has no
+        ids."""
         if self.is_bytes:
             return np.frombuffer(content, dtype=np.uint8).tolist()
         try:
             return self.encode(content.decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} holds no text in UTF-8 (byte {error.start}); write it in UTF-8") from error
+            raise ConfigError(
+                f"{path} holds no text in UTF-8 (byte {error.start}); write it in UTF-8"
+            ) from error
 
 
 def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Tokenizer:
-    """Open ``bytes``, ``ids``, or a ``tokenizer.json`` or its folder; ConfigError if missing or unfit for the model.
+    """Open ``bytes``, ``ids``, or a ``tokenizer.json`` or its folder; ConfigError if missing or
+    unfit for the model.
 
     ``plain`` ignores a file's special ids, truncation and padding, as prepared data does.
     """
@@ -69,7 +77,8 @@ def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Toke
     if choice == "bytes":
         if vocab_size < BYTES:
             raise ConfigError(
-                f"--tokenizer bytes needs {BYTES} ids, and this model has {vocab_size}; write --tokenizer ids"
+                f"--tokenizer bytes needs {BYTES} ids, and this model has {vocab_size}; write "
+                "--tokenizer ids"
             )
 
         def encode_text(text: str) -> list[int]:
@@ -79,7 +88,9 @@ def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Toke
     path = Path(choice).expanduser()
     file = path / TOKENIZER_FILE if path.is_dir() else path
     missing = f"{file} is missing, which maps the ids to text; write {CHOICE}"
-    reader, _ = read_tokenizer(file, str(file), "generate", "write --tokenizer ids", missing, plain=plain)
+    reader, _ = read_tokenizer(
+        file, str(file), "generate", "write --tokenizer ids", missing, plain=plain
+    )
 
     def encode(text: str) -> list[int]:
         with explain_package_errors(f"{file} cannot turn the text into ids"):
@@ -98,7 +109,8 @@ def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Toke
 
 
 def read_tokenizer_files(folder: str, key: str) -> dict[str, bytes]:
-    """Name and content of the files that make up a Hugging Face folder's tokenizer; ConfigError if there is none."""
+    """Name and content of the files that make up a Hugging Face folder's tokenizer; ConfigError if
+    there is none."""
     root, found = Path(folder).expanduser(), {}
     for name in TOKENIZER_FILES:
         try:
@@ -107,19 +119,26 @@ def read_tokenizer_files(folder: str, key: str) -> dict[str, bytes]:
             continue
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(f"{root / name} cannot be read ({reason}); download it again") from error
+            raise ConfigError(
+                f"{root / name} cannot be read ({reason}); download it again"
+            ) from error
     if TOKENIZER_FILE not in found:
-        raise ConfigError(f"{key}={folder} holds no {TOKENIZER_FILE}; name the folder of the model's tokenizer")
+        raise ConfigError(
+            f"{key}={folder} holds no {TOKENIZER_FILE}; name the folder of the model's tokenizer"
+        )
     return found
 
 
 def find_token_ids(folder: Path) -> dict[str, int | list[int]]:
     """Ids of a tokenizer's begin, end and padding, under the names of transformers' configurations.
 
-    A chat template's end of a turn is an end too, behind the tokenizer's own. ConfigError if a file cannot be read.
+    A chat template's end of a turn is an end too, behind the tokenizer's own. ConfigError if a file
+    cannot be read.
     """
     try:
-        tree = parse_json(read_regular(folder / TOKENIZER_FILE, MOST_TOKENIZER_BYTES), max_depth=MOST_LEVELS)
+        tree = parse_json(
+            read_regular(folder / TOKENIZER_FILE, MOST_TOKENIZER_BYTES), max_depth=MOST_LEVELS
+        )
         ids = {str(token["content"]): int(token["id"]) for token in tree["added_tokens"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -142,15 +161,18 @@ def _read_ids(text: str) -> list[int]:
     """Ids in decimal digits, separated by blanks."""
     for word in text.split():
         if not (word.isascii() and word.isdigit()):
-            raise ConfigError(f"{word!r:.40} is no token id; write ids as in '17 4 1003', or another --tokenizer")
+            raise ConfigError(
+                f"{word!r:.40} is no token id; write ids as in '17 4 1003', or another --tokenizer"
+            )
     return [int(word) for word in text.split()]
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, owner: str) -> None:
-    """Check that ids are below the model's vocabulary size; a ConfigError names the first that is not."""
+    """Check that ids are below the model's vocabulary size; a ConfigError names the first that is
+    not."""
     for position, token in enumerate(ids):
         if token >= vocab_size:
             raise ConfigError(
-                f"{owner} has token {token} at position {position}, and the model's ids end at {vocab_size - 1}; give "
-                "the --tokenizer that it was trained with"
+                f"{owner} has token {token} at position {position}, and the model's ids end at "
+                f"{vocab_size - 1}; give the --tokenizer that it was trained with"
             )

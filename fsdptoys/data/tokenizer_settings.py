@@ -1,4 +1,5 @@
-"""What a tokenizer's folder says besides its vocabulary: special tokens by name, and chat templates.
+"""What a tokenizer's folder says besides its vocabulary: special tokens by name, and chat
+templates.
 
 The files are those that transformers 5 reads (``PreTrainedTokenizerBase.from_pretrained``).
 """
@@ -24,7 +25,13 @@ _LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _GPT2 = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
 _QWEN2 = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
 _GEMMA = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
-CLASS_TOKENS = {"Llama": _LLAMA, "CodeLlama": _LLAMA, "GPT2": _GPT2, "Qwen2": _QWEN2, "Gemma": _GEMMA}
+CLASS_TOKENS = {
+    "Llama": _LLAMA,
+    "CodeLlama": _LLAMA,
+    "GPT2": _GPT2,
+    "Qwen2": _QWEN2,
+    "Gemma": _GEMMA,
+}
 """Tokens of a tokenizer's class, the beginning of its name, where the folder names none."""
 
 
@@ -53,10 +60,13 @@ def read_tokens(folder: Path) -> dict[str, str]:
 
 
 def read_templates(folder: Path) -> dict[str, TemplateSource]:
-    """The folder's templates by name, of which ``default`` may be missing; ConfigError if a file cannot be read."""
+    """The folder's templates by name, of which ``default`` may be missing; ConfigError if a file
+    cannot be read."""
     templates = _templates_in(folder / LEGACY_TEMPLATE_FILE) | _templates_in(folder / SETTINGS_FILE)
     if (folder / TEMPLATE_FILE).is_file():
-        templates["default"] = read_template_file(folder / TEMPLATE_FILE, str(folder / TEMPLATE_FILE))
+        templates["default"] = read_template_file(
+            folder / TEMPLATE_FILE, str(folder / TEMPLATE_FILE)
+        )
     for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja")):
         templates[path.stem] = read_template_file(path, str(path))
     return templates
@@ -68,7 +78,9 @@ def read_template_file(path: Path, owner: str) -> TemplateSource:
         return TemplateSource(read_regular(path, MOST_TEMPLATE_BYTES).decode(), owner)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
-        raise ConfigError(f"{owner} cannot be read ({reason}); name a Jinja template or chatml") from error
+        raise ConfigError(
+            f"{owner} cannot be read ({reason}); name a Jinja template or chatml"
+        ) from error
 
 
 def _templates_in(path: Path) -> dict[str, TemplateSource]:
@@ -77,9 +89,15 @@ def _templates_in(path: Path) -> dict[str, TemplateSource]:
     if isinstance(own, str):
         own = {"default": own}
     elif isinstance(own, list):
-        own = {str(each.get("name")): each.get("template") for each in own if isinstance(each, Mapping)}
+        own = {
+            str(each.get("name")): each.get("template") for each in own if isinstance(each, Mapping)
+        }
     named = own.items() if isinstance(own, dict) else ()
-    return {name: TemplateSource(text, f"the chat_template of {path}") for name, text in named if isinstance(text, str)}
+    return {
+        name: TemplateSource(text, f"the chat_template of {path}")
+        for name, text in named
+        if isinstance(text, str)
+    }
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Layout mode (``train.deterministic=layout``): operations whose bits do not depend on the layout."""
+"""Layout mode (``train.deterministic=layout``): operations whose bits do not depend on the
+layout."""
 
 import torch
 

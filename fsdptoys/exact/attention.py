@@ -1,15 +1,16 @@
 """Attention whose bits do not depend on the layout (``exact.ops``).
 
-Queries attend grain by grain: the rows of one grain over the keys up to its last token. Each head of a sequence is an
-entry of a batch of its own, with the strides and the alignment that it has in every other batch. Gradients of keys and
-values are added over grains, and over the query heads that share them, in float64. So ranks that share a sequence may
-have its heads, or some of its grains. The price: a kernel call for each grain, and masks.
+Queries attend grain by grain: the rows of one grain over the keys up to its last token. Each head
+of a sequence is an entry of a batch of its own, with the strides and the alignment that it has in
+every other batch. Gradients of keys and values are added over grains, and over the query heads that
+share them, in float64. So ranks that share a sequence may have its heads, or some of its grains.
+The price: a kernel call for each grain, and masks.
 
-Keys and values may be float64, and their gradients are then float64 too: that is how ranks exchange them
-(``Float64Context``).
+Keys and values may be float64, and their gradients are then float64 too: that is how ranks exchange
+them (``Float64Context``).
 
-Shapes: B batch, T sequence, P queries, S keys, M queries of a grain, H query heads, G key/value heads, K width of a
-head.
+Shapes: B batch, T sequence, P queries, S keys, M queries of a grain, H query heads, G key/value
+heads, K width of a head.
 """
 
 import functools
@@ -28,11 +29,13 @@ from fsdptoys.models.kernels import DocumentAttention
 from fsdptoys.models.ops import Ops
 
 ALIGNMENT = 64
-"""Bytes: matmuls may round by the alignment of their operands, and on accelerators choose kernels by it."""
+"""Bytes: matmuls may round by the alignment of their operands, and on accelerators choose kernels
+by it."""
 GRADIENTS = 6.0
 """Parts of gradients of weights become multiples of 2⁻⁵⁰; sums below 8 are exact."""
 ACTIVATIONS = 6.0 * 2**-10
-"""Parts of gradients of keys and values, which are smaller, become multiples of 2⁻⁶⁰; sums below 2⁻⁷ are exact."""
+"""Parts of gradients of keys and values, which are smaller, become multiples of 2⁻⁶⁰; sums below
+2⁻⁷ are exact."""
 
 MaskedKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``kernel(q_BHTK, k_BGSK, v_BGSK, seen)`` with an additive mask."""
@@ -50,15 +53,17 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def on_grid(part: Tensor, shift: float) -> Tensor:
-    """A part of a sum in float64, rounded to a multiple of a power of two, at the cost of two passes over it.
+    """A part of a sum in float64, rounded to a multiple of a power of two, at the cost of two
+    passes over it.
 
-    Sums of such parts are exact, so their order does not matter. Without it a sum in float64 loses the bits of a part
-    below 2⁻⁵³ of the sum, and in some orders they decide the rounding to float32, where the rest is a tie: frequent
-    where parts have the few bits of bfloat16.
+    Sums of such parts are exact, so their order does not matter. Without it a sum in float64 loses
+    the bits of a part below 2⁻⁵³ of the sum, and in some orders they decide the rounding to
+    float32, where the rest is a tie: frequent where parts have the few bits of bfloat16.
 
     Args:
         part: larger absolute values than a third of ``shift`` are rounded more coarsely.
-        shift: ``GRADIENTS`` or ``ACTIVATIONS``, 1.5 times a power of two; the multiples are those of 2⁻⁵² of it.
+        shift: ``GRADIENTS`` or ``ACTIVATIONS``, 1.5 times a power of two; the multiples are those
+            of 2⁻⁵² of it.
     """
     return part.to(torch.float64, copy=True).add_(shift).sub_(shift)
 
@@ -74,9 +79,17 @@ def attention_kernels(ops: Ops, grain: int, dtype: torch.dtype) -> dict[str, Any
         if seen.ndim == 2 or len(seen) == 1:
             return attend_grains(documents.attend, q_BHPK, k_BGSK, v_BGSK, seen, grain, dtype)
         sequences = zip(*(x.split(1) for x in (q_BHPK, k_BGSK, v_BGSK, seen)), strict=True)
-        return torch.cat([attend_grains(documents.attend, q, k, v, rows, grain, dtype) for q, k, v, rows in sequences])
+        return torch.cat(
+            [
+                attend_grains(documents.attend, q, k, v, rows, grain, dtype)
+                for q, k, v, rows in sequences
+            ]
+        )
 
-    return {"attention": attend, "document_attention": DocumentAttention(documents.mask, attend_documents)}
+    return {
+        "attention": attend,
+        "document_attention": DocumentAttention(documents.mask, attend_documents),
+    }
 
 
 def attend_grains(
@@ -111,27 +124,44 @@ def attend_grains(
     if seen_PS is None:
         masks = _causal_masks(sizes, ends, pads, dtype, q_BHPK.device)
     else:
-        rows = (seen_PS[..., start : start + size, :end] for start, size, end in zip(starts, sizes, ends, strict=True))
-        masks = tuple(_pad_rows(each.to(dtype).contiguous(), pad) for each, pad in zip(rows, pads, strict=True))
-    for q_N1MK, k_N1EK, v_N1EK, size, pad, seen in zip(queries, keys, values, sizes, pads, masks, strict=True):
+        rows = (
+            seen_PS[..., start : start + size, :end]
+            for start, size, end in zip(starts, sizes, ends, strict=True)
+        )
+        masks = tuple(
+            _pad_rows(each.to(dtype).contiguous(), pad)
+            for each, pad in zip(rows, pads, strict=True)
+        )
+    for q_N1MK, k_N1EK, v_N1EK, size, pad, seen in zip(
+        queries, keys, values, sizes, pads, masks, strict=True
+    ):
         q_N1MK = F.pad(q_N1MK, (0, 0, 0, pad)) if pad else q_N1MK
-        out_N1MK = _AlignedGradient.apply(kernel(_AlignedGradient.apply(q_N1MK), k_N1EK, v_N1EK, seen))
+        out_N1MK = _AlignedGradient.apply(
+            kernel(_AlignedGradient.apply(q_N1MK), k_N1EK, v_N1EK, seen)
+        )
         pieces.append(out_N1MK[:, :, :size])
     return torch.cat(pieces, dim=2).view(B, H, P, K).to(q_BHPK.dtype)
 
 
 @functools.lru_cache(maxsize=8)
 def _causal_masks(
-    sizes: Sequence[int], ends: Sequence[int], pads: Sequence[int], dtype: torch.dtype, device: torch.device
+    sizes: Sequence[int],
+    ends: Sequence[int],
+    pads: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[Tensor, ...]:
     """The masks of all grains of a sequence, kept for the last few shapes, which all layers share.
 
-    One cache entry holds all grains. With an entry for each grain, some would be evicted between a block's forward and
-    its recomputation; selective checkpointing then meets an operator that the forward did not run, and raises.
+    One cache entry holds all grains. With an entry for each grain, some would be evicted between a
+    block's forward and its recomputation; selective checkpointing then meets an operator that the
+    forward did not run, and raises.
     """
     with torch.inference_mode(False), torch.no_grad():
         shapes = zip(sizes, ends, pads, strict=True)
-        return tuple(_pad_rows(last_rows(size, end, dtype, device), pad) for size, end, pad in shapes)
+        return tuple(
+            _pad_rows(last_rows(size, end, dtype, device), pad) for size, end, pad in shapes
+        )
 
 
 def _pad_rows(seen: Tensor, pad: int) -> Tensor:
@@ -141,14 +171,19 @@ def _pad_rows(seen: Tensor, pad: int) -> Tensor:
 
 
 class _Share(torch.autograd.Function):
-    """Keys or values up to several ends, copied for every query head that shares them; gradients add up in float64."""
+    """Keys or values up to several ends, copied for every query head that shares them; gradients
+    add up in float64."""
 
     @staticmethod
-    def forward(ctx: Any, x_BGSK: Tensor, share: int, ends: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x_BGSK: Tensor, share: int, ends: Sequence[int], dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
         ctx.settings = x_BGSK.shape, x_BGSK.dtype, share, ends
         B, G, S, K = x_BGSK.shape
         heads = x_BGSK.to(dtype).repeat_interleave(share, 1).view(B * G * share, 1, S, K)
-        heads = F.pad(heads, (0, 0, 0, _padding(S, K, dtype))).contiguous()  # every head begins aligned
+        heads = F.pad(
+            heads, (0, 0, 0, _padding(S, K, dtype))
+        ).contiguous()  # every head begins aligned
         return tuple(heads[:, :, :end] for end in ends)
 
     @staticmethod
@@ -183,7 +218,8 @@ def _padding(rows: int, width: int, dtype: torch.dtype) -> int:
 class Float64Context(Wrapped):
     """Ranks exchange queries, keys and values, and their gradients, in float64.
 
-    Gradients of copies and of parts then add up before they are rounded; the price is two to four times the bytes.
+    Gradients of copies and of parts then add up before they are rounded; the price is two to four
+    times the bytes.
     """
 
     def attend(self, q_BHtK: Tensor, k_BGtK: Tensor, v_BGtK: Tensor, *args: Any) -> Tensor:

@@ -1,11 +1,12 @@
 """Routers and experts whose sums over tokens do not depend on the layout (``exact.ops``).
 
-The rows of each expert are split by grain too, so that a matmul has the rows of one grain and one expert, wherever both
-are: other ranks may have the expert. The price: grains × experts small matmuls in a Python loop, or, for small experts,
-rows padded for one call of all (``products``); and one device sync a layer.
+The rows of each expert are split by grain too, so that a matmul has the rows of one grain and one
+expert, wherever both are: other ranks may have the expert. The price: grains × experts small
+matmuls in a Python loop, or, for small experts, rows padded for one call of all (``products``); and
+one device sync a layer.
 
-Shapes: N tokens, D width, E experts, K experts of a token, F width of an expert's hidden layer, R = N·K rows, M rows of
-a group.
+Shapes: N tokens, D width, E experts, K experts of a token, F width of an expert's hidden layer, R =
+N·K rows, M rows of a group.
 """
 
 import functools
@@ -53,7 +54,9 @@ class Routing(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: None, grad_NK: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, _: None, grad_NK: Tensor, grad_sums: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Gradients of the input and of the matrix."""
         (hidden_ND, weight_ED, logits_NE), (score, grain) = ctx.saved_tensors, ctx.settings
         grad_NE = torch.empty_like(logits_NE)
@@ -63,18 +66,29 @@ class Routing(torch.autograd.Function):
                 _, *outputs = score(leaf_RE)
             given_RK, of_sums = torch.zeros_like(outputs[0]), grad_sums.to(outputs[1].dtype)
             given_RK[: rows.stop - rows.start] = grad_NK[rows]
-            given = [given_RK, of_sums[:-1].expand_as(outputs[1]), of_sums[-1].expand_as(outputs[2])]
+            given = [
+                given_RK,
+                of_sums[:-1].expand_as(outputs[1]),
+                of_sums[-1].expand_as(outputs[2]),
+            ]
             (grad_RE,) = torch.autograd.grad(outputs, leaf_RE, given)
             grad_NE[rows] = grad_RE[: rows.stop - rows.start]
         grad_weight_ED = torch.zeros_like(weight_ED, memory_format=torch.contiguous_format)
         add_weight_gradient(grad_weight_ED, grad_NE, hidden_ND, grain)
-        return multiply(grad_NE, weight_ED.to(hidden_ND.dtype).t(), None, grain), grad_weight_ED, None, None
+        return (
+            multiply(grad_NE, weight_ED.to(hidden_ND.dtype).t(), None, grain),
+            grad_weight_ED,
+            None,
+            None,
+        )
 
 
 def _padded(logits_NE: Tensor) -> Iterator[tuple[Tensor, slice]]:
-    """Some rows at a time, padded until a vectorized loop over them or their elements leaves none to its tail."""
+    """Some rows at a time, padded until a vectorized loop over them or their elements leaves none
+    to its tail."""
     for rows in split_rows(
-        len(logits_NE), LANES * max(1, blocks_of(logits_NE).call_elements // (LANES * logits_NE.shape[1]))
+        len(logits_NE),
+        LANES * max(1, blocks_of(logits_NE).call_elements // (LANES * logits_NE.shape[1])),
     ):
         yield F.pad(logits_NE[rows], (0, 0, 0, -(rows.stop - rows.start) % LANES)), rows
 
@@ -99,7 +113,9 @@ def sort_rows(experts_NK: Tensor, n_experts: int, grain: int) -> Routes:
     grains_N = torch.arange(N, device=experts_NK.device) // grain
     keys_R, pairs_R = torch.sort((experts_NK * n_grains + grains_N[:, None]).flatten(), stable=True)
     # Neither bincount nor one_hot: both sync with the device.
-    ends = torch.searchsorted(keys_R, torch.arange(n_experts * n_grains, device=keys_R.device), right=True)
+    ends = torch.searchsorted(
+        keys_R, torch.arange(n_experts * n_grains, device=keys_R.device), right=True
+    )
     counts_EG = ends.diff(prepend=ends.new_zeros(1)).view(n_experts, n_grains)
     return Routes(pairs_R, pairs_R // K, torch.argsort(pairs_R).view(N, K), counts_EG)
 
@@ -153,14 +169,20 @@ def sum_choices(rows_RD: Tensor, rows_NK: Tensor) -> Tensor:
 
 
 class _JoinedProducts(torch.autograd.Function):
-    """``_GroupProducts`` of small experts, with the groups of each padded to the rows of a grain, in one ``bmm``.
+    """``_GroupProducts`` of small experts, with the groups of each padded to the rows of a grain,
+    in one ``bmm``.
 
     S padded rows.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, input_RD: Tensor, gate_up_EHD: Tensor, down_EDF: Tensor, groups: Sequence[Group], grain: int
+        ctx: Any,
+        input_RD: Tensor,
+        gate_up_EHD: Tensor,
+        down_EDF: Tensor,
+        groups: Sequence[Group],
+        grain: int,
     ) -> Tensor:
         dtype, stacks = input_RD.dtype, (gate_up_EHD, down_EDF)
         gate_up, down = (each.to(dtype).float() for each in stacks)
@@ -169,7 +191,9 @@ class _JoinedProducts(torch.autograd.Function):
         input_SD[slots_R] = input_RD.float()
         gate_up_SH = _multiply_parts(input_SD, gate_up.transpose(1, 2), parts, grain, dtype)
         gate_SF, up_SF = (each.contiguous() for each in gate_up_SH.to(dtype).chunk(2, dim=1))
-        out_SD = _multiply_parts((F.silu(gate_SF) * up_SF).float(), down.transpose(1, 2), parts, grain, dtype)
+        out_SD = _multiply_parts(
+            (F.silu(gate_SF) * up_SF).float(), down.transpose(1, 2), parts, grain, dtype
+        )
         ctx.save_for_backward(input_SD, gate_SF, up_SF, slots_R, *stacks)
         ctx.settings = parts, grain, dtype
         return out_SD[slots_R].to(dtype)
@@ -189,8 +213,12 @@ class _JoinedProducts(torch.autograd.Function):
         grad_input_SD = _multiply_parts(grad_gate_up_SH, gate_up, parts, grain, dtype)
         totals = [torch.zeros_like(each, memory_format=torch.contiguous_format) for each in stacks]
         for expert, rows in parts:
-            add_weight_gradient(totals[0][expert], grad_gate_up_SH[rows], input_SD[rows], grain, dtype)
-            add_weight_gradient(totals[1][expert], grad_SD[rows], (silu_SF * up_SF)[rows].float(), grain, dtype)
+            add_weight_gradient(
+                totals[0][expert], grad_gate_up_SH[rows], input_SD[rows], grain, dtype
+            )
+            add_weight_gradient(
+                totals[1][expert], grad_SD[rows], (silu_SF * up_SF)[rows].float(), grain, dtype
+            )
         return grad_input_SD[slots_R].to(dtype), *totals, None, None
 
 
@@ -198,7 +226,9 @@ def _pad_groups(groups: Sequence[Group], grain: int) -> tuple[Tensor, list[Group
     """The padded row of each row, and each expert's padded rows."""
     slots: list[Tensor | None] = [None] * len(groups)
     parts: list[Group] = []
-    for place, index in enumerate(sorted(range(len(groups)), key=lambda index: groups[index].expert)):
+    for place, index in enumerate(
+        sorted(range(len(groups)), key=lambda index: groups[index].expert)
+    ):
         (expert, rows), start = groups[index], place * grain
         slots[index] = torch.arange(start, start + rows.stop - rows.start)
         if parts and parts[-1].expert == expert:
@@ -223,7 +253,9 @@ class _GroupProducts(torch.autograd.Function):
     """Gated feed-forward of each group of rows with its expert's float64 matrices."""
 
     @staticmethod
-    def forward(ctx: Any, input_RD: Tensor, gate_up_EHD: Tensor, down_EDF: Tensor, groups: Sequence[Group]) -> Tensor:
+    def forward(
+        ctx: Any, input_RD: Tensor, gate_up_EHD: Tensor, down_EDF: Tensor, groups: Sequence[Group]
+    ) -> Tensor:
         gate_up, down = (each.to(input_RD.dtype).contiguous() for each in (gate_up_EHD, down_EDF))
         gate_up_RH = input_RD.new_empty(len(input_RD), gate_up.shape[1])
         out_RD = torch.empty_like(input_RD)
@@ -242,7 +274,8 @@ class _GroupProducts(torch.autograd.Function):
         input_RD, gate_up_RH, gate_up_EHD, down_EDF = ctx.saved_tensors
         gate_up, down = (each.to(input_RD.dtype).contiguous() for each in (gate_up_EHD, down_EDF))
         grad_gate_up_EHD, grad_down_EDF = (
-            torch.zeros_like(each, memory_format=torch.contiguous_format) for each in (gate_up_EHD, down_EDF)
+            torch.zeros_like(each, memory_format=torch.contiguous_format)
+            for each in (gate_up_EHD, down_EDF)
         )
         grad_input_RD = torch.empty_like(input_RD)
         for expert, rows in ctx.groups:
@@ -253,7 +286,9 @@ class _GroupProducts(torch.autograd.Function):
             grad_act_MF = linear(grad_MD, down[expert].t())
             grad_gate_MF = torch.ops.aten.silu_backward(grad_act_MF * up_MF, gate_MF)
             grad_gate_up_MH = torch.cat([grad_gate_MF, grad_act_MF.mul_(silu_MF)], 1)
-            grad_gate_up_EHD[expert] += on_grid(linear(grad_gate_up_MH.t(), input_MD.t()), GRADIENTS)
+            grad_gate_up_EHD[expert] += on_grid(
+                linear(grad_gate_up_MH.t(), input_MD.t()), GRADIENTS
+            )
             grad_input_RD[rows] = linear(grad_gate_up_MH, gate_up[expert].t())
         return grad_input_RD, grad_gate_up_EHD, grad_down_EDF, None
 
@@ -298,7 +333,11 @@ def _multiply(
     groups = list_groups(counts)
     out_RD: Tensor
     # A token sends one row to an expert at most, so a group has no more rows than a grain.
-    if groups and joins(rows_RD[:0], grain, *gate_up_EHD.shape[1:]) and not grain * down_EDF.shape[2] % LANES:
+    if (
+        groups
+        and joins(rows_RD[:0], grain, *gate_up_EHD.shape[1:])
+        and not grain * down_EDF.shape[2] % LANES
+    ):
         out_RD = _JoinedProducts.apply(rows_RD, gate_up_EHD, down_EDF, groups, grain)
     else:
         out_RD = _GroupProducts.apply(rows_RD, gate_up_EHD, down_EDF, groups)

@@ -1,7 +1,8 @@
 """Norms whose weights' gradients are added grain by grain (``exact.ops``).
 
-Each row is normalized by itself, with operations that round alike wherever an element lies. So rows are taken many at a
-time, as many as fit in a cache; only the sums over tokens need the borders of grains.
+Each row is normalized by itself, with operations that round alike wherever an element lies. So rows
+are taken many at a time, as many as fit in a cache; only the sums over tokens need the borders of
+grains.
 
 Shapes: N rows, R rows at a time, D width.
 """
@@ -45,7 +46,9 @@ class RMSNorm(torch.autograd.Function):
             product_RD = grad_RD * normal_RD
             total_D += sum_rows(product_RD, ctx.grain)
             mean_R1 = _means(product_RD.mul_(scale_D), ctx.grain)
-            grad_hidden_ND[rows] = (grad_RD * scale_D).sub_(normal_RD.mul_(mean_R1)).mul_(factor_N1[rows])
+            grad_hidden_ND[rows] = (
+                (grad_RD * scale_D).sub_(normal_RD.mul_(mean_R1)).mul_(factor_N1[rows])
+            )
         return grad_hidden_ND, total_D, None, None
 
 
@@ -57,11 +60,15 @@ class LayerNorm(torch.autograd.Function):
     """``torch.nn.functional.layer_norm`` with float64 weight and bias."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, grain: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, grain: int
+    ) -> Tensor:
         """Rows by PyTorch's kernel."""
         shape = list(weight_D.shape)
         params = [param.to(hidden_ND.dtype) for param in (weight_D, bias_D)]
-        out_ND, mean_N1, factor_N1 = torch.native_layer_norm(hidden_ND.contiguous(), shape, params[0], params[1], eps)
+        out_ND, mean_N1, factor_N1 = torch.native_layer_norm(
+            hidden_ND.contiguous(), shape, params[0], params[1], eps
+        )
         ctx.save_for_backward(hidden_ND, weight_D, bias_D, mean_N1, factor_N1)
         ctx.settings = shape, grain
         return out_ND
@@ -79,7 +86,10 @@ class LayerNorm(torch.autograd.Function):
         )
         totals = [torch.zeros_like(each) for each in (weight_D, bias_D)]
         for rows in chunk_rows(hidden_ND, grain):
-            grad_RD, normal_RD = grad_ND[rows].float(), (hidden_ND[rows].float() - mean_N1[rows]) * factor_N1[rows]
+            grad_RD, normal_RD = (
+                grad_ND[rows].float(),
+                (hidden_ND[rows].float() - mean_N1[rows]) * factor_N1[rows],
+            )
             totals[0] += sum_rows(grad_RD * normal_RD, grain)
             totals[1] += sum_rows(grad_RD, grain)
         return grad_hidden_ND, *totals, None, None

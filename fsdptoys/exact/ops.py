@@ -1,21 +1,25 @@
-"""A model whose sums over tokens do not depend on how sequences are spread over ranks and micro-batches.
+"""A model whose sums over tokens do not depend on how sequences are spread over ranks and
+micro-batches.
 
-A grain is a piece of one sequence, of a length that the layout does not change. Everything added over tokens (gradients
-of weights, routers' sums; the loss in ``fsdptoys.loss.grains``) is computed for each grain by itself in the compute
-dtype, rounded to a multiple of 2⁻⁵⁰, and added over grains in float64, where sums of such numbers are exact, so that
-their order does not matter. Products also get one grain at a time: one of 7 rows rounds differently from one of 32.
-``products`` joins many of them in a call, and gives kernels that round differently in the tail of a vectorized
-loop as many grains as leave none to it. Everything else works on single tokens, or on sequences of single heads, which
-attention gets as a batch of their own.
+A grain is a piece of one sequence, of a length that the layout does not change. Everything added
+over tokens (gradients of weights, routers' sums; the loss in ``fsdptoys.loss.grains``) is computed
+for each grain by itself in the compute dtype, rounded to a multiple of 2⁻⁵⁰, and added over grains
+in float64, where sums of such numbers are exact, so that their order does not matter. Products also
+get one grain at a time: one of 7 rows rounds differently from one of 32. ``products`` joins many of
+them in a call, and gives kernels that round differently in the tail of a vectorized loop as many
+grains as leave none to it. Everything else works on single tokens, or on sequences of single heads,
+which attention gets as a batch of their own.
 
-Parameters are float64 here (a strategy's copies of float32 ones), cast to the compute dtype where they are used; their
-gradients are float64. The price: matmuls of few rows, a float64 sum of each weight's gradient, and casts.
+Parameters are float64 here (a strategy's copies of float32 ones), cast to the compute dtype where
+they are used; their gradients are float64. The price: matmuls of few rows, a float64 sum of each
+weight's gradient, and casts.
 
-On a CPU the bits also depend on the number of threads. Not covered: compiled kernels; second derivatives. On one
-H200 all families keep the promise under one process, FSDP2 of one rank, and micro-batches (torch 2.11).
+On a CPU the bits also depend on the number of threads. Not covered: compiled kernels; second
+derivatives. On one H200 all families keep the promise under one process, FSDP2 of one rank, and
+micro-batches (torch 2.11).
 
-Shapes: N rows, M rows of a grain, I and O inner and outer width of a matmul, D width, V vocabulary, B batch, T
-sequence, H query heads, G key/value heads, K width of a head.
+Shapes: N rows, M rows of a grain, I and O inner and outer width of a matmul, D width, V vocabulary,
+B batch, T sequence, H query heads, G key/value heads, K width of a head.
 """
 
 import math
@@ -80,7 +84,9 @@ class ExactOps(Ops):
         pieces = [factors(piece) for piece in ordinals.flatten().split(self.grain)]
         return torch.cat(pieces).view(*ordinals.shape, 1)
 
-    def route(self, hidden_ND: Tensor, weight_ED: Tensor, score: Score) -> tuple[Tensor, Tensor, Tensor]:
+    def route(
+        self, hidden_ND: Tensor, weight_ED: Tensor, score: Score
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``Ops``."""
         return experts.Routing.apply(hidden_ND, weight_ED, score, self.grain)
 
@@ -118,7 +124,9 @@ class _Linear(torch.autograd.Function):
     """``torch.nn.functional.linear`` with float64 parameters."""
 
     @staticmethod
-    def forward(ctx: Any, input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, grain: int) -> Tensor:
+    def forward(
+        ctx: Any, input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, grain: int
+    ) -> Tensor:
         ctx.save_for_backward(input_NI, weight_OI)
         ctx.grain = grain
         bias = None if bias_O is None else bias_O.to(input_NI.dtype)
@@ -144,7 +152,9 @@ class _Embedding(torch.autograd.Function):
     """Rows of a float64 table; gradients of equal ids are added within a grain first."""
 
     @staticmethod
-    def forward(ctx: Any, ids_N: Tensor, table_VD: Tensor, grain: int, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, ids_N: Tensor, table_VD: Tensor, grain: int, dtype: torch.dtype
+    ) -> Tensor:
         ctx.save_for_backward(ids_N)
         ctx.settings = table_VD.shape, grain
         return table_VD[ids_N].to(dtype)
@@ -160,7 +170,8 @@ class _Embedding(torch.autograd.Function):
             ids_M, grad_MD = ids_N[rows], grad_ND[rows]
             places_M = torch.arange(len(ids_M), device=ids_M.device)
             keys_M = ids_M + places_M // grain * shape[0]  # equal ids of one grain
-            # The first place of an equal key gets the sum, and the others add zero: without a device sync.
+            # The first place of an equal key gets the sum, and the others add zero: without a
+            # device sync.
             first_M = torch.where(keys_M[:, None] == keys_M, places_M, len(ids_M)).amin(1)
             sums_MD = torch.zeros_like(grad_MD).index_add_(0, first_M, grad_MD)
             total_VD.index_add_(0, ids_M, on_grid(sums_MD, GRADIENTS))

@@ -1,15 +1,18 @@
-"""Products, and sums over tokens, of many grains in few calls, with the bits of one grain at a time (``exact.ops``).
+"""Products, and sums over tokens, of many grains in few calls, with the bits of one grain at a time
+(``exact.ops``).
 
-A small model spends its time in calls rather than in arithmetic. So the products of all grains are one ``bmm`` where
-they are small, on one CPU thread and with every grain's rows aligned: it multiplies its matrices one by one, each as if
-alone. Otherwise each grain is a call. Which of the two follows from the widths and the grain alone. A ``bmm`` of 16-bit
-operands is one of float32, where their products are exact, and its result is rounded.
+A small model spends its time in calls rather than in arithmetic. So the products of all grains are
+one ``bmm`` where they are small, on one CPU thread and with every grain's rows aligned: it
+multiplies its matrices one by one, each as if alone. Otherwise each grain is a call. Which of the
+two follows from the widths and the grain alone. A ``bmm`` of 16-bit operands is one of float32,
+where their products are exact, and its result is rounded.
 
-Elementwise kernels get as many grains as end where a vectorized loop does, up to the size that PyTorch leaves to one
-thread.
+Elementwise kernels get as many grains as end where a vectorized loop does, up to the size that
+PyTorch leaves to one thread.
 
-On accelerators calls are as large as memory allows (``DEVICE_BLOCKS``), since launches take most of the time. Only
-matmuls and reductions are calls of one grain: the order of their sums depends on the shape.
+On accelerators calls are as large as memory allows (``DEVICE_BLOCKS``), since launches take most of
+the time. Only matmuls and reductions are calls of one grain: the order of their sums depends on the
+shape.
 
 Shapes: N rows, G grains, M rows of a grain, I and O inner and outer width of a matmul, D width.
 """
@@ -43,7 +46,8 @@ class Blocks(NamedTuple):
     compared_tokens: int
     """Maximum of a call that compares ids of tokens with each other."""
     joins_reductions: bool
-    """Whether a reduction of rows takes several grains; otherwise each call has the rows of one grain."""
+    """Whether a reduction of rows takes several grains; otherwise each call has the rows of one
+    grain."""
     mixes_dtypes: bool
     """Whether an operator on two dtypes is as fast as on one."""
 
@@ -72,14 +76,16 @@ def blocks_of(tensor: Tensor) -> Blocks:
 
 
 def chunk_rows(tensor_ND: Tensor, grain: int) -> Iterator[slice]:
-    """Rows of whole grains, at whose borders a vectorized loop over all their elements leaves none to its tail."""
+    """Rows of whole grains, at whose borders a vectorized loop over all their elements leaves none
+    to its tail."""
     elements = grain * tensor_ND.shape[1]
     grains = 1 if elements % LANES else max(1, blocks_of(tensor_ND).call_elements // elements)
     return split_rows(len(tensor_ND), grains * grain)
 
 
 def reduce_rows(reduction: Callable[[Tensor], Tensor], rows_ND: Tensor, grain: int) -> Tensor:
-    """Apply a reduction over the last dim to rows (N, D), whole or one grain at a time; return (N, …)."""
+    """Apply a reduction over the last dim to rows (N, D), whole or one grain at a time; return (N,
+    …)."""
     if blocks_of(rows_ND).joins_reductions or len(rows_ND) <= grain:
         return reduction(rows_ND)
     return torch.cat([reduction(rows_ND[rows]) for rows in split_rows(len(rows_ND), grain)])
@@ -118,16 +124,25 @@ def joins(tensor: Tensor, grain: int, *widths: int) -> bool:
 
 
 def add_weight_gradient(
-    total_OI: Tensor, grad_NO: Tensor, input_NI: Tensor, grain: int, dtype: torch.dtype | None = None
+    total_OI: Tensor,
+    grad_NO: Tensor,
+    input_NI: Tensor,
+    grain: int,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Add ``grad.T @ input`` of each grain, rounded to ``dtype`` (None for theirs), to a float64 sum."""
+    """Add ``grad.T @ input`` of each grain, rounded to ``dtype`` (None for theirs), to a float64
+    sum."""
     (N, O), I = grad_NO.shape, input_NI.shape[1]  # noqa: E741
     if not joins(grad_NO, grain, O, I):
         grains = list(split_rows(N, grain))
-        _add_products(total_OI, *([aligned(each[rows]) for rows in grains] for each in (grad_NO, input_NI)))
+        _add_products(
+            total_OI, *([aligned(each[rows]) for rows in grains] for each in (grad_NO, input_NI))
+        )
         return
     for rows in split_rows(N, grain * max(1, blocks_of(grad_NO).gradient_elements // (O * I))):
-        grad_GMO, input_GMI = (aligned(x[rows]).float().view(-1, grain, x.shape[1]) for x in (grad_NO, input_NI))
+        grad_GMO, input_GMI = (
+            aligned(x[rows]).float().view(-1, grain, x.shape[1]) for x in (grad_NO, input_NI)
+        )
         products_GOI = torch.bmm(grad_GMO.transpose(1, 2), input_GMI).to(dtype or grad_NO.dtype)
         total_OI += on_grid(products_GOI, GRADIENTS).sum(0)
 
@@ -135,14 +150,18 @@ def add_weight_gradient(
 def _add_products(total_OI: Tensor, grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """The parts are rounded as by ``on_grid``, in fewer passes.
 
-    A grain's part comes with the shift, and the next one's with its negative, so that the sum passes between 0 and the
-    shift. It is exact while it is below 2.
+    A grain's part comes with the shift, and the next one's with its negative, so that the sum
+    passes between 0 and the shift. It is exact while it is below 2.
     """
     O, I = total_OI.shape  # noqa: E741
     blocks = blocks_of(total_OI)
     rows = max(16, blocks.gradient_elements // I // 16 * 16)
     wide = total_OI.new_empty(min(rows, O), I)
-    shifts = {shift: total_OI.new_full((1,), shift) for shift in (GRADIENTS, -GRADIENTS) if blocks.mixes_dtypes}
+    shifts = {
+        shift: total_OI.new_full((1,), shift)
+        for shift in (GRADIENTS, -GRADIENTS)
+        if blocks.mixes_dtypes
+    }
     for start in range(0, O, rows):
         block = slice(start, start + rows)
         total_BI = total_OI[block]
@@ -175,7 +194,11 @@ def sum_grains(rows_ND: Tensor, grain: int) -> Tensor:
         return torch.stack([rows_ND[rows].sum(0) for rows in split_rows(len(rows_ND), grain)])
     whole = len(rows_ND) // grain * grain
     sums_GD = rows_ND[:whole].view(-1, grain, rows_ND.shape[1]).sum(1)
-    return sums_GD if whole == len(rows_ND) else torch.cat([sums_GD, rows_ND[whole:].sum(0, keepdim=True)])
+    return (
+        sums_GD
+        if whole == len(rows_ND)
+        else torch.cat([sums_GD, rows_ND[whole:].sum(0, keepdim=True)])
+    )
 
 
 class Elementwise(torch.autograd.Function):

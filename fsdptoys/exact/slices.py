@@ -1,14 +1,18 @@
-"""Sums over features in fixed slices, for a model with grains (``exact.ops``) whose features ranks may split.
+"""Sums over features in fixed slices, for a model with grains (``exact.ops``) whose features ranks
+may split.
 
-Whatever is added over features (heads into the residual stream, hidden channels likewise, gradients of a layer's input
-over its columns, the weights of norms of heads) is computed for each of S slices of the features by itself, in the
-compute dtype, rounded to a grid, and added in float64. Ranks that split features have whole slices, and add theirs in
-float64 too, so that one process with S slices has the same bits.
+Whatever is added over features (heads into the residual stream, hidden channels likewise, gradients
+of a layer's input over its columns, the weights of norms of heads) is computed for each of S slices
+of the features by itself, in the compute dtype, rounded to a grid, and added in float64. Ranks that
+split features have whole slices, and add theirs in float64 too, so that one process with S slices
+has the same bits.
 
-Layers therefore get their input in float64, so that its gradients, also those of several projections, add up in float64
-before one rounding. The price: matmuls of fewer columns, casts, and float64 sums of activations.
+Layers therefore get their input in float64, so that its gradients, also those of several
+projections, add up in float64 before one rounding. The price: matmuls of fewer columns, casts, and
+float64 sums of activations.
 
-Shapes: N rows, I and O inner and outer width of a matmul, B batch, T sequence, H heads of a rank, K width of a head.
+Shapes: N rows, I and O inner and outer width of a matmul, B batch, T sequence, H heads of a rank, K
+width of a head.
 """
 
 from collections.abc import Callable, Iterator
@@ -70,7 +74,9 @@ class SlicedOps(ExactOps):
         out_NO: Tensor = _Columns.apply(rows_NI, weight, bias, self)
         return out_NO.view(*input.shape[:-1], -1)
 
-    def linear_rows(self, input: Tensor, weight: Tensor, bias: Tensor | None, exchange: Exchange) -> Tensor:
+    def linear_rows(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, exchange: Exchange
+    ) -> Tensor:
         """See ``Ops``."""
         output = exchange.leave(self.sum_slices(input, weight))
         return output if bias is None else self.add_bias(output, exchange.sum_gradient(bias))
@@ -117,7 +123,9 @@ class _Columns(torch.autograd.Function):
     """``torch.nn.functional.linear`` of a float64 input, whose output is in the compute dtype."""
 
     @staticmethod
-    def forward(ctx: Any, input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, ops: SlicedOps) -> Tensor:
+    def forward(
+        ctx: Any, input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, ops: SlicedOps
+    ) -> Tensor:
         cast_NI = input_NI.to(ops.dtype)
         ctx.save_for_backward(cast_NI, weight_OI)
         ctx.ops = ops
@@ -152,7 +160,9 @@ class _Rows(torch.autograd.Function):
         ctx.ops = ops
         total_NO = input_NI.new_zeros(len(input_NI), len(weight_OI), dtype=torch.float64)
         for part in ops.slices(weight_OI.shape[1]):
-            product = multiply(input_NI[:, part].contiguous(), _cast(weight_OI[:, part], ops), None, ops.grain)
+            product = multiply(
+                input_NI[:, part].contiguous(), _cast(weight_OI[:, part], ops), None, ops.grain
+            )
             total_NO += on_grid(product, GRADIENTS)
         return total_NO
 
@@ -164,8 +174,12 @@ class _Rows(torch.autograd.Function):
         grad_NI = torch.empty_like(input_NI, memory_format=torch.contiguous_format)
         total_OI = torch.zeros_like(weight_OI, memory_format=torch.contiguous_format)
         for part in ops.slices(weight_OI.shape[1]):
-            grad_NI[:, part] = multiply(grad_NO, _cast(weight_OI[:, part], ops).t(), None, ops.grain)
-            add_weight_gradient(total_OI[:, part], grad_NO, input_NI[:, part].contiguous(), ops.grain)
+            grad_NI[:, part] = multiply(
+                grad_NO, _cast(weight_OI[:, part], ops).t(), None, ops.grain
+            )
+            add_weight_gradient(
+                total_OI[:, part], grad_NO, input_NI[:, part].contiguous(), ops.grain
+            )
         return grad_NI, total_OI, None
 
 

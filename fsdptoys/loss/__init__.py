@@ -1,7 +1,9 @@
-"""The training loss, computed inside the head's forward: the sum over valid labels, a float32 scalar.
+"""The training loss, computed inside the head's forward: the sum over valid labels, a float32
+scalar.
 
-``build_loss`` chooses between two implementations. The plain one makes all N·V logits and leaves gradients to autograd;
-the chunked one (``chunked``) makes the logits of a few rows at a time, and their gradients with them.
+``build_loss`` chooses between two implementations. The plain one makes all N·V logits and leaves
+gradients to autograd; the chunked one (``chunked``) makes the logits of a few rows at a time, and
+their gradients with them.
 """
 
 import functools
@@ -20,7 +22,8 @@ from .slices import SliceSettings, slices_loss_sum
 from .vocabulary import Vocabulary, vocabulary_loss_sum
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32 scalar."""
+"""``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32
+scalar."""
 
 
 def build_loss(
@@ -38,10 +41,13 @@ def build_loss(
     Args:
         chunk_loss: compute loss and gradients over chunks of tokens.
         chunk_tokens: tokens per chunk; None for ``chunked.auto_chunk_tokens``.
-        grad_dtype: float32 or bfloat16, in which the gradient of the head's weight is summed over chunks.
+        grad_dtype: float32 or bfloat16, in which the gradient of the head's weight is summed over
+            chunks.
         objective: function of the logits to minimize.
-        grain: tokens of a grain, for a model with grains (``exact.ops``): the loss is float64 then; else None.
-        vocabulary: ranks that split the classes, or one that adds over slices of them; None where each has all.
+        grain: tokens of a grain, for a model with grains (``exact.ops``): the loss is float64 then;
+            else None.
+        vocabulary: ranks that split the classes, or one that adds over slices of them; None where
+            each has all.
         slices: with ``grain`` and ``vocabulary``: of this rank's classes.
         dtype: with ``slices``: of the computation, as hidden states come in float64.
     """
@@ -53,7 +59,9 @@ def build_loss(
             settings=SliceSettings(slices, grain, dtype, keeps_logits=not chunk_loss),
         )
     if grain is not None:
-        return functools.partial(grain_loss_sum, objective=objective, grain=grain, keeps_logits=not chunk_loss)
+        return functools.partial(
+            grain_loss_sum, objective=objective, grain=grain, keeps_logits=not chunk_loss
+        )
     if chunk_loss:
         return functools.partial(
             chunked_loss_sum,
@@ -73,9 +81,11 @@ def cross_entropy_sum(
     labels_N: Tensor,
     objective: Objective = Objective(),  # noqa: B008 (frozen)
 ) -> Tensor:
-    """The objective of ``hidden @ weight.T`` summed over valid labels, in nats, as a float32 scalar.
+    """The objective of ``hidden @ weight.T`` summed over valid labels, in nats, as a float32
+    scalar.
 
-    Makes the full logits, once in the parameters' dtype and twice in float32: N·V·(2 + 4 + 4) bytes in bf16.
+    Makes the full logits, once in the parameters' dtype and twice in float32: N·V·(2 + 4 + 4) bytes
+    in bf16.
     """
     return logits_loss_sum(linear(hidden_ND, weight_VD).float(), labels_N, objective)
 
@@ -83,7 +93,11 @@ def cross_entropy_sum(
 def logits_loss_sum(logits_NV: Tensor, labels_N: Tensor, objective: Objective) -> Tensor:
     """The objective of float32 logits, summed over valid labels."""
     loss = F.cross_entropy(
-        logits_NV, labels_N, ignore_index=IGNORE_INDEX, label_smoothing=objective.label_smoothing, reduction="sum"
+        logits_NV,
+        labels_N,
+        ignore_index=IGNORE_INDEX,
+        label_smoothing=objective.label_smoothing,
+        reduction="sum",
     )
     if objective.z_loss_coef == 0:
         return loss

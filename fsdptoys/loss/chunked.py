@@ -1,23 +1,27 @@
 """Cross entropy of a linear head over chunks of tokens, loss and gradients in one pass.
 
-The logits of a training step are its largest tensor: 4,096 tokens over 128,256 classes are 1 GiB in bf16, and the plain
-loss keeps them twice more in float32. Here the forward takes a chunk of tokens at a time through one reused buffer: it
-computes their logits, replaces them by their gradient (softmax minus one-hot), and computes from it the gradients of
-hidden states and weight, which the backward multiplies by the upstream gradient. Three matmuls, as in the plain loss,
-where checkpointed chunks need four.
+The logits of a training step are its largest tensor: 4,096 tokens over 128,256 classes are 1 GiB in
+bf16, and the plain loss keeps them twice more in float32. Here the forward takes a chunk of tokens
+at a time through one reused buffer: it computes their logits, replaces them by their gradient
+(softmax minus one-hot), and computes from it the gradients of hidden states and weight, which the
+backward multiplies by the upstream gradient. Three matmuls, as in the plain loss, where
+checkpointed chunks need four.
 
-The price: the gradient of the weight is summed over chunks, by default in float32, V·D·4 bytes until the backward. A
-bf16 sum halves that: the error of a bf16 weight's gradient, against float64, was 0.9 to 1.1 times the plain loss's with
-a float32 sum, and with a bf16 sum 1.3 to 1.5 times for 8 chunks and 1.9 times for 32. A single chunk needs no sum.
+The price: the gradient of the weight is summed over chunks, by default in float32, V·D·4 bytes
+until the backward. A bf16 sum halves that: the error of a bf16 weight's gradient, against float64,
+was 0.9 to 1.1 times the plain loss's with a float32 sum, and with a bf16 sum 1.3 to 1.5 times for 8
+chunks and 1.9 times for 32. A single chunk needs no sum.
 
 - Frozen weights and frozen hidden states cost nothing, as does ``no_grad``.
-- Nothing waits for the device. On a CPU, rows with an ignored label are left out. On an accelerator, where their number
-  is not known in time, they take part in the matmuls, but not in the softmax; their gradients are zero.
+- Nothing waits for the device. On a CPU, rows with an ignored label are left out. On an
+  accelerator, where their number is not known in time, they take part in the matmuls, but not in
+  the softmax; their gradients are zero.
 - It runs inside the head's forward, where FSDP has gathered the weight.
-- Ranks may split the classes (``vocabulary``); a chunk's softmax then takes a float32 copy of its logits.
+- Ranks may split the classes (``vocabulary``); a chunk's softmax then takes a float32 copy of its
+  logits.
 
-Not covered: second derivatives, which raise; forward-mode derivatives; a head with a bias. The idea is Liger-Kernel's
-(arXiv:2410.10989).
+Not covered: second derivatives, which raise; forward-mode derivatives; a head with a bias. The idea
+is Liger-Kernel's (arXiv:2410.10989).
 
 Shapes: N tokens, D width, V vocabulary, C tokens of a chunk.
 """
@@ -46,22 +50,27 @@ def chunked_loss_sum(
     grad_dtype: torch.dtype = torch.float32,
     vocabulary: Vocabulary | None = None,
 ) -> Tensor:
-    """The objective summed over valid labels, as a float32 scalar; for the settings see ``build_loss``.
+    """The objective summed over valid labels, as a float32 scalar; for the settings see
+    ``build_loss``.
 
-    ``hidden_ND`` and ``weight_VD`` have one dtype, ``labels_N`` classes or ``IGNORE_INDEX``; ``grad_dtype=float32``
-    means at least the weight's.
+    ``hidden_ND`` and ``weight_VD`` have one dtype, ``labels_N`` classes or ``IGNORE_INDEX``;
+    ``grad_dtype=float32`` means at least the weight's.
     """
     wants = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden_ND, weight_VD)]
-    return _ChunkedLoss.apply(hidden_ND, weight_VD, labels_N, objective, chunk_tokens, grad_dtype, vocabulary, *wants)
+    return _ChunkedLoss.apply(
+        hidden_ND, weight_VD, labels_N, objective, chunk_tokens, grad_dtype, vocabulary, *wants
+    )
 
 
 def auto_chunk_tokens(n_tokens: int, weight_VD: Tensor, sum_bytes: int) -> int:
     """Choose the number of tokens per chunk.
 
-    - All tokens, if their logits take no more memory than the sum of the weight's gradients, which only several chunks
-      need: V·D·4 bytes for a bf16 weight, so up to 2·D tokens. This is both the smallest and the fastest.
-    - Otherwise logits of 256 MiB, and at least 2048 tokens, on an accelerator; 32 MiB and 512 on a CPU. Each chunk
-      reads and writes the sum once; with 2048 tokens, 1 byte per 1536 operations.
+    - All tokens, if their logits take no more memory than the sum of the weight's gradients, which
+      only several chunks
+      need: V·D·4 bytes for a bf16 weight, so up to 2·D tokens. This is both the smallest and the
+          fastest.
+    - Otherwise logits of 256 MiB, and at least 2048 tokens, on an accelerator; 32 MiB and 512 on a
+      CPU. Each chunk reads and writes the sum once; with 2048 tokens, 1 byte per 1536 operations.
     - Chunks of nearly equal size, in multiples of 32.
 
     ``sum_bytes`` is the size of that sum.
@@ -97,7 +106,11 @@ class _ChunkedLoss(torch.autograd.Function):
         bf16_sum = grad_dtype is torch.bfloat16
         sum_dtype = grad_dtype if bf16_sum else torch.promote_types(weight_VD.dtype, grad_dtype)
         if chunk_tokens is None:
-            sum_bytes = weight_VD.numel() * sum_dtype.itemsize if wants_weight and sum_dtype != weight_VD.dtype else 0
+            sum_bytes = (
+                weight_VD.numel() * sum_dtype.itemsize
+                if wants_weight and sum_dtype != weight_VD.dtype
+                else 0
+            )
             chunk_tokens = auto_chunk_tokens(n_kept, weight_VD, sum_bytes)
         if n_kept <= chunk_tokens:
             sum_dtype = weight_VD.dtype  # one matmul, so no sum over chunks: the matmul rounds once
@@ -109,7 +122,9 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_gradient_ND = None
         if wants_hidden:
             all_rows = n_kept == labels_N.numel()
-            hidden_gradient_ND = torch.empty_like(hidden_ND) if all_rows else torch.zeros_like(hidden_ND)
+            hidden_gradient_ND = (
+                torch.empty_like(hidden_ND) if all_rows else torch.zeros_like(hidden_ND)
+            )
         weight_gradient_VD = None
         if wants_weight:
             weight_gradient_VD = weight_VD.new_empty(weight_VD.shape, dtype=sum_dtype)
@@ -124,11 +139,18 @@ class _ChunkedLoss(torch.autograd.Function):
             if vocabulary is None:
                 some_ignored = not _leaves_out_rows(labels_N)
                 softmax_gradient_(
-                    logits_CV, labels_C, losses_C, objective, gradient=gradient, some_ignored=some_ignored
+                    logits_CV,
+                    labels_C,
+                    losses_C,
+                    objective,
+                    gradient=gradient,
+                    some_ignored=some_ignored,
                 )
             else:
                 values_CV = logits_CV.float()
-                losses_C.copy_(shard_gradient_(values_CV, labels_C, objective, vocabulary, gradient=gradient))
+                losses_C.copy_(
+                    shard_gradient_(values_CV, labels_C, objective, vocabulary, gradient=gradient)
+                )
                 logits_CV.copy_(values_CV)
             if hidden_gradient_ND is not None and kept is None:
                 products.hidden_gradient(logits_CV, weight_VD, hidden_gradient_ND[rows])
@@ -147,12 +169,17 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Multiply the saved gradients by the upstream one."""
         if torch.is_grad_enabled():  # as under create_graph=True
-            raise RuntimeError("the chunked loss has no second derivative; use the plain loss, memory.chunk_loss=false")
+            raise RuntimeError(
+                "the chunked loss has no second derivative; use the plain loss, "
+                "memory.chunk_loss=false"
+            )
         hidden_gradient_ND, weight_gradient_VD = ctx.saved_tensors
         factor = upstream[0] if ctx.gradient_scale == 1 else upstream[0] / ctx.gradient_scale
         in_place = not _graph_is_kept()
         if hidden_gradient_ND is not None:
-            hidden_gradient_ND = _scale(hidden_gradient_ND, factor, hidden_gradient_ND.dtype, in_place)
+            hidden_gradient_ND = _scale(
+                hidden_gradient_ND, factor, hidden_gradient_ND.dtype, in_place
+            )
         if weight_gradient_VD is not None:
             weight_gradient_VD = _scale(weight_gradient_VD, factor, ctx.weight_dtype, in_place)
         return hidden_gradient_ND, weight_gradient_VD, None, None, None, None, None, None, None
@@ -171,7 +198,9 @@ def _kept_rows(labels_N: Tensor) -> Tensor | None:
     return None if kept.numel() == labels_N.numel() else kept
 
 
-def _chunks(n_kept: int, chunk_tokens: int, kept: Tensor | None) -> Iterator[tuple[int, slice | Tensor]]:
+def _chunks(
+    n_kept: int, chunk_tokens: int, kept: Tensor | None
+) -> Iterator[tuple[int, slice | Tensor]]:
     """Start of each chunk among the rows to compute, and its rows of the batch."""
     for start in range(0, n_kept, max(1, chunk_tokens)):
         end = min(start + chunk_tokens, n_kept)
@@ -182,7 +211,11 @@ def _scale(gradient: Tensor, upstream: Tensor, dtype: torch.dtype, in_place: boo
     """``gradient * upstream`` in a dtype, rounded once."""
     # CUDA would round a 0-dim factor to the gradient's dtype first.
     upstream = upstream.reshape(1)
-    scaled = gradient if in_place and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    scaled = (
+        gradient
+        if in_place and gradient.dtype == dtype
+        else torch.empty_like(gradient, dtype=dtype)
+    )
     # In blocks, since a CPU computes the result of each call in float32 before rounding.
     for rows, scaled_rows in zip(gradient.split(SCALE_ROWS), scaled.split(SCALE_ROWS), strict=True):
         torch.mul(rows, upstream, out=scaled_rows)
@@ -192,7 +225,8 @@ def _scale(gradient: Tensor, upstream: Tensor, dtype: torch.dtype, in_place: boo
 def _graph_is_kept() -> bool:
     """Whether the current backward may run again, as under ``retain_graph=True``.
 
-    Uses a private function (tried with torch 2.7.1 and 2.13); without it assumes True, at the cost of a copy.
+    Uses a private function (tried with torch 2.7.1 and 2.13); without it assumes True, at the cost
+    of a copy.
     """
     keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if keeps is None else keeps()

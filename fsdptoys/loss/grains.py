@@ -1,8 +1,9 @@
-"""The training loss grain by grain, so that neither it nor its gradients depend on the layout (``exact.ops``).
+"""The training loss grain by grain, so that neither it nor its gradients depend on the layout
+(``exact.ops``).
 
-The plain loss keeps the logits of all tokens, once, in the compute dtype. The chunked loss keeps none: the backward
-makes them again, which is a fourth matmul. Both take several grains at a time; the rows of a softmax are padded until
-a vectorized loop leaves none to its tail.
+The plain loss keeps the logits of all tokens, once, in the compute dtype. The chunked loss keeps
+none: the backward makes them again, which is a fourth matmul. Both take several grains at a time;
+the rows of a softmax are padded until a vectorized loop leaves none to its tail.
 
 Shapes: N tokens, C tokens of a chunk, R rows of a softmax, D width, V vocabulary.
 """
@@ -30,7 +31,13 @@ LOSSES = 1.5 * 2.0**22
 
 
 def grain_loss_sum(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, objective: Objective, grain: int, *, keeps_logits: bool
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    objective: Objective,
+    grain: int,
+    *,
+    keeps_logits: bool,
 ) -> Tensor:
     """The loss summed over valid labels, a float64 scalar.
 
@@ -72,13 +79,20 @@ class _GrainLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden_ND, weight_VD, labels_N, logits_NV), (objective, grain) = ctx.saved_tensors, ctx.settings
+        (hidden_ND, weight_VD, labels_N, logits_NV), (objective, grain) = (
+            ctx.saved_tensors,
+            ctx.settings,
+        )
         cast_VD = weight_VD.to(hidden_ND.dtype)
         grad_hidden_ND = torch.empty_like(hidden_ND, memory_format=torch.contiguous_format)
         grad_weight_VD = torch.zeros_like(weight_VD, memory_format=torch.contiguous_format)
         grad_NV = None if logits_NV is None else torch.empty_like(logits_NV)
         for rows in chunk_tokens(hidden_ND, len(weight_VD), grain):
-            logits_CV = multiply(hidden_ND[rows], cast_VD, None, grain) if logits_NV is None else logits_NV[rows]
+            logits_CV = (
+                multiply(hidden_ND[rows], cast_VD, None, grain)
+                if logits_NV is None
+                else logits_NV[rows]
+            )
             values_CV = logits_CV.to(torch.float32, copy=logits_NV is not None)
             _softmax_(values_CV, labels_N[rows], objective, gradient=True)
             grad_CV = values_CV.mul_(upstream.to(torch.float32)).to(hidden_ND.dtype)
@@ -87,19 +101,25 @@ class _GrainLoss(torch.autograd.Function):
                 add_weight_gradient(grad_weight_VD, grad_CV, hidden_ND[rows], grain)
             else:
                 grad_NV[rows] = grad_CV
-        if grad_NV is not None:  # all grains at once: each block of the sum is read and written once
+        if (
+            grad_NV is not None
+        ):  # all grains at once: each block of the sum is read and written once
             add_weight_gradient(grad_weight_VD, grad_NV, hidden_ND, grain)
         return grad_hidden_ND, grad_weight_VD, None, None, None, None
 
 
 def chunk_tokens(hidden_ND: Tensor, classes: int, grain: int) -> Iterator[slice]:
-    """Rows whose logits are made at a time: whole grains, or one where reductions need its shape."""
+    """Rows whose logits are made at a time: whole grains, or one where reductions need its
+    shape."""
     grains = CHUNK_ELEMENTS // (grain * classes) if blocks_of(hidden_ND).joins_reductions else 1
     return split_rows(len(hidden_ND), grain * max(1, grains))
 
 
-def _softmax_(values_CV: Tensor, labels_C: Tensor, objective: Objective, *, gradient: bool) -> Tensor:
-    """Losses of float32 logits, which become their gradients; without ``gradient`` they end up undefined."""
+def _softmax_(
+    values_CV: Tensor, labels_C: Tensor, objective: Objective, *, gradient: bool
+) -> Tensor:
+    """Losses of float32 logits, which become their gradients; without ``gradient`` they end up
+    undefined."""
     losses = []
     joined = SOFTMAX_ELEMENTS // (LANES * values_CV.shape[1])
     if not blocks_of(values_CV).joins_reductions:  # the rows are those of one grain
@@ -108,10 +128,17 @@ def _softmax_(values_CV: Tensor, labels_C: Tensor, objective: Objective, *, grad
         block_RV, labels_R = values_CV[rows], labels_C[rows]
         missing = -len(block_RV) % LANES
         if not missing:
-            losses.append(block_gradient_(block_RV, labels_R[:, None], objective, gradient, some_ignored=True))
+            losses.append(
+                block_gradient_(block_RV, labels_R[:, None], objective, gradient, some_ignored=True)
+            )
             continue
-        padded_RV, labels_R = F.pad(block_RV, (0, 0, 0, missing)), F.pad(labels_R, (0, missing), value=IGNORE_INDEX)
-        found_R = block_gradient_(padded_RV, labels_R[:, None], objective, gradient, some_ignored=True)
+        padded_RV, labels_R = (
+            F.pad(block_RV, (0, 0, 0, missing)),
+            F.pad(labels_R, (0, missing), value=IGNORE_INDEX),
+        )
+        found_R = block_gradient_(
+            padded_RV, labels_R[:, None], objective, gradient, some_ignored=True
+        )
         losses.append(found_R[: len(block_RV)])
         if gradient:
             block_RV.copy_(padded_RV[: len(block_RV)])

@@ -1,8 +1,10 @@
-"""The training loss grain by grain, over fixed slices of the classes, which ranks may split (``exact.slices``).
+"""The training loss grain by grain, over fixed slices of the classes, which ranks may split
+(``exact.slices``).
 
-Largest logits are exact. Each slice's exponentials are added in float32, over slices and ranks in float64, on a grid of
-multiples of 2⁻³⁰ on which such sums are exact. The rest is as in ``grains``: products of one grain at a time, gradients
-of the weight added over grains, and here also those of hidden states over slices, in float64.
+Largest logits are exact. Each slice's exponentials are added in float32, over slices and ranks in
+float64, on a grid of multiples of 2⁻³⁰ on which such sums are exact. The rest is as in ``grains``:
+products of one grain at a time, gradients of the weight added over grains, and here also those of
+hidden states over slices, in float64.
 
 Shapes: N tokens, C tokens of a chunk, D width, V classes of this rank, W classes of a slice.
 """
@@ -74,7 +76,9 @@ class _SlicesLoss(torch.autograd.Function):
             made = [multiply(cast_ND[rows], each, None, settings.grain) for each in weights]
             losses.append(_softmax(made, labels_N[rows], objective, vocabulary, gradient=False)[0])
             logits += [made] if settings.keeps_logits and any(ctx.needs_input_grad) else []
-        ctx.save_for_backward(cast_ND, weight_VD, labels_N, *(each for made in logits for each in made))
+        ctx.save_for_backward(
+            cast_ND, weight_VD, labels_N, *(each for made in logits for each in made)
+        )
         ctx.settings = objective, vocabulary, settings
         losses_N = torch.cat(losses)
         return on_grid(losses_N[vocabulary.own_rows(len(losses_N))], LOSSES).sum()
@@ -106,20 +110,32 @@ def _cast(weight_VD: Tensor, settings: SliceSettings) -> list[Tensor]:
 
 
 def _softmax(
-    logits: list[Tensor], labels_C: Tensor, objective: Objective, vocabulary: Vocabulary, *, gradient: bool
+    logits: list[Tensor],
+    labels_C: Tensor,
+    objective: Objective,
+    vocabulary: Vocabulary,
+    *,
+    gradient: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """Losses in float32, and gradients of the logits of each slice. A collective.
 
     Rows are padded until a vectorized loop leaves none to its tail.
     """
-    smoothing, z_loss_coef, rows, size = objective.label_smoothing, objective.z_loss_coef, *logits[0].shape
+    smoothing, z_loss_coef, rows, size = (
+        objective.label_smoothing,
+        objective.z_loss_coef,
+        *logits[0].shape,
+    )
     missing, classes = -rows % LANES, size * len(logits)
     labels_C = F.pad(labels_C, (0, missing), value=IGNORE_INDEX)
     values = [F.pad(each.float(), (0, 0, 0, missing)).clone() for each in logits]
     local_C, inside_C = vocabulary.local_labels(labels_C, classes)
     top_C = vocabulary.max_(torch.stack([each.amax(1) for each in values]).amax(0))
     sums_3C = torch.zeros(3, len(labels_C), dtype=torch.float64, device=labels_C.device)
-    places = [(local_C - index * size, inside_C & (local_C // size == index)) for index in range(len(logits))]
+    places = [
+        (local_C - index * size, inside_C & (local_C // size == index))
+        for index in range(len(logits))
+    ]
     for values_CW, (place_C, here_C) in zip(values, places, strict=True):
         picked_C = values_CW.gather(1, place_C.clamp(0, size - 1)[:, None])[:, 0]
         sums_3C[1] += torch.where(here_C, picked_C, 0.0)

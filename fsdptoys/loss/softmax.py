@@ -1,9 +1,10 @@
 """The loss of each row of logits, and its gradient in place of the logits: softmax minus one-hot.
 
-On CUDA one Triton kernel reads the logits twice and writes them once (``softmax_triton``). Elsewhere, and where Triton
-cannot compile, a few rows at a time are copied to float32, processed in place and rounded back: on a CPU as many as fit
-in cache, since each pass over them would otherwise wait for memory. 512 rows of 32,000 logits in bf16 take 22 ms on one
-CPU thread, where ``F.cross_entropy`` and its backward take 192.
+On CUDA one Triton kernel reads the logits twice and writes them once (``softmax_triton``).
+Elsewhere, and where Triton cannot compile, a few rows at a time are copied to float32, processed in
+place and rounded back: on a CPU as many as fit in cache, since each pass over them would otherwise
+wait for memory. 512 rows of 32,000 logits in bf16 take 22 ms on one CPU thread, where
+``F.cross_entropy`` and its backward take 192.
 
 Shapes: C rows of logits, V classes, R rows at a time.
 """
@@ -34,7 +35,8 @@ def softmax_gradient_(
     gradient: bool,
     some_ignored: bool = True,
 ) -> None:
-    """Write the loss of each row, and replace its logits by the gradient of that loss, without a device sync.
+    """Write the loss of each row, and replace its logits by the gradient of that loss, without a
+    device sync.
 
     The gradient is multiplied by ``objective.gradient_scale``.
 
@@ -57,7 +59,9 @@ def softmax_gradient_(
     if logits_CV.device.type == "cpu":
         bytes_at_a_time, threads = CPU_BLOCK_BYTES, torch.get_num_threads()
     rows = threads * max(1, bytes_at_a_time // (V * dtype.itemsize))
-    scratch_RV = None if dtype == logits_CV.dtype else logits_CV.new_empty(min(rows, C), V, dtype=dtype)
+    scratch_RV = (
+        None if dtype == logits_CV.dtype else logits_CV.new_empty(min(rows, C), V, dtype=dtype)
+    )
     for start in range(0, C, rows):
         block_RV = logits_CV[start : start + rows]
         values_RV = block_RV if scratch_RV is None else scratch_RV[: len(block_RV)].copy_(block_RV)
@@ -106,15 +110,17 @@ def block_gradient_(
 def softmax_cpu_(values_RV: Tensor, top_R1: Tensor) -> Tensor:
     """Softmax in place; returns log(sum(exp(values - top))) of each row.
 
-    torch.softmax on a CPU is a vectorized loop whose last pass works element by element, so it may write in place. The
-    largest probability is 1 / sum(exp(values - top)), never too small for an exact logarithm.
+    torch.softmax on a CPU is a vectorized loop whose last pass works element by element, so it may
+    write in place. The largest probability is 1 / sum(exp(values - top)), never too small for an
+    exact logarithm.
     """
     torch.softmax(values_RV, 1, out=values_RV)
     return -values_RV.amax(1, keepdim=True).log()
 
 
 def softmax_device_(values_RV: Tensor, top_R1: Tensor) -> Tensor:
-    """The same with in-place operators, since in-place ``torch.softmax`` is not safe on every device."""
+    """The same with in-place operators, since in-place ``torch.softmax`` is not safe on every
+    device."""
     sum_R1 = values_RV.sub_(top_R1).exp_().sum(1, keepdim=True)
     values_RV.div_(sum_R1)
     return sum_R1.log()
@@ -122,7 +128,8 @@ def softmax_device_(values_RV: Tensor, top_R1: Tensor) -> Tensor:
 
 @functools.cache
 def _triton_kernel() -> SoftmaxKernel | None:
-    """The kernel, if Triton is installed and compiles it: it needs a C compiler, which small images lack."""
+    """The kernel, if Triton is installed and compiles it: it needs a C compiler, which small images
+    lack."""
     try:
         from .softmax_triton import softmax_gradient_
 
@@ -133,7 +140,11 @@ def _triton_kernel() -> SoftmaxKernel | None:
         return None
     except Exception as error:
         warnings.warn(
-            f"the chunked loss does without its Triton kernel, which does not compile here: {error}", stacklevel=2
+            (
+                "the chunked loss does without its Triton kernel, which does not compile here: "
+                f"{error}"
+            ),
+            stacklevel=2,
         )
         return None
     return softmax_gradient_

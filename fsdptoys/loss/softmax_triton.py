@@ -1,12 +1,14 @@
-"""The loss of each row of logits and its gradient in place, as one Triton kernel. Imported on CUDA only.
+"""The loss of each row of logits and its gradient in place, as one Triton kernel. Imported on CUDA
+only.
 
-One program per row, in two passes. The first keeps a running maximum and a running sum of exponentials in every lane
-(arXiv:1805.02867), so lanes are combined once per row and not per block; the second writes the gradient. Rows with an
-ignored label skip the first pass and are filled with zeros. A label outside the vocabulary makes the loss NaN rather
-than stop the device.
+One program per row, in two passes. The first keeps a running maximum and a running sum of
+exponentials in every lane (arXiv:1805.02867), so lanes are combined once per row and not per block;
+the second writes the gradient. Rows with an ignored label skip the first pass and are filled with
+zeros. A label outside the vocabulary makes the loss NaN rather than stop the device.
 
-Not covered: splitting a row over several programs, which pays only for fewer rows than a GPU has processors. The logic
-was run in Triton's interpreter (3.3.1 and 3.9.0); it has not been timed on a GPU.
+Not covered: splitting a row over several programs, which pays only for fewer rows than a GPU has
+processors. The logic was run in Triton's interpreter (3.3.1 and 3.9.0); it has not been timed on a
+GPU.
 """
 
 import torch
@@ -23,7 +25,8 @@ MAX_BLOCK = 4096
 def softmax_gradient_(
     logits_CV: Tensor, labels_C: Tensor, losses_C: Tensor, objective: Objective, gradient: bool
 ) -> None:
-    """Write the loss of each row, and replace its logits by the gradient of that loss; see ``softmax``."""
+    """Write the loss of each row, and replace its logits by the gradient of that loss; see
+    ``softmax``."""
     C, V = logits_CV.shape
     block = min(MAX_BLOCK, triton.next_power_of_2(V))
     with torch.cuda.device_of(logits_CV):

@@ -1,12 +1,14 @@
-"""Gradient checkpointing: blocks drop their activations in the forward and recompute them in the backward.
+"""Gradient checkpointing: blocks drop their activations in the forward and recompute them in the
+backward.
 
-Memory for activations falls from every block's to one block's plus each block's input; the forward of checkpointed
-blocks runs twice (arXiv:1604.06174). Two settings are in between: ``every=k`` leaves the other blocks alone, and
-``selective`` keeps the results of the most expensive operators and recomputes the cheap rest (arXiv:2205.05198).
+Memory for activations falls from every block's to one block's plus each block's input; the forward
+of checkpointed blocks runs twice (arXiv:1604.06174). Two settings are in between: ``every=k``
+leaves the other blocks alone, and ``selective`` keeps the results of the most expensive operators
+and recomputes the cheap rest (arXiv:2205.05198).
 
-PyTorch's non-reentrant ``checkpoint`` does the work. It restores the random state, and stops the recomputation early,
-so that the last matmul of a block does not run again. ``selective`` keeps that matmul's result anyway, though no
-backward needs it.
+PyTorch's non-reentrant ``checkpoint`` does the work. It restores the random state, and stops the
+recomputation early, so that the last matmul of a block does not run again. ``selective`` keeps that
+matmul's result anyway, though no backward needs it.
 """
 
 import functools
@@ -36,14 +38,19 @@ class GradientCheckpointing(Enum):
 
 def _operators(*names: str) -> tuple[torch._ops.OpOverload, ...]:
     """The named operators that this torch and its loaded extensions have."""
-    packets = (getattr(getattr(torch.ops, library), name, None) for library, name in (n.split(".") for n in names))
+    packets = (
+        getattr(getattr(torch.ops, library), name, None)
+        for library, name in (n.split(".") for n in names)
+    )
     return tuple(packet.default for packet in packets if packet is not None)
 
 
 SAVED_OPERATORS = {
-    # Also the first of an expert's two matmuls where experts are multiplied one by one; the second writes in place,
-    # which cannot be replayed.
-    "mm": _operators("aten.mm", "aten.addmm", "aten._scaled_mm", "aten.linear", "aten.mkldnn_linear"),
+    # Also the first of an expert's two matmuls where experts are multiplied one by one; the second
+    # writes in place, which cannot be replayed.
+    "mm": _operators(
+        "aten.mm", "aten.addmm", "aten._scaled_mm", "aten.linear", "aten.mkldnn_linear"
+    ),
     "bmm": _operators("aten.bmm", "aten.baddbmm"),
     "attention": _operators(
         "aten._scaled_dot_product_flash_attention",
@@ -56,7 +63,9 @@ SAVED_OPERATORS = {
         "npu.npu_fusion_attention_v3",
     ),
     # The last multiplies experts in float32 on a CPU; otherwise only compiled code calls it.
-    "grouped_mm": _operators("aten._grouped_mm", "npu.npu_grouped_matmul", "mkldnn._linear_pointwise"),
+    "grouped_mm": _operators(
+        "aten._grouped_mm", "npu.npu_grouped_matmul", "mkldnn._linear_pointwise"
+    ),
 }
 """Name in ``memory.checkpointing_save`` → operators."""
 
@@ -66,7 +75,8 @@ class Recomputation:
     """Calls a function whose activations the backward recomputes."""
 
     operators: Sequence[torch._ops.OpOverload] = ()
-    """Their results are kept. A list, since torch.compile traces it (torch 2.7 cannot trace a set)."""
+    """Their results are kept. A list, since torch.compile traces it (torch 2.7 cannot trace a
+    set)."""
     offload: ActivationOffload | None = None
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of ``ActivationOffload.checkpoint``."""
@@ -74,7 +84,9 @@ class Recomputation:
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the function."""
         if self.offload is not None:
-            return self.offload.checkpoint(function, *args, operators=self.operators, **self.options)
+            return self.offload.checkpoint(
+                function, *args, operators=self.operators, **self.options
+            )
         if not self.operators:
             return checkpoint(function, *args, use_reentrant=False)
         contexts = functools.partial(create_selective_checkpoint_contexts, self.operators)
@@ -92,15 +104,19 @@ def checkpoint_blocks(
 ) -> None:
     """Recompute blocks in the backward.
 
-    A strategy's hooks on a block run outside the recomputation, so that it gathers nothing by itself. ``save`` names
-    the ``SAVED_OPERATORS`` whose results ``selective`` keeps.
+    A strategy's hooks on a block run outside the recomputation, so that it gathers nothing by
+    itself. ``save`` names the ``SAVED_OPERATORS`` whose results ``selective`` keeps.
     """
     if mode is GradientCheckpointing.none:
         return
     chosen = list(blocks)[start_index::every]
     selective = mode is GradientCheckpointing.selective
-    operators = [operator for name in save for operator in SAVED_OPERATORS[name]] if selective else []
+    operators = (
+        [operator for name in save for operator in SAVED_OPERATORS[name]] if selective else []
+    )
     for index, block in enumerate(chosen):
         assert isinstance(block, RunnableBlock), "another module would keep its activations"
-        options = {"index": index, "is_last": index == len(chosen) - 1} if offload is not None else {}
+        options = (
+            {"index": index, "is_last": index == len(chosen) - 1} if offload is not None else {}
+        )
         block.recompute = Recomputation(operators, offload, options)

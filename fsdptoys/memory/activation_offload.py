@@ -1,17 +1,18 @@
 """Activation offload: tensors that checkpointed blocks save for the backward live in host memory.
 
-Under gradient checkpointing a block saves its input, and with ``selective`` the results of some operators. A side
-stream copies them into pinned host memory during the block's forward, and their device memory is freed one block later.
-In the backward, a block's request for its first tensor starts the copies of the block before it. Streams wait for
-events, the host for nothing. About two blocks' worth stays on the device; the price is two copies over PCIe a step.
+Under gradient checkpointing a block saves its input, and with ``selective`` the results of some
+operators. A side stream copies them into pinned host memory during the block's forward, and their
+device memory is freed one block later. In the backward, a block's request for its first tensor
+starts the copies of the block before it. Streams wait for events, the host for nothing. About two
+blocks' worth stays on the device; the price is two copies over PCIe a step.
 
-On the device stay parameters, tensors without gradients, small ones or with gaps, and those of the last checkpointed
-block, which the backward needs at once. Host buffers are reused over steps; their sizes are powers of two, to which
-PyTorch's pinned allocator rounds anyway.
+On the device stay parameters, tensors without gradients, small ones or with gaps, and those of the
+last checkpointed block, which the backward needs at once. Host buffers are reused over steps; their
+sizes are powers of two, to which PyTorch's pinned allocator rounds anyway.
 
-Not covered: tensors other than inputs that a compiled block saves. Writing to kept results in place is refused.
-Sources: https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks-doc; arXiv:1602.08124 (offload with
-prefetch); arXiv:2104.07857 (offload of checkpoints).
+Not covered: tensors other than inputs that a compiled block saves. Writing to kept results in place
+is refused. Sources: https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks-doc;
+arXiv:1602.08124 (offload with prefetch); arXiv:2104.07857 (offload of checkpoints).
 """
 
 import functools
@@ -51,7 +52,8 @@ class Copies:
 
 
 class StreamCopies(Copies):
-    """Copies on one side stream of an accelerator, in order: a host buffer may be reused before its last copy ends."""
+    """Copies on one side stream of an accelerator, in order: a host buffer may be reused before its
+    last copy ends."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams = Streams(device)
@@ -78,9 +80,12 @@ class StreamCopies(Copies):
 
 
 class _Block:
-    """Saved tensors of one call of a checkpointed block, in the order in which the backward needs them."""
+    """Saved tensors of one call of a checkpointed block, in the order in which the backward needs
+    them."""
 
-    def __init__(self, index: int, previous: "_Block | None", args: tuple[Any, ...], stays: bool) -> None:
+    def __init__(
+        self, index: int, previous: "_Block | None", args: tuple[Any, ...], stays: bool
+    ) -> None:
         self.index, self.previous, self.stays = index, previous, stays
         inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
         self.input_addresses = {tensor.data_ptr() for tensor in inputs}
@@ -116,7 +121,8 @@ class _Saved:
             self._mark = offload.copies.start(self._host(), tensor)
 
     def get(self) -> Tensor:
-        """The tensor, for the backward; the first of a block starts the copies of the block before."""
+        """The tensor, for the backward; the first of a block starts the copies of the block
+        before."""
         if self._block.saved[0]() is self:
             self._block.start_return()
             if self._block.previous is not None:
@@ -131,7 +137,9 @@ class _Saved:
         """Start the copy to the device, unless the tensor is there or in flight."""
         if self._resident is None:
             # Memory of the current stream, which the copy waits for, so its earlier use has ended.
-            tensor = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._offload.device)
+            tensor = torch.empty_strided(
+                self._shape, self._strides, dtype=self._dtype, device=self._offload.device
+            )
             self._mark = self._offload.copies.start(tensor, self._host())
             self._resident, self._version = tensor, tensor._version
 
@@ -140,7 +148,10 @@ class _Saved:
         if self._resident is None:
             return
         if self._resident._version != self._version:
-            raise RuntimeError("a tensor that a checkpointed block saved was written to in place before its backward")
+            raise RuntimeError(
+                "a tensor that a checkpointed block saved was written to in place before its "
+                "backward"
+            )
         if self._buffer is not None:
             self._offload.copies.wait(self._mark)
             self._resident = None
@@ -161,7 +172,9 @@ class _Saved:
 class ActivationOffload:
     """Offloads saved tensors of at least ``min_bytes`` of the checkpointed blocks of one model."""
 
-    def __init__(self, device: torch.device, *, min_bytes: int = MIN_BYTES, copies: Copies | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, min_bytes: int = MIN_BYTES, copies: Copies | None = None
+    ) -> None:
         self.device = device
         self.copies = copies or (StreamCopies(device) if is_accelerator(device) else Copies())
         self._min_bytes = min_bytes
@@ -169,7 +182,12 @@ class ActivationOffload:
         self._idle: dict[int, list[Tensor]] = defaultdict(list)
 
     def checkpoint(
-        self, function: Callable[..., Any], *args: Any, index: int, is_last: bool, operators: Collection[object] = ()
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        index: int,
+        is_last: bool,
+        operators: Collection[object] = (),
     ) -> Any:
         """``torch.utils.checkpoint.checkpoint(function, *args)`` with saved tensors offloaded.
 
@@ -183,7 +201,11 @@ class ActivationOffload:
         block = self._begin(index, args, is_last)
 
         def pack(tensor: Tensor) -> Tensor | _Saved:
-            return self._save(_alias(tensor), block) if tensor.data_ptr() in block.input_addresses else tensor
+            return (
+                self._save(_alias(tensor), block)
+                if tensor.data_ptr() in block.input_addresses
+                else tensor
+            )
 
         def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
             kept: dict[object, list[Any]] = defaultdict(list)
@@ -229,7 +251,10 @@ class _Keep(TorchDispatchMode):
     """Saves the results of some operators, in the forward."""
 
     def __init__(
-        self, operators: Collection[object], kept: dict[object, list[Any]], save: Callable[[Tensor], Tensor | _Saved]
+        self,
+        operators: Collection[object],
+        kept: dict[object, list[Any]],
+        save: Callable[[Tensor], Tensor | _Saved],
     ) -> None:
         super().__init__()
         self._operators, self._kept, self._save = frozenset(operators), kept, save
@@ -238,7 +263,12 @@ class _Keep(TorchDispatchMode):
         results = func(*args, **(kwargs or {}))
         if func in self._operators:
             self._kept[func].append(
-                tree_map(lambda result: self._save(_alias(result)) if isinstance(result, Tensor) else result, results)
+                tree_map(
+                    lambda result: (
+                        self._save(_alias(result)) if isinstance(result, Tensor) else result
+                    ),
+                    results,
+                )
             )
         return results
 
@@ -265,7 +295,8 @@ class _Replay(TorchDispatchMode):
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one run of memory, in any order of dims; attention returns transposed tensors."""
+    """Whether the elements fill one run of memory, in any order of dims; attention returns
+    transposed tensors."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -280,10 +311,11 @@ def _unpack(saved: Any) -> Any:
 
 
 def _alias(tensor: Any) -> Any:
-    """An alias with a tensor's memory and version, without its graph; non-tensors are returned as they are.
+    """An alias with a tensor's memory and version, without its graph; non-tensors are returned as
+    they are.
 
-    Below autograd ``detach`` gives the alias its own version unless this dispatch key is excluded, as in PyTorch's
-    selective checkpointing (private; tried with torch 2.7 and 2.13).
+    Below autograd ``detach`` gives the alias its own version unless this dispatch key is excluded,
+    as in PyTorch's selective checkpointing (private; tried with torch 2.7 and 2.13).
     """
     if not isinstance(tensor, Tensor):
         return tensor

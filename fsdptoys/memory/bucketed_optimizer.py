@@ -1,13 +1,15 @@
-"""A ``torch.optim.Optimizer`` that updates its parameters bucket by bucket, now or as late as the next forward.
+"""A ``torch.optim.Optimizer`` that updates its parameters bucket by bucket, now or as late as the
+next forward.
 
-It replaces a finished optimizer and shares its ``param_groups``, so schedules and checkpoints work as usual:
-``state[param]`` holds the step counter, and tensors with the parameter's layout that are views of the buckets' slabs.
-An executor updates the buckets: streams (``state_streaming``) or host threads (``cpu_offload``).
+It replaces a finished optimizer and shares its ``param_groups``, so schedules and checkpoints work
+as usual: ``state[param]`` holds the step counter, and tensors with the parameter's layout that are
+views of the buckets' slabs. An executor updates the buckets: streams (``state_streaming``) or host
+threads (``cpu_offload``).
 
-With an executor that defers, ``step`` only fixes hyperparameters, clip scale and gradients; hooks before the forward of
-each unit finish the updates that the unit needs. The gradients then belong to the optimizer: ``param.grad`` is None
-after ``step``. Any access to parameters other than by a forward, ``state_dict`` or ``load_state_dict`` of the model
-must call ``finish_updates`` first.
+With an executor that defers, ``step`` only fixes hyperparameters, clip scale and gradients; hooks
+before the forward of each unit finish the updates that the unit needs. The gradients then belong to
+the optimizer: ``param.grad`` is None after ``step``. Any access to parameters other than by a
+forward, ``state_dict`` or ``load_state_dict`` of the model must call ``finish_updates`` first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,12 +43,15 @@ class Executor:
         """Finish the updates of the units up to ``last_unit``, or of all."""
 
     def updated(self, last_unit: int) -> Any:
-        """The device event that the gathering of the units up to ``last_unit`` must wait for, if any."""
+        """The device event that the gathering of the units up to ``last_unit`` must wait for, if
+        any."""
 
     def settle(self) -> None:
         """Wait until the host may read all states."""
 
-    def map(self, function: Callable[[Tensor], Tensor], parts: Iterable[Tensor]) -> Iterable[Tensor]:
+    def map(
+        self, function: Callable[[Tensor], Tensor], parts: Iterable[Tensor]
+    ) -> Iterable[Tensor]:
         """Like the builtin ``map``; may use threads."""
         return map(function, parts)
 
@@ -56,7 +61,8 @@ class BucketedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: an element-wise optimizer; both share its parameter groups.
-        units: every parameter once, by the module whose forward needs it first, in the order of the forward.
+        units: every parameter once, by the module whose forward needs it first, in the order of the
+            forward.
         buckets: of these units, in order, each with its ``slab``.
         units_ahead: units after its own that a unit's forward begins to gather.
         gather_after: makes the gathering for a module's forward wait for an event.
@@ -102,7 +108,11 @@ class BucketedOptimizer(torch.optim.Optimizer):
         self.finish_updates()
         scale, self._scale = self._scale, None
         defers = self.executor.defers
-        taken = [bucket for bucket in self.buckets if bucket.take(self.param_groups, scale, release=defers)]
+        taken = [
+            bucket
+            for bucket in self.buckets
+            if bucket.take(self.param_groups, scale, release=defers)
+        ]
         self.steps_taken += 1
         self.executor.start(taken, self.steps_taken)
         self._may_be_pending = defers
@@ -113,7 +123,12 @@ class BucketedOptimizer(torch.optim.Optimizer):
     @property
     def held_gradients(self) -> list[Tensor]:
         """Gradients of pending updates."""
-        return [gradient for bucket in self.buckets for gradient in bucket.gradients if gradient is not None]
+        return [
+            gradient
+            for bucket in self.buckets
+            for gradient in bucket.gradients
+            if gradient is not None
+        ]
 
     def finish_updates(self) -> None:
         """Finish pending updates: the parameters are then as after the last step.
@@ -137,7 +152,8 @@ class BucketedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy states and hyperparameters into place, also from an optimizer without buckets; ``fused`` etc. stay.
+        """Copy states and hyperparameters into place, also from an optimizer without buckets;
+        ``fused`` etc. stay.
 
         Raises:
             ValueError: if the parameter groups or the shapes do not fit.
@@ -147,17 +163,25 @@ class BucketedOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         saved_groups = state_dict["param_groups"]
-        if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in self.param_groups]:
+        if [len(group["params"]) for group in saved_groups] != [
+            len(group["params"]) for group in self.param_groups
+        ]:
             raise ValueError("the loaded state dict has other parameter groups than the optimizer")
         ids = chain.from_iterable(group["params"] for group in saved_groups)
         params = chain.from_iterable(group["params"] for group in self.param_groups)
-        saved = {param: state_dict["state"].get(key, {}) for param, key in zip(params, ids, strict=True)}
+        saved = {
+            param: state_dict["state"].get(key, {}) for param, key in zip(params, ids, strict=True)
+        }
         for bucket in self.buckets:
             for index, param in enumerate(bucket.params):
                 bucket.load(index, saved[param])
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
-            group.update({key: value for key, value in saved_group.items() if key not in RUNS_CHOICE})
-        counted = [int(scalars["step"]) for b in self.buckets for scalars in b.scalars if "step" in scalars]
+            group.update(
+                {key: value for key, value in saved_group.items() if key not in RUNS_CHOICE}
+            )
+        counted = [
+            int(scalars["step"]) for b in self.buckets for scalars in b.scalars if "step" in scalars
+        ]
         self.steps_taken = max(counted, default=self.steps_taken)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -166,7 +190,10 @@ class BucketedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             views = bucket.views(bucket.slab)
             for param, scalars, tensors in zip(bucket.params, bucket.scalars, views, strict=True):
-                state = {**scalars, **{name: sharded_like(param, view) for name, view in tensors.items()}}
+                state = {
+                    **scalars,
+                    **{name: sharded_like(param, view) for name, view in tensors.items()},
+                }
                 # On ranks whose shard is empty, FSDP1 has no gradient and expects no state.
                 if state and (param.numel() or is_dtensor(param)):
                     self.state[param] = state
@@ -193,7 +220,9 @@ class BucketedOptimizer(torch.optim.Optimizer):
 
     def _finish_units(self, last_unit: int | None) -> None:
         if self._failed:
-            raise RuntimeError("an update failed before, so that some parameters are old and some new")
+            raise RuntimeError(
+                "an update failed before, so that some parameters are old and some new"
+            )
         try:
             self.executor.finish(last_unit)
         except BaseException:
@@ -218,12 +247,16 @@ class BucketedStepper(OptimizerStepper):
         return self.optimizer.held_gradients
 
     def restore(self, steps_taken: int | None) -> None:
-        """Continue counting; a run without buckets counted none, and rounded none stochastically."""
+        """Continue counting; a run without buckets counted none, and rounded none
+        stochastically."""
         self.optimizer.steps_taken = steps_taken or self.optimizer.steps_taken
 
     def clip(self, norms: GradientNorms, max_norm: float, unscale: float = 1.0) -> Tensor:
-        """Scale the gradients within the next update; return their unscaled norm before. A collective."""
-        return norms.clip_grad_norm(max_norm, self.optimizer.scale_gradients, self.optimizer.executor.map, unscale)
+        """Scale the gradients within the next update; return their unscaled norm before. A
+        collective."""
+        return norms.clip_grad_norm(
+            max_norm, self.optimizer.scale_gradients, self.optimizer.executor.map, unscale
+        )
 
     def finish(self) -> None:
         """Finish pending updates: parameters are then as after the last step."""

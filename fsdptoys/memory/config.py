@@ -33,9 +33,11 @@ class OffloadSchedule(Enum):
     serial = "serial"
     """In ``step``, one bucket after the other: load, update, store."""
     pipelined = "pipelined"
-    """In ``step``, the loads and stores of neighboring buckets overlap with the update of one; then all is freed."""
+    """In ``step``, the loads and stores of neighboring buckets overlap with the update of one; then
+    all is freed."""
     lazy = "lazy"
-    """Each bucket just before the next forward needs its parameters: transfers hide behind compute, gradients stay."""
+    """Each bucket just before the next forward needs its parameters: transfers hide behind compute,
+    gradients stay."""
 
 
 class OffloadStateDType(Enum):
@@ -43,7 +45,8 @@ class OffloadStateDType(Enum):
 
     float32 = "float32"
     bfloat16 = "bfloat16"
-    """Half the memory and traffic; rounded stochastically, so that small updates survive on average."""
+    """Half the memory and traffic; rounded stochastically, so that small updates survive on
+    average."""
 
 
 class CPUOffloadExecutor(Enum):
@@ -52,7 +55,8 @@ class CPUOffloadExecutor(Enum):
     native = "native"
     """PyTorch's policy: float32 parameters travel, the optimizer runs after the backward."""
     overlapped = "overlapped"
-    """Parameters travel in ``parallel.param_dtype``; worker threads update them while the device computes (FSDP2)."""
+    """Parameters travel in ``parallel.param_dtype``; worker threads update them while the device
+    computes (FSDP2)."""
 
 
 @dataclass
@@ -74,23 +78,38 @@ class MemoryConfig:
     gradient_checkpointing: GradientCheckpointing = option(
         GradientCheckpointing.none,
         effect=Effect.none,
-        alias="activation_checkpointing activation_checkpoint use_gradient_checkpointing grad_checkpointing "
-        "ac recompute fsdp_activation_checkpointing recompute_activations recompute_granularity "
-        "activation_checkpoint.mode",
+        alias=(
+            "activation_checkpointing activation_checkpoint use_gradient_checkpointing "
+            "grad_checkpointing ac recompute fsdp_activation_checkpointing recompute_activations "
+            "recompute_granularity activation_checkpoint.mode"
+        ),
     )
-    """Recompute blocks' activations in the backward: ``full`` (or true), or all but some operators' (``selective``)."""
-    checkpointing_start_index: int = option(0, at_least(0), effect=Effect.none, needs="memory.gradient_checkpointing")
+    """Recompute blocks' activations in the backward: ``full`` (or true), or all but some operators'
+    (``selective``)."""
+    checkpointing_start_index: int = option(
+        0, at_least(0), effect=Effect.none, needs="memory.gradient_checkpointing"
+    )
     """First checkpointed block; the ones before it keep their activations."""
-    checkpointing_every: int = option(1, at_least(1, 10**6), effect=Effect.none, needs="memory.gradient_checkpointing")
+    checkpointing_every: int = option(
+        1, at_least(1, 10**6), effect=Effect.none, needs="memory.gradient_checkpointing"
+    )
     """Checkpoint every N-th block, counted from the first; the others keep their activations."""
     checkpointing_save: list[str] = option(
-        ["mm", "bmm", "attention", "grouped_mm"], effect=Effect.none, needs="memory.gradient_checkpointing=selective"
+        ["mm", "bmm", "attention", "grouped_mm"],
+        effect=Effect.none,
+        needs="memory.gradient_checkpointing=selective",
     )
     """``selective``: the operators whose results are kept, any of these; the rest is recomputed."""
-    checkpointing_budget: float | None = option(None, between(0, 1), effect=Effect.rounding, needs="train.compile")
-    """Share of the activations, 0 to 1, that PyTorch's partitioner keeps under ``train.compile``; null for all."""
-    activation_offload: bool = option(False, effect=Effect.none, needs="memory.gradient_checkpointing")
-    """Keep the saved tensors of checkpointed blocks in host memory; they return one block ahead of their use."""
+    checkpointing_budget: float | None = option(
+        None, between(0, 1), effect=Effect.rounding, needs="train.compile"
+    )
+    """Share of the activations, 0 to 1, that PyTorch's partitioner keeps under ``train.compile``;
+    null for all."""
+    activation_offload: bool = option(
+        False, effect=Effect.none, needs="memory.gradient_checkpointing"
+    )
+    """Keep the saved tensors of checkpointed blocks in host memory; they return one block ahead of
+    their use."""
     optimizer_offload: bool = option(
         False, effect=Effect.none, alias="offload_optimizer optim_offload cpu_optimizer_offload"
     )
@@ -99,16 +118,24 @@ class MemoryConfig:
         OffloadSchedule.auto, effect=Effect.none, needs="memory.optimizer_offload"
     )
     """When ``optimizer_offload`` copies states."""
-    offload_fraction: float = option(1.0, between(0, 1), effect=Effect.none, needs="memory.optimizer_offload")
+    offload_fraction: float = option(
+        1.0, between(0, 1), effect=Effect.none, needs="memory.optimizer_offload"
+    )
     """Share of the optimizer states, by bytes, that ``optimizer_offload`` keeps in host memory."""
-    offload_bucket_mib: int = option(256, at_least(1, 2**20), effect=Effect.none, needs="memory.optimizer_offload")
+    offload_bucket_mib: int = option(
+        256, at_least(1, 2**20), effect=Effect.none, needs="memory.optimizer_offload"
+    )
     """Optimizer states copied at a time; a bucket holds at least one parameter."""
     offload_state_dtype: OffloadStateDType = option(
-        OffloadStateDType.float32, effect=Effect.format, acts=Stage.update, needs="memory.optimizer_offload"
+        OffloadStateDType.float32,
+        effect=Effect.format,
+        acts=Stage.update,
+        needs="memory.optimizer_offload",
     )
     """dtype of the states that ``optimizer_offload`` keeps in host memory."""
     optimizer_in_backward: bool = option(False, effect=Effect.none)
-    """Update each parameter as soon as its gradient is final, and free the gradient; excludes clipping."""
+    """Update each parameter as soon as its gradient is final, and free the gradient; excludes
+    clipping."""
     cpu_offload: bool = option(
         False,
         effect=Effect.rounding,
@@ -120,14 +147,17 @@ class MemoryConfig:
         CPUOffloadExecutor.native, effect=Effect.none, needs="memory.cpu_offload"
     )
     """Executor of ``cpu_offload``."""
-    cpu_threads: int | None = option(None, at_least(1), effect=Effect.rounding, needs="memory.cpu_offload")
-    """Threads of a rank's optimizer under ``cpu_offload``; null for the node's cores over its ranks."""
+    cpu_threads: int | None = option(
+        None, at_least(1), effect=Effect.rounding, needs="memory.cpu_offload"
+    )
+    """Threads of a rank's optimizer under ``cpu_offload``; null for the node's cores over its
+    ranks."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch("auto|0*[1-9][0-9]{0,8}", self.chunk_tokens):
             raise ConfigError(
-                f"memory.chunk_tokens={self.chunk_tokens} must be auto or a number of tokens from 1 to 999999999; set "
-                "memory.chunk_tokens=auto"
+                f"memory.chunk_tokens={self.chunk_tokens} must be auto or a number of tokens "
+                "from 1 to 999999999; set memory.chunk_tokens=auto"
             )
         check_options("memory", self)
         self._check_checkpointing()
@@ -142,24 +172,27 @@ class MemoryConfig:
         unknown = [name for name in self.checkpointing_save if name not in SAVED_OPERATORS]
         if unknown:
             raise ConfigError(
-                f"memory.checkpointing_save names {unknown[0]}, which is none of {', '.join(SAVED_OPERATORS)}; "
-                f"set memory.checkpointing_save=[{','.join(SAVED_OPERATORS)}]"
+                f"memory.checkpointing_save names {unknown[0]}, which is none of "
+                f"{', '.join(SAVED_OPERATORS)}; set "
+                f"memory.checkpointing_save=[{','.join(SAVED_OPERATORS)}]"
             )
         if self.checkpoints and self.checkpointing_budget is not None:
             raise ConfigError(
-                f"memory.checkpointing_budget={self.checkpointing_budget} lets the compiler choose recomputations, "
-                f"which memory.gradient_checkpointing={self.gradient_checkpointing.value} does already; set "
-                "memory.gradient_checkpointing=none"
+                f"memory.checkpointing_budget={self.checkpointing_budget} lets the compiler "
+                "choose recomputations, which "
+                f"memory.gradient_checkpointing={self.gradient_checkpointing.value} does "
+                "already; set memory.gradient_checkpointing=none"
             )
 
     def _check_offload(self) -> None:
         if self.cpu_offload and self.optimizer_offload:
             raise ConfigError(
-                "memory.cpu_offload=true and memory.optimizer_offload=true exclude each other, since CPU offload "
-                "already keeps the optimizer states in host memory; set memory.optimizer_offload=false"
+                "memory.cpu_offload=true and memory.optimizer_offload=true exclude each other, "
+                "since CPU offload already keeps the optimizer states in host memory; set "
+                "memory.optimizer_offload=false"
             )
         if self.optimizer_offload and self.offload_fraction == 0:
             raise ConfigError(
-                f"memory.offload_fraction={self.offload_fraction} moves nothing; set memory.optimizer_offload=false or "
-                "memory.offload_fraction=1"
+                f"memory.offload_fraction={self.offload_fraction} moves nothing; set "
+                "memory.optimizer_offload=false or memory.offload_fraction=1"
             )

@@ -1,15 +1,17 @@
-"""CPU offload: parameters, gradients and optimizer states live in host memory, which also updates them.
+"""CPU offload: parameters, gradients and optimizer states live in host memory, which also updates
+them.
 
 FSDP itself uploads parameters and downloads gradients. One of two executors updates them:
 
 - ``native``: the optimizer runs after the backward, while the device waits;
-- ``overlapped`` (FSDP2): ``step`` submits buckets to worker threads in the order of the next forward, whose units wait
-  for their own buckets only. No update begins before the norm is known, which the same threads sum on the
-  host; gradients are scaled within the update. A bfloat16 model's parameters are uploaded from a bfloat16 mirror, which
-  the threads refresh after each update (``parallel.cpu_offload_cast``).
+- ``overlapped`` (FSDP2): ``step`` submits buckets to worker threads in the order of the next
+  forward, whose units wait for their own buckets only. No update begins before the norm is known,
+  which the same threads sum on the host; gradients are scaled within the update. A bfloat16 model's
+  parameters are uploaded from a bfloat16 mirror, which the threads refresh after each update
+  (``parallel.cpu_offload_cast``).
 
-torchrun's ``OMP_NUM_THREADS=1`` would leave the optimizer one thread, so both set the number: ``native`` around the
-step, ``overlapped`` in the workers. Source: ZeRO-Offload (arXiv:2101.06840).
+torchrun's ``OMP_NUM_THREADS=1`` would leave the optimizer one thread, so both set the number:
+``native`` around the step, ``overlapped`` in the workers. Source: ZeRO-Offload (arXiv:2101.06840).
 """
 
 import threading
@@ -42,21 +44,25 @@ class Workers(Executor):
     Args:
         threads: PyTorch threads of all workers together.
         on_updated: called in the worker with the parameters of each updated bucket.
-        device: of this rank; an optimizer's step queries the current device although its parameters are on the host.
+        device: of this rank; an optimizer's step queries the current device although its parameters
+            are on the host.
     """
 
     defers = True
     lead = 0
 
     def __init__(
-        self, threads: int, on_updated: Callable[[list[nn.Parameter]], None] | None = None, device: Device | None = None
+        self,
+        threads: int,
+        on_updated: Callable[[list[nn.Parameter]], None] | None = None,
+        device: Device | None = None,
     ) -> None:
         self._on_updated = on_updated
         self._pending: deque[tuple[int, Future[None]]] = deque()
         workers = min(WORKERS, threads)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="optimizer")
-        # Each thread has its own number, but initializes it with the last one set in any thread: initialize all
-        # workers now, then restore this thread's.
+        # Each thread has its own number, but initializes it with the last one set in any thread:
+        # initialize all workers now, then restore this thread's.
         before = torch.get_num_threads()
         together = threading.Barrier(workers)
 
@@ -74,10 +80,13 @@ class Workers(Executor):
     def start(self, buckets: Sequence[Bucket], step: int) -> None:
         """Submit buckets in this order."""
         assert not self._pending
-        self._pending.extend((bucket.unit, self._pool.submit(self._update, bucket)) for bucket in buckets)
+        self._pending.extend(
+            (bucket.unit, self._pool.submit(self._update, bucket)) for bucket in buckets
+        )
 
     def finish(self, last_unit: int | None) -> None:
-        """Wait for the buckets of the units up to ``last_unit``, or for all; raise a worker's error."""
+        """Wait for the buckets of the units up to ``last_unit``, or for all; raise a worker's
+        error."""
         while self._pending and (last_unit is None or self._pending[0][0] <= last_unit):
             future = self._pending.popleft()[1]
             try:
@@ -88,7 +97,9 @@ class Workers(Executor):
                 self._pending.clear()
                 raise
 
-    def map(self, function: Callable[[Tensor], Tensor], parts: Iterable[Tensor]) -> Iterable[Tensor]:
+    def map(
+        self, function: Callable[[Tensor], Tensor], parts: Iterable[Tensor]
+    ) -> Iterable[Tensor]:
         """Like the builtin ``map``, on the workers."""
         return self._pool.map(function, parts)
 
@@ -108,10 +119,13 @@ def overlap_cpu_offload(
     on_updated: Callable[[list[nn.Parameter]], None] | None = None,
     device: Device | None = None,
 ) -> BucketedOptimizer:
-    """Replace AdamW or SGD before its first step by an optimizer that updates host memory in worker threads."""
+    """Replace AdamW or SGD before its first step by an optimizer that updates host memory in worker
+    threads."""
     assert not optimizer.state
     buckets = make_buckets(optimizer, units, BUCKET_BYTES, torch.float32)
     for bucket in buckets:
         bucket.slab = in_host_place(torch.zeros(bucket.elements))
     executor = Workers(threads, on_updated, device)
-    return BucketedOptimizer(optimizer, units, buckets, executor, model=model, units_ahead=units_ahead)
+    return BucketedOptimizer(
+        optimizer, units, buckets, executor, model=model, units_ahead=units_ahead
+    )

@@ -1,15 +1,17 @@
-"""Updates each parameter in the backward, as soon as its gradient is final, and frees the gradient at once.
+"""Updates each parameter in the backward, as soon as its gradient is final, and frees the gradient
+at once.
 
-Few gradients exist at a time: in one process those of an operator, under FSDP2 the shards of a unit, which it reduces
-and updates on its reduce stream during the backward. Every bit equals the ordinary step's, since the supported
-optimizers work on one element, or one parameter, at a time.
+Few gradients exist at a time: in one process those of an operator, under FSDP2 the shards of a
+unit, which it reduces and updates on its reduce stream during the backward. Every bit equals the
+ordinary step's, since the supported optimizers work on one element, or one parameter, at a time.
 
-The price: gradients are gone before all are known, so they cannot be scaled by their norm, skipped because another one
-is not finite, or accumulated. The norm is still reported, from the sums of squares of each gradient.
+The price: gradients are gone before all are known, so they cannot be scaled by their norm, skipped
+because another one is not finite, or accumulated. The norm is still reported, from the sums of
+squares of each gradient.
 
-Not covered: strategies that hold gradients until the backward ends (DDP's buckets, FSDP1, replicas of FSDP2), Muon,
-offload of states or parameters.
-Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
+Not covered: strategies that hold gradients until the backward ends (DDP's buckets, FSDP1, replicas
+of FSDP2), Muon, offload of states or parameters. Source:
+https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
 """
 
 from collections.abc import Callable, Iterable
@@ -23,8 +25,8 @@ from .optimizer_stepper import GradientNorms, OptimizerStepper
 class OptimizerInBackward(OptimizerStepper):
     """Takes the steps of an element-wise optimizer parameter by parameter, by hooks on gradients.
 
-    FSDP2 runs such hooks on its shards too (seen in torch 2.13). Norms (``measure``) are added up in the order of
-    ``params``.
+    FSDP2 runs such hooks on its shards too (seen in torch 2.13). Norms (``measure``) are added up
+    in the order of ``params``.
     """
 
     def __init__(
@@ -36,7 +38,9 @@ class OptimizerInBackward(OptimizerStepper):
         super().__init__(optimizer)
         self._params, self._measure = list(params), measure
         self._group = {
-            param: number for number, group in enumerate(optimizer.param_groups) for param in group["params"]
+            param: number
+            for number, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
         }
         self._norms: dict[nn.Parameter, list[Tensor]] = {}
         for param in self._params:
@@ -58,7 +62,9 @@ class OptimizerInBackward(OptimizerStepper):
     def clip(self, norms: GradientNorms, max_norm: float, unscale: float = 1.0) -> Tensor:
         """Norm of the gradients, which are gone: ``max_norm`` has no effect. A collective."""
         assert unscale == 1, "updates in the backward cannot wait for the decision to skip the step"
-        assert all(param.grad is None for param in self._params), "a gradient without a call of its hook"
+        assert all(param.grad is None for param in self._params), (
+            "a gradient without a call of its hook"
+        )
         parts = [norm for param in self._params for norm in self._norms.get(param, [])]
         self._norms.clear()
         return norms.total_norm(parts)

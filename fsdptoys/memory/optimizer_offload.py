@@ -1,17 +1,21 @@
 """Optimizer offload: states live in host memory and stream through the device bucket by bucket.
 
-Parameters and gradients stay on the device, which updates them. The price is two copies of the states a step (AdamW's
-are twice the bytes of the parameters), and up to three buckets of device memory. Three schedules share the code:
+Parameters and gradients stay on the device, which updates them. The price is two copies of the
+states a step (AdamW's are twice the bytes of the parameters), and up to three buckets of device
+memory. Three schedules share the code:
 
 - ``serial``: in ``step``, load, update and store one bucket after the other;
-- ``pipelined``, the default: in ``step``, loads and stores of neighboring buckets overlap with each update;
-- ``lazy``: each bucket just before the next forward gathers its unit, so that copies overlap with the forward; the
-  gradients live until then, and the buckets always. Not with FSDP1.
+- ``pipelined``, the default: in ``step``, loads and stores of neighboring buckets overlap with each
+  update;
+- ``lazy``: each bucket just before the next forward gathers its unit, so that copies overlap with
+  the forward; the gradients live until then, and the buckets always. Not with FSDP1.
 
-Parameters have the same bits as without offload, except with bfloat16 states. With ``memory.offload_fraction`` the
-states of the first units stay on the device, since nothing could hide their copies.
+Parameters have the same bits as without offload, except with bfloat16 states. With
+``memory.offload_fraction`` the states of the first units stay on the device, since nothing could
+hide their copies.
 
-Not covered: other than element-wise optimizers. After ZeRO-Offload (arXiv:2101.06840), which updates on the host.
+Not covered: other than element-wise optimizers. After ZeRO-Offload (arXiv:2101.06840), which
+updates on the host.
 """
 
 import functools
@@ -47,16 +51,22 @@ def offload_optimizer(
     gather_after: Callable[[nn.Module, Any], None] | None = None,
     transfers: Transfers | None = None,
 ) -> BucketedOptimizer:
-    """Move the states of AdamW or SGD to host memory before its first step; returns the optimizer to use instead.
+    """Move the states of AdamW or SGD to host memory before its first step; returns the optimizer
+    to use instead.
 
     Args:
         units, model, units_ahead, gather_after: as for ``BucketedOptimizer``.
         schedule: not ``auto``.
-        rank: seeds stochastic rounding together with ``seed``; shards need different streams, replicas the same one.
+        rank: seeds stochastic rounding together with ``seed``; shards need different streams,
+            replicas the same one.
     """
     assert schedule is not OffloadSchedule.auto and not optimizer.state
     transfers = transfers or (StreamTransfers if device.is_accelerator else Transfers)(device)
-    dtype = torch.bfloat16 if config.offload_state_dtype is OffloadStateDType.bfloat16 else torch.float32
+    dtype = (
+        torch.bfloat16
+        if config.offload_state_dtype is OffloadStateDType.bfloat16
+        else torch.float32
+    )
     buckets = make_buckets(optimizer, units, config.offload_bucket_mib * MIB, dtype)
     keep_on_device(buckets, config.offload_fraction)
     for bucket in buckets:
@@ -74,12 +84,19 @@ def offload_optimizer(
         rounding_seed=functools.partial(rounding_seed, seed, rank),
     )
     return BucketedOptimizer(
-        optimizer, units, buckets, executor, model=model, units_ahead=units_ahead, gather_after=gather_after
+        optimizer,
+        units,
+        buckets,
+        executor,
+        model=model,
+        units_ahead=units_ahead,
+        gather_after=gather_after,
     )
 
 
 def keep_on_device(buckets: Sequence[Bucket], fraction: float) -> None:
-    """Keep the first buckets on the device, as many as leave at least ``fraction`` of the states on the host."""
+    """Keep the first buckets on the device, as many as leave at least ``fraction`` of the states on
+    the host."""
     total = on_host = sum(bucket.elements for bucket in buckets)
     for bucket in buckets:
         if on_host - bucket.elements < fraction * total:

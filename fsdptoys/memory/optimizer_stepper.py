@@ -1,7 +1,9 @@
-"""Interface between the trainer and an optimizer's steps: taken after the backward, bucket by bucket, or within it.
+"""Interface between the trainer and an optimizer's steps: taken after the backward, bucket by
+bucket, or within it.
 
-``OptimizerStepper`` is the plain form, with ``BucketedStepper`` and ``OptimizerInBackward`` as subclasses. The
-trainer calls ``clip`` and ``step`` once a step, and ``finish`` before anything but a forward reads parameters.
+``OptimizerStepper`` is the plain form, with ``BucketedStepper`` and ``OptimizerInBackward`` as
+subclasses. The trainer calls ``clip`` and ``step`` once a step, and ``finish`` before anything but
+a forward reads parameters.
 """
 
 import functools
@@ -26,23 +28,28 @@ class GradientNorms(Protocol):
         map_parts: MapParts = map,
         unscale: float = 1.0,
     ) -> Tensor:
-        """Multiply gradients by ``unscale`` and clip them to ``max_norm``; return their norm in between."""
+        """Multiply gradients by ``unscale`` and clip them to ``max_norm``; return their norm in
+        between."""
 
     def total_norm(self, norms: list[Tensor]) -> Tensor:
         """Norm over all ranks, from norms of this rank's parts."""
 
 
 class OptimizerStepper:
-    """Takes each step of an optimizer at once, after the backward; ``threads`` serve parameters in host memory."""
+    """Takes each step of an optimizer at once, after the backward; ``threads`` serve parameters in
+    host memory."""
 
     unit_by_unit: ClassVar[bool] = False
-    """Whether units may be updated one by one, so that all-gathers cannot share a preparation after ``step``."""
+    """Whether units may be updated one by one, so that all-gathers cannot share a preparation after
+    ``step``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, threads: int | None = None) -> None:
         self.optimizer = optimizer
         self.after_update: Callable[[], None] = lambda: None
         """Called after each ``step`` that may have changed parameters."""
-        self._with_threads = nullcontext if threads is None else functools.partial(cpu_threads, threads)
+        self._with_threads = (
+            nullcontext if threads is None else functools.partial(cpu_threads, threads)
+        )
 
     @property
     def skips_on_device(self) -> bool:
@@ -63,10 +70,12 @@ class OptimizerStepper:
         return ()
 
     def restore(self, steps_taken: int | None) -> None:
-        """Continue counting from a checkpoint's ``steps_taken``; None from runs that did not count."""
+        """Continue counting from a checkpoint's ``steps_taken``; None from runs that did not
+        count."""
 
     def clip(self, norms: GradientNorms, max_norm: float, unscale: float = 1.0) -> Tensor:
-        """Multiply the gradients of the next step by ``unscale``, and scale them down to ``max_norm``.
+        """Multiply the gradients of the next step by ``unscale``, and scale them down to
+        ``max_norm``.
 
         Returns their norm in between. A collective.
         """
@@ -81,8 +90,8 @@ class OptimizerStepper:
         """Take the optimizer's step, or begin it.
 
         Args:
-            skip: whether to leave parameters and states unchanged. A float32 scalar on the device, 1 or 0, is read
-                there by optimizers that can; for others it costs one device sync.
+            skip: whether to leave parameters and states unchanged. A float32 scalar on the device,
+                1 or 0, is read there by optimizers that can; for others it costs one device sync.
         """
         if not isinstance(skip, Tensor) or not self.skips_on_device:
             if skip:

@@ -1,9 +1,11 @@
-"""Optimizer states in buckets, each updated by PyTorch's own optimizer over views of its parameters.
+"""Optimizer states in buckets, each updated by PyTorch's own optimizer over views of its
+parameters.
 
-A bucket holds consecutive parameters of one unit, with their states in one flat tensor, so that one copy moves it. An
-optimizer of the outer one's type does the arithmetic, over proxies that view the parameters' local tensors: each of
-PyTorch's implementations gives the same bits as without buckets. This needs an element-wise optimizer, such as AdamW or
-SGD; a step on a proxy of two numbers shows its states.
+A bucket holds consecutive parameters of one unit, with their states in one flat tensor, so that one
+copy moves it. An optimizer of the outer one's type does the arithmetic, over proxies that view the
+parameters' local tensors: each of PyTorch's implementations gives the same bits as without buckets.
+This needs an element-wise optimizer, such as AdamW or SGD; a step on a proxy of two numbers shows
+its states.
 """
 
 import math
@@ -23,41 +25,56 @@ UnitParams = tuple[nn.Module, list[nn.Parameter]]
 
 
 def kept_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Name → example of each state that an optimizer keeps for a parameter, from a step on two numbers."""
+    """Name → example of each state that an optimizer keeps for a parameter, from a step on two
+    numbers."""
     first = local_tensor(optimizer.param_groups[0]["params"][0])
     proxy = nn.Parameter(torch.zeros(2, dtype=first.dtype, device=first.device))
     proxy.grad = torch.zeros_like(proxy)
     inner = _same_type(optimizer, {0: [proxy]})
     inner.step()
     kept = {name: value for name, value in inner.state[proxy].items() if isinstance(value, Tensor)}
-    assert all(value.shape in ((), proxy.shape) for value in kept.values()), "not an element-wise optimizer"
+    assert all(value.shape in ((), proxy.shape) for value in kept.values()), (
+        "not an element-wise optimizer"
+    )
     return kept
 
 
-def _same_type(optimizer: torch.optim.Optimizer, params: dict[int, list[nn.Parameter]]) -> torch.optim.Optimizer:
+def _same_type(
+    optimizer: torch.optim.Optimizer, params: dict[int, list[nn.Parameter]]
+) -> torch.optim.Optimizer:
     kind: Any = type(optimizer)
-    groups = [{**_hyperparameters(optimizer.param_groups[index]), "params": params[index]} for index in params]
+    groups = [
+        {**_hyperparameters(optimizer.param_groups[index]), "params": params[index]}
+        for index in params
+    ]
     return kind(groups)
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     # A schedule writes to a learning-rate tensor in place.
     return {
-        key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params"
     }
 
 
 class Bucket:
     """Parameters of unit number ``unit`` that are updated together; ``optimizer`` is the outer one.
 
-    ``kept`` has an example of each state: of several numbers for the parameter's shape, or of one number.
+    ``kept`` has an example of each state: of several numbers for the parameter's shape, or of one
+    number.
     """
 
     slab: Tensor
     """All states, flat, in the memory where they stay between updates."""
 
     def __init__(
-        self, unit: int, params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, kept: dict[str, Tensor]
+        self,
+        unit: int,
+        params: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        kept: dict[str, Tensor],
     ) -> None:
         self.unit = unit
         self.params = list(params)
@@ -68,24 +85,36 @@ class Bucket:
         self._shapes = [local.shape for local in locals_]
         self._tensors = [name for name, example in kept.items() if example.ndim]
         scalars = {name: example for name, example in kept.items() if not example.ndim}
-        self.scalars = [{name: torch.zeros_like(value) for name, value in scalars.items()} for _ in self.params]
-        self.elements = sum(self._state_elements(shape) * len(self._tensors) for shape in self._shapes)
-        self._proxies = [nn.Parameter(torch.empty(0, dtype=local.dtype, device=local.device)) for local in locals_]
+        self.scalars = [
+            {name: torch.zeros_like(value) for name, value in scalars.items()} for _ in self.params
+        ]
+        self.elements = sum(
+            self._state_elements(shape) * len(self._tensors) for shape in self._shapes
+        )
+        self._proxies = [
+            nn.Parameter(torch.empty(0, dtype=local.dtype, device=local.device))
+            for local in locals_
+        ]
         self.gradients: list[Tensor | None] = []
         """Gradients of the parameters, between ``take`` and ``update``."""
         self._scale: Tensor | None = None
         by_group: dict[int, list[nn.Parameter]] = {}
-        group_of = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+        group_of = {
+            param: index
+            for index, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
+        }
         for param, proxy in zip(self.params, self._proxies, strict=True):
             by_group.setdefault(group_of[param], []).append(proxy)
         self._group_indices = list(by_group)
         self._inner = _same_type(optimizer, by_group)
-        # An optimizer without a step counter may treat its first step differently: SGD copies the gradient, while
-        # 0.9 · 0 + -0.0 would not be -0.0.
+        # An optimizer without a step counter may treat its first step differently: SGD copies the
+        # gradient, while 0.9 · 0 + -0.0 would not be -0.0.
         self._without_state = set() if scalars else set(range(len(self.params)))
 
     def views(self, flat: Tensor) -> list[dict[str, Tensor]]:
-        """States of each parameter, in its local shape, as views into a tensor with the layout of ``slab``."""
+        """States of each parameter, in its local shape, as views into a tensor with the layout of
+        ``slab``."""
         views: list[dict[str, Tensor]] = []
         offset = 0
         for shape in self._shapes:
@@ -96,10 +125,11 @@ class Bucket:
         return views
 
     def take(self, groups: list[dict[str, Any]], scale: Tensor | None, release: bool) -> bool:
-        """Fix hyperparameters and gradients for the next update; returns whether there is any gradient.
+        """Fix hyperparameters and gradients for the next update; returns whether there is any
+        gradient.
 
-        The update multiplies the gradients by ``scale``. ``release`` sets ``param.grad`` to None, so that nothing else
-        changes them until then.
+        The update multiplies the gradients by ``scale``. ``release`` sets ``param.grad`` to None,
+        so that nothing else changes them until then.
         """
         self.gradients = [param.grad for param in self.params]
         self._scale = scale
@@ -140,7 +170,8 @@ class Bucket:
 
     @torch.no_grad()
     def load(self, index: int, saved: dict[str, Any]) -> None:
-        """Copy the states of parameter ``index``; missing ones become zero, as before the first step."""
+        """Copy the states of parameter ``index``; missing ones become zero, as before the first
+        step."""
         kept = {**self.scalars[index], **self.views(self.slab)[index]}
         if any(isinstance(saved.get(name), Tensor) for name in self._tensors):
             self._without_state.discard(index)
@@ -151,7 +182,9 @@ class Bucket:
             if value is None:
                 state.zero_()
             else:
-                state.copy_(local_tensor(value) if isinstance(value, Tensor) else torch.tensor(value))
+                state.copy_(
+                    local_tensor(value) if isinstance(value, Tensor) else torch.tensor(value)
+                )
 
     @staticmethod
     def _state_elements(shape: torch.Size) -> int:
@@ -159,15 +192,21 @@ class Bucket:
 
 
 def make_buckets(
-    optimizer: torch.optim.Optimizer, units: Sequence[UnitParams], bucket_bytes: int, dtype: torch.dtype
+    optimizer: torch.optim.Optimizer,
+    units: Sequence[UnitParams],
+    bucket_bytes: int,
+    dtype: torch.dtype,
 ) -> list[Bucket]:
-    """Split the parameters of each unit, which are the optimizer's, into buckets, in the order of the units.
+    """Split the parameters of each unit, which are the optimizer's, into buckets, in the order of
+    the units.
 
     ``bucket_bytes`` limits a bucket's states in ``dtype``, unless one parameter has more.
     """
     in_units = [param for _, params in units for param in params]
     optimized = {param for group in optimizer.param_groups for param in group["params"]}
-    assert len(in_units) == len(set(in_units)) and set(in_units) == optimized, "units must name every parameter once"
+    assert len(in_units) == len(set(in_units)) and set(in_units) == optimized, (
+        "units must name every parameter once"
+    )
     kept = kept_states(optimizer)
     state_bytes = dtype.itemsize * sum(example.ndim > 0 for example in kept.values())
     buckets: list[Bucket] = []

@@ -1,17 +1,19 @@
 """Buckets of optimizer states that stream through device buffers: load, update, store.
 
-A bucket takes a free buffer of a ring when it is loaded and returns it when it is stored. One buffer makes the schedule
-serial; with more, the loads of the next buckets and the stores of the last ones overlap with an update. The caller
-decides when updates happen: all within ``step``, or unit by unit in the next forward.
+A bucket takes a free buffer of a ring when it is loaded and returns it when it is stored. One
+buffer makes the schedule serial; with more, the loads of the next buckets and the stores of the
+last ones overlap with an update. The caller decides when updates happen: all within ``step``, or
+unit by unit in the next forward.
 
 Events order the streams, for a bucket b and its buffer:
 
-- the load waits for the last store of b (host memory is complete) and the last store out of the buffer (it is free);
+- the load waits for the last store of b (host memory is complete) and the last store out of the
+  buffer (it is free);
 - the update, on the compute stream, waits for the load;
 - the store waits for the update.
 
-bfloat16 states are widened into one work buffer that only the compute stream touches, and rounded stochastically on the
-way back.
+bfloat16 states are widened into one work buffer that only the compute stream touches, and rounded
+stochastically on the way back.
 """
 
 import hashlib
@@ -44,8 +46,9 @@ class Streaming(Executor):
     """
 
     lead = 1
-    """Units updated ahead of those that a forward gathers: an update issued on the compute stream behind a unit's
-    forward would keep the next all-gather, which waits for it, from overlapping with that forward."""
+    """Units updated ahead of those that a forward gathers: an update issued on the compute stream
+    behind a unit's forward would keep the next all-gather, which waits for it, from overlapping
+    with that forward."""
 
     def __init__(
         self,
@@ -98,7 +101,8 @@ class Streaming(Executor):
             self._work = None
 
     def updated(self, last_unit: int) -> Event:
-        """The event after which the units up to ``last_unit`` are updated; None after the first call for them."""
+        """The event after which the units up to ``last_unit`` are updated; None after the first
+        call for them."""
         event = None
         while self._updated and self._updated[0][0] <= last_unit:
             event = self._updated.popleft()[1]
@@ -110,18 +114,24 @@ class Streaming(Executor):
             self._transfers.wait_on_host(bucket.stored)
 
     def _make_buffers(self) -> None:
-        made = [self._transfers.device_tensor(self._largest, self._dtype) for _ in range(self._buffers)]
+        made = [
+            self._transfers.device_tensor(self._largest, self._dtype) for _ in range(self._buffers)
+        ]
         # Earlier work on the compute stream may still use their memory.
         free_from = self._transfers.mark()
         self._free.extend((buffer, free_from) for buffer in made)
         if self._dtype != torch.float32:
-            self._work = torch.empty(self._largest, dtype=torch.float32, device=self._transfers.device)
+            self._work = torch.empty(
+                self._largest, dtype=torch.float32, device=self._transfers.device
+            )
 
     def _load_ahead(self) -> None:
         while self._free and self._not_loaded:
             bucket = self._not_loaded.popleft()
             buffer, free_from = self._free.popleft()
-            loaded = self._transfers.load(buffer[: bucket.elements], bucket.slab, after=[bucket.stored, free_from])
+            loaded = self._transfers.load(
+                buffer[: bucket.elements], bucket.slab, after=[bucket.stored, free_from]
+            )
             self._loaded[bucket] = (buffer, loaded)
 
     def _update_streamed(self, bucket: Bucket) -> None:
@@ -155,12 +165,17 @@ def rounding_seed(seed: int, rank: int, step: int, bucket: int) -> int:
 def round_stochastically(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
     """Round ``source``, flat float32, into ``target``, flat bfloat16 of the same length and device.
 
-    A bfloat16 is the upper half of a float32: a uniform 16-bit number is added to the lower half, which is then cut
-    off. A value is rounded up with a probability equal to its distance from the lower neighbor, so the mean is exact,
-    and updates below half a unit in the last place are not lost (arXiv:2010.06192). Infinities and NaNs are kept.
+    A bfloat16 is the upper half of a float32: a uniform 16-bit number is added to the lower half,
+    which is then cut off. A value is rounded up with a probability equal to its distance from the
+    lower neighbor, so the mean is exact, and updates below half a unit in the last place are not
+    lost (arXiv:2010.06192). Infinities and NaNs are kept.
     """
-    for into, values in zip(target.split(CHUNK_ELEMENTS), source.split(CHUNK_ELEMENTS), strict=True):
+    for into, values in zip(
+        target.split(CHUNK_ELEMENTS), source.split(CHUNK_ELEMENTS), strict=True
+    ):
         bits = values.view(torch.int32)
-        noise = torch.randint(0, 2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+        noise = torch.randint(
+            0, 2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator
+        )
         rounded = noise.add_(bits).bitwise_and_(-(2**16)).view(torch.float32)
         into.copy_(torch.where(values.isfinite(), rounded, values))

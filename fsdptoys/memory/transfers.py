@@ -1,9 +1,9 @@
 """Copies between host and device that overlap with compute.
 
-An accelerator has a stream for each direction, made once: each new stream would grow its own pool of the allocator.
-Only events order them, so every copy names the events that it must follow. Host memory is pinned, or the copies would
-not be asynchronous; PyTorch's allocator rounds a pinned tensor up to a power of two bytes. On a CPU each copy is done
-when the call returns.
+An accelerator has a stream for each direction, made once: each new stream would grow its own pool
+of the allocator. Only events order them, so every copy names the events that it must follow. Host
+memory is pinned, or the copies would not be asynchronous; PyTorch's allocator rounds a pinned
+tensor up to a power of two bytes. On a CPU each copy is done when the call returns.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ class Transfers:
         return in_host_place(torch.zeros(elements, dtype=dtype))
 
     def device_tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialized device memory for copies in both directions; it must live as long as this object."""
+        """Uninitialized device memory for copies in both directions; it must live as long as this
+        object."""
         return torch.empty(elements, dtype=dtype, device=self.device)
 
     def load(self, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
@@ -89,7 +90,9 @@ class StreamTransfers(Transfers):
         if event is not None:
             event.synchronize()
 
-    def _copy(self, stream: Stream, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
+    def _copy(
+        self, stream: Stream, target: Tensor, source: Tensor, after: Sequence[Event]
+    ) -> Event:
         for event in after:
             if event is not None:
                 stream.wait_event(event)

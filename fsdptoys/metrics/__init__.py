@@ -1,8 +1,8 @@
 """Metrics of a run: console output and the files of the run directory.
 
-Only rank 0 constructs a ``RunRecorder``; nothing here communicates with other ranks. Each step becomes one
-``StepMetrics``, shown on the console and appended to ``metrics.jsonl``. At the end of the run, the same numbers are
-plotted in ``loss.png`` and summarized in ``summary.md``.
+Only rank 0 constructs a ``RunRecorder``; nothing here communicates with other ranks. Each step
+becomes one ``StepMetrics``, shown on the console and appended to ``metrics.jsonl``. At the end of
+the run, the same numbers are plotted in ``loss.png`` and summarized in ``summary.md``.
 """
 
 from .config import COLLECTIVES_FILE, PROFILE_FOLDER, Console, MetricsConfig, run_dir_path

@@ -1,12 +1,15 @@
-"""Compilations by ``torch.compile`` in this process: number, duration, recompilations with their cause, graph breaks.
+"""Compilations by ``torch.compile`` in this process: number, duration, recompilations with their
+cause, graph breaks.
 
-``torch.compile`` recompiles a function when a guard fails: a shape, the gradient mode or a module type has changed. A
-few recompilations are expected, since training and evaluation differ, and so do a model's types of blocks. One per
-step makes a run slower than eager mode, and after eight (``torch._dynamo.config``) PyTorch runs new cases in eager
-mode, with only a line in its log. So the compiler's records are read after every pass over the model, and
-recompilations after a phase's first pass are reported.
+``torch.compile`` recompiles a function when a guard fails: a shape, the gradient mode or a module
+type has changed. A few recompilations are expected, since training and evaluation differ, and so do
+a model's types of blocks. One per step makes a run slower than eager mode, and after eight
+(``torch._dynamo.config``) PyTorch runs new cases in eager mode, with only a line in its log. So the
+compiler's records are read after every pass over the model, and recompilations after a phase's
+first pass are reported.
 
-Every compilation in this rank's process counts. Not covered: the cause of misses in the on-disk cache.
+Every compilation in this rank's process counts. Not covered: the cause of misses in the on-disk
+cache.
 """
 
 import re
@@ -75,10 +78,14 @@ class CompilationWatch:
             if at_limit or (record.has_guarded_code and (record.cache_size or 0) > 0):
                 # PyTorch does not record the name of a function that reached the limit.
                 function = record.co_name or "a function"
-                recompilations.append(Recompilation(step, phase, function, _reason(record), at_limit))
+                recompilations.append(
+                    Recompilation(step, phase, function, _reason(record), at_limit)
+                )
         self._recompilations += recompilations
         self._passes[phase] += 1
-        if any(each.at_limit for each in recompilations) or (recompilations and self._passes[phase] > 1):
+        if any(each.at_limit for each in recompilations) or (
+            recompilations and self._passes[phase] > 1
+        ):
             self._report(recompilations)
 
     def take_messages(self) -> list[str]:
@@ -89,22 +96,25 @@ class CompilationWatch:
     def result(self) -> Compilations:
         """All compilations so far."""
         breaks = _graph_breaks() - self._breaks
-        return Compilations(self._compiled, self._seconds, tuple(self._recompilations), dict(breaks))
+        return Compilations(
+            self._compiled, self._seconds, tuple(self._recompilations), dict(breaks)
+        )
 
     def _report(self, recompilations: list[Recompilation]) -> None:
         worst = max(recompilations, key=lambda each: each.at_limit)
         where = f"{worst.phase} of step {worst.step}"
         if worst.at_limit:
             self._sentences.append(
-                f"{where} reached PyTorch's recompilation limit for {worst.function}; new cases run in eager mode, "
-                f"which is slower; last reason: {worst.reason}"
+                f"{where} reached PyTorch's recompilation limit for {worst.function}; new cases "
+                f"run in eager mode, which is slower; last reason: {worst.reason}"
             )
             return
         self._reported += 1
         if self._reported <= MAX_REPORTED:
             self._sentences.append(
                 f"{where} recompiled {worst.function}: {worst.reason}"
-                + "; further recompilations are counted in the summary" * (self._reported == MAX_REPORTED)
+                + "; further recompilations are counted in the summary"
+                * (self._reported == MAX_REPORTED)
             )
 
 
@@ -152,9 +162,15 @@ def compilation_line(compilation: Compilations) -> str:
         line += f" ({len(again)} recompilation{last} in {again[-1].phase}: {again[-1].reason})"
     line += f", {counted(breaks, 'graph break')}"
     if breaks:
-        line += f" ({max(compilation.graph_breaks, key=lambda reason: compilation.graph_breaks[reason])})"
+        line += (
+            " "
+            f"({max(compilation.graph_breaks, key=lambda reason: compilation.graph_breaks[reason])})"
+        )
     if given_up:
-        line += f"; reached the recompilation limit {counted(given_up, 'time')}, and continued in eager mode"
+        line += (
+            f"; reached the recompilation limit {counted(given_up, 'time')}, and continued in "
+            "eager mode"
+        )
     return line
 
 

@@ -38,7 +38,9 @@ RUN_FILES = {
     EXPERTS_FILE: "load of each expert in the last step, and the balance over the steps",
     PROFILE_FOLDER: "traces and memory snapshots of the profiled ranks",
     COLLECTIVES_FILE: "collectives of one step on rank 0, one JSON object per line",
-    TENSORBOARD_FOLDER: "metrics of each step for TensorBoard (`tensorboard --logdir` with this folder or a parent)",
+    TENSORBOARD_FOLDER: (
+        "metrics of each step for TensorBoard (`tensorboard --logdir` with this folder or a parent)"
+    ),
     WANDB_FOLDER: "files of Weights & Biases; `wandb sync` with an `offline-run-…` folder uploads that run",
     RESULT_FILE: "all numbers of this page as JSON",
     SUMMARY_FILE: "this page",
@@ -83,21 +85,29 @@ class Console(Enum):
 class MetricsConfig:
     """Console output, run directory and optional writers of a run."""
 
-    run_dir: str | None = option(None, effect=Effect.none, alias="output_dir out_dir save_dir log_dir logging_dir")
+    run_dir: str | None = option(
+        None, effect=Effect.none, alias="output_dir out_dir save_dir log_dir logging_dir"
+    )
     """Folder for the run's files, created if missing; null for ``runs/<date>-<time>-<title>``."""
     console: Console = option(Console.auto, effect=Effect.none)
     """Console output of rank 0."""
     log_every: int = option(
-        10, at_least(1, MOST_STEPS), effect=Effect.none, alias="logging_steps log_interval log_freq print_every"
+        10,
+        at_least(1, MOST_STEPS),
+        effect=Effect.none,
+        alias="logging_steps log_interval log_freq print_every",
     )
-    """Steps between lines of the plain console and of ``routing.jsonl``; the last step always has a line.
+    """Steps between lines of the plain console and of ``routing.jsonl``; the last step always has a
+    line.
 
-    With ``train.skip_nonfinite=false`` on an accelerator, also steps between reads of metrics and stop signals.
+    With ``train.skip_nonfinite=false`` on an accelerator, also steps between reads of metrics and
+    stop signals.
     """
     warmup_steps: int = option(2, at_least(0, MOST_STEPS), effect=Effect.none)
     """First steps of each start to exclude from the summary's medians; they include compilation."""
     spike_threshold: float = option(8.0, at_least(0), effect=Effect.none)
-    """Robust standard deviations above the median of earlier losses that make a loss spike; 0 for never."""
+    """Robust standard deviations above the median of earlier losses that make a loss spike; 0 for
+    never."""
 
     writers: list[str] = option([], effect=Effect.none)
     """Additional destinations of every step: [tensorboard], [wandb] or both."""
@@ -109,7 +119,8 @@ class MetricsConfig:
     """Whether to upload the run; null for WANDB_MODE or, if unset, online."""
 
     def __post_init__(self) -> None:
-        """Check each value; ConfigError for one out of range, or a wandb setting without the wandb writer."""
+        """Check each value; ConfigError for one out of range, or a wandb setting without the wandb
+        writer."""
         check_options("metrics", self)
         for name in self.writers:
             if name not in WRITERS:
@@ -120,7 +131,8 @@ class MetricsConfig:
         if len(set(self.writers)) < len(self.writers):
             once = ",".join(dict.fromkeys(self.writers))
             raise ConfigError(
-                f"metrics.writers=[{','.join(self.writers)}] names one twice; set metrics.writers=[{once}]"
+                f"metrics.writers=[{','.join(self.writers)}] names one twice; set "
+                f"metrics.writers=[{once}]"
             )
         for key in ("wandb_project", "wandb_entity", "wandb_mode"):
             value = getattr(self, key)
@@ -128,8 +140,8 @@ class MetricsConfig:
                 raise ConfigError(f"metrics.{key}={value!r} must not be empty; leave it out")
         if self.run_dir is not None and not self.run_dir.strip():
             raise ConfigError(
-                f"metrics.run_dir={self.run_dir!r} must name a folder; set metrics.run_dir=null for one named by time "
-                "and title"
+                f"metrics.run_dir={self.run_dir!r} must name a folder; set metrics.run_dir=null "
+                "for one named by time and title"
             )
 
 

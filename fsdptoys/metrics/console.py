@@ -1,7 +1,7 @@
 """Console output of rank 0: a live table with rich, plain lines, or nothing.
 
-No controlling terminal is needed: rich reads the size from the stream itself, so workers in their own session can draw
-too. The cursor stays visible, since a killed process could not restore it.
+No controlling terminal is needed: rich reads the size from the stream itself, so workers in their
+own session can draw too. The cursor stays visible, since a killed process could not restore it.
 """
 
 import os
@@ -32,7 +32,8 @@ class Reporter:
 
 
 class PlainReporter(Reporter):
-    """One line every ``log_every`` steps and for the last one, with extra lines for the events of a step."""
+    """One line every ``log_every`` steps and for the last one, with extra lines for the events of a
+    step."""
 
     def __init__(self, steps: int, log_every: int, stream: IO[str]) -> None:
         self._steps, self._log_every, self._stream = steps, log_every, stream
@@ -59,7 +60,10 @@ class PlainReporter(Reporter):
         metrics, self._unprinted = self._unprinted, None
         assert metrics is not None
         width = len(str(self._steps))
-        cells = [f"{column.label} {text}{column.unit}" for column, text in render_columns(metrics).items()]
+        cells = [
+            f"{column.label} {text}{column.unit}"
+            for column, text in render_columns(metrics).items()
+        ]
         mark = "  skipped" * metrics.skipped
         self.message(f"step {metrics.step:>{width}}/{self._steps}{mark}  " + "  ".join(cells))
 
@@ -92,9 +96,14 @@ class RichReporter(Reporter):
 
 
 def build_reporter(choice: Console, steps: int, log_every: int, done: int = 0) -> Reporter:
-    """Construct the configured reporter on stdout; ``done`` is the step from which the run resumes."""
+    """Construct the configured reporter on stdout; ``done`` is the step from which the run
+    resumes."""
     if choice is Console.auto:
-        can_draw = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        can_draw = (
+            sys.stdout is not None
+            and sys.stdout.isatty()
+            and os.environ.get("TERM") not in ("dumb", "unknown")
+        )
         choice = Console.rich if can_draw else Console.plain
     if choice is Console.rich:
         import rich.console
@@ -108,14 +117,21 @@ def event_lines(metrics: StepMetrics) -> list[str]:
     lines = []
     if metrics.skipped:
         lines.append(
-            f"optimizer step skipped: the loss ({metrics.loss:.4g}) or the gradient norm ({metrics.grad_norm:.4g}) "
-            f"is not finite; skipped steps so far: {metrics.skipped_steps}"
-            + (f"; the loss scale was {metrics.loss_scale:g}" if metrics.loss_scale is not None else "")
+            (
+                f"optimizer step skipped: the loss ({metrics.loss:.4g}) or the gradient norm "
+                f"({metrics.grad_norm:.4g}) is not finite; skipped steps so far: "
+                f"{metrics.skipped_steps}"
+            )
+            + (
+                f"; the loss scale was {metrics.loss_scale:g}"
+                if metrics.loss_scale is not None
+                else ""
+            )
         )
     if metrics.loss_spike is not None:
         lines.append(
-            f"loss spike: {metrics.loss:.4f} is {metrics.loss_spike:.1f} robust standard deviations above the median "
-            "of earlier losses"
+            f"loss spike: {metrics.loss:.4f} is {metrics.loss_spike:.1f} robust standard "
+            "deviations above the median of earlier losses"
         )
     if metrics.eval_loss is not None:
         lines.append(f"held-out loss {metrics.eval_loss:.4f} nats per token")

@@ -15,7 +15,8 @@ class ConsoleColumn:
     """Format of one number of a step on both consoles."""
 
     heading: tuple[str, str]
-    """Two short lines above the column of the live table; ``{unit}`` takes the unit out of the values."""
+    """Two short lines above the column of the live table; ``{unit}`` takes the unit out of the
+    values."""
     label: str
     """Text before the value in a plain line; ``unit`` follows the value."""
     unit: str
@@ -60,7 +61,10 @@ def _power(scale: float | None) -> str | None:
 def _sizes(*gib: float | None) -> str:
     """Sizes in one unit, which fits the largest."""
     unit, size = fitting_unit(GIB * max((value for value in gib if value is not None), default=0.0))
-    return "/".join("?" if value is None else f"{value * GIB / size:.4g}" for value in gib) + f" {unit}"
+    return (
+        "/".join("?" if value is None else f"{value * GIB / size:.4g}" for value in gib)
+        + f" {unit}"
+    )
 
 
 def _device_memory(metrics: StepMetrics) -> str | None:
@@ -70,7 +74,11 @@ def _device_memory(metrics: StepMetrics) -> str | None:
 
 def _counted_memory(metrics: StepMetrics) -> str | None:
     allocated, reserved = metrics.memory_allocated_gib, metrics.memory_reserved_gib
-    return None if allocated is None or reserved is not None else _sizes(allocated, metrics.memory_peak_gib)
+    return (
+        None
+        if allocated is None or reserved is not None
+        else _sizes(allocated, metrics.memory_peak_gib)
+    )
 
 
 def _resident_set(metrics: StepMetrics) -> str | None:
@@ -83,14 +91,39 @@ COLUMNS = (
     ConsoleColumn(("learning", "rate"), "lr", "", 8, 4, lambda m: f"{m.learning_rate:.2e}"),
     ConsoleColumn(("step", "time"), "time", "", 8, 9, lambda m: _time(m.step_time_seconds)),
     ConsoleColumn(("tokens", "/s"), "tokens/s", "", 7, 7, lambda m: _count(m.tokens_per_second)),
-    ConsoleColumn(("TFLOP/s", "/rank"), "TFLOP/s per rank", "", 7, 3, lambda m: _flops(m.tflops_per_second_per_rank)),
+    ConsoleColumn(
+        ("TFLOP/s", "/rank"),
+        "TFLOP/s per rank",
+        "",
+        7,
+        3,
+        lambda m: _flops(m.tflops_per_second_per_rank),
+    ),
     ConsoleColumn(("data", "wait"), "data wait", "", 5, 2, _stall),
-    ConsoleColumn(("", "MFU"), "MFU", "", 5, 2, lambda m: None if m.mfu is None else f"{m.mfu:.1%}"),
+    ConsoleColumn(
+        ("", "MFU"), "MFU", "", 5, 2, lambda m: None if m.mfu is None else f"{m.mfu:.1%}"
+    ),
     ConsoleColumn(("MoE", "load"), "busiest expert", "", 5, 5, _load),
-    ConsoleColumn(("MoE", "entropy"), "entropy", "", 7, 1, lambda m: f"{m.routing.entropy:.3f}" if m.routing else None),
+    ConsoleColumn(
+        ("MoE", "entropy"),
+        "entropy",
+        "",
+        7,
+        1,
+        lambda m: f"{m.routing.entropy:.3f}" if m.routing else None,
+    ),
     ConsoleColumn(("loss", "scale"), "loss scale", "", 7, 3, lambda m: _power(m.loss_scale)),
-    ConsoleColumn(("{unit} allocated/", "peak/reserved"), "memory", " allocated/peak/reserved", 17, 6, _device_memory),
-    ConsoleColumn(("{unit} allocated", "/peak"), "memory", " allocated/peak", 17, 6, _counted_memory),
+    ConsoleColumn(
+        ("{unit} allocated/", "peak/reserved"),
+        "memory",
+        " allocated/peak/reserved",
+        17,
+        6,
+        _device_memory,
+    ),
+    ConsoleColumn(
+        ("{unit} allocated", "/peak"), "memory", " allocated/peak", 17, 6, _counted_memory
+    ),
     ConsoleColumn(("resident", "set"), "resident set", "", 9, 5, _resident_set),
 )
 

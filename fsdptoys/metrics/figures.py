@@ -20,14 +20,18 @@ WIDE = 20  # Ratio of the highest to the lowest value above which an axis is log
 SKIPPED_LOOK = 6  # A red cross
 
 
-def draw_loss(path: Path, title: str, steps: Sequence[StepMetrics], references: dict[str, float]) -> None:
+def draw_loss(
+    path: Path, title: str, steps: Sequence[StepMetrics], references: dict[str, float]
+) -> None:
     """Draw loss, gradient norm, and float16's loss scale below one another."""
     pictures = [loss_picture(steps, references), norm_picture(steps), scale_picture(steps)]
     heights = [4.4, 1.6, *([1.3] if pictures[2] is not None else [])]
     draw_png(path, *filter(None, pictures), title=title, heights=heights)
 
 
-def draw_experts(path: Path, title: str, steps: Sequence[StepMetrics], counts: Sequence[Sequence[int]]) -> None:
+def draw_experts(
+    path: Path, title: str, steps: Sequence[StepMetrics], counts: Sequence[Sequence[int]]
+) -> None:
     """Draw the routing of a run.
 
     Args:
@@ -46,7 +50,9 @@ def draw_experts(path: Path, title: str, steps: Sequence[StepMetrics], counts: S
         (Series("", Shape.cells, range(n_experts), range(n_layers), None, cells=loads_LE),),
     )
     map_height = min(max(1.1, 0.3 * n_layers), 5.5)
-    draw_png(path, loads, *expert_pictures(steps), title=title, heights=[map_height + 0.9, 1.7, 1.4])
+    draw_png(
+        path, loads, *expert_pictures(steps), title=title, heights=[map_height + 0.9, 1.7, 1.4]
+    )
 
 
 def loss_picture(steps: Sequence[StepMetrics], references: Mapping[str, float]) -> Picture:
@@ -60,7 +66,10 @@ def loss_picture(steps: Sequence[StepMetrics], references: Mapping[str, float]) 
     if evaluated:
         series.append(step_series("held-out loss, after the update", evaluated, "eval_loss", 1))
     rules = tuple((nats, f"{label}: {nats:.3f}") for label, nats in references.items())
-    caption = "Dashed: entropies of simple models of the same data; a loss below one has learned more than it."
+    caption = (
+        "Dashed: entropies of simple models of the same data; a loss below one has learned more "
+        "than it."
+    )
     span = f", from {steps[0].loss:.4f} to {steps[-1].loss:.4f} nats per token" if steps else ""
     return Picture(
         "loss",
@@ -140,19 +149,28 @@ def expert_pictures(steps: Sequence[StepMetrics]) -> list[Picture]:
     return [load] + ([replace(entropy, name="entropy")] if entropy is not None else [])
 
 
-def step_series(name: str, steps: Sequence[StepMetrics], attribute: str, look: int, factor: float = 1.0) -> Series:
+def step_series(
+    name: str, steps: Sequence[StepMetrics], attribute: str, look: int, factor: float = 1.0
+) -> Series:
     """Line of a (dotted) attribute of the steps; missing values leave gaps."""
     read = operator.attrgetter(attribute)
-    values = np.array([read(metrics) for metrics in steps], dtype=float) * factor  # None becomes NaN
+    values = (
+        np.array([read(metrics) for metrics in steps], dtype=float) * factor
+    )  # None becomes NaN
     return thinned_line(name, np.array([metrics.step for metrics in steps]), values, look)
 
 
 def all_series(steps: Sequence[StepMetrics], attributes: Mapping[str, str]) -> tuple[Series, ...]:
     """Lines of several attributes, by name."""
-    return tuple(step_series(name, steps, attribute, look) for look, (name, attribute) in enumerate(attributes.items()))
+    return tuple(
+        step_series(name, steps, attribute, look)
+        for look, (name, attribute) in enumerate(attributes.items())
+    )
 
 
-def mean_loss_series(name: str, steps: Sequence[StepMetrics], look: int) -> tuple[Series, int] | None:
+def mean_loss_series(
+    name: str, steps: Sequence[StepMetrics], look: int
+) -> tuple[Series, int] | None:
     """Running mean of the losses, and its window in steps; None for a run too short for one.
 
     The mean of a window without finite losses is a gap.

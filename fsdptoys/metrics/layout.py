@@ -1,4 +1,5 @@
-"""Sizes of a run before its first step, printed at the start and kept in the results: parameters, units, mesh, bytes.
+"""Sizes of a run before its first step, printed at the start and kept in the results: parameters,
+units, mesh, bytes.
 
 Numbers of a rank are the largest over all ranks.
 """
@@ -48,17 +49,30 @@ class Layout:
     bytes_per_rank: dict[str, RankBytes]
     """Parameters, gradients once all are reduced, and optimizer states."""
     trained: int | None = None
-    """Those of ``parameters`` that are not frozen; None in results of versions without frozen ones."""
+    """Those of ``parameters`` that are not frozen; None in results of versions without frozen
+    ones."""
 
 
 def layout_rows(layout: Layout) -> list[tuple[str, str]]:
     """Labels and texts of the lines on the console and in the summary."""
     trained = layout.trained if layout.trained is not None else layout.parameters
-    share = f"{trained:,} ({trained / layout.parameters:.2%}) train and " * (trained < layout.parameters)
-    rows = [("parameters", f"{layout.parameters:,}, of which {share}a rank holds {layout.parameters_per_rank:,}")]
+    share = f"{trained:,} ({trained / layout.parameters:.2%}) train and " * (
+        trained < layout.parameters
+    )
+    rows = [
+        (
+            "parameters",
+            f"{layout.parameters:,}, of which {share}a rank holds {layout.parameters_per_rank:,}",
+        )
+    ]
     largest, smallest = layout.largest_unit, layout.smallest_unit
     if largest is not None and smallest is not None:
-        rows.append(("units", f"{layout.units}; largest {_unit_text(largest)}, smallest {_unit_text(smallest)}"))
+        rows.append(
+            (
+                "units",
+                f"{layout.units}; largest {_unit_text(largest)}, smallest {_unit_text(smallest)}",
+            )
+        )
     rows.append(("mesh", _mesh_text(layout)))
     parts = ", ".join(f"{name} {_bytes_text(each)}" for name, each in layout.bytes_per_rank.items())
     return [*rows, ("bytes per rank", parts)]
@@ -70,7 +84,9 @@ def layout_lines(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _unit_text(unit: Unit) -> str:
-    return f"{unit.name} ({unit.parameters:,} parameters, {size_text(unit.gathered_bytes)} gathered)"
+    return (
+        f"{unit.name} ({unit.parameters:,} parameters, {size_text(unit.gathered_bytes)} gathered)"
+    )
 
 
 def _mesh_text(layout: Layout) -> str:
@@ -82,7 +98,10 @@ def _mesh_text(layout: Layout) -> str:
     shared = f"; cp={sharing}: each sequence shared by {sharing} ranks" * (sharing > 1)
     if shards is None:
         return f"{axes}: {replicas} ranks with full copies{shared}" if replicas else "one rank"
-    split = f"{layout.sharded} split over {shards} ranks" + f", experts over ep={splits} of them" * (splits > 1)
+    split = (
+        f"{layout.sharded} split over {shards} ranks"
+        + f", experts over ep={splits} of them" * (splits > 1)
+    )
     return f"{axes}: {f'{replicas} copies, each with ' * bool(replicas)}{split}{shared}"
 
 

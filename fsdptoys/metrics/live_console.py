@@ -34,7 +34,8 @@ class StepProgress(Progress):
         self._task = self.add_task("steps", total=steps, completed=done)
 
     def start(self) -> None:
-        """Start drawing, and show the cursor hidden by rich, since a killed process could not restore it."""
+        """Start drawing, and show the cursor hidden by rich, since a killed process could not
+        restore it."""
         super().start()
         self.console.show_cursor(True)
 
@@ -53,7 +54,8 @@ class StepProgress(Progress):
 def metrics_table(metrics: StepMetrics, width: int) -> Table:
     """Headings and numbers of a step, in columns whose positions stay the same from step to step.
 
-    Without enough room for all columns, the least important ones are omitted; no number is truncated.
+    Without enough room for all columns, the least important ones are omitted; no number is
+    truncated.
     """
     cells = render_columns(metrics)
     columns, headings = list(cells), {column: column.heading for column in cells}
@@ -61,8 +63,14 @@ def metrics_table(metrics: StepMetrics, width: int) -> Table:
         if "{unit}" in column.heading[0]:
             cells[column], unit = cells[column].split(" ")
             headings[column] = (column.heading[0].format(unit=unit), column.heading[1])
-    widths = {column: max(column.width, len(cells[column]), *map(len, headings[column])) for column in columns}
-    while len(columns) > 1 and sum(widths[column] for column in columns) + GAP * (len(columns) - 1) > width:
+    widths = {
+        column: max(column.width, len(cells[column]), *map(len, headings[column]))
+        for column in columns
+    }
+    while (
+        len(columns) > 1
+        and sum(widths[column] for column in columns) + GAP * (len(columns) - 1) > width
+    ):
         columns.remove(min(columns, key=lambda column: column.importance))
     table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     for column in columns:

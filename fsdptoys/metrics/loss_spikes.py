@@ -1,9 +1,10 @@
 """Detection of loss spikes.
 
-A loss is compared with the median of the last finite losses, in units of their median absolute deviation: the robust
-z-score of Iglewicz and Hoaglin, How to Detect and Handle Outliers (ASQC Quality Press, 1993). Unlike mean and standard
-deviation, neither depends on a few outliers. A falling loss has negative scores; while it falls fast, the deviation is
-large and hides small spikes.
+A loss is compared with the median of the last finite losses, in units of their median absolute
+deviation: the robust z-score of Iglewicz and Hoaglin, How to Detect and Handle Outliers (ASQC
+Quality Press, 1993). Unlike mean and standard deviation, neither depends on a few outliers. A
+falling loss has negative scores; while it falls fast, the deviation is large and hides small
+spikes.
 """
 
 import math
@@ -20,12 +21,13 @@ SIGMAS_PER_DEVIATION = 1.4826
 """Standard deviation over median absolute deviation of a normal distribution."""
 
 LEAST_SIGMA_NATS = 0.01
-"""Lower bound of the standard deviation, which is 0 for a constant loss. At a threshold of 8, a jump of less than
-0.08 nats (8% of the perplexity) is never a spike."""
+"""Lower bound of the standard deviation, which is 0 for a constant loss. At a threshold of 8, a
+jump of less than 0.08 nats (8% of the perplexity) is never a spike."""
 
 
 class SpikeDetector:
-    """Scores the losses of a run in order; a score above the threshold is a spike, and a threshold of 0 disables it.
+    """Scores the losses of a run in order; a score above the threshold is a spike, and a threshold
+    of 0 disables it.
 
     It is deterministic, so ranks with equal losses agree.
     """
@@ -36,13 +38,14 @@ class SpikeDetector:
         self._in_a_row = 0
 
     def score(self, loss: float) -> float | None:
-        """Score a loss in nats and add it to the window, unless it is a spike, which would widen the deviation.
+        """Score a loss in nats and add it to the window, unless it is a spike, which would widen
+        the deviation.
 
         ``FEWEST`` spikes in a row are a new level of the loss, and clear the window.
 
         Returns:
-            Robust standard deviations above the median; None for a non-finite loss, with fewer than ``FEWEST`` earlier
-            losses, and with a threshold of 0.
+            Robust standard deviations above the median; None for a non-finite loss, with fewer than
+            ``FEWEST`` earlier losses, and with a threshold of 0.
         """
         if not self._threshold or not math.isfinite(loss):
             return None

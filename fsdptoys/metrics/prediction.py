@@ -15,7 +15,9 @@ from fsdptoys.utils.text import gib_text, size_text
 class Category(Enum):
     """Purpose of a block of device memory."""
 
-    __hash__ = object.__hash__  # A replay counts by category at every block: an Enum's own hash takes a call
+    __hash__ = (
+        object.__hash__
+    )  # A replay counts by category at every block: an Enum's own hash takes a call
 
     parameters = "parameters"
     """Shards of this rank, in the dtype that the optimizer updates."""
@@ -27,7 +29,8 @@ class Category(Enum):
     reduction_buffers = "reduction buffers"
     """Unsharded gradients of a unit, and buffers of the reduce-scatter or all-reduce."""
     exchange_buffers = "exchange buffers"
-    """Messages between ranks that share sequences or split experts, as far as they are not kept as activations."""
+    """Messages between ranks that share sequences or split experts, as far as they are not kept as
+    activations."""
     activations = "activations"
     """Tensors saved by the forward for the backward."""
     logits = "logits and loss"
@@ -123,7 +126,8 @@ class Prediction:
     """Unknowns of the prediction, one sentence each, with an error band if known."""
     device_type: str = "cuda"
     stages: tuple[StagePrediction, ...] = ()
-    """Ranks of a pipeline, in order; ``memory`` is that of the largest, ``time`` that of the busiest."""
+    """Ranks of a pipeline, in order; ``memory`` is that of the largest, ``time`` that of the
+    busiest."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -132,19 +136,29 @@ class Prediction:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization of the peak in the dtype of the matmuls; runs measure it for bfloat16 only."""
-        return self.model_flops_per_step / self.time.step_seconds / self.peak_flops if self.peak_flops else None
+        """Model FLOPs utilization of the peak in the dtype of the matmuls; runs measure it for
+        bfloat16 only."""
+        return (
+            self.model_flops_per_step / self.time.step_seconds / self.peak_flops
+            if self.peak_flops
+            else None
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and derived values as plain JSON types."""
         tree = dataclasses.asdict(self)
-        tree["memory"]["categories"] = {kind.value: size for kind, size in self.memory.categories.items()}
+        tree["memory"]["categories"] = {
+            kind.value: size for kind, size in self.memory.categories.items()
+        }
         return tree | {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
 
     @classmethod
     def from_dict(cls, tree: dict[str, Any]) -> "Prediction":
-        """Construct a prediction from the output of ``to_dict``; ForeignError if of another version or out of range."""
-        return build(cls, {name: tree[name] for name in tree if name not in ("tokens_per_second", "mfu")})
+        """Construct a prediction from the output of ``to_dict``; ForeignError if of another version
+        or out of range."""
+        return build(
+            cls, {name: tree[name] for name in tree if name not in ("tokens_per_second", "mfu")}
+        )
 
 
 FLAGGED = 0.10
@@ -172,14 +186,19 @@ class PredictionError:
 
 
 def prediction_line(prediction: Prediction, memory_bytes: float) -> str:
-    """One line with the prediction, shown before the model is built; ``memory_bytes`` are those of the allocator."""
+    """One line with the prediction, shown before the model is built; ``memory_bytes`` are those of
+    the allocator."""
     memory, where = prediction.memory, f"({prediction.method}, plan.hardware={prediction.hardware})"
     seconds = prediction.time.step_seconds
     duration = f"{seconds * 1e3:,.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
     text = f"predicted {duration} per step, {prediction.tokens_per_second:,.0f} tokens/s"
     if prediction.device_type == "cpu":
         return f"{text} {where}"
-    over = f", more than the {size_text(round(memory_bytes))} available" if memory.reserved_bytes > memory_bytes else ""
+    over = (
+        f", more than the {size_text(round(memory_bytes))} available"
+        if memory.reserved_bytes > memory_bytes
+        else ""
+    )
     peak, reserved = size_text(round(memory.peak_bytes)), size_text(round(memory.reserved_bytes))
     return f"{text}, {peak} peak, {reserved} reserved{over} {where}"
 
@@ -191,7 +210,9 @@ def prediction_rows(comparisons: Sequence[PredictionError]) -> list[tuple[str, s
             each.quantity,
             _number(each.predicted, each.unit),
             _number(each.measured, each.unit),
-            f"**{each.difference:+.1%}**, over {FLAGGED:.0%}" if each.flagged else f"{each.difference:+.1%}",
+            f"**{each.difference:+.1%}**, over {FLAGGED:.0%}"
+            if each.flagged
+            else f"{each.difference:+.1%}",
         )
         for each in comparisons
     ]

@@ -1,4 +1,5 @@
-"""Checks before a run starts: a usable run directory, and packages and credentials of the writers."""
+"""Checks before a run starts: a usable run directory, and packages and credentials of the
+writers."""
 
 import configparser
 import importlib.util
@@ -25,12 +26,18 @@ from .config import (
     run_dir_path,
 )
 
-WANDB_MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
+WANDB_MODES = {
+    "online": "online",
+    "run": "online",
+    "offline": "offline",
+    "dryrun": "offline",
+    "disabled": "disabled",
+}
 """Values of WANDB_MODE → value of ``WandbMode``."""
 
 OWN_FOLDERS = ("heartbeats", "flight_recorder", "weights")
-"""Folders that must not be symbolic links, unlike those of checkpoints and profiles, since a run writes files with
-fixed names into them."""
+"""Folders that must not be symbolic links, unlike those of checkpoints and profiles, since a run
+writes files with fixed names into them."""
 
 REMOVE_IT = "remove it, or set metrics.run_dir to another folder"
 
@@ -38,10 +45,12 @@ WANDB_URL = "https://api.wandb.ai"
 
 
 def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
-    """Check that the run directory can be created or written, without creating it, and check the writers.
+    """Check that the run directory can be created or written, without creating it, and check the
+    writers.
 
-    ConfigError if it is a file or not writable, has links or pipes in place of a run's files or, unless the run
-    ``resumes``, files that a run would overwrite; or if a writer's package or credentials are missing.
+    ConfigError if it is a file or not writable, has links or pipes in place of a run's files or,
+    unless the run ``resumes``, files that a run would overwrite; or if a writer's package or
+    credentials are missing.
     """
     check_writers(config, os.environ)
     path = RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)
@@ -55,34 +64,48 @@ def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        raise ConfigError(f"{key} cannot be used ({error.strerror}); set metrics.run_dir to another folder") from error
+        raise ConfigError(
+            f"{key} cannot be used ({error.strerror}); set metrics.run_dir to another folder"
+        ) from error
     if config.run_dir is not None:
         held = next((name for name in RUN_FILES if os.path.lexists(path / name)), None)
         if held is not None and not resumes:
             raise ConfigError(already_holds(config.run_dir, held))
         check_files(path)
     if not nearest.is_dir():
-        raise ConfigError(f"{key} needs a folder at {nearest}, which is not a folder; set metrics.run_dir=runs/NAME")
+        raise ConfigError(
+            f"{key} needs a folder at {nearest}, which is not a folder; set "
+            "metrics.run_dir=runs/NAME"
+        )
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key} needs write access to {nearest}; set metrics.run_dir to a folder that can be written")
+        raise ConfigError(
+            f"{key} needs write access to {nearest}; set metrics.run_dir to a folder that can be "
+            "written"
+        )
 
 
 def check_files(path: Path) -> None:
-    """Check that the files that a run reads, appends to or replaces are regular files, and ``profile`` a folder
-    or a link to one; ConfigError for the first file of another type.
+    """Check that the files that a run reads, appends to or replaces are regular files, and
+    ``profile`` a folder or a link to one; ConfigError for the first file of another type.
 
-    The run directory may have another author: a named pipe would block the run forever, and a symbolic link would let
-    the run write to any file of its user.
+    The run directory may have another author: a named pipe would block the run forever, and a
+    symbolic link would let the run write to any file of its user.
     """
     try:
         for name in (LOCK_FILE, *RUN_FILES):
             if name not in RUN_FOLDERS:
                 check_regular(path / name)
-            elif name == PROFILE_FOLDER and (kind := kind_of(path / name)) and not (path / name).is_dir():
+            elif (
+                name == PROFILE_FOLDER
+                and (kind := kind_of(path / name))
+                and not (path / name).is_dir()
+            ):
                 raise ConfigError(f"{path / name} is {kind} and not a folder; {REMOVE_IT}")
         for name in OWN_FOLDERS:
             if (path / name).is_symlink():
-                raise ConfigError(f"{path / name} is a symbolic link and not a folder of this run; {REMOVE_IT}")
+                raise ConfigError(
+                    f"{path / name} is a symbolic link and not a folder of this run; {REMOVE_IT}"
+                )
     except NotRegularFileError as error:
         raise ConfigError(f"{error.sentence}; {REMOVE_IT}") from error
 
@@ -90,36 +113,39 @@ def check_files(path: Path) -> None:
 def already_holds(run_dir: object, name: str) -> str:
     """Error message for a folder in which a run would overwrite a file."""
     return (
-        f"metrics.run_dir={run_dir} already contains {name}, which a run would overwrite; set checkpoint.resume=auto "
-        "to continue it, or metrics.run_dir to a new folder (null for one named by time and title)"
+        f"metrics.run_dir={run_dir} already contains {name}, which a run would overwrite; set "
+        "checkpoint.resume=auto to continue it, or metrics.run_dir to a new folder (null for one "
+        "named by time and title)"
     )
 
 
 def check_writers(config: MetricsConfig, environment: Mapping[str, str]) -> None:
-    """Check that the packages of the writers are installed, and that wandb has credentials for online mode."""
+    """Check that the packages of the writers are installed, and that wandb has credentials for
+    online mode."""
     for name in config.writers:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"metrics.writers=[{','.join(config.writers)}] needs the package {name}, which is not installed; "
-                f"run pip install -e '.[{name}]' or leave {name} out"
+                f"metrics.writers=[{','.join(config.writers)}] needs the package {name}, which "
+                f"is not installed; run pip install -e '.[{name}]' or leave {name} out"
             )
     online = WANDB_FOLDER in config.writers and wandb_mode(config, environment) is WandbMode.online
     if online and not _has_wandb_key(environment):
         raise ConfigError(
-            "metrics.wandb_mode=online needs an API key for Weights & Biases, and there is none; set WANDB_API_KEY, "
-            "run wandb login, or set metrics.wandb_mode=offline"
+            "metrics.wandb_mode=online needs an API key for Weights & Biases, and there is none; "
+            "set WANDB_API_KEY, run wandb login, or set metrics.wandb_mode=offline"
         )
 
 
 def wandb_mode(config: MetricsConfig, environment: Mapping[str, str]) -> WandbMode:
-    """The mode of Weights & Biases, from the config or WANDB_MODE; ConfigError for an unknown value of the latter."""
+    """The mode of Weights & Biases, from the config or WANDB_MODE; ConfigError for an unknown value
+    of the latter."""
     if config.wandb_mode is not None:
         return config.wandb_mode
     mode = environment.get("WANDB_MODE") or "online"
     if mode not in WANDB_MODES:
         raise ConfigError(
-            f"WANDB_MODE={mode} must be one of {', '.join(mode.value for mode in WandbMode)}; unset it, or set "
-            "metrics.wandb_mode=offline"
+            f"WANDB_MODE={mode} must be one of {', '.join(mode.value for mode in WandbMode)}; "
+            "unset it, or set metrics.wandb_mode=offline"
         )
     return WandbMode(WANDB_MODES[mode])
 

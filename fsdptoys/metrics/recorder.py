@@ -1,4 +1,5 @@
-"""The trainer's interface to the metrics on rank 0: sends steps and messages to console, run directory and writers."""
+"""The trainer's interface to the metrics on rank 0: sends steps and messages to console, run
+directory and writers."""
 
 import json
 import time
@@ -31,7 +32,15 @@ from .config import (
 from .console import Reporter, build_reporter
 from .layout import Layout, layout_lines, layout_rows
 from .prediction import Prediction, PredictionError
-from .results import ProfileResult, RunResult, RunResults, RunStatus, plain_tree, prediction_errors, summarize
+from .results import (
+    ProfileResult,
+    RunResult,
+    RunResults,
+    RunStatus,
+    plain_tree,
+    prediction_errors,
+    summarize,
+)
 from .resume_log import ResumePoint, starts
 from .run_directory import RunDirectory, writing
 from .run_environment import hardware_line
@@ -51,7 +60,8 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         environment: from :func:`~fsdptoys.metrics.run_environment.environment`.
         steps: configured number of optimizer steps.
         references: label → nats per token, shown with the loss.
-        resumed: the state from which the run resumes, in a folder that may contain earlier steps; None for a new run.
+        resumed: the state from which the run resumes, in a folder that may contain earlier steps;
+            None for a new run.
         layout: parameters, units and bytes of a rank, printed at the start and kept in the results.
         make_room: called if the disk is full; returns whether it may have room now.
     """
@@ -72,14 +82,21 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         defaults: Mapping[str, Any] = {},
     ) -> None:
         self._defaults = defaults
-        self._prediction, self._layout, self._config, self._title = prediction, layout, config, title
+        self._prediction, self._layout, self._config, self._title = (
+            prediction,
+            layout,
+            config,
+            title,
+        )
         self._config_tree, self._environment = config_tree, environment
         self._planned_steps, self._references = steps, references
         self._last_counts: list[list[int]] = []
         self._counts_step = 0
         self._started = time.perf_counter()
         self._lost_output: str | None = None
-        self._directory = RunDirectory(config, title, config_tree, environment, resumed, lock, make_room)
+        self._directory = RunDirectory(
+            config, title, config_tree, environment, resumed, lock, make_room
+        )
         self.run_dir = self._directory.path
         self._steps = self._directory.earlier_steps
         done = resumed.step if resumed else 0
@@ -88,10 +105,15 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         if layout is not None:
             self.message(layout_lines(layout_rows(layout)))
         if resumed and done:
-            self.message(f"resuming after step {done}" + f" from {resumed.checkpoint}" * bool(resumed.checkpoint))
+            self.message(
+                f"resuming after step {done}"
+                + f" from {resumed.checkpoint}" * bool(resumed.checkpoint)
+            )
         self.message(*self._directory.notes)
         if prediction is not None:
-            self._directory.write(PREDICTION_FILE, json.dumps(prediction.to_dict(), indent=2) + "\n")
+            self._directory.write(
+                PREDICTION_FILE, json.dumps(prediction.to_dict(), indent=2) + "\n"
+            )
         self._writers = Writers(build_writers(config), self.message, done)
         start = RunStart(title, config_tree, environment, self.run_dir, done)
         self._writers.each(lambda writer: writer.start(start))
@@ -116,7 +138,8 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         self._writers.each(lambda writer: writer.step(metrics))
 
     def offsets(self) -> dict[str, int]:
-        """Flush all files to the disk, and return ``ResumePoint.offsets`` for a checkpoint after the last step."""
+        """Flush all files to the disk, and return ``ResumePoint.offsets`` for a checkpoint after
+        the last step."""
         self._writers.each(lambda writer: writer.flush())
         self.message(*self._directory.restore())
         return self._directory.offsets()
@@ -136,13 +159,16 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
     ) -> None:
         """Write the plots, ``result.json`` and ``summary.md``, and print the results.
 
-        ``stop_reason`` completes "15 of 20 steps; …"; ``compilation`` is that of this rank, if the model is compiled.
+        ``stop_reason`` completes "15 of 20 steps; …"; ``compilation`` is that of this rank, if the
+        model is compiled.
         """
         resumes = self._directory.resumes
         self._directory.flush()
         self.message(*self._directory.restore())
         results = summarize(self._steps, self._config.warmup_steps, starts(resumes))
-        errors = prediction_errors(self._prediction, results) if self._prediction is not None else []
+        errors = (
+            prediction_errors(self._prediction, results) if self._prediction is not None else []
+        )
         self._reporter.close()
         self._watch_console()
         with writing(self.run_dir):
@@ -150,7 +176,9 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         if self._last_counts:
             self._write_counts()
             with writing(self.run_dir):
-                figures.draw_experts(self.run_dir / EXPERTS_FILE, self._title, self._steps, self._last_counts)
+                figures.draw_experts(
+                    self.run_dir / EXPERTS_FILE, self._title, self._steps, self._last_counts
+                )
         result = RunResult(
             title=self._title,
             status=status,
@@ -179,13 +207,19 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         self._directory.write(RESULT_FILE, result.to_json())
         # Last, since readers take a folder with a summary for a finished run.
         self._directory.write(SUMMARY_FILE, render_summary(result, self._defaults))
-        self._writers.each(lambda writer: writer.finish(results, stop_reason, self.run_dir / LOSS_FILE))
+        self._writers.each(
+            lambda writer: writer.finish(results, stop_reason, self.run_dir / LOSS_FILE)
+        )
         self._writers.each(lambda writer: writer.close())
         if sample is not None:
             self.message(f"sample of the trained model:\n{sample}\n")
         checkpoint = self._config_tree.get("checkpoint", {})
         loses = checkpoint.get("every") == 0 and checkpoint.get("final_weights") is False
-        note = ", without the trained weights (checkpoint.final_weights=true keeps them)" if loses else ""
+        note = (
+            ", without the trained weights (checkpoint.final_weights=true keeps them)"
+            if loses
+            else ""
+        )
         self.message("\n".join([*closing_lines(result), f"run directory: {self.run_dir}{note}"]))
 
     def _files(
@@ -195,7 +229,11 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         absent = {
             *(EXPERT_FILES if results.routing is None else ()),
             *((PROFILE_FOLDER,) if profile is None else ()),
-            *(() if self._config_tree.get("debug", {}).get("trace_collectives") else (COLLECTIVES_FILE,)),
+            *(
+                ()
+                if self._config_tree.get("debug", {}).get("trace_collectives")
+                else (COLLECTIVES_FILE,)
+            ),
             *(() if self._directory.resumes else (RESUMES_FILE,)),
             *(() if errors else (PREDICTION_FILE,)),
             *(name for name in WRITERS if name not in self._config.writers),
@@ -203,13 +241,16 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         return {name: content for name, content in RUN_FILES.items() if name not in absent}
 
     def _watch_console(self) -> None:
-        """Report lost console output once, on stderr and in the summary; the run continues without a console."""
+        """Report lost console output once, on stderr and in the summary; the run continues without
+        a console."""
         lost = lost_output()
         if not lost or self._lost_output is not None:
             return
         when = f"at step {self._steps[-1].step}" if self._steps else "before the first step"
         streams = ", ".join(f"{name}: {reason}" for name, reason in lost.items())
-        self._lost_output = f"Console output was lost {when} ({streams}); {METRICS_FILE} has every step."
+        self._lost_output = (
+            f"Console output was lost {when} ({streams}); {METRICS_FILE} has every step."
+        )
         print_status(self._lost_output)
 
     def _write_counts(self) -> None:
@@ -232,11 +273,16 @@ def closing_lines(run: RunResult) -> list[str]:
         losses += [f"{label} {nats:.4f}" for label, nats in run.references_nats.items()]
         lines.append(", ".join(losses) + " (nats per token)")
     if results.step_time_seconds is not None and results.tokens_per_second is not None:
-        stall = f", {results.data_stall:.2%} of the time waiting for data" if results.data_stall is not None else ""
+        stall = (
+            f", {results.data_stall:.2%} of the time waiting for data"
+            if results.data_stall is not None
+            else ""
+        )
         lines.append(
             f"median step {results.step_time_seconds.median * 1e3:,.1f} ms, "
-            f"{results.tokens_per_second.median:,.0f} tokens/s over all ranks{stall} "
-            f"(excluding the first {results.warmup_steps} steps{' of each start' * (len(results.starts) > 1)})"
+            f"{results.tokens_per_second.median:,.0f} tokens/s over all ranks{stall} (excluding "
+            f"the first {results.warmup_steps} "
+            f"steps{' of each start' * (len(results.starts) > 1)})"
         )
     lines += [
         f"predicted {each.quantity} differs by {each.difference:+.0%} from the measurement"

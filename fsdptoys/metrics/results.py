@@ -1,4 +1,5 @@
-"""Results of a run: summary statistics of its steps, and ``result.json``, from which ``summary.md`` is rendered."""
+"""Results of a run: summary statistics of its steps, and ``result.json``, from which ``summary.md``
+is rendered."""
 
 import dataclasses
 import json
@@ -43,13 +44,16 @@ class Spread:
 
     def text(self, factor: float, digits: int, unit: str) -> str:
         """Return the values in a unit of 1/``factor``."""
-        p10, median, p90 = (f"{value * factor:,.{digits}f}" for value in (self.p10, self.median, self.p90))
+        p10, median, p90 = (
+            f"{value * factor:,.{digits}f}" for value in (self.p10, self.median, self.p90)
+        )
         return f"{median}{unit} (p10 {p10}, p90 {p90})"
 
 
 @dataclass(frozen=True)
 class RunResults:
-    """Statistics of a run's steps; losses in nats per token, None for values without measurements."""
+    """Statistics of a run's steps; losses in nats per token, None for values without
+    measurements."""
 
     steps: int
     """Number of the last step."""
@@ -85,7 +89,8 @@ class RunResults:
     skipped_steps: int
     spikes: int
     data_stall: float | None
-    """Fraction of the step time after the warmup that rank 0 waited for its batches; None if not recorded."""
+    """Fraction of the step time after the warmup that rank 0 waited for its batches; None if not
+    recorded."""
     loss_scale: float | None = None
     """Of the last step; None without float16."""
     lowest_loss_scale: float | None = None
@@ -110,11 +115,16 @@ class RunResults:
         return {name: size for name, size in parts.items() if size is not None}
 
 
-def summarize(steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[int] = (0,)) -> RunResults:
-    """Reduce all steps of a run, in order, to its results; ``starts`` are the last step before each start, or 0."""
+def summarize(
+    steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[int] = (0,)
+) -> RunResults:
+    """Reduce all steps of a run, in order, to its results; ``starts`` are the last step before each
+    start, or 0."""
     updated = [metrics for metrics in steps if not metrics.skipped]
     measured = [
-        metrics for metrics in updated if not any(start < metrics.step <= start + warmup_steps for start in starts)
+        metrics
+        for metrics in updated
+        if not any(start < metrics.step <= start + warmup_steps for start in starts)
     ]
     evaluated = [metrics for metrics in steps if metrics.eval_loss is not None]
     last = [metrics.loss for metrics in updated[-LAST_STEPS:]]
@@ -130,7 +140,9 @@ def summarize(steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[
         eval_step=evaluated[-1].step if evaluated else None,
         step_time_seconds=_spread([metrics.step_time_seconds for metrics in measured]),
         tokens_per_second=_spread([metrics.tokens_per_second for metrics in measured]),
-        tflops_per_second_per_rank=_spread([metrics.tflops_per_second_per_rank for metrics in measured]),
+        tflops_per_second_per_rank=_spread(
+            [metrics.tflops_per_second_per_rank for metrics in measured]
+        ),
         mfu=_spread([metrics.mfu for metrics in measured if metrics.mfu is not None]),
         memory_peak_gib=_highest([metrics.memory_peak_gib for metrics in steps]),
         memory_allocated_gib=steps[-1].memory_allocated_gib if steps else None,
@@ -142,18 +154,26 @@ def summarize(steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[
         spikes=sum(metrics.loss_spike is not None for metrics in steps),
         data_stall=_stall(measured),
         loss_scale=steps[-1].loss_scale if steps else None,
-        lowest_loss_scale=min((m.loss_scale for m in steps if m.loss_scale is not None), default=None),
+        lowest_loss_scale=min(
+            (m.loss_scale for m in steps if m.loss_scale is not None), default=None
+        ),
         **_split_of_peak(steps),
         memory_host_gib=_highest([metrics.memory_host_gib for metrics in steps]),
     )
 
 
 def _spread(values: list[float]) -> Spread | None:
-    return Spread(*(float(value) for value in np.percentile(values, [10, 50, 90]))) if values else None
+    return (
+        Spread(*(float(value) for value in np.percentile(values, [10, 50, 90]))) if values else None
+    )
 
 
 def _stall(steps: Sequence[StepMetrics]) -> float | None:
-    waits = [(each.data_wait_seconds, each.step_time_seconds) for each in steps if each.data_wait_seconds is not None]
+    waits = [
+        (each.data_wait_seconds, each.step_time_seconds)
+        for each in steps
+        if each.data_wait_seconds is not None
+    ]
     return sum(wait for wait, _ in waits) / sum(seconds for _, seconds in waits) if waits else None
 
 
@@ -168,20 +188,46 @@ def _highest(values: Sequence[float | None]) -> float | None:
 
 
 def prediction_errors(prediction: Prediction, results: RunResults) -> list[PredictionError]:
-    """Compare a prediction with the steps after the warmup; a CPU has no reserved memory to compare.
+    """Compare a prediction with the steps after the warmup; a CPU has no reserved memory to
+    compare.
 
-    Measurements of 0, such as tokens/s of steps without valid tokens, are skipped, since the difference is relative.
+    Measurements of 0, such as tokens/s of steps without valid tokens, are skipped, since the
+    difference is relative.
     """
-    time, tokens, mfu, memory = results.step_time_seconds, results.tokens_per_second, results.mfu, prediction.memory
+    time, tokens, mfu, memory = (
+        results.step_time_seconds,
+        results.tokens_per_second,
+        results.mfu,
+        prediction.memory,
+    )
     rows = (
-        ("step time", prediction.time.step_seconds * 1e3, time.median * 1e3 if time else None, "ms"),
-        ("tokens/s, all ranks", prediction.tokens_per_second, tokens.median if tokens else None, ""),
-        ("MFU", (prediction.mfu or 0.0) * 100, mfu.median * 100 if mfu and prediction.mfu is not None else None, "%"),
+        (
+            "step time",
+            prediction.time.step_seconds * 1e3,
+            time.median * 1e3 if time else None,
+            "ms",
+        ),
+        (
+            "tokens/s, all ranks",
+            prediction.tokens_per_second,
+            tokens.median if tokens else None,
+            "",
+        ),
+        (
+            "MFU",
+            (prediction.mfu or 0.0) * 100,
+            mfu.median * 100 if mfu and prediction.mfu is not None else None,
+            "%",
+        ),
         ("device memory after a step", memory.end_bytes / GIB, results.memory_allocated_gib, "GiB"),
         ("peak device memory", memory.peak_bytes / GIB, results.memory_peak_gib, "GiB"),
         ("reserved device memory", memory.reserved_bytes / GIB, results.memory_reserved_gib, "GiB"),
     )
-    return [PredictionError(name, predicted, measured, unit) for name, predicted, measured, unit in rows if measured]
+    return [
+        PredictionError(name, predicted, measured, unit)
+        for name, predicted, measured, unit in rows
+        if measured
+    ]
 
 
 class RunStatus(Enum):
@@ -266,21 +312,27 @@ class RunResult:
 
 
 def read_result(run_dir: Path) -> RunResult | None:
-    """Read the results of a run; None without the file, ForeignError if it is invalid or of a later format version."""
+    """Read the results of a run; None without the file, ForeignError if it is invalid or of a later
+    format version."""
     try:
-        tree = parse_json(read_regular(run_dir / RESULT_FILE, LARGEST_RESULT_BYTES), surrogates=True)
+        tree = parse_json(
+            read_regular(run_dir / RESULT_FILE, LARGEST_RESULT_BYTES), surrogates=True
+        )
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as mistake:
         raise ForeignError(one_line(mistake)) from None
     version = tree.get("format_version") if isinstance(tree, dict) else None
     if type(version) is int and version > FORMAT_VERSION:
-        raise ForeignError(f"its format_version is {version}, and this version reads up to {FORMAT_VERSION}")
+        raise ForeignError(
+            f"its format_version is {version}, and this version reads up to {FORMAT_VERSION}"
+        )
     return build(RunResult, tree, skip_unknown=True)
 
 
 def plain_tree(value: Any) -> Any:
-    """A tree with text as keys, lists for tuples, values of enums, and names of non-finite numbers."""
+    """A tree with text as keys, lists for tuples, values of enums, and names of non-finite
+    numbers."""
     if isinstance(value, dict):
         return {str(key): plain_tree(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

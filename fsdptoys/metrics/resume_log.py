@@ -1,9 +1,10 @@
 """Resume in a run directory with files of an earlier start.
 
-A checkpoint records its step and the size of each JSON Lines file. Later lines are truncated, since their steps are
-repeated, so that each step has one line in the end. If a file does not end with the checkpoint's step at that size, it
-belongs to another run or attempt; all files of the run are then moved to the subfolder ``attempt-<n>``, never
-overwritten. A file shorter than at the checkpoint keeps its complete lines, with a message.
+A checkpoint records its step and the size of each JSON Lines file. Later lines are truncated, since
+their steps are repeated, so that each step has one line in the end. If a file does not end with the
+checkpoint's step at that size, it belongs to another run or attempt; all files of the run are then
+moved to the subfolder ``attempt-<n>``, never overwritten. A file shorter than at the checkpoint
+keeps its complete lines, with a message.
 """
 
 import contextlib
@@ -23,7 +24,14 @@ from fsdptoys.utils.from_tree import LARGEST_INTEGER, build
 from fsdptoys.utils.regular_file import open_regular, read_regular
 from fsdptoys.utils.text import value_text
 
-from .config import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, RESUMES_FILE, ROUTING_FILE, RUN_FILES
+from .config import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    RESUMES_FILE,
+    ROUTING_FILE,
+    RUN_FILES,
+)
 from .step import StepMetrics
 
 LONGEST_LINE_BYTES = 2**24
@@ -47,7 +55,8 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class Resume:
-    """A line of ``resumes.jsonl``: a start that resumed, or restarted in the folder of an earlier one."""
+    """A line of ``resumes.jsonl``: a start that resumed, or restarted in the folder of an earlier
+    one."""
 
     time: str
     """UTC, ISO 8601."""
@@ -57,7 +66,8 @@ class Resume:
     """Ranks of the previous start; None if its ``environment.json`` is missing."""
     world_size: int | None = field(metadata=at_least(0))
     changed: dict[str, list[Any]] | None
-    """Setting → [old, new], with None for an absent one; None if the earlier settings are missing."""
+    """Setting → [old, new], with None for an absent one; None if the earlier settings are
+    missing."""
     moved_to: str | None
     """Subfolder with the earlier files; None if they are continued."""
 
@@ -67,14 +77,24 @@ class Resume:
             raise ForeignError("a changed setting needs an old and a new value")
 
 
-RESUME_HEADINGS = ("time", "start", "checkpoint", "ranks", "changed settings", "earlier files moved to")
+RESUME_HEADINGS = (
+    "time",
+    "start",
+    "checkpoint",
+    "ranks",
+    "changed settings",
+    "earlier files moved to",
+)
 
 
 def resume_row(resume: Resume) -> list[str]:
     """Return the texts of a resume below ``RESUME_HEADINGS``."""
     before = resume.world_size_before
     ranks = str(resume.world_size)
-    changed = (f"{key}: {value_text(old)} → {value_text(new)}" for key, (old, new) in (resume.changed or {}).items())
+    changed = (
+        f"{key}: {value_text(old)} → {value_text(new)}"
+        for key, (old, new) in (resume.changed or {}).items()
+    )
     return [
         resume.time,
         f"after step {resume.step:,}" if resume.step else "from the beginning",
@@ -86,7 +106,8 @@ def resume_row(resume: Resume) -> list[str]:
 
 
 def truncate_or_move(folder: Path, resumed: ResumePoint) -> tuple[str | None, list[str]]:
-    """Truncate the JSON Lines files of an existing folder to their sizes at the checkpoint, or move all files away.
+    """Truncate the JSON Lines files of an existing folder to their sizes at the checkpoint, or move
+    all files away.
 
     Return the subfolder with the moved files, or None, and sentences for the user.
     """
@@ -100,18 +121,21 @@ def truncate_or_move(folder: Path, resumed: ResumePoint) -> tuple[str | None, li
         path, offset = folder / name, resumed.offsets.get(name)
         content = _read(path)
         if offset is not None and offset <= len(content):
-            if offset and not _ends_with_step(content[:offset], resumed.step, exactly=name == METRICS_FILE):
+            if offset and not _ends_with_step(
+                content[:offset], resumed.step, exactly=name == METRICS_FILE
+            ):
                 moved_to = move_aside(folder)
                 return moved_to, [
-                    f"{path} does not match the checkpoint {resumed.checkpoint} at step {resumed.step}; it was "
-                    f"moved to {folder / str(moved_to)} with the other files of that run"
+                    f"{path} does not match the checkpoint {resumed.checkpoint} at step "
+                    f"{resumed.step}; it was moved to {folder / str(moved_to)} with the other "
+                    "files of that run"
                 ]
             kept[path] = offset
         elif content or offset:
             size = f"{len(content)} of the {offset} bytes" if offset else "another length than"
             notes.append(
-                f"{path} has {size} recorded in the checkpoint {resumed.checkpoint}; its complete lines up to step "
-                f"{resumed.step} are kept"
+                f"{path} has {size} recorded in the checkpoint {resumed.checkpoint}; its "
+                f"complete lines up to step {resumed.step} are kept"
             )
             kept[path] = _complete_lines_bytes(content, resumed.step)
     for path, length in kept.items():
@@ -123,7 +147,8 @@ def truncate_or_move(folder: Path, resumed: ResumePoint) -> tuple[str | None, li
 
 
 def move_aside(folder: Path) -> str | None:
-    """Move all files of a run except ``resumes.jsonl`` to ``attempt-1`` or the next free number; return its name.
+    """Move all files of a run except ``resumes.jsonl`` to ``attempt-1`` or the next free number;
+    return its name.
 
     None if there is nothing to move.
     """
@@ -147,7 +172,9 @@ def read_steps(path: Path) -> tuple[list[StepMetrics], list[str]]:
         except ValueError:
             unread.append(str(number))
     shown = ", ".join(unread[:5]) + ", …" * (len(unread) > 5)
-    return steps, [f"{path} cannot be read in line {shown}; results and plots omit it"] if unread else []
+    return steps, [
+        f"{path} cannot be read in line {shown}; results and plots omit it"
+    ] if unread else []
 
 
 def read_resumes(path: Path) -> list[Resume]:
@@ -181,16 +208,22 @@ def starts(resumes: Sequence[Resume]) -> list[int]:
 def describe_resume(
     folder: Path, resumed: ResumePoint, config_tree: dict[str, Any], environment: dict[str, Any]
 ) -> Resume | None:
-    """Compare this start with the previous one in the folder; None for a new run in a new folder."""
+    """Compare this start with the previous one in the folder; None for a new run in a new
+    folder."""
     if not resumed.step and not any(os.path.lexists(folder / name) for name in RUN_FILES):
         return None
-    before_tree, before = _read_tree(folder / CONFIG_FILE), _read_tree(folder / ENVIRONMENT_FILE) or {}
+    before_tree, before = (
+        _read_tree(folder / CONFIG_FILE),
+        _read_tree(folder / ENVIRONMENT_FILE) or {},
+    )
     ranks_before = before.get("world_size")
     return Resume(
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         step=resumed.step,
         checkpoint=resumed.checkpoint,
-        world_size_before=ranks_before if type(ranks_before) is int and 0 <= ranks_before <= LARGEST_INTEGER else None,
+        world_size_before=ranks_before
+        if type(ranks_before) is int and 0 <= ranks_before <= LARGEST_INTEGER
+        else None,
         world_size=environment.get("world_size"),
         changed=changed_settings(before_tree, config_tree) if before_tree is not None else None,
         moved_to=None,
@@ -200,7 +233,9 @@ def describe_resume(
 def changed_settings(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
     """Dotted key → [old, new] of each changed setting, with None for an absent one."""
     old, new = dict(flatten(before)), dict(flatten(after))
-    changed = [key for key in old | new if old.get(key) != new.get(key) or (key in old) != (key in new)]
+    changed = [
+        key for key in old | new if old.get(key) != new.get(key) or (key in old) != (key in new)
+    ]
     return {key: [old.get(key), new.get(key)] for key in changed}
 
 
@@ -208,7 +243,11 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Dotted keys and values of nested dicts."""
     flat: list[tuple[str, Any]] = []
     for name, value in tree.items():
-        flat += flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
+        flat += (
+            flatten(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else [(f"{prefix}{name}", value)]
+        )
     return flat
 
 
@@ -232,7 +271,8 @@ def _read(path: Path) -> bytes:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, without their ends; one that is too long for a line of ours is cut. Nothing if missing."""
+    """The lines of a file, without their ends; one that is too long for a line of ours is cut.
+    Nothing if missing."""
     with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
         while line := file.readline(LONGEST_LINE_BYTES):
             yield line.removesuffix(b"\n")
@@ -241,9 +281,14 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _ends_with_step(content: bytes, step: int, exactly: bool) -> bool:
-    """Whether the last line is complete and has that step, or, if not ``exactly``, at most that step."""
+    """Whether the last line is complete and has that step, or, if not ``exactly``, at most that
+    step."""
     last = _step_of(content[content.rfind(b"\n", 0, -1) + 1 :])
-    return last is not None and content.endswith(b"\n") and (last == step or (not exactly and last < step))
+    return (
+        last is not None
+        and content.endswith(b"\n")
+        and (last == step or (not exactly and last < step))
+    )
 
 
 def _complete_lines_bytes(content: bytes, step: int) -> int:

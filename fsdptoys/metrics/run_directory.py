@@ -48,13 +48,16 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RunDirectory:
-    """Creates the folder, writes ``config.yaml`` and ``environment.json``, and opens ``metrics.jsonl``.
+    """Creates the folder, writes ``config.yaml`` and ``environment.json``, and opens
+    ``metrics.jsonl``.
 
-    ConfigError if the folder cannot be created, is being written by another process, or has a run that is not resumed.
+    ConfigError if the folder cannot be created, is being written by another process, or has a run
+    that is not resumed.
 
     Args:
         title: part of the folder's name if the config does not name it.
-        resumed: the state from which the run resumes; None for a new run, whose folder must not contain another.
+        resumed: the state from which the run resumes; None for a new run, whose folder must not
+            contain another.
         lock: of the folder, if already held; released by ``close``.
         make_room: called if the disk is full; returns whether it may have room now.
     """
@@ -94,14 +97,18 @@ class RunDirectory:
                     raise ConfigError(already_holds(config.run_dir, METRICS_FILE)) from error
                 self.write(ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
                 # Last, since readers take a folder with settings for a run directory.
-                self.write(CONFIG_FILE, yaml.safe_dump(config_tree, sort_keys=False, allow_unicode=True))
+                self.write(
+                    CONFIG_FILE, yaml.safe_dump(config_tree, sort_keys=False, allow_unicode=True)
+                )
             except BaseException:
                 self._lock.release()
                 raise
         self.resumes = read_resumes(self.path / RESUMES_FILE)
         """Resumes of the run, including this start."""
 
-    def _resume(self, resumed: ResumePoint, config_tree: dict[str, Any], environment: dict[str, Any]) -> None:
+    def _resume(
+        self, resumed: ResumePoint, config_tree: dict[str, Any], environment: dict[str, Any]
+    ) -> None:
         """Truncate or move the files of an earlier start, and record this resume."""
         resume = describe_resume(self.path, resumed, config_tree, environment)
         moved_to, notes = truncate_or_move(self.path, resumed)
@@ -113,9 +120,11 @@ class RunDirectory:
             append_resume(self.path / RESUMES_FILE, dataclasses.replace(resume, moved_to=moved_to))
 
     def append(self, name: str, line: str) -> list[str]:
-        """Append a line to a JSON Lines file, created if missing, unbuffered; ConfigError if it cannot be written.
+        """Append a line to a JSON Lines file, created if missing, unbuffered; ConfigError if it
+        cannot be written.
 
-        A full disk is no error: the line is written once there is room, and a message is returned at first.
+        A full disk is no error: the line is written once there is room, and a message is returned
+        at first.
         """
         if name not in self._lines:
             with writing(self.path):
@@ -133,7 +142,9 @@ class RunDirectory:
                 raise
             first, self._is_full = not self._is_full, True
             why = os.strerror(error.__cause__.errno)  # type: ignore[union-attr]
-            return [f"steps wait in memory until {self.path} has free space ({why})"] if first else []
+            return (
+                [f"steps wait in memory until {self.path} has free space ({why})"] if first else []
+            )
         self._is_full = False
         return []
 
@@ -149,16 +160,23 @@ class RunDirectory:
             write_atomically(self.path / name, text)
 
     def restore(self) -> list[str]:
-        """Write removed or replaced JSON Lines files again, and return a message for each; may raise ConfigError."""
+        """Write removed or replaced JSON Lines files again, and return a message for each; may
+        raise ConfigError."""
         with writing(self.path):
-            return [sentence for file in self._lines.values() if (sentence := file.restore()) is not None]
+            return [
+                sentence
+                for file in self._lines.values()
+                if (sentence := file.restore()) is not None
+            ]
 
     def offsets(self) -> dict[str, int]:
         """JSON Lines file → its bytes, flushed to the disk; call ``restore`` before."""
         sizes = dict.fromkeys(LINE_FILES, 0)
         with writing(self.path):
             for name in filter(lambda name: (self.path / name).exists(), LINE_FILES):
-                with open(open_descriptor(self.path / name, os.O_RDONLY), "rb") as file:  # follows no link
+                with open(
+                    open_descriptor(self.path / name, os.O_RDONLY), "rb"
+                ) as file:  # follows no link
                     os.fsync(file.fileno())
                     sizes[name] = os.fstat(file.fileno()).st_size
             sync_to_disk(self.path)
@@ -172,14 +190,16 @@ class RunDirectory:
 
 
 def lock_run_dir(path: Path) -> FolderLock:
-    """Create a run directory if missing, and lock it; ConfigError if it cannot be created, or another run holds it."""
+    """Create a run directory if missing, and lock it; ConfigError if it cannot be created, or
+    another run holds it."""
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
         return FolderLock(path)
 
 
 def new_run_dir(title: str) -> Path:
-    """Create ``runs/<date>-<time>-<title>``, with a number appended if taken; ConfigError if it cannot be created."""
+    """Create ``runs/<date>-<time>-<title>``, with a number appended if taken; ConfigError if it
+    cannot be created."""
     words = re.sub(r"[^A-Za-z0-9._]+", "-", title).strip("-.")[:80] or "run"
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{words}"
     number = 1
@@ -208,7 +228,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class LineFile:
-    """Appends lines to a file, created if missing; all methods raise OSError, also if the path is no regular file."""
+    """Appends lines to a file, created if missing; all methods raise OSError, also if the path is
+    no regular file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -235,7 +256,8 @@ class LineFile:
     def restore(self) -> str | None:
         """Write the lines again if the file was removed, moved or replaced, and return a message.
 
-        The open file still has them; a replacement is renamed to ``<name>.replaced-<n>``, not overwritten.
+        The open file still has them; a replacement is renamed to ``<name>.replaced-<n>``, not
+        overwritten.
         """
         try:
             found = os.lstat(self._path)
@@ -245,12 +267,15 @@ class LineFile:
             return None
         sentence = f"{self._path} was removed during the run; its lines have been written again"
         if found is not None:
-            names = (self._path.with_name(f"{self._path.name}.replaced-{number}") for number in itertools.count(1))
+            names = (
+                self._path.with_name(f"{self._path.name}.replaced-{number}")
+                for number in itertools.count(1)
+            )
             aside = next(name for name in names if not os.path.lexists(name))
             os.rename(self._path, aside)
             sentence = (
-                f"{self._path} was replaced during the run; the other file is now {aside.name}, and the lines of the "
-                "run have been written again"
+                f"{self._path} was replaced during the run; the other file is now {aside.name}, "
+                "and the lines of the run have been written again"
             )
         self._file.seek(0)
         write_atomically(self._path, self._file.read())

@@ -35,7 +35,8 @@ ENVIRONMENT_VARIABLES = (
 
 
 def environment(device: Device, world_size: int, command: Sequence[str]) -> dict[str, Any]:
-    """Describe the environment of a run as plain values, with the device of rank 0; absent ones are None."""
+    """Describe the environment of a run as plain values, with the device of rank 0; absent ones are
+    None."""
     host = Device("cpu")
     own_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
@@ -56,7 +57,9 @@ def environment(device: Device, world_size: int, command: Sequence[str]) -> dict
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "hip": torch.version.hip,
-            "cann": getattr(torch.version, "cann", None),  # set by torch_npu where CANN is installed
+            "cann": getattr(
+                torch.version, "cann", None
+            ),  # set by torch_npu where CANN is installed
             **{name.replace("-", "_"): _package_version(name) for name in PACKAGES},
         },
         "machine": {
@@ -72,23 +75,42 @@ def environment(device: Device, world_size: int, command: Sequence[str]) -> dict
 
 
 def hardware_line(environment: dict[str, Any]) -> str:
-    """One line on ranks and devices of an ``environment``; one read from a file may lack versions."""
+    """One line on ranks and devices of an ``environment``; one read from a file may lack
+    versions."""
     device, versions = environment["device"], environment.get("versions")
     ranks = int(environment["world_size"])
     torch_version = versions.get("torch") if isinstance(versions, dict) else None
     where = f"{counted(ranks, 'rank')} on {device['name']} ({device['type']})"
     backend = environment.get("attention_backend") if device["type"] == "cuda" else None
-    parts = (where, torch_version and f"torch {torch_version}", backend and f"attention by {backend}")
+    parts = (
+        where,
+        torch_version and f"torch {torch_version}",
+        backend and f"attention by {backend}",
+    )
     return ", ".join(part for part in parts if part)
 
 
 def checkout_commit(root: Path) -> str | None:
-    """Commit of a git checkout, with ``-dirty`` for changed tracked files; None if ``root`` is no checkout."""
-    if not (root / ".git").exists():  # an install inside another project's checkout must not report that
+    """Commit of a git checkout, with ``-dirty`` for changed tracked files; None if ``root`` is no
+    checkout."""
+    if not (
+        root / ".git"
+    ).exists():  # an install inside another project's checkout must not report that
         return None
-    command = ["git", "--no-optional-locks", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty"]
+    command = [
+        "git",
+        "--no-optional-locks",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--abbrev=40",
+        "--dirty",
+    ]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            [*command, "--exclude=*"], capture_output=True, text=True, timeout=10, check=True
+        )
         return done.stdout.strip() or None
     return None
 

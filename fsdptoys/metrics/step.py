@@ -1,7 +1,8 @@
 """Metrics of one optimizer step, with units in their names, and their JSON form.
 
-MFU is model FLOP/s over the device's peak (arXiv:2204.02311, appendix B). It counts the model's own FLOPs, without
-recomputation by activation checkpointing and without positions whose label is ignored.
+MFU is model FLOP/s over the device's peak (arXiv:2204.02311, appendix B). It counts the model's own
+FLOPs, without recomputation by activation checkpointing and without positions whose label is
+ignored.
 """
 
 import dataclasses
@@ -38,11 +39,13 @@ class RoutingMetrics:
     """Expert routing of one step, over all ranks and micro-batches."""
 
     aux_loss: Number
-    """Load-balancing loss without its coefficient; equals the number of experts per token if balanced."""
+    """Load-balancing loss without its coefficient; equals the number of experts per token if
+    balanced."""
     z_loss: Number
     """Mean of logsumexp(router logits)², without its coefficient."""
     entropy: Number
-    """Entropy of the experts' shares of tokens over that of equal shares (1 is balanced); mean over the layers."""
+    """Entropy of the experts' shares of tokens over that of equal shares (1 is balanced); mean over
+    the layers."""
     max_load: Number
     """Tokens of the busiest expert over its layer's mean; maximum over the layers."""
     min_load: Number
@@ -72,7 +75,8 @@ PURPOSE_KEYS = {
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one optimizer step. "Global" means over all ranks; other measurements are of rank 0."""
+    """Metrics of one optimizer step. "Global" means over all ranks; other measurements are of rank
+    0."""
 
     step: int
     """Step number, from 1."""
@@ -83,11 +87,13 @@ class StepMetrics:
     learning_rate: float
     """Learning rate of this optimizer step."""
     step_time_seconds: float
-    """Time from the start of the step to the end of the optimizer step: by a CPU's clock, or by the device's events."""
+    """Time from the start of the step to the end of the optimizer step: by a CPU's clock, or by the
+    device's events."""
     valid_tokens: int
     """Global number of labels in the loss."""
     tokens_per_second: float
-    """Global: valid tokens, with ``data=chat`` all tokens but padding, divided by ``step_time_seconds``."""
+    """Global: valid tokens, with ``data=chat`` all tokens but padding, divided by
+    ``step_time_seconds``."""
     tflops_per_second_per_rank: float
     """Model FLOPs of these tokens per second and rank, in 1e12/s."""
     mfu: float | None
@@ -95,7 +101,8 @@ class StepMetrics:
     memory_allocated_gib: float | None
     """Device memory in tensors after the step; on a CPU after ``memory_counted_step``."""
     memory_peak_gib: float | None
-    """Highest ``memory_allocated_gib`` since the device's peak was last reset; on a CPU within the counted steps."""
+    """Highest ``memory_allocated_gib`` since the device's peak was last reset; on a CPU within the
+    counted steps."""
     memory_reserved_gib: float | None
     """Device memory reserved by the allocator; None on a CPU."""
     resident_set_gib: float | None
@@ -103,7 +110,8 @@ class StepMetrics:
     resident_set_peak_gib: float | None = None
     """Peak host memory of the process so far; None if the system does not report it."""
     eval_loss: float | None = None
-    """Loss on the held-out part after the optimizer step, in nats per token; None without an evaluation."""
+    """Loss on the held-out part after the optimizer step, in nats per token; None without an
+    evaluation."""
     routing: RoutingMetrics | None = None
     """Expert routing; None for a model without experts."""
     skipped: bool = False
@@ -113,14 +121,17 @@ class StepMetrics:
     loss_scale: float | None = None
     """Factor of float16's loss scaling in this step; missing in lines of runs in other dtypes."""
     loss_spike: float | None = None
-    """Robust standard deviations above the median of earlier losses; None if the loss is no spike."""
+    """Robust standard deviations above the median of earlier losses; None if the loss is no
+    spike."""
     data_wait_seconds: float | None = None
-    """Time that rank 0's host waited for its batches, in seconds; 0 if an accelerator still computed at its end.
+    """Time that rank 0's host waited for its batches, in seconds; 0 if an accelerator still
+    computed at its end.
 
     None in lines of earlier versions.
     """
     memory_parameters_gib: float | None = None
-    """Part of ``memory_peak_gib`` in parameters; this and the next five are None on an accelerator."""
+    """Part of ``memory_peak_gib`` in parameters; this and the next five are None on an
+    accelerator."""
     memory_gradients_gib: float | None = None
     """Part of ``memory_peak_gib`` in gradients that the optimizer receives."""
     memory_optimizer_gib: float | None = None
@@ -128,17 +139,21 @@ class StepMetrics:
     memory_rest_gib: float | None = None
     """The rest of ``memory_peak_gib``: activations, gathered parameters, buffers, temporaries."""
     memory_host_gib: float | None = None
-    """Held by offloading in the host's place after ``memory_counted_step``; not part of the others."""
+    """Held by offloading in the host's place after ``memory_counted_step``; not part of the
+    others."""
     memory_counted_step: int | None = None
     """The step in which a CPU's memory was last counted."""
 
     def to_json(self) -> str:
-        """One line of strict JSON; non-finite values become null and are listed under ``non_finite``.
+        """One line of strict JSON; non-finite values become null and are listed under
+        ``non_finite``.
 
         Of the routing it has the aggregates only; token counts per expert go to ``routing.jsonl``.
         """
         values = self._values()
-        non_finite = [name for name, value in values.items() if value is not None and not math.isfinite(value)]
+        non_finite = [
+            name for name, value in values.items() if value is not None and not math.isfinite(value)
+        ]
         values.update(dict.fromkeys(non_finite))
         if non_finite:
             values["non_finite"] = non_finite
@@ -161,8 +176,9 @@ class StepMetrics:
     def from_json(cls, line: str) -> "StepMetrics":
         """Parse a line written by ``to_json``, in this version or another.
 
-        Non-finite values are read as nan, unknown keys are ignored, and optional keys may be missing. ``counts`` of
-        the routing are empty. ValueError for a missing key, or a value of the wrong type or out of range.
+        Non-finite values are read as nan, unknown keys are ignored, and optional keys may be
+        missing. ``counts`` of the routing are empty. ValueError for a missing key, or a value of
+        the wrong type or out of range.
         """
         values = parse_json(line)
         if not isinstance(values, dict) or not isinstance(values.get("non_finite", []), list):
@@ -175,7 +191,8 @@ class StepMetrics:
         known = {
             each.name: _checked(values, each.name, each.type)
             for each in dataclasses.fields(cls)
-            if each.name != "routing" and (each.name in values or each.default is dataclasses.MISSING)
+            if each.name != "routing"
+            and (each.name in values or each.default is dataclasses.MISSING)
         }
         # Rates divide by it.
         if not known["step_time_seconds"] > 0:
@@ -219,7 +236,8 @@ def step_rates(
 
 
 def measure_memory(device: Device) -> dict[str, Any]:
-    """Read the memory of the device and of this process now; return these fields of ``StepMetrics``."""
+    """Read the memory of the device and of this process now; return these fields of
+    ``StepMetrics``."""
     memory = device.memory()
     at_peak = memory.at_peak if memory and memory.at_peak is not None else None
     highest = highest_resident_set_bytes()
@@ -227,7 +245,10 @@ def measure_memory(device: Device) -> dict[str, Any]:
         "memory_allocated_gib": memory.allocated_bytes / GIB if memory else None,
         "memory_peak_gib": memory.peak_bytes / GIB if memory else None,
         "memory_reserved_gib": _to_gib(memory.reserved_bytes if memory else None),
-        **{key: _to_gib(at_peak.get(purpose, 0) if at_peak else None) for purpose, key in PURPOSE_KEYS.items()},
+        **{
+            key: _to_gib(at_peak.get(purpose, 0) if at_peak else None)
+            for purpose, key in PURPOSE_KEYS.items()
+        },
         "memory_host_gib": _to_gib(memory.host_bytes if memory else None),
         "resident_set_gib": resident_set_bytes() / GIB or None,
         "resident_set_peak_gib": highest / GIB if highest is not None else None,
@@ -246,7 +267,9 @@ def _checked(values: dict[str, Any], name: str, kind: Any) -> Any:
     value = values[name]
     valid = type(value) in kinds or (float in kinds and type(value) is int)
     if valid and type(value) in (int, float):
-        valid = not math.isinf(value) if float in kinds else 0 <= value < 2**63  # JSON's 1e999 is infinite
+        valid = (
+            not math.isinf(value) if float in kinds else 0 <= value < 2**63
+        )  # JSON's 1e999 is infinite
     if not valid:
         raise ValueError(f"{name} is {value!r}")
     return value

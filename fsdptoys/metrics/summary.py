@@ -21,8 +21,14 @@ DEFAULTS_LEFT_OUT = "Settings at their defaults are left out; `config.yaml` has 
 
 
 def render_summary(run: RunResult, defaults: Mapping[str, Any] = {}) -> str:
-    """Render the results of a run as Markdown, without the settings at their ``defaults`` (key → value)."""
-    results, resumes, compilation, routing = run.steps, run.resumes, run.compilation, run.steps.routing
+    """Render the results of a run as Markdown, without the settings at their ``defaults`` (key →
+    value)."""
+    results, resumes, compilation, routing = (
+        run.steps,
+        run.resumes,
+        run.compilation,
+        run.steps.routing,
+    )
     last, skipped, held_out = results.mean_last_steps, results.skipped_steps, results.eval_loss
     of_last_start = " of the last start" * bool(resumes)
     rows: list[tuple[str, str | None]] = [
@@ -36,20 +42,33 @@ def render_summary(run: RunResult, defaults: Mapping[str, Any] = {}) -> str:
         ("skipped steps", str(skipped) if skipped else None),
         ("loss scale", _loss_scale(results)),
         ("loss spikes", str(results.spikes) if results.spikes else None),
-        *([(f"held-out loss after step {results.eval_step}", _nats(held_out))] if held_out is not None else ()),
-        *((f"reference: {value_text(label)}", _nats(nats)) for label, nats in run.references_nats.items()),
+        *(
+            [(f"held-out loss after step {results.eval_step}", _nats(held_out))]
+            if held_out is not None
+            else ()
+        ),
+        *(
+            (f"reference: {value_text(label)}", _nats(nats))
+            for label, nats in run.references_nats.items()
+        ),
         ("step time", _spread(results.step_time_seconds, 1e3, " ms")),
         ("tokens/s, all ranks", _spread(results.tokens_per_second, digits=0)),
         ("TFLOP/s per rank", _spread(results.tflops_per_second_per_rank, digits=3)),
         ("MFU", _spread(results.mfu, 100, " %", digits=1) if results.mfu else None),
-        ("waiting for data", None if results.data_stall is None else f"{results.data_stall:.2%} of the step time"),
+        (
+            "waiting for data",
+            None if results.data_stall is None else f"{results.data_stall:.2%} of the step time",
+        ),
         ("peak device memory of rank 0", _peak(results)),
         ("device memory of rank 0 after the last step", _gib(results.memory_allocated_gib)),
         ("offloaded by rank 0, in the host's place", _gib(results.memory_host_gib or None)),
         ("largest resident set of rank 0 after a step", _gib(results.resident_set_gib)),
         ("peak resident set of rank 0", _gib(results.resident_set_peak_gib)),
         *(_routing_rows(routing) if routing is not None else ()),
-        ("compiler, rank 0" + of_last_start, value_text(compilation_line(compilation)) if compilation else None),
+        (
+            "compiler, rank 0" + of_last_start,
+            value_text(compilation_line(compilation)) if compilation else None,
+        ),
         ("wall time" + of_last_start, f"{run.wall_seconds:.1f} s"),
     ]
     configuration = [*_flat_rows(run.environment), *_flat_rows(run.settings, defaults)]
@@ -62,7 +81,11 @@ def render_summary(run: RunResult, defaults: Mapping[str, Any] = {}) -> str:
     files = [(f"`{name}`", content) for name, content in run.files.items()]
     parts = [
         f"# {value_text(run.title)}",
-        _table("Results", ("result", "value"), [(name, text) for name, text in rows if text is not None]),
+        _table(
+            "Results",
+            ("result", "value"),
+            [(name, text) for name, text in rows if text is not None],
+        ),
         run.lost_output,
         "![loss and gradient norm over the steps](loss.png)",
         "![load of each expert, and the balance over the steps](experts.png)" if routing else None,
@@ -73,7 +96,9 @@ def render_summary(run: RunResult, defaults: Mapping[str, Any] = {}) -> str:
         _section("Profile", None if run.profile is None else profile_markdown(run.profile)),
         _table("Layout", ("part", "value"), layout),
         _table("Files", ("file", "content"), files),
-        _section("How the numbers are measured", "\n".join(f"- {line}" for line in run.definitions)),
+        _section(
+            "How the numbers are measured", "\n".join(f"- {line}" for line in run.definitions)
+        ),
         _table("Configuration", ("part", "value"), configuration),
         DEFAULTS_LEFT_OUT,
     ]
@@ -97,10 +122,14 @@ def profile_markdown(profile: ProfileResult) -> str:
     """Files and slowest operators of rank 0."""
     if profile.rank not in profile.ranks:
         others = ", ".join(map(str, profile.ranks))
-        return f"`profile/` has the profiles of ranks {others}; rank {profile.rank} was not profiled."
+        return (
+            f"`profile/` has the profiles of ranks {others}; rank {profile.rank} was not profiled."
+        )
     parts = []
     if profile.trace_file:
-        parts.append(f"Rank {profile.rank}, {profile.traced_steps}; trace: `profile/{profile.trace_file}`.")
+        parts.append(
+            f"Rank {profile.rank}, {profile.traced_steps}; trace: `profile/{profile.trace_file}`."
+        )
     if profile.operators:
         head, *rows = operator_rows(profile.operators)
         rows = [[f"`{name}`", *cells] for name, *cells in rows]
@@ -119,10 +148,16 @@ def operator_rows(operators: Sequence[Operator]) -> list[list[str]]:
         ("self device time", lambda op: _milliseconds(op.self_device_us)),
         ("self CPU time", lambda op: _milliseconds(op.self_cpu_us)),
         ("total CPU time", lambda op: _milliseconds(op.cpu_us)),
-        ("self memory", lambda op: None if op.self_memory_bytes is None else size_text(op.self_memory_bytes)),
+        (
+            "self memory",
+            lambda op: None if op.self_memory_bytes is None else size_text(op.self_memory_bytes),
+        ),
     ]
     columns = [column for column in columns if any(column[1](op) is not None for op in operators)]
-    return [[heading for heading, _ in columns], *([cell(op) or "" for _, cell in columns] for op in operators)]
+    return [
+        [heading for heading, _ in columns],
+        *([cell(op) or "" for _, cell in columns] for op in operators),
+    ]
 
 
 def _milliseconds(microseconds: float | None) -> str | None:
@@ -171,7 +206,11 @@ def _gib(value: float | None) -> str | None:
 
 def _peak(results: RunResults) -> str | None:
     parts = ", ".join(f"{name} {gib_text(size)}" for name, size in results.memory_parts.items())
-    return None if results.memory_peak_gib is None else f"{_gib(results.memory_peak_gib)}" + f" ({parts})" * bool(parts)
+    return (
+        None
+        if results.memory_peak_gib is None
+        else f"{_gib(results.memory_peak_gib)}" + f" ({parts})" * bool(parts)
+    )
 
 
 def _flat_rows(tree: dict[str, Any], defaults: Mapping[str, Any] = {}) -> list[tuple[str, str]]:
@@ -203,12 +242,19 @@ def _code(text: str) -> str:
 
 
 ROUTING_DEFINITIONS = (
-    "Load-balancing loss: E · Σ f·P over the E experts of a layer, where f is the fraction of tokens routed to an "
-    "expert and P the mean of its probability; mean over the layers, without its coefficient. Perfect balance gives "
-    "K, the number of experts per token (`model.top_k`).",
-    "Router z-loss: mean of logsumexp(router logits)² over tokens and layers, without its coefficient.",
-    "Router entropy: entropy of the experts' shares of the tokens, divided by that of equal shares; mean over the "
-    "layers. 1 is perfect balance; 0 means that one expert gets all tokens.",
+    (
+        "Load-balancing loss: E · Σ f·P over the E experts of a layer, where f is the fraction of "
+        "tokens routed to an expert and P the mean of its probability; mean over the layers, without "
+        "its coefficient. Perfect balance gives K, the number of experts per token (`model.top_k`)."
+    ),
+    (
+        "Router z-loss: mean of logsumexp(router logits)² over tokens and layers, without its "
+        "coefficient."
+    ),
+    (
+        "Router entropy: entropy of the experts' shares of the tokens, divided by that of equal "
+        "shares; mean over the layers. 1 is perfect balance; 0 means that one expert gets all tokens."
+    ),
     "Busiest expert: its tokens divided by the mean of its layer; maximum over the layers.",
     "Idlest expert: its tokens divided by the mean of its layer; minimum over the layers.",
     "Routing numbers count all ranks, micro-batches and positions of the step, including padding.",
@@ -216,67 +262,96 @@ ROUTING_DEFINITIONS = (
 """For models with experts."""
 
 SKIPPED_DEFINITION = (
-    "Skipped steps: steps without an optimizer step, because the loss or the gradient was not finite "
-    "(`train.skip_nonfinite`). Medians and the mean of the last losses exclude them."
+    "Skipped steps: steps without an optimizer step, because the loss or the gradient was not "
+    "finite (`train.skip_nonfinite`). Medians and the mean of the last losses exclude them."
 )
 
 LOSS_SCALE_DEFINITION = (
-    "Loss scale: factor on the loss in the backward of float16, chosen as by `torch.amp.GradScaler` (`loss_scale.*`). "
-    "Losses, gradient norms and clipping are those of the unscaled loss. Overflows are skipped steps that lower it."
+    "Loss scale: factor on the loss in the backward of float16, chosen as by "
+    "`torch.amp.GradScaler` (`loss_scale.*`). Losses, gradient norms and clipping are those of "
+    "the unscaled loss. Overflows are skipped steps that lower it."
 )
 
 SPIKES_DEFINITION = (
-    "Loss spike: a loss more than `metrics.spike_threshold` robust standard deviations (1.4826 times the median "
-    "absolute deviation, at least 0.01 nats) above the median of up to 64 previous losses."
+    "Loss spike: a loss more than `metrics.spike_threshold` robust standard deviations (1.4826 "
+    "times the median absolute deviation, at least 0.01 nats) above the median of up to 64 "
+    "previous losses."
 )
 
 PREDICTION_DEFINITION = (
-    "Predicted: computed before the first step from the settings and a hardware profile (`plan.hardware`); "
-    "`prediction.json` has the details. The difference is relative to the measurement. "
-    "`fsdptoys plan calibrate` with this run's directory calibrates a profile for this machine."
+    "Predicted: computed before the first step from the settings and a hardware profile "
+    "(`plan.hardware`); `prediction.json` has the details. The difference is relative to the "
+    "measurement. `fsdptoys plan calibrate` with this run's directory calibrates a profile for "
+    "this machine."
 )
 
 COMPILATION_DEFINITION = (
-    "Compiler: number of compilations by `torch.compile`, and their duration for forwards and backwards, which is part "
-    "of the time of their steps. At a graph break, compilation ends within a function, and a new graph begins after it."
+    "Compiler: number of compilations by `torch.compile`, and their duration for forwards and "
+    "backwards, which is part of the time of their steps. At a graph break, compilation ends "
+    "within a function, and a new graph begins after it."
 )
 
 
 LAYOUT_DEFINITION = (
-    "Bytes per rank: the largest over the ranks, read from the tensors before the first step: parameters with the "
-    "padding of uneven shards; gradients once all are reduced, none with `memory.optimizer_in_backward`; optimizer "
-    "states without step counters. Units are gathered in the dtype of forward and backward."
+    "Bytes per rank: the largest over the ranks, read from the tensors before the first step: "
+    "parameters with the padding of uneven shards; gradients once all are reduced, none with "
+    "`memory.optimizer_in_backward`; optimizer states without step counters. Units are gathered "
+    "in the dtype of forward and backward."
 )
 
 
 def definitions(
     runs: Sequence[RunResults], *, predicted: bool, compiled: bool = False, laid_out: bool = False
 ) -> tuple[str, ...]:
-    """The definition of each number in the summaries of runs, for predictions, compilation and layouts as given."""
+    """The definition of each number in the summaries of runs, for predictions, compilation and
+    layouts as given."""
     warmups = " or ".join(map(str, sorted({run.warmup_steps for run in runs}))) or 0
     return (
-        "Loss: mean over the valid tokens of the global batch, before the optimizer step, of the training "
-        "objective: cross entropy in nats, with label smoothing and z-loss if enabled.",
-        "Held-out loss: mean cross entropy over tokens excluded from training, after the optimizer step.",
-        "References: entropies of simple models of the same data; a loss below one is better than that model.",
-        "Step time: wall time of a step on rank 0, without evaluation. Deferred optimizer updates "
-        "(`memory.offload_schedule=lazy`, `memory.cpu_offload_executor=overlapped`) count in the step whose "
-        "forward waits for them; before an evaluation, in their own step.",
-        f"Medians (with 10th and 90th percentile) exclude the first {warmups} steps of each start, which "
-        "include allocation, kernel selection and compilation.",
-        "Waiting for data: time that rank 0 waited for its batches, as a fraction of the step time, over the "
-        "same steps. Waits of other ranks show up as time in collectives instead.",
-        "tokens/s: valid tokens of all ranks divided by the step time; with `data=chat`, where only answers are valid, "
-        "all tokens but padding.",
-        "TFLOP/s: model FLOPs of these tokens, without recomputation, divided by the step time and the number "
-        "of ranks.",
-        "MFU: TFLOP/s divided by the bfloat16 peak of the device, also with `train.float8`; omitted if the "
-        "peak is unknown.",
-        "Device memory: bytes allocated in tensors, and their peak, by the device's allocator. On a CPU they are "
-        "counted in some steps, in which rank 0 records every block that tensors allocate (`memory_counted_step` in "
-        "`metrics.jsonl`); gradients are those that the optimizer receives, and tensors that offloading keeps in the "
-        "host's place are apart. Resident set: memory of the process in RAM, Python included, read after each step; "
-        "its peak since the start of the process is recorded by the kernel (VmHWM).",
+        (
+            "Loss: mean over the valid tokens of the global batch, before the optimizer step, of the "
+            "training objective: cross entropy in nats, with label smoothing and z-loss if enabled."
+        ),
+        (
+            "Held-out loss: mean cross entropy over tokens excluded from training, after the "
+            "optimizer step."
+        ),
+        (
+            "References: entropies of simple models of the same data; a loss below one is better "
+            "than that model."
+        ),
+        (
+            "Step time: wall time of a step on rank 0, without evaluation. Deferred optimizer "
+            "updates (`memory.offload_schedule=lazy`, `memory.cpu_offload_executor=overlapped`) "
+            "count in the step whose forward waits for them; before an evaluation, in their own step."
+        ),
+        (
+            f"Medians (with 10th and 90th percentile) exclude the first {warmups} steps of each "
+            "start, which include allocation, kernel selection and compilation."
+        ),
+        (
+            "Waiting for data: time that rank 0 waited for its batches, as a fraction of the step "
+            "time, over the same steps. Waits of other ranks show up as time in collectives instead."
+        ),
+        (
+            "tokens/s: valid tokens of all ranks divided by the step time; with `data=chat`, where "
+            "only answers are valid, all tokens but padding."
+        ),
+        (
+            "TFLOP/s: model FLOPs of these tokens, without recomputation, divided by the step time "
+            "and the number of ranks."
+        ),
+        (
+            "MFU: TFLOP/s divided by the bfloat16 peak of the device, also with `train.float8`; "
+            "omitted if the peak is unknown."
+        ),
+        (
+            "Device memory: bytes allocated in tensors, and their peak, by the device's allocator. "
+            "On a CPU they are counted in some steps, in which rank 0 records every block that "
+            "tensors allocate (`memory_counted_step` in `metrics.jsonl`); gradients are those that "
+            "the optimizer receives, and tensors that offloading keeps in the host's place are "
+            "apart. Resident set: memory of the process in RAM, Python included, read after each "
+            "step; its peak since the start of the process is recorded by the kernel (VmHWM)."
+        ),
         *([SKIPPED_DEFINITION] if any(run.skipped_steps for run in runs) else ()),
         *([LOSS_SCALE_DEFINITION] if any(run.loss_scale is not None for run in runs) else ()),
         *([SPIKES_DEFINITION] if any(run.spikes for run in runs) else ()),

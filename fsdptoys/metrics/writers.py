@@ -1,13 +1,16 @@
-"""Optional writers, TensorBoard and Weights & Biases, which receive the same numbers as ``metrics.jsonl``.
+"""Optional writers, TensorBoard and Weights & Biases, which receive the same numbers as
+``metrics.jsonl``.
 
-A writer that fails at its start or later (full disk, no network) is reported once and removed; the run continues.
-The packages are optional dependencies, imported only on rank 0 and only if configured.
+A writer that fails at its start or later (full disk, no network) is reported once and removed; the
+run continues. The packages are optional dependencies, imported only on rank 0 and only if
+configured.
 
-Weights & Biases: the run directory keeps wandb's run id, so that a resumed run continues the same run there. The x-axis
-of the charts is our own ``step``, since wandb drops values logged again for its built-in step. A resumed run repeats
-the steps after the checkpoint, maybe with other results; this way, both are kept in order. wandb's service process
-sends error reports to its vendor, even offline; they are disabled here, so offline mode makes no request. Source code,
-git state and console output are not uploaded.
+Weights & Biases: the run directory keeps wandb's run id, so that a resumed run continues the same
+run there. The x-axis of the charts is our own ``step``, since wandb drops values logged again for
+its built-in step. A resumed run repeats the steps after the checkpoint, maybe with other results;
+this way, both are kept in order. wandb's service process sends error reports to its vendor, even
+offline; they are disabled here, so offline mode makes no request. Source code, git state and
+console output are not uploaded.
 """
 
 import dataclasses
@@ -41,10 +44,12 @@ ID_FILE = "run_id.txt"
 LONGEST_NAME = 128
 
 INIT_TIMEOUT_SECONDS = 30.0
-"""Timeout of the start, after which the run continues without wandb; the other ranks wait meanwhile."""
+"""Timeout of the start, after which the run continues without wandb; the other ranks wait
+meanwhile."""
 
 FINISH_TIMEOUT_SECONDS = 120.0
-"""Timeout of the final upload, after which the rest stays on the disk; the other ranks wait meanwhile."""
+"""Timeout of the final upload, after which the rest stays on the disk; the other ranks wait
+meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +85,17 @@ class Writer(Protocol):
         """Write the results; ``picture`` is the path of ``loss.png``."""
 
     def close(self) -> None:
-        """Close the destination, also after a crash or twice; without ``finish`` the run counts as failed."""
+        """Close the destination, also after a crash or twice; without ``finish`` the run counts as
+        failed."""
 
 
 class Writers:
-    """The writers of a run; each is removed when it fails, with a ``message`` to the user on the ``last_step``."""
+    """The writers of a run; each is removed when it fails, with a ``message`` to the user on the
+    ``last_step``."""
 
-    def __init__(self, writers: Sequence[Writer], message: Callable[[str], None], last_step: int) -> None:
+    def __init__(
+        self, writers: Sequence[Writer], message: Callable[[str], None], last_step: int
+    ) -> None:
         self._writers, self._message, self.last_step = list(writers), message, last_step
 
     def each(self, call: Callable[[Writer], None]) -> None:
@@ -100,8 +109,8 @@ class Writers:
                     writer.close()
                 reason = " ".join(str(error).split()) or type(error).__name__
                 self._message(
-                    f"{writer.label} failed after step {self.last_step} ({reason}) and is disabled; "
-                    "metrics.jsonl has every step"
+                    f"{writer.label} failed after step {self.last_step} ({reason}) and is "
+                    "disabled; metrics.jsonl has every step"
                 )
 
 
@@ -115,9 +124,11 @@ def build_writers(config: MetricsConfig) -> list[Writer]:
 
 
 class TensorBoardWriter:
-    """Writes event files into ``tensorboard/``: scalars of each step, the settings as text, and the plot of the loss.
+    """Writes event files into ``tensorboard/``: scalars of each step, the settings as text, and the
+    plot of the loss.
 
-    ``purge_step`` makes TensorBoard discard the repeated steps of a resumed run from older event files.
+    ``purge_step`` makes TensorBoard discard the repeated steps of a resumed run from older event
+    files.
     """
 
     label = "TensorBoard"
@@ -130,7 +141,9 @@ class TensorBoardWriter:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         done = run.done
-        self._writer = SummaryWriter(run.run_dir / TENSORBOARD_FOLDER, purge_step=done + 1 if done else None)
+        self._writer = SummaryWriter(
+            run.run_dir / TENSORBOARD_FOLDER, purge_step=done + 1 if done else None
+        )
         for tag, tree in (("config", run.config_tree), ("environment", run.environment)):
             text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
             # In Markdown, lines with four leading spaces are a code block.
@@ -154,7 +167,9 @@ class TensorBoardWriter:
 
         assert self._writer is not None
         self._writer.add_text("ended", stop_reason, results.steps)
-        self._writer.add_image("loss_curve", imread(picture)[..., :3], results.steps, dataformats="HWC")
+        self._writer.add_image(
+            "loss_curve", imread(picture)[..., :3], results.steps, dataformats="HWC"
+        )
         self._writer.flush()
 
     def close(self) -> None:
@@ -165,7 +180,8 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Writes steps and results to Weights & Biases; ``project`` and ``entity`` are None for wandb's defaults."""
+    """Writes steps and results to Weights & Biases; ``project`` and ``entity`` are None for wandb's
+    defaults."""
 
     label = "Weights & Biases"
 
@@ -203,7 +219,9 @@ class WandbWriter:
             dir=str(run.run_dir),
             config={"title": run.title, **run.config_tree, "environment": run.environment},
             allow_val_change=True,
-            settings=wandb.Settings(**{name: value for name, value in settings.items() if name in known}),
+            settings=wandb.Settings(
+                **{name: value for name, value in settings.items() if name in known}
+            ),
         )
         self._run.define_metric("*", step_metric="step")
 
@@ -216,7 +234,8 @@ class WandbWriter:
         """Do nothing: wandb's service process has every step already, and outlives this process."""
 
     def finish(self, results: RunResults, stop_reason: str, picture: Path) -> None:
-        """Write the results into the run's summary; wandb draws its own charts instead of ``picture``."""
+        """Write the results into the run's summary; wandb draws its own charts instead of
+        ``picture``."""
         assert self._run is not None
         values: dict[str, Any] = dataclasses.asdict(results)
         for name in ("routing", "starts"):

@@ -1,7 +1,7 @@
 """Optimizers and the learning-rate schedule.
 
-``OPTIMIZERS`` is the registry: a new optimizer is one file here with its config, one YAML in ``configs/optim``, and one
-entry below.
+``OPTIMIZERS`` is the registry: a new optimizer is one file here with its config, one YAML in
+``configs/optim``, and one entry below.
 """
 
 from .adamw import AdamWConfig, OptimStateDType
@@ -9,7 +9,9 @@ from .config import Implementation, OptimConfig, Schedule, WeightDecayOn, build_
 from .muon import MatmulDType, MuonConfig, UpdateScale
 from .sgd import SGDConfig
 
-OPTIMIZERS: dict[str, type[OptimConfig]] = {config.name: config for config in (AdamWConfig, SGDConfig, MuonConfig)}
+OPTIMIZERS: dict[str, type[OptimConfig]] = {
+    config.name: config for config in (AdamWConfig, SGDConfig, MuonConfig)
+}
 """The word after ``optim=`` → configuration class."""
 
 __all__ = [

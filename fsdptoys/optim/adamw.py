@@ -1,4 +1,5 @@
-"""AdamW (arXiv:1711.05101): settings, the choice of its implementation by device and state dtype, bfloat16 states."""
+"""AdamW (arXiv:1711.05101): settings, the choice of its implementation by device and state dtype,
+bfloat16 states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from .vector_adamw import VectorAdamW, VectorUpdate
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 LARGEST_BFLOAT16_BETA = 1 - 2**-8
-"""Neighbors in bfloat16 are up to 2**-7 of a number apart; a decay by less than half of that is rounded back."""
+"""Neighbors in bfloat16 are up to 2**-7 of a number apart; a decay by less than half of that is
+rounded back."""
 
 
 class OptimStateDType(Enum):
@@ -43,13 +45,29 @@ class OptimStateDType(Enum):
 class AdamWSettings(OptimConfig):
     """Settings of AdamW, by itself or for a part of the parameters."""
 
-    beta1: float = option(0.9, between(0, 1, below=True), effect=Effect.training, acts=Stage.update, alias="adam_beta1")
+    beta1: float = option(
+        0.9,
+        between(0, 1, below=True),
+        effect=Effect.training,
+        acts=Stage.update,
+        alias="adam_beta1",
+    )
     """Decay of the mean of the gradients."""
     beta2: float = option(
-        0.95, between(0, 1, below=True), effect=Effect.training, acts=Stage.update, alias="adam_beta2"
+        0.95,
+        between(0, 1, below=True),
+        effect=Effect.training,
+        acts=Stage.update,
+        alias="adam_beta2",
     )
     """Decay of the mean of their squares."""
-    eps: float = option(1e-8, above(0, 1e6), effect=Effect.training, acts=Stage.update, alias="adam_epsilon adam_eps")
+    eps: float = option(
+        1e-8,
+        above(0, 1e6),
+        effect=Effect.training,
+        acts=Stage.update,
+        alias="adam_epsilon adam_eps",
+    )
     """Added to the root of the mean square."""
 
     @property
@@ -58,13 +76,16 @@ class AdamWSettings(OptimConfig):
         return (4, 4)
 
     def build_adamw(self, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Construct ``torch.optim.AdamW``; its fused form is :class:`FusedAdamW`, on a CPU :class:`VectorAdamW`."""
+        """Construct ``torch.optim.AdamW``; its fused form is :class:`FusedAdamW`, on a CPU
+        :class:`VectorAdamW`."""
         if self.implementation is not Implementation.fused:
             return self._construct(torch.optim.AdamW, params)
         on_cpu = all(param.device.type == "cpu" for group in params for param in group["params"])
         return self._construct(VectorAdamW if on_cpu else FusedAdamW, params)
 
-    def _construct(self, kind: type[torch.optim.AdamW], params: list[dict[str, Any]]) -> torch.optim.AdamW:
+    def _construct(
+        self, kind: type[torch.optim.AdamW], params: list[dict[str, Any]]
+    ) -> torch.optim.AdamW:
         betas = (self.beta1, self.beta2)
         return kind(params, lr=self.lr, betas=betas, eps=self.eps, **self.implementation.arguments)
 
@@ -75,7 +96,9 @@ class AdamWConfig(AdamWSettings):
 
     name: ClassVar[str] = "adamw"
 
-    state_dtype: OptimStateDType = option(OptimStateDType.float32, effect=Effect.format, acts=Stage.update)
+    state_dtype: OptimStateDType = option(
+        OptimStateDType.float32, effect=Effect.format, acts=Stage.update
+    )
     """dtype in which the two moments are kept."""
 
     def __post_init__(self) -> None:
@@ -84,8 +107,9 @@ class AdamWConfig(AdamWSettings):
             for name in ("beta1", "beta2"):
                 if (value := getattr(self, name)) > LARGEST_BFLOAT16_BETA:
                     raise ConfigError(
-                        f"optim.{name}={value} shrinks a moment by less than optim.state_dtype=bfloat16 resolves, so "
-                        f"that it would never fall; set optim.{name}=0.95 or optim.state_dtype=float32"
+                        f"optim.{name}={value} shrinks a moment by less than "
+                        "optim.state_dtype=bfloat16 resolves, so that it would never fall; set "
+                        f"optim.{name}=0.95 or optim.state_dtype=float32"
                     )
 
     @property
@@ -127,7 +151,11 @@ class AdamWConfig(AdamWSettings):
                 compiles=self.implementation is not Implementation.for_loop,
                 build_adamw=self.build_adamw,
             )
-        return self._construct(BFloat16AdamW, params) if self.updates_float32_copies else self.build_adamw(params)
+        return (
+            self._construct(BFloat16AdamW, params)
+            if self.updates_float32_copies
+            else self.build_adamw(params)
+        )
 
 
 def pads(device: torch.device) -> bool:
@@ -138,27 +166,34 @@ def pads(device: torch.device) -> bool:
 class BFloat16AdamW(FusedAdamW):
     """``torch.optim.AdamW`` with bfloat16 moments, for dense parameters, DTensors included.
 
-    An update makes float32 copies of one parameter's moments, updates with them as PyTorch does, and rounds them to
-    nearest. It takes 8 bytes of scratch per element of the largest parameter, and rounds alike on all layouts. Rounding
-    to nearest drops changes below half the distance to the next number, so betas too close to 1 are refused
-    (``LARGEST_BFLOAT16_BETA``).
+    An update makes float32 copies of one parameter's moments, updates with them as PyTorch does,
+    and rounds them to nearest. It takes 8 bytes of scratch per element of the largest parameter,
+    and rounds alike on all layouts. Rounding to nearest drops changes below half the distance to
+    the next number, so betas too close to 1 are refused (``LARGEST_BFLOAT16_BETA``).
 
-    Not covered: parameters not in float32, AMSGrad, several parameters in one kernel, stochastic rounding
-    (``memory.offload_state_dtype`` has it).
+    Not covered: parameters not in float32, AMSGrad, several parameters in one kernel, stochastic
+    rounding (``memory.offload_state_dtype`` has it).
     """
 
     @property
     def skips_on_device(self) -> bool:
-        """With the fused kernel of an accelerator: unchanged float32 copies round to the same moments."""
+        """With the fused kernel of an accelerator: unchanged float32 copies round to the same
+        moments."""
         group = self.param_groups[0]
-        return bool(group["fused"]) and is_accelerator(group["params"][0].device) and super().skips_on_device
+        return (
+            bool(group["fused"])
+            and is_accelerator(group["params"][0].device)
+            and super().skips_on_device
+        )
 
     def _update(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
         for param in params:
             state, local = self.state[param], local_tensor(param)
             if not state:
                 state["step"] = torch.zeros((), device=local.device if group["fused"] else "cpu")
-                state.update({name: torch.zeros_like(param, dtype=torch.bfloat16) for name in MOMENTS})
+                state.update(
+                    {name: torch.zeros_like(param, dtype=torch.bfloat16) for name in MOMENTS}
+                )
             kept = [local_tensor(state[name]) for name in MOMENTS]
             moments = [moment.float() for moment in kept]
             tensors = [local, local_tensor(param.grad), *moments]  # type: ignore[arg-type]
@@ -175,4 +210,6 @@ class BFloat16AdamW(FusedAdamW):
         """PyTorch's, which casts states to the parameters' dtype; here cast back to bfloat16."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
-            state.update({name: state[name].to(torch.bfloat16) for name in MOMENTS if name in state})
+            state.update(
+                {name: state[name].to(torch.bfloat16) for name in MOMENTS if name in state}
+            )

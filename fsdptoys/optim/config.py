@@ -1,4 +1,5 @@
-"""Settings that all optimizers share, their construction over parameter groups, and the learning-rate schedules.
+"""Settings that all optimizers share, their construction over parameter groups, and the
+learning-rate schedules.
 
 Schedules are pure functions of the step, so a resumed run needs only its step number.
 """
@@ -29,14 +30,16 @@ class Schedule(Enum):
     cosine = "cosine"
     """Half a cosine from ``lr`` to ``lr * min_lr_ratio``."""
     wsd = "wsd"
-    """Warm-up, stable, decay: constant, then linear over the last ``decay_share`` of the steps (arXiv:2404.06395)."""
+    """Warm-up, stable, decay: constant, then linear over the last ``decay_share`` of the steps
+    (arXiv:2404.06395)."""
 
 
 class Implementation(Enum):
     """How the update runs over the parameters."""
 
     auto = "auto"
-    """``fused`` AdamW on a CPU, and on CUDA unless ``train.deterministic=true``; otherwise PyTorch's choice."""
+    """``fused`` AdamW on a CPU, and on CUDA unless ``train.deterministic=true``; otherwise
+    PyTorch's choice."""
     fused = "fused"
     """One kernel; with states of 8 or 4 bits, compiled kernels."""
     foreach = "foreach"
@@ -72,17 +75,26 @@ class OptimConfig(ABC):
     update_takes_scratch: ClassVar[bool] = True
     """Whether the unfused update allocates temporaries of the parameters' size."""
     fused_takes_shards: ClassVar[bool] = True
-    """Whether the fused update takes DTensors and, on a CPU, gives bits that do not depend on a shard's size."""
+    """Whether the fused update takes DTensors and, on a CPU, gives bits that do not depend on a
+    shard's size."""
 
     lr: float = option(
-        3e-4, at_least(0, 1e6), effect=Effect.training, acts=Stage.update, alias="learning_rate max_lr peak_lr base_lr"
+        3e-4,
+        at_least(0, 1e6),
+        effect=Effect.training,
+        acts=Stage.update,
+        alias="learning_rate max_lr peak_lr base_lr",
     )
     """Highest learning rate."""
     weight_decay: float = option(0.1, at_least(0, 1e6), effect=Effect.training, acts=Stage.update)
     """Decoupled for AdamW, added to the gradient for SGD."""
-    weight_decay_on: WeightDecayOn = option(WeightDecayOn.matrices, effect=Effect.training, acts=Stage.update)
+    weight_decay_on: WeightDecayOn = option(
+        WeightDecayOn.matrices, effect=Effect.training, acts=Stage.update
+    )
     """Which parameters decay."""
-    implementation: Implementation = option(Implementation.auto, effect=Effect.rounding, acts=Stage.update)
+    implementation: Implementation = option(
+        Implementation.auto, effect=Effect.rounding, acts=Stage.update
+    )
     """How the update runs over the parameters."""
     schedule: Schedule = option(
         Schedule.cosine,
@@ -98,7 +110,8 @@ class OptimConfig(ABC):
         acts=Stage.update,
         alias="warmup num_warmup_steps lr_warmup_steps warmup_iters",
     )
-    """Steps over which the learning rate rises linearly to ``lr``; a run of fewer steps does not get there."""
+    """Steps over which the learning rate rises linearly to ``lr``; a run of fewer steps does not
+    get there."""
     min_lr_ratio: float = option(0.1, between(0, 1), effect=Effect.training, acts=Stage.update)
     """Last learning rate as a share of ``lr``; for ``cosine`` and ``wsd``."""
     decay_share: float = option(0.2, between(0, 1), effect=Effect.training, acts=Stage.update)
@@ -110,12 +123,15 @@ class OptimConfig(ABC):
     def resolve(self, device_type: str, *, deterministic: bool, on_host: bool) -> None:
         """Replace every ``auto`` by its value.
 
-        The fused update makes a fraction of the passes of PyTorch's default, which on CUDA allocates scratch memory.
-        In deterministic modes an update ``on_host`` must give the accelerator's bits, which the fused one does not.
+        The fused update makes a fraction of the passes of PyTorch's default, which on CUDA
+        allocates scratch memory. In deterministic modes an update ``on_host`` must give the
+        accelerator's bits, which the fused one does not.
         """
         if self.implementation is not Implementation.auto:
             return
-        may_fuse = device_type == "cpu" or ((on_host or device_type == "cuda") and not deterministic)
+        may_fuse = device_type == "cpu" or (
+            (on_host or device_type == "cuda") and not deterministic
+        )
         if self.low_bit_format is not None:
             self.implementation = Implementation.for_loop if deterministic else Implementation.fused
         elif may_fuse and self.fused_takes_shards:
@@ -137,7 +153,8 @@ class OptimConfig(ABC):
         return False
 
     def is_matrix(self, shape: Sequence[int], in_block: bool) -> bool:
-        """Whether a parameter of this shape, in a block or outside, gets the optimizer's own update for matrices."""
+        """Whether a parameter of this shape, in a block or outside, gets the optimizer's own update
+        for matrices."""
         return False
 
     def state_bytes(self, shape: Sequence[int], elements: int, in_block: bool) -> tuple[int, ...]:
@@ -146,7 +163,8 @@ class OptimConfig(ABC):
 
     @abstractmethod
     def build(self, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Construct the optimizer over parameter groups; their ``MATRICES`` is the value of ``is_matrix``."""
+        """Construct the optimizer over parameter groups; their ``MATRICES`` is the value of
+        ``is_matrix``."""
 
 
 def build_optimizer(
@@ -169,7 +187,11 @@ def build_optimizer(
         groups[config.is_matrix(param.shape, name in block_names), decays].append(param)
     return config.build(
         [
-            {"params": params, "weight_decay": config.weight_decay if decays else 0.0, MATRICES: is_matrix}
+            {
+                "params": params,
+                "weight_decay": config.weight_decay if decays else 0.0,
+                MATRICES: is_matrix,
+            }
             for (is_matrix, decays), params in groups.items()
             if params
         ]
@@ -179,11 +201,14 @@ def build_optimizer(
 def check_nesterov(momentum: float, nesterov: bool, fix: float) -> None:
     """Raise a ConfigError for Nesterov's method without a momentum."""
     if nesterov and momentum == 0:
-        raise ConfigError(f"optim.nesterov=true needs momentum; set optim.momentum={fix} or optim.nesterov=false")
+        raise ConfigError(
+            f"optim.nesterov=true needs momentum; set optim.momentum={fix} or optim.nesterov=false"
+        )
 
 
 def learning_rate_ratio(config: OptimConfig, step: int, steps: int) -> float:
-    """Learning rate of the step numbered ``step`` (from 0) of ``steps``, as a share of ``config.lr``."""
+    """Learning rate of the step numbered ``step`` (from 0) of ``steps``, as a share of
+    ``config.lr``."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     if config.schedule is Schedule.constant:
@@ -191,8 +216,14 @@ def learning_rate_ratio(config: OptimConfig, step: int, steps: int) -> float:
     after_warmup = max(1, steps - config.warmup_steps - 1)
     progress = min(1.0, (step - config.warmup_steps) / after_warmup)
     if config.schedule is Schedule.cosine:
-        return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-    decayed = max(0.0, progress - (1 - config.decay_share)) / config.decay_share if config.decay_share else 0.0
+        return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (
+            1 + math.cos(math.pi * progress)
+        )
+    decayed = (
+        max(0.0, progress - (1 - config.decay_share)) / config.decay_share
+        if config.decay_share
+        else 0.0
+    )
     return 1 - (1 - config.min_lr_ratio) * decayed
 
 
@@ -203,7 +234,12 @@ def build_schedule(config: OptimConfig, optimizer: torch.optim.Optimizer, steps:
 
 def set_schedule(schedule: LambdaLR, step: int) -> None:
     """Set a schedule, and the learning rates, to the state after ``step`` steps."""
-    rates = [base * ratio(step) for base, ratio in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    rates = [
+        base * ratio(step)
+        for base, ratio in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    schedule.load_state_dict(schedule.state_dict() | {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates})
+    schedule.load_state_dict(
+        schedule.state_dict() | {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
+    )

@@ -1,9 +1,11 @@
-"""PyTorch's fused AdamW over local tensors, with clipping and the decision to skip a step in its kernel.
+"""PyTorch's fused AdamW over local tensors, with clipping and the decision to skip a step in its
+kernel.
 
-``torch.optim.AdamW(fused=True)`` takes DTensors too, but dispatches each operator through them, at many times the host
-time of a step on their local tensors. The kernel reads two scalars on the device, under the names of PyTorch's gradient
-scaler: ``grad_scale`` divides the gradients, which then need no pass of their own to be clipped, and ``found_inf=1``
-leaves parameters, moments and step counts unchanged, so that the host need not know whether a step is skipped.
+``torch.optim.AdamW(fused=True)`` takes DTensors too, but dispatches each operator through them, at
+many times the host time of a step on their local tensors. The kernel reads two scalars on the
+device, under the names of PyTorch's gradient scaler: ``grad_scale`` divides the gradients, which
+then need no pass of their own to be clipped, and ``found_inf=1`` leaves parameters, moments and
+step counts unchanged, so that the host need not know whether a step is skipped.
 
 Not covered: AMSGrad, sparse gradients.
 """
@@ -28,7 +30,8 @@ class FusedAdamW(AdamW):
     """``torch.optim.AdamW(fused=True)`` for dense parameters, DTensors included."""
 
     grad_scale: Tensor | None = None
-    """Divides the gradients of the next step, in place; a float32 scalar on their device. None leaves them."""
+    """Divides the gradients of the next step, in place; a float32 scalar on their device. None
+    leaves them."""
     found_inf: Tensor | None = None
     """1 skips the next step; a float32 scalar on the parameters' device. None never skips."""
 
@@ -51,7 +54,9 @@ class FusedAdamW(AdamW):
     def _update(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
         states = [self.state[param] or self._make_state(param) for param in params]
         grads: list[Any] = [param.grad for param in params]
-        averages, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+        averages, squares, steps = (
+            [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")
+        )
         averages, squares = local_tensors(averages), local_tensors(squares)
         self._run(group, local_tensors(params), local_tensors(grads), averages, squares, steps)
 

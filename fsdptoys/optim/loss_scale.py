@@ -1,16 +1,19 @@
-"""Dynamic loss scaling, without which gradients underflow in float16: ``torch.amp.GradScaler``'s schedule on all ranks.
+"""Dynamic loss scaling, without which gradients underflow in float16: ``torch.amp.GradScaler``'s
+schedule on all ranks.
 
-float16 ends at 65504 and has no numbers below 6e-8, where many gradients of activations are. The backward therefore
-starts from a loss multiplied by a scale, and the reduced float32 gradients are divided by it before they are measured
-and clipped. A step in which a gradient of any rank overflows is skipped and lowers the scale; ``growth_interval`` steps
-in a row without one raise it.
+float16 ends at 65504 and has no numbers below 6e-8, where many gradients of activations are. The
+backward therefore starts from a loss multiplied by a scale, and the reduced float32 gradients are
+divided by it before they are measured and clipped. A step in which a gradient of any rank overflows
+is skipped and lowers the scale; ``growth_interval`` steps in a row without one raise it.
 
-The ranks decide by the norm of the reduced gradients, summed with the loss and read on the host once a step, before the
-update. In other dtypes an accelerator's numbers may be read a step later; here the next step needs the scale.
+The ranks decide by the norm of the reduced gradients, summed with the loss and read on the host
+once a step, before the update. In other dtypes an accelerator's numbers may be read a step later;
+here the next step needs the scale.
 
-The scale multiplies the mean over one micro-batch, not over the global batch, whose gradients shrink with its size. The
-number of micro-batches is rounded to a power of two, since only these are exact in float16. Neither depends on how
-ranks and ``train.grad_accum`` share the global batch, so neither do the bits.
+The scale multiplies the mean over one micro-batch, not over the global batch, whose gradients
+shrink with its size. The number of micro-batches is rounded to a power of two, since only these are
+exact in float16. Neither depends on how ranks and ``train.grad_accum`` share the global batch, so
+neither do the bits.
 
 Source: arXiv:1710.03740; https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 """
@@ -29,7 +32,8 @@ SMALLEST_SCALE = 2.0**-126
 
 @dataclass
 class LossScaleConfig:
-    """Loss scale of ``parallel.param_dtype=float16``; the defaults are those of ``torch.amp.GradScaler``."""
+    """Loss scale of ``parallel.param_dtype=float16``; the defaults are those of
+    ``torch.amp.GradScaler``."""
 
     initial: float = option(
         65536.0,
@@ -41,11 +45,19 @@ class LossScaleConfig:
     )
     """Loss scale of the first step."""
     growth_factor: float = option(
-        2.0, above(1, 2.0**20), effect=Effect.format, acts=Stage.update, needs="parallel.param_dtype=float16"
+        2.0,
+        above(1, 2.0**20),
+        effect=Effect.format,
+        acts=Stage.update,
+        needs="parallel.param_dtype=float16",
     )
     """Factor on the scale after ``growth_interval`` steps without an overflow."""
     backoff_factor: float = option(
-        0.5, open_between(0, 1), effect=Effect.format, acts=Stage.update, needs="parallel.param_dtype=float16"
+        0.5,
+        open_between(0, 1),
+        effect=Effect.format,
+        acts=Stage.update,
+        needs="parallel.param_dtype=float16",
     )
     """Factor on the scale after an overflow."""
     growth_interval: int = option(
@@ -63,7 +75,8 @@ class LossScaleConfig:
 
 
 class LossScaler:
-    """The loss scale of a run, with the same bits as ``torch.amp.GradScaler``'s after the same overflows."""
+    """The loss scale of a run, with the same bits as ``torch.amp.GradScaler``'s after the same
+    overflows."""
 
     def __init__(self, config: LossScaleConfig) -> None:
         self._config = config
@@ -76,7 +89,8 @@ class LossScaler:
         return self.scale > 1
 
     def loss_factor(self, microbatches: int) -> float:
-        """Factor on the mean loss of a global batch of ``microbatches`` micro-batches, those of all ranks."""
+        """Factor on the mean loss of a global batch of ``microbatches`` micro-batches, those of all
+        ranks."""
         return self.scale * nearest_power_of_two(microbatches)
 
     def update(self, overflowed: bool) -> None:

@@ -1,7 +1,7 @@
 """An optimizer with its own update for some matrices, and AdamW for all other parameters.
 
-Both are one ``torch.optim.Optimizer`` to schedules and checkpoints: AdamW is built over the other groups, and shares
-their settings and states.
+Both are one ``torch.optim.Optimizer`` to schedules and checkpoints: AdamW is built over the other
+groups, and shares their settings and states.
 """
 
 from abc import abstractmethod
@@ -23,11 +23,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
     """Its own update over groups with ``MATRICES``, AdamW over the others.
 
     Args:
-        groups: parameter groups, each with ``lr``, ``weight_decay`` and ``MATRICES``; other keys are AdamW's.
+        groups: parameter groups, each with ``lr``, ``weight_decay`` and ``MATRICES``; other keys
+            are AdamW's.
         build_adamw: constructs AdamW over the other groups.
     """
 
-    def __init__(self, groups: Groups, build_adamw: Callable[[Groups], torch.optim.Optimizer]) -> None:
+    def __init__(
+        self, groups: Groups, build_adamw: Callable[[Groups], torch.optim.Optimizer]
+    ) -> None:
         others = [group for group in groups if not group[MATRICES]]
         # AdamW writes its settings into these groups, which both share.
         self._adamw = build_adamw(others) if others else None
@@ -58,8 +61,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     state.update(self.make_matrix_states(param))
                 else:
                     on_device = group["fused"] or group["capturable"]
-                    state["step"] = torch.zeros((), device=local_tensor(param).device if on_device else "cpu")
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+                    state["step"] = torch.zeros(
+                        (), device=local_tensor(param).device if on_device else "cpu"
+                    )
+                    state["exp_avg"], state["exp_avg_sq"] = (
+                        torch.zeros_like(param),
+                        torch.zeros_like(param),
+                    )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -1,17 +1,20 @@
-"""Muon: matrices of the blocks move by their orthogonalized momentum, all other parameters by AdamW, in one optimizer.
+"""Muon: matrices of the blocks move by their orthogonalized momentum, all other parameters by
+AdamW, in one optimizer.
 
-Matrices are dealt out to ranks, the largest first: in a round each rank owns one. If they are sharded (DTensors), an
-all-to-all brings the shards to their owners in the dtype of the matmuls, the owners orthogonalize (``orthogonalize``),
-and a second all-to-all returns the shards: a rank holds about four full matrices at a time, and sends as many bytes as
-an all-gather and a reduce-scatter. If every rank has them in full (DDP), owners broadcast the result, so replicas
-cannot drift apart. The owner sees the same matrix as one process would: bits do not depend on the layout.
+Matrices are dealt out to ranks, the largest first: in a round each rank owns one. If they are
+sharded (DTensors), an all-to-all brings the shards to their owners in the dtype of the matmuls, the
+owners orthogonalize (``orthogonalize``), and a second all-to-all returns the shards: a rank holds
+about four full matrices at a time, and sends as many bytes as an all-gather and a reduce-scatter.
+If every rank has them in full (DDP), owners broadcast the result, so replicas cannot drift apart.
+The owner sees the same matrix as one process would: bits do not depend on the layout.
 
-Stacks are updated matrix by matrix; stacks sharded between matrices need no exchange. Under HSDP each replica repeats
-the work.
+Stacks are updated matrix by matrix; stacks sharded between matrices need no exchange. Under HSDP
+each replica repeats the work.
 
-Not covered: parameters not sharded along a dim (FSDP1, the toys' ZeRO), matrices that only some ranks have gradients
-for, overlap of exchange and matmuls, batched matmuls for matrices of one shape.
-Sources: https://kellerjordan.github.io/posts/muon/; Moonlight (arXiv:2502.16982) for decay and scale.
+Not covered: parameters not sharded along a dim (FSDP1, the toys' ZeRO), matrices that only some
+ranks have gradients for, overlap of exchange and matmuls, batched matmuls for matrices of one
+shape. Sources: https://kellerjordan.github.io/posts/muon/; Moonlight (arXiv:2502.16982) for decay
+and scale.
 """
 
 import math
@@ -33,7 +36,11 @@ from .config import check_nesterov
 from .matrix_optimizer import MATRICES, Groups, MatrixOptimizer
 
 MOST_NS_STEPS = 99  # the limit of ``torch.optim.Muon``
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Keller Jordan's ``a``, ``b`` and ``c`` of Newton-Schulz's polynomial
+COEFFICIENTS = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # Keller Jordan's ``a``, ``b`` and ``c`` of Newton-Schulz's polynomial
 EPS = 1e-7  # lower bound of the norm that a matrix is divided by: zeros stay zeros
 
 
@@ -55,7 +62,8 @@ class UpdateScale(Enum):
     """Length of an orthogonalized update."""
 
     match_adamw = "match_adamw"
-    """``0.2 * sqrt(max(rows, columns))``: AdamW's usual root mean square, for AdamW's learning rates."""
+    """``0.2 * sqrt(max(rows, columns))``: AdamW's usual root mean square, for AdamW's learning
+    rates."""
     original = "original"
     """``sqrt(max(1, rows / columns))``, for learning rates of about 0.02."""
 
@@ -70,12 +78,15 @@ class UpdateScale(Enum):
 
 @dataclass
 class MuonConfig(AdamWSettings):
-    """Muon for the blocks' matrices, AdamW for everything else (https://kellerjordan.github.io/posts/muon/)."""
+    """Muon for the blocks' matrices, AdamW for everything else
+    (https://kellerjordan.github.io/posts/muon/)."""
 
     name: ClassVar[str] = "muon"
     exchanges_matrices: ClassVar[bool] = True
 
-    momentum: float = option(0.95, between(0, 1, below=True), effect=Effect.training, acts=Stage.update)
+    momentum: float = option(
+        0.95, between(0, 1, below=True), effect=Effect.training, acts=Stage.update
+    )
     """Decay of the mean of the matrices' gradients."""
     nesterov: bool = option(True, effect=Effect.training, acts=Stage.update)
     """Look ahead by one momentum step."""
@@ -83,9 +94,13 @@ class MuonConfig(AdamWSettings):
     """Rounds of Newton-Schulz."""
     ns_dtype: MatmulDType = option(MatmulDType.auto, effect=Effect.format, acts=Stage.update)
     """dtype of its matmuls."""
-    update_scale: UpdateScale = option(UpdateScale.match_adamw, effect=Effect.training, acts=Stage.update)
+    update_scale: UpdateScale = option(
+        UpdateScale.match_adamw, effect=Effect.training, acts=Stage.update
+    )
     """Length of an orthogonalized update."""
-    adamw_lr: float | None = option(None, at_least(0, 1e6), effect=Effect.training, acts=Stage.update)
+    adamw_lr: float | None = option(
+        None, at_least(0, 1e6), effect=Effect.training, acts=Stage.update
+    )
     """Highest learning rate of AdamW's part; null for ``lr``."""
 
     def __post_init__(self) -> None:
@@ -98,7 +113,11 @@ class MuonConfig(AdamWSettings):
 
     def state_bytes(self, shape: Sequence[int], elements: int, in_block: bool) -> tuple[int, ...]:
         """Bytes of the momentum in float32 for matrices, of AdamW's moments for the rest."""
-        return (4 * elements,) if self.is_matrix(shape, in_block) else super().state_bytes(shape, elements, in_block)
+        return (
+            (4 * elements,)
+            if self.is_matrix(shape, in_block)
+            else super().state_bytes(shape, elements, in_block)
+        )
 
     def resolve(self, device_type: str, *, deterministic: bool, on_host: bool) -> None:
         """Choose the dtype of the matmuls too."""
@@ -123,7 +142,9 @@ class Matrix:
     grad: Tensor
     buffer: Tensor
     dim: int | None  # Sharded dim; None where each rank of the group has the matrix in full
-    group: dist.ProcessGroup | None  # The ranks that share the work; None where this rank works alone
+    group: (
+        dist.ProcessGroup | None
+    )  # The ranks that share the work; None where this rank works alone
 
     @property
     def ranks(self) -> int:
@@ -166,8 +187,12 @@ class Muon(MatrixOptimizer):
         dealt.sort(key=lambda matrix: -math.prod(matrix.shape))
         for matrix in matrices:
             if matrix.ranks == 1:
-                self._apply(matrix, orthogonalize(self._momentum_step(matrix), self.config.ns_steps), group)
-        for shared_by in dict.fromkeys(matrix.group for matrix in dealt):  # those of experts may be others
+                self._apply(
+                    matrix, orthogonalize(self._momentum_step(matrix), self.config.ns_steps), group
+                )
+        for shared_by in dict.fromkeys(
+            matrix.group for matrix in dealt
+        ):  # those of experts may be others
             self._step_together([matrix for matrix in dealt if matrix.group is shared_by], group)
 
     def _step_together(self, dealt: list[Matrix], group: dict[str, Any]) -> None:
@@ -175,13 +200,21 @@ class Muon(MatrixOptimizer):
         while dealt:
             ranks, in_full = dealt[0].ranks, dealt[0].dim is None
             this_round, dealt = dealt[:ranks], dealt[ranks:]
-            assert all((each.dim is None) == in_full for each in this_round), "a strategy shards all matrices or none"
-            for matrix, update in self._broadcast(this_round) if in_full else self._exchange(this_round):
+            assert all((each.dim is None) == in_full for each in this_round), (
+                "a strategy shards all matrices or none"
+            )
+            for matrix, update in (
+                self._broadcast(this_round) if in_full else self._exchange(this_round)
+            ):
                 self._apply(matrix, update, group)
 
     def _momentum_step(self, matrix: Matrix) -> Tensor:
         """This rank's part of the matrix to orthogonalize."""
-        update = matrix.grad.lerp(matrix.buffer, self.config.momentum) if self.config.nesterov else matrix.buffer
+        update = (
+            matrix.grad.lerp(matrix.buffer, self.config.momentum)
+            if self.config.nesterov
+            else matrix.buffer
+        )
         return update.to(self.dtype)
 
     def _apply(self, matrix: Matrix, update: Tensor, group: dict[str, Any]) -> None:
@@ -190,7 +223,8 @@ class Muon(MatrixOptimizer):
         matrix.param.add_(update.to(matrix.param.dtype), alpha=-group["lr"] * factor)
 
     def _exchange(self, matrices: list[Matrix]) -> Iterator[tuple[Matrix, Tensor]]:
-        """Each rank works on one matrix of a round, sharded over all; yields this rank's part of the results."""
+        """Each rank works on one matrix of a round, sharded over all; yields this rank's part of
+        the results."""
         group, rank = matrices[0].group, dist.get_rank(matrices[0].group)
         parts = [self._momentum_step(matrix) for matrix in matrices]
         given = [part.numel() for part in parts] + [0] * (matrices[0].ranks - len(matrices))
@@ -206,7 +240,9 @@ class Muon(MatrixOptimizer):
             whole = torch.cat([part.view(shape) for part in received.split(taken)], dim=mine.dim)
             del received
             whole = orthogonalize(whole, self.config.ns_steps)
-            received = torch.cat([part.reshape(-1) for part in whole.split(mine.lengths(), dim=mine.dim)])
+            received = torch.cat(
+                [part.reshape(-1) for part in whole.split(mine.lengths(), dim=mine.dim)]
+            )
             del whole
         dist.all_to_all_single(sent, received, given, taken, group=group)
         for matrix, piece in zip(matrices, sent.split(given), strict=False):
@@ -227,9 +263,11 @@ class Muon(MatrixOptimizer):
 
 
 def split_matrices(param: nn.Parameter, buffer: Tensor) -> list[Matrix]:
-    """This rank's part of a parameter's matrices, of which a stack has several; ``buffer`` is this rank's momentum.
+    """This rank's part of a parameter's matrices, of which a stack has several; ``buffer`` is this
+    rank's momentum.
 
-    The parameter has a gradient and two or three dims, and is plain or a DTensor sharded along one of them.
+    The parameter has a gradient and two or three dims, and is plain or a DTensor sharded along one
+    of them.
     """
     dim, group = _layout(param)
     local, grad = local_tensor(param.detach()), local_tensor(param.grad)  # type: ignore[arg-type]
@@ -260,14 +298,16 @@ def _layout(param: nn.Parameter) -> tuple[int | None, dist.ProcessGroup | None]:
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Approximate the nearest matrix with orthonormal rows or columns by Newton-Schulz, which takes matmuls only.
+    """Approximate the nearest matrix with orthonormal rows or columns by Newton-Schulz, which takes
+    matmuls only.
 
-    A matrix ``U S Vᵀ`` is scaled to singular values of at most 1, and ``a x + b x³ + c x⁵`` is applied to all of them,
-    round after round. Muon's coefficients are so steep at 0 that five rounds are enough, at the price that singular
-    values end between about 0.7 and 1.2 rather than at 1.
+    A matrix ``U S Vᵀ`` is scaled to singular values of at most 1, and ``a x + b x³ + c x⁵`` is
+    applied to all of them, round after round. Muon's coefficients are so steep at 0 that five
+    rounds are enough, at the price that singular values end between about 0.7 and 1.2 rather than
+    at 1.
 
-    ``matrix`` is 2-D and in the dtype to compute in; returns a contiguous one of its shape and dtype.
-    Source: https://kellerjordan.github.io/posts/muon/
+    ``matrix`` is 2-D and in the dtype to compute in; returns a contiguous one of its shape and
+    dtype. Source: https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = COEFFICIENTS
     tall = matrix.size(0) > matrix.size(1)

@@ -19,7 +19,9 @@ class SGDConfig(OptimConfig):
     update_takes_scratch: ClassVar[bool] = False
     fused_takes_shards: ClassVar[bool] = False
 
-    momentum: float = option(0.9, between(0, 1, below=True), effect=Effect.training, acts=Stage.update)
+    momentum: float = option(
+        0.9, between(0, 1, below=True), effect=Effect.training, acts=Stage.update
+    )
     """Decay of the running sum of gradients; 0 keeps none."""
     nesterov: bool = option(False, effect=Effect.training, acts=Stage.update)
     """Look ahead by one momentum step."""
@@ -36,5 +38,9 @@ class SGDConfig(OptimConfig):
     def build(self, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Construct ``torch.optim.SGD``."""
         return torch.optim.SGD(
-            params, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, **self.implementation.arguments
+            params,
+            lr=self.lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            **self.implementation.arguments,
         )

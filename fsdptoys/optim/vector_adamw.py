@@ -1,11 +1,13 @@
 """PyTorch's fused AdamW on a CPU, rounding every element alike wherever it is in a tensor.
 
-The fused kernel reads parameter, gradient and states once, where PyTorch's default makes ten passes. Its loop takes
-full vectors and then the remaining elements one by one, and the compiler rounds the two differently: the last elements
-of a shard would depend on where the shard ends. Here each tensor's full vectors are updated in place, and the remainder
-in a copy padded to full vectors, so that bits do not depend on sharding.
+The fused kernel reads parameter, gradient and states once, where PyTorch's default makes ten
+passes. Its loop takes full vectors and then the remaining elements one by one, and the compiler
+rounds the two differently: the last elements of a shard would depend on where the shard ends. Here
+each tensor's full vectors are updated in place, and the remainder in a copy padded to full vectors,
+so that bits do not depend on sharding.
 
-Cost: a copy of fewer than ``VECTOR_ELEMENTS`` elements per tensor. Not covered: AMSGrad, and gradient scalers.
+Cost: a copy of fewer than ``VECTOR_ELEMENTS`` elements per tensor. Not covered: AMSGrad, and
+gradient scalers.
 """
 
 from typing import Any
@@ -24,7 +26,8 @@ class VectorAdamW(FusedAdamW):
 
     @property
     def skips_on_device(self) -> bool:
-        """Never: the host reads a flag of the CPU without a wait, and ``VectorUpdate`` pads gradients."""
+        """Never: the host reads a flag of the CPU without a wait, and ``VectorUpdate`` pads
+        gradients."""
         return False
 
     def _run(

@@ -1,8 +1,8 @@
 """What strategies can do: one table of strategies by mesh axes and switches.
 
 A field declared with :func:`refuses` names settings. A strategy without it refuses them in the
-sentence beside them (``config/rules/strategies.py``); ``{KEY}`` in a sentence stands for ``KEY=`` and
-its value. The planner, sweeps and reports read the same fields, so nothing outside this package
+sentence beside them (``config/rules/strategies.py``); ``{KEY}`` in a sentence stands for ``KEY=``
+and its value. The planner, sweeps and reports read the same fields, so nothing outside this package
 compares a strategy's name.
 
 ``docs/strategies.md`` shows the table under "What each strategy can do". Limits that depend on a
@@ -19,11 +19,13 @@ from .context import ContextForm
 TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
 FORMS = (ContextForm.ulysses, ContextForm.gathered, ContextForm.ring)
 MIXES_DTYPES = TORCH >= (2, 11)
-"""Whether an FSDP2 unit may have frozen parameters of another dtype; versions from 2.8 to 2.10 are not tried."""
+"""Whether an FSDP2 unit may have frozen parameters of another dtype; versions from 2.8 to 2.10 are
+not tried."""
 
 
 def refuses(settings: str, sentence: str, default: bool = False) -> Any:
-    """Declare a capability by the settings, separated by spaces, that a strategy without it refuses."""
+    """Declare a capability by the settings, separated by spaces, that a strategy without it
+    refuses."""
     return dataclasses.field(default=default, metadata={"refuses": (settings, sentence)})
 
 
@@ -34,7 +36,8 @@ class Capabilities:
     single_process: bool = False
     """One process trains alone."""
     shards_parameters: bool = False
-    """Each of ``mesh.fsdp_size`` ranks has a shard of every parameter, and gathers it where needed."""
+    """Each of ``mesh.fsdp_size`` ranks has a shard of every parameter, and gathers it where
+    needed."""
     flattens_parameters: bool = False
     """A unit is one module whose parameters are concatenated into a flat one."""
     uses_dtensor: bool = False

@@ -1,20 +1,24 @@
 """Context parallelism: ``mesh.cp_size`` ranks share each sequence.
 
-Every rank keeps 1/N of a sequence in all layers. Only attention mixes tokens, so only attention communicates:
+Every rank keeps 1/N of a sequence in all layers. Only attention mixes tokens, so only attention
+communicates:
 
-- ``ulysses`` (arXiv:2309.14509) exchanges heads for sequence before attention and back after it: each rank computes
-  full sequences of H/N heads with the kernel of one rank. Activations stay at 1/N. N must divide the query heads.
-- ``gathered`` (arXiv:2407.21783, section 3.3.2) all-gathers keys and values, and computes the rows of its own queries.
-  Any number of heads; keys and values of full sequences are in memory during a layer, few with grouped heads.
-- ``ring`` (arXiv:2310.01889) passes keys and values from rank to rank, and merges partial results by their log-sum-exp.
-  Any number of heads, and never more than two parts of other ranks' keys and values in memory.
+- ``ulysses`` (arXiv:2309.14509) exchanges heads for sequence before attention and back after it:
+  each rank computes full sequences of H/N heads with the kernel of one rank. Activations stay at
+  1/N. N must divide the query heads.
+- ``gathered`` (arXiv:2407.21783, section 3.3.2) all-gathers keys and values, and computes the rows
+  of its own queries. Any number of heads; keys and values of full sequences are in memory during a
+  layer, few with grouped heads.
+- ``ring`` (arXiv:2310.01889) passes keys and values from rank to rank, and merges partial results
+  by their log-sum-exp. Any number of heads, and never more than two parts of other ranks' keys and
+  values in memory.
 
-The last two cut sequences into 2N pieces, of which rank r keeps r and 2N-1-r: a head and a tail, so that all ranks
-compute equally many scores of the causal half.
+The last two cut sequences into 2N pieces, of which rank r keeps r and 2N-1-r: a head and a tail, so
+that all ranks compute equally many scores of the causal half.
 
-Gradients of parameters are sums over a sequence's parts, which the strategy sums over ranks like those of sequences.
-The collectives are part of the forward and backward of each attention, and recomputation repeats them; all ranks of a
-group must run the same layers in the same order.
+Gradients of parameters are sums over a sequence's parts, which the strategy sums over ranks like
+those of sequences. The collectives are part of the forward and backward of each attention, and
+recomputation repeats them; all ranks of a group must run the same layers in the same order.
 """
 
 from enum import Enum
@@ -50,8 +54,9 @@ class ContextForm(Enum):
 def build_context(form: ContextForm, group: dist.ProcessGroup, *, compiles: bool) -> Context:
     """A context of a resolved form for the ranks of ``group``.
 
-    ``compiles``: whether the compiler traces the model. It then skips attention: compiled backwards may order the
-    exchange otherwise than FSDP's reductions on each rank, and ranks would wait for one another.
+    ``compiles``: whether the compiler traces the model. It then skips attention: compiled backwards
+    may order the exchange otherwise than FSDP's reductions on each rank, and ranks would wait for
+    one another.
     """
     contexts: dict[ContextForm, type[Ulysses] | type[HeadTail]] = {
         ContextForm.ulysses: Ulysses,

@@ -1,13 +1,15 @@
-"""Low-precision copies of FSDP2's offloaded parameters, which halve the bytes uploaded to the device.
+"""Low-precision copies of FSDP2's offloaded parameters, which halve the bytes uploaded to the
+device.
 
-Under CPU offload FSDP2 uploads float32 shards and casts them on the device, in the forward and again in the backward.
-Here it uploads a copy in the dtype of the forward instead, which lives with the float32 master in pinned memory. Casts
-round the same way on both sides, so no bit changes. The optimizer, checkpoints and ``full_parameters`` use the master;
-the optimizer calls ``refresh`` after an update, and a master that was written in place otherwise (detected by version
-counters) is copied again before the next forward.
+Under CPU offload FSDP2 uploads float32 shards and casts them on the device, in the forward and
+again in the backward. Here it uploads a copy in the dtype of the forward instead, which lives with
+the float32 master in pinned memory. Casts round the same way on both sides, so no bit changes. The
+optimizer, checkpoints and ``full_parameters`` use the master; the optimizer calls ``refresh`` after
+an update, and a master that was written in place otherwise (detected by version counters) is copied
+again before the next forward.
 
-PyTorch has no public way to do this. It was tried with torch 2.7.1 and 2.13; where FSDP2's internals look different, a
-warning says so and float32 is uploaded.
+PyTorch has no public way to do this. It was tried with torch 2.7.1 and 2.13; where FSDP2's
+internals look different, a warning says so and float32 is uploaded.
 """
 
 import warnings
@@ -26,7 +28,9 @@ class _Entry:
     def __init__(self, fsdp_param: Any, dtype: torch.dtype, pin_memory: bool) -> None:
         self.fsdp_param = fsdp_param
         self.master: Tensor = fsdp_param._sharded_param_data
-        self.mirror = in_host_place(torch.empty(self.master.shape, dtype=dtype, pin_memory=pin_memory))
+        self.mirror = in_host_place(
+            torch.empty(self.master.shape, dtype=dtype, pin_memory=pin_memory)
+        )
         self.versions: tuple[int, int] | None = None
 
     def install(self) -> None:
@@ -51,15 +55,24 @@ class _Entry:
 
 
 class Mirror:
-    """Low-precision copies of the parameters of all units of a model, in the order of the forward."""
+    """Low-precision copies of the parameters of all units of a model, in the order of the
+    forward."""
 
-    def __init__(self, modules: Sequence[nn.Module], units_ahead: int, dtype: torch.dtype, pin_memory: bool) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], units_ahead: int, dtype: torch.dtype, pin_memory: bool
+    ) -> None:
         self._groups = [_param_groups(module) for module in modules]
         self._entries = [
-            [_Entry(fsdp_param, dtype, pin_memory) for group in groups for fsdp_param in group.fsdp_params]
+            [
+                _Entry(fsdp_param, dtype, pin_memory)
+                for group in groups
+                for fsdp_param in group.fsdp_params
+            ]
             for groups in self._groups
         ]
-        self._by_param = {entry.fsdp_param.sharded_param: entry for entries in self._entries for entry in entries}
+        self._by_param = {
+            entry.fsdp_param.sharded_param: entry for entries in self._entries for entry in entries
+        }
         for unit, module in enumerate(modules):
             window = slice(unit, unit + 1 + units_ahead)
 
@@ -71,7 +84,8 @@ class Mirror:
 
     @torch.no_grad()
     def refresh(self, params: Sequence[nn.Parameter]) -> None:
-        """Copy updated parameters; any thread may call it while no forward or backward needs them."""
+        """Copy updated parameters; any thread may call it while no forward or backward needs
+        them."""
         for param in params:
             entry = self._by_param[param]
             # The first forward installs and fills the mirror.
@@ -94,11 +108,16 @@ def mirror_parameters(
     try:
         for module in modules:
             for group in _param_groups(module):
-                _ = group._reset_sharded_params, [param._sharded_param_data for param in group.fsdp_params]
+                _ = (
+                    group._reset_sharded_params,
+                    [param._sharded_param_data for param in group.fsdp_params],
+                )
     except AttributeError as error:
         warnings.warn(
-            f"torch {torch.__version__} keeps offloaded shards in a way unknown to fsdptoys ({error}), so parameters "
-            "travel in float32",
+            (
+                f"torch {torch.__version__} keeps offloaded shards in a way unknown to fsdptoys "
+                f"({error}), so parameters travel in float32"
+            ),
             stacklevel=2,
         )
         return None
@@ -108,4 +127,8 @@ def mirror_parameters(
 def _param_groups(module: nn.Module) -> list[Any]:
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.7 has at most one
-    return list(groups) if groups is not None else [group for group in [state._fsdp_param_group] if group is not None]
+    return (
+        list(groups)
+        if groups is not None
+        else [group for group in [state._fsdp_param_group] if group is not None]
+    )

@@ -1,4 +1,5 @@
-"""DistributedDataParallel: the full model on every rank, gradients all-reduced in buckets (arXiv:2006.15704)."""
+"""DistributedDataParallel: the full model on every rank, gradients all-reduced in buckets
+(arXiv:2006.15704)."""
 
 import inspect
 from collections.abc import Iterator
@@ -51,9 +52,14 @@ class DDP(UnshardedStrategy):
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
-        """All-reduce once a step, with the last micro-batch; in the deterministic mode, after each."""
+        """All-reduce once a step, with the last micro-batch; in the deterministic mode, after
+        each."""
         last = index == count - 1
-        with nullcontext() if last or self.world.deterministic.reduces_each_microbatch else self.model.no_sync():
+        with (
+            nullcontext()
+            if last or self.world.deterministic.reduces_each_microbatch
+            else self.model.no_sync()
+        ):
             yield
         if self._leaves and last:
             self._leaves.move_gradients()
@@ -75,7 +81,9 @@ class DDPConfig(ReducingConfig):
     bucket_cap_mb: int = option(25, at_least(1, 2**20), effect=Effect.rounding, acts=Stage.gradient)
     """Gradients are all-reduced in buckets of this many MiB during the backward."""
 
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+    def validate(
+        self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool
+    ) -> None:
         """Refuse sharding."""
         super().validate(world_size, mesh, device_type, cpu_offload)
         self._refuse_sharding(mesh)
@@ -87,10 +95,14 @@ def all_reduce_sum(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Ten
     return future.then(lambda done: done.value()[0])
 
 
-def all_reduce_in_dtype(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Communication hook: average a bucket over the default group in ``dtype``; the result has the bucket's dtype.
+def all_reduce_in_dtype(
+    dtype: torch.dtype, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """Communication hook: average a bucket over the default group in ``dtype``; the result has the
+    bucket's dtype.
 
-    DDP reads the annotations of ``bucket`` and of the return value at run time: they must not be strings.
+    DDP reads the annotations of ``bucket`` and of the return value at run time: they must not be
+    strings.
     """
     buffer = bucket.buffer()
     summed = buffer.to(dtype)

@@ -1,24 +1,29 @@
-"""Expert parallelism: ``mesh.ep_size`` consecutive ranks split the experts, and tokens travel to them and back.
+"""Expert parallelism: ``mesh.ep_size`` consecutive ranks split the experts, and tokens travel to
+them and back.
 
-A layer's stacks are sharded between experts over the ``ep`` axis; then FSDP2 shards the part of each rank along another
-dim over ``efsdp``, the ranks that have the same experts. A unit so gathers 1/ep of the experts.
+A layer's stacks are sharded between experts over the ``ep`` axis; then FSDP2 shards the part of
+each rank along another dim over ``efsdp``, the ranks that have the same experts. A unit so gathers
+1/ep of the experts.
 
     ranks 0 to 3, ep_size=2      experts 0, 1      experts 2, 3
     first half of dim 1          rank 0            rank 1
     second half of dim 1         rank 2            rank 3
 
-Each rank sorts its (token, choice) pairs by expert and sends each pair's row and routing weight to the rank that has
-the expert; no row is dropped or padded. The results return weighted, and are summed over a token's choices. With N
-tokens, K choices and width D, a rank sends about N·K·D·(ep - 1)/ep numbers each way, and again in the backward. It also
-keeps the received rows for the backward, about N·K·D numbers that it would otherwise not have.
+Each rank sorts its (token, choice) pairs by expert and sends each pair's row and routing weight to
+the rank that has the expert; no row is dropped or padded. The results return weighted, and are
+summed over a token's choices. With N tokens, K choices and width D, a rank sends about N·K·D·(ep -
+1)/ep numbers each way, and again in the backward. It also keeps the received rows for the backward,
+about N·K·D numbers that it would otherwise not have.
 
-The sizes of the pieces must be on the host: one device sync for each layer and forward, and another where
-activation checkpointing recomputes the forward. Therefore the next unit is gathered before the sync.
+The sizes of the pieces must be on the host: one device sync for each layer and forward, and another
+where activation checkpointing recomputes the forward. Therefore the next unit is gathered before
+the sync.
 
-Not covered: capacity limits; one row for several experts of the same rank; overlap of exchange and matmuls.
-Sources: arXiv:2006.16668 (GShard), arXiv:2211.15841 (without dropping tokens).
+Not covered: capacity limits; one row for several experts of the same rank; overlap of exchange and
+matmuls. Sources: arXiv:2006.16668 (GShard), arXiv:2211.15841 (without dropping tokens).
 
-Shapes: N tokens, K experts of a token, E experts, D width, R = N·K rows sent, M rows received, W width of a row.
+Shapes: N tokens, K experts of a token, E experts, D width, R = N·K rows sent, M rows received, W
+width of a row.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,18 +62,23 @@ class Route(NamedTuple):
         return Route(self.group, self.gets, self.sends)
 
     def exchange(self, rows_RW: Tensor) -> Tensor:
-        """Send rows, which are sorted by rank; returns those of other ranks, in the order of ranks. A collective."""
+        """Send rows, which are sorted by rank; returns those of other ranks, in the order of ranks.
+        A collective."""
         rows_MW = rows_RW.new_empty(sum(self.gets), rows_RW.shape[1])
-        dist.all_to_all_single(rows_MW, rows_RW.contiguous(), self.gets, self.sends, group=self.group)
+        dist.all_to_all_single(
+            rows_MW, rows_RW.contiguous(), self.gets, self.sends, group=self.group
+        )
         return rows_MW
 
 
 class ExpertExchange:
-    """``apply_experts`` with experts split over a group of ranks. A collective, in forward and backward.
+    """``apply_experts`` with experts split over a group of ranks. A collective, in forward and
+    backward.
 
     Args:
         group: its ranks have equally many experts each, in order.
-        gradient_divisor: of the gradients of the experts' parameters, where a reduction averages over too few ranks.
+        gradient_divisor: of the gradients of the experts' parameters, where a reduction averages
+            over too few ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, gradient_divisor: int = 1) -> None:
@@ -92,10 +102,18 @@ class ExpertExchange:
         route, ids_M = self._route(experts_R, n_experts)
         tokens_R = pairs_R.div(top_k, rounding_mode="floor")
         hidden_MD = _Send.apply(hidden_ND, tokens_R, rows_NK, route, product)
-        weights_M1 = _Send.apply(weights_NK.reshape(-1, 1), pairs_R, rows_NK.view(-1, 1), route, product)
+        weights_M1 = _Send.apply(
+            weights_NK.reshape(-1, 1), pairs_R, rows_NK.view(-1, 1), route, product
+        )
         gate_up, down = self._own(gate_up_EHD), self._own(down_EDF)
         out_MD = apply_experts(
-            hidden_MD, ids_M.unsqueeze(1), weights_M1, gate_up, down, product, scale_input=scale_input
+            hidden_MD,
+            ids_M.unsqueeze(1),
+            weights_M1,
+            gate_up,
+            down,
+            product,
+            scale_input=scale_input,
         )
         out_ND: Tensor = _Return.apply(out_MD, tokens_R, rows_NK, route.back(), product)
         return out_ND
@@ -108,23 +126,28 @@ class ExpertExchange:
         down_EDF: Tensor,
         multiply: Callable[[Tensor, Tensor, Tensor, list[list[list[int]]]], Tensor],
     ) -> Tensor:
-        """Multiply rows that are sorted by expert, and by grain within an expert (``exact.experts``). A collective.
+        """Multiply rows that are sorted by expert, and by grain within an expert
+        (``exact.experts``). A collective.
 
         Args:
             rows_RD: of all experts.
             counts_EG: rows of each expert and grain.
             gate_up_EHD: all ranks' experts, of which this rank has some.
             down_EDF: likewise.
-            multiply: called with rows, matrices of this rank's experts, and the numbers of rows by source, expert and
-                grain, in this order.
+            multiply: called with rows, matrices of this rank's experts, and the numbers of rows by
+                source, expert and grain, in this order.
         """
         ranks, counts = self.group.size(), counts_EG.flatten()
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self.group)
-        sent, came = torch.stack([counts, coming]).view(2, ranks, -1, counts_EG.shape[1]).tolist()  # one device sync
+        sent, came = (
+            torch.stack([counts, coming]).view(2, ranks, -1, counts_EG.shape[1]).tolist()
+        )  # one device sync
         sends, gets = ([sum(map(sum, of_rank)) for of_rank in each] for each in (sent, came))
         route = Route(self.group, sends, gets)
-        out_MD = multiply(_Exchange.apply(rows_RD, route), self._own(gate_up_EHD), self._own(down_EDF), came)
+        out_MD = multiply(
+            _Exchange.apply(rows_RD, route), self._own(gate_up_EHD), self._own(down_EDF), came
+        )
         out_RD: Tensor = _Exchange.apply(out_MD, route.back())
         return out_RD
 
@@ -138,31 +161,43 @@ class ExpertExchange:
         counts = ends_E.diff(prepend=ends_E.new_zeros(1))
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self.group)
-        sends, gets = read_splits(torch.stack([counts, coming]).view(2, ranks, local).sum(2), experts_R.numel())
-        ids_M = torch.arange(local, device=device).repeat(ranks).repeat_interleave(coming, output_size=sum(gets))
+        sends, gets = read_splits(
+            torch.stack([counts, coming]).view(2, ranks, local).sum(2), experts_R.numel()
+        )
+        ids_M = (
+            torch.arange(local, device=device)
+            .repeat(ranks)
+            .repeat_interleave(coming, output_size=sum(gets))
+        )
         return Route(self.group, sends, gets), ids_M
 
     def _own(self, stack: Tensor) -> Tensor:
         """This rank's experts, as a plain tensor."""
         own: Tensor = stack.to_local() if is_dtensor(stack) else stack
-        return own if self.gradient_divisor == 1 else _DivideGradient.apply(own, self.gradient_divisor)
+        return (
+            own if self.gradient_divisor == 1 else _DivideGradient.apply(own, self.gradient_divisor)
+        )
 
 
 def read_splits(splits_2N: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """Rows for and from each of N ranks, of which ``rows`` are sent: the one device sync of an exchange."""
+    """Rows for and from each of N ranks, of which ``rows`` are sent: the one device sync of an
+    exchange."""
     sends, gets = splits_2N.tolist()
     return sends, gets
 
 
 class _Send(torch.autograd.Function):
-    """Rows to the ranks that have their experts; the backward returns gradients and sums them over choices.
+    """Rows to the ranks that have their experts; the backward returns gradients and sums them over
+    choices.
 
-    ``values`` has a row for each of some items, ``order_R`` is the item of each row sent, ``rows`` (items, choices)
-    the row sent for each choice.
+    ``values`` has a row for each of some items, ``order_R`` is the item of each row sent, ``rows``
+    (items, choices) the row sent for each choice.
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, order_R: Tensor, rows: Tensor, route: Route, product: Product) -> Tensor:
+    def forward(
+        ctx: Any, values: Tensor, order_R: Tensor, rows: Tensor, route: Route, product: Product
+    ) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.route, ctx.product = route, product
         return route.exchange(values.index_select(0, order_R))
@@ -171,14 +206,22 @@ class _Send(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_MW: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        return gather_sum(ctx.route.back().exchange(grad_MW), rows, ctx.product), None, None, None, None
+        return (
+            gather_sum(ctx.route.back().exchange(grad_MW), rows, ctx.product),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _Return(torch.autograd.Function):
     """Results to the ranks of their tokens, summed over choices; the transpose of ``_Send``."""
 
     @staticmethod
-    def forward(ctx: Any, values_MW: Tensor, order_R: Tensor, rows: Tensor, route: Route, product: Product) -> Tensor:
+    def forward(
+        ctx: Any, values_MW: Tensor, order_R: Tensor, rows: Tensor, route: Route, product: Product
+    ) -> Tensor:
         # Not saved for the backward, so that a recomputation may stop before this exchange.
         ctx.order_R, ctx.route = order_R, route
         return gather_sum(route.exchange(values_MW), rows, product)
@@ -218,7 +261,8 @@ class _DivideGradient(torch.autograd.Function):
 
 
 def split_experts(model: DecoderModel, mesh: DeviceMesh, exchange: ExpertExchange) -> None:
-    """Leave each rank of a mesh of one axis its part of each stack of a model on the meta device."""
+    """Leave each rank of a mesh of one axis its part of each stack of a model on the meta
+    device."""
     from torch.distributed.tensor import DTensor, Shard
 
     for experts in model.modules():
@@ -256,28 +300,37 @@ def check_experts(model: ModelConfig, axes: Axes) -> None:
         return
     if not isinstance(model, MoEConfig):
         raise ConfigError(
-            f"mesh.ep_size={axes.ep} splits experts, and a {model.family} model has none; set mesh.ep_size=1"
+            f"mesh.ep_size={axes.ep} splits experts, and a {model.family} model has none; set "
+            "mesh.ep_size=1"
         )
     width, hidden = model.dim, model.expert_ffn_dim
 
     def fits(ep: int) -> bool:
         ranks = axes.ranks_per_replica // ep
-        divides = all(expert_dim(shape, ranks) is not None for shape in ((1, 2 * hidden, width), (1, width, hidden)))
-        return ep == 1 or (model.n_experts % ep == 0 and axes.ranks_per_replica % ep == 0 and divides)
+        divides = all(
+            expert_dim(shape, ranks) is not None
+            for shape in ((1, 2 * hidden, width), (1, width, hidden))
+        )
+        return ep == 1 or (
+            model.n_experts % ep == 0 and axes.ranks_per_replica % ep == 0 and divides
+        )
 
     if fits(axes.ep):
         return
     fix = f"set mesh.ep_size={max(ep for ep in range(1, axes.ranks_per_replica + 1) if fits(ep))}"
     if model.n_experts % axes.ep:
-        raise ConfigError(f"mesh.ep_size={axes.ep} must divide model.n_experts={model.n_experts}; {fix}")
+        raise ConfigError(
+            f"mesh.ep_size={axes.ep} must divide model.n_experts={model.n_experts}; {fix}"
+        )
     raise ConfigError(
-        f"mesh.ep_size={axes.ep} leaves {axes.efsdp} ranks to shard the same experts, which must divide "
-        f"model.dim={width} or model.expert_ffn_dim={hidden}; {fix}"
+        f"mesh.ep_size={axes.ep} leaves {axes.efsdp} ranks to shard the same experts, which must "
+        f"divide model.dim={width} or model.expert_ffn_dim={hidden}; {fix}"
     )
 
 
 def fsdp2_can_sum() -> bool:
-    """Whether FSDP2 of this torch can sum gradients rather than average them: 2.11 to 2.15 can, 2.7 cannot."""
+    """Whether FSDP2 of this torch can sum gradients rather than average them: 2.11 to 2.15 can, 2.7
+    cannot."""
     from torch.distributed.fsdp import FSDPModule
 
     return hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
@@ -286,8 +339,8 @@ def fsdp2_can_sum() -> bool:
 def sums_gradients(units: Sequence[Any]) -> bool:
     """Let units of FSDP2 sum gradients rather than average them; whether this torch can.
 
-    A size of the group as divisor would be another for experts than for the rest. ``set_force_sum_reduction_for_comms``
-    makes gloo and float64 sum too.
+    A size of the group as divisor would be another for experts than for the rest.
+    ``set_force_sum_reduction_for_comms`` makes gloo and float64 sum too.
     """
     if not fsdp2_can_sum():
         return False

@@ -1,9 +1,9 @@
 """Float64 copies of float32 parameters, for strategies whose ranks hold every parameter in full.
 
-With ``train.deterministic=layout`` a model computes from float64 parameters (``exact.ops``). Its leaves are copies,
-whose gradients add up over micro-batches, and over ranks, in float64; the optimizer gets the float32 parameters, and
-gradients that were rounded once. FSDP1 and FSDP2 gather in float64 instead. The price: 16 bytes more for each
-parameter.
+With ``train.deterministic=layout`` a model computes from float64 parameters (``exact.ops``). Its
+leaves are copies, whose gradients add up over micro-batches, and over ranks, in float64; the
+optimizer gets the float32 parameters, and gradients that were rounded once. FSDP1 and FSDP2 gather
+in float64 instead. The price: 16 bytes more for each parameter.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,8 @@ class Float64Leaves:
 
     @torch.no_grad()
     def _refresh(self, module: nn.Module, *_: object) -> None:
-        """Copy parameters before the first forward that uses them, since a step may update them as late as that.
+        """Copy parameters before the first forward that uses them, since a step may update them as
+        late as that.
 
         Not in a recomputation, for which they have not changed.
         """

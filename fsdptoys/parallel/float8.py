@@ -1,16 +1,17 @@
 """Linear layers with float8 matmuls: settings, checks, and torchao's conversion.
 
-A float8 matmul takes half the time of a bf16 one from compute capability 8.9 on. Each operand is scaled so that its
-largest element is float8's largest, cast, multiplied with sums in higher precision, and scaled back. ``tensorwise`` has
-one scale per tensor, which is fastest; ``rowwise`` one per row, which limits the damage of an outlier. Scaling and
-casting pay only where the compiler fuses them (``train.compile=true``) and the matrices are large.
+A float8 matmul takes half the time of a bf16 one from compute capability 8.9 on. Each operand is
+scaled so that its largest element is float8's largest, cast, multiplied with sums in higher
+precision, and scaled back. ``tensorwise`` has one scale per tensor, which is fastest; ``rowwise``
+one per row, which limits the damage of an outlier. Scaling and casting pay only where the compiler
+fuses them (``train.compile=true``) and the matrices are large.
 
-With ``train.float8_all_gather`` FSDP2 casts shards before it gathers them, which halves the traffic of bf16. The scale
-is that of the full tensor: one all-reduce for all tensors after each update, or one per tensor where updates are
-deferred.
+With ``train.float8_all_gather`` FSDP2 casts shards before it gathers them, which halves the traffic
+of bf16. The scale is that of the full tensor: one all-reduce for all tensors after each update, or
+one per tensor where updates are deferred.
 
-Converted are the blocks' ``Linear`` layers both of whose dims 16 divides; head, embedding, routers and experts are not.
-On a CPU torchao emulates the numerics, without the speed.
+Converted are the blocks' ``Linear`` layers both of whose dims 16 divides; head, embedding, routers
+and experts are not. On a CPU torchao emulates the numerics, without the speed.
 
 Not covered: NPUs, FSDP1, whose flat parameters torchao does not know, and float8 in attention.
 Source: https://docs.pytorch.org/ao/stable/workflows/training.html, arXiv:2209.05433
@@ -44,14 +45,16 @@ class Float8(Enum):
 
 
 def check_float8_here(float8: Float8, device_type: str) -> None:
-    """Check that this node's device and packages support float8; predictions for other hardware skip this."""
+    """Check that this node's device and packages support float8; predictions for other hardware
+    skip this."""
     if float8 is Float8.none:
         return
     key = f"train.float8={float8.value}"
     if device_type == "cuda" and torch.cuda.get_device_capability() < CAPABILITY:
         found = ".".join(map(str, torch.cuda.get_device_capability()))
         raise ConfigError(
-            f"{key} needs a device of compute capability 8.9 or more, and this one has {found}; set train.float8=none"
+            f"{key} needs a device of compute capability 8.9 or more, and this one has {found}; "
+            "set train.float8=none"
         )
     fault = torchao_fault()
     if fault is not None:
@@ -59,13 +62,14 @@ def check_float8_here(float8: Float8, device_type: str) -> None:
 
 
 def uneven_shards(model: DecoderModel, ranks: int) -> str | None:
-    """Return a sentence on shards of different sizes, which FSDP2 does not pad if they are cast before the gather."""
+    """Return a sentence on shards of different sizes, which FSDP2 does not pad if they are cast
+    before the gather."""
     for name, module in model.layers.named_modules():
         if isinstance(module, Linear) and takes_float8(module) and module.out_features % ranks:
             return (
-                f"train.float8_all_gather=true needs shards of one size, and {ranks} ranks do not divide the "
-                f"{module.out_features} rows of layers.{name}; set mesh.fsdp_size to a number that does, or "
-                "train.float8_all_gather=false"
+                f"train.float8_all_gather=true needs shards of one size, and {ranks} ranks do "
+                f"not divide the {module.out_features} rows of layers.{name}; set mesh.fsdp_size "
+                "to a number that does, or train.float8_all_gather=false"
             )
     return None
 
@@ -75,8 +79,11 @@ def takes_float8(module: nn.Module) -> bool:
     return type(module) is Linear and not any(size % MULTIPLE for size in module.weight.shape)
 
 
-def convert_to_float8(model: DecoderModel, float8: Float8, all_gather: bool, device_type: str) -> int:
-    """Convert the blocks' linear layers to float8 matmuls, emulated without CUDA; return the number of layers.
+def convert_to_float8(
+    model: DecoderModel, float8: Float8, all_gather: bool, device_type: str
+) -> int:
+    """Convert the blocks' linear layers to float8 matmuls, emulated without CUDA; return the number
+    of layers.
 
     Call it on the meta device, before any other change to the blocks.
 
@@ -88,12 +95,14 @@ def convert_to_float8(model: DecoderModel, float8: Float8, all_gather: bool, dev
     check_float8_here(float8, device_type)
     library = _torchao()
     config = library.Float8LinearConfig.from_recipe_name(float8.value)
-    config = dataclasses.replace(config, enable_fsdp_float8_all_gather=all_gather, emulate=device_type != "cuda")
+    config = dataclasses.replace(
+        config, enable_fsdp_float8_all_gather=all_gather, emulate=device_type != "cuda"
+    )
     count = sum(map(takes_float8, model.layers.modules()))
     if count == 0:
         raise ConfigError(
-            f"train.float8={float8.value} finds no linear layer in the blocks both of whose dims {MULTIPLE} divides; "
-            "set train.float8=none"
+            f"train.float8={float8.value} finds no linear layer in the blocks both of whose dims "
+            f"{MULTIPLE} divides; set train.float8=none"
         )
     library.convert_to_float8_training(
         model.layers, config=config, module_filter_fn=lambda module, _: takes_float8(module)
@@ -108,7 +117,9 @@ def prepare_all_gathers(model: nn.Module) -> None:
 
 def _torchao() -> Any:
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # ABI warnings about prebuilt kernels, which float8 training does not use
+    logging.disable(
+        logging.WARNING
+    )  # ABI warnings about prebuilt kernels, which float8 training does not use
     try:
         import torchao.float8
     finally:

@@ -1,7 +1,8 @@
 """Settings that FSDP1, FSDP2 and the toy FSDP share.
 
-ZeRO-3 (arXiv:1910.02054): every rank keeps 1/N of parameters, gradients and optimizer states. A unit's parameters are
-all-gathered before its forward and again before its backward; its gradients are reduce-scattered after the backward.
+ZeRO-3 (arXiv:1910.02054): every rank keeps 1/N of parameters, gradients and optimizer states. A
+unit's parameters are all-gathered before its forward and again before its backward; its gradients
+are reduce-scattered after the backward.
 """
 
 import functools
@@ -31,7 +32,8 @@ class Wrap(Enum):
     block = "block"
     """Each block."""
     block_attn_mlp = "block_attn_mlp"
-    """Attention and feed-forward of each block by themselves: less memory at a time, more collectives."""
+    """Attention and feed-forward of each block by themselves: less memory at a time, more
+    collectives."""
 
 
 class ReshardAfterForward(Enum):
@@ -51,7 +53,8 @@ class FSDPConfig(ReducingConfig):
     wrap: Wrap = option(Wrap.auto, effect=Effect.rounding, acts=Stage.gradient)
     """Which modules become units."""
     wrap_classes: list[str] = option([], effect=Effect.rounding, acts=Stage.gradient)
-    """Make every module of these classes a unit instead, for example [Attention,SwiGLU]; the root holds the rest."""
+    """Make every module of these classes a unit instead, for example [Attention,SwiGLU]; the root
+    holds the rest."""
     min_params: float | None = option(
         None,
         at_least(1, 10**15),
@@ -59,17 +62,20 @@ class FSDPConfig(ReducingConfig):
         acts=Stage.gradient,
         alias="fsdp_min_num_params min_num_params size_based_auto_wrap_policy",
     )
-    """Make modules with at least this many parameters outside inner units a unit instead; the root holds the rest."""
+    """Make modules with at least this many parameters outside inner units a unit instead; the root
+    holds the rest."""
     reshard_after_forward: ReshardAfterForward = option(
         ReshardAfterForward.default, effect=Effect.none, alias="fsdp_reshard_after_forward"
     )
     """Which units free their gathered parameters after the forward."""
     forward_prefetch: int = option(0, at_least(0, 10**6), effect=Effect.none)
-    """Units gathered ahead of the one that computes, in the forward; 0 lets the device's queue do it."""
+    """Units gathered ahead of the one that computes, in the forward; 0 lets the device's queue do
+    it."""
     backward_prefetch: int = option(1, at_least(0, 10**6), effect=Effect.none)
     """Units gathered ahead of the one that computes, in the backward."""
     reduce_each_microbatch: bool = option(False, effect=Effect.rounding, needs="train.grad_accum")
-    """Reduce gradients after each micro-batch, and keep only their shard between them; more communication."""
+    """Reduce gradients after each micro-batch, and keep only their shard between them; more
+    communication."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,10 +84,14 @@ class FSDPConfig(ReducingConfig):
             "wrap_classes": self.wrap_classes or None,
             "min_params": self.min_params,
         }
-        words = [f"parallel.{key}={_text(value)}" for key, value in keys.items() if value is not None]
+        words = [
+            f"parallel.{key}={_text(value)}" for key, value in keys.items() if value is not None
+        ]
         if len(words) > 1:
             off = "parallel.wrap=auto" if keys["wrap"] is not None else "parallel.min_params=null"
-            raise ConfigError(f"{words[0]} and {words[1]} both choose the units; set {off} to keep the other")
+            raise ConfigError(
+                f"{words[0]} and {words[1]} both choose the units; set {off} to keep the other"
+            )
         if not words:
             self.wrap = Wrap.block
 
@@ -91,11 +101,13 @@ class FSDPConfig(ReducingConfig):
         return self.reduce_each_microbatch
 
     def units(self, model: DecoderModel, splits_experts: bool = False) -> list[Unit]:
-        """Units of a model in the order of their forwards, without the root, which holds all other parameters.
+        """Units of a model in the order of their forwards, without the root, which holds all other
+        parameters.
 
         Args:
             model: on any device.
-            splits_experts: whether experts are sharded over other ranks than the rest, so that no unit has both.
+            splits_experts: whether experts are sharded over other ranks than the rest, so that no
+                unit has both.
 
         Raises:
             ConfigError: if ``wrap_classes`` names a class that no unit can have.
@@ -122,14 +134,20 @@ class FSDPConfig(ReducingConfig):
         """Whether parts of a block are units."""
         if self.wrap is not Wrap.auto:
             return self.wrap is Wrap.block_attn_mlp
-        names = [name for unit in self.units(_on_meta(repr(model), Uncached(model))) for name in unit.modules]
+        names = [
+            name
+            for unit in self.units(_on_meta(repr(model), Uncached(model)))
+            for name in unit.modules
+        ]
         return any(name.startswith("layers.") and name.count(".") > 1 for name in names)
 
     def check_model(self, model: ModelConfig) -> None:
         """Check that the model has the classes of ``wrap_classes``."""
         self.hooks_parts_of_blocks(model)
 
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+    def validate(
+        self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool
+    ) -> None:
         """Check that the shard axis divides the world."""
         super().validate(world_size, mesh, device_type, cpu_offload)
         mesh.shard_ranks(world_size)

@@ -1,8 +1,10 @@
-"""FSDP1: PyTorch's FullyShardedDataParallel, which flattens the parameters of a unit and shards the flat tensor.
+"""FSDP1: PyTorch's FullyShardedDataParallel, which flattens the parameters of a unit and shards the
+flat tensor.
 
-A mesh of two axes makes it hybrid. Embedding and head are units by default, unless they share a weight: the root then
-holds both. Construction holds one unit in full at a time, since a unit is flattened before it is sharded. With bf16
-parameters, micro-batches are added up in bf16 before the reduction, where FSDP2 and DDP add them in float32.
+A mesh of two axes makes it hybrid. Embedding and head are units by default, unless they share a
+weight: the root then holds both. Construction holds one unit in full at a time, since a unit is
+flattened before it is sharded. With bf16 parameters, micro-batches are added up in bf16 before the
+reduction, where FSDP2 and DDP add them in float32.
 
 Source: https://docs.pytorch.org/docs/stable/fsdp.html, arXiv:2304.11277.
 """
@@ -45,7 +47,8 @@ class FSDP1(Strategy):
         self.mesh = world.build_mesh()
 
     def shard(self, model: DecoderModel, param_init: ParamInit) -> None:
-        """Wrap from the inside out: materialize, initialize, flatten and shard one unit after the other."""
+        """Wrap from the inside out: materialize, initialize, flatten and shard one unit after the
+        other."""
         names = {param: name for name, param in model.named_parameters()}
         made: dict[nn.Parameter, nn.Parameter] = {}
         device = self.world.device.torch_device
@@ -53,13 +56,16 @@ class FSDP1(Strategy):
         def materialize_own_parameters(module: nn.Module) -> None:
             for attribute, param in list(module.named_parameters(recurse=False)):
                 if param not in made:
-                    made[param] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+                    made[param] = nn.Parameter(
+                        torch.empty_like(param, device=device), param.requires_grad
+                    )
                     param_init(made[param], names[param])
                 setattr(module, attribute, made[param])
 
         shared = bool(shared_parameters(model))
-        # On one rank FSDP1 assigns the unreduced gradient of a shared weight, which may be bf16, to each of its
-        # float32 names, which torch refuses (seen with 2.13). Reducing costs one rank nothing.
+        # On one rank FSDP1 assigns the unreduced gradient of a shared weight, which may be bf16, to
+        # each of its float32 names, which torch refuses (seen with 2.13). Reducing costs one rank
+        # nothing.
         self._reduces_always = shared and self.world.world_size == 1
         init_buffers(model, device, self.config.buffer_dtype.torch)
         options = self._options() | {"param_init_fn": materialize_own_parameters}
@@ -67,7 +73,9 @@ class FSDP1(Strategy):
         # Embedding and head come first, while memory is empty: they are the largest.
         for name in sorted(inside_out(list(units)), key=lambda name: name.startswith("layers.")):
             owner, _, attribute = name.rpartition(".")
-            sharding = {"sharding_strategy": self._sharding_strategy(self.config.reshards(units[name]))}
+            sharding = {
+                "sharding_strategy": self._sharding_strategy(self.config.reshards(units[name]))
+            }
             parent = model.get_submodule(owner)
             setattr(parent, attribute, _wrap(getattr(parent, attribute), options | sharding))
             made.clear()
@@ -88,30 +96,40 @@ class FSDP1(Strategy):
         from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 
         config, world = self.config, self.world
-        param_dtype = torch.float64 if world.deterministic.uses_float64 else config.param_dtype.torch
+        param_dtype = (
+            torch.float64 if world.deterministic.uses_float64 else config.param_dtype.torch
+        )
         return {
             "device_mesh": self.mesh,
             "device_id": world.device.torch_device,
             # The root's: FSDP1 never frees it after the forward.
-            "sharding_strategy": self._sharding_strategy(config.reshard_after_forward is not ReshardAfterForward.never),
+            "sharding_strategy": self._sharding_strategy(
+                config.reshard_after_forward is not ReshardAfterForward.never
+            ),
             "mixed_precision": MixedPrecision(
                 param_dtype=None if param_dtype is torch.float32 else param_dtype,
                 reduce_dtype=config.reduce_dtype.torch,
                 buffer_dtype=config.buffer_dtype.torch,
-                # The models keep rotary angles in float32 themselves; casting inputs would round them.
+                # The models keep rotary angles in float32 themselves; casting inputs would round
+                # them.
                 cast_forward_inputs=False,
                 cast_root_forward_inputs=False,
             ),
             "cpu_offload": CPUOffload(offload_params=world.cpu_offload),
             "forward_prefetch": config.forward_prefetch > 0,
-            "backward_prefetch": BackwardPrefetch.BACKWARD_PRE if config.backward_prefetch else None,
+            "backward_prefetch": BackwardPrefetch.BACKWARD_PRE
+            if config.backward_prefetch
+            else None,
             "use_orig_params": config.use_orig_params,
         }
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
-        """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, or as set, after each."""
-        each = self.world.deterministic.reduces_each_microbatch or self.config.reduce_each_microbatch
+        """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, or as
+        set, after each."""
+        each = (
+            self.world.deterministic.reduces_each_microbatch or self.config.reduce_each_microbatch
+        )
         reduces = index == count - 1 or each or self._reduces_always
         with nullcontext() if reduces else self.model.no_sync():
             yield
@@ -121,7 +139,8 @@ class FSDP1(Strategy):
         return self.model.fsdp_modules(self.model)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Free the flat gradients too, of which the gradients of the model's own parameters are views."""
+        """Free the flat gradients too, of which the gradients of the model's own parameters are
+        views."""
         # A flat parameter keeps its offloaded gradient when those of its views are None.
         optimizer.zero_grad(set_to_none=not self.world.cpu_offload)
         for unit in self._units:
@@ -141,17 +160,25 @@ class FSDP1(Strategy):
     def unit_names(self) -> list[list[str]]:
         """FSDP1's own units."""
         units = set(self._units)
-        return [[_own_name(f"{name}.").rstrip(".")] for name, module in self.model.named_modules() if module in units]
+        return [
+            [_own_name(f"{name}.").rstrip(".")]
+            for name, module in self.model.named_modules()
+            if module in units
+        ]
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather one unit at a time."""
-        names = {module: _own_name(name + ".").rstrip(".") for name, module in self.model.named_modules()}
+        names = {
+            module: _own_name(name + ".").rstrip(".") for name, module in self.model.named_modules()
+        }
         units = self._units
         # The root comes first: a child summoned before its root would become a root itself.
         for unit in units:
             prefix = f"{names[unit]}." if names[unit] else ""
             nested = tuple(
-                f"{names[other]}." for other in units if other is not unit and names[other].startswith(prefix)
+                f"{names[other]}."
+                for other in units
+                if other is not unit and names[other].startswith(prefix)
             )
             with self.model.summon_full_params(unit, recurse=False, writeback=False):
                 for name, param in unit.named_parameters():
@@ -182,13 +209,15 @@ class FSDP1Config(FSDPConfig):
     use_orig_params: bool = option(True, effect=Effect.none)
     """Show the optimizer the model's own parameters rather than one flat parameter a unit."""
 
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+    def validate(
+        self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool
+    ) -> None:
         """Refuse settings that FSDP1 cannot do, or does silently wrong."""
         super().validate(world_size, mesh, device_type, cpu_offload)
         if world_size > 1 and mesh.shard_ranks(world_size) == 1:
             raise ConfigError(
-                "mesh.fsdp_size=1 makes FSDP1 keep full parameters and skip the all-reduce over replicas; "
-                "set parallel=ddp, or parallel=fsdp2 to keep the mesh"
+                "mesh.fsdp_size=1 makes FSDP1 keep full parameters and skip the all-reduce over "
+                "replicas; set parallel=ddp, or parallel=fsdp2 to keep the mesh"
             )
         for name in ("forward_prefetch", "backward_prefetch"):
             if getattr(self, name) > 1:
@@ -198,13 +227,14 @@ class FSDP1Config(FSDPConfig):
                 )
         if cpu_offload and device_type == "cpu":
             raise ConfigError(
-                "memory.cpu_offload=true needs an accelerator to offload from under parallel=fsdp1; "
-                "set parallel=fsdp2 or memory.cpu_offload=false"
+                "memory.cpu_offload=true needs an accelerator to offload from under "
+                "parallel=fsdp1; set parallel=fsdp2 or memory.cpu_offload=false"
             )
 
 
 class FlatState(State):
-    """Copies in host memory, resharded along the first dim by FSDP1's public state-dict functions. A collective."""
+    """Copies in host memory, resharded along the first dim by FSDP1's public state-dict functions.
+    A collective."""
 
     def __init__(self, model: "FullyShardedDataParallel", optimizer: torch.optim.Optimizer) -> None:
         settle(optimizer)
@@ -239,9 +269,16 @@ class FlatState(State):
 
 @contextmanager
 def _sharded_form(model: "FullyShardedDataParallel") -> Iterator[None]:
-    from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
+    from torch.distributed.fsdp import (
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        StateDictType,
+    )
 
-    configs = ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
+    configs = (
+        ShardedStateDictConfig(offload_to_cpu=True),
+        ShardedOptimStateDictConfig(offload_to_cpu=True),
+    )
     with warnings.catch_warnings():
         # FSDP1 warns that these functions are deprecated, and about sharding on one rank.
         warnings.simplefilter("ignore")
@@ -266,8 +303,8 @@ def _sum_gradients(unit: "FullyShardedDataParallel") -> None:
     names = "_gradient_predivide_factor", "_gradient_postdivide_factor"
     if not all(isinstance(getattr(unit, name, None), float | int) for name in names):
         raise ConfigError(
-            f"train.deterministic=layout cannot make FSDP1 of torch {torch.__version__} sum gradients instead of "
-            "averaging them; set parallel=fsdp2"
+            f"train.deterministic=layout cannot make FSDP1 of torch {torch.__version__} sum "
+            "gradients instead of averaging them; set parallel=fsdp2"
         )
     for name in names:
         setattr(unit, name, 1.0)
@@ -276,7 +313,8 @@ def _sum_gradients(unit: "FullyShardedDataParallel") -> None:
 def _free_flat_gradient(unit: "FullyShardedDataParallel") -> None:
     """Set a unit's flat gradient to None if all its views are, as FSDP1's next forward would.
 
-    Private API of torch 2.7.1 and 2.13; where it is missing, the flat gradients live until the next forward.
+    Private API of torch 2.7.1 and 2.13; where it is missing, the flat gradients live until the next
+    forward.
     """
     handle = getattr(unit, "_handle", None)
     free = getattr(handle, "_reset_flat_param_grad_info_if_needed", None)

@@ -1,9 +1,10 @@
 """FSDP2: PyTorch's ``fully_shard``, which shards every parameter along its first dim as a DTensor.
 
-Stacks of experts are sharded along another dim where the ranks do not divide the number of experts. A mesh of two axes
-makes it HSDP: sharded along the second, replicated and all-reduced along the first. Under expert parallelism the stacks
-are units of their own, over a mesh of their own (``expert_parallel``). Under tensor parallelism each rank shards the
-part of every parameter that has its features (``tensor_parallel``); experts are sharded over all ranks of a copy.
+Stacks of experts are sharded along another dim where the ranks do not divide the number of experts.
+A mesh of two axes makes it HSDP: sharded along the second, replicated and all-reduced along the
+first. Under expert parallelism the stacks are units of their own, over a mesh of their own
+(``expert_parallel``). Under tensor parallelism each rank shards the part of every parameter that
+has its features (``tensor_parallel``); experts are sharded over all ranks of a copy.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -69,12 +70,16 @@ class FSDP2(Strategy):
             groups = build_pipe_groups(self.mesh_axes, world.timeout)
             loss_dtype = torch.float64 if world.deterministic.covers_layouts else torch.float32
             dtypes = config.param_dtype.torch, loss_dtype
-            self.pipeline = Pipeline(config.schedule, groups, self.mesh_axes, dtypes, world.device.torch_device)
+            self.pipeline = Pipeline(
+                config.schedule, groups, self.mesh_axes, dtypes, world.device.torch_device
+            )
         if self.mesh_axes.tp > 1:
             mesh, whole = build_tensor_meshes(self.mesh_axes, world.device, world.timeout)
             self.tensor_group = mesh.get_group(TENSOR_AXIS)
             self.features = FeatureSplit(TensorExchange(self.tensor_group), whole)
-            self.mesh = mesh[(REPLICATE_AXIS, SHARD_AXIS) if self.mesh_axes.replicate > 1 else (SHARD_AXIS,)]
+            self.mesh = mesh[
+                (REPLICATE_AXIS, SHARD_AXIS) if self.mesh_axes.replicate > 1 else (SHARD_AXIS,)
+            ]
         elif self.pipeline is not None:
             self.mesh = build_stage_mesh(self.mesh_axes, world.device, world.timeout)
         else:
@@ -101,7 +106,11 @@ class FSDP2(Strategy):
     @property
     def reduces_experts(self) -> Reduction:
         """Return a mean over the ranks with the same experts, where gradients are averaged."""
-        return Mean(self.reduces.over // self.mesh_axes.ep) if isinstance(self.reduces, Mean) else self.reduces
+        return (
+            Mean(self.reduces.over // self.mesh_axes.ep)
+            if isinstance(self.reduces, Mean)
+            else self.reduces
+        )
 
     def divide_expert_gradients(self, divisor: int) -> None:
         """Divide them where experts get their parameters."""
@@ -112,9 +121,13 @@ class FSDP2(Strategy):
         if self.pipeline is not None:
             self.pipeline.cut(model, seq_len)
         splits_experts = self.mesh_axes.ep > 1
-        has_experts = isinstance(model.config, MoEConfig)  # in some stage: all sum gradients, or average them
+        has_experts = isinstance(
+            model.config, MoEConfig
+        )  # in some stage: all sum gradients, or average them
         if splits_experts or (self.features is not None and has_experts):
-            self.sparse_mesh = build_sparse_mesh(self.mesh_axes, self.world.device, self.world.timeout)
+            self.sparse_mesh = build_sparse_mesh(
+                self.mesh_axes, self.world.device, self.world.timeout
+            )
         if self.features is not None:
             self.features.apply(model)
         if splits_experts:
@@ -124,7 +137,8 @@ class FSDP2(Strategy):
 
     def shard(self, model: DecoderModel, param_init: ParamInit) -> None:
         """Shard the units from the inside out, then the root; materialize only the shards."""
-        # Blocks add their parts' results to the residual stream out of place, so a view does no harm.
+        # Blocks add their parts' results to the residual stream out of place, so a view does no
+        # harm.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._shard_units(model)
         device = self.world.device.torch_device
@@ -139,9 +153,13 @@ class FSDP2(Strategy):
         """Make the units, and set the order in which they are prefetched."""
         config, world, library = self.config, self.world, self.library
         policies: dict[str, Any] = {}
-        param_dtype = torch.float64 if world.deterministic.uses_float64 else config.param_dtype.torch
+        param_dtype = (
+            torch.float64 if world.deterministic.uses_float64 else config.param_dtype.torch
+        )
         if world.cpu_offload:
-            policies["offload_policy"] = library.CPUOffloadPolicy(pin_memory=world.device.pins_memory)
+            policies["offload_policy"] = library.CPUOffloadPolicy(
+                pin_memory=world.device.pins_memory
+            )
         policies["mp_policy"] = library.MixedPrecisionPolicy(
             param_dtype=None if param_dtype is torch.float32 else param_dtype,
             reduce_dtype=config.reduce_dtype.torch,
@@ -150,14 +168,19 @@ class FSDP2(Strategy):
         )
         place = functools.partial(placement, ranks=self.mesh[SHARD_AXIS].size())
         dense = {"mesh": self.mesh, "shard_placement_fn": place}
-        units = {unit.modules[0]: unit for unit in config.units(model, self.sparse_mesh is not None)}
+        units = {
+            unit.modules[0]: unit for unit in config.units(model, self.sparse_mesh is not None)
+        }
         members: dict[str, list[Any]] = {
-            name: [model.get_submodule(each) for each in unit.modules] for name, unit in units.items()
+            name: [model.get_submodule(each) for each in unit.modules]
+            for name, unit in units.items()
         }
         for name in inside_out(list(units)):
             sparse = self.sparse_mesh is not None and isinstance(members[name][0], Experts)
             view = self._sparse_view() if sparse else dense
-            library.fully_shard(members[name], reshard_after_forward=self._reshards(units[name]), **view, **policies)
+            library.fully_shard(
+                members[name], reshard_after_forward=self._reshards(units[name]), **view, **policies
+            )
             if units[name].embeds:
                 # The gradient of an embedding needs the indices only.
                 members[name][0].set_unshard_in_backward(False)
@@ -174,22 +197,32 @@ class FSDP2(Strategy):
         self._set_prefetch([modules[0] for modules in members.values()], tied)
 
     def _reshards(self, unit: Unit | None) -> bool:
-        """Whether a unit is freed after its forward: in a pipeline, other micro-batches follow at once."""
+        """Whether a unit is freed after its forward: in a pipeline, other micro-batches follow at
+        once."""
         return self.pipeline is None and self.config.reshards(unit)
 
     def _sparse_view(self) -> dict[str, Any]:
         """Mesh and placement of the experts' units."""
         mesh = self.sparse_mesh
         assert mesh is not None
-        axes = (REPLICATE_AXIS, EXPERT_SHARD_AXIS) if self.mesh_axes.replicate > 1 else (EXPERT_SHARD_AXIS,)
+        axes = (
+            (REPLICATE_AXIS, EXPERT_SHARD_AXIS)
+            if self.mesh_axes.replicate > 1
+            else (EXPERT_SHARD_AXIS,)
+        )
         place = expert_placement if self.mesh_axes.ep > 1 else placement
-        return {"mesh": mesh[axes], "shard_placement_fn": functools.partial(place, ranks=self.mesh_axes.efsdp)}
+        return {
+            "mesh": mesh[axes],
+            "shard_placement_fn": functools.partial(place, ranks=self.mesh_axes.efsdp),
+        }
 
     def _sum_gradients(self, units: list[Any]) -> None:
-        """Sum gradients: averages would divide those of experts by fewer ranks than the rest, and others inexactly.
+        """Sum gradients: averages would divide those of experts by fewer ranks than the rest, and
+        others inexactly.
 
-        Sums also keep the bits of one process on any number of ranks, where averages need a power of two. Where this
-        torch cannot sum, ``reduces_experts`` says by how many ranks experts are divided.
+        Sums also keep the bits of one process on any number of ranks, where averages need a power
+        of two. Where this torch cannot sum, ``reduces_experts`` says by how many ranks experts are
+        divided.
         """
         if sums_gradients(units):
             self.reduces = Sum()
@@ -204,15 +237,18 @@ class FSDP2(Strategy):
                 unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
         if behind == 1:
             return  # FSDP2's default
-        # The backward starts where the forward ends: with tied embeddings, in the unit of embedding and head.
+        # The backward starts where the forward ends: with tied embeddings, in the unit of embedding
+        # and head.
         order = [*units[1:], units[0]] if tied else units
         for i, unit in enumerate(order):
-            # An empty list would mean the default of one unit; a unit that prefetches itself is gathered already.
+            # An empty list would mean the default of one unit; a unit that prefetches itself is
+            # gathered already.
             unit.set_modules_to_backward_prefetch(order[max(0, i - behind) : i][::-1] or [unit])
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
-        """Reduce-scatter once a step, with the last micro-batch, or after each; all-reduce over replicas once.
+        """Reduce-scatter once a step, with the last micro-batch, or after each; all-reduce over
+        replicas once.
 
         In the deterministic mode both are done after each.
         """
@@ -230,10 +266,15 @@ class FSDP2(Strategy):
     def units(self) -> list[UnitParams]:
         """The units of ``fully_shard``; for a group of modules, the one that runs first."""
         owned = own_parameters(self._modules)
-        return [(modules[0], params) for modules, params in zip(self._modules, owned, strict=True) if params]
+        return [
+            (modules[0], params)
+            for modules, params in zip(self._modules, owned, strict=True)
+            if params
+        ]
 
     def unit_names(self) -> list[list[str]]:
-        """The groups of modules that ``fully_shard`` got, of all stages. A collective in a pipeline."""
+        """The groups of modules that ``fully_shard`` got, of all stages. A collective in a
+        pipeline."""
         names = {module: name for name, module in self.model.named_modules()}
         found = [[names[module] for module in modules] for modules in self._modules]
         return found if self.pipeline is None else self.pipeline.gather(found)
@@ -247,7 +288,8 @@ class FSDP2(Strategy):
             stream.wait_event(event)
 
     def mirror_parameters(self) -> Callable[[list[nn.Parameter]], None] | None:
-        """Keep a mirror where parameters are offloaded and the forward does not compute in float32."""
+        """Keep a mirror where parameters are offloaded and the forward does not compute in
+        float32."""
         if (
             not self.world.cpu_offload
             or self.config.param_dtype is DType.float32
@@ -256,7 +298,9 @@ class FSDP2(Strategy):
             return None
         modules = [module for module, _ in self.units()]
         pin_memory = self.world.device.pins_memory
-        mirror = mirror_parameters(modules, self.units_ahead, self.config.param_dtype.torch, pin_memory)
+        mirror = mirror_parameters(
+            modules, self.units_ahead, self.config.param_dtype.torch, pin_memory
+        )
         return mirror.refresh if mirror else None
 
     def state(self, optimizer: torch.optim.Optimizer) -> State:
@@ -278,7 +322,9 @@ class FSDP2(Strategy):
         if self.features is not None and self.features.exchange.rank > 0:
             held = (param.grad for param in self.features.in_every_part(self.named_parameters()))
             counted = {
-                local_tensor(grad).data_ptr() for grad in held if grad is not None and local_tensor(grad).numel()
+                local_tensor(grad).data_ptr()
+                for grad in held
+                if grad is not None and local_tensor(grad).numel()
             }
             grads = [grad for grad in grads if grad.data_ptr() not in counted]
         return super().local_norms(grads, map_parts)
@@ -312,25 +358,31 @@ class FSDP2Config(FSDPConfig):
     name: ClassVar[str] = "fsdp2"
     strategy = FSDP2
 
-    schedule: PipelineSchedule = option(PipelineSchedule.gpipe, effect=Effect.rounding, needs="mesh.pp_size")
+    schedule: PipelineSchedule = option(
+        PipelineSchedule.gpipe, effect=Effect.rounding, needs="mesh.pp_size"
+    )
     """Order of a step's micro-batches in a pipeline (``mesh.pp_size``)."""
 
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+    def validate(
+        self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool
+    ) -> None:
         """Refuse settings that the installed torch cannot do."""
         super().validate(world_size, mesh, device_type, cpu_offload)
         replicated = mesh.shard_ranks(world_size) < mesh.stage_ranks(world_size)
         if device_type == "cpu" and replicated and TORCH < (2, 8):
             raise ConfigError(
-                f"mesh.fsdp_size={mesh.fsdp_size} replicates, which FSDP2 can do on a CPU from torch 2.8 on (found "
-                f"{torch.__version__}); set mesh.fsdp_size=-1 or parallel=fsdp1"
+                f"mesh.fsdp_size={mesh.fsdp_size} replicates, which FSDP2 can do on a CPU from "
+                f"torch 2.8 on (found {torch.__version__}); set mesh.fsdp_size=-1 or "
+                "parallel=fsdp1"
             )
 
 
 def placement(param: nn.Parameter, ranks: int) -> "Shard | None":
     """The dim along which N ranks shard a parameter; None for FSDP2's default, the first.
 
-    Where the ranks do not divide a stack of experts (more ranks than experts never do), some would hold padding, or
-    nothing else. Other dims than the first must divide evenly; gathering them costs a copy.
+    Where the ranks do not divide a stack of experts (more ranks than experts never do), some would
+    hold padding, or nothing else. Other dims than the first must divide evenly; gathering them
+    costs a copy.
     """
     from torch.distributed.tensor import Shard
 
@@ -348,10 +400,12 @@ def sharding(param: nn.Parameter, axes: Axes) -> tuple[int, int]:
 
 
 def gathering_stream(module: nn.Module) -> Any:
-    """The stream on which FSDP2 reads a unit's shards for an all-gather in the forward; None where it is not found.
+    """The stream on which FSDP2 reads a unit's shards for an all-gather in the forward; None where
+    it is not found.
 
-    PyTorch has no public way to it (private attribute, seen in torch 2.7 and 2.13). FSDP2 creates it in the root's
-    first forward, and makes it wait for the compute stream in the root's forward only.
+    PyTorch has no public way to it (private attribute, seen in torch 2.7 and 2.13). FSDP2 creates
+    it in the root's first forward, and makes it wait for the compute stream in the root's forward
+    only.
     """
     try:
         return module._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream  # type: ignore[operator]
@@ -360,11 +414,12 @@ def gathering_stream(module: nn.Module) -> Any:
 
 
 def keep_gradient_dtype(module: nn.Module) -> None:
-    """Let the backward of a micro-batch add the gradients of a tied weight in the dtype of its forward.
+    """Let the backward of a micro-batch add the gradients of a tied weight in the dtype of its
+    forward.
 
-    From torch 2.15 on FSDP2 casts each of them to float32 before their sum if the gradients are not reduced in this
-    backward; other strategies, and FSDP2 where it reduces them, cast the sum. Private API, tried with torch 2.15; older
-    versions lack it and cast the sum.
+    From torch 2.15 on FSDP2 casts each of them to float32 before their sum if the gradients are not
+    reduced in this backward; other strategies, and FSDP2 where it reduces them, cast the sum.
+    Private API, tried with torch 2.15; older versions lack it and cast the sum.
     """
     for group in getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()):  # type: ignore[operator]
         set_dtypes = getattr(group, "_set_unsharded_grad_dtypes", None)
@@ -384,7 +439,8 @@ def keep_gradient_dtype(module: nn.Module) -> None:
 
 
 def group_averages(group: dist.ProcessGroup) -> bool:
-    """Whether a group's reduce-scatter with ``ReduceOp.AVG`` divides; gloo's silently sums in torch 2.7."""
+    """Whether a group's reduce-scatter with ``ReduceOp.AVG`` divides; gloo's silently sums in torch
+    2.7."""
     if dist.get_backend(group) != "gloo":
         return True
     mean = torch.empty(1)

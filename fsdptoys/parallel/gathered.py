@@ -1,12 +1,12 @@
 """Attention over gathered keys and values, with sequences shared as heads and tails.
 
-Where a flash kernel takes the tensors, attention is added up over blocks of keys (``models/block_attention.py``): no
-mask is written, and the backward gathers keys and values once more instead of keeping them. Otherwise, and for masks of
-documents, ``attend_rows`` computes each piece with the run's own kernel and a mask, and gathered keys and values stay
-until the backward.
+Where a flash kernel takes the tensors, attention is added up over blocks of keys
+(``models/block_attention.py``): no mask is written, and the backward gathers keys and values once
+more instead of keeping them. Otherwise, and for masks of documents, ``attend_rows`` computes each
+piece with the run's own kernel and a mask, and gathered keys and values stay until the backward.
 
-Shapes: B batch, T tokens of a full sequence, t = T/N of this rank's part, c = T/2N of a piece, H query heads, G
-key/value heads, K width of a head.
+Shapes: B batch, T tokens of a full sequence, t = T/N of this rank's part, c = T/2N of a piece, H
+query heads, G key/value heads, K width of a head.
 """
 
 from typing import Any
@@ -35,7 +35,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class HeadTail(Context):
-    """Rank r of N keeps pieces r and 2N-1-r of 2N, which together see as many keys on every rank."""
+    """Rank r of N keeps pieces r and 2N-1-r of 2N, which together see as many keys on every
+    rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks, self._rank, self._group = group.size(), group.rank(), group
@@ -48,7 +49,9 @@ class HeadTail(Context):
     def cut(self, full: Tensor, dim: int) -> Tensor:
         """A head and a tail."""
         size = full.shape[dim] // (2 * self.ranks)
-        return torch.cat([full.narrow(dim, start, size) for start in self.starts(full.shape[dim])], dim)
+        return torch.cat(
+            [full.narrow(dim, start, size) for start in self.starts(full.shape[dim])], dim
+        )
 
 
 class Gathered(HeadTail):
@@ -57,7 +60,10 @@ class Gathered(HeadTail):
     def mask(self, segments_BT: Tensor, ops: Ops, dtype: torch.dtype) -> Any:
         """The rows of both pieces."""
         size = segments_BT.shape[1] // (2 * self.ranks)
-        return [dense_rows(segments_BT, start, start + size, dtype) for start in self.starts(segments_BT.shape[1])]
+        return [
+            dense_rows(segments_BT, start, start + size, dtype)
+            for start in self.starts(segments_BT.shape[1])
+        ]
 
     def attend(
         self,
@@ -79,7 +85,9 @@ class Gathered(HeadTail):
         k_BGTK, v_BGTK = _GatherSequence.apply(part, self._group)
         pieces = [
             attend_rows(q_BHcK, k_BGTK, v_BGTK, start, ops, chunk_len, rows)
-            for q_BHcK, start, rows in zip(q_BHtK.chunk(2, 2), starts, seen or (None, None), strict=True)
+            for q_BHcK, start, rows in zip(
+                q_BHtK.chunk(2, 2), starts, seen or (None, None), strict=True
+            )
         ]
         return torch.cat(pieces, dim=2)
 
@@ -89,7 +97,12 @@ class _GatheredBlocks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_BHtK: Tensor, part: Tensor, kernel: BlockKernel, blocks: list[Block], group: dist.ProcessGroup
+        ctx: Any,
+        q_BHtK: Tensor,
+        part: Tensor,
+        kernel: BlockKernel,
+        blocks: list[Block],
+        group: dist.ProcessGroup,
     ) -> Tensor:
         k_BGTK, v_BGTK = gather_sequence(part, group)
         rows = RowsOfBlocks(kernel, q_BHtK)
@@ -142,7 +155,8 @@ def gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def scatter_sequence(full: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Reduce-scatter full sequences (…, T, K) into this rank's head and tail (…, t, K): the transpose of a gather."""
+    """Reduce-scatter full sequences (…, T, K) into this rank's head and tail (…, t, K): the
+    transpose of a gather."""
     ranks = group.size()
     heads, tails = full.unflatten(-2, (2 * ranks, -1)).movedim(-3, 0).chunk(2)
     parts = torch.stack((heads, tails.flip(0)), dim=-3).flatten(-3, -2)

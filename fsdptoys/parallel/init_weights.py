@@ -1,10 +1,11 @@
 """Initial values that do not depend on the layout, made a block of rows at a time.
 
-Each parameter, seen as a matrix of its last dim, is split into blocks of consecutive rows, by its shape alone. The
-values of a block come from a generator seeded by (seed, parameter name, block), so every rank makes only the blocks
-that overlap its shard, and the same seed gives the same model on 1 or 1,000 ranks. Threads draw the blocks of a
-parameter in parallel, as PyTorch releases the GIL meanwhile. Beyond its shard, a rank's peak of host memory is one
-block for each thread; a full block of float32 rows on the CPU is drawn in place.
+Each parameter, seen as a matrix of its last dim, is split into blocks of consecutive rows, by its
+shape alone. The values of a block come from a generator seeded by (seed, parameter name, block), so
+every rank makes only the blocks that overlap its shard, and the same seed gives the same model on 1
+or 1,000 ranks. Threads draw the blocks of a parameter in parallel, as PyTorch releases the GIL
+meanwhile. Beyond its shard, a rank's peak of host memory is one block for each thread; a full block
+of float32 rows on the CPU is drawn in place.
 """
 
 import hashlib
@@ -25,10 +26,12 @@ BLOCK_ELEMENTS = 2**22
 """Largest block, unless one row is larger: 16 MiB of float32."""
 
 InitRows = Callable[[str, Tensor, torch.Generator], None]
-"""``init_rows(name, rows, generator)`` fills consecutive rows of the named parameter, seen as a matrix, in place."""
+"""``init_rows(name, rows, generator)`` fills consecutive rows of the named parameter, seen as a
+matrix, in place."""
 
 ParamInit = Callable[[Tensor, str], None]
-"""``param_init(param, name)`` writes initial values into a materialized parameter, or into this rank's shard of it."""
+"""``param_init(param, name)`` writes initial values into a materialized parameter, or into this
+rank's shard of it."""
 
 
 def seeded(init_rows: InitRows, seed: int, threads: int = 1) -> ParamInit:
@@ -60,7 +63,9 @@ def initialize(param: Tensor, name: str, init_rows: InitRows, seed: int, threads
     local_rows = local.view(-1, last_column - first_column)
     rows_per_block = max(1, BLOCK_ELEMENTS // columns)
     row_count = param.numel() // columns
-    parts: dict[int, list[tuple[slice, Tensor]]] = {}  # by block: rows of it, and their place in the shard
+    parts: dict[
+        int, list[tuple[slice, Tensor]]
+    ] = {}  # by block: rows of it, and their place in the shard
     filled = 0
     for first, last in _row_intervals(tuple(param.shape), bounds):
         for block in range(first // rows_per_block, (last - 1) // rows_per_block + 1):
@@ -69,9 +74,15 @@ def initialize(param: Tensor, name: str, init_rows: InitRows, seed: int, threads
             count = rows.stop - rows.start
             parts.setdefault(block, []).append((rows, local_rows[filled : filled + count]))
             filled += count
-    in_place = columns == local_rows.shape[1] and local.dtype is torch.float32 and local.device.type == "cpu"
+    in_place = (
+        columns == local_rows.shape[1]
+        and local.dtype is torch.float32
+        and local.device.type == "cpu"
+    )
 
-    scratch = threading.local()  # one block for each thread: new memory for each would cost page faults
+    scratch = (
+        threading.local()
+    )  # one block for each thread: new memory for each would cost page faults
 
     @torch.no_grad()  # threads have modes of their own
     def draw(block: int) -> None:
@@ -82,7 +93,9 @@ def initialize(param: Tensor, name: str, init_rows: InitRows, seed: int, threads
             init_rows(name, target, generator)
             return
         if not hasattr(scratch, "block"):
-            scratch.block = torch.empty(min(rows_per_block, row_count), columns, dtype=torch.float32)
+            scratch.block = torch.empty(
+                min(rows_per_block, row_count), columns, dtype=torch.float32
+            )
         drawn = scratch.block[:count]
         init_rows(name, drawn, generator)
         for rows, target in parts[block]:
@@ -96,7 +109,9 @@ def initialize(param: Tensor, name: str, init_rows: InitRows, seed: int, threads
         deque(pool.map(draw, parts), maxlen=0)  # raises a thread's error
 
 
-def _row_intervals(shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int]]:
+def _row_intervals(
+    shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]
+) -> Iterator[tuple[int, int]]:
     """Intervals of this rank's rows of the matrix, in the order of its shard."""
     *outer, (first, last) = bounds[:-1] if len(shape) > 1 else bounds
     for index in product(*(range(low, high) for low, high in outer)):

@@ -1,17 +1,20 @@
 """Mesh axes, and the two views of the ranks.
 
-Ranks are numbered with the last axis varying fastest. The first axis, ``pp``, divides them into blocks of consecutive
-ranks, each of which has some of the layers (pipeline parallelism). Within a block there are two views:
+Ranks are numbered with the last axis varying fastest. The first axis, ``pp``, divides them into
+blocks of consecutive ranks, each of which has some of the layers (pipeline parallelism). Within a
+block there are two views:
 
-- dense view, for all parameters but those of experts: replicate × shard × tp. The ``shard × tp`` ranks share one copy
-  of the parameters: ``tp`` consecutive ranks split the features of each layer (tensor parallelism), and ``shard`` ranks
-  shard the parameters of equal features. Groups of ``cp`` ranks along the shard axis share each sequence (context
-  parallelism), so this axis is also data × cp, and reducing gradients along it adds up the parts of a sequence.
-- sparse view, for parameters of experts: replicate × efsdp × ep. ``ep`` consecutive ranks split the experts, and the
-  ``efsdp`` ranks that have the same experts shard them. The ranks of tp have tokens of their own there.
+- dense view, for all parameters but those of experts: replicate × shard × tp. The ``shard × tp``
+  ranks share one copy of the parameters: ``tp`` consecutive ranks split the features of each layer
+  (tensor parallelism), and ``shard`` ranks shard the parameters of equal features. Groups of ``cp``
+  ranks along the shard axis share each sequence (context parallelism), so this axis is also data ×
+  cp, and reducing gradients along it adds up the parts of a sequence.
+- sparse view, for parameters of experts: replicate × efsdp × ep. ``ep`` consecutive ranks split the
+  experts, and the ``efsdp`` ranks that have the same experts shard them. The ranks of tp have
+  tokens of their own there.
 
-A size of 1 switches an axis off. Without replicas a mesh has no replicate axis: FSDP2 treats a (1, N) mesh as hybrid
-and keeps every reduced gradient on the device until the backward ends.
+A size of 1 switches an axis off. Without replicas a mesh has no replicate axis: FSDP2 treats a (1,
+N) mesh as hybrid and keeps every reduced gradient on the device until the backward ends.
 """
 
 from dataclasses import dataclass
@@ -36,15 +39,25 @@ TENSOR_AXIS = "tp"
 PIPE_AXIS = "pp"
 EXPERT_AXIS = "ep"
 EXPERT_SHARD_AXIS = "efsdp"
-AXES = (PIPE_AXIS, REPLICATE_AXIS, SHARD_AXIS, EXPERT_SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS, EXPERT_AXIS)
+AXES = (
+    PIPE_AXIS,
+    REPLICATE_AXIS,
+    SHARD_AXIS,
+    EXPERT_SHARD_AXIS,
+    CONTEXT_AXIS,
+    TENSOR_AXIS,
+    EXPERT_AXIS,
+)
 EXCHANGING_AXES = (PIPE_AXIS, CONTEXT_AXIS, TENSOR_AXIS, EXPERT_AXIS)
-"""Axes whose transfers are issued within or between layers, while parameters are gathered along another."""
+"""Axes whose transfers are issued within or between layers, while parameters are gathered along
+another."""
 
 NODE = "node"
 """``mesh.fsdp_size=node`` keeps each copy of the parameters within a node."""
 
 HYBRID = "hybrid"
-"""``mesh.fsdp_size=hybrid`` is ``node`` on several nodes, and the largest size that leaves two copies on one node."""
+"""``mesh.fsdp_size=hybrid`` is ``node`` on several nodes, and the largest size that leaves two
+copies on one node."""
 
 
 @dataclass
@@ -52,9 +65,11 @@ class MeshConfig:
     """Layout of the ranks."""
 
     fsdp_size: Any = option(-1, effect=Effect.rounding, alias="data_parallel_shard_degree dp_shard")
-    """Ranks that share one copy of the parameters: a number, node, hybrid, or -1 for all. The others replicate (HSDP).
+    """Ranks that share one copy of the parameters: a number, node, hybrid, or -1 for all. The
+    others replicate (HSDP).
 
-    ``node`` is the ranks of a node; ``hybrid`` is ``node`` on several nodes, and half of the ranks on one.
+    ``node`` is the ranks of a node; ``hybrid`` is ``node`` on several nodes, and half of the ranks
+    on one.
     """
     cp_size: int = option(
         1,
@@ -71,7 +86,8 @@ class MeshConfig:
         alias="ep ep_size expert_parallel expert_parallel_size expert_model_parallel_size "
         "expert_parallel_degree ep_degree moe_expert_parallel_size",
     )
-    """Consecutive ranks that split the experts (expert parallelism, FSDP2); divides ``fsdp_size`` and ``n_experts``."""
+    """Consecutive ranks that split the experts (expert parallelism, FSDP2); divides ``fsdp_size``
+    and ``n_experts``."""
     tp_size: int = option(
         1,
         at_least(1, MOST_RANKS),
@@ -79,15 +95,19 @@ class MeshConfig:
         alias="tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree "
         "tensor_model_parallel_size tp_degree",
     )
-    """Consecutive ranks that split each layer's features (tensor parallelism, FSDP2); divides ``fsdp_size``."""
+    """Consecutive ranks that split each layer's features (tensor parallelism, FSDP2); divides
+    ``fsdp_size``."""
     pp_size: int = option(
         1,
         at_least(1, MOST_RANKS),
         effect=Effect.rounding,
-        alias="pp pp_size pp_degree pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
-        "pipeline_model_parallel_size",
+        alias=(
+            "pp pp_size pp_degree pipeline_parallel pipeline_parallel_size "
+            "pipeline_parallel_degree pipeline_model_parallel_size"
+        ),
     )
-    """Blocks of consecutive ranks that have a part of the layers each (pipeline parallelism, FSDP2)."""
+    """Blocks of consecutive ranks that have a part of the layers each (pipeline parallelism,
+    FSDP2)."""
 
     def __post_init__(self) -> None:
         check_options("mesh", self)
@@ -95,12 +115,14 @@ class MeshConfig:
             return
         if type(self.fsdp_size) is not int:
             raise ConfigError(
-                f"mesh.fsdp_size={self.fsdp_size} must be a number of ranks, {NODE} for those of a node, {HYBRID} for "
-                f"at least two copies, or -1 for all ranks; set mesh.fsdp_size={NODE}"
+                f"mesh.fsdp_size={self.fsdp_size} must be a number of ranks, {NODE} for those of "
+                f"a node, {HYBRID} for at least two copies, or -1 for all ranks; set "
+                f"mesh.fsdp_size={NODE}"
             )
         if self.fsdp_size < 1 and self.fsdp_size != -1:
             raise ConfigError(
-                f"mesh.fsdp_size={self.fsdp_size} must be at least 1, or -1 for all ranks; set mesh.fsdp_size=-1"
+                f"mesh.fsdp_size={self.fsdp_size} must be at least 1, or -1 for all ranks; set "
+                "mesh.fsdp_size=-1"
             )
 
     def resolve(self, world_size: int, node_ranks: int) -> None:
@@ -112,13 +134,17 @@ class MeshConfig:
         if self.fsdp_size in (NODE, HYBRID):
             world_size = self.stage_ranks(world_size)
         if self.fsdp_size == HYBRID and not 1 < node_ranks < world_size:
-            self.fsdp_size = max((size for size in range(1, world_size // 2 + 1) if world_size % size == 0), default=1)
+            self.fsdp_size = max(
+                (size for size in range(1, world_size // 2 + 1) if world_size % size == 0),
+                default=1,
+            )
         if self.fsdp_size in (NODE, HYBRID):
             size = min(node_ranks, world_size)
             if world_size % size:
                 raise ConfigError(
-                    f"mesh.fsdp_size={self.fsdp_size} needs equally many ranks on each node, and {world_size} ranks "
-                    f"are no multiple of the {size} of this one; start as many on each, or set mesh.fsdp_size=-1"
+                    f"mesh.fsdp_size={self.fsdp_size} needs equally many ranks on each node, and "
+                    f"{world_size} ranks are no multiple of the {size} of this one; start as "
+                    "many on each, or set mesh.fsdp_size=-1"
                 )
             self.fsdp_size = size
 
@@ -129,10 +155,14 @@ class MeshConfig:
             ConfigError: if the stages do not divide the world size.
         """
         if world_size % self.pp_size:
-            fitting = max(size for size in range(1, min(self.pp_size, world_size) + 1) if world_size % size == 0)
+            fitting = max(
+                size
+                for size in range(1, min(self.pp_size, world_size) + 1)
+                if world_size % size == 0
+            )
             raise ConfigError(
-                f"mesh.pp_size={self.pp_size} must divide the world size {world_size}; set mesh.pp_size={fitting} or "
-                f"launch.nproc_per_node={self.pp_size}"
+                f"mesh.pp_size={self.pp_size} must divide the world size {world_size}; set "
+                f"mesh.pp_size={fitting} or launch.nproc_per_node={self.pp_size}"
             )
         return world_size // self.pp_size
 
@@ -148,7 +178,11 @@ class MeshConfig:
             return ranks
         if ranks % size:
             divisor = max(d for d in range(1, min(size, ranks) + 1) if ranks % d == 0)
-            of = f"world size {ranks}" if self.pp_size == 1 else f"{ranks} ranks of each of mesh.pp_size={self.pp_size}"
+            of = (
+                f"world size {ranks}"
+                if self.pp_size == 1
+                else f"{ranks} ranks of each of mesh.pp_size={self.pp_size}"
+            )
             raise ConfigError(
                 f"mesh.fsdp_size={size} must divide the {of}; "
                 f"set mesh.fsdp_size={divisor} or launch.nproc_per_node={size * self.pp_size}"
@@ -175,10 +209,18 @@ class MeshConfig:
             ("ep_size", self.ep_size, ranks, experts),
         ):
             if whole % size:
-                of = f"{whole} ranks that share a copy of the parameters" if shards else f"world size {world_size}"
+                of = (
+                    f"{whole} ranks that share a copy of the parameters"
+                    if shards
+                    else f"world size {world_size}"
+                )
                 of += f" and features (mesh.tp_size={self.tp_size})" if whole < ranks else ""
-                fitting = max(n for n in range(1, min(size, whole) + 1) if whole % n == 0 and parts % n == 0)
-                raise ConfigError(f"mesh.{key}={size} must divide the {of}; set mesh.{key}={fitting}")
+                fitting = max(
+                    n for n in range(1, min(size, whole) + 1) if whole % n == 0 and parts % n == 0
+                )
+                raise ConfigError(
+                    f"mesh.{key}={size} must divide the {of}; set mesh.{key}={fitting}"
+                )
         return Axes(stage // ranks, shard, self.cp_size, self.ep_size, self.tp_size, self.pp_size)
 
 
@@ -195,7 +237,8 @@ class Axes:
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks that have the same layers; those of another stage at the same place have the same sequences."""
+        """Ranks that have the same layers; those of another stage at the same place have the same
+        sequences."""
         return self.replicate * self.ranks_per_replica
 
     @property
@@ -235,13 +278,17 @@ def straddling(shard_ranks: int, world_size: int, node_ranks: int) -> str | None
     if shard_ranks % node_ranks == 0 or node_ranks % shard_ranks == 0:
         return None
     return (
-        f"mesh.fsdp_size={shard_ranks} on nodes of {node_ranks} ranks has groups that lie across two nodes, so "
-        f"that every gather waits for the network between them; mesh.fsdp_size={NODE} keeps each within one"
+        f"mesh.fsdp_size={shard_ranks} on nodes of {node_ranks} ranks has groups that lie across "
+        "two nodes, so that every gather waits for the network between them; "
+        f"mesh.fsdp_size={NODE} keeps each within one"
     )
 
 
-def build_mesh(config: MeshConfig, world_size: int, device: Device, timeout: timedelta | None = None) -> DeviceMesh:
-    """Lay out the ranks: ``(shard,)``, or ``(replicate, shard)`` where ``mesh.fsdp_size`` is smaller than the world.
+def build_mesh(
+    config: MeshConfig, world_size: int, device: Device, timeout: timedelta | None = None
+) -> DeviceMesh:
+    """Lay out the ranks: ``(shard,)``, or ``(replicate, shard)`` where ``mesh.fsdp_size`` is
+    smaller than the world.
 
     ``timeout`` is for collectives along two axes; a mesh of one axis uses the default group's.
     """
@@ -252,19 +299,25 @@ def build_mesh(config: MeshConfig, world_size: int, device: Device, timeout: tim
 
 
 def hybrid_mesh(replicas: int, shard: int, device: Device, timeout: timedelta | None) -> DeviceMesh:
-    """A mesh ``(replicate, shard)`` as of ``init_device_mesh``, which has no argument for the timeout."""
+    """A mesh ``(replicate, shard)`` as of ``init_device_mesh``, which has no argument for the
+    timeout."""
     names = (REPLICATE_AXIS, SHARD_AXIS)
     return named_mesh(dict(zip(names, (replicas, shard), strict=True)), device, timeout)
 
 
-def build_tensor_meshes(axes: Axes, device: Device, timeout: timedelta | None) -> tuple[DeviceMesh, DeviceMesh]:
-    """Lay out the ranks as FSDP2 and as full parameters see them: ``([replicate,] shard, tp)``, and with tp first.
+def build_tensor_meshes(
+    axes: Axes, device: Device, timeout: timedelta | None
+) -> tuple[DeviceMesh, DeviceMesh]:
+    """Lay out the ranks as FSDP2 and as full parameters see them: ``([replicate,] shard, tp)``, and
+    with tp first.
 
-    A parameter is split over tp, then each part over shard. In the second mesh that is the order of the axes, so that
-    both may shard one dim with plain placements.
+    A parameter is split over tp, then each part over shard. In the second mesh that is the order of
+    the axes, so that both may shard one dim with plain placements.
     """
     replicas = {REPLICATE_AXIS: axes.replicate} if axes.replicate > 1 else {}
-    mesh = named_mesh(replicas | {SHARD_AXIS: axes.shard, TENSOR_AXIS: axes.tp}, device, timeout, axes.pp)
+    mesh = named_mesh(
+        replicas | {SHARD_AXIS: axes.shard, TENSOR_AXIS: axes.tp}, device, timeout, axes.pp
+    )
     return mesh, tensor_axis_first(mesh, axes, device)
 
 
@@ -281,17 +334,24 @@ def tensor_axis_first(mesh: DeviceMesh, axes: Axes, device: Device) -> DeviceMes
     assert mesh.mesh_dim_names is not None
     names = (*mesh.mesh_dim_names[:-2], TENSOR_AXIS, SHARD_AXIS)
     groups = [mesh.get_group(name) for name in names]
-    return DeviceMesh.from_group(groups, device.type, torch.from_numpy(ranks.copy()), mesh_dim_names=names)
+    return DeviceMesh.from_group(
+        groups, device.type, torch.from_numpy(ranks.copy()), mesh_dim_names=names
+    )
 
 
 def build_sparse_mesh(axes: Axes, device: Device, timeout: timedelta | None) -> DeviceMesh:
     """Lay out the ranks as parameters of experts see them: ``([replicate,] efsdp, ep)``."""
     replicas = {REPLICATE_AXIS: axes.replicate} if axes.replicate > 1 else {}
-    return named_mesh(replicas | {EXPERT_SHARD_AXIS: axes.efsdp, EXPERT_AXIS: axes.ep}, device, timeout, axes.pp)
+    return named_mesh(
+        replicas | {EXPERT_SHARD_AXIS: axes.efsdp, EXPERT_AXIS: axes.ep}, device, timeout, axes.pp
+    )
 
 
-def named_mesh(sizes: dict[str, int], device: Device, timeout: timedelta | None, stages: int = 1) -> DeviceMesh:
-    """A mesh of named axes over the ranks of this rank's stage, the last varying fastest. A collective."""
+def named_mesh(
+    sizes: dict[str, int], device: Device, timeout: timedelta | None, stages: int = 1
+) -> DeviceMesh:
+    """A mesh of named axes over the ranks of this rank's stage, the last varying fastest. A
+    collective."""
     ranks = np.arange(dist.get_world_size()).reshape(stages, *sizes.values())
     groups = [axis_group(ranks, axis, name, timeout) for axis, name in enumerate(sizes, 1)]
     if len(groups) == 1:
@@ -306,22 +366,28 @@ def own_stage(stages: int) -> npt.NDArray[np.int64]:
     return np.arange(size) + dist.get_rank() // size * size
 
 
-def build_pipe_groups(axes: Axes, timeout: timedelta | None) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def build_pipe_groups(
+    axes: Axes, timeout: timedelta | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """This rank's groups along the stages, and of its own stage. A collective over all ranks."""
     ranks = np.arange(dist.get_world_size()).reshape(axes.pp, -1)
     return axis_group(ranks, 0, PIPE_AXIS, timeout), axis_group(ranks, 1, "stage", timeout)
 
 
-def regular_group(size: int, name: str, timeout: timedelta | None, stride: int = 1) -> dist.ProcessGroup:
+def regular_group(
+    size: int, name: str, timeout: timedelta | None, stride: int = 1
+) -> dist.ProcessGroup:
     """This rank's group of ranks, consecutive or at a stride. A collective over all ranks."""
     return axis_group(np.arange(dist.get_world_size()).reshape(-1, size, stride), 1, name, timeout)
 
 
-def axis_group(ranks: npt.NDArray[np.int64], axis: int, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+def axis_group(
+    ranks: npt.NDArray[np.int64], axis: int, name: str, timeout: timedelta | None
+) -> dist.ProcessGroup:
     """This rank's group along an axis of a mesh of all ranks. A collective over all ranks.
 
-    An axis of all ranks uses the default group, except for exchanges within layers, which would wait for the gathers
-    that this group has queued.
+    An axis of all ranks uses the default group, except for exchanges within layers, which would
+    wait for the gathers that this group has queued.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -331,7 +397,9 @@ def axis_group(ranks: npt.NDArray[np.int64], axis: int, name: str, timeout: time
     if len(members) == dist.get_world_size() and name not in EXCHANGING_AXES:
         return world
     description = f"mesh_{name}"
-    if world.bound_device_id is not None:  # all ranks take part in one split, which makes all groups of an axis
+    if (
+        world.bound_device_id is not None
+    ):  # all ranks take part in one split, which makes all groups of an axis
         split = dist.split_group(split_ranks=rows.tolist(), timeout=timeout, group_desc=description)
         assert split is not None
         return split

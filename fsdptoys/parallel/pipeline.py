@@ -1,23 +1,27 @@
-"""Pipeline parallelism: ``mesh.pp_size`` blocks of ranks have consecutive layers each, and pass micro-batches on.
+"""Pipeline parallelism: ``mesh.pp_size`` blocks of ranks have consecutive layers each, and pass
+micro-batches on.
 
-A stage (``models.stages``) receives hidden states of a micro-batch, runs its blocks and sends the result; in the
-backward, gradients of hidden states go the other way. A rank sends to the rank at the same place of the next stage:
-B·t·D numbers per micro-batch and direction, where FSDP would gather the parameters. Stages wait at the beginning and
-the end of a step; the schedule decides for how long, and how many micro-batches are in flight:
+A stage (``models.stages``) receives hidden states of a micro-batch, runs its blocks and sends the
+result; in the backward, gradients of hidden states go the other way. A rank sends to the rank at
+the same place of the next stage: B·t·D numbers per micro-batch and direction, where FSDP would
+gather the parameters. Stages wait at the beginning and the end of a step; the schedule decides for
+how long, and how many micro-batches are in flight:
 
 - gpipe: all forwards, then all backwards (arXiv:1811.06965);
-- 1f1b: as soon as the last stage has a micro-batch, forwards and backwards alternate (arXiv:1806.03377, 2006.09503);
-- interleaved: 1f1b over two stages on each rank, stage s on rank s mod N, so that waits are half as long
-  (arXiv:2104.04473);
-- zero_bubble: the same with a backward in two parts, gradients of hidden states first, so that those of weights fill
-  the waits (arXiv:2401.10241).
+- 1f1b: as soon as the last stage has a micro-batch, forwards and backwards alternate
+  (arXiv:1806.03377, 2006.09503);
+- interleaved: 1f1b over two stages on each rank, stage s on rank s mod N, so that waits are half as
+  long (arXiv:2104.04473);
+- zero_bubble: the same with a backward in two parts, gradients of hidden states first, so that
+  those of weights fill the waits (arXiv:2401.10241).
 
-``torch.distributed.pipelining`` executes them and calls ``StageModule``. All stages of a rank are parts of one
-model, whose FSDP2 units stay gathered from their first forward to the end of the step, and reduce their gradients once,
-after the last backward. The loss is divided before the backward, as without stages. Not covered: skip connections;
-overlap of the reduction with backwards.
+``torch.distributed.pipelining`` executes them and calls ``StageModule``. All stages of a rank are
+parts of one model, whose FSDP2 units stay gathered from their first forward to the end of the step,
+and reduce their gradients once, after the last backward. The loss is divided before the backward,
+as without stages. Not covered: skip connections; overlap of the reduction with backwards.
 
-Shapes: B sequences of a micro-batch, T tokens, t = T / (cp · tp) of this rank's part, D width, V vocabulary.
+Shapes: B sequences of a micro-batch, T tokens, t = T / (cp · tp) of this rank's part, D width, V
+vocabulary.
 """
 
 import functools
@@ -75,7 +79,8 @@ class Pipeline:
 
     Args:
         schedule: of training steps.
-        groups: the ranks at this rank's place of all blocks, in the order of the blocks; and those of its own block.
+        groups: the ranks at this rank's place of all blocks, in the order of the blocks; and those
+            of its own block.
         axes: of the mesh.
         dtypes: of hidden states, and of the loss.
         device: of this rank.
@@ -112,7 +117,9 @@ class Pipeline:
         self.shapes = {name: param.shape for name, param in model.named_parameters()}
         stages = self.divide(model, self.count, seq_len)
         for name in self.shapes:
-            self.owners[name] = next(self.owner(index) for index, stage in enumerate(stages) if stage.has(name))
+            self.owners[name] = next(
+                self.owner(index) for index, stage in enumerate(stages) if stage.has(name)
+            )
         self.stages = {index: stages[index] for index in range(self.rank, self.count, self.ranks)}
         keep_stages(model, list(self.stages.values()))
 
@@ -137,7 +144,8 @@ class Pipeline:
         return [each for of_rank in lists for each in of_rank]
 
     def share_parameters(self, own: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """All parameters of the full model on the CPU, in its order, from this rank's. A collective of the group."""
+        """All parameters of the full model on the CPU, in its order, from this rank's. A collective
+        of the group."""
         for name, owner in self.owners.items():
             tensor = torch.empty(self.shapes[name], device=self.device)
             if owner == self.rank:
@@ -155,7 +163,8 @@ class Pipeline:
 
 
 class PipelinedModel(nn.Module):
-    """A model of which each rank has stages: without gradients like the full model, with them one step at a time."""
+    """A model of which each rank has stages: without gradients like the full model, with them one
+    step at a time."""
 
     def __init__(self, model: DecoderModel, pipeline: Pipeline) -> None:
         super().__init__()
@@ -171,10 +180,11 @@ class PipelinedModel(nn.Module):
         loss_fn: LossFn | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Logits on all ranks; with labels the loss, on the ranks of the last stage, and zero on others. A collective.
+        """Logits on all ranks; with labels the loss, on the ranks of the last stage, and zero on
+        others. A collective.
 
-        Arguments are those of ``DecoderModel.forward``; only ranks that share sequences, or have other stages, may have
-        the same ones.
+        Arguments are those of ``DecoderModel.forward``; only ranks that share sequences, or have
+        other stages, may have the same ones.
         """
         pipeline, config = self.pipeline, self.model.config
         shape = pipeline.hidden_shape(tokens_BT, config.dim, in_full=labels_BT is None)
@@ -184,11 +194,15 @@ class PipelinedModel(nn.Module):
             if not stage.embeds:
                 hidden_BtD = torch.empty(shape, dtype=pipeline.dtype, device=pipeline.device)
                 dist.recv(hidden_BtD, src=pipeline.peer(index - 1), group=pipeline.group)
-            out = self.model(tokens_BT, labels_BT, loss_fn, cache, stage=stage, hidden_BTD=hidden_BtD)
+            out = self.model(
+                tokens_BT, labels_BT, loss_fn, cache, stage=stage, hidden_BTD=hidden_BtD
+            )
             if stage.predicts:
                 output = out
             else:
-                sends.append(dist.isend(out.contiguous(), dst=pipeline.peer(index + 1), group=pipeline.group))
+                sends.append(
+                    dist.isend(out.contiguous(), dst=pipeline.peer(index + 1), group=pipeline.group)
+                )
         for send in sends:
             assert send is not None
             send.wait()
@@ -198,7 +212,9 @@ class PipelinedModel(nn.Module):
             return output
         last = pipeline.owner(pipeline.count - 1)
         if pipeline.rank != last:
-            output = torch.empty(*tokens_BT.shape, config.vocab_size, dtype=pipeline.dtype, device=pipeline.device)
+            output = torch.empty(
+                *tokens_BT.shape, config.vocab_size, dtype=pipeline.dtype, device=pipeline.device
+            )
         return pipeline.broadcast(output, last)
 
     def train_step(self, step: Step) -> None:
@@ -221,14 +237,19 @@ class PipelinedModel(nn.Module):
         reduce_gradients(model)
         self.step = None
 
-    def run_stage(self, stage: Stage, modules: nn.Module, received: Tensor, place: Tensor) -> Tensor:
-        """One stage's forward of the micro-batch at ``place``: hidden states, or the loss with one element."""
+    def run_stage(
+        self, stage: Stage, modules: nn.Module, received: Tensor, place: Tensor
+    ) -> Tensor:
+        """One stage's forward of the micro-batch at ``place``: hidden states, or the loss with one
+        element."""
         step = self.step
         assert step is not None
         tokens_BT, labels_BT = step.microbatches[int(place)]
         hidden_BtD = None if stage.embeds else received
         with step.around(modules):
-            output: Tensor = self.model(tokens_BT, labels_BT, step.loss_fn, stage=stage, hidden_BTD=hidden_BtD)
+            output: Tensor = self.model(
+                tokens_BT, labels_BT, step.loss_fn, stage=stage, hidden_BTD=hidden_BtD
+            )
         if not stage.predicts:
             return output
         step.loss_sum += output.detach()
@@ -244,8 +265,11 @@ class PipelinedModel(nn.Module):
 
         assert self.step is not None
         pipeline, kinds = self.pipeline, PipelineSchedule
-        shape = pipeline.hidden_shape(self.step.microbatches[0][0], self.model.config.dim, in_full=False)
-        # Given shapes spare a first forward that would find them, with collectives and routing of its own.
+        shape = pipeline.hidden_shape(
+            self.step.microbatches[0][0], self.model.config.dim, in_full=False
+        )
+        # Given shapes spare a first forward that would find them, with collectives and routing of
+        # its own.
         hidden = torch.empty(shape, dtype=pipeline.dtype, device="meta", requires_grad=True)
         loss = torch.empty(1, dtype=pipeline.loss_dtype, device="meta", requires_grad=True)
         stages = [
@@ -254,7 +278,9 @@ class PipelinedModel(nn.Module):
                 index,
                 pipeline.count,
                 pipeline.device,
-                input_args=torch.empty(1, dtype=torch.int64, device="meta") if stage.embeds else hidden,
+                input_args=torch.empty(1, dtype=torch.int64, device="meta")
+                if stage.embeds
+                else hidden,
                 output_args=loss if stage.predicts else hidden,
                 group=pipeline.group,
             )
@@ -267,11 +293,19 @@ class PipelinedModel(nn.Module):
             kinds.gpipe: pipelining.ScheduleGPipe,
             kinds("1f1b"): pipelining.Schedule1F1B,
         }
-        options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self.scaled_loss, "scale_grads": False}
+        options: dict[str, Any] = {
+            "n_microbatches": count,
+            "loss_fn": self.scaled_loss,
+            "scale_grads": False,
+        }
         if pipeline.schedule in single:
             return single[pipeline.schedule](stages[0], **options)
         interleaved = pipeline.schedule is kinds.interleaved
-        made: Any = pipelining.ScheduleInterleaved1F1B if interleaved else pipelining.ScheduleInterleavedZeroBubble
+        made: Any = (
+            pipelining.ScheduleInterleaved1F1B
+            if interleaved
+            else pipelining.ScheduleInterleavedZeroBubble
+        )
         return made(stages, **options)
 
 
@@ -282,18 +316,22 @@ class StageModule(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(stage.modules(pipelined.model))
         self.stage = stage
-        self._run = pipelined.run_stage  # a bound method, since a module would be a child with all stages' parameters
+        self._run = (
+            pipelined.run_stage
+        )  # a bound method, since a module would be a child with all stages' parameters
 
     def forward(self, received: Tensor, place: Tensor) -> Tensor:
-        """Run the micro-batch at ``place`` on hidden states of the stage before; the first stage ignores them."""
+        """Run the micro-batch at ``place`` on hidden states of the stage before; the first stage
+        ignores them."""
         return self._run(self.stage, self.parts, received, place)
 
 
 def reduce_gradients(model: Any) -> None:
-    """Reduce the gradients that FSDP2 has accumulated, and free its gathered parameters, after the last backward.
+    """Reduce the gradients that FSDP2 has accumulated, and free its gathered parameters, after the
+    last backward.
 
-    The schedules' backwards are several, and none knows that it is the last of a unit, so that no hook of FSDP2 may
-    reduce.
+    The schedules' backwards are several, and none knows that it is the last of a unit, so that no
+    hook of FSDP2 may reduce.
     """
     model.set_is_last_backward(True)
     model.set_requires_gradient_sync(True)
@@ -302,14 +340,19 @@ def reduce_gradients(model: Any) -> None:
 
 
 def end_backward(model: Any) -> None:
-    """Do what FSDP2 does at the end of a backward: accumulate, in the dtype of reductions, or reduce.
+    """Do what FSDP2 does at the end of a backward: accumulate, in the dtype of reductions, or
+    reduce.
 
-    Private API, which ``torch.distributed.pipelining`` calls for this too; tried with torch 2.7 and 2.13.
+    Private API, which ``torch.distributed.pipelining`` calls for this too; tried with torch 2.7 and
+    2.13.
     """
     model._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def _then_accumulate(backward_weights: Callable[..., None], model: nn.Module, *args: Any, **options: Any) -> None:
-    """Gradients of weights alone pass no hook of FSDP2, and would be added up in the dtype of the forward."""
+def _then_accumulate(
+    backward_weights: Callable[..., None], model: nn.Module, *args: Any, **options: Any
+) -> None:
+    """Gradients of weights alone pass no hook of FSDP2, and would be added up in the dtype of the
+    forward."""
     backward_weights(*args, **options)
     end_backward(model)

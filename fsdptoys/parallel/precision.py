@@ -17,7 +17,8 @@ class DType(Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
-    """More significant bits than bfloat16, in a smaller range: gradients need a loss scale (``loss_scale.*``)."""
+    """More significant bits than bfloat16, in a smaller range: gradients need a loss scale
+    (``loss_scale.*``)."""
 
     @property
     def torch(self) -> torch.dtype:
@@ -34,7 +35,8 @@ class ReduceDType(Enum):
     """dtypes in which gradients are summed over ranks."""
 
     auto = "auto"
-    """float64 under ``train.deterministic``, else float32, in which scaled float16 gradients cannot overflow."""
+    """float64 under ``train.deterministic``, else float32, in which scaled float16 gradients cannot
+    overflow."""
     float32 = "float32"
     bfloat16 = "bfloat16"
     float64 = "float64"
@@ -47,7 +49,8 @@ class ReduceDType(Enum):
 
 
 class SumDType(Enum):
-    """dtype of sums over ranks, except those of gradients: gradient norms, losses, expert statistics."""
+    """dtype of sums over ranks, except those of gradients: gradient norms, losses, expert
+    statistics."""
 
     auto = "auto"
     """float64 if the device's collectives support it (HCCL's do not), else float32."""
@@ -61,14 +64,16 @@ class SumDType(Enum):
 
 
 class CastParameters(nn.Module):
-    """Runs a model on low-precision copies of its float32 parameters, as FSDP's ``param_dtype`` does.
+    """Runs a model on low-precision copies of its float32 parameters, as FSDP's ``param_dtype``
+    does.
 
-    Gradients flow back through the cast and accumulate in float32. A parameter is cast before the first module of a
-    forward that owns it, so that its gradient is final as soon as the backward has left this module: DDP reduces it,
-    and ``memory.optimizer_in_backward`` uses it up, during the rest of the backward. The copy replaces the parameter
-    while a module that owns it runs, including the recomputation of gradient checkpointing, and is freed as soon as the
-    gradient is final. A compiled block's parameters are swapped around the compiled call: inside, each block would
-    trigger a recompilation.
+    Gradients flow back through the cast and accumulate in float32. A parameter is cast before the
+    first module of a forward that owns it, so that its gradient is final as soon as the backward
+    has left this module: DDP reduces it, and ``memory.optimizer_in_backward`` uses it up, during
+    the rest of the backward. The copy replaces the parameter while a module that owns it runs,
+    including the recomputation of gradient checkpointing, and is freed as soon as the gradient is
+    final. A compiled block's parameters are swapped around the compiled call: inside, each block
+    would trigger a recompilation.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -79,7 +84,8 @@ class CastParameters(nn.Module):
         for param in module.parameters():
             if not param.requires_grad:
                 continue  # kept in this dtype, so that the cast copies nothing (``packed_weights``)
-            # Through a weak reference: the garbage collector does not see a cycle through a hook of autograd.
+            # Through a weak reference: the garbage collector does not see a cycle through a hook of
+            # autograd.
             param.register_post_accumulate_grad_hook(functools.partial(_free, weakref.ref(self)))
         compiled: set[nn.Module] = set()
         for block in module.modules():
@@ -91,7 +97,9 @@ class CastParameters(nn.Module):
             own = dict(owner.named_parameters(recurse=False))
             if own and owner not in compiled:
                 owner.register_forward_pre_hook(functools.partial(self._swap_in, own))
-                owner.register_forward_hook(functools.partial(self._swap_out, own), always_call=True)
+                owner.register_forward_hook(
+                    functools.partial(self._swap_out, own), always_call=True
+                )
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Call the model with cast parameters."""

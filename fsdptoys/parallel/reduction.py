@@ -1,7 +1,7 @@
 """What a strategy's collectives do with gradients: sum them over ranks, or average them.
 
-A trainer wants the sum: its loss is divided by the valid tokens of the global batch. So it multiplies
-the loss by the divisor of the strategy's reduction, which is exact for powers of two.
+A trainer wants the sum: its loss is divided by the valid tokens of the global batch. So it
+multiplies the loss by the divisor of the strategy's reduction, which is exact for powers of two.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,11 @@
 """Ring attention: blocks of keys and values pass from rank to rank (arXiv:2310.01889).
 
-In step s rank r of N has the keys and values of rank r-s, while it sends them on and receives the next. With sequences
-shared as heads and tails, a rank's own block is causal; of an earlier rank's all queries see the head and none the
-tail; of a later rank's the tail's queries see both. So every step computes as many scores, on every rank. Results are
-merged by their log-sum-exp in float32. In the backward keys and values go round again; their gradients travel with
-them, added up in float32, and are home after N steps.
+In step s rank r of N has the keys and values of rank r-s, while it sends them on and receives the
+next. With sequences shared as heads and tails, a rank's own block is causal; of an earlier rank's
+all queries see the head and none the tail; of a later rank's the tail's queries see both. So every
+step computes as many scores, on every rank. Results are merged by their log-sum-exp in float32. In
+the backward keys and values go round again; their gradients travel with them, added up in float32,
+and are home after N steps.
 
 Shapes: B batch, t tokens of this rank's part, H query heads, G key/value heads, K width of a head.
 """
@@ -51,11 +52,14 @@ class Ring(HeadTail):
         assert seen is None
         kernel = flash_blocks(ops, q_BHtK) or PLAIN
         steps = [self._blocks(step, q_BHtK.shape[2], chunk_len) for step in range(self.ranks)]
-        attended: Tensor = _Ring.apply(q_BHtK, torch.stack((k_BGtK, v_BGtK)), kernel, steps, self._group)
+        attended: Tensor = _Ring.apply(
+            q_BHtK, torch.stack((k_BGtK, v_BGtK)), kernel, steps, self._group
+        )
         return attended
 
     def _blocks(self, step: int, tokens: int, chunk_len: int | None) -> list[Block]:
-        """Rows and keys that see each other in a step, among this rank's ``tokens`` and those that pass by."""
+        """Rows and keys that see each other in a step, among this rank's ``tokens`` and those that
+        pass by."""
         everything, half, passing = slice(0, tokens), tokens // 2, (self._rank - step) % self.ranks
         if chunk_len is not None:
             own, others = (self.starts(tokens * self.ranks, rank) for rank in (self._rank, passing))
@@ -72,7 +76,12 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_BHtK: Tensor, part: Tensor, kernel: BlockKernel, steps: list[list[Block]], group: dist.ProcessGroup
+        ctx: Any,
+        q_BHtK: Tensor,
+        part: Tensor,
+        kernel: BlockKernel,
+        steps: list[list[Block]],
+        group: dist.ProcessGroup,
     ) -> Tensor:
         rows, passing = RowsOfBlocks(kernel, q_BHtK), part
         for step, blocks in enumerate(steps):
@@ -106,12 +115,16 @@ class _Ring(torch.autograd.Function):
 
 
 def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin to send a tensor to the next rank; returns a function that waits for that of the rank before."""
+    """Begin to send a tensor to the next rank; returns a function that waits for that of the rank
+    before."""
     ranks, rank = group.size(), group.rank()
     sent = tensor.contiguous()
     received = torch.empty_like(sent)
     peers = [dist.get_global_rank(group, place % ranks) for place in (rank + 1, rank - 1)]
-    operations = [dist.P2POp(dist.isend, sent, peers[0], group), dist.P2POp(dist.irecv, received, peers[1], group)]
+    operations = [
+        dist.P2POp(dist.isend, sent, peers[0], group),
+        dist.P2POp(dist.irecv, received, peers[1], group),
+    ]
     works = dist.batch_isend_irecv(operations)
 
     def wait() -> Tensor:

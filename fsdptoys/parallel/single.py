@@ -1,7 +1,7 @@
 """One process: the reference for every other strategy.
 
-``parallel.simulated_ranks=R`` runs the micro-batches of R data-parallel ranks one after another, so that one process
-trains on the same global batches as R ranks with the same settings.
+``parallel.simulated_ranks=R`` runs the micro-batches of R data-parallel ranks one after another, so
+that one process trains on the same global batches as R ranks with the same settings.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,9 @@ class UnshardedStrategy(Strategy):
         self._unwrapped = model
         if self.world.deterministic.uses_float64:  # which the model casts to its dtype itself
             self._leaves, dtype = Float64Leaves(model), DType.float32
-        self.model = self._wrap(model if dtype is DType.float32 else CastParameters(model, dtype.torch))
+        self.model = self._wrap(
+            model if dtype is DType.float32 else CastParameters(model, dtype.torch)
+        )
 
     def _wrap(self, model: nn.Module) -> Any:
         return model
@@ -52,7 +54,9 @@ class UnshardedStrategy(Strategy):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own parameters."""
-        return ((name, self._parameter(param)) for name, param in self._unwrapped.named_parameters())
+        return (
+            (name, self._parameter(param)) for name, param in self._unwrapped.named_parameters()
+        )
 
     def _parameter(self, param: nn.Parameter) -> nn.Parameter:
         """The float32 parameter of one of the model's."""
@@ -60,11 +64,15 @@ class UnshardedStrategy(Strategy):
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The model's own parameters."""
-        for name, param in self._unwrapped.named_parameters():  # not the slices of a toy's optimizer
+        for (
+            name,
+            param,
+        ) in self._unwrapped.named_parameters():  # not the slices of a toy's optimizer
             yield name, unrounded(name, self._parameter(param).detach())
 
     def _add_microbatch(self, param: nn.Parameter, grad: Tensor, is_last: bool) -> None:
-        """Add up a parameter's reduced gradients of a step in float32; the last one makes the sum its gradient."""
+        """Add up a parameter's reduced gradients of a step in float32; the last one makes the sum
+        its gradient."""
         earlier = self._over_microbatches.pop(param, None)
         total = grad.clone() if earlier is None else earlier.add_(grad)
         param.grad = total if is_last else None
@@ -82,7 +90,8 @@ class Single(UnshardedStrategy):
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
-        """Let autograd sum gradients in float32; in the deterministic mode, over simulated ranks in float64."""
+        """Let autograd sum gradients in float32; in the deterministic mode, over simulated ranks in
+        float64."""
         yield
         if self._leaves and index == count - 1:
             self._leaves.move_gradients()
@@ -93,7 +102,9 @@ class Single(UnshardedStrategy):
             if param.grad is None:
                 continue
             in_float64 = self._over_ranks.get(param)
-            self._over_ranks[param] = param.grad.double() if in_float64 is None else in_float64.add_(param.grad)
+            self._over_ranks[param] = (
+                param.grad.double() if in_float64 is None else in_float64.add_(param.grad)
+            )
             param.grad = None
             if rank == self.local_data_ranks - 1:
                 self._add_microbatch(param, self._over_ranks.pop(param).float(), index == count - 1)
@@ -109,13 +120,15 @@ class SingleConfig(ParallelConfig):
     simulated_ranks: int = option(1, at_least(1, 2**16), effect=Effect.rounding)
     """Data-parallel ranks whose micro-batches the one process runs one after another."""
 
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+    def validate(
+        self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool
+    ) -> None:
         """Refuse several ranks and sharding."""
         super().validate(world_size, mesh, device_type, cpu_offload)
         if world_size != 1:
             raise ConfigError(
-                f"parallel=single runs one process, the world size is {world_size}; set parallel=ddp or "
-                "launch.nproc_per_node=1"
+                f"parallel=single runs one process, the world size is {world_size}; set "
+                "parallel=ddp or launch.nproc_per_node=1"
             )
         self._refuse_sharding(mesh)
 
@@ -129,5 +142,10 @@ def unsharded_units(whole: DecoderModel) -> list[UnitParams]:
     seen = dict.fromkeys([*first, *whole.embed_tokens.parameters()])
     units: list[UnitParams] = [(whole, list(seen))]
     units += [(layer, list(layer.parameters())) for layer in whole.layers]
-    units.append((whole.norm, [param for module in tail for param in module.parameters() if param not in seen]))
+    units.append(
+        (
+            whole.norm,
+            [param for module in tail for param in module.parameters() if param not in seen],
+        )
+    )
     return units

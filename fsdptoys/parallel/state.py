@@ -1,17 +1,20 @@
-"""A run's parameters and optimizer states as tensors with plain names: the contents of a checkpoint under any strategy.
+"""A run's parameters and optimizer states as tensors with plain names: the contents of a checkpoint
+under any strategy.
 
-Keys are ``model.<parameter>`` and ``optim.<parameter>.<state>``, with the names of the model before it is wrapped (of a
-shared parameter the first), so a checkpoint of one strategy on N ranks loads under another on M. Buffers are left out.
+Keys are ``model.<parameter>`` and ``optim.<parameter>.<state>``, with the names of the model before
+it is wrapped (of a shared parameter the first), so a checkpoint of one strategy on N ranks loads
+under another on M. Buffers are left out.
 
-Where parameters keep their shape (one process, DDP, FSDP2) the tensors are the live ones, plain or DTensors, which
-loading writes into without a copy. FSDP1 and the toys whose ranks own parts in other shapes have copies.
+Where parameters keep their shape (one process, DDP, FSDP2) the tensors are the live ones, plain or
+DTensors, which loading writes into without a copy. FSDP1 and the toys whose ranks own parts in
+other shapes have copies.
 
-An optimizer before its first step gets the states that this step would start from. For a momentum without a step
-counter they are -0.0, the neutral element of addition: PyTorch's SGD copies its first gradient, and 0.0 would turn a
-gradient of -0.0 into 0.0.
+An optimizer before its first step gets the states that this step would start from. For a momentum
+without a step counter they are -0.0, the neutral element of addition: PyTorch's SGD copies its
+first gradient, and 0.0 would turn a gradient of -0.0 into 0.0.
 
-Not covered: optimizer states that are not tensors, or of another shape than their parameter or a number. An optimizer
-not derived from one of PyTorch's must show its states before its first step.
+Not covered: optimizer states that are not tensors, or of another shape than their parameter or a
+number. An optimizer not derived from one of PyTorch's must show its states before its first step.
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
@@ -46,13 +49,21 @@ class State:
     """
 
     def __init__(
-        self, named_parameters: NamedParameters, optimizer: torch.optim.Optimizer, spread: Spread = keep
+        self,
+        named_parameters: NamedParameters,
+        optimizer: torch.optim.Optimizer,
+        spread: Spread = keep,
     ) -> None:
         settle(optimizer)
-        self.named_parameters, self.optimizer, self._spread = list(named_parameters()), optimizer, spread
+        self.named_parameters, self.optimizer, self._spread = (
+            list(named_parameters()),
+            optimizer,
+            spread,
+        )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Plain tensors, the same on all ranks, and DTensors, to read or to fill in place. May be a collective.
+        """Plain tensors, the same on all ranks, and DTensors, to read or to fill in place. May be a
+        collective.
 
         They may be live, and change in the next step; ``host_copy`` copies them.
         """
@@ -69,19 +80,24 @@ class State:
         Hyperparameters, and the device and dtype of states, stay those of this run.
         """
         # Copies of parameters (cpu_offload_cast) detect writes by version counters.
-        torch.autograd.graph.increment_version([local_tensor(param) for _, param in self.named_parameters])
+        torch.autograd.graph.increment_version(
+            [local_tensor(param) for _, param in self.named_parameters]
+        )
         # The states are in place; an optimizer may keep more, such as a count of its steps.
         self.optimizer.load_state_dict(self.optimizer.state_dict())
 
 
 def state_tensors(name: str, state: dict[str, Any]) -> dict[str, Tensor]:
     """Tensors of a parameter's optimizer state."""
-    return {f"optim.{name}.{kind}": value for kind, value in state.items() if isinstance(value, Tensor)}
+    return {
+        f"optim.{name}.{kind}": value for kind, value in state.items() if isinstance(value, Tensor)
+    }
 
 
 @torch.no_grad()
 def full_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield every tensor in full, in the order of the names, on rank 0 as a CPU tensor; None on the other ranks.
+    """Yield every tensor in full, in the order of the names, on rank 0 as a CPU tensor; None on the
+    other ranks.
 
     A collective: all ranks must exhaust it. A DTensor is gathered on every rank's device.
     """
@@ -96,17 +112,22 @@ def full_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | Non
 
 
 @torch.no_grad()
-def host_copy(tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def host_copy(
+    tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """Copy the tensors of a ``State`` to host memory, pinned if the source is on an accelerator.
 
-    DTensors keep their placements. ``into`` is the unused result of an earlier call, whose memory is reused if it fits.
+    DTensors keep their placements. ``into`` is the unused result of an earlier call, whose memory
+    is reused if it fits.
     """
     copies: dict[str, Tensor] = {}
     devices = set()
     for name, tensor in tensors.items():
         source, copy = local_tensor(tensor), (into or {}).get(name)
         if copy is None or _layout(copy) != _layout(tensor):
-            local = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(source.device))
+            local = torch.empty(
+                source.shape, dtype=source.dtype, pin_memory=is_accelerator(source.device)
+            )
             copy = sharded_like(tensor, in_host_place(local))
         copies[name] = copy
         local_tensor(copy).copy_(source, non_blocking=True)
@@ -122,20 +143,25 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
     """Finish pending updates, and create the optimizer's missing states."""
     optimizer.state_dict()  # of a BucketedOptimizer: finishes updates
     # FSDP1 keeps no state on a rank whose shard of a parameter is empty.
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.numel()]
+    params = [
+        param for group in optimizer.param_groups for param in group["params"] if param.numel()
+    ]
     without = [param for param in params if not optimizer.state.get(param)]
     kinds = _kept_states(optimizer) if without else {}
     nothing = 0.0 if any(not example.ndim for example in kinds.values()) else -0.0
     for param in without if kinds else []:
         for kind, example in kinds.items():
-            state = torch.zeros_like(param.detach() if example.ndim else example, dtype=example.dtype)
+            state = torch.zeros_like(
+                param.detach() if example.ndim else example, dtype=example.dtype
+            )
             if example.ndim:
                 local_tensor(state).fill_(nothing)
             optimizer.state[param][kind] = state
 
 
 def _kept_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Name → example of each state that an optimizer keeps for a parameter, from a step on two numbers."""
+    """Name → example of each state that an optimizer keeps for a parameter, from a step on two
+    numbers."""
     bases = (base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer)
     if not any(base.__module__.startswith("torch.optim.") for base in bases):
         return {}
@@ -155,5 +181,6 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 def unrounded(name: str, full: Tensor) -> Tensor:
-    """A full parameter on the CPU: in float32, and a quantized weight, which a cast would destroy, as it is."""
+    """A full parameter on the CPU: in float32, and a quantized weight, which a cast would destroy,
+    as it is."""
     return full.to("cpu") if is_packed(name) else full.to("cpu", torch.float32)

@@ -1,22 +1,26 @@
-"""The interface between the trainer and a way to train in parallel, and the settings that all strategies share.
+"""The interface between the trainer and a way to train in parallel, and the settings that all
+strategies share.
 
 Every strategy wraps a model in the same order:
 
 1. patches of PyTorch are in place; the model is constructed on the meta device (no memory);
 2. ``train.float8`` converts linear layers; blocks learn whether they are recomputed and compiled;
 3. ``Strategy.split`` leaves this rank its layers, features and experts;
-4. ``Strategy.shard`` wraps or shards each block, then ``[norm, lm_head]`` together, then the root. It materializes and
-   initializes one parameter after the other, from generators seeded by name (``init_weights``) or files;
+4. ``Strategy.shard`` wraps or shards each block, then ``[norm, lm_head]`` together, then the root.
+   It materializes and initializes one parameter after the other, from generators seeded by name
+   (``init_weights``) or files;
 5. the optimizer is built over the parameters that the strategy leaves.
 
-Gradients are summed over ranks and micro-batches, never averaged: the loss is divided by the number of valid tokens of
-the global batch before the backward. A strategy says whether its collectives average (``reduces``); the trainer then
-multiplies the loss by the number of ranks (``train.gradient_scale``).
+Gradients are summed over ranks and micro-batches, never averaged: the loss is divided by the number
+of valid tokens of the global batch before the backward. A strategy says whether its collectives
+average (``reduces``); the trainer then multiplies the loss by the number of ranks
+(``train.gradient_scale``).
 
-In the deterministic mode gradients are reduced after every micro-batch in float64, rounded to float32, and added up in
-float32: the bits then depend neither on the layout nor on the order in which a collective adds. With
-``train.deterministic=layout`` models compute by grains (``exact.ops``) from float64 parameters; gradients are
-summed over micro-batches and ranks in float64, never averaged, and rounded to float32 once a step.
+In the deterministic mode gradients are reduced after every micro-batch in float64, rounded to
+float32, and added up in float32: the bits then depend neither on the layout nor on the order in
+which a collective adds. With ``train.deterministic=layout`` models compute by grains
+(``exact.ops``) from float64 parameters; gradients are summed over micro-batches and ranks in
+float64, never averaged, and rounded to float32 once a step.
 """
 
 import math
@@ -65,11 +69,14 @@ class ParallelConfig:
     """Class that these settings configure."""
 
     param_dtype: DType = option(
-        DType.float32, effect=Effect.format, alias="dtype torch_dtype precision mixed_precision amp param_dtype"
+        DType.float32,
+        effect=Effect.format,
+        alias="dtype torch_dtype precision mixed_precision amp param_dtype",
     )
     """dtype of forward and backward; parameters and optimizer states stay float32."""
     buffer_dtype: DType = option(DType.float32, effect=Effect.format)
-    """dtype of the model's buffers: rotary frequencies; bf16 makes the angles of late positions wrong."""
+    """dtype of the model's buffers: rotary frequencies; bf16 makes the angles of late positions
+    wrong."""
 
     def __post_init__(self) -> None:
         check_options("parallel", self)
@@ -98,7 +105,9 @@ class ParallelConfig:
     def resolve(self, deterministic: Deterministic | bool) -> None:
         """Replace every ``auto`` by its value."""
 
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+    def validate(
+        self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool
+    ) -> None:
         """Check this strategy against other settings.
 
         Raises:
@@ -121,7 +130,9 @@ class ParallelConfig:
             size = getattr(mesh, key)
             if size > 1 and not has:
                 fix = f"mesh.{key}=1" if world_size % size else f"parallel=fsdp2 or mesh.{key}=1"
-                raise ConfigError(f"mesh.{key}={size} is not an option of parallel={self.name}; set {fix}")
+                raise ConfigError(
+                    f"mesh.{key}={size} is not an option of parallel={self.name}; set {fix}"
+                )
         return mesh.axes(world_size, can.shards_parameters, experts)
 
     def build(self, world: World) -> "Strategy":
@@ -131,8 +142,8 @@ class ParallelConfig:
     def _refuse_sharding(self, mesh: MeshConfig) -> None:
         if mesh.fsdp_size not in (-1, 1):
             raise ConfigError(
-                f"mesh.fsdp_size={mesh.fsdp_size} shards parameters, which parallel={self.name} does not; "
-                "set parallel=fsdp2 or mesh.fsdp_size=-1"
+                f"mesh.fsdp_size={mesh.fsdp_size} shards parameters, which parallel={self.name} "
+                "does not; set parallel=fsdp2 or mesh.fsdp_size=-1"
             )
 
 
@@ -140,7 +151,9 @@ class ParallelConfig:
 class ReducingConfig(ParallelConfig):
     """Settings of every strategy of several ranks."""
 
-    reduce_dtype: ReduceDType = option(ReduceDType.auto, effect=Effect.rounding, acts=Stage.gradient)
+    reduce_dtype: ReduceDType = option(
+        ReduceDType.auto, effect=Effect.rounding, acts=Stage.gradient
+    )
     """dtype in which gradients are summed over ranks."""
     context: ContextForm = option(ContextForm.auto, effect=Effect.rounding, needs="mesh.cp_size")
     """Communication of attention where ranks share sequences (``mesh.cp_size``)."""
@@ -149,20 +162,23 @@ class ReducingConfig(ParallelConfig):
         """Choose the dtype of reductions."""
         if deterministic and self.reduce_dtype not in (ReduceDType.auto, ReduceDType.float64):
             raise ConfigError(
-                f"parallel.reduce_dtype={self.reduce_dtype.value} contradicts train.deterministic="
-                f"{Deterministic(deterministic).word}, which reduces in float64; set parallel.reduce_dtype=auto"
+                f"parallel.reduce_dtype={self.reduce_dtype.value} contradicts "
+                f"train.deterministic={Deterministic(deterministic).word}, which reduces in "
+                "float64; set parallel.reduce_dtype=auto"
             )
         if self.reduce_dtype is ReduceDType.auto:
             self.reduce_dtype = ReduceDType.float64 if deterministic else ReduceDType.float32
 
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+    def validate(
+        self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool
+    ) -> None:
         """Check that the device's collectives have the dtype of reductions."""
         super().validate(world_size, mesh, device_type, cpu_offload)
         if self.reduce_dtype is ReduceDType.float64 and not float64_collectives(device_type):
             raise ConfigError(
-                "parallel.reduce_dtype=float64 (train.deterministic=true or layout asks for it) cannot run on "
-                f"{device_type}, whose collectives have no float64; set train.deterministic=false and "
-                "parallel.reduce_dtype=float32"
+                "parallel.reduce_dtype=float64 (train.deterministic=true or layout asks for it) "
+                f"cannot run on {device_type}, whose collectives have no float64; set "
+                "train.deterministic=false and parallel.reduce_dtype=float32"
             )
 
 
@@ -194,7 +210,9 @@ class Strategy(ABC):
         self.data_ranks = self.mesh_axes.data_ranks
         if self.mesh_axes.cp > 1:
             stride = self.mesh_axes.tp
-            self.context_group = regular_group(self.mesh_axes.cp, CONTEXT_AXIS, world.timeout, stride)
+            self.context_group = regular_group(
+                self.mesh_axes.cp, CONTEXT_AXIS, world.timeout, stride
+            )
 
         self.reduces: Reduction = Mean(world.world_size // self.mesh_axes.pp)
         """What the collectives do with gradients; final after ``shard``."""
@@ -206,7 +224,9 @@ class Strategy(ABC):
 
     def divide_expert_gradients(self, divisor: int) -> None:
         """Divide the gradients of experts by a number in the backward, before they are reduced."""
-        raise NotImplementedError(f"experts are reduced like other parameters, so divisor={divisor}")
+        raise NotImplementedError(
+            f"experts are reduced like other parameters, so divisor={divisor}"
+        )
 
     def build_context(self, compiles: bool) -> Context:
         """Return the context in which layers see this rank's part of sequences that ranks share."""
@@ -222,7 +242,8 @@ class Strategy(ABC):
 
     @property
     def full_model(self) -> nn.Module:
-        """The module that gives losses or logits of full models, without gradients. Calling it may be a collective."""
+        """The module that gives losses or logits of full models, without gradients. Calling it may
+        be a collective."""
         return self.model if self.pipelined is None else self.pipelined
 
     @abstractmethod
@@ -231,7 +252,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters for the optimizer, with the model's own names where the strategy keeps parameters apart."""
+        """Parameters for the optimizer, with the model's own names where the strategy keeps
+        parameters apart."""
 
     def held_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """``named_parameters``, and those frozen ones that are not among them."""
@@ -243,17 +265,20 @@ class Strategy(ABC):
 
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter in full, once, on the CPU, in any order: in float32, but quantized weights as they are.
+        """Yield every parameter in full, once, on the CPU, in any order: in float32, but quantized
+        weights as they are.
 
         A collective: all ranks must exhaust it.
         """
 
     @abstractmethod
     def units(self) -> list[UnitParams]:
-        """Every parameter once, by the module whose forward needs it first, in the order of the forward."""
+        """Every parameter once, by the module whose forward needs it first, in the order of the
+        forward."""
 
     def unit_names(self) -> list[list[str]]:
-        """Names of the modules of each gathered unit, the root's empty; none where ranks keep all parameters."""
+        """Names of the modules of each gathered unit, the root's empty; none where ranks keep all
+        parameters."""
         return []
 
     def gathered_parts(self, name: str) -> int:
@@ -277,12 +302,14 @@ class Strategy(ABC):
         optimizer.zero_grad(set_to_none=True)
 
     def gather_after(self, module: nn.Module, event: Any) -> None:  # noqa: B027 (only who gathers on streams must wait)
-        """Make the gathering of ``module``'s parameters wait for a device event, if not on the compute stream."""
+        """Make the gathering of ``module``'s parameters wait for a device event, if not on the
+        compute stream."""
 
     def mirror_parameters(self) -> Callable[[list[nn.Parameter]], None] | None:
         """Upload offloaded parameters in the dtype of the forward, where the strategy can.
 
-        Returns a function to call, from any thread, with updated parameters; None where there are no copies.
+        Returns a function to call, from any thread, with updated parameters; None where there are
+        no copies.
         """
         return None
 
@@ -297,18 +324,21 @@ class Strategy(ABC):
 
     @torch.no_grad()
     def load_state_tensors(self, optimizer: torch.optim.Optimizer, load: Load) -> None:
-        """Fill ``state_tensors`` in place with ``load``, and install them; half of them if it raises. A collective."""
+        """Fill ``state_tensors`` in place with ``load``, and install them; half of them if it
+        raises. A collective."""
         state = self.state(optimizer)
         tensors = state.tensors()
         load(tensors)
         state.install(tensors)
 
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks whose local gradients together are one full gradient; None where each rank has it in full."""
+        """The ranks whose local gradients together are one full gradient; None where each rank has
+        it in full."""
         return None
 
     def spread(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter, or a tensor of its shape, as a part of the full one: plain or a DTensor, sharing its memory."""
+        """A parameter, or a tensor of its shape, as a part of the full one: plain or a DTensor,
+        sharing its memory."""
         return tensor
 
     @property
@@ -317,22 +347,31 @@ class Strategy(ABC):
         return dist.get_rank(group) if (group := self.shard_group()) is not None else 0
 
     def local_norms(self, grads: list[Tensor], map_parts: MapParts = map) -> list[Tensor]:
-        """Norms of parts of this rank's gradients, for ``total_norm``; ``map_parts`` is like ``map``, over parts.
+        """Norms of parts of this rank's gradients, for ``total_norm``; ``map_parts`` is like
+        ``map``, over parts.
 
-        An accelerator would write a float64 copy of each part before it reads it, and the host of one is many times as
-        slow in float64, where gradients are offloaded. So float64 is left to CPUs without one, and to the deterministic
-        mode, whose norms do not depend on how gradients are split.
+        An accelerator would write a float64 copy of each part before it reads it, and the host of
+        one is many times as slow in float64, where gradients are offloaded. So float64 is left to
+        CPUs without one, and to the deterministic mode, whose norms do not depend on how gradients
+        are split.
         """
         if not self.world.deterministic and self.world.device.is_accelerator:
             return norms_in_float32(grads)
         return norms_in(self.world.sum_dtype, grads, map_parts)
 
     def total_norm(self, norms: list[Tensor]) -> Tensor:
-        """Norm of all gradients on all ranks, as float32, from norms of this rank's parts. A collective."""
+        """Norm of all gradients on all ranks, as float32, from norms of this rank's parts. A
+        collective."""
         device, sum_dtype = self.world.device.torch_device, self.world.sum_dtype
         total = torch.zeros((), dtype=sum_dtype, device=device)
         if norms:
-            total += torch.cat([norm.flatten() for norm in norms]).to(sum_dtype).square().sum().to(device)
+            total += (
+                torch.cat([norm.flatten() for norm in norms])
+                .to(sum_dtype)
+                .square()
+                .sum()
+                .to(device)
+            )
         for group in (self.shard_group(), self.tensor_group, self.pipeline and self.pipeline.group):
             if group is not None:
                 dist.all_reduce(total, group=group)
@@ -346,14 +385,20 @@ class Strategy(ABC):
         map_parts: MapParts = map,
         unscale: float = 1.0,
     ) -> Tensor:
-        """Scale all gradients so that their norm is at most ``max_norm``; return the norm before, as float32.
+        """Scale all gradients so that their norm is at most ``max_norm``; return the norm before,
+        as float32.
 
-        Gradients of a scaled loss are multiplied by ``unscale`` in the same pass, with ``max_norm=inf`` in one.
-        The squares of parts are added up in the world's ``sum_dtype`` and rounded once at the end: with parts in
-        float64 the norm is the same number however the gradients are sharded. ``scale_by`` receives the factor instead
-        of multiplying the gradients here; ``map_parts`` is like ``map``, over parts of gradients, and may use threads.
+        Gradients of a scaled loss are multiplied by ``unscale`` in the same pass, with
+        ``max_norm=inf`` in one. The squares of parts are added up in the world's ``sum_dtype`` and
+        rounded once at the end: with parts in float64 the norm is the same number however the
+        gradients are sharded. ``scale_by`` receives the factor instead of multiplying the gradients
+        here; ``map_parts`` is like ``map``, over parts of gradients, and may use threads.
         """
-        grads = [local_tensor(param.grad) for _, param in self.named_parameters() if param.grad is not None]
+        grads = [
+            local_tensor(param.grad)
+            for _, param in self.named_parameters()
+            if param.grad is not None
+        ]
         norm = self.total_norm(self.local_norms(grads, map_parts))
         norm = norm if unscale == 1 else norm * unscale
         if math.isfinite(max_norm) or unscale != 1:

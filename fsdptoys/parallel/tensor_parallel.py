@@ -1,30 +1,36 @@
-"""Tensor parallelism with sequence parallelism: ``mesh.tp_size`` consecutive ranks split the features of each layer.
+"""Tensor parallelism with sequence parallelism: ``mesh.tp_size`` consecutive ranks split the
+features of each layer.
 
-Between attentions and feed-forwards a rank has 1/N of the tokens of a sequence; norms, residuals and routers work on
-these (sequence parallelism, arXiv:2205.05198). A layer begins with an all-gather of tokens; then each rank computes H/N
-heads, or F/N channels of the hidden layer, and a reduce-scatter sums the N partial results (arXiv:1909.08053):
+Between attentions and feed-forwards a rank has 1/N of the tokens of a sequence; norms, residuals
+and routers work on these (sequence parallelism, arXiv:2205.05198). A layer begins with an
+all-gather of tokens; then each rank computes H/N heads, or F/N channels of the hidden layer, and a
+reduce-scatter sums the N partial results (arXiv:1909.08053):
 
     projection                    weight (out, in)    each rank has
     q, k, v, gate, up             columns             out/N rows of the weight: all-gather before, none after
     o, down                       rows                in/N columns: none before, reduce-scatter after; then the bias
     embedding, head               vocabulary          V/N rows; the loss works on split logits (``loss.vocabulary``)
-    norms, biases of rows, GPT-2's positions, routers: in full; each rank's tokens give a part of their gradient
+    norms, biases of rows, GPT-2's positions, routers: in full; each rank's tokens give a part of
+    their gradient
 
-The backward of an all-gather is a reduce-scatter and the other way round, so forward and backward of a block send as
-much: 2 · (N - 1)/N · B·T·D numbers for attention, and as many for the feed-forward. Experts stay whole: their layer
-takes the rank's own tokens, and their stacks are sharded over all ranks of a copy (``mesh``, sparse view).
+The backward of an all-gather is a reduce-scatter and the other way round, so forward and backward
+of a block send as much: 2 · (N - 1)/N · B·T·D numbers for attention, and as many for the
+feed-forward. Experts stay whole: their layer takes the rank's own tokens, and their stacks are
+sharded over all ranks of a copy (``mesh``, sparse view).
 
-Why not ``parallelize_module``: its styles make DTensors of activations, whose dispatch costs host time around every
-collective, which the kernels and the sums of ``train.deterministic=layout`` would have to unwrap, and whose parallel
-loss cannot be chunked. Here parameters are plain tensors of a rank's features, which FSDP2 shards
-as usual. Layers declare how they are split, and call the collectives as their ``exchange``
-(``models.exchange``). Full parameters (checkpoints, initial values) are DTensors that
-``FeatureSplit.to_global_dtensor`` makes of the shards.
+Why not ``parallelize_module``: its styles make DTensors of activations, whose dispatch costs host
+time around every collective, which the kernels and the sums of ``train.deterministic=layout`` would
+have to unwrap, and whose parallel loss cannot be chunked. Here parameters are plain tensors of a
+rank's features, which FSDP2 shards as usual. Layers declare how they are split, and call the
+collectives as their ``exchange`` (``models.exchange``). Full parameters (checkpoints, initial
+values) are DTensors that ``FeatureSplit.to_global_dtensor`` makes of the shards.
 
-Memory: a layer's gathered input is kept for the backward, once for all of its projections; activation checkpointing
-drops it. Not covered: overlap of collectives and matmuls; key heads that N does not divide; experts split by features.
+Memory: a layer's gathered input is kept for the backward, once for all of its projections;
+activation checkpointing drops it. Not covered: overlap of collectives and matmuls; key heads that N
+does not divide; experts split by features.
 
-Shapes: B batch, T tokens of a sequence (or of this rank's part under context parallelism), t = T/N, D width, V classes.
+Shapes: B batch, T tokens of a sequence (or of this rank's part under context parallelism), t = T/N,
+D width, V classes.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,13 +58,15 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class TensorExchange(Exchange):
     """Collectives of the ranks that split features; tokens are the last dim but one.
 
-    The compiler skips them, as compiled backwards may order collectives otherwise than FSDP's on each rank.
+    The compiler skips them, as compiled backwards may order collectives otherwise than FSDP's on
+    each rank.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
         self.dtype: torch.dtype | None = None
-        """Compute dtype where layers get and give float64 (``exact.slices``); None where they use their own."""
+        """Compute dtype where layers get and give float64 (``exact.slices``); None where they use
+        their own."""
         self.in_full = False
         """Whether every rank has all tokens, as in generation, where one token cannot be split."""
 
@@ -73,7 +81,12 @@ class TensorExchange(Exchange):
     def scatter_tokens(self, partial_BTD: Tensor) -> Tensor:
         """This rank's tokens of the sum over ranks. A collective."""
         B, T, D = partial_BTD.shape
-        sent = partial_BTD.view(B, self.ranks, T // self.ranks, D).transpose(0, 1).flatten(0, 1).contiguous()
+        sent = (
+            partial_BTD.view(B, self.ranks, T // self.ranks, D)
+            .transpose(0, 1)
+            .flatten(0, 1)
+            .contiguous()
+        )
         received = sent.new_empty(B, T // self.ranks, D)
         _reduce_scatter(received, sent, group=self.group)
         return received
@@ -89,7 +102,9 @@ class TensorExchange(Exchange):
         size = positions.shape[-1] // self.ranks
         return positions.narrow(-1, self.rank * size, size)
 
-    def embed(self, embedding: Callable[[Tensor, Tensor], Tensor], ids_BT: Tensor, table_VD: Tensor) -> Tensor:
+    def embed(
+        self, embedding: Callable[[Tensor, Tensor], Tensor], ids_BT: Tensor, table_VD: Tensor
+    ) -> Tensor:
         """One rank has a token's row; zeros of the others leave it exact. A collective."""
         classes = table_VD.shape[0]
         local_BT = ids_BT - self.rank * classes
@@ -99,7 +114,8 @@ class TensorExchange(Exchange):
 
     @leave_uncompiled
     def enter(self, hidden: Tensor) -> Tensor:
-        """Begin a layer: all tokens, whose gradients are summed over ranks. A collective, in forward and backward."""
+        """Begin a layer: all tokens, whose gradients are summed over ranks. A collective, in
+        forward and backward."""
         if self.in_full:
             return hidden if self.dtype is None else hidden.double()
         part_BtD = hidden if hidden.ndim == 3 else hidden.unsqueeze(0)
@@ -108,7 +124,8 @@ class TensorExchange(Exchange):
 
     @leave_uncompiled
     def leave(self, partial: Tensor) -> Tensor:
-        """End a layer: this rank's tokens of the sum over ranks. A collective, in forward and backward."""
+        """End a layer: this rank's tokens of the sum over ranks. A collective, in forward and
+        backward."""
         if self.in_full:
             dist.all_reduce(partial, group=self.group)
             return partial if self.dtype is None else partial.to(self.dtype)
@@ -118,7 +135,8 @@ class TensorExchange(Exchange):
 
     @leave_uncompiled
     def sum_gradient(self, param: Tensor) -> Tensor:
-        """A parameter that all ranks have, of whose gradient each has a part. A collective in the backward."""
+        """A parameter that all ranks have, of whose gradient each has a part. A collective in the
+        backward."""
         summed: Tensor = _SumGradient.apply(param, self.group)
         return summed
 
@@ -182,10 +200,12 @@ class FeatureSplit:
         self.exchange, self._mesh = exchange, whole_mesh
         self._shapes: dict[str, torch.Size] = {}
         self.dims: dict[str, int | None] = {}
-        """Name of a parameter → the dim along which it is split, None where all ranks have it; not of experts."""
+        """Name of a parameter → the dim along which it is split, None where all ranks have it; not
+        of experts."""
 
     def apply(self, model: DecoderModel) -> None:
-        """Split the parameters of a model on the meta device as its layers declare, and set their exchange."""
+        """Split the parameters of a model on the meta device as its layers declare, and set their
+        exchange."""
         names = {param: name for name, param in model.named_parameters()}
         shapes = {name: param.shape for param, name in names.items()}
         split: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one
@@ -195,7 +215,11 @@ class FeatureSplit:
                 self._split(module, module.split.value, names, split)
             if isinstance(module, Experts):
                 elsewhere |= set(module.parameters())
-        missing = [name for param, name in names.items() if name not in self.dims and param not in elsewhere]
+        missing = [
+            name
+            for param, name in names.items()
+            if name not in self.dims and param not in elsewhere
+        ]
         assert not missing, f"layers declare no split of {missing}"
         self._shapes = {name: shapes[name] for name in self.dims}
         self.exchange.dtype = model.ops.exchanged_dtype
@@ -214,13 +238,19 @@ class FeatureSplit:
             cut = dim if dim is not None and param.ndim > dim else None
             self.dims.setdefault(names.get(param, ""), cut)
             if param not in split and cut is not None:
-                assert param.is_meta and param.shape[cut] % self.exchange.ranks == 0, "the sizes were not checked"
-                shape = [size // self.exchange.ranks if d == cut else size for d, size in enumerate(param.shape)]
+                assert param.is_meta and param.shape[cut] % self.exchange.ranks == 0, (
+                    "the sizes were not checked"
+                )
+                shape = [
+                    size // self.exchange.ranks if d == cut else size
+                    for d, size in enumerate(param.shape)
+                ]
                 split[param] = nn.Parameter(param.new_empty(shape))
             setattr(module, attribute, split.get(param, param))
 
     def to_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
-        """A shard of a parameter, or of a tensor of its shape, as a DTensor of the full one that shares its memory."""
+        """A shard of a parameter, or of a tensor of its shape, as a DTensor of the full one that
+        shares its memory."""
         if name not in self.dims or not is_dtensor(tensor):
             return tensor
         from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -1,7 +1,8 @@
-"""The toy's context parallelism as a strategy: the toy DDP, whose ranks share sequences (``mesh.cp_size``).
+"""The toy's context parallelism as a strategy: the toy DDP, whose ranks share sequences
+(``mesh.cp_size``).
 
-DDP's sum over all ranks adds up the gradients of other sequences and of other parts of the same one alike, so only the
-model's context is new: the cut, and attention by the toy's functions.
+DDP's sum over all ranks adds up the gradients of other sequences and of other parts of the same one
+alike, so only the model's context is new: the cut, and attention by the toy's functions.
 """
 
 from dataclasses import dataclass

@@ -75,10 +75,18 @@ class ToyZero1(ToyDDP):
     def held_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Also full frozen ones."""
         yield from self.named_parameters()
-        yield from ((name, param) for name, param in self._unwrapped.named_parameters() if not param.requires_grad)
+        yield from (
+            (name, param)
+            for name, param in self._unwrapped.named_parameters()
+            if not param.requires_grad
+        )
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, param) for name, param in self._unwrapped.named_parameters() if param.requires_grad)
+        return (
+            (name, param)
+            for name, param in self._unwrapped.named_parameters()
+            if param.requires_grad
+        )
 
     def shard_group(self) -> dist.ProcessGroup | None:
         """All ranks."""
@@ -126,7 +134,8 @@ class ToyDDPConfig(DDPConfig):
     strategy = ToyDDP
 
     overlap: bool = option(True, effect=Effect.none)
-    """Reduce gradients during the backward; false reduces after it (same bits), to measure the gain of overlap."""
+    """Reduce gradients during the backward; false reduces after it (same bits), to measure the gain
+    of overlap."""
 
 
 @dataclass

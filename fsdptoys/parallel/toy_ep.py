@@ -1,9 +1,12 @@
-"""The toy's expert parallelism as a strategy: the toy DDP, whose ranks split the experts (``mesh.ep_size``).
+"""The toy's expert parallelism as a strategy: the toy DDP, whose ranks split the experts
+(``mesh.ep_size``).
 
-Each rank keeps 1/n of every stack of experts, as a plain parameter. DDP leaves these alone: their gradients are summed
-over the ranks with the same experts, after the last micro-batch. The model's own kernels compute the rows that arrive.
+Each rank keeps 1/n of every stack of experts, as a plain parameter. DDP leaves these alone: their
+gradients are summed over the ranks with the same experts, after the last micro-batch. The model's
+own kernels compute the rows that arrive.
 
-Checkpoints have DTensors of the stacks, views of the parameters, so a run resumes under any strategy.
+Checkpoints have DTensors of the stacks, views of the parameters, so a run resumes under any
+strategy.
 """
 
 from collections.abc import Collection, Iterator
@@ -42,7 +45,10 @@ class ToyEP(ToyDDP):
         self.together: Any = None
         """Ranks that have all experts together."""
         if self.expert_ranks > 1:
-            sizes = {REPLICATE_AXIS: world.world_size // self.expert_ranks, EXPERT_AXIS: self.expert_ranks}
+            sizes = {
+                REPLICATE_AXIS: world.world_size // self.expert_ranks,
+                EXPERT_AXIS: self.expert_ranks,
+            }
             self.mesh = named_mesh(sizes, world.device, world.timeout)
             self.together = self.mesh.get_group(EXPERT_AXIS)
         self.shapes: dict[nn.Parameter, torch.Size] = {}
@@ -75,12 +81,15 @@ class ToyEP(ToyDDP):
 
     def _ignored_params(self) -> Collection[nn.Parameter]:
         """Return the stacks."""
-        self.shapes = {self._unwrapped.get_parameter(name): shape for name, shape in self._stacks.items()}
+        self.shapes = {
+            self._unwrapped.get_parameter(name): shape for name, shape in self._stacks.items()
+        }
         return self.shapes
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
-        """Reduce as DDP; after the last micro-batch, sum experts' gradients over the ranks that have them."""
+        """Reduce as DDP; after the last micro-batch, sum experts' gradients over the ranks that
+        have them."""
         with super().microbatch(index, count):
             yield
         if index == count - 1:
@@ -118,7 +127,11 @@ class ToyEP(ToyDDP):
 
     def state(self, optimizer: torch.optim.Optimizer) -> State:
         """Live tensors; stacks and their states as DTensors."""
-        return State(self.trainable_parameters, optimizer) if self.expert_ranks == 1 else SplitState(self, optimizer)
+        return (
+            State(self.trainable_parameters, optimizer)
+            if self.expert_ranks == 1
+            else SplitState(self, optimizer)
+        )
 
 
 class SplitState(State):
@@ -128,7 +141,9 @@ class SplitState(State):
         super().__init__(strategy.trainable_parameters, optimizer)
         self.mesh = strategy.mesh
         self.stacks = {
-            name: strategy.shapes[param] for name, param in self.named_parameters if param in strategy.shapes
+            name: strategy.shapes[param]
+            for name, param in self.named_parameters
+            if param in strategy.shapes
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -142,7 +157,12 @@ class SplitState(State):
             if name in self.stacks and local.ndim:
                 shape = self.stacks[name]
                 tensors[key] = DTensor.from_local(
-                    local, self.mesh, [Replicate(), Shard(0)], run_check=False, shape=shape, stride=local.stride()
+                    local,
+                    self.mesh,
+                    [Replicate(), Shard(0)],
+                    run_check=False,
+                    shape=shape,
+                    stride=local.stride(),
                 )
         return tensors
 

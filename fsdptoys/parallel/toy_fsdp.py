@@ -1,6 +1,7 @@
 """The toy FSDP as a strategy, with the units, the order and the collectives of ``parallel=fsdp2``.
 
-Results are those of PyTorch's, bit for bit, since reductions add the same numbers in the same places.
+Results are those of PyTorch's, bit for bit, since reductions add the same numbers in the same
+places.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ class ToyFSDP(FSDP2):
 
 @dataclass
 class ToyFSDPConfig(FSDPConfig):
-    """FSDP2 as in ``fsdptoys.toys.fsdp``; the next unit is gathered ahead in the forward too, even with 0 of them."""
+    """FSDP2 as in ``fsdptoys.toys.fsdp``; the next unit is gathered ahead in the forward too, even
+    with 0 of them."""
 
     name: ClassVar[str] = "toy_fsdp"
     strategy = ToyFSDP

@@ -1,8 +1,9 @@
-"""Checkpoint tensors of a toy's parameters and optimizer states, of which each rank owns spans of elements.
+"""Checkpoint tensors of a toy's parameters and optimizer states, of which each rank owns spans of
+elements.
 
-A span, in the order of elements, is no DTensor. Each tensor is therefore assembled on every rank, one at a time, and
-cut along its first dim; the copies take 1/N of the tensors' memory, plus one whole tensor. Scalars, such as the number
-of steps, come from the first owner.
+A span, in the order of elements, is no DTensor. Each tensor is therefore assembled on every rank,
+one at a time, and cut along its first dim; the copies take 1/N of the tensors' memory, plus one
+whole tensor. Scalars, such as the number of steps, come from the first owner.
 """
 
 from dataclasses import dataclass
@@ -54,18 +55,31 @@ class ShardedState(State):
     """
 
     def __init__(
-        self, holdings: list[Holding], optimizer: torch.optim.Optimizer, mesh: DeviceMesh, live: dict[str, Tensor]
+        self,
+        holdings: list[Holding],
+        optimizer: torch.optim.Optimizer,
+        mesh: DeviceMesh,
+        live: dict[str, Tensor],
     ) -> None:
         self.holdings, self.optimizer, self.mesh, self.live = holdings, optimizer, mesh, live
-        self.device = torch.device(mesh.device_type) if mesh.device_type == "cpu" else holdings[0].own.device
+        self.device = (
+            torch.device(mesh.device_type) if mesh.device_type == "cpu" else holdings[0].own.device
+        )
         settle(optimizer)
         mine = [
-            {kind: (value.dtype, value.ndim > 0) for kind, value in optimizer.state.get(holding.own, {}).items()}
+            {
+                kind: (value.dtype, value.ndim > 0)
+                for kind, value in optimizer.state.get(holding.own, {}).items()
+            }
             for holding in holdings
         ]
-        everyones: list[list[dict[str, tuple[torch.dtype, bool]]]] = [[] for _ in range(dist.get_world_size())]
+        everyones: list[list[dict[str, tuple[torch.dtype, bool]]]] = [
+            [] for _ in range(dist.get_world_size())
+        ]
         dist.all_gather_object(everyones, mine)
-        self._kinds = [everyones[holding.first_owner()][number] for number, holding in enumerate(holdings)]
+        self._kinds = [
+            everyones[holding.first_owner()][number] for number, holding in enumerate(holdings)
+        ]
 
     def tensors(self) -> dict[str, Tensor]:
         """Live parameters, and copies: DTensors, and plain tensors of scalars. A collective."""

@@ -1,4 +1,5 @@
-"""The toy ZeRO-3 as a strategy: full tensors on owner ranks, broadcast around each block's forward and backward."""
+"""The toy ZeRO-3 as a strategy: full tensors on owner ranks, broadcast around each block's forward
+and backward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,7 +87,9 @@ class ToyZero3(Strategy):
         holdings = []
         for name, param in self._unwrapped.named_parameters():
             owner = self.model.owner_of[param]
-            spans = [(0, param.numel() if rank == owner else 0) for rank in range(self.world.world_size)]
+            spans = [
+                (0, param.numel() if rank == owner else 0) for rank in range(self.world.world_size)
+            ]
             holdings.append(Holding(name, param.shape, spans, self._own[name]))
         return holdings
 
@@ -108,16 +111,19 @@ class ToyZero3Config(ReducingConfig):
     prefetch: bool = option(True, effect=Effect.none)
     """Gather the next block while one computes."""
 
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+    def validate(
+        self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool
+    ) -> None:
         """Reject replicas, offloading and lower precision."""
         super().validate(world_size, mesh, device_type, cpu_offload)
         if mesh.fsdp_size not in (-1, world_size):
             raise ConfigError(
-                f"mesh.fsdp_size={mesh.fsdp_size} replicates, which parallel=toy_zero3 does not; set parallel=fsdp2 or "
-                "mesh.fsdp_size=-1"
+                f"mesh.fsdp_size={mesh.fsdp_size} replicates, which parallel=toy_zero3 does not; "
+                "set parallel=fsdp2 or mesh.fsdp_size=-1"
             )
         if self.param_dtype is not DType.float32:
             raise ConfigError(
-                f"parallel.param_dtype={self.param_dtype.value} is not an option of parallel=toy_zero3, which computes "
-                "with the tensors that it broadcasts; set parallel=fsdp2 or parallel.param_dtype=float32"
+                f"parallel.param_dtype={self.param_dtype.value} is not an option of "
+                "parallel=toy_zero3, which computes with the tensors that it broadcasts; set "
+                "parallel=fsdp2 or parallel.param_dtype=float32"
             )

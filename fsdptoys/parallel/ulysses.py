@@ -1,15 +1,16 @@
 """Ulysses: heads for sequence and back (arXiv:2309.14509).
 
-An all-to-all of queries, keys and values gives each of N ranks full sequences of H/N heads; a second one returns the
-results. Backwards are the same exchanges. One message has queries, keys and values, so that a layer exchanges twice in
-the forward and twice in the backward, in an order that no rank can change.
+An all-to-all of queries, keys and values gives each of N ranks full sequences of H/N heads; a
+second one returns the results. Backwards are the same exchanges. One message has queries, keys and
+values, so that a layer exchanges twice in the forward and twice in the backward, in an order that
+no rank can change.
 
-Where N does not divide the G key/value heads, these are copied until it does; gradients of copies add up in the
-backward. N divides the H query heads, of which G is a divisor, so the least common multiple of N and G divides them
-too, and each rank's query heads find their own key heads.
+Where N does not divide the G key/value heads, these are copied until it does; gradients of copies
+add up in the backward. N divides the H query heads, of which G is a divisor, so the least common
+multiple of N and G divides them too, and each rank's query heads find their own key heads.
 
-Shapes: B batch, T tokens of a full sequence, t = T/N of this rank's part, H query heads, G key/value heads, h heads of
-a rank, K width of a head.
+Shapes: B batch, T tokens of a full sequence, t = T/N of this rank's part, H query heads, G
+key/value heads, h heads of a rank, K width of a head.
 """
 
 import math
@@ -59,9 +60,11 @@ class Ulysses(Context):
         return self._gather_heads(out_BhTK)
 
     def _gather_sequence(self, *xs_BHtK: Tensor) -> tuple[Tensor, ...]:
-        """Full sequences of this rank's share of each tensor's heads, as views with tokens outermost.
+        """Full sequences of this rank's share of each tensor's heads, as views with tokens
+        outermost.
 
-        In this order the pieces of one sequence arrive in place; only several sequences are copied once more.
+        In this order the pieces of one sequence arrive in place; only several sequences are copied
+        once more.
         """
         # Each rank's heads of all tensors side by side.
         parts_BtNhK = [x.transpose(1, 2).unflatten(2, (self.ranks, -1)) for x in xs_BHtK]
@@ -72,13 +75,16 @@ class Ulysses(Context):
 
     def _gather_heads(self, out_BhTK: Tensor) -> Tensor:
         """This rank's piece of all heads."""
-        sent_NBthK = out_BhTK.transpose(1, 2).unflatten(1, (self.ranks, -1)).movedim(1, 0).contiguous()
+        sent_NBthK = (
+            out_BhTK.transpose(1, 2).unflatten(1, (self.ranks, -1)).movedim(1, 0).contiguous()
+        )
         got_NBthK = _Exchange.apply(sent_NBthK, self._group)
         return got_NBthK.movedim(0, 2).flatten(2, 3).transpose(1, 2)
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of a tensor (N, …), one slice to each rank; its own inverse, and so its own backward."""
+    """All-to-all of a tensor (N, …), one slice to each rank; its own inverse, and so its own
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,19 +1,23 @@
-"""Wrap policies: which modules of a model become units, for every strategy that shards parameters and for the planner.
+"""Wrap policies: which modules of a model become units, for every strategy that shards parameters
+and for the planner.
 
 A unit gathers its parameters before its forward and frees them after it. Three ways to choose:
 
-- by position (``parallel.wrap``): each block, or also its attention and feed-forward; embedding and head are units too;
-- by class (``parallel.wrap_classes``), as PyTorch's ``ModuleWrapPolicy``: every instance of the classes;
-- by size (``parallel.min_params``), as PyTorch's ``size_based_auto_wrap_policy``: from the leaves up, a module becomes
-  a unit if it has that many parameters outside the units within it.
+- by position (``parallel.wrap``): each block, or also its attention and feed-forward; embedding and
+  head are units too;
+- by class (``parallel.wrap_classes``), as PyTorch's ``ModuleWrapPolicy``: every instance of the
+  classes;
+- by size (``parallel.min_params``), as PyTorch's ``size_based_auto_wrap_policy``: from the leaves
+  up, a module becomes a unit if it has that many parameters outside the units within it.
 
-The root holds all other parameters, from its forward to the end of the backward. By class and by size the embedding and
-the head are units only if chosen, as in PyTorch.
+The root holds all other parameters, from its forward to the end of the backward. By class and by
+size the embedding and the head are units only if chosen, as in PyTorch.
 
-Never a unit: a module without a forward of its own (``ModuleList``); a part of ``MultiheadAttention``, whose forward
-does not run; a module with some but not all names of a shared weight, which two units would gather and reduce; by class
-also a module all of whose parameters belong to units within it.
-Not covered: a user's module whose parent reads its weight without calling it, which must not be chosen.
+Never a unit: a module without a forward of its own (``ModuleList``); a part of
+``MultiheadAttention``, whose forward does not run; a module with some but not all names of a shared
+weight, which two units would gather and reduce; by class also a module all of whose parameters
+belong to units within it. Not covered: a user's module whose parent reads its weight without
+calling it, which must not be chosen.
 
 Source: ``torch/distributed/fsdp/wrap.py`` (torch 2.13), ``_recursive_wrap`` and the policies there.
 """
@@ -52,10 +56,18 @@ def position_units(model: DecoderModel, parts: Sequence[str], groups: bool) -> l
 
     Args:
         parts: modules of a block that are units inside the block's.
-        groups: whether a unit may have several modules: norm and head then share one, with the embedding if tied.
+        groups: whether a unit may have several modules: norm and head then share one, with the
+            embedding if tied.
     """
-    present = {name for name, module in model.named_children() if next(module.parameters(), None) is not None}
-    tied = {"embed_tokens", "lm_head"} <= present and model.lm_head.weight is model.embed_tokens.weight
+    present = {
+        name
+        for name, module in model.named_children()
+        if next(module.parameters(), None) is not None
+    }
+    tied = {
+        "embed_tokens",
+        "lm_head",
+    } <= present and model.lm_head.weight is model.embed_tokens.weight
     blocks = [f"layers.{index}" for index, _ in model.layers.named_children()]
     inner: list[tuple[str, ...]] = [
         (name,) for block in blocks for name in (block, *(f"{block}.{part}" for part in parts))
@@ -64,7 +76,11 @@ def position_units(model: DecoderModel, parts: Sequence[str], groups: bool) -> l
     if tied:
         inner = [("embed_tokens", *head), *inner] if groups else inner
     else:
-        inner = [("embed_tokens",)] * ("embed_tokens" in present) + inner + [head] * ("lm_head" in present)
+        inner = (
+            [("embed_tokens",)] * ("embed_tokens" in present)
+            + inner
+            + [head] * ("lm_head" in present)
+        )
     return [_unit(model, names) for names in inner]
 
 
@@ -82,8 +98,9 @@ def class_units(model: DecoderModel, classes: Sequence[str]) -> list[Unit]:
         meant = [name if name in accepted else near_miss(name, known) for name in classes]
         fixed = list(dict.fromkeys(filter(None, meant))) or [type(model.layers[0]).__name__]
         raise ConfigError(
-            f"parallel.wrap_classes={value_text(list(classes))} names {unknown[0]}, but units of this model can be of "
-            f"the classes {', '.join(known)}; set parallel.wrap_classes={value_text(fixed)}"
+            f"parallel.wrap_classes={value_text(list(classes))} names {unknown[0]}, but units of "
+            f"this model can be of the classes {', '.join(known)}; set "
+            f"parallel.wrap_classes={value_text(fixed)}"
         )
     chosen = {name: module for name, module in able.items() if set(classes) & _class_names(module)}
     owned = own_parameters([[module] for module in chosen.values()])
@@ -111,15 +128,24 @@ def size_units(model: DecoderModel, least: float) -> list[Unit]:
 
 
 def split_off_experts(model: DecoderModel, units: Sequence[Unit]) -> list[Unit]:
-    """Units of which the stacks of each layer's experts are one of their own, in the order of the forward."""
+    """Units of which the stacks of each layer's experts are one of their own, in the order of the
+    forward."""
     names = [name for name, _ in _walk("", model)]
     taken = {name for unit in units for name in unit.modules}
-    experts = [name for name in names if isinstance(model.get_submodule(name), Experts) and name not in taken]
-    return sorted([*units, *(_unit(model, (name,)) for name in experts)], key=lambda unit: names.index(unit.modules[0]))
+    experts = [
+        name
+        for name in names
+        if isinstance(model.get_submodule(name), Experts) and name not in taken
+    ]
+    return sorted(
+        [*units, *(_unit(model, (name,)) for name in experts)],
+        key=lambda unit: names.index(unit.modules[0]),
+    )
 
 
 def own_parameters(modules: list[list[nn.Module]]) -> list[list[nn.Parameter]]:
-    """Parameters of each group of modules that no later group has; outer modules must come before inner ones."""
+    """Parameters of each group of modules that no later group has; outer modules must come before
+    inner ones."""
     seen: set[nn.Parameter] = set()
     owned: list[list[nn.Parameter]] = []
     for group in reversed(modules):
@@ -130,11 +156,14 @@ def own_parameters(modules: list[list[nn.Module]]) -> list[list[nn.Parameter]]:
 
 
 def inside_out(names: Sequence[str]) -> list[str]:
-    """Names of modules in the order of the forward, sorted by the ends of their forwards: inner modules come first."""
+    """Names of modules in the order of the forward, sorted by the ends of their forwards: inner
+    modules come first."""
 
     def place(name: str) -> tuple[int, int]:
         prefix = f"{name}." if name else ""
-        return max(i for i, other in enumerate(names) if f"{other}.".startswith(prefix)), -len(prefix)
+        return max(i for i, other in enumerate(names) if f"{other}.".startswith(prefix)), -len(
+            prefix
+        )
 
     return sorted(names, key=place)
 
@@ -152,7 +181,10 @@ def _able(model: DecoderModel) -> dict[str, nn.Module]:
     shared = [names for names in aliases.values() if len(names) > 1]
 
     def splits(module: str) -> bool:
-        return any(0 < sum(name.startswith(f"{module}.") for name in names) < len(names) for names in shared)
+        return any(
+            0 < sum(name.startswith(f"{module}.") for name in names) < len(names)
+            for names in shared
+        )
 
     return {
         name: module
@@ -171,10 +203,13 @@ def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _children(name: str, module: nn.Module) -> list[str]:
-    """Names of the direct children in the order of their forwards: ``forward_order``, then as registered."""
+    """Names of the direct children in the order of their forwards: ``forward_order``, then as
+    registered."""
     if isinstance(module, LEAVES):
         return []
-    names = dict.fromkeys([*getattr(module, "forward_order", ()), *(child for child, _ in module.named_children())])
+    names = dict.fromkeys(
+        [*getattr(module, "forward_order", ()), *(child for child, _ in module.named_children())]
+    )
     return [f"{name}.{child}" if name else child for child in names]
 
 

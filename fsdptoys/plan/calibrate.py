@@ -2,13 +2,15 @@
 
     fsdptoys plan calibrate runs/a runs/b hardware=h100 out=mine.yaml
 
-Each rate is multiplied by a factor so that the logarithms of predicted and measured times of a step agree in the
-least-squares sense; where runs leave a factor open, as a single run always does, it stays as close to 1 as possible.
-Matmuls and attention share a factor, since runs do not separate them. A rate without effect on any prediction is left
-alone, and all factors are bounded. Data, weights and checkpoints of a run may be gone.
+Each rate is multiplied by a factor so that the logarithms of predicted and measured times of a step
+agree in the least-squares sense; where runs leave a factor open, as a single run always does, it
+stays as close to 1 as possible. Matmuls and attention share a factor, since runs do not separate
+them. A rate without effect on any prediction is left alone, and all factors are bounded. Data,
+weights and checkpoints of a run may be gone.
 
-Not covered: memory (no rate decides it), the spread between steps, rates that depend on message size. Source:
-Levenberg-Marquardt (https://doi.org/10.1137/0111030) in the logarithms of the factors.
+Not covered: memory (no rate decides it), the spread between steps, rates that depend on message
+size. Source: Levenberg-Marquardt (https://doi.org/10.1137/0111030) in the logarithms of the
+factors.
 """
 
 import dataclasses
@@ -25,7 +27,14 @@ import numpy as np
 from rich.console import Console
 
 from fsdptoys.config.schema import Config
-from fsdptoys.device.profile import Hardware, Quantity, dump_hardware, hardware_for, list_hardware, load_hardware
+from fsdptoys.device.profile import (
+    Hardware,
+    Quantity,
+    dump_hardware,
+    hardware_for,
+    list_hardware,
+    load_hardware,
+)
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.train.recorded_run import RecordedRun, read_recorded_run
@@ -36,13 +45,14 @@ OPTIONS = ("hardware", "out")
 NOISE = 0.01  # Expected relative error of a measured step time
 SURPRISE = math.log(2.0)  # Expected error of a profile's rate, as the logarithm of a factor
 LEAST_EFFECT = 1e-3
-"""Smallest relative change of a prediction, on doubling or halving a rate, for the rate to be fitted."""
+"""Smallest relative change of a prediction, on doubling or halving a rate, for the rate to be
+fitted."""
 LEAST_EFFICIENCY = 0.02
 STEP = 0.01  # Step in the logarithm of a factor, for derivatives
 ITERATIONS = 30
 JUMPS = tuple(math.log(2) * halves / 2 for halves in (-4, -2, -1, 1, 2, 4))
-"""Trial moves of single rates: a rate that bounds nothing at the current point has no derivative, but may matter
-further away."""
+"""Trial moves of single rates: a rate that bounds nothing at the current point has no derivative,
+but may matter further away."""
 
 Predict = Callable[[Config, Hardware, int], Prediction]
 """Predicts a run; it is called often for the same run on hardware of one kind."""
@@ -108,9 +118,13 @@ class Calibration:
 
 
 def calibrate(
-    cases: Sequence[Case], hardware: Hardware, parameters: Sequence[Parameter] = PARAMETERS, today: date | None = None
+    cases: Sequence[Case],
+    hardware: Hardware,
+    parameters: Sequence[Parameter] = PARAMETERS,
+    today: date | None = None,
 ) -> Calibration:
-    """Fit a profile's rates to at least one measured run; ``today`` dates the sources of fitted values."""
+    """Fit a profile's rates to at least one measured run; ``today`` dates the sources of fitted
+    values."""
     assert cases
     names = ", ".join(case.name for case in cases)
     logs = np.log([case.measured_seconds for case in cases])
@@ -147,7 +161,9 @@ def calibrate(
         for field in parameters[index].fields
         if getattr(hardware, field).value != getattr(result, field).value
     }
-    unknown = tuple(parameter.name for index, parameter in enumerate(parameters) if index not in known)
+    unknown = tuple(
+        parameter.name for index, parameter in enumerate(parameters) if index not in known
+    )
     fitted = tuple(
         FittedValue(case.name, case.measured_seconds, float(old), float(new))
         for case, old, new in zip(cases, before, after, strict=True)
@@ -165,7 +181,9 @@ def error(fit: FittedValue, seconds: float) -> float:
     return seconds / fit.measured_seconds - 1
 
 
-def _scaled(hardware: Hardware, rates: Sequence[Parameter], factors: np.ndarray, source: str | None = None) -> Hardware:
+def _scaled(
+    hardware: Hardware, rates: Sequence[Parameter], factors: np.ndarray, source: str | None = None
+) -> Hardware:
     changes = {}
     for parameter, factor in zip(rates, factors, strict=True):
         if factor == 0:
@@ -177,12 +195,17 @@ def _scaled(hardware: Hardware, rates: Sequence[Parameter], factors: np.ndarray,
                 value = min(value, 1.0)
             changes[field] = Quantity(value, quantity.source)
             if source is not None:
-                changes[field] = Quantity(float(f"{value:.4g}"), f"{source}; before that {quantity.value:g}")
+                changes[field] = Quantity(
+                    float(f"{value:.4g}"), f"{source}; before that {quantity.value:g}"
+                )
     backends = hardware.attention_backends
     if "attention_efficiency" in changes:
         ratio = changes["attention_efficiency"].value / hardware.attention_efficiency.value
         backends = {
-            name: Quantity(min(1.0, share.value * ratio), f"{share.source}; times {ratio:.4g}, as attention_efficiency")
+            name: Quantity(
+                min(1.0, share.value * ratio),
+                f"{share.source}; times {ratio:.4g}, as attention_efficiency",
+            )
             for name, share in backends.items()
         }
     changes["attention_backends"] = backends  # type: ignore[assignment]
@@ -197,7 +220,8 @@ def _moved(point: np.ndarray, limits: np.ndarray, index: int, jump: float) -> np
 
 
 def _least_squares(residuals: Residuals, limits: np.ndarray) -> np.ndarray:
-    """Minimize the sum of squares within limits, starting from zero: descend, and jump where that leads lower."""
+    """Minimize the sum of squares within limits, starting from zero: descend, and jump where that
+    leads lower."""
     point = np.zeros(len(limits))
     value = residuals(point)
     for _ in range(len(limits) + 1):
@@ -221,16 +245,22 @@ def _descend(
     damping = 1e-3
     for _ in range(ITERATIONS):
         steps = np.diag(np.where(point + STEP <= limits[:, 1], STEP, -STEP))
-        jacobian = np.stack([(residuals(point + step) - value) / step.sum() for step in steps], axis=1)
+        jacobian = np.stack(
+            [(residuals(point + step) - value) / step.sum() for step in steps], axis=1
+        )
         gradient = jacobian.T @ value
         # Factors at a limit that would leave it stay fixed in this step.
-        free = ~(((point <= limits[:, 0]) & (gradient > 0)) | ((point >= limits[:, 1]) & (gradient < 0)))
+        free = ~(
+            ((point <= limits[:, 0]) & (gradient > 0)) | ((point >= limits[:, 1]) & (gradient < 0))
+        )
         if not free.any():
             break
         square = jacobian[:, free].T @ jacobian[:, free]
         while damping < 1e9:
             step = np.zeros_like(point)
-            step[free] = np.linalg.solve(square + damping * np.diag(np.diag(square)), -gradient[free])
+            step[free] = np.linalg.solve(
+                square + damping * np.diag(np.diag(square)), -gradient[free]
+            )
             moved = np.clip(point + step, limits[:, 0], limits[:, 1])
             new = residuals(moved)
             if new @ new < value @ value:
@@ -249,33 +279,36 @@ def read_run(path: Path) -> tuple[RecordedRun, Config, float]:
     """Read a run directory; a ConfigError if it is not one, or has too few steps for a median.
 
     Returns:
-        The run, its configuration without settings that do not affect step times, and the median seconds of its steps
-        with an update after the warm-up.
+        The run, its configuration without settings that do not affect step times, and the median
+        seconds of its steps with an update after the warm-up.
     """
     run = read_recorded_run(path)
     config, spread = run.config(), run.results.step_time_seconds
     if spread is None:
         raise ConfigError(
-            f"{path} has {len(run.steps)} steps, none after the warm-up of {run.results.warmup_steps}; "
-            "give a longer run"
+            f"{path} has {len(run.steps)} steps, none after the warm-up of "
+            f"{run.results.warmup_steps}; give a longer run"
         )
     return run, config, spread.median
 
 
-def calibrate_runs(paths: Sequence[Path], hardware: Hardware | None, predict: Predict) -> Calibration:
+def calibrate_runs(
+    paths: Sequence[Path], hardware: Hardware | None, predict: Predict
+) -> Calibration:
     """Calibrate a profile, by default that of the runs' device, by runs on one kind of device."""
     runs = [read_run(path) for path in paths]
     first = runs[0][0]
     for run, _, _ in runs[1:]:
         if run.device_name != first.device_name:
             raise ConfigError(
-                f"{run.path} ran on {run.device_name} and {first.path} on {first.device_name}; calibrate one at a time"
+                f"{run.path} ran on {run.device_name} and {first.path} on {first.device_name}; "
+                "calibrate one at a time"
             )
     hardware = hardware or _profile_of(first)
     if hardware.device_type != first.device_type:
         raise ConfigError(
-            f"hardware={hardware.name} is a {hardware.device_type} device, and {first.path} ran on a "
-            f"{first.device_type} device, {first.device_name}; set its profile"
+            f"hardware={hardware.name} is a {hardware.device_type} device, and {first.path} ran "
+            f"on a {first.device_type} device, {first.device_name}; set its profile"
         )
     cases = []
     for run, config, measured in runs:
@@ -290,18 +323,24 @@ def _step_seconds(predict: Predict, config: Config, world_size: int, hardware: H
 
 
 def calibrate_command(words: Sequence[str], predict: Predict, console: Console) -> int:
-    """Run ``fsdptoys plan calibrate RUN_DIR... [hardware=NAME] [out=FILE]``; return the exit status."""
+    """Run ``fsdptoys plan calibrate RUN_DIR... [hardware=NAME] [out=FILE]``; return the exit
+    status."""
     options, paths = {}, []
     for word in words:
         key, equals, value = word.partition("=")
         if equals and key in OPTIONS:
             options[key] = value
         elif equals and not Path(word).exists():
-            raise ConfigError(f"{word} is not an option of fsdptoys plan calibrate; it has hardware=NAME and out=FILE")
+            raise ConfigError(
+                f"{word} is not an option of fsdptoys plan calibrate; it has hardware=NAME and "
+                "out=FILE"
+            )
         else:
             paths.append(Path(word))
     if not paths:
-        raise ConfigError("fsdptoys plan calibrate needs a run; write fsdptoys plan calibrate runs/NAME")
+        raise ConfigError(
+            "fsdptoys plan calibrate needs a run; write fsdptoys plan calibrate runs/NAME"
+        )
     hardware = load_hardware(options["hardware"]) if "hardware" in options else None
     out = Path(options["out"]) if "out" in options else None
     if out is not None and (out.exists() or out.suffix not in (".yaml", ".yml")):
@@ -318,8 +357,12 @@ def calibrate_command(words: Sequence[str], predict: Predict, console: Console) 
     try:
         out.write_text(dump_hardware(result.hardware), encoding="utf-8")
     except OSError as mistake:
-        raise ConfigError(f"out={out} cannot be written ({mistake.strerror}); name another file") from mistake
-    console.print(f"Written to {out}; plan with plan.hardware={out}.", highlight=False, soft_wrap=True)
+        raise ConfigError(
+            f"out={out} cannot be written ({mistake.strerror}); name another file"
+        ) from mistake
+    console.print(
+        f"Written to {out}; plan with plan.hardware={out}.", highlight=False, soft_wrap=True
+    )
     return 0
 
 
@@ -336,14 +379,16 @@ def print_calibration(result: Calibration, console: Console) -> None:
     for field, (before, after) in result.changes.items():
         console.print(f"{field}: {before:.4g} is now {after:.4g}", highlight=False)
     if result.unknown:
-        console.print(f"Not fitted, as no run depends on it: {', '.join(result.unknown)}.", highlight=False)
+        console.print(
+            f"Not fitted, as no run depends on it: {', '.join(result.unknown)}.", highlight=False
+        )
 
 
 def _profile_of(run: RecordedRun) -> Hardware:
     name = "cpu" if run.device_type == "cpu" else hardware_for(run.device_name, run.device_type)
     if name is None:
         raise ConfigError(
-            f"there is no profile of {run.device_name}, on which {run.path} ran; set hardware= to one of "
-            f"{', '.join(list_hardware())}, or to your own YAML file"
+            f"there is no profile of {run.device_name}, on which {run.path} ran; set hardware= "
+            f"to one of {', '.join(list_hardware())}, or to your own YAML file"
         )
     return load_hardware(name)

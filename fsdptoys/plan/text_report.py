@@ -52,7 +52,8 @@ def advice_to_dict(advice: Sequence[Advice]) -> list[dict[str, Any]]:
 
 
 def print_search(result: SearchResult, rows: int, caveats: Sequence[str], console: Console) -> None:
-    """Print the best combinations, at most ``rows``, the frontier, the caveats of the best, and its command."""
+    """Print the best combinations, at most ``rows``, the frontier, the caveats of the best, and its
+    command."""
     first = result.candidates[0]
     _print_model(first.config, console)
     ranks = f"{_ranks(result.world_size)} on {result.hardware.title}"
@@ -66,7 +67,9 @@ def print_search(result: SearchResult, rows: int, caveats: Sequence[str], consol
     best = frontier(result.candidates)
     _heading("Pareto front: least memory for each speed", console)
     span = (best[-1].reserved_bytes / GIB, best[-1].tokens_per_second)
-    _print_candidates(list(reversed(spread_out(best, MOST_ROWS_OF_FRONTIER, span, least=0.01))), console)
+    _print_candidates(
+        list(reversed(spread_out(best, MOST_ROWS_OF_FRONTIER, span, least=0.01))), console
+    )
     _print_effects(effects(result.best, result.candidates, result.over), console)
     _print_caveats(caveats, console)
     _heading("Command of the best", console)
@@ -85,7 +88,13 @@ def print_command(candidate: Candidate, hardware: Hardware, console: Console) ->
     words = [*candidate.words, *(word for word in more if word.partition("=")[0] not in typed)]
     if nodes > 1:
         _line("on each node, with the first one's name for HOST:", console)
-    console.print(" ".join(["bash run_fsdp.sh", *words]), soft_wrap=True, highlight=False, markup=False, emoji=False)
+    console.print(
+        " ".join(["bash run_fsdp.sh", *words]),
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
 
 
 def search_to_dict(result: SearchResult, caveats: Sequence[str]) -> dict[str, Any]:
@@ -108,14 +117,24 @@ def search_to_dict(result: SearchResult, caveats: Sequence[str]) -> dict[str, An
 def candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
     """A candidate as JSON values."""
     prediction = candidate.prediction.to_dict()
-    return {"words": list(candidate.words), "switches": candidate.switches, "prediction": prediction}
+    return {
+        "words": list(candidate.words),
+        "switches": candidate.switches,
+        "prediction": prediction,
+    }
 
 
-def _print_header(config: Config, prediction: Prediction, hardware: Hardware, console: Console) -> None:
+def _print_header(
+    config: Config, prediction: Prediction, hardware: Hardware, console: Console
+) -> None:
     train, parallel = config.train, config.parallel
     _print_model(config, console)
     _line(f"{_ranks(prediction.world_size)} on {hardware.title}; {prediction.method}", console)
-    shards = config.mesh.shard_ranks(prediction.world_size) if parallel.capabilities.shards_parameters else 1
+    shards = (
+        config.mesh.shard_ranks(prediction.world_size)
+        if parallel.capabilities.shards_parameters
+        else 1
+    )
     replicas = config.mesh.stage_ranks(prediction.world_size) // shards
     sharding = f"shards over {_ranks(shards)}" if shards > 1 else "full parameters on each rank"
     replicating = f", {replicas} replicas" if replicas > 1 and shards > 1 else ""
@@ -134,10 +153,16 @@ def _print_header(config: Config, prediction: Prediction, hardware: Hardware, co
     _line(f"{per_rank} per {sharers}, {prediction.tokens_per_step:,} tokens per step", console)
 
 
-def _print_memory(prediction: Prediction, hardware: Hardware, memory_bytes: float, console: Console) -> None:
+def _print_memory(
+    prediction: Prediction, hardware: Hardware, memory_bytes: float, console: Console
+) -> None:
     memory, stages = prediction.memory, prediction.stages
-    largest = max(range(len(stages)), key=lambda index: stages[index].reserved_bytes) if stages else 0
-    _heading(f"Memory of pipeline rank {largest}, the largest" if stages else "Memory of a rank", console)
+    largest = (
+        max(range(len(stages)), key=lambda index: stages[index].reserved_bytes) if stages else 0
+    )
+    _heading(
+        f"Memory of pipeline rank {largest}, the largest" if stages else "Memory of a rank", console
+    )
     left = memory_bytes - memory.reserved_bytes
     verdict = f"fits in {_gib(memory_bytes)}, {_gib(left)} left"
     if left < 0:
@@ -149,9 +174,15 @@ def _print_memory(prediction: Prediction, hardware: Hardware, memory_bytes: floa
     ]
     if memory.host_bytes:
         ranks = min(prediction.world_size, round(hardware.devices_per_node.value))
-        rows.append(("host", _gib(memory.host_bytes), f"{_gib(ranks * memory.host_bytes)} per node"))
+        rows.append(
+            ("host", _gib(memory.host_bytes), f"{_gib(ranks * memory.host_bytes)} per node")
+        )
     print_grid(rows, "lrl", console)
-    _bars("At the peak", {category.value: size for category, size in memory.categories.items()}, console)
+    _bars(
+        "At the peak",
+        {category.value: size for category, size in memory.categories.items()},
+        console,
+    )
     _bars("Reserved by stream", memory.streams, console)
 
 
@@ -159,7 +190,9 @@ def _print_communication(time: TimePrediction, console: Console) -> None:
     rows = [("", "axis", "ranks", "calls", "sent", "time")]
     for volume in sorted(time.volumes, key=lambda volume: -volume.seconds):
         counts = f"{volume.group_size:,}", f"{volume.calls:,}"
-        rows.append((volume.collective, volume.axis, *counts, _gib(volume.bytes), _seconds(volume.seconds)))
+        rows.append(
+            (volume.collective, volume.axis, *counts, _gib(volume.bytes), _seconds(volume.seconds))
+        )
     if time.volumes:
         _heading("Communication in a step", console)
         print_grid(rows, "llrrrr", console, headed=True)
@@ -167,8 +200,13 @@ def _print_communication(time: TimePrediction, console: Console) -> None:
 
 def _print_time(prediction: Prediction, console: Console) -> None:
     time, stages = prediction.time, prediction.stages
-    busiest = max(range(len(stages)), key=lambda index: stages[index].compute_seconds) if stages else 0
-    _heading(f"Time of a step on pipeline rank {busiest}, the busiest" if stages else "Time of a step", console)
+    busiest = (
+        max(range(len(stages)), key=lambda index: stages[index].compute_seconds) if stages else 0
+    )
+    _heading(
+        f"Time of a step on pipeline rank {busiest}, the busiest" if stages else "Time of a step",
+        console,
+    )
     parts = [("step", time.step_seconds), ("computing", time.compute_seconds)]
     kinds = sorted(time.kinds.items(), key=lambda item: -item[1])
     parts += [(f"  {kind}", seconds) for kind, seconds in kinds if seconds]
@@ -178,10 +216,16 @@ def _print_time(prediction: Prediction, console: Console) -> None:
         ("waiting for the host", time.host_seconds),
     ]
     parts += [("waiting for other pipeline ranks", time.stage_seconds)] if stages else []
-    rows = [(name, _seconds(seconds), f"{seconds / time.step_seconds:.1%}") for name, seconds in parts]
+    rows = [
+        (name, _seconds(seconds), f"{seconds / time.step_seconds:.1%}") for name, seconds in parts
+    ]
     print_grid(rows, "lrr", console)
     ranks = prediction.world_size
-    mfu = f"; MFU {prediction.mfu:.1%}" if prediction.mfu is not None else "; MFU unknown: no peak for this dtype"
+    mfu = (
+        f"; MFU {prediction.mfu:.1%}"
+        if prediction.mfu is not None
+        else "; MFU unknown: no peak for this dtype"
+    )
     each = f", {prediction.tokens_per_second / ranks:,.0f} per device" if ranks > 1 else ""
     console.print()
     _line(f"{prediction.tokens_per_second:,.0f} tokens/s{each}{mfu}", console)
@@ -221,7 +265,9 @@ def _print_effects(found: Sequence[Effect], console: Console) -> None:
         signs = "-" if one.saved_bytes > 0 else "+", "-" if one.added_seconds < 0 else "+"
         step = signs[1] + _seconds(abs(one.added_seconds))
         other = one.instead_of if one.fits else f"{one.instead_of} (does not fit)"
-        rows.append((signs[0] + _gib(abs(one.saved_bytes)), step, f"{one.speedup:+.1%}", one.setting, other))
+        rows.append(
+            (signs[0] + _gib(abs(one.saved_bytes)), step, f"{one.speedup:+.1%}", one.setting, other)
+        )
     print_grid(rows, "rrrll", console, headed=True)
 
 
@@ -233,7 +279,9 @@ def _print_caveats(sentences: Sequence[str], console: Console) -> None:
 
 
 def _print_candidates(candidates: Sequence[Candidate], console: Console) -> None:
-    rows: list[tuple[str, ...]] = [("tokens/s", "MFU", "reserved", "host", "batch", "strategy", "switches")]
+    rows: list[tuple[str, ...]] = [
+        ("tokens/s", "MFU", "reserved", "host", "batch", "strategy", "switches")
+    ]
     for candidate in candidates:
         prediction, config = candidate.prediction, candidate.config
         host = prediction.memory.host_bytes
@@ -248,7 +296,11 @@ def _print_candidates(candidates: Sequence[Candidate], console: Console) -> None
 
 def _print_model(config: Config, console: Console) -> None:
     model = config.model
-    _line(f"{model.name or model.family}, {_count(count_parameters(model))} parameters", console, style="bold")
+    _line(
+        f"{model.name or model.family}, {_count(count_parameters(model))} parameters",
+        console,
+        style="bold",
+    )
 
 
 def _ranks(count: int) -> str:
@@ -300,7 +352,12 @@ def _bars(heading: str, sizes: dict[str, int], console: Console) -> None:
     _heading(heading, console)
     mark = "#" if console.options.ascii_only else "█"
     most, total = max(sizes.values()), sum(sizes.values())
-    columns = max(map(len, sizes)) + max(len(_gib(size)) for size in sizes.values()) + len("100.0%") + 3 * GAP
+    columns = (
+        max(map(len, sizes))
+        + max(len(_gib(size)) for size in sizes.values())
+        + len("100.0%")
+        + 3 * GAP
+    )
     longest = max(1, min(BAR, console.width - columns))
     rows = [
         (name, _gib(size), f"{size / total:.1%}", mark * round(longest * size / most))

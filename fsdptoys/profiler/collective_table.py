@@ -1,7 +1,7 @@
 """A table of a step's collectives: identical ones folded, sums below.
 
-Consecutive calls that differ only in their parameters are one line, ``× 12``; so is a repeated pattern of up to four
-calls, such as an all-gather and a reduce-scatter in each block's backward.
+Consecutive calls that differ only in their parameters are one line, ``× 12``; so is a repeated
+pattern of up to four calls, such as an all-gather and a reduce-scatter in each block's backward.
 """
 
 import json
@@ -15,7 +15,18 @@ from fsdptoys.utils.text import size_text
 from .collectives import Call
 
 LONGEST_PATTERN = 4
-COLUMNS = ("#", "phase", "collective", "dtype", "size", "this rank gives", "gets", "ranks", "of", "called by")
+COLUMNS = (
+    "#",
+    "phase",
+    "collective",
+    "dtype",
+    "size",
+    "this rank gives",
+    "gets",
+    "ranks",
+    "of",
+    "called by",
+)
 RIGHT = (0, 4, 5, 6, 7)  # Right-aligned columns
 
 
@@ -60,8 +71,12 @@ def render(calls: Sequence[Call], title: str) -> str:
         return f"{title}: none" + (f" but {left_out}" if left_out else "")
     rows = [COLUMNS, *(row for each in fold(shown) for row in _rows(each, calls))]
     table = align_columns(rows, RIGHT)
-    sums = align_columns([("in all", "calls", "size", "sent by a rank on a ring"), *_sums(shown)], (1, 2, 3))
-    return "\n".join([f"{title}:", *table, "", *sums, *([f"left out: {left_out}"] if left_out else [])])
+    sums = align_columns(
+        [("in all", "calls", "size", "sent by a rank on a ring"), *_sums(shown)], (1, 2, 3)
+    )
+    return "\n".join(
+        [f"{title}:", *table, "", *sums, *([f"left out: {left_out}"] if left_out else [])]
+    )
 
 
 def to_lines(calls: Sequence[Call], step: int) -> str:
@@ -70,7 +85,8 @@ def to_lines(calls: Sequence[Call], step: int) -> str:
 
 
 def describe(names: Sequence[str], everything: Sequence[str] = ()) -> str:
-    """The blocks or modules of parameters; ~ marks incomplete ones if ``everything`` has all of the model's names."""
+    """The blocks or modules of parameters; ~ marks incomplete ones if ``everything`` has all of the
+    model's names."""
     modules, total = Counter(map(block_of, names)), Counter(map(block_of, everything))
     shown = [module + "~" * (count < total[module]) for module, count in modules.items()]
     if len(shown) > 3:
@@ -86,7 +102,9 @@ def block_of(name: str) -> str:
 
 def _kind(call: Call) -> tuple[object, ...]:
     """Equal for calls that may be folded: all fields except number and parameters."""
-    return tuple(value for name, value in vars(call).items() if name not in ("number", "parameters"))
+    return tuple(
+        value for name, value in vars(call).items() if name not in ("number", "parameters")
+    )
 
 
 def _rows(folded: Fold, calls: Sequence[Call]) -> list[tuple[str, ...]]:
@@ -99,8 +117,14 @@ def _rows(folded: Fold, calls: Sequence[Call]) -> list[tuple[str, ...]]:
         number = str(first.number)
         if folded.times > 1:
             number = "+" if place else f"{first.number}-{folded.calls[-1].number}"
-        phase = f"{first.phase} {first.microbatch}" if several_microbatches and first.microbatch else first.phase
-        name = first.collective.replace("_", "-") + (f" × {folded.times}" if folded.times > 1 else "")
+        phase = (
+            f"{first.phase} {first.microbatch}"
+            if several_microbatches and first.microbatch
+            else first.phase
+        )
+        name = first.collective.replace("_", "-") + (
+            f" × {folded.times}" if folded.times > 1 else ""
+        )
         sizes = map(size_text, (first.size_bytes, first.gives_bytes, first.gets_bytes))
         of, of_last = (describe(call.parameters, everything) for call in (first, last))
         of = of if of == of_last else f"{of} … {of_last}"
@@ -110,7 +134,10 @@ def _rows(folded: Fold, calls: Sequence[Call]) -> list[tuple[str, ...]]:
 
 def _sums(calls: Sequence[Call]) -> list[tuple[str, ...]]:
     kinds = dict.fromkeys(call.collective for call in calls)
-    groups = {kind.replace("_", "-"): [call for call in calls if call.collective == kind] for kind in kinds}
+    groups = {
+        kind.replace("_", "-"): [call for call in calls if call.collective == kind]
+        for kind in kinds
+    }
     rows: list[tuple[str, ...]] = []
     for label, group in [*groups.items(), *([("together", calls)] if len(groups) > 1 else [])]:
         size, sent = sum(call.size_bytes for call in group), sum(call.sends_bytes for call in group)

@@ -1,19 +1,22 @@
 """Record every collective of one step, in the order in which this rank issues them.
 
-A dispatch mode around the step sees each operator before it runs, with its tensors and process group: those called from
-Python, those of DDP's reducer in C++, and those of autograd's threads in a backward, which inherit the mode. Nothing is
-replaced, so results are unchanged; the step is slower, since the mode sees all other operators, too.
+A dispatch mode around the step sees each operator before it runs, with its tensors and process
+group: those called from Python, those of DDP's reducer in C++, and those of autograd's threads in a
+backward, which inherit the mode. Nothing is replaced, so results are unchanged; the step is slower,
+since the mode sees all other operators, too.
 
-Recorded is when a collective is issued, not when it completes. With overlap that may be a layer later; a profiler's
-trace shows it.
+Recorded is when a collective is issued, not when it completes. With overlap that may be a layer
+later; a profiler's trace shows it.
 
-Bytes are those of ring algorithms: with N ranks each sends S·(N−1)/N in an all-gather or reduce-scatter of S bytes, and
-twice that in an all-reduce. A broadcast or reduce passes S from rank to rank, N−1 times: S·(N−1)/N on average.
-Libraries may choose other algorithms with the same result. An all-to-all with uneven splits is counted by its splits.
+Bytes are those of ring algorithms: with N ranks each sends S·(N−1)/N in an all-gather or
+reduce-scatter of S bytes, and twice that in an all-reduce. A broadcast or reduce passes S from rank
+to rank, N−1 times: S·(N−1)/N on average. Libraries may choose other algorithms with the same
+result. An all-to-all with uneven splits is counted by its splits.
 
-The call stack shows the caller, and often the parameters: the gathered or reduced unit, bucket or share is a variable
-of one of the functions. Otherwise the addresses of the tensors may match parameters; else they stay unnamed. PyTorch's
-FSDP has no public way from a collective to its unit; only ``_native_names`` reads private attributes.
+The call stack shows the caller, and often the parameters: the gathered or reduced unit, bucket or
+share is a variable of one of the functions. Otherwise the addresses of the tensors may match
+parameters; else they stay unnamed. PyTorch's FSDP has no public way from a collective to its unit;
+only ``_native_names`` reads private attributes.
 
 Not covered: the libraries' own rendezvous. Python objects appear as the tensors that carry them.
 """
@@ -61,7 +64,10 @@ PASSED_BY = (
 """Modules and packages between the caller and the collective."""
 CARRIERS = ("share", "bucket", "handle", "fsdp_params", "unit", "self")
 """Variables that may hold the gathered or reduced parameters, the most exact first."""
-PHASES = ("forward", "backward")  # Phases taken from the trainer; in its ``optimizer`` phase the caller decides
+PHASES = (
+    "forward",
+    "backward",
+)  # Phases taken from the trainer; in its ``optimizer`` phase the caller decides
 
 
 @dataclass
@@ -80,11 +86,14 @@ class Call:
     ranks: int
     group: str  # The description of the process group
     site: str  # Innermost calling function outside torch.distributed
-    parameters: list[str] = field(default_factory=list)  # Parameters whose values or gradients it moves, if known
+    parameters: list[str] = field(
+        default_factory=list
+    )  # Parameters whose values or gradients it moves, if known
 
 
 class Origins:
-    """Finds callers, and names the parameters of a wrapped model; ``within`` maps a function to its calls' phase."""
+    """Finds callers, and names the parameters of a wrapped model; ``within`` maps a function to its
+    calls' phase."""
 
     def __init__(self, model: nn.Module, within: dict[CodeType, str]) -> None:
         self._within = within
@@ -93,7 +102,8 @@ class Origins:
         self._modules = {module: _own_name(name) for name, module in model.named_modules()}
 
     def find(self, phase: str) -> tuple[str, str, list[str]]:
-        """Caller as ``module.function``, with the last part of the module's name, phase, and parameters.
+        """Caller as ``module.function``, with the last part of the module's name, phase, and
+        parameters.
 
         Outside forward and backward the functions on the stack decide the phase.
         """
@@ -104,7 +114,11 @@ class Origins:
             if not site:
                 in_autograd |= module == "torch.autograd.graph"
                 if not module.startswith(PASSED_BY) and not name.startswith(("<", "__")):
-                    site = f"{module.rpartition('.')[2]}.{name}" if not in_autograd else "C++, in the backward"
+                    site = (
+                        f"{module.rpartition('.')[2]}.{name}"
+                        if not in_autograd
+                        else "C++, in the backward"
+                    )
             found = found or self._within.get(frame.f_code)
             parameters = parameters or self._carried(frame)
             frame = frame.f_back
@@ -140,7 +154,8 @@ class Origins:
         return []
 
     def _names_of(self, params: Any, indices: list[int] | None = None) -> list[str]:
-        """Names of parameters, or of objects with ``homes``: a parameter's modules and names there."""
+        """Names of parameters, or of objects with ``homes``: a parameter's modules and names
+        there."""
         if not isinstance(params, list):
             return []
         names = []
@@ -153,14 +168,17 @@ class Origins:
         return [name for name in names if name]
 
     def _native_names(self, value: Any) -> list[str]:
-        """Names of a unit's parameters from private attributes of PyTorch's FSDP, torch 2.7 to 2.13."""
+        """Names of a unit's parameters from private attributes of PyTorch's FSDP, torch 2.7 to
+        2.13."""
         try:
             flat = getattr(value, "flat_param", None)
             if isinstance(flat, nn.Parameter):  # FSDP1's handle of a unit
                 module = self._modules.get(value._fully_sharded_module, "")
                 return [f"{module}.{_own_name(name)}".lstrip(".") for name in flat._fqns]  # type: ignore[attr-defined]
             group = value if isinstance(value, list) else getattr(value, "fsdp_params", None) or []
-            return [_own_name(param._param_fqn) for param in group if getattr(param, "_param_fqn", None)]
+            return [
+                _own_name(param._param_fqn) for param in group if getattr(param, "_param_fqn", None)
+            ]
         except (AttributeError, TypeError):
             return []
 
@@ -178,7 +196,11 @@ class CollectiveTrace(TorchDispatchMode):
     """
 
     def __init__(
-        self, step: int, model: nn.Module, within: dict[CodeType, str], done: Callable[[list[Call]], None]
+        self,
+        step: int,
+        model: nn.Module,
+        within: dict[CodeType, str],
+        done: Callable[[list[Call]], None],
     ) -> None:
         super().__init__()
         self.step, self._done = step, done
@@ -217,11 +239,15 @@ class CollectiveTrace(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _record(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        values = {argument.name: value for argument, value in given(arguments_of(func), args, kwargs)}
+        values = {
+            argument.name: value for argument, value in given(arguments_of(func), args, kwargs)
+        }
         group = _group(values)
         ranks, rank = group.size(), group.rank()
         sets = [found for value in args if (found := list(tensors_in(value)))]
-        sizes = [sum(tensor.numel() * tensor.element_size() for tensor in tensors) for tensors in sets]
+        sizes = [
+            sum(tensor.numel() * tensor.element_size() for tensor in tensors) for tensors in sets
+        ]
         size = max(sizes, default=0)
         if func.namespace == "_c10d_functional" and name == "all_gather":
             size *= ranks
@@ -254,16 +280,23 @@ class CollectiveTrace(TorchDispatchMode):
 
     def _name_gradients(self) -> None:
         """Find the gradients stored in all-reduced tensors."""
-        named = [(name, param.grad) for name, param in self._origins.named if param.grad is not None]
-        local = [(name, grad.to_local() if isinstance(grad, DTensor) else grad) for name, grad in named]
+        named = [
+            (name, param.grad) for name, param in self._origins.named if param.grad is not None
+        ]
+        local = [
+            (name, grad.to_local() if isinstance(grad, DTensor) else grad) for name, grad in named
+        ]
         for call, tensors in self._reduced:
             storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-            call.parameters = [name for name, grad in local if grad.untyped_storage().data_ptr() in storages]
+            call.parameters = [
+                name for name, grad in local if grad.untyped_storage().data_ptr() in storages
+            ]
         self._reduced.clear()
 
 
 def ring_bytes(collective: str, size: int, ranks: int) -> float:
-    """Bytes that a rank sends on average in a collective of ``size`` bytes, the full tensor's, on a ring."""
+    """Bytes that a rank sends on average in a collective of ``size`` bytes, the full tensor's, on a
+    ring."""
     once = size * (ranks - 1) / ranks
     by_rank = {"all_reduce": 2 * once, "gather": once / ranks, "scatter": once / ranks}
     return (by_rank | {"send": float(size), "receive": 0.0, "barrier": 0.0}).get(collective, once)
@@ -298,12 +331,17 @@ def _group(values: dict[str, Any]) -> dist.ProcessGroup:
     if "process_group" in values:
         return dist.ProcessGroup.unbox(values["process_group"])
     named = values["group_name"]
-    return named if isinstance(named, dist.ProcessGroup) else dist.distributed_c10d._resolve_process_group(named)
+    return (
+        named
+        if isinstance(named, dist.ProcessGroup)
+        else dist.distributed_c10d._resolve_process_group(named)
+    )
 
 
 def traced_step(first: int, last: int) -> int:
     """The recorded step: the third of the run, or its last.
 
-    DDP's reducers and FSDP's units learn their order in the first step and at the start of the second.
+    DDP's reducers and FSDP's units learn their order in the first step and at the start of the
+    second.
     """
     return min(first + 2, last)

@@ -1,6 +1,7 @@
 """Helpers for dispatch modes: an operator's arguments by name, their tensors, and collectives.
 
-A ``TorchDispatchMode`` sees every operator with its schema, called from Python, autograd or the C++ of DDP's reducer.
+A ``TorchDispatchMode`` sees every operator with its schema, called from Python, autograd or the C++
+of DDP's reducer.
 """
 
 from collections.abc import Iterator
@@ -8,7 +9,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "_foreach_copy_", "_foreach_zero_")
+OVERWRITES = (
+    "copy_",
+    "fill_",
+    "zero_",
+    "normal_",
+    "uniform_",
+    "random_",
+    "_foreach_copy_",
+    "_foreach_zero_",
+)
 """Operators that do not read their output."""
 
 COLLECTIVES = {
@@ -49,7 +59,9 @@ def arguments_of(func: Any) -> list[Argument]:
     return arguments
 
 
-def given(arguments: list[Argument], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Argument, Any]]:
+def given(
+    arguments: list[Argument], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[Argument, Any]]:
     """The arguments of a call, with their values."""
     yield from zip(arguments, args, strict=False)
     for argument in arguments[len(args) :]:

@@ -33,22 +33,33 @@ class LiveBytes:
 
     def on_host(self) -> "LiveBytes":
         """The part in host memory, with host memory as the device, as on a CPU."""
-        return LiveBytes(*(PlacedBytes(part.host_bytes) for part in (self.parameters, self.gradients, self.states)))
+        return LiveBytes(
+            *(
+                PlacedBytes(part.host_bytes)
+                for part in (self.parameters, self.gradients, self.states)
+            )
+        )
 
 
 def live_bytes(
-    parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | None, held_gradients: Iterable[Tensor] = ()
+    parameters: Iterable[Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    held_gradients: Iterable[Tensor] = (),
 ) -> LiveBytes:
-    """Count the allocated bytes of this rank's shards, of gradients and states at any depth of ``optimizer.state``.
+    """Count the allocated bytes of this rank's shards, of gradients and states at any depth of
+    ``optimizer.state``.
 
-    A storage counts once, fully, for the first of parameters, gradients and states that uses it; gathered parameters
-    and unreduced gradients do not count. ``held_gradients`` are detached, and still needed by the optimizer.
+    A storage counts once, fully, for the first of parameters, gradients and states that uses it;
+    gathered parameters and unreduced gradients do not count. ``held_gradients`` are detached, and
+    still needed by the optimizer.
     """
     parameters = list(parameters)
     seen: set[int] = set()
     return LiveBytes(
         parameters=_count(parameters, seen),
-        gradients=_count([*(p.grad for p in parameters if p.grad is not None), *held_gradients], seen),
+        gradients=_count(
+            [*(p.grad for p in parameters if p.grad is not None), *held_gradients], seen
+        ),
         states=_count(state_tensors(optimizer), seen),
     )
 

@@ -1,13 +1,14 @@
 """The allocator's memory history around a few steps.
 
-The history is a ring of the last ``MAX_ENTRIES`` allocations and frees, each with its Python stack, at about 2 µs an
-allocation by PyTorch's documentation. It is recorded from the start, emptied before the first chosen step, written
-after the last one, and written again when memory runs out. Tensors from before the start have no stack.
+The history is a ring of the last ``MAX_ENTRIES`` allocations and frees, each with its Python stack,
+at about 2 µs an allocation by PyTorch's documentation. It is recorded from the start, emptied
+before the first chosen step, written after the last one, and written again when memory runs out.
+Tensors from before the start have no stack.
 
-``torch.cuda.memory`` and ``torch.npu.memory`` share these private functions, which PyTorch documents for this purpose.
-Their signatures were compared with torch 2.7.1 and 2.13 and torch_npu 2.13; nothing here has been run on an
-accelerator. The pickle is written here, since torch_npu's ``_dump_snapshot`` also writes a CSV and may start a
-profiler.
+``torch.cuda.memory`` and ``torch.npu.memory`` share these private functions, which PyTorch
+documents for this purpose. Their signatures were compared with torch 2.7.1 and 2.13 and torch_npu
+2.13; nothing here has been run on an accelerator. The pickle is written here, since torch_npu's
+``_dump_snapshot`` also writes a CSV and may start a profiler.
 
 Source: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
 """
@@ -37,7 +38,14 @@ class Snapshot:
     """
 
     def __init__(
-        self, memory: Any, device_index: int, rank: int, folder: Path, first_step: int, steps: int, message: Message
+        self,
+        memory: Any,
+        device_index: int,
+        rank: int,
+        folder: Path,
+        first_step: int,
+        steps: int,
+        message: Message,
     ) -> None:
         self._memory, self._device_index = memory, device_index
         self._name, self._folder, self._message = f"memory-rank{rank}", folder, message
@@ -67,7 +75,9 @@ class Snapshot:
     def close(self) -> None:
         """Stop recording; write an unfinished window, or report that it was not reached."""
         if self._first_step <= self._last_done < self._last_step:
-            self._write(self._name, f"steps {self._first_step} to {self._last_done}, where the run ended")
+            self._write(
+                self._name, f"steps {self._first_step} to {self._last_done}, where the run ended"
+            )
         elif self._last_done < self._first_step and not self.paths:
             self._message(
                 f"no memory snapshot: the run ended after step {self._last_done}, before "
@@ -76,7 +86,9 @@ class Snapshot:
         self._stop()
 
     def _record(self) -> None:
-        self._memory._record_memory_history(enabled="all", context="all", stacks="python", max_entries=MAX_ENTRIES)
+        self._memory._record_memory_history(
+            enabled="all", context="all", stacks="python", max_entries=MAX_ENTRIES
+        )
 
     def _stop(self) -> None:
         self._memory._record_memory_history(enabled=None)
@@ -89,7 +101,12 @@ class Snapshot:
             pickled.unlink(missing_ok=True)  # from an earlier start, or a link to elsewhere
             with open_regular(pickled, "xb") as file:
                 pickle.dump(snapshot, file)
-            write_atomically(page, render_snapshot(snapshot, self._device_index, title, pickled.name, interactive.name))
+            write_atomically(
+                page,
+                render_snapshot(
+                    snapshot, self._device_index, title, pickled.name, interactive.name
+                ),
+            )
             # PyTorch's zoomable timeline, for which the browser loads scripts from the network
             write_atomically(interactive, str(torch.cuda._memory_viz.trace_plot(snapshot)))
         except Exception as error:  # must not hide the error of full memory or a full disk

@@ -1,8 +1,9 @@
 """A memory snapshot as one HTML page without network or scripts.
 
-PyTorch's interactive timeline (``torch.cuda._memory_viz.trace_plot``) loads MemoryViz.js and d3 from the network, and
-no wheel ships them. This page shows the parts of PyTorch's visualizer that need no script: its summary of segments, and
-its flame graph as a tree that unfolds; and, computed here, a timeline and the stacks that held the memory at its peak.
+PyTorch's interactive timeline (``torch.cuda._memory_viz.trace_plot``) loads MemoryViz.js and d3
+from the network, and no wheel ships them. This page shows the parts of PyTorch's visualizer that
+need no script: its summary of segments, and its flame graph as a tree that unfolds; and, computed
+here, a timeline and the stacks that held the memory at its peak.
 
 Sizes are requested sizes, before the allocator rounds them.
 
@@ -60,7 +61,8 @@ class Branch:
 
 
 def read_timeline(snapshot: dict[str, Any], device_index: int) -> Timeline:
-    """Walk a device's history in ``torch.cuda.memory._snapshot()`` back from the final live blocks, then forward."""
+    """Walk a device's history in ``torch.cuda.memory._snapshot()`` back from the final live blocks,
+    then forward."""
     traces = snapshot.get("device_traces", [])
     events = traces[device_index] if device_index < len(traces) else []
     events = [event for event in events if event["action"] in SIGNS]
@@ -72,13 +74,16 @@ def read_timeline(snapshot: dict[str, Any], device_index: int) -> Timeline:
     totals.reverse()
     peak = max(range(len(totals)), key=lambda index: totals[index])
 
-    # A free has only its own stack; that of its allocation is in the history if it goes back far enough.
+    # A free has only its own stack; that of its allocation is in the history if it goes back far
+    # enough.
     allocated_by: dict[int, Frames] = {}
     owners: list[Frames] = []
     for event in events:
         if event["action"] == "alloc":
             allocated_by[event["addr"]] = event.get("frames", [])
-        owners.append(allocated_by.pop(event["addr"], []) if event["action"] == "free_completed" else [])
+        owners.append(
+            allocated_by.pop(event["addr"], []) if event["action"] == "free_completed" else []
+        )
     for index in range(len(events) - 1, peak - 1, -1):
         event = events[index]
         if event["action"] == "alloc":
@@ -102,8 +107,12 @@ def read_timeline(snapshot: dict[str, Any], device_index: int) -> Timeline:
 def render_snapshot(
     snapshot: dict[str, Any], device_index: int, title: str, pickle_name: str, interactive_name: str
 ) -> str:
-    """The page of ``torch.cuda.memory._snapshot()``, with links to the pickle and PyTorch's timeline in its folder."""
-    own = {**snapshot, "segments": [seg for seg in snapshot["segments"] if seg.get("device", 0) == device_index]}
+    """The page of ``torch.cuda.memory._snapshot()``, with links to the pickle and PyTorch's
+    timeline in its folder."""
+    own = {
+        **snapshot,
+        "segments": [seg for seg in snapshot["segments"] if seg.get("device", 0) == device_index],
+    }
     timeline = read_timeline(snapshot, device_index)
     reserved = sum(segment["total_size"] for segment in own["segments"])
     peak = timeline.live_bytes[timeline.peak_index]
@@ -115,8 +124,11 @@ def render_snapshot(
             f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
             f"<style>{_STYLE}</style></head>",
             f"<body><h1>Device memory: {html.escape(title)}</h1>",
-            f"<p>Live tensors: {size_text(now)} at the end, {size_text(peak)} at the peak of the history. "
-            f"Reserved by the allocator at the end: {size_text(reserved)}. Sizes are requested sizes.</p>",
+            (
+                f"<p>Live tensors: {size_text(now)} at the end, {size_text(peak)} at the peak of the "
+                f"history. Reserved by the allocator at the end: {size_text(reserved)}. Sizes are "
+                "requested sizes.</p>"
+            ),
             _image(timeline_picture(timeline)),
             f"<h2>Who held the memory at the peak</h2>{_holders_table(timeline, peak)}",
             "<h2>Who holds the memory at the end, from the outermost call inwards</h2>",
@@ -131,13 +143,17 @@ def render_snapshot(
     )
 
 
-def _live_blocks(snapshot: dict[str, Any], device_index: int) -> Iterable[tuple[int, tuple[int, Frames]]]:
+def _live_blocks(
+    snapshot: dict[str, Any], device_index: int
+) -> Iterable[tuple[int, tuple[int, Frames]]]:
     for segment in snapshot["segments"]:
         if segment.get("device", 0) != device_index:
             continue
         address = segment["address"]
         for block in segment["blocks"]:
-            if block["state"] != "inactive":  # a block that waits for another stream is not free yet
+            if (
+                block["state"] != "inactive"
+            ):  # a block that waits for another stream is not free yet
                 size = block.get("requested_size", block["size"])
                 yield block.get("address", address), (size, block.get("frames", []))
             address += block["size"]
@@ -151,7 +167,11 @@ def _place(frames: Frames) -> str:
     """The innermost frame outside PyTorch."""
     if not frames:
         return UNKNOWN
-    outside = [frame for frame in frames if "/torch/" not in frame["filename"] and frame["filename"] != "??"]
+    outside = [
+        frame
+        for frame in frames
+        if "/torch/" not in frame["filename"] and frame["filename"] != "??"
+    ]
     frame = (outside or frames)[0]
     return f"{frame['filename'].rsplit('/', 1)[-1]}:{frame['line']} {frame['name']}"
 
@@ -190,13 +210,19 @@ def _holders_table(timeline: Timeline, peak: int) -> str:
         where = f"<details><summary>{html.escape(place)}</summary><pre>{html.escape(stack)}</pre></details>"
         entries.append((holder.live_bytes, holder.tensors, where))
     if left_out := timeline.holders[HOLDERS:]:
-        rest, tensors = sum(each.live_bytes for each in left_out), sum(each.tensors for each in left_out)
+        rest, tensors = (
+            sum(each.live_bytes for each in left_out),
+            sum(each.tensors for each in left_out),
+        )
         entries.append((rest, tensors, f"{len(left_out):,} other stacks"))
     rows = "".join(
         f"<tr><td>{size_text(size)}</td><td>{size / max(peak, 1):.1%}</td><td>{tensors:,}</td><td>{where}</td></tr>"
         for size, tensors, where in entries
     )
-    return f"<table><tr><th>bytes</th><th>share</th><th>tensors</th><th>allocated in</th></tr>{rows}</table>"
+    return (
+        "<table><tr><th>bytes</th><th>share</th><th>tensors</th><th>allocated "
+        f"in</th></tr>{rows}</table>"
+    )
 
 
 def _tree(snapshot: dict[str, Any]) -> str:
@@ -230,7 +256,11 @@ def _unfold(branch: Branch, least_bytes: int) -> str:
             inner = only
         label = f"{size_text(inner.total_bytes)} {html.escape(' › '.join(names))}"
         below = _unfold(inner, least_bytes)
-        parts.append(f"<details open><summary>{label}</summary>{below}</details>" if below else f"<div>{label}</div>")
+        parts.append(
+            f"<details open><summary>{label}</summary>{below}</details>"
+            if below
+            else f"<div>{label}</div>"
+        )
     return "".join(parts)
 
 

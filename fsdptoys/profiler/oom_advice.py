@@ -1,14 +1,17 @@
 """Estimate how much memory each switch would save, from a run's own numbers.
 
-Estimates are upper bounds: "the rest" of the device memory (no parameters, gradients or optimizer states) is mostly
-activations, but also gathered parameters and temporaries. Savings of two switches overlap and must not be added.
+Estimates are upper bounds: "the rest" of the device memory (no parameters, gradients or optimizer
+states) is mostly activations, but also gathered parameters and temporaries. Savings of two switches
+overlap and must not be added.
 """
 
 from dataclasses import dataclass
 
 from .live_bytes import LiveBytes
 
-LOGITS_BYTES = 12  # Peak bytes of a logit in the unchunked loss, measured with bf16 and float32 parameters
+LOGITS_BYTES = (
+    12  # Peak bytes of a logit in the unchunked loss, measured with bf16 and float32 parameters
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class Switches:
     sums_whole_gradients: bool = False
     """Whether sharded gradients can be, and are not, reduced before the last micro-batch."""
     states_bytes: int = 0
-    """Bytes of all optimizer states on this rank's device; the first optimizer step allocates them."""
+    """Bytes of all optimizer states on this rank's device; the first optimizer step allocates
+    them."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +50,26 @@ class Saving:
     why: str  # Source of the number
 
 
-def device_savings(live: LiveBytes, rest_bytes: int, phase: str, now: Switches, to_host: bool = True) -> list[Saving]:
+def device_savings(
+    live: LiveBytes, rest_bytes: int, phase: str, now: Switches, to_host: bool = True
+) -> list[Saving]:
     """Switches to turn on for less device memory, the largest saving first.
 
-    ``rest_bytes`` are other allocated bytes, activations in ``forward`` and ``backward`` only; ``to_host`` is whether
-    the host has memory of its own, unlike on a CPU.
+    ``rest_bytes`` are other allocated bytes, activations in ``forward`` and ``backward`` only;
+    ``to_host`` is whether the host has memory of its own, unlike on a CPU.
     """
     savings = []
     if phase in ("forward", "backward"):
-        savings = [*_activation_savings(rest_bytes, now, to_host), *_gradient_savings(live, rest_bytes, now)]
+        savings = [
+            *_activation_savings(rest_bytes, now, to_host),
+            *_gradient_savings(live, rest_bytes, now),
+        ]
     states = live.states.device_bytes
     if phase == "optimizer":  # the allocation of states may have failed
         states = max(states, now.states_bytes)
-    savings += (_offload_savings(live, states, now) if to_host else []) + _sharding_savings(live, states, now)
+    savings += (_offload_savings(live, states, now) if to_host else []) + _sharding_savings(
+        live, states, now
+    )
     return _largest_first(savings)
 
 
@@ -66,17 +77,26 @@ def host_savings(live: LiveBytes, now: Switches) -> list[Saving]:
     """Switches to turn off for less host memory, for a run on an accelerator."""
     states, kept = live.states.host_bytes, live.on_host().device_bytes
     savings = {
-        "cpu_offload": Saving("memory.cpu_offload=false", kept, "parameters, gradients and states go to the device"),
-        "optimizer_offload": Saving("memory.optimizer_offload=false", states, "optimizer states go to the device"),
+        "cpu_offload": Saving(
+            "memory.cpu_offload=false", kept, "parameters, gradients and states go to the device"
+        ),
+        "optimizer_offload": Saving(
+            "memory.optimizer_offload=false", states, "optimizer states go to the device"
+        ),
         "activation_offload": Saving(
-            "memory.activation_offload=false", _block_inputs(now), "inputs of the blocks go to the device"
+            "memory.activation_offload=false",
+            _block_inputs(now),
+            "inputs of the blocks go to the device",
         ),
     }
     return _largest_first([saving for switch, saving in savings.items() if getattr(now, switch)])
 
 
 def _largest_first(savings: list[Saving]) -> list[Saving]:
-    return sorted((saving for saving in savings if saving.saved_bytes > 0), key=lambda saving: -saving.saved_bytes)
+    return sorted(
+        (saving for saving in savings if saving.saved_bytes > 0),
+        key=lambda saving: -saving.saved_bytes,
+    )
 
 
 def _activation_savings(rest_bytes: int, now: Switches, to_host: bool) -> list[Saving]:
@@ -94,12 +114,22 @@ def _activation_savings(rest_bytes: int, now: Switches, to_host: bool) -> list[S
         savings.append(Saving("memory.activation_offload=true", inputs_bytes, why))
     if now.batch_size > 1:
         # The largest proper divisor keeps the global batch.
-        fewer = next(size for size in range(now.batch_size // 2, 0, -1) if now.batch_size % size == 0)
-        switch = f"train.batch_size={fewer} train.grad_accum={now.grad_accum * now.batch_size // fewer}"
+        fewer = next(
+            size for size in range(now.batch_size // 2, 0, -1) if now.batch_size % size == 0
+        )
+        switch = (
+            f"train.batch_size={fewer} train.grad_accum={now.grad_accum * now.batch_size // fewer}"
+        )
         saved = round(rest_bytes * (1 - fewer / now.batch_size))
         savings.append(Saving(switch, saved, "that share of the rest"))
     if now.param_dtype == "float32":
-        savings.append(Saving("parallel.param_dtype=bfloat16", rest_bytes // 2, "half of the rest, except the logits"))
+        savings.append(
+            Saving(
+                "parallel.param_dtype=bfloat16",
+                rest_bytes // 2,
+                "half of the rest, except the logits",
+            )
+        )
     return savings
 
 
@@ -119,7 +149,9 @@ def _offload_savings(live: LiveBytes, states: int, now: Switches) -> list[Saving
     if not now.optimizer_offload:
         savings.append(Saving("memory.optimizer_offload=true", states, "the optimizer states"))
     if now.takes_cpu_offload:
-        switch = "memory.cpu_offload=true" + " memory.optimizer_offload=false" * now.optimizer_offload
+        switch = (
+            "memory.cpu_offload=true" + " memory.optimizer_offload=false" * now.optimizer_offload
+        )
         saved = live.parameters.device_bytes + live.gradients.device_bytes + states
         savings.append(Saving(switch, saved, "parameters, gradients and optimizer states"))
     return savings

@@ -1,7 +1,8 @@
 """The out-of-memory report: live bytes by category, and the saving of each switch.
 
-Numbers come from the allocator's message, since tensors are freed while the exception propagates, or from the device if
-the message lacks them. Formats are those of torch 2.7.1 and 2.13 (CUDA and CPU) and torch_npu 2.13.
+Numbers come from the allocator's message, since tensors are freed while the exception propagates,
+or from the device if the message lacks them. Formats are those of torch 2.7.1 and 2.13 (CUDA and
+CPU) and torch_npu 2.13.
 """
 
 import contextlib
@@ -19,7 +20,11 @@ from fsdptoys.utils.text import UNITS, size_text
 from .live_bytes import LiveBytes
 from .oom_advice import Switches, device_savings, host_savings
 
-HOST_WORDS = ("DefaultCPUAllocator", "not enough memory: you tried to allocate", "Malloc pin memory failed")
+HOST_WORDS = (
+    "DefaultCPUAllocator",
+    "not enough memory: you tried to allocate",
+    "Malloc pin memory failed",
+)
 DEVICE_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "NPU out of memory")
 REST = "the rest: activations, temporaries, gathered parameters"
 
@@ -33,7 +38,8 @@ class OOMContext:
     """Phase of the run, and its live bytes."""
 
     step: int  # From 1; meaningless in the construction
-    phase: str  # ``construction``, with the expected bytes as ``live``, or ``forward``, ``backward``, ``optimizer``, …
+    phase: str
+    """``construction``, with the expected bytes as ``live``, or ``forward``, ``backward``, ``optimizer``, …."""
     rank: int
     live: LiveBytes
     switches: Switches
@@ -46,7 +52,9 @@ class Failure:
     on_host: bool  # Whether host memory ran out, as always on a CPU
     asked_bytes: int | None
     total_bytes: int | None  # Of the device, or of the node
-    allocated_bytes: int | None  # In tensors at the failure; for host memory the largest resident set of this process
+    allocated_bytes: (
+        int | None
+    )  # In tensors at the failure; for host memory the largest resident set of this process
     reserved_bytes: int | None  # By the device's allocator at the failure
 
 
@@ -55,7 +63,10 @@ def explain_out_of_memory(device: Device, context: Callable[[], OOMContext]) -> 
     """Turn a failed allocation into an ``ExplainedOutOfMemoryError``; other errors pass."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the first, NumPy's the second
+    except (
+        RuntimeError,
+        MemoryError,
+    ) as error:  # torch.OutOfMemoryError is the first, NumPy's the second
         found = _out_of_memory(error)
         if found is None or isinstance(error, ExplainedOutOfMemoryError):
             raise
@@ -75,7 +86,9 @@ def _out_of_memory(error: BaseException) -> BaseException | None:
     for each in with_causes(error):
         if isinstance(each, (torch.OutOfMemoryError, ExplainedOutOfMemoryError, MemoryError)):
             return each
-        if isinstance(each, RuntimeError) and any(words in str(each) for words in HOST_WORDS + DEVICE_WORDS):
+        if isinstance(each, RuntimeError) and any(
+            words in str(each) for words in HOST_WORDS + DEVICE_WORDS
+        ):
             return each
     return None
 
@@ -87,11 +100,14 @@ def read_failure(error: BaseException, device: Device) -> Failure:
     asked = _find_size(text, r"(?:ried to|Unable to) allocate:?\s*SIZE")
     on_host = isinstance(error, MemoryError) or any(words in text for words in HOST_WORDS)
     if on_host or not device.is_accelerator:
-        return Failure(True, asked, Device("cpu").total_memory_bytes, highest_resident_set_bytes(), None)
+        return Failure(
+            True, asked, Device("cpu").total_memory_bytes, highest_resident_set_bytes(), None
+        )
     now = device.memory()
     assert now is not None
-    # CUDA: "77.21 GiB is allocated by PyTorch[, with … in private pools], and 120.45 MiB is reserved by PyTorch but
-    # unallocated". NPU: "60.97 GiB total capacity; 30.00 GiB already allocated; …; 31.00 GiB reserved in total".
+    # CUDA: "77.21 GiB is allocated by PyTorch[, with … in private pools], and 120.45 MiB is
+    # reserved by PyTorch but unallocated". NPU: "60.97 GiB total capacity; 30.00 GiB already
+    # allocated; …; 31.00 GiB reserved in total".
     allocated = _find_size(text, "SIZE (?:is allocated by PyTorch|already allocated)")
     reserved = _find_size(text, "SIZE reserved in total")
     unallocated = _find_size(text, "SIZE is reserved by PyTorch but unallocated")
@@ -128,9 +144,15 @@ def out_of_memory_report(failure: Failure, context: OOMContext, device_type: str
         *(f"  {row}" for row in align_columns([(size_text(count), name) for count, name in rows])),
     ]
     if not failure.on_host and live.on_host().device_bytes:
-        lines.append(f"  and in host memory {size_text(live.on_host().device_bytes)} for the first three")
-    if context.phase != "optimizer" and switches.states_bytes > (live.states.device_bytes or held.states.device_bytes):
-        lines.append(f"  the first optimizer step will add {size_text(switches.states_bytes)} of states")
+        lines.append(
+            f"  and in host memory {size_text(live.on_host().device_bytes)} for the first three"
+        )
+    if context.phase != "optimizer" and switches.states_bytes > (
+        live.states.device_bytes or held.states.device_bytes
+    ):
+        lines.append(
+            f"  the first optimizer step will add {size_text(switches.states_bytes)} of states"
+        )
     if failure.on_host and not on_cpu:
         savings = host_savings(live, switches)
     else:
@@ -140,7 +162,9 @@ def out_of_memory_report(failure: Failure, context: OOMContext, device_type: str
         cells = [(size_text(saving.saved_bytes), saving.switch, saving.why) for saving in savings]
         lines += [f"  {row}" for row in align_columns(cells)]
     else:
-        lines.append("no other switch saves memory; use a smaller model, shorter sequences or more ranks")
+        lines.append(
+            "no other switch saves memory; use a smaller model, shorter sequences or more ranks"
+        )
     return "\n".join(lines)
 
 
@@ -149,12 +173,21 @@ def _headline(failure: Failure, context: OOMContext, device_type: str) -> list[s
     numbers = {
         "asked for": failure.asked_bytes,
         "in all": failure.total_bytes,
-        "resident in this process at most" if failure.on_host else "allocated": failure.allocated_bytes,
+        "resident in this process at most"
+        if failure.on_host
+        else "allocated": failure.allocated_bytes,
         "reserved": failure.reserved_bytes,
     }
     known = [f"{size_text(count)} {name}" for name, count in numbers.items() if count is not None]
-    when = "construction" if context.phase == "construction" else f"{context.phase} of step {context.step}"
-    return [f"{where} ran out on rank {context.rank} in the {when}", *([", ".join(known)] if known else [])]
+    when = (
+        "construction"
+        if context.phase == "construction"
+        else f"{context.phase} of step {context.step}"
+    )
+    return [
+        f"{where} ran out on rank {context.rank} in the {when}",
+        *([", ".join(known)] if known else []),
+    ]
 
 
 def _find_size(text: str, pattern: str) -> int | None:

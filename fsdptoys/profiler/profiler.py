@@ -15,7 +15,8 @@ from .trace import Trace
 
 
 class Profiler:
-    """Context manager around a run's steps, on every rank; does nothing on ranks that ``config`` does not choose.
+    """Context manager around a run's steps, on every rank; does nothing on ranks that ``config``
+    does not choose.
 
     Args:
         folder: of the files, created by the first rank that writes; the same path on every rank.
@@ -44,7 +45,9 @@ class Profiler:
             self._trace = Trace(config, device.type, rank, folder, first_step, message)
         if config.snapshot:
             place = (device.memory_history, device.torch_device.index, rank, folder)
-            self._snapshot = Snapshot(*place, config.snapshot_first_step, config.snapshot_steps, message)
+            self._snapshot = Snapshot(
+                *place, config.snapshot_first_step, config.snapshot_steps, message
+            )
 
     def __enter__(self) -> "Profiler":
         if self._snapshot:
@@ -66,7 +69,8 @@ class Profiler:
         """Report a completed step."""
         if self._trace:
             if self._trace.begins_after(step):
-                self._device.synchronize()  # kernels of this step would otherwise run, and be traced, within the next
+                # kernels of this step would otherwise run, and be traced, within the next
+                self._device.synchronize()
             self._trace.step(step)
         if self._snapshot:
             self._snapshot.step(step)
@@ -85,7 +89,11 @@ class Profiler:
             return found
         if self._trace and self._trace.path:
             operators = [dataclasses.asdict(op) for op in self._trace.top_ops]
-            found |= {"trace_file": self._trace.path.name, "traced_steps": self._trace.window, "operators": operators}
+            found |= {
+                "trace_file": self._trace.path.name,
+                "traced_steps": self._trace.window,
+                "operators": operators,
+            }
         if self._snapshot and self._snapshot.paths:
             found["snapshot_files"] = [path.name for path in self._snapshot.paths]
         return found if len(found) > 2 else None

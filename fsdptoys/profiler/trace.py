@@ -1,11 +1,13 @@
-"""A trace of a few steps by ``torch.profiler``, or by ``torch_npu.profiler`` on NPU, and a table of operators.
+"""A trace of a few steps by ``torch.profiler``, or by ``torch_npu.profiler`` on NPU, and a table of
+operators.
 
-The profiler waits for ``skip_steps``, traces and discards ``warmup_steps``, keeps ``active_steps``, and writes the
-file. If the run ends within the window, the trace up to then is kept.
+The profiler waits for ``skip_steps``, traces and discards ``warmup_steps``, keeps ``active_steps``,
+and writes the file. If the run ends within the window, the trace up to then is kept.
 
-torch_npu's profiler has the same phases and calls; it writes through its own handler, logs its errors instead of
-raising them, and has no ``key_averages``: its table is read from the CSV of its analysis. Its names and keywords were
-compared with the Python of the torch_npu 2.13.0 wheel; it has not been run on an NPU.
+torch_npu's profiler has the same phases and calls; it writes through its own handler, logs its
+errors instead of raising them, and has no ``key_averages``: its table is read from the CSV of its
+analysis. Its names and keywords were compared with the Python of the torch_npu 2.13.0 wheel; it has
+not been run on an NPU.
 
 Source: https://docs.pytorch.org/docs/stable/profiler.html
 """
@@ -33,7 +35,9 @@ class TopOp:
     self_cpu_us: float | None  # Without its callees
     cpu_us: float | None
     self_device_us: float | None  # Of its own kernels; None on a CPU
-    self_memory_bytes: int | None  # Allocated minus freed, on the device or on a CPU; None unless memory was recorded
+    self_memory_bytes: (
+        int | None
+    )  # Allocated minus freed, on the device or on a CPU; None unless memory was recorded
 
 
 class Trace:
@@ -45,12 +49,23 @@ class Trace:
     """
 
     def __init__(
-        self, config: ProfileConfig, device_type: str, rank: int, folder: Path, first_step: int, message: Message
+        self,
+        config: ProfileConfig,
+        device_type: str,
+        rank: int,
+        folder: Path,
+        first_step: int,
+        message: Message,
     ) -> None:
         # An NPU without torch_npu is simulated: its operators run on the host.
         simulated = device_type == "npu" and "torch_npu" not in sys.modules
         self._device_type = "cpu" if simulated else device_type
-        self._config, self._folder, self._first_step, self._message = config, folder, first_step, message
+        self._config, self._folder, self._first_step, self._message = (
+            config,
+            folder,
+            first_step,
+            message,
+        )
         self._first_traced = first_step + config.skip_steps + config.warmup_steps
         self._last_step = self._first_traced + config.active_steps - 1
         self._last_done = first_step - 1
@@ -59,7 +74,9 @@ class Trace:
         self._worker_name = f"rank{rank}"
         self.path: Path | None = None  # The written trace: a file, or torch_npu's folder
         self.traced_steps: tuple[int, int] | None = None  # First and last step of the written trace
-        self.top_ops: list[TopOp] = []  # Operators of the written trace with the largest self time, descending
+        self.top_ops: list[
+            TopOp
+        ] = []  # Operators of the written trace with the largest self time, descending
 
     def start(self) -> None:
         """Start the profiler, in the phase of ``first_step``."""
@@ -89,7 +106,8 @@ class Trace:
             profiler.stop()
 
     def close(self, within_step: bool) -> None:
-        """Write the trace of an unfinished window, or report that it was not reached; errors end ``within_step``."""
+        """Write the trace of an unfinished window, or report that it was not reached; errors end
+        ``within_step``."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -97,13 +115,18 @@ class Trace:
         profiler.stop()  # writes if the window has begun, and reports failures
         if self._is_empty:
             self._message(
-                f"nothing was traced: the run ended after step {self._last_done}, and profile.skip_steps and "
-                f"warmup_steps set the first traced one to {self._first_traced}"
+                f"nothing was traced: the run ended after step {self._last_done}, and "
+                "profile.skip_steps and warmup_steps set the first traced one to "
+                f"{self._first_traced}"
             )
 
     def _options(self) -> dict[str, Any]:
         config = self._config
-        return {"record_shapes": config.shapes, "profile_memory": config.memory, "with_stack": config.stacks}
+        return {
+            "record_shapes": config.shapes,
+            "profile_memory": config.memory,
+            "with_stack": config.stacks,
+        }
 
     def _phases(self) -> dict[str, int]:
         """Keywords of both ``schedule`` functions, whose positional orders differ."""
@@ -114,12 +137,19 @@ class Trace:
     def _build(self) -> Any:
         from torch.profiler import ProfilerActivity, profile, schedule
 
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device_type == "cuda" else [])]
+        activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if self._device_type == "cuda" else []),
+        ]
         steps = schedule(**self._phases())
-        return profile(activities=activities, schedule=steps, on_trace_ready=self._write, **self._options())
+        return profile(
+            activities=activities, schedule=steps, on_trace_ready=self._write, **self._options()
+        )
 
     def _build_npu(self) -> Any:
-        from torch_npu import profiler as npu  # only here: importing torch loads the rest of torch_npu by itself
+        from torch_npu import (
+            profiler as npu,
+        )  # only here: importing torch loads the rest of torch_npu by itself
 
         level = self._config.npu_level.value.capitalize()
         write = npu.tensorboard_trace_handler(
@@ -150,22 +180,35 @@ class Trace:
         try:
             profiler.export_chrome_trace(str(path))
         except OSError as error:
-            self._message(f"{path} cannot be written ({error.strerror or error}); the run continues without the trace")
+            self._message(
+                f"{path} cannot be written ({error.strerror or error}); the run continues "
+                "without the trace"
+            )
             return
-        self.top_ops = top_ops(profiler.key_averages(), self._device_type != "cpu", self._config.memory)
+        self.top_ops = top_ops(
+            profiler.key_averages(), self._device_type != "cpu", self._config.memory
+        )
         self._done(path, "open it at https://ui.perfetto.dev or in chrome://tracing")
 
     def _find_npu_files(self) -> None:
         """Find the files of torch_npu's handler, which does not return them."""
-        folders = sorted(self._folder.glob(f"{self._worker_name}_*_ascend_pt"), key=lambda path: path.stat().st_mtime)
+        folders = sorted(
+            self._folder.glob(f"{self._worker_name}_*_ascend_pt"),
+            key=lambda path: path.stat().st_mtime,
+        )
         output = folders[-1] / "ASCEND_PROFILER_OUTPUT" if folders else None
         if output is None or not output.is_dir():  # the analysis creates it
             where = folders[-1] if folders else self._folder
-            self._message(f"torch_npu's profiler wrote no trace to {where}; its own messages give the reason")
+            self._message(
+                f"torch_npu's profiler wrote no trace to {where}; its own messages give the reason"
+            )
             return
         if (output / "op_statistic.csv").exists():
             self.top_ops = npu_top_ops((output / "op_statistic.csv").read_text(encoding="utf-8"))
-        self._done(folders[-1], "MindStudio Insight opens it; trace_view.json in it is for chrome://tracing")
+        self._done(
+            folders[-1],
+            "MindStudio Insight opens it; trace_view.json in it is for chrome://tracing",
+        )
 
     def _done(self, path: Path, how: str) -> None:
         last = min(self._last_step, self._last_done)
@@ -180,11 +223,16 @@ class Trace:
         assert self.traced_steps is not None
         first, last = self.traced_steps
         steps = f"steps {first} to {last}" if last > first else f"step {first}"
-        return steps if last == self._last_step else f"{steps} (the run ended before step {self._last_step} was done)"
+        return (
+            steps
+            if last == self._last_step
+            else f"{steps} (the run ended before step {self._last_step} was done)"
+        )
 
 
 def top_ops(averages: Any, on_device: bool, with_memory: bool, count: int = TOP_OPS) -> list[TopOp]:
-    """The operators of ``profile.key_averages()`` with the largest self time, of their kernels if ``on_device``."""
+    """The operators of ``profile.key_averages()`` with the largest self time, of their kernels if
+    ``on_device``."""
     ops = [
         TopOp(
             # The mark of a step: its self time is outside all operators.
@@ -193,7 +241,9 @@ def top_ops(averages: Any, on_device: bool, with_memory: bool, count: int = TOP_
             self_cpu_us=event.self_cpu_time_total,
             cpu_us=event.cpu_time_total,
             self_device_us=event.self_device_time_total if on_device else None,
-            self_memory_bytes=(event.self_device_memory_usage if on_device else event.self_cpu_memory_usage)
+            self_memory_bytes=(
+                event.self_device_memory_usage if on_device else event.self_cpu_memory_usage
+            )
             if with_memory
             else None,
         )
@@ -206,7 +256,8 @@ def top_ops(averages: Any, on_device: bool, with_memory: bool, count: int = TOP_
 
 
 def npu_top_ops(op_statistic: str, count: int = TOP_OPS) -> list[TopOp]:
-    """The same from the text of ``op_statistic.csv``, which CANN writes from ``level1`` on, of kernels only."""
+    """The same from the text of ``op_statistic.csv``, which CANN writes from ``level1`` on, of
+    kernels only."""
     ops = [
         TopOp(row["OP Type"], int(row["Count"]), None, None, float(row["Total Time(us)"]), None)
         for row in csv.DictReader(op_statistic.splitlines())

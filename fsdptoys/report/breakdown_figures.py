@@ -1,6 +1,7 @@
 """Stacked bars that break down step time and memory of several runs.
 
-A run measures totals only; the parts come from its prediction. Runs without a prediction get one gray bar.
+A run measures totals only; the parts come from its prediction. Runs without a prediction get one
+gray bar.
 """
 
 from collections.abc import Sequence
@@ -37,8 +38,10 @@ def draw_time_split(runs: Sequence[PlottedRun]) -> Picture | None:
         [_time_parts(one.run.prediction.time) if one.run.prediction else None for one in runs],
         [(s.median * 1e3, s.p10 * 1e3, s.p90 * 1e3) if s else None for s in spreads],
         "measured median",
-        "Bars: predicted before the run, by activity of the device. Diamonds: the measured median, with "
-        "the 10th and the 90th percentile; a run does not measure the parts.",
+        (
+            "Bars: predicted before the run, by activity of the device. Diamonds: the measured "
+            "median, with the 10th and the 90th percentile; a run does not measure the parts."
+        ),
         "Bars: the median of the steps after warm-up.",
     )
 
@@ -60,7 +63,10 @@ def draw_memory_split(runs: Sequence[PlottedRun]) -> Picture | None:
     predictions = [one.run.prediction.memory if one.run.prediction else None for one in runs]
     peaks = [one.run.results.memory_peak_gib for one in runs]
     if not any(predictions) and all(peak is None for peak in peaks):
-        sets = [one.run.results.resident_set_peak_gib or one.run.results.resident_set_gib for one in runs]
+        sets = [
+            one.run.results.resident_set_peak_gib or one.run.results.resident_set_gib
+            for one in runs
+        ]
         unit, size = fitting_unit(GIB * max(filter(None, sets), default=0.0))
         return _split_picture(
             "memory_split",
@@ -89,7 +95,9 @@ def draw_memory_split(runs: Sequence[PlottedRun]) -> Picture | None:
         Axis("memory in tensors on a rank", unit, from_zero=True),
         runs,
         [
-            {kind.value: memory.categories.get(kind, 0) / size for kind in Category} if memory else None
+            {kind.value: memory.categories.get(kind, 0) / size for kind in Category}
+            if memory
+            else None
             for memory in predictions
         ],
         [None if peak is None else (peak * GIB / size,) for peak in peaks],
@@ -110,10 +118,11 @@ def _split_picture(
     caption: str,
     measured_caption: str,
 ) -> Picture | None:
-    """Draw predictions as stacked bars and measurements as marks, or as bars where a run has no prediction.
+    """Draw predictions as stacked bars and measurements as marks, or as bars where a run has no
+    prediction.
 
-    ``predicted`` has the parts of each run, ``measured`` its value and the ends of a spread, None if unknown;
-    ``measured_caption`` replaces ``caption`` if no run has a prediction.
+    ``predicted`` has the parts of each run, ``measured`` its value and the ends of a spread, None
+    if unknown; ``measured_caption`` replaces ``caption`` if no run has a prediction.
     """
     split = {one.name: parts for one, parts in zip(runs, predicted, strict=True) if parts}
     highest = max((sum(parts.values()) for parts in split.values()), default=0.0)
@@ -125,22 +134,36 @@ def _split_picture(
     values = {one.name: value for one, value in zip(runs, measured, strict=True) if value}
     bare = {run: value[0] for run, value in values.items() if run not in split}
     if bare:
-        series.append(Series("measured, not split", Shape.bars, list(bare.values()), list(bare), None))
+        series.append(
+            Series("measured, not split", Shape.bars, list(bare.values()), list(bare), None)
+        )
     marked = {run: value for run, value in values.items() if run in split}
     if marked:
         marks, *ends = zip(*marked.values(), strict=True)
         low, high = ends or ((), ())
-        series.append(Series(measured_name, Shape.points, marks, list(marked), None, (), low, high, ink=True))
+        series.append(
+            Series(measured_name, Shape.points, marks, list(marked), None, (), low, high, ink=True)
+        )
     if not series:
         return None
     without = [one.name for one in runs if one.name not in split]
-    why = "a breakdown needs a prediction: plan.predict=true and a profile of the device (plan.hardware)"
-    rest = f"{'Gray: measured totals' if bare else 'Omitted: those'} of {', '.join(without)}; {why}." if without else ""
+    why = (
+        "a breakdown needs a prediction: plan.predict=true and a profile of the device "
+        "(plan.hardware)"
+    )
+    rest = (
+        f"{'Gray: measured totals' if bare else 'Omitted: those'} of {', '.join(without)}; {why}."
+        if without
+        else ""
+    )
     return Picture(
         name,
         title,
         [caption, rest] if split else [f"Measured totals; {why}.", measured_caption],
-        f"Bars of the {axis.title} of {len(runs)} runs{', split into predicted parts' if split else ''}.",
+        (
+            f"Bars of the {axis.title} of {len(runs)} "
+            f"runs{', split into predicted parts' if split else ''}."
+        ),
         axis,
         Axis("", categories=tuple(one.name for one in runs)),
         tuple(series),

@@ -1,4 +1,5 @@
-"""Columns of a table: headings, raw and formatted cells, and the order in which narrow terminals drop them."""
+"""Columns of a table: headings, raw and formatted cells, and the order in which narrow terminals
+drop them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -39,7 +40,8 @@ class TableColumn:
     heading: str  # Displayed; names the unit of the formatted texts
     cells: list[TableCell]
     numeric: bool
-    weight: int  # Narrow terminals drop the lightest columns first, and never those of ``STAYS`` or more
+    weight: int
+    """Narrow terminals drop the lightest columns first, and never those of ``STAYS`` or more."""
     setting: bool = False  # Whether it holds a setting and not a measurement
 
     @property
@@ -84,7 +86,8 @@ class PredictedMeasure:
         return f"predicted_{self.measure}"
 
     def predicted(self, run: RecordedRun | None) -> float | None:
-        """The prediction for a run; None without one, and for reserved memory on a CPU, whose allocator keeps none."""
+        """The prediction for a run; None without one, and for reserved memory on a CPU, whose
+        allocator keeps none."""
         if run is None or run.prediction is None:
             return None
         if self.measure == "memory_reserved_gib" and run.device_type == "cpu":
@@ -112,19 +115,33 @@ MEASURES = (
 )
 
 PREDICTED_MEASURES = (
-    PredictedMeasure("step_time_seconds", "Predicted step (ms)", 40, lambda each: each.time.step_seconds, 1e3),
-    PredictedMeasure("memory_peak_gib", "Predicted peak", 30, lambda each: each.memory.peak_bytes / GIB),
-    PredictedMeasure("memory_reserved_gib", "Predicted reserved", 35, lambda each: each.memory.reserved_bytes / GIB),
+    PredictedMeasure(
+        "step_time_seconds", "Predicted step (ms)", 40, lambda each: each.time.step_seconds, 1e3
+    ),
+    PredictedMeasure(
+        "memory_peak_gib", "Predicted peak", 30, lambda each: each.memory.peak_bytes / GIB
+    ),
+    PredictedMeasure(
+        "memory_reserved_gib",
+        "Predicted reserved",
+        35,
+        lambda each: each.memory.reserved_bytes / GIB,
+    ),
 )
 
 
 def text_column(name: str, heading: str, texts: Sequence[str]) -> TableColumn:
     """Names or statuses of the rows."""
-    return TableColumn(name, heading, [TableCell(text, value_text(text)) for text in texts], False, STAYS)
+    return TableColumn(
+        name, heading, [TableCell(text, value_text(text)) for text in texts], False, STAYS
+    )
 
 
-def setting_column(key: str, settings: Sequence[Settings], records: Sequence[Record]) -> TableColumn:
-    """One setting of every row; rows without a recorded run fall back to the overrides of their sweep job."""
+def setting_column(
+    key: str, settings: Sequence[Settings], records: Sequence[Record]
+) -> TableColumn:
+    """One setting of every row; rows without a recorded run fall back to the overrides of their
+    sweep job."""
     cells = []
     for row, record in zip(settings, records, strict=True):
         typed = {own_key(word): text for word, text in (record.varied or {}).items()}
@@ -134,7 +151,9 @@ def setting_column(key: str, settings: Sequence[Settings], records: Sequence[Rec
         else:
             text = ("yes" if value else "no") if isinstance(value, bool) else value_text(value)
             cells.append(TableCell(value if value is not None else "null", text))
-    numeric = all(isinstance(cell.value, (int, float)) and not isinstance(cell.value, bool) for cell in cells)
+    numeric = all(
+        isinstance(cell.value, (int, float)) and not isinstance(cell.value, bool) for cell in cells
+    )
     heading = HEADINGS.get(key, value_text(key.removesuffix(".name")))
     return TableColumn(key, heading, cells, numeric, STAYS, setting=True)
 
@@ -160,13 +179,16 @@ def predicted_columns(records: Sequence[Record]) -> list[TableColumn]:
     """Predictions, each with its relative error."""
     runs = [record.run for record in records]
     return [
-        _number_column(measure, list(map(measure.predicted, runs)), list(map(measure.difference, runs)))
+        _number_column(
+            measure, list(map(measure.predicted, runs)), list(map(measure.difference, runs))
+        )
         for measure in PREDICTED_MEASURES
     ]
 
 
 def loss_columns(records: Sequence[Record], step: int | None) -> list[TableColumn]:
-    """Loss at ``step`` (from :func:`common_step`; None omits the column), and the held-out loss of a common step.
+    """Loss at ``step`` (from :func:`common_step`; None omits the column), and the held-out loss of
+    a common step.
 
     Without a common step, each row has its last held-out loss, and the heading says so.
     """
@@ -175,13 +197,19 @@ def loss_columns(records: Sequence[Record], step: int | None) -> list[TableColum
     columns = []
     if step is not None:
         losses = [
-            next((metrics.loss for metrics in run.steps if metrics.step == step), None) if run else None for run in runs
+            next((metrics.loss for metrics in run.steps if metrics.step == step), None)
+            if run
+            else None
+            for run in runs
         ]
         heading = f"Loss after {counted(step, 'step')}"
         columns.append(TableColumn("loss", heading, list(map(_loss_cell, losses)), True, 88))
     last = {max(losses) for losses in evaluated if losses}
     if len(last) <= 1:
-        heading, held_out = "Held-out loss", [losses[max(losses)] if losses else None for losses in evaluated]
+        heading, held_out = (
+            "Held-out loss",
+            [losses[max(losses)] if losses else None for losses in evaluated],
+        )
     elif (common := common_eval_step(records)) is not None:
         heading = f"Held-out loss after {counted(common, 'step')}"
         held_out = [losses.get(common) for losses in evaluated]
@@ -192,21 +220,30 @@ def loss_columns(records: Sequence[Record], step: int | None) -> list[TableColum
 
 
 def common_eval_step(records: Sequence[Record]) -> int | None:
-    """Last step after which all finished rows, or all rows if none has finished, have a held-out loss."""
-    rows = [(record.status is JobStatus.done, _held_out_losses(record.run)) for record in records if record.run]
+    """Last step after which all finished rows, or all rows if none has finished, have a held-out
+    loss."""
+    rows = [
+        (record.status is JobStatus.done, _held_out_losses(record.run))
+        for record in records
+        if record.run
+    ]
     done = [losses.keys() for finished, losses in rows if finished and losses]
     steps = done or [losses.keys() for _, losses in rows if losses]
     return max(set.intersection(*map(set, steps)), default=None) if steps else None
 
 
 def _held_out_losses(run: RecordedRun) -> dict[int, float]:
-    return {metrics.step: metrics.eval_loss for metrics in run.steps if metrics.eval_loss is not None}
+    return {
+        metrics.step: metrics.eval_loss for metrics in run.steps if metrics.eval_loss is not None
+    }
 
 
 def common_step(records: Sequence[Record]) -> int | None:
     """Last step of the shortest finished row, or of the shortest row if none has finished."""
     runs = [record.run for record in records if record.run is not None and record.run.steps]
-    done = [record.run for record in records if record.status is JobStatus.done and record.run in runs]
+    done = [
+        record.run for record in records if record.status is JobStatus.done and record.run in runs
+    ]
     return min((run.steps[-1].step for run in done or runs if run is not None), default=None)
 
 
@@ -225,13 +262,18 @@ def _offloads(run: RecordedRun) -> bool:
 
 
 def _number_column(
-    measure: Measure | PredictedMeasure, values: Sequence[float | Spread | None], differences: Sequence[float | None]
+    measure: Measure | PredictedMeasure,
+    values: Sequence[float | Spread | None],
+    differences: Sequence[float | None],
 ) -> TableColumn:
-    """Numbers or medians, each followed by the ends of its spread or its relative difference in brackets."""
+    """Numbers or medians, each followed by the ends of its spread or its relative difference in
+    brackets."""
     medians = list(map(_median, values))
     heading, factor = measure.heading, measure.factor
     if measure.name.endswith("_gib"):
-        unit, size = fitting_unit(GIB * max(filter(math.isfinite, filter(None, medians)), default=0.0))
+        unit, size = fitting_unit(
+            GIB * max(filter(math.isfinite, filter(None, medians)), default=0.0)
+        )
         heading, factor = f"{heading} ({unit})", GIB / size
     digits = _digits(medians, factor)
     cells = []
@@ -260,7 +302,9 @@ def _loss_cell(value: float | None) -> TableCell:
 def _digits(values: Sequence[float | None], factor: float) -> int:
     """Decimals that give the smallest number three significant digits, at most six."""
     sizes = (abs(value * factor) for value in values if value)
-    smallest = min(filter(math.isfinite, sizes), default=1.0) or 1.0  # products may overflow, or be zero
+    smallest = (
+        min(filter(math.isfinite, sizes), default=1.0) or 1.0
+    )  # products may overflow, or be zero
     return min(6, max(0, 2 - math.floor(math.log10(smallest))))
 
 

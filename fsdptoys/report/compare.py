@@ -1,9 +1,11 @@
-"""Compare two runs step by step: first difference, its size, and the settings that could explain it.
+"""Compare two runs step by step: first difference, its size, and the settings that could explain
+it.
 
-Steps are matched by number. Runs with unequal step numbers or unreadable lines are never the same, even if all common
-steps are equal. Held-out losses are compared at common steps if they are over the same samples. Possible causes are
-sorted by strength: settings that change the training come first, and among equals those that act nearest to the stage
-of the step in which the difference first shows.
+Steps are matched by number. Runs with unequal step numbers or unreadable lines are never the same,
+even if all common steps are equal. Held-out losses are compared at common steps if they are over
+the same samples. Possible causes are sorted by strength: settings that change the training come
+first, and among equals those that act nearest to the stage of the step in which the difference
+first shows.
 """
 
 import math
@@ -45,7 +47,8 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Difference relative to the larger magnitude; 0 for two NaNs, infinite if otherwise not both are finite."""
+        """Difference relative to the larger magnitude; 0 for two NaNs, infinite if otherwise not
+        both are finite."""
         if self.first == self.second or (math.isnan(self.first) and math.isnan(self.second)):
             return 0.0
         largest = max(abs(self.first), abs(self.second))
@@ -60,7 +63,9 @@ class Course:
     steps: int  # Number of steps compared
     differing: int  # Number of steps beyond the tolerance
     first: Difference | None
-    largest: Difference | None  # Largest relative difference over all steps; None if all are bitwise equal
+    largest: (
+        Difference | None
+    )  # Largest relative difference over all steps; None if all are bitwise equal
     not_finite: tuple[int, int]  # Number of NaN or infinite values of the first and the second run
 
 
@@ -89,14 +94,17 @@ class RunComparison:
 
     @property
     def first_difference(self) -> tuple[Course, Difference] | None:
-        """The earliest differing step; at equal steps, the quantity that comes first in ``QUANTITIES``."""
+        """The earliest differing step; at equal steps, the quantity that comes first in
+        ``QUANTITIES``."""
         found = [(course, course.first) for course in self.courses if course.first is not None]
         return min(found, key=lambda pair: pair[1].step, default=None)
 
     @property
     def same(self) -> bool:
         """Whether both have the same steps, all readable and within the tolerance."""
-        return self.first_difference is None and not (self.only_first or self.only_second or self.unread)
+        return self.first_difference is None and not (
+            self.only_first or self.only_second or self.unread
+        )
 
 
 def open_run(path: Path) -> RecordedRun:
@@ -106,16 +114,24 @@ def open_run(path: Path) -> RecordedRun:
         ConfigError: if the path holds no run, or the run has no step.
     """
     if not path.exists():
-        raise ConfigError(f"{path} does not exist; give a folder that fsdptoys train has written, as runs/NAME")
+        raise ConfigError(
+            f"{path} does not exist; give a folder that fsdptoys train has written, as runs/NAME"
+        )
     if is_sweep_dir(path):
-        raise ConfigError(f"{path} is a sweep, and two runs are compared; give one of its jobs, as {path}/jobs/01")
+        raise ConfigError(
+            f"{path} is a sweep, and two runs are compared; give one of its jobs, as {path}/jobs/01"
+        )
     if not is_run_dir(path) and is_run_dir(path / RUN_FOLDER):
         path = path / RUN_FOLDER
     if not is_run_dir(path):
-        raise ConfigError(f"{path} holds no run; give a folder that fsdptoys train has written, as runs/NAME")
+        raise ConfigError(
+            f"{path} holds no run; give a folder that fsdptoys train has written, as runs/NAME"
+        )
     run = read_recorded_run(path)
     if not run.steps:
-        raise ConfigError(f"{path} has no step that could be compared; give a run that has taken some")
+        raise ConfigError(
+            f"{path} has no step that could be compared; give a run that has taken some"
+        )
     return run
 
 
@@ -129,8 +145,8 @@ def compare_runs(first: RecordedRun, second: RecordedRun, tolerance: float = 0.0
     common = sorted(ours.keys() & theirs.keys())
     if not common:
         raise ConfigError(
-            f"{first.path} and {second.path} have no step in common: steps {min(ours)} to {max(ours)} and "
-            f"{min(theirs)} to {max(theirs)}; compare runs that overlap"
+            f"{first.path} and {second.path} have no step in common: steps {min(ours)} to "
+            f"{max(ours)} and {min(theirs)} to {max(theirs)}; compare runs that overlap"
         )
     pairs = [(ours[step], theirs[step]) for step in common]
     held_out = [held_out_samples(run.tree, run.world_size) for run in (first, second)]
@@ -138,7 +154,8 @@ def compare_runs(first: RecordedRun, second: RecordedRun, tolerance: float = 0.0
     courses = [
         course
         for quantity in QUANTITIES
-        if (quantity != HELD_OUT or same_samples) and (course := _course(quantity, pairs, tolerance))
+        if (quantity != HELD_OUT or same_samples)
+        and (course := _course(quantity, pairs, tolerance))
     ]
     notes = [f"{note.removesuffix('.')}." for run in (first, second) for note in run.notes]
     evaluates = [any(pair[run].eval_loss is not None for pair in pairs) for run in (0, 1)]
@@ -151,17 +168,29 @@ def compare_runs(first: RecordedRun, second: RecordedRun, tolerance: float = 0.0
         only_first=sorted(ours.keys() - theirs.keys()),
         only_second=sorted(theirs.keys() - ours.keys()),
         changes=_changes(first, second, courses),
-        environment=[(key, *pair) for key, pair in environment.items() if key not in EXCLUDED_FROM_ENVIRONMENT],
+        environment=[
+            (key, *pair)
+            for key, pair in environment.items()
+            if key not in EXCLUDED_FROM_ENVIRONMENT
+        ],
         notes=list(dict.fromkeys(notes)),
-        unread=any(note.startswith(str(run.path / METRICS_FILE)) for run in (first, second) for note in run.notes),
+        unread=any(
+            note.startswith(str(run.path / METRICS_FILE))
+            for run in (first, second)
+            for note in run.notes
+        ),
     )
 
 
-def _course(quantity: str, pairs: Sequence[tuple[StepMetrics, StepMetrics]], tolerance: float) -> Course | None:
+def _course(
+    quantity: str, pairs: Sequence[tuple[StepMetrics, StepMetrics]], tolerance: float
+) -> Course | None:
     """Compare one quantity; None if no step has it in both runs."""
     read = QUANTITIES[quantity]
     values = [(one.step, read(one), read(other)) for one, other in pairs]
-    differences = [Difference(step, a, b) for step, a, b in values if a is not None and b is not None]
+    differences = [
+        Difference(step, a, b) for step, a, b in values if a is not None and b is not None
+    ]
     if not differences:
         return None
     over = [each for each in differences if each.relative > tolerance]
@@ -180,19 +209,24 @@ def _course(quantity: str, pairs: Sequence[tuple[StepMetrics, StepMetrics]], tol
 
 
 def _changes(first: RecordedRun, second: RecordedRun, courses: Sequence[Course]) -> list[Change]:
-    ours, theirs = (usual_formats() | {RANKS: run.world_size} | effective(run.tree) for run in (first, second))
+    ours, theirs = (
+        usual_formats() | {RANKS: run.world_size} | effective(run.tree) for run in (first, second)
+    )
     same_batch = global_batch(ours) == global_batch(theirs)
     changes = [
         Change(key, old, new, effect_of(key, same_batch))
         for key, (old, new) in changed_settings(ours, theirs).items()
-        if key not in EXCLUDED and (old, new) != (None, None) and not _only_switched(key, ours, theirs)
+        if key not in EXCLUDED
+        and (old, new) != (None, None)
+        and not _only_switched(key, ours, theirs)
     ]
     stage = _stage(courses)
     return sorted(changes, key=lambda change: (change.effect, abs(stage_of(change.key) - stage)))
 
 
 def _only_switched(key: str, ours: Settings, theirs: Settings) -> bool:
-    """Return whether one run lacks a setting, whose switch is off, and the other has its default."""
+    """Return whether one run lacks a setting, whose switch is off, and the other has its
+    default."""
     if (key in ours) == (key in theirs):
         return False
     return (ours | theirs)[key] == option_defaults().get(key, MISSING)
@@ -203,8 +237,13 @@ def _stage(courses: Sequence[Course]) -> Stage:
     steps = {
         course.quantity: course.first.step
         for course in courses
-        if course.first is not None and course.quantity != HELD_OUT  # evaluated after the optimizer step
+        if course.first is not None
+        and course.quantity != HELD_OUT  # evaluated after the optimizer step
     }
     if 1 not in steps.values() or steps.get("learning rate") == 1:
         return Stage.update
-    return Stage.forward if steps.get("loss") == 1 or steps.get("valid tokens") == 1 else Stage.gradient
+    return (
+        Stage.forward
+        if steps.get("loss") == 1 or steps.get("valid tokens") == 1
+        else Stage.gradient
+    )

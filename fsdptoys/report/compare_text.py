@@ -27,7 +27,8 @@ DISPENSABLE = ("apart", "steps", "relative", "at step", "most")
 
 
 def print_comparison(found: RunComparison, names: tuple[str, str], console: Console) -> None:
-    """Print the verdict, the numbers behind it, and possible causes; ``names`` are those of the runs."""
+    """Print the verdict, the numbers behind it, and possible causes; ``names`` are those of the
+    runs."""
     print_line(verdict(found), console, "bold")
     for sentence in [*_ends(found, names), *_not_finite(found), *map(value_text, found.notes)]:
         print_line(sentence, console)
@@ -38,7 +39,11 @@ def print_comparison(found: RunComparison, names: tuple[str, str], console: Cons
     _print_courses([COURSE_HEAD, *map(_course_row, found.courses)], console)
     for effect, title in REASONS.items():
         changes = [each for each in found.changes if each.effect is effect]
-        _print_changes(title, [(each.key.removesuffix(".name"), each.first, each.second) for each in changes], console)
+        _print_changes(
+            title,
+            [(each.key.removesuffix(".name"), each.first, each.second) for each in changes],
+            console,
+        )
     _print_changes("Environments", found.environment, console)
     if not found.changes and not found.environment:
         console.print()
@@ -54,27 +59,41 @@ def verdict(found: RunComparison) -> str:
         common = f"The {steps} that both have are {how}"
         if found.only_first or found.only_second:
             return f"{common}, but one has more."
-        return f"{common}, but not all lines can be read." if found.unread else f"Same: {steps}, {how}."
+        return (
+            f"{common}, but not all lines can be read."
+            if found.unread
+            else f"Same: {steps}, {how}."
+        )
     course, difference = first
     return (
-        f"They differ from step {difference.step} on, first in the {course.quantity}: {_number(difference.first)} and "
-        f"{_number(difference.second)}, {_apart(difference)}; {steps} were compared."
+        f"They differ from step {difference.step} on, first in the {course.quantity}: "
+        f"{_number(difference.first)} and {_number(difference.second)}, {_apart(difference)}; "
+        f"{steps} were compared."
     )
 
 
 def _ends(found: RunComparison, names: tuple[str, str]) -> list[str]:
     sentences = []
-    for steps, letter, name in ((found.only_first, "A", names[0]), (found.only_second, "B", names[1])):
+    for steps, letter, name in (
+        (found.only_first, "A", names[0]),
+        (found.only_second, "B", names[1]),
+    ):
         if steps:
-            span = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps):,} steps, {steps[0]} to {steps[-1]},"
+            span = (
+                f"step {steps[0]}"
+                if len(steps) == 1
+                else f"{len(steps):,} steps, {steps[0]} to {steps[-1]},"
+            )
             sentences.append(f"{letter} ({value_text(name)}) has {span} that the other lacks.")
     return sentences
 
 
 def _not_finite(found: RunComparison) -> list[str]:
     return [
-        f"The {course.quantity} is NaN or infinite in {course.not_finite[0]:,} of A's and {course.not_finite[1]:,} of "
-        f"B's {course.steps:,} steps; NaN counts as equal to NaN."
+        (
+            f"The {course.quantity} is NaN or infinite in {course.not_finite[0]:,} of A's and "
+            f"{course.not_finite[1]:,} of B's {course.steps:,} steps; NaN counts as equal to NaN."
+        )
         for course in found.courses
         if any(course.not_finite)
     ]

@@ -1,4 +1,5 @@
-"""Figures that compare runs: speed against memory, breakdowns, loss curves, and predictions against measurements."""
+"""Figures that compare runs: speed against memory, breakdowns, loss curves, and predictions against
+measurements."""
 
 from collections.abc import Sequence
 
@@ -20,12 +21,20 @@ from fsdptoys.utils.text import fitting_unit
 from .breakdown_figures import PlottedRun, draw_memory_split, draw_time_split
 from .run_figures import step_times
 
-SAME_WORK = 0.01  # Relative difference in tokens a step up to which step times are compared directly
+SAME_WORK = (
+    0.01  # Relative difference in tokens a step up to which step times are compared directly
+)
 
 MEASURES = {
-    "memory_reserved_gib": ("device memory reserved", "the maximum reserved by the device's allocator on rank 0"),
+    "memory_reserved_gib": (
+        "device memory reserved",
+        "the maximum reserved by the device's allocator on rank 0",
+    ),
     "memory_peak_gib": ("peak memory in tensors", "the peak of memory in tensors on rank 0"),
-    "resident_set_peak_gib": ("peak resident set", "the peak resident set of rank 0's process, including Python"),
+    "resident_set_peak_gib": (
+        "peak resident set",
+        "the peak resident set of rank 0's process, including Python",
+    ),
     "resident_set_gib": (
         "largest resident set after a step",
         "the largest resident set of rank 0's process after a step",
@@ -43,26 +52,38 @@ def draw_comparison(runs: Sequence[PlottedRun]) -> list[Picture]:
         _losses(runs),
         step_times([(one.name, one.run) for one in runs]),
         _predictions(runs, "step time", "predicted_time", "Step time", "step time"),
-        _predictions(runs, "reserved device memory", "predicted_memory", "Reserved memory", "device memory reserved"),
+        _predictions(
+            runs,
+            "reserved device memory",
+            "predicted_memory",
+            "Reserved memory",
+            "device memory reserved",
+        ),
     ]
     return [picture for picture in found if picture is not None]
 
 
 def measured_memory(runs: Sequence[PlottedRun]) -> tuple[str | None, list[float | None]]:
-    """The measure that most runs have, device memory first, and its value in each run; None if no run has any."""
+    """The measure that most runs have, device memory first, and its value in each run; None if no
+    run has any."""
     values = {name: [getattr(one.run.results, name) for one in runs] for name in MEASURES}
     measure = min(MEASURES, key=lambda name: values[name].count(None))
-    return (measure if any(value is not None for value in values[measure]) else None), values[measure]
+    return (measure if any(value is not None for value in values[measure]) else None), values[
+        measure
+    ]
 
 
 def draw_tradeoff(runs: Sequence[PlottedRun]) -> Picture | None:
-    """Draw memory against time with the Pareto frontier; time per 1,000 tokens if tokens a step differ."""
+    """Draw memory against time with the Pareto frontier; time per 1,000 tokens if tokens a step
+    differ."""
     measure, memories = measured_memory(runs)
     timed = [one for one in runs if one.run.results.step_time_seconds is not None]
     if measure is None or not timed:
         return None
     memory_title, description = MEASURES[measure]
-    tokens = [float(np.median([metrics.valid_tokens for metrics in one.run.steps])) for one in timed]
+    tokens = [
+        float(np.median([metrics.valid_tokens for metrics in one.run.steps])) for one in timed
+    ]
     same_work = max(tokens) <= min(tokens) * (1 + SAME_WORK)
     axis = Axis("median step time", "ms") if same_work else Axis("time for 1,000 tokens", "ms")
     unit, unit_bytes = fitting_unit(GIB * max(filter(None, memories), default=0.0))
@@ -87,7 +108,16 @@ def draw_tradeoff(runs: Sequence[PlottedRun]) -> Picture | None:
             *one.settings,
         ]
         points.append(
-            Series(one.name, Shape.points, [time], [memory * size], look, ("\n".join(hover),), (low,), (high,))
+            Series(
+                one.name,
+                Shape.points,
+                [time],
+                [memory * size],
+                look,
+                ("\n".join(hover),),
+                (low,),
+                (high,),
+            )
         )
     if not points:
         return None
@@ -100,10 +130,20 @@ def draw_tradeoff(runs: Sequence[PlottedRun]) -> Picture | None:
         "memory_against_time",
         "Memory against time",
         [
-            "Lower and further left is better; bars show the 10th to the 90th percentile of the steps after warm-up.",
+            (
+                "Lower and further left is better; bars show the 10th to the 90th percentile of the "
+                "steps after warm-up."
+            ),
             f"Memory: {description}.",
-            "" if same_work else "Steps of these runs have different numbers of tokens, so times are for 1,000 tokens.",
-            f"Omitted, since one of the two or the tokens are missing: {', '.join(left_out)}." if left_out else "",
+            ""
+            if same_work
+            else (
+                "Steps of these runs have different numbers of tokens, so times are for 1,000 "
+                "tokens."
+            ),
+            f"Omitted, since one of the two or the tokens are missing: {', '.join(left_out)}."
+            if left_out
+            else "",
         ],
         f"A point for each of {len(points)} runs; on the frontier lie {', '.join(names)}.",
         axis,
@@ -111,7 +151,9 @@ def draw_tradeoff(runs: Sequence[PlottedRun]) -> Picture | None:
         (frontier, *points),
     )
     important = sorted(points, key=lambda point: point.name not in names)
-    return label_points(picture, [(point.x[0], float(point.y[0]), point.name) for point in important])
+    return label_points(
+        picture, [(point.x[0], float(point.y[0]), point.name) for point in important]
+    )
 
 
 def _losses(runs: Sequence[PlottedRun]) -> Picture | None:
@@ -128,16 +170,24 @@ def _losses(runs: Sequence[PlottedRun]) -> Picture | None:
     if not series:
         return None
     over = " or ".join(map(str, sorted(windows)))
-    lasts = [(one.run.results.mean_last_loss, one.name) for one in runs if one.run.results.mean_last_loss is not None]
+    lasts = [
+        (one.run.results.mean_last_loss, one.name)
+        for one in runs
+        if one.run.results.mean_last_loss is not None
+    ]
     lasts = [pair for pair in lasts if np.isfinite(pair[0])]
     lowest = f"; the lowest at the end is {min(lasts)[1]}" if lasts else ""
     return Picture(
         "losses",
         "Loss",
         [
-            "Mean over the global batch's valid tokens, before the step's update. Curves of equal runs coincide; "
-            "dashes show those below.",
-            f"Running means over {over} steps for runs of {SMOOTH_FROM_STEPS} or more." if windows else "",
+            (
+                "Mean over the global batch's valid tokens, before the step's update. Curves of "
+                "equal runs coincide; dashes show those below."
+            ),
+            f"Running means over {over} steps for runs of {SMOOTH_FROM_STEPS} or more."
+            if windows
+            else "",
             "Drag to zoom; double-click to show all.",
         ],
         f"Loss curves of {len(series)} runs against the optimizer step{lowest}.",
@@ -147,7 +197,9 @@ def _losses(runs: Sequence[PlottedRun]) -> Picture | None:
     )
 
 
-def _predictions(runs: Sequence[PlottedRun], quantity: str, name: str, title: str, axis: str) -> Picture | None:
+def _predictions(
+    runs: Sequence[PlottedRun], quantity: str, name: str, title: str, axis: str
+) -> Picture | None:
     """Draw the predicted and measured values of a quantity."""
     found = [
         (look, one.name, error)
@@ -174,11 +226,16 @@ def _predictions(runs: Sequence[PlottedRun], quantity: str, name: str, title: st
         name,
         f"{title}, predicted and measured",
         [
-            "On the line prediction and measurement are equal; below it the prediction was too low.",
+            (
+                "On the line prediction and measurement are equal; below it the prediction was too "
+                "low."
+            ),
             "Both axes are logarithmic." if log else "",
         ],
-        f"A point for each of {len(found)} runs, predicted against measured; furthest off is {furthest}, "
-        f"by {worst.difference:+.0%}.",
+        (
+            f"A point for each of {len(found)} runs, predicted against measured; furthest off is "
+            f"{furthest}, by {worst.difference:+.0%}."
+        ),
         Axis(f"measured {axis}", unit, log=log),
         Axis(f"predicted {axis}", unit, log=log),
         tuple(series),

@@ -35,7 +35,8 @@ MISSING_SETTING = HtmlCell("—", mark="quiet")
 
 
 def comparison_page(collection: Collection, folder: str) -> tuple[list[Section], list[Picture]]:
-    """Build the sections and figures of a collection; ``folder`` is the relative path of the PNGs."""
+    """Build the sections and figures of a collection; ``folder`` is the relative path of the
+    PNGs."""
     rows = make_table(collection)
     settings = rows.settings
     varied = [own_key(key) for record in collection.records for key in record.varied or {}]
@@ -60,12 +61,22 @@ def comparison_page(collection: Collection, folder: str) -> tuple[list[Section],
 
     nothing = "<p>No run has a step to draw.</p>"
     sections = [
-        Section("glance", "At a glance", _glance(collection, shown) + notes_html([run for _, run in runs])),
+        Section(
+            "glance",
+            "At a glance",
+            _glance(collection, shown) + notes_html([run for _, run in runs]),
+        ),
         Section("table", "All configurations", _rows(rows)),
         Section("tradeoff", "Memory and time", figures("memory_against_time") or nothing),
-        Section("splits", "Breakdown of time and memory", figures("time_split", "memory_split") or nothing),
+        Section(
+            "splits",
+            "Breakdown of time and memory",
+            figures("time_split", "memory_split") or nothing,
+        ),
         Section("curves", "Curves", figures("losses", "step_time") or nothing),
-        prediction_section(runs, f'<div class="pair">{figures("predicted_time", "predicted_memory")}</div>'),
+        prediction_section(
+            runs, f'<div class="pair">{figures("predicted_time", "predicted_memory")}</div>'
+        ),
         Section("differences", "Settings that differ", _differences(names, settings, keys)),
     ]
     failed = _failed(collection, names)
@@ -79,18 +90,26 @@ def comparison_page(collection: Collection, folder: str) -> tuple[list[Section],
 def short_names(records: Sequence[Record]) -> list[str]:
     """Unique chart labels of the rows.
 
-    Jobs of a sweep get their number and the enabled features, plus their varied settings where features are equal.
+    Jobs of a sweep get their number and the enabled features, plus their varied settings where
+    features are equal.
     """
     traits_of = [_traits(record.run) if record.varied is not None else "" for record in records]
     alike: dict[str, list[dict[str, str]]] = {}
     for words, record in zip(traits_of, records, strict=True):
         if words and record.varied is not None:
             alike.setdefault(words, []).append(record.varied)
-    distinct = {key for group in alike.values() for key in group[0] if len({each.get(key) for each in group}) > 1}
+    distinct = {
+        key
+        for group in alike.values()
+        for key in group[0]
+        if len({each.get(key) for each in group}) > 1
+    }
     names: list[str] = []
     for words, record in zip(traits_of, records, strict=True):
         varied = record.varied or {}
-        more = " ".join(as_word(key, value) for key, value in varied.items() if not words or key in distinct)
+        more = " ".join(
+            as_word(key, value) for key, value in varied.items() if not words or key in distinct
+        )
         own = value_text(f"{record.name} {words if len(alike) > 1 or not more else ''} {more}")
         count = names.count(own)
         names.append(f"{own} ({count + 1})" if count else own)
@@ -113,7 +132,11 @@ def _glance(collection: Collection, shown: Sequence[PlottedRun]) -> str:
     others = ", ".join(f"{count} {what}" for what, count in counts.items())
     shown = [one for one in shown if one.done] or shown
     entries = [("configurations done", f"{done} of {len(collection.records)}", others)]
-    speeds = [(spread.median, one.name) for one in shown if (spread := one.run.results.tokens_per_second) is not None]
+    speeds = [
+        (spread.median, one.name)
+        for one in shown
+        if (spread := one.run.results.tokens_per_second) is not None
+    ]
     if speeds:
         speed, name = max(speeds, key=lambda pair: pair[0])
         entries.append(("fastest", f"{speed:,.0f} tokens/s", name))
@@ -122,7 +145,11 @@ def _glance(collection: Collection, shown: Sequence[PlottedRun]) -> str:
         pairs = zip(memories, shown, strict=True)
         least, name = min((memory, one.name) for memory, one in pairs if memory is not None)
         entries.append((f"least memory: {MEASURES[measure][0]}", gib_text(least), name))
-    losses = [(one.run.results.mean_last_loss, one) for one in shown if one.run.results.mean_last_loss is not None]
+    losses = [
+        (one.run.results.mean_last_loss, one)
+        for one in shown
+        if one.run.results.mean_last_loss is not None
+    ]
     finite = [pair for pair in losses if pair[0] == pair[0]]
     if finite:
         loss, one = min(finite, key=lambda pair: pair[0])
@@ -135,10 +162,15 @@ def _glance(collection: Collection, shown: Sequence[PlottedRun]) -> str:
 def _rows(rows: Table) -> str:
     headings = [column.heading for column in rows.columns]
     cells = [
-        [_shown(column.cells[index], record) for column in rows.columns] for index, record in enumerate(rows.records)
+        [_shown(column.cells[index], record) for column in rows.columns]
+        for index, record in enumerate(rows.records)
     ]
     everywhere = "".join(f"<li>{escape(text)}</li>" for text in rows.everywhere)
-    same = f"<details><summary>Equal in all rows</summary><ul>{everywhere}</ul></details>" if everywhere else ""
+    same = (
+        f"<details><summary>Equal in all rows</summary><ul>{everywhere}</ul></details>"
+        if everywhere
+        else ""
+    )
     notes = "".join(f"<li>{escape(note)}</li>" for note in rows.notes)
     caption = "Press a heading to sort; a third press restores the original order."
     made = table("rows", caption, headings, cells, sortable=True, filterable=True)
@@ -172,18 +204,34 @@ def _differences(names: Sequence[str], settings: Sequence[dict], keys: Sequence[
         f"The {len(keys)} settings that differ, out of {count:,}; "
         "a dash where a row has no such setting, or its switch is off."
     )
-    return table("differences-table", caption, ["configuration", *(f"`{key}`" for key in keys)], rows, sortable=True)
+    return table(
+        "differences-table",
+        caption,
+        ["configuration", *(f"`{key}`" for key in keys)],
+        rows,
+        sortable=True,
+    )
 
 
 def _failed(collection: Collection, names: Sequence[str]) -> str:
     rows: list[list[HtmlCell | str]] = [
-        [name, HtmlCell(record.status.value, record.status.value, "warn"), record.reason or "no reason recorded"]
+        [
+            name,
+            HtmlCell(record.status.value, record.status.value, "warn"),
+            record.reason or "no reason recorded",
+        ]
         for record, name in zip(collection.records, names, strict=True)
         if record.status is not JobStatus.done
     ]
     rows += [
-        [" ".join(f"{key}={value}" for key, value in one.varied.items()), HtmlCell("skipped", "skipped"), one.reason]
+        [
+            " ".join(f"{key}={value}" for key, value in one.varied.items()),
+            HtmlCell("skipped", "skipped"),
+            one.reason,
+        ]
         for one in collection.skipped
     ]
     caption = "Configurations without a result, with the reason."
-    return table("failed-table", caption, ("configuration", "status", "reason"), rows) if rows else ""
+    return (
+        table("failed-table", caption, ("configuration", "status", "reason"), rows) if rows else ""
+    )

@@ -1,7 +1,7 @@
 """Render figures interactively with plotly: JSON that the page's script passes to plotly.js.
 
-The page's script sets the colors of axes, grid and text when it switches between light and dark. It also makes the
-legends, as buttons, because plotly's own legends cannot be reached by keyboard.
+The page's script sets the colors of axes, grid and text when it switches between light and dark. It
+also makes the legends, as buttons, because plotly's own legends cannot be reached by keyboard.
 """
 
 import html
@@ -33,7 +33,8 @@ def check_plotly() -> None:
         import plotly  # noqa: F401
     except ImportError as missing:
         raise ConfigError(
-            "a page needs plotly, which is not installed; run pip install -e '.[report]', or ask for --table"
+            "a page needs plotly, which is not installed; run pip install -e '.[report]', or ask "
+            "for --table"
         ) from missing
 
 
@@ -58,7 +59,9 @@ def _trace(go: Any, picture: Picture, series: Series) -> Any:
     color = INK if series.ink else series.color
     common: dict[str, Any] = {
         "x": series.x,
-        "y": [html.escape(value) for value in series.y] if len(series.y) and isinstance(series.y[0], str) else series.y,  # type: ignore[arg-type]
+        "y": [html.escape(value) for value in series.y]
+        if len(series.y) and isinstance(series.y[0], str)
+        else series.y,  # type: ignore[arg-type]
         "name": html.escape(series.name),
         "meta": series.name,
         "showlegend": False,
@@ -67,7 +70,11 @@ def _trace(go: Any, picture: Picture, series: Series) -> Any:
     }
     if series.shape is Shape.bars:
         pattern = {"shape": series.hatch, "solidity": 0.2, "fillmode": "overlay"}
-        return go.Bar(orientation="h", marker={"color": color, "line": {"width": 0}, "pattern": pattern}, **common)
+        return go.Bar(
+            orientation="h",
+            marker={"color": color, "line": {"width": 0}, "pattern": pattern},
+            **common,
+        )
     if series.shape is Shape.points:
         marker = {"symbol": series.marker, "size": 11, "color": color, "line": {"width": 1}}
         spread = {
@@ -78,7 +85,9 @@ def _trace(go: Any, picture: Picture, series: Series) -> Any:
             "thickness": 1.4,
             "width": 4,
         }
-        return go.Scatter(mode="markers", marker=marker, error_x=spread if series.low else None, **common)
+        return go.Scatter(
+            mode="markers", marker=marker, error_x=spread if series.low else None, **common
+        )
     if series.shape is Shape.area:
         pattern = {"shape": series.hatch, "solidity": 0.14, "fillmode": "overlay"}
         line = {"width": 0.6, "color": color, "shape": "hv"}
@@ -100,26 +109,40 @@ def _hover(picture: Picture, series: Series) -> str:
     if series.shape is Shape.bars or picture.y.categories:
         return f"%{{y}}<br>{name}: %{{x:,.4~g}} {html.escape(picture.x.unit)}<extra></extra>"
     x, y = (
-        "%{x:,}" if axis.integer else "%{" + letter + ":,.5~g}" for axis, letter in ((picture.x, "x"), (picture.y, "y"))
+        "%{x:,}" if axis.integer else "%{" + letter + ":,.5~g}"
+        for axis, letter in ((picture.x, "x"), (picture.y, "y"))
     )
-    return f"{name}<br>{html.escape(picture.x.text)}: {x}<br>{html.escape(picture.y.text)}: {y}<extra></extra>"
+    return (
+        f"{name}<br>{html.escape(picture.x.text)}: {x}<br>{html.escape(picture.y.text)}: "
+        f"{y}<extra></extra>"
+    )
 
 
 def _layout(picture: Picture) -> dict[str, Any]:
     dashed = {"type": "line", "line": {"dash": "dash", "width": 1.3}}
     shapes: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = [
-        {"x": label.x, "y": label.y, "text": html.escape(label.text), "name": "label", "showarrow": False}
+        {
+            "x": label.x,
+            "y": label.y,
+            "text": html.escape(label.text),
+            "name": "label",
+            "showarrow": False,
+        }
         | SIDES[label.side]
         for label in picture.labels
     ]
     for at, text in picture.rules:
-        shapes.append({**dashed, "layer": "below", "y0": at, "y1": at, "x0": 0, "x1": 1, "xref": "paper"})
+        shapes.append(
+            {**dashed, "layer": "below", "y0": at, "y1": at, "x0": 0, "x1": 1, "xref": "paper"}
+        )
         corner = {"x": 1, "xref": "paper", "y": at, "xanchor": "right", "yanchor": "bottom"}
         annotations.append({**corner, "text": html.escape(text), "showarrow": False})
     for start, end in picture.bands:
         place = {"x0": start, "x1": end, "y0": 0, "y1": 1, "yref": "paper"}
-        shapes.append({"type": "rect", **place, "line": {"width": 0}, "layer": "below", "name": "band"})
+        shapes.append(
+            {"type": "rect", **place, "line": {"width": 0}, "layer": "below", "name": "band"}
+        )
     x_range, y_range = picture.ranges or (None, None)
     if picture.diagonal and x_range is not None:
         low, high = x_range
@@ -149,13 +172,21 @@ def _log_ticks(low: float, high: float) -> dict[str, Any]:
 
 
 def _axis(axis: Axis, ends: tuple[float, float] | None, fixed: bool) -> dict[str, Any]:
-    """Settings of an axis for plotly; if ``fixed``, it spans exactly ``ends``, else plotly chooses."""
-    made: dict[str, Any] = {"title": {"text": html.escape(axis.text), "standoff": 8}, "automargin": True}
+    """Settings of an axis for plotly; if ``fixed``, it spans exactly ``ends``, else plotly
+    chooses."""
+    made: dict[str, Any] = {
+        "title": {"text": html.escape(axis.text), "standoff": 8},
+        "automargin": True,
+    }
     if axis.categories:
         names = [html.escape(name) for name in axis.categories]
         made |= {"type": "category", "categoryorder": "array", "categoryarray": names}
         return made | {"range": [len(names) - 0.4, -0.6], "fixedrange": True}
-    made |= {"type": "log" if axis.log else "linear", "exponentformat": "none", "separatethousands": True}
+    made |= {
+        "type": "log" if axis.log else "linear",
+        "exponentformat": "none",
+        "separatethousands": True,
+    }
     if axis.log and ends is not None:
         made |= _log_ticks(*ends)
     if axis.integer:

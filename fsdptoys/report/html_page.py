@@ -1,8 +1,10 @@
-"""``report.html``: a self-contained page of one or several runs that needs neither server nor network.
+"""``report.html``: a self-contained page of one or several runs that needs neither server nor
+network.
 
-The file holds plotly.js (4.8 MB of every page), the page's script, its style and the data of the figures; a content
-security policy forbids loading anything else. PNGs of the figures, drawn from the same descriptions, are written next
-to the page. Curves of long runs are downsampled, and their captions say so.
+The file holds plotly.js (4.8 MB of every page), the page's script, its style and the data of the
+figures; a content security policy forbids loading anything else. PNGs of the figures, drawn from
+the same descriptions, are written next to the page. Curves of long runs are downsampled, and their
+captions say so.
 """
 
 import json
@@ -24,16 +26,18 @@ from .run_page import run_page
 from .runs_table import Collection
 
 POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
-    "base-uri 'none'; form-action 'none'"
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: "
+    "blob:; base-uri 'none'; form-action 'none'"
 )
 
 
 def check_page(path: Path, named: str = "--out") -> None:
-    """Check the page's path, called ``named`` in messages, and that plotly is installed, before any run is read.
+    """Check the page's path, called ``named`` in messages, and that plotly is installed, before any
+    run is read.
 
     Raises:
-        ConfigError: for another suffix than .html or .htm, a path that cannot be written, or missing plotly.
+        ConfigError: for another suffix than .html or .htm, a path that cannot be written, or
+            missing plotly.
     """
     check_output(path, "--out", "report.html", (".html", ".htm"), named)
     check_plotly()
@@ -45,7 +49,8 @@ def pictures_folder(path: Path) -> Path:
 
 
 def write_page(collection: Collection, path: Path, title: str | None = None) -> list[Path]:
-    """Write the page and its PNGs, replacing existing files; a single run with steps gets the page of one run.
+    """Write the page and its PNGs, replacing existing files; a single run with steps gets the page
+    of one run.
 
     Args:
         path: path of the page, ending in ``.html`` or ``.htm``.
@@ -56,7 +61,9 @@ def write_page(collection: Collection, path: Path, title: str | None = None) -> 
     """
     check_page(path, "the page")
     folder = pictures_folder(path)
-    first = collection.records[0] if len(collection.records) == 1 and not collection.skipped else None
+    first = (
+        collection.records[0] if len(collection.records) == 1 and not collection.skipped else None
+    )
     if first is not None and first.run is not None and first.run.steps:
         sections, pictures = run_page(first, first.run, folder.name)
     else:
@@ -71,17 +78,24 @@ def write_page(collection: Collection, path: Path, title: str | None = None) -> 
         write_atomically(path, page)
     except OSError as mistake:
         raise ConfigError(
-            f"the page {path} cannot be written ({mistake.strerror or mistake}); write --out report.html"
+            f"the page {path} cannot be written ({mistake.strerror or mistake}); write --out "
+            "report.html"
         ) from mistake
     return written
 
 
-def render_page(title: str, subtitle: str, sections: Sequence[Section], pictures: Sequence[Picture]) -> str:
+def render_page(
+    title: str, subtitle: str, sections: Sequence[Section], pictures: Sequence[Picture]
+) -> str:
     """The page as HTML text."""
     own = files("fsdptoys.report")
-    style, script = (own.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = (
+        own.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+    )
     figures = [{"name": picture.name, **figure(picture)} for picture in pictures]
-    links = "".join(f'<li><a href="#{part.name}">{escape(part.heading)}</a></li>' for part in sections)
+    links = "".join(
+        f'<li><a href="#{part.name}">{escape(part.heading)}</a></li>' for part in sections
+    )
     body = "".join(
         f'<section id="{part.name}" aria-labelledby="{part.name}-heading"><h2 id="{part.name}-heading">'
         f"{escape(part.heading)}</h2>{part.body}</section>"
@@ -97,10 +111,15 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section], pictures
             f'<header><div class="top"><div><h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p></div>'
             '<button type="button" id="theme" hidden></button></div>'
             f'<nav aria-label="Parts of this page"><ul>{links}</ul></nav></header>',
-            f"<main><noscript><p class=note>Figures, sorting and filtering need JavaScript, which is off; the PNG "
-            f"next to each figure's title shows the same.</p></noscript>{body}</main>",
-            f"<footer>Written by fsdptoys {escape(fsdptoys.__version__)}. This file is complete: it loads nothing."
-            "</footer>",
+            (
+                "<main><noscript><p class=note>Figures, sorting and filtering need JavaScript, which "
+                "is off; the PNG next to each figure's title shows the "
+                f"same.</p></noscript>{body}</main>"
+            ),
+            (
+                f"<footer>Written by fsdptoys {escape(fsdptoys.__version__)}. This file is complete: "
+                "it loads nothing.</footer>"
+            ),
             f'<script type="application/json" id="figures">{embed_json(figures)}</script>',
             f"<script>{plotly_script()}</script>",
             f"<script>{script}</script></body></html>",

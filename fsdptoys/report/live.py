@@ -1,8 +1,8 @@
 """Follow a run or sweep from another terminal by polling its files until it ends.
 
-A terminal gets a live display; other outputs get the lines that the plain console of the run would print. A sweep is
-followed job by job. Where locks are not visible, as on another node's file system, a run counts as running while the
-heartbeats of its ranks are fresh.
+A terminal gets a live display; other outputs get the lines that the plain console of the run would
+print. A sweep is followed job by job. Where locks are not visible, as on another node's file
+system, a run counts as running while the heartbeats of its ranks are fresh.
 """
 
 import os
@@ -18,7 +18,15 @@ from rich.text import Text
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.config import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 from fsdptoys.metrics.console import PlainReporter
-from fsdptoys.sweep.folder import JOB_FILE, RUN_FOLDER, Job, JobStatus, is_sweep_dir, read_job, read_sweep
+from fsdptoys.sweep.folder import (
+    JOB_FILE,
+    RUN_FOLDER,
+    Job,
+    JobStatus,
+    is_sweep_dir,
+    read_job,
+    read_sweep,
+)
 from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.text import printable, wrapped
 
@@ -28,15 +36,16 @@ from .result_file import read_ending
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 60.0
-"""Longest time without ranks for a job of a sweep: during its start, and until its status is written."""
+"""Longest time without ranks for a job of a sweep: during its start, and until its status is
+written."""
 
 
 def follow(run_dir: Path, console: Console, poll_seconds: float = POLL_SECONDS) -> int:
     """Follow a run, a job of a sweep, or a sweep until it ends or Ctrl-C is pressed.
 
     Returns:
-        Exit status: 0 after the planned end or Ctrl-C; 1 if the run was killed, stopped by a signal, or failed. A sweep
-        returns 0 once every job has ended.
+        Exit status: 0 after the planned end or Ctrl-C; 1 if the run was killed, stopped by a
+        signal, or failed. A sweep returns 0 once every job has ended.
 
     Raises:
         ConfigError: if ``run_dir`` is missing or is none of these.
@@ -49,13 +58,17 @@ def follow(run_dir: Path, console: Console, poll_seconds: float = POLL_SECONDS) 
             return follower.follow_job(run_dir)
         if not run_dir.is_dir():
             raise ConfigError(
-                f"{run_dir} does not exist; start the run first, with metrics.run_dir={run_dir}, or give the directory "
-                "of a started run"
+                f"{run_dir} does not exist; start the run first, with metrics.run_dir={run_dir}, "
+                "or give the directory of a started run"
             )
-        if not ((run_dir / CONFIG_FILE).is_file() or (run_dir / METRICS_FILE).is_file() or is_locked(run_dir)):
+        if not (
+            (run_dir / CONFIG_FILE).is_file()
+            or (run_dir / METRICS_FILE).is_file()
+            or is_locked(run_dir)
+        ):
             raise ConfigError(
-                f"{run_dir} holds neither a run nor a sweep; give a folder that fsdptoys train or fsdptoys sweep is "
-                "writing, as runs/NAME"
+                f"{run_dir} holds neither a run nor a sweep; give a folder that fsdptoys train "
+                "or fsdptoys sweep is writing, as runs/NAME"
             )
         return follower.follow_run(run_dir)
     except KeyboardInterrupt:
@@ -69,7 +82,9 @@ class _Follower:
 
     def print_line(self, text: str) -> None:
         """Print one line."""
-        self.console.print(Text(wrapped(printable(text, self.console.file), self.console.file)), soft_wrap=True)
+        self.console.print(
+            Text(wrapped(printable(text, self.console.file), self.console.file)), soft_wrap=True
+        )
 
     def follow_sweep(self, path: Path) -> int:
         """Follow the jobs one after another until all have ended."""
@@ -78,12 +93,17 @@ class _Follower:
             sweep = read_sweep(path)
             statuses = [job.status for job in sweep.jobs]
             running = next((job for job in sweep.jobs if job.status is JobStatus.running), None)
-            counts = ", ".join(f"{statuses.count(status)} {status.value}" for status in JobStatus if status in statuses)
+            counts = ", ".join(
+                f"{statuses.count(status)} {status.value}"
+                for status in JobStatus
+                if status in statuses
+            )
             if running is not None:
                 place = f"job {running.name} of {len(sweep.jobs)}, {running.label}: "
                 if self._follow_job(sweep.job_folder(running), place).status is JobStatus.running:
                     self.print_line(
-                        f"job {running.name} ended without a status; resume with fsdptoys sweep --resume {path}"
+                        f"job {running.name} ended without a status; resume with fsdptoys sweep "
+                        f"--resume {path}"
                     )
                     return 1
                 printed, idle_since = None, time.monotonic()
@@ -92,7 +112,9 @@ class _Follower:
                 self.print_line(f"the sweep has ended: {counts}; {path}")
                 return 0
             if JobStatus.stopped in statuses and time.monotonic() - idle_since > GRACE_SECONDS:
-                self.print_line(f"the sweep was stopped: {counts}; resume with fsdptoys sweep --resume {path}")
+                self.print_line(
+                    f"the sweep was stopped: {counts}; resume with fsdptoys sweep --resume {path}"
+                )
                 return 1
             if counts != printed:
                 self.print_line(f"no job is running: {counts}")
@@ -115,7 +137,10 @@ class _Follower:
             nonlocal alive
             if run.state() in (State.running, State.starting) or is_locked(folder):
                 alive = time.monotonic()
-            return read_job(folder).status is JobStatus.running and time.monotonic() - alive < GRACE_SECONDS
+            return (
+                read_job(folder).status is JobStatus.running
+                and time.monotonic() - alive < GRACE_SECONDS
+            )
 
         if read_job(folder).status is JobStatus.running:
             self.follow_run(folder / RUN_FOLDER, heading, may_restart)
@@ -124,7 +149,10 @@ class _Follower:
         return job
 
     def follow_run(
-        self, path: Path, heading: str = "", may_restart: Callable[[FollowedRun], bool] = lambda run: False
+        self,
+        path: Path,
+        heading: str = "",
+        may_restart: Callable[[FollowedRun], bool] = lambda run: False,
     ) -> int:
         """Follow one run, whose name ``heading`` precedes; return 0 after the planned end, else 1.
 
@@ -136,30 +164,42 @@ class _Follower:
         state = (self._draw if redraws else self._print_lines)(run, heading, may_restart)
         if state is State.ended:
             ending = read_ending(path)
-            self.print_line(f"the run has ended: {'; '.join([*filter(None, [ending.text]), str(path / SUMMARY_FILE)])}")
+            self.print_line(
+                "the run has ended: "
+                f"{'; '.join([*filter(None, [ending.text]), str(path / SUMMARY_FILE)])}"
+            )
             return 0 if ending.status is JobStatus.done else 1
         done = run.steps[-1].step if run.steps else 0
         self.print_line(
-            f"the run ended without a summary after step {done}, since it was killed or failed; resume from its "
-            "checkpoints, if any, with the same command and checkpoint.resume=auto"
+            f"the run ended without a summary after step {done}, since it was killed or failed; "
+            "resume from its checkpoints, if any, with the same command and "
+            "checkpoint.resume=auto"
         )
         return 1
 
-    def _draw(self, run: FollowedRun, heading: str, may_restart: Callable[[FollowedRun], bool]) -> State:
+    def _draw(
+        self, run: FollowedRun, heading: str, may_restart: Callable[[FollowedRun], bool]
+    ) -> State:
         with Live(console=self.console, auto_refresh=False, vertical_overflow="crop") as live:
             while True:
-                state = run.state()  # read before the steps, so that no step is missed once the end is seen
+                state = (
+                    run.state()
+                )  # read before the steps, so that no step is missed once the end is seen
                 run.poll()
                 live.update(draw_run(run, state, self.console, heading), refresh=True)
                 if state in (State.ended, State.gone) and not may_restart(run):
                     return state
                 time.sleep(self.poll_seconds)
 
-    def _print_lines(self, run: FollowedRun, heading: str, may_restart: Callable[[FollowedRun], bool]) -> State:
+    def _print_lines(
+        self, run: FollowedRun, heading: str, may_restart: Callable[[FollowedRun], bool]
+    ) -> State:
         """Print the lines of the plain console, starting at the latest step."""
         self.print_line(f"{heading}{run.settings.title} in {run.path}")
         if len(run.steps) > 1:
-            self.print_line(f"steps up to {run.steps[-1].step} are done; the console's lines follow")
+            self.print_line(
+                f"steps up to {run.steps[-1].step} are done; the console's lines follow"
+            )
         shown = max(0, len(run.steps) - 1)
         reporter: PlainReporter | None = None
         reported: set[object] = set()
@@ -172,10 +212,14 @@ class _Follower:
             for metrics in run.steps[min(shown, valid) :]:
                 if reporter is None:
                     settings = run.settings
-                    reporter = PlainReporter(settings.planned_steps or 0, settings.log_every, self.console.file)
+                    reporter = PlainReporter(
+                        settings.planned_steps or 0, settings.log_every, self.console.file
+                    )
                 reporter.step(metrics)
             shown = len(run.steps)
-            for event, text in run.late_ranks(run.signs(), time.time()).items() if state is State.running else ():
+            for event, text in (
+                run.late_ranks(run.signs(), time.time()).items() if state is State.running else ()
+            ):
                 if event not in reported:
                     self.print_line(text)
                 reported.add(event)

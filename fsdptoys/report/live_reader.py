@@ -1,8 +1,9 @@
 """Read a run while it is being written: new metrics lines, and whether ranks are still running.
 
-Nothing is written, locks are held only while testing them, and incomplete lines are left for the next poll. When a run
-resumes from a checkpoint its metrics file is truncated and grows again, maybe past the old offset: each poll compares
-the last line read with the file, and reads the whole file again if it changed.
+Nothing is written, locks are held only while testing them, and incomplete lines are left for the
+next poll. When a run resumes from a checkpoint its metrics file is truncated and grows again, maybe
+past the old offset: each poll compares the last line read with the file, and reads the whole file
+again if it changed.
 """
 
 import contextlib
@@ -33,7 +34,9 @@ from fsdptoys.utils.regular_file import open_regular
 
 LARGEST_READ_BYTES = 2**26  # Bytes read at once, and the limit of a line's length
 MOST_STEPS = 2**53
-LATE_SECONDS = 5.0  # A rank is late if it stays behind the others for this long and for three step times
+LATE_SECONDS = (
+    5.0  # A rank is late if it stays behind the others for this long and for three step times
+)
 
 
 class State(Enum):
@@ -71,10 +74,12 @@ class FollowedRun:
         self._last_line = b""
 
     def poll(self) -> int:
-        """Read new lines; return how many earlier steps remain valid: all, unless the run resumed before the last."""
+        """Read new lines; return how many earlier steps remain valid: all, unless the run resumed
+        before the last."""
         before = self.steps
         self._read_steps()
-        # After the steps: a run writes its settings first, so these steps never appear with older settings.
+        # After the steps: a run writes its settings first, so these steps never appear with older
+        # settings.
         names = (CONFIG_FILE, ENVIRONMENT_FILE, PREDICTION_FILE, RESUMES_FILE)
         seen = {name: _version(self.path / name) for name in names}
         if seen != self._seen:
@@ -85,7 +90,10 @@ class FollowedRun:
         if self.steps[: len(before)] == before:
             return len(before)
         pairs = zip(before, self.steps, strict=False)
-        return next((index for index, (old, new) in enumerate(pairs) if old != new), min(len(before), len(self.steps)))
+        return next(
+            (index for index, (old, new) in enumerate(pairs) if old != new),
+            min(len(before), len(self.steps)),
+        )
 
     def _read_steps(self) -> None:
         try:
@@ -95,7 +103,9 @@ class FollowedRun:
                     self.steps, self._offset, self._last_line = [], 0, b""
                     file.seek(0)
                 added: list[StepMetrics] = []
-                while complete := (content := file.read(LARGEST_READ_BYTES))[: content.rfind(b"\n") + 1]:
+                while complete := (content := file.read(LARGEST_READ_BYTES))[
+                    : content.rfind(b"\n") + 1
+                ]:
                     lines = complete.splitlines(keepends=True)
                     added += [step for line in lines if (step := _step_of(line)) is not None]
                     self._offset += len(complete)
@@ -121,7 +131,8 @@ class FollowedRun:
         return summarize(self.steps, self.settings.warmup_steps, starts(self.resumes))
 
     def seconds_left(self) -> float | None:
-        """Time of the remaining steps at the median of the last 50; excludes evaluations and checkpoints."""
+        """Time of the remaining steps at the median of the last 50; excludes evaluations and
+        checkpoints."""
         planned = self.settings.planned_steps
         if planned is None or not self.steps:
             return None
@@ -129,30 +140,40 @@ class FollowedRun:
         return max(0, planned - self.steps[-1].step) * times[len(times) // 2]
 
     def late_ranks(self, signs: dict[int, Heartbeat], now: float) -> dict[object, str]:
-        """Describe each rank that has ended, is stopped, or is late, and the ranks without a heartbeat.
+        """Describe each rank that has ended, is stopped, or is late, and the ranks without a
+        heartbeat.
 
         The key identifies the event, so that it is printed once; the sentence includes its age.
         """
         if not signs:
             return {}
-        patience = max(LATE_SECONDS, 3 * self.steps[-1].step_time_seconds) if self.steps else LATE_SECONDS
+        patience = (
+            max(LATE_SECONDS, 3 * self.steps[-1].step_time_seconds) if self.steps else LATE_SECONDS
+        )
         foremost = max(sign.progress for sign in signs.values())
         late: dict[object, str] = {}
         for rank, sign in signs.items():
             state = sign.state()
             if state is not None:
-                late[rank, state] = f"rank {rank} {state}; its last heartbeat is of {sign.describe(now)}"
+                late[rank, state] = (
+                    f"rank {rank} {state}; its last heartbeat is of {sign.describe(now)}"
+                )
             elif sign.progress < foremost and now - sign.time > patience:
-                late[rank, sign.progress] = f"rank {rank} is late; its last heartbeat is of {sign.describe(now)}"
+                late[rank, sign.progress] = (
+                    f"rank {rank} is late; its last heartbeat is of {sign.describe(now)}"
+                )
         silent = [rank for rank in range(self.settings.world_size or 0) if rank not in signs]
-        ending = any(sign.phase == "end" for sign in signs.values())  # ranks remove their files when they end
+        ending = any(
+            sign.phase == "end" for sign in signs.values()
+        )  # ranks remove their files when they end
         if silent and not ending and now - max(sign.time for sign in signs.values()) > patience:
             late["silent", len(silent)] = f"no heartbeat yet of {format_ranks(silent)}"
         return late
 
 
 def _read_settings(path: Path) -> Settings:
-    """Read settings from files that may be missing or half written; the next poll reads changed files again."""
+    """Read settings from files that may be missing or half written; the next poll reads changed
+    files again."""
     config, environment = _read_tree(path / CONFIG_FILE), _read_tree(path / ENVIRONMENT_FILE)
     names = [look_up(config, "model.name"), look_up(config, "parallel.name")]
     prediction, device = None, look_up(environment, "device.name")

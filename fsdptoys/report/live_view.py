@@ -22,11 +22,17 @@ from .live_reader import FollowedRun, State
 BLOCKS = " ▁▂▃▄▅▆▇█"
 CHART_LINES = 5
 NARROWEST_CHART = 20
-STYLES = {State.running: "green", State.starting: "yellow", State.ended: "bold", State.gone: "bold red"}
+STYLES = {
+    State.running: "green",
+    State.starting: "yellow",
+    State.ended: "bold",
+    State.gone: "bold red",
+}
 
 
 def draw_run(run: FollowedRun, state: State, console: Console, heading: str = "") -> RenderableType:
-    """Draw progress, metrics, loss curve, summary and ranks of a polled run, whose name ``heading`` precedes."""
+    """Draw progress, metrics, loss curve, summary and ranks of a polled run, whose name ``heading``
+    precedes."""
     width, settings = console.width, run.settings
 
     def line(text: str, style: str = "") -> Text:
@@ -52,14 +58,18 @@ def draw_run(run: FollowedRun, state: State, console: Console, heading: str = ""
         parts += [Text(), facts]
     else:
         planned = f" of {settings.planned_steps} steps" if settings.planned_steps else " step"
-        parts.append(line("no step was done" if state is State.ended else f"waiting for the first{planned}"))
+        parts.append(
+            line("no step was done" if state is State.ended else f"waiting for the first{planned}")
+        )
     return Group(*parts, *_rank_lines(run, state, console))
 
 
 def draw_chart(values: Sequence[float], width: int, label: str) -> list[str]:
-    """Draw a curve in lines of ``width`` block characters, with its highest and lowest value on the left.
+    """Draw a curve in lines of ``width`` block characters, with its highest and lowest value on the
+    left.
 
-    If there are more values than columns, each column shows the mean of its part; non-finite values leave gaps.
+    If there are more values than columns, each column shows the mean of its part; non-finite values
+    leave gaps.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
@@ -71,7 +81,11 @@ def draw_chart(values: Sequence[float], width: int, label: str) -> list[str]:
     low, high = min(known), max(known)
     eighths = CHART_LINES * 8
     heights = [
-        0 if mean is None else 1 + round((mean - low) / (high - low) * (eighths - 1)) if high > low else eighths // 2
+        0
+        if mean is None
+        else 1 + round((mean - low) / (high - low) * (eighths - 1))
+        if high > low
+        else eighths // 2
         for mean in means
     ]
     names = {0: f"{high:.4g}", CHART_LINES // 2: label, CHART_LINES - 1: f"{low:.4g}"}
@@ -84,10 +98,14 @@ def draw_chart(values: Sequence[float], width: int, label: str) -> list[str]:
 
 
 def _means(values: Sequence[float], columns: int) -> list[float | None]:
-    """Mean of the finite values in each of at most ``columns`` equal parts; None for a part without any."""
+    """Mean of the finite values in each of at most ``columns`` equal parts; None for a part without
+    any."""
     count = min(columns, len(values))
     ends = [index * len(values) // count for index in range(count + 1)]
-    parts = ([v for v in values[start:end] if math.isfinite(v)] for start, end in itertools.pairwise(ends))
+    parts = (
+        [v for v in values[start:end] if math.isfinite(v)]
+        for start, end in itertools.pairwise(ends)
+    )
     return [sum(part) / len(part) if part else None for part in parts]
 
 
@@ -100,7 +118,11 @@ def _bar(run: FollowedRun) -> RenderableType:
     bar.add_column(no_wrap=True)
     bar.add_column(ratio=1)
     bar.add_column(no_wrap=True)
-    bar.add_row(f"step {step}/{planned or '?'}", ProgressBar(total=planned or step, completed=step, width=None), times)
+    bar.add_row(
+        f"step {step}/{planned or '?'}",
+        ProgressBar(total=planned or step, completed=step, width=None),
+        times,
+    )
     return bar
 
 
@@ -113,13 +135,26 @@ def fact_rows(run: FollowedRun, results: RunResults) -> list[tuple[str, str]]:
     if results.data_stall is not None:
         rows.append(("data wait", f"{results.data_stall:.2%} of the step time, on rank 0"))
     if results.memory_peak_gib is not None:
-        reserved = f", {gib_text(results.memory_reserved_gib)} reserved" if results.memory_reserved_gib else ""
-        rows.append(("memory", f"{gib_text(results.memory_peak_gib)} at the peak{reserved}, on rank 0's device"))
+        reserved = (
+            f", {gib_text(results.memory_reserved_gib)} reserved"
+            if results.memory_reserved_gib
+            else ""
+        )
+        rows.append(
+            (
+                "memory",
+                f"{gib_text(results.memory_peak_gib)} at the peak{reserved}, on rank 0's device",
+            )
+        )
     elif results.resident_set_gib is not None:
         peak = results.resident_set_peak_gib
         highest = f", {gib_text(peak)} at the peak" if peak is not None else ""
-        rows.append(("memory", f"{gib_text(results.resident_set_gib)} resident{highest}, on rank 0"))
-    evaluated = [(metrics.eval_loss, metrics.step) for metrics in run.steps if metrics.eval_loss is not None]
+        rows.append(
+            ("memory", f"{gib_text(results.resident_set_gib)} resident{highest}, on rank 0")
+        )
+    evaluated = [
+        (metrics.eval_loss, metrics.step) for metrics in run.steps if metrics.eval_loss is not None
+    ]
     if evaluated:
         latest, finite = evaluated[-1], [each for each in evaluated if math.isfinite(each[0])]
         lowest = f", lowest {min(finite)[0]:.4f} after {min(finite)[1]}" if finite else ""
@@ -130,11 +165,18 @@ def fact_rows(run: FollowedRun, results: RunResults) -> list[tuple[str, str]]:
     if spikes:
         rows.append(("spikes", f"{len(spikes)} of the loss, the latest in step {spikes[-1].step}"))
     if count := len(run.resumes):
-        rows.append(("resumed", f"{counted(count, 'time')}, last after step {run.resumes[-1].step}"))
+        rows.append(
+            ("resumed", f"{counted(count, 'time')}, last after step {run.resumes[-1].step}")
+        )
     if run.settings.prediction is not None:
         errors = prediction_errors(run.settings.prediction, results)
         for what, predicted, measured, difference in prediction_rows(errors):
-            rows.append(("predicted", f"{what} {predicted}, measured {measured}: {difference.replace('*', '')}"))
+            rows.append(
+                (
+                    "predicted",
+                    f"{what} {predicted}, measured {measured}: {difference.replace('*', '')}",
+                )
+            )
     return rows
 
 
@@ -144,7 +186,10 @@ def _rank_lines(run: FollowedRun, state: State, console: Console) -> list[Text]:
     if state is State.ended or not signs:
         return []
     late = run.late_ranks(signs, now).values()
-    return [Text(_places(signs, now)), *(Text(printable(text, console.file), style="bold red") for text in late)]
+    return [
+        Text(_places(signs, now)),
+        *(Text(printable(text, console.file), style="bold red") for text in late),
+    ]
 
 
 def _places(signs: dict[int, Heartbeat], now: float) -> str:

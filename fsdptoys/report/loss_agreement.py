@@ -1,13 +1,15 @@
-"""Find rows whose losses should agree and do not: the same training with another layout or other memory switches.
+"""Find rows whose losses should agree and do not: the same training with another layout or other
+memory switches.
 
-Rows are compared if model, data and its order, optimizer, schedule, seeds, dtypes, samples a step, device, PyTorch and
-Python are the same. Learning rates and valid tokens must then be equal; losses and gradient norms may differ by
-rounding, within measured tolerances (``FINE``, ``COARSE``). Rounding differences grow with the steps, since Adam
-divides by small gradients, so tolerances grow too and a bug that shows late must be larger to be found. Gradient norms
-are compared because clipping and Adam hide a gradient of the wrong scale from the losses.
+Rows are compared if model, data and its order, optimizer, schedule, seeds, dtypes, samples a step,
+device, PyTorch and Python are the same. Learning rates and valid tokens must then be equal; losses
+and gradient norms may differ by rounding, within measured tolerances (``FINE``, ``COARSE``).
+Rounding differences grow with the steps, since Adam divides by small gradients, so tolerances grow
+too and a bug that shows late must be larger to be found. Gradient norms are compared because
+clipping and Adam hide a gradient of the wrong scale from the losses.
 
-Held-out losses are compared if both rows have them over the same samples. Runs with an unknown past are left out: those
-that resumed from a checkpoint of other settings or another folder.
+Held-out losses are compared if both rows have them over the same samples. Runs with an unknown past
+are left out: those that resumed from a checkpoint of other settings or another folder.
 """
 
 import math
@@ -34,7 +36,8 @@ HELD_OUT = "held-out loss"
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Relative differences attributed to rounding: initial value, growth with the steps, and maximum."""
+    """Relative differences attributed to rounding: initial value, growth with the steps, and
+    maximum."""
 
     loss: float
     grad_norm: float
@@ -55,17 +58,17 @@ class Tolerance:
 FINE = Tolerance(loss=1e-5, grad_norm=1e-4, grows_over=5.0, most_loss=0.01, most_grad_norm=0.1)
 """For sums in float32.
 
-Measured on CPUs with chunked loss, fused AdamW and other micro-batches: 2e-7 in losses and 2e-6 in norms after 100
-steps, 8e-6 and 9e-5 after 300 (0.1M parameters, learning rate 4e-3); 2e-6 and 1e-5 after 10 for other micro-batches of
-a larger model. For comparison: a learning rate 1% too high differs by 1e-4 after 3 steps, and a doubled gradient shows
-in the first norm.
+Measured on CPUs with chunked loss, fused AdamW and other micro-batches: 2e-7 in losses and 2e-6 in
+norms after 100 steps, 8e-6 and 9e-5 after 300 (0.1M parameters, learning rate 4e-3); 2e-6 and 1e-5
+after 10 for other micro-batches of a larger model. For comparison: a learning rate 1% too high
+differs by 1e-4 after 3 steps, and a doubled gradient shows in the first norm.
 """
 
 COARSE = Tolerance(loss=1e-3, grad_norm=1.5e-2, grows_over=1.0, most_loss=0.1, most_grad_norm=0.5)
 """For bfloat16 sums, stochastic rounding, float8, and experts, whose routing one bit can change.
 
-Measured in the same way: 7e-3 in losses and 9e-2 in norms after 300 steps; with a learning rate of 1e-2 and no warm-up
-2e-3 and 2e-2 after 4, 5e-3 and 5e-2 after 10, 2e-2 and 1.4e-1 after 60.
+Measured in the same way: 7e-3 in losses and 9e-2 in norms after 300 steps; with a learning rate of
+1e-2 and no warm-up 2e-3 and 2e-2 after 4, 5e-3 and 5e-2 after 10, 2e-2 and 1.4e-1 after 60.
 """
 
 QUANTITIES: dict[str, Callable[[StepMetrics], float | None]] = {
@@ -75,7 +78,8 @@ QUANTITIES: dict[str, Callable[[StepMetrics], float | None]] = {
     "gradient norm": lambda step: step.grad_norm,
     HELD_OUT: lambda step: step.eval_loss,
 }
-"""Compared quantities, in the order in which a step determines them; None for a step without the value."""
+"""Compared quantities, in the order in which a step determines them; None for a step without the
+value."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +98,16 @@ class Disagreement:
     @property
     def sentence(self) -> str:
         """The disagreement as one sentence."""
-        shown = f"{self.difference:.1e} relative" if math.isfinite(self.difference) else "they are not both finite"
+        shown = (
+            f"{self.difference:.1e} relative"
+            if math.isfinite(self.difference)
+            else "they are not both finite"
+        )
         allowed = f"rounding explains {self.allowed:.1e}" if self.allowed else "they must be equal"
         return (
-            f"{value_text(self.name)} does not agree with {value_text(self.reference)}, which trains the same: from "
-            f"step {self.step} on, its {self.quantity} is {self.value:.8g} and not {self.expected:.8g} ({shown}; "
-            f"{allowed})."
+            f"{value_text(self.name)} does not agree with {value_text(self.reference)}, which "
+            f"trains the same: from step {self.step} on, its {self.quantity} is {self.value:.8g} "
+            f"and not {self.expected:.8g} ({shown}; {allowed})."
         )
 
 
@@ -109,12 +117,16 @@ class _Row:
 
     name: str
     steps: dict[int, StepMetrics]
-    bits: str | None  # Equal for rows that must be bitwise equal; None without ``train.deterministic``
+    bits: (
+        str | None
+    )  # Equal for rows that must be bitwise equal; None without ``train.deterministic``
     quantities: tuple[str, ...]
     numbers: npt.NDArray[np.int64]  # Step numbers, ascending
     values: npt.NDArray[np.float64]  # [steps, quantities]; NaN for a missing value
     known: npt.NDArray[np.bool_]  # [steps, quantities]: whether there is a value
-    allowed: npt.NDArray[np.float64]  # [steps, quantities]: tolerance for rows that need not be bitwise equal
+    allowed: npt.NDArray[
+        np.float64
+    ]  # [steps, quantities]: tolerance for rows that need not be bitwise equal
 
 
 def find_disagreements(records: Sequence[Record]) -> list[Disagreement]:
@@ -132,7 +144,8 @@ def find_disagreements(records: Sequence[Record]) -> list[Disagreement]:
             held_out.setdefault((key, samples), []).append(_row(record.name, run, (HELD_OUT,)))
     found = {each.name: each for group in groups.values() for each in _in_group(group)}
     for rows in held_out.values():
-        # Grouped separately: a row without held-out losses on these samples would agree with all rows.
+        # Grouped separately: a row without held-out losses on these samples would agree with all
+        # rows.
         rest = [row for row in rows if row.name not in found]
         found |= {each.name: each for each in (_in_group(rest) if rest else [])}
     return [found[record.name] for record in records if record.name in found]
@@ -145,7 +158,9 @@ def _key(run: RecordedRun) -> str | None:
         return None
     versions = run.environment.get("versions")
     # Python's version matters because its library can be training data (data.files=[stdlib]).
-    parts = [versions.get(name) for name in ("torch", "python")] if isinstance(versions, dict) else []
+    parts = (
+        [versions.get(name) for name in ("torch", "python")] if isinstance(versions, dict) else []
+    )
     return repr((_texts(settings), run.device_type, run.device_name, parts))
 
 
@@ -166,8 +181,12 @@ def _keeps_its_training(run: RecordedRun) -> bool:
 
 
 def _row(name: str, run: RecordedRun, quantities: tuple[str, ...]) -> _Row:
-    steps = {metrics.step: metrics for metrics in sorted(run.steps, key=lambda metrics: metrics.step)}
-    read = [[QUANTITIES[quantity](metrics) for quantity in quantities] for metrics in steps.values()]
+    steps = {
+        metrics.step: metrics for metrics in sorted(run.steps, key=lambda metrics: metrics.step)
+    }
+    read = [
+        [QUANTITIES[quantity](metrics) for quantity in quantities] for metrics in steps.values()
+    ]
     bits = bits_of(run.tree, run.world_size, run.device_type)
     settings = training_of(run.tree, run.world_size)
     tolerance = COARSE if settings is not None and rounds_coarsely(settings) else FINE
@@ -179,13 +198,17 @@ def _row(name: str, run: RecordedRun, quantities: tuple[str, ...]) -> _Row:
         numbers=np.array(list(steps), dtype=np.int64),
         values=np.array(read, dtype=np.float64),  # None becomes NaN
         known=np.array([[value is not None for value in line] for line in read], dtype=np.bool_),
-        allowed=np.array([[tolerance.at(quantity, step) for quantity in quantities] for step in steps]),
+        allowed=np.array(
+            [[tolerance.at(quantity, step) for quantity in quantities] for step in steps]
+        ),
     )
 
 
 def _in_group(group: Sequence[_Row]) -> list[Disagreement]:
     """Compare rows that should all agree with the one that most others agree with."""
-    alike: dict[tuple[object, ...], list[_Row]] = {}  # rows with identical comparisons to all others
+    alike: dict[
+        tuple[object, ...], list[_Row]
+    ] = {}  # rows with identical comparisons to all others
     for row in group:
         content = row.bits, row.numbers.tobytes(), row.values.tobytes(), row.known.tobytes()
         alike.setdefault(content, []).append(row)
@@ -205,7 +228,9 @@ def _first_difference(row: _Row, reference: _Row) -> Disagreement | None:
     common = row.numbers
     ours = theirs = np.arange(len(common))
     if not np.array_equal(common, reference.numbers):
-        common, ours, theirs = np.intersect1d(row.numbers, reference.numbers, assume_unique=True, return_indices=True)
+        common, ours, theirs = np.intersect1d(
+            row.numbers, reference.numbers, assume_unique=True, return_indices=True
+        )
     exact = row.bits is not None and row.bits == reference.bits
     allowed = np.zeros_like(row.allowed[ours]) if exact else row.allowed[ours]
     known = row.known[ours] & reference.known[theirs]
@@ -224,7 +249,8 @@ def _first_difference(row: _Row, reference: _Row) -> Disagreement | None:
 def _relative_differences(
     values: npt.NDArray[np.float64], expected: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Relative to the larger magnitudes; 0 for two NaNs, infinite if otherwise not both are finite."""
+    """Relative to the larger magnitudes; 0 for two NaNs, infinite if otherwise not both are
+    finite."""
     with np.errstate(all="ignore"):
         shares = np.abs(values - expected) / np.maximum(np.abs(values), np.abs(expected))
     shares[~(np.isfinite(values) & np.isfinite(expected))] = math.inf

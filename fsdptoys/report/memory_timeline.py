@@ -1,14 +1,15 @@
 """Memory over the profiled steps by category, from the profiler's traces and memory snapshots.
 
-Neither a trace nor a snapshot states the purpose of a block, but both record its allocation and free, and a step has
-phases. Blocks allocated in a forward and freed in its backward are activations; blocks allocated in a backward that
-outlive it are gradients; blocks freed in the phase of their allocation are temporary. :class:`Lifetime` names these
-pairs of measured phases.
+Neither a trace nor a snapshot states the purpose of a block, but both record its allocation and
+free, and a step has phases. Blocks allocated in a forward and freed in its backward are
+activations; blocks allocated in a backward that outlive it are gradients; blocks freed in the phase
+of their allocation are temporary. :class:`Lifetime` names these pairs of measured phases.
 
-Memory allocated before the first traced step is a single sum in CUDA traces and missing in CPU traces, whose profiler
-counts from its own start.
+Memory allocated before the first traced step is a single sum in CUDA traces and missing in CPU
+traces, whose profiler counts from its own start.
 
-Snapshots are read by an unpickler limited to plain lists and dicts, since foreign pickles could run code.
+Snapshots are read by an unpickler limited to plain lists and dicts, since foreign pickles could run
+code.
 """
 
 import bisect
@@ -52,7 +53,8 @@ class Block:
 
     bytes: int
     begin: float
-    end: float  # Infinite if the block outlives the history; ``begin`` is -infinite if it predates it
+    end: float
+    """Infinite if the block outlives the history; ``begin`` is -infinite if it predates it."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class Timeline:
 
 
 def read_timeline(folder: Path, device_type: str) -> Timeline | None:
-    """Memory history of the first rank that recorded one in ``profile``, preferring snapshots; None if there is none.
+    """Memory history of the first rank that recorded one in ``profile``, preferring snapshots; None
+    if there is none.
 
     Raises:
         ConfigError: for an unreadable file.
@@ -101,21 +104,34 @@ def read_timeline(folder: Path, device_type: str) -> Timeline | None:
 
 def read_trace(path: Path, device_type: str) -> Timeline | None:
     """Read a trace of ``torch.profiler``; None if it was taken without ``profile.memory=true``."""
-    with _opened(path, LARGEST_TRACE_BYTES, "take the trace again with profile.memory=true") as packed:
+    with _opened(
+        path, LARGEST_TRACE_BYTES, "take the trace again with profile.memory=true"
+    ) as packed:
         with gzip.open(packed) as file:
             text = file.read(LARGEST_UNPACKED_BYTES + 1)
         if len(text) > LARGEST_UNPACKED_BYTES:
             raise ValueError(f"it holds more than {LARGEST_UNPACKED_BYTES // 2**20} MiB")
         events = parse_json(text, non_finite=True)["traceEvents"]
-        wanted = 0 if device_type == "cpu" else 1  # c10's device type numbers; NPUs write no such trace
+        wanted = (
+            0 if device_type == "cpu" else 1
+        )  # c10's device type numbers; NPUs write no such trace
         memory = sorted(
-            (e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == wanted),
+            (
+                e
+                for e in events
+                if e.get("name") == "[memory]" and e["args"]["Device Type"] == wanted
+            ),
             key=lambda e: (_checked(e["ts"]), _checked(e["args"].get("Ev Idx", 0))),
         )
         if memory:
             start, first = float(memory[0]["ts"]), memory[0]["args"]
-            changes = [((e["ts"] - start) / 1e3, e["args"]["Addr"], int(_checked(e["args"]["Bytes"]))) for e in memory]
-            phases = _phases([((moment - start) / 1e3, name) for moment, name in _phase_marks(events)])
+            changes = [
+                ((e["ts"] - start) / 1e3, e["args"]["Addr"], int(_checked(e["args"]["Bytes"])))
+                for e in memory
+            ]
+            phases = _phases(
+                [((moment - start) / 1e3, name) for moment, name in _phase_marks(events)]
+            )
             before = int(_checked(first["Total Allocated"])) - int(first["Bytes"])
             kind = "host" if device_type == "cpu" else "device"
             return _timeline(path.name, changes, "ms", phases, f"{kind} memory in tensors", before)
@@ -138,11 +154,14 @@ def read_snapshot(path: Path) -> Timeline | None:
         )
         signs = {"alloc": 1, "free_completed": -1}
         changes = [
-            (float(i), e["addr"], signs[e["action"]] * int(_checked(e["size"]))) for i, e in enumerate(events, 1)
+            (float(i), e["addr"], signs[e["action"]] * int(_checked(e["size"])))
+            for i, e in enumerate(events, 1)
         ]
         # Only allocations mark the start of a phase: a free inside one can come from anywhere.
         stacks = zip(changes, (event.get("frames", []) for event in events), strict=True)
-        marks = [(moment, phase_of_stack(frames)) for (moment, _, size), frames in stacks if size > 0]
+        marks = [
+            (moment, phase_of_stack(frames)) for (moment, _, size), frames in stacks if size > 0
+        ]
         if changes:
             before = live - sum(size for _, _, size in changes)
             phases = _phases([(0.0, name) for _, name in marks[:1]] + marks)
@@ -152,7 +171,8 @@ def read_snapshot(path: Path) -> Timeline | None:
 
 @contextlib.contextmanager
 def _opened(path: Path, largest: int, fix: str) -> Iterator[IO[bytes]]:
-    """Open a file; report a malformed one, whose values, maybe millions, are not validated one by one before use."""
+    """Open a file; report a malformed one, whose values, maybe millions, are not validated one by
+    one before use."""
     try:
         with open_regular(path) as file:
             if path.stat().st_size > largest:
@@ -183,7 +203,8 @@ UPDATES = {
 def phase_of_stack(frames: Sequence[dict[str, Any]]) -> str:
     """Phase of an allocation, by its Python stack.
 
-    Autograd's thread has no Python frames below its hooks, so a stack without the trainer belongs to a backward.
+    Autograd's thread has no Python frames below its hooks, so a stack without the trainer belongs
+    to a backward.
     """
     calls = {(frame["filename"].rpartition("fsdptoys/")[2], frame["name"]) for frame in frames}
     if calls & UPDATES:
@@ -194,7 +215,8 @@ def phase_of_stack(frames: Sequence[dict[str, Any]]) -> str:
 
 
 def _phase_marks(events: Iterable[dict[str, Any]]) -> list[tuple[float, str]]:
-    """Phase starts in a trace: a forward begins with the token embedding, a backward with autograd's next function."""
+    """Phase starts in a trace: a forward begins with the token embedding, a backward with
+    autograd's next function."""
     marks: list[tuple[float, str]] = []
     for event in events:
         name = event.get("name", "")
@@ -207,7 +229,9 @@ def _phase_marks(events: Iterable[dict[str, Any]]) -> list[tuple[float, str]]:
             marks.append((_checked(event["ts"]), "backward"))
         elif name == "aten::embedding" or name.startswith("ProfilerStep#"):
             marks.append((_checked(event["ts"]), "forward"))
-    return [(float(moment), "forward" if name == "updated" else name) for moment, name in sorted(marks)]
+    return [
+        (float(moment), "forward" if name == "updated" else name) for moment, name in sorted(marks)
+    ]
 
 
 def _phases(marks: Sequence[tuple[float, str]]) -> Phases:
@@ -248,7 +272,12 @@ def lifetime(block: Block, phases: Phases) -> Lifetime:
 
 
 def _timeline(
-    file: str, changes: Sequence[tuple[float, Any, int]], unit: str, phases: Phases, device: str, before: int
+    file: str,
+    changes: Sequence[tuple[float, Any, int]],
+    unit: str,
+    phases: Phases,
+    device: str,
+    before: int,
 ) -> Timeline:
     """Sum blocks by lifetime, from moment, address and bytes (negative for a free) of each event.
 
@@ -263,7 +292,9 @@ def _timeline(
     for block in blocks:
         kind = sums[lifetime(block, phases)]
         kind[0 if block.begin == -np.inf else np.searchsorted(order, block.begin)] += block.bytes
-        kind[len(order) if block.end == np.inf else np.searchsorted(order, block.end)] -= block.bytes
+        kind[len(order) if block.end == np.inf else np.searchsorted(order, block.end)] -= (
+            block.bytes
+        )
     layers = {kind: np.cumsum(change)[:-1] for kind, change in sums.items() if np.any(change[:-1])}
     ends = [*phases.moments[1:], changes[-1][0]]
     spans = zip(phases.moments, ends, phases.names, strict=True) if phases.names else ()
@@ -275,4 +306,6 @@ class _Plain(pickle.Unpickler):
     """Restricted to the types of a snapshot: dicts, lists, texts and numbers."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and a snapshot holds plain values alone")
+        raise pickle.UnpicklingError(
+            f"it asks for {module}.{name}, and a snapshot holds plain values alone"
+        )

@@ -1,4 +1,5 @@
-"""Parts of both HTML pages, with all text from runs escaped: tables, cards, figures, environments, predictions."""
+"""Parts of both HTML pages, with all text from runs escaped: tables, cards, figures, environments,
+predictions."""
 
 import html
 import re
@@ -13,11 +14,14 @@ from fsdptoys.utils.figures import Picture
 from fsdptoys.utils.text import printable
 
 NOT_PREDICTED = (
-    "<p>There is no prediction: a run predicts its time and memory with plan.predict=true and a hardware profile, that "
-    "of its device or one that plan.hardware names.</p>"
+    "<p>There is no prediction: a run predicts its time and memory with plan.predict=true and a "
+    "hardware profile, that of its device or one that plan.hardware names.</p>"
 )
 
-OF_EACH_RUN = ("started_at", "command")  # Keys of an environment that always differ and are not compared
+OF_EACH_RUN = (
+    "started_at",
+    "command",
+)  # Keys of an environment that always differ and are not compared
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,13 @@ class HtmlCell:
 
     text: str
     sort: float | str | None = None  # Sort key; None sorts last in either direction
-    mark: str = ""  # CSS classes: ``warn`` highlights, ``quiet`` dims, ``nowrap`` keeps the text on one line
+    mark: str = ""
+    """CSS classes: ``warn`` highlights, ``quiet`` dims, ``nowrap`` keeps the text on one line."""
 
 
 def escape(text: object) -> str:
-    """Escape for elements and attributes; control characters and lone surrogates appear as in Python's ``repr``."""
+    """Escape for elements and attributes; control characters and lone surrogates appear as in
+    Python's ``repr``."""
     return html.escape(printable(str(text)))
 
 
@@ -63,17 +69,26 @@ def table(
         keys: whether the table has few columns, of keys and long values that wrap.
     """
     numeric = [
-        any(isinstance(row[column], HtmlCell) and isinstance(row[column].sort, (int, float)) for row in rows)  # type: ignore[union-attr]
+        any(
+            isinstance(row[column], HtmlCell) and isinstance(row[column].sort, (int, float))
+            for row in rows
+        )  # type: ignore[union-attr]
         for column in range(len(headings))
     ]
     head = "".join(
         f'<th scope="col"{" class=number" * numeric[column]}{" aria-sort=none" * sortable}>'
-        + (f'<button type="button">{rich(text)}<span aria-hidden="true"></span></button>' if sortable else rich(text))
+        + (
+            f'<button type="button">{rich(text)}<span aria-hidden="true"></span></button>'
+            if sortable
+            else rich(text)
+        )
         + "</th>"
         for column, text in enumerate(headings)
     )
     body = "".join(
-        "<tr>" + "".join(_cell(cell, column, numeric[column]) for column, cell in enumerate(row)) + "</tr>"
+        "<tr>"
+        + "".join(_cell(cell, column, numeric[column]) for column, cell in enumerate(row))
+        + "</tr>"
         for row in rows
     )
     field = (
@@ -122,7 +137,8 @@ def cards(entries: Sequence[tuple[str, str, str]]) -> str:
 
 
 def figures_html(pictures: Sequence[Picture], folder: str) -> str:
-    """Elements of figures: title, link to the PNG in ``folder``, placeholder for the page's script, and caption."""
+    """Elements of figures: title, link to the PNG in ``folder``, placeholder for the page's script,
+    and caption."""
     return "".join(
         f'<figure id="{picture.name}"><h3>{escape(picture.title)} '
         f'<a href="{escape(folder)}/{picture.name}.png" aria-label="PNG: {escape(picture.title)}">PNG</a></h3>'
@@ -138,18 +154,31 @@ def environment_section(runs: Sequence[tuple[str, RecordedRun]]) -> Section:
     single = len(flats) == 1
     rows: list[list[HtmlCell | str]] = []
     same: list[list[HtmlCell | str]] = []
-    for key in dict.fromkeys(key for _, flat in flats for key in flat if key not in OF_EACH_RUN or single):
+    for key in dict.fromkeys(
+        key for _, flat in flats for key in flat if key not in OF_EACH_RUN or single
+    ):
         values: dict[str, list[str]] = {}
         for name, flat in flats:
-            values.setdefault("unknown" if flat.get(key) is None else str(flat[key]), []).append(name)
+            values.setdefault("unknown" if flat.get(key) is None else str(flat[key]), []).append(
+                name
+            )
         if len(values) == 1:
-            same.append([key, *values, *([] if single else [HtmlCell("equal", mark="quiet nowrap")])])
+            same.append(
+                [key, *values, *([] if single else [HtmlCell("equal", mark="quiet nowrap")])]
+            )
         else:
             text = "; ".join(f"{value}: {', '.join(names)}" for value, names in values.items())
             rows.append([key, HtmlCell(text, mark="warn"), HtmlCell("differs", mark="warn nowrap")])
-    caption = "Versions, machine and the environment variables that affect speed, as recorded by the runs."
+    caption = (
+        "Versions, machine and the environment variables that affect speed, as recorded by the "
+        "runs."
+    )
     headings = ("key", "value") if single else ("key", "value", "among the runs")
-    return Section("environment", "Environment", table("environments", caption, headings, rows + same, keys=True))
+    return Section(
+        "environment",
+        "Environment",
+        table("environments", caption, headings, rows + same, keys=True),
+    )
 
 
 def prediction_section(runs: Sequence[tuple[str, RecordedRun]], figures: str = "") -> Section:
@@ -172,9 +201,14 @@ def prediction_section(runs: Sequence[tuple[str, RecordedRun]], figures: str = "
     body = NOT_PREDICTED
     if rows:
         methods = {
-            f"{run.prediction.method}, plan.hardware={run.prediction.hardware}" for _, run in runs if run.prediction
+            f"{run.prediction.method}, plan.hardware={run.prediction.hardware}"
+            for _, run in runs
+            if run.prediction
         }
-        caption = f"Predictions: {'; '.join(sorted(methods))}. The difference is relative to the measurement."
+        caption = (
+            f"Predictions: {'; '.join(sorted(methods))}. The difference is relative to the "
+            "measurement."
+        )
         headings = [*(["run"] if several else []), "measure", "predicted", "measured", "difference"]
         body = figures + table("predictions", caption, headings, rows, sortable=several)
     return Section("prediction", "Predicted and measured", body)

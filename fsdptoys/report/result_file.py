@@ -18,7 +18,9 @@ from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line
 
 LARGEST_FILE_BYTES = 2**24
-RESULTS_HEADINGS = "Results|What came out"  # Heading in ``summary.md`` of this version, and of earlier ones
+RESULTS_HEADINGS = (
+    "Results|What came out"  # Heading in ``summary.md`` of this version, and of earlier ones
+)
 PROFILE_HEADINGS = "Profile|Where the time and the memory went"
 
 STEPS = re.compile(r"(?P<done>[0-9]{1,16}) of (?P<planned>[0-9]{1,16}); (?P<why>.+)")
@@ -65,7 +67,11 @@ def _summary_ending(run_dir: Path) -> Ending:
     status = JobStatus.done
     if match is not None and GAVE_UP.search(match["why"]):
         status = JobStatus.failed
-    elif match is not None and not PLANNED_END.fullmatch(match["why"]) and int(match["done"]) < int(match["planned"]):
+    elif (
+        match is not None
+        and not PLANNED_END.fullmatch(match["why"])
+        and int(match["done"]) < int(match["planned"])
+    ):
         status = JobStatus.stopped
     return Ending(status, line)
 
@@ -80,7 +86,8 @@ def _summary_references(run_dir: Path) -> dict[str, float]:
 
 
 def _summary_table(run_dir: Path, headings: str) -> list[list[str]]:
-    """First Markdown table below one of the headings, without separator line and backticks; empty if there is none."""
+    """First Markdown table below one of the headings, without separator line and backticks; empty
+    if there is none."""
     try:
         text = read_regular(run_dir / SUMMARY_FILE, LARGEST_FILE_BYTES).decode("utf-8")
     except (OSError, ValueError):

@@ -68,10 +68,15 @@ def step_times(runs: Sequence[tuple[str, RecordedRun]]) -> Picture | None:
         "Step time",
         [
             "Wall time of each step on rank 0, without evaluations.",
-            "Shaded: the first steps of each start, which include allocation and compilation; medians exclude them."
+            (
+                "Shaded: the first steps of each start, which include allocation and compilation; "
+                "medians exclude them."
+            )
             if bands
             else "",
-            f"Steps under the profiler are slower; medians include them: {', '.join(profiled)}." if profiled else "",
+            f"Steps under the profiler are slower; medians include them: {', '.join(profiled)}."
+            if profiled
+            else "",
             "The axis is logarithmic." if log else "",
         ],
         f"Step time of {counted(len(series), 'run')} against the optimizer step, between "
@@ -93,13 +98,19 @@ def _memory(run: RecordedRun) -> Picture | None:
     }
     if all(metrics.memory_peak_gib is None for metrics in run.steps):
         where = "host memory of rank 0"
-        sentence = "Memory in tensors was not counted: this is the resident set of the process, including Python."
+        sentence = (
+            "Memory in tensors was not counted: this is the resident set of the process, "
+            "including Python."
+        )
         attributes = {
             "peak resident set so far": "resident_set_peak_gib",
             "resident set after the step": "resident_set_gib",
         }
     elif all(metrics.memory_reserved_gib is None for metrics in run.steps):
-        where, sentence = "memory in tensors of rank 0", "Counted in some steps; the others repeat the last count."
+        where, sentence = (
+            "memory in tensors of rank 0",
+            "Counted in some steps; the others repeat the last count.",
+        )
     series = [each for each in all_series(run.steps, attributes) if finite_values([each]).size]
     if not series:
         return None
@@ -109,7 +120,10 @@ def _memory(run: RecordedRun) -> Picture | None:
         "memory",
         "Memory",
         [sentence],
-        f"{where[0].upper() + where[1:]} against the optimizer step: {', '.join(s.name for s in series)}.",
+        (
+            f"{where[0].upper() + where[1:]} against the optimizer step: "
+            f"{', '.join(s.name for s in series)}."
+        ),
         STEP,
         Axis(where, unit, from_zero=True),
         tuple(series),
@@ -118,7 +132,9 @@ def _memory(run: RecordedRun) -> Picture | None:
 
 def draw_timeline(timeline: Timeline) -> Picture:
     """Draw memory by lifetime as stacked areas."""
-    x, (total, *layers), window = thin(timeline.moments, timeline.total, *timeline.layers.values(), most=1600)
+    x, (total, *layers), window = thin(
+        timeline.moments, timeline.total, *timeline.layers.values(), most=1600
+    )
     unit, size = fitting_unit(total.max())
     looks = {kind: look for look, kind in enumerate(Lifetime)}
     return Picture(
@@ -129,11 +145,19 @@ def draw_timeline(timeline: Timeline) -> Picture:
             "A block's category follows from the phases in which it was allocated and freed.",
             ""
             if timeline.knows_before
-            else "Memory allocated before the first traced step (parameters, optimizer states) is not in such a trace.",
+            else (
+                "Memory allocated before the first traced step (parameters, optimizer states) is "
+                "not in such a trace."
+            ),
             "Shaded: backward passes." if timeline.backwards else "",
         ],
-        f"Stacked areas of memory over the profiled steps; the highest sum is {total.max() / size:.4g} {unit}.",
-        Axis("time since the first allocation", timeline.unit) if timeline.unit else Axis("allocations and frees"),
+        (
+            "Stacked areas of memory over the profiled steps; the highest sum is "
+            f"{total.max() / size:.4g} {unit}."
+        ),
+        Axis("time since the first allocation", timeline.unit)
+        if timeline.unit
+        else Axis("allocations and frees"),
         Axis(timeline.device, unit, from_zero=True),
         tuple(
             Series(kind.value, Shape.area, x, layer / size, looks[kind], window=window)

@@ -19,7 +19,8 @@ from .result_file import read_ending
 class Record:
     """One configuration with its status and its recorded run."""
 
-    name: str  # Unique in the collection: a job's number, or a run's folder, with parent folders if needed
+    name: str
+    """Unique in the collection: a job's number, or a run's folder, with parent folders if needed."""
     path: Path  # The run directory; may be missing if a job failed early
     status: JobStatus
     run: RecordedRun | None  # None if nothing was written, or it cannot be read
@@ -42,7 +43,8 @@ def gather(paths: Sequence[Path]) -> Collection:
     """Read run directories, sweep folders, and folders that contain some of these.
 
     Raises:
-        ConfigError: for a path without runs and sweeps, or a named run or sweep that cannot be read.
+        ConfigError: for a path without runs and sweeps, or a named run or sweep that cannot be
+            read.
     """
     records: list[Record] = []
     skipped: list[Skipped] = []
@@ -69,7 +71,8 @@ def gather(paths: Sequence[Path]) -> Collection:
 
 
 def _found(paths: Sequence[Path]) -> dict[Path, bool]:
-    """Run directories and sweep folders, without duplicates → whether the path itself was given, not its parent."""
+    """Run directories and sweep folders, without duplicates → whether the path itself was given,
+    not its parent."""
     found: dict[Path, tuple[Path, bool]] = {}
     for path in paths:
         is_named = is_sweep_dir(path) or is_run_dir(path)
@@ -77,8 +80,8 @@ def _found(paths: Sequence[Path]) -> dict[Path, bool]:
         inside = [each for each in inside if is_named or is_sweep_dir(each) or is_run_dir(each)]
         if not inside:
             raise ConfigError(
-                f"{path} holds neither a run nor a sweep; give a folder that fsdptoys train or fsdptoys sweep has "
-                "written, as runs/NAME"
+                f"{path} holds neither a run nor a sweep; give a folder that fsdptoys train or "
+                "fsdptoys sweep has written, as runs/NAME"
             )
         for each in inside:
             first, was_named = found.get(each.resolve(), (each, False))
@@ -109,8 +112,16 @@ def _of_run(path: Path, name: str) -> Record:
         return Record(name, path, JobStatus.running, run, "it has not ended yet")
     if (path / SUMMARY_FILE).exists():
         ending = read_ending(path)
-        return Record(name, path, ending.status, run, None if ending.status is JobStatus.done else ending.text)
-    return Record(name, path, JobStatus.stopped, run, f"it ended without a summary after {run.results.steps} steps")
+        return Record(
+            name, path, ending.status, run, None if ending.status is JobStatus.done else ending.text
+        )
+    return Record(
+        name,
+        path,
+        JobStatus.stopped,
+        run,
+        f"it ended without a summary after {run.results.steps} steps",
+    )
 
 
 def _own_names(paths: Sequence[Path]) -> list[str]:

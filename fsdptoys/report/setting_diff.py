@@ -38,7 +38,13 @@ HEADINGS = {
 """Settings that every table shows, as columns or above them."""
 
 EXCLUDED = (
-    *("metrics.run_dir", "launch.device", "launch.nproc_per_node", "launch.nnodes", "launch.rdzv_endpoint"),
+    *(
+        "metrics.run_dir",
+        "launch.device",
+        "launch.nproc_per_node",
+        "launch.nnodes",
+        "launch.rdzv_endpoint",
+    ),
     "launch.rdzv_token_file",
 )
 """Settings left out: unique to each row, or implied by its hardware."""
@@ -82,7 +88,8 @@ def settings_of(record: Record) -> Settings:
 
 
 def words_of(record: Record) -> list[str]:
-    """Overrides that started a job of a sweep; empty for a single run, whose environment records the command."""
+    """Overrides that started a job of a sweep; empty for a single run, whose environment records
+    the command."""
     with contextlib.suppress(ConfigError):
         if record.varied is not None and (record.path.parent / JOB_FILE).exists():
             return list(read_job(record.path.parent).words)
@@ -97,7 +104,8 @@ def effective(tree: Mapping[str, Any]) -> Settings:
 def differing(rows: Sequence[Settings], varied: Sequence[str] = ()) -> list[str]:
     """Keys with several values among the rows that have them, in the order of the settings.
 
-    Settings of models are compared within rows of one model name, since a name stands for dozens of sizes.
+    Settings of models are compared within rows of one model name, since a name stands for dozens of
+    sizes.
 
     Keys in ``varied`` are included even if a differing setting determines them (``FOLLOWS``).
     """
@@ -108,7 +116,11 @@ def differing(rows: Sequence[Settings], varied: Sequence[str] = ()) -> list[str]
 
 def own_key(key: str) -> str:
     """Setting of a command-line key: a group, such as ``model``, stands for its ``name``."""
-    return f"{key}.name" if "." not in key and f"{key}.name" in (*HEADINGS, "data.name", "optim.name") else key
+    return (
+        f"{key}.name"
+        if "." not in key and f"{key}.name" in (*HEADINGS, "data.name", "optim.name")
+        else key
+    )
 
 
 def as_word(key: str, value: Any) -> str:
@@ -127,20 +139,31 @@ def source_of(environment: dict[str, Any]) -> dict[str, Any]:
 
 def source_fingerprint(environment: dict[str, Any]) -> str:
     """Hash of :func:`source_of`, equal for rows with comparable times and memory."""
-    return hashlib.sha256(json.dumps(source_of(environment), sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(source_of(environment), sort_keys=True).encode()).hexdigest()[
+        :12
+    ]
 
 
 def source_notes(records: Sequence[Record]) -> list[str]:
     """One sentence listing the differences between the sources of rows; empty if there are none."""
-    sources = {record.name: source_of(record.run.environment) for record in records if record.run is not None}
+    sources = {
+        record.name: source_of(record.run.environment)
+        for record in records
+        if record.run is not None
+    }
     differences = []
     for part in PARTS:
         values: dict[str, list[str]] = {}
         for name, source in sources.items():
             values.setdefault(value_text(str(source[part])), []).append(name)
         if len(values) > 1:
-            differences.append(f"{part} " + ", ".join(f"{value} ({', '.join(rows)})" for value, rows in values.items()))
-    note = "Rows come from different environments, so their times and memory may not be comparable: "
+            differences.append(
+                f"{part} "
+                + ", ".join(f"{value} ({', '.join(rows)})" for value, rows in values.items())
+            )
+    note = (
+        "Rows come from different environments, so their times and memory may not be comparable: "
+    )
     return [f"{note}{'; '.join(differences)}."] if differences else []
 
 
@@ -149,7 +172,9 @@ def _differs(rows: Sequence[Settings], key: str) -> bool:
     groups: dict[str, list[Any]] = {}
     for row in rows:
         if key in row:
-            groups.setdefault(value_text(row.get("model.name")) if of_model else "", []).append(row[key])
+            groups.setdefault(value_text(row.get("model.name")) if of_model else "", []).append(
+                row[key]
+            )
     return any(map(_several, groups.values()))
 
 
@@ -164,7 +189,9 @@ def _follows(rows: Sequence[Settings], key: str, found: Sequence[str]) -> bool:
         return False
     having = [row for row in rows if key in row and leader in row]
     values = {value_text(row[leader]) for row in having}
-    return not any(_several(row[key] for row in having if value_text(row[leader]) == value) for value in values)
+    return not any(
+        _several(row[key] for row in having if value_text(row[leader]) == value) for value in values
+    )
 
 
 def _typed(word: str) -> tuple[str, Any]:

@@ -1,8 +1,8 @@
 """Effect of each setting on losses: another training, other rounding, or none.
 
 Layouts and memory switches change at most the order of summation (``docs/bit_equality.md``;
-``docs/memory.md``). So runs that differ only in these should have the same losses: a difference larger than rounding is
-a bug.
+``docs/memory.md``). So runs that differ only in these should have the same losses: a difference
+larger than rounding is a bug.
 """
 
 import functools
@@ -16,7 +16,8 @@ from fsdptoys.utils.options import Declared, Effect, Stage
 from .setting_diff import RANKS, Settings, effective
 
 GLOBAL_BATCH = "sequences of a step"
-"""Pseudo-key for the number of sequences that all ranks and micro-batches take, which selects the samples of a step."""
+"""Pseudo-key for the number of sequences that all ranks and micro-batches take, which selects the
+samples of a step."""
 
 
 PSEUDO = {
@@ -28,7 +29,8 @@ PSEUDO = {
     "model.router_z_loss_coef": Declared(Effect.training, Stage.gradient),
     "optim.name": Declared(Effect.training, Stage.update),
 }
-"""What no section declares: keys of ``config.yaml`` that are no options, and the model's, of which most act at once."""
+"""What no section declares: keys of ``config.yaml`` that are no options, and the model's, of which
+most act at once."""
 
 
 SHARING = ("mesh.cp_size", "mesh.tp_size", "mesh.pp_size")
@@ -53,11 +55,16 @@ def declared() -> dict[str, Declared]:
 def usual_formats() -> Settings:
     """Return the values that apply if the switch of a format is off, or an older run has none."""
     defaults = option_defaults()
-    return {key: defaults[key] for key, option in declared_options().items() if option.effect is Effect.format}
+    return {
+        key: defaults[key]
+        for key, option in declared_options().items()
+        if option.effect is Effect.format
+    }
 
 
 def effect_of(key: str, same_batch: bool = True) -> Effect:
-    """Largest effect of changing a setting on losses, for runs with or without the same number of sequences a step."""
+    """Largest effect of changing a setting on losses, for runs with or without the same number of
+    sequences a step."""
     if key in BATCH and not same_batch:
         return Effect.training
     return declared().get(key, Declared(Effect.training)).effect
@@ -75,7 +82,8 @@ def global_batch(settings: Mapping[str, Any]) -> int | None:
 
 
 def _data_ranks(settings: Mapping[str, Any]) -> int | None:
-    """Groups of ranks with sequences of their own; None if a setting is missing or makes no sense."""
+    """Groups of ranks with sequences of their own; None if a setting is missing or makes no
+    sense."""
     ranks, shared = settings.get(RANKS), [settings.get(key, 1) for key in SHARING]
     if type(ranks) is not int or not all(type(size) is int and size > 0 for size in shared):
         return None
@@ -83,7 +91,8 @@ def _data_ranks(settings: Mapping[str, Any]) -> int | None:
 
 
 def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
-    """Settings (of ``config.yaml``) that determine losses up to rounding; runs that share them should agree.
+    """Settings (of ``config.yaml``) that determine losses up to rounding; runs that share them
+    should agree.
 
     None if a setting needed for the global batch is missing.
     """
@@ -91,7 +100,9 @@ def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
     batch = global_batch(settings)
     if batch is None:
         return None
-    kept: Settings = {key: value for key, value in settings.items() if effect_of(key) <= Effect.format}
+    kept: Settings = {
+        key: value for key, value in settings.items() if effect_of(key) <= Effect.format
+    }
     kept[GLOBAL_BATCH] = batch
     kept["parallel.reduce_dtype"] = (
         "bfloat16" if settings.get("parallel.reduce_dtype") == "bfloat16" else "at least 32 bits"
@@ -110,10 +121,15 @@ def _having(effect: Effect) -> list[str]:
 
 
 def rounds_coarsely(settings: Mapping[str, Any]) -> bool:
-    """Whether numbers have 16 bits, or one bit can change a float8 value or the routing of a token."""
+    """Whether numbers have 16 bits, or one bit can change a float8 value or the routing of a
+    token."""
     formats = (settings.get(key) for key in (*_having(Effect.format), "parallel.reduce_dtype"))
     has_16_bits = not {"bfloat16", "float16"}.isdisjoint(formats)
-    return "model.n_experts" in settings or has_16_bits or settings.get("train.float8", "none") != "none"
+    return (
+        "model.n_experts" in settings
+        or has_16_bits
+        or settings.get("train.float8", "none") != "none"
+    )
 
 
 def held_out_samples(tree: dict[str, Any], world_size: int) -> tuple[Any, Any] | None:
@@ -125,7 +141,8 @@ def held_out_samples(tree: dict[str, Any], world_size: int) -> tuple[Any, Any] |
 
 
 def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings | None:
-    """Settings that, with :func:`training_of`, determine every bit of a deterministic run; None for other runs.
+    """Settings that, with :func:`training_of`, determine every bit of a deterministic run; None for
+    other runs.
 
     ``memory.cpu_offload`` is left out on CPU devices, where the optimizer runs on the host anyway.
     """
@@ -135,15 +152,33 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     ranks = _product([_data_ranks(settings), settings.get("parallel.simulated_ranks", 1)])
     mode = settings.get("train.deterministic")
     if mode == "layout":
-        ranks = 0  # any, with any micro-batches: only the global batch counts, which ``training_of`` has
+        # any, with any micro-batches: only the global batch counts, which ``training_of`` has
+        ranks = 0
     if mode not in (True, "layout") or ranks is None or ranks & (ranks - 1):
         return None  # only a power of two divides without rounding
-    left_out = {"mesh.fsdp_size", "parallel.name", "parallel.simulated_ranks", "memory.cpu_threads", "patches"}
-    left_out |= {"parallel.reduce_dtype", "train.sum_dtype"}  # set by the deterministic mode and the device
+    left_out = {
+        "mesh.fsdp_size",
+        "parallel.name",
+        "parallel.simulated_ranks",
+        "memory.cpu_threads",
+        "patches",
+    }
+    left_out |= {
+        "parallel.reduce_dtype",
+        "train.sum_dtype",
+    }  # set by the deterministic mode and the device
     left_out |= {"memory.cpu_offload"} if device_type == "cpu" else set()
-    by_grains = {"train.batch_size", "train.grad_accum", *AXES, "parallel.context", "parallel.schedule"}
+    by_grains = {
+        "train.batch_size",
+        "train.grad_accum",
+        *AXES,
+        "parallel.context",
+        "parallel.schedule",
+    }
     left_out |= by_grains if mode == "layout" else {"train.grains", "train.slices"}
-    return {key: settings.get(key) for key in _having(Effect.rounding) if key not in left_out} | {RANKS: ranks}
+    return {key: settings.get(key) for key in _having(Effect.rounding) if key not in left_out} | {
+        RANKS: ranks
+    }
 
 
 def _product(parts: Sequence[Any]) -> int | None:

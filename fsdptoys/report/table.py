@@ -1,7 +1,9 @@
-"""Build the table of a sweep or of any runs: one row each, with the varying settings and the results.
+"""Build the table of a sweep or of any runs: one row each, with the varying settings and the
+results.
 
-Values equal in all rows are listed above the table, and empty columns are left out; CSV and JSON keep all columns, with
-raw values and units in the names. Numbers of unfinished rows cover the steps they completed.
+Values equal in all rows are listed above the table, and empty columns are left out; CSV and JSON
+keep all columns, with raw values and units in the names. Numbers of unfinished rows cover the steps
+they completed.
 """
 
 from collections.abc import Sequence
@@ -54,13 +56,21 @@ def make_table(collection: Collection) -> Table:
     disagreements = {found.name: found for found in find_disagreements(records)}
     varied = list(dict.fromkeys(own_key(key) for record in records for key in record.varied or {}))
     chosen = _chosen(settings, varied, records)
-    measured = [*measured_columns(records), *loss_columns(records, step), *predicted_columns(records)]
+    measured = [
+        *measured_columns(records),
+        *loss_columns(records, step),
+        *predicted_columns(records),
+    ]
     names = text_column("run", "Run", [record.name for record in records])
     statuses = text_column("status", "Status", [record.status.value for record in records])
     everything = [names, *chosen, statuses, *measured]
     shown, everywhere = _fold(everything, records)
     shown[0] = replace(
-        names, cells=[replace(cell, text=cell.text + MARK * (cell.value in disagreements)) for cell in names.cells]
+        names,
+        cells=[
+            replace(cell, text=cell.text + MARK * (cell.value in disagreements))
+            for cell in names.cells
+        ],
     )
     return Table(
         title=value_text(collection.title),
@@ -73,7 +83,12 @@ def make_table(collection: Collection) -> Table:
         notes=[
             *_definitions(records, shown, everywhere, step),
             *source_notes(records),
-            *(value_text(note) for record in records if record.run is not None for note in record.run.notes),
+            *(
+                value_text(note)
+                for record in records
+                if record.run is not None
+                for note in record.run.notes
+            ),
             *(found.sentence for found in disagreements.values()),
             *(
                 f"{value_text(each.name)} {each.status.value}: {value_text(each.reason)}"
@@ -87,21 +102,31 @@ def make_table(collection: Collection) -> Table:
     )
 
 
-def _chosen(settings: Sequence[Settings], varied: Sequence[str], records: Sequence[Record]) -> list[TableColumn]:
-    """Columns of the settings in ``HEADINGS``, then of varied and differing ones; empty columns are left out."""
+def _chosen(
+    settings: Sequence[Settings], varied: Sequence[str], records: Sequence[Record]
+) -> list[TableColumn]:
+    """Columns of the settings in ``HEADINGS``, then of varied and differing ones; empty columns are
+    left out."""
     known = [row for row, record in zip(settings, records, strict=True) if record.run is not None]
-    keys = [*HEADINGS, *(key for key in [*varied, *differing(known, varied)] if key not in HEADINGS)]
+    keys = [
+        *HEADINGS,
+        *(key for key in [*varied, *differing(known, varied)] if key not in HEADINGS),
+    ]
     columns = [setting_column(key, settings, records) for key in dict.fromkeys(keys)]
     return [column for column in columns if not column.empty]
 
 
-def _fold(columns: Sequence[TableColumn], records: Sequence[Record]) -> tuple[list[TableColumn], list[str]]:
+def _fold(
+    columns: Sequence[TableColumn], records: Sequence[Record]
+) -> tuple[list[TableColumn], list[str]]:
     """Split columns into those that differ among the rows, and texts for those that do not."""
     shown, settings, numbers = [], [], []
     for column in columns:
         # A row without a recorded run and without a value does not count.
         cells = zip(column.cells, records, strict=True)
-        counted = [cell for cell, record in cells if cell.value is not None or record.run is not None]
+        counted = [
+            cell for cell, record in cells if cell.value is not None or record.run is not None
+        ]
         same = len({(str(cell.value) if column.setting else cell.text) for cell in counted}) == 1
         if column.empty and column.name != "run":
             continue
@@ -120,7 +145,10 @@ def _fold(columns: Sequence[TableColumn], records: Sequence[Record]) -> tuple[li
 
 
 def _definitions(
-    records: Sequence[Record], shown: Sequence[TableColumn], everywhere: Sequence[str], step: int | None
+    records: Sequence[Record],
+    shown: Sequence[TableColumn],
+    everywhere: Sequence[str],
+    step: int | None,
 ) -> list[str]:
     """Sentences that define the displayed numbers."""
     runs = [record.run for record in records if record.run is not None and record.run.steps]
@@ -134,31 +162,48 @@ def _definitions(
     if timed:
         counts = sorted({measured_steps(run) for run in timed})
         warmups = sorted({run.results.warmup_steps for run in runs})
-        over, first = (" to ".join(dict.fromkeys([f"{each[0]}", f"{each[-1]}"])) for each in (counts, warmups))
-        notes.append(
-            f"Step time, tokens/s and MFU are medians over {over} step{'s' * (counts[-1] != 1)} of a row, without the "
-            f"first {first} of each start; in brackets the 10th and the 90th percentile."
+        over, first = (
+            " to ".join(dict.fromkeys([f"{each[0]}", f"{each[-1]}"])) for each in (counts, warmups)
         )
-        profiled = [value_text(each.name) for each in records if each.run in timed and is_profiled(each.run)]
+        notes.append(
+            f"Step time, tokens/s and MFU are medians over {over} step{'s' * (counts[-1] != 1)} "
+            f"of a row, without the first {first} of each start; in brackets the 10th and the "
+            "90th percentile."
+        )
+        profiled = [
+            value_text(each.name) for each in records if each.run in timed and is_profiled(each.run)
+        ]
         if profiled:
             notes.append(
-                "Steps under the profiler (profile.enabled=true) are slower; the medians include them: "
-                f"{', '.join(profiled)}."
+                "Steps under the profiler (profile.enabled=true) are slower; the medians include "
+                f"them: {', '.join(profiled)}."
             )
     elif runs:
-        notes.append("No row has a step after its warm-up (metrics.warmup_steps), so there is no step time.")
+        notes.append(
+            "No row has a step after its warm-up (metrics.warmup_steps), so there is no step time."
+        )
     if "loss" in names or "Loss after" in same:
         assert step is not None
-        notes.append(f"The loss after {counted(step, 'step')} is that of step {step}, before its update.")
-    ends = [record.run.steps[-1].step for record in records if record.run in runs and record.status is JobStatus.done]
+        notes.append(
+            f"The loss after {counted(step, 'step')} is that of step {step}, before its update."
+        )
+    ends = [
+        record.run.steps[-1].step
+        for record in records
+        if record.run in runs and record.status is JobStatus.done
+    ]
     if len(set(ends)) > 1:
         notes.append(
-            f"The rows ended after {min(ends)} to {max(ends)} steps; the headings of the losses name their steps."
+            f"The rows ended after {min(ends)} to {max(ends)} steps; the headings of the losses "
+            "name their steps."
         )
     on_cpu = any(run.device_type == "cpu" for run in runs)
     if has("memory_", "Memory "):
         notes.append(
-            "Memory is rank 0's: allocated after the last step, the highest reserved, and the allocator's peak."
+            (
+                "Memory is rank 0's: allocated after the last step, the highest reserved, and the "
+                "allocator's peak."
+            )
             + " On a CPU it is counted in some steps." * on_cpu
         )
     if has("resident_set", "esident set"):

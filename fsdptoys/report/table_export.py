@@ -33,7 +33,10 @@ def to_markdown(table: Table) -> str:
         parts.append("\n".join(f"- {escape(note)}" for note in table.notes))
     if table.skipped:
         lines = [
-            f"- {escape(' '.join(as_word(key, value) for key, value in each.varied.items()))}: {escape(each.reason)}"
+            (
+                f"- {escape(' '.join(as_word(key, value) for key, value in each.varied.items()))}: "
+                f"{escape(each.reason)}"
+            )
             for each in table.skipped
         ]
         parts.append("\n".join(["Skipped:", "", *lines]))
@@ -43,7 +46,8 @@ def to_markdown(table: Table) -> str:
 def to_csv(table: Table) -> str:
     """Format one line per row, with empty cells for missing values.
 
-    Line breaks become spaces, and texts that a spreadsheet would run as a formula get an apostrophe in front.
+    Line breaks become spaces, and texts that a spreadsheet would run as a formula get an apostrophe
+    in front.
     """
     file = io.StringIO()
     flat = [_flat_row(table, index) for index in range(len(table.records))]
@@ -55,7 +59,8 @@ def to_csv(table: Table) -> str:
 
 
 def to_json(table: Table) -> str:
-    """Format all data of each row as JSON in ASCII, which every terminal can print; non-finite numbers become null."""
+    """Format all data of each row as JSON in ASCII, which every terminal can print; non-finite
+    numbers become null."""
     tree = {
         "title": table.title,
         "commands": table.commands,
@@ -82,19 +87,31 @@ def _rows(columns: Sequence[TableColumn]) -> str:
 
 def _flat_row(table: Table, index: int) -> dict[str, Any]:
     record = table.records[index]
-    row: dict[str, Any] = {"run": record.name, "path": str(record.path), "status": record.status.value}
+    row: dict[str, Any] = {
+        "run": record.name,
+        "path": str(record.path),
+        "status": record.status.value,
+    }
     row["reason"] = record.reason
     values = {column.name: column.cells[index].value for column in table.everything}
     settings = {column.name: values[column.name] for column in table.everything if column.setting}
-    row |= {key: value_text(value) if isinstance(value, (bool, list)) else value for key, value in settings.items()}
+    row |= {
+        key: value_text(value) if isinstance(value, (bool, list)) else value
+        for key, value in settings.items()
+    }
     row |= _measured(record.run)
-    row |= {"loss_step": table.loss_step, "loss": values.get("loss"), "eval_loss": values.get("eval_loss")}
+    row |= {
+        "loss_step": table.loss_step,
+        "loss": values.get("loss"),
+        "eval_loss": values.get("eval_loss"),
+    }
     found = table.disagreements.get(record.name)
     row["disagrees_with"] = found.reference if found else None
     row["disagrees_from_step"] = found.step if found else None
     row["source"] = source_fingerprint(record.run.environment) if record.run else None
     return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
     }
 
 
@@ -123,7 +140,11 @@ def _deep_row(table: Table, index: int) -> dict[str, Any]:
     chosen = {column.name for column in table.everything if column.setting}
     found = table.disagreements.get(record.name)
     return {
-        **{name: value for name, value in flat.items() if name not in chosen and not name.startswith("disagrees_")},
+        **{
+            name: value
+            for name, value in flat.items()
+            if name not in chosen and not name.startswith("disagrees_")
+        },
         "varied": record.varied,
         "words": words_of(record),
         "settings": table.settings[index],

@@ -15,7 +15,9 @@ from .columns import STAYS, TableCell, TableColumn
 from .setting_diff import as_word
 from .table import Table
 
-LEAST_WORDS = 32  # Minimum width in characters of the merged column of settings, if its texts are that long
+LEAST_WORDS = (
+    32  # Minimum width in characters of the merged column of settings, if its texts are that long
+)
 WANTED = 70  # Columns of this weight or more are kept in preference to one column per setting
 SETTINGS = "settings"
 
@@ -47,8 +49,9 @@ def print_table(table: Table, console: Console) -> None:
 def fit(columns: Sequence[TableColumn], width: int) -> tuple[list[TableColumn], list[TableColumn]]:
     """Split columns into those that fit and those left out.
 
-    Percentiles are dropped first, then the lightest columns. Before a column of weight ``WANTED`` or more goes, all
-    settings are merged into one wrapping column that lists each row's deviations from the most common values.
+    Percentiles are dropped first, then the lightest columns. Before a column of weight ``WANTED``
+    or more goes, all settings are merged into one wrapping column that lists each row's deviations
+    from the most common values.
     """
     kept = list(columns)
     if width_of(kept) <= width:
@@ -70,7 +73,8 @@ def width_of(columns: Sequence[TableColumn]) -> int:
 
 
 def _column_width(column: TableColumn) -> int:
-    """Width of the widest cell or heading word, since headings wrap; the minimum for the column of settings."""
+    """Width of the widest cell or heading word, since headings wrap; the minimum for the column of
+    settings."""
     texts = [cell.text for cell in column.cells]
     if column.name == SETTINGS:
         return max(len(column.heading), min(LEAST_WORDS, max(map(len, texts))))
@@ -78,7 +82,9 @@ def _column_width(column: TableColumn) -> int:
 
 
 def _briefly(column: TableColumn) -> TableColumn:
-    return replace(column, cells=[TableCell(cell.value, cell.brief or cell.text) for cell in column.cells])
+    return replace(
+        column, cells=[TableCell(cell.value, cell.brief or cell.text) for cell in column.cells]
+    )
 
 
 def _with_settings_in_one(columns: Sequence[TableColumn]) -> list[TableColumn]:
@@ -88,23 +94,34 @@ def _with_settings_in_one(columns: Sequence[TableColumn]) -> list[TableColumn]:
         return list(columns)
     usual = _usual_words(settings)
     rows = [
-        [as_word(column.name, cell.value) for column in settings if (cell := column.cells[row]).value is not None]
+        [
+            as_word(column.name, cell.value)
+            for column in settings
+            if (cell := column.cells[row]).value is not None
+        ]
         for row in range(len(settings[0].cells))
     ]
     texts = [" ".join(word for word in words if word not in usual) or "-" for words in rows]
-    merged = TableColumn(SETTINGS, "Settings", [TableCell(text, text) for text in texts], False, STAYS, setting=True)
+    merged = TableColumn(
+        SETTINGS, "Settings", [TableCell(text, text) for text in texts], False, STAYS, setting=True
+    )
     first = columns.index(settings[0])
     others = [column for column in columns if not column.setting]
     return [*others[:first], merged, *others[first:]]
 
 
 def _usual_words(settings: Sequence[TableColumn]) -> list[str]:
-    words = ([as_word(column.name, value) for value in column.values if value is not None] for column in settings)
+    words = (
+        [as_word(column.name, value) for value in column.values if value is not None]
+        for column in settings
+    )
     return [Counter(each).most_common(1)[0][0] for each in words if each]
 
 
 def _print_rows(columns: Sequence[TableColumn], console: Console) -> None:
-    grid = Grid(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
+    grid = Grid(
+        box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold", show_edge=False
+    )
     too_wide = max(0, width_of(columns) - console.width)
     for column in columns:
         wraps, width = column.name == SETTINGS, _column_width(column)
@@ -122,7 +139,13 @@ def _print_rows(columns: Sequence[TableColumn], console: Console) -> None:
 
 def print_line(text: str, console: Console, style: str = "") -> None:
     """Print text that any terminal can show, without markup."""
-    console.print(encodable(printable(text), console.file), style=style, highlight=False, markup=False, emoji=False)
+    console.print(
+        encodable(printable(text), console.file),
+        style=style,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
 
 
 def terminal_text(text: str, console: Console) -> Text:

@@ -1,7 +1,7 @@
 """Buckets: many small tensors sent as one.
 
-A collective has a fixed cost besides that of its bytes, so gradients are copied into flat buffers of
-some MiB, and each buffer is sent as soon as it is full:
+A collective has a fixed cost besides that of its bytes, so gradients are copied into flat buffers
+of some MiB, and each buffer is sent as soon as it is full:
 
     gradients, in the order of the backward   g9  g8  g7 | g6  g5 | g4  g3  g2  g1
     buckets, in the order of all-reduces       bucket 0   bucket 1      bucket 2
@@ -45,7 +45,8 @@ def assign_buckets(tensors: Sequence[Tensor], limit: int) -> list[list[int]]:
 
 
 def views_like(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Cut a flat buffer into views of the tensors' shapes, with their strides if these leave no gaps."""
+    """Cut a flat buffer into views of the tensors' shapes, with their strides if these leave no
+    gaps."""
     views = []
     offset = 0
     for tensor in tensors:

@@ -133,7 +133,9 @@ class Reducer:
         self.has_started = False
         self._set_buckets(range(len(params)), sys.maxsize)
         # A parameter refers to its accumulator weakly; the hook lives as long as this list.
-        self._accumulators = [torch.autograd.graph.get_gradient_edge(param).node for param in params]
+        self._accumulators = [
+            torch.autograd.graph.get_gradient_edge(param).node for param in params
+        ]
         on_gradient = weakref.WeakMethod(self.on_gradient)
         for number, accumulator in enumerate(self._accumulators):
             accumulator.register_hook(functools.partial(_call, on_gradient, number))
@@ -145,7 +147,11 @@ class Reducer:
             Bucket([order[index] for index in indices], [params[index] for index in indices])
             for indices in assign_buckets(params, limit)
         ]
-        self._slots = {number: (bucket, slot) for bucket in self.buckets for slot, number in enumerate(bucket.numbers)}
+        self._slots = {
+            number: (bucket, slot)
+            for bucket in self.buckets
+            for slot, number in enumerate(bucket.numbers)
+        }
 
     @torch.no_grad()
     def begin_forward(self) -> None:
@@ -155,7 +161,9 @@ class Reducer:
             RuntimeError: if the backward before left a bucket incomplete.
         """
         if self.has_started:
-            raise RuntimeError("a parameter got no gradient in the last backward, so its bucket was never reduced")
+            raise RuntimeError(
+                "a parameter got no gradient in the last backward, so its bucket was never reduced"
+            )
         if not self.order or self.has_rebuilt:
             return
         order = torch.tensor(list(self.order), device=self.params[0].device)

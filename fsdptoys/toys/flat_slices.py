@@ -6,10 +6,10 @@
     pieces       [    w3    ]
                              [ w2a ]|[w2b][    w1    ]   a rank's slice, parameter by parameter
 
-An optimizer over a rank's pieces keeps states for 1/N of the elements. It must work element by element (SGD, Adam,
-AdamW, …), since a piece has neither its parameter's shape nor its other elements. Pieces are views of the parameters:
-their update is in place, and ``publish`` sends it to the other ranks, P·(N−1)/N a step. Padding is below N elements a
-bucket.
+An optimizer over a rank's pieces keeps states for 1/N of the elements. It must work element by
+element (SGD, Adam, AdamW, …), since a piece has neither its parameter's shape nor its other
+elements. Pieces are views of the parameters: their update is in place, and ``publish`` sends it to
+the other ranks, P·(N−1)/N a step. Padding is below N elements a bucket.
 """
 
 import itertools
@@ -33,7 +33,9 @@ class SlicedBucket:
         self.params = params
         *self.starts, length = itertools.accumulate((param.numel() for param in params), initial=0)
         self.slice_length = -(-length // ranks)
-        self.flat = torch.zeros(self.slice_length * ranks, dtype=params[0].dtype, device=params[0].device)
+        self.flat = torch.zeros(
+            self.slice_length * ranks, dtype=params[0].dtype, device=params[0].device
+        )
         self.own = self.flat[rank * self.slice_length : (rank + 1) * self.slice_length]
         self.pieces: list[nn.Parameter] = []
         for slot, param in enumerate(params):
@@ -49,9 +51,12 @@ class SlicedBucket:
         return flat[start : start + param.numel()].view(param.shape)
 
     def span(self, slot: int, rank: int) -> tuple[int, int]:
-        """Return the half-open range of a parameter's elements that ``rank`` owns; it may be empty."""
+        """Return the half-open range of a parameter's elements that ``rank`` owns; it may be
+        empty."""
         start, length = self.starts[slot], self.params[slot].numel()
-        low, high = (min(max(rank * self.slice_length - start, 0), length) for rank in (rank, rank + 1))
+        low, high = (
+            min(max(rank * self.slice_length - start, 0), length) for rank in (rank, rank + 1)
+        )
         return low, high
 
     def piece_of(self, own: Tensor, slot: int, rank: int) -> Tensor:
@@ -79,7 +84,11 @@ class Slices:
             SlicedBucket([params[number] for number in numbers], self.ranks, self.rank)
             for numbers in assign_buckets(params, bucket_bytes)
         ]
-        self.places = {param: (bucket, slot) for bucket in self.buckets for slot, param in enumerate(bucket.params)}
+        self.places = {
+            param: (bucket, slot)
+            for bucket in self.buckets
+            for slot, param in enumerate(bucket.params)
+        }
 
     def pieces(self) -> Iterator[nn.Parameter]:
         """Yield this rank's piece of every parameter, flat and maybe empty, for an optimizer."""
@@ -91,7 +100,8 @@ class Slices:
         """All-gather every bucket after each rank has updated its slice."""
         # Clones, since not every backend can gather in place.
         works = [
-            all_gather_flat(bucket.flat, bucket.own.clone(), group=self.group, async_op=True) for bucket in self.buckets
+            all_gather_flat(bucket.flat, bucket.own.clone(), group=self.group, async_op=True)
+            for bucket in self.buckets
         ]
         for work in works:
             work.wait()

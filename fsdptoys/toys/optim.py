@@ -1,17 +1,19 @@
-"""SGD and AdamW from scratch: the update of one tensor, and an optimizer that applies it to each parameter.
+"""SGD and AdamW from scratch: the update of one tensor, and an optimizer that applies it to each
+parameter.
 
     SGD      gradient + decay·w ──→ buffer = momentum·buffer + gradient ──→ w −= lr·buffer
     AdamW    w ·= 1 − lr·decay;  mean and mean square of the gradients ──→ w −= lr·mean / (√square + eps)
 
-Weight decay is part of SGD's gradient, and so of its momentum. AdamW decays the weight itself ("decoupled"), as a
-division by √square would otherwise undo the decay of weights with large gradients.
+Weight decay is part of SGD's gradient, and so of its momentum. AdamW decays the weight itself
+("decoupled"), as a division by √square would otherwise undo the decay of weights with large
+gradients.
 
-Both work element by element: a rank that holds a slice of a parameter computes that slice's bits, which ZeRO and FSDP
-rest on. SGD keeps 4 bytes a float32 element (none without momentum), AdamW 8.
+Both work element by element: a rank that holds a slice of a parameter computes that slice's bits,
+which ZeRO and FSDP rest on. SGD keeps 4 bytes a float32 element (none without momentum), AdamW 8.
 
-Operators and their order are those of ``torch.optim`` with ``foreach=False``, hence the bits. Left out: dampening,
-AMSGrad, maximizing, sparse gradients, fused and multi-tensor forms.
-Sources: arXiv:1412.6980 (Adam), arXiv:1711.05101 (decoupled decay)
+Operators and their order are those of ``torch.optim`` with ``foreach=False``, hence the bits. Left
+out: dampening, AMSGrad, maximizing, sparse gradients, fused and multi-tensor forms. Sources:
+arXiv:1412.6980 (Adam), arXiv:1711.05101 (decoupled decay)
 """
 
 from collections.abc import Callable
@@ -30,7 +32,8 @@ def sgd_update(
     weight_decay: float,
     nesterov: bool,
 ) -> None:
-    """Update a tensor in place; ``state`` is empty before the first step and keeps the momentum buffer."""
+    """Update a tensor in place; ``state`` is empty before the first step and keeps the momentum
+    buffer."""
     if weight_decay:
         grad = grad.add(param, alpha=weight_decay)
     if momentum:
@@ -65,9 +68,12 @@ def adamw_update(
 
 
 class ToyOptimizer(torch.optim.Optimizer):
-    """Calls ``update`` for every parameter with a gradient; groups, ``zero_grad`` and hooks are PyTorch's."""
+    """Calls ``update`` for every parameter with a gradient; groups, ``zero_grad`` and hooks are
+    PyTorch's."""
 
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         """Update one parameter."""
         raise NotImplementedError
 
@@ -89,13 +95,31 @@ class SGD(ToyOptimizer):
     """Stochastic gradient descent with momentum and weight decay in the gradient."""
 
     def __init__(
-        self, params: Any, lr: float = 1e-3, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov})
+        super().__init__(
+            params,
+            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov},
+        )
 
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         """Update one parameter."""
-        sgd_update(param, grad, state, group["lr"], group["momentum"], group["weight_decay"], group["nesterov"])
+        sgd_update(
+            param,
+            grad,
+            state,
+            group["lr"],
+            group["momentum"],
+            group["weight_decay"],
+            group["nesterov"],
+        )
 
 
 class AdamW(ToyOptimizer):
@@ -109,12 +133,23 @@ class AdamW(ToyOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         """Update one parameter."""
         state["step"] = state.get("step", 0) + 1
         averages = state.setdefault("averages", {})
         adamw_update(
-            param, grad, averages, state["step"], group["lr"], group["betas"], group["eps"], group["weight_decay"]
+            param,
+            grad,
+            averages,
+            state["step"],
+            group["lr"],
+            group["betas"],
+            group["eps"],
+            group["weight_decay"],
         )

@@ -1,9 +1,10 @@
 """Partition table of whole tensors: which rank owns which, balanced in bytes.
 
-Cutting every tensor (:mod:`.flat_slices`) balances to the byte, but a slice has no rows and columns. Whole tensors suit
-any optimizer, also one that works on matrices, at the price of balance: no rank holds less than the largest tensor.
-Assigning the largest first, each to the rank with the least so far, keeps the fullest rank within the mean plus the
-largest tensor, and usually far closer.
+Cutting every tensor (:mod:`.flat_slices`) balances to the byte, but a slice has no rows and
+columns. Whole tensors suit any optimizer, also one that works on matrices, at the price of balance:
+no rank holds less than the largest tensor. Assigning the largest first, each to the rank with the
+least so far, keeps the fullest rank within the mean plus the largest tensor, and usually far
+closer.
 """
 
 from collections.abc import Sequence
@@ -16,10 +17,13 @@ class Evenness(Enum):
     model = "model"
     """Bytes of the model: the least memory."""
     unit = "unit"
-    """Bytes of each unit, so that its broadcasts come from as many ranks as possible: the fastest gathers."""
+    """Bytes of each unit, so that its broadcasts come from as many ranks as possible: the fastest
+    gathers."""
 
 
-def assign_owners(units: Sequence[Sequence[int]], ranks: int, evenness: Evenness = Evenness.model) -> list[list[int]]:
+def assign_owners(
+    units: Sequence[Sequence[int]], ranks: int, evenness: Evenness = Evenness.model
+) -> list[list[int]]:
     """Choose an owner for every tensor.
 
     Args:

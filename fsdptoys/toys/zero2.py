@@ -6,23 +6,24 @@
     step         update slice 0                         update slice 1          states: 1/N
     publish      slices 0 and 1 ←──── all-gather ────→  slices 0 and 1
 
-An all-reduce is a reduce-scatter and an all-gather of its result. ZeRO-1's ranks need only a slice of that result; here
-the second half is left out, which pays for the all-gather of parameters: as many bytes as DDP, with 1/N of states and
-gradients.
+An all-reduce is a reduce-scatter and an all-gather of its result. ZeRO-1's ranks need only a slice
+of that result; here the second half is left out, which pays for the all-gather of parameters: as
+many bytes as DDP, with 1/N of states and gradients.
 
-A bucket's buffer is allocated at its first gradient, takes over each gradient (which is freed), is sent after the last
-one and freed on arrival; at most two are in flight. Buckets leave in a fixed order, as in DDP. At the end of the
-backward, a parameter that a rank's loss does not use counts as zeros.
+A bucket's buffer is allocated at its first gradient, takes over each gradient (which is freed), is
+sent after the last one and freed on arrival; at most two are in flight. Buckets leave in a fixed
+order, as in DDP. At the end of the backward, a parameter that a rank's loss does not use counts as
+zeros.
 
-Every backward reduces, and the slices accumulate the gradients of several micro-batches. Accumulating whole gradients
-and reducing once would send less, but needs P of memory again.
+Every backward reduces, and the slices accumulate the gradients of several micro-batches.
+Accumulating whole gradients and reducing once would send less, but needs P of memory again.
 
-Each rank keeps P parameters, P/N gradients (plus three buckets) and 1/N of the states. It sends P·(N−1)/N to
-reduce-scatter in each backward and P·(N−1)/N to all-gather in each step.
+Each rank keeps P parameters, P/N gradients (plus three buckets) and 1/N of the states. It sends
+P·(N−1)/N to reduce-scatter in each backward and P·(N−1)/N to all-gather in each step.
 
-Left out: buckets in the order of the first backward (slices would have to move), reentrant backward passes, None as
-the gradient of parameters that no rank uses (it is zero). The optimizer must work element by element.
-Source: arXiv:1910.02054 (P_os+g)
+Left out: buckets in the order of the first backward (slices would have to move), reentrant backward
+passes, None as the gradient of parameters that no rank uses (it is zero). The optimizer must work
+element by element. Source: arXiv:1910.02054 (P_os+g)
 """
 
 from collections.abc import Iterator
@@ -41,14 +42,16 @@ IN_FLIGHT = 2
 
 
 class Zero2(nn.Module):
-    """A module whose gradients are reduced to slices; build the optimizer over ``pieces()`` and ``attach`` it.
+    """A module whose gradients are reduced to slices; build the optimizer over ``pieces()`` and
+    ``attach`` it.
 
     Args:
         module: the same architecture on all ranks; rank 0's values are used.
         process_group: ranks to shard over; None for all.
         bucket_cap_mb: MiB of a bucket.
         reduce_dtype: dtype of the sums over ranks; None for the parameters'.
-        overlap: send buckets during the backward; otherwise after it, which keeps all gradients whole until then.
+        overlap: send buckets during the backward; otherwise after it, which keeps all gradients
+            whole until then.
     """
 
     def __init__(
@@ -98,7 +101,9 @@ class Zero2(nn.Module):
         param.grad = None
         self._pending[bucket] -= 1
         buckets = self.slices.buckets
-        while self.overlap and self._next < len(buckets) and self._pending[buckets[self._next]] == 0:
+        while (
+            self.overlap and self._next < len(buckets) and self._pending[buckets[self._next]] == 0
+        ):
             self._send_next()
 
     def _gradient(self, bucket: SlicedBucket) -> Tensor:

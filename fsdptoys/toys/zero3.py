@@ -4,25 +4,26 @@
     rank 1 keeps   w2             w2 ─┼─────────→ w1 w2 w3 on all, forward │ reduce → gradient of w2 at rank 1
     rank 2 keeps   w3             w3 ─┘           or backward, then freed ─┘ reduce → gradient of w3 at rank 2
 
-The model is cut into units: its blocks, and the rest. The tensors of a unit that one rank owns are a share, one flat
-buffer, so a unit takes at most N broadcasts. All shares are broadcast before the unit's forward and freed after it, and
-again around its backward, after which each share's gradients are reduced to its owner and freed. The next unit is
-gathered while one computes. Freeing resizes a storage to nothing and gathering resizes it back, so that views of it
-stay valid, also those that autograd saved. The rest of the model is gathered once for forward and backward, since its
-head is the end of one and the begin of the other.
+The model is cut into units: its blocks, and the rest. The tensors of a unit that one rank owns are
+a share, one flat buffer, so a unit takes at most N broadcasts. All shares are broadcast before the
+unit's forward and freed after it, and again around its backward, after which each share's gradients
+are reduced to its owner and freed. The next unit is gathered while one computes. Freeing resizes a
+storage to nothing and gathering resizes it back, so that views of it stay valid, also those that
+autograd saved. The rest of the model is gathered once for forward and backward, since its head is
+the end of one and the begin of the other.
 
-An optimizer over ``owned()`` sees whole tensors and may be of any kind. Nothing is sent after its step: the next
-forward broadcasts the updated tensors.
+An optimizer over ``owned()`` sees whole tensors and may be of any kind. Nothing is sent after its
+step: the next forward broadcasts the updated tensors.
 
-Each rank keeps P/N parameters, P/N gradients and 1/N of the states (as evenly as :mod:`.partition` balances them), plus
-one or two whole units and their gradients. A step broadcasts P in the forward and P in the backward (the rest of the
-model once for both) and reduces P: each rank sends or receives about 3·P·(N−1)/N, half as much again as DDP.
+Each rank keeps P/N parameters, P/N gradients and 1/N of the states (as evenly as :mod:`.partition`
+balances them), plus one or two whole units and their gradients. A step broadcasts P in the forward
+and P in the backward (the rest of the model once for both) and reduces P: each rank sends or
+receives about 3·P·(N−1)/N, half as much again as DDP.
 
-Parameters on the meta device get memory and values unit by unit, on their owners only.
-All ranks must run the same blocks: a block's gather waits for every rank.
-Left out: None as the gradient of parameters that no rank uses (it is zero), reentrant checkpoints, parameters of two
-units, dtypes other than the parameters'.
-Source: arXiv:1910.02054 (P_os+g+p)
+Parameters on the meta device get memory and values unit by unit, on their owners only. All ranks
+must run the same blocks: a block's gather waits for every rank. Left out: None as the gradient of
+parameters that no rank uses (it is zero), reentrant checkpoints, parameters of two units, dtypes
+other than the parameters'. Source: arXiv:1910.02054 (P_os+g+p)
 """
 
 import functools
@@ -46,9 +47,12 @@ Fill = Callable[[Tensor, str], None]
 
 
 class Share:
-    """One rank's tensors of a unit, in one buffer; on other ranks it has memory only while the unit is gathered."""
+    """One rank's tensors of a unit, in one buffer; on other ranks it has memory only while the unit
+    is gathered."""
 
-    def __init__(self, owner: int, names: list[str], params: list[nn.Parameter], device: torch.device) -> None:
+    def __init__(
+        self, owner: int, names: list[str], params: list[nn.Parameter], device: torch.device
+    ) -> None:
         self.owner, self.names, self.params = owner, names, params
         self.elements = sum(param.numel() for param in params)
         self.flat = torch.empty(self.elements, dtype=params[0].dtype, device=device)
@@ -82,11 +86,13 @@ class Zero3(nn.Module):
     """A module whose tensors are distributed over ranks.
 
     Args:
-        module: on the meta device, or the same on all ranks; the owner's values of each tensor are used.
+        module: on the meta device, or the same on all ranks; the owner's values of each tensor are
+            used.
         blocks: submodules that become units, in the order of the forward.
         device: device of the tensors.
         process_group: ranks to shard over; None for all.
-        fill: sets the values of a parameter from the meta device; called with its name, on the owner only.
+        fill: sets the values of a parameter from the meta device; called with its name, on the
+            owner only.
         evenness: balance over the model or in each unit.
         prefetch: gather the next unit while one computes.
         reduce_dtype: dtype of the sums over ranks; None for the parameters'.
@@ -135,25 +141,42 @@ class Zero3(nn.Module):
 
     @torch.no_grad()
     def _make_units(
-        self, blocks: Sequence[nn.Module], device: torch.device, fill: Fill | None, evenness: Evenness
+        self,
+        blocks: Sequence[nn.Module],
+        device: torch.device,
+        fill: Fill | None,
+        evenness: Evenness,
     ) -> list[ModuleUnit]:
         """Move the parameters into shares, one unit after the other."""
         names = {param: name for name, param in self.module.named_parameters()}
         within = {inner for block in blocks for inner in block.modules()}
         rest = [outer for outer in self.module.modules() if outer not in within]
-        of_rest = dict.fromkeys(param for outer in rest for param in outer.parameters(recurse=False))
+        of_rest = dict.fromkeys(
+            param for outer in rest for param in outer.parameters(recurse=False)
+        )
         parts = [list(of_rest), *(list(block.parameters()) for block in blocks)]
         units_of = Counter(itertools.chain(*parts))
         if shared := [name for param, name in names.items() if units_of[param] > 1]:
-            raise ValueError(f"two units have the parameter {shared[0]!r}; make one block of all that have it, or none")
+            raise ValueError(
+                f"two units have the parameter {shared[0]!r}; make one block of all that have "
+                "it, or none"
+            )
         owners = assign_owners(
-            [[param.numel() * param.element_size() for param in part] for part in parts], self.ranks, evenness
+            [[param.numel() * param.element_size() for param in part] for part in parts],
+            self.ranks,
+            evenness,
         )
         units = []
         for number, (part, ranks) in enumerate(zip(parts, owners, strict=True)):
             shares = []
-            for rank, dtype in dict.fromkeys((rank, param.dtype) for param, rank in zip(part, ranks, strict=True)):
-                mine = [p for p, owner in zip(part, ranks, strict=True) if owner == rank and p.dtype == dtype]
+            for rank, dtype in dict.fromkeys(
+                (rank, param.dtype) for param, rank in zip(part, ranks, strict=True)
+            ):
+                mine = [
+                    p
+                    for p, owner in zip(part, ranks, strict=True)
+                    if owner == rank and p.dtype == dtype
+                ]
                 share = Share(rank, [names[param] for param in mine], mine, device)
                 share.params = [self._install(share, slot, fill) for slot in range(len(mine))]
                 share.resize(rank == self.rank)
@@ -233,7 +256,8 @@ class Zero3(nn.Module):
 
     @torch.no_grad()
     def _take(self, param: Tensor) -> None:
-        """Move a gradient into its share's buffer; free the parameters and send the gradients of finished units."""
+        """Move a gradient into its share's buffer; free the parameters and send the gradients of
+        finished units."""
         unit, share, slot = self._places[param]  # type: ignore[index]
         assert param.grad is not None
         into = views_like(self._gradients_of(share), share.params)[slot]
@@ -251,7 +275,8 @@ class Zero3(nn.Module):
         return share.gradients
 
     def _send_next(self) -> None:
-        """Reduce a unit's gradients to their owners, in the fixed order from the last unit to the first."""
+        """Reduce a unit's gradients to their owners, in the fixed order from the last unit to the
+        first."""
         unit = self.units[self._next]
         self._next -= 1
         while len(self._in_flight) >= IN_FLIGHT:
@@ -259,7 +284,9 @@ class Zero3(nn.Module):
         works = []
         for share in unit.shares if unit.trainable else []:
             target = dist.get_global_rank(self.group, share.owner)
-            works.append(dist.reduce(self._gradients_of(share), target, group=self.group, async_op=True))
+            works.append(
+                dist.reduce(self._gradients_of(share), target, group=self.group, async_op=True)
+            )
         self._in_flight.append((unit, works))
 
     def _receive(self) -> None:

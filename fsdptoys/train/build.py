@@ -33,7 +33,8 @@ from .step_readings import StepReadings
 
 
 def build_world(config: Config, device: Device | None = None) -> World:
-    """Return the ranks of the process group, on a device or on that of the config and the local rank."""
+    """Return the ranks of the process group, on a device or on that of the config and the local
+    rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return World(
@@ -49,7 +50,9 @@ def build_world(config: Config, device: Device | None = None) -> World:
     )
 
 
-def build_stepper(optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config) -> OptimizerStepper:
+def build_stepper(
+    optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config
+) -> OptimizerStepper:
     """Choose where and when the optimizer steps; the strategy has been sharded."""
     stepper = _choose_stepper(optimizer, strategy, config)
     # With unit-by-unit updates, each unit's all-gather computes its own scales.
@@ -58,9 +61,14 @@ def build_stepper(optimizer: torch.optim.Optimizer, strategy: Strategy, config: 
     return stepper
 
 
-def _choose_stepper(optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config) -> OptimizerStepper:
+def _choose_stepper(
+    optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config
+) -> OptimizerStepper:
     memory, world = config.memory, strategy.world
-    units = [(module, [param for param in params if param.requires_grad]) for module, params in strategy.units()]
+    units = [
+        (module, [param for param in params if param.requires_grad])
+        for module, params in strategy.units()
+    ]
     units = [(module, params) for module, params in units if params]
     if memory.optimizer_offload:
         assert config.train.init_seed is not None
@@ -95,7 +103,9 @@ def _choose_stepper(optimizer: torch.optim.Optimizer, strategy: Strategy, config
         def measure(grad: Tensor) -> list[Tensor]:
             return strategy.local_norms([local_tensor(grad)])
 
-        return OptimizerInBackward(optimizer, (param for _, param in strategy.trainable_parameters()), measure)
+        return OptimizerInBackward(
+            optimizer, (param for _, param in strategy.trainable_parameters()), measure
+        )
     return OptimizerStepper(optimizer, world.cpu_threads if memory.cpu_offload else None)
 
 
@@ -120,5 +130,7 @@ def build_readings(
         routing=built.routing.metrics if built.routing else None,
         world_size=world.world_size,
         # Published peak FLOPs are for bfloat16; data sheets state the same for float16.
-        peak_flops=world.device.peak_flops if config.parallel.param_dtype is not DType.float32 else None,
+        peak_flops=world.device.peak_flops
+        if config.parallel.param_dtype is not DType.float32
+        else None,
     )

@@ -23,10 +23,11 @@ from .object_collectives import use_json
 
 @contextmanager
 def process_group(config: Config) -> Iterator[None]:
-    """Initialize the process group from torchrun's environment variables, unless one exists already.
+    """Initialize the process group from torchrun's environment variables, unless one exists
+    already.
 
-    LostRanksError if not all ranks join in time, or the node of rank 0 does not answer; ConfigError if MASTER_PORT is
-    taken, or gloo's network interface does not exist.
+    LostRanksError if not all ranks join in time, or the node of rank 0 does not answer; ConfigError
+    if MASTER_PORT is taken, or gloo's network interface does not exist.
     """
     if dist.is_initialized():
         yield
@@ -51,7 +52,8 @@ def process_group(config: Config) -> Iterator[None]:
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(
-                f"MASTER_PORT={os.environ['MASTER_PORT']} is taken on this machine by another program; set another"
+                f"MASTER_PORT={os.environ['MASTER_PORT']} is taken on this machine by another "
+                "program; set another"
             ) from error
         # Unreachable hosts raise another error than missing ranks.
         unanswered = isinstance(error, dist.DistNetworkError) and "timed out" in str(error)
@@ -59,16 +61,18 @@ def process_group(config: Config) -> Iterator[None]:
             raise
         raise LostRanksError(
             f"not all {world_size} ranks joined the process group within "
-            f"launch.timeout_seconds={config.launch.timeout_seconds:g} [{str(error).splitlines()[0]}]"
+            f"launch.timeout_seconds={config.launch.timeout_seconds:g} "
+            f"[{str(error).splitlines()[0]}]"
         ) from error
     try:
         yield
     finally:
-        # After an exception the other ranks may hang in a collective, for which destroying would wait.
+        # After an exception the other ranks may hang in a collective, for which destroying would
+        # wait.
         if sys.exc_info()[0] is None:
-            # gloo's threads need the GIL to free the tensors of the last collective. Destroying the group (or ending
-            # the interpreter) before that deadlocks: seen with torch 2.13 as a hang or "terminate called". A barrier
-            # gives them time, and holds no tensors itself.
+            # gloo's threads need the GIL to free the tensors of the last collective. Destroying the
+            # group (or ending the interpreter) before that deadlocks: seen with torch 2.13 as a
+            # hang or "terminate called". A barrier gives them time, and holds no tensors itself.
             dist.barrier(device_ids=device.barrier_devices)
             dist.destroy_process_group()
 
@@ -77,8 +81,8 @@ def process_group(config: Config) -> Iterator[None]:
 def deterministic_kernels(wanted: Deterministic | bool, device_type: str) -> Iterator[None]:
     """Make PyTorch use deterministic kernels within this context, if ``wanted``.
 
-    PyTorch then also fills uninitialized memory, which would take a fifth of a step of the many small matmuls of
-    ``layout``, and is left out there.
+    PyTorch then also fills uninitialized memory, which would take a fifth of a step of the many
+    small matmuls of ``layout``, and is left out there.
     """
     if not wanted:
         yield
@@ -86,8 +90,8 @@ def deterministic_kernels(wanted: Deterministic | bool, device_type: str) -> Ite
     options: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     filled = options.fill_uninitialized_memory
-    # For processes not started by our launcher: cuBLAS reads its variable with the first handle, HCCL with the first
-    # group. Without cuBLAS's variable PyTorch refuses deterministic matmuls.
+    # For processes not started by our launcher: cuBLAS reads its variable with the first handle,
+    # HCCL with the first group. Without cuBLAS's variable PyTorch refuses deterministic matmuls.
     for name, value in DETERMINISTIC.get(device_type, {}).items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
@@ -102,7 +106,8 @@ def deterministic_kernels(wanted: Deterministic | bool, device_type: str) -> Ite
 
 
 def device_of(config: Config) -> Device:
-    """The device of this rank; ConfigError if it does not exist, or lacks bfloat16 where the model computes in it."""
+    """The device of this rank; ConfigError if it does not exist, or lacks bfloat16 where the model
+    computes in it."""
     chosen = config.launch.device.value
     device_type = available_device_type() if chosen == "auto" else chosen
     device = Device(device_type, int(os.environ.get("LOCAL_RANK", 0)))

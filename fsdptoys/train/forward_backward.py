@@ -1,4 +1,5 @@
-"""Forward and backward of a step's micro-batches, one after another or through the stages of a pipeline."""
+"""Forward and backward of a step's micro-batches, one after another or through the stages of a
+pipeline."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,7 +30,8 @@ def forward_backward(
         inputs: of this rank.
         scale: of the losses.
         begin: called with the number of each micro-batch before its forward.
-        enter: called with ``forward`` and ``backward`` as these begin; a pipeline has both in one phase.
+        enter: called with ``forward`` and ``backward`` as these begin; a pipeline has both in one
+            phase.
     """
     microbatches = inputs.microbatches
     loss_sum = strategy.world.zero()
@@ -38,7 +40,9 @@ def forward_backward(
         if routing:
             routing.before_forward(strategy.full_model, 0, microbatches)
         around = routing.around_stage if routing else lambda modules: nullcontext()
-        strategy.pipelined.train_step(Step(microbatches, scale.loss_fn, scale.per_token, around, loss_sum))
+        strategy.pipelined.train_step(
+            Step(microbatches, scale.loss_fn, scale.per_token, around, loss_sum)
+        )
         return loss_sum
     for index, (tokens_BT, labels_BT) in enumerate(microbatches):
         if routing:

@@ -6,8 +6,8 @@ The gradient of a step is that of the mean loss over all valid tokens of the glo
     collectives divide by   ``strategy.reduces.divisor``, for experts ``strategy.reduces_experts.divisor``
     clipping multiplies by  ``unscale`` = divisor / factor
 
-``factor`` is the divisor itself, so that ``unscale`` is 1; in float16 it is the loss scale instead. Where experts are
-divided by fewer ranks than other parameters, their backward divides by the rest.
+``factor`` is the divisor itself, so that ``unscale`` is 1; in float16 it is the loss scale instead.
+Where experts are divided by fewer ranks than other parameters, their backward divides by the rest.
 """
 
 import dataclasses

@@ -1,14 +1,17 @@
-"""Heartbeat files: the current step and phase of each rank, to name the missing ranks when a collective hangs.
+"""Heartbeat files: the current step and phase of each rank, to name the missing ranks when a
+collective hangs.
 
-If a rank does not join a collective, the other ranks fail after the timeout with an error that does not name it. Each
-rank therefore rewrites a small file with its step, phase and the number of beats in this step, which orders two ranks
-even if gradient accumulation repeats the phases (all ranks must report the same phases in the same order). A write is
-one ``pwrite`` of 320 bytes without fsync: it takes microseconds, and survives a crash of the process, not of the
-machine. The rendezvous of the ranks, which differs between starts of a run, separates current files from older ones.
+If a rank does not join a collective, the other ranks fail after the timeout with an error that does
+not name it. Each rank therefore rewrites a small file with its step, phase and the number of beats
+in this step, which orders two ranks even if gradient accumulation repeats the phases (all ranks
+must report the same phases in the same order). A write is one ``pwrite`` of 320 bytes without
+fsync: it takes microseconds, and survives a crash of the process, not of the machine. The
+rendezvous of the ranks, which differs between starts of a run, separates current files from older
+ones.
 
-Limits: ranks on nodes that do not share the run directory are reported as silent, and a shared file system may show
-changes late. Under NCCL a hung collective aborts the process (SIGABRT) before Python can react; then the launcher reads
-the files.
+Limits: ranks on nodes that do not share the run directory are reported as silent, and a shared file
+system may show changes late. Under NCCL a hung collective aborts the process (SIGABRT) before
+Python can react; then the launcher reads the files.
 """
 
 import contextlib
@@ -27,13 +30,19 @@ from fsdptoys.utils.bounds import at_least, between, max_length
 from fsdptoys.utils.causes import with_causes
 from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.from_tree import build
-from fsdptoys.utils.regular_file import NotRegularFileError, check_regular, open_descriptor, open_regular
+from fsdptoys.utils.regular_file import (
+    NotRegularFileError,
+    check_regular,
+    open_descriptor,
+    open_regular,
+)
 
 HEARTBEATS_FOLDER = "heartbeats"
 """In the run directory."""
 
 START = "FSDPTOYS_START"
-"""Identifies one start of the ranks, on all nodes alike; set by our launcher only, not by torchrun."""
+"""Identifies one start of the ranks, on all nodes alike; set by our launcher only, not by
+torchrun."""
 
 RECORD_BYTES = 320
 
@@ -78,7 +87,8 @@ class Heartbeat:
         return self.step, self.beat
 
     def state(self) -> str | None:
-        """``has ended`` or ``is stopped (…)``; None if the process runs, is on another machine, or cannot be read."""
+        """``has ended`` or ``is stopped (…)``; None if the process runs, is on another machine, or
+        cannot be read."""
         if self.host != _host():
             return None
         try:
@@ -88,12 +98,20 @@ class Heartbeat:
             return "has ended"
         except (OSError, ValueError, IndexError):
             return None
-        named = {"Z": "has ended", "X": "has ended", "T": "is stopped (SIGSTOP)", "t": "is stopped (by a debugger)"}
+        named = {
+            "Z": "has ended",
+            "X": "has ended",
+            "T": "is stopped (SIGSTOP)",
+            "t": "is stopped (by a debugger)",
+        }
         return named.get(letter)
 
     def describe(self, now: float) -> str:
         """Step, phase, age and process, for a sentence."""
-        return f"step {self.step} ({self.phase}), {max(0.0, now - self.time):.0f} s ago, pid {self.pid} on {self.host}"
+        return (
+            f"step {self.step} ({self.phase}), {max(0.0, now - self.time):.0f} s ago, pid "
+            f"{self.pid} on {self.host}"
+        )
 
 
 class HeartbeatWriter:
@@ -119,7 +137,12 @@ class HeartbeatWriter:
         """Record that this rank is now in ``phase`` of ``step``; write errors are ignored."""
         self._beat = self._beat + 1 if step == self._step else 0
         self._step = step
-        record = self._fixed | {"step": step, "phase": phase[:32], "beat": self._beat, "time": round(time.time(), 3)}
+        record = self._fixed | {
+            "step": step,
+            "phase": phase[:32],
+            "beat": self._beat,
+            "time": round(time.time(), 3),
+        }
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.pwrite(self._file, _encode(record), 0)
@@ -150,14 +173,20 @@ def read_heartbeats(folder: Path) -> dict[int, Heartbeat]:
 
 
 def lost_message(error: BaseException) -> str | None:
-    """The message of an error, or of one behind it, by which a collective failed because of other ranks."""
+    """The message of an error, or of one behind it, by which a collective failed because of other
+    ranks."""
     messages = map(str, with_causes(error))
-    return next((each for each in messages if TIMED_OUT.search(each) or LOST_PEER.search(each)), None)
+    return next(
+        (each for each in messages if TIMED_OUT.search(each) or LOST_PEER.search(each)), None
+    )
 
 
 @contextlib.contextmanager
-def explain_lost_ranks(folder: Path, rank: int, world_size: int, limits: Mapping[str, float]) -> Iterator[None]:
-    """Turn a collective's timeout or broken connection into a ``LostRanksError`` that names the missing ranks.
+def explain_lost_ranks(
+    folder: Path, rank: int, world_size: int, limits: Mapping[str, float]
+) -> Iterator[None]:
+    """Turn a collective's timeout or broken connection into a ``LostRanksError`` that names the
+    missing ranks.
 
     ``limits`` are the timeouts in seconds by the option that sets them, that of training first.
     """
@@ -171,7 +200,8 @@ def explain_lost_ranks(folder: Path, rank: int, world_size: int, limits: Mapping
         if TIMED_OUT.search(message):
             happened = f"a collective timed out ({_passed_limit(message, limits)})"
         raise LostRanksError(
-            f"{happened}; {describe_missing_ranks(folder, rank, world_size)} [{message.splitlines()[0]}]"
+            f"{happened}; {describe_missing_ranks(folder, rank, world_size)} "
+            f"[{message.splitlines()[0]}]"
         ) from error
 
 
@@ -179,7 +209,9 @@ def _passed_limit(message: str, limits: Mapping[str, float]) -> str:
     """The option of the timeout that a message names, or else the first, with its value."""
     named = re.search(r"(\d+) ?ms|Timeout\(ms\)=(\d+)", message)
     seconds = float(named[1] or named[2]) / 1000 if named else None
-    option = next((option for option, limit in limits.items() if limit == seconds), next(iter(limits)))
+    option = next(
+        (option for option, limit in limits.items() if limit == seconds), next(iter(limits))
+    )
     return f"{option}={limits[option]:g}"
 
 
@@ -201,15 +233,17 @@ def describe_missing_ranks(folder: Path, rank: int, world_size: int) -> str:
         elif state := sign.state():
             lines.append(f"rank {other} {state}; its last heartbeat is of {sign.describe(now)}")
         elif sign.progress < own.progress:
-            lines.append(f"rank {other} did not arrive; its last heartbeat is of {sign.describe(now)}")
+            lines.append(
+                f"rank {other} did not arrive; its last heartbeat is of {sign.describe(now)}"
+            )
         elif sign.progress > own.progress:
             lines.append(f"rank {other} is ahead, in {sign.describe(now)}")
     if silent:
         lines.append(f"no heartbeat of {format_ranks(silent)}")
     if not lines:
         return (
-            f"the last heartbeat of all {world_size} ranks is of {here}: the network failed, or they do not call the "
-            "same collectives, or one of them hangs within it"
+            f"the last heartbeat of all {world_size} ranks is of {here}: the network failed, or "
+            "they do not call the same collectives, or one of them hangs within it"
         )
     if len(lines) > MAX_RANKS_NAMED:
         lines[MAX_RANKS_NAMED:] = [f"and {len(lines) - MAX_RANKS_NAMED} more ranks are elsewhere"]
@@ -219,7 +253,11 @@ def describe_missing_ranks(folder: Path, rank: int, world_size: int) -> str:
 def describe_heartbeat(folder: Path, rank: int, pid: int) -> str | None:
     """Describe the last heartbeat of a process on this machine; None if it has none."""
     sign = read_heartbeats(folder).get(rank)
-    return sign.describe(time.time()) if sign is not None and (sign.pid, sign.host) == (pid, _host()) else None
+    return (
+        sign.describe(time.time())
+        if sign is not None and (sign.pid, sign.host) == (pid, _host())
+        else None
+    )
 
 
 def describe_last_heartbeats(folder: Path, pids: Mapping[int, int]) -> str | None:
@@ -228,7 +266,11 @@ def describe_last_heartbeats(folder: Path, pids: Mapping[int, int]) -> str | Non
     ``pids``, the process ids of this machine's ranks, identify the start whose files count.
     """
     signs, now = read_heartbeats(folder), time.time()
-    starts = {sign.start for rank, sign in signs.items() if pids.get(rank) == sign.pid and sign.host == _host()}
+    starts = {
+        sign.start
+        for rank, sign in signs.items()
+        if pids.get(rank) == sign.pid and sign.host == _host()
+    }
     places: dict[tuple[int, str], list[Heartbeat]] = {}
     for sign in signs.values():
         if sign.start in starts:
@@ -238,7 +280,9 @@ def describe_last_heartbeats(folder: Path, pids: Mapping[int, int]) -> str | Non
     lines = [
         f"{format_ranks([sign.rank for sign in there])} in step {step} ({phase}) "
         f"{max(0.0, now - max(sign.time for sign in there)):.0f} s ago"
-        for (step, phase), there in sorted(places.items(), key=lambda place: max(sign.progress for sign in place[1]))
+        for (step, phase), there in sorted(
+            places.items(), key=lambda place: max(sign.progress for sign in place[1])
+        )
     ]
     return "last heartbeats: " + ", ".join(lines)
 
@@ -271,7 +315,12 @@ def _host() -> str:
 
 def _start() -> str:
     """Hash of the environment variables that identify this start of the ranks."""
-    names: tuple[str, ...] = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    names: tuple[str, ...] = (
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     if START in os.environ:
         names = (START,)
     return f"{zlib.crc32('|'.join(os.environ.get(name, '') for name in names).encode()):08x}"

@@ -1,4 +1,5 @@
-"""Initial values of a run's parameters: from folders or from the seed, for plain, adapted and quantized models."""
+"""Initial values of a run's parameters: from folders or from the seed, for plain, adapted and
+quantized models."""
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from fsdptoys.utils.dtensor import local_tensor, sharded_rows
 
 
 class InitialValues:
-    """Fills parameters of ``model.init_from`` and ``tune.adapter``, or of the seed where these are null.
+    """Fills parameters of ``model.init_from`` and ``tune.adapter``, or of the seed where these are
+    null.
 
     Args:
         model: on the meta device, before it gets adapters.
@@ -36,7 +38,8 @@ class InitialValues:
     def fill(self, param: Tensor, name: str) -> None:
         """Fill a parameter, or this rank's shard of it, in place.
 
-        A quantized one is filled from the values of the plain one, of which only one at a time exists.
+        A quantized one is filled from the values of the plain one, of which only one at a time
+        exists.
         """
         if is_packed(name):
             packed = local_tensor(param)

@@ -1,7 +1,8 @@
 """Sizes of a trainer's parameters, units and states, read from its tensors before the first step.
 
-Optimizer states that do not exist yet are counted with the formula of the optimizer's configuration, which the planner
-uses too; AdamW's step counters, four bytes a parameter tensor, are left out.
+Optimizer states that do not exist yet are counted with the formula of the optimizer's
+configuration, which the planner uses too; AdamW's step counters, four bytes a parameter tensor, are
+left out.
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,15 +40,20 @@ def measure_layout(trainer: "Trainer") -> Layout:
         states, on_host = 0, 0
         for name, local in trained.items():
             states += sum(
-                config.optim.state_bytes(params[name].shape, local.numel(), name in trainer.built.block_names)
+                config.optim.state_bytes(
+                    params[name].shape, local.numel(), name in trainer.built.block_names
+                )
             )
-    numbers = torch.tensor([elements, held, gradients, states, on_host], device=trainer.world.device.torch_device)
+    numbers = torch.tensor(
+        [elements, held, gradients, states, on_host], device=trainer.world.device.torch_device
+    )
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     elements, *each, on_host = map(int, numbers.tolist())
     kinds = "parameters", "gradients", "optimizer states"
     offloads = config.memory.cpu_offload
     held_bytes = {
-        kind: RankBytes(*((0, size) if offloads else (size, 0))) for kind, size in zip(kinds, each, strict=True)
+        kind: RankBytes(*((0, size) if offloads else (size, 0)))
+        for kind, size in zip(kinds, each, strict=True)
     }
     if on_host:
         held_bytes[kinds[-1]] = RankBytes(0 if offloads else each[-1], on_host)
@@ -55,7 +61,10 @@ def measure_layout(trainer: "Trainer") -> Layout:
     gathered = {name: size // strategy.gathered_parts(name) for name, size in sizes.items()}
     units = unit_sizes(strategy.unit_names(), gathered)
     width = config.parallel.param_dtype.torch.itemsize
-    by_size = [Unit(name, size, size * width) for name, size in sorted(units.items(), key=lambda unit: unit[1])]
+    by_size = [
+        Unit(name, size, size * width)
+        for name, size in sorted(units.items(), key=lambda unit: unit[1])
+    ]
     largest = max(by_size, key=lambda unit: unit.parameters, default=None)
     return Layout(
         parameters=sum(sizes.values()),
@@ -66,7 +75,9 @@ def measure_layout(trainer: "Trainer") -> Layout:
         mesh={axis: ranks for axis, ranks in strategy.axes().items() if ranks > 1},
         sharded=strategy.sharded,
         bytes_per_rank=held_bytes,
-        trained=sum(sizes[name] for name in trained) if config.tune.freezes else sum(sizes.values()),
+        trained=sum(sizes[name] for name in trained)
+        if config.tune.freezes
+        else sum(sizes.values()),
     )
 
 
@@ -74,14 +85,21 @@ def count_elements(own: Mapping[str, Tensor]) -> int:
     """Elements of one rank's tensors, by name, with the padding of shards."""
     packed = storage_bytes(tensor for name, tensor in own.items() if is_packed(name))
     kinds = {tensor.dtype for tensor in own.values()}
-    plain = {kind: [each for name, each in own.items() if each.dtype is kind and not is_packed(name)] for kind in kinds}
-    return unpacked_elements(packed) + sum(storage_bytes(each) // kind.itemsize for kind, each in plain.items())
+    plain = {
+        kind: [each for name, each in own.items() if each.dtype is kind and not is_packed(name)]
+        for kind in kinds
+    }
+    return unpacked_elements(packed) + sum(
+        storage_bytes(each) // kind.itemsize for kind, each in plain.items()
+    )
 
 
 def unit_sizes(units: Iterable[list[str]], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Parameters of each unit by name, of units that have any; a parameter belongs to the innermost module named.
+    """Parameters of each unit by name, of units that have any; a parameter belongs to the innermost
+    module named.
 
-    ``units`` has the names of the modules of each unit, ``sizes`` the number of elements of each parameter.
+    ``units`` has the names of the modules of each unit, ``sizes`` the number of elements of each
+    parameter.
     """
     unit_of = {name: ", ".join(filter(None, names)) or "root" for names in units for name in names}
     found = dict.fromkeys(unit_of.values(), 0)

@@ -1,10 +1,11 @@
 """Auxiliary losses of MoE routers over the global batch, and routing metrics.
 
-A router sees its own micro-batch only (``models/moe.py``). ``RoutingBalance`` sums the expert counts of all ranks
-between forward and backward and gives each router the gradient of the auxiliary losses, which are linear in the
-router's sums. With gradient accumulation a backward uses the counts of the micro-batches so far, since later ones are
-not routed yet (arXiv:2501.11873); the reported losses cover the full step. With ``train.deterministic=layout``, whose
-gradients do not depend on the micro-batches, one more forward of each routes the full step first.
+A router sees its own micro-batch only (``models/moe.py``). ``RoutingBalance`` sums the expert
+counts of all ranks between forward and backward and gives each router the gradient of the auxiliary
+losses, which are linear in the router's sums. With gradient accumulation a backward uses the counts
+of the micro-batches so far, since later ones are not routed yet (arXiv:2501.11873); the reported
+losses cover the full step. With ``train.deterministic=layout``, whose gradients do not depend on
+the micro-batches, one more forward of each routes the full step first.
 
 Over the tokens of a step, padding included, and a layer's E experts:
 
@@ -12,9 +13,9 @@ Over the tokens of a step, padding included, and a layer's E experts:
     z-loss          mean of logsumexp(logits)²
 
 Both are averaged over the MoE layers and weighted with ``model.router_aux_loss_coef`` and
-``model.router_z_loss_coef``. Under perfect balance the first equals K, the number of experts per token.
-transformers' ``load_balancing_loss_func`` is the same for one layer; for several it sums the counts over layers before
-it multiplies, so two unbalanced layers can look balanced.
+``model.router_z_loss_coef``. Under perfect balance the first equals K, the number of experts per
+token. transformers' ``load_balancing_loss_func`` is the same for one layer; for several it sums the
+counts over layers before it multiplies, so two unbalanced layers can look balanced.
 """
 
 import math
@@ -65,12 +66,15 @@ class RoutingBalance:
         """Whether ``before_forward`` has counted the next micro-batch."""
 
     def begin_step(self, tokens: int, loss_scale: float) -> None:
-        """Reset the sums, for a global batch of ``tokens`` (with or without labels) and the factor on the loss."""
+        """Reset the sums, for a global batch of ``tokens`` (with or without labels) and the factor
+        on the loss."""
         self._tokens = tokens
         self._loss_scale = loss_scale
         n_layers, n_experts = self._n_layers, self._n_experts
         self._counts_LE = torch.zeros(n_layers, n_experts, dtype=torch.int64, device=self._device)
-        self._sums = torch.zeros(n_layers, n_experts + 1, dtype=self._sum_dtype, device=self._device)
+        self._sums = torch.zeros(
+            n_layers, n_experts + 1, dtype=self._sum_dtype, device=self._device
+        )
 
     def before_forward(
         self,
@@ -79,11 +83,12 @@ class RoutingBalance:
         microbatches: Sequence[tuple[Tensor, Tensor]],
         begin: Callable[[int], None] = lambda index: None,
     ) -> None:
-        """Route the micro-batches that real ranks would run concurrently, or first, before one of them runs.
+        """Route the micro-batches that real ranks would run concurrently, or first, before one of
+        them runs.
 
-        Costs one more forward per micro-batch of the step, if this process simulates several ranks or the full step is
-        routed first; ``index`` is that of the next micro-batch. ``begin`` is called with that of each before its
-        forward. A collective.
+        Costs one more forward per micro-batch of the step, if this process simulates several ranks
+        or the full step is routed first; ``index`` is that of the next micro-batch. ``begin`` is
+        called with that of each before its forward. A collective.
         """
         together = len(microbatches) if self._routes_first else self._local_ranks
         self._counted = together > 1 and self._aux_coef != 0
@@ -91,7 +96,9 @@ class RoutingBalance:
             return
         counts_LE = torch.zeros_like(self._counts_LE)
         with torch.no_grad():
-            for place, (tokens_BT, labels_BT) in enumerate(microbatches[index : index + together], index):
+            for place, (tokens_BT, labels_BT) in enumerate(
+                microbatches[index : index + together], index
+            ):
                 begin(place)
                 # Labels and an empty loss avoid the computation of logits.
                 model(tokens_BT.to(self._device), labels_BT.to(self._device), _no_loss)
@@ -103,7 +110,8 @@ class RoutingBalance:
 
     @contextmanager
     def around_stage(self, modules: nn.Module) -> Iterator[None]:
-        """Balance the routers of a stage around its forward of one of several micro-batches. A collective."""
+        """Balance the routers of a stage around its forward of one of several micro-batches. A
+        collective."""
         found = routers(modules)
         for router in found:
             router.renew_gradient()
@@ -112,7 +120,8 @@ class RoutingBalance:
             self.before_backward(found)
 
     def before_backward(self, found: Sequence[Router] | None = None) -> None:
-        """Set the gradients of all routers, or of consecutive ones, between forward and backward. A collective."""
+        """Set the gradients of all routers, or of consecutive ones, between forward and backward. A
+        collective."""
         found = list(self._rows) if found is None else found
         rows = slice(self._rows[found[0]], self._rows[found[-1]] + 1)
         self._sums[rows] += torch.stack([router.sums for router in found])
@@ -131,8 +140,8 @@ class RoutingBalance:
             router.sums_grad.copy_(grad)
 
     def end_step(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return sums over this rank (``routing``), which the caller adds up over ranks, and counts over all ranks
-        (``experts``).
+        """Return sums over this rank (``routing``), which the caller adds up over ranks, and counts
+        over all ranks (``experts``).
 
         A collective without auxiliary loss, with which the counts are added up already.
         """
@@ -143,9 +152,13 @@ class RoutingBalance:
         return {"routing": self._sums}, {"experts": self._counts_LE}
 
     def metrics(self, sums: Tensor, counts: Tensor) -> RoutingMetrics:
-        """Compute the metrics of a step from the results of ``end_step`` over all ranks, on the host."""
+        """Compute the metrics of a step from the results of ``end_step`` over all ranks, on the
+        host."""
         n_layers = self._n_layers
-        means, counts_LE = sums.view(n_layers, -1).double() / self._tokens, counts.view(n_layers, -1)
+        means, counts_LE = (
+            sums.view(n_layers, -1).double() / self._tokens,
+            counts.view(n_layers, -1),
+        )
         probabilities_LE, z_L = means[:, :-1], means[:, -1]
         n_experts = counts_LE.shape[1]
         aux_L = n_experts * (counts_LE.double() / self._tokens * probabilities_LE).sum(1)
@@ -167,7 +180,8 @@ def _no_loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
 
 
 def build_routing_balance(model: DecoderModel, strategy: Strategy) -> RoutingBalance | None:
-    """Return the ``RoutingBalance`` of an MoE model, of which a rank may have some layers; None for a dense one.
+    """Return the ``RoutingBalance`` of an MoE model, of which a rank may have some layers; None for
+    a dense one.
 
     Args:
         model: split, and not yet sharded.

@@ -1,4 +1,5 @@
-"""Small tensors with names that travel as one: through one all-reduce, and through one copy to the host."""
+"""Small tensors with names that travel as one: through one all-reduce, and through one copy to the
+host."""
 
 from collections.abc import Mapping
 

@@ -1,12 +1,14 @@
 """JSON instead of pickle for torch's object collectives.
 
-``broadcast_object_list``, ``gather_object`` and similar, called here or by torch.distributed.checkpoint, send pickles,
-which can run code when loaded. The peers' addresses come from a store without authentication, so an attacker could pose
-as a rank. ``use_json`` makes torch send plain values and the fields of instances of a few known classes instead.
-Decoding creates instances of these classes only, and calls none of their methods. It takes several times as long as
+``broadcast_object_list``, ``gather_object`` and similar, called here or by
+torch.distributed.checkpoint, send pickles, which can run code when loaded. The peers' addresses
+come from a store without authentication, so an attacker could pose as a rank. ``use_json`` makes
+torch send plain values and the fields of instances of a few known classes instead. Decoding creates
+instances of these classes only, and calls none of their methods. It takes several times as long as
 pickle: 60 ms for the plan of a thousand tensors.
 
-An exception of any other class arrives as its nearest builtin base class, with the original class in the message.
+An exception of any other class arrives as its nearest builtin base class, with the original class
+in the message.
 """
 
 import base64
@@ -30,7 +32,10 @@ MAX_DEPTH = 200
 """Maximum nesting of JSON lists; each object takes several levels."""
 
 _TORCH_MODULES = (
-    *(f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "metadata", "planner", "storage")),
+    *(
+        f"torch.distributed.checkpoint.{name}"
+        for name in ("filesystem", "metadata", "planner", "storage")
+    ),
     "torch.distributed.fsdp._optim_utils",  # FSDP1's optimizer states
 )
 _MORE_THAN_TEXT = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
@@ -65,27 +70,42 @@ class JsonReader:
         try:
             return _value(parse_json(self._file.read(), max_depth=MAX_DEPTH, non_finite=True))
         except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-            raise WireError(f"a rank received an object that no rank of this run has sent ({error})") from None
+            raise WireError(
+                f"a rank received an object that no rank of this run has sent ({error})"
+            ) from None
 
 
 def use_json() -> None:
     """Make torch's object collectives in this process write and read JSON.
 
-    Replaces the private ``_pickler`` and ``_unpickler`` of distributed_c10d (tested with torch 2.13; 2.7 has both), and
-    checks that torch's functions look these names up, so that no version can silently use pickle: WireError otherwise.
+    Replaces the private ``_pickler`` and ``_unpickler`` of distributed_c10d (tested with torch
+    2.13; 2.7 has both), and checks that torch's functions look these names up, so that no version
+    can silently use pickle: WireError otherwise.
     """
     module: Any = distributed_c10d
     module._pickler, module._unpickler = JsonWriter, JsonReader
-    # Reads their code, since a call needs a process group on CUDA with TORCH_DISTRIBUTED_DEBUG=DETAIL.
-    writes, reads = module._object_to_tensor.__code__.co_names, module._tensor_to_object.__code__.co_names
+    # Reads their code, since a call needs a process group on CUDA with
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    writes, reads = (
+        module._object_to_tensor.__code__.co_names,
+        module._tensor_to_object.__code__.co_names,
+    )
     if "_pickler" not in writes or "_unpickler" not in reads:
-        raise WireError(f"torch {torch.__version__} sends pickles between ranks; use torch 2.7 to 2.15")
+        raise WireError(
+            f"torch {torch.__version__} sends pickles between ranks; use torch 2.7 to 2.15"
+        )
 
 
 def _plain(value: Any) -> Any:
     """Convert to lists, strings and numbers: plain values stay, all others become ``[kind, …]``."""
     kind = type(value)
-    if kind is int or kind is bool or value is None or kind is float or (kind is str and value.isascii()):
+    if (
+        kind is int
+        or kind is bool
+        or value is None
+        or kind is float
+        or (kind is str and value.isascii())
+    ):
         return value
     if kind not in _ENCODERS:
         _ENCODERS[kind] = _find_encoder(kind)
@@ -96,11 +116,16 @@ def _find_encoder(kind: Any) -> Callable[[Any], list[Any]]:
     if issubclass(kind, BaseException):
         return _plain_error
     if not _is_known(kind):
-        raise WireError(f"an object of {kind.__module__}.{kind.__qualname__} cannot be sent between ranks")
+        raise WireError(
+            f"an object of {kind.__module__}.{kind.__qualname__} cannot be sent between ranks"
+        )
     if issubclass(kind, enum.Enum):
         return lambda value: ["enum", kind.__module__, kind.__qualname__, value.name]
     head, names = ["object", kind.__module__, kind.__qualname__], _fields(kind)
-    return lambda value: [*head, *[[name, _plain(getattr(value, name))] for name in names if hasattr(value, name)]]
+    return lambda value: [
+        *head,
+        *[[name, _plain(getattr(value, name))] for name in names if hasattr(value, name)],
+    ]
 
 
 def _plain_stack(stack: traceback.StackSummary) -> list[Any]:
@@ -138,7 +163,10 @@ _ENCODERS: dict[Any, Callable[[Any], list[Any]]] = {
 
 def _plain_error(error: Any) -> list[Any]:
     kind: type[BaseException] = type(error)
-    if kind.__name__ == "CheckpointException" and kind.__module__ == "torch.distributed.checkpoint.api":
+    if (
+        kind.__name__ == "CheckpointException"
+        and kind.__module__ == "torch.distributed.checkpoint.api"
+    ):
         return ["failures", _plain(str(error.args[0])), _plain(error.failures)]
     if isinstance(error, OSError) and error.errno is not None:
         path = error.filename if isinstance(error.filename, str) else None
@@ -161,7 +189,11 @@ def _value(plain: Any) -> Any:
 
 def _tensor(dtype: Any, shape: Any, content: str) -> torch.Tensor:
     numbers = bytearray(_bytes(content))
-    flat = torch.frombuffer(numbers, dtype=_value(dtype)) if numbers else torch.empty(0, dtype=_value(dtype))
+    flat = (
+        torch.frombuffer(numbers, dtype=_value(dtype))
+        if numbers
+        else torch.empty(0, dtype=_value(dtype))
+    )
     return flat.reshape(shape)
 
 
@@ -173,7 +205,10 @@ def _named_of_torch(name: str) -> Any:
 
 
 def _stack(*frames: Any) -> traceback.StackSummary:
-    entries = [(str(file), int(line), str(name), str(text)) for file, line, name, text in map(_value, frames)]
+    entries = [
+        (str(file), int(line), str(name), str(text))
+        for file, line, name, text in map(_value, frames)
+    ]
     return traceback.StackSummary.from_list(entries)
 
 
@@ -204,7 +239,9 @@ def _failures(message: Any, failures: Any) -> BaseException:
 
 
 def _os_error(number: Any, text: Any, path: Any) -> OSError:
-    return OSError(int(number), str(_value(text)), *([str(_value(path))] if path is not None else []))
+    return OSError(
+        int(number), str(_value(text)), *([str(_value(path))] if path is not None else [])
+    )
 
 
 def _error(module: str, name: str, message: Any) -> BaseException:
@@ -236,7 +273,11 @@ def _is_allowed(module: Any) -> bool:
 
 
 def _fields(kind: Any) -> tuple[str, ...]:
-    return tuple(kind._fields if issubclass(kind, tuple) else (field.name for field in dataclasses.fields(kind)))
+    return tuple(
+        kind._fields
+        if issubclass(kind, tuple)
+        else (field.name for field in dataclasses.fields(kind))
+    )
 
 
 def _loaded(module: Any) -> Any:

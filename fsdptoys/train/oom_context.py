@@ -1,4 +1,5 @@
-"""Collect phase, live bytes and settings of a run, from which an out-of-memory error is explained."""
+"""Collect phase, live bytes and settings of a run, from which an out-of-memory error is
+explained."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -14,9 +15,14 @@ from fsdptoys.profiler import LiveBytes, OOMContext, PlacedBytes, Switches, live
 from fsdptoys.utils.dtensor import local_tensor
 
 
-def construction_context(config: Config, world: World, parameter_count: int) -> Callable[[], OOMContext]:
-    """Return a function that explains an out-of-memory error of construction, of a model with that many parameters."""
-    return functools.partial(oom_context, config, world, 0, "construction", parameter_count=parameter_count)
+def construction_context(
+    config: Config, world: World, parameter_count: int
+) -> Callable[[], OOMContext]:
+    """Return a function that explains an out-of-memory error of construction, of a model with that
+    many parameters."""
+    return functools.partial(
+        oom_context, config, world, 0, "construction", parameter_count=parameter_count
+    )
 
 
 def oom_context(
@@ -31,9 +37,9 @@ def oom_context(
 ) -> OOMContext:
     """Count live bytes, and collect the settings that affect memory.
 
-    During construction (step 0, no parameters) nothing can be counted yet; the rank's planned share of the
-    ``parameter_count`` parameters is reported instead. ``phase`` is ``construction``, ``forward``, ``backward``,
-    ``optimizer`` or ``evaluation``.
+    During construction (step 0, no parameters) nothing can be counted yet; the rank's planned share
+    of the ``parameter_count`` parameters is reported instead. ``phase`` is ``construction``,
+    ``forward``, ``backward``, ``optimizer`` or ``evaluation``.
     """
     parameters, world_size = list(parameters), world.world_size
     model, memory, train = config.model, config.memory, config.train
@@ -49,7 +55,9 @@ def oom_context(
         shards_parameters=config.parallel.capabilities.shards_parameters,
         takes_cpu_offload=config.parallel.capabilities.cpu_offload,
         world_size=world_size,
-        fsdp_size=config.mesh.shard_ranks(world_size) if config.parallel.capabilities.shards_parameters else 1,
+        fsdp_size=config.mesh.shard_ranks(world_size)
+        if config.parallel.capabilities.shards_parameters
+        else 1,
         batch_size=train.batch_size,
         seq_len=train.seq_len,
         grad_accum=train.grad_accum,
@@ -72,7 +80,15 @@ def oom_context(
     if phase == "construction":
         planned = 4 * -(-parameter_count // switches.fsdp_size)
         on_host = memory.cpu_offload or not world.device.is_accelerator
-        live = LiveBytes(parameters=PlacedBytes(device_bytes=0 if on_host else planned, host_bytes=planned * on_host))
+        live = LiveBytes(
+            parameters=PlacedBytes(
+                device_bytes=0 if on_host else planned, host_bytes=planned * on_host
+            )
+        )
     else:
-        live = live_bytes(parameters, stepper.optimizer if stepper else None, stepper.held_gradients if stepper else ())
+        live = live_bytes(
+            parameters,
+            stepper.optimizer if stepper else None,
+            stepper.held_gradients if stepper else (),
+        )
     return OOMContext(step, phase, world.rank, live, switches)

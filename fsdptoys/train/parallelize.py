@@ -1,8 +1,10 @@
-"""From a configuration to a model that is spread over ranks: the only place that knows the order of wrapping.
+"""From a configuration to a model that is spread over ranks: the only place that knows the order of
+wrapping.
 
-Each step relies on those before it. Adapters and quantization replace linear layers, which float8 and the layout mode
-take as they are. Recomputation is inside of compilation where the compiler can see into it. Hooks of a strategy come
-last, so that they run outside of both. Parameters get memory and values when they are sharded, one after another.
+Each step relies on those before it. Adapters and quantization replace linear layers, which float8
+and the layout mode take as they are. Recomputation is inside of compilation where the compiler can
+see into it. Hooks of a strategy come last, so that they run outside of both. Parameters get memory
+and values when they are sharded, one after another.
 """
 
 from dataclasses import dataclass
@@ -63,7 +65,10 @@ class Parallelized:
 
 
 def parallelize(
-    config: Config, world: World, param_init: ParamInit | None = None, stand_ins: StandIns | None = None
+    config: Config,
+    world: World,
+    param_init: ParamInit | None = None,
+    stand_ins: StandIns | None = None,
 ) -> Parallelized:
     """Build a model and spread it over ranks. A collective.
 
@@ -137,16 +142,21 @@ def run_blocks(model: DecoderModel, config: Config, device: Device) -> None:
         offload=ActivationOffload(device.torch_device) if memory.activation_offload else None,
     )
     if config.train.compile:
-        # The compiler skips exchanges of shared sequences and split features, which split a block's graph as hooks do.
+        # The compiler skips exchanges of shared sequences and split features, which split a block's
+        # graph as hooks do.
         exchanges = config.mesh.cp_size * config.mesh.tp_size > 1
         inner_hooks = config.parallel.hooks_parts_of_blocks(config.model) or exchanges
         compile_blocks(model.layers, memory.checkpointing_budget, inner_hooks=inner_hooks)
 
 
-def share_sequences(model: DecoderModel, config: Config, strategy: Strategy, samples: Samples | None) -> None:
+def share_sequences(
+    model: DecoderModel, config: Config, strategy: Strategy, samples: Samples | None
+) -> None:
     """Let a model, and its dropout, keep this rank's part of sequences that ranks share."""
     if strategy.context_group is not None:
         context = strategy.build_context(config.train.compile)
-        use_context(model, context if config.train.grain_tokens is None else Float64Context(context))
+        use_context(
+            model, context if config.train.grain_tokens is None else Float64Context(context)
+        )
     if samples is not None:
         samples.context = model.context

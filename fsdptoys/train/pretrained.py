@@ -1,7 +1,8 @@
-"""Load a trained model from a run, a checkpoint or a folder in Hugging Face format, for use in a single process.
+"""Load a trained model from a run, a checkpoint or a folder in Hugging Face format, for use in a
+single process.
 
-``TrainedModel`` reads settings and file headers, and reports every user mistake before ``load`` allocates memory.
-Limit: the model must fit into one device's memory.
+``TrainedModel`` reads settings and file headers, and reports every user mistake before ``load``
+allocates memory. Limit: the model must fit into one device's memory.
 """
 
 import dataclasses
@@ -49,11 +50,19 @@ def open_weights(source: str, say: Any = print) -> RunWeights | CheckpointWeight
         say: receives a message if a checkpoint replaces missing final weights.
     """
     run = Path(source).expanduser()
-    if "://" in source or run.name == RUN_FOLDER or step_of(run.name) is not None or (run / MANIFEST_FILE).exists():
+    if (
+        "://" in source
+        or run.name == RUN_FOLDER
+        or step_of(run.name) is not None
+        or (run / MANIFEST_FILE).exists()
+    ):
         return CheckpointWeights(source)
     if not (run / WEIGHTS_FOLDER).exists() and (run / RUN_FOLDER).is_dir():
         weights = CheckpointWeights(source)
-        say(f"{source} holds no final weights; taking those of its newest checkpoint, {weights.name}")
+        say(
+            f"{source} holds no final weights; taking those of its newest checkpoint, "
+            f"{weights.name}"
+        )
         return weights
     final = RunWeights(source)
     verify_checksums(final.path)
@@ -61,7 +70,8 @@ def open_weights(source: str, say: Any = print) -> RunWeights | CheckpointWeight
 
 
 class TrainedModel:
-    """Configuration and location of a trained model, before its weights are loaded; ConfigError if incomplete.
+    """Configuration and location of a trained model, before its weights are loaded; ConfigError if
+    incomplete.
 
     Args:
         source: as for ``open_weights``, or a folder in Hugging Face format.
@@ -71,15 +81,16 @@ class TrainedModel:
 
     config: ModelConfig
     context: int
-    """Context length in tokens: ``train.seq_len`` of a run, ``max_seq_len`` of a Hugging Face folder."""
+    """Context length in tokens: ``train.seq_len`` of a run, ``max_seq_len`` of a Hugging Face
+    folder."""
 
     def __init__(self, source: str, say: Any = print, adapter: str | None = None) -> None:
         self.source = source
         path = Path(source).expanduser()
         if "://" not in source and not path.is_dir():
             raise ConfigError(
-                f"{source} is not a folder; name the directory of a run, a checkpoint, or a folder in Hugging Face "
-                "format"
+                f"{source} is not a folder; name the directory of a run, a checkpoint, or a "
+                "folder in Hugging Face format"
             )
         self._weights: RunWeights | CheckpointWeights | HuggingFaceFolder
         self._settings: Mapping[str, Any] = {}
@@ -99,17 +110,26 @@ class TrainedModel:
             self._adapter.check(self._build())
             verify_checksums(self._adapter.path)
         seq_len = self._setting("train", "seq_len")
-        self.context = min(seq_len, self.config.max_seq_len) if type(seq_len) is int else self.config.max_seq_len
+        self.context = (
+            min(seq_len, self.config.max_seq_len)
+            if type(seq_len) is int
+            else self.config.max_seq_len
+        )
 
     def choose_context(self, typed: int | None) -> int:
-        """Return the context length to use, in tokens; ConfigError if it exceeds ``model.max_seq_len``."""
+        """Return the context length to use, in tokens; ConfigError if it exceeds
+        ``model.max_seq_len``."""
         if typed is not None and typed > self.config.max_seq_len:
             longest = self.config.max_seq_len
-            raise ConfigError(f"--context {typed} is more than model.max_seq_len={longest}; write --context {longest}")
+            raise ConfigError(
+                f"--context {typed} is more than model.max_seq_len={longest}; write --context "
+                f"{longest}"
+            )
         return typed or self.context
 
     def tokenizer(self, choice: str | None) -> Tokenizer:
-        """Return the chosen tokenizer, or that of the folder or of the run's data; ConfigError if none is known."""
+        """Return the chosen tokenizer, or that of the folder or of the run's data; ConfigError if
+        none is known."""
         if choice == "ids":
             return open_tokenizer(choice, self.config.vocab_size)
         data, reason = self.data(), ""
@@ -123,27 +143,38 @@ class TrainedModel:
                 reason = f" any more ({str(error).partition('; ')[0]})"
         if choice is None:
             raise ConfigError(f"{self.source} has no tokenizer{reason}; write {CHOICE}")
-        return open_tokenizer(choice, self.config.vocab_size, plain=data is not None and data.plain_texts)
+        return open_tokenizer(
+            choice, self.config.vocab_size, plain=data is not None and data.plain_texts
+        )
 
     def chat_template(self, choice: str | None) -> ChatTemplate:
-        """The template of the run's conversations, or of the chosen tokenizer's folder; ConfigError if none."""
+        """The template of the run's conversations, or of the chosen tokenizer's folder; ConfigError
+        if none."""
         data, template = self.data(), None
         if choice is None and isinstance(data, ChatConfig):
             choice, template = data.find_tokenizer(), data.template
         elif choice is None:
-            choice = str(self._weights.path) if isinstance(self._weights, HuggingFaceFolder) else "bytes"
-        missing = f"--tokenizer {choice} has no chat template; name the folder of a chat model, or leave out --chat"
+            choice = (
+                str(self._weights.path) if isinstance(self._weights, HuggingFaceFolder) else "bytes"
+            )
+        missing = (
+            f"--tokenizer {choice} has no chat template; name the folder of a chat model, or "
+            "leave out --chat"
+        )
         return open_template(template, choice, "data.template", missing)
 
     def data(self) -> DataConfig | None:
-        """The data configuration of the run; None if unknown, as for a Hugging Face folder; ConfigError if invalid."""
+        """The data configuration of the run; None if unknown, as for a Hugging Face folder;
+        ConfigError if invalid."""
         return read_data_config(self._settings, self.source) if "data" in self._settings else None
 
     def data_seed(self) -> int:
         """The seed of the run's synthetic data; ConfigError if the run's settings lack it."""
         seed = self._setting("train", "data_seed")
         if type(seed) is not int:
-            raise ConfigError(f"{self.source} says train.data_seed={seed}; use the file that the run wrote")
+            raise ConfigError(
+                f"{self.source} says train.data_seed={seed}; use the file that the run wrote"
+            )
         return seed
 
     def ends(self) -> frozenset[int]:
@@ -171,7 +202,8 @@ class TrainedModel:
             return self.config.build()
 
     def read(self, name: str, region: Bounds) -> Tensor:
-        """Return a part of a parameter, in float32 on the CPU; parts of one parameter should be read in a row."""
+        """Return a part of a parameter, in float32 on the CPU; parts of one parameter should be
+        read in a row."""
         return self._whole(name)[slices(region)]
 
     def _fill(self, param: Tensor, name: str) -> None:
@@ -202,15 +234,24 @@ class TrainedModel:
 
 
 def read_device(device_type: str | None, dtype: str | None) -> tuple[Device, torch.dtype]:
-    """Return the device and dtype named by ``--device`` and ``--dtype``; ConfigError if one does not exist."""
+    """Return the device and dtype named by ``--device`` and ``--dtype``; ConfigError if one does
+    not exist."""
     dtype = dtype or "float32"
     if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype} must be one of {', '.join(DTYPES)}; write --dtype float32")
+        raise ConfigError(
+            f"--dtype {dtype} must be one of {', '.join(DTYPES)}; write --dtype float32"
+        )
     device_type = device_type or available_device_type()
     if device_type not in DEVICE_TYPES:
-        raise ConfigError(f"--device {device_type} must be one of {', '.join(DEVICE_TYPES)}; write --device cpu")
+        raise ConfigError(
+            f"--device {device_type} must be one of {', '.join(DEVICE_TYPES)}; write --device cpu"
+        )
     try:
         return Device(device_type), DTYPES[dtype]
     except ConfigError as error:
-        message = str(error).replace("set launch.device=", "write --device ").replace("launch.device=", "--device ")
+        message = (
+            str(error)
+            .replace("set launch.device=", "write --device ")
+            .replace("launch.device=", "--device ")
+        )
         raise ConfigError(message) from error

@@ -1,10 +1,11 @@
 """Save and restore the states of this process's random number generators, as JSON in a checkpoint.
 
-Training itself does not draw from them; user-defined models and strategies may. So an incompatible state, of another
-Python, torch or device, does not stop a run: the generators then start from the seed.
+Training itself does not draw from them; user-defined models and strategies may. So an incompatible
+state, of another Python, torch or device, does not stop a run: the generators then start from the
+seed.
 
-numpy and torch accept any position in their array of 624 numbers, and an invalid one makes the next draw read out of
-bounds; positions are therefore checked here first.
+numpy and torch accept any position in their array of 624 numbers, and an invalid one makes the next
+draw read out of bounds; positions are therefore checked here first.
 """
 
 import base64
@@ -26,7 +27,8 @@ LONGEST_STATE = 2**20
 """Maximum length of a state in base64 characters; torch's takes about 7,000."""
 
 TORCH_STATE_BYTES = (5048, 5056)
-"""Sizes of the CPU generator's state with the layout that ``_check_torch_state`` knows; tested with torch 2.13."""
+"""Sizes of the CPU generator's state with the layout that ``_check_torch_state`` knows; tested with
+torch 2.13."""
 
 
 @dataclass
@@ -82,11 +84,14 @@ def random_states(device: Device) -> dict[str, Any]:
     }
 
 
-def restore_random_states(states: dict[str, Any] | None, device: Device, seed: int, step: int, rank: int) -> str | None:
-    """Restore the states from :func:`random_states`, or seed the generators if they are None or incompatible.
+def restore_random_states(
+    states: dict[str, Any] | None, device: Device, seed: int, step: int, rank: int
+) -> str | None:
+    """Restore the states from :func:`random_states`, or seed the generators if they are None or
+    incompatible.
 
-    The seed is mixed with ``step``, after which the states were saved, and ``rank``. Return the reason why the states
-    are incompatible, else None.
+    The seed is mixed with ``step``, after which the states were saved, and ``rank``. Return the
+    reason why the states are incompatible, else None.
     """
     if states is not None:
         try:
@@ -111,7 +116,9 @@ def _restore(states: dict[str, Any], device: Device) -> None:
     on_device, python, numpy = states["device"], states["python"], states["numpy"]
     version = random.getstate()[0]
     if python["version"] != version:
-        raise ValueError(f"Python's state is of version {python['version']}, and this one's of {version}")
+        raise ValueError(
+            f"Python's state is of version {python['version']}, and this one's of {version}"
+        )
     random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))
     torch.set_rng_state(state)
     device.restore_rng_state(None if on_device is None else _tensor(on_device, "device"))
@@ -120,17 +127,21 @@ def _restore(states: dict[str, Any], device: Device) -> None:
 
 
 def _check_torch_state(state: torch.Tensor) -> None:
-    """Refuse a position from which torch would read out of bounds; torch checks each field only by itself.
+    """Refuse a position from which torch would read out of bounds; torch checks each field only by
+    itself.
 
-    The layout is ATen's ``CPUGeneratorImplStateLegacy``: seed (8 bytes), numbers left before the next refill (4),
-    whether it was seeded (4), position of the next number (8), 624 numbers of 8 bytes, and a cached normal sample.
+    The layout is ATen's ``CPUGeneratorImplStateLegacy``: seed (8 bytes), numbers left before the
+    next refill (4), whether it was seeded (4), position of the next number (8), 624 numbers of 8
+    bytes, and a cached normal sample.
     """
     if len(state) in TORCH_STATE_BYTES:
         content = state.numpy().tobytes()
         left = int.from_bytes(content[8:12], "little", signed=True)
         following = int.from_bytes(content[16:24], "little")
         if not 0 < left <= STATE_NUMBERS or following + left > STATE_NUMBERS + 1:
-            raise ValueError(f"torch's state has {left} numbers left from {following} on, of {STATE_NUMBERS}")
+            raise ValueError(
+                f"torch's state has {left} numbers left from {following} on, of {STATE_NUMBERS}"
+            )
 
 
 def _encode(state: torch.Tensor) -> str:

@@ -1,7 +1,7 @@
 """Read a run directory: configuration, environment, step metrics and prediction of a run.
 
-Unfinished and killed runs are read as far as they got. Whether a process is writing the directory now follows from its
-lock, and, on file systems without shared locks, from the ranks' heartbeats.
+Unfinished and killed runs are read as far as they got. Whether a process is writing the directory
+now follows from its lock, and, on file systems without shared locks, from the ranks' heartbeats.
 """
 
 import stat
@@ -26,7 +26,13 @@ from fsdptoys.metrics.config import (
     MetricsConfig,
 )
 from fsdptoys.metrics.prediction import Prediction, PredictionError
-from fsdptoys.metrics.results import RunResult, RunResults, prediction_errors, read_result, summarize
+from fsdptoys.metrics.results import (
+    RunResult,
+    RunResults,
+    prediction_errors,
+    read_result,
+    summarize,
+)
 from fsdptoys.metrics.resume_log import read_resumes, read_steps, starts
 from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.foreign import ForeignError
@@ -36,7 +42,8 @@ from fsdptoys.utils.text import one_line
 from .heartbeat import HEARTBEATS_FOLDER, Heartbeat, read_heartbeats
 
 FRESH_SECONDS = 120.0
-"""Without a visible lock, a run counts as running if a rank's last heartbeat is at most this old."""
+"""Without a visible lock, a run counts as running if a rank's last heartbeat is at most this
+old."""
 
 
 def is_written(path: Path) -> bool:
@@ -52,7 +59,11 @@ def newest_heartbeats(path: Path) -> dict[int, Heartbeat]:
     """The last heartbeat of each rank of the newest start in a run directory."""
     signs = read_heartbeats(path / HEARTBEATS_FOLDER)
     newest = max(signs.values(), key=lambda beat: beat.time, default=None)
-    return {rank: beat for rank, beat in signs.items() if newest is not None and beat.start == newest.start}
+    return {
+        rank: beat
+        for rank, beat in signs.items()
+        if newest is not None and beat.start == newest.start
+    }
 
 
 LARGEST_LINES_BYTES = 2**29
@@ -95,12 +106,15 @@ class RecordedRun:
         return is_written(self.path)
 
     def config(self) -> Config:
-        """The configuration, not validated, as far as it affects step time; see :func:`read_config`."""
+        """The configuration, not validated, as far as it affects step time; see
+        :func:`read_config`."""
         return read_config(self.tree, str(self.path / CONFIG_FILE))
 
     def prediction_errors(self) -> list[PredictionError]:
         """Predicted and measured values; empty without a prediction."""
-        return prediction_errors(self.prediction, self.results) if self.prediction is not None else []
+        return (
+            prediction_errors(self.prediction, self.results) if self.prediction is not None else []
+        )
 
 
 def is_run_dir(path: Path) -> bool:
@@ -111,17 +125,22 @@ def is_run_dir(path: Path) -> bool:
 def read_recorded_run(path: Path) -> RecordedRun:
     """Read a run directory; ConfigError if it is none, or a file in it cannot be read."""
     if not path.is_dir():
-        raise ConfigError(f"{path} is no run directory; give one that fsdptoys train has written, as runs/NAME")
+        raise ConfigError(
+            f"{path} is no run directory; give one that fsdptoys train has written, as runs/NAME"
+        )
     environment = read_tree(path / ENVIRONMENT_FILE)
     try:
         world_size: int = typed(int, environment.get("world_size"), "world_size")
         device: dict[str, Any] = typed(dict[str, Any], environment.get("device"), "device")
         if not 1 <= world_size <= MOST_RANKS:
             raise ForeignError(f"world_size is {world_size}")
-        device_type, device_name = (typed(str, device.get(key), f"device.{key}") for key in ("type", "name"))
+        device_type, device_name = (
+            typed(str, device.get(key), f"device.{key}") for key in ("type", "name")
+        )
     except ForeignError as mistake:
         raise ConfigError(
-            f"{path / ENVIRONMENT_FILE} does not describe the machine of the run ({mistake}); leave {path} out"
+            f"{path / ENVIRONMENT_FILE} does not describe the machine of the run ({mistake}); "
+            f"leave {path} out"
         ) from mistake
     tree = read_tree(path / CONFIG_FILE)
     for name in (METRICS_FILE, RESUMES_FILE):
@@ -135,24 +154,34 @@ def read_recorded_run(path: Path) -> RecordedRun:
         except ConfigError as mistake:
             notes = [*notes, str(mistake)]
         except ForeignError:
-            notes = [*notes, f"{path / PREDICTION_FILE} was written by another version and is left out"]
+            notes = [
+                *notes,
+                f"{path / PREDICTION_FILE} was written by another version and is left out",
+            ]
     result = None
     try:
         result = read_result(path)
     except ForeignError as mistake:
         notes = [*notes, f"{path / RESULT_FILE} cannot be read ({mistake}) and is left out"]
     place = world_size, device_type, device_name
-    return RecordedRun(path, tree, environment, *place, steps, results, prediction, result, tuple(notes))
+    return RecordedRun(
+        path, tree, environment, *place, steps, results, prediction, result, tuple(notes)
+    )
 
 
 def read_warmup(tree: Mapping[str, Any]) -> int:
     """``metrics.warmup_steps`` of a run's settings, or its default if missing or invalid."""
     warmup = look_up(tree, "metrics.warmup_steps")
-    return warmup if type(warmup) is int and 0 <= warmup <= MOST_STEPS else MetricsConfig().warmup_steps
+    return (
+        warmup
+        if type(warmup) is int and 0 <= warmup <= MOST_STEPS
+        else MetricsConfig().warmup_steps
+    )
 
 
 def _check_file(path: Path) -> None:
-    """Refuse pipes and devices, on which a read could block, and files larger than any run writes."""
+    """Refuse pipes and devices, on which a read could block, and files larger than any run
+    writes."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -162,4 +191,6 @@ def _check_file(path: Path) -> None:
     except FileNotFoundError:
         return
     except (OSError, ForeignError) as mistake:
-        raise ConfigError(f"{path} cannot be read ({one_line(mistake)}); use the file that the run wrote") from mistake
+        raise ConfigError(
+            f"{path} cannot be read ({one_line(mistake)}); use the file that the run wrote"
+        ) from mistake

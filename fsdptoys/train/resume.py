@@ -1,10 +1,11 @@
 """Metadata of a run in its checkpoints, and checks of whether a run can resume from it.
 
-Metadata common to all ranks: step, settings, position in the data. Each rank adds the states of its random number
-generators (``random_states``), which only the same rank at the same world size can use.
+Metadata common to all ranks: step, settings, position in the data. Each rank adds the states of its
+random number generators (``random_states``), which only the same rank at the same world size can
+use.
 
-``FACTS`` declares types and ranges, which are checked on reading: a checkpoint of another version, or an edited one, is
-skipped or refused like a damaged one.
+``FACTS`` declares types and ranges, which are checked on reading: a checkpoint of another version,
+or an edited one, is skipped or refused like a damaged one.
 """
 
 import sys
@@ -60,7 +61,9 @@ class _Config:
     optim: _Optim
     memory: _Memory
     train: _Train
-    tune: dict[str, Any] = field(default_factory=lambda: {"name": "full"}, metadata=max_length(1000))
+    tune: dict[str, Any] = field(
+        default_factory=lambda: {"name": "full"}, metadata=max_length(1000)
+    )
     """Missing in checkpoints of versions without adapters."""
 
 
@@ -85,7 +88,8 @@ class _LossScale:
 
 @dataclass
 class RunFacts:
-    """Types and ranges of the common metadata; ``step`` and ``world_size`` are checked against the manifest."""
+    """Types and ranges of the common metadata; ``step`` and ``world_size`` are checked against the
+    manifest."""
 
     config: _Config
     data: _Data
@@ -112,7 +116,8 @@ MOST_NAMED = 4
 
 
 def checkpoint_folder(config: Config, run_dir: Path | None) -> str | None:
-    """Folder or URL of a run's checkpoints; None if it depends on a run directory that has no name yet."""
+    """Folder or URL of a run's checkpoints; None if it depends on a run directory that has no name
+    yet."""
     if config.checkpoint.folder is not None:
         return config.checkpoint.folder
     return str(run_dir / RUN_FOLDER) if run_dir is not None else None
@@ -131,7 +136,8 @@ def check_resume(config: Config, restarted: bool) -> None:
 
 
 def check_restart(config: Config) -> None:
-    """Raise a ConfigError for a restart by torchrun in a new run directory, which would lose the progress so far.
+    """Raise a ConfigError for a restart by torchrun in a new run directory, which would lose the
+    progress so far.
 
     Our own launcher remembers the directory; torchrun does not.
     """
@@ -144,9 +150,11 @@ def check_restart(config: Config) -> None:
 
 
 def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
-    """Check that model, optimizer, state dtypes and number of steps of a run fit a checkpoint's metadata.
+    """Check that model, optimizer, state dtypes and number of steps of a run fit a checkpoint's
+    metadata.
 
-    ConfigError if the run cannot resume from it; returns sentences about changes that the user may not expect.
+    ConfigError if the run cannot resume from it; returns sentences about changes that the user may
+    not expect.
     """
     where = f"the checkpoint of step {facts['step']}"
     before = facts["config"]
@@ -154,8 +162,9 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
     check_same(config.model, wanted, where, "the config.yaml of its run")
     if before["optim"]["name"] != config.optim.name:
         raise ConfigError(
-            f"optim={config.optim.name} has other states than optim={before['optim']['name']}, with which {where} was "
-            f"made; set optim={before['optim']['name']} or start a new run in another folder"
+            f"optim={config.optim.name} has other states than optim={before['optim']['name']}, "
+            f"with which {where} was made; set optim={before['optim']['name']} or start a new "
+            "run in another folder"
         )
     trees = before, config.to_dict()
     tuned = [dict(tree.get("tune", {"name": "full"})) for tree in trees]
@@ -164,30 +173,41 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
         if saved != own:
             shown = "tune" if key == "name" else f"tune.{key}"
             raise ConfigError(
-                f"{shown}={_word(own)} is not {_word(saved)}, with which {where} was made; set {shown}={_word(saved)} "
-                "or start a new run in another folder"
+                f"{shown}={_word(own)} is not {_word(saved)}, with which {where} was made; set "
+                f"{shown}={_word(saved)} or start a new run in another folder"
             )
-    offloaded = [tree["memory"]["optimizer_offload"] and tree["memory"]["offload_state_dtype"] for tree in trees]
+    offloaded = [
+        tree["memory"]["optimizer_offload"] and tree["memory"]["offload_state_dtype"]
+        for tree in trees
+    ]
     kept = [tree["optim"].get("state_dtype") for tree in trees]
-    for key, (saved, own) in {"memory.offload_state_dtype": offloaded, "optim.state_dtype": kept}.items():
+    for key, (saved, own) in {
+        "memory.offload_state_dtype": offloaded,
+        "optim.state_dtype": kept,
+    }.items():
         saved, own = saved or "float32", own or "float32"
         if saved != own:
-            switch = " and memory.optimizer_offload=true" * (key.startswith("memory") and saved != "float32")
-            raise ConfigError(
-                f"{key}={own} is not {saved}, in which {where} holds the optimizer's states; set {key}={saved}{switch}"
+            switch = " and memory.optimizer_offload=true" * (
+                key.startswith("memory") and saved != "float32"
             )
-    if config.train.steps == -1:  # counted from the data, which are not prepared yet; the ranks check again
+            raise ConfigError(
+                f"{key}={own} is not {saved}, in which {where} holds the optimizer's states; set "
+                f"{key}={saved}{switch}"
+            )
+    if (
+        config.train.steps == -1
+    ):  # counted from the data, which are not prepared yet; the ranks check again
         return []
     if facts["step"] > config.train.steps:
         raise ConfigError(
-            f"train.steps={config.train.steps} is behind {where}; set train.steps={before['train']['steps']}, or more "
-            "to continue"
+            f"train.steps={config.train.steps} is behind {where}; set "
+            f"train.steps={before['train']['steps']}, or more to continue"
         )
     if before["train"]["steps"] == config.train.steps:
         return []
     return [
-        f"train.steps was {before['train']['steps']} and is {config.train.steps}: the schedule continues as if it had "
-        "been so from the start"
+        f"train.steps was {before['train']['steps']} and is {config.train.steps}: the schedule "
+        "continues as if it had been so from the start"
     ]
 
 
@@ -203,7 +223,8 @@ def restore_position(batches: BatchStream, state: dict[str, Any], config: Config
 
 
 def _explain_changed_data(before: dict[str, Any], after: dict[str, Any], step: int) -> str | None:
-    """A sentence on the settings of the data that differ between two configurations; None if none does."""
+    """A sentence on the settings of the data that differ between two configurations; None if none
+    does."""
     trees = [
         {"data": tree.get("data"), "train": {key: tree["train"].get(key) for key in ORDERING}}
         for tree in (before, after)
@@ -217,8 +238,9 @@ def _explain_changed_data(before: dict[str, Any], after: dict[str, Any], step: i
     pairs = list(changed.items())[:MOST_NAMED]
     differences = ", ".join(f"{key}={_word(new)} was {_word(old)}" for key, (old, new) in pairs)
     return (
-        f"{differences} when the checkpoint of step {step} was made, so the order of the data cannot continue; set "
-        f"{' '.join(f'{key}={_word(old)}' for key, (old, _) in pairs)} or start a new run in another folder"
+        f"{differences} when the checkpoint of step {step} was made, so the order of the data "
+        f"cannot continue; set {' '.join(f'{key}={_word(old)}' for key, (old, _) in pairs)} or "
+        "start a new run in another folder"
     )
 
 
@@ -233,5 +255,9 @@ def run_facts(config: Config, world_size: int) -> dict[str, Any]:
     return {
         "world_size": world_size,
         "config": config.to_dict(),
-        "versions": {"fsdptoys": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+        "versions": {
+            "fsdptoys": __version__,
+            "torch": torch.__version__,
+            "python": sys.version.split()[0],
+        },
     }

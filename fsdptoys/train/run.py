@@ -1,6 +1,8 @@
-"""A training run in its run directory: resume, records, checkpoints and final weights around a ``Trainer``.
+"""A training run in its run directory: resume, records, checkpoints and final weights around a
+``Trainer``.
 
-Every rank has a ``Run``. Only rank 0 has a recorder, which prints and writes metrics; all ranks write checkpoints.
+Every rank has a ``Run``. Only rank 0 has a recorder, which prints and writes metrics; all ranks
+write checkpoints.
 """
 
 import dataclasses
@@ -54,10 +56,12 @@ LAST_WAIT_SECONDS = 5.0
 
 
 def train(config: Config, prediction: Prediction | None = None) -> Trainer:
-    """Train in this process, as the rank that the environment names; return the trainer with its history.
+    """Train in this process, as the rank that the environment names; return the trainer with its
+    history.
 
-    The config must be validated for the world size in the environment; rank 0 records the prediction with the measured
-    values. GivenUpError if too many steps were skipped, or the last checkpoint could not be saved.
+    The config must be validated for the world size in the environment; rank 0 records the
+    prediction with the measured values. GivenUpError if too many steps were skipped, or the last
+    checkpoint could not be saved.
     """
     with process_group(config):
         trainer = Trainer(config)
@@ -85,7 +89,8 @@ class Run:
         self._problem: str | None = None
 
     def run(self) -> None:
-        """Resume from a checkpoint if there is one, train, save the weights, sample, and write the summary."""
+        """Resume from a checkpoint if there is one, train, save the weights, sample, and write the
+        summary."""
         trainer, config = self.trainer, self.config
         heartbeats = self.run_dir / HEARTBEATS_FOLDER
         with ExitStack() as stack:
@@ -110,7 +115,8 @@ class Run:
             profiler = self._profiler()
             if self._recorder and config.debug.trace_collectives:
                 self._trace_collectives()
-            # Stays open until the end: a repeated signal must not kill the process before the last checkpoint.
+            # Stays open until the end: a repeated signal must not kill the process before the last
+            # checkpoint.
             request = stack.enter_context(StopRequest())
             try:
                 stop = trainer.train(self._on_step, profiler, self._save, request)
@@ -126,7 +132,8 @@ class Run:
                 raise GivenUpError(problem)
 
     def _finish(self, stop: Stop, profiler: Profiler) -> str | None:
-        """Write final weights, sample and summary; after a signal or too many skipped steps, the summary only.
+        """Write final weights, sample and summary; after a signal or too many skipped steps, the
+        summary only.
 
         Return an error message if the run gave up, or its last checkpoint is missing.
         """
@@ -136,12 +143,20 @@ class Run:
         reason, sample = stop.reason, None
         if stop.signal or stop.gave_up:
             newest = self.checkpoints.last_step
-            reason += "; nothing is saved" if newest is None else f"; the newest checkpoint is that of step {newest}"
+            reason += (
+                "; nothing is saved"
+                if newest is None
+                else f"; the newest checkpoint is that of step {newest}"
+            )
             if stop.signal and newest is not None:
                 words = {"checkpoint.resume=auto": self.config.checkpoint.resumes,
                          f"metrics.run_dir={self.run_dir}": self.config.metrics.run_dir is not None}  # fmt: skip
                 missing = " and ".join(word for word, typed in words.items() if not typed)
-                self._say("the same command" + (f" with {missing}" if missing else "") + " continues the run")
+                self._say(
+                    "the same command"
+                    + (f" with {missing}" if missing else "")
+                    + " continues the run"
+                )
         try:
             if not (stop.signal or stop.gave_up):
                 if self.config.checkpoint.final_weights:
@@ -157,10 +172,15 @@ class Run:
                 self._recorder.finish(reason, status, sample, profile, compilation)
         if stop.gave_up:
             return (
-                f"stopped after step {self.trainer.steps_done}: {reason}; lower optim.lr or look at the data of these "
-                "steps, and to go back to an older checkpoint, move the newer ones away"
+                f"stopped after step {self.trainer.steps_done}: {reason}; lower optim.lr or look "
+                "at the data of these steps, and to go back to an older checkpoint, move the "
+                "newer ones away"
             )
-        return None if self._saved else self._broadcast(self._problem) or "the last checkpoint was not saved"
+        return (
+            None
+            if self._saved
+            else self._broadcast(self._problem) or "the last checkpoint was not saved"
+        )
 
     def _claim_run_dir(self) -> Path:
         """Choose and lock the run directory on rank 0, and broadcast it."""
@@ -186,7 +206,9 @@ class Run:
         folder = checkpoint_folder(self.config, self.run_dir)
         assert folder is not None
         # A group of its own, so that a background thread can use it during training.
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.checkpoint.timeout_seconds))
+        group = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=self.config.checkpoint.timeout_seconds)
+        )
         return Checkpointer(
             self.config.checkpoint,
             folder,
@@ -212,8 +234,8 @@ class Run:
         before, now = found.facts["global_batch"], trainer.data.batches.global_batch
         if before != now:
             self._say(
-                f"the global batch was {before} sequences and is {now}, so the steps differ from those of the "
-                "uninterrupted run; train.batch_size and train.grad_accum set it"
+                f"the global batch was {before} sequences and is {now}, so the steps differ from "
+                "those of the uninterrupted run; train.batch_size and train.grad_accum set it"
             )
         if self.rank == 0 and found.step < config.train.steps:
             self._set_weights_aside()
@@ -222,17 +244,20 @@ class Run:
         self._resumed = ResumePoint(found.step, found.facts["metrics"], found.name)
 
     def _restore_random_states(self, found: Checkpoint) -> None:
-        """Restore each rank's generators; rank 0 reports the ranks that start from the seed instead."""
+        """Restore each rank's generators; rank 0 reports the ranks that start from the seed
+        instead."""
         seed = self.config.train.init_seed
         assert seed is not None
-        reason = restore_random_states(found.own_facts, self.trainer.world.device, seed, found.step, self.rank)
+        reason = restore_random_states(
+            found.own_facts, self.trainer.world.device, seed, found.step, self.rank
+        )
         reasons = self.checkpoints.gather(reason)
         ranks = [rank for rank, of_rank in enumerate(reasons) if of_rank is not None]
         if ranks:
             whose = f"rank {ranks[0]}" + (f" and {len(ranks) - 1} others" if ranks[1:] else "")
             self._say(
-                f"the random number states of {whose} in {found.name} cannot be used here ({reasons[ranks[0]]}), so "
-                "generators start from the seed"
+                f"the random number states of {whose} in {found.name} cannot be used here "
+                f"({reasons[ranks[0]]}), so generators start from the seed"
             )
 
     def _open_recorder(self, layout: Layout) -> RunRecorder:
@@ -249,7 +274,8 @@ class Run:
             environment=environment(self.trainer.world.device, self.world_size, sys.argv)
             | {
                 "attention_backend": self.trainer.built.attention_backend,
-                "patches_of_pytorch": self.trainer.patches.outcomes(self.trainer.strategy.model) or "none",
+                "patches_of_pytorch": self.trainer.patches.outcomes(self.trainer.strategy.model)
+                or "none",
             },
             steps=self.config.train.steps,
             references={label: nats for label, nats in references.items() if nats is not None},
@@ -261,7 +287,11 @@ class Run:
         )
 
     def _profiler(self) -> Profiler:
-        say = self._recorder.message if self._recorder else functools.partial(print, f"rank {self.rank}:", flush=True)
+        say = (
+            self._recorder.message
+            if self._recorder
+            else functools.partial(print, f"rank {self.rank}:", flush=True)
+        )
         return Profiler(
             self.config.profile,
             self.trainer.world.device,
@@ -309,13 +339,19 @@ class Run:
         facts = run_facts(self.config, self.world_size) | trainer.state_dict()
         facts["metrics"] = self._recorder.offsets() if self._recorder else {}
         tensors = trainer.strategy.state_tensors(trainer.optimizer)
-        prunes = stop is None or not stop.gave_up  # the cause may be older than the oldest checkpoint kept
+        prunes = (
+            stop is None or not stop.gave_up
+        )  # the cause may be older than the oldest checkpoint kept
         self._saved = self.checkpoints.save(
             trainer.steps_done, tensors, facts, random_states(trainer.world.device), prunes
         )
         if self._saved:
             seconds = time.perf_counter() - started
-            how = "being written; training paused for" if self.config.checkpoint.async_save else "saved in"
+            how = (
+                "being written; training paused for"
+                if self.config.checkpoint.async_save
+                else "saved in"
+            )
             self._say(f"checkpoint of step {trainer.steps_done} {how} {seconds:.2f} s")
 
     def _save_weights(self) -> None:
@@ -325,7 +361,9 @@ class Run:
         if isinstance(tune, LoRAConfig):
             parameters = merged(parameters, tune.alpha / tune.rank, adapters)
         folder = self.run_dir / WEIGHTS_FOLDER
-        if self.rank == 0 and not folder.exists():  # existing weights are current: no step was taken since
+        if (
+            self.rank == 0 and not folder.exists()
+        ):  # existing weights are current: no step was taken since
             save_weights(folder, parameters)
             if isinstance(tune, LoRAConfig):
                 write_adapter(
@@ -341,7 +379,8 @@ class Run:
                 self.checkpoints.wait(LAST_WAIT_SECONDS)
 
     def _set_weights_aside(self) -> None:
-        """Rename final weights of an earlier end of the run, which will no longer be its last step."""
+        """Rename final weights of an earlier end of the run, which will no longer be its last
+        step."""
         folder = self.run_dir / WEIGHTS_FOLDER
         names = (folder.with_name(f"{WEIGHTS_FOLDER}-{number}") for number in itertools.count(1))
         if folder.exists():

@@ -1,7 +1,8 @@
 """Counts of skipped steps, and the loss scale that some of them search for.
 
-An overflow at a scale above 1, with a finite loss, belongs to float16's search for its loss scale: the next step has a
-lower scale. Such a step is counted in all, but for no limit (``train.max_skipped``, ``train.max_skipped_in_a_row``).
+An overflow at a scale above 1, with a finite loss, belongs to float16's search for its loss scale:
+the next step has a lower scale. Such a step is counted in all, but for no limit
+(``train.max_skipped``, ``train.max_skipped_in_a_row``).
 """
 
 import math
@@ -55,7 +56,8 @@ class SkippedSteps:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a ``state_dict``, also of a version without float16 or of a run in another dtype."""
+        """Continue from a ``state_dict``, also of a version without float16 or of a run in another
+        dtype."""
         self.in_all, self.in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
         self._expected = state.get("expected_skips", 0)
         if self.scaler and (saved := state.get("loss_scale")) is not None:

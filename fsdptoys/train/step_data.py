@@ -1,12 +1,14 @@
 """A step's batches and counts on the device, in one copy.
 
-All micro-batches are copied before the first forward, from pinned memory, so that the host does not wait: it goes on to
-launch the forward. They take 16 bytes a token of the rank's share of the global batch until the step ends, half a
-mebibyte for 32,768 tokens. The host copies them into pinned memory itself, while the device computes the step before;
-workers (``data.workers``) cannot, since they have no device.
+All micro-batches are copied before the first forward, from pinned memory, so that the host does not
+wait: it goes on to launch the forward. They take 16 bytes a token of the rank's share of the global
+batch until the step ends, half a mebibyte for 32,768 tokens. The host copies them into pinned
+memory itself, while the device computes the step before; workers (``data.workers``) cannot, since
+they have no device.
 
-Under document masking a token attends to its own document only, which takes fewer FLOPs than causal attention over the
-full sequence; an MFU computed from the latter would be too high. So each rank counts the attended keys.
+Under document masking a token attends to its own document only, which takes fewer FLOPs than causal
+attention over the full sequence; an MFU computed from the latter would be too high. So each rank
+counts the attended keys.
 """
 
 import time
@@ -31,7 +33,8 @@ class StepInputs(NamedTuple):
     microbatches: Sequence[tuple[Tensor, Tensor]]
     """(tokens_BT, labels_BT) of each."""
     counts: Tensor
-    """Valid labels, tokens of the documents, then the counts of ``DocumentCounter``, if any: int64."""
+    """Valid labels, tokens of the documents, then the counts of ``DocumentCounter``, if any:
+    int64."""
     samples: Sequence[Tensor]
     """Numbers of each micro-batch's samples, where layers draw by them: int64 (B,)."""
     wait_seconds: float = 0.0
@@ -44,11 +47,14 @@ class StepData:
     Args:
         config: of the run.
         strategy: of the model.
-        model: as it was before it was wrapped; gets the id that ends documents, if documents are kept apart.
+        model: as it was before it was wrapped; gets the id that ends documents, if documents are
+            kept apart.
         numbers_samples: whether layers draw by the numbers of samples.
     """
 
-    def __init__(self, config: Config, strategy: Strategy, model: DecoderModel, numbers_samples: bool) -> None:
+    def __init__(
+        self, config: Config, strategy: Strategy, model: DecoderModel, numbers_samples: bool
+    ) -> None:
         train = config.train
         assert train.data_seed is not None, "the config must have been validated"
         axes, local = strategy.mesh_axes, strategy.local_data_ranks
@@ -75,12 +81,15 @@ class StepData:
         self._numbers_samples = numbers_samples
 
     def next_step(self) -> StepInputs:
-        """Copy the micro-batches of the next step to the device, with what this rank counts in them."""
+        """Copy the micro-batches of the next step to the device, with what this rank counts in
+        them."""
         started = time.perf_counter()
         numbers = self.batches.sample_numbers() if self._numbers_samples else []
         batches = self.batches.next_step()
         wait_seconds = time.perf_counter() - started
-        inputs = upload_inputs(batches, self.documents, self._device, self.dataset.answers_end, numbers)
+        inputs = upload_inputs(
+            batches, self.documents, self._device, self.dataset.answers_end, numbers
+        )
         if not self.owns_token_count:
             inputs.counts.zero_()
         return inputs._replace(wait_seconds=wait_seconds)
@@ -93,15 +102,18 @@ def upload_inputs(
     answers_end: int | None = None,
     samples: Sequence[Tensor] = (),
 ) -> StepInputs:
-    """Copy a step's micro-batches, their counts and ``samples`` to the device; on a CPU they stay where they are.
+    """Copy a step's micro-batches, their counts and ``samples`` to the device; on a CPU they stay
+    where they are.
 
-    ``answers_end`` is the id that ends documents and fills rows, of data where only answers have labels. Otherwise
-    labels stand for tokens.
+    ``answers_end`` is the id that ends documents and fills rows, of data where only answers have
+    labels. Otherwise labels stand for tokens.
     """
     valid = sum(int((labels_BT != IGNORE_INDEX).sum()) for _, labels_BT in microbatches)
     tokens = valid
     if answers_end is not None:
-        tokens = sum(tokens_without_padding(tokens_BT, answers_end) for tokens_BT, _ in microbatches)
+        tokens = sum(
+            tokens_without_padding(tokens_BT, answers_end) for tokens_BT, _ in microbatches
+        )
     counts = [valid, tokens]
     counts += documents.count(microbatches) if documents else []
     counted = torch.tensor(counts)
@@ -117,37 +129,51 @@ def upload_inputs(
 
 
 def tokens_without_padding(tokens_BT: Tensor, document_end: int) -> int:
-    """Number of tokens up to the first of the ids ``document_end`` that fill the end of each row, and including it."""
+    """Number of tokens up to the first of the ids ``document_end`` that fill the end of each row,
+    and including it."""
     padding_BT = (tokens_BT == document_end).flip(1).cumprod(1)
     return tokens_BT.numel() - int((padding_BT.sum(1) - 1).clamp(min=0).sum())
 
 
 class DocumentCounter:
-    """Counts attended keys per step and turns them into FLOPs per token; turns the model's document masking on."""
+    """Counts attended keys per step and turns them into FLOPs per token; turns the model's document
+    masking on."""
 
     def __init__(self, model: DecoderModel, document_end: int, seq_len: int) -> None:
         model.document_end = document_end
         with torch.device("meta"):
-            self._model: DecoderModel = model.config.build()  # ranks may have a part of the given one
+            self._model: DecoderModel = (
+                model.config.build()
+            )  # ranks may have a part of the given one
         self._document_end = document_end
         self._seq_len = seq_len
 
     def count(self, microbatches: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
-        """Return the number of tokens in a rank's micro-batches, then per chunk length twice their attended keys."""
+        """Return the number of tokens in a rank's micro-batches, then per chunk length twice their
+        attended keys."""
         keys = [
-            sum(attended_keys(tokens_BT, self._document_end, chunk_len) for tokens_BT, _ in microbatches)
+            sum(
+                attended_keys(tokens_BT, self._document_end, chunk_len)
+                for tokens_BT, _ in microbatches
+            )
             for chunk_len in self._model.chunk_lens
         ]
         return [sum(tokens_BT.numel() for tokens_BT, _ in microbatches), *keys]
 
     def flops_per_token(self, counts: Sequence[int]) -> float:
-        """FLOPs of forward and backward per token, from the results of ``count`` summed over ranks."""
+        """FLOPs of forward and backward per token, from the results of ``count`` summed over
+        ranks."""
         tokens, *keys = counts
-        means = {length: twice / 2 / max(1, tokens) for length, twice in zip(self._model.chunk_lens, keys, strict=True)}
+        means = {
+            length: twice / 2 / max(1, tokens)
+            for length, twice in zip(self._model.chunk_lens, keys, strict=True)
+        }
         return self._model.flops_per_token_of_documents(self._seq_len, means)
 
 
-def build_document_counter(model: DecoderModel, config: Config, dataset: TokenDataset) -> DocumentCounter | None:
+def build_document_counter(
+    model: DecoderModel, config: Config, dataset: TokenDataset
+) -> DocumentCounter | None:
     """The counter of a run; None where documents are not kept apart."""
     if not config.data.mask_documents:
         return None

@@ -1,8 +1,9 @@
 """The steps in which rank 0 counts the memory of a CPU, at a cost of at most 2% of the steps' time.
 
-The first two steps are counted: the second is the first with optimizer states from its beginning. Later steps are
-counted when 2% of the time of the steps since the last count have paid for it. Metrics of the steps in between repeat
-the last count and name its step. The cost lies between the steps; a counted step itself takes hardly longer.
+The first two steps are counted: the second is the first with optimizer states from its beginning.
+Later steps are counted when 2% of the time of the steps since the last count have paid for it.
+Metrics of the steps in between repeat the last count and name its step. The cost lies between the
+steps; a counted step itself takes hardly longer.
 """
 
 import time
@@ -48,7 +49,8 @@ class StepMemory:
 
     @contextmanager
     def around(self, step: int, profiled: Callable[[int], bool]) -> Iterator[None]:
-        """Count the step, if it is its turn; not in steps of a profiler, since these do not nest."""
+        """Count the step, if it is its turn; not in steps of a profiler, since these do not
+        nest."""
         if not self.is_due() or profiled(step) or profiler_is_on():
             yield
             return
@@ -87,10 +89,20 @@ class StepMemory:
         if not self.enabled:
             return False
         known = self._device.memory() is not None
-        return not known or self._counts < FIRST_STEPS or self.cost_seconds <= COST * self._seconds_since
+        return (
+            not known
+            or self._counts < FIRST_STEPS
+            or self.cost_seconds <= COST * self._seconds_since
+        )
 
     def _labels(self) -> dict[str, list[Tensor]]:
         parameters: list[Tensor] = [param for _, param in self._strategy.named_parameters()]
         gradients = [param.grad for param in parameters if param.grad is not None]
         states = list(state_tensors(self._stepper.optimizer))
-        return dict(zip(PURPOSES, (parameters, [*gradients, *self._stepper.held_gradients], states), strict=True))
+        return dict(
+            zip(
+                PURPOSES,
+                (parameters, [*gradients, *self._stepper.held_gradients], states),
+                strict=True,
+            )
+        )

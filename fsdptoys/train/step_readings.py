@@ -1,17 +1,20 @@
 """The numbers of steps on their way from the device to the host, and the metrics made of them.
 
-A CPU's numbers are read in their step. An accelerator runs behind the host, which would idle it by waiting for a number
-of the step that it has just launched. So each step's numbers are copied to pinned memory, and read later, all of a
-step at once and in the order of the steps:
+A CPU's numbers are read in their step. An accelerator runs behind the host, which would idle it by
+waiting for a number of the step that it has just launched. So each step's numbers are copied to
+pinned memory, and read later, all of a step at once and in the order of the steps:
 
 - with ``train.skip_nonfinite=true``: those of step k − 1 after step k is launched, one wait a step;
-- with ``train.skip_nonfinite=false``: the same, but only if step k − 1 is a multiple of ``metrics.log_every`` (of
-  ``MOST_UNREAD`` if that is less) or the first one, for all steps up to it;
-- where the host needs the numbers of step k for its update: within the step, before the update. So it is in float16,
-  whose next step needs the loss scale, and with optimizers that cannot skip on the device;
+- with ``train.skip_nonfinite=false``: the same, but only if step k − 1 is a multiple of
+  ``metrics.log_every`` (of ``MOST_UNREAD`` if that is less) or the first one, for all steps up to
+  it;
+- where the host needs the numbers of step k for its update: within the step, before the update. So
+  it is in float16, whose next step needs the loss scale, and with optimizers that cannot skip on
+  the device;
 - before an evaluation, before a checkpoint, and at the end: all of them.
 
-Which of these applies depends on the configuration only, so all ranks read, and stop, after the same step.
+Which of these applies depends on the configuration only, so all ranks read, and stop, after the
+same step.
 """
 
 import math
@@ -50,22 +53,25 @@ class StepStats:
     host_values: dict[str, Any] = field(default_factory=dict)
     """Fields of ``StepMetrics`` that the host knows without the device."""
     sums: NamedTensors = field(init=False)
-    """Over ranks: ``loss``, ranks with ``not_finite`` gradients, ``votes`` to stop, and ``routing``. Beside them
-    ``grad_norm``. On the host after the copy."""
+    """Over ranks: ``loss``, ranks with ``not_finite`` gradients, ``votes`` to stop, and
+    ``routing``. Beside them ``grad_norm``. On the host after the copy."""
     counts: NamedTensors = field(init=False)
-    """``inputs`` (``StepInputs.counts``), and ``experts``, tokens of each. On the host after the copy."""
+    """``inputs`` (``StepInputs.counts``), and ``experts``, tokens of each. On the host after the
+    copy."""
     ended: Event = None
     seconds: float = 0.0
     """Duration on a CPU; an accelerator's follows from its events."""
     done: bool = False
     """Whether the host knows that the step has ended on the device."""
     outcome: dict[str, Any] = field(default_factory=dict)
-    """Fields of ``StepMetrics`` that follow from the loss and the earlier steps; empty before ``resolve``."""
+    """Fields of ``StepMetrics`` that follow from the loss and the earlier steps; empty before
+    ``resolve``."""
     eval_loss: float | None = None
 
 
 class StepReadings:
-    """Reads the numbers of steps; counts skipped steps, scores losses and collects votes in the steps' order.
+    """Reads the numbers of steps; counts skipped steps, scores losses and collects votes in the
+    steps' order.
 
     Args:
         skipped: counts the skipped steps.
@@ -127,8 +133,11 @@ class StepReadings:
         """Note the beginning of a step."""
         return StepStats(step, self.mark(), time.perf_counter())
 
-    def add(self, stats: StepStats, sums: NamedTensors, grad_norm: Tensor, counts: NamedTensors) -> None:
-        """Begin the copies of a step's numbers; with ``in_step`` resolve it as well, which waits for the device."""
+    def add(
+        self, stats: StepStats, sums: NamedTensors, grad_norm: Tensor, counts: NamedTensors
+    ) -> None:
+        """Begin the copies of a step's numbers; with ``in_step`` resolve it as well, which waits
+        for the device."""
         flat = torch.cat([sums.flat, grad_norm.to(sums.flat).view(1)])
         stats.sums = NamedTensors(self._device.download(flat), sums.sizes | {"grad_norm": 1})
         stats.counts = NamedTensors(self._device.download(counts.flat), counts.sizes)
@@ -143,7 +152,8 @@ class StepReadings:
         self._resolve(stats)
 
     def skip(self, stats: StepStats, agreed: NamedTensors, on_device: bool) -> Tensor | bool:
-        """Return whether to leave out the update of a step; as a float32 scalar if the device decides."""
+        """Return whether to leave out the update of a step; as a float32 scalar if the device
+        decides."""
         if not self._train.skip_nonfinite:
             return False
         if not on_device:
@@ -184,7 +194,8 @@ class StepReadings:
         return finished
 
     def finish_done(self) -> list[StepMetrics]:
-        """Metrics of the steps that end within ``PATIENCE_SECONDS``: for a run that ends by an error.
+        """Metrics of the steps that end within ``PATIENCE_SECONDS``: for a run that ends by an
+        error.
 
         A step that waits for a lost rank never ends.
         """

@@ -1,12 +1,14 @@
 """Stop requests by signal, and the agreement of all ranks on whether to stop.
 
-The first SIGTERM, SIGUSR1 or SIGINT stops the run after the step in which the ranks read it (``step_readings``), on a
-CPU the current one; the second one ends the process at once. Python runs signal handlers between bytecodes of the main
-thread, so never while that thread waits in a collective for a lost rank.
-Therefore a thread reads the wakeup descriptor, to which the C handler writes at any time. Signals within one second of
-the first count as the same request: batch systems signal every process of a job, and launchers forward signals too.
+The first SIGTERM, SIGUSR1 or SIGINT stops the run after the step in which the ranks read it
+(``step_readings``), on a CPU the current one; the second one ends the process at once. Python runs
+signal handlers between bytecodes of the main thread, so never while that thread waits in a
+collective for a lost rank. Therefore a thread reads the wakeup descriptor, to which the C handler
+writes at any time. Signals within one second of the first count as the same request: batch systems
+signal every process of a job, and launchers forward signals too.
 
-Outside the ``with`` block of a ``StopRequest`` signals end the process as usual; there is nothing to save then.
+Outside the ``with`` block of a ``StopRequest`` signals end the process as usual; there is nothing
+to save then.
 
 Source: https://docs.python.org/3/library/signal.html#signal.set_wakeup_fd
 """
@@ -26,7 +28,8 @@ from fsdptoys.config.train_config import TrainConfig
 from .skipped_steps import SkippedSteps
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Signals sent by schedulers and launchers before they kill, and by Ctrl-C: finish the step, save, end."""
+"""Signals sent by schedulers and launchers before they kill, and by Ctrl-C: finish the step, save,
+end."""
 
 SAME_REQUEST_SECONDS = 1.0
 """Signals within this time of the first one are the same request."""
@@ -51,7 +54,9 @@ class StopRequest:
         assert _open is None, "one request at a time"
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
-        self._watcher = threading.Thread(target=self._watch, args=(self._pipe[0],), name="stop request", daemon=True)
+        self._watcher = threading.Thread(
+            target=self._watch, args=(self._pipe[0],), name="stop request", daemon=True
+        )
         self._watcher.start()
         self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         self._before = {number: signal.signal(number, _note) for number in STOP_SIGNALS}
@@ -144,8 +149,8 @@ class Stopping:
 def agreed_stop(train: TrainConfig, votes: Sequence[float], skipped: SkippedSteps) -> Stop | None:
     """Return the reason to stop after a step; None if no rank has one.
 
-    ``votes`` are the number of ranks that received each of ``STOP_SIGNALS``, then the number of ranks out of time;
-    ``skipped`` counts this step too.
+    ``votes`` are the number of ranks that received each of ``STOP_SIGNALS``, then the number of
+    ranks out of time; ``skipped`` counts this step too.
     """
     for number, ranks in zip(STOP_SIGNALS, votes, strict=False):
         if ranks:
@@ -155,7 +160,10 @@ def agreed_stop(train: TrainConfig, votes: Sequence[float], skipped: SkippedStep
         ("max_skipped", train.max_skipped, skipped.in_all_limited, "in all"),
     ):
         if skipped.limited and count >= limit:
-            return Stop(f"{count} steps {how} had a non-finite loss or gradients (train.{key}={limit})", gave_up=True)
+            return Stop(
+                f"{count} steps {how} had a non-finite loss or gradients (train.{key}={limit})",
+                gave_up=True,
+            )
     return Stop(f"train.max_seconds={train.max_seconds:g} reached") if votes[-1] else None
 
 

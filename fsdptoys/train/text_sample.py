@@ -8,11 +8,15 @@ from fsdptoys.data.dataset import TextSample
 from fsdptoys.models.generate import Draw, generate
 
 UNREADABLE = 0.1
-"""Share of characters that are no text, such as bytes outside UTF-8, above which a sample is not shown."""
+"""Share of characters that are no text, such as bytes outside UTF-8, above which a sample is not
+shown."""
 
 
-def continued(sample: TextSample, model: nn.Module, device: torch.device, train: TrainConfig) -> str:
-    """The prompt with the model's continuation, or why it is not shown. A collective if the model is sharded."""
+def continued(
+    sample: TextSample, model: nn.Module, device: torch.device, train: TrainConfig
+) -> str:
+    """The prompt with the model's continuation, or why it is not shown. A collective if the model
+    is sharded."""
     assert train.sample_seed is not None
     prompt_T = torch.from_numpy(sample.prompt_T).to(device)
     draw = Draw(sample.temperature, seed=train.sample_seed)
@@ -25,7 +29,12 @@ def continued(sample: TextSample, model: nn.Module, device: torch.device, train:
 
 def why_unreadable(text: str) -> str | None:
     """A sentence in place of text of an untrained model; None for text."""
-    unreadable = sum(each == "\ufffd" or not (each.isprintable() or each.isspace()) for each in text)
+    unreadable = sum(
+        each == "\ufffd" or not (each.isprintable() or each.isspace()) for each in text
+    )
     if unreadable <= UNREADABLE * len(text):
         return None
-    return f"(not shown: {unreadable} of its {len(text)} characters are no text: the model has learned too little)"
+    return (
+        f"(not shown: {unreadable} of its {len(text)} characters are no text: the model has "
+        "learned too little)"
+    )

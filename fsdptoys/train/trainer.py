@@ -1,8 +1,8 @@
 """The training loop.
 
-``Trainer(config)`` builds model, optimizer and data in order; ``train`` takes the steps. The same code runs on every
-rank and under every strategy; all differences between strategies are behind ``Strategy``. Records and checkpoints are
-left to callbacks (see ``run``).
+``Trainer(config)`` builds model, optimizer and data in order; ``train`` takes the steps. The same
+code runs on every rank and under every strategy; all differences between strategies are behind
+``Strategy``. Records and checkpoints are left to callbacks (see ``run``).
 """
 
 import functools
@@ -71,46 +71,59 @@ class Trainer:
 
         self.built = parallelize(config, self.world, param_init, stand_ins)
         self.strategy = self.built.strategy
-        scaler = LossScaler(config.loss_scale) if config.parallel.param_dtype.needs_loss_scale else None
+        scaler = (
+            LossScaler(config.loss_scale) if config.parallel.param_dtype.needs_loss_scale else None
+        )
         self.scale = GradientScale(config, self.strategy, scaler)
 
         names = self.built.matrix_names, self.built.block_names
         optimizer = build_optimizer(config.optim, self.strategy.trainable_parameters(), *names)
         self.strategy.attach(optimizer)
         elements = sum(self.built.parameter_sizes.values())
-        with explain_out_of_memory(self.world.device, construction_context(config, self.world, elements)):
+        with explain_out_of_memory(
+            self.world.device, construction_context(config, self.world, elements)
+        ):
             self.stepper = build_stepper(optimizer, self.strategy, config)
         self.optimizer = self.stepper.optimizer
         self.schedule = build_schedule(config.optim, self.optimizer, train.steps)
 
-        self.data = StepData(config, self.strategy, self.built.model, self.built.samples is not None)
+        self.data = StepData(
+            config, self.strategy, self.built.model, self.built.samples is not None
+        )
         self.steps_done = 0
         self.stopping = Stopping(train)
         self.skipped = SkippedSteps(scaler)
         self.spikes = SpikeDetector(config.metrics.spike_threshold)
         self.memory = StepMemory(self.strategy, self.stepper, enabled=self.world.rank == 0)
-        self.readings = build_readings(config, self.built, self.stepper, self.skipped, self.spikes, self.data.documents)
+        self.readings = build_readings(
+            config, self.built, self.stepper, self.skipped, self.spikes, self.data.documents
+        )
         """Numbers of the steps taken, until they are read."""
         self.history: list[StepMetrics] = []
         """Metrics of the steps taken by this object and read."""
         self.compilation = CompilationWatch() if train.compile or config.kernels.compiles else None
         """Records compilations and their causes; None if nothing is compiled."""
         self.on_phase: Callable[[int, str], None] = lambda step, phase: None
-        """Called with step and phase: data, forward, backward, optimizer, evaluation or checkpoint."""
+        """Called with step and phase: data, forward, backward, optimizer, evaluation or
+        checkpoint."""
         self.around_step: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
         """Returns a context for the step of that number, without the evaluation after it."""
         self._phase = "forward"
 
     def train_step(self, step: int) -> None:
-        """Take one optimizer step over a global batch, and begin to copy its numbers to the host (``readings``)."""
+        """Take one optimizer step over a global batch, and begin to copy its numbers to the host
+        (``readings``)."""
         strategy, stepper, routing = self.strategy, self.stepper, self.built.routing
         enter = functools.partial(self._enter, step)
         stats = self.readings.begin(step)
 
-        # 1. The loss is the mean over valid tokens of all ranks and micro-batches: count them first.
+        # 1. The loss is the mean over valid tokens of all ranks and micro-batches: count them
+        # first.
         enter("data")
         inputs = self.data.next_step()
-        stats.host_values["data_wait_seconds"] = inputs.wait_seconds if self.readings.is_idle else 0.0
+        stats.host_values["data_wait_seconds"] = (
+            inputs.wait_seconds if self.readings.is_idle else 0.0
+        )
         dist.all_reduce(inputs.counts)
 
         # 2. Forward and backward of each micro-batch; gradients add up.
@@ -120,13 +133,21 @@ class Trainer:
         show = functools.partial(show_samples, self.built.samples, inputs.samples)
         loss_sum = forward_backward(strategy, routing, inputs, scale, show, enter)
 
-        # 3. Clip; agree on the loss, on whether to update, and on whether to stop: the step's one all-reduce.
+        # 3. Clip; agree on the loss, on whether to update, and on whether to stop: the step's one
+        # all-reduce.
         enter("optimizer")
         self.memory.label_gradients()
-        grad_norm = stepper.clip(strategy, self.config.train.max_grad_norm or math.inf, scale.unscale)
+        grad_norm = stepper.clip(
+            strategy, self.config.train.max_grad_norm or math.inf, scale.unscale
+        )
         votes = self.world.device.upload(torch.tensor(self.stopping.votes(), dtype=loss_sum.dtype))
         routing_sums, routing_counts = routing.end_step() if routing else ({}, {})
-        sums = {"loss": loss_sum, "not_finite": ~grad_norm.isfinite(), "votes": votes, **routing_sums}
+        sums = {
+            "loss": loss_sum,
+            "not_finite": ~grad_norm.isfinite(),
+            "votes": votes,
+            **routing_sums,
+        }
         agreed = NamedTensors.join(sums, loss_sum.dtype)
         dist.all_reduce(agreed.flat)
 
@@ -142,7 +163,9 @@ class Trainer:
         strategy.zero_grad(self.optimizer)
         self.readings.end(stats)
         self.memory.end_step(step, stats.seconds)
-        stats.host_values |= measure_memory(self.world.device) | {"memory_counted_step": self.memory.counted_step}
+        stats.host_values |= measure_memory(self.world.device) | {
+            "memory_counted_step": self.memory.counted_step
+        }
 
     def train(
         self,
@@ -154,9 +177,11 @@ class Trainer:
         """Take the remaining steps, with evaluations in between, and return the reason for the end.
 
         Args:
-            on_step: called with each step's metrics when they are read (``step_readings``), in order, on this rank.
+            on_step: called with each step's metrics when they are read (``step_readings``), in
+                order, on this rank.
             profiler: entered around the loop, and advanced after each step.
-            save: called on all ranks when a checkpoint is due, with the stop reason if it is the last one.
+            save: called on all ranks when a checkpoint is due, with the stop reason if it is the
+                last one.
             request: may ask this rank to stop, which stops all ranks.
         """
         train, device = self.config.train, self.world.device
@@ -182,15 +207,20 @@ class Trainer:
                         self._enter(step, "checkpoint")
                         save(stop)
                 except BaseException:
-                    with suppress(Exception):  # a device that failed may not answer, a full disk takes no record
+                    with suppress(
+                        Exception
+                    ):  # a device that failed may not answer, a full disk takes no record
                         self._record(self.readings.finish_done(), on_step)
                     raise
                 collect_garbage(step)
             self.stepper.finish()
         return stop
 
-    def _step_and_evaluate(self, step: int, profiled: Callable[[int], bool]) -> tuple[Stop | None, int]:
-        """Take a step, and evaluate if it is due; return a reason to stop, and the last step that is read."""
+    def _step_and_evaluate(
+        self, step: int, profiled: Callable[[int], bool]
+    ) -> tuple[Stop | None, int]:
+        """Take a step, and evaluate if it is due; return a reason to stop, and the last step that
+        is read."""
         train, readings = self.config.train, self.readings
         with explain_out_of_memory(self.world.device, functools.partial(self._oom_context, step)):
             with self.around_step(step), self.memory.around(step, profiled):
@@ -210,7 +240,8 @@ class Trainer:
         return stop, read
 
     def evaluate(self, step: int) -> float:
-        """Mean loss over the first batches of the held-out split, in nats per token. A collective."""
+        """Mean loss over the first batches of the held-out split, in nats per token. A
+        collective."""
         train, data, axes = self.config.train, self.data, self.strategy.mesh_axes
         assert data.dataset.eval is not None
         self._enter(step, "evaluation")
@@ -225,7 +256,8 @@ class Trainer:
         return loss
 
     def sample(self) -> str | None:
-        """The prompt with the model's continuation; None without a ``text_sample``. A collective if sharded."""
+        """The prompt with the model's continuation; None without a ``text_sample``. A collective if
+        sharded."""
         text, train = self.data.dataset.text_sample, self.config.train
         if not text:
             return None
@@ -234,7 +266,8 @@ class Trainer:
             return continued(text, self.strategy.full_model, self.world.device.torch_device, train)
 
     def state_dict(self) -> dict[str, Any]:
-        """Progress of the run as JSON values; with the strategy's tensors, all that a resume needs."""
+        """Progress of the run as JSON values; with the strategy's tensors, all that a resume
+        needs."""
         assert not self.readings.pending, "counts of steps that are not read yet would be missing"
         return {
             "step": self.steps_done,
@@ -245,8 +278,11 @@ class Trainer:
             **self.skipped.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any], load: Callable[[dict[str, Tensor]], None]) -> None:
-        """Resume from a ``state_dict``; ConfigError if the data or the tensors differ from the checkpoint's.
+    def load_state_dict(
+        self, state: dict[str, Any], load: Callable[[dict[str, Tensor]], None]
+    ) -> None:
+        """Resume from a ``state_dict``; ConfigError if the data or the tensors differ from the
+        checkpoint's.
 
         ``load`` fills tensors, given by name, with their saved values.
         """
@@ -259,7 +295,9 @@ class Trainer:
         self.skipped.load_state_dict(state)
         self.spikes.load_state_dict(state["spikes"])
 
-    def _record(self, finished: Sequence[StepMetrics], on_step: Callable[[StepMetrics], None] | None) -> None:
+    def _record(
+        self, finished: Sequence[StepMetrics], on_step: Callable[[StepMetrics], None] | None
+    ) -> None:
         for metrics in finished:
             self.history.append(metrics.without_counts())
             if on_step:

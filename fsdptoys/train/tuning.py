@@ -30,10 +30,13 @@ def tune_model(model: DecoderModel, config: Config) -> Samples | None:
     except ValueError as error:
         raise ConfigError(f"tune.targets: {error}; set tune.targets=[q_proj,v_proj]") from error
     if config.parallel.capabilities.packed_weights and config.train.grain_tokens is None:
-        # The forward computes from these values in any case; a frozen weight needs no float32 copy to add updates to.
+        # The forward computes from these values in any case; a frozen weight needs no float32 copy
+        # to add updates to.
         for param in model.parameters():
             if not param.requires_grad:
-                param.data = param.data.to(config.parallel.param_dtype.torch)  # keeps shared weights shared
+                param.data = param.data.to(
+                    config.parallel.param_dtype.torch
+                )  # keeps shared weights shared
     return samples if tune.dropout else None
 
 
@@ -44,6 +47,7 @@ def show_samples(samples: Samples | None, numbers: Sequence[Tensor], microbatch:
 
 
 def quantize_base(model: DecoderModel, config: Config) -> None:
-    """Quantize the frozen weights of a model on the meta device, where the configuration says so."""
+    """Quantize the frozen weights of a model on the meta device, where the configuration says
+    so."""
     if isinstance(config.tune, LoRAConfig) and config.tune.base is Base.nf4:
         quantize_linears(model)

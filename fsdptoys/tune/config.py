@@ -20,7 +20,8 @@ class Base(Enum):
     plain = "plain"
     """In ``parallel.param_dtype``, or in float32 where the strategy updates all weights alike."""
     nf4 = "nf4"
-    """In four bits and a half each, the normal float of QLoRA; embeddings, norms, experts and the head stay plain."""
+    """In four bits and a half each, the normal float of QLoRA; embeddings, norms, experts and the
+    head stay plain."""
 
 
 @dataclass
@@ -68,12 +69,18 @@ class LoRAConfig(TuneConfig):
         super().__post_init__()
         if self.adapter is not None and not self.adapter.strip():
             raise ConfigError(
-                f"tune.adapter={self.adapter!r} must name a folder; set tune.adapter=null to start from new adapters"
+                f"tune.adapter={self.adapter!r} must name a folder; set tune.adapter=null to "
+                "start from new adapters"
             )
         known = [target for target in self.targets if target in LINEAR_LAYERS]
         for target in self.targets:
             if target not in known:
                 fix = f"set tune.targets={value_text(known or ['q_proj', 'v_proj'])}"
-                raise ConfigError(f"tune.targets names {target}, which is none of {', '.join(LINEAR_LAYERS)}; {fix}")
+                raise ConfigError(
+                    f"tune.targets names {target}, which is none of {', '.join(LINEAR_LAYERS)}; "
+                    f"{fix}"
+                )
         if not self.targets:
-            raise ConfigError("tune.targets=[] trains nothing; set tune.targets=[q_proj,v_proj] or tune=full")
+            raise ConfigError(
+                "tune.targets=[] trains nothing; set tune.targets=[q_proj,v_proj] or tune=full"
+            )

@@ -21,7 +21,12 @@ RULE_COLORS = ("#2a9d6f", "#b07d12", "#7b5ea7", "#3b8ea5")
 DASHED = (0, (5, 3))
 PAPER = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1}
 SYMBOLS = dict(zip(MARKERS, "osD^PvX", strict=True))
-STYLES: dict[str, Any] = {"solid": "-", "dash": (0, (6, 3)), "dot": (0, (1.5, 2)), "dashdot": (0, (6, 2, 1.5, 2))}
+STYLES: dict[str, Any] = {
+    "solid": "-",
+    "dash": (0, (6, 3)),
+    "dot": (0, (1.5, 2)),
+    "dashdot": (0, (6, 2, 1.5, 2)),
+}
 OFFSETS = {
     "right": ((8, 0), "left", "center"),
     "left": ((-8, 0), "right", "center"),
@@ -30,10 +35,13 @@ OFFSETS = {
 }
 LONGEST_NAME = 48
 MOST_NUMBERS = (16, 24)  # Columns and rows up to which cells show their numbers
-MOST_BARS = 250  # Rows of one PNG: more are unreadable, and matplotlib cannot draw the height of 1,214 or more
+MOST_BARS = 250
+"""Rows of one PNG: more are unreadable, and matplotlib cannot draw the height of 1,214 or more."""
 
 
-def draw_png(path: Path, *pictures: Picture, title: str = "", heights: Sequence[float] = ()) -> None:
+def draw_png(
+    path: Path, *pictures: Picture, title: str = "", heights: Sequence[float] = ()
+) -> None:
     """Write the PNG of :func:`render_png`."""
     write_atomically(path, render_png(*pictures, title=title, heights=heights))
 
@@ -119,7 +127,11 @@ def _first_bars(picture: Picture) -> Picture:
         picture,
         title=f"{picture.title} (the first {MOST_BARS:,} of {len(rows):,} rows)",
         y=dataclasses.replace(picture.y, categories=kept),
-        series=tuple(one for one in (_of_rows(series, frozenset(kept)) for series in picture.series) if len(one.x)),
+        series=tuple(
+            one
+            for one in (_of_rows(series, frozenset(kept)) for series in picture.series)
+            if len(one.x)
+        ),
     )
 
 
@@ -130,11 +142,20 @@ def _of_rows(series: Series, rows: frozenset[str]) -> Series:
     return dataclasses.replace(series, **parts)
 
 
-def _draw_bars(axes: "Axes", series: Series, categories: tuple[str, ...], lefts: dict[str, float]) -> None:
+def _draw_bars(
+    axes: "Axes", series: Series, categories: tuple[str, ...], lefts: dict[str, float]
+) -> None:
     names = [str(name) for name in series.y]
     rows, sizes = [categories.index(name) for name in names], np.asarray(series.x, dtype=float)
-    look: dict[str, Any] = {"color": series.color, "edgecolor": "white", "hatch": series.hatch * 2, "linewidth": 0.5}
-    axes.barh(rows, sizes, left=[lefts[name] for name in names], height=0.62, label=series.name, **look)
+    look: dict[str, Any] = {
+        "color": series.color,
+        "edgecolor": "white",
+        "hatch": series.hatch * 2,
+        "linewidth": 0.5,
+    }
+    axes.barh(
+        rows, sizes, left=[lefts[name] for name in names], height=0.62, label=series.name, **look
+    )
     for name, size in zip(names, series.x, strict=True):
         lefts[name] += size
 
@@ -142,7 +163,12 @@ def _draw_bars(axes: "Axes", series: Series, categories: tuple[str, ...], lefts:
 def _draw_area(axes: "Axes", series: Series, floor: np.ndarray) -> np.ndarray:
     """Draw an area above ``floor``; return its upper edge."""
     top = floor + np.asarray(series.y, dtype=float)
-    look: dict[str, Any] = {"facecolor": series.color, "edgecolor": "white", "hatch": series.hatch, "linewidth": 0.0}
+    look: dict[str, Any] = {
+        "facecolor": series.color,
+        "edgecolor": "white",
+        "hatch": series.hatch,
+        "linewidth": 0.0,
+    }
     axes.fill_between(series.x, floor, top, label=series.name, step="post", **look)
     return np.asarray(top)
 
@@ -162,7 +188,9 @@ def _draw_cells(axes: "Axes", series: Series) -> None:
     if len(series.x) <= MOST_NUMBERS[0] and len(series.y) <= MOST_NUMBERS[1]:
         for (row, column), value in np.ndenumerate(series.cells):
             color = "w" if abs(norm(value) - 0.5) > 0.3 else "k"
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
+            axes.text(
+                column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color
+            )
 
 
 def _draw_line(axes: "Axes", series: Series, categories: tuple[str, ...]) -> None:
@@ -174,7 +202,9 @@ def _draw_line(axes: "Axes", series: Series, categories: tuple[str, ...]) -> Non
     if series.shape is Shape.points:
         if series.low:
             spread = np.array([x - np.asarray(series.low), np.asarray(series.high) - x])
-            axes.errorbar(x, y, xerr=spread, fmt="none", ecolor=color, elinewidth=1.1, capsize=2.5, zorder=3)
+            axes.errorbar(
+                x, y, xerr=spread, fmt="none", ecolor=color, elinewidth=1.1, capsize=2.5, zorder=3
+            )
         look = {"markersize": 8, "markeredgecolor": "white", "markeredgewidth": 0.5, "zorder": 4}
         if series.faint:
             look = {"markersize": 3, "markeredgewidth": 0, "alpha": 0.5}
@@ -191,7 +221,10 @@ def _draw_line(axes: "Axes", series: Series, categories: tuple[str, ...]) -> Non
 def _set_axes(axes: "Axes", picture: Picture) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-    for axis, given, set_scale in ((axes.xaxis, picture.x, axes.set_xscale), (axes.yaxis, picture.y, axes.set_yscale)):
+    for axis, given, set_scale in (
+        (axes.xaxis, picture.x, axes.set_xscale),
+        (axes.yaxis, picture.y, axes.set_yscale),
+    ):
         axis.set_label_text(given.text, color=INK, parse_math=False)
         if given.log:
             set_scale("log")
@@ -204,7 +237,9 @@ def _set_axes(axes: "Axes", picture: Picture) -> None:
             axis.set_major_formatter("{x:,.0f}")
     categories = picture.y.categories
     if categories:
-        axes.set_yticks(range(len(categories)), [one_line(name, LONGEST_NAME) for name in categories])
+        axes.set_yticks(
+            range(len(categories)), [one_line(name, LONGEST_NAME) for name in categories]
+        )
         for text in axes.get_yticklabels():
             text.set_parse_math(False)
         axes.set_ylim(len(categories) - 0.4, -0.6)
@@ -218,7 +253,13 @@ def _set_axes(axes: "Axes", picture: Picture) -> None:
     if picture.y.from_zero:
         axes.set_ylim(bottom=0)
     if picture.diagonal and picture.ranges:
-        axes.plot(*picture.ranges, color=INK, linestyle=DASHED, linewidth=1.1, label="predicted = measured")
+        axes.plot(
+            *picture.ranges,
+            color=INK,
+            linestyle=DASHED,
+            linewidth=1.1,
+            label="predicted = measured",
+        )
     axes.grid(color=GRID, linewidth=0.6, axis="x" if categories else "both")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,7 +1,7 @@
 """Description of a figure: axes, series, labels, captions and a text alternative.
 
-:mod:`fsdptoys.utils.figure_png` draws it as a PNG, and the report's page interactively. Color, marker and dashes of a
-series follow from its number, so a run looks the same in every figure.
+:mod:`fsdptoys.utils.figure_png` draws it as a PNG, and the report's page interactively. Color,
+marker and dashes of a series follow from its number, so a run looks the same in every figure.
 """
 
 import dataclasses
@@ -13,7 +13,18 @@ from enum import Enum
 
 import numpy as np
 
-COLORS = ("#2f7fc6", "#d9622b", "#2b9a74", "#c2569f", "#a6830f", "#7a6fd0", "#d1495b", "#4d8f2f", "#2a97ab", "#8a7462")
+COLORS = (
+    "#2f7fc6",
+    "#d9622b",
+    "#2b9a74",
+    "#c2569f",
+    "#a6830f",
+    "#7a6fd0",
+    "#d1495b",
+    "#4d8f2f",
+    "#2a97ab",
+    "#8a7462",
+)
 """Each has a contrast of at least 3:1 against the light and the dark page."""
 GRAY = "#7d8791"
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "x")
@@ -57,7 +68,8 @@ class Axis:
 
 
 def drawable(values: Numbers) -> Numbers:
-    """Numbers that can be drawn; others become NaN, since axes overflow near the ends of a float's range."""
+    """Numbers that can be drawn; others become NaN, since axes overflow near the ends of a float's
+    range."""
     numbers = np.asarray(values, dtype=float)
     size = np.abs(numbers)
     kept = np.where(((size > SMALLEST) & (size < LARGEST)) | (size == 0), numbers, math.nan)
@@ -66,7 +78,8 @@ def drawable(values: Numbers) -> Numbers:
 
 @dataclass(frozen=True)
 class Series:
-    """Data of one line, area or set of points or bars; values that are not :func:`drawable` leave a gap."""
+    """Data of one line, area or set of points or bars; values that are not :func:`drawable` leave a
+    gap."""
 
     name: str
     shape: Shape
@@ -76,7 +89,8 @@ class Series:
     hover: tuple[str, ...] = ()  # Text of each point, of one or more lines
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()  # Ends of each point's spread along x
-    faint: bool = False  # Whether it is background of a clearer series, as raw losses behind their running mean
+    faint: bool = False
+    """Whether it is background of a clearer series, as raw losses behind their running mean."""
     cells: np.ndarray | None = None  # [len(y), len(x)] of a map, relative to 1
     ink: bool = False  # Whether it is drawn as diamonds in the text color
     window: int = 1  # Number of consecutive points of which two are drawn; see :func:`thin`
@@ -134,7 +148,9 @@ class Picture:
     x: Axis
     y: Axis
     series: tuple[Series, ...]
-    rules: tuple[tuple[float, str], ...] = ()  # Place on the y axis and text of each horizontal line
+    rules: tuple[
+        tuple[float, str], ...
+    ] = ()  # Place on the y axis and text of each horizontal line
     bands: tuple[tuple[float, float], ...] = ()  # Ends of each shaded interval of the x axis
     bands_text: str = ""  # Legend of the bands
     labels: tuple[Label, ...] = ()
@@ -142,7 +158,9 @@ class Picture:
 
     def __post_init__(self) -> None:
         rules = tuple(rule for rule in self.rules if math.isfinite(drawable([rule[0]])[0]))
-        labels = tuple(each for each in self.labels if np.isfinite(drawable([each.x, each.y])).all())
+        labels = tuple(
+            each for each in self.labels if np.isfinite(drawable([each.x, each.y])).all()
+        )
         object.__setattr__(self, "rules", rules)
         object.__setattr__(self, "labels", labels)
 
@@ -150,13 +168,19 @@ class Picture:
     def caption(self) -> str:
         """The sentences, and one about points that were left out."""
         window = max(series.window for series in self.series)
-        thinned = f"Of every {window:,} points the lowest and the highest are drawn." if window > 1 else ""
+        thinned = (
+            f"Of every {window:,} points the lowest and the highest are drawn."
+            if window > 1
+            else ""
+        )
         return " ".join(filter(None, [*self.sentences, thinned]))
 
     @property
     def is_fixed(self) -> bool:
         """Whether the axes span exactly :attr:`ranges`; else the renderer chooses their limits."""
-        return self.ranges is not None and all(each.shape in (Shape.points, Shape.steps) for each in self.series)
+        return self.ranges is not None and all(
+            each.shape in (Shape.points, Shape.steps) for each in self.series
+        )
 
     @property
     def ranges(self) -> tuple[tuple[float, float], tuple[float, float]] | None:
@@ -166,7 +190,12 @@ class Picture:
         ends = []
         across = [values for s in self.series for values in (s.x, s.low, s.high)] + list(self.bands)
         for axis, values in ((self.x, across), (self.y, [s.y for s in self.series])):
-            numbers = [float(v) for each in values for v in each if math.isfinite(float(v)) and (v > 0 or not axis.log)]  # type: ignore[operator]
+            numbers = [
+                float(v)
+                for each in values
+                for v in each
+                if math.isfinite(float(v)) and (v > 0 or not axis.log)
+            ]  # type: ignore[operator]
             if not numbers:
                 return None
             ends.append(padded_range(min(numbers), max(numbers), axis))
@@ -187,8 +216,11 @@ def padded_range(low: float, high: float, axis: Axis, share: float = 0.08) -> tu
     return (max(low - room, 0.0) if low >= 0 else low - room), high + room
 
 
-def thin(x: np.ndarray, *ys: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, list[np.ndarray], int]:
-    """Downsample a long line to about ``most`` points, keeping the minimum and maximum of each window.
+def thin(
+    x: np.ndarray, *ys: np.ndarray, most: int = MOST_POINTS
+) -> tuple[np.ndarray, list[np.ndarray], int]:
+    """Downsample a long line to about ``most`` points, keeping the minimum and maximum of each
+    window.
 
     The first of the ys, each as long as x, selects the points; its non-finite values stay as gaps.
 
@@ -238,8 +270,12 @@ def label_points(picture: Picture, texts: Sequence[tuple[float, float, str]]) ->
                 obstacles.append((x0, y0 - 0.008, x1, y0 + 0.008))
                 obstacles.append((x1 - 0.004, min(y0, y1), x1 + 0.004, max(y0, y1)))
     points = [scaled(x, y) for x, y, _ in texts]
-    labels = place_labels(points, [(index, text) for index, (_, _, text) in enumerate(texts)], obstacles)
-    return dataclasses.replace(picture, labels=tuple(Label(*texts[index], side) for index, _, side in labels))
+    labels = place_labels(
+        points, [(index, text) for index, (_, _, text) in enumerate(texts)], obstacles
+    )
+    return dataclasses.replace(
+        picture, labels=tuple(Label(*texts[index], side) for index, _, side in labels)
+    )
 
 
 def place_labels(
@@ -247,10 +283,11 @@ def place_labels(
     texts: Sequence[tuple[int, str]],
     obstacles: Sequence[Box] = (),
 ) -> list[tuple[int, str, str]]:
-    """Place labels next to points without overlaps and inside the figure; labels without room are dropped.
+    """Place labels next to points without overlaps and inside the figure; labels without room are
+    dropped.
 
-    Coordinates are from 0 to 1 across the figure; ``texts`` are indices of points and their labels, the most important
-    first.
+    Coordinates are from 0 to 1 across the figure; ``texts`` are indices of points and their labels,
+    the most important first.
     """
     taken = [(x - 0.008, y - 0.018, x + 0.008, y + 0.018) for x, y in points] + list(obstacles)
     placed = []

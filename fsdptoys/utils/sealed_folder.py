@@ -1,4 +1,5 @@
-"""Folders that are complete or absent after a crash at any instant, and the checksums of their files.
+"""Folders that are complete or absent after a crash at any instant, and the checksums of their
+files.
 
 A folder is filled under another name beside its destination. ``seal_folder`` syncs the files to
 disk, writes a manifest last, and renames the folder. So a folder under its own name is complete.
@@ -47,7 +48,9 @@ class RunningSum:
         self._digest.update(data)
         self.size += memoryview(data).nbytes
 
-    def read(self, file: IO[bytes], visit: Callable[[bytes], object] = lambda block: None) -> FileSum:
+    def read(
+        self, file: IO[bytes], visit: Callable[[bytes], object] = lambda block: None
+    ) -> FileSum:
         """Append a file from its position to its end; ``visit`` is called with each block."""
         while block := file.read(BLOCK_BYTES):
             self.update(block)
@@ -77,7 +80,9 @@ def is_file_name(name: object) -> bool:
 
 def sums_to_json(files: Mapping[str, FileSum]) -> dict[str, dict[str, Any]]:
     """Convert sums by file name to JSON values, sorted by name."""
-    return {name: {"bytes": files[name].size, "sha256": files[name].sha256} for name in sorted(files)}
+    return {
+        name: {"bytes": files[name].size, "sha256": files[name].sha256} for name in sorted(files)
+    }
 
 
 def sums_from_json(tree: object) -> dict[str, FileSum]:
@@ -89,9 +94,16 @@ def sums_from_json(tree: object) -> dict[str, FileSum]:
         raise ValueError("it does not list files")
     files = {}
     for name, entry in tree.items():
-        is_entry = is_file_name(name) and isinstance(entry, dict) and set(entry) == {"bytes", "sha256"}
+        is_entry = (
+            is_file_name(name) and isinstance(entry, dict) and set(entry) == {"bytes", "sha256"}
+        )
         size, digest = (entry["bytes"], entry["sha256"]) if is_entry else (None, None)
-        if type(size) is not int or size < 0 or not isinstance(digest, str) or len(digest) != DIGEST_LENGTH:
+        if (
+            type(size) is not int
+            or size < 0
+            or not isinstance(digest, str)
+            or len(digest) != DIGEST_LENGTH
+        ):
             raise ValueError(f"it describes {name!r:.100} wrongly")
         files[name] = FileSum(size, digest)
     return files
@@ -120,12 +132,15 @@ def check_new_folder(path: Path) -> None:
         raise ConfigError(_cannot_be_written(path, error)) from error
     if has_content:
         what = "is not empty" if path.is_dir() else "is a file"
-        raise ConfigError(f"{path} {what}, and nothing is written over; name a folder that does not exist")
+        raise ConfigError(
+            f"{path} {what}, and nothing is written over; name a folder that does not exist"
+        )
 
 
 @contextmanager
 def new_folder(path: Path, manifest: str) -> Iterator[Path]:
-    """Yield a working folder; seal it as ``path`` with the sums of its files, or delete it on an error.
+    """Yield a working folder; seal it as ``path`` with the sums of its files, or delete it on an
+    error.
 
     A killed process leaves a hidden ``.NAME.….partial``, which is never read and can be deleted.
     ConfigError if ``path`` is taken or cannot be written.
@@ -148,4 +163,7 @@ def new_folder(path: Path, manifest: str) -> Iterator[Path]:
 
 def _cannot_be_written(path: Path, error: OSError) -> str:
     reason = error.strerror or error
-    return f"{path} cannot be written ({reason}), and nothing is left there; name a folder on a disk with room"
+    return (
+        f"{path} cannot be written ({reason}), and nothing is left there; name a folder on a "
+        "disk with room"
+    )

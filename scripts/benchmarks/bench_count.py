@@ -1,11 +1,12 @@
-"""Cost of counting a CPU's memory: every other step of one run is counted, and the two kinds are compared.
+"""Cost of counting a CPU's memory: every other step of one run is counted, and the two kinds are
+compared.
 
-    python scripts/benchmarks/bench_count.py
-    python scripts/benchmarks/bench_count.py --steps 80 model=gpt2_debug parallel=ddp
+    python scripts/benchmarks/bench_count.py python scripts/benchmarks/bench_count.py --steps 80
+    model=gpt2_debug parallel=ddp
 
-Prints the median time of counted and of other steps on rank 0, the median over pairs of neighbors of their ratio, the
-time that a count takes between the steps, and the number of steps after which the next one is due
-(``fsdptoys.train.step_memory``).
+Prints the median time of counted and of other steps on rank 0, the median over pairs of neighbors
+of their ratio, the time that a count takes between the steps, and the number of steps after which
+the next one is due (``fsdptoys.train.step_memory``).
 """
 
 import argparse
@@ -28,7 +29,9 @@ WARMUP = 4
 
 def train(words: list[str], ranks: int, steps: int) -> tuple[list[float], list[float]]:
     """Train, counting every even step; return the seconds of each step and of each count."""
-    config = compose_config(["experiment=null", *words, f"train.steps={steps}", "train.eval_every=0"])
+    config = compose_config(
+        ["experiment=null", *words, f"train.steps={steps}", "train.eval_every=0"]
+    )
     config.validate(ranks, "cpu")
     trainer = Trainer(config)
     costs: list[float] = []
@@ -51,7 +54,9 @@ def train(words: list[str], ranks: int, steps: int) -> tuple[list[float], list[f
 
 def main(words: list[str] | None = None) -> int:
     """Print the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
     args, overrides = parser.parse_known_args(words)
@@ -61,9 +66,14 @@ def main(words: list[str] | None = None) -> int:
     others, counted = seconds[::2], seconds[1::2]
     pairs = [one / other for one, other in zip(counted, others, strict=True)]
     step, cost = statistics.median(others), statistics.median(costs)
-    print(f"other steps {step * 1e3:.1f} ms, counted steps {statistics.median(counted) * 1e3:.1f} ms")
+    print(
+        f"other steps {step * 1e3:.1f} ms, counted steps {statistics.median(counted) * 1e3:.1f} ms"
+    )
     print(f"ratio {statistics.median(pairs):.3f} (median of {len(pairs)} pairs)")
-    print(f"a count takes {cost * 1e3:.1f} ms between the steps: due again after {cost / COST / step:.0f} steps")
+    print(
+        f"a count takes {cost * 1e3:.1f} ms between the steps: due again after "
+        f"{cost / COST / step:.0f} steps"
+    )
     return 0
 
 

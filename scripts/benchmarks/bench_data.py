@@ -1,8 +1,10 @@
-"""How fast data is read, made, and waited for: ``python scripts/benchmarks/bench_data.py --write benchmarks/data.md``.
+"""How fast data is read, made, and waited for: ``python scripts/benchmarks/bench_data.py --write
+benchmarks/data.md``.
 
-- Reading: tokens from memory-mapped shards through ``BatchStream``, shuffled, in one process without workers, of one
-  folder or several mixed, for each second of its CPU time. The shards are in the page cache, so this is the
-  reader's cost and not a disk's. The exit status is 1 below ``BAR``.
+- Reading: tokens from memory-mapped shards through ``BatchStream``, shuffled, in one process
+  without workers, of one folder or several mixed, for each second of its CPU time. The shards are
+  in the page cache, so this is the reader's cost and not a disk's. The exit status is 1 below
+  ``BAR``.
 - Preparing: text through the function of ``fsdptoys data prepare``, by number of processes.
 - Waiting: the share of a tiny training's step time that waits for data, as reported by the run.
 
@@ -22,7 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from fsdptoys.data import BatchStream, PreparedConfig, Request, find_sources, open_encoder, prepare_folder
+from fsdptoys.data import (
+    BatchStream,
+    PreparedConfig,
+    Request,
+    find_sources,
+    open_encoder,
+    prepare_folder,
+)
 from fsdptoys.data.dataset_index import Index
 from fsdptoys.data.packing import Packing
 from fsdptoys.data.permutation import EndlessShuffle
@@ -72,7 +81,8 @@ def write_shards(folder: Path, tokens: int, shards: int, wide: bool) -> str:
 
 
 def read_rate(config: PreparedConfig, seq_len: int, seconds: float, repeats: int) -> float:
-    """Tokens for a second of CPU time, the median of some stretches after one that is not counted."""
+    """Tokens for a second of CPU time, the median of some stretches after one that is not
+    counted."""
     dataset = config.build(seq_len, VOCAB, 0)
     stream = BatchStream(dataset.train, BATCH, 1, range(1), 1, 0)
     packed = config.packing is Packing.best_fit  # whose padding is no token
@@ -114,13 +124,16 @@ def train_tokenizer(path: Path, texts: list[str], vocab_size: int) -> None:
 def prepare_seconds(
     folder: Path, files: list[str], tokenizer: str, processes: int, repeats: int
 ) -> tuple[float, float, int]:
-    """Seconds, and those of CPU time of all processes, medians of some runs, and the ids that came out."""
+    """Seconds, and those of CPU time of all processes, medians of some runs, and the ids that came
+    out."""
     encoder = open_encoder(tokenizer, None, "tokenizer", "document_end")
     took: list[float] = []
     cpu: list[float] = []
     sources = find_sources("files", files)
     for number in range(repeats):
-        request = Request("files", sources, encoder, folder / f"{processes}-{number}", processes=processes)
+        request = Request(
+            "files", sources, encoder, folder / f"{processes}-{number}", processes=processes
+        )
         started, before = time.perf_counter(), _cpu_seconds()
         index = prepare_folder(request)
         took.append(time.perf_counter() - started)
@@ -137,11 +150,31 @@ def _cpu_seconds() -> float:
 def stall_share(folder: str, run_dir: Path, workers: int, steps: int) -> tuple[float, float]:
     """The stall share of a training of two ranks, and its median step in seconds."""
     words = [
-        *("experiment=cpu_text", "data=prepared", f"data.folder={folder}", f"data.workers={workers}"),
-        *(f"train.steps={steps}", "train.eval_every=0", "train.max_seconds=null", "checkpoint.every=0"),
-        *("metrics.warmup_steps=5", "metrics.console=none", f"metrics.run_dir={run_dir}", "launch.device=cpu"),
+        *(
+            "experiment=cpu_text",
+            "data=prepared",
+            f"data.folder={folder}",
+            f"data.workers={workers}",
+        ),
+        *(
+            f"train.steps={steps}",
+            "train.eval_every=0",
+            "train.max_seconds=null",
+            "checkpoint.every=0",
+        ),
+        *(
+            "metrics.warmup_steps=5",
+            "metrics.console=none",
+            f"metrics.run_dir={run_dir}",
+            "launch.device=cpu",
+        ),
     ]
-    subprocess.run([sys.executable, "-m", "fsdptoys", "train", *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "fsdptoys", "train", *words],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     results = read_recorded_run(run_dir).results
     assert results.data_stall is not None and results.step_time_seconds is not None
     return results.data_stall, results.step_time_seconds.median
@@ -158,7 +191,9 @@ def reading_table(folder: Path, args: argparse.Namespace) -> tuple[list[str], fl
         "one folder, uint32": PreparedConfig(folder=wide),
         "two mixed 3:1, uint16": PreparedConfig(sources=[narrow, other], weights=[3.0, 1.0]),
         "three mixed by size": PreparedConfig(sources=[narrow, wide, other]),
-        "one folder, packed": PreparedConfig(folder=narrow, packing=Packing.best_fit, cache=str(folder / "cache")),
+        "one folder, packed": PreparedConfig(
+            folder=narrow, packing=Packing.best_fit, cache=str(folder / "cache")
+        ),
     }
     assert len(kinds) == READING_KINDS
     lines = ["| data | seq_len | M tokens/CPU s |", "|---|---:|---:|"]
@@ -180,12 +215,17 @@ def preparing_table(folder: Path, args: argparse.Namespace) -> list[str]:
     doing("training a tokenizer")
     train_tokenizer(folder / "tokenizer.json", texts[:100], args.vocab_size)
     size = sum(len(text.encode()) for text in texts)
-    lines = ["| tokenizer | processes | MB of text/s | MB of text/CPU s | bytes an id |", "|---|---:|---:|---:|---:|"]
+    lines = [
+        "| tokenizer | processes | MB of text/s | MB of text/CPU s | bytes an id |",
+        "|---|---:|---:|---:|---:|",
+    ]
     for tokenizer in ("bytes", str(folder / "tokenizer.json")):
         for processes in args.processes:
             place = folder / f"prepared-{Path(tokenizer).stem}"
             with unit(f"preparing, {Path(tokenizer).stem}, {processes} processes") as done:
-                took, cpu, ids = prepare_seconds(place, files[: args.files], tokenizer, processes, args.repeats)
+                took, cpu, ids = prepare_seconds(
+                    place, files[: args.files], tokenizer, processes, args.repeats
+                )
                 done.note = f"{size / took / 1e6:.1f} MB/s"
             name = "bytes" if tokenizer == "bytes" else f"BPE, {args.vocab_size} ids"
             rates = f"{size / took / 1e6:.1f} | {size / cpu / 1e6:.1f}"
@@ -200,7 +240,9 @@ def waiting_table(folder: Path, args: argparse.Namespace) -> list[str]:
     lines = ["| data.workers | median step, ms | waiting for data |", "|---:|---:|---:|"]
     for workers in (0, 1):
         with unit(f"waiting, data.workers={workers}") as done:
-            stall, step = stall_share(str(folder / "text"), folder / f"run{workers}", workers, args.steps)
+            stall, step = stall_share(
+                str(folder / "text"), folder / f"run{workers}", workers, args.steps
+            )
             done.note = f"{stall:.2%}"
         lines.append(f"| {workers} | {step * 1e3:.0f} | {stall:.2%} |")
     return lines
@@ -208,13 +250,17 @@ def waiting_table(folder: Path, args: argparse.Namespace) -> list[str]:
 
 def main(words: list[str] | None = None) -> int:
     """Measure, print, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=2**26, help="of the largest folder")
     parser.add_argument("--shards", type=int, default=8)
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[2048, 4096])
     parser.add_argument("--seconds", type=float, default=2.0, help="of a stretch of reading")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--files", type=int, default=10**6, help="of the standard library, to tokenize")
+    parser.add_argument(
+        "--files", type=int, default=10**6, help="of the standard library, to tokenize"
+    )
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=30, help="of the training; 0 for none")
@@ -229,8 +275,11 @@ def main(words: list[str] | None = None) -> int:
             f"{machine('cpu', ['numpy', 'tokenizers'])}; medians of {args.repeats}.",
             "## Reading",
             "\n".join(reading),
-            f"Bar of {BAR / 1e6:.0f} M tokens/s on one core: {verdict}, {slowest / 1e6:.1f} at the slowest. A place of "
-            f"the order costs {shuffle_microseconds():.1f} µs, of 10^9 samples.",
+            (
+                f"Bar of {BAR / 1e6:.0f} M tokens/s on one core: {verdict}, {slowest / 1e6:.1f} at "
+                f"the slowest. A place of the order costs {shuffle_microseconds():.1f} µs, of 10^9 "
+                "samples."
+            ),
             "## Preparing",
             "\n".join(preparing_table(folder, args)),
         ]

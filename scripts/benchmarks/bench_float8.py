@@ -1,11 +1,13 @@
-"""Does training in float8 learn as training in bfloat16 does? Losses of a small Llama over text, emulated on a CPU.
+"""Does training in float8 learn as training in bfloat16 does? Losses of a small Llama over text,
+emulated on a CPU.
 
     python scripts/benchmarks/bench_float8.py                     # about ten minutes on one core
     python scripts/benchmarks/bench_float8.py --steps 40 --seeds 1
 
-Every dtype trains the same model on the same bytes in the same order, once per seed. torchao rounds the operands to
-float8 and multiplies them in float32 here, so this shows the effect on the loss and nothing about speed. The
-spread over seeds is the scale for differences between dtypes. Prints Markdown.
+Every dtype trains the same model on the same bytes in the same order, once per seed. torchao rounds
+the operands to float8 and multiplies them in float32 here, so this shows the effect on the loss and
+nothing about speed. The spread over seeds is the scale for differences between dtypes. Prints
+Markdown.
 """
 
 import argparse
@@ -37,11 +39,19 @@ def losses(words: list[str]) -> tuple[list[float], float]:
 
 def main() -> None:
     """Train them all, one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
-    shape = ["model.dim=128", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=384"]
+    shape = [
+        "model.dim=128",
+        "model.n_layers=4",
+        "model.n_heads=4",
+        "model.n_kv_heads=2",
+        "model.ffn_dim=384",
+    ]
     common = [
         "experiment=cpu_text", *shape, "parallel=single", "parallel.param_dtype=bfloat16", "train.batch_size=4",
         "train.seq_len=128", "train.max_seconds=null", f"train.steps={args.steps}", f"train.eval_every={args.steps}",
@@ -61,15 +71,23 @@ def main() -> None:
     print(f"# Float8\n\nCommand: `python {' '.join(sys.argv)}`\n\n{machine('cpu', ['torchao'])}\n")
     print(f"Settings: `{' '.join(common)}`; one thread; means over {args.seeds} seeds.\n")
     print(
-        f"Mean loss of the {window} steps up to that one, in nats a byte; standard deviation over the seeds at the end:"
+        f"Mean loss of the {window} steps up to that one, in nats a byte; standard deviation "
+        "over the seeds at the end:"
     )
     print("\n| train.float8 | " + " | ".join(map(str, marks)) + " | held out | deviation |")
     print("|---|" + "---:|" * (len(marks) + 2))
     for kind, runs in found.items():
-        cells = [statistics.mean(statistics.mean(run[mark - window : mark]) for run, _ in runs) for mark in marks]
+        cells = [
+            statistics.mean(statistics.mean(run[mark - window : mark]) for run, _ in runs)
+            for mark in marks
+        ]
         ends = [held_out for _, held_out in runs]
         spread = statistics.stdev(ends) if len(ends) > 1 else 0.0
-        print(f"| {kind} | " + " | ".join(f"{cell:.4f}" for cell in [*cells, statistics.mean(ends), spread]) + " |")
+        print(
+            f"| {kind} | "
+            + " | ".join(f"{cell:.4f}" for cell in [*cells, statistics.mean(ends), spread])
+            + " |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Tokens a second with and without a key-value cache: ``python scripts/benchmarks/bench_generate.py``.
+"""Tokens a second with and without a key-value cache: ``python
+scripts/benchmarks/bench_generate.py``.
 
-A preset with random weights goes on greedily from a prompt of one token; both ways must give the same tokens.
+A preset with random weights goes on greedily from a prompt of one token; both ways must give the
+same tokens.
 """
 
 import argparse
@@ -60,7 +62,9 @@ def main() -> None:
             for number, way in enumerate(ways):
                 seconds = []
                 for turn in range(args.repeats):
-                    with unit(f"{count} tokens {('with', 'without')[number]} a cache, turn {turn + 1}"):
+                    with unit(
+                        f"{count} tokens {('with', 'without')[number]} a cache, turn {turn + 1}"
+                    ):
                         started = time.perf_counter()
                         tokens_T = way()
                         seconds.append(time.perf_counter() - started)

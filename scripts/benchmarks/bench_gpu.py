@@ -1,25 +1,27 @@
-"""How fast is training on one GPU: eager, compiled, in float8, and next to others? All of it in one call.
+"""How fast is training on one GPU: eager, compiled, in float8, and next to others? All of it in one
+call.
 
     python scripts/benchmarks/bench_gpu.py --write benchmarks/gpu             # gpu.md, gpu.json: ten minutes
     python scripts/benchmarks/bench_gpu.py --shapes llama3_8b-8192 --seconds 300
     python scripts/benchmarks/bench_gpu.py --write benchmarks/gpu --resume    # rows that are still missing
     python scripts/benchmarks/bench_gpu.py --device cpu --tiny --seconds 120  # the script itself
 
-Contestants train the same shapes on the same batches, one after the other, each in a fresh
-process. Their programs are in ``peers``, and ``peers/measure.py`` watches them from outside. Ours
-is the trainer without sharding, forward and backward in bf16 over fp32 parameters. Peers are
-transformers' Llama in a compiled loop of PyTorch alone, and under Hugging Face accelerate. Each
-draws the same initial values on the device (``peers/values.py``), so first losses agree but for
-rounding.
+Contestants train the same shapes on the same batches, one after the other, each in a fresh process.
+Their programs are in ``peers``, and ``peers/measure.py`` watches them from outside. Ours is the
+trainer without sharding, forward and backward in bf16 over fp32 parameters. Peers are transformers'
+Llama in a compiled loop of PyTorch alone, and under Hugging Face accelerate. Each draws the same
+initial values on the device (``peers/values.py``), so first losses agree but for rounding.
 
-The 7B and 8B take more than one H200 with fp32 parameters, gradients and AdamW states. Ours keeps the states in bf16
-there (``optim.state_dtype``); transformers has no such switch, so its parameters, gradients and states are all bf16:
-fewer bytes than ours, and other rounding. The planner predicts the memory of our rows before anything runs.
+The 7B and 8B take more than one H200 with fp32 parameters, gradients and AdamW states. Ours keeps
+the states in bf16 there (``optim.state_dtype``); transformers has no such switch, so its
+parameters, gradients and states are all bf16: fewer bytes than ours, and other rounding. The
+planner predicts the memory of our rows before anything runs.
 
-Speed is tokens over the median step after the warm-up, with the loss read after each step; MFU is the model's FLOPs
-without recomputation over the peak in bf16. Each row and the whole call have a time budget. Rows that do not fit, run
-out of memory or cannot run state the reason. With ``--resume`` rows that STEM.json already has are kept, and the exit
-status is 75 while rows are left for another call. Otherwise the status is 1 if a target is missed.
+Speed is tokens over the median step after the warm-up, with the loss read after each step; MFU is
+the model's FLOPs without recomputation over the peak in bf16. Each row and the whole call have a
+time budget. Rows that do not fit, run out of memory or cannot run state the reason. With
+``--resume`` rows that STEM.json already has are kept, and the exit status is 75 while rows are left
+for another call. Otherwise the status is 1 if a target is missed.
 """
 
 import argparse
@@ -62,7 +64,14 @@ from scripts.benchmarks.gpu_page import (
     render,
 )
 from scripts.benchmarks.peers.measure import Measured, Run, take_within
-from scripts.benchmarks.peers.work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Work
+from scripts.benchmarks.peers.work import (
+    BETAS,
+    EPS,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    WEIGHT_DECAY,
+    Work,
+)
 from scripts.common.child_environment import child_environment
 from scripts.common.finished_rows import ROWS_LEFT, FinishedRows
 from scripts.common.machine import machine, without_clocks
@@ -81,7 +90,8 @@ SHAPES = [
     Shape("llama3_1b", 8192, 2, target_mfu=0.45),
     Shape("llama3_8b", 4096, 2, (STATES, SELECTIVE), half=True),
 ]
-"""In running order, those that fit the device first: the end of the budget leaves out the least important rows."""
+"""In running order, those that fit the device first: the end of the budget leaves out the least
+important rows."""
 TINY = [Shape("llama_debug", 64, 2, ("kernels.rms_norm=torch",))]
 
 CONTESTANTS: dict[str, str | tuple[str, ...]] = {
@@ -143,18 +153,27 @@ class Bench:
 
     def environment(self, contestant: str) -> dict[str, str]:
         """One rank by itself, with the same allocator for all."""
-        kept = child_environment(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", RANK="0", LOCAL_RANK="0")
+        kept = child_environment(
+            HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", RANK="0", LOCAL_RANK="0"
+        )
         kept |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         if isinstance(CONTESTANTS[contestant], str) and self.python != sys.executable:
             del kept["PYTHONPATH"]  # another environment, which packages of this one would shadow
         if self.device == "cuda":
             kept["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-        if contestant == ACCELERATE:  # reads ranks from its launcher's variables; there is no launcher here
-            kept = {name: value for name, value in kept.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
+        if (
+            contestant == ACCELERATE
+        ):  # reads ranks from its launcher's variables; there is no launcher here
+            kept = {
+                name: value
+                for name, value in kept.items()
+                if not name.endswith(("RANK", "WORLD_SIZE"))
+            }
         return kept
 
     def write_inputs(self, shape: Shape) -> ModelConfig:
-        """A folder with the tokens, the batches made of them, and the model's ``config.json`` for the peers."""
+        """A folder with the tokens, the batches made of them, and the model's ``config.json`` for
+        the peers."""
         folder = self.folder / shape.name
         folder.mkdir()
         model = compose_config(["experiment=null", f"model={shape.model}"]).model
@@ -163,18 +182,25 @@ class Bench:
         (folder / "config.json").write_text(json.dumps(model.hugging_face.write_config(model)))
         return model
 
-    def run(self, shape: Shape, contestant: str, flops_per_token: float, planned_gib: float | None) -> Row:
+    def run(
+        self, shape: Shape, contestant: str, flops_per_token: float, planned_gib: float | None
+    ) -> Row:
         """One row, in a process of its own."""
         command = self.command(shape, contestant)
         row = Row(shape.name, contestant, shlex.join(command[1:]).replace(f"{ROOT}/", ""))
         if isinstance(CONTESTANTS[contestant], tuple):
             row = dataclasses.replace(row, planned_gib=planned_gib)
             if not self.holds(planned_gib):
-                reason = f"left out: {planned_gib:.0f} GiB are planned, and the device has {self.memory_gib:.0f}"
+                reason = (
+                    f"left out: {planned_gib:.0f} GiB are planned, and the device has "
+                    f"{self.memory_gib:.0f}"
+                )
                 return dataclasses.replace(row, failure=reason)
         if self.row_seconds < LEAST_SECONDS:
             return dataclasses.replace(row, failure=NO_TIME)
-        run = Run(command, self.environment(contestant), self.folder, STEPS, self.row_seconds, stops=False)
+        run = Run(
+            command, self.environment(contestant), self.folder, STEPS, self.row_seconds, stops=False
+        )
         take_within(run, self.row_seconds)
         result = run.result
         if len(result.seconds) < STEPS:
@@ -222,22 +248,39 @@ def peers_versions(python: str) -> str:
         "import importlib.metadata as m, importlib.util as u\n"
         "print(*(f'{n} {m.version(n)}' for n in ('torch', 'transformers', 'accelerate') if u.find_spec(n)), sep=', ')"
     )
-    return subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [python, "-c", ask], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="one tiny shape, to try the script")
-    parser.add_argument("--shapes", nargs="+", metavar="MODEL-LENGTH", help=" ".join(shape.name for shape in SHAPES))
-    parser.add_argument("--contestants", nargs="+", metavar="WORDS", help="those whose name begins with one of these")
+    parser.add_argument(
+        "--shapes", nargs="+", metavar="MODEL-LENGTH", help=" ".join(shape.name for shape in SHAPES)
+    )
+    parser.add_argument(
+        "--contestants",
+        nargs="+",
+        metavar="WORDS",
+        help="those whose name begins with one of these",
+    )
     parser.add_argument("--seconds", type=float, default=570.0, help="for the whole call")
     parser.add_argument("--row-seconds", type=float, default=90.0, help="for a row at most")
-    parser.add_argument("--peers-python", default=sys.executable, help="has transformers and accelerate")
-    parser.add_argument("--write", type=Path, metavar="STEM", help="STEM.md and STEM.json, written after every row")
     parser.add_argument(
-        "--resume", action="store_true", help="keep the rows of STEM.json; exit status 75 if any are left"
+        "--peers-python", default=sys.executable, help="has transformers and accelerate"
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="STEM", help="STEM.md and STEM.json, written after every row"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the rows of STEM.json; exit status 75 if any are left",
     )
     args = parser.parse_args()
     if args.resume and not args.write:
@@ -246,7 +289,10 @@ def parse_arguments() -> argparse.Namespace:
     names = args.shapes or [shape.name for shape in known]
     unknown = set(names) - {shape.name for shape in known}
     if unknown:
-        parser.error(f"--shapes {' '.join(sorted(unknown))}: must be of {' '.join(shape.name for shape in known)}")
+        parser.error(
+            f"--shapes {' '.join(sorted(unknown))}: must be of "
+            f"{' '.join(shape.name for shape in known)}"
+        )
     args.shapes = [shape for shape in known if shape.name in names]
     wanted = args.contestants or list(CONTESTANTS)
     args.contestants = [name for name in CONTESTANTS if name.startswith(tuple(wanted))]
@@ -268,7 +314,9 @@ def main() -> int:
     units = len(args.shapes) * len(args.contestants)
     with progress(units), tempfile.TemporaryDirectory() as scratch:
         doing("writing inputs and planning")
-        bench = Bench(args.device, Path(scratch), args.peers_python, peak, memory_gib, args.row_seconds)
+        bench = Bench(
+            args.device, Path(scratch), args.peers_python, peak, memory_gib, args.row_seconds
+        )
         flops, planned = {}, {}
         for shape in args.shapes:
             model = bench.write_inputs(shape)
@@ -293,7 +341,9 @@ def main() -> int:
                     done.note = row.failure or f"{row.tokens_per_second:,.0f} tokens/s"
                 verdicts = judge(rows, args.shapes)
                 if args.device == "cpu":
-                    verdicts = ["The targets are those of an H200; on a CPU nothing is held against them."]
+                    verdicts = [
+                        "The targets are those of an H200; on a CPU nothing is held against them."
+                    ]
                 page = render(rows, args.shapes, args.device, peak, on, verdicts)
                 if args.write:
                     args.write.with_suffix(".md").write_text(page)

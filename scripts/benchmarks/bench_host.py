@@ -1,12 +1,14 @@
-"""Measure the host time of an operator: Python, dispatcher, autograd and hooks, with kernels too small to matter.
+"""Measure the host time of an operator: Python, dispatcher, autograd and hooks, with kernels too
+small to matter.
 
     python scripts/benchmarks/bench_host.py --write benchmarks/host.md
 
-The models are 64 wide and 4, 16 and 32 layers deep. The increase of a step's time per layer, divided by the operators
-of a layer, is ``host_operator_seconds`` of a hardware profile for this host, without the launch of a kernel on an
-accelerator, a few microseconds. The planner counts the operators: two predictions of a host-bound step differ by their
-number times the difference of ``host_operator_seconds``. Rows other than ``single`` include the host time of
-collectives, which a profile lists separately.
+The models are 64 wide and 4, 16 and 32 layers deep. The increase of a step's time per layer,
+divided by the operators of a layer, is ``host_operator_seconds`` of a hardware profile for this
+host, without the launch of a kernel on an accelerator, a few microseconds. The planner counts the
+operators: two predictions of a host-bound step differ by their number times the difference of
+``host_operator_seconds``. Rows other than ``single`` include the host time of collectives, which a
+profile lists separately.
 """
 
 import argparse
@@ -32,8 +34,20 @@ DEPTHS = (4, 16, 32)
 WARMUP = 5
 SLOW = 1e-3
 """Seconds an operator, of a host that bounds every step."""
-NARROW = ["experiment=null", "model=llama_debug", "model.dim=64", "model.n_heads=4", "model.n_kv_heads=2"]
-NARROW += ["model.ffn_dim=64", "model.vocab_size=128", "data=synthetic", "train.batch_size=1", "train.seq_len=16"]
+NARROW = [
+    "experiment=null",
+    "model=llama_debug",
+    "model.dim=64",
+    "model.n_heads=4",
+    "model.n_kv_heads=2",
+]
+NARROW += [
+    "model.ffn_dim=64",
+    "model.vocab_size=128",
+    "data=synthetic",
+    "train.batch_size=1",
+    "train.seq_len=16",
+]
 NARROW += ["optim.implementation=fused", "metrics.console=none"]
 
 
@@ -73,7 +87,9 @@ def slope(values: dict[int, float]) -> float:
 
 def main() -> None:
     """Print a table of the strategies."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--strategies", nargs="+", default=["single", "ddp", "fsdp1", "fsdp2"])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--write", type=Path, metavar="PAGE")
@@ -81,12 +97,19 @@ def main() -> None:
     page = ["# Host time of an operator", "", f"Command: `python {shlex.join(sys.argv)}`", "", ""]
     page[-1] = f"One rank and one thread, {machine('cpu')}. Medians of {args.steps - WARMUP} steps."
     depths = " | ".join(f"{depth} layers, ms" for depth in DEPTHS)
-    page += ["", f"| strategy | {depths} | ms a layer | operators a layer | µs an operator |", "|---|" + "---:|" * 6]
+    page += [
+        "",
+        f"| strategy | {depths} | ms a layer | operators a layer | µs an operator |",
+        "|---|" + "---:|" * 6,
+    ]
     with progress(len(args.strategies)):
         for strategy in args.strategies:
             rows = {depth: words_of(strategy, depth) for depth in DEPTHS}
             with unit(strategy) as done:
-                times = {depth: run_ranks(1, measure, words, args.steps)[0] for depth, words in rows.items()}
+                times = {
+                    depth: run_ranks(1, measure, words, args.steps)[0]
+                    for depth, words in rows.items()
+                }
                 issued = {depth: operators(rows[depth]) for depth in (DEPTHS[0], DEPTHS[-1])}
                 done.note = f"{1e6 * slope(times) / slope(issued):.1f} µs"
             steps = " | ".join(f"{1e3 * seconds:.1f}" for seconds in times.values())

@@ -1,11 +1,13 @@
-"""Measure the price of ``train.deterministic``: CPU time of a step in one process under each mode, and with slices.
+"""Measure the price of ``train.deterministic``: CPU time of a step in one process under each mode,
+and with slices.
 
-    python scripts/benchmarks/bench_layout_mode.py
-    python scripts/benchmarks/bench_layout_mode.py --grains 4 --dtype bfloat16
+    python scripts/benchmarks/bench_layout_mode.py python scripts/benchmarks/bench_layout_mode.py
+    --grains 4 --dtype bfloat16
 
-The model is a Llama of width 512 with 4 blocks and 4,096 classes, on 4 sequences of 512 tokens. The modes take turns,
-each in a process of its own; a mode's time is the median over its rounds of the median over steps, without the first.
-CPU time rather than elapsed time, so that other load on the machine matters less. Prints Markdown.
+The model is a Llama of width 512 with 4 blocks and 4,096 classes, on 4 sequences of 512 tokens. The
+modes take turns, each in a process of its own; a mode's time is the median over its rounds of the
+median over steps, without the first. CPU time rather than elapsed time, so that other load on the
+machine matters less. Prints Markdown.
 """
 
 import argparse
@@ -62,8 +64,15 @@ def measure(overrides: list[str]) -> float:
 
 def main() -> None:
     """Print a table of the modes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of forward and backward")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of forward and backward",
+    )
     parser.add_argument("--grains", type=int, default=8, help="train.grains under layout")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
@@ -73,14 +82,17 @@ def main() -> None:
     with progress(args.rounds * len(MODES)):
         for _ in range(args.rounds):
             for mode in MODES:
-                own = [*MODES[mode], *([f"train.grains={args.grains}"] if mode.startswith("layout") else [])]
+                own = [
+                    *MODES[mode],
+                    *([f"train.grains={args.grains}"] if mode.startswith("layout") else []),
+                ]
                 with unit(mode) as done:
                     seconds[mode] += run_ranks(1, measure, [*shared, *own])
                     done.note = f"{seconds[mode][-1]:.2f} s"
     plain = statistics.median(seconds["false"])
     print(
-        f"One process, {args.dtype}, {args.grains} grains, {args.rounds} rounds of {args.steps} steps, "
-        f"{machine('cpu')}\n"
+        f"One process, {args.dtype}, {args.grains} grains, {args.rounds} rounds of {args.steps} "
+        f"steps, {machine('cpu')}\n"
     )
     print("| `train.deterministic` | CPU time of a step | ratio |\n|---|---|---|")
     for mode in MODES:

@@ -1,18 +1,22 @@
-"""Cost of sharing sequences and splitting experts: CPU time of a step, and bytes that a rank sends, on four gloo ranks.
+"""Cost of sharing sequences and splitting experts: CPU time of a step, and bytes that a rank sends,
+on four gloo ranks.
 
-    python scripts/benchmarks/bench_layouts.py
-    python scripts/benchmarks/bench_layouts.py --only experts --steps 5
+    python scripts/benchmarks/bench_layouts.py python scripts/benchmarks/bench_layouts.py --only
+    experts --steps 5
 
-- context: one Llama, the same global batch, ``mesh.cp_size`` 1, 2 and 4 in each form of ``parallel.context``, and the
-  peak of a rank's tensors. Bytes are those of attention's exchanges and of all other collectives (FSDP2's).
-- experts: one Qwen3 MoE, ``mesh.ep_size`` 1, 2 and 4, over growing numbers of tokens. Gathering experts costs the same
-  for any number of tokens, exchanging tokens grows with them: with few tokens expert parallelism sends less. The bytes
-  by formula, which are the planner's for an even load, stand beside the counted ones, and so does the number of tokens
-  up to which they predict that it sends less.
+- context: one Llama, the same global batch, ``mesh.cp_size`` 1, 2 and 4 in each form of
+  ``parallel.context``, and the peak of a rank's tensors. Bytes are those of attention's exchanges
+  and of all other collectives (FSDP2's).
+- experts: one Qwen3 MoE, ``mesh.ep_size`` 1, 2 and 4, over growing numbers of tokens. Gathering
+  experts costs the same for any number of tokens, exchanging tokens grows with them: with few
+  tokens expert parallelism sends less. The bytes by formula, which are the planner's for an even
+  load, stand beside the counted ones, and so does the number of tokens up to which they predict
+  that it sends less.
 
-CPU time is that of a rank's process (all ranks share the machine's cores), the median over steps; bytes are counted by
-the collective trace of one step, as on a ring. Prints Markdown. Exits with status 1 if a row's loss differs from the
-first row's by more than 1e-5, or if expert parallelism sends more bytes where less are predicted.
+CPU time is that of a rank's process (all ranks share the machine's cores), the median over steps;
+bytes are counted by the collective trace of one step, as on a ring. Prints Markdown. Exits with
+status 1 if a row's loss differs from the first row's by more than 1e-5, or if expert parallelism
+sends more bytes where less are predicted.
 """
 
 import argparse
@@ -49,10 +53,27 @@ COMMON = [
     "launch.device=cpu",
     "train.max_grad_norm=1.0",
 ]
-CONTEXT_MODEL = ["model=llama_debug", "model.dim=256", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4"]
+CONTEXT_MODEL = [
+    "model=llama_debug",
+    "model.dim=256",
+    "model.n_layers=4",
+    "model.n_heads=8",
+    "model.n_kv_heads=4",
+]
 CONTEXT_MODEL += ["model.ffn_dim=688", "model.max_seq_len=4096"]
-EXPERTS_MODEL = ["model=qwen3_moe_debug", "model.dim=128", "model.n_layers=2", "model.n_heads=4", "model.head_dim=32"]
-EXPERTS_MODEL += ["model.n_experts=16", "model.top_k=2", "model.expert_ffn_dim=128", "model.max_seq_len=4096"]
+EXPERTS_MODEL = [
+    "model=qwen3_moe_debug",
+    "model.dim=128",
+    "model.n_layers=2",
+    "model.n_heads=4",
+    "model.head_dim=32",
+]
+EXPERTS_MODEL += [
+    "model.n_experts=16",
+    "model.top_k=2",
+    "model.expert_ffn_dim=128",
+    "model.max_seq_len=4096",
+]
 SEQ_LEN = 1024
 """Tokens of a sequence in the table of contexts."""
 EXPERT_TOKENS = (64, 256, 1024, 2048)
@@ -90,9 +111,13 @@ def _measure_one(config: Config, axis: str) -> Row:
     times: list[float] = []
     starts: list[float] = []
     trainer.around_step = trace.around
-    trainer.on_phase = lambda step, phase: starts.append(time.process_time()) if phase == "data" else None
+    trainer.on_phase = lambda step, phase: (
+        starts.append(time.process_time()) if phase == "data" else None
+    )
     trainer.train(on_step=lambda metrics: times.append(time.process_time()))
-    seconds = [end - start for start, end in zip(starts, times, strict=True)][2:-1]  # the last one was traced
+    seconds = [end - start for start, end in zip(starts, times, strict=True)][
+        2:-1
+    ]  # the last one was traced
     peaks = [step.memory_peak_gib for step in trainer.history if step.memory_peak_gib is not None]
     own = [call.sends_bytes for call in traced if call.group == f"mesh_{axis}"]
     return Row(
@@ -105,12 +130,21 @@ def _measure_one(config: Config, axis: str) -> Row:
 
 
 def context_rows(steps: int) -> tuple[list[str], list[Config]]:
-    """Names and configurations of the table of contexts, all with the same global batch of four sequences."""
+    """Names and configurations of the table of contexts, all with the same global batch of four
+    sequences."""
     layouts = [("cp 1", 1, "auto")]
-    layouts += [(f"cp {cp} {form}", cp, form) for cp in (2, 4) for form in ("ulysses", "gathered", "ring")]
+    layouts += [
+        (f"cp {cp} {form}", cp, form) for cp in (2, 4) for form in ("ulysses", "gathered", "ring")
+    ]
     configs = []
     for _, cp, form in layouts:
-        words = [*COMMON, *CONTEXT_MODEL, f"train.seq_len={SEQ_LEN}", f"train.steps={steps}", f"mesh.cp_size={cp}"]
+        words = [
+            *COMMON,
+            *CONTEXT_MODEL,
+            f"train.seq_len={SEQ_LEN}",
+            f"train.steps={steps}",
+            f"mesh.cp_size={cp}",
+        ]
         # A micro-batch of cp sequences on RANKS / cp groups of ranks.
         words += [f"train.batch_size={cp}", *([f"parallel.context={form}"] if cp > 1 else [])]
         configs.append(composed(words))
@@ -120,7 +154,15 @@ def context_rows(steps: int) -> tuple[list[str], list[Config]]:
 def expert_rows(tokens: int, steps: int) -> tuple[list[str], list[Config]]:
     """Names and configurations of the table of experts for this many tokens of a rank and step."""
     configs = [
-        composed([*COMMON, *EXPERTS_MODEL, f"train.seq_len={tokens}", f"train.steps={steps}", f"mesh.ep_size={ep}"])
+        composed(
+            [
+                *COMMON,
+                *EXPERTS_MODEL,
+                f"train.seq_len={tokens}",
+                f"train.steps={steps}",
+                f"mesh.ep_size={ep}",
+            ]
+        )
         for ep in (1, 2, 4)
     ]
     return [f"ep {ep}" for ep in (1, 2, 4)], configs
@@ -134,22 +176,26 @@ def composed(words: list[str]) -> Config:
 
 
 def expert_bytes(config: Config, ep: int, tokens: int) -> tuple[float, float]:
-    """Bytes that a rank sends for its experts in a step, in float32: of exchanged rows, and of gathered experts.
+    """Bytes that a rank sends for its experts in a step, in float32: of exchanged rows, and of
+    gathered experts.
 
-    Rows go to the experts and back, and so do their gradients: 4 · N · K · D · (n − 1) / n elements for n = ep ranks,
-    with an even load. The m = ranks / ep ranks that share experts gather them twice and reduce their gradients once:
-    3 · (3 · E · F · D / ep) · (m − 1) / m elements.
+    Rows go to the experts and back, and so do their gradients: 4 · N · K · D · (n − 1) / n elements
+    for n = ep ranks, with an even load. The m = ranks / ep ranks that share experts gather them
+    twice and reduce their gradients once: 3 · (3 · E · F · D / ep) · (m − 1) / m elements.
     """
     model = config.model
     assert isinstance(model, Qwen3MoEConfig)
     shards, layers = RANKS // ep, model.n_layers // model.moe_every
     rows = 4 * tokens * model.top_k * model.dim * (ep - 1) / ep
-    gathered = 3 * 3 * model.n_experts * model.expert_ffn_dim * model.dim / ep * (shards - 1) / shards
+    gathered = (
+        3 * 3 * model.n_experts * model.expert_ffn_dim * model.dim / ep * (shards - 1) / shards
+    )
     return 4.0 * layers * rows, 4.0 * layers * gathered
 
 
 def break_even_tokens(config: Config, ep: int) -> float:
-    """Tokens of a rank and step up to which ``ep`` sends less than gathering all experts, by ``expert_bytes``."""
+    """Tokens of a rank and step up to which ``ep`` sends less than gathering all experts, by
+    ``expert_bytes``."""
     rows_of_a_token = expert_bytes(config, ep, 1)[0]
     saved = expert_bytes(config, 1, 0)[1] - expert_bytes(config, ep, 0)[1]
     return saved / rows_of_a_token
@@ -159,22 +205,44 @@ def bench_context(steps: int) -> list[str]:
     """Print the table of contexts; return what fails."""
     names, configs = context_rows(steps)
     rows: list[Row] = run_ranks(RANKS, measure, configs, "cp", names)[0]
-    print(f"## Context\n\n{RANKS} ranks, 4 sequences of {SEQ_LEN} tokens a step, float32, {steps} steps\n")
-    print("| layout | CPU s a step, of cp 1 | peak GiB, of cp 1 | attention sends MB | others send MB |")
+    print(
+        f"## Context\n\n{RANKS} ranks, 4 sequences of {SEQ_LEN} tokens a step, float32, {steps} "
+        "steps\n"
+    )
+    print(
+        "| layout | CPU s a step, of cp 1 | peak GiB, of cp 1 | attention sends MB | others send "
+        "MB |"
+    )
     print("|---|---:|---:|---:|---:|")
     first = rows[0]
     for name, row in zip(names, rows, strict=True):
-        peak = "" if row.peak_gib is None or first.peak_gib is None else f"{row.peak_gib / first.peak_gib:.2f}"
+        peak = (
+            ""
+            if row.peak_gib is None or first.peak_gib is None
+            else f"{row.peak_gib / first.peak_gib:.2f}"
+        )
         ratio = row.cpu_seconds / first.cpu_seconds
-        print(f"| {name} | {ratio:.2f} | {peak} | {row.exchanged_bytes / 1e6:.2f} | {row.other_bytes / 1e6:.2f} |")
-    print(f"\ncp 1: {first.cpu_seconds:.3f} CPU s a step, peak {first.peak_gib or 0:.3f} GiB\n", flush=True)
+        print(
+            f"| {name} | {ratio:.2f} | {peak} | {row.exchanged_bytes / 1e6:.2f} | "
+            f"{row.other_bytes / 1e6:.2f} |"
+        )
+    print(
+        f"\ncp 1: {first.cpu_seconds:.3f} CPU s a step, peak {first.peak_gib or 0:.3f} GiB\n",
+        flush=True,
+    )
     return other_losses(names, rows)
 
 
 def bench_experts(steps: int) -> list[str]:
     """Print the table of experts; return what fails."""
-    print(f"## Experts\n\n{RANKS} ranks, 2 layers of 16 experts of 3 · 128 · 128 weights, 2 a token, float32\n")
-    print("| tokens of a rank | layout | CPU s a step, of ep 1 | rows sent MB (even load) | all sent MB | of ep 1 |")
+    print(
+        f"## Experts\n\n{RANKS} ranks, 2 layers of 16 experts of 3 · 128 · 128 weights, 2 a "
+        "token, float32\n"
+    )
+    print(
+        "| tokens of a rank | layout | CPU s a step, of ep 1 | rows sent MB (even load) | all "
+        "sent MB | of ep 1 |"
+    )
     print("|---:|---|---:|---:|---:|---:|")
     faults: list[str] = []
     for tokens in EXPERT_TOKENS:
@@ -185,30 +253,56 @@ def bench_experts(steps: int) -> list[str]:
             even = expert_bytes(config, ep, tokens)[0]
             ratio, share = row.cpu_seconds / rows[0].cpu_seconds, sent / whole[0]
             exchanged = f"{row.exchanged_bytes / 1e6:.3f} ({even / 1e6:.3f})" if ep > 1 else ""
-            print(f"| {tokens} | {name} | {ratio:.2f} | {exchanged} | {sent / 1e6:.3f} | {share:.2f} |", flush=True)
+            print(
+                (
+                    f"| {tokens} | {name} | {ratio:.2f} | {exchanged} | {sent / 1e6:.3f} | "
+                    f"{share:.2f} |"
+                ),
+                flush=True,
+            )
             if ep > 1 and tokens < 0.8 * break_even_tokens(config, ep) and share >= 1:
                 faults.append(f"{name} with {tokens} tokens sends {share:.2f} of the bytes of ep 1")
         faults += [f"{tokens} tokens, {fault}" for fault in other_losses(names, rows)]
     breaks = ", ".join(f"ep {ep}: {break_even_tokens(configs[0], ep):,.0f}" for ep in (2, 4))
-    print(f"\nSends less than ep 1, by formula, up to these tokens of a rank and step: {breaks}\n", flush=True)
+    print(
+        f"\nSends less than ep 1, by formula, up to these tokens of a rank and step: {breaks}\n",
+        flush=True,
+    )
     return faults
 
 
 def other_losses(names: Sequence[str], rows: Sequence[Row]) -> list[str]:
     """Rows whose losses differ from the first row's."""
-    pairs = {name: zip(row.losses, rows[0].losses, strict=True) for name, row in zip(names, rows, strict=True)}
-    worst = {name: max(abs(loss - first) / abs(first) for loss, first in each) for name, each in pairs.items()}
-    return [f"{name}: a loss differs by {most:.1e}" for name, most in worst.items() if not most <= LOSS_TOLERANCE]
+    pairs = {
+        name: zip(row.losses, rows[0].losses, strict=True)
+        for name, row in zip(names, rows, strict=True)
+    }
+    worst = {
+        name: max(abs(loss - first) / abs(first) for loss, first in each)
+        for name, each in pairs.items()
+    }
+    return [
+        f"{name}: a loss differs by {most:.1e}"
+        for name, most in worst.items()
+        if not most <= LOSS_TOLERANCE
+    ]
 
 
 def main() -> int:
     """Print the tables; 1 if a row fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=["context", "experts"])
-    parser.add_argument("--steps", type=int, default=6, help="at least 4: two to warm up, and the last is traced")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="at least 4: two to warm up, and the last is traced"
+    )
     args = parser.parse_args()
     print(
-        f"# Layouts\n\nCommand: `python scripts/benchmarks/bench_layouts.py {' '.join(sys.argv[1:])}`".rstrip("` ")
+        (
+            "# Layouts\n\nCommand: `python scripts/benchmarks/bench_layouts.py "
+            f"{' '.join(sys.argv[1:])}`"
+        ).rstrip("` ")
         + "`\n"
     )
     print(f"- {machine('cpu')}\n")

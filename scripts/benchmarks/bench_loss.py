@@ -1,21 +1,24 @@
-"""Time and peak memory of the head's loss with its gradients, compared with other implementations of the same loss.
+"""Time and peak memory of the head's loss with its gradients, compared with other implementations
+of the same loss.
 
-    python scripts/benchmarks/bench_loss.py
-    python scripts/benchmarks/bench_loss.py --threads 1 --dtypes bfloat16 --repeats 9
-    python scripts/benchmarks/bench_loss.py --device cuda --write benchmarks/loss.md
+    python scripts/benchmarks/bench_loss.py python scripts/benchmarks/bench_loss.py --threads 1
+    --dtypes bfloat16 --repeats 9 python scripts/benchmarks/bench_loss.py --device cuda --write
+    benchmarks/loss.md
 
-Contestants, all from hidden states, weight and labels to the gradients of the first two: the plain loss over whole
-logits; torch's own chunked ``F.linear_cross_entropy`` with its default options, where torch has it; the plain loss over
-checkpointed chunks, as long as ours; and this project's chunked loss, which adds up the weight's gradient in float32 or
-in bf16. Losses and gradients are compared with the plain loss in float64 before anything is timed.
+Contestants, all from hidden states, weight and labels to the gradients of the first two: the plain
+loss over whole logits; torch's own chunked ``F.linear_cross_entropy`` with its default options,
+where torch has it; the plain loss over checkpointed chunks, as long as ours; and this project's
+chunked loss, which adds up the weight's gradient in float32 or in bf16. Losses and gradients are
+compared with the plain loss in float64 before anything is timed.
 
-The contestants take turns; times are medians over turns, ratios medians of the ratios within a turn, so that other
-load on the machine affects all alike. Peak memory is the most that one step allocates beyond its inputs: on an
-accelerator ``max_memory_allocated``; on a CPU the count of ``fsdptoys.device.AllocationCount``, to which scratch memory
-of oneDNN and MKL is invisible.
+The contestants take turns; times are medians over turns, ratios medians of the ratios within a
+turn, so that other load on the machine affects all alike. Peak memory is the most that one step
+allocates beyond its inputs: on an accelerator ``max_memory_allocated``; on a CPU the count of
+``fsdptoys.device.AllocationCount``, to which scratch memory of oneDNN and MKL is invisible.
 
-Exits with status 1 where the default chunked loss takes more than 0.9 of the time or 25% of the memory of the plain one
-on a CPU, or more than 20 ms for the large shape in bf16 on CUDA (a target for an H200).
+Exits with status 1 where the default chunked loss takes more than 0.9 of the time or 25% of the
+memory of the plain one on a CPU, or more than 20 ms for the large shape in bf16 on CUDA (a target
+for an H200).
 """
 
 import argparse
@@ -59,14 +62,24 @@ OURS, OURS_BF16 = "chunked", "chunked, bf16 sum"
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--shapes", nargs="+", metavar="NxDxV", type=shape, help="tokens x width x vocabulary")
-    parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
+    parser.add_argument(
+        "--shapes", nargs="+", metavar="NxDxV", type=shape, help="tokens x width x vocabulary"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"]
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--chunk-tokens", type=int, help="tokens a chunk; chosen by the loss if left out")
-    parser.add_argument("--write", type=Path, help="also write what is printed to this file, as Markdown")
+    parser.add_argument(
+        "--chunk-tokens", type=int, help="tokens a chunk; chosen by the loss if left out"
+    )
+    parser.add_argument(
+        "--write", type=Path, help="also write what is printed to this file, as Markdown"
+    )
     args = parser.parse_args(words)
     if args.shapes is None:
         args.shapes = [SHAPE, LARGE_SHAPE] if args.device.startswith("cuda") else [SHAPE]
@@ -92,7 +105,12 @@ def main(words: list[str] | None = None) -> int:
         for console in consoles:
             console.print(what, highlight=False, markup=False)
 
-    say(f"python scripts/benchmarks/bench_loss.py {' '.join(sys.argv[1:] if words is None else words)}".rstrip())
+    say(
+        (
+            "python scripts/benchmarks/bench_loss.py "
+            f"{' '.join(sys.argv[1:] if words is None else words)}"
+        ).rstrip()
+    )
     say(machine(torch.device(args.device).type))
     missed = False
     with progress(len(args.shapes) * len(args.dtypes) * units_of_case(args.repeats)):
@@ -111,14 +129,16 @@ def main(words: list[str] | None = None) -> int:
 
 
 def units_of_case(repeats: int) -> int:
-    """Units of progress: the exact outcome, a check and a peak of each contestant, and the turns."""
+    """Units of progress: the exact outcome, a check and a peak of each contestant, and the
+    turns."""
     return 1 + 2 * (5 if hasattr(F, "linear_cross_entropy") else 4) + repeats + 1
 
 
 def run_case(
     args: argparse.Namespace, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Table, list[tuple[str, float, float, str]]]:
-    """Check, time and measure one shape in one dtype; returns its table, and bars as (name, value, limit, unit)."""
+    """Check, time and measure one shape in one dtype; returns its table, and bars as (name, value,
+    limit, unit)."""
     hidden_ND, weight_VD, labels_N = make_inputs(args.device, sizes, dtype)
     losses = contestants(args, sizes, weight_VD)
     errors = check(losses, hidden_ND, weight_VD, labels_N)
@@ -129,12 +149,17 @@ def run_case(
             done.note = f"{peaks[name] / MIB:.0f} MiB"
     seconds = take_turns(losses, hidden_ND, weight_VD, labels_N, args.repeats)
     ratios = {
-        name: statistics.median(ours / plain for ours, plain in zip(seconds[name], seconds[PLAIN], strict=True))
+        name: statistics.median(
+            ours / plain for ours, plain in zip(seconds[name], seconds[PLAIN], strict=True)
+        )
         for name in losses
     }
     table = Table(
-        title=f"{sizes[0]} tokens, width {sizes[1]}, vocabulary {sizes[2]}, {str(dtype).removeprefix('torch.')}, "
-        f"{args.device}" + (f", {args.threads} threads" if args.device == "cpu" else ""),
+        title=(
+            f"{sizes[0]} tokens, width {sizes[1]}, vocabulary {sizes[2]}, "
+            f"{str(dtype).removeprefix('torch.')}, {args.device}"
+        )
+        + (f", {args.threads} threads" if args.device == "cpu" else ""),
     )
     table.add_column("loss and gradients")
     for column in ("median ms", "× plain", "peak MiB", "× plain", "error of weight's gradient"):
@@ -157,29 +182,48 @@ def run_case(
     return table, bars
 
 
-def make_inputs(device: str, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states as after a normalization, a head as it is initialized, and labels that all count."""
+def make_inputs(
+    device: str, sizes: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states as after a normalization, a head as it is initialized, and labels that all
+    count."""
     n_tokens, dim, vocab_size = sizes
     generator = torch.Generator().manual_seed(0)
     hidden_ND = torch.randn(n_tokens, dim, generator=generator).to(device, dtype).requires_grad_()
-    weight_VD = (torch.randn(vocab_size, dim, generator=generator) * 0.02).to(device, dtype).requires_grad_()
-    return hidden_ND, weight_VD, torch.randint(vocab_size, (n_tokens,), generator=generator).to(device)
+    weight_VD = (
+        (torch.randn(vocab_size, dim, generator=generator) * 0.02)
+        .to(device, dtype)
+        .requires_grad_()
+    )
+    return (
+        hidden_ND,
+        weight_VD,
+        torch.randint(vocab_size, (n_tokens,), generator=generator).to(device),
+    )
 
 
-def contestants(args: argparse.Namespace, sizes: tuple[int, ...], weight_VD: Tensor) -> dict[str, LossFn]:
+def contestants(
+    args: argparse.Namespace, sizes: tuple[int, ...], weight_VD: Tensor
+) -> dict[str, LossFn]:
     """Name → loss function."""
     chunk_tokens = args.chunk_tokens or auto_chunk_tokens(sizes[0], weight_VD, 0)
 
     def checkpointed(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
         loss = torch.zeros((), device=hidden_ND.device)
-        for hidden_CD, labels_C in zip(hidden_ND.split(chunk_tokens), labels_N.split(chunk_tokens), strict=True):
-            loss = loss + checkpoint(cross_entropy_sum, hidden_CD, weight_VD, labels_C, use_reentrant=False)
+        for hidden_CD, labels_C in zip(
+            hidden_ND.split(chunk_tokens), labels_N.split(chunk_tokens), strict=True
+        ):
+            loss = loss + checkpoint(
+                cross_entropy_sum, hidden_CD, weight_VD, labels_C, use_reentrant=False
+            )
         return loss
 
     losses: dict[str, LossFn] = {PLAIN: build_loss(chunk_loss=False)}
     if hasattr(F, "linear_cross_entropy"):
         options = nn.LinearCrossEntropyOptions()
-        losses[TORCH] = lambda *inputs: F.linear_cross_entropy(*inputs, reduction="sum", options=options)
+        losses[TORCH] = lambda *inputs: F.linear_cross_entropy(
+            *inputs, reduction="sum", options=options
+        )
     losses[CHECKPOINTED] = checkpointed
     losses[OURS] = build_loss(True, args.chunk_tokens, torch.float32)
     losses[OURS_BF16] = build_loss(True, args.chunk_tokens, torch.bfloat16)
@@ -194,8 +238,11 @@ def step(loss_fn: LossFn, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
     return loss.detach()
 
 
-def check(losses: dict[str, LossFn], hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> dict[str, float]:
-    """Relative error of the weight's gradient of each contestant, against the plain loss in float64.
+def check(
+    losses: dict[str, LossFn], hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
+) -> dict[str, float]:
+    """Relative error of the weight's gradient of each contestant, against the plain loss in
+    float64.
 
     Raises:
         SystemExit: naming the first difference.
@@ -205,19 +252,29 @@ def check(losses: dict[str, LossFn], hidden_ND: Tensor, weight_VD: Tensor, label
     errors = {}
     for name, loss_fn in losses.items():
         with unit(f"{hidden_ND.dtype}, check of {name}"):
-            outcome = (step(loss_fn, hidden_ND, weight_VD, labels_N), hidden_ND.grad, weight_VD.grad)
-        for key, value, expected in zip(("loss", "hidden gradient", "weight gradient"), outcome, exact, strict=True):
+            outcome = (
+                step(loss_fn, hidden_ND, weight_VD, labels_N),
+                hidden_ND.grad,
+                weight_VD.grad,
+            )
+        for key, value, expected in zip(
+            ("loss", "hidden gradient", "weight gradient"), outcome, exact, strict=True
+        ):
             error = ((value - expected).norm() / expected.norm()).item()
             tolerance = TOLERANCE[torch.bfloat16 if name == OURS_BF16 else hidden_ND.dtype]
             if name == TORCH and key == "loss":
                 tolerance = LOSS_TOLERANCE_OF_TORCH
             if not error <= tolerance:
-                raise SystemExit(f"{key} of {name} is off by {error:.1e} relative, more than {tolerance:.0e}")
+                raise SystemExit(
+                    f"{key} of {name} is off by {error:.1e} relative, more than {tolerance:.0e}"
+                )
         errors[name] = error
     return errors
 
 
-def float64_outcome(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def float64_outcome(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, and gradients of its mean, by autograd over a few tokens at a time."""
     hidden_ND, weight_VD = (x.detach().double().requires_grad_() for x in (hidden_ND, weight_VD))
     total = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
@@ -232,10 +289,15 @@ def float64_outcome(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> t
 def take_turns(
     losses: dict[str, LossFn], hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of each contestant in each turn, one contestant after another; the first turn warms up."""
+    """Seconds of each contestant in each turn, one contestant after another; the first turn warms
+    up."""
     seconds: dict[str, list[float]] = {name: [] for name in losses}
     for turn in range(repeats + 1):
-        with unit(f"{hidden_ND.dtype}, turn {turn} of {repeats}" if turn else f"{hidden_ND.dtype}, warm-up"):
+        with unit(
+            f"{hidden_ND.dtype}, turn {turn} of {repeats}"
+            if turn
+            else f"{hidden_ND.dtype}, warm-up"
+        ):
             for name, loss_fn in losses.items():
                 synchronize(hidden_ND.device)
                 start = time.perf_counter()
@@ -247,7 +309,9 @@ def take_turns(
     return seconds
 
 
-def peak_bytes(loss_fn: Callable[..., Tensor], hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> int:
+def peak_bytes(
+    loss_fn: Callable[..., Tensor], hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
+) -> int:
     """The most that a step holds beyond its inputs, gradients included."""
     hidden_ND.grad = weight_VD.grad = None
     if hidden_ND.device.type != "cpu":

@@ -1,26 +1,29 @@
-"""Time cost and memory savings of each memory switch, on one device that stands for one of many ranks.
+"""Time cost and memory savings of each memory switch, on one device that stands for one of many
+ranks.
 
     python scripts/benchmarks/bench_memory.py --write benchmarks/memory_h200.md
     python scripts/benchmarks/bench_memory.py --write benchmarks/memory_h200.md --resume --seconds 570  # while 75
     python scripts/benchmarks/bench_memory.py --strategies fsdp2 --rows plain gc "gc chunk oo"
     python scripts/benchmarks/bench_memory.py --device cpu --model llama_debug --seq-len 64
 
-One process is rank 0 of a world of ``--world-size`` without the other ranks (PyTorch's ``fake`` process group):
-kernels, streams and the allocator are real, nothing is sent, and the values are of no meaning. A gather copies this
-rank's shard into each part of its output, which moves twice the bytes of the output through the device's memory. A
-reduce-scatter is made to write zeros, so that gradients are finite; in torch 2.11 it leaves its output as allocated. A
-row with a skipped update fails.
+One process is rank 0 of a world of ``--world-size`` without the other ranks (PyTorch's ``fake``
+process group): kernels, streams and the allocator are real, nothing is sent, and the values are of
+no meaning. A gather copies this rank's shard into each part of its output, which moves twice the
+bytes of the output through the device's memory. A reduce-scatter is made to write zeros, so that
+gradients are finite; in torch 2.11 it leaves its output as allocated. A row with a skipped update
+fails.
 
-Each row is the project's own trainer in a process of its own, with fp32 parameters, bf16 compute, fp32 reduction and
-AdamW, as in the table for comparison of the memory columns: the first README of this project, 8 Ascend A2 NPUs,
-Llama2-7B, batch 1, sequence 4096, torch 2.7.1. Its times were those of another device with communication, so they are
-not compared.
+Each row is the project's own trainer in a process of its own, with fp32 parameters, bf16 compute,
+fp32 reduction and AdamW, as in the table for comparison of the memory columns: the first README of
+this project, 8 Ascend A2 NPUs, Llama2-7B, batch 1, sequence 4096, torch 2.7.1. Its times were those
+of another device with communication, so they are not compared.
 
-Columns: median seconds of the steps after the warm-up; that over the time of the row that the switch was added to; GiB
-allocated at the end of a step, at the peak of the steps after the warm-up, and reserved by the allocator. On a CPU
-the first two are counted, and there is no reserved memory. Rows lie in a JSON file beside the page; with ``--resume``
-they are not measured again, and the exit status is 75 while rows are left for another call. Otherwise the status is 1
-where a target of the last lines, which are an accelerator's, is missed.
+Columns: median seconds of the steps after the warm-up; that over the time of the row that the
+switch was added to; GiB allocated at the end of a step, at the peak of the steps after the warm-up,
+and reserved by the allocator. On a CPU the first two are counted, and there is no reserved memory.
+Rows lie in a JSON file beside the page; with ``--resume`` they are not measured again, and the exit
+status is 75 while rows are left for another call. Otherwise the status is 1 where a target of the
+last lines, which are an accelerator's, is missed.
 """
 
 import argparse
@@ -38,7 +41,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.device import DEVICE_TYPES, Device, available_cores, available_device_type, device_count
+from fsdptoys.device import (
+    DEVICE_TYPES,
+    Device,
+    available_cores,
+    available_device_type,
+    device_count,
+)
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import hardware_environment
 from fsdptoys.metrics import StepMetrics
@@ -93,24 +102,42 @@ def published(fsdp1: float, fsdp2: float) -> dict[str, float]:
 ROWS = {
     "plain": Row((), None, published(9.72, 9.72), published(44.92, 40.78)),
     "gc": Row((GC,), None, published(9.72, 9.72), published(21.90, 18.17)),
-    "gc chunk": Row((GC, CHUNK), "gc", published(9.48, 9.48), published(21.59, 17.78), target=NO_COST),
+    "gc chunk": Row(
+        (GC, CHUNK), "gc", published(9.48, 9.48), published(21.59, 17.78), target=NO_COST
+    ),
     "gc chunk oo": Row(
-        (GC, CHUNK, OO), "gc chunk", published(3.20, 3.20), published(20.20, 13.62), target=OPTIMIZER_OFFLOAD_TARGET
+        (GC, CHUNK, OO),
+        "gc chunk",
+        published(3.20, 3.20),
+        published(20.20, 13.62),
+        target=OPTIMIZER_OFFLOAD_TARGET,
     ),
     "gc chunk co": Row(
-        (GC, CHUNK, CO), "gc chunk", published(0.06, 0.06), published(12.31, 8.44), target=CPU_OFFLOAD_TARGET
+        (GC, CHUNK, CO),
+        "gc chunk",
+        published(0.06, 0.06),
+        published(12.31, 8.44),
+        target=CPU_OFFLOAD_TARGET,
     ),
-    "parts gc chunk co": Row((PARTS, GC, CHUNK, CO), "parts gc", published(0.06, 0.06), published(9.36, 7.64)),
+    "parts gc chunk co": Row(
+        (PARTS, GC, CHUNK, CO), "parts gc", published(0.06, 0.06), published(9.36, 7.64)
+    ),
     "parts": Row((PARTS,), None, published(9.72, 9.72), published(42.80, 40.36)),
     "parts gc": Row((PARTS, GC), None, published(9.72, 9.72), published(19.85, 17.45)),
     # Not in the classic table.
     "gc chunk oo serial": Row((GC, CHUNK, OO, "memory.offload_schedule=serial"), "gc chunk"),
     "gc chunk oo pipelined": Row(
-        (GC, CHUNK, OO, "memory.offload_schedule=pipelined"), "gc chunk", published(3.20, 3.20), published(20.20, 13.62)
+        (GC, CHUNK, OO, "memory.offload_schedule=pipelined"),
+        "gc chunk",
+        published(3.20, 3.20),
+        published(20.20, 13.62),
     ),
     "gc chunk oo half": Row((GC, CHUNK, OO, "memory.offload_fraction=0.5"), "gc chunk"),
     "gc chunk co overlapped": Row(
-        (GC, CHUNK, CO, "memory.cpu_offload_executor=overlapped"), "gc chunk", only="fsdp2", target=CPU_OFFLOAD_TARGET
+        (GC, CHUNK, CO, "memory.cpu_offload_executor=overlapped"),
+        "gc chunk",
+        only="fsdp2",
+        target=CPU_OFFLOAD_TARGET,
     ),
     "gc chunk ao": Row((GC, CHUNK, "memory.activation_offload=true"), "gc chunk"),
     "selective chunk": Row(("memory.gradient_checkpointing=selective", CHUNK), "gc chunk"),
@@ -147,10 +174,15 @@ def main() -> int:
         for strategy, name in wanted:
             with unit(f"{strategy} {name}") as done:
                 results[strategy, name] = result = measured.row(strategy, name)
-                done.note = result.failure or f"{result.seconds:.3f} s, reserved {gib(result.reserved_gib)} GiB"
+                done.note = (
+                    result.failure
+                    or f"{result.seconds:.3f} s, reserved {gib(result.reserved_gib)} GiB"
+                )
     classic = (args.model, args.world_size, args.seq_len) == CLASSIC
     if args.device == "cpu":
-        verdicts = ["The targets are those of an accelerator; on a CPU nothing is held against them."]
+        verdicts = [
+            "The targets are those of an accelerator; on a CPU nothing is held against them."
+        ]
     else:
         verdicts = judge(results, classic)
     page = render(args, results, verdicts, classic)
@@ -164,9 +196,13 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_row_arguments(parser)
-    parser.add_argument("--one", nargs=2, metavar=("STRATEGY", "ROW"), help="measure one row here and print JSON")
+    parser.add_argument(
+        "--one", nargs=2, metavar=("STRATEGY", "ROW"), help="measure one row here and print JSON"
+    )
     args = parser.parse_args()
     if args.warmup_steps >= args.steps:
         parser.error("--warmup-steps must leave a step to measure")
@@ -181,23 +217,41 @@ def add_row_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup-steps", type=int, default=3)
-    parser.add_argument("--strategies", nargs="+", choices=["fsdp1", "fsdp2"], default=["fsdp1", "fsdp2"])
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW")
-    parser.add_argument("--cores", type=int, help="CPU cores of a rank; by default a device's share of this machine's")
-    parser.add_argument("--seconds", type=float, help="for all rows of this call; by default no limit")
-    parser.add_argument("--row-seconds", type=float, default=600.0, help="a row that takes longer has failed")
     parser.add_argument(
-        "--write", type=Path, metavar="PAGE.md", help="a Markdown file for the table; rows to PAGE.json"
+        "--strategies", nargs="+", choices=["fsdp1", "fsdp2"], default=["fsdp1", "fsdp2"]
+    )
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW")
+    parser.add_argument(
+        "--cores",
+        type=int,
+        help="CPU cores of a rank; by default a device's share of this machine's",
     )
     parser.add_argument(
-        "--resume", action="store_true", help="keep the rows of PAGE.json; exit status 75 if any are left"
+        "--seconds", type=float, help="for all rows of this call; by default no limit"
+    )
+    parser.add_argument(
+        "--row-seconds", type=float, default=600.0, help="a row that takes longer has failed"
+    )
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="PAGE.md",
+        help="a Markdown file for the table; rows to PAGE.json",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the rows of PAGE.json; exit status 75 if any are left",
     )
 
 
 def rows_of(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Strategy and name of each requested row that the strategy has."""
     return [
-        (strategy, name) for strategy in args.strategies for name in args.rows if ROWS[name].only in (None, strategy)
+        (strategy, name)
+        for strategy in args.strategies
+        for name in args.rows
+        if ROWS[name].only in (None, strategy)
     ]
 
 
@@ -230,7 +284,11 @@ class MeasuredRows:
             self.left += 1
             return Result(failure="left out: the call's time was over", refused=True)
         result = run_row(self.args, strategy, name, seconds)
-        if result.failure is not None and seconds < self.args.row_seconds and result.failure == too_long(seconds):
+        if (
+            result.failure is not None
+            and seconds < self.args.row_seconds
+            and result.failure == too_long(seconds)
+        ):
             self.left += 1  # a later call has more time for it
         else:
             self._finished.put(key, vars(result))
@@ -256,7 +314,9 @@ def run_row(args: argparse.Namespace, strategy: str, name: str, seconds: float) 
     present = child_environment()
     environment = hardware_environment(args.device, 1, row_cores(args), False, present)
     try:
-        done = subprocess.run(words, capture_output=True, text=True, env=present | environment, timeout=seconds)
+        done = subprocess.run(
+            words, capture_output=True, text=True, env=present | environment, timeout=seconds
+        )
     except subprocess.TimeoutExpired:
         return Result(failure=too_long(seconds))
     lines = done.stdout.splitlines()
@@ -267,7 +327,12 @@ def run_row(args: argparse.Namespace, strategy: str, name: str, seconds: float) 
 
 def row_words(args: argparse.Namespace, strategy: str, name: str) -> list[str]:
     """Overrides of a row."""
-    words = [f"model={args.model}", f"parallel={strategy}", "experiment=null", f"launch.device={args.device}"]
+    words = [
+        f"model={args.model}",
+        f"parallel={strategy}",
+        "experiment=null",
+        f"launch.device={args.device}",
+    ]
     words += [
         "parallel.param_dtype=bfloat16",
         "optim.implementation=auto",
@@ -298,7 +363,8 @@ def measure(args: argparse.Namespace) -> Result:
     reduce_to_zeros()
     steps: list[StepMetrics] = []
     try:
-        # Values drawn on the device: those of a real start take a minute, or under FSDP1 all parameters of all ranks.
+        # Values drawn on the device: those of a real start take a minute, or under FSDP1 all
+        # parameters of all ranks.
         trainer = Trainer(config, param_init=fill)
 
         def on_step(step: StepMetrics) -> None:
@@ -309,7 +375,9 @@ def measure(args: argparse.Namespace) -> Result:
         trainer.train(on_step)
     except Exception as error:
         traceback.print_exc()
-        return Result(failure=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        return Result(
+            failure=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
     if any(step.skipped for step in steps):
         return Result(failure="an update was skipped: a loss or gradient was not finite")
     measured = steps[args.warmup_steps :]
@@ -324,7 +392,8 @@ def measure(args: argparse.Namespace) -> Result:
 
 
 def judge(results: dict[tuple[str, str], Result], classic: bool) -> list[str]:
-    """Each target, met or missed, as far as the rows for it were measured; ``classic``: as in the classic table."""
+    """Each target, met or missed, as far as the rows for it were measured; ``classic``: as in the
+    classic table."""
     verdicts: list[str] = []
 
     def verdict(met: bool, text: str) -> None:
@@ -334,43 +403,84 @@ def judge(results: dict[tuple[str, str], Result], classic: bool) -> list[str]:
         if result.failure and not result.refused and ROWS[name].target:
             verdict(False, f"{strategy} {name} failed: {result.failure}")
     for strategy in sorted({strategy for strategy, _ in results}):
-        of = {name: result for (owner, name), result in results.items() if owner == strategy and not result.failure}
+        of = {
+            name: result
+            for (owner, name), result in results.items()
+            if owner == strategy and not result.failure
+        }
         for name, result in of.items():
             base, target = ROWS[name].base, ROWS[name].target
             if target and base in of:
                 ratio = result.seconds / of[base].seconds
-                verdict(ratio <= target, f"{strategy} {name} takes {ratio:.2f} times as long as {base}, bar {target}")
+                verdict(
+                    ratio <= target,
+                    f"{strategy} {name} takes {ratio:.2f} times as long as {base}, bar {target}",
+                )
         if classic and "gc" in of and "gc chunk" in of and of["gc"].peak_gib is not None:
             saved = of["gc"].peak_gib - of["gc chunk"].peak_gib
-            verdict(saved >= CHUNK_SAVES_GIB, f"{strategy} chunked loss saves {saved:.2f} GiB, {CHUNK_SAVES_GIB}")
+            verdict(
+                saved >= CHUNK_SAVES_GIB,
+                f"{strategy} chunked loss saves {saved:.2f} GiB, {CHUNK_SAVES_GIB}",
+            )
         for name, result in of.items() if classic else ():
             for what, got, wanted in (
                 ("allocated at the end", result.end_gib, ROWS[name].published_end_gib),
                 ("reserved", result.reserved_gib, ROWS[name].published_reserved_gib),
             ):
                 if got is not None and strategy in wanted:
-                    verdict_text = f"{strategy} {name}: {got:.2f} GiB {what}, published {wanted[strategy]:.2f}"
+                    verdict_text = (
+                        f"{strategy} {name}: {got:.2f} GiB {what}, published {wanted[strategy]:.2f}"
+                    )
                     verdict(got <= wanted[strategy] + 0.005, verdict_text)
     return verdicts
 
 
-def render(args: argparse.Namespace, results: dict[tuple[str, str], Result], verdicts: list[str], classic: bool) -> str:
+def render(
+    args: argparse.Namespace,
+    results: dict[tuple[str, str], Result],
+    verdicts: list[str],
+    classic: bool,
+) -> str:
     """The page as Markdown."""
     cores = row_cores(args)
     lines = [
-        f"# Memory switches: {args.model}, rank 0 of {args.world_size}, batch 1, sequence {args.seq_len}",
+        (
+            f"# Memory switches: {args.model}, rank 0 of {args.world_size}, batch 1, sequence "
+            f"{args.seq_len}"
+        ),
         "",
-        "gc: gradient checkpointing; chunk: chunked loss; oo: optimizer offload; co: CPU offload; ao: activation",
-        "offload; parts: `parallel.wrap=block_attn_mlp`. The collectives are fake: nothing is sent, a gather copies",
-        "the rank's own shard into each part of its output, a reduce-scatter writes zeros; losses have no meaning.",
+        (
+            "gc: gradient checkpointing; chunk: chunked loss; oo: optimizer offload; co: CPU "
+            "offload; ao: activation"
+        ),
+        (
+            "offload; parts: `parallel.wrap=block_attn_mlp`. The collectives are fake: nothing is "
+            "sent, a gather copies"
+        ),
+        (
+            "the rank's own shard into each part of its output, a reduce-scatter writes zeros; "
+            "losses have no meaning."
+        ),
         "",
         f"- Command: `python {shlex.join(sys.argv)}`",
         f"- {machine(args.device)}",
-        f"- The rank has {cores} of {available_cores()} cores, on which the time of CPU offload depends.",
-        "- Lazy optimizer offload (oo alone) holds the gradients until the next forward, and so at the end of a step.",
-        "- Published: the first README of this project (8 Ascend A2 NPUs, torch 2.7.1), where it ran the same.",
+        (
+            f"- The rank has {cores} of {available_cores()} cores, on which the time of CPU offload "
+            "depends."
+        ),
+        (
+            "- Lazy optimizer offload (oo alone) holds the gradients until the next forward, and so "
+            "at the end of a step."
+        ),
+        (
+            "- Published: the first README of this project (8 Ascend A2 NPUs, torch 2.7.1), where it "
+            "ran the same."
+        ),
         "",
-        "| strategy | row | s a step | × row without | GiB at end | GiB peak | GiB reserved | published reserved |",
+        (
+            "| strategy | row | s a step | × row without | GiB at end | GiB peak | GiB reserved | "
+            "published reserved |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     for (strategy, name), result in results.items():
@@ -378,9 +488,19 @@ def render(args: argparse.Namespace, results: dict[tuple[str, str], Result], ver
             lines.append(f"| {strategy} | {name} | not run: {result.failure} | | | | | |")
             continue
         base = results.get((strategy, ROWS[name].base or ""))
-        ratio = f"{result.seconds / base.seconds:.2f} of {ROWS[name].base}" if base and base.seconds else ""
+        ratio = (
+            f"{result.seconds / base.seconds:.2f} of {ROWS[name].base}"
+            if base and base.seconds
+            else ""
+        )
         wanted = ROWS[name].published_reserved_gib if classic else {}
-        cells = [f"{result.seconds:.3f}", ratio, gib(result.end_gib), gib(result.peak_gib), gib(result.reserved_gib)]
+        cells = [
+            f"{result.seconds:.3f}",
+            ratio,
+            gib(result.end_gib),
+            gib(result.peak_gib),
+            gib(result.reserved_gib),
+        ]
         lines.append(f"| {strategy} | {name} | {' | '.join(cells)} | {gib(wanted.get(strategy))} |")
     return "\n".join([*lines, "", *(f"- {verdict}" for verdict in verdicts)]) + "\n"
 

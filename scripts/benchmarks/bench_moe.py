@@ -1,20 +1,22 @@
-"""How fast is a mixture-of-experts block? Against transformers' block and a dense block of equal active FLOPs.
+"""How fast is a mixture-of-experts block? Against transformers' block and a dense block of equal
+active FLOPs.
 
-    python scripts/benchmarks/bench_moe.py
-    python scripts/benchmarks/bench_moe.py --dim 1024 --ffn-dim 512 --threads 1
-    python scripts/benchmarks/bench_moe.py --device cuda --write benchmarks/moe_h200.md
+    python scripts/benchmarks/bench_moe.py python scripts/benchmarks/bench_moe.py --dim 1024
+    --ffn-dim 512 --threads 1 python scripts/benchmarks/bench_moe.py --device cuda --write
+    benchmarks/moe_h200.md
 
-One run, one set of weights, the same inputs: this project's router and experts; transformers' Qwen3MoeSparseMoeBlock
-in both its implementations, the loop over experts (``eager``) and ``grouped_mm``, which models built by transformers
-use by default; and one SwiGLU as wide as a token's experts together.
+One run, one set of weights, the same inputs: this project's router and experts; transformers'
+Qwen3MoeSparseMoeBlock in both its implementations, the loop over experts (``eager``) and
+``grouped_mm``, which models built by transformers use by default; and one SwiGLU as wide as a
+token's experts together.
 
-Contestants take turns, and every turn has a new input, so that loads differ from turn to turn as they do in training.
-Figures are medians over turns; ratios are medians of the ratios within a turn. Before anything is timed, outputs and
-all gradients are compared with transformers'.
+Contestants take turns, and every turn has a new input, so that loads differ from turn to turn as
+they do in training. Figures are medians over turns; ratios are medians of the ratios within a turn.
+Before anything is timed, outputs and all gradients are compared with transformers'.
 
-Exits with status 1 where forward+backward is slower than 3 times the default implementation of transformers, or than
-60% of the dense block. On an accelerator, where transformers calls the same grouped kernel as this project, the first
-target is to be as fast within 5%.
+Exits with status 1 where forward+backward is slower than 3 times the default implementation of
+transformers, or than 60% of the dense block. On an accelerator, where transformers calls the same
+grouped kernel as this project, the first target is to be as fast within 5%.
 """
 
 import argparse
@@ -40,7 +42,8 @@ from scripts.common.machine import machine
 from scripts.common.progress import progress, unit
 
 SIZES = [(1024, 512), (1024, 256), (2048, 768)]
-"""Width and expert width of the default tables; the last is the default of transformers' Qwen3MoeConfig."""
+"""Width and expert width of the default tables; the last is the default of transformers'
+Qwen3MoeConfig."""
 SPEEDUP_TARGET = 3.0
 """Forward and backward, against transformers' default implementation on a CPU."""
 SAME_KERNEL_TARGET = 0.95
@@ -49,13 +52,20 @@ DENSE_TARGET = 0.6
 """Forward and backward, against a dense block of equal active FLOPs."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest difference from transformers, relative, in the Frobenius norm."""
-OURS, GROUPED, EAGER, DENSE = "FSDPToys", "transformers grouped_mm (default)", "transformers eager", "dense SwiGLU"
+OURS, GROUPED, EAGER, DENSE = (
+    "FSDPToys",
+    "transformers grouped_mm (default)",
+    "transformers eager",
+    "dense SwiGLU",
+)
 
 
 class Transformers(nn.Module):
     """transformers' block for rows instead of batches."""
 
-    def __init__(self, dim: int, ffn_dim: int, n_experts: int, top_k: int, implementation: str) -> None:
+    def __init__(
+        self, dim: int, ffn_dim: int, n_experts: int, top_k: int, implementation: str
+    ) -> None:
         super().__init__()
         config = transformers.Qwen3MoeConfig(
             hidden_size=dim,
@@ -74,17 +84,25 @@ class Transformers(nn.Module):
 
 def main() -> int:
     """Run all sizes; 0 if every target is met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--dim", type=int, help="one size instead of the default ones; needs --ffn-dim")
+    parser.add_argument(
+        "--dim", type=int, help="one size instead of the default ones; needs --ffn-dim"
+    )
     parser.add_argument("--ffn-dim", type=int)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 by default, float32 on a CPU")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="bfloat16 by default, float32 on a CPU"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", choices=DEVICE_TYPES, default="cpu")
     parser.add_argument("--repeats", type=int, help="turns; 30 by default, 9 on a CPU")
-    parser.add_argument("--write", type=Path, help="also write the output to this file, as Markdown")
+    parser.add_argument(
+        "--write", type=Path, help="also write the output to this file, as Markdown"
+    )
     args = parser.parse_args()
     if (args.dim is None) != (args.ffn_dim is None):
         parser.error("--dim and --ffn-dim go together")
@@ -103,7 +121,9 @@ def main() -> int:
     for line in missed:
         console.print(f"missed: {line}")
     if args.write is not None:
-        args.write.write_text(f"# Mixture-of-experts block\n\n```\n{console.export_text().rstrip()}\n```\n")
+        args.write.write_text(
+            f"# Mixture-of-experts block\n\n```\n{console.export_text().rstrip()}\n```\n"
+        )
     return 1 if missed else 0
 
 
@@ -122,11 +142,16 @@ def run_size(console: Console, args: argparse.Namespace, dim: int, ffn_dim: int)
     times, device = {}, Device(args.device)
     for phase, step in (("forward", forward), ("forward+backward", forward_backward)):
         name = f"dim {dim}, {phase}"
-        times[phase] = take_turns(name, blocks, inputs, lambda block, x, step=step: step(block, x, grad_ND), device)
+        times[phase] = take_turns(
+            name, blocks, inputs, lambda block, x, step=step: step(block, x, grad_ND), device
+        )
 
     table = Table(
-        title=f"{args.experts} experts, top-{args.top_k}, {args.tokens} tokens, dim {dim}, ffn_dim {ffn_dim}, "
-        f"{args.dtype}, {args.device}" + (f", {args.threads} threads" if args.device == "cpu" else "")
+        title=(
+            f"{args.experts} experts, top-{args.top_k}, {args.tokens} tokens, dim {dim}, ffn_dim "
+            f"{ffn_dim}, {args.dtype}, {args.device}"
+        )
+        + (f", {args.threads} threads" if args.device == "cpu" else "")
     )
     for column in ("phase", "block"):
         table.add_column(column)
@@ -135,7 +160,10 @@ def run_size(console: Console, args: argparse.Namespace, dim: int, ffn_dim: int)
     missed = []
     for phase, seconds in times.items():
         ratios = {
-            name: statistics.median(a / b for a, b in zip(seconds[name], seconds[OURS], strict=True)) for name in blocks
+            name: statistics.median(
+                a / b for a, b in zip(seconds[name], seconds[OURS], strict=True)
+            )
+            for name in blocks
         }
         for name in blocks:
             median = statistics.median(seconds[name])
@@ -145,12 +173,16 @@ def run_size(console: Console, args: argparse.Namespace, dim: int, ffn_dim: int)
     speedup = SPEEDUP_TARGET if args.device == "cpu" else SAME_KERNEL_TARGET
     for name, target in ((GROUPED, speedup), (DENSE, DENSE_TARGET)):
         if ratios[name] < target:
-            missed.append(f"dim {dim}, ffn_dim {ffn_dim}: {ratios[name]:.2f} of {name}, target {target}")
+            missed.append(
+                f"dim {dim}, ffn_dim {ffn_dim}: {ratios[name]:.2f} of {name}, target {target}"
+            )
     console.print(table)
     return missed
 
 
-def build(args: argparse.Namespace, dim: int, ffn_dim: int, dtype: torch.dtype) -> dict[str, nn.Module]:
+def build(
+    args: argparse.Namespace, dim: int, ffn_dim: int, dtype: torch.dtype
+) -> dict[str, nn.Module]:
     """The contestants, with the same weights."""
     shape = (dim, ffn_dim, args.experts, args.top_k)
     blocks = {
@@ -189,7 +221,9 @@ def forward_backward(block: nn.Module, hidden_ND: Tensor, grad_ND: Tensor) -> Te
     return out_ND.detach()
 
 
-def compare(blocks: dict[str, nn.Module], hidden_ND: Tensor, grad_ND: Tensor, tolerance: float) -> None:
+def compare(
+    blocks: dict[str, nn.Module], hidden_ND: Tensor, grad_ND: Tensor, tolerance: float
+) -> None:
     """Hold our output and gradients against both implementations of transformers.
 
     Raises:
@@ -198,14 +232,21 @@ def compare(blocks: dict[str, nn.Module], hidden_ND: Tensor, grad_ND: Tensor, to
     results = {}
     for name in (OURS, GROUPED, EAGER):
         out_ND = forward_backward(blocks[name], hidden_ND, grad_ND)
-        grads = {_theirs(key).removeprefix("block."): param.grad for key, param in blocks[name].named_parameters()}
+        grads = {
+            _theirs(key).removeprefix("block."): param.grad
+            for key, param in blocks[name].named_parameters()
+        }
         results[name] = {"output": out_ND, "input gradient": hidden_ND.grad, **grads}
         blocks[name].zero_grad(set_to_none=True)
     for name in (GROUPED, EAGER):
         for key, expected in results[name].items():
-            error = ((results[OURS][key] - expected).float().norm() / expected.float().norm()).item()
+            error = (
+                (results[OURS][key] - expected).float().norm() / expected.float().norm()
+            ).item()
             if not error <= tolerance:
-                raise SystemExit(f"{key} differs from {name} by {error:.1e} relative, more than {tolerance:.0e}")
+                raise SystemExit(
+                    f"{key} differs from {name} by {error:.1e} relative, more than {tolerance:.0e}"
+                )
 
 
 def take_turns(
@@ -215,7 +256,8 @@ def take_turns(
     step: Callable[[nn.Module, Tensor], Tensor],
     device: Device,
 ) -> dict[str, list[float]]:
-    """Seconds of each block on each input, the blocks one after another; the first two inputs warm up."""
+    """Seconds of each block on each input, the blocks one after another; the first two inputs warm
+    up."""
     seconds: dict[str, list[float]] = {name: [] for name in blocks}
     for turn, hidden_ND in enumerate(inputs):
         with unit(f"{title}, turn {turn + 1} of {len(inputs)}"):

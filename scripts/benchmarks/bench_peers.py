@@ -1,20 +1,23 @@
-"""How fast is training next to others? The same Llama, batches and AdamW on two ranks, under five ways to train it.
+"""How fast is training next to others? The same Llama, batches and AdamW on two ranks, under five
+ways to train it.
 
     python scripts/benchmarks/bench_peers.py          # CPU, gloo, 2 ranks; twelve minutes on two cores
     python scripts/benchmarks/bench_peers.py --only float32 --rounds 1
     python scripts/benchmarks/bench_peers.py --gpu    # one CUDA device, world size 1
 
-Against (a) Hugging Face accelerate with transformers' Llama, (b) Lightning Fabric with LitGPT's model, (c) a plain
-script around PyTorch's ``fully_shard`` and transformers' Llama. Each is one short script in ``peers``, started by its
-own launcher. They are installed into ``.venv-peers`` beside the checkout when they are missing; ``--venv`` names
-another environment. All have one thread a rank, torch.optim.AdamW as torch chooses to run it, attention by
-``scaled_dot_product_attention``, nothing compiled, and the loss read after each step.
+Against (a) Hugging Face accelerate with transformers' Llama, (b) Lightning Fabric with LitGPT's
+model, (c) a plain script around PyTorch's ``fully_shard`` and transformers' Llama. Each is one
+short script in ``peers``, started by its own launcher. They are installed into ``.venv-peers``
+beside the checkout when they are missing; ``--venv`` names another environment. All have one thread
+a rank, torch.optim.AdamW as torch chooses to run it, attention by ``scaled_dot_product_attention``,
+nothing compiled, and the loss read after each step.
 
-Everything is measured from outside (``peers/measure.py``). Those who are judged against each other run at the same time
-and take turns step by step, each stopped while another has its step; so up to four are in memory at once, about 16 GiB.
-Figures are medians over steps and rounds, ratios medians of the ratios within a turn. Losses come from the same initial
-weights and the same batches: the first must agree to 1e-3, or nothing is judged. Prints Markdown. Exits with
-status 1 if a target is missed.
+Everything is measured from outside (``peers/measure.py``). Those who are judged against each other
+run at the same time and take turns step by step, each stopped while another has its step; so up to
+four are in memory at once, about 16 GiB. Figures are medians over steps and rounds, ratios medians
+of the ratios within a turn. Losses come from the same initial weights and the same batches: the
+first must agree to 1e-3, or nothing is judged. Prints Markdown. Exits with status 1 if a target is
+missed.
 """
 
 import argparse
@@ -40,16 +43,29 @@ from fsdptoys.data.bin import TokenDType
 from fsdptoys.models import LlamaConfig
 from fsdptoys.models.huggingface import Bounds
 from scripts.benchmarks.peers.measure import Measured, Run, take_turns
-from scripts.benchmarks.peers.work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Work
+from scripts.benchmarks.peers.work import (
+    BETAS,
+    EPS,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    WEIGHT_DECAY,
+    Work,
+)
 from scripts.common.child_environment import child_environment
 from scripts.common.machine import machine
 from scripts.common.progress import doing, progress
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / "scripts" / "benchmarks" / "peers"
-REQUIREMENTS = ("accelerate==1.15.0", "transformers==5.23.0", "lightning==2.6.6", "jsonargparse[signatures]==4.41.0")
+REQUIREMENTS = (
+    "accelerate==1.15.0",
+    "transformers==5.23.0",
+    "lightning==2.6.6",
+    "jsonargparse[signatures]==4.41.0",
+)
 UNRESOLVED = "litgpt==0.5.13"
-"""Installed without its dependencies: it wants an older huggingface-hub than transformers, and its model none."""
+"""Installed without its dependencies: it wants an older huggingface-hub than transformers, and its
+model none."""
 DATA_SEED = 0
 FASTER = 1.15
 """Of the tokens/s of accelerate and of Fabric."""
@@ -73,7 +89,11 @@ class Contestant:
     """Contestants of the same group take turns, and are compared."""
 
 
-ACCELERATE, FABRIC, PLAIN = "(a) accelerate + transformers", "(b) Fabric + LitGPT", "(c) plain fully_shard"
+ACCELERATE, FABRIC, PLAIN = (
+    "(a) accelerate + transformers",
+    "(b) Fabric + LitGPT",
+    "(c) plain fully_shard",
+)
 
 
 def contestants(gpu: bool) -> list[Contestant]:
@@ -104,7 +124,8 @@ class Pair:
 
 
 def pairs(gpu: bool) -> list[Pair]:
-    """The judged rows are those of one documented command each: ``parallel=… memory.chunk_loss=true``."""
+    """The judged rows are those of one documented command each: ``parallel=…
+    memory.chunk_loss=true``."""
     alike = "FSDPToys fsdp2, chunked loss" if gpu else "FSDPToys ddp, chunked loss"
     return [
         Pair(alike, ACCELERATE, FASTER),
@@ -132,10 +153,21 @@ class Bench:
         on_cpu = work.device == "cpu"
         if contestant.name == ACCELERATE and not on_cpu:
             options = [f"--num_processes={work.ranks}", "--num_machines=1", "--dynamo_backend=no"]
-            options += ["--use_fsdp", "--fsdp_version=2", "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP"]
+            options += [
+                "--use_fsdp",
+                "--fsdp_version=2",
+                "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP",
+            ]
             options += [f"--mixed_precision={'bf16' if work.bfloat16 else 'no'}"]
-            return [str(self.peers_bin / "accelerate"), "launch", *options, script, *work.arguments()]
-        # accelerate launch --cpu starts one process, however many are asked for; under torchrun there are as many.
+            return [
+                str(self.peers_bin / "accelerate"),
+                "launch",
+                *options,
+                script,
+                *work.arguments(),
+            ]
+        # accelerate launch --cpu starts one process, however many are asked for; under torchrun
+        # there are as many.
         launcher = "fabric run" if contestant.name == FABRIC else "torchrun"
         options = ["--standalone", f"--nproc-per-node={work.ranks}"]
         if launcher == "fabric run":
@@ -163,11 +195,15 @@ class Bench:
     def run(self, contestant: Contestant, number: int) -> Run:
         """One run of one contestant, to be begun."""
         run_dir = self.folder / f"{self.work.dtype}-{number}"
-        environment = child_environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+        environment = child_environment(
+            OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false"
+        )
         # Peers have an environment of their own, which packages of this one would shadow.
         for name in ("VIRTUAL_ENV", *(("PYTHONPATH",) if contestant.script else ())):
             environment.pop(name, None)
-        exact = run_dir / "metrics.jsonl" if contestant.script is None else None  # the console rounds
+        exact = (
+            run_dir / "metrics.jsonl" if contestant.script is None else None
+        )  # the console rounds
         command = self.command(contestant, run_dir)
         return Run(command, environment, self.folder, self.work.steps, LIMIT_SECONDS, exact)
 
@@ -192,14 +228,21 @@ def write_tokens(folder: Path, vocab_size: int, kind: TokenDType = TokenDType.ui
     tokens.astype(kind.value).tofile(folder / "tokens.bin")
 
 
-def write_batches(folder: Path, work: Work, vocab_size: int, kind: TokenDType = TokenDType.uint16) -> None:
+def write_batches(
+    folder: Path, work: Work, vocab_size: int, kind: TokenDType = TokenDType.uint16
+) -> None:
     """The batches that our data room makes of the tokens, in one file for the peers."""
-    dataset = BinConfig(files=[str(folder / "tokens.bin")], dtype=kind).build(work.seq_len, vocab_size, DATA_SEED)
+    dataset = BinConfig(files=[str(folder / "tokens.bin")], dtype=kind).build(
+        work.seq_len, vocab_size, DATA_SEED
+    )
     streams = [
         BatchStream(dataset.train, work.batch_size, 1, range(rank, rank + 1), work.ranks, DATA_SEED)
         for rank in range(work.ranks)
     ]
-    steps = [[torch.stack(stream.next_step()[0]).numpy() for stream in streams] for _ in range(work.steps)]
+    steps = [
+        [torch.stack(stream.next_step()[0]).numpy() for stream in streams]
+        for _ in range(work.steps)
+    ]
     np.array(steps, dtype=np.int32).tofile(work.batches)
 
 
@@ -208,7 +251,11 @@ def peers_bin(named: Path | None) -> Path:
     home = named or ROOT / ".venv-peers"
     programs = home / "bin"
     if not (programs / "accelerate").exists() or not (programs / "fabric").exists():
-        print(f"installing {', '.join(REQUIREMENTS)} and {UNRESOLVED} into {home}", file=sys.stderr, flush=True)
+        print(
+            f"installing {', '.join(REQUIREMENTS)} and {UNRESOLVED} into {home}",
+            file=sys.stderr,
+            flush=True,
+        )
         venv.create(home, with_pip=True)
         pip = [str(programs / "python"), "-m", "pip", "install", "-q"]
         subprocess.run([*pip, f"torch=={torch.__version__}", "numpy", *REQUIREMENTS], check=True)
@@ -217,7 +264,8 @@ def peers_bin(named: Path | None) -> Path:
 
 
 def computes_bfloat16() -> bool:
-    """Whether this CPU multiplies bf16 at a speed worth its name; elsewhere one product takes as long as fifty."""
+    """Whether this CPU multiplies bf16 at a speed worth its name; elsewhere one product takes as
+    long as fifty."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
@@ -227,13 +275,23 @@ def measure(bench: Bench, entrants: Sequence[Contestant], rounds: int) -> dict[s
     numbers = itertools.count()
     for turn in range(rounds):
         for group in sorted({each.group for each in entrants}):
-            runs = {each.name: bench.run(each, next(numbers)) for each in entrants if each.group == group}
-            take_turns(list(runs.values()), f"{bench.work.dtype} round {turn + 1} of {rounds}, {group}")
+            runs = {
+                each.name: bench.run(each, next(numbers))
+                for each in entrants
+                if each.group == group
+            }
+            take_turns(
+                list(runs.values()), f"{bench.work.dtype} round {turn + 1} of {rounds}, {group}"
+            )
             for name, run in runs.items():
                 results[name].append(run.result)
-                outcome = run.result.failure or f"{run.result.step_seconds(bench.warmup):.2f} s a step"
+                outcome = (
+                    run.result.failure or f"{run.result.step_seconds(bench.warmup):.2f} s a step"
+                )
                 print(
-                    f"{bench.work.dtype} round {turn + 1} of {rounds}, {name}: {outcome}", file=sys.stderr, flush=True
+                    f"{bench.work.dtype} round {turn + 1} of {rounds}, {name}: {outcome}",
+                    file=sys.stderr,
+                    flush=True,
                 )
     return results
 
@@ -261,13 +319,22 @@ def losses_agree(results: dict[str, list[Measured]]) -> list[str]:
     for name in names:
         first = results[name][0].losses[0]
         if not abs(first - reference) <= LOSS_TOLERANCE * abs(reference):
-            wrong.append(f"{name} begins with the loss {first:.6f}, {names[0]} with {reference:.6f}")
+            wrong.append(
+                f"{name} begins with the loss {first:.6f}, {names[0]} with {reference:.6f}"
+            )
     return wrong
 
 
-def judge(results: dict[str, list[Measured]], judged: Sequence[Pair], warmup: int, peers: Sequence[str]) -> list[str]:
+def judge(
+    results: dict[str, list[Measured]], judged: Sequence[Pair], warmup: int, peers: Sequence[str]
+) -> list[str]:
     """One sentence per target; missed ones begin with ``missed``."""
-    failed = [f"missed: {name} failed: {run.failure}" for name, runs in results.items() for run in runs if run.failure]
+    failed = [
+        f"missed: {name} failed: {run.failure}"
+        for name, runs in results.items()
+        for run in runs
+        if run.failure
+    ]
     if failed:
         return failed
     if wrong := losses_agree(results):
@@ -280,15 +347,24 @@ def judge(results: dict[str, list[Measured]], judged: Sequence[Pair], warmup: in
     for pair in judged:
         ours, theirs = results[pair.ours], results[pair.theirs]
         speed = speed_ratio(ours, theirs, warmup)
-        add(speed >= pair.target, f"{pair.ours} has {speed:.2f} of the tokens/s of {pair.theirs}, target {pair.target}")
+        add(
+            speed >= pair.target,
+            f"{pair.ours} has {speed:.2f} of the tokens/s of {pair.theirs}, target {pair.target}",
+        )
         memory = median_ratio([r.peak_bytes for r in ours], [r.peak_bytes for r in theirs])
-        add(memory <= 1, f"{pair.ours} takes {memory:.2f} of the memory of {pair.theirs}, target 1.0")
+        add(
+            memory <= 1,
+            f"{pair.ours} takes {memory:.2f} of the memory of {pair.theirs}, target 1.0",
+        )
     fastest = min(statistics.median(r.startup_seconds for r in results[name]) for name in peers)
     for name in dict.fromkeys(pair.ours for pair in judged):
         seconds = statistics.median(r.startup_seconds for r in results[name])
         add(
             seconds <= fastest,
-            f"{name} is through its first step after {seconds:.1f} s, the fastest peer {fastest:.1f} s",
+            (
+                f"{name} is through its first step after {seconds:.1f} s, the fastest peer "
+                f"{fastest:.1f} s"
+            ),
         )
     return verdicts
 
@@ -316,7 +392,10 @@ def render(results: dict[str, list[Measured]], work: Work, warmup: int, gpu: boo
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", "Losses of the first round, step by step:", ""]
     steps = len(next(iter(results.values()))[0].losses)
-    lines += ["| |" + "".join(f" {step} |" for step in range(1, steps + 1)), "|---|" + "---:|" * steps]
+    lines += [
+        "| |" + "".join(f" {step} |" for step in range(1, steps + 1)),
+        "|---|" + "---:|" * steps,
+    ]
     for name, runs in results.items():
         lines.append(f"| {name} | " + " | ".join(f"{loss:.5f}" for loss in runs[0].losses) + " |")
     notes = [f"{name} ran as {runs[0].note}." for name, runs in results.items() if runs[0].note]
@@ -326,20 +405,33 @@ def render(results: dict[str, list[Measured]], work: Work, warmup: int, gpu: boo
 def peers_versions(programs: Path) -> str:
     """Versions of the packages in the peers' environment."""
     names = ["torch", "accelerate", "transformers", "lightning", "litgpt"]
-    ask = f"from importlib.metadata import version; print(*(f'{{n}} {{version(n)}}' for n in {names}), sep=', ')"
-    output = subprocess.run([str(programs / "python"), "-c", ask], check=True, capture_output=True, text=True).stdout
+    ask = (
+        f"from importlib.metadata import version; print(*(f'{{n}} {{version(n)}}' for n in "
+        f"{names}), sep=', ')"
+    )
+    output = subprocess.run(
+        [str(programs / "python"), "-c", ask], check=True, capture_output=True, text=True
+    ).stdout
     return output.strip()
 
 
 def main() -> int:
     """Run everything; 0 if every target is met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", action="store_true", help="one CUDA device instead of two ranks on the CPU")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gpu", action="store_true", help="one CUDA device instead of two ranks on the CPU"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, help="a run; 5 in float32 by default")
     parser.add_argument("--warmup", type=int, default=1, help="first steps that are not timed")
     parser.add_argument("--only", choices=["float32", "bfloat16"], help="one number format")
-    parser.add_argument("--contestants", nargs="*", help="only those whose name contains one of these; judges nothing")
+    parser.add_argument(
+        "--contestants",
+        nargs="*",
+        help="only those whose name contains one of these; judges nothing",
+    )
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab-size", type=int, default=32000)
@@ -354,22 +446,34 @@ def main() -> int:
         parameters = model.build().parameter_counts().total
     entrants, judged = contestants(args.gpu), pairs(args.gpu)
     if args.contestants:
-        entrants, judged = [each for each in entrants if any(part in each.name for part in args.contestants)], []
+        entrants, judged = (
+            [each for each in entrants if any(part in each.name for part in args.contestants)],
+            [],
+        )
     dtypes = [dtype for dtype in ("float32", "bfloat16") if args.only in (None, dtype)]
-    slow = {dtype: dtype == "bfloat16" and not args.gpu and not computes_bfloat16() for dtype in dtypes}
-    shapes = {dtype: (1, 128, 3) if slow[dtype] else (8, 1024, 12) if args.gpu else (2, 256, 5) for dtype in dtypes}
+    slow = {
+        dtype: dtype == "bfloat16" and not args.gpu and not computes_bfloat16() for dtype in dtypes
+    }
+    shapes = {
+        dtype: (1, 128, 3) if slow[dtype] else (8, 1024, 12) if args.gpu else (2, 256, 5)
+        for dtype in dtypes
+    }
     rounds = {dtype: 1 if slow[dtype] else args.rounds for dtype in dtypes}
     turns = sum(rounds[dtype] * ((args.steps or shapes[dtype][2]) + 1) for dtype in dtypes)
     with progress(turns * len({each.group for each in entrants})):
         doing("looking for the peers, or installing them")
         programs = peers_bin(args.venv)
         on = machine("cuda" if args.gpu else "cpu")
-        print(f"# Peers\n\nCommand: `python {' '.join(sys.argv)}`\n\n{on}; peers: {peers_versions(programs)}.\n")
+        print(
+            f"# Peers\n\nCommand: `python {' '.join(sys.argv)}`\n\n{on}; peers: "
+            f"{peers_versions(programs)}.\n"
+        )
         heading = (
-            f"A Llama of {parameters / 1e6:.1f}M parameters (dim {model.dim}, {model.n_layers} layers, {heads} heads, "
-            f"vocabulary {model.vocab_size}); {args.rounds} rounds; AdamW, clipping at {MAX_GRAD_NORM}. The rows that "
-            "are judged are those with the chunked loss, `memory.chunk_loss=true`; those without it compute the loss "
-            "as the peers do.\n"
+            f"A Llama of {parameters / 1e6:.1f}M parameters (dim {model.dim}, {model.n_layers} "
+            f"layers, {heads} heads, vocabulary {model.vocab_size}); {args.rounds} rounds; "
+            f"AdamW, clipping at {MAX_GRAD_NORM}. The rows that are judged are those with the "
+            "chunked loss, `memory.chunk_loss=true`; those without it compute the loss as the "
+            "peers do.\n"
         )
         print(heading, flush=True)
         missed = False
@@ -386,7 +490,11 @@ def main() -> int:
                 write_batches(folder, work, model.vocab_size)
                 bench = Bench(work, model, folder, programs, args.warmup)
                 results = measure(bench, entrants, rounds[dtype])
-                verdicts = [] if args.contestants else judge(results, judged, args.warmup, [PLAIN, ACCELERATE, FABRIC])
+                verdicts = (
+                    []
+                    if args.contestants
+                    else judge(results, judged, args.warmup, [PLAIN, ACCELERATE, FABRIC])
+                )
                 if not any(run.failure for runs in results.values() for run in runs):
                     print(render(results, work, args.warmup, args.gpu))
                 if slow[dtype]:

@@ -1,21 +1,25 @@
 """Compare the planner with a real device, on the rows of the memory benchmark.
 
-    python scripts/benchmarks/bench_plan.py --write benchmarks/plan_h200.md
-    python scripts/benchmarks/bench_plan.py --write benchmarks/plan_h200.md --measured benchmarks/memory_h200.json
-    python scripts/benchmarks/bench_plan.py --device cpu --model llama_debug --seq-len 64 --rows plain gc
+    python scripts/benchmarks/bench_plan.py --write benchmarks/plan_h200.md python
+    scripts/benchmarks/bench_plan.py --write benchmarks/plan_h200.md --measured
+    benchmarks/memory_h200.json python scripts/benchmarks/bench_plan.py --device cpu --model
+    llama_debug --seq-len 64 --rows plain gc
 
-Each row is measured as ``bench_memory.py`` measures it: the project's trainer on one device that stands for one of
-``--world-size`` ranks that send nothing and copy instead. It is predicted from a trace of all layers, on the device's
-profile with links as fast as these copies. Then one row of each strategy (``--calibrate-on``) corrects the profile's
-speed of compute, and the others are predicted once more.
+Each row is measured as ``bench_memory.py`` measures it: the project's trainer on one device that
+stands for one of ``--world-size`` ranks that send nothing and copy instead. It is predicted from a
+trace of all layers, on the device's profile with links as fast as these copies. Then one row of
+each strategy (``--calibrate-on``) corrects the profile's speed of compute, and the others are
+predicted once more.
 
-``--measured`` reads the rows of an earlier call, or of ``bench_memory.py``: predictions need no device, so the traces,
-which take minutes at full depth, may run on another machine. Name the profile with ``--hardware`` there.
+``--measured`` reads the rows of an earlier call, or of ``bench_memory.py``: predictions need no
+device, so the traces, which take minutes at full depth, may run on another machine. Name the
+profile with ``--hardware`` there.
 
-Columns: measured and predicted GiB at the end of a step, at its peak and reserved; seconds, predicted before and after
-calibration. On a CPU there is no allocator to ask, and memory is not compared. Exits with status 1 if a bar is missed,
-which are an accelerator's: the end within 0.01 GiB, the peak within 2%, reserved memory within 5%, the time of rows
-that compute on the device alone within 20% before and 8% after calibration.
+Columns: measured and predicted GiB at the end of a step, at its peak and reserved; seconds,
+predicted before and after calibration. On a CPU there is no allocator to ask, and memory is not
+compared. Exits with status 1 if a bar is missed, which are an accelerator's: the end within 0.01
+GiB, the peak within 2%, reserved memory within 5%, the time of rows that compute on the device
+alone within 20% before and 8% after calibration.
 """
 
 import argparse
@@ -72,7 +76,9 @@ def main() -> int:
     """Measure, predict, print and write the table; 0 if every bar is met."""
     args = parse_arguments()
     saved = read_measured(args) if args.measured else None
-    name = args.machine if args.measured else device_name(args.device)  # the rows may be another machine's
+    name = (
+        args.machine if args.measured else device_name(args.device)
+    )  # the rows may be another machine's
     profile = args.hardware or hardware_for(name, args.device)
     if profile is None:
         print(f"no profile of {name}; name one with --hardware", file=sys.stderr)
@@ -107,16 +113,23 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_row_arguments(parser)
-    parser.add_argument("--hardware", help="a profile, or a YAML file; by default that of the device")
+    parser.add_argument(
+        "--hardware", help="a profile, or a YAML file; by default that of the device"
+    )
     parser.add_argument("--calibrate-on", choices=list(ROWS), default="gc", metavar="ROW")
-    parser.add_argument("--measured", type=Path, metavar="ROWS.json", help="rows of an earlier call; measure none")
+    parser.add_argument(
+        "--measured", type=Path, metavar="ROWS.json", help="rows of an earlier call; measure none"
+    )
     return parser.parse_args()
 
 
 def read_measured(args: argparse.Namespace) -> dict[str, Result]:
-    """The rows of ``--measured``, whose device, model, ranks, length and steps become those of this call."""
+    """The rows of ``--measured``, whose device, model, ranks, length and steps become those of this
+    call."""
     tree = json.loads(args.measured.read_text())
     for name in (*ROW_OPTIONS, "machine"):
         setattr(args, name, tree["settings"][name])
@@ -124,7 +137,8 @@ def read_measured(args: argparse.Namespace) -> dict[str, Result]:
 
 
 def copies_for_links(hardware: Hardware, world_size: int) -> Hardware:
-    """The same device with links as fast as the fake group's copies, which read and write each byte of a gather.
+    """The same device with links as fast as the fake group's copies, which read and write each byte
+    of a gather.
 
     Reduce-scatters are predicted alike, although they write their output alone.
     """
@@ -156,7 +170,8 @@ def compare(
     hardware: Hardware,
     calibrate_on: str,
 ) -> dict[tuple[str, str], Compared]:
-    """Predict every row before and after one row of its strategy has corrected the speed of compute."""
+    """Predict every row before and after one row of its strategy has corrected the speed of
+    compute."""
     rows = {}
     for strategy in dict.fromkeys(strategy for strategy, _ in predictors):
         corrected = hardware
@@ -165,7 +180,9 @@ def compare(
             seconds = measured[strategy, calibrate_on].seconds
             assert seconds is not None
             case = Case(lambda one, base=base: base(one).time.step_seconds, seconds, calibrate_on)  # type: ignore[misc]
-            corrected = calibrate([case], hardware, choose_parameters(["compute", "memory"])).hardware
+            corrected = calibrate(
+                [case], hardware, choose_parameters(["compute", "memory"])
+            ).hardware
         for (owner, name), row in predictors.items():
             if owner == strategy:
                 offloads = any("offload=true" in word for word in ROWS[name].words)
@@ -181,8 +198,18 @@ def judge(rows: dict[tuple[str, str], Compared]) -> list[str]:
         memory, result = row.before.memory, row.measured
         assert result.seconds is not None
         checks = [
-            ("seconds, uncalibrated", row.before.time.step_seconds, result.seconds, UNCALIBRATED * result.seconds),
-            ("seconds, calibrated", row.after.time.step_seconds, result.seconds, CALIBRATED * result.seconds),
+            (
+                "seconds, uncalibrated",
+                row.before.time.step_seconds,
+                result.seconds,
+                UNCALIBRATED * result.seconds,
+            ),
+            (
+                "seconds, calibrated",
+                row.after.time.step_seconds,
+                result.seconds,
+                CALIBRATED * result.seconds,
+            ),
         ] * row.on_device
         for what, predicted, got, share in (
             ("GiB at the end", memory.end_bytes, result.end_gib, None),
@@ -190,10 +217,15 @@ def judge(rows: dict[tuple[str, str], Compared]) -> list[str]:
             ("GiB reserved", memory.reserved_bytes, result.reserved_gib, RESERVED),
         ):
             if got is not None:
-                checks.append((what, predicted / GIB, got, END_GIB if share is None else share * got))
+                checks.append(
+                    (what, predicted / GIB, got, END_GIB if share is None else share * got)
+                )
         for what, predicted, got, bar in checks:
             met = "met" if abs(predicted - got) <= bar else "missed"
-            verdicts.append(f"{met}: {strategy} {name}: {predicted:.3f} {what}, measured {got:.3f}, bar ±{bar:.3f}")
+            verdicts.append(
+                f"{met}: {strategy} {name}: {predicted:.3f} {what}, measured {got:.3f}, bar "
+                f"±{bar:.3f}"
+            )
     return verdicts
 
 
@@ -206,13 +238,22 @@ def render(
 ) -> str:
     """The page as Markdown."""
     lines = [
-        f"# The planner against a device: {args.model}, rank 0 of {args.world_size}, batch 1, sequence {args.seq_len}",
+        (
+            f"# The planner against a device: {args.model}, rank 0 of {args.world_size}, batch 1, "
+            f"sequence {args.seq_len}"
+        ),
         "",
         f"- Command: `python {shlex.join(sys.argv)}`",
         f"- Measured on: {getattr(args, 'machine', None) or machine(args.device)}",
-        f"- Predicted with torch {torch.__version__} and the profile {profile}, with links as fast as the copies",
+        (
+            f"- Predicted with torch {torch.__version__} and the profile {profile}, with links as "
+            "fast as the copies"
+        ),
         "  within the device that stand for collectives in the measured rows.",
-        f"- Every cell is measured / predicted; times also after a calibration on the row {args.calibrate_on}.",
+        (
+            "- Every cell is measured / predicted; times also after a calibration on the row "
+            f"{args.calibrate_on}."
+        ),
         "",
         "| strategy | row | GiB at end | GiB peak | GiB reserved | s a step | s calibrated |",
         "|---|---|---|---|---|---|---|",
@@ -228,8 +269,13 @@ def render(
             (result.peak_gib, memory.peak_bytes),
             (result.reserved_gib, memory.reserved_bytes),
         )
-        cells = ["" if got is None else f"{got:.2f} / {predicted / GIB:.2f}" for got, predicted in pairs]
-        cells += [f"{result.seconds:.3f} / {each.time.step_seconds:.3f}" for each in (row.before, row.after)]
+        cells = [
+            "" if got is None else f"{got:.2f} / {predicted / GIB:.2f}" for got, predicted in pairs
+        ]
+        cells += [
+            f"{result.seconds:.3f} / {each.time.step_seconds:.3f}"
+            for each in (row.before, row.after)
+        ]
         lines.append(f"| {strategy} | {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"- {verdict}" for verdict in verdicts)]) + "\n"
 

@@ -1,14 +1,17 @@
-"""Costs that grow with the number of ranks: measured on a few, counted among thousands, planned for 16,384.
+"""Costs that grow with the number of ranks: measured on a few, counted among thousands, planned for
+16,384.
 
     python scripts/benchmarks/bench_scaling.py --write benchmarks/scaling.md        # about five minutes on two cores
 
-1. Measured: 1, 2, 4 and 8 real ranks on this machine's CPU (gloo), each with the same model and batch, FSDP2 with a
-   copy for two ranks (``mesh.fsdp_size=2``). Ranks share the cores, so that seconds on the clock grow with their number
-   by themselves; the cost of a rank is its CPU time, in the next column. Start-up is the whole command with one
-   step; the rest is taken in forked ranks. A step's numbers are medians, the other ones are of one time.
+1. Measured: 1, 2, 4 and 8 real ranks on this machine's CPU (gloo), each with the same model and
+   batch, FSDP2 with a copy for two ranks (``mesh.fsdp_size=2``). Ranks share the cores, so that
+   seconds on the clock grow with their number by themselves; the cost of a rank is its CPU time, in
+   the next column. Start-up is the whole command with one step; the rest is taken in forked ranks.
+   A step's numbers are medians, the other ones are of one time.
 2. Counted: rank 0's step in worlds up to 16,384 without the other ranks (``step_counts.py``).
-3. Planned: predictions of ``fsdptoys plan``. Messages are those of rings: N - 1 per rank for a gather or a scatter
-   over N ranks, twice that for an all-reduce; libraries use trees where these are many.
+3. Planned: predictions of ``fsdptoys plan``. Messages are those of rings: N - 1 per rank for a
+   gather or a scatter over N ranks, twice that for an all-reduce; libraries use trees where these
+   are many.
 
 Prints Markdown.
 """
@@ -49,10 +52,22 @@ from tests.harness.ranks import run_ranks
 
 WARMUP = 5
 MOST_FLAT = 512
-"""Ranks up to which one copy of all of them is planned as well: tracing cuts each parameter into as many pieces."""
-MEASURED = ["model=llama_debug", "model.dim=256", "model.ffn_dim=704", "train.batch_size=2", "train.seq_len=128"]
+"""Ranks up to which one copy of all of them is planned as well: tracing cuts each parameter into as
+many pieces."""
+MEASURED = [
+    "model=llama_debug",
+    "model.dim=256",
+    "model.ffn_dim=704",
+    "train.batch_size=2",
+    "train.seq_len=128",
+]
 COUNTED = ["model=llama_debug", "train.batch_size=1", "train.seq_len=16", "mesh.fsdp_size=node"]
-PLANNED = ["parallel=fsdp2", "parallel.param_dtype=bfloat16", "memory.chunk_loss=true", "train.seq_len=4096"]
+PLANNED = [
+    "parallel=fsdp2",
+    "parallel.param_dtype=bfloat16",
+    "memory.chunk_loss=true",
+    "train.seq_len=4096",
+]
 PLANNED += ["memory.gradient_checkpointing=selective", "experiment=null"]
 MIB = 2**20
 
@@ -114,15 +129,32 @@ def rank_costs(config: Config, resumed: Config) -> dict[str, Cost]:
     again._resume = timed_load  # type: ignore[method-assign]
     again.run()
     kept = steps[WARMUP:]
-    costs["step"] = Cost(statistics.median(each.wall for each in kept), statistics.median(each.cpu for each in kept))
+    costs["step"] = Cost(
+        statistics.median(each.wall for each in kept), statistics.median(each.cpu for each in kept)
+    )
     return costs
 
 
 def command_cost(words: Sequence[str], ranks: int) -> Cost:
-    """Seconds on the clock of ``fsdptoys train`` with one step, and CPU seconds of each rank's share of it."""
+    """Seconds on the clock of ``fsdptoys train`` with one step, and CPU seconds of each rank's
+    share of it."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    command = [sys.executable, "-m", "fsdptoys", "train", *words, "train.steps=1", f"launch.nproc_per_node={ranks}"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=child_environment())
+    command = [
+        sys.executable,
+        "-m",
+        "fsdptoys",
+        "train",
+        *words,
+        "train.steps=1",
+        f"launch.nproc_per_node={ranks}",
+    ]
+    subprocess.run(
+        command,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=child_environment(),
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return Cost(time.perf_counter() - started, cpu / ranks)
@@ -132,15 +164,27 @@ def measured_rows(worlds: Sequence[int], steps: int) -> Iterator[str]:
     """A line of the first table for each world."""
     for ranks in worlds:
         with tempfile.TemporaryDirectory() as folder:
-            words = [*MEASURED, f"train.steps={steps}", f"checkpoint.every={steps}", "metrics.console=none"]
+            words = [
+                *MEASURED,
+                f"train.steps={steps}",
+                f"checkpoint.every={steps}",
+                "metrics.console=none",
+            ]
             words += [f"mesh.fsdp_size={min(2, ranks)}", f"metrics.run_dir={folder}/run"]
             first = configured(words, ranks, ranks)
             resumed = configured([*words, "checkpoint.resume=must"], ranks, ranks)
             with unit(f"measured, {ranks} ranks"):
                 found = run_ranks(ranks, rank_costs, first, resumed)
-            plain = [*MEASURED, "experiment=null", "launch.device=cpu", f"metrics.run_dir={folder}/command"]
+            plain = [
+                *MEASURED,
+                "experiment=null",
+                "launch.device=cpu",
+                f"metrics.run_dir={folder}/command",
+            ]
             with unit(f"command, {ranks} ranks"):
-                start = command_cost([*plain, "metrics.console=none", f"mesh.fsdp_size={min(2, ranks)}"], ranks)
+                start = command_cost(
+                    [*plain, "metrics.console=none", f"mesh.fsdp_size={min(2, ranks)}"], ranks
+                )
         cells = [f"{start.wall:.1f} / {start.cpu:.1f}"]
         for name in ("initialize", "step", "save", "load"):
             # The slowest rank's clock, and a rank's CPU time on average.
@@ -151,10 +195,12 @@ def measured_rows(worlds: Sequence[int], steps: int) -> Iterator[str]:
 
 
 def numbers(words: Sequence[str], world_size: int) -> tuple[int, int, int, float, float]:
-    """Lines of ours, calls of Python, collectives and MiB that a rank sends, in one step of an imagined world.
+    """Lines of ours, calls of Python, collectives and MiB that a rank sends, in one step of an
+    imagined world.
 
     Returns:
-        These, and CPU seconds of the initialization, mesh and groups included, when all is imported.
+        These, and CPU seconds of the initialization, mesh and groups included, when all is
+        imported.
     """
     counted, collectives, _ = count_step(words, world_size)
     pretend(world_size)
@@ -170,14 +216,20 @@ def counted_rows(worlds: Sequence[int]) -> Iterator[str]:
     """A line of the second table for each world."""
     for world_size in worlds:
         with unit(f"counted, world of {world_size:,}"):
-            ((lines, calls, collectives, sent, seconds),) = run_ranks(1, numbers, COUNTED, world_size)
-        yield f"| {world_size:,} | {lines:,} | {calls:,} | {collectives} | {sent:.2f} | {1e3 * seconds:.0f} |"
+            ((lines, calls, collectives, sent, seconds),) = run_ranks(
+                1, numbers, COUNTED, world_size
+            )
+        yield (
+            f"| {world_size:,} | {lines:,} | {calls:,} | {collectives} | {sent:.2f} | "
+            f"{1e3 * seconds:.0f} |"
+        )
 
 
 def messages(volumes: Iterable[Volume]) -> int:
     """That a rank sends in a step, if every collective goes around a ring."""
     return sum(
-        volume.calls * (2 if volume.collective == "all_reduce" else 1) * (volume.group_size - 1) for volume in volumes
+        volume.calls * (2 if volume.collective == "all_reduce" else 1) * (volume.group_size - 1)
+        for volume in volumes
     )
 
 
@@ -187,19 +239,31 @@ def planned_sizes(world_size: int) -> tuple[str, ...]:
 
 
 def planned_rows(model: str, hardware_name: str, worlds: Sequence[int]) -> Iterator[str]:
-    """Lines of the third table for each world: a copy a machine, and a copy of all ranks where one can be cut so."""
+    """Lines of the third table for each world: a copy a machine, and a copy of all ranks where one
+    can be cut so."""
     hardware = load_hardware(hardware_name)
     for world_size in worlds:
         for size in planned_sizes(world_size):
             config = compose_config([*PLANNED, f"model={model}", f"mesh.fsdp_size={size}"])
-            validate_switches(config, world_size, hardware.device_type, node_ranks_of(config, hardware, world_size))
+            validate_switches(
+                config,
+                world_size,
+                hardware.device_type,
+                node_ranks_of(config, hardware, world_size),
+            )
             with unit(f"planned, {world_size:,} ranks, mesh.fsdp_size={size}"):
                 found = predict(config, hardware, world_size)
             volumes = found.time.volumes
-            sent, calls = sum(volume.bytes for volume in volumes) / GIB, sum(volume.calls for volume in volumes)
+            sent, calls = (
+                sum(volume.bytes for volume in volumes) / GIB,
+                sum(volume.calls for volume in volumes),
+            )
             cells = [
                 *(f"{world_size:,}", f"`{size}`"),
-                *(f"{each / GIB:.2f}" for each in (found.memory.peak_bytes, found.memory.reserved_bytes)),
+                *(
+                    f"{each / GIB:.2f}"
+                    for each in (found.memory.peak_bytes, found.memory.reserved_bytes)
+                ),
                 f"{1e3 * found.time.step_seconds:.0f}",
                 f"{1e3 * found.time.exposed_communication_seconds:.0f}",
                 *(f"{sent:.1f}", str(calls), f"{messages(volumes):,}"),
@@ -210,11 +274,25 @@ def planned_rows(model: str, hardware_name: str, worlds: Sequence[int]) -> Itera
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, count and plan, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4, 8], help="to measure with")
-    parser.add_argument("--steps", type=int, default=30, help=f"of each, the first {WARMUP} not counted")
-    parser.add_argument("--counted", type=int, nargs="*", default=[16, 128, 1024, 16384], help="worlds to count in")
-    parser.add_argument("--planned", type=int, nargs="*", default=[8, 64, 512, 4096, 16384], help="worlds to plan for")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="*", default=[1, 2, 4, 8], help="to measure with"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=30, help=f"of each, the first {WARMUP} not counted"
+    )
+    parser.add_argument(
+        "--counted", type=int, nargs="*", default=[16, 128, 1024, 16384], help="worlds to count in"
+    )
+    parser.add_argument(
+        "--planned",
+        type=int,
+        nargs="*",
+        default=[8, 64, 512, 4096, 16384],
+        help="worlds to plan for",
+    )
     parser.add_argument("--model", default="llama3_8b", help="to plan for")
     parser.add_argument("--hardware", default="h100", help="to plan for")
     parser.add_argument("--write", type=Path, help="a file for what is printed")
@@ -225,30 +303,48 @@ def main(words: Sequence[str] | None = None) -> int:
         print(line, flush=True)
         lines.append(line)
 
-    command = " ".join(["python scripts/benchmarks/bench_scaling.py", *(sys.argv[1:] if words is None else words)])
+    command = " ".join(
+        ["python scripts/benchmarks/bench_scaling.py", *(sys.argv[1:] if words is None else words)]
+    )
     say("# What grows with the number of ranks\n")
     say(f"- `{command}` on {time.strftime('%Y-%m-%d')}")
     say(f"- {machine('cpu')}")
     tables: list[tuple[str, str, Callable[[], Iterator[str]]]] = [
         (
-            f"## Measured: `{' '.join(MEASURED)}`, FSDP2, a copy for two ranks\n\n"
-            "Each cell: on the clock, slowest rank / CPU time of a rank, mean. The command in seconds, else ms.\n",
+            (
+                f"## Measured: `{' '.join(MEASURED)}`, FSDP2, a copy for two ranks\n\nEach cell: on "
+                "the clock, slowest rank / CPU time of a rank, mean. The command in seconds, else "
+                "ms.\n"
+            ),
             "| ranks | command with one step | initialize | step | save | load |",
             lambda: measured_rows(args.ranks, args.steps),
         ),
         (
             f"## Counted: a step of rank 0, `{' '.join(COUNTED)}` on machines of 8\n",
-            "| ranks | lines of ours that ran | calls of functions | collectives | MiB sent | CPU ms to initialize |",
+            (
+                "| ranks | lines of ours that ran | calls of functions | collectives | MiB sent | "
+                "CPU ms to initialize |"
+            ),
             lambda: counted_rows(args.counted),
         ),
         (
-            f"## Planned: `{' '.join([f'model={args.model}', *PLANNED])}` on {args.hardware}, not measured\n",
-            "| ranks | `mesh.fsdp_size` | GiB peak | GiB reserved | ms a step | of which waiting for the network | "
-            "GiB sent by a rank | collectives | messages on rings | tokens/s a device |",
+            (
+                f"## Planned: `{' '.join([f'model={args.model}', *PLANNED])}` on {args.hardware}, "
+                "not measured\n"
+            ),
+            (
+                "| ranks | `mesh.fsdp_size` | GiB peak | GiB reserved | ms a step | of which waiting "
+                "for the network | GiB sent by a rank | collectives | messages on rings | tokens/s a "
+                "device |"
+            ),
             lambda: planned_rows(args.model, args.hardware, args.planned),
         ),
     ]
-    units = 2 * len(args.ranks) + len(args.counted) + sum(len(planned_sizes(world)) for world in args.planned)
+    units = (
+        2 * len(args.ranks)
+        + len(args.counted)
+        + sum(len(planned_sizes(world)) for world in args.planned)
+    )
     with progress(units):
         for title, head, rows in tables:
             say(f"\n{title}")

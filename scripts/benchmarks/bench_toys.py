@@ -1,23 +1,28 @@
-"""Benchmark the toys against PyTorch's own classes: the same GPT-2 on two ranks, step times and overlap.
+"""Benchmark the toys against PyTorch's own classes: the same GPT-2 on two ranks, step times and
+overlap.
 
     python scripts/benchmarks/bench_toys.py      # CPU, gloo, 2 ranks; under five minutes on two cores
     python scripts/benchmarks/bench_toys.py --only fsdp --rounds 4
 
-A step is forward, backward, clipping and AdamW, as in ``fsdptoys train``. The contestants of a group live in the same
-ranks and take turns step by step, in an order that changes from turn to turn, so that other load on the machine affects
-all alike; every round has new processes. A step's time is that of the slower rank, a ratio the median of the ratios
-within a turn. All begin with the same weights and see the same batches; losses must agree, or the benchmark stops.
+A step is forward, backward, clipping and AdamW, as in ``fsdptoys train``. The contestants of a
+group live in the same ranks and take turns step by step, in an order that changes from turn to
+turn, so that other load on the machine affects all alike; every round has new processes. A step's
+time is that of the slower rank, a ratio the median of the ratios within a turn. All begin with the
+same weights and see the same batches; losses must agree, or the benchmark stops.
 
 - ddp: PyTorch's DistributedDataParallel, and the toy.
-- zero: DDP with PyTorch's ZeroRedundancyOptimizer (ZeRO-1), and the toys ZeRO-1 and ZeRO-2. No target: PyTorch has no
-  ZeRO-2, and gloo's reduce-scatter, on which ZeRO-2 depends, is an all-reduce of a copy.
-- fsdp: PyTorch's FSDP2, the toy FSDP, and the toy ZeRO-3. FSDP2 is PyTorch's counterpart of ZeRO-3: both keep 1/N of
-  parameters, gradients and states, gather a block before its forward and its backward, and reduce its gradients.
+- zero: DDP with PyTorch's ZeroRedundancyOptimizer (ZeRO-1), and the toys ZeRO-1 and ZeRO-2. No
+  target: PyTorch has no ZeRO-2, and gloo's reduce-scatter, on which ZeRO-2 depends, is an
+  all-reduce of a copy.
+- fsdp: PyTorch's FSDP2, the toy FSDP, and the toy ZeRO-3. FSDP2 is PyTorch's counterpart of ZeRO-3:
+  both keep 1/N of parameters, gradients and states, gather a block before its forward and its
+  backward, and reduce its gradients.
 
-One more step of each is traced: the time with a collective in flight, and the share of it with an operator of the rank
-at work. Memory is that of a contestant alone in new processes, as ``fsdptoys train`` counts it on a CPU: blocks of
-PyTorch's allocator, without gloo's own buffers. The losses' difference is the largest of a step, relative to the first
-contestant's. Prints Markdown. Exits with status 1 if a target is missed.
+One more step of each is traced: the time with a collective in flight, and the share of it with an
+operator of the rank at work. Memory is that of a contestant alone in new processes, as ``fsdptoys
+train`` counts it on a CPU: blocks of PyTorch's allocator, without gloo's own buffers. The losses'
+difference is the largest of a step, relative to the first contestant's. Prints Markdown. Exits with
+status 1 if a target is missed.
 """
 
 import argparse
@@ -119,7 +124,9 @@ class Training:
         if contestant.shards_states:
             from torch.distributed.optim import ZeroRedundancyOptimizer  # its import is slow
 
-            self.optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, **SETTINGS)
+            self.optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
+                params, torch.optim.AdamW, **SETTINGS
+            )
         else:
             self.optimizer = torch.optim.AdamW(params, **SETTINGS)  # type: ignore[arg-type]
         self.strategy.attach(self.optimizer)
@@ -138,13 +145,17 @@ class Training:
         return loss.detach() / tokens_BT.numel()
 
 
-def compete(args: argparse.Namespace, group: list[Contestant], configs: list[Config], traces: bool) -> list[Measured]:
+def compete(
+    args: argparse.Namespace, group: list[Contestant], configs: list[Config], traces: bool
+) -> list[Measured]:
     """Run one round of a group on this rank."""
     made = [Training(contestant, config) for contestant, config in zip(group, configs, strict=True)]
     measured = [Measured() for _ in group]
     generator = torch.Generator().manual_seed(dist.get_rank())
     for turn in range(args.warmup + args.turns + traces):
-        tokens_BT = torch.randint(args.vocab_size, (args.batch_size, args.seq_len), generator=generator)
+        tokens_BT = torch.randint(
+            args.vocab_size, (args.batch_size, args.seq_len), generator=generator
+        )
         first = turn % len(group)
         with unit(f"{group[-1].name} and others, turn {turn + 1}", announce=dist.get_rank() == 0):
             for number in [*range(first, len(group)), *range(first)]:
@@ -163,7 +174,8 @@ def compete(args: argparse.Namespace, group: list[Contestant], configs: list[Con
 
 
 def count_bytes(args: argparse.Namespace, contestant: Contestant, config: Config) -> CountedBytes:
-    """Count this rank's allocations in a step after the first two, which make the states and the buffers."""
+    """Count this rank's allocations in a step after the first two, which make the states and the
+    buffers."""
     training = Training(contestant, config)
     tokens_BT = torch.randint(args.vocab_size, (args.batch_size, args.seq_len))
     for _ in range(2):
@@ -174,23 +186,29 @@ def count_bytes(args: argparse.Namespace, contestant: Contestant, config: Config
 
 
 def trace(training: Training, tokens_BT: Tensor) -> tuple[float, float]:
-    """Return the seconds of a step with a collective in flight, and those of them in which the rank computed."""
+    """Return the seconds of a step with a collective in flight, and those of them in which the rank
+    computed."""
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(STEP):
         training.take_step(tokens_BT)
     events = profiler.events() or []
     (thread,) = (event.thread for event in events if event.name == STEP)
     intervals = [(event, (event.time_range.start, event.time_range.end)) for event in events]
-    sending = [interval for event, interval in intervals if event.name.startswith(("gloo:", "nccl:"))]
+    sending = [
+        interval for event, interval in intervals if event.name.startswith(("gloo:", "nccl:"))
+    ]
     issuing = [interval for event, interval in intervals if event.name.startswith("c10d::")]
-    # Operators of the model and the optimizer; gloo's threads and the calls of collectives copy too.
+    # Operators of the model and the optimizer; gloo's threads and the calls of collectives copy
+    # too.
     computing = [
         (start, end)
         for event, (start, end) in intervals
         if event.name.startswith("aten::") and event.thread == thread
         if not any(first <= start and end <= last for first, last in issuing)
     ]
-    return covered(sending) / 1e6, (covered(sending) + covered(computing) - covered([*sending, *computing])) / 1e6
+    return covered(sending) / 1e6, (
+        covered(sending) + covered(computing) - covered([*sending, *computing])
+    ) / 1e6
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
@@ -203,12 +221,18 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def over_ranks(per_rank: Sequence[list[Measured]]) -> list[Measured]:
-    """Combine ranks: seconds of the slowest, sum of CPU seconds, mean losses and trace times of each contestant."""
+    """Combine ranks: seconds of the slowest, sum of CPU seconds, mean losses and trace times of
+    each contestant."""
     return [
         Measured(
             seconds=[max(each) for each in zip(*(rank.seconds for rank in ranks), strict=True)],
-            cpu_seconds=[sum(each) for each in zip(*(rank.cpu_seconds for rank in ranks), strict=True)],
-            losses=[statistics.fmean(each) for each in zip(*(rank.losses for rank in ranks), strict=True)],
+            cpu_seconds=[
+                sum(each) for each in zip(*(rank.cpu_seconds for rank in ranks), strict=True)
+            ],
+            losses=[
+                statistics.fmean(each)
+                for each in zip(*(rank.losses for rank in ranks), strict=True)
+            ],
             collective_seconds=statistics.fmean(rank.collective_seconds for rank in ranks),
             hidden_seconds=statistics.fmean(rank.hidden_seconds for rank in ranks),
         )
@@ -223,11 +247,13 @@ def check_losses(group: list[Contestant], measured: list[Measured]) -> None:
         SystemExit: naming the first that differs.
     """
     for contestant, result in zip(group, measured, strict=True):
-        for step, (loss, expected) in enumerate(zip(result.losses, measured[0].losses, strict=True), 1):
+        for step, (loss, expected) in enumerate(
+            zip(result.losses, measured[0].losses, strict=True), 1
+        ):
             if not abs(loss - expected) <= LOSS_TOLERANCE * abs(expected):
                 raise SystemExit(
-                    f"not the same work: step {step} of {contestant.name} has the loss {loss:.7f}, of {group[0].name} "
-                    f"{expected:.7f}"
+                    f"not the same work: step {step} of {contestant.name} has the loss "
+                    f"{loss:.7f}, of {group[0].name} {expected:.7f}"
                 )
 
 
@@ -244,15 +270,23 @@ def ratios(ours: Measured, native: Measured) -> list[float]:
 def render(group: list[Contestant], rounds: list[list[Measured]]) -> tuple[list[str], bool]:
     """Return a group's table and verdicts, and whether a target was missed."""
     lines = [
-        "| | s a step | × native, quartiles | × native, by round | CPU s, all ranks | collectives, s | under operators "
-        "| end of a step, MiB a rank | peak, MiB a rank | losses' difference |\n|---|" + "---:|" * 9,
+        (
+            "| | s a step | × native, quartiles | × native, by round | CPU s, all ranks | "
+            "collectives, s | under operators | end of a step, MiB a rank | peak, MiB a rank | "
+            "losses' difference |\n|---|"
+        )
+        + "---:|" * 9,
     ]
     verdicts, missed = [], False
     for number, contestant in enumerate(group):
         results = [measured[number] for measured in rounds]
-        by_round = [ratios(result, measured[0]) for result, measured in zip(results, rounds, strict=True)]
+        by_round = [
+            ratios(result, measured[0]) for result, measured in zip(results, rounds, strict=True)
+        ]
         every = list(itertools.chain(*by_round))
-        low, _, high = statistics.quantiles(every, n=4, method="inclusive") if len(every) > 1 else every * 3
+        low, _, high = (
+            statistics.quantiles(every, n=4, method="inclusive") if len(every) > 1 else every * 3
+        )
         traced = results[-1]
         cells = [
             f"{statistics.median(itertools.chain(*(result.seconds for result in results))):.3f}",
@@ -260,10 +294,14 @@ def render(group: list[Contestant], rounds: list[list[Measured]]) -> tuple[list[
             ", ".join(f"{statistics.median(each):.3f}" for each in by_round) if number else "",
             f"{statistics.median(itertools.chain(*(result.cpu_seconds for result in results))):.2f}",
             f"{traced.collective_seconds:.3f}",
-            f"{traced.hidden_seconds / traced.collective_seconds:.0%}" if traced.collective_seconds else "none",
+            f"{traced.hidden_seconds / traced.collective_seconds:.0%}"
+            if traced.collective_seconds
+            else "none",
             f"{traced.kept_bytes / 2**20:.0f}",
             f"{traced.peak_bytes / 2**20:.0f}",
-            f"{max(loss_difference(ours[number], ours[0]) for ours in rounds):.1e}" if number else "",
+            f"{max(loss_difference(ours[number], ours[0]) for ours in rounds):.1e}"
+            if number
+            else "",
         ]
         lines.append(f"| {contestant.name} | " + " | ".join(cells) + " |")
         if contestant.target is not None:
@@ -271,19 +309,25 @@ def render(group: list[Contestant], rounds: list[list[Measured]]) -> tuple[list[
             met = ratio <= contestant.target
             missed |= not met
             verdicts.append(
-                f"- {'met' if met else 'MISSED'}: {contestant.name} takes {ratio:.3f} of the time of {group[0].name}, "
-                f"target {contestant.target}"
+                f"- {'met' if met else 'MISSED'}: {contestant.name} takes {ratio:.3f} of the "
+                f"time of {group[0].name}, target {contestant.target}"
             )
     return [*lines, "", *verdicts], missed
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="groups")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="groups"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--turns", type=int, default=5, help="a round")
-    parser.add_argument("--warmup", type=int, default=2, help="first turns of a round that are not timed")
+    parser.add_argument(
+        "--warmup", type=int, default=2, help="first turns of a round that are not timed"
+    )
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--heads", type=int, default=8)
@@ -295,9 +339,15 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def compose(args: argparse.Namespace, contestant: Contestant) -> Config:
     """Return a contestant's configuration."""
-    model = [f"model.dim={args.dim}", f"model.n_layers={args.layers}", f"model.n_heads={args.heads}"]
+    model = [
+        f"model.dim={args.dim}",
+        f"model.n_layers={args.layers}",
+        f"model.n_heads={args.heads}",
+    ]
     words = ["experiment=null", "model=gpt2", *model, f"model.vocab_size={args.vocab_size}"]
-    config = compose_config([*words, f"parallel={contestant.strategy}", f"train.seq_len={args.seq_len}"])
+    config = compose_config(
+        [*words, f"parallel={contestant.strategy}", f"train.seq_len={args.seq_len}"]
+    )
     config.validate(RANKS, "cpu")
     return config
 
@@ -310,12 +360,17 @@ def main(words: list[str] | None = None) -> int:
     assert isinstance(some, GPT2Config)
     with torch.device("meta"):
         parameters = parameter_count(some.build())
-    shown = " ".join(["python scripts/benchmarks/bench_toys.py", *(sys.argv[1:] if words is None else words)])
+    shown = " ".join(
+        ["python scripts/benchmarks/bench_toys.py", *(sys.argv[1:] if words is None else words)]
+    )
     print(f"# The toys next to PyTorch's own\n\nCommand: `{shown}`\n")
     print(
-        f"{machine('cpu')}.\n\nA GPT-2 of {parameters / 1e6:.1f}M parameters (dim {args.dim}, {args.layers} layers, "
-        f"vocabulary {args.vocab_size}, tied), {args.batch_size} × {args.seq_len} tokens a rank and step, float32, "
-        f"{RANKS} ranks of one thread; {args.rounds} rounds of {args.turns} turns.\n",
+        (
+            f"{machine('cpu')}.\n\nA GPT-2 of {parameters / 1e6:.1f}M parameters (dim {args.dim}, "
+            f"{args.layers} layers, vocabulary {args.vocab_size}, tied), {args.batch_size} × "
+            f"{args.seq_len} tokens a rank and step, float32, {RANKS} ranks of one thread; "
+            f"{args.rounds} rounds of {args.turns} turns.\n"
+        ),
         flush=True,
     )
     missed = False
@@ -327,7 +382,11 @@ def main(words: list[str] | None = None) -> int:
             configs = [compose(args, contestant) for contestant in group]
             rounds = []
             for number in range(args.rounds):
-                rounds.append(over_ranks(run_ranks(RANKS, compete, args, group, configs, number == args.rounds - 1)))
+                rounds.append(
+                    over_ranks(
+                        run_ranks(RANKS, compete, args, group, configs, number == args.rounds - 1)
+                    )
+                )
                 check_losses(group, rounds[-1])
             for contestant, config, last in zip(group, configs, rounds[-1], strict=True):
                 with unit(f"memory of {contestant.name}"):

@@ -1,11 +1,13 @@
-"""Compare the text of conversations with that of transformers, for many chat templates and forms of rows.
+"""Compare the text of conversations with that of transformers, for many chat templates and forms of
+rows.
 
 python scripts/benchmarks/chat_templates.py FOLDER [--report docs/data.md] [--details]
 
-FOLDER holds templates (``*.jinja``, at any depth), such as those of trl, llama.cpp and axolotl. Each is rendered with
-every row of ``ROWS`` by this project and by ``apply_chat_template`` of transformers, whose clock stands still on the
-date that this project takes. Answers are compared where a template has ``generation`` blocks, or where trl has a second
-template of the same text that does (``NAME_training.jinja``).
+FOLDER holds templates (``*.jinja``, at any depth), such as those of trl, llama.cpp and axolotl.
+Each is rendered with every row of ``ROWS`` by this project and by ``apply_chat_template`` of
+transformers, whose clock stands still on the date that this project takes. Answers are compared
+where a template has ``generation`` blocks, or where trl has a second template of the same text that
+does (``NAME_training.jinja``).
 """
 
 import argparse
@@ -31,7 +33,9 @@ from fsdptoys.data.tokenizer_settings import TemplateSource
 from fsdptoys.errors import ConfigError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-SPECIAL = re.compile(r"<\|[\w.]+\|>|<｜[^｜<>]+｜>|</?s>|<(?:start|end)_of_turn>|<turn\|>|<\|turn>|\[/?INST\]")
+SPECIAL = re.compile(
+    r"<\|[\w.]+\|>|<｜[^｜<>]+｜>|</?s>|<(?:start|end)_of_turn>|<turn\|>|<\|turn>|\[/?INST\]"
+)
 """What looks like a special token in a template."""
 
 MARK = "<!-- scripts/benchmarks/chat_templates.py -->"
@@ -43,22 +47,37 @@ TOOLS = [
         "function": {
             "name": "get_weather",
             "description": "Weather of a city, in °C",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
         },
     }
 ]
 ASKED = {"role": "user", "content": "What is 12 + 30?"}
 ANSWERED = {"role": "assistant", "content": "It is 42."}
-MORE = [{"role": "user", "content": "And twice that, é?"}, {"role": "assistant", "content": "That makes 84."}]
+MORE = [
+    {"role": "user", "content": "And twice that, é?"},
+    {"role": "assistant", "content": "That makes 84."},
+]
 WEATHER = {"role": "user", "content": "How warm is it in Bern?"}
-RESULT = {"role": "tool", "name": "get_weather", "tool_call_id": "abcdefghi", "content": '{"degrees": 23}'}
+RESULT = {
+    "role": "tool",
+    "name": "get_weather",
+    "tool_call_id": "abcdefghi",
+    "content": '{"degrees": 23}',
+}
 WARM = {"role": "assistant", "content": "In Bern it is 23 °C."}
 SYSTEM = {"role": "system", "content": "You are terse."}
 
 
 def calling(content: str | None, arguments: Any = None, **more: Any) -> dict[str, Any]:
     """A message that calls a tool."""
-    function = {"name": "get_weather", "arguments": {"city": "Bern"} if arguments is None else arguments}
+    function = {
+        "name": "get_weather",
+        "arguments": {"city": "Bern"} if arguments is None else arguments,
+    }
     return {
         "role": "assistant",
         "content": content,
@@ -74,20 +93,27 @@ ROWS: dict[str, dict[str, Any]] = {
     "system, two turns": {"messages": [SYSTEM, ASKED, ANSWERED, *MORE]},
     "call, content null": {"messages": [WEATHER, calling(None), RESULT, WARM], "tools": TOOLS},
     "call, content empty": {"messages": [WEATHER, calling(""), RESULT, WARM], "tools": TOOLS},
-    "call, content": {"messages": [WEATHER, calling("I look it up."), RESULT, WARM], "tools": TOOLS},
+    "call, content": {
+        "messages": [WEATHER, calling("I look it up."), RESULT, WARM],
+        "tools": TOOLS,
+    },
     "call last": {"messages": [WEATHER, calling(None)], "tools": TOOLS},
     "reasoning_content": {"messages": [ASKED, THINKING]},
     "thinking": {"messages": [ASKED, {**ANSWERED, "thinking": THOUGHT}]},
     "think tags in content": {
         "messages": [ASKED, {**ANSWERED, "content": f"<think>\n{THOUGHT}\n</think>\n\nIt is 42."}]
     },
-    "reasoning, two turns": {"messages": [ASKED, THINKING, MORE[0], {**MORE[1], "reasoning": "42 + 42."}]},
+    "reasoning, two turns": {
+        "messages": [ASKED, THINKING, MORE[0], {**MORE[1], "reasoning": "42 + 42."}]
+    },
     "reasoning and call": {
         "messages": [WEATHER, calling(None, reasoning_content="I must look it up."), RESULT, WARM],
         "tools": TOOLS,
     },
     "answer first": {"messages": [ANSWERED, ASKED, {"role": "assistant", "content": "Yes, 42."}]},
-    "developer": {"messages": [{"role": "developer", "content": "You are terse."}, ASKED, ANSWERED]},
+    "developer": {
+        "messages": [{"role": "developer", "content": "You are terse."}, ASKED, ANSWERED]
+    },
     "arguments as text": {
         "messages": [WEATHER, calling(None, json.dumps({"city": "Bern"})), RESULT, WARM],
         "tools": TOOLS,
@@ -125,11 +151,18 @@ class Oracle:
 
         utils.datetime = Today
         self._render = utils.render_jinja_template
-        self._tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **TOKENS)
+        self._tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(models.BPE()), **TOKENS
+        )
 
     def text(self, template: str, row: ChatRow) -> str | None:
         """The text; None if the template refuses the row."""
-        options = {"tools": row.tools, "chat_template": template, "tokenize": False, **row.variables}
+        options = {
+            "tools": row.tools,
+            "chat_template": template,
+            "tokenize": False,
+            **row.variables,
+        }
         try:
             return str(self._tokenizer.apply_chat_template(row.messages, **options))
         except Exception:  # whatever a foreign program can raise
@@ -138,7 +171,11 @@ class Oracle:
     def answers(self, template: str, row: ChatRow) -> tuple[str, list[tuple[int, int]]]:
         """The text, and start and stop of each generation block."""
         texts, spans = self._render(
-            [row.messages], row.tools, chat_template=template, return_assistant_tokens_mask=True, **TOKENS
+            [row.messages],
+            row.tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **TOKENS,
         )
         return texts[0], spans[0]
 
@@ -170,10 +207,13 @@ def compare(oracle: Oracle, name: str, source: str, blocks: str | None, row: Cha
     return Result("equal, loses parts", "; ".join(found.lost)) if found.lost else Result("equal")
 
 
-def compare_answers(oracle: Oracle, blocks: str, row: ChatRow, template: ChatTemplate, found: Rendered) -> str | None:
+def compare_answers(
+    oracle: Oracle, blocks: str, row: ChatRow, template: ChatTemplate, found: Rendered
+) -> str | None:
     """How the answers differ from those in generation blocks, if the texts are the same.
 
-    A block may begin with the end of the generation prompt, and end with white space or the token that ends texts.
+    A block may begin with the end of the generation prompt, and end with white space or the token
+    that ends texts.
     """
     try:
         text, spans = oracle.answers(blocks, row)
@@ -184,7 +224,9 @@ def compare_answers(oracle: Oracle, blocks: str, row: ChatRow, template: ChatTem
     inside = {place for start, stop in spans for place in range(start, stop)}
     ours = {place for start, stop in found.answers for place in range(start, stop)}
     more, less = (_pieces(text, places) for places in (ours - inside, inside - ours))
-    prompts = [template.prompt(row.messages[:number], row) for number in row.learned] + [TOKENS["eos_token"]]
+    prompts = [template.prompt(row.messages[:number], row) for number in row.learned] + [
+        TOKENS["eos_token"]
+    ]
     less = [piece for piece in less if not any(piece.strip() in prompt for prompt in prompts)]
     more = [piece for piece in more if piece.strip()]
     return f"too much {more}, too little {less}" if more or less else None
@@ -211,13 +253,21 @@ def templates_in(folder: Path) -> Iterator[tuple[str, str, str | None]]:
         seen.add(source)
         training = path.with_name(f"{path.stem}_training.jinja")
         has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", source)
-        blocks = source if has_blocks else training.read_text(encoding="utf-8") if training.exists() else None
+        blocks = (
+            source
+            if has_blocks
+            else training.read_text(encoding="utf-8")
+            if training.exists()
+            else None
+        )
         yield str(path.relative_to(folder)), source, blocks
 
 
 def main() -> int:
     """Print or write the table; return 1 if any text or answer differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--details", action="store_true", help="print every difference")
     parser.add_argument("--report", type=Path, help="put the table between this file's marks")
@@ -231,10 +281,22 @@ def main() -> int:
             counts[shape][result.kind] += 1
             if options.details and result.kind != "equal" and result.kind != "both refuse":
                 print(f"{result.kind}\t{name}\t{shape}\t{result.detail[:600]}")
-    kinds = ["equal", "equal, loses parts", "equal with objects", "both refuse", "refused here alone"]
+    kinds = [
+        "equal",
+        "equal, loses parts",
+        "equal with objects",
+        "both refuse",
+        "refused here alone",
+    ]
     kinds += ["other text", "other answers"]
-    lines = [f"| row ({len(templates)} templates) | {' | '.join(kinds)} |", "|---|" + "---:|" * len(kinds)]
-    lines += [f"| {shape} | {' | '.join(str(found[kind]) for kind in kinds)} |" for shape, found in counts.items()]
+    lines = [
+        f"| row ({len(templates)} templates) | {' | '.join(kinds)} |",
+        "|---|" + "---:|" * len(kinds),
+    ]
+    lines += [
+        f"| {shape} | {' | '.join(str(found[kind]) for kind in kinds)} |"
+        for shape, found in counts.items()
+    ]
     table = "\n".join(lines)
     print(table)
     if options.report:

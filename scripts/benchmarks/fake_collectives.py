@@ -1,4 +1,5 @@
-"""Collectives of PyTorch's fake process group, whose ranks are one process, with the same results under every torch."""
+"""Collectives of PyTorch's fake process group, whose ranks are one process, with the same results
+under every torch."""
 
 from typing import Any
 
@@ -7,7 +8,8 @@ from torch import Tensor
 
 
 def reduce_to_zeros() -> None:
-    """Let each reduce-scatter write zeros: with no other ranks some versions of torch leave the output unwritten.
+    """Let each reduce-scatter write zeros: with no other ranks some versions of torch leave the
+    output unwritten.
 
     FSDP1 and FSDP2 look the function up in ``torch.distributed`` at each call.
     """

@@ -65,7 +65,11 @@ def judge(rows: Sequence[Row], shapes: Sequence[Shape]) -> list[str]:
 
     for shape in shapes:
         of = {row.contestant: row for row in rows if row.shape == shape.name}
-        speeds = {name: row.tokens_per_second for name, row in of.items() if row.tokens_per_second is not None}
+        speeds = {
+            name: row.tokens_per_second
+            for name, row in of.items()
+            if row.tokens_per_second is not None
+        }
         ours = speeds.get(COMPILED)
         if ours is None:
             failure = of[COMPILED].failure if COMPILED in of else "it was not asked for"
@@ -74,12 +78,14 @@ def judge(rows: Sequence[Row], shapes: Sequence[Shape]) -> list[str]:
         mfu = of[COMPILED].mfu
         if mfu is not None:
             judge_target(
-                mfu >= shape.target_mfu, f"{shape.name} compiled has {mfu:.1%} MFU, target {shape.target_mfu:.0%}"
+                mfu >= shape.target_mfu,
+                f"{shape.name} compiled has {mfu:.1%} MFU, target {shape.target_mfu:.0%}",
             )
         if FLOAT8 in speeds:
             gain = speeds[FLOAT8] / ours
             judge_target(
-                gain >= FLOAT8_GAIN, f"{shape.name} float8 has {gain:.2f} of bf16's tokens/s, target {FLOAT8_GAIN}"
+                gain >= FLOAT8_GAIN,
+                f"{shape.name} float8 has {gain:.2f} of bf16's tokens/s, target {FLOAT8_GAIN}",
             )
         else:
             lines.append(f"not measured: {shape.name} float8")
@@ -87,14 +93,21 @@ def judge(rows: Sequence[Row], shapes: Sequence[Shape]) -> list[str]:
         if peers:
             best = max(peers, key=peers.__getitem__)
             ratio = ours / peers[best]
-            judge_target(ratio >= 1, f"{shape.name} compiled has {ratio:.2f} of the tokens/s of {best}, target 1")
+            judge_target(
+                ratio >= 1,
+                f"{shape.name} compiled has {ratio:.2f} of the tokens/s of {best}, target 1",
+            )
         else:
             lines.append(f"not measured: {shape.name} against a peer")
         first = {name: row.losses[0] for name, row in of.items() if row.losses}
         for name, loss in first.items():
             if abs(loss - first[COMPILED]) > LOSS_TOLERANCE * first[COMPILED]:
                 judge_target(
-                    False, f"{shape.name} {name} begins with the loss {loss:.3f}, {COMPILED} with {first[COMPILED]:.3f}"
+                    False,
+                    (
+                        f"{shape.name} {name} begins with the loss {loss:.3f}, {COMPILED} with "
+                        f"{first[COMPILED]:.3f}"
+                    ),
                 )
     return lines
 
@@ -121,10 +134,10 @@ def render(
     lines = [
         "# One GPU" if device == "cuda" else "# A trial of the script on a CPU, whose figures mean nothing",
         "", f"Command: `python {shlex.join(sys.argv)}`", "", f"{on}. Peak in bf16: {peak}.", "",
-        f"Medians of {STEPS - WARMUP} steps after {WARMUP} warm-up steps. Each row is a new process, and rows run one "
-        "after the other; the loss is read after each step. Peak: allocated memory. Planned: the planner's "
-        "prediction of it. "
-        "Start: from the command to the end of step 1, with imports, initialization and compilation.",
+        (f"Medians of {STEPS - WARMUP} steps after {WARMUP} warm-up steps. Each row is a new "
+        "process, and rows run one after the other; the loss is read after each step. Peak: "
+        "allocated memory. Planned: the planner's prediction of it. Start: from the command to "
+        "the end of step 1, with imports, initialization and compilation."),
     ]  # fmt: skip
     for shape in shapes:
         peers = "all in bf16" if shape.half else "fp32 parameters and states"
@@ -138,22 +151,30 @@ def render(
             if row.shape != shape.name:
                 continue
             if row.failure is not None:
-                lines.append(f"| {row.contestant} | {row.failure} | | | {_cell(row.planned_gib, '.1f')} | |")
+                lines.append(
+                    f"| {row.contestant} | {row.failure} | | | {_cell(row.planned_gib, '.1f')} | |"
+                )
                 continue
             lines.append(
-                f"| {row.contestant} | {_cell(row.tokens_per_second, ',.0f')} | {_cell(row.mfu, '.1%')} "
-                f"| {_cell(row.peak_gib, '.1f')} | {_cell(row.planned_gib, '.1f')} "
-                f"| {_cell(row.startup_seconds, '.1f')} |"
+                f"| {row.contestant} | {_cell(row.tokens_per_second, ',.0f')} | "
+                f"{_cell(row.mfu, '.1%')} | {_cell(row.peak_gib, '.1f')} | "
+                f"{_cell(row.planned_gib, '.1f')} | {_cell(row.startup_seconds, '.1f')} |"
             )
         trained = [row for row in rows if row.shape == shape.name and row.losses]
         if trained:
             steps = " | ".join(f"step {number}" for number in range(1, STEPS + 1))
             lines += ["", f"| loss | {steps} |", "|---|" + "---:|" * STEPS]
         for row in trained:
-            lines.append(f"| {row.contestant} | {' | '.join(f'{loss:.3f}' for loss in row.losses)} |")
-        notes = [f"{row.contestant}: {row.note}." for row in rows if row.shape == shape.name and row.note]
+            lines.append(
+                f"| {row.contestant} | {' | '.join(f'{loss:.3f}' for loss in row.losses)} |"
+            )
+        notes = [
+            f"{row.contestant}: {row.note}." for row in rows if row.shape == shape.name and row.note
+        ]
         lines += ["", *(f"- {note}" for note in notes)]
-    return "\n".join([*lines, "", "## Targets", "", *(f"- {verdict}" for verdict in verdicts)]) + "\n"
+    return (
+        "\n".join([*lines, "", "## Targets", "", *(f"- {verdict}" for verdict in verdicts)]) + "\n"
+    )
 
 
 def _cell(value: float | None, form: str) -> str:

@@ -48,13 +48,24 @@ def main(preset: str = "llama3_1b", ranks: str = "2") -> None:
         with unit(f"{world_size} ranks read their shards"):
             results = run_ranks(world_size, fill, folder)
     parameters = sum(elements for _, elements, _ in results)
-    print(f"{preset}: {parameters:,} parameters, read as bf16 into float32 shards on {world_size} ranks, torch "
-          f"{torch.__version__}")  # fmt: skip
-    print(f"largest region that a tensor of the files is made of: {tensor_bytes / MIB:,.0f} MiB ({shape})\n")
-    print("| rank | shard, MiB | peak, MiB | peak beyond the shard, MiB | seconds |\n|---|---|---|---|---|")
+    print(
+        f"{preset}: {parameters:,} parameters, read as bf16 into float32 shards on {world_size} "
+        f"ranks, torch {torch.__version__}"
+    )  # fmt: skip
+    print(
+        f"largest region that a tensor of the files is made of: {tensor_bytes / MIB:,.0f} MiB "
+        f"({shape})\n"
+    )
+    print(
+        "| rank | shard, MiB | peak, MiB | peak beyond the shard, MiB | seconds "
+        "|\n|---|---|---|---|---|"
+    )
     for rank, (growth, elements, seconds) in enumerate(results):
         shard = 4 * elements / MIB
-        print(f"| {rank} | {shard:,.0f} | {growth / MIB:,.0f} | {growth / MIB - shard:,.0f} | {seconds:.1f} |")
+        print(
+            f"| {rank} | {shard:,.0f} | {growth / MIB:,.0f} | {growth / MIB - shard:,.0f} | "
+            f"{seconds:.1f} |"
+        )
 
 
 def write_folder(preset: str, folder: Path) -> tuple[str, int]:
@@ -65,7 +76,9 @@ def write_folder(preset: str, folder: Path) -> tuple[str, int]:
     def draw(name: str, region: Bounds) -> Tensor:
         nonlocal largest
         shape = [last - first for first, last in region]
-        largest = max(largest, ("×".join(map(str, shape)), 2 * math.prod(shape)), key=lambda pair: pair[1])
+        largest = max(
+            largest, ("×".join(map(str, shape)), 2 * math.prod(shape)), key=lambda pair: pair[1]
+        )
         return torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, config.init_std)
 
     write_hugging_face(folder, config, draw, torch.bfloat16, FILE_BYTES)
@@ -73,7 +86,8 @@ def write_folder(preset: str, folder: Path) -> tuple[str, int]:
 
 
 def fill(folder: Path) -> tuple[int, int, float]:
-    """Fill this rank's shard; return the growth of the peak in bytes, the shard's elements, and the seconds."""
+    """Fill this rank's shard; return the growth of the peak in bytes, the shard's elements, and the
+    seconds."""
     context = World(Device("cpu", 0), dist.get_rank(), dist.get_world_size(), MeshConfig())
     parallel = FSDP2Config()
     parallel.resolve(deterministic=False)
@@ -92,7 +106,11 @@ def fill(folder: Path) -> tuple[int, int, float]:
 
 def peak_bytes() -> int:
     """Largest resident set of this process since the last reset."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM:")
+    )
     return int(line.split()[1]) * 1024
 
 

@@ -1,11 +1,12 @@
-"""Count the work of one rank of a large world without the other ranks: our lines, Python calls, collectives.
+"""Count the work of one rank of a large world without the other ranks: our lines, Python calls,
+collectives.
 
-The process group is PyTorch's ``fake`` one: collectives do nothing (a gather copies the rank's own part), so one
-process takes the steps of rank 0 among thousands, with real tensors and the real trainer. The values are meaningless;
-the operations are those of every rank.
+The process group is PyTorch's ``fake`` one: collectives do nothing (a gather copies the rank's own
+part), so one process takes the steps of rank 0 among thousands, with real tensors and the real
+trainer. The values are meaningless; the operations are those of every rank.
 
-``settrace`` counts each executed line of this package, so that any loop shows, and each call of a Python function,
-PyTorch's included, except comparisons.
+``settrace`` counts each executed line of this package, so that any loop shows, and each call of a
+Python function, PyTorch's included, except comparisons.
 """
 
 import gc
@@ -26,7 +27,10 @@ from fsdptoys.config.schema import Config
 from fsdptoys.profiler.collectives import Call, CollectiveTrace
 from fsdptoys.train.trainer import Trainer
 
-OURS = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("fsdptoys", "models", "patches"))
+OURS = tuple(
+    str(Path(__file__).resolve().parents[2] / name) + os.sep
+    for name in ("fsdptoys", "models", "patches")
+)
 
 
 @dataclass
@@ -50,7 +54,8 @@ def name_of(frame: FrameType) -> str:
 
 
 def compares(frame: FrameType | None) -> bool:
-    """Whether two objects are being compared: tables of hashes do so as often as the memory's addresses have it."""
+    """Whether two objects are being compared: tables of hashes do so as often as the memory's
+    addresses have it."""
     while frame is not None and frame.f_code.co_name != "__eq__":
         frame = frame.f_back
     return frame is not None
@@ -88,7 +93,8 @@ def counting() -> Iterator[Counted]:
 
 
 def pretend(world_size: int, rank: int = 0) -> None:
-    """Be one of so many ranks of a group whose collectives do nothing, in the place of any other group."""
+    """Be one of so many ranks of a group whose collectives do nothing, in the place of any other
+    group."""
     # Registers the backend: PyTorch's own test helper, which stands in torch 2.7 to 2.13.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -104,7 +110,9 @@ def configured(words: Sequence[str], world_size: int, node_ranks: int) -> Config
     return config
 
 
-def count_step(words: Sequence[str], world_size: int, node_ranks: int = 8) -> tuple[Counted, list[Call], Trainer]:
+def count_step(
+    words: Sequence[str], world_size: int, node_ranks: int = 8
+) -> tuple[Counted, list[Call], Trainer]:
     """Train three steps as rank 0 of an imagined world.
 
     Args:
@@ -116,8 +124,12 @@ def count_step(words: Sequence[str], world_size: int, node_ranks: int = 8) -> tu
         Counts of the second step, when caches are warm; the collectives of the third; the trainer.
     """
     pretend(world_size)
-    trainer = Trainer(configured([*words, "train.steps=3", "train.eval_every=0"], world_size, node_ranks))
-    trainer.memory.enabled = False  # of a CPU alone, in few steps, and with as many calls as there are objects
+    trainer = Trainer(
+        configured([*words, "train.steps=3", "train.eval_every=0"], world_size, node_ranks)
+    )
+    trainer.memory.enabled = (
+        False  # of a CPU alone, in few steps, and with as many calls as there are objects
+    )
     counts: list[Counted] = []
     collectives: list[Call] = []
     watched = CollectiveTrace(3, trainer.strategy.model, {}, collectives.extend)

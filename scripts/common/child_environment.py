@@ -1,4 +1,5 @@
-"""Environment variables of a script's child processes, which import this checkout and the packages carried with it."""
+"""Environment variables of a script's child processes, which import this checkout and the packages
+carried with it."""
 
 import os
 from pathlib import Path
@@ -7,10 +8,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """This process's variables with this checkout first in ``PYTHONPATH``, whose other folders stay.
+    """This process's variables with this checkout first in ``PYTHONPATH``, whose other folders
+    stay.
 
-    On a machine without network, packages installed with ``pip install --target FOLDER`` are found through
-    ``PYTHONPATH`` alone.
+    On a machine without network, packages installed with ``pip install --target FOLDER`` are found
+    through ``PYTHONPATH`` alone.
 
     Args:
         variables: added, in place of present ones.

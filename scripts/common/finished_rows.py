@@ -1,7 +1,8 @@
-"""Rows of a benchmark in a JSON file, so that a later call continues where an earlier one ran out of time.
+"""Rows of a benchmark in a JSON file, so that a later call continues where an earlier one ran out
+of time.
 
-The file is written after each row. It holds the settings that the rows were measured with; a call with other settings
-stops instead of mixing the two.
+The file is written after each row. It holds the settings that the rows were measured with; a call
+with other settings stops instead of mixing the two.
 """
 
 import json
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 ROWS_LEFT = 75
-"""Exit status of a benchmark that ran out of time with rows left (EX_TEMPFAIL): the same command continues."""
+"""Exit status of a benchmark that ran out of time with rows left (EX_TEMPFAIL): the same command
+continues."""
 
 
 class FinishedRows:
@@ -33,8 +35,8 @@ class FinishedRows:
             for name, value in settings.items():
                 if tree["settings"].get(name) != value:
                     raise SystemExit(
-                        f"{path} was measured with {name}={tree['settings'].get(name)!r}, and this call has {value!r}; "
-                        "name another file"
+                        f"{path} was measured with {name}={tree['settings'].get(name)!r}, and "
+                        f"this call has {value!r}; name another file"
                     )
             self.rows = tree["rows"]
 
@@ -48,5 +50,7 @@ class FinishedRows:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             beside = self.path.with_name(self.path.name + ".new")
-            beside.write_text(json.dumps({"settings": self.settings, "rows": self.rows}, indent=1) + "\n")
+            beside.write_text(
+                json.dumps({"settings": self.settings, "rows": self.rows}, indent=1) + "\n"
+            )
             os.replace(beside, self.path)

@@ -38,18 +38,23 @@ def device_name(device_type: str) -> str:
     try:
         return Device(device_type).name
     except ConfigError as error:
-        raise SystemExit(f"no {device_type} device on this machine; name another with --device") from error
+        raise SystemExit(
+            f"no {device_type} device on this machine; name another with --device"
+        ) from error
 
 
 def nvidia_driver() -> str:
-    """Driver, clocks and power limit of the first GPU as ``nvidia-smi`` reports them; empty without it."""
+    """Driver, clocks and power limit of the first GPU as ``nvidia-smi`` reports them; empty without
+    it."""
     query = ["driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit"]
     command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(query)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30.0)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    fields = [field.strip() for field in done.stdout.splitlines()[0].split(",")] if done.stdout else []
+    fields = (
+        [field.strip() for field in done.stdout.splitlines()[0].split(",")] if done.stdout else []
+    )
     if done.returncode or len(fields) != len(query):
         return ""
     driver, sm, most, memory, watts = fields
@@ -58,4 +63,6 @@ def nvidia_driver() -> str:
 
 def without_clocks(line: str) -> str:
     """``machine``'s line without the momentary clocks, to compare two machines."""
-    return re.sub(r"SM clock \d+ MHz of (\d+ MHz), memory clock \d+ MHz", r"SM clock up to \1", line)
+    return re.sub(
+        r"SM clock \d+ MHz of (\d+ MHz), memory clock \d+ MHz", r"SM clock up to \1", line
+    )

@@ -1,19 +1,21 @@
-"""Progress of a script on stderr: a line for each finished unit, and one at least every ten seconds in between.
+"""Progress of a script on stderr: a line for each finished unit, and one at least every ten seconds
+in between.
 
     with progress(units=24):
         for row in rows:
             with unit(row.name) as done:
                 done.note = measure(row)
 
-prints ``[3/24] row-name: note … 0:12, elapsed 0:41, about 4:10 left``, and while a unit takes longer
-``[4/24] row-name … running for 0:09, elapsed 0:50, about 4:01 left``.
+prints ``[3/24] row-name: note … 0:12, elapsed 0:41, about 4:10 left``, and while a unit takes
+longer ``[4/24] row-name … running for 0:09, elapsed 0:50, about 4:01 left``.
 
-A small process of its own has the clock and prints, so that nothing else runs in the process that measures: that one
-writes to a pipe between units, a few microseconds each, and has no thread. Forked ranks share the pipe, and rank 0
-may announce units; spawned ranks announce nothing. If stderr is closed or its reader gone, the script continues in
-silence.
+A small process of its own has the clock and prints, so that nothing else runs in the process that
+measures: that one writes to a pipe between units, a few microseconds each, and has no thread.
+Forked ranks share the pipe, and rank 0 may announce units; spawned ranks announce nothing. If
+stderr is closed or its reader gone, the script continues in silence.
 
-The time left is that of the finished units, divided among them: units of very different length make it a rough one.
+The time left is that of the finished units, divided among them: units of very different length make
+it a rough one.
 """
 
 import json
@@ -56,7 +58,9 @@ def progress(units: int) -> Iterator[None]:
     try:
         command = [sys.executable, "-I", "-S", __file__, str(reader.fileno()), str(units)]
         with suppress(OSError):  # no memory or processes left: the script itself may still do
-            printer = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[reader.fileno()])
+            printer = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[reader.fileno()]
+            )
         reader.close()
         yield
     finally:
@@ -138,9 +142,13 @@ class Printer:
 
     def beat(self, now: float) -> str:
         """The line of a time in which nothing ended."""
-        name, since = min(self._running.items(), key=lambda item: item[1], default=(self._between, self._since))
+        name, since = min(
+            self._running.items(), key=lambda item: item[1], default=(self._between, self._since)
+        )
         number = min(self.done + 1, self.units)
-        return f"[{number}/{self.units}] {name} … running for {clock(now - since)}, {self._times(now)}"
+        return (
+            f"[{number}/{self.units}] {name} … running for {clock(now - since)}, {self._times(now)}"
+        )
 
     def _times(self, now: float) -> str:
         elapsed = now - self._started
@@ -148,7 +156,11 @@ class Printer:
             return f"elapsed {clock(elapsed)}, time left not known yet"
         each = (self._finished - self._started) / self.done
         overdue = max(0.0, now - self._finished - each)
-        left = max(0.0, (each + overdue / self.done) * (self.units - self.done) - min(now - self._finished, each))
+        left = max(
+            0.0,
+            (each + overdue / self.done) * (self.units - self.done)
+            - min(now - self._finished, each),
+        )
         return f"elapsed {clock(elapsed)}, about {clock(left)} left"
 
 
@@ -179,7 +191,9 @@ def main() -> None:
     last = time.monotonic()
     printer, prints = Printer(int(sys.argv[2]), last), True
     while os.getppid() == parent:
-        ready, _, _ = select.select([pipe], [], [], max(0.0, last + BEAT_SECONDS - time.monotonic()))
+        ready, _, _ = select.select(
+            [pipe], [], [], max(0.0, last + BEAT_SECONDS - time.monotonic())
+        )
         now, line = time.monotonic(), None
         if ready:
             try:

@@ -1,15 +1,17 @@
-"""Bugs of sharded training that other projects have shipped, injected into a run to see whether parity catches them.
+"""Bugs of sharded training that other projects have shipped, injected into a run to see whether
+parity catches them.
 
     python scripts/parity.py --inject all
 
-Each is a patch of this process before it forks the ranks, for one layout and one model. The run is compared with one
-process as in ``parity_layouts``: it is caught if something differs at step 1 that the mode promises to be equal. Beside
-it stands the tolerance that many projects use for such comparisons: every loss of 20 steps within 1e-3 relative.
+Each is a patch of this process before it forks the ranks, for one layout and one model. The run is
+compared with one process as in ``parity_layouts``: it is caught if something differs at step 1 that
+the mode promises to be equal. Beside it stands the tolerance that many projects use for such
+comparisons: every loss of 20 steps within 1e-3 relative.
 
-Reported, or like one that was, in: pytorch#160285 and transformers#48205 (experts), Megatron-LM#7452, #5956 and #5916
-(partial sums, norms, routers), torchtitan#2318 and #1750 (factors), Automodel#2995 and VeOmni#338 (cut sequences),
-text-generation-inference#1036 and torchtitan#4332 (biases), transformers#34191 and #34373 (means), pytorch#170862
-(norms).
+Reported, or like one that was, in: pytorch#160285 and transformers#48205 (experts),
+Megatron-LM#7452, #5956 and #5916 (partial sums, norms, routers), torchtitan#2318 and #1750
+(factors), Automodel#2995 and VeOmni#338 (cut sequences), text-generation-inference#1036 and
+torchtitan#4332 (biases), transformers#34191 and #34373 (means), pytorch#170862 (norms).
 """
 
 import argparse
@@ -77,7 +79,8 @@ class Bug:
 
 
 def average_experts() -> Any:
-    """Experts' gradients are averaged over the ranks that share them, and the loss is scaled by all ranks."""
+    """Experts' gradients are averaged over the ranks that share them, and the loss is scaled by all
+    ranks."""
     sum_gradients = FSDP2._sum_gradients
 
     def average(self: FSDP2, units: list[Any]) -> None:
@@ -90,7 +93,8 @@ def average_experts() -> Any:
 
 
 def drop_partial_sums() -> Any:
-    """Each rank keeps its own gradient of gathered keys and values, without the other ranks' queries."""
+    """Each rank keeps its own gradient of gathered keys and values, without the other ranks'
+    queries."""
 
     def keep_own(full: Tensor, group: dist.ProcessGroup) -> Tensor:
         ranks, rank = group.size(), group.rank()
@@ -104,7 +108,9 @@ def shift_labels_after_the_cut() -> Any:
     """The last token of each rank's part has no label."""
     forward = DecoderModel.forward
 
-    def without_last_labels(self: DecoderModel, tokens: Tensor, labels: Tensor | None = None, *args: Any) -> Tensor:
+    def without_last_labels(
+        self: DecoderModel, tokens: Tensor, labels: Tensor | None = None, *args: Any
+    ) -> Tensor:
         if labels is not None and self.context.ranks > 1:
             size = labels.shape[1] // self.context.ranks
             labels = labels.clone()
@@ -175,7 +181,9 @@ def accumulate_in_bf16() -> Any:
     """Gradients of keys and values are rounded to bf16 whenever a rank has added its part."""
     add = GradientsOfBlocks.add
 
-    def rounded(self: GradientsOfBlocks, block: Block, k: Tensor, v: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
+    def rounded(
+        self: GradientsOfBlocks, block: Block, k: Tensor, v: Tensor, grad_k: Tensor, grad_v: Tensor
+    ) -> None:
         add(self, block, k, v, grad_k, grad_v)
         for grad in (grad_k, grad_v):
             grad.copy_(grad.bfloat16())
@@ -200,17 +208,26 @@ def count_norm_weights_on_every_rank() -> Any:
 
 def keep_gradients_of_own_tokens() -> Any:
     """Gradients of norms' weights are those of the rank's own tokens."""
-    return mock.patch.object(TensorExchange, "sum_gradient", lambda self, param: param.view_as(param))
+    return mock.patch.object(
+        TensorExchange, "sum_gradient", lambda self, param: param.view_as(param)
+    )
 
 
 def add_biases_on_every_rank() -> Any:
-    """Each rank adds the bias of rows to its partial sum, and its gradient, of all tokens, is summed over ranks."""
+    """Each rank adds the bias of rows to its partial sum, and its gradient, of all tokens, is
+    summed over ranks."""
 
     def linear_rows(
-        self: SlicedOps, input: Tensor, weight: Tensor, bias: Tensor | None, exchange: TensorExchange
+        self: SlicedOps,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        exchange: TensorExchange,
     ) -> Tensor:
         sums = self.sum_slices(input, weight)
-        return exchange.leave(sums if bias is None else self.add_bias(sums, exchange.sum_gradient(bias)))
+        return exchange.leave(
+            sums if bias is None else self.add_bias(sums, exchange.sum_gradient(bias))
+        )
 
     return mock.patch.object(SlicedOps, "linear_rows", linear_rows)
 
@@ -224,7 +241,11 @@ def divide_gradients_of_biases() -> Any:
         return bias.detach() + (bias - bias.detach()) / self.ranks
 
     def linear_rows(
-        self: SlicedOps, input: Tensor, weight: Tensor, bias: Tensor | None, exchange: TensorExchange
+        self: SlicedOps,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        exchange: TensorExchange,
     ) -> Tensor:
         with mock.patch.object(TensorExchange, "sum_gradient", divided):
             return right_rows(self, input, weight, bias, exchange)
@@ -307,20 +328,32 @@ class Catch:
 
 def inject(bug: Bug, name: str, steps: int, seq_len: int, reference: Trajectory) -> Catch:
     """Train with a bug on fresh ranks, and compare with one process without it."""
-    configs = layout_configs({bug.layout: 0}, bug.model, "float32", bug.mode, bug.world_size, steps, seq_len)
+    configs = layout_configs(
+        {bug.layout: 0}, bug.model, "float32", bug.mode, bug.world_size, steps, seq_len
+    )
     with bug.patch():
         rows: list[Comparison] = run_ranks(
             bug.world_size, train_and_compare, list(configs.values()), [reference], [name]
         )[0]
     (row,) = rows
     # Smaller differences of the default mode may be rounding.
-    return Catch(row.first(step=1, over=0.0 if bug.mode == "layout" else GRADIENT_TOLERANCE), row.loss_difference)
+    return Catch(
+        row.first(step=1, over=0.0 if bug.mode == "layout" else GRADIENT_TOLERANCE),
+        row.loss_difference,
+    )
 
 
 def inject_all(names: Sequence[str], steps: int, seq_len: int, console: Console) -> list[str]:
     """Print a table of bugs; return those that were not caught."""
     table = Table(title=f"injected bugs, {steps} steps")
-    for column in ("bug", "layout", "mode", "first difference", "largest loss difference", "loss within 1e-3?"):
+    for column in (
+        "bug",
+        "layout",
+        "mode",
+        "first difference",
+        "largest loss difference",
+        "loss within 1e-3?",
+    ):
         table.add_column(column, justify="right" if "largest" in column else "left")
     references: dict[tuple[Any, ...], Trajectory] = {}
     missed, hidden = [], 0
@@ -333,7 +366,14 @@ def inject_all(names: Sequence[str], steps: int, seq_len: int, console: Console)
         catch = inject(bug, name, steps, seq_len, references[key])
         where = f"{bug.model}, {bug.layout}, {bug.world_size} ranks"
         passes = "yes" if catch.passes_ordinarily else "no"
-        table.add_row(name, where, bug.mode, catch.sentence or "NOT FOUND", f"{catch.loss_difference:.1e}", passes)
+        table.add_row(
+            name,
+            where,
+            bug.mode,
+            catch.sentence or "NOT FOUND",
+            f"{catch.loss_difference:.1e}",
+            passes,
+        )
         missed += [] if catch.sentence else [f"{name} was not found at step 1"]
         hidden += catch.passes_ordinarily
     console.print(table)
@@ -349,10 +389,13 @@ def compare_all(args: argparse.Namespace, console: Console) -> list[str]:
     """Print the tables of layouts and of bugs that the command line asks for; return the breaches.
 
     Raises:
-        ConfigError: for a device, since a bug is a patch of this process that only forked ranks have.
+        ConfigError: for a device, since a bug is a patch of this process that only forked ranks
+            have.
     """
     if args.device != "cpu":
-        raise ConfigError(f"--layouts and --inject run on CPU ranks only, not on {args.device}; set --device cpu")
+        raise ConfigError(
+            f"--layouts and --inject run on CPU ranks only, not on {args.device}; set --device cpu"
+        )
     tables = [
         (model, dtype, mode)
         for model in args.models

@@ -1,7 +1,8 @@
-"""Differences between a training run and a reference: losses, gradients by kind of parameter, norms, parameters.
+"""Differences between a training run and a reference: losses, gradients by kind of parameter,
+norms, parameters.
 
-Each rank compares the elements that it has with its shard of the reference, so that nothing is gathered and replicas
-are compared too; one all-reduce of a few sums a run follows.
+Each rank compares the elements that it has with its shard of the reference, so that nothing is
+gathered and replicas are compared too; one all-reduce of a few sums a run follows.
 """
 
 import math
@@ -19,13 +20,15 @@ from torch.distributed.tensor import distribute_tensor
 from fsdptoys.utils.dtensor import is_dtensor
 
 NOISE = 1e-4
-"""Share of the norm of all gradients up to which a gradient counts as rounding: a bias of keys has none but this."""
+"""Share of the norm of all gradients up to which a gradient counts as rounding: a bias of keys has
+none but this."""
 KINDS = ("embedding", "attention", "mlp", "experts", "router", "norms", "head")
 PARAMETERS = 0
 """In place of a step: the final parameters."""
 
 Arrays = dict[str, npt.NDArray[np.float32]]
-"""Name of a parameter → values; not tensors, whose memory would end with the rank that sends them."""
+"""Name of a parameter → values; not tensors, whose memory would end with the rank that sends
+them."""
 Named = Iterable[tuple[str, Tensor]]
 """Names of parameters, with full tensors or DTensors."""
 
@@ -42,17 +45,24 @@ class Trajectory:
 
     def tensors(self) -> dict[tuple[int, str], npt.NDArray[np.float32]]:
         """Gradients by step and name, then parameters."""
-        grads = {(step, name): grad for step, named in self.gradients.items() for name, grad in named.items()}
+        grads = {
+            (step, name): grad
+            for step, named in self.gradients.items()
+            for name, grad in named.items()
+        }
         return grads | {(PARAMETERS, name): param for name, param in self.parameters.items()}
 
 
 def arrays(named: Named) -> Arrays:
     """Copies of full tensors in host memory."""
-    return {name: tensor.detach().to("cpu", torch.float32, copy=True).numpy() for name, tensor in named}
+    return {
+        name: tensor.detach().to("cpu", torch.float32, copy=True).numpy() for name, tensor in named
+    }
 
 
 class Sums(NamedTuple):
-    """A tensor against the reference: sums over all elements that the ranks have, copies included."""
+    """A tensor against the reference: sums over all elements that the ranks have, copies
+    included."""
 
     elements: float
     unequal: float
@@ -66,7 +76,9 @@ class Measure:
     """Compares tensors with a reference as a run passes them on."""
 
     def __init__(self, reference: Trajectory) -> None:
-        self._expected = {key: torch.from_numpy(values) for key, values in reference.tensors().items()}
+        self._expected = {
+            key: torch.from_numpy(values) for key, values in reference.tensors().items()
+        }
         self._places = {key: place for place, key in enumerate(self._expected)}
         self._sums = torch.zeros(len(self._expected), len(Sums._fields), dtype=torch.float64)
 
@@ -77,12 +89,20 @@ class Measure:
             expected = self._expected[step, name]
             if is_dtensor(tensor):
                 mesh, placements = tensor.device_mesh, tensor.placements
-                expected = distribute_tensor(expected, mesh, placements, src_data_rank=None).to_local()
+                expected = distribute_tensor(
+                    expected, mesh, placements, src_data_rank=None
+                ).to_local()
                 tensor = tensor.to_local()
-            found, sums = tensor.detach().to("cpu", torch.float32), self._sums[self._places[step, name]]
+            found, sums = (
+                tensor.detach().to("cpu", torch.float32),
+                self._sums[self._places[step, name]],
+            )
             sums[0] += found.numel()
             if not torch.equal(found, expected):
-                of_both = [(found - expected).double().square().sum(), found.double().square().sum()]
+                of_both = [
+                    (found - expected).double().square().sum(),
+                    found.double().square().sum(),
+                ]
                 sums[1:] += torch.stack([torch.ones((), dtype=torch.float64), *of_both])
             else:
                 sums[3] += found.double().square().sum()
@@ -91,9 +111,13 @@ class Measure:
         """The sums over ranks. A collective, where there are several."""
         if dist.is_initialized():
             dist.all_reduce(self._sums)
-        missing = [key for key, sums in zip(self._expected, self._sums, strict=True) if sums[0] == 0]
+        missing = [
+            key for key, sums in zip(self._expected, self._sums, strict=True) if sums[0] == 0
+        ]
         assert not missing, f"not compared: {missing}"
-        return {key: Sums(*sums) for key, sums in zip(self._expected, self._sums.tolist(), strict=True)}
+        return {
+            key: Sums(*sums) for key, sums in zip(self._expected, self._sums.tolist(), strict=True)
+        }
 
 
 class Difference(NamedTuple):
@@ -125,10 +149,14 @@ class Comparison:
     def first(self, step: int | None = None, over: float = 0.0) -> str:
         """The first difference, at ``step`` if given, of more than ``over``; empty for none.
 
-        A wrong loss comes first. Gradients of one step are found together; the one that differs most is named, since
-        the backward spreads an error to all earlier layers.
+        A wrong loss comes first. Gradients of one step are found together; the one that differs
+        most is named, since the backward spreads an error to all earlier layers.
         """
-        found = [each for each in self.differences if each.size > over and each.step == (step or each.step)]
+        found = [
+            each
+            for each in self.differences
+            if each.size > over and each.step == (step or each.step)
+        ]
         if not found:
             return ""
         together = [each for each in found if each.step == found[0].step and each.column in KINDS]
@@ -147,7 +175,10 @@ def kind_of(name: str) -> str:
 
 
 def compare(
-    losses: Sequence[float], norms: Sequence[float], sums: dict[tuple[int, str], Sums], reference: Trajectory
+    losses: Sequence[float],
+    norms: Sequence[float],
+    sums: dict[tuple[int, str], Sums],
+    reference: Trajectory,
 ) -> Comparison:
     """Compare with a reference in the order of a step."""
     result = Comparison(max(_relative(a, b) for a, b in zip(losses, reference.losses, strict=True)))
@@ -157,12 +188,25 @@ def compare(
             result.note(Difference(step, "loss", sentence, size), f"{size:.0e} at {step}")
         norm, expected = norms[step - 1], reference.norms[step - 1]
         for name, grad in reference.gradients.get(step, {}).items():
-            _note_tensor(result, kind_of(name), step, f"gradient of {name}", sums[step, name], grad, NOISE * expected)
+            _note_tensor(
+                result,
+                kind_of(name),
+                step,
+                f"gradient of {name}",
+                sums[step, name],
+                grad,
+                NOISE * expected,
+            )
         if norm != expected:
-            size, sentence = _relative(norm, expected), f"gradient norm {norm:.9g} instead of {expected:.9g}"
+            size, sentence = (
+                _relative(norm, expected),
+                f"gradient norm {norm:.9g} instead of {expected:.9g}",
+            )
             result.note(Difference(step, "norm", sentence, size), f"{size:.0e} at {step}")
     for name, param in reference.parameters.items():
-        _note_tensor(result, "parameters", len(losses), f"parameter {name}", sums[PARAMETERS, name], param)
+        _note_tensor(
+            result, "parameters", len(losses), f"parameter {name}", sums[PARAMETERS, name], param
+        )
     return result
 
 

@@ -1,20 +1,25 @@
-"""Layouts of the mesh against one process: losses, gradients by kind of parameter, norms, final parameters.
+"""Layouts of the mesh against one process: losses, gradients by kind of parameter, norms, final
+parameters.
 
-Every row trains one model on the same global batches: DDP, FSDP1, FSDP2, HSDP, context parallelism in each form, expert
-and tensor parallelism, pipelines with each schedule, and their combinations, with ragged padding, with accumulation in
-pipelines and every second row and gradient checkpointing in every third. The reference is one ordinary process that
-takes the global batch as one micro-batch.
+Every row trains one model on the same global batches: DDP, FSDP1, FSDP2, HSDP, context parallelism
+in each form, expert and tensor parallelism, pipelines with each schedule, and their combinations,
+with ragged padding, with accumulation in pipelines and every second row and gradient checkpointing
+in every third. The reference is one ordinary process that takes the global batch as one
+micro-batch.
 
-- layout mode (``train.deterministic=layout``): every loss, norm, gradient and parameter must be equal in every bit;
-- default mode, in float32: every loss must be within 2e-6 relative of the one process, and the first gradients within
-  1e-4.
+- layout mode (``train.deterministic=layout``): every loss, norm, gradient and parameter must be
+  equal in every bit;
+- default mode, in float32: every loss must be within 2e-6 relative of the one process, and the
+  first gradients within 1e-4.
 
-A cell is 0, or the first difference: its step, with the ratio of norms to one process or the relative difference.
-Gradients of all parameters are compared at the first two steps and the last; losses and norms at each.
+A cell is 0, or the first difference: its step, with the ratio of norms to one process or the
+relative difference. Gradients of all parameters are compared at the first two steps and the last;
+losses and norms at each.
 
-``--layouts all`` trains every layout of every model, in both modes and dtypes, on every number of ranks that it fits.
-``--layouts pairs`` leaves half of these rows out: each (model, layout, mode, dtype) is trained on the smallest number
-of ranks that it fits, and on every number only for the models ``PAIRED_IN_FULL``, in layout mode and float32.
+``--layouts all`` trains every layout of every model, in both modes and dtypes, on every number of
+ranks that it fits. ``--layouts pairs`` leaves half of these rows out: each (model, layout, mode,
+dtype) is trained on the smallest number of ranks that it fits, and on every number only for the
+models ``PAIRED_IN_FULL``, in layout mode and float32.
 """
 
 import argparse
@@ -53,7 +58,8 @@ from tests.harness.ranks import run_ranks
 LOSS_TOLERANCE = 2e-6
 """Largest relative difference of a loss in default mode."""
 GRADIENT_TOLERANCE = 1e-4
-"""Largest relative difference of a parameter's first gradient in default mode; rounding makes about 1e-6."""
+"""Largest relative difference of a parameter's first gradient in default mode; rounding makes about
+1e-6."""
 GLOBAL_BATCH = 8
 """Sequences of a step."""
 LAYOUT_MODES = {"layout": ["train.deterministic=layout"], "default": ["train.deterministic=false"]}
@@ -84,9 +90,14 @@ class Layout:
     """Blocks of ranks with parts of the layers."""
 
     def of_reference(self, mode: str, preset: str) -> tuple[str, ...]:
-        """Overrides that the one process needs too: more grains or slices, to cut into whole ones, and key heads."""
+        """Overrides that the one process needs too: more grains or slices, to cut into whole ones,
+        and key heads."""
         words = []
-        if mode == "layout" and "parallel.context=gathered" in self.overrides and 2 * self.shares > TrainConfig.grains:
+        if (
+            mode == "layout"
+            and "parallel.context=gathered" in self.overrides
+            and 2 * self.shares > TrainConfig.grains
+        ):
             words.append(f"train.grains={2 * self.shares}")
         if mode == "layout" and self.features > 1:
             words.append(f"train.slices={self.features}")
@@ -96,19 +107,28 @@ class Layout:
             model = model_of(preset)
             words += [f"model.n_layers={STAGED_LAYERS}"] if model.n_layers < STAGED_LAYERS else []
             words += ["model.tie_embeddings=false"] if model.tie_embeddings else []
-            # Routers balance the micro-batches so far, and a pipeline needs several; in layout mode those of the step.
-            words += ["model.router_aux_loss_coef=0"] if isinstance(model, MoEConfig) and mode == "default" else []
+            # Routers balance the micro-batches so far, and a pipeline needs several; in layout mode
+            # those of the step.
+            words += (
+                ["model.router_aux_loss_coef=0"]
+                if isinstance(model, MoEConfig) and mode == "default"
+                else []
+            )
         return tuple(words)
 
     def fits(self, world_size: int, preset: str, mode: str) -> bool:
         """Whether a model can be trained so on this many ranks."""
         ranks, model = world_size // self.replicas // self.blocks, model_of(preset)
         shard = ranks // self.features
-        if self.rings and (mode == "layout" or "data.mask_documents=true" in EXTRAS.get(preset, ())):
+        if self.rings and (
+            mode == "layout" or "data.mask_documents=true" in EXTRAS.get(preset, ())
+        ):
             return False
         if (model.n_experts if isinstance(model, MoEConfig) else 1) % self.split:
             return False
-        if "parallel.context=ulysses" in self.overrides and model.n_heads % (self.shares * self.features):
+        if "parallel.context=ulysses" in self.overrides and model.n_heads % (
+            self.shares * self.features
+        ):
             return False
         whole = ranks * self.replicas * self.blocks == world_size and shard * self.features == ranks
         divides = whole and shard % self.shares == 0 and ranks % self.split == 0
@@ -120,24 +140,39 @@ def _layouts() -> dict[str, Layout]:
     made = plain | {"hsdp": Layout((), replicas=2)}
     for form in ("ulysses", "gathered", "ring"):
         for cp in (2, 4):
-            made[f"cp {cp} {form}"] = Layout((f"parallel.context={form}",), shares=cp, rings=form == "ring")
+            made[f"cp {cp} {form}"] = Layout(
+                (f"parallel.context={form}",), shares=cp, rings=form == "ring"
+            )
     made["cp 8 gathered"] = Layout(("parallel.context=gathered",), shares=8)
     made["hsdp, cp 2"] = Layout((), shares=2, replicas=2)
     made |= {f"ep {ep}": Layout((), split=ep) for ep in (2, 4, 8)}
-    made |= {"cp 2, ep 2": Layout((), 2, 2), "cp 2, ep 4": Layout((), 2, 4), "cp 4, ep 2": Layout((), 4, 2)}
+    made |= {
+        "cp 2, ep 2": Layout((), 2, 2),
+        "cp 2, ep 4": Layout((), 2, 4),
+        "cp 4, ep 2": Layout((), 4, 2),
+    }
     made |= {"hsdp, ep 2": Layout((), split=2, replicas=2), "hsdp, cp 2, ep 2": Layout((), 2, 2, 2)}
     made |= {f"tp {tp}": Layout((), features=tp) for tp in (2, 4)}
     for form in ("ulysses", "gathered"):
         made[f"tp 2, cp 2 {form}"] = Layout((f"parallel.context={form}",), shares=2, features=2)
-    made |= {"hsdp, tp 2": Layout((), replicas=2, features=2), "tp 2, ep 2": Layout((), split=2, features=2)}
+    made |= {
+        "hsdp, tp 2": Layout((), replicas=2, features=2),
+        "tp 2, ep 2": Layout((), split=2, features=2),
+    }
     made |= {"tp 2, cp 2, ep 4": Layout((), 2, 4, features=2)}
     staged = {
-        schedule.value: (f"parallel.schedule={schedule.value}",) * (schedule is not PipelineSchedule.gpipe)
+        schedule.value: (f"parallel.schedule={schedule.value}",)
+        * (schedule is not PipelineSchedule.gpipe)
         for schedule in PipelineSchedule
     }
     made |= {f"pp 2 {schedule}": Layout(words, blocks=2) for schedule, words in staged.items()}
-    made |= {"pp 4 1f1b": Layout(staged["1f1b"], blocks=4), "hsdp, pp 2": Layout((), replicas=2, blocks=2)}
-    made["pp 2, cp 2"] = Layout((*staged["interleaved"], "parallel.context=gathered"), shares=2, blocks=2)
+    made |= {
+        "pp 4 1f1b": Layout(staged["1f1b"], blocks=4),
+        "hsdp, pp 2": Layout((), replicas=2, blocks=2),
+    }
+    made["pp 2, cp 2"] = Layout(
+        (*staged["interleaved"], "parallel.context=gathered"), shares=2, blocks=2
+    )
     made["pp 2, ep 2"] = Layout(staged["zero_bubble"], split=2, blocks=2)
     made["pp 2, tp 2"] = Layout(staged["1f1b"], features=2, blocks=2)
     return made | {"pp 2, cp 2, ep 2": Layout(staged["1f1b"], 2, 2, blocks=2)}
@@ -148,12 +183,25 @@ LAYOUTS = _layouts()
 
 
 def row_overrides(
-    layout: Layout | None, model: str, dtype: str, mode: str, world_size: int, steps: int, seq_len: int, place: int
+    layout: Layout | None,
+    model: str,
+    dtype: str,
+    mode: str,
+    world_size: int,
+    steps: int,
+    seq_len: int,
+    place: int,
 ) -> list[str]:
-    """Overrides of a row, or of the reference without a layout; ``place`` varies what must not matter."""
-    data_ranks = 1 if layout is None else world_size // layout.shares // layout.features // layout.blocks
-    # Routers balance the micro-batches so far, so a model with experts takes the same ones in every row.
-    accumulates = layout is not None and place % 2 == 1 and data_ranks < GLOBAL_BATCH and "moe" not in model
+    """Overrides of a row, or of the reference without a layout; ``place`` varies what must not
+    matter."""
+    data_ranks = (
+        1 if layout is None else world_size // layout.shares // layout.features // layout.blocks
+    )
+    # Routers balance the micro-batches so far, so a model with experts takes the same ones in every
+    # row.
+    accumulates = (
+        layout is not None and place % 2 == 1 and data_ranks < GLOBAL_BATCH and "moe" not in model
+    )
     accumulated = 2 if accumulates and model != "llama4_debug" else 1
     accumulated = layout.blocks if layout is not None and layout.blocks > 1 else accumulated
     words = [
@@ -189,7 +237,9 @@ def row_overrides(
 def recorder(config: Config, on_gradients: Callable[[int, Named], None]) -> Trainer:
     """Return a trainer that passes the gradients of some steps on before they are clipped."""
     trainer = Trainer(config)
-    trainer.memory.enabled = False  # counting it takes a tenth of a row's time on rank 0, for which the others wait
+    trainer.memory.enabled = (
+        False  # counting it takes a tenth of a row's time on rank 0, for which the others wait
+    )
 
     def look(step: int, phase: str) -> None:
         if phase == "optimizer" and step in recorded_steps(config.train.steps):
@@ -214,7 +264,10 @@ def gradients(trainer: Trainer) -> Iterator[Named]:
     model = trainer.strategy.model
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
-            named = {name.replace("_fsdp_wrapped_module.", ""): param.grad for name, param in model.named_parameters()}
+            named = {
+                name.replace("_fsdp_wrapped_module.", ""): param.grad
+                for name, param in model.named_parameters()
+            }
             yield [(name, grad) for name, grad in named.items() if grad is not None]
     else:
         strategy = trainer.strategy
@@ -225,7 +278,8 @@ def gradients(trainer: Trainer) -> Iterator[Named]:
 def train_and_compare(
     configs: Sequence[Config], references: Sequence[Trajectory], titles: Sequence[str]
 ) -> list[Comparison]:
-    """Train rows one after another on the ranks that this one belongs to; returns the comparisons on rank 0."""
+    """Train rows one after another on the ranks that this one belongs to; returns the comparisons
+    on rank 0."""
     compared = []
     for config, reference, title in zip(configs, references, titles, strict=True):
         with unit(title, announce=dist.get_rank() == 0):
@@ -259,12 +313,20 @@ def train(config: Config) -> Trajectory:
 
 
 def layout_configs(
-    rows: Mapping[str, int], model: str, dtype: str, mode: str, world_size: int, steps: int, seq_len: int
+    rows: Mapping[str, int],
+    model: str,
+    dtype: str,
+    mode: str,
+    world_size: int,
+    steps: int,
+    seq_len: int,
 ) -> dict[str, Config]:
     """Configurations of rows, given as layouts with their places."""
     configs = {}
     for name, place in rows.items():
-        config = compose_config(row_overrides(LAYOUTS[name], model, dtype, mode, world_size, steps, seq_len, place))
+        config = compose_config(
+            row_overrides(LAYOUTS[name], model, dtype, mode, world_size, steps, seq_len, place)
+        )
         config.validate(world_size, "cpu")
         configs[name] = config
     return configs
@@ -276,7 +338,9 @@ def model_of(preset: str) -> ModelConfig:
     return compose_config([f"model={preset}"]).model
 
 
-def rows_of(args: argparse.Namespace, model: str, dtype: str, mode: str, world_size: int) -> dict[str, int]:
+def rows_of(
+    args: argparse.Namespace, model: str, dtype: str, mode: str, world_size: int
+) -> dict[str, int]:
     """Layouts, with their places, that are trained on this many ranks."""
     in_full = not args.pairs or (model in PAIRED_IN_FULL and (mode, dtype) == ("layout", "float32"))
     rows = {}
@@ -292,10 +356,16 @@ def count_rows(args: argparse.Namespace, tables: Sequence[tuple[str, str, str]])
     """Number of rows of all tables."""
     if not args.layouts:
         return 0
-    return sum(len(rows_of(args, *table, world_size)) for table in tables for world_size in args.world_sizes)
+    return sum(
+        len(rows_of(args, *table, world_size))
+        for table in tables
+        for world_size in args.world_sizes
+    )
 
 
-def reference_of(model: str, dtype: str, mode: str, steps: int, seq_len: int, more: Sequence[str] = ()) -> Trajectory:
+def reference_of(
+    model: str, dtype: str, mode: str, steps: int, seq_len: int, more: Sequence[str] = ()
+) -> Trajectory:
     """Train one ordinary process."""
     config = compose_config([*row_overrides(None, model, dtype, mode, 1, steps, seq_len, 0), *more])
     config.validate(1, "cpu")
@@ -303,12 +373,28 @@ def reference_of(model: str, dtype: str, mode: str, steps: int, seq_len: int, mo
     return trained
 
 
-def compare_layouts(args: argparse.Namespace, model: str, dtype: str, mode: str, console: Console) -> list[str]:
+def compare_layouts(
+    args: argparse.Namespace, model: str, dtype: str, mode: str, console: Console
+) -> list[str]:
     """Train and print one table; return the breaches."""
-    make_reference = functools.cache(lambda *more: reference_of(model, dtype, mode, args.steps, args.seq_len, more))
-    table = Table(title=f"{model}, {dtype}, {mode} mode, {args.steps} steps: differences from one process")
-    kinds = [kind for kind in KINDS if kind in {kind_of(name) for name in make_reference().parameters}]
-    for column in ("ranks", "layout", "loss", *kinds, "norm", "parameters", "largest loss difference"):
+    make_reference = functools.cache(
+        lambda *more: reference_of(model, dtype, mode, args.steps, args.seq_len, more)
+    )
+    table = Table(
+        title=f"{model}, {dtype}, {mode} mode, {args.steps} steps: differences from one process"
+    )
+    kinds = [
+        kind for kind in KINDS if kind in {kind_of(name) for name in make_reference().parameters}
+    ]
+    for column in (
+        "ranks",
+        "layout",
+        "loss",
+        *kinds,
+        "norm",
+        "parameters",
+        "largest loss difference",
+    ):
         table.add_column(column, justify="left" if column == "layout" else "right")
     breaches = []
     for world_size in args.world_sizes:
@@ -316,9 +402,9 @@ def compare_layouts(args: argparse.Namespace, model: str, dtype: str, mode: str,
         configs = layout_configs(rows, model, dtype, mode, world_size, args.steps, args.seq_len)
         titles = [f"{model}, {dtype}, {mode}, {name}, {world_size} ranks" for name in configs]
         references = [make_reference(*LAYOUTS[name].of_reference(mode, model)) for name in configs]
-        found: list[Comparison] = run_ranks(world_size, train_and_compare, list(configs.values()), references, titles)[
-            0
-        ]
+        found: list[Comparison] = run_ranks(
+            world_size, train_and_compare, list(configs.values()), references, titles
+        )[0]
         table.add_section()
         for name, title, row in zip(configs, titles, found, strict=True):
             cells = [row.cells.get(key, "0") for key in ("loss", *kinds, "norm", "parameters")]

@@ -25,13 +25,15 @@ FSDP2_ON_THE_SAME_MESH = {"fsdp1": "fsdp2", "fsdp1-flat": "fsdp2", "hsdp1": "hsd
 """Row → the row that it must equal in default mode, where reductions add two numbers."""
 
 NATIVE = {"toy-ddp": "ddp", "toy-zero1": "ddp", "toy-fsdp": "fsdp2"}
-"""Row → the row with the same arithmetic, which it must equal in every mode, on any number of ranks."""
+"""Row → the row with the same arithmetic, which it must equal in every mode, on any number of
+ranks."""
 
 SHARDS_OTHERWISE = ("toy-zero1",)
 """The one of these that adds norms in another order, which shows in portable mode."""
 
 REDUCES_OFTENER = {"toy-zero2": "ddp", "toy-zero3": "ddp"}
-"""Row → the row that it must equal in default mode with one micro-batch, where reductions add two numbers."""
+"""Row → the row that it must equal in default mode with one micro-batch, where reductions add two
+numbers."""
 
 FLOAT32_ONLY = ("toy-zero3",)
 """Rows that compute in the dtype of the parameters."""
@@ -43,7 +45,11 @@ MODES = {
         "train.deterministic=false",
         "train.sum_dtype=float32",
         "optim.implementation=for_loop",
-        *(f"kernels.{operation}=torch" for operation in KernelConfig().names() if operation != "grouped_matmul"),
+        *(
+            f"kernels.{operation}=torch"
+            for operation in KernelConfig().names()
+            if operation != "grouped_matmul"
+        ),
         "kernels.grouped_matmul=looped",
     ],
 }

@@ -1,7 +1,7 @@
 """Bugs of pipelines for ``parity_bugs``: each function returns a context in which ranks are forked.
 
-Pipelines make these mistakes easy: a loss divided too late, micro-batches that are not counted, a norm without some
-stages, activations of another micro-batch.
+Pipelines make these mistakes easy: a loss divided too late, micro-batches that are not counted, a
+norm without some stages, activations of another micro-batch.
 """
 
 from typing import Any
@@ -16,7 +16,8 @@ from fsdptoys.utils.dtensor import local_tensor
 
 
 def divide_after_the_backward() -> Any:
-    """The last stage divides its gradients by the valid tokens after its backward, too late for the other stages."""
+    """The last stage divides its gradients by the valid tokens after its backward, too late for the
+    other stages."""
     train_step = PipelinedModel.train_step
 
     def divide_later(self: PipelinedModel, step: Step) -> None:
@@ -56,7 +57,9 @@ def send_another_micro_batch() -> Any:
     """Stages after the first get the hidden states of the micro-batch before."""
     run_stage = PipelinedModel.run_stage
 
-    def of_the_next(self: PipelinedModel, stage: Stage, modules: nn.Module, received: Tensor, place: Tensor) -> Tensor:
+    def of_the_next(
+        self: PipelinedModel, stage: Stage, modules: nn.Module, received: Tensor, place: Tensor
+    ) -> Tensor:
         assert self.step is not None
         if not stage.embeds:
             place = (place + 1) % len(self.step.microbatches)

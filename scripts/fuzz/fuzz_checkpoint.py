@@ -1,17 +1,19 @@
-"""Damage checkpoints in every way a disk or a user may, and check that no damage is loaded unnoticed.
+"""Damage checkpoints in every way a disk or a user may, and check that no damage is loaded
+unnoticed.
 
     python scripts/fuzz/fuzz_checkpoint.py --damages 1000 --seed 0
 
-Checkpoints of several steps are saved by one process and by two ranks, into one folder. Then, repeatedly, a copy
-of it is damaged once, and a run resumes from the copy with ``checkpoint.resume=auto``. The loaded values must be equal
-in every bit to those saved at the step that it reports. A damage is
+Checkpoints of several steps are saved by one process and by two ranks, into one folder. Then,
+repeatedly, a copy of it is damaged once, and a run resumes from the copy with
+``checkpoint.resume=auto``. The loaded values must be equal in every bit to those saved at the step
+that it reports. A damage is
 
 - *detected* if an older checkpoint is taken, or none, with a sentence;
 - *harmless* if the newest is taken with all its values;
 - *missed* if other values are loaded. Then this exits with status 1.
 
-The newest checkpoint is damaged, since older ones are read only if it is damaged. All kinds of damage take turns, also
-the edits of ``fuzz_edits``, whose checksums are right.
+The newest checkpoint is damaged, since older ones are read only if it is damaged. All kinds of
+damage take turns, also the edits of ``fuzz_edits``, whose checksums are right.
 """
 
 import argparse
@@ -74,7 +76,10 @@ def save_steps(folder: Path) -> None:
             tensors = tensors_of(step)
             group = None
             if dist.is_initialized():
-                group, mesh = dist.new_group(backend="gloo"), init_device_mesh("cpu", (dist.get_world_size(),))
+                group, mesh = (
+                    dist.new_group(backend="gloo"),
+                    init_device_mesh("cpu", (dist.get_world_size(),)),
+                )
                 tensors = {
                     name: distribute_tensor(tensor, mesh, [Shard(0)]) if tensor.ndim else tensor
                     for name, tensor in tensors.items()
@@ -127,7 +132,9 @@ def overwrite(folder: Path, draw: random.Random) -> str:
     content = bytearray(file.read_bytes())
     start = draw.randrange(len(content))
     stop = min(len(content), start + draw.randrange(1, 64))
-    content[start:stop] = bytes(stop - start) if draw.random() < 0.5 else draw.randbytes(stop - start)
+    content[start:stop] = (
+        bytes(stop - start) if draw.random() < 0.5 else draw.randbytes(stop - start)
+    )
     file.write_bytes(content)
     return f"bytes {start} to {stop} of {_name(file)}"
 
@@ -234,10 +241,14 @@ def outcome_of(folder: Path) -> tuple[str, str]:
     """Resume as a run would: detected, harmless or missed, and why."""
     messages: list[str] = []
     try:
-        found = Checkpointer(CheckpointConfig(every=1, resume="auto"), str(folder), message=messages.append).resume()
+        found = Checkpointer(
+            CheckpointConfig(every=1, resume="auto"), str(folder), message=messages.append
+        ).resume()
         if found is None:
             return "detected", "; ".join(messages)
-        tensors = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors_of(1).items()}
+        tensors = {
+            name: torch.full_like(tensor, torch.nan) for name, tensor in tensors_of(1).items()
+        }
         found.load(tensors)
     except ConfigError as error:
         return "detected", str(error)
@@ -269,7 +280,9 @@ def fuzz(damages: int, seed: int) -> dict[str, dict[str, int]]:
     counts = {kind: dict.fromkeys(("detected", "harmless", "missed"), 0) for kind in kinds}
     found = itertools.chain(
         _damaged([kind for kind in turns if kind in DAMAGES], seed),
-        edits([kind for kind in turns if kind in EDITS], seed) if any(kind in EDITS for kind in turns) else (),
+        edits([kind for kind in turns if kind in EDITS], seed)
+        if any(kind in EDITS for kind in turns)
+        else (),
     )
     started = last = time.monotonic()
     for done, (kind, outcome, why) in enumerate(found, start=1):
@@ -279,7 +292,10 @@ def fuzz(damages: int, seed: int) -> dict[str, dict[str, int]]:
         now = time.monotonic()
         if now - last >= PROGRESS_SECONDS:
             last, left = now, (now - started) / done * (damages - done)
-            print(f"{done} of {damages} damages in {now - started:.0f} s, about {left:.0f} s left", file=sys.stderr)
+            print(
+                f"{done} of {damages} damages in {now - started:.0f} s, about {left:.0f} s left",
+                file=sys.stderr,
+            )
     return counts
 
 
@@ -304,7 +320,9 @@ def table(counts: dict[str, dict[str, int]]) -> str:
     lines = ["| damage | count | detected | harmless | missed |", "|---|---|---|---|---|"]
     rows = [(kind, *of_kind.values()) for kind, of_kind in counts.items()]
     rows.append(("all", *(sum(row[column] for row in rows) for column in (1, 2, 3))))
-    lines += [f"| {kind} | {sum(numbers)} | {' | '.join(map(str, numbers))} |" for kind, *numbers in rows]
+    lines += [
+        f"| {kind} | {sum(numbers)} | {' | '.join(map(str, numbers))} |" for kind, *numbers in rows
+    ]
     return "\n".join(lines)
 
 
@@ -314,7 +332,9 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit status: 1 if a damage was missed.
     """
-    parser = argparse.ArgumentParser(description="Damage checkpoints and see that none of it is loaded.")
+    parser = argparse.ArgumentParser(
+        description="Damage checkpoints and see that none of it is loaded."
+    )
     parser.add_argument("--damages", type=int, default=200, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="of all choices")
     options = parser.parse_args(arguments)

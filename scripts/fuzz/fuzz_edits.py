@@ -1,13 +1,16 @@
 """Edit checkpoints of a run and rewrite their checksums, so that no checksum shows the edit.
 
-A small run saves checkpoints. Again and again a copy of the newest is edited: a value of another type, null, out of
-range, huge, nested deeply, missing. Then a run resumes from the copy and draws random numbers. An edit is
+A small run saves checkpoints. Again and again a copy of the newest is edited: a value of another
+type, null, out of range, huge, nested deeply, missing. Then a run resumes from the copy and draws
+random numbers. An edit is
 
 - *detected* if the checkpoint is passed over or refused, with a sentence;
-- *harmless* if the run has loaded exactly the present content of the files: checksums do not prove who wrote them;
+- *harmless* if the run has loaded exactly the present content of the files: checksums do not prove
+  who wrote them;
 - *missed* if anything else happens: another exception, other values, or the end of the process.
 
-All of it happens in a forked process, which reports edit by edit, so that one that crashes is known.
+All of it happens in a forked process, which reports edit by edit, so that one that crashes is
+known.
 """
 
 import base64
@@ -47,8 +50,39 @@ DEEP = "deep below"
 """Stands for many lists within each other, which Python's own encoder does not write."""
 
 VALUES: list[Any] = [
-    *(None, True, False, "", "x", "\x1b]0;title\x07", "x" * 5000, "../../etc/passwd", DEEP, [], {}, [[]], {"a": None}),
-    *(-1, 0, 1, 2, 625, 100_000, 2**31, 2**32, 2**63, 2**64, -(2**63), 10**400, 0.5, -0.0, 1e308, float("nan")),
+    *(
+        None,
+        True,
+        False,
+        "",
+        "x",
+        "\x1b]0;title\x07",
+        "x" * 5000,
+        "../../etc/passwd",
+        DEEP,
+        [],
+        {},
+        [[]],
+        {"a": None},
+    ),
+    *(
+        -1,
+        0,
+        1,
+        2,
+        625,
+        100_000,
+        2**31,
+        2**32,
+        2**63,
+        2**64,
+        -(2**63),
+        10**400,
+        0.5,
+        -0.0,
+        1e308,
+        float("nan"),
+    ),
     *(float("inf"), -float("inf"), "NaN", "1", [1] * 3000),
 ]
 
@@ -74,7 +108,9 @@ def edit_rank(folder: Path, draw: random.Random) -> str:
     kind = draw.randrange(4)
     tree = json.loads(path.read_text())
     if kind == 0:
-        tree["numpy"]["position"] = draw.choice([-(10**8), -5, -1, 0, 623, 624, 625, 100_000, 2 * 10**9, 2**31])
+        tree["numpy"]["position"] = draw.choice(
+            [-(10**8), -5, -1, 0, 623, 624, 625, 100_000, 2 * 10**9, 2**31]
+        )
         path.write_text(json.dumps(tree))
         return f"numpy.position = {tree['numpy']['position']}"
     if kind == 1:
@@ -93,9 +129,9 @@ def edit_torch_state(folder: Path, draw: random.Random) -> str:
         state = state[: draw.randrange(len(state))]
     else:
         start = draw.choice([8, 12, 16, 20, draw.randrange(len(state) - 4)])
-        state[start : start + 4] = draw.choice([0, 1, 2, 623, 624, 625, 2**31, draw.randrange(2**32)]).to_bytes(
-            4, "little"
-        )
+        state[start : start + 4] = draw.choice(
+            [0, 1, 2, 623, 624, 625, 2**31, draw.randrange(2**32)]
+        ).to_bytes(4, "little")
     tree["torch"] = base64.b64encode(state).decode()
     path.write_text(json.dumps(tree))
     return "torch's state"
@@ -156,8 +192,16 @@ def edits(kinds: Sequence[str], seed: int) -> Iterator[tuple[str, str, str]]:
 
 
 def _config(run_dir: Path) -> Config:
-    words = ["experiment=null", "parallel=single", "train.seq_len=32", "metrics.console=none", "checkpoint.every=1"]
-    config = compose_config([*words, f"train.steps={STEPS}", f"metrics.run_dir={run_dir}", "checkpoint.resume=auto"])
+    words = [
+        "experiment=null",
+        "parallel=single",
+        "train.seq_len=32",
+        "metrics.console=none",
+        "checkpoint.every=1",
+    ]
+    config = compose_config(
+        [*words, f"train.steps={STEPS}", f"metrics.run_dir={run_dir}", "checkpoint.resume=auto"]
+    )
     config.validate(1, "cpu")
     return config
 
@@ -166,7 +210,9 @@ def _take_steps(config: Config) -> None:
     Run(Trainer(config)).run()
 
 
-def _in_child(place: str, config: Config, kinds: Sequence[str], first: int, seed: int) -> Iterator[tuple[str, str]]:
+def _in_child(
+    place: str, config: Config, kinds: Sequence[str], first: int, seed: int
+) -> Iterator[tuple[str, str]]:
     """Outcomes of the edits from one on, until the process that finds them ends."""
     reader, writer = os.pipe()
     process = os.fork()
@@ -188,7 +234,9 @@ def _in_child(place: str, config: Config, kinds: Sequence[str], first: int, seed
     os.waitpid(process, 0)
 
 
-def _resume_all(place: str, config: Config, kinds: Sequence[str], first: int, seed: int, report: Any) -> None:
+def _resume_all(
+    place: str, config: Config, kinds: Sequence[str], first: int, seed: int, report: Any
+) -> None:
     faulthandler.disable()  # the caller looks for a crash of this process
     torch.set_num_threads(1)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -221,16 +269,30 @@ def _resume(trainer: Trainer, config: Config, folder: Path) -> tuple[str, str]:
         check_same_run(config, found.facts)
         trainer.load_state_dict(found.facts, found.load)
     except ConfigError as error:
-        return ("detected", str(error)) if str(error).isprintable() else ("missed", f"unprintable {error!r}")
+        return (
+            ("detected", str(error))
+            if str(error).isprintable()
+            else ("missed", f"unprintable {error!r}")
+        )
     reason = restore_random_states(found.own_facts, trainer.world.device, 0, found.step, 0)
     drawn = [random.random() for _ in range(DRAWS)], np.random.random(DRAWS), torch.rand(DRAWS)
-    assert all(0 <= float(value) <= 1 for values in drawn for value in values), "draws that are no random numbers"
+    assert all(0 <= float(value) <= 1 for values in drawn for value in values), (
+        "draws that are no random numbers"
+    )
     if found.step != STEPS:
         return "detected", "; ".join(said)
     said_now, loaded = found.facts, trainer.state_dict()
-    wrong = [key for key in ("step", "skipped_steps", "skipped_in_a_row", "spikes") if loaded[key] != said_now[key]]
+    wrong = [
+        key
+        for key in ("step", "skipped_steps", "skipped_in_a_row", "spikes")
+        if loaded[key] != said_now[key]
+    ]
     wrong += [] if loaded["data"]["samples"] == said_now["data"]["samples"] else ["data.samples"]
-    return ("missed", f"loaded with another {wrong[0]}") if wrong else ("harmless", reason or "loaded as it is")
+    return (
+        ("missed", f"loaded with another {wrong[0]}")
+        if wrong
+        else ("harmless", reason or "loaded as it is")
+    )
 
 
 def _edit_json(path: Path, draw: random.Random) -> str:
@@ -248,7 +310,9 @@ def _edited(tree: Any, draw: random.Random) -> tuple[bytes, str]:
         parent = parent[key]
         key = draw.choice(list(parent)) if isinstance(parent, dict) else draw.randrange(len(parent))
         path.append(str(key))
-    how = draw.choice(["exchange", "exchange", "exchange", "remove", "wrap", "text", "repeat", "shift"])
+    how = draw.choice(
+        ["exchange", "exchange", "exchange", "remove", "wrap", "text", "repeat", "shift"]
+    )
     value = parent[key]
     if how == "exchange":
         parent[key] = draw.choice(VALUES)

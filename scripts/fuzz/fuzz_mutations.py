@@ -1,4 +1,5 @@
-"""Damages for files that a reader must refuse in a sentence: values, structures, bytes, and other things than files.
+"""Damages for files that a reader must refuse in a sentence: values, structures, bytes, and other
+things than files.
 
 A mutation is drawn from a random generator alone, so that its seed brings it back.
 """
@@ -18,8 +19,16 @@ import yaml
 
 GIANT_BYTES = 2**30
 LONG = "9" * 5000
-ALIAS_BOMB = "{z0: &z0 [x, x, x], " + ", ".join(f"z{n}: &z{n} [{f'*z{n - 1}, ' * 9}]" for n in range(1, 12)) + "}"
-MERGE_BOMB = "{a0: &a0 {x: 1}, " + ", ".join(f"a{n}: &a{n} {{<<: [{f'*a{n - 1}, ' * 9}]}}" for n in range(1, 9)) + "}"
+ALIAS_BOMB = (
+    "{z0: &z0 [x, x, x], "
+    + ", ".join(f"z{n}: &z{n} [{f'*z{n - 1}, ' * 9}]" for n in range(1, 12))
+    + "}"
+)
+MERGE_BOMB = (
+    "{a0: &a0 {x: 1}, "
+    + ", ".join(f"a{n}: &a{n} {{<<: [{f'*a{n - 1}, ' * 9}]}}" for n in range(1, 9))
+    + "}"
+)
 
 TEXTS = (
     "\x1b[2J\x1b[31mred",
@@ -70,7 +79,16 @@ VALUES: tuple[Any, ...] = (
     *TEXTS,
 )
 
-RAW_JSON = ("1e400", "-1e99999", LONG, "[" * 100_000, "[" * 60 + "]" * 60, '{"a":' * 60 + "1" + "}" * 60, "nul", "1 2")
+RAW_JSON = (
+    "1e400",
+    "-1e99999",
+    LONG,
+    "[" * 100_000,
+    "[" * 60 + "]" * 60,
+    '{"a":' * 60 + "1" + "}" * 60,
+    "nul",
+    "1 2",
+)
 """Texts in the place of a value, which a value cannot be written as."""
 
 RAW_YAML = (
@@ -114,7 +132,9 @@ def mutate_tree(tree: Tree, draw: random.Random) -> tuple[Tree, str]:
         value = draw_value(draw)
         return value, f"all of it is {_short(value)}"
     holder, key, path = draw.choice(places)
-    kind = draw.choice(("value", "value", "value", "value", "raw", "delete", "add", "rename", "swap", "twice"))
+    kind = draw.choice(
+        ("value", "value", "value", "value", "raw", "delete", "add", "rename", "swap", "twice")
+    )
     if kind == "value":
         holder[key] = draw_value(draw)
         return tree, f"{path} is {_short(holder[key])}"
@@ -142,14 +162,24 @@ def mutate_tree(tree: Tree, draw: random.Random) -> tuple[Tree, str]:
 
 def _places(tree: Tree, path: str = "") -> Any:
     """Every value of a tree: its container, its key, and its path."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, value in list(items):
         yield tree, key, f"{path}/{key}"
         yield from _places(value, f"{path}/{key}")
 
 
 def _short(value: object) -> str:
-    text = ascii(value) if not (isinstance(value, int) and abs(value) > 2**200) else "an integer of hundreds of digits"
+    text = (
+        ascii(value)
+        if not (isinstance(value, int) and abs(value) > 2**200)
+        else "an integer of hundreds of digits"
+    )
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
@@ -161,7 +191,10 @@ def mutate_json(text: str, draw: random.Random) -> tuple[str, str]:
         raw = draw.choice(RAW_JSON)
         made, how = made.replace(f'"{MARK}"', raw), f"{how} ({_short(raw)})"
     if draw.random() < 0.03:
-        made, how = re.sub(r'("[a-z_]+": )', r"\g<1>1, \g<1>", made, count=1), f"{how}, and a key twice"
+        made, how = (
+            re.sub(r'("[a-z_]+": )', r"\g<1>1, \g<1>", made, count=1),
+            f"{how}, and a key twice",
+        )
     return made, how
 
 
@@ -169,7 +202,9 @@ def mutate_lines(text: str, draw: random.Random) -> tuple[str, str]:
     """JSON lines of which one is another, is gone, or stands elsewhere."""
     lines = text.splitlines()
     index = draw.randrange(len(lines))
-    kind = draw.choice(("line", "line", "line", "line", "delete", "twice", "reverse", "first twice"))
+    kind = draw.choice(
+        ("line", "line", "line", "line", "delete", "twice", "reverse", "first twice")
+    )
     how = f"line {index + 1}: {kind}"
     if kind == "line":
         lines[index], what = mutate_json(lines[index], draw)
@@ -196,7 +231,9 @@ def mutate_yaml(text: str, draw: random.Random) -> tuple[str, str]:
 def mutate_bytes(content: bytes, draw: random.Random) -> tuple[bytes, str]:
     """Bytes of which some are others."""
     place = draw.randrange(len(content) + 1)
-    kind = draw.choice(("truncate", "flip", "flip", "insert", "zeros", "empty", "noise", "double", "utf-8"))
+    kind = draw.choice(
+        ("truncate", "flip", "flip", "insert", "zeros", "empty", "noise", "double", "utf-8")
+    )
     if kind == "truncate":
         return content[:place], f"cut to {place} bytes"
     if kind == "flip" and content:
@@ -206,9 +243,13 @@ def mutate_bytes(content: bytes, draw: random.Random) -> tuple[bytes, str]:
             made[bit // 8] ^= 1 << bit % 8
         return bytes(made), "bits flipped"
     if kind == "insert":
-        return content[:place] + draw.randbytes(draw.randint(1, 30)) + content[place:], f"noise at byte {place}"
+        return content[:place] + draw.randbytes(draw.randint(1, 30)) + content[
+            place:
+        ], f"noise at byte {place}"
     if kind == "zeros":
-        return content[:place] + bytes(draw.randint(1, 200)) + content[place:], f"NULs at byte {place}"
+        return content[:place] + bytes(draw.randint(1, 200)) + content[
+            place:
+        ], f"NULs at byte {place}"
     if kind == "noise":
         return draw.randbytes(draw.randint(1, 2000)), "all noise"
     if kind == "double":
@@ -221,7 +262,9 @@ def mutate_bytes(content: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 def replace_file(path: Path, draw: random.Random) -> str:
     """Something other than a file in a file's place, or a file of another size."""
-    kind = draw.choice(("pipe", "loop", "folder", "device", "dangling", "socket", "giant", "missing", "itself"))
+    kind = draw.choice(
+        ("pipe", "loop", "folder", "device", "dangling", "socket", "giant", "missing", "itself")
+    )
     path.unlink()
     if kind == "pipe":
         os.mkfifo(path)

@@ -1,19 +1,21 @@
-"""Mutate every kind of file that fsdptoys reads, and check that each reader returns a result or raises its own error.
+"""Mutate every kind of file that fsdptoys reads, and check that each reader returns a result or
+raises its own error.
 
-    python scripts/fuzz/fuzz_readers.py --cases 2000 --seed 0
-    python scripts/fuzz/fuzz_readers.py --only "sweep folder" --cases 500
+    python scripts/fuzz/fuzz_readers.py --cases 2000 --seed 0 python scripts/fuzz/fuzz_readers.py
+    --only "sweep folder" --cases 500
     python scripts/fuzz/fuzz_readers.py --case "compare:17"        # once more, with its traceback
 
-In a case a copy of a valid specimen is mutated once (a value, a structure, bytes, or something other than a file in a
-file's place) and read. It fails if
+In a case a copy of a valid specimen is mutated once (a value, a structure, bytes, or something
+other than a file in a file's place) and read. It fails if
 
 - anything but the reader's documented errors comes out, which are one sentence for the user;
 - it takes more than 10 s of a processor, or waits for a minute;
 - it takes more than 2 GiB of memory;
 - it prints a character that controls a terminal.
 
-Readers run in forked processes, which are killed and started again where a case hangs. Checksums that a mutation breaks
-are mended where that lets more of a reader be reached. Exit status 1 where a case fails.
+Readers run in forked processes, which are killed and started again where a case hangs. Checksums
+that a mutation breaks are mended where that lets more of a reader be reached. Exit status 1 where a
+case fails.
 """
 
 import argparse
@@ -45,7 +47,8 @@ from scripts.fuzz.fuzz_specimens import make_specimens
 from scripts.fuzz.fuzz_targets import READERS
 
 PROCESSES = 2
-PROCESSOR_SECONDS = 10.0  # a checksum of the largest file takes 4 s where a processor has no instructions for SHA-256
+PROCESSOR_SECONDS = 10.0
+"""A checksum of the largest file takes 4 s where a processor has no instructions for SHA-256."""
 WAITING_SECONDS = 60.0
 MEMORY_BYTES = 2**31
 """Beyond the process's memory before its first case."""
@@ -118,7 +121,9 @@ def run_case(case: Case, seed: int, specimens: Path, scratch: Path) -> Result:
     except BaseException as error:
         return Result(case, mutation, _where(error), traceback.format_exc())
     text = printed.getvalue() + (found if isinstance(found, str) else "")
-    steering = sorted({character for character in text if not character.isprintable() and character not in "\n\t"})
+    steering = sorted(
+        {character for character in text if not character.isprintable() and character not in "\n\t"}
+    )
     if steering:
         index = min(text.index(character) for character in steering)
         context = ascii(text[max(0, index - 60) : index + 60])
@@ -128,12 +133,18 @@ def run_case(case: Case, seed: int, specimens: Path, scratch: Path) -> Result:
 
 def _where(error: BaseException) -> str:
     """An exception's name, and the last place of this project that it passed."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "fsdptoys" in Path(frame.filename).parts]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "fsdptoys" in Path(frame.filename).parts
+    ]
     own = [frame for frame in frames if "scripts" not in Path(frame.filename).parts]
     place = "?"
     if own:
         parts = Path(own[-1].filename).parts
-        place = f"{'/'.join(parts[len(parts) - 1 - parts[::-1].index('fsdptoys') :])}:{own[-1].lineno}"
+        place = (
+            f"{'/'.join(parts[len(parts) - 1 - parts[::-1].index('fsdptoys') :])}:{own[-1].lineno}"
+        )
     return f"{type(error).__name__} at {place}: {ascii(str(error))[:80]}"
 
 
@@ -180,7 +191,9 @@ def start_worker(seed: int, specimens: Path, scratch: Path) -> Worker:
             os._exit(3)
     os.close(orders[0])
     os.close(answers[1])
-    return Worker(pid, open(orders[1], "wb", buffering=0), open(answers[0], "rb", buffering=0), traces=traces)
+    return Worker(
+        pid, open(orders[1], "wb", buffering=0), open(answers[0], "rb", buffering=0), traces=traces
+    )
 
 
 def processor_seconds(pid: int) -> float:
@@ -250,7 +263,11 @@ def _end(worker: Worker) -> str:
 
 
 def fuzz(
-    count: int, seed: int, only: str | None = None, processes: int = PROCESSES, progress: bool = True
+    count: int,
+    seed: int,
+    only: str | None = None,
+    processes: int = PROCESSES,
+    progress: bool = True,
 ) -> tuple[Counter[str], list[Result]]:
     """Run so many cases; returns how many each reader had, and those that failed."""
     done: Counter[str] = Counter()
@@ -270,7 +287,13 @@ def fuzz(
             if progress and now - reported > PROGRESS_SECONDS:
                 reported, total = now, sum(done.values())
                 left = (len(cases) - total) * (now - began) / total
-                print(f"{total:,} of {len(cases):,} cases, {len(failed)} failed, about {left:.0f} s left", flush=True)
+                print(
+                    (
+                        f"{total:,} of {len(cases):,} cases, {len(failed)} failed, about {left:.0f} "
+                        "s left"
+                    ),
+                    flush=True,
+                )
     return done, failed
 
 
@@ -280,10 +303,15 @@ def print_results(done: Counter[str], failed: list[Result]) -> None:
     print(f"\n{'reader':<{width}}  cases  failed")
     for name in READERS:
         if name in done:
-            print(f"{name:<{width}}  {done[name]:>5}  {sum(result.case[0] == name for result in failed):>6}")
+            print(
+                f"{name:<{width}}  {done[name]:>5}  "
+                f"{sum(result.case[0] == name for result in failed):>6}"
+            )
     kinds: dict[tuple[str, str], list[Result]] = {}
     for result in failed:
-        kinds.setdefault((result.case[0], str(result.failure).partition(": ")[0]), []).append(result)
+        kinds.setdefault((result.case[0], str(result.failure).partition(": ")[0]), []).append(
+            result
+        )
     for (name, _), results in kinds.items():
         first = results[0]
         print(f"\n{name}: {first.failure}")
@@ -296,10 +324,14 @@ def print_results(done: Counter[str], failed: list[Result]) -> None:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=2000, help="in all (2000)")
     parser.add_argument("--seed", type=int, default=0, help="of all mutations (0)")
-    parser.add_argument("--only", choices=sorted(READERS), metavar="READER", help="one of " + ", ".join(READERS))
+    parser.add_argument(
+        "--only", choices=sorted(READERS), metavar="READER", help="one of " + ", ".join(READERS)
+    )
     parser.add_argument("--case", metavar="READER:NUMBER", help="run this one alone")
     parser.add_argument("--processes", type=int, default=PROCESSES, help=f"that read ({PROCESSES})")
     args = parser.parse_args()
@@ -311,7 +343,9 @@ def main() -> int:
             make_specimens(Path(folder) / "specimens")
             (Path(folder) / "worker").mkdir()
             faulthandler.dump_traceback_later(WAITING_SECONDS, exit=True)
-            result = run_case((name, int(number)), args.seed, Path(folder) / "specimens", Path(folder) / "worker")
+            result = run_case(
+                (name, int(number)), args.seed, Path(folder) / "specimens", Path(folder) / "worker"
+            )
         print(f"{result.mutation}\n{result.failure or 'as it should be'}\n{result.details}")
         return 1 if result.failure else 0
     done, failed = fuzz(args.cases, args.seed, args.only, args.processes)

@@ -1,6 +1,7 @@
 """Whole specimens of all that fsdptoys reads, for ``fuzz_readers.py``.
 
-Of a real run of three steps come the run directory and its checkpoints; the others are written by their own writers.
+Of a real run of three steps come the run directory and its checkpoints; the others are written by
+their own writers.
 """
 
 import dataclasses
@@ -33,9 +34,10 @@ from fsdptoys.train.pretrained import TrainedModel
 from scripts.common.child_environment import child_environment
 
 RUN_WORDS = (
-    "experiment=null model=llama_debug model.n_layers=1 model.dim=16 model.n_heads=2 model.n_kv_heads=2 "
-    "model.vocab_size=256 parallel=single data=synthetic train.steps=3 train.seq_len=16 train.batch_size=1 "
-    "launch.device=cpu checkpoint.every=1 plan.hardware=cpu metrics.run_dir=run"
+    "experiment=null model=llama_debug model.n_layers=1 model.dim=16 model.n_heads=2 "
+    "model.n_kv_heads=2 model.vocab_size=256 parallel=single data=synthetic train.steps=3 "
+    "train.seq_len=16 train.batch_size=1 launch.device=cpu checkpoint.every=1 plan.hardware=cpu "
+    "metrics.run_dir=run"
 )
 
 SEQ_LEN = 16
@@ -52,12 +54,23 @@ def make_specimens(folder: Path) -> None:
     small = folder / "small"
     small.mkdir()
     (small / "hardware.yaml").write_text(dump_hardware(load_hardware("h100")))
-    definition = {"title": "t", "description": "d", "base": ["train.steps=2"], "time_limit_seconds": 60.0}
+    definition = {
+        "title": "t",
+        "description": "d",
+        "base": ["train.steps=2"],
+        "time_limit_seconds": 60.0,
+    }
     grid = {"train.seed": [1, 2], "data.x": [True, None]}
     (small / "grid.yaml").write_text(yaml.safe_dump(definition | {"grid": grid}))
-    (small / "rows.yaml").write_text(yaml.safe_dump(definition | {"rows": [["a=1", "b=2"], ["a=2"]]}))
-    (small / "outcome.json").write_text(json.dumps(dataclasses.asdict(ExitRecord(1, "why", True, "SIGTERM"))))
-    (small / "lines.jsonl").write_text("".join(json.dumps({"text": f"text {n}", "id": n}) + "\n" for n in range(5)))
+    (small / "rows.yaml").write_text(
+        yaml.safe_dump(definition | {"rows": [["a=1", "b=2"], ["a=2"]]})
+    )
+    (small / "outcome.json").write_text(
+        json.dumps(dataclasses.asdict(ExitRecord(1, "why", True, "SIGTERM")))
+    )
+    (small / "lines.jsonl").write_text(
+        "".join(json.dumps({"text": f"text {n}", "id": n}) + "\n" for n in range(5))
+    )
 
 
 CHAT_TEMPLATE = (
@@ -76,7 +89,9 @@ def _make_run(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     environment = child_environment(OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "fsdptoys", "train", *shlex.split(RUN_WORDS)]
-    subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, timeout=300)
+    subprocess.run(
+        command, cwd=folder, env=environment, check=True, capture_output=True, timeout=300
+    )
     resume = {
         "time": "2026-01-01T00:00:00+00:00",
         "step": 1,
@@ -87,24 +102,48 @@ def _make_run(folder: Path) -> None:
         "moved_to": None,
     }
     (run / "resumes.jsonl").write_text(json.dumps(resume) + "\n")
-    (run / "routing.jsonl").write_text("".join(f'{{"step": {n}, "expert_tokens": [[1, 2]]}}\n' for n in (1, 2, 3)))
+    (run / "routing.jsonl").write_text(
+        "".join(f'{{"step": {n}, "expert_tokens": [[1, 2]]}}\n' for n in (1, 2, 3))
+    )
     beats = run / HEARTBEATS_FOLDER
     beats.mkdir(exist_ok=True)
     for rank in (0, 1):
-        sign = {"rank": rank, "host": "elsewhere", "pid": 7, "start": "s", "step": 3, "phase": "forward", "beat": 1}
+        sign = {
+            "rank": rank,
+            "host": "elsewhere",
+            "pid": 7,
+            "start": "s",
+            "step": 3,
+            "phase": "forward",
+            "beat": 1,
+        }
         heartbeat_path(beats, rank).write_bytes(_encode(sign | {"time": 1.5e9}))
     (run / "loss.png").unlink(missing_ok=True)
 
 
 def _make_sweep(folder: Path) -> None:
-    done = Job("01", ("train.seed=1",), {"train.seed": "1"}, "f1", JobStatus.failed, 1, "a reason", "2026", 2.5)
+    done = Job(
+        "01",
+        ("train.seed=1",),
+        {"train.seed": "1"},
+        "f1",
+        JobStatus.failed,
+        1,
+        "a reason",
+        "2026",
+        2.5,
+    )
     jobs = [done, Job("02", ("train.seed=2",), {"train.seed": "2"}, "f2")]
     words = ("train.seed=1,2", "hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu")
-    sweep = Sweep(folder, "title", "fsdptoys sweep", jobs, [Skipped({"train.seed": "3"}, "why")], 60.0, words)
+    sweep = Sweep(
+        folder, "title", "fsdptoys sweep", jobs, [Skipped({"train.seed": "3"}, "why")], 60.0, words
+    )
     sweep.write()
     begin_submission(sweep, "submitit_slurm", jobs)
     # A run of a job is read as all others.
-    shutil.copytree(folder.parent / "run", sweep.run_dir(jobs[0]), ignore=shutil.ignore_patterns("checkpoints"))
+    shutil.copytree(
+        folder.parent / "run", sweep.run_dir(jobs[0]), ignore=shutil.ignore_patterns("checkpoints")
+    )
     write_job(sweep.job_folder(jobs[0]), done)
 
 
@@ -131,19 +170,29 @@ def _make_tokenizer(folder: Path) -> None:
     tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<|endoftext|>"}})
+    )
 
 
 def _make_chat(folder: Path) -> None:
     folder.mkdir()
     tokenizer = folder / "tokenizer"
     _make_tokenizer(tokenizer)
-    (tokenizer / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "pad_token": None}))
+    (tokenizer / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": "<|endoftext|>", "pad_token": None})
+    )
     (tokenizer / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (tokenizer / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": [{"name": "tool_use", "template": CHAT_TEMPLATE}], "bos_token": "one"})
+        json.dumps(
+            {"chat_template": [{"name": "tool_use", "template": CHAT_TEMPLATE}], "bos_token": "one"}
+        )
     )
-    call = {"id": "a", "type": "function", "function": {"name": "two", "arguments": {"one": [1, None, {"two": "x"}]}}}
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "two", "arguments": {"one": [1, None, {"two": "x"}]}},
+    }
     messages = [
         {"role": "system", "content": "one"},
         {"role": "user", "content": [{"type": "text", "text": "two"}]},
@@ -151,7 +200,10 @@ def _make_chat(folder: Path) -> None:
         {"role": "tool", "content": "{}"},
         {"role": "assistant", "content": "<think>one</think>two", "weight": 1},
     ]
-    turns = [{"from": "human", "value": "one"}, {"from": "function_call", "value": '{"name": "one"}'}]
+    turns = [
+        {"from": "human", "value": "one"},
+        {"from": "function_call", "value": '{"name": "one"}'},
+    ]
     rows = [
         {"messages": messages, "tools": [{"type": "function", "function": {"name": "two"}}]},
         {"messages": turns, "system": "two", "chat_template_kwargs": {"thinks": True}},
@@ -164,9 +216,13 @@ def _make_data(folder: Path) -> None:
     _make_tokenizer(folder / "tokenizer")
     (folder / "a.txt").write_text("one two\n" * 50)
     encoder = open_encoder(str(folder / "tokenizer"), None, "--tokenizer", "--document-end")
-    prepare_folder(Request("FILE", find_sources("FILE", [str(folder / "a.txt")]), encoder, folder / "out"))
+    prepare_folder(
+        Request("FILE", find_sources("FILE", [str(folder / "a.txt")]), encoder, folder / "out")
+    )
     index = read_index(str(folder / "out"), "data.folder=out")
-    pack_rows(folder / "cache", str(folder / "out"), index, "train", SEQ_LEN, report=lambda sentence: None)
+    pack_rows(
+        folder / "cache", str(folder / "out"), index, "train", SEQ_LEN, report=lambda sentence: None
+    )
     writer = ShardsWriter(folder / "half", "request", "uint16", 1000)
     writer.add("train", torch.arange(9).numpy().astype("uint16"), torch.tensor([4, 5]).numpy())
     writer.read(2, 0)
@@ -180,9 +236,19 @@ def _make_profile(folder: Path) -> None:
     events: list[dict[str, Any]] = []
     for number in range(6):
         size, moment = (64 if number % 2 == 0 else -64), 1000.0 + 10 * number
-        details = {"Device Type": 0, "Addr": 4096, "Bytes": size, "Total Allocated": 64, "Ev Idx": number}
+        details = {
+            "Device Type": 0,
+            "Addr": 4096,
+            "Bytes": size,
+            "Total Allocated": 64,
+            "Ev Idx": number,
+        }
         events.append({"name": "[memory]", "ph": "i", "ts": moment, "args": details})
-        name = ("aten::embedding", "autograd::engine::evaluate_function: x", "Optimizer.step#SGD.step")[number % 3]
+        name = (
+            "aten::embedding",
+            "autograd::engine::evaluate_function: x",
+            "Optimizer.step#SGD.step",
+        )[number % 3]
         events.append({"name": name, "ph": "X", "ts": moment - 1, "dur": 3.0})
     text = json.dumps({"traceEvents": events})
     (folder / "trace" / "rank0.json.gz").write_bytes(gzip.compress(text.encode()))

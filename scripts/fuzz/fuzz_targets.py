@@ -46,7 +46,12 @@ from fsdptoys.sweep import read_sweep
 from fsdptoys.sweep.definition import read_definition
 from fsdptoys.sweep.run_sweep import with_recorded_words
 from fsdptoys.sweep.slurm_queue import read_submissions
-from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, _encode, describe_last_heartbeats, read_heartbeats
+from fsdptoys.train.heartbeat import (
+    HEARTBEATS_FOLDER,
+    _encode,
+    describe_last_heartbeats,
+    read_heartbeats,
+)
 from fsdptoys.train.pretrained import TrainedModel, open_weights
 from fsdptoys.train.resume import check_resume
 from fsdptoys.utils.sealed_folder import sum_bytes
@@ -171,7 +176,9 @@ def read_data(copy: Path) -> None:
     """A prepared folder and its packed rows."""
     index = read_index(str(copy / "out"), "data.folder=out")
     check_folder(str(copy / "out"))
-    packed = pack_rows(copy / "cache", str(copy / "out"), index, "train", SEQ_LEN, report=lambda sentence: None)
+    packed = pack_rows(
+        copy / "cache", str(copy / "out"), index, "train", SEQ_LEN, report=lambda sentence: None
+    )
     for number in range(min(len(packed), 3)):
         packed.row(number)
 
@@ -179,7 +186,9 @@ def read_data(copy: Path) -> None:
 def read_tokenizers(copy: Path) -> None:
     """A tokenizer for training and one for generating."""
     path = str(copy / "tokenizer")
-    open_encoder(path, None, "data.tokenizer", "data.document_end").encode(["one two three", "", "é<|endoftext|>"])
+    open_encoder(path, None, "data.tokenizer", "data.document_end").encode(
+        ["one two three", "", "é<|endoftext|>"]
+    )
     tokenizer = open_tokenizer(path, 100)
     tokenizer.decode(tokenizer.encode("one two"))
 
@@ -197,10 +206,15 @@ def read_texts(copy: Path) -> None:
 
 
 def read_conversations(copy: Path) -> None:
-    """Rows as the template of their tokenizer's folder writes them, and the tokens that are learned."""
-    encoder = open_chat_encoder(str(copy / "tokenizer"), None, None, "data.tokenizer", "data.template", "data.end")
+    """Rows as the template of their tokenizer's folder writes them, and the tokens that are
+    learned."""
+    encoder = open_chat_encoder(
+        str(copy / "tokenizer"), None, None, "data.tokenizer", "data.template", "data.end"
+    )
     (source,) = find_sources("data.files", [str(copy / "rows.jsonl")])
-    rows = [row for row, _ in read_documents("data.files", source, "messages", records=encoder.records)]
+    rows = [
+        row for row, _ in read_documents("data.files", source, "messages", records=encoder.records)
+    ]
     encoder.encode_documents(rows)
     find_token_ids(copy / "tokenizer")
 
@@ -230,7 +244,8 @@ def read_signs(copy: Path) -> str:
     """Heartbeats as reports and sentences use them."""
     signs = read_heartbeats(copy / HEARTBEATS_FOLDER)
     lines = [
-        f"{sign.describe(2e9)} {sign.state()} {max(s.progress for s in signs.values())}" for sign in signs.values()
+        f"{sign.describe(2e9)} {sign.state()} {max(s.progress for s in signs.values())}"
+        for sign in signs.values()
     ]
     return "".join([*lines, describe_last_heartbeats(copy / HEARTBEATS_FOLDER, {0: 7}) or ""])
 
@@ -276,7 +291,9 @@ READERS: dict[str, Reader] = {
     "report --json": Reader("run", RUN_FILES, command("report", "{}", "--json"), part=0.5),
     "report page": Reader("run", RUN_FILES, read_page, part=0.2),
     "report sweep": Reader(
-        "sweep", ("sweep.json", "jobs/*/job.json", "jobs/01/run/*"), command("report", "{}", "--table")
+        "sweep",
+        ("sweep.json", "jobs/*/job.json", "jobs/01/run/*"),
+        command("report", "{}", "--table"),
     ),
     "report --live": Reader("run", (*RUN_FILES, "heartbeats/*"), read_live, mend=mend_heartbeats),
     "compare": Reader("run", RUN_FILES, command("compare", "{}", "{}/../../run")),
@@ -285,21 +302,42 @@ READERS: dict[str, Reader] = {
     "prediction": Reader("run", ("prediction.json",), read_prediction, part=0.5),
     "results": Reader("run", ("result.json",), read_results, part=0.5),
     "resumed run directory": Reader("run", (*RUN_FILES, "routing.jsonl"), read_resumed),
-    "checkpoints": Reader("run", (f"{STEP}/*", "checkpoints/latest"), read_checkpoints, mend=mend_checkpoints),
-    "launcher's checkpoints": Reader("run", (f"{STEP}/*.json",), read_launchers_view, mend=mend_checkpoints, part=0.2),
+    "checkpoints": Reader(
+        "run", (f"{STEP}/*", "checkpoints/latest"), read_checkpoints, mend=mend_checkpoints
+    ),
+    "launcher's checkpoints": Reader(
+        "run", (f"{STEP}/*.json",), read_launchers_view, mend=mend_checkpoints, part=0.2
+    ),
     "Hugging Face folder": Reader("hf", ("*.json", "*.safetensors"), read_hugging_face),
     "prepared data": Reader("data", ("out/*.json", "cache/*/*.json", "out/*"), read_data),
-    "interrupted preparation": Reader("data", ("half.part/*.json", "half.part/*"), read_half_written, part=0.5),
+    "interrupted preparation": Reader(
+        "data", ("half.part/*.json", "half.part/*"), read_half_written, part=0.5
+    ),
     "tokenizers": Reader("data", ("tokenizer/*",), read_tokenizers),
     "conversations": Reader(
-        "chat", ("rows.jsonl", "tokenizer/*.jinja", "tokenizer/*.json"), read_conversations, part=2.0
+        "chat",
+        ("rows.jsonl", "tokenizer/*.jinja", "tokenizer/*.json"),
+        read_conversations,
+        part=2.0,
     ),
     "JSON lines of text": Reader("small", ("lines.jsonl",), read_texts, part=0.5),
-    "hardware": Reader("small", ("hardware.yaml",), lambda copy: load_hardware(copy / "hardware.yaml")),
-    "sweep definition": Reader("small", ("grid.yaml",), lambda copy: read_definition(str(copy / "grid.yaml"))),
-    "rows of a sweep": Reader("small", ("rows.yaml",), lambda copy: read_definition(str(copy / "rows.yaml")), part=0.3),
-    "outcome": Reader("small", ("outcome.json",), lambda copy: read_exit_record(copy / "outcome.json"), part=0.3),
-    "sweep folder": Reader("sweep", ("sweep.json", "jobs/*/job.json", "queue/1/jobs.json"), read_sweep_files),
+    "hardware": Reader(
+        "small", ("hardware.yaml",), lambda copy: load_hardware(copy / "hardware.yaml")
+    ),
+    "sweep definition": Reader(
+        "small", ("grid.yaml",), lambda copy: read_definition(str(copy / "grid.yaml"))
+    ),
+    "rows of a sweep": Reader(
+        "small", ("rows.yaml",), lambda copy: read_definition(str(copy / "rows.yaml")), part=0.3
+    ),
+    "outcome": Reader(
+        "small", ("outcome.json",), lambda copy: read_exit_record(copy / "outcome.json"), part=0.3
+    ),
+    "sweep folder": Reader(
+        "sweep", ("sweep.json", "jobs/*/job.json", "queue/1/jobs.json"), read_sweep_files
+    ),
     "trace": Reader("profile", ("trace/*",), lambda copy: read_timeline(copy / "trace", "cpu")),
-    "snapshot": Reader("profile", ("snapshot/*",), lambda copy: read_timeline(copy / "snapshot", "cuda"), part=0.5),
+    "snapshot": Reader(
+        "profile", ("snapshot/*",), lambda copy: read_timeline(copy / "snapshot", "cuda"), part=0.5
+    ),
 }

@@ -16,11 +16,16 @@ def write_report(
     lines = [
         "# Broken lines that the tests catch",
         "",
-        "`scripts/mutation/mutations.py` breaks one line of the product at a time and runs the tests that execute it. "
-        "Ruff, mypy and the import contracts are not counted.",
+        (
+            "`scripts/mutation/mutations.py` breaks one line of the product at a time and runs the "
+            "tests that execute it. Ruff, mypy and the import contracts are not counted."
+        ),
         "",
-        f"Of {len(rows)} broken lines, the short level catches {counts['short']} and everything (`--all`) "
-        f"{counts['all']}; {undecided} are not decided. Drawn lines that no test executes: {len(passed_over)}.",
+        (
+            f"Of {len(rows)} broken lines, the short level catches {counts['short']} and everything "
+            f"(`--all`) {counts['all']}; {undecided} are not decided. Drawn lines that no test "
+            f"executes: {len(passed_over)}."
+        ),
         "",
         note,
         "",

@@ -1,13 +1,14 @@
-"""Sites at which ``mutations.py`` breaks one line of the product, and probes that record which tests execute them.
+"""Sites at which ``mutations.py`` breaks one line of the product, and probes that record which
+tests execute them.
 
-A break replaces one token or expression within a line: a comparison, an arithmetic or boolean operator, a constant, a
-condition, a returned value, a call statement, min or max, the end of a slice. A test cannot tell most breaks of the
-following from the original, so they are left out: messages (f-strings, ``raise``, ``assert``, errors, prints, logs,
-``__repr__``), annotations, blocks under ``TYPE_CHECKING`` or ``__name__``, time limits, sizes of caches, ``strict=``,
-``frozen=``.
+A break replaces one token or expression within a line: a comparison, an arithmetic or boolean
+operator, a constant, a condition, a returned value, a call statement, min or max, the end of a
+slice. A test cannot tell most breaks of the following from the original, so they are left out:
+messages (f-strings, ``raise``, ``assert``, errors, prints, logs, ``__repr__``), annotations, blocks
+under ``TYPE_CHECKING`` or ``__name__``, time limits, sizes of caches, ``strict=``, ``frozen=``.
 
-The draw depends on the seed and the product's files only. Every package has its own generator: a change in one package
-does not move the sites of the others.
+The draw depends on the seed and the product's files only. Every package has its own generator: a
+change in one package does not move the sites of the others.
 """
 
 import ast
@@ -43,7 +44,18 @@ OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.And: ("and", "or"),
     ast.Or: ("or", "and"),
 }
-MESSAGES = {"print", "report", "warn", "filterwarnings", "log", "debug", "info", "warning", "error", "exception"}
+MESSAGES = {
+    "print",
+    "report",
+    "warn",
+    "filterwarnings",
+    "log",
+    "debug",
+    "info",
+    "warning",
+    "error",
+    "exception",
+}
 """Functions about messages; so is every class named ``...Error``."""
 TEXTS = {"__repr__", "__str__", "__rich__"}
 EQUIVALENT = ("seconds", "timeout", "maxsize", "strict", "frozen")
@@ -76,7 +88,8 @@ def hit(site):
 
 hit._dynamo_marked_constant = True  # torch.compile calls it while it traces, and compiles nothing of it
 '''
-"""A module of the recorded copy. It names its folder itself, since tests replace the environment."""
+"""A module of the recorded copy. It names its folder itself, since tests replace the
+environment."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +135,9 @@ def find_sites(path: str, text: str) -> list[Site]:
         for kind, line, start, end, replacement in _breaks(node, lines):
             before = lines[line - 1]
             after = before[:start] + replacement + before[end:]
-            sites.append(Site(path, line, kind, before, after, (statement.lineno, statement.col_offset)))
+            sites.append(
+                Site(path, line, kind, before, after, (statement.lineno, statement.col_offset))
+            )
     return sites
 
 
@@ -142,7 +157,11 @@ def _walk(node: ast.AST, statement: ast.stmt | None) -> Iterator[tuple[ast.AST, 
     in_class = isinstance(statement, ast.ClassDef)
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
-            if not isinstance(child, ast.AST) or name in ("annotation", "returns") or _is_message(child):
+            if (
+                not isinstance(child, ast.AST)
+                or name in ("annotation", "returns")
+                or _is_message(child)
+            ):
                 continue
             in_body = name == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             runs = child if isinstance(child, ast.stmt) and (in_body or not in_class) else statement
@@ -159,17 +178,21 @@ def _is_message(node: ast.AST) -> bool:
         return node.name in TEXTS
     if isinstance(node, ast.If):
         return any(
-            isinstance(part, ast.Name) and part.id in ("TYPE_CHECKING", "__name__") for part in ast.walk(node.test)
+            isinstance(part, ast.Name) and part.id in ("TYPE_CHECKING", "__name__")
+            for part in ast.walk(node.test)
         )
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.keyword):
         return _is_equivalent(node)
     if isinstance(node, ast.Expr):
         return _is_message(node.value)
-    return isinstance(node, ast.Call) and (_called(node) in MESSAGES or _called(node).endswith("Error"))
+    return isinstance(node, ast.Call) and (
+        _called(node) in MESSAGES or _called(node).endswith("Error")
+    )
 
 
 def _is_equivalent(node: ast.Assign | ast.AnnAssign | ast.keyword) -> bool:
-    """Whether a constant is a time limit, the size of a cache, or ``zip``'s check of our own bugs."""
+    """Whether a constant is a time limit, the size of a cache, or ``zip``'s check of our own
+    bugs."""
     if isinstance(node, ast.keyword):
         name = node.arg or ""
     else:
@@ -187,8 +210,15 @@ def _breaks(node: ast.AST, lines: Sequence[str]) -> Iterator[tuple[str, int, int
         sides = [node.left, *node.comparators]
         for operator, left, right in zip(node.ops, sides, sides[1:], strict=False):
             yield from _operator_break("comparison", operator, left, right, lines)
-    elif isinstance(node, ast.BinOp) and not {type(node.left), type(node.right)} & {ast.JoinedStr, ast.List, ast.Tuple}:
-        if not any(isinstance(side, ast.Constant) and isinstance(side.value, str) for side in (node.left, node.right)):
+    elif isinstance(node, ast.BinOp) and not {type(node.left), type(node.right)} & {
+        ast.JoinedStr,
+        ast.List,
+        ast.Tuple,
+    }:
+        if not any(
+            isinstance(side, ast.Constant) and isinstance(side.value, str)
+            for side in (node.left, node.right)
+        ):
             yield from _operator_break("arithmetic", node.op, node.left, node.right, lines)
     elif isinstance(node, ast.BoolOp):
         for left, right in zip(node.values, node.values[1:], strict=False):
@@ -200,7 +230,11 @@ def _breaks(node: ast.AST, lines: Sequence[str]) -> Iterator[tuple[str, int, int
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         changed = not node.value if isinstance(node.value, bool) else node.value + 1
         yield from _replacement("constant", node, repr(changed), lines)
-    elif isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
+    elif (
+        isinstance(node, ast.Return)
+        and node.value is not None
+        and not isinstance(node.value, ast.Constant)
+    ):
         yield from _replacement("return", node, "return None", lines)
     elif isinstance(node, ast.If | ast.IfExp):
         test = node.test
@@ -226,7 +260,13 @@ def _replacement(
     if node.lineno == node.end_lineno:
         start = _column(node, lines, end=False)
         end = _column(node, lines, end=True)
-        yield kind, node.lineno, start, end, pattern.replace("{}", lines[node.lineno - 1][start:end])
+        yield (
+            kind,
+            node.lineno,
+            start,
+            end,
+            pattern.replace("{}", lines[node.lineno - 1][start:end]),
+        )
 
 
 def _operator_break(
@@ -236,7 +276,13 @@ def _operator_break(
         old, new = OPERATORS[type(operator)]
         start = _column(left, lines, end=True)
         end = _column(right, lines, end=False)
-        yield kind, right.lineno, start, end, lines[right.lineno - 1][start:end].replace(old, new, 1)
+        yield (
+            kind,
+            right.lineno,
+            start,
+            end,
+            lines[right.lineno - 1][start:end].replace(old, new, 1),
+        )
 
 
 def product_files(checkout: Path) -> list[str]:
@@ -256,10 +302,11 @@ def digest(checkout: Path, paths: Sequence[str]) -> str:
 def draw_sites(
     checkout: Path, count: int, seed: int, packages: Sequence[str] = ()
 ) -> dict[str, tuple[int, list[Site]]]:
-    """Return the number of sites of every package, and its sites in the order of the draw, more than that number.
+    """Return the number of sites of every package, and its sites in the order of the draw, more
+    than that number.
 
-    Every package has at least one site; the others are in proportion to statements. A line has one break, of a kind
-    drawn first, since constants would outnumber the others.
+    Every package has at least one site; the others are in proportion to statements. A line has one
+    break, of a kind drawn first, since constants would outnumber the others.
 
     Args:
         checkout: with the product.
@@ -270,7 +317,9 @@ def draw_sites(
     Raises:
         ValueError: if there are more packages than sites.
     """
-    texts = {path: (checkout / path).read_text(encoding="utf-8") for path in product_files(checkout)}
+    texts = {
+        path: (checkout / path).read_text(encoding="utf-8") for path in product_files(checkout)
+    }
     files: dict[str, list[str]] = {}
     for path in texts:
         package = str(Path(path).parent)
@@ -278,13 +327,17 @@ def draw_sites(
             files.setdefault(package, []).append(path)
     if count < len(files):
         raise ValueError(f"--sites={count} must be at least the number of packages, {len(files)}")
-    sizes = {package: sum(_statements(texts[path]) for path in paths) for package, paths in files.items()}
+    sizes = {
+        package: sum(_statements(texts[path]) for path in paths) for package, paths in files.items()
+    }
     numbers = dict.fromkeys(files, 1)
     for _ in range(count - len(numbers)):
         numbers[max(sizes, key=lambda name: (sizes[name] / numbers[name], name))] += 1
     drawn = {}
     for package, number in numbers.items():
-        breaks = _draw({path: texts[path] for path in files[package]}, random.Random(f"{seed} {package}"))
+        breaks = _draw(
+            {path: texts[path] for path in files[package]}, random.Random(f"{seed} {package}")
+        )
         drawn[package] = number, list(itertools.islice(breaks, SPARE_FACTOR * number + SPARE_SITES))
     return drawn
 
@@ -307,7 +360,8 @@ def _draw(texts: Mapping[str, str], generator: random.Random) -> Iterator[Site]:
 
 
 def add_probes(text: str, sites: Mapping[int, Site]) -> str:
-    """Return a module's text with a probe in front of the statement of every site; comments get lost.
+    """Return a module's text with a probe in front of the statement of every site; comments get
+    lost.
 
     Args:
         text: of the module.
@@ -320,7 +374,9 @@ def add_probes(text: str, sites: Mapping[int, Site]) -> str:
             for statement in list(block) if isinstance(block, list) else []:
                 for number, site in sites.items():
                     if (statement.lineno, statement.col_offset) == site.statement:
-                        probe = ast.parse(f"import mutation_probe\nmutation_probe.hit({number})").body
+                        probe = ast.parse(
+                            f"import mutation_probe\nmutation_probe.hit({number})"
+                        ).body
                         position = block.index(statement)
                         block[position:position] = probe
     return ast.unparse(tree)

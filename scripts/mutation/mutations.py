@@ -1,20 +1,24 @@
-"""How many broken lines the tests catch: break one line of the product at a time, and run the tests that execute it.
+"""How many broken lines the tests catch: break one line of the product at a time, and run the tests
+that execute it.
 
     python scripts/mutation/mutations.py --report benchmarks/mutations.md    # after an interruption: --resume
 
 1. Draw sites (``mutation_sites.py``), the same for the same seed and product.
 2. Record: run all tests once on a copy of the checkout with probes in front of the sites.
-3. For every site, break its line in a new copy and run the tests that executed it, the quickest first, until one
+3. For every site, break its line in a new copy and run the tests that executed it, the quickest
+   first, until one
    fails: first those of the short level, then those that only ``--all`` runs.
 4. Write the report.
 
-A site that no test executes is reported apart, and the next one of its package takes its turn. What a test's set-up
-executes counts for all tests of its module, which may share the fixture; a line executed during collection counts for
-all tests. What a test finds in a cache or leaves to a process of an earlier one counts for the earlier one alone.
-A failure that also happens on the unbroken copy is not counted. Beyond ``--cap`` CPU seconds of tests of
-a level a site is "not decided". Only tests count: ruff, mypy and import contracts would catch further breaks.
+A site that no test executes is reported apart, and the next one of its package takes its turn. What
+a test's set-up executes counts for all tests of its module, which may share the fixture; a line
+executed during collection counts for all tests. What a test finds in a cache or leaves to a process
+of an earlier one counts for the earlier one alone. A failure that also happens on the unbroken copy
+is not counted. Beyond ``--cap`` CPU seconds of tests of a level a site is "not decided". Only tests
+count: ruff, mypy and import contracts would catch further breaks.
 
-A recording takes as long as the whole suite, a site up to twice the cap. Everything found so far is in ``--folder``.
+A recording takes as long as the whole suite, a site up to twice the cap. Everything found so far is
+in ``--folder``.
 """
 
 import argparse
@@ -40,7 +44,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.common.finished_rows import FinishedRows
 from scripts.common.progress import progress, unit
 from scripts.mutation.mutation_report import write_report
-from scripts.mutation.mutation_sites import PROBE, Site, add_probes, digest, draw_sites, product_files
+from scripts.mutation.mutation_sites import (
+    PROBE,
+    Site,
+    add_probes,
+    digest,
+    draw_sites,
+    product_files,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = (".venv*", "__pycache__", ".*_cache", "build", "runs", "sweeps")
@@ -55,17 +66,35 @@ PYTEST_ITSELF = "(pytest)"
 
 def copy_checkout(source: Path, target: Path) -> Path:
     """Copy a checkout with its links, without environments and outputs."""
-    return shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    return shutil.copytree(
+        source, target, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED)
+    )
 
 
-def run_pytest(folder: Path, arguments: Sequence[object], seconds: float | None = None) -> tuple[int, str]:
-    """Run pytest in a copy, and return its status and output; at the limit of ``seconds``, kill it."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", *map(str, arguments)]
+def run_pytest(
+    folder: Path, arguments: Sequence[object], seconds: float | None = None
+) -> tuple[int, str]:
+    """Run pytest in a copy, and return its status and output; at the limit of ``seconds``, kill
+    it."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--color=no",
+        *map(str, arguments),
+    ]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     environment.pop("PYTEST_CURRENT_TEST", None)  # of a test that runs this script
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
         )
         try:
             process.wait(seconds)
@@ -79,7 +108,8 @@ def run_pytest(folder: Path, arguments: Sequence[object], seconds: float | None 
 
 
 def kill_processes(folder: Path) -> None:
-    """Kill all processes that were started for the modules of a copy, such as ranks that wait for a broken one."""
+    """Kill all processes that were started for the modules of a copy, such as ranks that wait for a
+    broken one."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             if str(folder).encode() in path.read_bytes():
@@ -118,10 +148,12 @@ class Recording:
     """Tests that failed on the unbroken lines, possibly because of the probes."""
 
     def tests_of(self, site: Site) -> list[int]:
-        """Return the tests that may notice a break, the most promising first, without those that failed before it.
+        """Return the tests that may notice a break, the most promising first, without those that
+        failed before it.
 
-        A line executed during collection counts for all tests; those of its package are the most promising. The others
-        follow module by module, the quickest module first: a module's fixtures take longer than most of its tests.
+        A line executed during collection counts for all tests; those of its package are the most
+        promising. The others follow module by module, the quickest module first: a module's
+        fixtures take longer than most of its tests.
         """
         called = self.called.get(site.name, [])
         tests = set(range(len(self.tests))) if site.name in self.collected else set(called)
@@ -132,20 +164,29 @@ class Recording:
         near = {test for test in tests if self.tests[test].startswith(own)} | set(called)
         module_seconds: dict[str, float] = {}
         for test in tests - near:
-            module_seconds[self._module(test)] = module_seconds.get(self._module(test), 0.0) + self.cpu_seconds[test]
-        far = sorted(tests - near, key=lambda test: (module_seconds[self._module(test)], self._module(test), test))
+            module_seconds[self._module(test)] = (
+                module_seconds.get(self._module(test), 0.0) + self.cpu_seconds[test]
+            )
+        far = sorted(
+            tests - near,
+            key=lambda test: (module_seconds[self._module(test)], self._module(test), test),
+        )
         return [*sorted(near, key=lambda test: (self.cpu_seconds[test], test)), *far]
 
     def _module(self, test: int) -> str:
         return self.tests[test].partition("::")[0]
 
 
-def record(checkout: Path, sites: Sequence[Site], arguments: Sequence[str], workers: int, scratch: Path) -> Recording:
+def record(
+    checkout: Path, sites: Sequence[Site], arguments: Sequence[str], workers: int, scratch: Path
+) -> Recording:
     """Run all tests on a copy with probes."""
     folder = copy_checkout(checkout, scratch / "recorded")
     tests = list_tests(folder, ["--all", *arguments])
     short = set(list_tests(folder, arguments))
-    recording = Recording(tests, [number for number, test in enumerate(tests) if test in short], [60.0] * len(tests))
+    recording = Recording(
+        tests, [number for number, test in enumerate(tests) if test in short], [60.0] * len(tests)
+    )
     for path in {site.path for site in sites}:
         numbered = {number: site for number, site in enumerate(sites) if site.path == path}
         file = folder / path
@@ -154,7 +195,9 @@ def record(checkout: Path, sites: Sequence[Site], arguments: Sequence[str], work
     hits.mkdir()
     (folder / "mutation_probe.py").write_text(PROBE.replace("{folder!r}", repr(f"{hits}/")))
     times = scratch / "times.tsv"
-    status, output = run_pytest(folder, ["--all", "--workers", workers, "--times", times, *arguments])
+    status, output = run_pytest(
+        folder, ["--all", "--workers", workers, "--times", times, *arguments]
+    )
     if status not in (0, 1):
         raise SystemExit(f"the recording ended with status {status}:\n{_end(output)}")
     recording.failures = list(_named_tests("FAILED|ERROR", output, tests))
@@ -185,8 +228,11 @@ def record(checkout: Path, sites: Sequence[Site], arguments: Sequence[str], work
     return recording
 
 
-def batches(recording: Recording, tests: Sequence[int], cap_seconds: float) -> tuple[list[list[str]], bool]:
-    """Return the tests of each call of pytest in the order of their files, and whether the cap leaves some out."""
+def batches(
+    recording: Recording, tests: Sequence[int], cap_seconds: float
+) -> tuple[list[list[str]], bool]:
+    """Return the tests of each call of pytest in the order of their files, and whether the cap
+    leaves some out."""
     limits = [*BATCH_CPU_SECONDS, cap_seconds]
     groups: list[list[int]] = [[] for _ in limits]
     total = 0.0
@@ -196,7 +242,9 @@ def batches(recording: Recording, tests: Sequence[int], cap_seconds: float) -> t
             break
         groups[next(number for number, limit in enumerate(limits) if total <= limit)].append(test)
     left_out = sum(map(len, groups)) < len(tests)
-    return [[recording.tests[test] for test in sorted(group)] for group in groups if group], left_out
+    return [
+        [recording.tests[test] for test in sorted(group)] for group in groups if group
+    ], left_out
 
 
 class Breaker:
@@ -211,7 +259,12 @@ class Breaker:
     """
 
     def __init__(
-        self, checkout: Path, recording: Recording, arguments: Sequence[str], cap_seconds: float, scratch: Path
+        self,
+        checkout: Path,
+        recording: Recording,
+        arguments: Sequence[str],
+        cap_seconds: float,
+        scratch: Path,
     ) -> None:
         self.recording, self.cap_seconds, self.scratch = recording, cap_seconds, scratch
         self.source = copy_checkout(checkout, scratch / "source")
@@ -258,7 +311,8 @@ class Breaker:
         return ("not decided" if left_out else "no"), ""
 
     def _run(self, folder: Path, tests: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Run tests until one fails; return the failed ones, or ``PYTEST_ITSELF``, and those that passed."""
+        """Run tests until one fails; return the failed ones, or ``PYTEST_ITSELF``, and those that
+        passed."""
         names = self.scratch / f"{folder.name}-{threading.get_ident()}.txt"
         cpu_seconds = dict(zip(self.recording.tests, self.recording.cpu_seconds, strict=True))
         seconds = 300.0 + 10.0 * sum(cpu_seconds[test] for test in tests)
@@ -283,18 +337,25 @@ class Breaker:
         with self._lock:
             if chosen not in self._unsound:
                 if test.endswith(".py"):  # a module that could not be collected
-                    self._unsound[chosen] = run_pytest(self.unbroken, ["--collect-only", "--all", test], 300.0)[0] != 0
+                    self._unsound[chosen] = (
+                        run_pytest(self.unbroken, ["--collect-only", "--all", test], 300.0)[0] != 0
+                    )
                 else:
                     self._unsound[chosen] = bool(self._run(self.unbroken, chosen)[0])
             return self._unsound[chosen]
 
 
 def _named_tests(results: str, output: str, tests: Sequence[str]) -> Iterator[str]:
-    """Yield the tests of pytest's summary with these results, or modules that it could not collect."""
+    """Yield the tests of pytest's summary with these results, or modules that it could not
+    collect."""
     for line in output.splitlines():
-        match = re.match(rf"(?:{results}) (\S.*)", line)  # in captured logs more spaces follow ERROR
+        match = re.match(
+            rf"(?:{results}) (\S.*)", line
+        )  # in captured logs more spaces follow ERROR
         if match:
-            named = [test for test in tests if match[1] == test or match[1].startswith(f"{test} - ")]
+            named = [
+                test for test in tests if match[1] == test or match[1].startswith(f"{test} - ")
+            ]
             yield max(named, key=len) if named else match[1].partition(" - ")[0]
 
 
@@ -313,8 +374,11 @@ def check_sites(breaker: Breaker, sites: Sequence[Site], finished: FinishedRows,
         list(pool.map(check, sites))
 
 
-def choose_sites(drawn: dict[str, tuple[int, list[Site]]], recording: Recording) -> tuple[list[Site], list[Site]]:
-    """Return the sites to break, and sites without tests that were drawn before the last of these."""
+def choose_sites(
+    drawn: dict[str, tuple[int, list[Site]]], recording: Recording
+) -> tuple[list[Site], list[Site]]:
+    """Return the sites to break, and sites without tests that were drawn before the last of
+    these."""
     chosen: list[Site] = []
     passed_over: list[Site] = []
     for number, sites in drawn.values():
@@ -327,47 +391,80 @@ def choose_sites(drawn: dict[str, tuple[int, list[Site]]], recording: Recording)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw, record, break and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sites", type=int, default=60, help="lines to break")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--packages", nargs="+", default=[], help="folders of the product; all by default")
-    parser.add_argument("--tests", nargs="+", default=["tests"], help="files and folders of tests")
-    parser.add_argument("--checkout", type=Path, default=ROOT, help="another copy of the project, with its own tests")
     parser.add_argument(
-        "--workers", type=int, default=(os.cpu_count() or 1) + 1, help="test modules at a time, recording"
+        "--packages", nargs="+", default=[], help="folders of the product; all by default"
+    )
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="files and folders of tests")
+    parser.add_argument(
+        "--checkout",
+        type=Path,
+        default=ROOT,
+        help="another copy of the project, with its own tests",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=(os.cpu_count() or 1) + 1,
+        help="test modules at a time, recording",
     )
     parser.add_argument("--jobs", type=int, default=2, help="sites at a time")
-    parser.add_argument("--cap", type=float, default=300.0, help="CPU seconds of tests of a level for a site")
-    parser.add_argument("--folder", type=Path, default=Path("build/mutations"), help="recording.json and sites.json")
+    parser.add_argument(
+        "--cap", type=float, default=300.0, help="CPU seconds of tests of a level for a site"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/mutations"), help="recording.json and sites.json"
+    )
     parser.add_argument("--resume", action="store_true", help="continue with what the folder has")
     parser.add_argument("--only-record", action="store_true", help="stop after the recording")
-    parser.add_argument("--sites-of", type=Path, metavar="FOLDER", help="break the lines of this earlier check")
+    parser.add_argument(
+        "--sites-of", type=Path, metavar="FOLDER", help="break the lines of this earlier check"
+    )
     parser.add_argument("--report", type=Path, help="Markdown file")
     arguments = parser.parse_args(argv)
     checkout = arguments.checkout.resolve()
-    tests = sorted(path.relative_to(checkout).as_posix() for path in (checkout / "tests").rglob("*.py"))
+    tests = sorted(
+        path.relative_to(checkout).as_posix() for path in (checkout / "tests").rglob("*.py")
+    )
     settings = {name: getattr(arguments, name) for name in ("sites", "seed", "packages", "tests")}
-    settings |= {"product_hash": digest(checkout, product_files(checkout)), "tests_hash": digest(checkout, tests)}
+    settings |= {
+        "product_hash": digest(checkout, product_files(checkout)),
+        "tests_hash": digest(checkout, tests),
+    }
     arguments.folder.mkdir(parents=True, exist_ok=True)
     recorded = FinishedRows(arguments.folder / "recording.json", settings, arguments.resume)
-    finished = FinishedRows(arguments.folder / "sites.json", settings | {"cap": arguments.cap}, arguments.resume)
+    finished = FinishedRows(
+        arguments.folder / "sites.json", settings | {"cap": arguments.cap}, arguments.resume
+    )
     try:
         drawn = draw_sites(checkout, arguments.sites, arguments.seed, arguments.packages)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     everything = [site for _, sites in drawn.values() for site in sites]
-    with tempfile.TemporaryDirectory(prefix="mutations-") as scratch, progress(units=1 + arguments.sites):
+    with (
+        tempfile.TemporaryDirectory(prefix="mutations-") as scratch,
+        progress(units=1 + arguments.sites),
+    ):
         with unit("recording") as done:
             if (row := recorded.get("recording")) is None:
-                row = asdict(record(checkout, everything, arguments.tests, arguments.workers, Path(scratch)))
+                row = asdict(
+                    record(checkout, everything, arguments.tests, arguments.workers, Path(scratch))
+                )
                 recorded.put("recording", row)
             recording = Recording(**row)
             chosen, passed_over = choose_sites(drawn, recording)
             if arguments.sites_of:
-                names = json.loads((arguments.sites_of / "sites.json").read_text(encoding="utf-8"))["rows"]
+                names = json.loads((arguments.sites_of / "sites.json").read_text(encoding="utf-8"))[
+                    "rows"
+                ]
                 chosen, passed_over = [site for site in everything if site.name in names], []
             done.note = (
-                f"{len(recording.tests)} tests, {len(recording.failures)} failures, {len(passed_over)} not executed"
+                f"{len(recording.tests)} tests, {len(recording.failures)} failures, "
+                f"{len(passed_over)} not executed"
             )
         if arguments.only_record:
             return
@@ -376,7 +473,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             breaker = Breaker(checkout, recording, arguments.tests, arguments.cap, Path(scratch))
             check_sites(breaker, rest, finished, arguments.jobs)
     if arguments.report:
-        note = f"Seed {arguments.seed}, product {settings['product_hash']}, cap {arguments.cap:.0f} CPU seconds."
+        note = (
+            f"Seed {arguments.seed}, product {settings['product_hash']}, cap {arguments.cap:.0f} "
+            "CPU seconds."
+        )
         rows = [(site, finished.rows[site.name]) for site in chosen]
         write_report(arguments.report, rows, passed_over, note)
 

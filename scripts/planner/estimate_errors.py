@@ -1,8 +1,11 @@
-"""The planner's estimates against full traces, for ``validate_plan``: errors, and searches checked by brute force.
+"""The planner's estimates against full traces, for ``validate_plan``: errors, and searches checked
+by brute force.
 
-1. Errors of peak and reserved memory and of the step, over a set of runs with every strategy and memory switch.
-2. Random searches over few layers: every candidate is traced in full, and a search counts as right if one of the first
-   three of the planner is the fastest that fits, or ties with it (within the 1% that the planner counts as a tie).
+1. Errors of peak and reserved memory and of the step, over a set of runs with every strategy and
+   memory switch.
+2. Random searches over few layers: every candidate is traced in full, and a search counts as right
+   if one of the first three of the planner is the fastest that fits, or ties with it (within the 1%
+   that the planner counts as a tie).
 
 Traces are made by forks of a process that has done nothing but import.
 """
@@ -100,7 +103,8 @@ class Searched:
 
     name: str
     candidates: int
-    place: int  # Best place among the first three, in the order of all traces; 1 is the fastest that fits
+    place: int
+    """Best place among the first three, in the order of all traces; 1 is the fastest that fits."""
     loss: float  # Tokens per second that the best of the three lacks
 
     @property
@@ -111,10 +115,16 @@ class Searched:
 
 @contextmanager
 def _tracing(jobs: int) -> Iterator[Callable[[Sequence[Run]], list[Traced | None]]]:
-    """Yield a function that traces runs at full depth, and replays them; None for a run that a trace refuses."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    """Yield a function that traces runs at full depth, and replays them; None for a run that a
+    trace refuses."""
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
     context = multiprocessing.get_context("forkserver")
-    # A child imports the main script again, and the strategy and the fake process group where it builds them.
+    # A child imports the main script again, and the strategy and the fake process group where it
+    # builds them.
     modules = [f"fsdptoys.parallel.{name}" for name in ("single", "ddp", "fsdp1", "fsdp2")]
     context.set_forkserver_preload(
         ["scripts.planner.validate_plan", "torch.testing._internal.distributed.fake_pg", *modules]
@@ -182,12 +192,22 @@ def _of_pipeline(config: Config, hardware: Hardware, world_size: int) -> Traced:
 
 def random_search(draw: random.Random) -> tuple[str, Hardware, int, float, list[str]]:
     """A name, and profile, ranks, memory and overrides of a search over two kinds of settings."""
-    profile, world_size = draw.choice(["h100", "h200", "a100", "4090", "a2"]), draw.choice([1, 2, 8, 8, 16])
+    profile, world_size = (
+        draw.choice(["h100", "h200", "a100", "4090", "a2"]),
+        draw.choice([1, 2, 8, 8, 16]),
+    )
     model, layers = draw.choice([*MODELS, "gpt2"]), draw.choice([2, 3])
     seq_len = draw.choice([512, 1024]) if model == "gpt2" else draw.choice([1024, 2048, 4096])
-    words = [f"model={model}", f"model.n_layers={layers}", f"train.seq_len={seq_len}", "parallel.param_dtype=bfloat16"]
+    words = [
+        f"model={model}",
+        f"model.n_layers={layers}",
+        f"train.seq_len={seq_len}",
+        "parallel.param_dtype=bfloat16",
+    ]
     words += ["experiment=null", "mesh.pp_size=1"]  # one rank is traced
-    words += draw.choice([[], [], ["optim=sgd"], ["optim.state_dtype=bfloat16"], ["optim.implementation=foreach"]])
+    words += draw.choice(
+        [[], [], ["optim=sgd"], ["optim.state_dtype=bfloat16"], ["optim.implementation=foreach"]]
+    )
     settings = {
         "checkpointing": [f"memory.gradient_checkpointing={draw.choice(['none', 'full'])}"],
         "loss": [f"memory.chunk_loss={draw.choice(['true', 'false'])}"],
@@ -213,7 +233,8 @@ def random_search(draw: random.Random) -> tuple[str, Hardware, int, float, list[
 
 
 def run_searches(count: int, jobs: int, seed: int = 0) -> list[Searched]:
-    """Search, and trace every candidate; searches with too few that fit, or too many, are drawn again."""
+    """Search, and trace every candidate; searches with too few that fit, or too many, are drawn
+    again."""
     draw, done = random.Random(seed), []
     with _tracing(jobs) as trace:
         while len(done) < count:
@@ -223,15 +244,22 @@ def run_searches(count: int, jobs: int, seed: int = 0) -> list[Searched]:
                 result = search(base, words, hardware, world_size, memory_bytes, fast_estimate)
             except ConfigError:
                 continue
-            if len(result.candidates) <= CHECKED or len(result.candidates) + len(result.over) > MOST_CANDIDATES:
+            if (
+                len(result.candidates) <= CHECKED
+                or len(result.candidates) + len(result.over) > MOST_CANDIDATES
+            ):
                 continue
-            with unit(f"search {len(done) + 1} of {len([*result.candidates, *result.over])} candidates") as note:
+            with unit(
+                f"search {len(done) + 1} of {len([*result.candidates, *result.over])} candidates"
+            ) as note:
                 done.append(_judge(name, result, trace))
                 note.note = f"place {done[-1].place}"
     return done
 
 
-def _judge(name: str, result: SearchResult, trace: Callable[[Sequence[Run]], list[Traced | None]]) -> Searched:
+def _judge(
+    name: str, result: SearchResult, trace: Callable[[Sequence[Run]], list[Traced | None]]
+) -> Searched:
     every = [*result.candidates, *result.over]
     found = trace([(one.config, result.hardware, result.world_size) for one in every])
     speeds: dict[str, float] = {}
@@ -243,7 +271,9 @@ def _judge(name: str, result: SearchResult, trace: Callable[[Sequence[Run]], lis
     order = sorted(speeds.values(), reverse=True)
     chosen: list[Candidate] = result.leading(CHECKED)
     best = max(speeds.get(label(one.config), 0.0) for one in chosen)
-    return Searched(name, len(every), order.index(best) + 1, 1 - best / order[0] if order[0] else 0.0)
+    return Searched(
+        name, len(every), order.index(best) + 1, 1 - best / order[0] if order[0] else 0.0
+    )
 
 
 def render(errors: Sequence[Error], searches: Sequence[Searched]) -> tuple[list[str], bool]:
@@ -251,18 +281,29 @@ def render(errors: Sequence[Error], searches: Sequence[Searched]) -> tuple[list[
     lines = ["## Estimates against full traces", ""]
     missed = [error for error in errors if error.worst > ERROR_BAR]
     if errors:
-        lines += [f"Layers as given, else 4; {len(missed)} of {len(errors)} runs over {ERROR_BAR:.0%}.", ""]
+        lines += [
+            f"Layers as given, else 4; {len(missed)} of {len(errors)} runs over {ERROR_BAR:.0%}.",
+            "",
+        ]
         lines += ["| profile, ranks: overrides | peak | reserved | step |", "|---|---:|---:|---:|"]
-        lines += [f"| {one.name} | {one.peak:+.1%} | {one.reserved:+.1%} | {one.step:+.1%} |" for one in errors]
+        lines += [
+            f"| {one.name} | {one.peak:+.1%} | {one.reserved:+.1%} | {one.step:+.1%} |"
+            for one in errors
+        ]
     wrong = [one for one in searches if not one.right]
     if searches:
         first = sum(one.place == 1 for one in searches)
         lines += ["", "### Random searches, all candidates traced", ""]
         lines += [
-            f"- In {len(searches) - len(wrong)} of {len(searches)} the best, or a tie of 1%, is among the planner's "
-            f"first three; in {first} the best itself.",
+            (
+                f"- In {len(searches) - len(wrong)} of {len(searches)} the best, or a tie of 1%, is "
+                f"among the planner's first three; in {first} the best itself."
+            ),
             f"- {sum(one.candidates for one in searches)} candidates traced.",
         ]
-        lines += [f"- Place {one.place} of {one.candidates}, {one.loss:.1%} slower: {one.name}" for one in wrong]
+        lines += [
+            f"- Place {one.place} of {one.candidates}, {one.loss:.1%} slower: {one.name}"
+            for one in wrong
+        ]
     met = not missed and len(wrong) <= (1 - SEARCHES_BAR) * len(searches)
     return lines, met

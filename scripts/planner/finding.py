@@ -28,7 +28,9 @@ class Finding:
     def cells(self) -> list[str]:
         """Cells of the table."""
         error, bar = (
-            (f"{self.error:+.1%}", f"{self.bar:.0%}") if self.relative else (f"{self.error:+.3f}", f"{self.bar}")
+            (f"{self.error:+.1%}", f"{self.bar:.0%}")
+            if self.relative
+            else (f"{self.error:+.3f}", f"{self.bar}")
         )
         figures = [f"{self.published:.2f}", f"{self.predicted:.2f}"]
         return [self.row, self.what, *figures, error, bar, "met" if self.met else "**missed**"]

@@ -1,10 +1,13 @@
-"""Compare the memory and time that ``gpu_smoke.py`` has measured with the planner's predictions. Needs no GPU.
+"""Compare the memory and time that ``gpu_smoke.py`` has measured with the planner's predictions.
+Needs no GPU.
 
-    python scripts/planner/gpu_planned.py smoke/smoke.jsonl --hardware h200 --write benchmarks/gpu_planned.md
+    python scripts/planner/gpu_planned.py smoke/smoke.jsonl --hardware h200 --write
+    benchmarks/gpu_planned.md
 
-Every row of the file that a fresh or emptied process trained alone is traced with the same words. Peak is the highest
-sum of tensors on the device in the steps after the first, to the byte of PyTorch's allocator. Models that take a few
-milliseconds are bound by their host, which a profile does not know: their times are not compared.
+Every row of the file that a fresh or emptied process trained alone is traced with the same words.
+Peak is the highest sum of tensors on the device in the steps after the first, to the byte of
+PyTorch's allocator. Models that take a few milliseconds are bound by their host, which a profile
+does not know: their times are not compared.
 """
 
 import argparse
@@ -48,13 +51,17 @@ def words_of(check: str) -> dict[str, list[str]]:
     fsdp2 = [*SMALL, "parallel=fsdp2"]
     if check == "memory":
         plain = [*fsdp2, "parallel.param_dtype=float32"]
-        return {"plain": plain} | {name: [*plain, *words] for name, words in training.MEMORY.items()}
+        return {"plain": plain} | {
+            name: [*plain, *words] for name, words in training.MEMORY.items()
+        }
     if check in ("compile", "float8"):
         rows = training.COMPILED if check == "compile" else training.FLOAT8
         compiled = ["train.compile=true"] * (check == "float8")
         return {name: [*fsdp2, *BF16, *compiled, *words] for name, words in rows.items()}
     if check == "optimizers":
-        return {name: [*SMALL, *training.SINGLE, *words] for name, words in training.OPTIMIZERS.items()}
+        return {
+            name: [*SMALL, *training.SINGLE, *words] for name, words in training.OPTIMIZERS.items()
+        }
     if check == "adapters":
         return {
             f"{form} {dtype}": [*words, "parallel=fsdp2", f"parallel.param_dtype={dtype}"]
@@ -95,7 +102,8 @@ def render(rows: list[Compared], command: str, machine: str, hardware: str) -> s
     for row in rows:
         peak = row.measured["peak_gib"]
         page.append(
-            f"| {row.check} | {row.name} | {peak:.4f} | {row.peak_gib:.4f} | {100 * (row.peak_gib / peak - 1):+.2f}% |"
+            f"| {row.check} | {row.name} | {peak:.4f} | {row.peak_gib:.4f} | "
+            f"{100 * (row.peak_gib / peak - 1):+.2f}% |"
         )
     timed = [row for row in rows if "reserved_gib" in row.measured]
     if timed:
@@ -104,21 +112,27 @@ def render(rows: list[Compared], command: str, machine: str, hardware: str) -> s
     for row in timed:
         step = row.measured["step_ms"]
         page.append(
-            f"| {row.name} | {step:.1f} | {row.step_ms:.1f} | {100 * (row.step_ms / step - 1):+.1f}% "
-            f"| {row.measured['reserved_gib']:.2f} | {row.reserved_gib:.2f} |"
+            f"| {row.name} | {step:.1f} | {row.step_ms:.1f} | "
+            f"{100 * (row.step_ms / step - 1):+.1f}% | {row.measured['reserved_gib']:.2f} | "
+            f"{row.reserved_gib:.2f} |"
         )
     return "\n".join(page) + "\n"
 
 
 def main() -> None:
     """Print or write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("measured", type=Path, help="smoke.jsonl")
     parser.add_argument("--hardware", required=True, help="profile of the device")
     parser.add_argument("--write", type=Path, metavar="PAGE")
     args = parser.parse_args()
     lines = [json.loads(line) for line in args.measured.read_text().splitlines()]
-    machine = next((line["facts"]["machine"] for line in lines if "machine" in line.get("facts", {})), "not recorded")
+    machine = next(
+        (line["facts"]["machine"] for line in lines if "machine" in line.get("facts", {})),
+        "not recorded",
+    )
     units = sum(len(words_of(line["check"])) for line in lines)
     with progress(units):
         rows = list(compare(lines, args.hardware))

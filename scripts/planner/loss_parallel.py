@@ -1,8 +1,9 @@
-"""PyTorch's ``loss_parallel`` (``torch/distributed/tensor/parallel/loss.py``) on plain tensors, for traces.
+"""PyTorch's ``loss_parallel`` (``torch/distributed/tensor/parallel/loss.py``) on plain tensors, for
+traces.
 
-torchtitan uses it where ranks split the vocabulary. It keeps log-probabilities and makes three more float32 tensors of
-the logits' size in its backward; the trainer's own loss keeps one tensor and changes it in place. Operators and
-collectives are PyTorch's, in their order.
+torchtitan uses it where ranks split the vocabulary. It keeps log-probabilities and makes three more
+float32 tensors of the logits' size in its backward; the trainer's own loss keeps one tensor and
+changes it in place. Operators and collectives are PyTorch's, in their order.
 
 Shapes: N tokens, V classes of this rank.
 """
@@ -18,11 +19,15 @@ from fsdptoys.loss.vocabulary import Vocabulary
 
 
 class LossParallel(torch.autograd.Function):
-    """The sum of the cross entropies of this rank's rows; takes the place of ``vocabulary._LogitsLoss``."""
+    """The sum of the cross entropies of this rank's rows; takes the place of
+    ``vocabulary._LogitsLoss``."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, objective: Objective, vocabulary: Vocabulary) -> Tensor:
-        """Losses of all tokens from kept log-probabilities; objectives other than cross entropy are not covered."""
+    def forward(
+        ctx: Any, logits_NV: Tensor, labels_N: Tensor, objective: Objective, vocabulary: Vocabulary
+    ) -> Tensor:
+        """Losses of all tokens from kept log-probabilities; objectives other than cross entropy are
+        not covered."""
         assert not objective.label_smoothing and not objective.z_loss_coef
         wide_NV = logits_NV.float()
         shifted_NV = wide_NV - vocabulary.max_(wide_NV.amax(1, keepdim=True))

@@ -1,13 +1,16 @@
-"""Published runs with several axes of parallelism against the planner, for ``validate_plan --layouts``.
+"""Published runs with several axes of parallelism against the planner, for ``validate_plan
+--layouts``.
 
-Today's trainer is predicted with each row's layout, batch, sequence and checkpointing, as ``fsdptoys plan`` does, on
-the row's machine, and compared in reserved memory and in tokens per second of one GPU. Speed is also compared after
-fitting the speed of matmuls to one row of a machine, and by rank correlation over the layouts of one machine and model.
+Today's trainer is predicted with each row's layout, batch, sequence and checkpointing, as
+``fsdptoys plan`` does, on the row's machine, and compared in reserved memory and in tokens per
+second of one GPU. Speed is also compared after fitting the speed of matmuls to one row of a
+machine, and by rank correlation over the layouts of one machine and model.
 
-torchtitan's selective checkpointing recomputes every other matmul, and its loss of a split vocabulary is PyTorch's
-(``loss_parallel``); the trainer has no setting for either, so torchtitan's rows are predicted with them. Rows that
-differ only in settings that no prediction has (float8, compilation, asynchronous tensor parallelism) share one. Rows
-that cannot be planned are listed with the reason.
+torchtitan's selective checkpointing recomputes every other matmul, and its loss of a split
+vocabulary is PyTorch's (``loss_parallel``); the trainer has no setting for either, so torchtitan's
+rows are predicted with them. Rows that differ only in settings that no prediction has (float8,
+compilation, asynchronous tensor parallelism) share one. Rows that cannot be planned are listed with
+the reason.
 """
 
 from collections import defaultdict
@@ -43,9 +46,14 @@ class Layout:
     row: PublishedLayout
 
     def predict(self, hardware: Hardware) -> Prediction:
-        """Predict on a machine; caches of blocks and heads would take the row's for the trainer's, and are emptied."""
+        """Predict on a machine; caches of blocks and heads would take the row's for the trainer's,
+        and are emptied."""
         loss = [(vocabulary, "_LogitsLoss", LossParallel)] if self.row.loss_parallel else []
-        every_other = (activation_checkpointing, "create_selective_checkpoint_contexts", _keep_every_other)
+        every_other = (
+            activation_checkpointing,
+            "create_selective_checkpoint_contexts",
+            _keep_every_other,
+        )
         kept = [every_other] if self.row.checkpointing == "selective_torchtitan" else []
         with replaced(*loss, *kept):
             _forget()
@@ -81,7 +89,8 @@ class PlannedLayout:
     tokens_per_second: float
     """Of one GPU, with nothing fitted."""
     fitted: float | None
-    """The same with the speed of matmuls fitted to another row of the machine; None for that row."""
+    """The same with the speed of matmuls fitted to another row of the machine; None for that
+    row."""
 
     @property
     def memory_met(self) -> bool | None:
@@ -92,7 +101,9 @@ class PlannedLayout:
     def cells(self) -> list[str]:
         """Cells of the table."""
         row = self.row
-        sizes = f"{row.batch_size} × {row.seq_len:,}" + (f" × {row.micro_batches}" if row.micro_batches > 1 else "")
+        sizes = f"{row.batch_size} × {row.seq_len:,}" + (
+            f" × {row.micro_batches}" if row.micro_batches > 1 else ""
+        )
         memory = ["", f"{self.memory_gib:.1f}", "", ""]
         if row.memory_gib is not None:
             verdict = "met" if self.memory_met else "**missed**"
@@ -103,8 +114,16 @@ class PlannedLayout:
                 verdict,
             ]
         published = row.speed
-        speeds = [f"{published:,.0f}", f"{self.tokens_per_second:,.0f}", f"{self.tokens_per_second / published:.2f}"]
-        fitted = ["fit" if row.fit else ""] if self.fitted is None else [f"{self.fitted / published:.2f}"]
+        speeds = [
+            f"{published:,.0f}",
+            f"{self.tokens_per_second:,.0f}",
+            f"{self.tokens_per_second / published:.2f}",
+        ]
+        fitted = (
+            ["fit" if row.fit else ""]
+            if self.fitted is None
+            else [f"{self.fitted / published:.2f}"]
+        )
         return [row.name, row.layout, sizes, *memory, *speeds, *fitted, ", ".join(row.missing)]
 
 
@@ -132,10 +151,13 @@ def plan_layouts(rows: Sequence[PublishedLayout]) -> LayoutResults:
                 hardware = machine(row.machine)
                 if row.fit:
                     case = Case(traced.seconds, row.tokens / row.speed, row.name)
-                    fits[row.machine] = calibrate([case], hardware, choose_parameters(["compute"])).hardware
+                    fits[row.machine] = calibrate(
+                        [case], hardware, choose_parameters(["compute"])
+                    ).hardware
                     share = fits[row.machine].matmul_efficiency.value
                     results.notes.append(
-                        f"{MACHINES[row.machine]}: {share:.3f} of the peak in matmuls, from “{row.name}”"
+                        f"{MACHINES[row.machine]}: {share:.3f} of the peak in matmuls, from "
+                        f"“{row.name}”"
                     )
                 seconds = traced.seconds(fits[row.machine]) if row.machine in fits else None
                 made[key] = traced.reserved_bytes(hardware) / GIB, traced.seconds(hardware), seconds
@@ -148,7 +170,8 @@ def plan_layouts(rows: Sequence[PublishedLayout]) -> LayoutResults:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's rank correlation; equal values share the mean of their ranks. NaN if all values of one are equal."""
+    """Spearman's rank correlation; equal values share the mean of their ranks. NaN if all values of
+    one are equal."""
     ranks = np.array([_ranks(first), _ranks(second)])
     apart = ranks - ranks.mean(1, keepdims=True)
     scale = float(np.sqrt((apart[0] ** 2).sum() * (apart[1] ** 2).sum()))
@@ -177,7 +200,10 @@ class Ranking:
 
     def line(self) -> str:
         """Cells of the table."""
-        return f"| {self.title} | {self.rows} | {self.value:.2f} | {RANK_BAR} | {'met' if self.met else '**missed**'} |"
+        return (
+            f"| {self.title} | {self.rows} | {self.value:.2f} | {RANK_BAR} | "
+            f"{'met' if self.met else '**missed**'} |"
+        )
 
 
 def rankings(planned: Sequence[PlannedLayout]) -> list[Ranking]:
@@ -197,16 +223,28 @@ def rankings(planned: Sequence[PlannedLayout]) -> list[Ranking]:
     return found
 
 
-def render_layouts(rows: Sequence[PublishedLayout], results: LayoutResults) -> tuple[list[str], bool]:
+def render_layouts(
+    rows: Sequence[PublishedLayout], results: LayoutResults
+) -> tuple[list[str], bool]:
     """Lines of the section, and whether every bar was met."""
-    header = ["row", "layout", "batch × tokens (× micro-batches)", "GiB: published", "predicted", "ratio", ""]
+    header = [
+        "row",
+        "layout",
+        "batch × tokens (× micro-batches)",
+        "GiB: published",
+        "predicted",
+        "ratio",
+        "",
+    ]
     header += ["tokens/s: published", "predicted", "ratio", "ratio with fit", "not in the trace"]
     lines = [*(f"- Fitted: {note}" for note in results.notes), ""]
     for key, title in MACHINES.items():
         members = [each for each in results.planned if each.row.machine == key]
         if members:
             lines += [f"### {title}", "", f"| {' | '.join(header)} |"]
-            lines += ["| --- | --- | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: | --- |"]
+            lines += [
+                "| --- | --- | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: | --- |"
+            ]
             lines += [*(f"| {' | '.join(each.cells())} |" for each in members), ""]
     ranked = rankings(results.planned)
     if ranked:
@@ -214,7 +252,10 @@ def render_layouts(rows: Sequence[PublishedLayout], results: LayoutResults) -> t
         lines += ["| --- | ---: | ---: | ---: | --- |", *(each.line() for each in ranked), ""]
     lines += unplanned_table([row for row in rows if row.obstacle])
     lines += ["### Sources", ""]
-    lines += [f"- {source}, {date}" for source, date in dict.fromkeys((row.source, row.date) for row in rows)]
+    lines += [
+        f"- {source}, {date}"
+        for source, date in dict.fromkeys((row.source, row.date) for row in rows)
+    ]
     missed = sum(each.memory_met is False for each in results.planned)
     count = sum(each.memory_met is not None for each in results.planned)
     lines += ["", f"{missed} of {count} memories are off by more than {MEMORY_BAR:.0%}."]
@@ -228,7 +269,11 @@ def unplanned_table(rows: Sequence[PublishedLayout]) -> list[str]:
     lines = ["### Not planned", "", "| row | machine | layout | tokens/s | GiB | reason |"]
     lines += ["| --- | --- | --- | ---: | ---: | --- |"]
     for row in rows:
-        speed = f"{row.mfu:.0%} MFU" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
+        speed = (
+            f"{row.mfu:.0%} MFU"
+            if row.tokens_per_second is None
+            else f"{row.tokens_per_second:,.0f}"
+        )
         memory = "" if row.memory_gib is None else f"{row.memory_gib:.1f}"
         cells = [row.name, MACHINES[row.machine], row.layout, speed, memory, row.obstacle]
         lines.append(f"| {' | '.join(cells)} |")

@@ -1,7 +1,9 @@
-"""Today's trainer on one H200 as the planner predicts it, for ``validate_plan``: no figure of these rows is measured.
+"""Today's trainer on one H200 as the planner predicts it, for ``validate_plan``: no figure of these
+rows is measured.
 
-The shapes are those of ``bench_gpu``, with every default of the trainer. The last row is a model without settings, as
-``fsdptoys train`` runs it. A profile's ``memory_efficiency`` and host times are assumptions, named on the page.
+The shapes are those of ``bench_gpu``, with every default of the trainer. The last row is a model
+without settings, as ``fsdptoys train`` runs it. A profile's ``memory_efficiency`` and host times
+are assumptions, named on the page.
 """
 
 from collections.abc import Sequence
@@ -37,7 +39,9 @@ NAMES = {f"{PREFIX} {row}": words for row, words in _ROWS.items()}
 def planned_config(row: str, n_layers: int | None = None) -> Config:
     """The validated configuration of a row."""
     depth = [] if n_layers is None else [f"model.n_layers={n_layers}"]
-    run = compose_hypothetical([*NAMES[row], *depth, f"plan.hardware={HARDWARE}", "plan.world_size=1"], searches=False)
+    run = compose_hypothetical(
+        [*NAMES[row], *depth, f"plan.hardware={HARDWARE}", "plan.world_size=1"], searches=False
+    )
     validate_switches(run.config, run.world_size, run.hardware.device_type, 1)
     return run.config
 
@@ -66,18 +70,37 @@ class PlannedRow:
             f"{1e3 * time.kinds[kind.value]:.1f}"
             for kind in (KernelKind.matmul, KernelKind.attention, KernelKind.memory)
         ]
-        waits = [time.exposed_communication_seconds + time.exposed_transfer_seconds, time.host_seconds]
-        figures = [f"{1e3 * time.step_seconds:.1f}", f"{tokens / time.step_seconds:,.0f}", f"{mfu:.1%}"]
+        waits = [
+            time.exposed_communication_seconds + time.exposed_transfer_seconds,
+            time.host_seconds,
+        ]
+        figures = [
+            f"{1e3 * time.step_seconds:.1f}",
+            f"{tokens / time.step_seconds:,.0f}",
+            f"{mfu:.1%}",
+        ]
         figures += [f"{memory.peak_bytes / GIB:.1f}", f"{memory.reserved_bytes / GIB:.1f}", *kinds]
-        return [self.row.removeprefix(f"{PREFIX} "), *figures, *(f"{1e3 * wait:.1f}" for wait in waits)]
+        return [
+            self.row.removeprefix(f"{PREFIX} "),
+            *figures,
+            *(f"{1e3 * wait:.1f}" for wait in waits),
+        ]
 
 
 def planned_table(rows: Sequence[PlannedRow]) -> list[str]:
     """Lines of the table, and the profile's rates that are assumed."""
     hardware = load_hardware(HARDWARE)
-    quantities = {name: value for name, value in vars(hardware).items() if isinstance(value, Quantity)}
-    assumed = ", ".join(name for name, quantity in quantities.items() if "assumed" in quantity.source)
+    quantities = {
+        name: value for name, value in vars(hardware).items() if isinstance(value, Quantity)
+    }
+    assumed = ", ".join(
+        name for name, quantity in quantities.items() if "assumed" in quantity.source
+    )
     header = ["row", "step, ms", "tokens/s", "MFU", "peak, GiB", "reserved, GiB"]
     header += ["matmul, ms", "attention", "element-wise", "collectives, copies", "host"]
     cells = [header, ["---", *["---:"] * (len(header) - 1)], *(row.cells(hardware) for row in rows)]
-    return [*(f"| {' | '.join(line)} |" for line in cells), "", f"Assumed in the profile: {assumed}."]
+    return [
+        *(f"| {' | '.join(line)} |" for line in cells),
+        "",
+        f"Assumed in the profile: {assumed}.",
+    ]

@@ -1,7 +1,9 @@
-"""Published runs with several axes of parallelism: the rows of ``published_layouts.yaml``, and their overrides.
+"""Published runs with several axes of parallelism: the rows of ``published_layouts.yaml``, and
+their overrides.
 
-Every table of the file has its source. Other programs made the runs, so a row also lists the parts of its run that the
-trainer, as ``fsdptoys plan`` traces it, does not have. Rows with equal overrides on one machine share a trace.
+Every table of the file has its source. Other programs made the runs, so a row also lists the parts
+of its run that the trainer, as ``fsdptoys plan`` traces it, does not have. Rows with equal
+overrides on one machine share a trace.
 """
 
 import functools
@@ -45,7 +47,8 @@ class PublishedLayout:
     """Sequences of a micro-batch of the ranks that share sequences (tp, cp and pp)."""
     micro_batches: int = 1
     checkpointing: str = "none"
-    """``memory.gradient_checkpointing``, or ``selective_torchtitan``: selective without every other matmul."""
+    """``memory.gradient_checkpointing``, or ``selective_torchtitan``: selective without every other
+    matmul."""
     fsdp: int = 1
     """Ranks that shard parameters and have other sequences; cp and tp ranks shard them too."""
     tp: int = 1
@@ -59,7 +62,8 @@ class PublishedLayout:
     async_tp: bool = False
     """Whether collectives of tensor parallelism overlap the matmuls that they belong to."""
     loss_parallel: bool = False
-    """Whether ranks that split the vocabulary use PyTorch's ``loss_parallel``, with which the row is traced."""
+    """Whether ranks that split the vocabulary use PyTorch's ``loss_parallel``, with which the row
+    is traced."""
     words: tuple[str, ...] = ()
     """Further overrides of the trainer."""
     absent: tuple[str, ...] = ()
@@ -74,7 +78,8 @@ class PublishedLayout:
             raise ValueError(f"{self.name}: unknown machine {self.machine}")
         if self.gpus % self.ranks_of_copy:
             raise ValueError(
-                f"{self.name}: {self.gpus} GPUs are no multiple of {self.ranks_of_copy}, the axes' product"
+                f"{self.name}: {self.gpus} GPUs are no multiple of {self.ranks_of_copy}, the "
+                "axes' product"
             )
         if self.tokens_per_second is None and self.mfu is None:
             raise ValueError(f"{self.name}: no published speed")
@@ -86,7 +91,8 @@ class PublishedLayout:
 
     @functools.cached_property
     def speed(self) -> float:
-        """Published tokens per second, or those of the published MFU by the trainer's count of FLOPs."""
+        """Published tokens per second, or those of the published MFU by the trainer's count of
+        FLOPs."""
         if self.tokens_per_second is not None:
             return self.tokens_per_second
         assert self.mfu is not None
@@ -125,8 +131,16 @@ class PublishedLayout:
 
     def overrides(self) -> list[str]:
         """Overrides of ``fsdptoys plan`` for the row's layout."""
-        words = ["experiment=null", f"model={self.model}", "parallel=fsdp2", "parallel.param_dtype=bfloat16"]
-        words += ["parallel.reduce_dtype=float32", f"mesh.fsdp_size={self.ranks_of_copy // self.pp}"]
+        words = [
+            "experiment=null",
+            f"model={self.model}",
+            "parallel=fsdp2",
+            "parallel.param_dtype=bfloat16",
+        ]
+        words += [
+            "parallel.reduce_dtype=float32",
+            f"mesh.fsdp_size={self.ranks_of_copy // self.pp}",
+        ]
         for axis, size in {"tp": self.tp, "cp": self.cp, "ep": self.ep, "pp": self.pp}.items():
             words += [f"mesh.{axis}_size={size}"] * (size > 1)
         words += ["parallel.context=gathered"] * (self.cp > 1)
@@ -148,7 +162,9 @@ class PublishedLayout:
         """The validated configuration."""
         config: Config = compose_config(self.overrides())
         hardware = machine(self.machine)
-        validate_switches(config, self.gpus, hardware.device_type, int(hardware.devices_per_node.value))
+        validate_switches(
+            config, self.gpus, hardware.device_type, int(hardware.devices_per_node.value)
+        )
         return config
 
 
@@ -157,13 +173,18 @@ def parse_tables(tables: Iterable[Mapping[str, Any]]) -> list[PublishedLayout]:
 
     Raises:
         TypeError: for an unknown or a missing key.
-        ValueError: for a row that contradicts itself, a name that is taken, or a second fit on one machine.
+        ValueError: for a row that contradicts itself, a name that is taken, or a second fit on one
+            machine.
     """
     rows = []
     for table in tables:
-        shared = {key: value for key, value in table.items() if key not in ("common", "rows")} | table.get("common", {})
+        shared = {
+            key: value for key, value in table.items() if key not in ("common", "rows")
+        } | table.get("common", {})
         for given in table["rows"]:
-            lists = {key: (*shared.get(key, ()), *given.get(key, ())) for key in ("words", "absent")}
+            lists = {
+                key: (*shared.get(key, ()), *given.get(key, ())) for key in ("words", "absent")
+            }
             values = shared | given | lists
             rows.append(PublishedLayout(**values | {"date": str(values["date"])}))
     for kind, names in (

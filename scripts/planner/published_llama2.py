@@ -1,7 +1,8 @@
 """The model of this project's first published table: Llama2 without fused operators.
 
-After ``models/llama2.py`` (57409f5) and ``accelerate/loss.py`` (0770205) of github.com/icerain-alt/FSDPToys, for
-``published_programs``: the same tensors, in the same order, with the same lifetimes.
+After ``models/llama2.py`` (57409f5) and ``accelerate/loss.py`` (0770205) of
+github.com/icerain-alt/FSDPToys, for ``published_programs``: the same tensors, in the same order,
+with the same lifetimes.
 """
 
 from dataclasses import dataclass
@@ -39,7 +40,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dim."""
         wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * self.weight
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(
+            x
+        ) * self.weight
 
 
 class Attention(nn.Module):
@@ -48,7 +51,9 @@ class Attention(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.n_heads = sizes.n_heads
-        self.query, self.key, self.value, self.out = (nn.Linear(sizes.dim, sizes.dim, bias=False) for _ in range(4))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(sizes.dim, sizes.dim, bias=False) for _ in range(4)
+        )
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         """Attend causally; angles of shape (T, K)."""
@@ -59,7 +64,9 @@ class Attention(nn.Module):
         query, key, value = query.view(heads), key.view(heads), value.view(heads)
         query, key = _rotate(query, key, angles)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        )
         return self.out(attended.transpose(1, 2).contiguous().view(batch, seq_len, dim))
 
 
@@ -98,7 +105,11 @@ class Block(nn.Module):
     feed_forward: nn.Module
 
     def __init__(
-        self, attention: nn.Module, feed_forward: nn.Module, attention_norm: nn.Module, feed_forward_norm: nn.Module
+        self,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+        attention_norm: nn.Module,
+        feed_forward_norm: nn.Module,
     ) -> None:
         super().__init__()
         self.attention, self.feed_forward = attention, feed_forward
@@ -122,7 +133,12 @@ class Llama2(nn.Module):
         # The full angle appears in both halves, in float32.
         self.register_buffer("angles", torch.empty(sizes.positions, sizes.dim // sizes.n_heads))
         self.layers = nn.ModuleList(
-            Block(Attention(sizes), FeedForward(sizes.dim, sizes.ffn_dim), RMSNorm(sizes.dim), RMSNorm(sizes.dim))
+            Block(
+                Attention(sizes),
+                FeedForward(sizes.dim, sizes.ffn_dim),
+                RMSNorm(sizes.dim),
+                RMSNorm(sizes.dim),
+            )
             for _ in range(sizes.n_layers)
         )
         self.norm = RMSNorm(sizes.dim)
@@ -139,7 +155,8 @@ class Llama2(nn.Module):
         angles = self.angles[: tokens.shape[1]]
         for layer in self.layers:
             if self.checkpointing:
-                # The unit is inside the checkpoint: its parameters are gathered again by the recomputation.
+                # The unit is inside the checkpoint: its parameters are gathered again by the
+                # recomputation.
                 hidden = checkpoint(layer, x=hidden, positions=angles, use_reentrant=False)
             else:
                 hidden = layer(x=hidden, positions=angles)
@@ -150,7 +167,9 @@ class ChunkedLoss(torch.autograd.Function):
     """The loss chunk by chunk, with the gradients of each taken at once by a function transform."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int
+    ) -> Tensor:
         """Mean cross entropy; keeps both gradients for the backward."""
         total = torch.zeros((), device=hidden.device)
         hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros_like(weight)
@@ -161,7 +180,9 @@ class ChunkedLoss(torch.autograd.Function):
             strict=True,
         )
         for part, part_grad, part_labels in chunks:
-            gradients, loss = torch.func.grad_and_value(_summed_loss, argnums=(0, 1))(part, weight, part_labels)
+            gradients, loss = torch.func.grad_and_value(_summed_loss, argnums=(0, 1))(
+                part, weight, part_labels
+            )
             total.add_(loss)
             part_grad.copy_(gradients[0])
             weight_grad.add_(gradients[1])

@@ -1,19 +1,20 @@
 """The programs behind this project's first published table, rewritten for tracing.
 
-Eight Ascend A2 NPUs trained Llama2-7B, batch 1, sequence 4096, with torch 2.7.1 and the first program of this name
-(github.com/icerain-alt/FSDPToys). Today's trainer keeps less and offloads differently, so its predictions cannot be
-compared with that table; traces of equivalent programs can. Each fact that affects memory or time has a comment with
-the commit at which it was read:
+Eight Ascend A2 NPUs trained Llama2-7B, batch 1, sequence 4096, with torch 2.7.1 and the first
+program of this name (github.com/icerain-alt/FSDPToys). Today's trainer keeps less and offloads
+differently, so its predictions cannot be compared with that table; traces of equivalent programs
+can. Each fact that affects memory or time has a comment with the commit at which it was read:
 
-- a2304c9: ``train_fsdp1.py``, ``train_fsdp2.py``, ``accelerate/offload.py``, the newest public versions found, with all
-  switches of the table except the finer wrapping;
-- e9bea04: ``run_fsdp.sh``: expandable segments, and tensors of collectives not recorded on their streams.
+- a2304c9: ``train_fsdp1.py``, ``train_fsdp2.py``, ``accelerate/offload.py``, the newest public
+  versions found, with all switches of the table except the finer wrapping;
+- e9bea04: ``run_fsdp.sh``: expandable segments, and tensors of collectives not recorded on their
+  streams.
 
-One difference: at a2304c9 the vocabulary has 100,000 tokens, which makes 7.3 billion parameters; the table's 9.72 GiB
-are those of 32,000.
+One difference: at a2304c9 the vocabulary has 100,000 tokens, which makes 7.3 billion parameters;
+the table's 9.72 GiB are those of 32,000.
 
-The programs follow rank 0, whose numbers were printed. They run on any device: a planned one, or a CPU with tiny sizes
-(FSDP1's CPU offload and its broadcast need an accelerator).
+The programs follow rank 0, whose numbers were printed. They run on any device: a planned one, or a
+CPU with tiny sizes (FSDP1's CPU offload and its broadcast need an accelerator).
 """
 
 from collections.abc import Callable, Iterator
@@ -86,7 +87,12 @@ def _rows() -> dict[tuple[str, str], tuple[Switches, Published]]:
         "block gc chunk": {"checkpointing": True, "chunk_loss": True},
         "block gc chunk oo": {"checkpointing": True, "chunk_loss": True, "optimizer_offload": True},
         "block gc chunk co": {"checkpointing": True, "chunk_loss": True, "cpu_offload": True},
-        "parts gc chunk co": {"parts": True, "checkpointing": True, "chunk_loss": True, "cpu_offload": True},
+        "parts gc chunk co": {
+            "parts": True,
+            "checkpointing": True,
+            "chunk_loss": True,
+            "cpu_offload": True,
+        },
         "parts": {"parts": True},
         "parts gc": {"parts": True, "checkpointing": True},
     }
@@ -107,12 +113,13 @@ def _rows() -> dict[tuple[str, str], tuple[Switches, Published]]:
 
 
 ROWS = _rows()
-"""(strategy, name) → switches and results. gc: checkpointing; oo and co: optimizer or full CPU offload; parts: finer
-wrapping."""
+"""(strategy, name) → switches and results. gc: checkpointing; oo and co: optimizer or full CPU
+offload; parts: finer wrapping."""
 
 
 def materialize(module: nn.Module, device: torch.device, fill: Fill | None) -> None:
-    """Allocate a module's parameters and buffers in the order in which FSDP moves them to a device."""
+    """Allocate a module's parameters and buffers in the order in which FSDP moves them to a
+    device."""
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -128,9 +135,11 @@ def materialize(module: nn.Module, device: torch.device, fill: Fill | None) -> N
 def shard_with_fsdp2(
     model: Llama2, mesh: DeviceMesh, device: torch.device, switches: Switches, fill: Fill | None
 ) -> None:
-    """Wrap each block, then the rest, and spread the values of rank 0 one parameter at a time (a2304c9)."""
+    """Wrap each block, then the rest, and spread the values of rank 0 one parameter at a time
+    (a2304c9)."""
     settings: dict[str, Any] = {
-        # Two axes, one with a single rank: the path of hybrid sharding, with an all-reduce that does nothing.
+        # Two axes, one with a single rank: the path of hybrid sharding, with an all-reduce that
+        # does nothing.
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -148,7 +157,11 @@ def shard_with_fsdp2(
     materialize(model, device, fill)
     # Before torch 2.8 the root was never resharded; the head is read outside of it.
     fully_shard(model, reshard_after_forward=False, **settings)
-    shards = [parameter.to_local().detach() for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    shards = [
+        parameter.to_local().detach()
+        for parameter in model.parameters()
+        if isinstance(parameter, DTensor)
+    ]
     # With CPU offload the whole sharded model went to the device for this, and back.
     shards = [shard.to(device) for shard in shards]
     for parameter, shard in zip(model.parameters(), shards, strict=True):
@@ -193,10 +206,11 @@ def shard_with_fsdp1(
 def stock_order() -> Iterator[None]:
     """Let FSDP2 reshard and note its order after a recomputed forward too, as torch 2.7.1 does.
 
-    If a checkpointed block has a unit before its last module, prefetching then guesses wrong, and the parameters
-    gathered in vain stay until the backward ends. The table's two rows that this concerns were not made so: traced
-    with it they need 20.7 and 10.9 GiB (torch 2.7.1 itself and 2.13 in this guise give the same trace). They were made
-    with ``accelerate/fsdp2_patch.py`` (cbab1de), then, whose fix is in torch from 2.10 on.
+    If a checkpointed block has a unit before its last module, prefetching then guesses wrong, and
+    the parameters gathered in vain stay until the backward ends. The table's two rows that this
+    concerns were not made so: traced with it they need 20.7 and 10.9 GiB (torch 2.7.1 itself and
+    2.13 in this guise give the same trace). They were made with ``accelerate/fsdp2_patch.py``
+    (cbab1de), then, whose fix is in torch from 2.10 on.
     """
     newer = FSDPParamGroup.post_forward
 
@@ -250,12 +264,19 @@ def first_program(
 
 
 def _train(
-    switches: Switches, recorder: Marks, device: torch.device, sizes: Sizes, steps: int, fill: Fill | None
+    switches: Switches,
+    recorder: Marks,
+    device: torch.device,
+    sizes: Sizes,
+    steps: int,
+    fill: Fill | None,
 ) -> list[float]:
     recorder.mark(0, "construction")
     with torch.device("meta"):
         model = Llama2(sizes, switches.checkpointing)
-    mesh = DeviceMesh(device.type, [list(range(dist.get_world_size()))], mesh_dim_names=("dp", "fsdp"))
+    mesh = DeviceMesh(
+        device.type, [list(range(dist.get_world_size()))], mesh_dim_names=("dp", "fsdp")
+    )
     wrapped: nn.Module = model
     if switches.strategy == "fsdp1":
         wrapped = shard_with_fsdp1(model, mesh, device, switches, fill)
@@ -269,7 +290,11 @@ def _train(
     for step in range(1, steps + 1):
         recorder.mark(step, "data")
         tokens = torch.zeros(sizes.batch_size, sizes.seq_len, dtype=torch.int32).to(device)
-        labels = torch.zeros(sizes.batch_size, dtype=torch.int64)[:, None].to(device).repeat(1, sizes.seq_len)
+        labels = (
+            torch.zeros(sizes.batch_size, dtype=torch.int64)[:, None]
+            .to(device)
+            .repeat(1, sizes.seq_len)
+        )
         recorder.mark(step, "forward")
         hidden = wrapped(tokens)
         if switches.chunk_loss:

@@ -1,10 +1,12 @@
-"""torchtitan's benchmark of December 2024, rewritten for tracing: Llama 3.1 8B on 8 and 128 H100s, eager.
+"""torchtitan's benchmark of December 2024, rewritten for tracing: Llama 3.1 8B on 8 and 128 H100s,
+eager.
 
-Its page (github.com/pytorch/torchtitan, ``benchmarks/llama3_h100_202412_torchtitan.md``) gives tokens per second and
-GPU and the highest reserved memory at the 90th step. The run: FSDP2 on one axis, batch 2 of 8192 tokens per GPU,
-selective checkpointing by operator, torch of 2024-12-23, torchtitan of 2024-12-26, on H100s with 96 GB of HBM2e at 2.4
-TB/s, limited to 500 W, and 400 Gb/s of network per GPU. Facts come from sources of the half years around it
-(``train.py`` and ``llama3_8b.toml`` 0011fb9, ``parallelize_llama.py`` 004b314, ``optimizer.py`` 04a22a0, ``model.py``
+Its page (github.com/pytorch/torchtitan, ``benchmarks/llama3_h100_202412_torchtitan.md``) gives
+tokens per second and GPU and the highest reserved memory at the 90th step. The run: FSDP2 on one
+axis, batch 2 of 8192 tokens per GPU, selective checkpointing by operator, torch of 2024-12-23,
+torchtitan of 2024-12-26, on H100s with 96 GB of HBM2e at 2.4 TB/s, limited to 500 W, and 400 Gb/s
+of network per GPU. Facts come from sources of the half years around it (``train.py`` and
+``llama3_8b.toml`` 0011fb9, ``parallelize_llama.py`` 004b314, ``optimizer.py`` 04a22a0, ``model.py``
 0199cbc); a comment marks each source of another day.
 """
 
@@ -74,7 +76,8 @@ class Published:
 
 
 def h100() -> Hardware:
-    """Hardware of torchtitan's table: an H100 with other memory than the common one, and FlashAttention."""
+    """Hardware of torchtitan's table: an H100 with other memory than the common one, and
+    FlashAttention."""
     source = "github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
     return dataclasses.replace(
         load_hardware("h100"),
@@ -85,7 +88,8 @@ def h100() -> Hardware:
 
 
 class RMSNorm(nn.Module):
-    """``nn.RMSNorm`` as PyTorch ran it before it had a fused kernel (2.9): every step an operator, in float32."""
+    """``nn.RMSNorm`` as PyTorch ran it before it had a fused kernel (2.9): every step an operator,
+    in float32."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -99,7 +103,8 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention that repeats keys and values, and rotates by complex numbers in float32."""
+    """Grouped-query attention that repeats keys and values, and rotates by complex numbers in
+    float32."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -107,14 +112,19 @@ class Attention(nn.Module):
         self.repeats = sizes.n_heads // sizes.n_kv_heads
         kv_dim = sizes.n_kv_heads * self.head_dim
         self.query = nn.Linear(sizes.dim, sizes.dim, bias=False)
-        self.key, self.value = nn.Linear(sizes.dim, kv_dim, bias=False), nn.Linear(sizes.dim, kv_dim, bias=False)
+        self.key, self.value = (
+            nn.Linear(sizes.dim, kv_dim, bias=False),
+            nn.Linear(sizes.dim, kv_dim, bias=False),
+        )
         self.out = nn.Linear(sizes.dim, sizes.dim, bias=False)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         """Attend causally; turns are complex numbers of shape (T, K/2)."""
         batch, seq_len, _ = x.shape
         query, key, value = self.query(x), self.key(x), self.value(x)
-        query, key, value = (each.view(batch, seq_len, -1, self.head_dim) for each in (query, key, value))
+        query, key, value = (
+            each.view(batch, seq_len, -1, self.head_dim) for each in (query, key, value)
+        )
         query, key = _rotate(query, key, turns)
         key, value = self._repeat(key), self._repeat(value)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -147,7 +157,12 @@ class Llama3(nn.Module):
         turns = torch.empty(sizes.seq_len, sizes.dim // sizes.n_heads // 2, dtype=torch.complex64)
         self.register_buffer("turns", turns)
         self.layers = nn.ModuleList(
-            Block(Attention(sizes), FeedForward(sizes.dim, sizes.ffn_dim), RMSNorm(sizes.dim), RMSNorm(sizes.dim))
+            Block(
+                Attention(sizes),
+                FeedForward(sizes.dim, sizes.ffn_dim),
+                RMSNorm(sizes.dim),
+                RMSNorm(sizes.dim),
+            )
             for _ in range(sizes.n_layers)
         )
         self.norm = RMSNorm(sizes.dim)
@@ -165,7 +180,9 @@ def keep_every_other_product() -> Any:
     """Contexts of one block's forward and recomputation (``selective_ac_option = "op"``)."""
     counts: defaultdict[bool, int] = defaultdict(int)
 
-    def policy(context: Any, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(
+        context: Any, operator: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
         saved = operator in SAVED
         if operator is aten.mm.default:
             counts[context.is_recompute] += 1
@@ -196,7 +213,9 @@ def torchtitan_program(
     with torch.device("meta"):
         model = Llama3(sizes)
     for index, layer in enumerate(model.layers):
-        model.layers[index] = checkpoint_wrapper(layer, context_fn=keep_every_other_product, preserve_rng_state=False)
+        model.layers[index] = checkpoint_wrapper(
+            layer, context_fn=keep_every_other_product, preserve_rng_state=False
+        )
     mesh = DeviceMesh(device.type, list(range(dist.get_world_size())), mesh_dim_names=("dp_shard",))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for index, layer in enumerate(model.layers):
@@ -210,8 +229,11 @@ def torchtitan_program(
         for parameter in model.parameters():
             assert isinstance(parameter, DTensor)
             fill(parameter.to_local())
-    # ``fused`` was off by default, so that states are updated group by group through whole lists of temporaries.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
+    # ``fused`` was off by default, so that states are updated group by group through whole lists of
+    # temporaries.
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
+    )
     losses = []
     for step in range(1, steps + 1):
         recorder.mark(step, "data")

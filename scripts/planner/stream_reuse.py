@@ -3,14 +3,16 @@
     python scripts/planner/stream_reuse.py                                 # every case, FSDP1 and FSDP2
     python scripts/planner/stream_reuse.py --case "frozen reference" --hardware a2
 
-Each case is traced twice on a device that does not exist, without and with the patch, and replayed on the planner's
-allocator, which keeps a pool of freed memory for each stream, as PyTorch's does. The runs are those of the trainer:
+Each case is traced twice on a device that does not exist, without and with the patch, and replayed
+on the planner's allocator, which keeps a pool of freed memory for each stream, as PyTorch's does.
+The runs are those of the trainer:
 
 - one root: a training run;
-- frozen reference: a second model's forward after each step, as for a KL term or a moving average of the weights;
+- frozen reference: a second model's forward after each step, as for a KL term or a moving average
+  of the weights;
 - second run: a run is deleted, and another one starts in the same process, as in a notebook;
-- root per block: each block is sharded by itself and no module contains them all, so that each is a root
-  (``reshard_after_forward=True``, or every block would stay gathered).
+- root per block: each block is sharded by itself and no module contains them all, so that each is a
+  root (``reshard_after_forward=True``, or every block would stay gathered).
 """
 
 import argparse
@@ -29,7 +31,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.plan_config import AllocatorKind
@@ -49,8 +56,18 @@ from tests.harness.full_trace import trace_here
 RANKS, STEPS = 8, 2
 STRATEGIES = ("fsdp1", "fsdp2")
 SETTINGS = (
-    *("experiment=null", "model=llama3_1b", "train.seq_len=4096", "train.batch_size=1", f"train.steps={STEPS}"),
-    *("parallel.param_dtype=bfloat16", "memory.gradient_checkpointing=full", "memory.chunk_loss=true"),
+    *(
+        "experiment=null",
+        "model=llama3_1b",
+        "train.seq_len=4096",
+        "train.batch_size=1",
+        f"train.steps={STEPS}",
+    ),
+    *(
+        "parallel.param_dtype=bfloat16",
+        "memory.gradient_checkpointing=full",
+        "memory.chunk_loss=true",
+    ),
 )
 
 
@@ -76,7 +93,9 @@ def one_root(config: Config, recorder: OpRecorder, hardware: Hardware) -> None:
 def frozen_reference(config: Config, recorder: OpRecorder, hardware: Hardware) -> None:
     """A second model's forward after each step."""
     trainer, reference = (make_trainer(config, recorder, hardware) for _ in range(2))
-    tokens_BT = torch.zeros(1, config.train.seq_len, dtype=torch.int64, device=trainer.world.device.torch_device)
+    tokens_BT = torch.zeros(
+        1, config.train.seq_len, dtype=torch.int64, device=trainer.world.device.torch_device
+    )
 
     def run_reference(_: Any) -> None:
         with torch.no_grad():
@@ -100,7 +119,9 @@ def root_per_block(config: Config, recorder: OpRecorder, hardware: Hardware) -> 
     with apply_patches(config.patches, config.parallel.name):
         for index, block in enumerate(model.layers):
             if config.parallel.name == "fsdp2":
-                precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+                precision = MixedPrecisionPolicy(
+                    param_dtype=torch.bfloat16, cast_forward_inputs=False
+                )
                 fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
                 block.to_empty(device=device)
             else:
@@ -110,7 +131,9 @@ def root_per_block(config: Config, recorder: OpRecorder, hardware: Hardware) -> 
                     process_group=mesh.get_group(),
                     device_id=device,
                     use_orig_params=True,
-                    mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=False),
+                    mixed_precision=MixedPrecision(
+                        param_dtype=torch.bfloat16, cast_forward_inputs=False
+                    ),
                 )
         outside: list[nn.Module] = [model.embed_tokens, model.norm, model.lm_head]
         for module in outside:
@@ -140,7 +163,9 @@ CASES: dict[str, Callable[[Config, OpRecorder, Hardware], None]] = {
 }
 
 
-def measure(case: str, strategy: str, patched: bool, hardware: Hardware, words: list[str]) -> tuple[int, int, int]:
+def measure(
+    case: str, strategy: str, patched: bool, hardware: Hardware, words: list[str]
+) -> tuple[int, int, int]:
     """Trace a case in this process, which cannot be used afterwards.
 
     Returns:
@@ -168,14 +193,22 @@ def measure(case: str, strategy: str, patched: bool, hardware: Hardware, words: 
     return streams, peak, replayed.memory().reserved_bytes
 
 
-def measure_elsewhere(case: str, strategy: str, patched: bool, hardware: str, words: list[str]) -> tuple[int, int, int]:
+def measure_elsewhere(
+    case: str, strategy: str, patched: bool, hardware: str, words: list[str]
+) -> tuple[int, int, int]:
     """``measure`` in a process of its own."""
-    hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    hidden = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.pickle")
         command = [sys.executable, __file__, "--one", case, strategy, str(patched), str(answer)]
         command += ["--hardware", hardware, *words]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | hidden, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | hidden, check=False
+        )
         if done.returncode:
             raise RuntimeError(f"{case} could not be traced:\n{done.stderr}")
         figures: tuple[int, int, int] = pickle.loads(answer.read_bytes())
@@ -184,21 +217,32 @@ def measure_elsewhere(case: str, strategy: str, patched: bool, hardware: str, wo
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", help="KEY=VALUE settings of the run, in place of the ones above")
-    parser.add_argument("--case", action="append", choices=CASES, help="repeat it for several; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "words", nargs="*", help="KEY=VALUE settings of the run, in place of the ones above"
+    )
+    parser.add_argument(
+        "--case", action="append", choices=CASES, help="repeat it for several; default: all"
+    )
     parser.add_argument("--strategy", action="append", choices=STRATEGIES, help="likewise")
     parser.add_argument("--hardware", default="h100", help="a profile of fsdptoys plan")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     asked = parser.parse_intermixed_args()
     if asked.one:
         case, strategy, patched, answer = asked.one
-        figures = measure(case, strategy, patched == "True", load_hardware(asked.hardware), asked.words)
+        figures = measure(
+            case, strategy, patched == "True", load_hardware(asked.hardware), asked.words
+        )
         Path(answer).write_bytes(pickle.dumps(figures))
         return
     cases, strategies = asked.case or list(CASES), asked.strategy or STRATEGIES
     print(f"{asked.hardware}, {RANKS} ranks: {' '.join(settings(asked.words))}")
-    print("| strategy | case | patched | streams with memory | peak allocated (GiB) | reserved (GiB) |")
+    print(
+        "| strategy | case | patched | streams with memory | peak allocated (GiB) | reserved "
+        "(GiB) |"
+    )
     print("|---|---|---|---|---|---|")
     with progress(2 * len(strategies) * len(cases)):
         for strategy in strategies:
@@ -209,7 +253,10 @@ def main() -> None:
                             case, strategy, patched, asked.hardware, asked.words
                         )
                     figures = f"{streams} | {peak / 2**30:.2f} | {reserved / 2**30:.2f}"
-                    print(f"| {strategy} | {case} | {'yes' if patched else 'no'} | {figures} |", flush=True)
+                    print(
+                        f"| {strategy} | {case} | {'yes' if patched else 'no'} | {figures} |",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Today's trainer on the sixteen rows of this project's first published table, for ``validate_plan``.
+"""Today's trainer on the sixteen rows of this project's first published table, for
+``validate_plan``.
 
-The rows are those of ``configs/sweep/classic_fsdp1.yaml`` and ``classic_fsdp2.yaml``, as ``fsdptoys sweep`` runs them,
-traced at full depth for eight Ascend A2 NPUs. Their memory must be at most the published one; nothing is fitted.
+The rows are those of ``configs/sweep/classic_fsdp1.yaml`` and ``classic_fsdp2.yaml``, as ``fsdptoys
+sweep`` runs them, traced at full depth for eight Ascend A2 NPUs. Their memory must be at most the
+published one; nothing is fitted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -63,7 +65,11 @@ class TrainerRow:
         published = self.published
         memory = [f"{published.end_gib:.2f}", f"{self.end_gib:.2f}", end]
         memory += [f"{published.reserved_gib:.2f}", f"{self.reserved_gib:.2f}", reserved]
-        times = [f"{published.seconds:.2f}", f"{self.seconds:.2f}", f"{published.seconds / self.seconds:.2f}"]
+        times = [
+            f"{published.seconds:.2f}",
+            f"{self.seconds:.2f}",
+            f"{published.seconds / self.seconds:.2f}",
+        ]
         return [self.row.removeprefix(f"{PREFIX} "), *memory, *times]
 
 

@@ -1,10 +1,12 @@
-"""Predict memory and time of tuning a model: all parameters, adapters, adapters beside four-bit weights.
+"""Predict memory and time of tuning a model: all parameters, adapters, adapters beside four-bit
+weights.
 
-    python scripts/planner/tuning_table.py
-    python scripts/planner/tuning_table.py --models llama3_8b --write docs/tuning.png
+    python scripts/planner/tuning_table.py python scripts/planner/tuning_table.py --models llama3_8b
+    --write docs/tuning.png
 
-Each is planned under DDP, FSDP2 and FSDP2 with CPU offload, on 1 to 8 devices of 24, 48 and 80 GiB, with the planner's
-planner: bfloat16, full checkpointing, chunked loss, one sequence a device. Nothing is trained.
+Each is planned under DDP, FSDP2 and FSDP2 with CPU offload, on 1 to 8 devices of 24, 48 and 80 GiB,
+with the planner's planner: bfloat16, full checkpointing, chunked loss, one sequence a device.
+Nothing is trained.
 """
 
 import argparse
@@ -62,8 +64,12 @@ class Cell:
 def plan(words: Sequence[str], hardware: Hardware, ranks: int) -> Cell:
     """Predict a combination; a refused one has no prediction."""
     try:
-        config = compose_config([*words, *(["parallel=single"] if ranks == 1 and "parallel=ddp" in words else [])])
-        config.validate(ranks, hardware.device_type, min(ranks, int(hardware.devices_per_node.value)))
+        config = compose_config(
+            [*words, *(["parallel=single"] if ranks == 1 and "parallel=ddp" in words else [])]
+        )
+        config.validate(
+            ranks, hardware.device_type, min(ranks, int(hardware.devices_per_node.value))
+        )
         prediction = fast_estimate(config, hardware, ranks)
     except ConfigError:
         return Cell(None)
@@ -86,9 +92,13 @@ def text_of(cell: Cell) -> str:
 
 def main() -> int:
     """Print a table for each model, and draw a picture of all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=["llama3_8b", "llama3_70b"])
-    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a sequence; default: 2048")
+    parser.add_argument(
+        "--seq-len", type=int, default=2048, help="tokens of a sequence; default: 2048"
+    )
     parser.add_argument("--write", type=Path, help="also draw the tables into a PNG file")
     arguments = parser.parse_args()
     started = time.perf_counter()
@@ -115,13 +125,24 @@ def main() -> int:
 def print_table(model: str, table: dict[tuple[str, str, int], dict[str, Cell]]) -> None:
     """Print one model's rows as Markdown."""
     names = [f"{load_hardware(name).title.removeprefix('NVIDIA ')}" for name in DEVICES]
-    print(f"\n{model}: reserved memory of a device, its host memory, and the step on each kind of device\n")
+    print(
+        f"\n{model}: reserved memory of a device, its host memory, and the step on each kind of "
+        "device\n"
+    )
     print(f"| tune | strategy | devices | device GiB | host GiB | {' | '.join(names)} |")
     print(f"|---|---|---:|---:|---:|{'---:|' * len(names)}")
     for (tune, strategy, ranks), cells in table.items():
         known = [cell.prediction.memory for cell in cells.values() if cell.prediction is not None]
-        low, high = (f(memory.reserved_bytes / GIB for memory in known) if known else 0.0 for f in (min, max))
-        reserved = "refused" if not known else f"{high:.1f}" if high - low < 0.05 else f"{low:.1f}–{high:.1f}"
+        low, high = (
+            f(memory.reserved_bytes / GIB for memory in known) if known else 0.0 for f in (min, max)
+        )
+        reserved = (
+            "refused"
+            if not known
+            else f"{high:.1f}"
+            if high - low < 0.05
+            else f"{low:.1f}–{high:.1f}"
+        )
         host = f"{max(memory.host_bytes for memory in known) / GIB:.1f}" if known else ""
         steps = " | ".join(text_of(cell) if known else "" for cell in cells.values())
         print(f"| {tune} | {strategy} | {ranks} | {reserved} | {host} | {steps} |")
@@ -135,25 +156,39 @@ def draw(tables: dict[str, dict[tuple[str, str, int], dict[str, Cell]]], path: P
     rows = [(tune, strategy) for tune in TUNES for strategy in STRATEGIES]
     columns = [(name, ranks) for name in DEVICES for ranks in RANKS]
     figure = Figure(figsize=(12, 0.6 + 3.9 * len(tables)), layout="constrained")
-    for axes, (model, table) in zip(figure.subplots(len(tables), squeeze=False).flat, tables.items(), strict=True):
+    for axes, (model, table) in zip(
+        figure.subplots(len(tables), squeeze=False).flat, tables.items(), strict=True
+    ):
         for y, (tune, strategy) in enumerate(rows):
             for x, (name, ranks) in enumerate(columns):
                 cell = table[tune, strategy, ranks][name]
-                axes.add_patch(Rectangle((x, y), 1, 1, facecolor=COLORS[cell.state], edgecolor="white", linewidth=2))
+                axes.add_patch(
+                    Rectangle(
+                        (x, y), 1, 1, facecolor=COLORS[cell.state], edgecolor="white", linewidth=2
+                    )
+                )
                 if cell.prediction is not None:
                     reserved = cell.prediction.memory.reserved_bytes / GIB
                     seconds = cell.prediction.time.step_seconds
-                    label = f"{reserved:.0f} GiB" + (f"\n{seconds:.2g} s" if cell.state == "fits" else "")
+                    label = f"{reserved:.0f} GiB" + (
+                        f"\n{seconds:.2g} s" if cell.state == "fits" else ""
+                    )
                     color = "white" if cell.state == "fits" else "#555555"
-                    axes.text(x + 0.5, y + 0.5, label, ha="center", va="center", fontsize=7.5, color=color)
+                    axes.text(
+                        x + 0.5, y + 0.5, label, ha="center", va="center", fontsize=7.5, color=color
+                    )
         axes.set_xlim(0, len(columns))
         axes.set_ylim(len(rows), 0)
         for edge in (len(RANKS), 2 * len(RANKS)):
             axes.axvline(edge, color="#555555", linewidth=1)
         for edge in (len(STRATEGIES), 2 * len(STRATEGIES)):
             axes.axhline(edge, color="#555555", linewidth=1)
-        axes.set_xticks([x + 0.5 for x in range(len(columns))], [str(ranks) for _, ranks in columns])
-        axes.set_yticks([y + 0.5 for y in range(len(rows))], [f"{tune}, {strategy}" for tune, strategy in rows])
+        axes.set_xticks(
+            [x + 0.5 for x in range(len(columns))], [str(ranks) for _, ranks in columns]
+        )
+        axes.set_yticks(
+            [y + 0.5 for y in range(len(rows))], [f"{tune}, {strategy}" for tune, strategy in rows]
+        )
         axes.tick_params(length=0)
         groups = axes.secondary_xaxis("top")
         places = [len(RANKS) * (number + 0.5) for number in range(len(DEVICES))]
@@ -162,7 +197,10 @@ def draw(tables: dict[str, dict[tuple[str, str, int], dict[str, Cell]]], path: P
         axes.set_xlabel("devices")
         axes.set_title(model, loc="left", fontweight="bold")
     meanings = {"fits": "fits", "host": "too little host memory", "no": "does not fit"}
-    handles = [Patch(facecolor=COLORS[state], edgecolor="#999999", label=text) for state, text in meanings.items()]
+    handles = [
+        Patch(facecolor=COLORS[state], edgecolor="#999999", label=text)
+        for state, text in meanings.items()
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.savefig(path, dpi=110)
     print(f"wrote {path}")

@@ -1,30 +1,34 @@
-"""Compare the planner's simulator with published measurements; exit with 1 if an error exceeds its bar.
+"""Compare the planner's simulator with published measurements; exit with 1 if an error exceeds its
+bar.
 
-    python scripts/planner/validate_plan.py
-    python scripts/planner/validate_plan.py --rows "fsdp2 block gc" "torchtitan 8"
-    python scripts/planner/validate_plan.py --rows h200
-    python scripts/planner/validate_plan.py --write benchmarks/plan.md --jobs 2
-    python scripts/planner/validate_plan.py --errors 60 --searches 100 --jobs 2
+    python scripts/planner/validate_plan.py python scripts/planner/validate_plan.py --rows "fsdp2
+    block gc" "torchtitan 8" python scripts/planner/validate_plan.py --rows h200 python
+    scripts/planner/validate_plan.py --write benchmarks/plan.md --jobs 2 python
+    scripts/planner/validate_plan.py --errors 60 --searches 100 --jobs 2
 
-Every row is traced at full depth and replayed. Today's trainer did not make the published runs: sections 2 to 4 trace
-programs that do the same as the published ones (``published_programs``, ``published_torchtitan``).
+Every row is traced at full depth and replayed. Today's trainer did not make the published runs:
+sections 2 to 4 trace programs that do the same as the published ones (``published_programs``,
+``published_torchtitan``).
 
-1. Today's trainer with the switches of the first README of this project (``trainer_rows``): memory allocated at the end
-   of a step, and reserved, each at most the published value. Predicted step times stand next to the published ones.
-2. The first README (8 Ascend A2, Llama2-7B, batch 1, sequence 4096, torch 2.7.1): memory allocated at the end of a
-   step, and reserved. Nothing is fitted.
-3. Its step times, with the speed of matmuls fitted on the first row of each strategy; then again with two more numbers
-   that no data sheet has, the latency of a transfer and the rate of AdamW on a host core, fitted on the two FSDP2 rows
-   that depend on them.
-4. torchtitan's Llama 3.1 8B on 8 and 128 H100s of December 2024: memory; and the time on 128, with the speed of matmuls
-   fitted on 8.
+1. Today's trainer with the switches of the first README of this project (``trainer_rows``): memory
+   allocated at the end of a step, and reserved, each at most the published value. Predicted step
+   times stand next to the published ones.
+2. The first README (8 Ascend A2, Llama2-7B, batch 1, sequence 4096, torch 2.7.1): memory allocated
+   at the end of a step, and reserved. Nothing is fitted.
+3. Its step times, with the speed of matmuls fitted on the first row of each strategy; then again
+   with two more numbers that no data sheet has, the latency of a transfer and the rate of AdamW on
+   a host core, fitted on the two FSDP2 rows that depend on them.
+4. torchtitan's Llama 3.1 8B on 8 and 128 H100s of December 2024: memory; and the time on 128, with
+   the speed of matmuls fitted on 8.
 
-5. Today's trainer on one H200 (``planned_rows``): predicted step, speed and memory, without a published counterpart.
+5. Today's trainer on one H200 (``planned_rows``): predicted step, speed and memory, without a
+   published counterpart.
 
-``--layouts`` prints section 7 instead: today's trainer with the layouts of published runs (``planned_layouts``).
+``--layouts`` prints section 7 instead: today's trainer with the layouts of published runs
+(``planned_layouts``).
 
-``--errors`` and ``--searches`` print the errors of the estimates instead, and searches checked by brute force
-(``estimate_errors``).
+``--errors`` and ``--searches`` print the errors of the estimates instead, and searches checked by
+brute force (``estimate_errors``).
 
 Reserved memory settles after three steps, so three are traced; the numbers are of the last one.
 """
@@ -56,7 +60,13 @@ from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 from fsdptoys.plan.trace.op_recorder import OpRecorder
 from scripts.common.progress import progress, unit
-from scripts.planner import estimate_errors, planned_layouts, planned_rows, published_torchtitan, trainer_rows
+from scripts.planner import (
+    estimate_errors,
+    planned_layouts,
+    planned_rows,
+    published_torchtitan,
+    trainer_rows,
+)
 from scripts.planner.finding import Finding
 from scripts.planner.planned_rows import PlannedRow, planned_config, planned_table
 from scripts.planner.published_layouts import read_layouts
@@ -98,7 +108,11 @@ def trace_row(name: str, n_layers: int | None) -> Trace:
         n_layers: of the model; None for all.
     """
     family, _, rest = name.partition(" ")
-    titan, trainer, planned = family == "torchtitan", name in trainer_rows.NAMES, name in planned_rows.NAMES
+    titan, trainer, planned = (
+        family == "torchtitan",
+        name in trainer_rows.NAMES,
+        name in planned_rows.NAMES,
+    )
     hardware = h100() if titan else load_hardware(planned_rows.HARDWARE) if planned else a2()
 
     def published(recorder: OpRecorder) -> None:
@@ -135,7 +149,9 @@ def make_traces(names: Iterable[str], folder: Path, jobs: int, n_layers: int | N
         words = [sys.executable, __file__, "--trace", name, "--keep", str(folder)]
         words += [] if n_layers is None else ["--layers", str(n_layers)]
         with unit(f"trace of {name}"):
-            done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=TIMEOUT_SECONDS)
+            done = subprocess.run(
+                words, capture_output=True, text=True, env=environment, timeout=TIMEOUT_SECONDS
+            )
         if done.returncode:
             raise RuntimeError(f"{name} could not be traced:\n{done.stderr}")
 
@@ -156,7 +172,10 @@ def file_name(row: str) -> str:
 def named(words: Iterable[str]) -> list[str]:
     """Rows of these names, or with one of these words first."""
     chosen = {
-        name for word in words for name in NAMES if name == word or (word not in NAMES and name.split()[0] == word)
+        name
+        for word in words
+        for name in NAMES
+        if name == word or (word not in NAMES and name.split()[0] == word)
     }
     return [name for name in NAMES if name in chosen]
 
@@ -175,9 +194,15 @@ class Rows:
             with open(folder / file_name(name), "rb") as file:
                 self.traces[name] = pickle.load(file)
 
-    def replay(self, name: str, hardware: Hardware, allocator: AllocatorKind = AllocatorKind.expandable) -> Replay:
+    def replay(
+        self, name: str, hardware: Hardware, allocator: AllocatorKind = AllocatorKind.expandable
+    ) -> Replay:
         """Replay a row; both programs asked for expandable segments."""
-        return replay(self.traces[name], hardware, build_allocator(allocator, device_type=hardware.device_type))
+        return replay(
+            self.traces[name],
+            hardware,
+            build_allocator(allocator, device_type=hardware.device_type),
+        )
 
     def seconds(self, name: str) -> Callable[[Hardware], float]:
         """Seconds of a row's step, as a function of the hardware."""
@@ -185,7 +210,9 @@ class Rows:
 
     def fit(self, name: str, published: float, hardware: Hardware, parameter: str) -> Hardware:
         """Fit one rate to a row's time."""
-        return calibrate([Case(self.seconds(name), published, name)], hardware, choose_parameters([parameter])).hardware
+        return calibrate(
+            [Case(self.seconds(name), published, name)], hardware, choose_parameters([parameter])
+        ).hardware
 
 
 def trainers_rows(rows: Rows) -> list[TrainerRow]:
@@ -195,7 +222,11 @@ def trainers_rows(rows: Rows) -> list[TrainerRow]:
         if row in rows.traces:
             replayed = rows.replay(row, a2())
             memory, seconds = replayed.memory(), replayed.time().step_seconds
-            made.append(TrainerRow(row, ROWS[key][1], memory.end_bytes / GIB, memory.reserved_bytes / GIB, seconds))
+            made.append(
+                TrainerRow(
+                    row, ROWS[key][1], memory.end_bytes / GIB, memory.reserved_bytes / GIB, seconds
+                )
+            )
     return made
 
 
@@ -214,7 +245,9 @@ def classic_memory(rows: Rows) -> list[Finding]:
         if row in rows.traces:
             memory = rows.replay(row, hardware).memory()
             end, reserved = memory.end_bytes / GIB, memory.reserved_bytes / GIB
-            findings.append(Finding(row, "GiB at end", published.end_gib, end, END_BAR_GIB, relative=False))
+            findings.append(
+                Finding(row, "GiB at end", published.end_gib, end, END_BAR_GIB, relative=False)
+            )
             bar = RESERVED_BARS[strategy]
             findings.append(Finding(row, "GiB reserved", published.reserved_gib, reserved, bar))
     return findings
@@ -237,11 +270,19 @@ def classic_time(rows: Rows, fit_host: bool) -> tuple[list[Finding], list[str]]:
             continue
         hardware = rows.fit(base, ROWS[strategy, FITTED_ROW][1].seconds, a2(), "compute")
         used = {base}
-        fitted.append(f"{strategy}: {hardware.matmul_efficiency.value:.3f} of the peak in matmuls, from “{base}”")
+        fitted.append(
+            f"{strategy}: {hardware.matmul_efficiency.value:.3f} of the peak in matmuls, from "
+            f"“{base}”"
+        )
         if fit_host and all(" ".join(key) in rows.traces for key in (TRANSFER_ROW, ADAM_ROW)):
             # FSDP2's rows give both rates, on a node with FSDP2's matmul speed.
-            theirs = rows.fit(f"fsdp2 {FITTED_ROW}", ROWS["fsdp2", FITTED_ROW][1].seconds, a2(), "compute")
-            for key, parameter in ((TRANSFER_ROW, "latency of transfers"), (ADAM_ROW, "AdamW on the host")):
+            theirs = rows.fit(
+                f"fsdp2 {FITTED_ROW}", ROWS["fsdp2", FITTED_ROW][1].seconds, a2(), "compute"
+            )
+            for key, parameter in (
+                (TRANSFER_ROW, "latency of transfers"),
+                (ADAM_ROW, "AdamW on the host"),
+            ):
                 theirs = rows.fit(" ".join(key), ROWS[key][1].seconds, theirs, parameter)
                 used.add(" ".join(key))
             hardware = dataclasses.replace(
@@ -250,14 +291,22 @@ def classic_time(rows: Rows, fit_host: bool) -> tuple[list[Finding], list[str]]:
                 cpu_adam_parameters_per_second=theirs.cpu_adam_parameters_per_second,
             )
             if strategy == "fsdp2":
-                latency, rate = theirs.transfer_latency_seconds.value, theirs.cpu_adam_parameters_per_second.value
-                fitted.append(f"both: {latency * 1e3:.2f} ms a transfer, {rate / 1e6:.0f} million parameters a second")
+                latency, rate = (
+                    theirs.transfer_latency_seconds.value,
+                    theirs.cpu_adam_parameters_per_second.value,
+                )
+                fitted.append(
+                    f"both: {latency * 1e3:.2f} ms a transfer, {rate / 1e6:.0f} million "
+                    "parameters a second"
+                )
         for (owner, name), (switches, published) in ROWS.items():
             row = f"{owner} {name}"
             if owner == strategy and row in rows.traces and row not in used:
                 offload = switches.optimizer_offload or switches.cpu_offload
                 bar = OFFLOAD_SECONDS_BAR if offload else SECONDS_BAR
-                findings.append(Finding(row, "s a step", published.seconds, rows.seconds(row)(hardware), bar))
+                findings.append(
+                    Finding(row, "s a step", published.seconds, rows.seconds(row)(hardware), bar)
+                )
     return findings, fitted
 
 
@@ -274,7 +323,8 @@ def torchtitan(rows: Rows) -> tuple[list[Finding], list[str]]:
             notes.append(f"{row}: {native:.2f} GiB with native segments")
             seconds, before = published.step_seconds, rows.seconds(row)(h100())
             notes.append(
-                f"{row}: {seconds:.2f} s a step, {seconds / before:.2f} times the {before:.2f} s without a fit"
+                f"{row}: {seconds:.2f} s a step, {seconds / before:.2f} times the {before:.2f} s "
+                "without a fit"
             )
     few, many = (f"torchtitan {ranks}" for ranks in TORCHTITAN)
     if few in rows.traces and many in rows.traces:
@@ -290,46 +340,75 @@ def render(rows: Rows) -> tuple[str, bool]:
     """The page, and whether every bar was met."""
     sections: list[tuple[str, list[Finding], list[str]]] = [
         ("2. The first table: memory, nothing fitted", classic_memory(rows), []),
-        ("3a. The first table: time, one row of each strategy fitted", *classic_time(rows, fit_host=False)),
-        ("3b. The same, with transfers and AdamW on the host from one row each", *classic_time(rows, fit_host=True)),
+        (
+            "3a. The first table: time, one row of each strategy fitted",
+            *classic_time(rows, fit_host=False),
+        ),
+        (
+            "3b. The same, with transfers and AdamW on the host from one row each",
+            *classic_time(rows, fit_host=True),
+        ),
         ("4. torchtitan: Llama 3.1 8B on H100s", *torchtitan(rows)),
     ]
     lines = ["# The planner against published runs", "", *about(), ""]
     today = trainers_rows(rows)
     if today:
-        lines += ["## 1. Today's trainer with the switches of the first table", "", *trainer_table(today), ""]
+        lines += [
+            "## 1. Today's trainer with the switches of the first table",
+            "",
+            *trainer_table(today),
+            "",
+        ]
     for title, findings, notes in sections:
         if findings:
             lines += [f"## {title}", ""]
             lines += [
-                f"- Fitted: {note}" if "from “" in note or note.startswith("both") else f"- {note}" for note in notes
+                f"- Fitted: {note}" if "from “" in note or note.startswith("both") else f"- {note}"
+                for note in notes
             ]
             lines += [""] * bool(notes)
-            lines += ["| row | | published | predicted | error | bar | |", "|---|---|---:|---:|---:|---:|---|"]
+            lines += [
+                "| row | | published | predicted | error | bar | |",
+                "|---|---|---:|---:|---:|---:|---|",
+            ]
             lines += [f"| {' | '.join(finding.cells())} |" for finding in findings] + [""]
     planned = rows_of_h200(rows)
     if planned:
-        lines += ["## 5. Today's trainer on one H200: predicted, not measured", "", *planned_table(planned), ""]
+        lines += [
+            "## 5. Today's trainer on one H200: predicted, not measured",
+            "",
+            *planned_table(planned),
+            "",
+        ]
     missed = [finding for _, findings, _ in sections for finding in findings if not finding.met]
     lines += [
         "## 8. Other validation",
         "",
-        "- Real allocations on a CPU, in order, against those of a trace: `tests/plan/test_real_allocations.py`.",
+        (
+            "- Real allocations on a CPU, in order, against those of a trace: "
+            "`tests/plan/test_real_allocations.py`."
+        ),
         "- Memory and steps of one H200: `benchmarks/gpu_planned.md`.",
         "",
         f"{len(missed)} of {sum(len(findings) for _, findings, _ in sections)} bars missed.",
     ]
     above = failures(today)
     if today:
-        lines += ["", f"{above} of {2 * len(today)} cells of today's trainer are above the published value."]
+        lines += [
+            "",
+            f"{above} of {2 * len(today)} cells of today's trainer are above the published value.",
+        ]
     return "\n".join(lines) + "\n", not missed and not above
 
 
 def check_estimate(runs: int, searches: int, jobs: int) -> int:
-    """Compare estimates with full traces of the first runs, and check searches; 0 if the bars are met."""
+    """Compare estimates with full traces of the first runs, and check searches; 0 if the bars are
+    met."""
     with progress(bool(runs) + searches):
         errors = estimate_errors.estimate_errors(jobs, runs) if runs else []
-        lines, met = estimate_errors.render(errors, estimate_errors.run_searches(searches, jobs) if searches else [])
+        lines, met = estimate_errors.render(
+            errors, estimate_errors.run_searches(searches, jobs) if searches else []
+        )
     print("\n".join([*about()[:2], "", *lines]))
     return 0 if met else 1
 
@@ -348,25 +427,50 @@ def about() -> list[str]:
     """Notes on how the page was made."""
     return [
         f"- `python {shlex.join(sys.argv)}` on {date.today()}",
-        f"- torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPU cores",
-        "- First table: 8 Ascend A2 NPUs, Llama2-7B, batch 1, sequence 4096, torch 2.7.1, expandable segments.",
-        "- gc: checkpointing; chunk: chunked loss; oo, co: optimizer or all offloaded; parts: finer wrapping.",
+        (
+            f"- torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPU "
+            "cores"
+        ),
+        (
+            "- First table: 8 Ascend A2 NPUs, Llama2-7B, batch 1, sequence 4096, torch 2.7.1, "
+            "expandable segments."
+        ),
+        (
+            "- gc: checkpointing; chunk: chunked loss; oo, co: optimizer or all offloaded; parts: "
+            "finer wrapping."
+        ),
         "- torchtitan: batch 2 × 8192, selective checkpointing, December 2024, H100 with 2.4 TB/s.",
     ]
 
 
 def main() -> int:
     """Trace, replay, print; 0 if every bar is met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", default=NAMES, metavar="ROW", help="names of rows, or their first word")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rows", nargs="+", default=NAMES, metavar="ROW", help="names of rows, or their first word"
+    )
     parser.add_argument("--write", type=Path, help="Markdown file for the page")
     parser.add_argument("--keep", type=Path, help="folder for new and existing traces")
     parser.add_argument("--jobs", type=int, default=1, help="rows to trace concurrently")
-    parser.add_argument("--layers", type=int, help="blocks of the model, for a quick run; the published models have 32")
-    parser.add_argument("--errors", type=int, metavar="N", help="compare estimates with N runs' full traces only")
-    parser.add_argument("--searches", type=int, metavar="N", help="check N random searches by brute force only")
-    parser.add_argument("--layouts", nargs="*", metavar="ROW", help="published layouts only, all or those named")
-    parser.add_argument("--trace", choices=NAMES, metavar="ROW", help="trace one row into --keep and exit")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        help="blocks of the model, for a quick run; the published models have 32",
+    )
+    parser.add_argument(
+        "--errors", type=int, metavar="N", help="compare estimates with N runs' full traces only"
+    )
+    parser.add_argument(
+        "--searches", type=int, metavar="N", help="check N random searches by brute force only"
+    )
+    parser.add_argument(
+        "--layouts", nargs="*", metavar="ROW", help="published layouts only, all or those named"
+    )
+    parser.add_argument(
+        "--trace", choices=NAMES, metavar="ROW", help="trace one row into --keep and exit"
+    )
     args = parser.parse_args()
     if not all(map(named, ([word] for word in args.rows))):
         parser.error(f"--rows must be of: {', '.join(NAMES)}")

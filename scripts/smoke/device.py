@@ -32,7 +32,10 @@ def check_device(report: Report, device: str) -> None:
         torch.zeros(1, device=device)
         free, total = torch.cuda.mem_get_info()
         report.fact("GiB of the device", total / GIB)
-        report.fact("GiB outside the allocator with a context", (total - free - torch.cuda.memory_reserved()) / GIB)
+        report.fact(
+            "GiB outside the allocator with a context",
+            (total - free - torch.cuda.memory_reserved()) / GIB,
+        )
     report.fact("machine", machine(device))
     _check_products(report, device)
     if on.is_accelerator:
@@ -56,19 +59,25 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def _check_memory(report: Report, on: Device) -> None:
-    """Two units, freed, then three: with expandable segments the allocator grows one segment to three units."""
+    """Two units, freed, then three: with expandable segments the allocator grows one segment to
+    three units."""
     unit = GIB if on.type == "cuda" else 2**20
     for count in (2, 3):
         values = torch.full((count * unit,), count, dtype=torch.uint8, device=on.torch_device)
         found = [int(extreme) for extreme in values.aminmax()]
-        report.expect(found == [count, count], f"{count} units of memory hold {found}, written was {count}")
+        report.expect(
+            found == [count, count], f"{count} units of memory hold {found}, written was {count}"
+        )
         del values
     if on.type == "cuda":
         reserved = torch.cuda.memory_reserved() / GIB
-        setting = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+        setting = os.environ.get(
+            "PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        )
         report.fact("allocator settings", setting)
         report.expect(
-            reserved < 3.5, f"2 GiB freed, then 3 GiB taken: {reserved:.2f} GiB reserved, expandable below 3.5"
+            reserved < 3.5,
+            f"2 GiB freed, then 3 GiB taken: {reserved:.2f} GiB reserved, expandable below 3.5",
         )
 
 
@@ -79,19 +88,35 @@ def check_process_group(report: Report, device: str) -> None:
     on = Device(device, 0)
     with process_group(config):
         report.fact("backend", dist.get_backend())
-        dtypes = [torch.float32, torch.bfloat16, *([torch.float64] if float64_collectives(device) else [])]
+        dtypes = [
+            torch.float32,
+            torch.bfloat16,
+            *([torch.float64] if float64_collectives(device) else []),
+        ]
         for dtype in dtypes:
             values = torch.arange(1, 1001, device=on.torch_device).to(dtype)
-            reduced, gathered, scattered = values.clone(), torch.empty_like(values), torch.empty_like(values)
+            reduced, gathered, scattered = (
+                values.clone(),
+                torch.empty_like(values),
+                torch.empty_like(values),
+            )
             dist.all_reduce(reduced)
             dist.all_gather_into_tensor(gathered, values)
             dist.reduce_scatter_tensor(scattered, values)
-            for name, got in (("all_reduce", reduced), ("all_gather", gathered), ("reduce_scatter", scattered)):
-                report.expect(torch.equal(got, values), f"{name} of one rank in {dtype} gives its input")
+            for name, got in (
+                ("all_reduce", reduced),
+                ("all_gather", gathered),
+                ("reduce_scatter", scattered),
+            ):
+                report.expect(
+                    torch.equal(got, values), f"{name} of one rank in {dtype} gives its input"
+                )
         gloo = dist.new_group([0], backend="gloo")
         count = torch.ones(3)
         dist.all_reduce(count, group=gloo)
-        report.expect(count.tolist() == [1.0] * 3, "a gloo group beside the device's gives its input")
+        report.expect(
+            count.tolist() == [1.0] * 3, "a gloo group beside the device's gives its input"
+        )
         dist.barrier(group=gloo)
         if on.bound_device is not None and device == "cuda":
             group = dist.split_group(None, [[0]])

@@ -1,4 +1,5 @@
-"""Checks of kernels against float64: the loss, attention by every implementation, and the experts' products."""
+"""Checks of kernels against float64: the loss, attention by every implementation, and the experts'
+products."""
 
 import copy
 import time
@@ -34,7 +35,8 @@ def milliseconds(device: str, call: Callable[[], object]) -> float:
 
 
 def check_loss(report: Report, device: str) -> None:
-    """Losses and gradients with ignored rows, smoothing and z-loss, of logits and of the chunked head."""
+    """Losses and gradients with ignored rows, smoothing and z-loss, of logits and of the chunked
+    head."""
     N, V, D = (512, 128256, 256) if device == "cuda" else (24, 1009, 32)
     generator = torch.Generator().manual_seed(0)
     labels_N = torch.randint(V, (N,), generator=generator)
@@ -51,7 +53,9 @@ def check_loss(report: Report, device: str) -> None:
         got_NV, got_N = rounded_NV.to(device), torch.full((N,), float("nan"), device=device)
         softmax_gradient_(got_NV, labels_N.to(device), got_N, objective, gradient=True)
         report.error(f"{dtype} losses of {N}×{V} logits", relative_error(got_N, exact_N), 1e-5)
-        report.error(f"{dtype} gradient of these", relative_error(got_NV, exact_NV.grad), TOLERANCE[dtype])
+        report.error(
+            f"{dtype} gradient of these", relative_error(got_NV, exact_NV.grad), TOLERANCE[dtype]
+        )
     if device == "cuda":
         from fsdptoys.loss.head_products import _adds_to_float32
         from fsdptoys.loss.softmax import _triton_kernel
@@ -62,8 +66,12 @@ def check_loss(report: Report, device: str) -> None:
 
 
 def _exact_losses(logits_NV: Tensor, labels_N: Tensor, objective: Objective) -> Tensor:
-    losses_N = F.cross_entropy(logits_NV, labels_N, reduction="none", label_smoothing=objective.label_smoothing)
-    return losses_N + objective.z_loss_coef * logits_NV.logsumexp(1).square() * (labels_N != IGNORE_INDEX)
+    losses_N = F.cross_entropy(
+        logits_NV, labels_N, reduction="none", label_smoothing=objective.label_smoothing
+    )
+    return losses_N + objective.z_loss_coef * logits_NV.logsumexp(1).square() * (
+        labels_N != IGNORE_INDEX
+    )
 
 
 def _check_head(report: Report, device: str, N: int, V: int, D: int) -> None:
@@ -76,10 +84,17 @@ def _check_head(report: Report, device: str, N: int, V: int, D: int) -> None:
     F.cross_entropy(exact[0] @ exact[1].t(), labels_N.to(where), reduction="sum").backward()
     got = [x.to(device).requires_grad_() for x in (hidden_ND, weight_VD)]
     loss_fn = build_loss(chunk_loss=True)
-    report.fact("chunked loss, first call, ms", milliseconds(device, lambda: loss_fn(*got, labels_N).backward()))
+    report.fact(
+        "chunked loss, first call, ms",
+        milliseconds(device, lambda: loss_fn(*got, labels_N).backward()),
+    )
     for name, found, expected in zip(("hidden states", "weight"), got, exact, strict=True):
         assert found.grad is not None and expected.grad is not None
-        report.error(f"chunked loss's gradient of the {name}", relative_error(found.grad, expected.grad), 2e-2)
+        report.error(
+            f"chunked loss's gradient of the {name}",
+            relative_error(found.grad, expected.grad),
+            2e-2,
+        )
 
 
 def check_attention(report: Report, device: str) -> None:
@@ -92,16 +107,27 @@ def check_attention(report: Report, device: str) -> None:
         exact = _exact_attention(q, k, v, grad, _causal(q.shape[2], q.device))
         for name in names:
             attend = IMPLEMENTATIONS["attention"][name]
-            _compare(report, device, f"{name} {dtype} T={q.shape[2]}", attend, (q, k, v), grad, exact, name == "torch")
+            _compare(
+                report,
+                device,
+                f"{name} {dtype} T={q.shape[2]}",
+                attend,
+                (q, k, v),
+                grad,
+                exact,
+                name == "torch",
+            )
     for length in (odd, long):
         _check_documents(report, device, length, K)
     _check_decoding(report, device, K)
 
 
 def _check_documents(report: Report, device: str, length: int, K: int) -> None:
-    """Documents of odd lengths, with rows whose scores are all below -88, where float32's exponential is zero.
+    """Documents of odd lengths, with rows whose scores are all below -88, where float32's
+    exponential is zero.
 
-    cuDNN's backward gave NaN for such rows under a mask (https://github.com/pytorch/pytorch/issues/196678).
+    cuDNN's backward gave NaN for such rows under a mask
+    (https://github.com/pytorch/pytorch/issues/196678).
     """
     q, k, v, grad = _inputs(device, torch.bfloat16, length, K, 8, 8)
     k = q * (-160 / K**0.5)  # a document's first token sees itself alone, with a score near -160
@@ -113,14 +139,19 @@ def _check_documents(report: Report, device: str, length: int, K: int) -> None:
             continue
         mask = documents.mask(segments_BT, q.dtype)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, documents: object = documents, mask: object = mask) -> Tensor:
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, documents: object = documents, mask: object = mask
+        ) -> Tensor:
             return documents.attend(q, k, v, mask)  # type: ignore[attr-defined,no-any-return]
 
-        _compare(report, device, f"documents {name} T={length}", attend, (q, k, v), grad, exact, True)
+        _compare(
+            report, device, f"documents {name} T={length}", attend, (q, k, v), grad, exact, True
+        )
 
 
 def _check_decoding(report: Report, device: str, K: int) -> None:
-    """One query over growing keys, as in generation: a plan for each length would show as slow later calls."""
+    """One query over growing keys, as in generation: a plan for each length would show as slow
+    later calls."""
     for dtype in (torch.bfloat16, torch.float32):
         times = []
         for length in (1000, 1001, 1002):
@@ -129,14 +160,21 @@ def _check_decoding(report: Report, device: str, K: int) -> None:
             with torch.no_grad():
                 out: list[Tensor] = []
                 times.append(
-                    milliseconds(device, lambda q=q, k=k, v=v, out=out: out.append(masked_attention(q, k, v, None)))
+                    milliseconds(
+                        device,
+                        lambda q=q, k=k, v=v, out=out: out.append(masked_attention(q, k, v, None)),
+                    )
                 )  # type: ignore[misc]
             exact = _exact_output(q, k, v, torch.ones(1, length, dtype=torch.bool, device=q.device))
-            report.error(f"decoding {dtype}, {length} keys", relative_error(out[0], exact), TOLERANCE[dtype])
+            report.error(
+                f"decoding {dtype}, {length} keys", relative_error(out[0], exact), TOLERANCE[dtype]
+            )
         report.fact(f"decoding {dtype}, ms of 1000, 1001 and 1002 keys", times)
 
 
-def _inputs(device: str, dtype: torch.dtype, length: int, K: int, heads: int, shared: int) -> tuple[Tensor, ...]:
+def _inputs(
+    device: str, dtype: torch.dtype, length: int, K: int, heads: int, shared: int
+) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(length)
     return tuple(
         torch.randn(1, count, length, K, generator=generator).to(device, dtype)
@@ -178,7 +216,8 @@ def _compare(
     exact: list[Tensor],
     required: bool,
 ) -> None:
-    """Compare output and gradients; an implementation that refuses these inputs is a fact unless it is required."""
+    """Compare output and gradients; an implementation that refuses these inputs is a fact unless it
+    is required."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     outputs: list[Tensor] = []
 
@@ -207,7 +246,10 @@ def check_experts(report: Report, device: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         product = choose_product(device, dtype, 64, 128)
         report.fact(f"product for {dtype}", type(product).__name__)
-        report.expect(works(product, device, dtype), f"{type(product).__name__} multiplies {dtype} with an empty group")
+        report.expect(
+            works(product, device, dtype),
+            f"{type(product).__name__} multiplies {dtype} with an empty group",
+        )
         _check_block(report, device, dtype)
 
 
@@ -235,4 +277,6 @@ def _check_block(report: Report, device: str, dtype: torch.dtype) -> None:
     # A token whose router logits are nearly equal may choose another expert in bf16.
     tolerance = 1e-4 if dtype is torch.float32 else 0.1
     for name, value in got.items():
-        report.error(f"block of experts in {dtype}, {name}", relative_error(value, expected[name]), tolerance)
+        report.error(
+            f"block of experts in {dtype}, {name}", relative_error(value, expected[name]), tolerance
+        )

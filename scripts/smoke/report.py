@@ -24,7 +24,8 @@ class Check:
 
 
 class Report:
-    """Facts and comparisons of a check, each written at once: a check that is killed keeps those before."""
+    """Facts and comparisons of a check, each written at once: a check that is killed keeps those
+    before."""
 
     def fact(self, name: str, value: Any) -> None:
         """Something measured or found, without a verdict."""
@@ -39,14 +40,22 @@ class Report:
         """
         self._write("met" if met else "failed", sentence, None)
 
-    def close(self, name: str, got: Sequence[float], expected: Sequence[float], tolerance: float) -> None:
+    def close(
+        self, name: str, got: Sequence[float], expected: Sequence[float], tolerance: float
+    ) -> None:
         """Expect numbers within a relative tolerance of an oracle's; NaN is never close."""
         errors = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(got, expected, strict=True)]
-        self.error(name, max(errors, key=lambda error: float("inf") if error != error else error), tolerance)
+        self.error(
+            name,
+            max(errors, key=lambda error: float("inf") if error != error else error),
+            tolerance,
+        )
 
     def error(self, name: str, error: float, tolerance: float) -> None:
         """Expect a relative error of at most a tolerance."""
-        self.expect(error <= tolerance, f"{name}: relative error {error:.1e}, tolerance {tolerance:.0e}")
+        self.expect(
+            error <= tolerance, f"{name}: relative error {error:.1e}, tolerance {tolerance:.0e}"
+        )
 
     def _write(self, kind: str, name: str, value: Any) -> None:
         print(json.dumps([kind, name, value]), file=sys.__stdout__, flush=True)

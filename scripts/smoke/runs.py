@@ -2,7 +2,8 @@
 
     python scripts/smoke/runs.py DEVICE '{"row": ["parallel=fsdp2"]}'    # prints each row's numbers as JSON
 
-Initial values are a function of a parameter's name, drawn on the CPU, so that every device begins with the same.
+Initial values are a function of a parameter's name, drawn on the CPU, so that every device begins
+with the same.
 """
 
 import gc
@@ -30,10 +31,22 @@ from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import local_tensor
 from scripts.common.child_environment import child_environment
 
-COMMON = ["experiment=null", "data=synthetic", "metrics.console=none", "metrics.log_every=1", "optim.lr=1e-3"]
+COMMON = [
+    "experiment=null",
+    "data=synthetic",
+    "metrics.console=none",
+    "metrics.log_every=1",
+    "optim.lr=1e-3",
+]
 COMMON += ["optim.schedule=constant", "train.steps=3"]
 TINY = ["model=llama_debug", "model.n_layers=4", "train.batch_size=2", "train.seq_len=64"]
-SMALL = ["model=llama_debug", "model.dim=512", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=2"]
+SMALL = [
+    "model=llama_debug",
+    "model.dim=512",
+    "model.n_layers=4",
+    "model.n_heads=4",
+    "model.n_kv_heads=2",
+]
 SMALL += ["model.ffn_dim=1408", "model.vocab_size=32000", "train.batch_size=4", "train.seq_len=512"]
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
@@ -103,7 +116,10 @@ def _train_row(device: str, words: list[str]) -> Trained:
         trained.digest = hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()
         if trainer.compilation:
             found = trainer.compilation.result()
-            trained.note = f"{found.compiled} compiled in {found.seconds:.0f} s, {len(found.recompilations)} again"
+            trained.note = (
+                f"{found.compiled} compiled in {found.seconds:.0f} s, "
+                f"{len(found.recompilations)} again"
+            )
             trained.note += f", graph breaks {sum(found.graph_breaks.values())}"
     except ConfigError as error:
         trained.error, trained.refused = str(error), True

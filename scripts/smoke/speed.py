@@ -1,4 +1,5 @@
-"""Checks of commands and speed: torchrun, the first command, and a 1B model with the device's idle time."""
+"""Checks of commands and speed: torchrun, the first command, and a 1B model with the device's idle
+time."""
 
 import gc
 import os
@@ -31,15 +32,25 @@ from scripts.smoke.runs import COMMON, RANK, TINY
 from scripts.smoke.training import fsdptoys, losses_of, train_command
 
 STEPS, WARMUP, PROFILED = 9, 3, 2
-"""Of a row: all steps, the first ones without figures, and the last ones, which the profiler slows down."""
-MODEL = ["model=llama3_1b", "train.batch_size=4", "train.seq_len=4096", "parallel.param_dtype=bfloat16"]
+"""Of a row: all steps, the first ones without figures, and the last ones, which the profiler slows
+down."""
+MODEL = [
+    "model=llama3_1b",
+    "train.batch_size=4",
+    "train.seq_len=4096",
+    "parallel.param_dtype=bfloat16",
+]
 MODEL += ["memory.chunk_loss=true"]
 """Of all rows on CUDA."""
 ROWS = {
     "fsdp2 foreach": ["parallel=fsdp2", "optim.implementation=foreach"],
     "fsdp2 fused": ["parallel=fsdp2", "optim.implementation=fused"],
     "single fused": ["parallel=single", "optim.implementation=fused"],
-    "single fused compiled": ["parallel=single", "optim.implementation=fused", "train.compile=true"],
+    "single fused compiled": [
+        "parallel=single",
+        "optim.implementation=fused",
+        "train.compile=true",
+    ],
 }
 KERNELS = 40
 """Ops listed by name, those of the most time."""
@@ -48,13 +59,22 @@ IDLE_GAP_MICROSECONDS = 20.0
 
 
 def check_speed(report: Report, device: str) -> None:
-    """Tokens/s, MFU and peak of each row, the planner's prediction of them, and the device's idle time."""
+    """Tokens/s, MFU and peak of each row, the planner's prediction of them, and the device's idle
+    time."""
     os.environ.update(RANK)
-    model = MODEL if device == "cuda" else [*TINY, "parallel.param_dtype=bfloat16", "memory.chunk_loss=true"]
+    model = (
+        MODEL
+        if device == "cuda"
+        else [*TINY, "parallel.param_dtype=bfloat16", "memory.chunk_loss=true"]
+    )
     common = [*COMMON, *model, f"launch.device={device}"]
     # At 1e-3 losses of other roundings are 2% apart after nine steps.
     common += [f"train.steps={STEPS}", "optim.lr=1e-4"]
-    rows = {name: [*common, *words] for name, words in ROWS.items() if device == "cuda" or "compile" not in words[-1]}
+    rows = {
+        name: [*common, *words]
+        for name, words in ROWS.items()
+        if device == "cuda" or "compile" not in words[-1]
+    }
     first: list[float] = []
     with process_group(compose_config([*COMMON, f"launch.device={device}"])):
         for name, words in rows.items():
@@ -78,7 +98,8 @@ def _measure(config: Config) -> tuple[dict[str, Any], list[float]]:
     waits = Counter[str]()
     gc.collect()
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # otherwise this row's reserved memory includes the previous row's cache
+        # otherwise this row's reserved memory includes the previous row's cache
+        torch.cuda.empty_cache()
     # The same values in every row.
     torch.manual_seed(0)
     trainer = Trainer(config, param_init=fill)
@@ -125,7 +146,8 @@ def _measure(config: Config) -> tuple[dict[str, Any], list[float]]:
 
 @contextmanager
 def _counted_waits(waits: Counter[str]) -> Iterator[None]:
-    """Count the operations that PyTorch's ``set_sync_debug_mode`` reports, by the line of Python that called them.
+    """Count the operations that PyTorch's ``set_sync_debug_mode`` reports, by the line of Python
+    that called them.
 
     Explicit synchronizations of the device are not among them.
     """
@@ -142,11 +164,13 @@ def _counted_waits(waits: Counter[str]) -> Iterator[None]:
 
 
 GRADIENT_NORM = re.compile("NormTwoOps|LpNorm")
-"""Ops of ``torch.linalg.vector_norm`` and ``torch._foreach_norm``, by the functors in their names."""
+"""Ops of ``torch.linalg.vector_norm`` and ``torch._foreach_norm``, by the functors in their
+names."""
 
 
 def idle_time(kernels: list[tuple[float, float, str]]) -> dict[str, Any]:
-    """Busy and idle milliseconds of a device, the kernels before its gaps, and those that take the most time.
+    """Busy and idle milliseconds of a device, the kernels before its gaps, and those that take the
+    most time.
 
     Args:
         kernels: start, end in microseconds, and name.
@@ -167,7 +191,8 @@ def idle_time(kernels: list[tuple[float, float, str]]) -> dict[str, Any]:
         "device_idle_ms": (span - busy) / 1e3,
         "idle_ms_after": {name: time / 1e3 for name, time in gaps.most_common(5)},
         "kernel_ms": {name[:90]: time / 1e3 for name, time in seconds.most_common(KERNELS)},
-        "norm_kernel_ms": sum(time for name, time in seconds.items() if GRADIENT_NORM.search(name)) / 1e3,
+        "norm_kernel_ms": sum(time for name, time in seconds.items() if GRADIENT_NORM.search(name))
+        / 1e3,
     }
 
 
@@ -177,21 +202,31 @@ def _predict(config: Config, device: str) -> dict[str, Any]:
         return {"predicted": "no profile of this device"}
     profile = load_hardware(hardware)
     found = predict(config, profile, 1)
-    return {"predicted_step_ms": 1e3 * found.time.step_seconds, "predicted_peak_gib": found.memory.peak_bytes / GIB}
+    return {
+        "predicted_step_ms": 1e3 * found.time.step_seconds,
+        "predicted_peak_gib": found.memory.peak_bytes / GIB,
+    }
 
 
 def check_torchrun(report: Report, device: str) -> None:
-    """A run under torchrun against the project's launcher, and the allocator's settings in its memory snapshot."""
+    """A run under torchrun against the project's launcher, and the allocator's settings in its
+    memory snapshot."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = ["train.steps=3"]
         if device != "cpu":
-            words += ["profile.enabled=true", "profile.snapshot=true", "profile.snapshot_first_step=2"]
+            words += [
+                "profile.enabled=true",
+                "profile.snapshot=true",
+                "profile.snapshot_first_step=2",
+            ]
             words += ["profile.skip_steps=0", "profile.active_steps=1", "profile.snapshot_steps=1"]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
         fsdptoys(train_command(device, "own", *words), folder)
         fsdptoys(train_command(device, "torchrun", *words), folder, torchrun)
-        report.close("losses under torchrun", losses_of(folder / "torchrun"), losses_of(folder / "own"), 1e-6)
+        report.close(
+            "losses under torchrun", losses_of(folder / "torchrun"), losses_of(folder / "own"), 1e-6
+        )
         if device != "cuda":
             return
         for run in ("own", "torchrun"):
@@ -200,21 +235,35 @@ def check_torchrun(report: Report, device: str) -> None:
             for path in snapshots[:1]:
                 settings = pickle.loads(path.read_bytes()).get("allocator_settings", {})
                 expandable = settings.get("expandable_segments")
-                report.expect(bool(expandable), f"{run}: expandable_segments is {expandable} in the allocator")
+                report.expect(
+                    bool(expandable), f"{run}: expandable_segments is {expandable} in the allocator"
+                )
 
 
 def check_first_command(report: Report, device: str) -> None:
     """``bash run_fsdp.sh`` with three steps: the model that it chooses fits, and its loss falls."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["train.steps=3", f"launch.device={device}", f"metrics.run_dir={folder}/run", "metrics.log_every=1"]
+        words = [
+            "train.steps=3",
+            f"launch.device={device}",
+            f"metrics.run_dir={folder}/run",
+            "metrics.log_every=1",
+        ]
         words += ["metrics.console=plain"]
         if device != "cuda":
             words += ["experiment=null", *TINY, "launch.nproc_per_node=1"]
         command = ["bash", str(ROOT / "run_fsdp.sh"), *words]
-        done = subprocess.run(command, cwd=folder, env=child_environment(), capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=folder, env=child_environment(), capture_output=True, text=True
+        )
         said = (done.stdout + done.stderr).strip().splitlines()
         report.fact("first lines", said[:6])
-        report.expect(done.returncode == 0, f"run_fsdp.sh ends with status {done.returncode}: {said[-1:]}")
+        report.expect(
+            done.returncode == 0, f"run_fsdp.sh ends with status {done.returncode}: {said[-1:]}"
+        )
         if done.returncode == 0:
             losses = losses_of(Path(folder) / "run")
-            report.expect(len(losses) == 3 and all(0 < loss < 20 for loss in losses), f"losses {losses} are plausible")
+            report.expect(
+                len(losses) == 3 and all(0 < loss < 20 for loss in losses),
+                f"losses {losses} are plausible",
+            )

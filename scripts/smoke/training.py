@@ -1,4 +1,5 @@
-"""Checks of training: losses on a device against those of a CPU, and switches against the plain run."""
+"""Checks of training: losses on a device against those of a CPU, and switches against the plain
+run."""
 
 import json
 import shlex
@@ -24,19 +25,31 @@ MEMORY = {
     "checkpointing every 2": ["memory.gradient_checkpointing=full", "memory.checkpointing_every=2"],
     "activation_offload": ["memory.gradient_checkpointing=full", "memory.activation_offload=true"],
     "optimizer_offload serial": ["memory.optimizer_offload=true", "memory.offload_schedule=serial"],
-    "optimizer_offload pipelined": ["memory.optimizer_offload=true", "memory.offload_schedule=pipelined"],
+    "optimizer_offload pipelined": [
+        "memory.optimizer_offload=true",
+        "memory.offload_schedule=pipelined",
+    ],
     "optimizer_offload lazy": ["memory.optimizer_offload=true", "memory.offload_schedule=lazy"],
     "cpu_offload native": ["memory.cpu_offload=true"],
     "cpu_offload overlapped": ["memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped"],
     "optimizer_in_backward": ["memory.optimizer_in_backward=true", *UNCLIPPED],
 }
 """Row → words added to FSDP2 in float32."""
-LOWERS_PEAK = ("checkpointing full", "activation_offload", "optimizer_offload serial", "cpu_offload native")
+LOWERS_PEAK = (
+    "checkpointing full",
+    "activation_offload",
+    "optimizer_offload serial",
+    "cpu_offload native",
+)
 """Rows whose peak must be below the plain run's."""
 COMPILED = {
     "compile": ["train.compile=true"],
     "compile, selective": ["train.compile=true", "memory.gradient_checkpointing=selective"],
-    "compiled kernels": ["kernels.rms_norm=compiled", "kernels.rotary=compiled", "kernels.swiglu=compiled"],
+    "compiled kernels": [
+        "kernels.rms_norm=compiled",
+        "kernels.rotary=compiled",
+        "kernels.swiglu=compiled",
+    ],
 }
 FLOAT8 = {
     "float8 tensorwise": ["train.float8=tensorwise"],
@@ -54,7 +67,9 @@ OPTIMIZERS = {
 }
 
 
-def compare(report: Report, device: str, name: str, row: Trained, plain: Trained, tolerance: float) -> bool:
+def compare(
+    report: Report, device: str, name: str, row: Trained, plain: Trained, tolerance: float
+) -> bool:
     """Compare a row's losses with the oracle's; returns whether there are any.
 
     Refused rows and missing packages are facts: other devices than CUDA lack some switches.
@@ -73,7 +88,8 @@ def compare(report: Report, device: str, name: str, row: Trained, plain: Trained
 
 
 def check_strategies(report: Report, device: str) -> None:
-    """Every strategy of one rank in float32 and bf16, against one process on a CPU; two runs in one arithmetic."""
+    """Every strategy of one rank in float32 and bf16, against one process on a CPU; two runs in one
+    arithmetic."""
     model = small_model(device)
     oracle = train_apart("cpu", {"single": [*model, *SINGLE]})["single"]
     strategies = ["single", "ddp", "fsdp1", "fsdp2"]
@@ -88,9 +104,18 @@ def check_strategies(report: Report, device: str) -> None:
     # NPUs have no float64 sums, which deterministic mode needs.
     exact += ["train.deterministic=true"] if device != "npu" else []
     first, second = (train_apart(device, {"twice": exact})["twice"] for _ in range(2))
-    report.expect(not first.error and bool(first.digest), f"deterministic training runs: {first.error or 'yes'}")
-    same = (first.losses, first.grad_norms, first.digest) == (second.losses, second.grad_norms, second.digest)
-    report.expect(same, "two deterministic processes have the same bits of losses, norms and parameters")
+    report.expect(
+        not first.error and bool(first.digest),
+        f"deterministic training runs: {first.error or 'yes'}",
+    )
+    same = (first.losses, first.grad_norms, first.digest) == (
+        second.losses,
+        second.grad_norms,
+        second.digest,
+    )
+    report.expect(
+        same, "two deterministic processes have the same bits of losses, norms and parameters"
+    )
 
 
 def check_toys(report: Report, device: str) -> None:
@@ -145,7 +170,8 @@ def layout_models(device: str) -> dict[str, list[str]]:
 
 
 def check_layout_mode(report: Report, device: str) -> None:
-    """``train.deterministic=layout``: every strategy and two micro-batches have the bits of ``single``."""
+    """``train.deterministic=layout``: every strategy and two micro-batches have the bits of
+    ``single``."""
     _compare_bits(report, device, {"": layout_models(device)[""]}, ("ddp", "fsdp1", "fsdp2"))
 
 
@@ -155,25 +181,45 @@ def check_layout_families(report: Report, device: str) -> None:
     _compare_bits(report, device, models, ("fsdp2",))
 
 
-def _compare_bits(report: Report, device: str, models: dict[str, list[str]], strategies: tuple[str, ...]) -> None:
+def _compare_bits(
+    report: Report, device: str, models: dict[str, list[str]], strategies: tuple[str, ...]
+) -> None:
     groups = {}
     for model, words in models.items():
         for dtype in ("float32", "bfloat16"):
             base = [*words, f"parallel.param_dtype={dtype}", "train.deterministic=layout"]
-            half = next(int(word.split("=")[1]) // 2 for word in words if word.startswith("train.batch_size="))
+            half = next(
+                int(word.split("=")[1]) // 2
+                for word in words
+                if word.startswith("train.batch_size=")
+            )
             rows = {name: [*base, f"parallel={name}"] for name in ("single", *strategies)}
-            rows["two micro-batches"] = [*rows["fsdp2"], f"train.batch_size={half}", "train.grad_accum=2"]
+            rows["two micro-batches"] = [
+                *rows["fsdp2"],
+                f"train.batch_size={half}",
+                "train.grad_accum=2",
+            ]
             groups[model, dtype] = {f"{model}{name} {dtype}": row for name, row in rows.items()}
-    found = train_apart(device, {name: row for rows in groups.values() for name, row in rows.items()})
+    found = train_apart(
+        device, {name: row for rows in groups.values() for name, row in rows.items()}
+    )
     for (model, dtype), rows in groups.items():
         reference = f"{model}single {dtype}"
         single = found[reference]
         report.expect(not single.error, f"{reference} trains: {single.error or 'yes'}")
         for name in (name for name in rows if name != reference and single.losses):
             row = found[name]
-            if compare(report, device, name, row, single, LOSS if dtype == "float32" else BF16_LOSS):
-                same = (row.losses, row.grad_norms, row.digest) == (single.losses, single.grad_norms, single.digest)
-                report.expect(same, f"{name}: losses, norms and parameters have the bits of {model}single")
+            if compare(
+                report, device, name, row, single, LOSS if dtype == "float32" else BF16_LOSS
+            ):
+                same = (row.losses, row.grad_norms, row.digest) == (
+                    single.losses,
+                    single.grad_norms,
+                    single.digest,
+                )
+                report.expect(
+                    same, f"{name}: losses, norms and parameters have the bits of {model}single"
+                )
 
 
 def adapter_rows(device: str) -> dict[str, list[str]]:
@@ -190,13 +236,22 @@ def check_adapters(report: Report, device: str) -> None:
         kinds = {f"{form} {dtype}": [*words, "parallel=fsdp2", f"parallel.param_dtype={dtype}"]
                  for dtype in ("float32", "bfloat16")}  # fmt: skip
         for name, row in train(device, kinds).items():
-            compare(report, device, name, row, oracles[form], LOSS if name.endswith("float32") else BF16_LOSS)
+            compare(
+                report,
+                device,
+                name,
+                row,
+                oracles[form],
+                LOSS if name.endswith("float32") else BF16_LOSS,
+            )
 
 
 def check_compile(report: Report, device: str) -> None:
     """Compiled training against eager, in bf16."""
     base = [*small_model(device), "parallel=fsdp2", "parallel.param_dtype=bfloat16"]
-    found = train(device, {"eager": base} | {name: [*base, *words] for name, words in COMPILED.items()})
+    found = train(
+        device, {"eager": base} | {name: [*base, *words] for name, words in COMPILED.items()}
+    )
     eager = found.pop("eager")
     for name, row in found.items():
         compare(report, device, name, row, eager, BF16_LOSS)
@@ -215,30 +270,44 @@ def check_float8(report: Report, device: str) -> None:
 def check_experts(report: Report, device: str) -> None:
     """A model with experts, against a CPU in float32."""
     oracle = train_apart("cpu", {"single": [*MOE, *SINGLE]})["single"]
-    rows = {dtype: [*MOE, "parallel=fsdp2", f"parallel.param_dtype={dtype}"] for dtype in ("float32", "bfloat16")}
+    rows = {
+        dtype: [*MOE, "parallel=fsdp2", f"parallel.param_dtype={dtype}"]
+        for dtype in ("float32", "bfloat16")
+    }
     for name, row in train(device, rows).items():
-        compare(report, device, f"experts {name}", row, oracle, LOSS if name == "float32" else BF16_LOSS)
+        compare(
+            report, device, f"experts {name}", row, oracle, LOSS if name == "float32" else BF16_LOSS
+        )
 
 
 def check_optimizers(report: Report, device: str) -> None:
-    """Every optimizer against a CPU's update one parameter after the other; low-bit states against those of float32."""
+    """Every optimizer against a CPU's update one parameter after the other; low-bit states against
+    those of float32."""
     base = [*small_model(device), *SINGLE]
     names = [name for name in OPTIMIZERS if device == "cuda" or name not in ("8-bit", "4-bit")]
-    oracles = train_apart("cpu", {"adamw": [*base, "optim.implementation=for_loop"], "muon": [*base, "optim=muon"]})
+    oracles = train_apart(
+        "cpu", {"adamw": [*base, "optim.implementation=for_loop"], "muon": [*base, "optim=muon"]}
+    )
     found = train(device, {name: [*base, *OPTIMIZERS[name]] for name in names})
     for name, row in found.items():
         tolerance = LOSS if name in ("foreach", "fused") else 1e-2
-        compare(report, device, name, row, oracles["muon" if name == "muon" else "adamw"], tolerance)
+        compare(
+            report, device, name, row, oracles["muon" if name == "muon" else "adamw"], tolerance
+        )
 
 
 def fsdptoys(words: list[str], folder: Path, launcher: list[str] | None = None) -> str:
     """Standard output of a command of the project; RuntimeError with its last line if it fails."""
     command = [sys.executable, *(launcher or []), "-m", "fsdptoys", *words]
-    done = subprocess.run(command, cwd=folder, env=child_environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=folder, env=child_environment(), capture_output=True, text=True
+    )
     if done.returncode:
         sys.stderr.write(done.stderr)
         lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
-        raise RuntimeError(f"{' '.join(words[:2])} ended with status {done.returncode}: {lines[-1]}")
+        raise RuntimeError(
+            f"{' '.join(words[:2])} ended with status {done.returncode}: {lines[-1]}"
+        )
     return done.stdout
 
 
@@ -257,7 +326,8 @@ def losses_of(run_dir: Path) -> list[float]:
 
 
 def check_commands(report: Report, device: str) -> None:
-    """A run that is resumed against one without a break; generation and evaluation on the device against a CPU.
+    """A run that is resumed against one without a break; generation and evaluation on the device
+    against a CPU.
 
     Most of a command's time is imports, so independent commands run concurrently.
     """
@@ -265,7 +335,9 @@ def check_commands(report: Report, device: str) -> None:
         folder = Path(name)
 
         def trained(run_dir: str, *words: str) -> "Future[str]":
-            return pool.submit(fsdptoys, train_command(device, run_dir, "plan.predict=false", *words), folder)
+            return pool.submit(
+                fsdptoys, train_command(device, run_dir, "plan.predict=false", *words), folder
+            )
 
         halves = ["checkpoint.every=2"]
         first, whole = trained("run", "train.steps=2", *halves), trained("whole", "train.steps=4")
@@ -274,17 +346,28 @@ def check_commands(report: Report, device: str) -> None:
         whole.result()
         report.close("resumed losses", losses_of(folder / "run"), losses_of(folder / "whole"), 1e-6)
         evaluate = ["evaluate", "run", "--windows", "8", "--json", "--device"]
-        generate = ["generate", "run", *shlex.split("--tokenizer ids --prompt '1 2 3' --tokens 10 --temperature 0")]
+        generate = [
+            "generate",
+            "run",
+            *shlex.split("--tokenizer ids --prompt '1 2 3' --tokens 10 --temperature 0"),
+        ]
         evaluated = {
-            where: pool.submit(fsdptoys, [*evaluate, where], folder) for where in dict.fromkeys(("cpu", device))
+            where: pool.submit(fsdptoys, [*evaluate, where], folder)
+            for where in dict.fromkeys(("cpu", device))
         }
         generated = {
-            (where, dtype): pool.submit(fsdptoys, [*generate, "--json", "--device", where, "--dtype", dtype], folder)
+            (where, dtype): pool.submit(
+                fsdptoys, [*generate, "--json", "--device", where, "--dtype", dtype], folder
+            )
             for where, dtype in {("cpu", "float32"), (device, "float32"), (device, "bfloat16")}
         }
-        losses = {where: float(json.loads(said.result())["loss"]) for where, said in evaluated.items()}
+        losses = {
+            where: float(json.loads(said.result())["loss"]) for where, said in evaluated.items()
+        }
         report.close("evaluated loss", [losses[device]], [losses["cpu"]], LOSS)
         ids = {key: json.loads(said.result())[0]["ids"] for key, said in generated.items()}
         same = ids[device, "float32"] == ids["cpu", "float32"]
-        report.expect(same, f"the most likely tokens in float32 are those of a CPU: {ids[device, 'float32']}")
+        report.expect(
+            same, f"the most likely tokens in float32 are those of a CPU: {ids[device, 'float32']}"
+        )
         report.fact("generated ids", {" ".join(key): value for key, value in ids.items()})

@@ -3,10 +3,11 @@
     python scripts/toys/draw_toys.py                      # writes docs/toys/*.png
     python scripts/toys/draw_toys.py --write /tmp --bucket-mb 2
 
-Pictures: ``timeline-ddp``, ``timeline-zero``, ``timeline-fsdp``: computation and collectives of both ranks; ``memory``:
-live bytes of both ranks through a step, one panel a strategy; ``timeline-context``, ``timeline-experts``: one layer.
-``record_toys`` and ``record_layers`` describe the measurement. On a CPU, computation and communication share the cores:
-the pictures show order and overlap, not the gain on a GPU.
+Pictures: ``timeline-ddp``, ``timeline-zero``, ``timeline-fsdp``: computation and collectives of
+both ranks; ``memory``: live bytes of both ranks through a step, one panel a strategy;
+``timeline-context``, ``timeline-experts``: one layer. ``record_toys`` and ``record_layers``
+describe the measurement. On a CPU, computation and communication share the cores: the pictures show
+order and overlap, not the gain on a GPU.
 """
 
 import argparse
@@ -68,10 +69,18 @@ KEPT = {
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, default=Path("docs/toys"), help="folder of the pictures")
-    parser.add_argument("--only", choices=("strategies", "layers"), help="without the other pictures")
-    parser.add_argument("--bucket-mb", type=int, default=4, help="MiB of the buckets of DDP, ZeRO-1 and ZeRO-2")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", type=Path, default=Path("docs/toys"), help="folder of the pictures"
+    )
+    parser.add_argument(
+        "--only", choices=("strategies", "layers"), help="without the other pictures"
+    )
+    parser.add_argument(
+        "--bucket-mb", type=int, default=4, help="MiB of the buckets of DDP, ZeRO-1 and ZeRO-2"
+    )
     return parser.parse_args(words)
 
 
@@ -81,10 +90,17 @@ def main(words: list[str] | None = None) -> int:
     strategies = [] if arguments.only == "layers" else STRATEGIES
     layers = {} if arguments.only == "strategies" else LAYERS
     pictures: dict[str, Figure] = {}
-    with progress(2 * len(strategies) + sum(map(len, layers.values())) + 1):  # ``record`` has two for each
+    with progress(
+        2 * len(strategies) + sum(map(len, layers.values())) + 1
+    ):  # ``record`` has two for each
         if strategies:
-            per_rank = run_ranks(RANKS, record, [[f"parallel={name}"] for name in strategies], arguments.bucket_mb)
-            steps = {name: [recorded[index] for recorded in per_rank] for index, name in enumerate(strategies)}
+            per_rank = run_ranks(
+                RANKS, record, [[f"parallel={name}"] for name in strategies], arguments.bucket_mb
+            )
+            steps = {
+                name: [recorded[index] for recorded in per_rank]
+                for index, name in enumerate(strategies)
+            }
             for name, drawn in TIMELINES.items():
                 pictures[name] = draw_timelines({f"parallel={each}": steps[each] for each in drawn})
             pictures["memory"] = draw_memory(steps)
@@ -108,9 +124,16 @@ def draw_timelines(steps: dict[str, list[Recorded]]) -> Figure:
     Args:
         steps: title → recording of each rank.
     """
-    heights = [sum(1 + LANE * max(1, _lanes(rank.collectives)[1]) + 0.5 for rank in ranks) for ranks in steps.values()]
-    figure = Figure(figsize=(12, 0.95 + sum(0.5 * height + 0.65 for height in heights)), layout="constrained")
-    panels: Any = figure.subplots(len(steps), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
+    heights = [
+        sum(1 + LANE * max(1, _lanes(rank.collectives)[1]) + 0.5 for rank in ranks)
+        for ranks in steps.values()
+    ]
+    figure = Figure(
+        figsize=(12, 0.95 + sum(0.5 * height + 0.65 for height in heights)), layout="constrained"
+    )
+    panels: Any = figure.subplots(
+        len(steps), 1, squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
     kinds: dict[str, None] = {}
     for axes, (name, ranks) in zip(panels[:, 0], steps.items(), strict=True):
         axes.set_xlim(0, 1e3 * max(rank.seconds for rank in ranks))
@@ -135,7 +158,11 @@ def draw_timelines(steps: dict[str, list[Recorded]]) -> Figure:
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
     panels[-1, 0].set_xlabel("milliseconds since the step began")
-    handles = [Patch(color=color, label=kind.replace("_", "-")) for kind, color in COLORS.items() if kind in kinds]
+    handles = [
+        Patch(color=color, label=kind.replace("_", "-"))
+        for kind, color in COLORS.items()
+        if kind in kinds
+    ]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     return figure
 
@@ -156,7 +183,15 @@ def draw_memory(steps: dict[str, list[Recorded]]) -> Figure:
         for number, (rank, color) in enumerate(zip(ranks, ("#1b2631", "#cb4335"), strict=True)):
             moments = [_place(rank, moment) for moment, _ in rank.memory]
             sizes = [size / MIB for _, size in rank.memory]
-            axes.step(moments, sizes, where="post", color=color, lw=1.1, label=f"rank {number}", alpha=0.85)
+            axes.step(
+                moments,
+                sizes,
+                where="post",
+                color=color,
+                lw=1.1,
+                label=f"rank {number}",
+                alpha=0.85,
+            )
         peak = max(size for rank in ranks for _, size in rank.memory) / MIB
         kept = KEPT[name](len(ranks)) * ranks[0].parameters / MIB
         axes.axhline(kept, color="#555555", ls=(0, (4, 3)), lw=0.9, label="formula")
@@ -183,7 +218,9 @@ def _place(rank: Recorded, moment: float) -> float:
 def _draw(axes: Any, bar: Bar, top: float, height: float) -> None:
     """Draw a bar, with its label if there is room."""
     begin, width = 1e3 * bar.begin, 1e3 * (bar.end - bar.begin)
-    axes.broken_barh([(begin, width)], (top, height), color=COLORS[bar.kind], edgecolor="white", linewidth=0.5)
+    axes.broken_barh(
+        [(begin, width)], (top, height), color=COLORS[bar.kind], edgecolor="white", linewidth=0.5
+    )
     if WIDTH_INCHES * width / axes.get_xlim()[1] > LETTER_INCHES * (len(bar.label) + 1):
         color = "white" if bar.kind in DARK else "black"
         axes.text(

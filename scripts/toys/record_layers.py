@@ -1,8 +1,9 @@
-"""Record single layers on two ranks of a CPU, for ``draw_toys``: attention over slices, and experts that are spread.
+"""Record single layers on two ranks of a CPU, for ``draw_toys``: attention over slices, and experts
+that are spread.
 
-Each case is one layer's forward and backward under ``torch.profiler``; the fastest of some steps is kept. Functions of
-the toys that compute are wrapped in marks, and gloo's works record begin and end in the profiler. A receive is recorded
-until its rank waits for it.
+Each case is one layer's forward and backward under ``torch.profiler``; the fastest of some steps is
+kept. Functions of the toys that compute are wrapped in marks, and gloo's works record begin and end
+in the profiler. A receive is recorded until its rank waits for it.
 """
 
 import functools
@@ -50,7 +51,10 @@ def _attention(kind: str) -> Callable[[], None]:
     group: Any = dist.group.WORLD
     length = LENGTH // group.size()
     torch.manual_seed(group.rank())
-    q, k, v = (torch.randn(1, heads, length, HEAD_WIDTH).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = (
+        torch.randn(1, heads, length, HEAD_WIDTH).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
     model = cp.ContextParallel(torch.nn.Identity(), group, kind)
 
     def step() -> None:
@@ -70,7 +74,9 @@ def _attention(kind: str) -> Callable[[], None]:
         with ExitStack() as patches:
             patches.enter_context(mock.patch.object(cp, "attend_block", forward))
             patches.enter_context(mock.patch.object(cp, "block_gradients", backward))
-            out = model.attend(q, k, v, attend=heads) if kind == "ulysses" else model.attend(q, k, v)
+            out = (
+                model.attend(q, k, v, attend=heads) if kind == "ulysses" else model.attend(q, k, v)
+            )
             out.backward(torch.ones_like(out))
 
     return step
@@ -80,7 +86,9 @@ def _experts(routing: str) -> Callable[[], None]:
     """Return a step of spread experts, whose tokens choose by chance."""
     group: Any = dist.group.WORLD
     torch.manual_seed(group.rank())
-    layer = ep.Experts(torch.randn(EXPERTS, 2 * FFN_WIDTH, WIDTH), torch.randn(EXPERTS, WIDTH, FFN_WIDTH), group)
+    layer = ep.Experts(
+        torch.randn(EXPERTS, 2 * FFN_WIDTH, WIDTH), torch.randn(EXPERTS, WIDTH, FFN_WIDTH), group
+    )
     hidden_ND = torch.randn(TOKENS, WIDTH).requires_grad_()
     chances_NE = torch.ones(TOKENS, EXPERTS)
     if routing == ROUTINGS[1]:
@@ -129,7 +137,9 @@ def _record(step: Callable[[], None], labels: tuple[str, ...]) -> Recorded:
                 step()
     fastest = FastestStep(profiler)
     recorded = Recorded(seconds=fastest.seconds, computing=fastest.computing())
-    received = [event for event in fastest.events if event["name"] in ("gloo:all_to_all", "gloo:recv")]
+    received = [
+        event for event in fastest.events if event["name"] in ("gloo:all_to_all", "gloo:recv")
+    ]
     for event, label in zip(received, labels, strict=True):
         kind = "all_to_all" if event["name"] == "gloo:all_to_all" else "receive"
         recorded.collectives.append(fastest.bar(event, kind, label))

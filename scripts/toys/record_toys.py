@@ -1,13 +1,15 @@
-"""Record steps of the toys on two ranks of a CPU, for ``draw_toys``: computation, collectives and memory.
+"""Record steps of the toys on two ranks of a CPU, for ``draw_toys``: computation, collectives and
+memory.
 
 Each strategy trains the same small model under the trainer, with no part of it replaced:
 
-- times: ``torch.profiler`` over some steps; the fastest is kept. Gloo's works record begin and end in the profiler,
-  hooks around the modules record their computation.
-- parameters of each collective: one more step under ``CollectiveTrace``, whose calls come in the same order.
-- memory: a second run under a dispatch mode that counts every tensor an operator creates until its storage ends, and
-  resized storages. Scratch memory of operators and gloo's memory are not counted. (The profiler's count misses tensors
-  whose last reference gloo's threads hold.)
+- times: ``torch.profiler`` over some steps; the fastest is kept. Gloo's works record begin and end
+  in the profiler, hooks around the modules record their computation.
+- parameters of each collective: one more step under ``CollectiveTrace``, whose calls come in the
+  same order.
+- memory: a second run under a dispatch mode that counts every tensor an operator creates until its
+  storage ends, and resized storages. Scratch memory of operators and gloo's memory are not counted.
+  (The profiler's count misses tensors whose last reference gloo's threads hold.)
 """
 
 import functools
@@ -92,7 +94,11 @@ def record(strategies: list[list[str]], bucket_mb: int) -> list[Recorded]:
     recorded = []
     for words in strategies:
         name = words[0].removeprefix("parallel=")
-        sized = [] if name in ("toy_zero3", "toy_fsdp", "fsdp1", "fsdp2") else [f"parallel.bucket_cap_mb={bucket_mb}"]
+        sized = (
+            []
+            if name in ("toy_zero3", "toy_fsdp", "fsdp1", "fsdp2")
+            else [f"parallel.bucket_cap_mb={bucket_mb}"]
+        )
         choose = functools.partial(_build, [*words, *sized])
         found = Recorded()
         with unit(f"{name}, times", announce=dist.get_rank() == 0):
@@ -142,12 +148,22 @@ def _record_times(build: Callable[[int], Trainer], found: Recorded) -> None:
     fastest = FastestStep(profiler)
     found.seconds = fastest.seconds
     found.computing += fastest.computing()
-    found.computing += [fastest.bar(event, "update", "") for event in fastest.events if "_fused_adam" in event["name"]]
+    found.computing += [
+        fastest.bar(event, "update", "")
+        for event in fastest.events
+        if "_fused_adam" in event["name"]
+    ]
     gloo = [event for event in fastest.events if event["name"].startswith("gloo:")]
-    assert len(gloo) == len(calls), (len(gloo), [call.collective for call in calls], [event["name"] for event in gloo])
+    assert len(gloo) == len(calls), (
+        len(gloo),
+        [call.collective for call in calls],
+        [event["name"] for event in gloo],
+    )
     for event, call in zip(gloo, calls, strict=True):
         if call.size_bytes > 1024:  # norms, counts and votes are a few bytes
-            blocks = list(dict.fromkeys(block_of(name).removeprefix("layers.") for name in call.parameters))
+            blocks = list(
+                dict.fromkeys(block_of(name).removeprefix("layers.") for name in call.parameters)
+            )
             found.collectives.append(fastest.bar(event, call.collective, _few(blocks)))
 
 
@@ -211,7 +227,10 @@ class LiveBytes(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage.device.type == "cpu" and storage._cdata not in self._sizes:
                 key, size = storage._cdata, storage.nbytes()
-                self._sizes[key] = (size, weakref.ref(storage, functools.partial(self._forget, key)))
+                self._sizes[key] = (
+                    size,
+                    weakref.ref(storage, functools.partial(self._forget, key)),
+                )
                 self.changes.append((time.perf_counter(), size))
         return result
 
@@ -258,7 +277,9 @@ def _events_of(profiler: Any) -> list[dict[str, Any]]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         trace = json.loads(path.read_text())
-    events: list[dict[str, Any]] = [event for event in trace["traceEvents"] if "name" in event and "ts" in event]
+    events: list[dict[str, Any]] = [
+        event for event in trace["traceEvents"] if "name" in event and "ts" in event
+    ]
     for event in events:
         event["ts"] += trace.get("baseTimeNanoseconds", 0) / 1e3
     return events
@@ -272,16 +293,19 @@ def _few(blocks: list[str]) -> str:
 
 
 class Marks:
-    """Hooks, called after the strategy's own, that mark the computation of each module in the profile.
+    """Hooks, called after the strategy's own, that mark the computation of each module in the
+    profile.
 
-    A backward begins at the first gradient of a module's output, after the strategy's hooks, and ends when the input
-    has its gradient. The embedding's backward has no such end, and is left out.
+    A backward begins at the first gradient of a module's output, after the strategy's hooks, and
+    ends when the input has its gradient. The embedding's backward has no such end, and is left out.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.on = False
         self._open: dict[str, Any] = {}
-        model = next(module for module in trainer.strategy.model.modules() if hasattr(module, "embed_tokens"))
+        model = next(
+            module for module in trainer.strategy.model.modules() if hasattr(module, "embed_tokens")
+        )
         layers: Any = model.layers
         parts: list[tuple[str, Any, Any]] = [("emb", model.embed_tokens, model.embed_tokens)]
         parts += [(str(number), layer, layer) for number, layer in enumerate(layers)]
@@ -307,7 +331,9 @@ class Marks:
         for name in list(self._open):
             self.end(name)
 
-    def _begin_forward(self, label: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _begin_forward(
+        self, label: str, module: nn.Module, args: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
         self.begin(f"forward {label}")
         hidden, *others = args
         if hidden.requires_grad:

@@ -1,11 +1,13 @@
-"""Count the bytes that a rank of the toys keeps: GPT-2 XL over eight ranks, without memory or other ranks.
+"""Count the bytes that a rank of the toys keeps: GPT-2 XL over eight ranks, without memory or other
+ranks.
 
     python scripts/toys/toys_memory.py                            # about two minutes of CPU time
     python scripts/toys/toys_memory.py --model gpt2 --world-size 64 --ranks 0 63
 
-The trainer's strategies shard the model and take one step, with fake tensors and collectives that do nothing. The
-storages of parameters, gradients and optimizer states must have the bytes of the formulas, padding included; otherwise
-the status is 1. ``tests/toys/test_memory.py`` counts on real ranks.
+The trainer's strategies shard the model and take one step, with fake tensors and collectives that
+do nothing. The storages of parameters, gradients and optimizer states must have the bytes of the
+formulas, padding included; otherwise the status is 1. ``tests/toys/test_memory.py`` counts on real
+ranks.
 """
 
 import argparse
@@ -31,7 +33,8 @@ from scripts.common.progress import progress, unit
 from tests.harness.ranks import run_ranks
 
 STRATEGIES = ("toy_zero2", "toy_zero3", "toy_fsdp")
-"""``toy_ddp`` and ``toy_zero1`` keep whole gradients, which ``tests/toys/test_memory.py`` counts."""
+"""``toy_ddp`` and ``toy_zero1`` keep whole gradients, which ``tests/toys/test_memory.py``
+counts."""
 FLOAT_BYTES = 4
 MIB = 2**20
 
@@ -44,7 +47,9 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if value.ndim]
 
 
-def expected(kind: str, shapes: Sequence[torch.Size], ranks: int, rank: int, bucket_bytes: int) -> Held:
+def expected(
+    kind: str, shapes: Sequence[torch.Size], ranks: int, rank: int, bucket_bytes: int
+) -> Held:
     """Compute P, or P/N with its padding, from shapes alone.
 
     Args:
@@ -58,7 +63,8 @@ def expected(kind: str, shapes: Sequence[torch.Size], ranks: int, rank: int, buc
     if kind == "ddp":
         elements = (whole, whole, 2 * whole)
     elif kind in ("zero1", "zero2"):
-        # Every bucket is padded to N slices of one length; the padding of the last ones has no states.
+        # Every bucket is padded to N slices of one length; the padding of the last ones has no
+        # states.
         slices = [(length, -(-length // ranks)) for length in _bucket_lengths(shapes, bucket_bytes)]
         padded = sum(each for _, each in slices)
         owned = sum(min(max(length - rank * each, 0), each) for length, each in slices)
@@ -70,10 +76,13 @@ def expected(kind: str, shapes: Sequence[torch.Size], ranks: int, rank: int, buc
             kept[kept.index(min(kept))] += numel
         elements = (kept[rank], kept[rank], 2 * kept[rank])
     else:
-        # Rows are cut as torch.chunk cuts them; every rank has room for the first chunk, and states for its own.
+        # Rows are cut as torch.chunk cuts them; every rank has room for the first chunk, and states
+        # for its own.
         rows = [(shape[0], -(-shape[0] // ranks), shape.numel() // shape[0]) for shape in shapes]
         padded = sum(chunk * width for _, chunk, width in rows)
-        owned = sum(min(max(count - rank * chunk, 0), chunk) * width for count, chunk, width in rows)
+        owned = sum(
+            min(max(count - rank * chunk, 0), chunk) * width for count, chunk, width in rows
+        )
         elements = (padded, padded, 2 * owned)
     parameters, gradients, states = (FLOAT_BYTES * each for each in elements)
     return parameters, gradients, states
@@ -118,26 +127,39 @@ def compare(words: list[str], strategy: str, ranks: int, rank: int) -> tuple[Hel
 
 def main(words: list[str] | None = None) -> int:
     """Print the table; return 1 if a number differs from its formula."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="gpt2_xl", help="preset of configs/model")
     parser.add_argument("--layers", type=int, help="instead of the preset's")
     parser.add_argument("--world-size", type=int, default=8)
-    parser.add_argument("--ranks", type=int, nargs="+", help="of which to count; the first and the last by default")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", help="of which to count; the first and the last by default"
+    )
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     args = parser.parse_args(words)
     overrides = ["experiment=null", f"model={args.model}"]
     overrides += [f"model.n_layers={args.layers}"] if args.layers else []
-    print("| strategy | rank | parameters | gradients | states of AdamW | formulas |\n|---|---:|---:|---:|---:|---|")
+    print(
+        "| strategy | rank | parameters | gradients | states of AdamW | formulas "
+        "|\n|---|---:|---:|---:|---:|---|"
+    )
     differs = False
     ranks = args.ranks or [0, args.world_size - 1]
     with progress(len(args.strategies) * len(ranks)):
         for strategy in args.strategies:
             for rank in ranks:
                 with unit(f"{strategy}, rank {rank}"):
-                    ((held, wanted),) = run_ranks(1, compare, overrides, strategy, args.world_size, rank)
+                    ((held, wanted),) = run_ranks(
+                        1, compare, overrides, strategy, args.world_size, rank
+                    )
                 differs |= held != wanted
                 cells = [f"{each:,}" for each in held]
-                verdict = "equal" if held == wanted else f"DIFFERS: {', '.join(f'{each:,}' for each in wanted)}"
+                verdict = (
+                    "equal"
+                    if held == wanted
+                    else f"DIFFERS: {', '.join(f'{each:,}' for each in wanted)}"
+                )
                 print(f"| {strategy} | {rank} | {' | '.join(cells)} | {verdict} |", flush=True)
     return 1 if differs else 0
 

@@ -18,7 +18,13 @@ from fsdptoys.models import GPT2Config, LlamaConfig, ModelConfig
 from fsdptoys.models.rotary import RopeScaling
 from tests.harness.folders import build, write
 
-SIZES: dict[str, int] = {"dim": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_seq_len": 16}
+SIZES: dict[str, int] = {
+    "dim": 16,
+    "n_layers": 2,
+    "n_heads": 2,
+    "vocab_size": 32,
+    "max_seq_len": 16,
+}
 
 
 LLAMA_SIZES = SIZES | {"n_kv_heads": 1, "ffn_dim": 24}
@@ -86,7 +92,8 @@ def flip(file: str) -> Damage:
 
 
 def edit_header(change: Callable[[Any], object], file: str = THIRD) -> Damage:
-    """Change the header in place, or replace it by the result of ``change``, before the same tensors."""
+    """Change the header in place, or replace it by the result of ``change``, before the same
+    tensors."""
 
     def apply(content: bytes) -> bytes:
         (length,) = struct.unpack("<Q", content[:8])
@@ -111,7 +118,12 @@ def make_saved(folder: Path) -> Path:
     """A checkpoint with ``w`` in two chunks and ``b`` in one, all in one file."""
     folder.mkdir(parents=True)
     storage = open_storage(str(folder.parent))
-    save_tensors(storage, folder.name, {"w@0,0": torch.ones(3, 4), "w@3,0": torch.ones(3, 4), "b": torch.ones(4)}, None)
+    save_tensors(
+        storage,
+        folder.name,
+        {"w@0,0": torch.ones(3, 4), "w@3,0": torch.ones(3, 4), "b": torch.ones(4)},
+        None,
+    )
     tree = json.loads((folder / "tensors.json").read_text())
     parts = [tree["tensors"].pop(key)["chunks"][0] for key in ("w@0,0", "w@3,0")]
     parts[1]["offsets"] = [3, 0]

@@ -1,4 +1,5 @@
-"""Adapters in PEFT's format: peft reads ours, we read theirs, and folders that do not fit a run are refused."""
+"""Adapters in PEFT's format: peft reads ours, we read theirs, and folders that do not fit a run are
+refused."""
 
 import dataclasses
 from pathlib import Path
@@ -22,7 +23,9 @@ from tests.harness.families import SMALL
 from tests.harness.folders import build, load
 from tests.harness.transformers_oracle import build_oracle, import_transformers
 
-OURS = dict.fromkeys(["llama3 scaled tied", "qwen3", "gpt2", "llama4"], TARGETS) | {"qwen3_moe": TARGETS[:4]}
+OURS = dict.fromkeys(["llama3 scaled tied", "qwen3", "gpt2", "llama4"], TARGETS) | {
+    "qwen3_moe": TARGETS[:4]
+}
 THEIRS = {"gpt2": ["attn.c_attn", "attn.c_proj", "c_fc"], "qwen3_moe": TARGETS[:4]}
 CASES = ["llama3 scaled tied", "qwen3", "gpt2", "qwen3_moe"]
 TOKENS_BT = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -54,7 +57,8 @@ def with_peft(case: str, folder: Path) -> tuple[Any, Any, DecoderModel]:
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_of_peft_compute_and_learn_the_same(case: str, tmp_path: Path) -> None:
-    """Oracle: peft's model: logits; gradients, and adapters after a step of AdamW, to 1e-5 of each one's norm.
+    """Oracle: peft's model: logits; gradients, and adapters after a step of AdamW, to 1e-5 of each
+    one's norm.
 
     GPT-2's queries, keys and values share one A there, whose gradient is the sum of ours.
     """
@@ -65,7 +69,10 @@ def test_adapters_of_peft_compute_and_learn_the_same(case: str, tmp_path: Path) 
     oracle = peft.get_peft_model(base, settings)
     oracle.save_pretrained(tmp_path / "theirs")
     folder = fill(model, tmp_path / "theirs", OURS[case])
-    logits_BTV, oracle_logits_BTV = model(TOKENS_BT), oracle(input_ids=TOKENS_BT, use_cache=False).logits
+    logits_BTV, oracle_logits_BTV = (
+        model(TOKENS_BT),
+        oracle(input_ids=TOKENS_BT, use_cache=False).logits,
+    )
     torch.testing.assert_close(logits_BTV, oracle_logits_BTV, rtol=1e-5, atol=1e-5)
     for each in (logits_BTV, oracle_logits_BTV):
         F.cross_entropy(each.flatten(0, 1), TOKENS_BT.flatten()).backward()
@@ -81,7 +88,11 @@ def test_adapters_of_peft_compute_and_learn_the_same(case: str, tmp_path: Path) 
                 continue
             found = ours[name].grad if read == "gradients" else ours[name].detach()
             assert found is not None
-            if ".lora_a." in name and any(each in name for each in ("q_proj", "k_proj", "v_proj")) and case == "gpt2":
+            if (
+                ".lora_a." in name
+                and any(each in name for each in ("q_proj", "k_proj", "v_proj"))
+                and case == "gpt2"
+            ):
                 key = name.rpartition(".attn.")[0]
                 sums[key] = sums.get(key, torch.zeros_like(found)) + found
                 if "v_proj" in name and read == "gradients":
@@ -98,7 +109,8 @@ def test_adapters_of_peft_compute_and_learn_the_same(case: str, tmp_path: Path) 
         for param, value in zip(theirs, kept, strict=True):
             param.copy_(value)
     for params in ([p for p in model.parameters() if p.requires_grad], theirs):
-        # A large epsilon: where a gradient is rounding noise, AdamW would make it a step of full size.
+        # A large epsilon: where a gradient is rounding noise, AdamW would make it a step of full
+        # size.
         torch.optim.AdamW(params, lr=1e-2, eps=1e-3, weight_decay=0.1).step()
     compare("stepped")
     assert folder.targets == sorted(OURS[case])
@@ -109,13 +121,17 @@ def test_patterns_mean_the_layers_that_peft_gives_them(tmp_path: Path) -> None:
     """Oracle: the scales of peft's layers; in its patterns a dot is any character."""
     peft, base, model = with_peft("qwen3", tmp_path)
     patterns = {"layers.0.self_attn.q.proj": 3, "layers.1.mlp.down_proj": 5, "k_proj": 7, "proj": 9}
-    settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, alpha_pattern=patterns)
+    settings = peft.LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, alpha_pattern=patterns
+    )
     oracle = peft.get_peft_model(base, settings)
     oracle.save_pretrained(tmp_path / "theirs")
     folder = AdapterFolder(tmp_path / "theirs")
     folder.check(model)
     layers = {name: getattr(module, "scaling", None) for name, module in oracle.named_modules()}
-    theirs = {name: scaling["default"] for name, scaling in layers.items() if isinstance(scaling, dict)}
+    theirs = {
+        name: scaling["default"] for name, scaling in layers.items() if isinstance(scaling, dict)
+    }
     found = {folder._places[layer].module: scale for layer, scale in folder.scales.items()}
     assert found == theirs and len(set(found.values())) == 3
 
@@ -124,7 +140,8 @@ def test_patterns_mean_the_layers_that_peft_gives_them(tmp_path: Path) -> None:
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", CASES)
 def test_peft_loads_our_adapters(case: str, tmp_path: Path) -> None:
-    """Oracle: peft's PeftModel.from_pretrained on a folder of ours: logits to 1e-5; other modules get no adapter."""
+    """Oracle: peft's PeftModel.from_pretrained on a folder of ours: logits to 1e-5; other modules
+    get no adapter."""
     peft, base, model = with_peft(case, tmp_path)
     adapters = draw_adapters(model)
     write_own(tmp_path / "ours", model, adapters)
@@ -149,7 +166,10 @@ def test_our_adapters_round_trip_bitwise(case: str, tmp_path: Path) -> None:
             if name.endswith("lora_b.weight"):
                 layer = name.removesuffix(".lora_b.weight")
                 weight = model.get_parameter(f"{layer}.weight").detach()
-                found, product = weight.clone(), param @ again.get_parameter(f"{layer}.lora_a.weight")
+                found, product = (
+                    weight.clone(),
+                    param @ again.get_parameter(f"{layer}.lora_a.weight"),
+                )
                 folder.merge(found, f"{layer}.weight")
                 torch.testing.assert_close(found, weight + ALPHA / RANK * product.detach())
 
@@ -175,7 +195,9 @@ def refusal(folder: Path, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize("row", SENTENCES["settings other than the adapter's"], ids=str)
-def test_settings_that_differ_from_the_adapter_are_refused(row: dict[str, Any], folder: Path) -> None:
+def test_settings_that_differ_from_the_adapter_are_refused(
+    row: dict[str, Any], folder: Path
+) -> None:
     """Oracle: the expected message."""
     assert refusal(folder, **row["settings"]) == row["says"]
 
@@ -199,7 +221,10 @@ def without_second_block(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (without_second_block, "tune.adapter={} holds no adapter of layers.1.attn.q_proj; use one of all blocks"),
+        (
+            without_second_block,
+            "tune.adapter={} holds no adapter of layers.1.attn.q_proj; use one of all blocks",
+        ),
         (
             lambda tensors: tensors.update({QUERIES: torch.zeros(4, 32)}),
             f"holds {QUERIES} in the shape 4×32, and the adapter of a qwen3 model",
@@ -219,7 +244,9 @@ def test_tensors_that_do_not_fit_are_refused(change: Any, sentence: str, folder:
 
 def test_non_finite_adapters_are_refused_before_training_and_by_every_reader(folder: Path) -> None:
     """Oracle: the expected message, of the launcher's check and of the tensor's reader."""
-    edit_tensors(lambda tensors: tensors[QUERIES][0, 0].fill_(torch.nan), "adapter_model.safetensors")(folder)
+    edit_tensors(
+        lambda tensors: tensors[QUERIES][0, 0].fill_(torch.nan), "adapter_model.safetensors"
+    )(folder)
     source = AdapterFolder(folder)
     says = f"holds {QUERIES} with values that are not finite; use other weights"
     with pytest.raises(ConfigError, match=says):
@@ -233,11 +260,14 @@ def test_non_finite_adapters_are_refused_before_training_and_by_every_reader(fol
 
 
 def test_incomplete_folders_are_refused(folder: Path) -> None:
-    """Oracle: the expected messages, for a pickle in place of tensors and for a missing configuration."""
+    """Oracle: the expected messages, for a pickle in place of tensors and for a missing
+    configuration."""
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     assert "adapter_model.bin alone, which can run code" in refusal(folder)
     (folder / "adapter_config.json").unlink()
-    assert refusal(folder).startswith("tune.adapter={} holds no adapter_config.json; name a folder in PEFT's format")
+    assert refusal(folder).startswith(
+        "tune.adapter={} holds no adapter_config.json; name a folder in PEFT's format"
+    )
 
 
 def test_dataclass_and_folder_agree_on_a_fitting_run(folder: Path) -> None:

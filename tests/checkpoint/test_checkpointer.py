@@ -1,4 +1,5 @@
-"""One process: saving and deleting checkpoints, and selecting or rejecting the one to resume from."""
+"""One process: saving and deleting checkpoints, and selecting or rejecting the one to resume
+from."""
 
 import errno
 import multiprocessing
@@ -30,10 +31,18 @@ TENSORS = "tensors-00000.safetensors"
 @pytest.mark.parametrize("form", Form)
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("kind", ["path", "file", "memory"])
-def test_saved_checkpoint_is_loaded_exactly(kind: str, in_background: bool, form: Form, tmp_path: Path) -> None:
+def test_saved_checkpoint_is_loaded_exactly(
+    kind: str, in_background: bool, form: Form, tmp_path: Path
+) -> None:
     """Oracle: the tensors and facts before the save; a second run resumes from the last step."""
-    where = {"path": f"{tmp_path}/a/b", "file": f"file://{tmp_path}/c", "memory": f"memory://{tmp_path}"}[kind]
-    config = CheckpointConfig(every=1, keep=2, keep_every=3, async_save=in_background, form=form, resume="auto")
+    where = {
+        "path": f"{tmp_path}/a/b",
+        "file": f"file://{tmp_path}/c",
+        "memory": f"memory://{tmp_path}",
+    }[kind]
+    config = CheckpointConfig(
+        every=1, keep=2, keep_every=3, async_save=in_background, form=form, resume="auto"
+    )
     messages: list[str] = []
     assert peek(config, where) is None
     checkpoints = Checkpointer(config, where, message=messages.append)
@@ -54,7 +63,8 @@ def test_saved_checkpoint_is_loaded_exactly(kind: str, in_background: bool, form
 
 
 def test_step_is_saved_once_per_run_and_earlier_runs_are_kept(tmp_path: Path) -> None:
-    """Oracle: the values of the tensors; the bytes of the first run's checkpoint, under another name."""
+    """Oracle: the values of the tensors; the bytes of the first run's checkpoint, under another
+    name."""
     config = CheckpointConfig(every=1, resume="auto")
     first = Checkpointer(config, str(tmp_path))
     assert save(first, 5)
@@ -66,7 +76,9 @@ def test_step_is_saved_once_per_run_and_earlier_runs_are_kept(tmp_path: Path) ->
     second = Checkpointer(config, str(tmp_path), message=messages.append)
     for _ in range(2):
         assert second.save(5, other, {}, {})
-    assert messages == [f"an earlier step-00000005 in {tmp_path} was renamed to step-00000005.replaced-1"]
+    assert messages == [
+        f"an earlier step-00000005 in {tmp_path} was renamed to step-00000005.replaced-1"
+    ]
     found = resume(tmp_path)[0]
     assert found is not None and found.own_facts == {}
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000005", "step-00000005.replaced-1"]
@@ -100,8 +112,11 @@ class Gate(LocalStorage):
         super().make(folder)
 
 
-def test_asynchronous_save_waits_only_for_the_previous_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a disk that blocks until it is opened; meanwhile tensors are changed and buffers reused."""
+def test_asynchronous_save_waits_only_for_the_previous_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a disk that blocks until it is opened; meanwhile tensors are changed and buffers
+    reused."""
     gate = Gate(str(tmp_path))
     monkeypatch.setattr(keeper, "open_storage", lambda where: gate)
     given: list[dict[str, Tensor] | None] = []
@@ -114,7 +129,9 @@ def test_asynchronous_save_waits_only_for_the_previous_save(tmp_path: Path, monk
         return copies
 
     messages: list[str] = []
-    checkpoints = Checkpointer(CheckpointConfig(every=1, async_save=True), str(tmp_path), None, messages.append, copy)
+    checkpoints = Checkpointer(
+        CheckpointConfig(every=1, async_save=True), str(tmp_path), None, messages.append, copy
+    )
     tensors = {"a": torch.ones(3)}
     assert checkpoints.save(1, tensors, {}, {})
     tensors["a"].zero_()
@@ -133,13 +150,15 @@ def test_asynchronous_save_waits_only_for_the_previous_save(tmp_path: Path, monk
     assert checkpoints.save(3, tensors, {}, {}) and checkpoints.last_step == 3
     assert not checkpoints.finish() and checkpoints.last_step == 2
     sentence = (
-        f"checkpoint of step 3 was not saved: Input/output error in {tmp_path}; the newest one is {TWO}; make it "
-        "writable"
+        f"checkpoint of step 3 was not saved: Input/output error in {tmp_path}; the newest one "
+        f"is {TWO}; make it writable"
     )
     assert messages == [sentence] and checkpoints.report() == []
 
 
-def test_running_save_thread_does_not_block_process_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_save_thread_does_not_block_process_exit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the process waits for its threads and exits while its disk blocks for good."""
     monkeypatch.setattr(keeper, "open_storage", Gate)
 
@@ -155,7 +174,9 @@ def test_running_save_thread_does_not_block_process_exit(tmp_path: Path, monkeyp
         process.kill()
 
 
-def test_unexpected_error_of_an_asynchronous_save_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_error_of_an_asynchronous_save_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the error, raised when the next save waits for the previous one."""
 
     def broken(*args: object) -> None:
@@ -186,7 +207,10 @@ def test_resume_selects_the_documented_checkpoint(series: Path, tmp_path: Path) 
         check(resume(where, word)[0], step)
         facts = peek(CheckpointConfig(resume=word), str(where))
         assert facts is not None and facts["step"] == step
-    assert resume(new, "auto") == (None, []) and peek(CheckpointConfig(resume="auto"), str(new)) is None
+    assert (
+        resume(new, "auto") == (None, [])
+        and peek(CheckpointConfig(resume="auto"), str(new)) is None
+    )
     assert resume(new, "never") == (None, []) and peek(CheckpointConfig(), str(new)) is None
     assert peek(CheckpointConfig(resume="auto"), None) is None
     assert not new.exists()
@@ -219,7 +243,9 @@ def test_must_reports_skipped_checkpoints(series: Path, tmp_path: Path) -> None:
     reasons = [f"{name} is incomplete: it has no manifest.json" for name in (THREE, TWO, ONE)]
     assert f"in {folder} ({'; '.join(reasons)}); set" in refusal(folder, "must")
     found, messages = resume(folder)
-    assert found is None and messages == [f"{reason}, in {folder}; there is no older one" for reason in reasons]
+    assert found is None and messages == [
+        f"{reason}, in {folder}; there is no older one" for reason in reasons
+    ]
     assert resume(folder, "never")[0] is None
 
 
@@ -227,7 +253,9 @@ def test_unwritable_checkpoint_folder_is_reported_before_the_run(tmp_path: Path)
     """Oracle: the expected message; checks of writable folders create none."""
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(ConfigError, match=f"checkpoints go to {file}/x, which cannot be written .*; set checkpoint"):
+    with pytest.raises(
+        ConfigError, match=f"checkpoints go to {file}/x, which cannot be written .*; set checkpoint"
+    ):
         peek(CheckpointConfig(every=1), f"{file}/x")
     assert peek(CheckpointConfig(every=1), str(tmp_path / "a" / "b")) is None
     assert peek(CheckpointConfig(every=1), f"memory://{tmp_path}/probe") is None
@@ -238,7 +266,8 @@ def test_unwritable_checkpoint_folder_is_reported_before_the_run(tmp_path: Path)
 
 
 def test_retention_deletes_old_checkpoints_and_keeps_damaged_ones(tmp_path: Path) -> None:
-    """Oracle: the remaining names. Damaged, newer and other runs' checkpoints are neither counted nor deleted."""
+    """Oracle: the remaining names. Damaged, newer and other runs' checkpoints are neither counted
+    nor deleted."""
     folder, aside = tmp_path / "checkpoints", tmp_path / "aside"
     make_series(folder, (1, 2, 3, 4, 5, 6, 9))
     (folder / "step-00000009").rename(aside)
@@ -248,24 +277,44 @@ def test_retention_deletes_old_checkpoints_and_keeps_damaged_ones(tmp_path: Path
     (folder / ".step-00000004.partial").mkdir()
     (folder / ".step-00000001.deleted").mkdir()
     (folder / ".something.partial").mkdir()
-    checkpoints = Checkpointer(CheckpointConfig(every=1, keep=2, keep_every=2, resume="auto"), str(folder))
+    checkpoints = Checkpointer(
+        CheckpointConfig(every=1, keep=2, keep_every=2, resume="auto"), str(folder)
+    )
     check(checkpoints.resume(), 6)
     aside.rename(folder / "step-00000009")
     assert save(checkpoints, 7)
-    kept = [TWO, THREE, "step-00000004", "step-00000005", "step-00000006", "step-00000007", "step-00000009"]
+    kept = [
+        TWO,
+        THREE,
+        "step-00000004",
+        "step-00000005",
+        "step-00000006",
+        "step-00000007",
+        "step-00000009",
+    ]
     assert sorted(os.listdir(folder)) == [".something.partial", "latest", "notes.txt", *kept]
 
     messages: list[str] = []
     assert save(Checkpointer(CheckpointConfig(every=1, keep=1), str(folder)), 10)
-    assert sorted(os.listdir(folder)) == [".something.partial", "latest", "notes.txt", *kept, "step-00000010"]
+    assert sorted(os.listdir(folder)) == [
+        ".something.partial",
+        "latest",
+        "notes.txt",
+        *kept,
+        "step-00000010",
+    ]
     for name in ("step-00000009", "step-00000010"):
         shutil.rmtree(folder / name)
-    broken = Checkpointer(CheckpointConfig(every=1, keep=1, resume="auto"), str(folder), None, messages.append)
+    broken = Checkpointer(
+        CheckpointConfig(every=1, keep=1, resume="auto"), str(folder), None, messages.append
+    )
     check(broken.resume(), 7)
 
     with refusing(broken._storage, "rename", r"\.deleted$", errno.EPERM):
         assert save(broken, 8)
-    assert messages == [f"old checkpoints could not be deleted: Operation not permitted at {folder}/step-00000007"]
+    assert messages == [
+        f"old checkpoints could not be deleted: Operation not permitted at {folder}/step-00000007"
+    ]
 
 
 def test_damaged_checkpoints_do_not_count_toward_keep(tmp_path: Path) -> None:

@@ -16,7 +16,15 @@ from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpointer, Form
 from fsdptoys.errors import ConfigError
 from tests.checkpoint.damages import flip
 from tests.harness.disks import refusing
-from tests.harness.folders import distributed, facts, full_tensors, make_series, own_facts, resume, whole
+from tests.harness.folders import (
+    distributed,
+    facts,
+    full_tensors,
+    make_series,
+    own_facts,
+    resume,
+    whole,
+)
 from tests.harness.ranks import run_ranks
 
 
@@ -24,12 +32,16 @@ def make(folder: Path, messages: list[str] | None = None, **config: Any) -> Chec
     """A checkpointer of this rank that saves after every step."""
     message = None if messages is None else messages.append
     group = dist.new_group(backend="gloo")
-    return Checkpointer(CheckpointConfig(every=1, **config), str(folder), group, message, None, whole)
+    return Checkpointer(
+        CheckpointConfig(every=1, **config), str(folder), group, message, None, whole
+    )
 
 
 def save(checkpoints: Checkpointer, step: int) -> bool:
     rank = dist.get_rank()
-    return checkpoints.save(step, distributed(full_tensors(step)), facts(step), own_facts(step, rank))
+    return checkpoints.save(
+        step, distributed(full_tensors(step)), facts(step), own_facts(step, rank)
+    )
 
 
 def check_sharded(found: Checkpoint | None, step: int, dim: int) -> None:
@@ -37,7 +49,9 @@ def check_sharded(found: Checkpoint | None, step: int, dim: int) -> None:
     assert found is not None and found.step == step
     assert found.facts == facts(step) | {"step": step, "world_size": found.facts["world_size"]}
     expected = full_tensors(step)
-    tensors = distributed({name: torch.full_like(tensor, 77) for name, tensor in expected.items()}, [Shard(dim)])
+    tensors = distributed(
+        {name: torch.full_like(tensor, 77) for name, tensor in expected.items()}, [Shard(dim)]
+    )
     found.load(tensors)
     for name, tensor in tensors.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -92,10 +106,15 @@ def train_while_saving(folder: Path) -> None:
 
 
 def agree_on_a_failure(folder: Path) -> None:
-    """A failed write of any file on the last rank leaves no files behind, and the next save succeeds."""
+    """A failed write of any file on the last rank leaves no files behind, and the next save
+    succeeds."""
     last = dist.get_world_size() - 1
     cases = [("tensors-", last, Form.sharded), ("rank-", last, Form.sharded)]
-    cases += [(name, 0, form) for name in ("manifest", "state", "tensors.json", "tensors-") for form in Form]
+    cases += [
+        (name, 0, form)
+        for name in ("manifest", "state", "tensors.json", "tensors-")
+        for form in Form
+    ]
     for name, rank, form in cases:
         for in_background in (False, True):
             place = folder / f"{name} {rank} {form.value} {in_background}"
@@ -103,12 +122,16 @@ def agree_on_a_failure(folder: Path) -> None:
             checkpoints = make(place, messages, async_save=in_background, form=form)
             assert save(checkpoints, 1) and checkpoints.finish()
             refuses = dist.get_rank() == rank
-            with refusing(checkpoints._storage, "writing", f"/{name}[^/]*$", errno.EIO) if refuses else nullcontext():
+            with (
+                refusing(checkpoints._storage, "writing", f"/{name}[^/]*$", errno.EIO)
+                if refuses
+                else nullcontext()
+            ):
                 assert save(checkpoints, 2) == in_background
                 assert not checkpoints.finish() and checkpoints.last_step == 1
             sentence = (
-                f"checkpoint of step 2 was not saved: Input/output error in {place} (rank {rank}); the newest one "
-                "is step-00000001; make it writable"
+                f"checkpoint of step 2 was not saved: Input/output error in {place} (rank "
+                f"{rank}); the newest one is step-00000001; make it writable"
             )
             assert messages == ([sentence] if dist.get_rank() == 0 else []), messages
             assert sorted(os.listdir(place)) == ["latest", "step-00000001"]
@@ -118,7 +141,8 @@ def agree_on_a_failure(folder: Path) -> None:
 
 
 def agree_on_damage(folder: Path) -> None:
-    """One rank reads the damaged file, and all ranks skip its checkpoint, or raise the same message."""
+    """One rank reads the damaged file, and all ranks skip its checkpoint, or raise the same
+    message."""
     checkpoints = make(folder, keep=20)
     assert save(checkpoints, 1)
     names = sorted(os.listdir(folder / "step-00000001"))
@@ -128,7 +152,10 @@ def agree_on_damage(folder: Path) -> None:
     messages: list[str] = []
     check_sharded(make(folder, messages, resume="auto").resume(), 1, dim=1)
     assert len(messages) == (len(names) if dist.get_rank() == 0 else 0)
-    assert all("is damaged: " in sentence and "resuming from step-00000001" in sentence for sentence in messages)
+    assert all(
+        "is damaged: " in sentence and "resuming from step-00000001" in sentence
+        for sentence in messages
+    )
     for word in ("never", f"{folder}/step-00000003", str(folder / "none")):
         with pytest.raises(ConfigError) as refused:
             make(folder, resume=word).resume()
@@ -138,7 +165,8 @@ def agree_on_damage(folder: Path) -> None:
 
 
 def agree_on_unreadable_files(folder: Path) -> None:
-    """If one rank cannot read a file, all stop with one message, or all continue after a successful retry."""
+    """If one rank cannot read a file, all stop with one message, or all continue after a successful
+    retry."""
     assert save(make(folder), 1) and save(make(folder), 2)
     last = dist.get_world_size() - 1
     manifest.RETRY_PAUSES_SECONDS = (0.0, 0.01)
@@ -159,17 +187,22 @@ def agree_on_unreadable_files(folder: Path) -> None:
                     sentence = str(refused)
             check_same(sentence)
             assert bool(sentence) == (times > 1), (name, times, loads, sentence)
-            assert not sentence or (f"{folder} cannot be read (" in sentence and "Stale file handle" in sentence)
+            assert not sentence or (
+                f"{folder} cannot be read (" in sentence and "Stale file handle" in sentence
+            )
 
 
 def require_a_shared_folder(folder: Path) -> None:
-    """A folder local to each node is rejected before the first step, unless no periodic saves are configured."""
+    """A folder local to each node is rejected before the first step, unless no periodic saves are
+    configured."""
     own = folder / f"of rank {dist.get_rank()}"
     on_first(Path.mkdir, own)
     with pytest.raises(ConfigError, match="where rank 1 does not see what rank 0 writes; set"):
         make(own, resume="auto").resume()
     assert not own.exists() or os.listdir(own) == []
-    assert Checkpointer(CheckpointConfig(resume="auto"), str(own), dist.new_group()).resume() is None
+    assert (
+        Checkpointer(CheckpointConfig(resume="auto"), str(own), dist.new_group()).resume() is None
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.extended)])
@@ -190,7 +223,8 @@ def test_all_ranks(body: Callable[[Path], None], world_size: int, tmp_path: Path
 
 
 def test_checkpoint_loads_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """Oracle: the full tensors. Facts of a rank are available only on the number of ranks that saved them."""
+    """Oracle: the full tensors. Facts of a rank are available only on the number of ranks that
+    saved them."""
 
     def four() -> None:
         assert save(make(tmp_path / "four"), 3)

@@ -115,8 +115,12 @@ DAMAGES: dict[str, Damage] = {
     "a manifest with other spaces": change_json(MANIFEST, lambda tree: None),
     "a newer format": change_json(MANIFEST, lambda tree: tree.update(format=2)),
     "a renamed folder": rename_second,
-    "a manifest that lists a path": forge(lambda files: files.update({"../x": FileSum(1, "0" * 64)})),
-    "a manifest that lists an absolute path": forge(lambda files: files.update({"/etc/passwd": FileSum(1, "0" * 64)})),
+    "a manifest that lists a path": forge(
+        lambda files: files.update({"../x": FileSum(1, "0" * 64)})
+    ),
+    "a manifest that lists an absolute path": forge(
+        lambda files: files.update({"/etc/passwd": FileSum(1, "0" * 64)})
+    ),
     "a manifest without the state": forge(lambda files: files.pop("state.json")),
     "a manifest that lists a pipe": list_pipe,
     "a state of another step": replace_by(b'{"step": 2}'),
@@ -138,7 +142,8 @@ def test_invalid_checkpoint_is_skipped_or_refused(case: str, series: Path, tmp_p
     whole, onward = (1, ONE) if twice else (2, TWO)
     check(found, whole)
     assert re.fullmatch(
-        rf"{THREE} {reason}(?: \(.*\))?, in {re.escape(str(folder))}; resuming from {onward}", messages[0]
+        rf"{THREE} {reason}(?: \(.*\))?, in {re.escape(str(folder))}; resuming from {onward}",
+        messages[0],
     ), messages
     assert len(messages) == 1 + twice
     for word in (f"{folder}/{THREE}", str(folder)):
@@ -146,17 +151,27 @@ def test_invalid_checkpoint_is_skipped_or_refused(case: str, series: Path, tmp_p
             resume(folder, word)
         fix = f"move it away and set checkpoint.resume={folder}/{onward}"
         start = re.escape(f"checkpoint.resume={word} is refused: {THREE} in {folder} ")
-        assert re.fullmatch(rf"{start}{reason}(?: \(.*\))?; {re.escape(fix)}", str(refused.value)), refused.value
+        assert re.fullmatch(
+            rf"{start}{reason}(?: \(.*\))?; {re.escape(fix)}", str(refused.value)
+        ), refused.value
     # Damage that neither sizes nor the state's own sum show is found only by reading everything.
     assert (peek(CheckpointConfig(resume="auto"), str(folder)) or {})["step"] in (whole, 3)
 
 
 def test_pickles_in_a_checkpoint_folder_are_never_loaded(series: Path, tmp_path: Path) -> None:
-    """Oracle: a file that the pickles would create, placed under every name that PyTorch's own loaders would open."""
+    """Oracle: a file that the pickles would create, placed under every name that PyTorch's own
+    loaders would open."""
     folder = copied(series, tmp_path / "checkpoints")
     made = tmp_path / "made"
     hostile = pickle.dumps(Hostile(made))
-    for name in (".metadata", "__0_0.distcp", "pytorch_model.bin", "model.pt", "rank-00000.pt", "state.pkl"):
+    for name in (
+        ".metadata",
+        "__0_0.distcp",
+        "pytorch_model.bin",
+        "model.pt",
+        "rank-00000.pt",
+        "state.pkl",
+    ):
         for place in (folder, *(folder / step for step in (ONE, TWO, THREE))):
             (place / name).write_bytes(hostile)
     check(resume(folder)[0], 3)
@@ -189,12 +204,14 @@ def edit_index(path: str, value: Any) -> Damage:
 
 
 def cut_otherwise(*chunks: tuple[int, list[int], list[int]]) -> Damage:
-    """List these chunks of ``w``: the number of one of its chunks, other offsets and other sizes."""
+    """List these chunks of ``w``: the number of one of its chunks, other offsets and other
+    sizes."""
 
     def change(tree: Any) -> None:
         stored = tree["tensors"]["w"]["chunks"]
         tree["tensors"]["w"]["chunks"] = [
-            stored[number] | {"offsets": offsets, "sizes": sizes} for number, offsets, sizes in chunks
+            stored[number] | {"offsets": offsets, "sizes": sizes}
+            for number, offsets, sizes in chunks
         ]
 
     return change_json(INDEX, change)
@@ -212,7 +229,13 @@ WRONG_IN_INDEX: dict[str, list[Any]] = {
     "tensors/w/chunks/1/sizes": [[3, 3]],
     "tensors/w/chunks/1/url": ["http://x"],
     "tensors/w/chunks/1/key": [3],
-    "tensors/w/chunks/1/file": [3, "../a/tensors-00000.safetensors", "/etc/passwd", "pickle.pt", f"{TENSORS}\n"],
+    "tensors/w/chunks/1/file": [
+        3,
+        "../a/tensors-00000.safetensors",
+        "/etc/passwd",
+        "pickle.pt",
+        f"{TENSORS}\n",
+    ],
 }
 WRONG_IN_HEADER: dict[str, list[Any]] = {
     "w@3,0": [1],
@@ -235,10 +258,16 @@ SHARD_DAMAGES: dict[str, tuple[str, Damage]] = {
         for path, values in WRONG_IN_INDEX.items()
         for value in values
     },
-    "900 dims": (INDEX, edit_index("tensors/b", {"dtype": "F32", "shape": [1] * 900, "chunks": []})),
+    "900 dims": (
+        INDEX,
+        edit_index("tensors/b", {"dtype": "F32", "shape": [1] * 900, "chunks": []}),
+    ),
     "chunk missing": (INDEX, cut_otherwise(WHOLE)),
     "chunk twice": (INDEX, cut_otherwise(WHOLE, *[(1, [3, 0], [3, 4])] * 2)),
-    "chunk of negative size": (INDEX, cut_otherwise(WHOLE, (1, [3, 0], [4, 4]), (1, [7, 0], [-1, 4]))),
+    "chunk of negative size": (
+        INDEX,
+        cut_otherwise(WHOLE, (1, [3, 0], [4, 4]), (1, [7, 0], [-1, 4])),
+    ),
     "chunk overlaps": (INDEX, cut_otherwise(WHOLE, (1, [2, 0], [4, 4]))),
     "chunk leaves a gap": (INDEX, cut_otherwise(WHOLE, (1, [4, 0], [2, 4]))),
     "file missing": ("tensors-00009.safetensors", chunk(file="tensors-00009.safetensors")),
@@ -247,7 +276,10 @@ SHARD_DAMAGES: dict[str, tuple[str, Damage]] = {
     "data missing": (TENSORS, lambda folder: (folder / TENSORS).unlink()),
     "data truncated": (TENSORS, edit_bytes(lambda content: content[:-1], TENSORS)),
     **{
-        f"{path}={value}": (TENSORS, edit_header(partial(set_value, path=path, value=value), TENSORS))
+        f"{path}={value}": (
+            TENSORS,
+            edit_header(partial(set_value, path=path, value=value), TENSORS),
+        )
         for path, values in WRONG_IN_HEADER.items()
         for value in values
     },
@@ -255,7 +287,9 @@ SHARD_DAMAGES: dict[str, tuple[str, Damage]] = {
 
 
 @pytest.mark.parametrize("damage", SHARD_DAMAGES)
-def test_damage_is_reported_with_its_file_before_tensors_are_filled(damage: str, tmp_path: Path) -> None:
+def test_damage_is_reported_with_its_file_before_tensors_are_filled(
+    damage: str, tmp_path: Path
+) -> None:
     """Oracle: the name of the damaged file, for each damage alone."""
     folder = make_saved(tmp_path / "a")
     tensors = {"b": torch.full((4,), 7.0), "w": torch.full((6, 4), 7.0)}
@@ -264,7 +298,9 @@ def test_damage_is_reported_with_its_file_before_tensors_are_filled(damage: str,
     tensors = {name: torch.full_like(tensor, 7.0) for name, tensor in tensors.items()}
     file, apply = SHARD_DAMAGES[damage]
     apply(folder)
-    with pytest.raises(ConfigError, match=rf"{tmp_path}/a/{file} .*; resume from another checkpoint$"):
+    with pytest.raises(
+        ConfigError, match=rf"{tmp_path}/a/{file} .*; resume from another checkpoint$"
+    ):
         load_tensors(open_storage(str(tmp_path)), "a", tensors, None)
     assert all(bool((tensor == 7).all()) for tensor in tensors.values())
 
@@ -274,15 +310,28 @@ def test_damage_is_reported_with_its_file_before_tensors_are_filled(damage: str,
     [
         ({"w": torch.zeros(6, 4), "x": torch.zeros(1)}, r"holds no x, which"),
         ({"x": torch.zeros(1), "y": torch.zeros(1)}, r"holds no x nor 1 others, which"),
-        ({"w": torch.zeros(4, 6)}, r"holds w as F32 of shape 6×4, and this run has it as F32 of shape 4×6"),
-        ({"w": torch.zeros(6, 4).half()}, r"holds w as F32 of shape 6×4, and this run has it as F16 of shape 6×4"),
-        ({"w": torch.zeros(())}, r"holds w as F32 of shape 6×4, and this run has it as a single number of F32"),
+        (
+            {"w": torch.zeros(4, 6)},
+            r"holds w as F32 of shape 6×4, and this run has it as F32 of shape 4×6",
+        ),
+        (
+            {"w": torch.zeros(6, 4).half()},
+            r"holds w as F32 of shape 6×4, and this run has it as F16 of shape 6×4",
+        ),
+        (
+            {"w": torch.zeros(())},
+            r"holds w as F32 of shape 6×4, and this run has it as a single number of F32",
+        ),
     ],
 )
-def test_missing_tensors_are_reported(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+def test_missing_tensors_are_reported(
+    tensors: dict[str, Tensor], message: str, tmp_path: Path
+) -> None:
     """Checkpoint, tensor, found and wanted, before anything is filled."""
     make_saved(tmp_path / "a")
-    with pytest.raises(ConfigError, match=rf"{tmp_path}/a {message}.*; resume with the model and the optimizer"):
+    with pytest.raises(
+        ConfigError, match=rf"{tmp_path}/a {message}.*; resume with the model and the optimizer"
+    ):
         load_tensors(open_storage(str(tmp_path)), "a", tensors, None)
     assert not any(bool(tensor.any()) for tensor in tensors.values())
 

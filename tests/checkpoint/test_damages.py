@@ -1,4 +1,5 @@
-"""Damaged folders in Hugging Face format, and those of other models, are rejected without touching the model."""
+"""Damaged folders in Hugging Face format, and those of other models, are rejected without touching
+the model."""
 
 import pickle
 import re
@@ -79,7 +80,9 @@ def test_invalid_keys_of_the_configuration_are_refused(row: dict[str, Any], tmp_
     """Oracle: the expected message."""
     config = FAMILIES[row.get("family", "llama")]
     make_folder(tmp_path, config)
-    change_json("config.json", lambda tree: update(tree.get(row.get("below"), tree), row["keys"]))(tmp_path)
+    change_json("config.json", lambda tree: update(tree.get(row.get("below"), tree), row["keys"]))(
+        tmp_path
+    )
     (tmp_path / "checksums.json").unlink()
     assert refusal(tmp_path, config) == f"{{}}/config.json{row['says']}"
 
@@ -113,7 +116,9 @@ DAMAGES: dict[str, Damage] = {
     "configuration as a list": edit_bytes(lambda content: b"[]", "config.json"),
     "no weights": lambda folder: [file.unlink() for file in folder.glob("*.safetensors*")],
     "only a pickle": replace_by_pickle,
-    "one file and shards": lambda folder: save_file({"a": torch.zeros(1)}, folder / "model.safetensors"),
+    "one file and shards": lambda folder: save_file(
+        {"a": torch.zeros(1)}, folder / "model.safetensors"
+    ),
     "missing file": lambda folder: (folder / SECOND).unlink(),
     "index with invalid JSON": edit_bytes(lambda content: b"x", INDEX),
     "index without files": edit_json(INDEX, weight_map="(removed)"),
@@ -124,19 +129,27 @@ DAMAGES: dict[str, Damage] = {
     "empty file": edit_bytes(lambda content: b""),
     "truncated file": edit_bytes(lambda content: content[:-5]),
     "longer file": edit_bytes(lambda content: content + b"12"),
-    "header with invalid UTF-8": edit_bytes(lambda content: content[:8] + bytes([255] * 16) + content[24:]),
+    "header with invalid UTF-8": edit_bytes(
+        lambda content: content[:8] + bytes([255] * 16) + content[24:]
+    ),
     "header with invalid JSON": edit_bytes(lambda content: content[:8] + b"x" + content[9:]),
     "header as a list": edit_bytes(lambda content: struct.pack("<Q", 2) + b"[]"),
     "absurd length of the header": edit_bytes(lambda content: bytes([255] * 8) + content[8:]),
-    "header longer than the file": edit_bytes(lambda content: struct.pack("<Q", len(content) - 7) + content[8:]),
-    "header that covers half a tensor": edit_header(lambda header: header.update({NORM: {"dtype": "F32"}})),
+    "header longer than the file": edit_bytes(
+        lambda content: struct.pack("<Q", len(content) - 7) + content[8:]
+    ),
+    "header that covers half a tensor": edit_header(
+        lambda header: header.update({NORM: {"dtype": "F32"}})
+    ),
     "header with a shape and a span that differ": with_norm_entry(shape=[17]),
     "header with a negative shape": with_norm_entry(shape=[-4, -4]),
     "overlapping tensors": with_norm_entry(data_offsets=[0, 64]),
     "missing tensor": without_norm,
     "missing tensor of the index": edit_tensors(lambda tensors: tensors.pop(NORM)),
     "duplicate tensor": with_tensor(NORM, torch.zeros(16), FIRST),
-    "extra tensor with control characters in its name": with_tensor("\x1b]0;title\x07", torch.zeros(2)),
+    "extra tensor with control characters in its name": with_tensor(
+        "\x1b]0;title\x07", torch.zeros(2)
+    ),
     "wrong shape": with_tensor(NORM, torch.zeros(4, 4)),
     "integers": with_tensor(NORM, torch.zeros(16, dtype=torch.int8)),
     "8-bit floating point": with_tensor(NORM, torch.zeros(16, dtype=torch.float8_e4m3fn)),
@@ -162,20 +175,35 @@ SIZE_DIFFERS = r"config.json is damaged: it holds \d+ bytes, and checksums.json 
 @pytest.mark.parametrize(
     ("damage", "is_size_changed", "sentence"),
     [
-        (edit_bytes(lambda content: content[:-1] + bytes([content[-1] ^ 1])), False, f"{THIRD} {SUMS}; {CHANGED}"),
-        (edit_bytes(lambda content: content + b" ", "config.json"), True, f"{SIZE_DIFFERS}; {CHANGED}"),
+        (
+            edit_bytes(lambda content: content[:-1] + bytes([content[-1] ^ 1])),
+            False,
+            f"{THIRD} {SUMS}; {CHANGED}",
+        ),
+        (
+            edit_bytes(lambda content: content + b" ", "config.json"),
+            True,
+            f"{SIZE_DIFFERS}; {CHANGED}",
+        ),
         (
             lambda folder: (folder / FIRST).unlink(),
             True,
             f"{FIRST} is missing, though checksums.json lists it; {AGAIN}",
         ),
-        (edit_json("checksums.json", files={"../x": {"bytes": 1, "sha256": ""}}), True, LIST_DAMAGED),
+        (
+            edit_json("checksums.json", files={"../x": {"bytes": 1, "sha256": ""}}),
+            True,
+            LIST_DAMAGED,
+        ),
         (edit_json("checksums.json", files=["x"]), True, LIST_DAMAGED),
     ],
     ids=["flipped bit", "changed config", "missing file", "path to elsewhere", "list"],
 )
-def test_checksums_identify_changed_files(damage: Damage, is_size_changed: bool, sentence: str, folder: Path) -> None:
-    """Oracle: the message. Sizes are looked at before a run, sums where all is read; a flipped bit has its size."""
+def test_checksums_identify_changed_files(
+    damage: Damage, is_size_changed: bool, sentence: str, folder: Path
+) -> None:
+    """Oracle: the message. Sizes are looked at before a run, sums where all is read; a flipped bit
+    has its size."""
     damage(folder)
     source = HuggingFaceFolder(folder)
     model = build_empty(CONFIG)
@@ -187,10 +215,14 @@ def test_checksums_identify_changed_files(damage: Damage, is_size_changed: bool,
 
 
 def test_non_finite_values_are_reported(folder: Path) -> None:
-    """Oracle: the expected message, for one NaN among many; after a check of all other values of the folder."""
+    """Oracle: the expected message, for one NaN among many; after a check of all other values of
+    the folder."""
     source = HuggingFaceFolder(folder)
     source.check(build_empty(CONFIG))
     source.check_values()
     edit_tensors(lambda tensors: tensors[NORM][15:].fill_(torch.inf))(folder)
-    with pytest.raises(ConfigError, match=f"{THIRD} holds {NORM} with values that are not finite; use other weights"):
+    with pytest.raises(
+        ConfigError,
+        match=f"{THIRD} holds {NORM} with values that are not finite; use other weights",
+    ):
         source.check_values()

@@ -1,4 +1,5 @@
-"""No kill, power loss or OSError at any operation loses a complete checkpoint or ends in a traceback."""
+"""No kill, power loss or OSError at any operation loses a complete checkpoint or ends in a
+traceback."""
 
 import copy
 import errno
@@ -20,7 +21,15 @@ from fsdptoys.checkpoint import checkpointer as keeper
 from fsdptoys.checkpoint import select as choice
 from fsdptoys.checkpoint.storage import LocalStorage, Storage, open_storage
 from fsdptoys.errors import ConfigError
-from tests.harness.disks import FaultyStorage, LossyDisk, PowerLoss, ending_storage, in_child, kill_self, refusing
+from tests.harness.disks import (
+    FaultyStorage,
+    LossyDisk,
+    PowerLoss,
+    ending_storage,
+    in_child,
+    kill_self,
+    refusing,
+)
 
 UNREADABLE = (errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE, errno.EINTR)
 """Errors that leave a folder's content unknown; the tests alternate between them."""
@@ -49,7 +58,10 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def save(checkpoints: Checkpointer, step: int, value: float) -> bool:
-    tensors = {"model.a": torch.full((3, 5), float(value)), "optim.a.step": torch.tensor(float(value))}
+    tensors = {
+        "model.a": torch.full((3, 5), float(value)),
+        "optim.a.step": torch.tensor(float(value)),
+    }
     return checkpoints.save(step, tensors, {"value": value}, {"own": value})
 
 
@@ -62,12 +74,16 @@ def contents(storage: Storage) -> dict[str, list[tuple[str, bytes]]]:
     """Folder → names and bytes of its files, of all that have a manifest."""
     files = {name: storage.names(name) for name in storage.names()}
     complete = [name for name in files if "manifest.json" in files[name]]
-    return {name: [(file, read(storage, f"{name}/{file}")) for file in files[name]] for name in complete}
+    return {
+        name: [(file, read(storage, f"{name}/{file}")) for file in files[name]] for name in complete
+    }
 
 
 def make_place(kind: str, folder: Path) -> Storage:
     """An empty storage of this kind."""
-    return open_storage({"path": f"{folder}/{next(numbers)}", "memory": f"memory://{folder}/{next(numbers)}"}[kind])
+    return open_storage(
+        {"path": f"{folder}/{next(numbers)}", "memory": f"memory://{folder}/{next(numbers)}"}[kind]
+    )
 
 
 def copy_all(storage: Storage, to: Storage) -> None:
@@ -93,7 +109,8 @@ def start(storage: FaultyStorage) -> tuple[list[str], set[str], int | None]:
     """Start a run that saves two steps.
 
     Returns:
-        The messages, the checkpoints that retention may have deleted, and the step resumed from; None on an error.
+        The messages, the checkpoints that retention may have deleted, and the step resumed from;
+        None on an error.
     """
     messages: list[str] = []
     may_go: set[str] = set()
@@ -121,7 +138,11 @@ def start(storage: FaultyStorage) -> tuple[list[str], set[str], int | None]:
     return messages, may_go, resumed
 
 
-PREPARED = {"whole": lambda storage: None, "newest damaged": damage_newest, "newest set aside": move_newest_aside}
+PREPARED = {
+    "whole": lambda storage: None,
+    "newest damaged": damage_newest,
+    "newest set aside": move_newest_aside,
+}
 SHORT = ("path", "whole")
 """The search of the short level with failures that pass; those with lasting ones are cheaper."""
 
@@ -146,7 +167,10 @@ def test_no_single_os_error_loses_a_checkpoint(
     """Oracle: the bytes of earlier checkpoints, under any name; each operation fails in turn."""
     codes = itertools.cycle(UNREADABLE)
     first = make_place(kind, memory_folder)
-    assert all(save(Checkpointer(CheckpointConfig(every=1, keep=9), first.where), step, step) for step in (1, 2, 3))
+    assert all(
+        save(Checkpointer(CheckpointConfig(every=1, keep=9), first.where), step, step)
+        for step in (1, 2, 3)
+    )
     whole = contents(first)
     newest = 3
     if prepared == "newest damaged":
@@ -167,7 +191,12 @@ def test_no_single_os_error_loses_a_checkpoint(
         assert not lost, (faulty.refused, os.strerror(code), lost, messages, storage.names())
         # A missing checkpoint is skipped or cannot be restored; an unreadable one is never skipped.
         is_gone = code == errno.ENOENT or (lasting and prepared == "newest set aside")
-        assert is_gone or resumed in (newest, None), (faulty.refused, os.strerror(code), resumed, messages)
+        assert is_gone or resumed in (newest, None), (
+            faulty.refused,
+            os.strerror(code),
+            resumed,
+            messages,
+        )
         storage.remove("")
         return faulty
 
@@ -186,7 +215,8 @@ def test_no_single_os_error_loses_a_checkpoint(
 @pytest.mark.parametrize("code", UNREADABLE)
 @pytest.mark.parametrize("word", ["auto", "must", "never", "path"])
 def test_start_stops_at_an_unreadable_checkpoint(code: int, word: str, tmp_path: Path) -> None:
-    """Oracle: the expected message, and the folder as it was; once the file can be read, the run resumes from it."""
+    """Oracle: the expected message, and the folder as it was; once the file can be read, the run
+    resumes from it."""
     folder = tmp_path / "checkpoints"
     for step in (1, 2):
         assert save(Checkpointer(CheckpointConfig(every=1), str(folder)), step, step)
@@ -194,15 +224,18 @@ def test_start_stops_at_an_unreadable_checkpoint(code: int, word: str, tmp_path:
     file = "manifest.json" if word == "never" else "state.json"
     config = CheckpointConfig(every=1, resume=f"{folder}/step-00000002" if word == "path" else word)
     retries = len(manifest.RETRY_PAUSES_SECONDS)
-    for look in (lambda: peek(config, str(folder)), lambda: Checkpointer(config, str(folder)).resume()):
+    for look in (
+        lambda: peek(config, str(folder)),
+        lambda: Checkpointer(config, str(folder)).resume(),
+    ):
         with (
             refusing(LocalStorage, "reading", f"^step-00000002/{file}$", code, retries + 1),
             pytest.raises(ConfigError) as refused,
         ):
             look()
         assert str(refused.value) == (
-            f"step-00000002 in {folder} cannot be read ({file}: {os.strerror(code)}), and may be a complete "
-            "checkpoint; make it readable, or move it out of that folder"
+            f"step-00000002 in {folder} cannot be read ({file}: {os.strerror(code)}), and may be "
+            "a complete checkpoint; make it readable, or move it out of that folder"
         )
         assert sorted(folder.rglob("*")) == before
         if word != "never":
@@ -213,11 +246,16 @@ def test_start_stops_at_an_unreadable_checkpoint(code: int, word: str, tmp_path:
 
 @pytest.mark.parametrize("name", ["n" * 300, "/".join(["n" * 200] * 25)], ids=["name", "path"])
 @pytest.mark.parametrize("every", [0, 1])
-def test_too_long_folder_name_is_reported_in_one_sentence(name: str, every: int, tmp_path: Path) -> None:
+def test_too_long_folder_name_is_reported_in_one_sentence(
+    name: str, every: int, tmp_path: Path
+) -> None:
     """Oracle: the message with the system's error text."""
     for word in ("never", "auto", "must"):
         with pytest.raises(ConfigError, match=r"cannot be (read|written) \(File name too long\)"):
-            peek(CheckpointConfig(every=every, on_signal=False, resume=word), f"{tmp_path}/{name}/checkpoints")
+            peek(
+                CheckpointConfig(every=every, on_signal=False, resume=word),
+                f"{tmp_path}/{name}/checkpoints",
+            )
 
 
 def test_unreadable_old_checkpoints_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
@@ -228,13 +266,21 @@ def test_unreadable_old_checkpoints_are_neither_counted_nor_deleted(tmp_path: Pa
     assert all(save(checkpoints, step, step) for step in (1, 2))
     with refusing(LocalStorage, "reading", "^step-00000002/", errno.EIO):
         assert all(save(checkpoints, step, step) for step in (3, 4))
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000002", "step-00000003", "step-00000004"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "latest",
+        "step-00000002",
+        "step-00000003",
+        "step-00000004",
+    ]
     assert messages == [
-        f"step-00000002 cannot be read (manifest.json: Input/output error), in {tmp_path}, and is neither counted nor "
-        "deleted"
+        f"step-00000002 cannot be read (manifest.json: Input/output error), in {tmp_path}, and "
+        "is neither counted nor deleted"
     ]
     assert save(checkpoints, 5, 5)
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000004", "step-00000005"] and len(messages) == 1
+    assert (
+        sorted(os.listdir(tmp_path)) == ["latest", "step-00000004", "step-00000005"]
+        and len(messages) == 1
+    )
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -242,7 +288,8 @@ def test_unreadable_old_checkpoints_are_neither_counted_nor_deleted(tmp_path: Pa
 def test_full_disk_is_freed_of_expired_checkpoints(
     keep: int, in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: a disk with room for three; lowering ``keep`` makes room, and otherwise nothing is deleted."""
+    """Oracle: a disk with room for three; lowering ``keep`` makes room, and otherwise nothing is
+    deleted."""
     first = Checkpointer(CheckpointConfig(every=1, keep=3), str(tmp_path))
     assert all(save(first, step, step) for step in (1, 2, 3))
     writing = LocalStorage.writing
@@ -265,8 +312,8 @@ def test_full_disk_is_freed_of_expired_checkpoints(
     else:
         assert left == [f"step-0000000{step}" for step in (1, 2, 3)]
         assert messages == [
-            f"checkpoint of step 4 was not saved: No space left on device in {tmp_path}; the newest one is "
-            "step-00000003; free space or set checkpoint.folder to another disk"
+            f"checkpoint of step 4 was not saved: No space left on device in {tmp_path}; the "
+            "newest one is step-00000003; free space or set checkpoint.folder to another disk"
         ]
 
 
@@ -296,7 +343,8 @@ def newest(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> tuple[int, floa
 def after_crash(
     storage: Storage, allowed: list[tuple[int, float] | None], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, float] | None:
-    """Return the newest checkpoint; check that saves succeed after the crash and that no leftovers of it remain."""
+    """Return the newest checkpoint; check that saves succeed after the crash and that no leftovers
+    of it remain."""
     found = newest(storage, monkeypatch)
     assert found in allowed
     checkpoints = make_checkpoints(storage, monkeypatch)
@@ -309,8 +357,11 @@ def after_crash(
     return found
 
 
-# Earlier saves as (step, value), the save during the crash, and the possible checkpoints afterwards.
-CASES: dict[str, tuple[list[tuple[int, float]], tuple[int, float], list[tuple[int, float] | None]]] = {
+# Earlier saves as (step, value), the save during the crash, and the possible checkpoints
+# afterwards.
+CASES: dict[
+    str, tuple[list[tuple[int, float]], tuple[int, float], list[tuple[int, float] | None]]
+] = {
     "the first": ([], (1, 1.0), [None, (1, 1.0)]),
     "one that deletes another": ([(1, 1.0), (2, 2.0)], (3, 3.0), [(2, 2.0), (3, 3.0)]),
     "one that replaces another": ([(1, 1.0), (2, 2.0)], (2, 9.0), [(2, 2.0), (2, 9.0)]),
@@ -322,7 +373,8 @@ CASES: dict[str, tuple[list[tuple[int, float]], tuple[int, float], list[tuple[in
 def test_kill_at_any_operation_preserves_the_newest_checkpoint(
     case: str, memory_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the saved values; a forked process sends itself SIGKILL within each of its operations."""
+    """Oracle: the saved values; a forked process sends itself SIGKILL within each of its
+    operations."""
     before, saving, allowed = CASES[case]
     start = memory_folder / "start"
     start.mkdir()
@@ -332,7 +384,9 @@ def test_kill_at_any_operation_preserves_the_newest_checkpoint(
     for moment in itertools.count():
         place = memory_folder / str(moment)
         shutil.copytree(start, place)
-        checkpoints = make_checkpoints(ending_storage(LocalStorage(str(place)), moment, kill_self), monkeypatch)
+        checkpoints = make_checkpoints(
+            ending_storage(LocalStorage(str(place)), moment, kill_self), monkeypatch
+        )
         code = in_child(save_and_check, checkpoints, *saving)
         assert code in (0, -signal.SIGKILL)
         outcomes.append(after_crash(LocalStorage(str(place)), allowed, monkeypatch))
@@ -343,7 +397,12 @@ def test_kill_at_any_operation_preserves_the_newest_checkpoint(
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
-    "keeps", ["none", pytest.param("all", marks=pytest.mark.extended), pytest.param("any", marks=pytest.mark.extended)]
+    "keeps",
+    [
+        "none",
+        pytest.param("all", marks=pytest.mark.extended),
+        pytest.param("any", marks=pytest.mark.extended),
+    ],
 )
 @pytest.mark.parametrize("case", CASES)
 def test_power_loss_at_any_operation_preserves_the_newest_checkpoint(
@@ -364,9 +423,13 @@ def test_power_loss_at_any_operation_preserves_the_newest_checkpoint(
         for moment in itertools.count():
             disk = copy.deepcopy(start)
             with suppress(PowerLoss):
-                done = save(make_checkpoints(ending_storage(disk, moment, lose_power), monkeypatch), *saving)
+                done = save(
+                    make_checkpoints(ending_storage(disk, moment, lose_power), monkeypatch), *saving
+                )
                 assert done
-            outcomes.append(after_crash(disk.after_power_loss(keeps, seed + 10 * moment), allowed, monkeypatch))
+            outcomes.append(
+                after_crash(disk.after_power_loss(keeps, seed + 10 * moment), allowed, monkeypatch)
+            )
             assert not done or outcomes[-1] == saving
             if done:
                 break
@@ -374,8 +437,11 @@ def test_power_loss_at_any_operation_preserves_the_newest_checkpoint(
         _check_outcomes(outcomes, allowed)
 
 
-def _check_outcomes(outcomes: list[tuple[int, float] | None], allowed: list[tuple[int, float] | None]) -> None:
-    """Check that outcomes switch once, from the old checkpoint to the new one, with many moments of each."""
+def _check_outcomes(
+    outcomes: list[tuple[int, float] | None], allowed: list[tuple[int, float] | None]
+) -> None:
+    """Check that outcomes switch once, from the old checkpoint to the new one, with many moments of
+    each."""
     turn = outcomes.index(allowed[1])
     assert outcomes == [allowed[0]] * turn + [allowed[1]] * (len(outcomes) - turn)
     assert turn > 15 and len(outcomes) - turn > 3

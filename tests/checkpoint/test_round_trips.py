@@ -1,4 +1,5 @@
-"""Folders in Hugging Face format: round trips, weights to start from, and the shards that a rank reads of them."""
+"""Folders in Hugging Face format: round trips, weights to start from, and the shards that a rank
+reads of them."""
 
 import dataclasses
 import json
@@ -12,14 +13,27 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdptoys.checkpoint import HuggingFaceFolder, RunWeights, open_init_from, save_weights, verify_checksums
+from fsdptoys.checkpoint import (
+    HuggingFaceFolder,
+    RunWeights,
+    open_init_from,
+    save_weights,
+    verify_checksums,
+)
 from fsdptoys.cli.convert import training_words
 from fsdptoys.cli.main import main
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import GPT2Config, LlamaConfig, ModelConfig, whole
 from fsdptoys.models.rotary import RopeScaling
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig, World
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+    World,
+)
 from fsdptoys.parallel.mesh import MeshConfig
 from tests.checkpoint.damages import CONFIG, GPT2, SENTENCES, THIRD, edit_bytes, make_folder
 from tests.harness.families import SMALL
@@ -41,20 +55,28 @@ def named_like(config: ModelConfig, other: ModelConfig) -> ModelConfig:
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", SMALL)
 def test_transformers_loads_our_folders(case: str, tmp_path: Path) -> None:
-    """Oracle: transformers' from_pretrained on a sharded folder of ours: no key left over, logits to 1e-5."""
+    """Oracle: transformers' from_pretrained on a sharded folder of ours: no key left over, logits
+    to 1e-5."""
     transformers = import_transformers()
     model = build(SMALL[case])
     written = write(tmp_path / "ours", model, max_file_bytes=FILE_BYTES)
     assert len(written.files) > 2
 
-    oracle, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    oracle, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
     assert not any(info.values()), info
     assert type(oracle).__name__ == model.config.hugging_face.architecture
     assert oracle.dtype == torch.float32
-    torch.testing.assert_close(model(TOKENS_BT), oracle(TOKENS_BT, use_cache=False).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        model(TOKENS_BT), oracle(TOKENS_BT, use_cache=False).logits, rtol=1e-5, atol=1e-5
+    )
     # The settings are equal after transformers has read and written them, without token ids.
     oracle.save_pretrained(tmp_path / "theirs")
-    assert named_like(HuggingFaceFolder(tmp_path / "theirs").model_config(), model.config) == model.config
+    assert (
+        named_like(HuggingFaceFolder(tmp_path / "theirs").model_config(), model.config)
+        == model.config
+    )
     assert oracle.generation_config.eos_token_id is None and oracle.config.bos_token_id is None
 
 
@@ -70,17 +92,24 @@ def test_our_folders_round_trip_bitwise(case: str, file_bytes: int, tmp_path: Pa
         assert torch.equal(param, other), name
 
     write(tmp_path / "second", again, max_file_bytes=file_bytes)
-    contents = [{file.name: file.read_bytes() for file in (tmp_path / f).iterdir()} for f in ("first", "second")]
+    contents = [
+        {file.name: file.read_bytes() for file in (tmp_path / f).iterdir()}
+        for f in ("first", "second")
+    ]
     assert contents[0] == contents[1]
     assert verify_checksums(tmp_path / "first") == len(contents[0]) - 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtypes_are_converted_on_saving_and_loading(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Oracle: PyTorch's own conversion, on saving and on loading, into any dtype of the parameter."""
+    """Oracle: PyTorch's own conversion, on saving and on loading, into any dtype of the
+    parameter."""
     model = build(SMALL["gpt2"])
     write(tmp_path / "folder", model, dtype)
-    assert json.loads((tmp_path / "folder" / "config.json").read_text())["torch_dtype"] == str(dtype)[6:]
+    assert (
+        json.loads((tmp_path / "folder" / "config.json").read_text())["torch_dtype"]
+        == str(dtype)[6:]
+    )
     source = HuggingFaceFolder(tmp_path / "folder")
     source.check(model)
     for param_dtype in (torch.float32, torch.bfloat16):
@@ -91,22 +120,35 @@ def test_dtypes_are_converted_on_saving_and_loading(dtype: torch.dtype, tmp_path
 
 
 def test_names_may_lack_the_prefix_of_the_base_model(tmp_path: Path) -> None:
-    """Oracle: the folder with full names; the published GPT-2 has names like these, and masks that nothing needs."""
+    """Oracle: the folder with full names; the published GPT-2 has names like these, and masks that
+    nothing needs."""
     model = build(GPT2Config(dim=16, n_layers=1, n_heads=2, vocab_size=32, max_seq_len=16))
     write(tmp_path / "folder", model)
     file = tmp_path / "folder" / "model.safetensors"
     bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
-    masks = {"h.0.attn.bias": torch.ones(1, 1, 16, 16, dtype=torch.uint8), "h.0.attn.masked_bias": torch.ones(())}
+    masks = {
+        "h.0.attn.bias": torch.ones(1, 1, 16, 16, dtype=torch.uint8),
+        "h.0.attn.masked_bias": torch.ones(()),
+    }
     save_file(bare | masks, file)
     (tmp_path / "folder" / "checksums.json").unlink()
-    for (name, param), other in zip(model.named_parameters(), load(tmp_path / "folder").parameters(), strict=True):
+    for (name, param), other in zip(
+        model.named_parameters(), load(tmp_path / "folder").parameters(), strict=True
+    ):
         assert torch.equal(param, other), name
 
 
 def test_stored_head_of_tied_embeddings_must_equal_the_embedding(tmp_path: Path) -> None:
     """Oracle: the embedding; a head with other values is rejected once values are read."""
     config = LlamaConfig(
-        dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=32, max_seq_len=16, tie_embeddings=True
+        dim=16,
+        n_layers=1,
+        n_heads=2,
+        n_kv_heads=1,
+        ffn_dim=24,
+        vocab_size=32,
+        max_seq_len=16,
+        tie_embeddings=True,
     )
     model = build(config)
     write(tmp_path / "folder", model)
@@ -115,11 +157,15 @@ def test_stored_head_of_tied_embeddings_must_equal_the_embedding(tmp_path: Path)
     tensors = load_file(file)
     source = HuggingFaceFolder(tmp_path / "folder")
     for factor in (1, 2):
-        save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * factor}, file)
+        save_file(
+            {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * factor}, file
+        )
         source.check(build_empty(config))
         if factor == 1:
             source.check_values()
-    with pytest.raises(ValueError, match=r"holds lm_head.weight with other values than model.embed_tokens.weight"):
+    with pytest.raises(
+        ValueError, match=r"holds lm_head.weight with other values than model.embed_tokens.weight"
+    ):
         source.check_values()
 
 
@@ -131,7 +177,8 @@ def weights(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("row", SENTENCES["weights of other models"], ids=str)
 def test_weights_of_another_model_are_refused(row: dict[str, Any], tmp_path: Path) -> None:
-    """Oracle: the expected message, for configurations whose weights may even have the same shapes."""
+    """Oracle: the expected message, for configurations whose weights may even have the same
+    shapes."""
     make_folder(tmp_path / "weights")
     make_folder(tmp_path / "gpt2", GPT2)
     (tmp_path / "file").touch()
@@ -156,7 +203,9 @@ def test_settings_unrelated_to_weights_may_differ(changes: dict[str, Any], weigh
         assert torch.equal(param, written.get_parameter(name))
 
 
-def test_damaged_folder_is_refused_before_workers_start(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_folder_is_refused_before_workers_start(
+    weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: status 2 and the file's name, for one bit that only the checksums know of."""
     edit_bytes(lambda content: content[:-1] + bytes([content[-1] ^ 1]))(weights)
     _, *words = training_words(CONFIG, str(weights))
@@ -165,11 +214,14 @@ def test_damaged_folder_is_refused_before_workers_start(weights: Path, capsys: p
 
 
 def with_odd_sizes(config: ModelConfig) -> ModelConfig:
-    """With sizes of which none divides evenly over 4 ranks, and fewer experts than make 2 for each."""
+    """With sizes of which none divides evenly over 4 ranks, and fewer experts than make 2 for
+    each."""
     sizes = {"dim": 30, "n_heads": 3, "ffn_dim": 50, "vocab_size": 67, "max_seq_len": 33}
     sizes |= {"n_kv_heads": 1, "head_dim": 6, "n_experts": 5, "expert_ffn_dim": 22, "top_k": 1}
     names = {field.name for field in dataclasses.fields(config)}
-    return dataclasses.replace(config, **{name: size for name, size in sizes.items() if name in names})
+    return dataclasses.replace(
+        config, **{name: size for name, size in sizes.items() if name in names}
+    )
 
 
 def check_shards_of_full_parameters(config: ModelConfig, folder: Path) -> None:
@@ -187,9 +239,14 @@ def check_shards_of_full_parameters(config: ModelConfig, folder: Path) -> None:
     uneven = False
     for name, param in model.named_parameters():
         for mesh, placements in layouts:
-            if any(isinstance(placement, Shard) and placement.dim >= param.ndim for placement in placements):
+            if any(
+                isinstance(placement, Shard) and placement.dim >= param.ndim
+                for placement in placements
+            ):
                 continue
-            sharded = distribute_tensor(torch.full_like(param.detach(), torch.nan), mesh, placements)
+            sharded = distribute_tensor(
+                torch.full_like(param.detach(), torch.nan), mesh, placements
+            )
             source.fill(sharded, name)
             assert torch.equal(sharded.full_tensor(), param), (name, placements)
             uneven |= sharded.to_local().numel() * 4 != param.numel()
@@ -208,7 +265,8 @@ EXTENDED = pytest.mark.extended
     ],
 )
 def test_shards_equal_parts_of_the_full_parameters(case: str, tmp_path: Path) -> None:
-    """Oracle: the full parameters; sharded along every dim and along two, unevenly, with empty shards."""
+    """Oracle: the full parameters; sharded along every dim and along two, unevenly, with empty
+    shards."""
     config = with_odd_sizes(SMALL[case])
     write(tmp_path, build(config), max_file_bytes=20_000)
     run_ranks(4, check_shards_of_full_parameters, config, tmp_path)
@@ -223,7 +281,10 @@ def start_and_save(parallel: ParallelConfig, config: ModelConfig, folder: Path) 
     source = HuggingFaceFolder(folder / "start")
     source.check(model)
     strategy.shard(model, source.fill)
-    for expected in (nullcontext(), pytest.raises(ConfigError, match="is not empty, and nothing is written over")):
+    for expected in (
+        nullcontext(),
+        pytest.raises(ConfigError, match="is not empty, and nothing is written over"),
+    ):
         if rank > 0:
             assert len(list(strategy.full_parameters())) > 0
         else:
@@ -254,10 +315,18 @@ def test_every_strategy_saves_the_weights_of_the_folder_that_it_starts_from(
 
 
 BIG: dict[str, ModelConfig] = {
-    "llama2": LlamaConfig(dim=512, n_layers=6, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=6000, max_seq_len=64),
+    "llama2": LlamaConfig(
+        dim=512, n_layers=6, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=6000, max_seq_len=64
+    ),
     "gpt2": GPT2Config(dim=640, n_layers=5, n_heads=8, vocab_size=2000, max_seq_len=64),
     "qwen3_moe": dataclasses.replace(
-        SMALL["qwen3_moe"], dim=256, n_layers=4, ffn_dim=512, vocab_size=3000, n_experts=16, expert_ffn_dim=448
+        SMALL["qwen3_moe"],
+        dim=256,
+        n_layers=4,
+        ffn_dim=512,
+        vocab_size=3000,
+        n_experts=16,
+        expert_ffn_dim=448,
     ),
 }
 
@@ -268,7 +337,8 @@ def write_both(small: ModelConfig, big: ModelConfig, path: Path) -> None:
 
 
 def growth_and_shard_bytes(config: ModelConfig, small: Path, folder: Path) -> tuple[int, int]:
-    """How far reading a folder into an FSDP2 model raised the peak of the resident set; its shard."""
+    """How far reading a folder into an FSDP2 model raised the peak of the resident set; its
+    shard."""
     context = World(Device("cpu", 0), torch.distributed.get_rank(), 2, MeshConfig())
     parallel = FSDP2Config()
     parallel.resolve(deterministic=False)
@@ -288,9 +358,12 @@ def growth_and_shard_bytes(config: ModelConfig, small: Path, folder: Path) -> tu
 
 
 @NEEDS_PEAK
-@pytest.mark.parametrize("case", ["qwen3_moe", *(pytest.param(case, marks=EXTENDED) for case in ("llama2", "gpt2"))])
+@pytest.mark.parametrize(
+    "case", ["qwen3_moe", *(pytest.param(case, marks=EXTENDED) for case in ("llama2", "gpt2"))]
+)
 def test_peak_memory_of_a_rank_is_its_shard_and_one_tensor(case: str, tmp_path: Path) -> None:
-    """Oracle: Linux's own peak of the resident set: a shard, the file's pages of one parameter, 16 MiB for all else."""
+    """Oracle: Linux's own peak of the resident set: a shard, the file's pages of one parameter, 16
+    MiB for all else."""
     # In a child process, because the ranks would otherwise inherit freed memory to reuse.
     run_ranks(1, write_both, SMALL[case], BIG[case], tmp_path)
     with torch.device("meta"):
@@ -298,6 +371,8 @@ def test_peak_memory_of_a_rank_is_its_shard_and_one_tensor(case: str, tmp_path: 
     # Queries, keys and values of GPT-2 are one tensor in the file.
     largest_bytes = max(sizes) if case != "gpt2" else max(*sizes, 3 * 640 * 640 * 4)
     assert sum(sizes) > 80 * 2**20
-    for growth, shard_bytes in run_ranks(2, growth_and_shard_bytes, BIG[case], tmp_path / "small", tmp_path / "folder"):
+    for growth, shard_bytes in run_ranks(
+        2, growth_and_shard_bytes, BIG[case], tmp_path / "small", tmp_path / "folder"
+    ):
         assert shard_bytes == pytest.approx(sum(sizes) / 2, rel=0.01)
         assert growth <= shard_bytes + largest_bytes + 2**24 < sum(sizes)

@@ -1,4 +1,5 @@
-"""Round trips of tensors of any layout on any number of ranks, and rejection of damaged or hostile files."""
+"""Round trips of tensors of any layout on any number of ranks, and rejection of damaged or hostile
+files."""
 
 import json
 import math
@@ -54,7 +55,9 @@ def full(name: str) -> Tensor:
     shape, dtype = FORMS[name]
     generator = torch.Generator().manual_seed(list(FORMS).index(name))
     high = 2 if dtype == torch.bool else 256
-    content = torch.randint(0, high, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    content = torch.randint(
+        0, high, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator
+    )
     return content.view(dtype).reshape(shape)
 
 
@@ -66,7 +69,9 @@ def laid_out(layout: str, meshes: dict[int, DeviceMesh]) -> dict[str, Tensor]:
         tensors[name] = full(name)
         if placements:
             fit = [p if not p.is_shard() or p.dim < len(shape) else Replicate() for p in placements]
-            tensors[name] = distribute_tensor(tensors[name], meshes[len(fit)], fit, src_data_rank=None)
+            tensors[name] = distribute_tensor(
+                tensors[name], meshes[len(fit)], fit, src_data_rank=None
+            )
     return tensors
 
 
@@ -78,7 +83,9 @@ def equal(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are bitwise equal."""
     one, other = local(one).contiguous(), local(other).contiguous()
     same_form = one.shape == other.shape and one.dtype == other.dtype
-    return same_form and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return same_form and torch.equal(
+        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+    )
 
 
 def setting(world_size: int) -> tuple[Any, dict[int, DeviceMesh], list[str]]:
@@ -93,7 +100,8 @@ def setting(world_size: int) -> tuple[Any, dict[int, DeviceMesh], list[str]]:
 
 
 def save_layouts(folder: str, world_size: int) -> dict[str, list[str]]:
-    """Save all tensors in every layout; return the files that this rank wrote of each checkpoint."""
+    """Save all tensors in every layout; return the files that this rank wrote of each
+    checkpoint."""
     group, meshes, layouts = setting(world_size)
     storage = open_storage(folder)
     files = {}
@@ -107,7 +115,8 @@ def save_layouts(folder: str, world_size: int) -> dict[str, list[str]]:
 
 
 def load_layouts(folder: str, world_size: int) -> list[str]:
-    """Load every checkpoint into every layout; return those that differ from the distributed full tensor."""
+    """Load every checkpoint into every layout; return those that differ from the distributed full
+    tensor."""
     group, meshes, layouts = setting(world_size)
     storage = open_storage(folder)
     wrong = []
@@ -119,14 +128,19 @@ def load_layouts(folder: str, world_size: int) -> list[str]:
                 local(tensor).reshape(-1).view(torch.uint8).fill_(1)
             load_tensors(storage, checkpoint, tensors, group)
             wrong += [
-                f"{name} of {checkpoint} as {layout}" for name in FORMS if not equal(tensors[name], expected[name])
+                f"{name} of {checkpoint} as {layout}"
+                for name in FORMS
+                if not equal(tensors[name], expected[name])
             ]
     return wrong
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[list[str]]]]:
-    """A folder with the checkpoints of 1, 2 and 4 ranks in all layouts, and the files that each rank wrote."""
+def checkpoints(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, dict[str, list[list[str]]]]:
+    """A folder with the checkpoints of 1, 2 and 4 ranks in all layouts, and the files that each
+    rank wrote."""
     folder = tmp_path_factory.mktemp("checkpoints")
     written: dict[str, list[list[str]]] = {}
     for world_size in (1, 2, 4):
@@ -144,20 +158,25 @@ def test_layouts_of_1_2_and_4_ranks_load_into_each_other(world_size: int, checkp
 
 
 def test_files_are_safetensors_with_every_element_once(checkpoints: Any) -> None:
-    """Oracle: tensors assembled with the safetensors library and the JSON index, without our code."""
+    """Oracle: tensors assembled with the safetensors library and the JSON index, without our
+    code."""
     folder, written = checkpoints
     for checkpoint, files_of_ranks in written.items():
         files = [file for names in files_of_ranks for file in names]
         assert sorted(files) == sorted(path.name for path in (folder / checkpoint).iterdir())
         assert "tensors.json" in files_of_ranks[0]
         index = json.loads((folder / checkpoint / "tensors.json").read_text())
-        chunks = {file: load_file(folder / checkpoint / file) for file in files if file != "tensors.json"}
+        chunks = {
+            file: load_file(folder / checkpoint / file) for file in files if file != "tensors.json"
+        }
         for name in FORMS:
             entry = index["tensors"][name]
             assembled = torch.zeros(entry["shape"], dtype=full(name).dtype)
             for place in entry["chunks"]:
                 part = chunks[place["file"]].pop(place["key"])
-                box = tuple(slice(o, o + s) for o, s in zip(place["offsets"], place["sizes"], strict=True))
+                box = tuple(
+                    slice(o, o + s) for o, s in zip(place["offsets"], place["sizes"], strict=True)
+                )
                 as_bytes = torch.uint8 if part.dtype.itemsize == 1 else part.dtype
                 assembled.view(as_bytes)[box] = part.view(as_bytes)
             assert equal(assembled, full(name)), f"{name} of {checkpoint}"
@@ -173,7 +192,9 @@ def test_replicated_tensors_are_written_once_distributed_over_ranks(checkpoints:
             sum(tensor.nbytes for tensor in load_file(file).values())
             for file in sorted((folder / checkpoint).glob("*.safetensors"))
         ]
-        assert sum(sizes) == total and len(sizes) == int(checkpoint[0]) and max(sizes) < 0.75 * total
+        assert (
+            sum(sizes) == total and len(sizes) == int(checkpoint[0]) and max(sizes) < 0.75 * total
+        )
 
 
 def test_names_dtypes_and_shapes_are_read_without_loading(checkpoints: Any) -> None:
@@ -181,19 +202,28 @@ def test_names_dtypes_and_shapes_are_read_without_loading(checkpoints: Any) -> N
     folder, written = checkpoints
     for checkpoint in written:
         index = read_index(open_storage(str(folder)), checkpoint)
-        assert {name: tensor.shape for name, tensor in index.items()} == {n: shape for n, (shape, _) in FORMS.items()}
-        assert (index["uneven"].dtype, index["number"].dtype, index["flags"].dtype) == ("BF16", "I64", "BOOL")
+        assert {name: tensor.shape for name, tensor in index.items()} == {
+            n: shape for n, (shape, _) in FORMS.items()
+        }
+        assert (index["uneven"].dtype, index["number"].dtype, index["flags"].dtype) == (
+            "BF16",
+            "I64",
+            "BOOL",
+        )
 
 
 def test_partial_and_empty_checkpoints_load(checkpoints: Any, tmp_path: Path) -> None:
-    """Extra tensors in a checkpoint are left alone; a rank or a run without any tensors writes an index alone."""
+    """Extra tensors in a checkpoint are left alone; a rank or a run without any tensors writes an
+    index alone."""
     folder, _ = checkpoints
     tensors = {"even": torch.zeros(8, 6)}
     load_tensors(open_storage(str(folder)), "4 rows and columns", tensors, None)
     assert equal(tensors["even"], full("even"))
     storage = open_storage(str(tmp_path))
     storage.make("a")
-    assert save_tensors(storage, "a", {}, None) == ["tensors.json"] and read_index(storage, "a") == {}
+    assert (
+        save_tensors(storage, "a", {}, None) == ["tensors.json"] and read_index(storage, "a") == {}
+    )
     load_tensors(storage, "a", {}, None)
 
 
@@ -209,7 +239,8 @@ def save_during_training(folder: str) -> bool:
 
     thread = threading.Thread(target=save_and_load)
     thread.start()
-    # Rank 0 waits inside a collective of the default group, which rank 1 joins only when all is over.
+    # Rank 0 waits inside a collective of the default group, which rank 1 joins only when all is
+    # over.
     if rank == 1:
         thread.join()
     total = torch.tensor(rank + 1)
@@ -219,7 +250,8 @@ def save_during_training(folder: str) -> bool:
 
 
 def test_saving_and_loading_do_not_use_the_default_group(tmp_path: Path) -> None:
-    """A save and a load in a thread end while the default group's only collective waits for them."""
+    """A save and a load in a thread end while the default group's only collective waits for
+    them."""
     (tmp_path / "a").mkdir()
     assert run_ranks(2, save_during_training, str(tmp_path)) == [True, True]
 
@@ -249,7 +281,11 @@ def fail_and_save_again(folder: str, error: BaseException, file: str) -> tuple[t
         save_tensors(storage, "a", tensors, group)
     save_tensors(storage, "b", tensors, group)
     load_tensors(storage, "b", filled, group)
-    return type(caught.value), str(caught.value), all(equal(filled[name], tensors[name]) for name in tensors)
+    return (
+        type(caught.value),
+        str(caught.value),
+        all(equal(filled[name], tensors[name]) for name in tensors),
+    )
 
 
 SECOND = "tensors-00001.safetensors"
@@ -257,10 +293,13 @@ SECOND = "tensors-00001.safetensors"
 
 @pytest.mark.parametrize("file", [SECOND, "tensors.json"])
 @pytest.mark.parametrize("error", [ConfigError("message"), KeyboardInterrupt()], ids=repr)
-def test_failure_of_one_rank_raises_the_same_error_on_all(error: BaseException, file: str, tmp_path: Path) -> None:
+def test_failure_of_one_rank_raises_the_same_error_on_all(
+    error: BaseException, file: str, tmp_path: Path
+) -> None:
     """Oracle: the raised error and its class; test_checkpointer_ranks.py has those of the system.
 
-    PyTorch would raise its CheckpointException, which is no subclass of Exception. The group serves the next save.
+    PyTorch would raise its CheckpointException, which is no subclass of Exception. The group serves
+    the next save.
     """
     results = run_ranks(2, fail_and_save_again, str(tmp_path), error, file)
     assert results == [(type(error), str(error), True)] * 2 and (tmp_path / "b" / SECOND).exists()
@@ -269,7 +308,9 @@ def test_failure_of_one_rank_raises_the_same_error_on_all(error: BaseException, 
 def load_damaged(folder: str) -> tuple[str, bool]:
     """Return the message of a refusal, and whether the tensors are unchanged."""
     group, mesh = dist.new_group(backend="gloo"), init_device_mesh("cpu", (2,))
-    tensors = {"w": distribute_tensor(torch.full((6, 4), 7.0), mesh, [Shard(0)], src_data_rank=None)}
+    tensors = {
+        "w": distribute_tensor(torch.full((6, 4), 7.0), mesh, [Shard(0)], src_data_rank=None)
+    }
     with pytest.raises(ConfigError) as refused:
         load_tensors(open_storage(folder), "a", tensors, group)
     return str(refused.value), all(bool((tensor == 7).all()) for tensor in tensors.values())

@@ -21,7 +21,11 @@ KINDS = ("path", "file", "memory")
 
 
 def make_storage(kind: str, folder: Path) -> Storage:
-    where = {"path": f"{folder}/a/b", "file": f"file://{folder}/a/b", "memory": f"memory:/{folder}/a/b"}
+    where = {
+        "path": f"{folder}/a/b",
+        "file": f"file://{folder}/a/b",
+        "memory": f"memory:/{folder}/a/b",
+    }
     return open_storage(where[kind])
 
 
@@ -46,7 +50,9 @@ def test_operations_follow_the_storage_interface(kind: str, tmp_path: Path) -> N
     storage.sync("step-1")
     assert storage.names() == ["step-1", "step-10"] and storage.names("step-1") == ["b", "inner"]
     assert storage.names("step-1/b") == []
-    assert storage.exists("step-1") and storage.exists("step-1/b") and not storage.exists("step-1/b/c")
+    assert (
+        storage.exists("step-1") and storage.exists("step-1/b") and not storage.exists("step-1/b/c")
+    )
     assert (storage.size("step-1/b"), storage.size("step-10")) == (10, 0)
     with storage.reading("step-1/b") as file:
         file.seek(7)
@@ -78,11 +84,15 @@ def test_local_rename_replaces_files_and_remove_does_not_follow_links(tmp_path: 
     storage.rename("latest.new", "latest")
     storage.remove("link")
     assert storage.renames and storage.names() == ["aim", "latest", "old"]
-    assert (tmp_path / "old" / "a").read_bytes() == b"0123456789" and (tmp_path / "latest").read_bytes() == b"2"
+    assert (tmp_path / "old" / "a").read_bytes() == b"0123456789" and (
+        tmp_path / "latest"
+    ).read_bytes() == b"2"
     assert (tmp_path / "aim" / "kept").exists()
 
 
-def test_local_files_are_synced_unless_the_write_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_files_are_synced_unless_the_write_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the calls of fsync and the file's size at each."""
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
@@ -104,7 +114,8 @@ PLANTED: dict[str, Callable[[Path, Path], object]] = {
 
 @pytest.mark.parametrize("kind", PLANTED)
 def test_only_regular_files_are_written(kind: str, tmp_path: Path) -> None:
-    """Oracle: the error, which names the path and survives pickling; the target of a link is unchanged."""
+    """Oracle: the error, which names the path and survives pickling; the target of a link is
+    unchanged."""
     (tmp_path / "precious").write_bytes(b"own")
     PLANTED[kind](tmp_path / "planted", tmp_path / "precious")
     before = sorted(tmp_path.iterdir())
@@ -115,7 +126,9 @@ def test_only_regular_files_are_written(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_moved_folder_keeps_every_byte(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_folder_keeps_every_byte(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the written bytes; if copying fails, all stay in their old place."""
     storage = make_storage(kind, tmp_path)
     storage.make("old/inner")
@@ -143,20 +156,26 @@ def test_moved_folder_keeps_every_byte(kind: str, tmp_path: Path, monkeypatch: p
 
 
 def test_unreachable_server_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the message, for a port without a listener and for one with a full queue, which drops all packets."""
+    """Oracle: the message, for a port without a listener and for one with a full queue, which drops
+    all packets."""
     monkeypatch.setattr(storage_module, "CONNECT_SECONDS", 0.3)
     with ExitStack() as stack:
         server = stack.enter_context(socket.socket())
         server.bind(("127.0.0.1", 0))
         where = f"ftp://127.0.0.1:{server.getsockname()[1]}/x"
-        with pytest.raises(ConfigError, match=f"^{where} cannot be reached \\(Connection refused\\); start its server"):
+        with pytest.raises(
+            ConfigError,
+            match=f"^{where} cannot be reached \\(Connection refused\\); start its server",
+        ):
             open_storage(where)
         server.listen(0)
         for _ in range(4):
             client = stack.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(server.getsockname())
-        with pytest.raises(ConfigError, match=r"cannot be reached \(timed out\); start its server, or set"):
+        with pytest.raises(
+            ConfigError, match=r"cannot be reached \(timed out\); start its server, or set"
+        ):
             open_storage(where)
 
 
@@ -172,7 +191,14 @@ def test_invalid_url_is_refused(where: str) -> None:
 def test_paths_outside_the_storage_are_rejected(kind: str, path: str, tmp_path: Path) -> None:
     """Oracle: an AssertionError from every operation."""
     storage = make_storage(kind, tmp_path)
-    for operation in (storage.names, storage.exists, storage.size, storage.reading, storage.remove, storage.make):
+    for operation in (
+        storage.names,
+        storage.exists,
+        storage.size,
+        storage.reading,
+        storage.remove,
+        storage.make,
+    ):
         with pytest.raises(AssertionError):
             operation(path)
 
@@ -208,7 +234,9 @@ class ServiceError(Exception):
 
 
 @pytest.mark.parametrize("when", ["open", "write", "close", "ls", "info"])
-def test_service_errors_become_os_errors(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_errors_become_os_errors(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Callers need one except clause only; an unreachable place does not count as empty."""
     from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
@@ -230,7 +258,8 @@ def test_service_errors_become_os_errors(when: str, tmp_path: Path, monkeypatch:
 
 
 def test_directory_listings_bypass_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a file system that caches listings in fsspec's own cache, as cloud file systems do."""
+    """Oracle: a file system that caches listings in fsspec's own cache, as cloud file systems
+    do."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     class Remembering(MemoryFileSystem):  # type: ignore[misc]
@@ -239,11 +268,15 @@ def test_directory_listings_bypass_caches(tmp_path: Path, monkeypatch: pytest.Mo
             return str(super()._strip_protocol(path.replace("remembering://", "memory://")))
 
         def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
-            entries = self.dircache[path] if path in self.dircache else super().ls(path, detail=True)
+            entries = (
+                self.dircache[path] if path in self.dircache else super().ls(path, detail=True)
+            )
             self.dircache[path] = entries
             return entries if detail else [entry["name"] for entry in entries]
 
-    monkeypatch.setitem(importlib.import_module("fsspec.registry")._registry, "remembering", Remembering)
+    monkeypatch.setitem(
+        importlib.import_module("fsspec.registry")._registry, "remembering", Remembering
+    )
     place = str(tmp_path)
     storage, other = open_storage(f"remembering:/{place}"), open_storage(f"memory:/{place}")
     other.make("")
@@ -252,7 +285,9 @@ def test_directory_listings_bypass_caches(tmp_path: Path, monkeypatch: pytest.Mo
     assert storage.names() == ["a"]
 
 
-def test_local_folder_does_not_import_fsspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_folder_does_not_import_fsspec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The import of fsspec is slow and unnecessary for local runs."""
     real = builtins.__import__
 

@@ -57,7 +57,9 @@ def fail() -> None:
 def test_interrupted_save_leaves_no_weights_folder(tmp_path: Path) -> None:
     """Oracle: no folder after a kill in the middle or an error; the next attempt succeeds."""
     folder = tmp_path / "run" / "weights"
-    assert in_child(save_weights, folder, parameters_until(kill_self), FILE_BYTES) == -signal.SIGKILL
+    assert (
+        in_child(save_weights, folder, parameters_until(kill_self), FILE_BYTES) == -signal.SIGKILL
+    )
     left = [file.name for file in folder.parent.iterdir()]
     assert len(left) == 1 and re.fullmatch(r"\.weights\.[0-9a-f]{8}\.partial", left[0])
 
@@ -88,11 +90,16 @@ def save_with_little_room(folder: Path, sentences: Path) -> None:
 
 
 def test_full_disk_is_reported_in_one_sentence_and_leaves_no_files(tmp_path: Path) -> None:
-    """Oracle: the expected messages and the folder, under the system's own limit on the size of a file."""
+    """Oracle: the expected messages and the folder, under the system's own limit on the size of a
+    file."""
     (tmp_path / "run").mkdir()
-    assert in_child(save_with_little_room, tmp_path / "run" / "weights", tmp_path / "sentences") == 0
+    assert (
+        in_child(save_with_little_room, tmp_path / "run" / "weights", tmp_path / "sentences") == 0
+    )
     assert list((tmp_path / "run").iterdir()) == []
-    for sentence, name in zip((tmp_path / "sentences").read_text().split("\n"), ("weights", "export"), strict=True):
+    for sentence, name in zip(
+        (tmp_path / "sentences").read_text().split("\n"), ("weights", "export"), strict=True
+    ):
         assert re.fullmatch(
             rf"{tmp_path}/run/{name} cannot be written \(.*File too large.*\), and nothing is left there; name a "
             "folder on a disk with room",
@@ -109,12 +116,16 @@ def test_existing_content_is_never_overwritten(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             save_weights(tmp_path / name, parameters_until(lambda: None))
         assert str(refused.value) == (
-            f"{tmp_path / name} {what}, and nothing is written over; name a folder that does not exist"
+            f"{tmp_path / name} {what}, and nothing is written over; name a folder that does not "
+            "exist"
         )
     assert (tmp_path / "full" / "mine").read_text() == (tmp_path / "file").read_text() == "mine"
     (tmp_path / "empty").mkdir()
     save_weights(tmp_path / "empty", parameters_until(lambda: None))
-    assert sorted(file.name for file in (tmp_path / "empty").iterdir()) == ["checksums.json", "weights.safetensors"]
+    assert sorted(file.name for file in (tmp_path / "empty").iterdir()) == [
+        "checksums.json",
+        "weights.safetensors",
+    ]
 
 
 def save_and_measure(folder: Path, result: Path) -> None:
@@ -129,7 +140,8 @@ def save_and_measure(folder: Path, result: Path) -> None:
 
 @NEEDS_PEAK
 def test_writing_holds_one_file_in_memory(tmp_path: Path) -> None:
-    """Oracle: Linux's own peak: 32 MiB of a file, two parameters of 4 MiB, 16 MiB for all else; of 96 MiB."""
+    """Oracle: Linux's own peak: 32 MiB of a file, two parameters of 4 MiB, 16 MiB for all else; of
+    96 MiB."""
     # Before 0.8 the library copied the tensors.
     copies = 1 if tuple(map(int, safetensors.__version__.split(".")[:2])) >= (0, 8) else 2
     assert in_child(save_and_measure, tmp_path / "weights", tmp_path / "result") == 0
@@ -137,7 +149,9 @@ def test_writing_holds_one_file_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", SENTENCES["models of runs"], ids=str)
-def test_invalid_edits_of_the_configuration_are_refused(row: dict[str, Any], tmp_path: Path) -> None:
+def test_invalid_edits_of_the_configuration_are_refused(
+    row: dict[str, Any], tmp_path: Path
+) -> None:
     """Oracle: the expected message."""
     save_run(tmp_path, CONFIG)
     tree = yaml.safe_load((tmp_path / "config.yaml").read_text())
@@ -156,7 +170,10 @@ def test_runs_with_incomplete_weights_are_refused(tmp_path: Path) -> None:
             RunWeights(path)
         return str(refused.value).replace(str(tmp_path), "{}")
 
-    assert refusal(tmp_path / "no") == "{}/no is not a folder, and the directory of a run is expected; name one"
+    assert (
+        refusal(tmp_path / "no")
+        == "{}/no is not a folder, and the directory of a run is expected; name one"
+    )
     run = tmp_path / "run"
     write_config(run, CONFIG)
     assert refusal(run) == "{}/run holds no weights; train with checkpoint.final_weights=true"
@@ -164,15 +181,21 @@ def test_runs_with_incomplete_weights_are_refused(tmp_path: Path) -> None:
     other = dataclasses.replace(CONFIG, ffn_dim=100)
     write_config(run, other)
     assert refusal(run).endswith(
-        "holds layers.0.mlp.gate_proj.weight in the shape 112×64, and the model of config.yaml needs 100×64; "
-        "download or write the folder again"
+        "holds layers.0.mlp.gate_proj.weight in the shape 112×64, and the model of config.yaml "
+        "needs 100×64; download or write the folder again"
     )
     write_config(run, dataclasses.replace(CONFIG, n_layers=2))
-    assert "for which the model of config.yaml has no place; use the config.yaml that the run wrote" in refusal(run)
+    assert (
+        "for which the model of config.yaml has no place; use the config.yaml that the run wrote"
+        in refusal(run)
+    )
     (run / "config.yaml").write_text("model: [")
     assert refusal(run).startswith("{}/run/config.yaml cannot be read as YAML (while parsing")
     (run / "config.yaml").write_text("model: 3")
-    assert refusal(run) == "{}/run/config.yaml lacks the section model; use the file that the run wrote"
+    assert (
+        refusal(run)
+        == "{}/run/config.yaml lacks the section model; use the file that the run wrote"
+    )
     (run / "config.yaml").unlink()
     assert refusal(run) == (
         "{}/run/config.yaml cannot be read (No such file or directory), and should describe the model of the weights; "

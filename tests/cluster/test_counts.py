@@ -1,9 +1,9 @@
 """A rank's work in a step does not depend on the world size: counted for 8 and for about 1000
 ranks.
 
-Ranks of large worlds are alone here, in a process group whose collectives do nothing (``step_counts.py`` of
-``scripts/benchmarks``). Not covered so: DDP, whose reducer wants an answer; and FSDP1 over all ranks on a CPU, where
-PyTorch itself gathers with a list of tensors, one a rank.
+Ranks of large worlds are alone here, in a process group whose collectives do nothing
+(``step_counts.py`` of ``scripts/benchmarks``). Not covered so: DDP, whose reducer wants an answer;
+and FSDP1 over all ranks on a CPU, where PyTorch itself gathers with a list of tensors, one a rank.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""For every key of the configuration: absurd numbers are accepted or refused by one sentence, and nothing else happens;
-suggested words work when pasted, and never mean the opposite."""
+"""For every key of the configuration: absurd numbers are accepted or refused by one sentence, and
+nothing else happens; suggested words work when pasted, and never mean the opposite."""
 
 import dataclasses
 import itertools
@@ -45,25 +45,40 @@ def schemas() -> dict[str, dict[str, type]]:
     """Return group or section → schema → dataclass."""
     hints = typing.get_type_hints(Config)
     sections = {field.name: hints[field.name] for field in dataclasses.fields(Config)}
-    plain = {name: {"default": kind} for name, kind in sections.items() if dataclasses.is_dataclass(kind)}
+    plain = {
+        name: {"default": kind} for name, kind in sections.items() if dataclasses.is_dataclass(kind)
+    }
     return {name: SCHEMAS.get(name, of_section) for name, of_section in plain.items()}
 
 
 def values_of(key: str, annotation: Any) -> tuple[str, ...]:
     """Absurd values of a key's type; none for text, switches and choices."""
-    kinds = [kind for kind in (typing.get_args(annotation) or (annotation,)) if kind is not type(None)]
-    values = INTEGERS if kinds == [int] or key in INTEGERS_IN_TEXT else FLOATS if kinds == [float] else ()
-    return tuple(f"[{value}]" for value in values) if typing.get_origin(annotation) is list else values
+    kinds = [
+        kind for kind in (typing.get_args(annotation) or (annotation,)) if kind is not type(None)
+    ]
+    values = (
+        INTEGERS
+        if kinds == [int] or key in INTEGERS_IN_TEXT
+        else FLOATS
+        if kinds == [float]
+        else ()
+    )
+    return (
+        tuple(f"[{value}]" for value in values) if typing.get_origin(annotation) is list else values
+    )
 
 
 def list_keys() -> Iterator[tuple[list[str], str, Any]]:
-    """Yield for every key of every schema: the overrides that choose the schema, the key, and its type."""
+    """Yield for every key of every schema: the overrides that choose the schema, the key, and its
+    type."""
     choices = list_choices()
     for section, kinds in schemas().items():
         for name, schema in kinds.items():
             chosen = []
             if section in SCHEMAS and name != "default":
-                named = [choice for choice in choices[section] if schema_name(section, choice) == name]
+                named = [
+                    choice for choice in choices[section] if schema_name(section, choice) == name
+                ]
                 chosen = [f"{section}={min(named, key=lambda choice: 'debug' not in choice)}"]
             for key, option in list_options(schema, section).items():
                 yield chosen, key, option.annotation
@@ -78,9 +93,16 @@ KEYS = {
 
 @pytest.mark.parametrize("named", one_in(8, KEYS))
 def test_absurd_numbers_are_accepted_or_refused_in_one_sentence(named: str) -> None:
-    """Oracle: ConfigError and one line; integers beyond 64 bits, infinities and nan are never accepted."""
+    """Oracle: ConfigError and one line; integers beyond 64 bits, infinities and nan are never
+    accepted."""
     chosen, key, values = KEYS[named]
-    used = [word for start, words in USED.items() if key.startswith(start) for word in words if f"{key}=" not in word]
+    used = [
+        word
+        for start, words in USED.items()
+        if key.startswith(start)
+        for word in words
+        if f"{key}=" not in word
+    ]
     world_size = 1 if "parallel=single" in chosen else 2
     for value in values:
         try:
@@ -96,11 +118,24 @@ CHOSEN = {key: " ".join(chosen) or "experiment=null" for chosen, key, _ in list_
 """Key → the word that chooses its schema."""
 
 UNREAD = (
-    *("names a key that does not exist", "is not an option, since", "has no value", "must be one of", "cannot be read"),
-    *("must be true or false", "must be an integer", "must be a finite number", "must be a list", "must be text"),
+    *(
+        "names a key that does not exist",
+        "is not an option, since",
+        "has no value",
+        "must be one of",
+        "cannot be read",
+    ),
+    *(
+        "must be true or false",
+        "must be an integer",
+        "must be a finite number",
+        "must be a list",
+        "must be text",
+    ),
     *("must be a word", "gives several values", "sets a whole section"),
 )
-"""Errors of words that cannot be parsed; other errors name another setting that a valid word requires."""
+"""Errors of words that cannot be parsed; other errors name another setting that a valid word
+requires."""
 
 OPPOSITES = {"true": ("false", "none", "never", "null"), "false": ("true", "on")}
 
@@ -145,7 +180,8 @@ def test_suggestions_for_a_key_work_when_pasted(key: str) -> None:
 
 
 def familiar_lines() -> Iterator[Any]:
-    """Yield every familiar name as a flag, and with a value; the short level takes a flag for each meaning."""
+    """Yield every familiar name as a flag, and with a value; the short level takes a flag for each
+    meaning."""
     for name, other in zip(familiar_names(), itertools.cycle(("off", "4", "word")), strict=False):
         yield pytest.param(f"--{name}", marks=() if name in FIRST_NAMES else pytest.mark.extended)
         key, _, value = name.partition("=")

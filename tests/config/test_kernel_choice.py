@@ -8,7 +8,13 @@ import torch
 
 from fsdptoys.config import kernel_choice as kernels
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.kernel_choice import AttentionKernel, Kernel, KernelConfig, find_attention_backend, put_kernels
+from fsdptoys.config.kernel_choice import (
+    AttentionKernel,
+    Kernel,
+    KernelConfig,
+    find_attention_backend,
+    put_kernels,
+)
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models.kernels import IMPLEMENTATIONS
@@ -28,7 +34,10 @@ FUSED = {operation for operation, named in IMPLEMENTATIONS.items() if "npu" in n
 
 def test_every_operation_has_a_setting_with_all_implementations() -> None:
     """Oracle: the table of the models."""
-    choices = {name: {choice.value for choice in type(KernelConfig().__dict__[name])} for name in IMPLEMENTATIONS}
+    choices = {
+        name: {choice.value for choice in type(KernelConfig().__dict__[name])}
+        for name in IMPLEMENTATIONS
+    }
     assert choices == {name: {"auto", *named} for name, named in IMPLEMENTATIONS.items()}
     assert set(KernelConfig().names()) == set(IMPLEMENTATIONS)
 
@@ -45,8 +54,16 @@ def test_every_operation_has_a_setting_with_all_implementations() -> None:
         ("npu", (), FUSED),
         ("npu", ("parallel=single", "train.deterministic=true"), set()),
         ("npu", ("train.compile=true",), {"grouped_matmul"}),
-        ("npu", ("parallel=single", "train.deterministic=true", "kernels.rms_norm=npu"), {"rms_norm"}),
-        ("npu", ("kernels.rms_norm=torch", "kernels.attention=torch"), {"rotary", "swiglu", "grouped_matmul"}),
+        (
+            "npu",
+            ("parallel=single", "train.deterministic=true", "kernels.rms_norm=npu"),
+            {"rms_norm"},
+        ),
+        (
+            "npu",
+            ("kernels.rms_norm=torch", "kernels.attention=torch"),
+            {"rotary", "swiglu", "grouped_matmul"},
+        ),
     ],
 )
 def test_auto_is_torch_npu_on_npus_compiled_for_two_operations_on_cuda_and_pytorch_elsewhere(
@@ -56,7 +73,9 @@ def test_auto_is_torch_npu_on_npus_compiled_for_two_operations_on_cuda_and_pytor
     config = compose_config(["experiment=null", *words])
     config.validate(1, device_type)
     library = {"npu": "npu", "cuda": "compiled"}.get(device_type)
-    assert config.kernels.names() == {name: library if name in fused else "torch" for name in IMPLEMENTATIONS}
+    assert config.kernels.names() == {
+        name: library if name in fused else "torch" for name in IMPLEMENTATIONS
+    }
 
 
 @pytest.mark.parametrize("missing", [None, "triton", "compiler", "headers", "capability"])
@@ -66,8 +85,12 @@ def test_nothing_is_compiled_on_a_cuda_machine_without_a_part_of_triton(
     """Oracle: the parts one by one; a configuration without any of them is PyTorch's own."""
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(kernels, "available_device_type", lambda: "cuda")
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _: None if missing == "triton" else object())
-    monkeypatch.setattr(kernels.shutil, "which", lambda _: None if missing == "compiler" else "/usr/bin/gcc")
+    monkeypatch.setattr(
+        kernels.importlib.util, "find_spec", lambda _: None if missing == "triton" else object()
+    )
+    monkeypatch.setattr(
+        kernels.shutil, "which", lambda _: None if missing == "compiler" else "/usr/bin/gcc"
+    )
     folder = tmp_path / ("lost" if missing == "headers" else "")
     monkeypatch.setattr(kernels.sysconfig, "get_path", lambda _: str(folder))
     capability = (6, 1) if missing == "capability" else (9, 0)
@@ -80,34 +103,49 @@ def test_nothing_is_compiled_on_a_cuda_machine_without_a_part_of_triton(
 
 
 @pytest.mark.parametrize(
-    ("attention", "masks", "expected"), [("torch", False, "flash"), ("torch", True, "flash"), ("math", True, "math")]
+    ("attention", "masks", "expected"),
+    [("torch", False, "flash"), ("torch", True, "flash"), ("math", True, "math")],
 )
 def test_backend_of_the_run_is_found(attention: str, masks: bool, expected: str) -> None:
     """Oracle: the only fused backend of a CPU, and the one that is set."""
     model, config = build(SMALL["llama4"]), KernelConfig(attention=AttentionKernel(attention))
-    assert find_attention_backend(model, config, torch.device("cpu"), torch.float32, 20, masks=masks) == expected
+    assert (
+        find_attention_backend(model, config, torch.device("cpu"), torch.float32, 20, masks=masks)
+        == expected
+    )
 
 
-def test_backend_is_unknown_where_the_private_function_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a torch whose function raises, and one without it; PyTorch's own choice may run all the same."""
+def test_backend_is_unknown_where_the_private_function_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: a torch whose function raises, and one without it; PyTorch's own choice may run all
+    the same."""
 
     def fails(*_: Any, **__: Any) -> int:
         raise RuntimeError("changed")
 
     model, cpu = build(SMALL["qwen3"]), torch.device("cpu")
     monkeypatch.setattr(torch, "_fused_sdp_choice", fails)
-    assert find_attention_backend(model, KernelConfig(), cpu, torch.float32, 20, masks=False) is None
+    assert (
+        find_attention_backend(model, KernelConfig(), cpu, torch.float32, 20, masks=False) is None
+    )
     monkeypatch.delattr(torch, "_fused_sdp_choice")
-    assert find_attention_backend(model, KernelConfig(), cpu, torch.float32, 20, masks=False) is None
+    assert (
+        find_attention_backend(model, KernelConfig(), cpu, torch.float32, 20, masks=False) is None
+    )
 
 
 def test_backend_that_the_device_refuses_is_reported_in_one_sentence() -> None:
     """Oracle: the expected message, with PyTorch's reason."""
     config = KernelConfig(attention=AttentionKernel.cudnn)
     with pytest.raises(ConfigError) as caught:
-        find_attention_backend(build(SMALL["qwen3"]), config, torch.device("cpu"), torch.float32, 20, masks=False)
+        find_attention_backend(
+            build(SMALL["qwen3"]), config, torch.device("cpu"), torch.float32, 20, masks=False
+        )
     message = str(caught.value)
-    assert message.startswith("kernels.attention=cudnn cannot run here, with 4 heads of 32 channels in torch.float32 (")
+    assert message.startswith(
+        "kernels.attention=cudnn cannot run here, with 4 heads of 32 channels in torch.float32 ("
+    )
     assert message.endswith("; set kernels.attention=auto") and "No viable backend" in message
 
 
@@ -117,7 +155,9 @@ def test_auto_is_pytorch_if_torch_npu_lacks_the_operators(monkeypatch: pytest.Mo
     monkeypatch.setattr(kernels, "available_device_type", lambda: "npu")
     config = compose_config(["experiment=null", "kernels.swiglu=npu"])
     config.validate(2, "npu")
-    assert config.kernels.names() == {name: "npu" if name == "swiglu" else "torch" for name in IMPLEMENTATIONS}
+    assert config.kernels.names() == {
+        name: "npu" if name == "swiglu" else "torch" for name in IMPLEMENTATIONS
+    }
 
 
 @pytest.mark.skipif(IS_REAL, reason="torch_npu is here")
@@ -130,8 +170,8 @@ def test_missing_torch_npu_is_reported_before_anything_is_allocated() -> None:
     with pytest.raises(ConfigError) as caught:
         put_kernels(model, config.kernels)
     assert str(caught.value) == (
-        "kernels.attention=npu needs torch_npu's npu_fusion_attention, which is not installed here; install the "
-        "torch_npu of this torch or set kernels.attention=torch"
+        "kernels.attention=npu needs torch_npu's npu_fusion_attention, which is not installed "
+        "here; install the torch_npu of this torch or set kernels.attention=torch"
     )
 
 
@@ -139,7 +179,10 @@ def _kernels_of_trainer() -> list[Any]:
     memory = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full)
     trainer = Trainer(make_config(SingleConfig(), 1, kernels=COMPILED, memory=memory))
     return [
-        (layer.ops.rms_norm is IMPLEMENTATIONS["rms_norm"]["compiled"], layer.ops.attention.__name__)
+        (
+            layer.ops.rms_norm is IMPLEMENTATIONS["rms_norm"]["compiled"],
+            layer.ops.attention.__name__,
+        )
         for layer in trainer.strategy.model.modules()
         if isinstance(layer, Layer)
     ]
@@ -148,17 +191,20 @@ def _kernels_of_trainer() -> list[Any]:
 def test_trainer_sets_the_configured_kernels_in_every_layer() -> None:
     """Oracle: the table's own functions, in all layers of a checkpointed model."""
     found = run_ranks(1, _kernels_of_trainer)[0]
-    # A block: two norms, attention with four projections, feed-forward with three. Beside the blocks:
-    # embedding, norm, head, and the model, which makes masks.
+    # A block: two norms, attention with four projections, feed-forward with three. Beside the
+    # blocks: embedding, norm, head, and the model, which makes masks.
     assert len(found) == 3 * (2 + 5 + 4) + 4
     assert set(found) == {(True, "attention")}
 
 
 @pytest.mark.extended
 def test_compiled_kernels_match_one_process_bitwise_and_pytorch_closely() -> None:
-    """Oracle: one process that runs the same micro-batches, bitwise; PyTorch's operators to 1e-5 in float32."""
+    """Oracle: one process that runs the same micro-batches, bitwise; PyTorch's operators to 1e-5 in
+    float32."""
 
-    def config(parallel: ParallelConfig, ranks: int, kernels: KernelConfig | None = COMPILED) -> Any:
+    def config(
+        parallel: ParallelConfig, ranks: int, kernels: KernelConfig | None = COMPILED
+    ) -> Any:
         return make_config(parallel, ranks, steps=2, kernels=kernels)
 
     one = SingleConfig(simulated_ranks=2)

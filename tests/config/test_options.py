@@ -1,7 +1,8 @@
-"""Options in ``configs/`` and ``docs/options.md`` follow the config dataclasses; settings go together or not.
+"""Options in ``configs/`` and ``docs/options.md`` follow the config dataclasses; settings go
+together or not.
 
-Strategies, optimizers and data are known by facts of their classes, not by their names. Refusals are in
-``tests/messages``.
+Strategies, optimizers and data are known by facts of their classes, not by their names. Refusals
+are in ``tests/messages``.
 """
 
 import ast
@@ -46,7 +47,11 @@ def defaults_of(schema: type) -> list[tuple[str, Any]]:
     """Names and defaults of a dataclass's fields, in order, as plain values."""
     values = []
     for field in dataclasses.fields(schema):
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = (
+            field.default
+            if field.default_factory is dataclasses.MISSING
+            else field.default_factory()
+        )
         values.append((field.name, default.value if isinstance(default, Enum) else default))
     return values
 
@@ -56,13 +61,18 @@ def test_files_of_default_groups_list_all_keys_with_their_defaults(group: str) -
     """Oracle: the fields of the dataclasses, in order."""
     for choice, schema in SCHEMAS[group].items():
         tree = parse_yaml((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))
-        assert list(tree.items())[1:] == defaults_of(schema), f"{choice}: run scripts/write_options.py"
+        assert list(tree.items())[1:] == defaults_of(schema), (
+            f"{choice}: run scripts/write_options.py"
+        )
 
 
 def test_experiments_choose_memory_and_mesh_by_file() -> None:
-    """Oracle: the YAML files; a key of an experiment would win over ``memory=none`` on the command line."""
+    """Oracle: the YAML files; a key of an experiment would win over ``memory=none`` on the command
+    line."""
     for experiment in list_choices()["experiment"]:
-        tree = parse_yaml((CONFIGS / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8"))
+        tree = parse_yaml(
+            (CONFIGS / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8")
+        )
         assert not {"memory", "mesh"} & tree.keys()
 
 
@@ -77,8 +87,13 @@ def test_config_yaml_lists_all_keys_outside_of_groups_with_their_defaults() -> N
 
 
 def test_generated_files_are_up_to_date() -> None:
-    """Oracle: ``scripts/write_options.py`` would write the same; run it after a change of a config dataclass."""
-    stale = [path for path, text in write_options.generated_files().items() if path.read_text("utf-8") != text]
+    """Oracle: ``scripts/write_options.py`` would write the same; run it after a change of a config
+    dataclass."""
+    stale = [
+        path
+        for path, text in write_options.generated_files().items()
+        if path.read_text("utf-8") != text
+    ]
     assert stale == []
 
 
@@ -94,27 +109,40 @@ def test_options_page_names_every_choice_and_every_key() -> None:
 
 
 def test_bounds_read_from_the_source_equal_those_of_the_fields() -> None:
-    """Oracle: the metadata of the imported dataclasses; a subclass that changes a default keeps the bounds."""
+    """Oracle: the metadata of the imported dataclasses; a subclass that changes a default keeps the
+    bounds."""
     classes = read_classes(Path(fsdptoys.__file__).parent)
     for section, schema in HINTS.items():
         for kind in SCHEMAS.get(section, {"": schema}).values():
-            for name, key in collect_keys(classes, kind.__name__).items() if dataclasses.is_dataclass(kind) else ():
-                owners = [owner for owner in kind.__mro__ if name in getattr(owner, "__dataclass_fields__", ())]
+            for name, key in (
+                collect_keys(classes, kind.__name__).items()
+                if dataclasses.is_dataclass(kind)
+                else ()
+            ):
+                owners = [
+                    owner
+                    for owner in kind.__mro__
+                    if name in getattr(owner, "__dataclass_fields__", ())
+                ]
                 declared = [str(bounds_of(owner.__dataclass_fields__[name])) for owner in owners]
                 assert key.bounds == next(filter(None, declared), ""), name
 
 
 NAMES = {name for group in ("parallel", "optim", "data") for name in SCHEMAS[group]}
 OWNERS = ("parallel", "optim", "data", "toys")
-"""Packages that may compare names: their own packages, and ``plan``, which predicts a subset of the strategies."""
+"""Packages that may compare names: their own packages, and ``plan``, which predicts a subset of the
+strategies."""
 
 
 def compared(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and name of each comparison with a literal name, or with a literal collection of them."""
+    """Line and name of each comparison with a literal name, or with a literal collection of
+    them."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             for side in (node.left, *node.comparators):
-                constants = side.elts if isinstance(side, (ast.Tuple, ast.List, ast.Set)) else [side]
+                constants = (
+                    side.elts if isinstance(side, (ast.Tuple, ast.List, ast.Set)) else [side]
+                )
                 for constant in constants:
                     if isinstance(constant, ast.Constant) and constant.value in NAMES:
                         yield node.lineno, constant.value
@@ -124,7 +152,11 @@ def test_names_are_compared_in_their_own_packages_only() -> None:
     """Oracle: the syntax tree of every file."""
     root = Path(fsdptoys.__file__).parent
     files = [path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in OWNERS]
-    found = [(str(path.relative_to(root)), *hit) for path in files for hit in compared(ast.parse(path.read_text()))]
+    found = [
+        (str(path.relative_to(root)), *hit)
+        for path in files
+        for hit in compared(ast.parse(path.read_text()))
+    ]
     assert len(files) > 100
     assert found == []
 
@@ -132,7 +164,11 @@ def test_names_are_compared_in_their_own_packages_only() -> None:
 def test_trainer_checks_no_classes() -> None:
     """Oracle: the syntax tree of the training loop."""
     tree = ast.parse((Path(fsdptoys.__file__).parent / "train" / "trainer.py").read_text())
-    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    called = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
     assert "build_optimizer" in called and not called & {"isinstance", "issubclass", "type"}
 
 
@@ -158,11 +194,14 @@ def test_settings_that_go_together_are_accepted(ranks: int, device_type: str, wo
 
 
 @pytest.mark.parametrize(
-    ("cp_size", "form"), [(2, ContextForm.ulysses), (4, ContextForm.ulysses), (6, ContextForm.gathered)]
+    ("cp_size", "form"),
+    [(2, ContextForm.ulysses), (4, ContextForm.ulysses), (6, ContextForm.gathered)],
 )
 def test_heads_are_exchanged_where_ranks_divide_them(cp_size: int, form: ContextForm) -> None:
     """Oracle: four heads."""
-    config = compose_config(["experiment=null", "model=llama_debug", f"mesh.cp_size={cp_size}", "train.seq_len=96"])
+    config = compose_config(
+        ["experiment=null", "model=llama_debug", f"mesh.cp_size={cp_size}", "train.seq_len=96"]
+    )
     config.validate(12, "cpu")
     assert isinstance(config.parallel, FSDP2Config) and config.parallel.context is form
 
@@ -184,15 +223,22 @@ def test_low_bit_states_without_torchao_are_refused(
     with pytest.raises(ConfigError) as caught:
         compose_config(["optim.state_dtype=int4"]).validate(2, "cpu")
     assert str(caught.value) == (
-        f"optim.state_dtype=int4 needs the package torchao, which {fault}, or set optim.state_dtype=bfloat16"
+        f"optim.state_dtype=int4 needs the package torchao, which {fault}, or set "
+        "optim.state_dtype=bfloat16"
     )
 
 
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
-        (f"train.steps={'9' * 5000}", "train.steps has a number of 5000 digits; write train.steps=VALUE with fewer"),
-        (f"optim.lr=1{'0' * 400}", f"optim.lr=1{'0' * 400} must be a finite number; set optim.lr=0.0003"),
+        (
+            f"train.steps={'9' * 5000}",
+            "train.steps has a number of 5000 digits; write train.steps=VALUE with fewer",
+        ),
+        (
+            f"optim.lr=1{'0' * 400}",
+            f"optim.lr=1{'0' * 400} must be a finite number; set optim.lr=0.0003",
+        ),
     ],
     ids=["too many digits", "beyond floating point"],
 )
@@ -204,23 +250,45 @@ def test_too_large_number_is_refused(word: str, sentence: str) -> None:
 
 
 KEY = "memory.gradient_checkpointing"
-MODES = {"true": "full", "on": "full", "yes": "full", "True": "full", "'on'": "full", "full": "full"}
+MODES = {
+    "true": "full",
+    "on": "full",
+    "yes": "full",
+    "True": "full",
+    "'on'": "full",
+    "full": "full",
+}
 IN_FILES = ("true", "'on'", "off", "full", "none")
-MODES |= {"false": "none", "off": "none", "no": "none", "OFF": "none", "none": "none", "selective": "selective"}
+MODES |= {
+    "false": "none",
+    "off": "none",
+    "no": "none",
+    "OFF": "none",
+    "none": "none",
+    "selective": "selective",
+}
 
 
 @pytest.mark.parametrize("typed", MODES)
 def test_booleans_choose_full_or_none_on_the_command_line(typed: str) -> None:
     """Oracle: the table above; a recorded configuration contains the choice."""
-    assert compose.compose_config([f"{KEY}={typed}"]).to_dict()["memory"]["gradient_checkpointing"] == MODES[typed]
+    assert (
+        compose.compose_config([f"{KEY}={typed}"]).to_dict()["memory"]["gradient_checkpointing"]
+        == MODES[typed]
+    )
 
 
-def test_booleans_choose_full_or_none_in_yaml_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the same table, in a copy of ``configs/`` with an experiment per value; other values are refused."""
+def test_booleans_choose_full_or_none_in_yaml_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the same table, in a copy of ``configs/`` with an experiment per value; other values
+    are refused."""
     folder = tmp_path / "copied_configs"
     shutil.copytree(overrides.CONFIGS, folder)
     for index, typed in enumerate([*IN_FILES, "maybe"]):
-        text = f"# @package _global_\ndefaults: [_self_]\nmemory:\n  gradient_checkpointing: {typed}\n"
+        text = (
+            f"# @package _global_\ndefaults: [_self_]\nmemory:\n  gradient_checkpointing: {typed}\n"
+        )
         (folder / "experiment" / f"typed{index}.yaml").write_text(text)
     monkeypatch.setattr(overrides, "CONFIGS", folder)
     monkeypatch.setattr(compose, "CONFIG_MODULE", folder.name)
@@ -230,7 +298,9 @@ def test_booleans_choose_full_or_none_in_yaml_files(tmp_path: Path, monkeypatch:
             config = compose.compose_config([f"experiment=typed{index}"])
             assert config.to_dict()["memory"]["gradient_checkpointing"] == MODES[typed]
             assert type(config) is compose.Config and type(config.memory) is compose.MemoryConfig
-        with pytest.raises(ConfigError, match=r"Invalid value 'maybe', expected one of \[none, full, selective\]"):
+        with pytest.raises(
+            ConfigError, match=r"Invalid value 'maybe', expected one of \[none, full, selective\]"
+        ):
             compose.compose_config([f"experiment=typed{len(IN_FILES)}"])
     finally:
         sys.modules.pop(folder.name, None)
@@ -252,7 +322,9 @@ def test_file_of_settings_is_answered_with_its_place(
     """Oracle: the folder of experiments; the words after the copy."""
     assert main(words) == 2
     place = CONFIGS.resolve() / "experiment" / "mine.yaml"
-    assert capsys.readouterr().err.endswith(f"copy it to {place} and write {command}experiment=mine\n")
+    assert capsys.readouterr().err.endswith(
+        f"copy it to {place} and write {command}experiment=mine\n"
+    )
 
 
 def test_options_of_one_key_are_declared_alike_and_need_options_that_exist() -> None:
@@ -260,18 +332,31 @@ def test_options_of_one_key_are_declared_alike_and_need_options_that_exist() -> 
     declared: dict[str, set[Declared]] = {}
     for section, hint in HINTS.items():
         for schema in (hint, *SCHEMAS.get(section, {}).values()):
-            for field in dataclasses.fields(schema) if section != "model" and dataclasses.is_dataclass(schema) else ():
+            for field in (
+                dataclasses.fields(schema)
+                if section != "model" and dataclasses.is_dataclass(schema)
+                else ()
+            ):
                 declared.setdefault(f"{section}.{field.name}", set()).add(field.metadata["option"])
-    aliases = [alias for options in declared.values() for option in options for alias in option.aliases]
+    aliases = [
+        alias for options in declared.values() for option in options for alias in option.aliases
+    ]
     effects = {key: {option[:3] for option in options} for key, options in declared.items()}
     assert {key for key, found in effects.items() if len(found) > 1} == set()
-    needs = {need.partition("=")[0] for options in declared.values() for option in options for need in option.needs}
+    needs = {
+        need.partition("=")[0]
+        for options in declared.values()
+        for option in options
+        for need in option.needs
+    }
     assert needs <= set(declared) and len(aliases) == len(set(aliases))
 
 
 def test_rules_apply_to_settings_that_exist() -> None:
     """Oracle: attributes and choices of the schemas; a misspelled setting would never hold."""
-    schemas = SCHEMAS | {section: {"": hint} for section, hint in HINTS.items() if section not in SCHEMAS}
+    schemas = SCHEMAS | {
+        section: {"": hint} for section, hint in HINTS.items() if section not in SCHEMAS
+    }
     settings = {setting for rule in RULES for setting in rule.settings}
     for setting in settings - {f"launch.device={kind}" for kind in DEVICE_TYPES}:
         key, _, value = setting.replace("!=", "=").partition("=")
@@ -283,7 +368,11 @@ def test_rules_apply_to_settings_that_exist() -> None:
         if not name:
             assert value in schemas[section], setting
             continue
-        kinds = [kind for kind in schemas[section].values() if name in {*dir(kind), *kind.__dataclass_fields__}]
+        kinds = [
+            kind
+            for kind in schemas[section].values()
+            if name in {*dir(kind), *kind.__dataclass_fields__}
+        ]
         defaults = [getattr(kind, name, None) for kind in kinds]
         assert defaults, setting
         for default in defaults:

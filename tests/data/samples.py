@@ -11,7 +11,8 @@ SEQ_LEN = 4
 
 
 class NumberedSamples:
-    """Every token of a sample is its number, counted from ``first``, so that batches show their samples."""
+    """Every token of a sample is its number, counted from ``first``, so that batches show their
+    samples."""
 
     def __init__(self, count: int, endless: bool = False, first: int = 0) -> None:
         self.count = count
@@ -28,7 +29,8 @@ class NumberedSamples:
 
 
 def assert_windows(samples: Samples, stream: np.ndarray, seq_len: int, stride: int = 1) -> None:
-    """Compare every ``stride``-th sample, also after pickling, with its slice of the stream; check where they end."""
+    """Compare every ``stride``-th sample, also after pickling, with its slice of the stream; check
+    where they end."""
     assert len(samples) == (len(stream) - 1) // seq_len > 0
     for reader in (samples, pickle.loads(pickle.dumps(samples))):
         for index in range(0, len(samples), stride):

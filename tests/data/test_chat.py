@@ -20,7 +20,13 @@ from fsdptoys.metrics import StepMetrics
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.train.trainer import Trainer
 from tests.data.mistakes import mistakes
-from tests.harness.chat_files import CONVERSATIONS, GENERATED, save_chat_tokenizer, without_blocks, write_rows
+from tests.harness.chat_files import (
+    CONVERSATIONS,
+    GENERATED,
+    save_chat_tokenizer,
+    without_blocks,
+    write_rows,
+)
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import make_config
 
@@ -55,13 +61,18 @@ def rows_of(config: ChatConfig, seq_len: int = WIDE) -> list[tuple[list[int], li
         for stop in np.flatnonzero(tokens_T == end).tolist():
             if stop > start:
                 found.append(
-                    (tokens_T[start:stop].tolist(), [x for x in learned[start:stop] if x != IGNORE_INDEX and x != -1])
+                    (
+                        tokens_T[start:stop].tolist(),
+                        [x for x in learned[start:stop] if x != IGNORE_INDEX and x != -1],
+                    )
                 )
             start = stop + 1
     return found
 
 
-def rows_of_transformers(template: str, conversations: list[list[dict[str, Any]]], **options: Any) -> Any:
+def rows_of_transformers(
+    template: str, conversations: list[list[dict[str, Any]]], **options: Any
+) -> Any:
     """Ids, and those that the assistant's mask marks, of each conversation."""
     from transformers import AutoTokenizer
 
@@ -80,8 +91,8 @@ def rows_of_transformers(template: str, conversations: list[list[dict[str, Any]]
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("name", sorted(GENERATED))
 def test_ids_and_learned_tokens_are_those_of_transformers(name: str, blocks: bool) -> None:
-    """Oracle: ``apply_chat_template`` with the assistant's mask, which needs ``generation`` blocks; without such blocks
-    in the template, the answers found are the same."""
+    """Oracle: ``apply_chat_template`` with the assistant's mask, which needs ``generation`` blocks;
+    without such blocks in the template, the answers found are the same."""
     template = GENERATED[name] if blocks else without_blocks(GENERATED[name])
     save_chat_tokenizer(Path("tokenizer"), template)
     write_rows(Path("a.jsonl"), [{"messages": messages} for messages in CONVERSATIONS])
@@ -90,24 +101,37 @@ def test_ids_and_learned_tokens_are_those_of_transformers(name: str, blocks: boo
 
 def test_bytes_with_a_built_in_template_learn_the_answers() -> None:
     """Oracle: the texts, written by hand."""
-    write_rows(Path("a.jsonl"), [{"messages": CONVERSATIONS[1]}, {"messages": CONVERSATIONS[0][:3]}])
+    write_rows(
+        Path("a.jsonl"), [{"messages": CONVERSATIONS[1]}, {"messages": CONVERSATIONS[0][:3]}]
+    )
     found = rows_of(config(tokenizer="bytes", template="chatml"))
     texts = [(bytes(ids).decode(), bytes(learned).decode()) for ids, learned in found]
     arithmetic = (
-        "<|im_start|>system\nYou are terse. <|im_end|>\n<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"
-        "<|im_start|>assistant\n4<|im_end|>\n"
+        "<|im_start|>system\nYou are terse. <|im_end|>\n<|im_start|>user\nWhat is 2 + "
+        "2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
     )
-    greeting = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n hello yourself \n<|im_end|>\n"
-    assert sorted(texts) == [(arithmetic, "4<|im_end|>"), (greeting, " hello yourself \n<|im_end|>")]
+    greeting = (
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n hello yourself \n<|im_end|>\n"
+    )
+    assert sorted(texts) == [
+        (arithmetic, "4<|im_end|>"),
+        (greeting, " hello yourself \n<|im_end|>"),
+    ]
 
 
 FORMS = {
     "conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "yes"}],
     "parts": [
-        {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}],
+        },
         {"role": "assistant", "content": "yes"},
     ],
-    "weights": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes", "weight": 1}],
+    "weights": [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "yes", "weight": 1},
+    ],
 }
 
 
@@ -125,10 +149,14 @@ def test_half_of_a_surrogate_pair_becomes_a_question_mark(tokenizer: str) -> Non
     """Oracle: the row with question marks."""
     save_chat_tokenizer(Path("tokenizer"), None)
     for name, text in (("a", "\ud800"), ("b", "?")):
-        messages = [{"role": "user", "content": f"é{text}"}, {"role": "assistant", "content": f"yes{text}"}]
+        messages = [
+            {"role": "user", "content": f"é{text}"},
+            {"role": "assistant", "content": f"yes{text}"},
+        ]
         write_rows(Path(f"{name}.jsonl"), [{"messages": messages}])
     found, expected = (
-        rows_of(config(files=[f"{name}.jsonl"], tokenizer=tokenizer, template="chatml")) for name in ("a", "b")
+        rows_of(config(files=[f"{name}.jsonl"], tokenizer=tokenizer, template="chatml"))
+        for name in ("a", "b")
     )
     assert found == expected
 
@@ -198,14 +226,35 @@ def test_bad_row_is_named_by_file_and_line_or_left_out(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokenizer": "bytes"}, "data.tokenizer=bytes has no chat template; set data.template=chatml, "),
-        ({"tokenizer": "bare"}, "data.tokenizer=bare has no chat template; set data.template=chatml, "),
-        ({"tokenizer": "gone"}, "data.tokenizer=gone does not exist; name a tokenizer.json, its folder, or bytes"),
-        ({"template": "none.jinja"}, "data.template=none.jinja cannot be read (No such file or directory); name a "),
+        (
+            {"tokenizer": "bytes"},
+            "data.tokenizer=bytes has no chat template; set data.template=chatml, ",
+        ),
+        (
+            {"tokenizer": "bare"},
+            "data.tokenizer=bare has no chat template; set data.template=chatml, ",
+        ),
+        (
+            {"tokenizer": "gone"},
+            "data.tokenizer=gone does not exist; name a tokenizer.json, its folder, or bytes",
+        ),
+        (
+            {"template": "none.jinja"},
+            "data.template=none.jinja cannot be read (No such file or directory); name a ",
+        ),
         ({"template": "bad.jinja"}, "data.template=bad.jinja is no Jinja template ("),
-        ({"document_end": "<none>"}, "data.tokenizer=tokenizer has no token '<none>'; set data.document_end to "),
-        ({"files": ["a.txt"]}, "data.files=[a.txt] is neither JSON lines nor a table; name files that end in .jsonl, "),
-        ({"files": ["a.json"]}, "data.files=[a.json] holds a JSON array in line 1, not an object; write one object a "),
+        (
+            {"document_end": "<none>"},
+            "data.tokenizer=tokenizer has no token '<none>'; set data.document_end to ",
+        ),
+        (
+            {"files": ["a.txt"]},
+            "data.files=[a.txt] is neither JSON lines nor a table; name files that end in .jsonl, ",
+        ),
+        (
+            {"files": ["a.json"]},
+            "data.files=[a.json] holds a JSON array in line 1, not an object; write one object a ",
+        ),
         ({"document_end": "<|im_end|>"}, "data.files=[a.jsonl] in line 1 holds id "),
     ],
 )
@@ -236,7 +285,9 @@ def test_template_cannot_reach_python(template: str) -> None:
         config().prepare(WIDE, 512)
 
 
-def test_template_and_skipping_decide_the_cache_and_the_day_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_and_skipping_decide_the_cache_and_the_day_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: the number of folders; a template that writes the date writes the same one always."""
     dated = "{{ strftime_now('%d %b %Y') }}" + without_blocks(GENERATED["chatml"])
     save_chat_tokenizer(Path("tokenizer"), dated)
@@ -263,7 +314,8 @@ def test_template_and_skipping_decide_the_cache_and_the_day_does_not(monkeypatch
 def test_conversations_are_separated_by_a_special_token_that_the_template_does_not_write(
     own: str, special: list[str], template: str, chosen: str | None
 ) -> None:
-    """Oracle: the table; ``</s>`` is an ordinary token of each tokenizer, and no template writes it."""
+    """Oracle: the table; ``</s>`` is an ordinary token of each tokenizer, and no template writes
+    it."""
     tokenizers = pytest.importorskip("tokenizers")
     words = {word: place for place, word in enumerate(["?", "</s>", "hello"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
@@ -272,13 +324,17 @@ def test_conversations_are_separated_by_a_special_token_that_the_template_does_n
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     source = f"{{% for m in messages %}}{{{{ m.content }}}}{template}{{% endfor %}}"
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": own, "chat_template": source}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": own, "chat_template": source})
+    )
 
     def opened() -> int:
         return open_chat_encoder("own", None, None, "own", "template", "end").document_end
 
     if chosen is None:
-        with pytest.raises(ConfigError, match="names no token that ends a document; set end to one of its tokens"):
+        with pytest.raises(
+            ConfigError, match="names no token that ends a document; set end to one of its tokens"
+        ):
             opened()
     else:
         assert opened() == tokenizer.token_to_id(chosen)
@@ -292,7 +348,13 @@ def test_prepared_folder_keeps_what_is_learned_and_mixes_with_texts() -> None:
     chat = config(files=["a.jsonl.gz"])
     chat.prepare(64, 512)
     (chat_folder,) = (path for path in Path("cache").iterdir() if (path / "index.json").exists())
-    texts = HFConfig(files=["b.txt"], tokenizer="tokenizer", document_end="<|endoftext|>", cache="texts", processes=1)
+    texts = HFConfig(
+        files=["b.txt"],
+        tokenizer="tokenizer",
+        document_end="<|endoftext|>",
+        cache="texts",
+        processes=1,
+    )
     texts.prepare(64, 512)
     (text_folder,) = Path("texts").iterdir()
     mixed = PreparedConfig(sources=[str(chat_folder), str(text_folder)])
@@ -300,7 +362,9 @@ def test_prepared_folder_keeps_what_is_learned_and_mixes_with_texts() -> None:
     dataset = mixed.build(64, 512, 0)
     shares = [np.mean(dataset.train[number][1] != IGNORE_INDEX) for number in range(20)]
     assert max(shares) == 1.0 and 0 < min(shares) < 0.6
-    assert PreparedConfig(folder=str(chat_folder)).build(64, 512, 0).fingerprint != dataset.fingerprint
+    assert (
+        PreparedConfig(folder=str(chat_folder)).build(64, 512, 0).fingerprint != dataset.fingerprint
+    )
 
 
 def test_other_ends_of_documents_are_named() -> None:
@@ -313,37 +377,60 @@ def test_other_ends_of_documents_are_named() -> None:
     with pytest.raises(ConfigError) as caught:
         PreparedConfig(sources=["chat", "text"]).validate(16, 512)
     assert str(caught.value) == (
-        "data.sources=[text] ends documents with id 302, and data.sources=[chat] with id 300; prepare one of them "
-        "again with the token of the other (--document-end)"
+        "data.sources=[text] ends documents with id 302, and data.sources=[chat] with id 300; "
+        "prepare one of them again with the token of the other (--document-end)"
     )
 
 
 def test_data_prepare_writes_the_folder_of_data_chat(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the bytes that data=chat puts into its cache, without the bad row; --chat's options need it."""
+    """Oracle: the bytes that data=chat puts into its cache, without the bad row; --chat's options
+    need it."""
     write_rows(Path("rows.jsonl"), [GOOD, GOOD, '{"messages": []}'])
     chat = config(files=["rows.jsonl"], skip_bad_rows=True)
     chat.prepare(WIDE, 320)
-    words = ["prepare", "rows.jsonl", "--tokenizer", "tokenizer", "--out", "out", "--processes", "1"]
+    words = [
+        "prepare",
+        "rows.jsonl",
+        "--tokenizer",
+        "tokenizer",
+        "--out",
+        "out",
+        "--processes",
+        "1",
+    ]
     assert data_command([*words, "--chat", "--skip-bad-rows"]) == 0
     assert "left out: " in capsys.readouterr().err
     (cached,) = (path.parent for path in Path("cache").glob("*/index.json"))
     names = sorted(path.name for path in Path("out").iterdir())
-    assert "shard-00000.learned" in names and names == sorted(path.name for path in cached.iterdir())
+    assert "shard-00000.learned" in names and names == sorted(
+        path.name for path in cached.iterdir()
+    )
     assert all(Path("out", name).read_bytes() == (cached / name).read_bytes() for name in names)
     words[words.index("out")] = "other"
     with pytest.raises(ConfigError, match=r"in line 3 .*; repair it, or add --skip-bad-rows"):
         data_command([*words, "--chat"])
     for option in (["--template", "chatml"], ["--skip-bad-rows"]):
-        with pytest.raises(ConfigError, match=rf"{' '.join(option)} is for conversations; add --chat"):
+        with pytest.raises(
+            ConfigError, match=rf"{' '.join(option)} is for conversations; add --chat"
+        ):
             data_command([*words, *option])
 
 
 def test_data_show_prints_a_row_with_what_is_learned(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the template's text, written by hand; learned tokens in color, or in brackets without it."""
-    calling = [*CONVERSATIONS[1], {"role": "tool", "content": ":smile: [b]"}, {"role": "assistant", "content": "7"}]
-    calling[1] = {**calling[1], "content": "I look", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    """Oracle: the template's text, written by hand; learned tokens in color, or in brackets without
+    it."""
+    calling = [
+        *CONVERSATIONS[1],
+        {"role": "tool", "content": ":smile: [b]"},
+        {"role": "assistant", "content": "7"},
+    ]
+    calling[1] = {
+        **calling[1],
+        "content": "I look",
+        "tool_calls": [{"function": {"name": "add", "arguments": {}}}],
+    }
     write_rows(Path("a.jsonl"), ['{"messages": []}', {"messages": calling}])
     words = ["show", "a.jsonl", "--chat", "--tokenizer", "tokenizer", "--row"]
     assert data_command([*words, "2"]) == 0
@@ -358,8 +445,10 @@ def test_data_show_prints_a_row_with_what_is_learned(
     assert data_command([*words, "2"]) == 0
     assert "assistant\n\x1b[1;32m7<|im_end|>\x1b[0m\n" in capsys.readouterr().out
     mistakes = {
-        "1": "ROWS=[a.jsonl] in line 1 has [] as messages, which is no list of messages; repair it, or show another "
-        "row",
+        "1": (
+            "ROWS=[a.jsonl] in line 1 has [] as messages, which is no list of messages; repair "
+            "it, or show another row"
+        ),
         "3": "--row 3 is not among the conversations; write --row 1",
     }
     for row, message in mistakes.items():
@@ -368,19 +457,33 @@ def test_data_show_prints_a_row_with_what_is_learned(
         assert str(caught.value) == message
 
 
-def test_preparing_reports_what_rows_lose_and_prints_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: ten sentences and the number of all; the first good row; the sentence on a template without an end."""
+def test_preparing_reports_what_rows_lose_and_prints_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Oracle: ten sentences and the number of all; the first good row; the sentence on a template
+    without an end."""
     template = "{% for m in messages if m.role != 'developer' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     save_chat_tokenizer(Path("tokenizer"), template)
     row = {"messages": [{"role": "developer", "content": "terse"}, *CONVERSATIONS[1]]}
     write_rows(Path("rows.jsonl"), ['{"messages": []}', *[row] * 12])
-    words = ["prepare", "rows.jsonl", "--tokenizer", "tokenizer", "--out", "out", "--chat", "--skip-bad-rows"]
+    words = [
+        "prepare",
+        "rows.jsonl",
+        "--tokenizer",
+        "tokenizer",
+        "--out",
+        "out",
+        "--chat",
+        "--skip-bad-rows",
+    ]
     assert data_command([*words, "--processes", "1"]) == 0
     out, err = capsys.readouterr()
     loses = "loses the content of message 1 (developer), which the chat template does not write"
     assert f"FILE=[rows.jsonl] in line 11 {loses}\n" in err and f"in line 12 {loses}" not in err
     assert "12 rows in all lose parts\n" in err
-    assert "no answer ends with a special token, so the model does not learn to end its turn\n" in err
+    assert (
+        "no answer ends with a special token, so the model does not learn to end its turn\n" in err
+    )
     assert "user: hello\n[[assistant:  hello yourself \n\n]]\n" in out and f"the row {loses}" in out
 
 
@@ -389,11 +492,16 @@ def test_damaged_learned_file_is_named() -> None:
     config().prepare(WIDE, 512)
     (path,) = Path("cache").glob("*/*.learned")
     path.write_bytes(b"\7" * path.stat().st_size)
-    with pytest.raises(ConfigError, match=r"shard-00000.learned\] has 7, where 0 and 1 say which tokens are learned"):
+    with pytest.raises(
+        ConfigError,
+        match=r"shard-00000.learned\] has 7, where 0 and 1 say which tokens are learned",
+    ):
         config().build(WIDE, 512, 0).train[0]
 
 
-def test_sequences_without_an_answer_are_left_out_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sequences_without_an_answer_are_left_out_and_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Oracle: the windows of the same stream that have a label, found one by one."""
     long = [{"role": "user", "content": "word " * 150}, {"role": "assistant", "content": "yes"}]
     write_rows(Path("a.jsonl"), [{"messages": messages} for messages in (*CONVERSATIONS, long)])
@@ -401,13 +509,18 @@ def test_sequences_without_an_answer_are_left_out_and_counted(capsys: pytest.Cap
     wanted.prepare(16, 512)
     dataset = wanted.build(16, 512, 0)
     windows = dataset.train.windows
-    expected = [windows[number] for number in range(len(windows)) if (windows[number][1] != IGNORE_INDEX).any()]
+    expected = [
+        windows[number]
+        for number in range(len(windows))
+        if (windows[number][1] != IGNORE_INDEX).any()
+    ]
     found = [dataset.train[number] for number in range(len(dataset.train))]
     assert 0 < len(expected) < len(windows)
     for (tokens, labels), (expected_tokens, expected_labels) in zip(found, expected, strict=True):
         assert (tokens == expected_tokens).all() and (labels == expected_labels).all()
     sentence = (
-        f"left out {len(windows) - len(expected)} of {len(windows)} sequences of data.files, which have no answer"
+        f"left out {len(windows) - len(expected)} of {len(windows)} sequences of data.files, "
+        "which have no answer"
     )
     assert capsys.readouterr().err.count(sentence) == 1
 
@@ -415,8 +528,14 @@ def test_sequences_without_an_answer_are_left_out_and_counted(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("part", "sentence"),
     [
-        ("train", r"data\.files has no answer in its \d+ training sequences; prepare rows with answers"),
-        ("eval", r"data\.files has no answer in its held-out part; set data\.eval_fraction higher, or to 0 for none"),
+        (
+            "train",
+            r"data\.files has no answer in its \d+ training sequences; prepare rows with answers",
+        ),
+        (
+            "eval",
+            r"data\.files has no answer in its held-out part; set data\.eval_fraction higher, or to 0 for none",
+        ),
     ],
 )
 def test_parts_without_any_answer_are_refused(part: str, sentence: str) -> None:
@@ -424,7 +543,9 @@ def test_parts_without_any_answer_are_refused(part: str, sentence: str) -> None:
     write_rows(Path("a.jsonl"), [{"messages": messages} for messages in CONVERSATIONS * 10])
     wanted = config(packing=Packing.none, mask_documents=False, eval_fraction=0.5)
     wanted.prepare(16, 512)
-    for shard in read_index(str(next(Path("cache").glob("*/index.json")).parent), "data.files").of(part):
+    for shard in read_index(str(next(Path("cache").glob("*/index.json")).parent), "data.files").of(
+        part
+    ):
         (path,) = Path("cache").glob(f"*/{shard.files()[2][0]}")
         path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(ConfigError, match=sentence):
@@ -437,13 +558,18 @@ def steps_of(config: Config) -> list[StepMetrics]:
     return trainer.history
 
 
-def test_training_counts_answers_for_the_loss_and_all_tokens_for_the_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: labels and ids of the dataset's rows; one process for the losses of two. Every row has a label."""
+def test_training_counts_answers_for_the_loss_and_all_tokens_for_the_rate(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Oracle: labels and ids of the dataset's rows; one process for the losses of two. Every row
+    has a label."""
     long = [{"role": "user", "content": "word " * 150}, {"role": "assistant", "content": "yes"}]
     write_rows(Path("a.jsonl"), [{"messages": messages} for messages in (*CONVERSATIONS, long)])
     histories: list[list[StepMetrics]] = []
     for ranks, batch_size in ((1, 4), (2, 2)):
-        wanted = make_config(FSDP2Config(), ranks, steps=3, seq_len=64, grad_accum=1, batch_size=batch_size)
+        wanted = make_config(
+            FSDP2Config(), ranks, steps=3, seq_len=64, grad_accum=1, batch_size=batch_size
+        )
         wanted.model.vocab_size, wanted.data = 512, config()
         wanted.data.prepare(64, 512)
         wanted.validate(ranks, "cpu")
@@ -452,7 +578,9 @@ def test_training_counts_answers_for_the_loss_and_all_tokens_for_the_rate(capsys
     learned = [token for _, tokens in rows_of(config()) for token in tokens]
     rows = [dataset.train[number] for number in range(len(dataset.train))]
     labels = [int((labels_T != IGNORE_INDEX).sum()) for _, labels_T in rows]
-    padding = [64 - len(np.trim_zeros(tokens_T - dataset.document_end, "b")) for tokens_T, _ in rows]
+    padding = [
+        64 - len(np.trim_zeros(tokens_T - dataset.document_end, "b")) for tokens_T, _ in rows
+    ]
     tokens = [64 - max(0, count - 1) for count in padding]
     assert min(labels) > 0 and sum(labels) == len(learned) and len(rows) > 4 and min(tokens) < 64
     assert "parts without an answer, of documents longer than 64 tokens" in capsys.readouterr().err
@@ -460,6 +588,10 @@ def test_training_counts_answers_for_the_loss_and_all_tokens_for_the_rate(capsys
     for number, (step, *others) in enumerate(zip(*histories, strict=True)):
         chosen = [stream[4 * number + sample] for sample in range(4)]
         assert step.valid_tokens == sum(labels[row] for row in chosen)
-        assert step.tokens_per_second * step.step_time_seconds == pytest.approx(sum(tokens[row] for row in chosen))
+        assert step.tokens_per_second * step.step_time_seconds == pytest.approx(
+            sum(tokens[row] for row in chosen)
+        )
         for other in others:
-            assert other.valid_tokens == step.valid_tokens and other.loss == pytest.approx(step.loss, rel=1e-5)
+            assert other.valid_tokens == step.valid_tokens and other.loss == pytest.approx(
+                step.loss, rel=1e-5
+            )

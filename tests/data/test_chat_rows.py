@@ -1,4 +1,5 @@
-"""Forms of conversations, and what becomes of them under templates that know tools, reasoning and roles, or do not."""
+"""Forms of conversations, and what becomes of them under templates that know tools, reasoning and
+roles, or do not."""
 
 import copy
 import json
@@ -12,12 +13,27 @@ from fsdptoys.data.chat_template import ChatTemplate, open_template
 from fsdptoys.data.document_reader import find_sources, read_documents
 from fsdptoys.data.tokenizer_settings import TemplateSource
 from fsdptoys.errors import ConfigError
-from scripts.benchmarks.chat_templates import ROWS, TOOLS, WARM, WEATHER, Oracle, calling, compare, read_row
+from scripts.benchmarks.chat_templates import (
+    ROWS,
+    TOOLS,
+    WARM,
+    WEATHER,
+    Oracle,
+    calling,
+    compare,
+    read_row,
+)
 from tests.harness.chat_files import write_rows
 
 CALL = {"name": "get_weather", "arguments": {"city": "Bern"}}
 RESULT = {"role": "tool", "content": '{"degrees": 23}'}
-PLAIN = {"messages": [WEATHER, {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}, RESULT]}
+PLAIN = {
+    "messages": [
+        WEATHER,
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]},
+        RESULT,
+    ]
+}
 PLAIN = {"messages": [*PLAIN["messages"], WARM], "tools": TOOLS}
 SHAREGPT = [
     {"from": "human", "value": WEATHER["content"]},
@@ -25,15 +41,24 @@ SHAREGPT = [
     {"from": "observation", "value": RESULT["content"]},
     {"from": "gpt", "value": WARM["content"]},
 ]
-OLD_API = [WEATHER, {"role": "assistant", "content": None, "function_call": CALL}, {**RESULT, "role": "function"}, WARM]
+OLD_API = [
+    WEATHER,
+    {"role": "assistant", "content": None, "function_call": CALL},
+    {**RESULT, "role": "function"},
+    WARM,
+]
 FORMS: dict[str, dict[str, Any]] = {
     "ShareGPT": {"messages": SHAREGPT, "tools": TOOLS},
     "tools as text": {"messages": SHAREGPT, "tools": json.dumps(TOOLS)},
-    "function_call and functions": {"messages": OLD_API, "functions": [tool["function"] for tool in TOOLS]},
+    "function_call and functions": {
+        "messages": OLD_API,
+        "functions": [tool["function"] for tool in TOOLS],
+    },
     "nulls": {
         "messages": [
             {"role": "user", "content": WEATHER["content"], "tool_calls": None, "name": None},
-            calling(None, {"city": "Bern", "day": None}, reasoning_content=None, id=None) | {"id": None},
+            calling(None, {"city": "Bern", "day": None}, reasoning_content=None, id=None)
+            | {"id": None},
             RESULT,
             WARM,
         ],
@@ -53,13 +78,22 @@ def test_forms_of_calls_are_read_alike(form: str) -> None:
 
 def test_system_field_and_variables_are_read() -> None:
     """Oracle: a system message, and the row's own object."""
-    row = read_row({"messages": [WEATHER, WARM], "system": "Be terse.", "chat_template_kwargs": {"thinks": False}})
+    row = read_row(
+        {
+            "messages": [WEATHER, WARM],
+            "system": "Be terse.",
+            "chat_template_kwargs": {"thinks": False},
+        }
+    )
     assert row.messages[0] == {"role": "system", "content": "Be terse."} and row.learned == [2]
     assert row.variables == {"thinks": False}
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "speaker": ({"messages": [{"from": "narrator", "value": "x"}]}, "has 'narrator' as 'from' of message 1, which is"),
+    "speaker": (
+        {"messages": [{"from": "narrator", "value": "x"}]},
+        "has 'narrator' as 'from' of message 1, which is",
+    ),
     "call": (
         {"messages": [{"from": "function_call", "value": "x"}]},
         "has a function_call in message 1 that are no JSON",
@@ -68,13 +102,22 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "assistant", "function_call": {}}]},
         "has {} as a call of message 1, which names no",
     ),
-    "both": ({"messages": [calling("x") | {"function_call": CALL}]}, "has tool_calls and a function_call in message 1"),
-    "calls": ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "has 5 as tool_calls of message 1, which is no"),
+    "both": (
+        {"messages": [calling("x") | {"function_call": CALL}]},
+        "has tool_calls and a function_call in message 1",
+    ),
+    "calls": (
+        {"messages": [{"role": "assistant", "tool_calls": 5}]},
+        "has 5 as tool_calls of message 1, which is no",
+    ),
     "system": (
         {"messages": [{"role": "system", "content": "a"}, WARM], "system": "b"},
         "has a field 'system' and another",
     ),
-    "variables": ({"messages": [WARM], "chat_template_kwargs": {"tools": []}}, "sets tools in chat_template_kwargs"),
+    "variables": (
+        {"messages": [WARM], "chat_template_kwargs": {"tools": []}},
+        "sets tools in chat_template_kwargs",
+    ),
 }
 
 
@@ -86,7 +129,8 @@ def test_rows_of_other_forms_are_refused_by_name(mistake: str) -> None:
 
 
 def test_tables_and_lines_are_read_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the rows of JSON lines, whose missing keys are nulls in a table, since all rows have the same keys."""
+    """Oracle: the rows of JSON lines, whose missing keys are nulls in a table, since all rows have
+    the same keys."""
     import datasets
     import pyarrow
     import pyarrow.parquet
@@ -94,7 +138,10 @@ def test_tables_and_lines_are_read_alike(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     other = copy.deepcopy(PLAIN)
     other["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"query": "x", "limit": 2}
-    other["tools"][0]["function"]["parameters"] = {"type": "object", "properties": {"query": {"type": "string"}}}
+    other["tools"][0]["function"]["parameters"] = {
+        "type": "object",
+        "properties": {"query": {"type": "string"}},
+    }
     rows = [PLAIN, other, {"messages": [WEATHER, WARM]}]
     write_rows(Path("a.jsonl"), rows)
     table = pyarrow.Table.from_pylist([{"tools": None, **row} for row in rows])
@@ -103,8 +150,12 @@ def test_tables_and_lines_are_read_alike(tmp_path: Path, monkeypatch: pytest.Mon
 
     def read(name: str) -> list[ChatRow]:
         (source,) = find_sources("FILE", [name])
-        found = [row for row, _ in read_documents("FILE", source, "messages", records=ChatRecords())]
-        return [ChatRow("", row.messages, row.learned, row.tools, problem=row.problem) for row in found]
+        found = [
+            row for row, _ in read_documents("FILE", source, "messages", records=ChatRecords())
+        ]
+        return [
+            ChatRow("", row.messages, row.learned, row.tools, problem=row.problem) for row in found
+        ]
 
     assert read("a.jsonl") == read("a.parquet") == read("folder")
 
@@ -149,17 +200,27 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start|>"]
 
 
 def template_of(source: str) -> ChatTemplate:
-    return ChatTemplate({"default": TemplateSource(source, "this")}, {"bos_token": "<s>", "eos_token": "</s>"})
+    return ChatTemplate(
+        {"default": TemplateSource(source, "this")}, {"bos_token": "<s>", "eos_token": "</s>"}
+    )
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("shape", ROWS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_text_is_that_of_transformers(name: str, shape: str) -> None:
-    """Oracle: ``apply_chat_template``; of objects, where arguments as text are refused or quoted twice."""
+    """Oracle: ``apply_chat_template``; of objects, where arguments as text are refused or quoted
+    twice."""
     result = compare(Oracle(), name, TEMPLATES[name], None, read_row(ROWS[shape]))
-    as_objects = shape == "arguments as text" and name not in ("plain", "summed", "joined", "last apart")
-    assert result.kind in (["equal with objects"] if as_objects else ["equal", "equal, loses parts"]), result.detail
+    as_objects = shape == "arguments as text" and name not in (
+        "plain",
+        "summed",
+        "joined",
+        "last apart",
+    )
+    assert result.kind in (
+        ["equal with objects"] if as_objects else ["equal", "equal, loses parts"]
+    ), result.detail
 
 
 SUMS = ["It is 42.<|im_end|>", "That makes 84.<|im_end|>"]
@@ -174,10 +235,22 @@ QWEN_CALL = '<call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</c
         ("last apart", "system, two turns", SUMS),
         ("joined", "system, two turns", SUMS),
         ("calls", "answer first", ["It is 42.<|im_end|>", "Yes, 42.<|im_end|>"]),
-        ("objects only", "arguments as text", ["<call>\nget_weather(city=Bern)</call><|im_end|>", WARMTH]),
+        (
+            "objects only",
+            "arguments as text",
+            ["<call>\nget_weather(city=Bern)</call><|im_end|>", WARMTH],
+        ),
         ("calls", "arguments as text", [QWEN_CALL, WARMTH]),
-        ("results within answers", "call, content empty", ['get_weather{"city": "Bern"}<|start|>', WARMTH]),
-        ("calls", "thinking", ["<think>\nTwelve plus thirty is forty-two.\n</think>\n\nIt is 42.<|im_end|>"]),
+        (
+            "results within answers",
+            "call, content empty",
+            ['get_weather{"city": "Bern"}<|start|>', WARMTH],
+        ),
+        (
+            "calls",
+            "thinking",
+            ["<think>\nTwelve plus thirty is forty-two.\n</think>\n\nIt is 42.<|im_end|>"],
+        ),
     ],
 )
 def test_answers_are_found(name: str, shape: str, learned: list[str]) -> None:
@@ -188,7 +261,10 @@ def test_answers_are_found(name: str, shape: str, learned: list[str]) -> None:
 
 LOSSES: dict[str, tuple[str, list[str]]] = {
     "call, content": ("plain", ["the call of message 2 (assistant)"]),
-    "reasoning and call": ("plain", ["the reasoning of message 2 (assistant)", "the call of message 2 (assistant)"]),
+    "reasoning and call": (
+        "plain",
+        ["the reasoning of message 2 (assistant)", "the call of message 2 (assistant)"],
+    ),
     "thinking": ("plain", ["the reasoning of message 2 (assistant)"]),
     "reasoning, two turns": ("plain", ["the reasoning of message 4 (assistant)"]),
     "developer": (
@@ -208,9 +284,12 @@ LOSSES: dict[str, tuple[str, list[str]]] = {
 
 @pytest.mark.parametrize("shape", LOSSES)
 def test_parts_that_the_template_leaves_out_are_named(shape: str) -> None:
-    """Oracle: what the templates write; the reasoning of answers before the last question may be left out."""
+    """Oracle: what the templates write; the reasoning of answers before the last question may be
+    left out."""
     name, lost = LOSSES[shape]
-    assert template_of(TEMPLATES.get(name, name)).render(read_row(ROWS[shape]), SPECIAL).lost == lost
+    assert (
+        template_of(TEMPLATES.get(name, name)).render(read_row(ROWS[shape]), SPECIAL).lost == lost
+    )
 
 
 @pytest.mark.parametrize(
@@ -242,7 +321,10 @@ def test_any_error_of_a_template_is_one_sentence(source: str) -> None:
 def test_tool_use_template_is_for_rows_with_tools(tmp_path: Path) -> None:
     """Oracle: transformers' choice, with the templates in each of the places that it reads."""
     settings = tmp_path / "tokenizer_config.json"
-    named = [{"name": name, "template": f"{name}{TEMPLATES['calls']}"} for name in ("default", "tool_use")]
+    named = [
+        {"name": name, "template": f"{name}{TEMPLATES['calls']}"}
+        for name in ("default", "tool_use")
+    ]
 
     def begins() -> list[str]:
         template = open_template(None, str(tmp_path), "data.template", "missing")
@@ -254,10 +336,14 @@ def test_tool_use_template_is_for_rows_with_tools(tmp_path: Path) -> None:
     settings.write_text(json.dumps({"chat_template": f"only{TEMPLATES['calls']}"}))
     assert begins() == ["only", "only"]
     (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(f"file{TEMPLATES['calls']}")
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(
+        f"file{TEMPLATES['calls']}"
+    )
     assert begins() == ["only", "file"]
     settings.write_text("{}")
-    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": f"legacy{TEMPLATES['calls']}"}))
+    (tmp_path / "chat_template.json").write_text(
+        json.dumps({"chat_template": f"legacy{TEMPLATES['calls']}"})
+    )
     assert begins() == ["legacy", "file"]
 
 
@@ -266,7 +352,10 @@ def test_tool_use_template_is_for_rows_with_tools(tmp_path: Path) -> None:
     ("settings", "mapped"),
     [
         ({"tokenizer_class": "LlamaTokenizer"}, None),
-        ({"tokenizer_class": "LlamaTokenizerFast"}, {"eos_token": {"content": "</s>"}, "bos_token": "<s>"}),
+        (
+            {"tokenizer_class": "LlamaTokenizerFast"},
+            {"eos_token": {"content": "</s>"}, "bos_token": "<s>"},
+        ),
         ({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}, None),
         ({"tokenizer_class": "PreTrainedTokenizerFast"}, {"bos_token": "<s>", "pad_token": "</s>"}),
         ({"tokenizer_class": "GPT2Tokenizer", "bos_token": None}, None),
@@ -280,7 +369,9 @@ def test_special_tokens_are_those_of_transformers(
     from transformers import AutoTokenizer
 
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    vocabulary = {token: number for number, token in enumerate(["<s>", "</s>", "<unk>", "<|endoftext|>"])}
+    vocabulary = {
+        token: number for number, token in enumerate(["<s>", "</s>", "<unk>", "<|endoftext|>"])
+    }
     Tokenizer(models.BPE(vocabulary, [])).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     if mapped is not None:

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.data import BatchStream, BinConfig, DataConfig, PreparedConfig, TextConfig, TokenDataset, content_sample
+from fsdptoys.data import (
+    BatchStream,
+    BinConfig,
+    DataConfig,
+    PreparedConfig,
+    TextConfig,
+    TokenDataset,
+    content_sample,
+)
 from fsdptoys.data.content_sample import BLOCK_BYTES, SampledFiles, sampled_offsets
 from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.data.token_files import SourceFile
@@ -46,7 +54,9 @@ KINDS: list[Writer] = [write_bin, write_text, write_prepared]
 
 
 def open_stream(dataset: TokenDataset) -> BatchStream:
-    return BatchStream(dataset.train, 2, 1, range(1), 1, 0, dataset.fingerprint, files=dataset.sample_files())
+    return BatchStream(
+        dataset.train, 2, 1, range(1), 1, 0, dataset.fingerprint, files=dataset.sample_files()
+    )
 
 
 def change_middle(path: Path, count: int) -> None:
@@ -57,7 +67,8 @@ def change_middle(path: Path, count: int) -> None:
 
 @pytest.mark.parametrize("write", KINDS)
 def test_file_changed_in_its_middle_is_named_on_resume(write: Writer, tmp_path: Path) -> None:
-    """Oracle: the fingerprint, which stays the same, and the sentence; the change spans two sampled blocks."""
+    """Oracle: the fingerprint, which stays the same, and the sentence; the change spans two sampled
+    blocks."""
     config, path = write(tmp_path)
     before = config.build(16, 256, 0)
     state = open_stream(before).state_dict()
@@ -67,14 +78,17 @@ def test_file_changed_in_its_middle_is_named_on_resume(write: Writer, tmp_path: 
     with pytest.raises(ConfigError) as caught:
         open_stream(after).load_state_dict(state)
     key = "data.folder" if isinstance(config, PreparedConfig) else "data.files"
-    assert str(caught.value).startswith(f"{key}=[{path}] has changed since the checkpoint, so that the run cannot")
+    assert str(caught.value).startswith(
+        f"{key}=[{path}] has changed since the checkpoint, so that the run cannot"
+    )
 
 
 @pytest.mark.parametrize("write", KINDS)
 def test_moved_data_and_checkpoints_without_digests_resume(
     write: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the number of samples seen; modification times and locations of files do not matter."""
+    """Oracle: the number of samples seen; modification times and locations of files do not
+    matter."""
     (tmp_path / "placed").mkdir()
     monkeypatch.chdir(tmp_path / "placed")
     config, path = write(Path())
@@ -85,24 +99,35 @@ def test_moved_data_and_checkpoints_without_digests_resume(
     monkeypatch.chdir(tmp_path / "moved")
     for forgotten in ([], ["files"]):
         again = open_stream(config.build(16, 256, 0))
-        again.load_state_dict({name: value for name, value in stream.state_dict().items() if name not in forgotten})
+        again.load_state_dict(
+            {name: value for name, value in stream.state_dict().items() if name not in forgotten}
+        )
         assert again.samples_seen == stream.samples_seen > 0
 
 
 @pytest.mark.parametrize("size", [1, 4096, 4097, 18 * 4096, 18 * 4096 + 1, 10**6, 2**30 + 17])
 def test_sampled_blocks_are_spread_over_the_file(size: int) -> None:
-    """Oracle: the definition: all of a small file; otherwise both ends and one block per section, none twice."""
+    """Oracle: the definition: all of a small file; otherwise both ends and one block per section,
+    none twice."""
     offsets = sampled_offsets(size, 16)
-    assert offsets == sampled_offsets(size, 16) and offsets[0] == 0 <= size - BLOCK_BYTES * (size > BLOCK_BYTES)
-    assert all(later - earlier >= BLOCK_BYTES for earlier, later in itertools.pairwise(offsets[:-1]))
+    assert offsets == sampled_offsets(size, 16) and offsets[0] == 0 <= size - BLOCK_BYTES * (
+        size > BLOCK_BYTES
+    )
+    assert all(
+        later - earlier >= BLOCK_BYTES for earlier, later in itertools.pairwise(offsets[:-1])
+    )
     if size <= 18 * BLOCK_BYTES:
         assert offsets == list(range(0, size, BLOCK_BYTES))
     else:
         assert len(offsets) == 18 and offsets[-1] == size - BLOCK_BYTES
-        assert max(later - earlier for earlier, later in itertools.pairwise(offsets)) <= 2 * size / 16
+        assert (
+            max(later - earlier for earlier, later in itertools.pairwise(offsets)) <= 2 * size / 16
+        )
 
 
-def test_many_files_share_a_bounded_number_of_blocks_and_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_files_share_a_bounded_number_of_blocks_and_digests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: counts, and the range of names; the files of 1 TB do not exist."""
     counts: list[int] = []
     marked: list[bytes] = [b"same"]
@@ -118,12 +143,22 @@ def test_many_files_share_a_bounded_number_of_blocks_and_digests(monkeypatch: py
     assert len(state["digests"]) == content_sample.MOST_DIGESTS
     SampledFiles("data.files", files).check_unchanged(state)
     marked[0] = b"other"
-    with pytest.raises(ConfigError, match=r"^one of the 3 files from data\.files=\[/data/500\] to /data/502 has c"):
+    with pytest.raises(
+        ConfigError, match=r"^one of the 3 files from data\.files=\[/data/500\] to /data/502 has c"
+    ):
         SampledFiles("data.files", files).check_unchanged(state)
 
 
 @pytest.mark.parametrize(
-    "state", [None, [], {}, {"version": 2, "digests": ["x"]}, {"version": 1}, {"version": 1, "digests": ["x", "y"]}]
+    "state",
+    [
+        None,
+        [],
+        {},
+        {"version": 2, "digests": ["x"]},
+        {"version": 1},
+        {"version": 1, "digests": ["x", "y"]},
+    ],
 )
 def test_incomparable_states_pass_the_content_check(state: Any, tmp_path: Path) -> None:
     """Oracle: no error for states of other versions, of other numbers of files, and of none."""
@@ -140,8 +175,19 @@ def train(words: list[str]) -> None:
 def test_run_does_not_resume_with_a_changed_file(tmp_path: Path) -> None:
     """Oracle: the expected message of a real run that resumes, which ends before its first step."""
     _, path = write_bin(tmp_path)
-    words = ["experiment=null", "parallel=single", "train.seq_len=32", "metrics.console=none", "checkpoint.every=1"]
-    words += ["data=bin", f"data.files=[{path}]", f"metrics.run_dir={tmp_path}/run", "checkpoint.resume=auto"]
+    words = [
+        "experiment=null",
+        "parallel=single",
+        "train.seq_len=32",
+        "metrics.console=none",
+        "checkpoint.every=1",
+    ]
+    words += [
+        "data=bin",
+        f"data.files=[{path}]",
+        f"metrics.run_dir={tmp_path}/run",
+        "checkpoint.resume=auto",
+    ]
     for steps in (2, 3):
         run_ranks(1, train, [*words, f"train.steps={steps}"])
     change_middle(path, 20_000)

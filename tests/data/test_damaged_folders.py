@@ -1,4 +1,5 @@
-"""Damaged data folders: those in the cache are prepared again, the user's own are reported with a fix."""
+"""Damaged data folders: those in the cache are prepared again, the user's own are reported with a
+fix."""
 
 import errno
 import json
@@ -99,19 +100,23 @@ def packed(lines: Path, tmp_path: Path) -> tuple[PreparedConfig, Path]:
     """A configuration, and its packing plan in the cache."""
     prepare_folder(make_request(tmp_path / "tokens", lines))
     cache = tmp_path / "cache"
-    config = PreparedConfig(folder=str(tmp_path / "tokens"), packing=Packing.best_fit, cache=str(cache))
+    config = PreparedConfig(
+        folder=str(tmp_path / "tokens"), packing=Packing.best_fit, cache=str(cache)
+    )
     config.prepare(16, 256)
     (plan,) = cache.iterdir()
     return config, plan
 
 
 @pytest.mark.parametrize(
-    ("kind", "case"), [*(("cached", case) for case in DAMAGES), *(("packed", case) for case in PLAN_DAMAGES)]
+    ("kind", "case"),
+    [*(("cached", case) for case in DAMAGES), *(("packed", case) for case in PLAN_DAMAGES)],
 )
 def test_damaged_folder_in_a_cache_is_prepared_again(
     kind: str, case: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the original bytes, one message that names the folder, and no leftovers in the cache."""
+    """Oracle: the original bytes, one message that names the folder, and no leftovers in the
+    cache."""
     config, folder = request.getfixturevalue(kind)
     before = contents(folder)
     (DAMAGES if kind == "cached" else PLAN_DAMAGES)[case](folder)
@@ -130,7 +135,9 @@ def test_damaged_folder_in_a_cache_is_prepared_again(
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_damaged_user_folder_is_named_and_left_unchanged(damage: Damage, lines: Path, tmp_path: Path) -> None:
+def test_damaged_user_folder_is_named_and_left_unchanged(
+    damage: Damage, lines: Path, tmp_path: Path
+) -> None:
     """Oracle: a sentence with the path and ``prepare``; the names of files stay."""
     folder = tmp_path / "tokens"
     prepare_folder(make_request(folder, lines))
@@ -146,15 +153,28 @@ def test_damaged_user_folder_is_named_and_left_unchanged(damage: Damage, lines: 
 @pytest.mark.parametrize(
     ("owner", "function", "suffix", "code", "says"),
     [
-        (dataset_index, "read_regular", ".json", errno.EACCES, r"\(Permission denied\); change its permissions"),
+        (
+            dataset_index,
+            "read_regular",
+            ".json",
+            errno.EACCES,
+            r"\(Permission denied\); change its permissions",
+        ),
         (Path, "stat", ".bin", errno.EIO, r"\(.*\.bin: Input/output error\)"),
     ],
     ids=["index", "shard"],
 )
 def test_unreadable_cache_folder_is_not_replaced(
-    owner: Any, function: str, suffix: str, code: int, says: str, cached: Any, monkeypatch: pytest.MonkeyPatch
+    owner: Any,
+    function: str,
+    suffix: str,
+    code: int,
+    says: str,
+    cached: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Oracle: the expected message and the unchanged folder; a system error proves no damage and no gap."""
+    """Oracle: the expected message and the unchanged folder; a system error proves no damage and no
+    gap."""
     config, folder = cached
     before, original = contents(folder), getattr(owner, function)
 
@@ -163,17 +183,24 @@ def test_unreadable_cache_folder_is_not_replaced(
             raise OSError(code, os.strerror(code), str(path))
         return original(path, *args, **options)
 
-    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=rf"^{folder} cannot be read {says}"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConfigError, match=rf"^{folder} cannot be read {says}"),
+    ):
         patch.setattr(owner, function, refuse)
         config.prepare(16, 256)
     assert contents(folder) == before
 
 
-def test_damaged_cache_folder_does_not_hide_the_tokenizer_of_another(lines: Path, tmp_path: Path) -> None:
+def test_damaged_cache_folder_does_not_hide_the_tokenizer_of_another(
+    lines: Path, tmp_path: Path
+) -> None:
     """Oracle: the copy of the tokenizer in the cache."""
     pytest.importorskip("tokenizers")
     choice = save_tokenizer(tmp_path / "tokenizer", None)
-    config = HFConfig(files=[str(lines)], tokenizer=choice, cache=str(tmp_path / "cache"), processes=1)
+    config = HFConfig(
+        files=[str(lines)], tokenizer=choice, cache=str(tmp_path / "cache"), processes=1
+    )
     config.prepare(8, 256)
     (tmp_path / "cache" / "0000").mkdir()
     (tmp_path / "cache" / "0000" / "index.json").write_bytes(DEEP)
@@ -191,13 +218,24 @@ def test_noise_in_packing_plans_or_document_ends_is_reported(
     (plan / "starts").write_bytes(b"\xff" * (plan / "starts").stat().st_size)
     with pytest.raises(ConfigError, match=rf"damaged rows in {plan} \(row 3\); remove that folder"):
         dataset.train[3]
-    (folder / "shard-00000.ends").write_bytes(b"\x7f" * (folder / "shard-00000.ends").stat().st_size)
-    with pytest.raises(ConfigError, match=rf"shard-00000\.ends does not fit .* ids of its shard; remove {folder} and"):
+    (folder / "shard-00000.ends").write_bytes(
+        b"\x7f" * (folder / "shard-00000.ends").stat().st_size
+    )
+    with pytest.raises(
+        ConfigError,
+        match=rf"shard-00000\.ends does not fit .* ids of its shard; remove {folder} and",
+    ):
         config.prepare(17, 256)
 
 
 def note(**changes: object) -> dict[str, object]:
-    shard = {"name": "shard-00000", "split": "train", "tokens": 2, "documents": 1, "closed": False} | changes
+    shard = {
+        "name": "shard-00000",
+        "split": "train",
+        "tokens": 2,
+        "documents": 1,
+        "closed": False,
+    } | changes
     return {"request": "same", "documents": 1, "left_out": 0, "shards": [shard]}
 
 
@@ -215,7 +253,9 @@ NOTES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("notes", NOTES.values(), ids=NOTES.keys())
-def test_damaged_progress_starts_over_and_touches_no_other_file(notes: bytes, tmp_path: Path) -> None:
+def test_damaged_progress_starts_over_and_touches_no_other_file(
+    notes: bytes, tmp_path: Path
+) -> None:
     """Oracle: an empty folder to write into; files elsewhere keep their bytes."""
     for name in ("precious.bin", "precious.ends"):
         (tmp_path / name).write_bytes(b"keep this")
@@ -227,10 +267,16 @@ def test_damaged_progress_starts_over_and_touches_no_other_file(notes: bytes, tm
     writer = ShardsWriter(tmp_path / "out", "same", "uint16", 100)
     writer.close()
     assert not writer.resumed and writer.progress.documents == 0 and list(part.iterdir()) == []
-    assert (tmp_path / "precious.bin").read_bytes() == (tmp_path / "precious.ends").read_bytes() == b"keep this"
+    assert (
+        (tmp_path / "precious.bin").read_bytes()
+        == (tmp_path / "precious.ends").read_bytes()
+        == b"keep this"
+    )
 
 
-def test_symbolic_link_in_place_of_a_shard_is_not_followed_for_writing(lines: Path, tmp_path: Path) -> None:
+def test_symbolic_link_in_place_of_a_shard_is_not_followed_for_writing(
+    lines: Path, tmp_path: Path
+) -> None:
     """Oracle: the target keeps its bytes; ``tests/utils`` has the lock."""
     (tmp_path / "precious").write_bytes(b"keep this" * 9)
     wanted = make_request(tmp_path / "out", lines)

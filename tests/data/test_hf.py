@@ -1,4 +1,5 @@
-"""``data=hf`` and ``fsdptoys data``: prepared once before the ranks start, then equal to ``data=prepared``."""
+"""``data=hf`` and ``fsdptoys data``: prepared once before the ranks start, then equal to
+``data=prepared``."""
 
 import hashlib
 import io
@@ -38,7 +39,13 @@ def _corpus(tmp_path, monkeypatch):
 
 
 def config(**changes) -> HFConfig:
-    settings = {"files": ["a.jsonl"], "text_field": "body", "eval_fraction": 0.2, "cache": "cache", "processes": 1}
+    settings = {
+        "files": ["a.jsonl"],
+        "text_field": "body",
+        "eval_fraction": 0.2,
+        "cache": "cache",
+        "processes": 1,
+    }
     return HFConfig(**(settings | changes))
 
 
@@ -61,7 +68,8 @@ def test_hf_data_equals_a_folder_of_the_prepare_command():
 
 
 def test_data_is_prepared_again_only_after_changes():
-    """Oracle: the number of preparations and of folders, after every change of options and of the file."""
+    """Oracle: the number of preparations and of folders, after every change of options and of the
+    file."""
     for processes in (1, 1, 2):
         config(processes=processes).prepare(16, 256)
     assert times_prepared() == len(list(Path("cache").iterdir())) == 1
@@ -84,14 +92,17 @@ def test_concurrent_ranks_prepare_once():
 
 
 WORDS = (
-    "train data=hf data.files=[a.jsonl] data.text_field=body data.cache=cache data.eval_fraction=0.2 launch.device=cpu"
+    "train data=hf data.files=[a.jsonl] data.text_field=body data.cache=cache "
+    "data.eval_fraction=0.2 launch.device=cpu"
 )
 
 
 def test_launcher_prepares_data_before_it_starts_ranks(monkeypatch):
     """Oracle: the cache when the launcher starts the ranks."""
     seen = []
-    monkeypatch.setattr(train_command, "launch", lambda plan: seen.append(len(list(Path("cache").iterdir()))) or 0)
+    monkeypatch.setattr(
+        train_command, "launch", lambda plan: seen.append(len(list(Path("cache").iterdir()))) or 0
+    )
     assert __main__.main(WORDS.split()) == 0 and seen == [1]
     assert __main__.main([*WORDS.split(), "--cfg", "job"]) == 0 and times_prepared() == 1
 
@@ -99,7 +110,9 @@ def test_launcher_prepares_data_before_it_starts_ranks(monkeypatch):
 def test_torchrun_rank_prepares_data_before_training(monkeypatch):
     """Oracle: the cache when the rank starts training."""
     seen = []
-    monkeypatch.setattr(run, "train", lambda config, prediction: seen.append(len(list(Path("cache").iterdir()))))
+    monkeypatch.setattr(
+        run, "train", lambda config, prediction: seen.append(len(list(Path("cache").iterdir())))
+    )
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
@@ -109,15 +122,20 @@ def test_torchrun_rank_prepares_data_before_training(monkeypatch):
 
 
 def test_evaluation_without_held_out_data_is_refused_before_ranks_start(capsys, monkeypatch):
-    """Oracle: the expected message, on the preparation of one text without a held-out part and on every later start."""
+    """Oracle: the expected message, on the preparation of one text without a held-out part and on
+    every later start."""
     monkeypatch.setattr(train_command, "launch", lambda plan: pytest.fail("ranks were started"))
     Path("one.txt").write_text("one text " * 500)
-    words = "train data=hf data.files=[one.txt] data.cache=cache data.eval_fraction=0.05 train.eval_every=1"
+    words = (
+        "train data=hf data.files=[one.txt] data.cache=cache data.eval_fraction=0.05 "
+        "train.eval_every=1"
+    )
     for _ in range(2):
         assert __main__.main([*words.split(), "launch.device=cpu"]) == 2
         assert capsys.readouterr().err.splitlines()[-1] == (
-            "fsdptoys: train.eval_every=1 (typed, or set by the experiment) needs a held-out part, which data=hf does "
-            "not have as set; set data.eval_fraction above 0.05 or train.eval_every=0"
+            "fsdptoys: train.eval_every=1 (typed, or set by the experiment) needs a held-out "
+            "part, which data=hf does not have as set; set data.eval_fraction above 0.05 or "
+            "train.eval_every=0"
         )
     assert not config(files=["one.txt"], text_field="text", eval_fraction=0.05).has_eval
 
@@ -129,14 +147,21 @@ def run_data(capsys, *words: str) -> tuple[int, str, str]:
 
 
 def test_prepare_show_and_check_report_folders_and_damage(tmp_path, capsys):
-    """Oracle: counts of two documents; one flipped bit is found, and a truncated file is refused."""
+    """Oracle: counts of two documents; one flipped bit is found, and a truncated file is
+    refused."""
     write_lines(tmp_path / "a.jsonl", ["one", "three"], "body")
     words = [tmp_path / "a.jsonl", "--tokenizer", "bytes", "--field", "body", "--processes", "1"]
     status, out, _ = run_data(capsys, "prepare", *words, "--out", tmp_path / "out")
-    assert status == 0 and "train      2 documents, 10 tokens in 1 shard of uint16\neval       nothing\n" in out
+    assert (
+        status == 0
+        and "train      2 documents, 10 tokens in 1 shard of uint16\neval       nothing\n" in out
+    )
     assert run_data(capsys, "show", tmp_path / "out")[1] == out
     tree = json.loads(run_data(capsys, "show", tmp_path / "out", "--json")[1])[0]
-    assert tree["splits"] == {"train": {"documents": 2, "tokens": 10}, "eval": {"documents": 0, "tokens": 0}}
+    assert tree["splits"] == {
+        "train": {"documents": 2, "tokens": 10},
+        "eval": {"documents": 0, "tokens": 0},
+    }
     status, out, _ = run_data(capsys, "check", tmp_path / "out")
     assert (status, out) == (0, f"{tmp_path / 'out'}: 1 shard, every byte as it was written\n")
     shard = tmp_path / "out" / "shard-00000.bin"
@@ -144,18 +169,32 @@ def test_prepare_show_and_check_report_folders_and_damage(tmp_path, capsys):
     content[4] ^= 1
     shard.write_bytes(content)
     status, out, err = run_data(capsys, "check", tmp_path / "out")
-    assert (status, out) == (1, "") and "shard-00000.bin differs from its index: its SHA-256 is " in err
+    assert (status, out) == (
+        1,
+        "",
+    ) and "shard-00000.bin differs from its index: its SHA-256 is " in err
     shard.write_bytes(content[:-2])
-    with pytest.raises(ConfigError, match=r"has 18 bytes in shard-00000\.bin, where its index says 20; restore the"):
+    with pytest.raises(
+        ConfigError, match=r"has 18 bytes in shard-00000\.bin, where its index says 20; restore the"
+    ):
         run_data(capsys, "check", tmp_path / "out")
 
 
 def test_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
-    """Oracle: the file's bytes; a changed byte and a missing copy are reported and do not prevent training."""
+    """Oracle: the file's bytes; a changed byte and a missing copy are reported and do not prevent
+    training."""
     pytest.importorskip("tokenizers")
     choice = Path(save_tokenizer(tmp_path / "tokenizer", None))
     write_lines(tmp_path / "a.jsonl", ["one two one two", "two three"])
-    words = [tmp_path / "a.jsonl", "--out", tmp_path / "out", "--tokenizer", choice, "--processes", "1"]
+    words = [
+        tmp_path / "a.jsonl",
+        "--out",
+        tmp_path / "out",
+        "--tokenizer",
+        choice,
+        "--processes",
+        "1",
+    ]
     assert run_data(capsys, "prepare", *words)[1].endswith("…; kept in the folder\n")
     copy, content = tmp_path / "out" / "tokenizer.json", (choice / "tokenizer.json").read_bytes()
     assert copy.read_bytes() == content
@@ -164,7 +203,10 @@ def test_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
     whole = f"{tmp_path / 'out'}: 1 shard and tokenizer.json, every byte as it was written\n"
     assert run_data(capsys, "check", tmp_path / "out") == (0, whole, "")
     copy.write_bytes(content[:-1] + b" ")
-    for damage in ("differs from its index: its SHA-256 is ", "cannot be read (No such file or directory)"):
+    for damage in (
+        "differs from its index: its SHA-256 is ",
+        "cannot be read (No such file or directory)",
+    ):
         status, _, err = run_data(capsys, "check", tmp_path / "out")
         assert status == 1 and f"{copy} {damage}" in err
         with pytest.raises(ConfigError, match=re.escape(f"{copy} {damage}")):
@@ -183,7 +225,10 @@ def test_folder_without_a_tokenizer_copy_is_read(tmp_path, capsys):
     dataset = config.build(4, 8, 0)
     path = tmp_path / "out" / "index.json"
     tree = json.loads(path.read_text())
-    assert tree.pop("tokenizer_file_sha256") == hashlib.sha256(Path(choice, "tokenizer.json").read_bytes()).hexdigest()
+    assert (
+        tree.pop("tokenizer_file_sha256")
+        == hashlib.sha256(Path(choice, "tokenizer.json").read_bytes()).hexdigest()
+    )
     path.write_text(json.dumps(tree))
     (tmp_path / "out" / "tokenizer.json").unlink()
     older = config.build(4, 8, 0)
@@ -208,4 +253,7 @@ def test_progress_is_displayed(terminal, monkeypatch):
         *_, last = (line for line in lines if line.strip())
         assert last.startswith("preparing ") and "4.0/4.0 MB" in last and "8.0M tokens" in last
     else:
-        assert lines == ["preparing: 50%, 0.2 MB/s, 4.0M tokens", "preparing: 100%, 0.2 MB/s, 8.0M tokens"]
+        assert lines == [
+            "preparing: 50%, 0.2 MB/s, 4.0M tokens",
+            "preparing: 100%, 0.2 MB/s, 8.0M tokens",
+        ]

@@ -1,4 +1,5 @@
-"""Batches of worker processes compared with those of the main process, and the end of the workers."""
+"""Batches of worker processes compared with those of the main process, and the end of the
+workers."""
 
 import multiprocessing
 import os
@@ -38,11 +39,14 @@ def assert_equal_steps(stream: BatchStream, reference: BatchStream, steps: int) 
 
 
 def compare(path: Path) -> list[tuple[int, ...]]:
-    """Run in a separate process, since processes forked by other tests must not inherit the workers' server."""
+    """Run in a separate process, since processes forked by other tests must not inherit the
+    workers' server."""
     reference, stream = open_stream(path, 0), open_stream(path, 2)
     random_state = torch.get_rng_state()
     assert_equal_steps(stream, reference, 10)
-    assert torch.equal(torch.get_rng_state(), random_state), "the run's random numbers must not depend on workers"
+    assert torch.equal(torch.get_rng_state(), random_state), (
+        "the run's random numbers must not depend on workers"
+    )
     taken = stream.state_dict()
     assert_equal_steps(stream, reference, 3)
     for either in (stream, reference):  # back, over prefetched steps
@@ -87,11 +91,13 @@ def shorten_the_file(path: Path) -> list[str]:
 def in_worker_process(tmp_path_factory):
     """Results of the three functions above.
 
-    In a process of their own, since the server must not be inherited by processes that other tests fork; in one,
-    since each server imports PyTorch.
+    In a process of their own, since the server must not be inherited by processes that other tests
+    fork; in one, since each server imports PyTorch.
     """
     path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
-    path.write_bytes(bytes(torch.randint(1, 256, (1001,), generator=torch.Generator().manual_seed(0)).tolist()))
+    path.write_bytes(
+        bytes(torch.randint(1, 256, (1001,), generator=torch.Generator().manual_seed(0)).tolist())
+    )
 
     def body():
         return compare(path), lose_a_worker(path), shorten_the_file(path)
@@ -100,16 +106,18 @@ def in_worker_process(tmp_path_factory):
 
 
 def test_batches_and_state_do_not_depend_on_workers(in_worker_process):
-    """Oracle: a stream without workers, over two epochs, after going back, after a resume and after ``close``."""
+    """Oracle: a stream without workers, over two epochs, after going back, after a resume and after
+    ``close``."""
     assert in_worker_process[0] == [(3, 10), (3, 10)]
 
 
 def test_killed_worker_raises_an_error_instead_of_hanging(in_worker_process):
-    """Oracle: the expected message, within the test's time; the other worker ends with ``close``."""
+    """Oracle: the expected message, within the test's time; the other worker ends with
+    ``close``."""
     sentence = in_worker_process[1]
     assert sentence.startswith("a data worker has ended (pid ") and sentence.endswith(
-        "): it was killed, or there was too little host memory or shared memory (/dev/shm); data.workers=0 reads "
-        "without workers"
+        "): it was killed, or there was too little host memory or shared memory (/dev/shm); "
+        "data.workers=0 reads without workers"
     )
 
 
@@ -142,9 +150,12 @@ if sys.argv[1] == "killed":
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.parametrize("end", ["exit", "killed"])
 def test_workers_survive_signals_and_end_with_their_rank(end):
-    """Oracle: all processes of the rank's group receive the signals and training continues; none is left at the end."""
+    """Oracle: all processes of the rank's group receive the signals and training continues; none is
+    left at the end."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    rank = subprocess.Popen([sys.executable, "-c", SCRIPT, end], **pipes, cwd=ROOT, start_new_session=True)
+    rank = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, end], **pipes, cwd=ROOT, start_new_session=True
+    )
     try:
         assert rank.stdout is not None and rank.stdout.readline() == "begun\n"
         assert len(living_in_group(rank.pid)) >= 4, "the rank, the server and two workers"
@@ -155,7 +166,11 @@ def test_workers_survive_signals_and_end_with_their_rank(end):
             rank.kill()
         wait_until(lambda: rank.poll() is not None, "the end of the rank", [rank.pid])
         assert rank.returncode == (-signal.SIGKILL if end == "killed" else 0)
-        wait_until(lambda: not living_in_group(rank.pid), "the end of its workers", living_in_group(rank.pid))
+        wait_until(
+            lambda: not living_in_group(rank.pid),
+            "the end of its workers",
+            living_in_group(rank.pid),
+        )
     finally:
         rank.kill()
         if living_in_group(rank.pid):
@@ -175,17 +190,31 @@ stream.close()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small /dev/shm of its own")
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small /dev/shm of its own"
+)
 @pytest.mark.parametrize(
-    ("size", "reason"), [("4k", "No space left on device"), ("1m", "[^\n]*No space left on device[^\n]*")]
+    ("size", "reason"),
+    [("4k", "No space left on device"), ("1m", "[^\n]*No space left on device[^\n]*")],
 )
 def test_full_shared_memory_is_reported_in_one_sentence(size, reason):
-    """Oracle: the message alone, without space for a semaphore, and without space for a step of 2 MiB."""
-    mounted = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "sh"]
+    """Oracle: the message alone, without space for a semaphore, and without space for a step of 2
+    MiB."""
+    mounted = [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"',
+        "sh",
+    ]
     if subprocess.run([*mounted, "true"], capture_output=True).returncode:
         pytest.skip("no mounts here")
     done = subprocess.run(
-        [*mounted, sys.executable, "-c", SMALL_SHARED_MEMORY], cwd=ROOT, capture_output=True, text=True
+        [*mounted, sys.executable, "-c", SMALL_SHARED_MEMORY],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert re.fullmatch(
         rf"data\.workers=1 passes batches through /dev/shm, which takes no more \({reason}\); set data\.workers=0, or "
@@ -197,7 +226,8 @@ def test_full_shared_memory_is_reported_in_one_sentence(size, reason):
 
 @pytest.mark.skipif(not Path(SHARED_MEMORY).is_dir(), reason="needs /dev/shm")
 def test_shared_memory_is_checked_before_workers_start():
-    """Oracle: the expected message, for steps of 1 PiB; 1 byte a step, no workers, or no such place are no mistake."""
+    """Oracle: the expected message, for steps of 1 PiB; 1 byte a step, no workers, or no such place
+    are no mistake."""
     with pytest.raises(
         ConfigError,
         match=r"^data\.workers=2 passes batches through /dev/shm, which has [\d.e+]+ MiB free, and 4 ranks need "
@@ -210,9 +240,13 @@ def test_shared_memory_is_checked_before_workers_start():
 
 
 def test_too_long_temporary_folder_for_sockets_is_refused(monkeypatch):
-    """Oracle: the expected message; 107 bytes are Linux's limit, of which multiprocessing's names take 32."""
+    """Oracle: the expected message; 107 bytes are Linux's limit, of which multiprocessing's names
+    take 32."""
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 71 * "a")
-    with pytest.raises(ConfigError, match=r"a, whose path may have 75 bytes for that; set TMPDIR to a shorter one or "):
+    with pytest.raises(
+        ConfigError,
+        match=r"a, whose path may have 75 bytes for that; set TMPDIR to a shorter one or ",
+    ):
         check_shared_memory(1, 1, 1)
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 70 * "a")
     check_shared_memory(1, 1, 1)

@@ -1,4 +1,5 @@
-"""Sentences on mistakes in settings, in the words of ``fsdptoys data``, and in the index of a folder."""
+"""Sentences on mistakes in settings, in the words of ``fsdptoys data``, and in the index of a
+folder."""
 
 import json
 import os
@@ -21,7 +22,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for name, tokens in {"high.bin": range(100), "short.bin": range(3), "one.bin": [0], "empty.bin": []}.items():
+        for name, tokens in {
+            "high.bin": range(100),
+            "short.bin": range(3),
+            "one.bin": [0],
+            "empty.bin": [],
+        }.items():
             np.array(tokens, dtype="uint16").tofile(name)
         Path("odd.bin").write_bytes(b"123")
         Path("a.txt").write_text("first document")
@@ -38,7 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             make(Path(name), count=3 if name == "short" else 20, eval_fraction=0.0)
         Path("gone/shard-00000.bin").unlink()
         change_index("wide", vocab_size=300)
-        make(Path("words"), count=90, eval_fraction=0.0, tokenizer=save_tokenizer(Path("tokenizer"), None))
+        make(
+            Path("words"),
+            count=90,
+            eval_fraction=0.0,
+            tokenizer=save_tokenizer(Path("tokenizer"), None),
+        )
     return folder
 
 
@@ -83,4 +94,6 @@ def test_invalid_index_is_refused(typed: dict[str, Any], says: str, tmp_path: Pa
     change_index(folder, **typed)
     with pytest.raises(ConfigError) as caught:
         PreparedConfig(folder=folder).validate(1, 256)
-    assert f"has an index.json that cannot be used ({says}); prepare the folder again" in str(caught.value)
+    assert f"has an index.json that cannot be used ({says}); prepare the folder again" in str(
+        caught.value
+    )

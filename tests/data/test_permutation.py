@@ -1,7 +1,7 @@
 """The shuffle is a permutation, and simple statistics do not distinguish it from a random one.
 
-The bounds are those of the statistics' own distributions, five standard deviations wide; keys are fixed, so that a test
-passes always or never.
+The bounds are those of the statistics' own distributions, five standard deviations wide; keys are
+fixed, so that a test passes always or never.
 """
 
 import math
@@ -53,7 +53,8 @@ def test_shuffle_supports_sizes_beyond_memory(count):
 
 @pytest.mark.extended
 def test_positions_are_uniform_over_keys():
-    """Oracle: chi-square of (place, value) over 1,500 keys; a sum of squares of 99 · 99 freedoms."""
+    """Oracle: chi-square of (place, value) over 1,500 keys; a sum of squares of 99 · 99
+    freedoms."""
     table = np.zeros((100, 100))
     for key in range(1500):
         table[np.arange(100), whole(100, key)] += 1
@@ -62,7 +63,8 @@ def test_positions_are_uniform_over_keys():
 
 @pytest.mark.parametrize("count", [997, 4096, pytest.param(30_000, marks=pytest.mark.extended)])
 def test_neighboring_values_are_independent(count):
-    """Oracle: correlation, chi-square of values and of distances, at lags of 1, 2 and around the network's base."""
+    """Oracle: correlation, chi-square of values and of distances, at lags of 1, 2 and around the
+    network's base."""
     values = whole(count, "neighbours")
     base = math.isqrt(count)
     for lag in (1, 2, base - 1, base, base + 1, 2 * base):
@@ -74,7 +76,8 @@ def test_neighboring_values_are_independent(count):
 
 @pytest.mark.extended
 def test_ascents_and_fixed_points_match_a_random_permutation():
-    """Oracle: (n − 1)/2 ascents with variance (n + 1)/12; fixed points as Poisson of mean 1, over 400 keys of 500."""
+    """Oracle: (n − 1)/2 ascents with variance (n + 1)/12; fixed points as Poisson of mean 1, over
+    400 keys of 500."""
     ascents, fixed = [], Counter()
     for key in range(400):
         values = whole(500, key)
@@ -88,11 +91,14 @@ def test_ascents_and_fixed_points_match_a_random_permutation():
 
 
 def test_orders_of_epochs_and_seeds_are_uncorrelated():
-    """Oracle: correlation of every pair of six orders, of which neighboring seeds and epochs are the hardest."""
+    """Oracle: correlation of every pair of six orders, of which neighboring seeds and epochs are
+    the hardest."""
     orders = []
     for seed in (0, 1):
         endless = EndlessShuffle(5000, seed)
-        orders += [np.array([endless[epoch * 5000 + place] for place in range(5000)]) for epoch in range(3)]
+        orders += [
+            np.array([endless[epoch * 5000 + place] for place in range(5000)]) for epoch in range(3)
+        ]
     assert all(np.array_equal(np.sort(order), np.arange(5000)) for order in orders)
     for number, order in enumerate(orders):
         for other in orders[:number]:

@@ -36,7 +36,8 @@ def small_groups(monkeypatch):
 
 
 def test_documents_are_stored_once_in_order_with_their_end_tokens(tmp_path):
-    """Oracle: the texts; a shard ends with the first document that brings it to 2,000 ids, and none is empty."""
+    """Oracle: the texts; a shard ends with the first document that brings it to 2,000 ids, and none
+    is empty."""
     texts = documents(200)
     write_lines(tmp_path / "a.jsonl", [*texts[:120], None, "", *texts[120:]])
     index = prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", shard_tokens=2000))
@@ -45,7 +46,10 @@ def test_documents_are_stored_once_in_order_with_their_end_tokens(tmp_path):
     assert (index.documents("train"), index.left_out, index.of("eval")) == (200, 2, [])
     assert index.tokens("train") == sum(len(text.encode()) + 1 for text in texts)
     longest = max(len(text.encode()) for text in texts)
-    assert all(2000 <= shard.tokens <= 2000 + longest for shard in index.shards[:-1]) and len(index.shards) > 5
+    assert (
+        all(2000 <= shard.tokens <= 2000 + longest for shard in index.shards[:-1])
+        and len(index.shards) > 5
+    )
     for shard in index.shards:
         content = (tmp_path / "out" / f"{shard.name}.bin").read_bytes()
         assert hashlib.sha256(content).hexdigest() == shard.sha256
@@ -59,21 +63,28 @@ def test_result_does_not_depend_on_the_number_of_processes(tmp_path):
     files[1].write_text("a text file is one document")
     settings = {"shard_tokens": 3000, "eval_fraction": 0.2}
     for processes in (1, 2, 3):
-        prepare_folder(request(tmp_path / f"out{processes}", *files, **settings, processes=processes))
+        prepare_folder(
+            request(tmp_path / f"out{processes}", *files, **settings, processes=processes)
+        )
     assert contents(tmp_path / "out1") == contents(tmp_path / "out2") == contents(tmp_path / "out3")
     assert len(contents(tmp_path / "out1")) > 10
 
 
 def test_splits_are_disjoint_and_equal_texts_share_a_split(tmp_path):
-    """Oracle: sets of texts; about a fifth is held out, and a text that comes again is on the same side again."""
+    """Oracle: sets of texts; about a fifth is held out, and a text that comes again is on the same
+    side again."""
     texts = documents(500)
     write_lines(tmp_path / "a.jsonl", texts)
     write_lines(tmp_path / "b.jsonl", texts[::-1])
-    prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "b.jsonl", eval_fraction=0.2))
+    prepare_folder(
+        request(tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "b.jsonl", eval_fraction=0.2)
+    )
     train, held_out = (read_split(tmp_path / "out", split) for split in ("train", "eval"))
     assert not set(train) & set(held_out)
     assert sorted(train + held_out) == sorted(2 * [text.encode() for text in texts])
-    assert held_out[: len(held_out) // 2] == [text.encode() for text in texts if is_held_out(text, 0.2)]
+    assert held_out[: len(held_out) // 2] == [
+        text.encode() for text in texts if is_held_out(text, 0.2)
+    ]
     assert 70 < len(set(held_out)) < 130
 
 
@@ -108,7 +119,8 @@ def prepare_and_stop(wanted: Request, after: int) -> list[int]:
 def test_interrupted_preparation_ends_with_identical_bytes(tmp_path, after, changes, leave):
     """Oracle: an uninterrupted run; the interrupted one leaves no folder under the final name.
 
-    Parts of another request are discarded, and so are parts beside which a folder lies that is no shard.
+    Parts of another request are discarded, and so are parts beside which a folder lies that is no
+    shard.
     """
     lines = write_lines(tmp_path / "a.jsonl", documents(300))
     settings = {"shard_tokens": 3000, "eval_fraction": 0.2}
@@ -119,9 +131,14 @@ def test_interrupted_preparation_ends_with_identical_bytes(tmp_path, after, chan
     assert after < 7 or (part / "progress.json").exists()
     if leave is not None:
         leave(part)
-    prepare_folder(request(tmp_path / "out", lines, **settings), lambda advance: resumed.append(advance.documents))
+    prepare_folder(
+        request(tmp_path / "out", lines, **settings),
+        lambda advance: resumed.append(advance.documents),
+    )
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert after < 7 or changes or leave or resumed[0] > seen[-5], "what was saved is not done again"
+    assert after < 7 or changes or leave or resumed[0] > seen[-5], (
+        "what was saved is not done again"
+    )
 
 
 def test_pickled_tokenizer_encodes_special_tokens_as_text(tmp_path):
@@ -129,7 +146,9 @@ def test_pickled_tokenizer_encodes_special_tokens_as_text(tmp_path):
     pytest.importorskip("tokenizers")
     encoder = open_encoder(save_tokenizer(tmp_path / "tokenizer", None), None, "", "")
     text = ["one <|endoftext|> two"]
-    ids, again = (each.encode(text)[0].tolist() for each in (encoder, pickle.loads(pickle.dumps(encoder))))
+    ids, again = (
+        each.encode(text)[0].tolist() for each in (encoder, pickle.loads(pickle.dumps(encoder)))
+    )
     assert ids == again and encoder.document_end not in ids
 
 
@@ -150,14 +169,17 @@ prepare_folder(request(Path(sys.argv[1]), sys.argv[2], processes=2), pause)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_killed_preparation_leaves_no_process_and_no_lock(tmp_path):
-    """Oracle: the kernel's list of the group's processes; a second run is refused meanwhile and resumes afterwards."""
+    """Oracle: the kernel's list of the group's processes; a second run is refused meanwhile and
+    resumes afterwards."""
     write_lines(tmp_path / "a.jsonl", documents(300))
     words = [sys.executable, "-c", PAUSING, str(tmp_path / "out"), str(tmp_path / "a.jsonl")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     run = subprocess.Popen(words, **pipes, cwd=ROOT, start_new_session=True)
     try:
         assert int(run.stdout.readline()) > 0
-        with pytest.raises(ConfigError, match=rf"out is being written by another process \(pid {run.pid}\); wait"):
+        with pytest.raises(
+            ConfigError, match=rf"out is being written by another process \(pid {run.pid}\); wait"
+        ):
             prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"))
         run.stdin.write("\n")
         run.stdin.flush()
@@ -165,7 +187,11 @@ def test_killed_preparation_leaves_no_process_and_no_lock(tmp_path):
     finally:
         run.kill()
     run.wait()
-    wait_until(lambda: not living_in_group(run.pid), "the end of the killed run's processes", living_in_group(run.pid))
+    wait_until(
+        lambda: not living_in_group(run.pid),
+        "the end of the killed run's processes",
+        living_in_group(run.pid),
+    )
     prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"))
     assert read_split(tmp_path / "out", "train") == [text.encode() for text in documents(300)]
 
@@ -178,7 +204,9 @@ def test_killed_process_is_reported_without_a_hang(tmp_path, monkeypatch):
     """Oracle: the expected message."""
     write_lines(tmp_path / "a.jsonl", documents(5))
     monkeypatch.setattr("fsdptoys.data.prepare._encode_here", kill_itself)
-    with pytest.raises(ConfigError, match=r"^a process that turns text into ids has ended: .* with 1 processes$"):
+    with pytest.raises(
+        ConfigError, match=r"^a process that turns text into ids has ended: .* with 1 processes$"
+    ):
         prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", processes=2))
 
 
@@ -196,23 +224,33 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
     whole = datasets.Dataset(table)
     whole.save_to_disk(tmp_path / "saved", num_shards=2)
-    (tmp_path / "stream.arrow").write_bytes(next((tmp_path / "saved").glob("data-00000*.arrow")).read_bytes())
-    datasets.DatasetDict({"first": whole, "second": whole.select(range(3))}).save_to_disk(tmp_path / "parts")
+    (tmp_path / "stream.arrow").write_bytes(
+        next((tmp_path / "saved").glob("data-00000*.arrow")).read_bytes()
+    )
+    datasets.DatasetDict({"first": whole, "second": whole.select(range(3))}).save_to_disk(
+        tmp_path / "parts"
+    )
     expected = [text.encode() for text in texts]
     counts = {f"a.{kind}": 50 for kind in ("jsonl", "jsonl.gz", "json.zst", "parquet")}
     counts |= {"saved": 50, "stream.arrow": 25, "parts/second": 3}
     for number, (name, count) in enumerate(counts.items()):
         advances = []
-        prepare_folder(request(tmp_path / f"out{number}", tmp_path / name, field="body"), advances.append)
+        prepare_folder(
+            request(tmp_path / f"out{number}", tmp_path / name, field="body"), advances.append
+        )
         assert read_split(tmp_path / f"out{number}", "train") == expected[:count], name
         assert advances[-1].done_bytes == advances[-1].total_bytes
-    with pytest.raises(ConfigError, match=r"holds several parts \(first, second\); name one of them, .*parts/first$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"holds several parts \(first, second\); name one of them, .*parts/first$",
+    ):
         request(tmp_path / "out", tmp_path / "parts")
 
 
 @pytest.mark.parametrize("own", [None, "three"])
 def test_end_tokens_are_never_encoded_from_text(tmp_path, own):
-    """Oracle: the vocabulary; text that spells the end token, and the tokenizer's own truncation, have no effect."""
+    """Oracle: the vocabulary; text that spells the end token, and the tokenizer's own truncation,
+    have no effect."""
     pytest.importorskip("tokenizers")
     choice = save_tokenizer(tmp_path / "tokenizer", own)
     write_lines(tmp_path / "a.jsonl", ["one two one two", "two <|endoftext|> one", "\ud800 one"])
@@ -221,10 +259,17 @@ def test_end_tokens_are_never_encoded_from_text(tmp_path, own):
     ids = np.fromfile(tmp_path / "out" / "shard-00000.bin", "<u2").tolist()
     assert ids == [2, 3, 2, 3, end, 3, 5, 7, 6, 2, end, 0, 2, end]
     assert (index.document_end, index.vocab_size, index.tokenizer) == (end, 8, "tokenizer.json")
-    with pytest.raises(ConfigError, match=r"^--tokenizer has no token 'four'; set --document-end to one of its t"):
+    with pytest.raises(
+        ConfigError, match=r"^--tokenizer has no token 'four'; set --document-end to one of its t"
+    ):
         request(tmp_path / "other", tmp_path / "a.jsonl", tokenizer=choice, end="four")
-    with pytest.raises(ConfigError, match=r"^a document holds id 2, which is to end documents; name a special token"):
-        prepare_folder(request(tmp_path / "other", tmp_path / "a.jsonl", tokenizer=choice, end="one"))
+    with pytest.raises(
+        ConfigError,
+        match=r"^a document holds id 2, which is to end documents; name a special token",
+    ):
+        prepare_folder(
+            request(tmp_path / "other", tmp_path / "a.jsonl", tokenizer=choice, end="one")
+        )
 
 
 def test_vocabulary_over_16_bits_is_stored_in_32(tmp_path):
@@ -237,21 +282,50 @@ def test_vocabulary_over_16_bits_is_stored_in_32(tmp_path):
     assert np.fromfile(tmp_path / "out" / "shard-00000.bin", "<u4").tolist() == [97, 98, 0]
 
 
-NO_OBJECTS = (b'{"te', b'{"text": "a"', b"\xff", b"[" * 200_000, b'{"text": "a", "n": ' + b"9" * 5000 + b"}")
+NO_OBJECTS = (
+    b'{"te',
+    b'{"text": "a"',
+    b"\xff",
+    b"[" * 200_000,
+    b'{"text": "a", "n": ' + b"9" * 5000 + b"}",
+)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
         ("a.txt", b"ab\xff", "holds no text in UTF-8 (byte 2); write it in UTF-8 or leave it out"),
-        *(("a.jsonl", b'{"text": "a"}\n' + row + b"\n", "has no JSON object in line 2 (") for row in NO_OBJECTS),
-        ("a.jsonl", b'{"text": ' + b"[" * 900 + b"]" * 900 + b"}", "has [[[[[[[…as text in line 1, which is no text"),
-        ("a.jsonl", b'{"text": 1' + b"0" * 4000 + b"}", "has 1000000…as text in line 1, which is no text"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": -Infinity}', "has -inf as text in line 2, which is no text"),
+        *(
+            ("a.jsonl", b'{"text": "a"}\n' + row + b"\n", "has no JSON object in line 2 (")
+            for row in NO_OBJECTS
+        ),
+        (
+            "a.jsonl",
+            b'{"text": ' + b"[" * 900 + b"]" * 900 + b"}",
+            "has [[[[[[[…as text in line 1, which is no text",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": 1' + b"0" * 4000 + b"}",
+            "has 1000000…as text in line 1, which is no text",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": -Infinity}',
+            "has -inf as text in line 2, which is no text",
+        ),
         ("a.jsonl", b'{"a\\u001b[31m": 1}', "has no field 'text' in line 1: it has a\\x1b[31m;"),
-        ("a.jsonl", b'{"body": "a", "id": 1}\n', "has no field 'text' in line 1: it has body, id; name the one that"),
+        (
+            "a.jsonl",
+            b'{"body": "a", "id": 1}\n',
+            "has no field 'text' in line 1: it has body, id; name the one that",
+        ),
         ("a.json", b"[\n{}]\n", "has no JSON object in line 1 ("),
-        ("a.jsonl", b'{"text": 5}\n', "has 5 as text in line 1, which is no text; name a field of text"),
+        (
+            "a.jsonl",
+            b'{"text": 5}\n',
+            "has 5 as text in line 1, which is no text; name a field of text",
+        ),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], "cannot be read ("),
         ("a.txt.gz", b"no gzip", "cannot be read (Not a gzipped file"),
         ("a.parquet", b"PAR1 nonsense PAR1", "cannot be read as Parquet ("),
@@ -266,7 +340,11 @@ def test_unreadable_file_is_named(tmp_path, name, content, sentence):
         prepare_folder(request(tmp_path / "out", tmp_path / name))
     message = str(caught.value)
     start, _, end = sentence.partition("…")
-    assert message.startswith(f"FILE=[{tmp_path / name}] {start}") and end in message and message.isprintable()
+    assert (
+        message.startswith(f"FILE=[{tmp_path / name}] {start}")
+        and end in message
+        and message.isprintable()
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -280,7 +358,9 @@ def test_full_disk_is_reported_and_the_same_command_continues(tmp_path):
         if advance.documents > 60:
             raise OSError(28, "No space left on device")
 
-    with pytest.raises(ConfigError, match=r"out cannot be written \(No space left on device\); make room or name"):
+    with pytest.raises(
+        ConfigError, match=r"out cannot be written \(No space left on device\); make room or name"
+    ):
         prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"), fill)
     prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -15,14 +15,30 @@ from typing import Any
 import pytest
 
 from fsdptoys.cli.data import data_command
-from fsdptoys.data import HFConfig, PreparedConfig, TextConfig, document_reader, find_sources, prepare_folder
+from fsdptoys.data import (
+    HFConfig,
+    PreparedConfig,
+    TextConfig,
+    document_reader,
+    find_sources,
+    prepare_folder,
+)
 from fsdptoys.data.packing import Packing
 from fsdptoys.errors import ConfigError
-from tests.harness.prepared_data import contents, documents, read_split, request, save_tokenizer, write_lines
+from tests.harness.prepared_data import (
+    contents,
+    documents,
+    read_split,
+    request,
+    save_tokenizer,
+    write_lines,
+)
 from tests.harness.processes import as_other_user
 
 
-def test_file_names_need_not_be_valid_unicode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_names_need_not_be_valid_unicode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: its bytes, read back; the index and the command's JSON are read by other programs."""
     name = os.path.join(os.fsencode(tmp_path), b"caf\xe9.txt")
     try:
@@ -51,12 +67,18 @@ def test_folders_without_permission_are_reported_in_one_sentence(tmp_path: Path)
     tmp_path.chmod(0o700)
 
 
-@pytest.mark.parametrize("file", ["shard-00000.bin", pytest.param("shard-00000.ends", marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "file", ["shard-00000.bin", pytest.param("shard-00000.ends", marks=pytest.mark.extended)]
+)
 def test_check_continues_past_an_unreadable_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
     """Oracle: a sentence for that file, and one for another damaged one."""
-    prepare_folder(request(tmp_path / "out", write_lines(tmp_path / "a.jsonl", documents(99)), shard_tokens=3000))
+    prepare_folder(
+        request(
+            tmp_path / "out", write_lines(tmp_path / "a.jsonl", documents(99)), shard_tokens=3000
+        )
+    )
     with open(tmp_path / "out" / "shard-00001.bin", "r+b") as damaged:
         damaged.write(b"\x01\x00\x02\x00")
 
@@ -84,11 +106,15 @@ def test_unreadable_data_is_not_reported_as_an_unwritable_cache(
 
     monkeypatch.setattr("fsdptoys.data.packing.read_ends", refuse)
     config = PreparedConfig(folder=folder, packing=Packing.best_fit, cache=str(tmp_path / "cache"))
-    with pytest.raises(ConfigError, match=rf"^{folder} cannot be read \(Permission denied\); make it readable$"):
+    with pytest.raises(
+        ConfigError, match=rf"^{folder} cannot be read \(Permission denied\); make it readable$"
+    ):
         config.prepare(16, 256)
 
 
-@pytest.mark.parametrize("offset", [300, *(pytest.param(offset, marks=pytest.mark.extended) for offset in (600, 8000))])
+@pytest.mark.parametrize(
+    "offset", [300, *(pytest.param(offset, marks=pytest.mark.extended) for offset in (600, 8000))]
+)
 def test_damaged_arrow_file_is_reported_in_one_sentence(tmp_path: Path, offset: int) -> None:
     """Oracle: the expected message for damage in the header and in parts read later."""
     datasets = pytest.importorskip("datasets")
@@ -98,34 +124,47 @@ def test_damaged_arrow_file_is_reported_in_one_sentence(tmp_path: Path, offset: 
     content = bytearray(arrow.read_bytes())
     content[offset : offset + 64] = b"\xff" * 64
     arrow.write_bytes(content)
-    with pytest.raises(ConfigError, match=r" cannot be read by datasets \(.*; save it again or leave it out$"):
+    with pytest.raises(
+        ConfigError, match=r" cannot be read by datasets \(.*; save it again or leave it out$"
+    ):
         prepare_folder(request(tmp_path / "out", tmp_path / "saved"))
 
 
 def test_texts_with_equal_ids_share_a_split(tmp_path: Path) -> None:
-    """Oracle: sets of documents; half of the texts differ only in a zero byte, which the byte tokenizer omits."""
-    texts: list[str | None] = [f"document {number}" + "\0" * zeros for number in range(200) for zeros in (0, 1)]
-    prepare_folder(request(tmp_path / "out", write_lines(tmp_path / "a.jsonl", texts), eval_fraction=0.3))
+    """Oracle: sets of documents; half of the texts differ only in a zero byte, which the byte
+    tokenizer omits."""
+    texts: list[str | None] = [
+        f"document {number}" + "\0" * zeros for number in range(200) for zeros in (0, 1)
+    ]
+    prepare_folder(
+        request(tmp_path / "out", write_lines(tmp_path / "a.jsonl", texts), eval_fraction=0.3)
+    )
     train, held_out = (set(read_split(tmp_path / "out", split)) for split in ("train", "eval"))
     assert len(train) + len(held_out) == 200 and len(held_out) > 30
 
 
-@pytest.mark.parametrize("redirection", ["2>&-", pytest.param("2>/dev/full", marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "redirection", ["2>&-", pytest.param("2>/dev/full", marks=pytest.mark.extended)]
+)
 def test_data_is_prepared_without_a_stderr(tmp_path: Path, redirection: str) -> None:
     """Oracle: the folder prepared with a stderr; every group prints a progress line."""
     lines = write_lines(tmp_path / "a.jsonl", documents(30))
     prepare_folder(request(tmp_path / "heard", lines))
     program = (
         "from fsdptoys.data import HFConfig, progress; progress.LINE_SECONDS = 0.0; "
-        f"HFConfig(files=[{str(lines)!r}], cache={str(tmp_path / 'cache')!r}, processes=1).prepare(16, 256)"
+        f"HFConfig(files=[{str(lines)!r}], cache={str(tmp_path / 'cache')!r}, "
+        "processes=1).prepare(16, 256)"
     )
-    subprocess.run(["bash", "-c", f"exec {sys.executable} -c {shlex.quote(program)} {redirection}"], check=True)
+    subprocess.run(
+        ["bash", "-c", f"exec {sys.executable} -c {shlex.quote(program)} {redirection}"], check=True
+    )
     (folder,) = (tmp_path / "cache").iterdir()
     assert contents(folder) == contents(tmp_path / "heard")
 
 
 def write_texts(folder: Path) -> list[Path]:
-    """Texts of 1 to 9,000 characters of one to four bytes, with zero bytes in some; every third is compressed."""
+    """Texts of 1 to 9,000 characters of one to four bytes, with zero bytes in some; every third is
+    compressed."""
     drawn, paths = random.Random(0), []
     for number in range(24):
         text = "".join(drawn.choice("ab \né€😀\0") for _ in range(drawn.choice([1, 3, 700, 9000])))
@@ -166,15 +205,20 @@ def test_invalid_utf_8_is_reported_with_its_byte_position(
     monkeypatch.setattr(document_reader, "BLOCK_BYTES", 64)
     with pytest.raises(UnicodeDecodeError) as expected:
         content.decode()
-    with pytest.raises(ConfigError, match=rf"holds no text in UTF-8 \(byte {expected.value.start}\)"):
+    with pytest.raises(
+        ConfigError, match=rf"holds no text in UTF-8 \(byte {expected.value.start}\)"
+    ):
         prepare_folder(request(tmp_path / "out", tmp_path / "a.txt"))
 
 
 def test_long_text_is_held_in_memory_once(tmp_path: Path) -> None:
-    """Oracle: the peak that tracemalloc sees, of two compressed texts of 24 MiB, at most 1.5 times one of them."""
+    """Oracle: the peak that tracemalloc sees, of two compressed texts of 24 MiB, at most 1.5 times
+    one of them."""
     size = 24 * 2**20
     for name in "ab":
-        (tmp_path / f"{name}.txt.gz").write_bytes(gzip.compress(b"0123456789abcde\n" * (size // 16), 1))
+        (tmp_path / f"{name}.txt.gz").write_bytes(
+            gzip.compress(b"0123456789abcde\n" * (size // 16), 1)
+        )
     wanted = request(tmp_path / "out", tmp_path / "a.txt.gz", tmp_path / "b.txt.gz")
     tracemalloc.start()
     try:
@@ -187,24 +231,39 @@ def test_long_text_is_held_in_memory_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["document_reader._open", "prepare._encode"])
-def test_document_too_large_for_memory_is_reported(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the expected message, where the system refuses memory while a file is read, and while it is encoded."""
+def test_document_too_large_for_memory_is_reported(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the expected message, where the system refuses memory while a file is read, and while
+    it is encoded."""
 
     def refuse(*_: object) -> None:
         raise MemoryError
 
     (tmp_path / "a.txt").write_text("a text")
     monkeypatch.setattr(f"fsdptoys.data.{where}", refuse)
-    with pytest.raises(ConfigError, match=r"^data\.files\S* holds a document that does not fit .* data=prepared$"):
-        HFConfig(files=[str(tmp_path / "a.txt")], cache=str(tmp_path / "cache"), processes=1).prepare(4, 256)
+    with pytest.raises(
+        ConfigError, match=r"^data\.files\S* holds a document that does not fit .* data=prepared$"
+    ):
+        HFConfig(
+            files=[str(tmp_path / "a.txt")], cache=str(tmp_path / "cache"), processes=1
+        ).prepare(4, 256)
 
 
 def test_unused_fields_and_lone_surrogates_are_accepted(tmp_path: Path) -> None:
     """Oracle: Python's own reader; the field's text is all that counts."""
-    rows = ['{"text": "a", "n": 1' + "0" * 400 + "}", '{"text": "b\\ud800"}', '{"text": "c", "x": NaN}']
+    rows = [
+        '{"text": "a", "n": 1' + "0" * 400 + "}",
+        '{"text": "b\\ud800"}',
+        '{"text": "c", "x": NaN}',
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     (source,) = find_sources("data.files", [str(tmp_path / "a.jsonl")])
-    assert [text for text, _ in document_reader.read_documents("data.files", source, "text")] == ["a", "b\ud800", "c"]
+    assert [text for text, _ in document_reader.read_documents("data.files", source, "text")] == [
+        "a",
+        "b\ud800",
+        "c",
+    ]
     assert prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl")).documents("train") == 3
 
 
@@ -218,26 +277,35 @@ def test_irregular_files_are_refused_without_blocking(name: str, tmp_path: Path)
         (tmp_path / "saved" / mark).write_text("{}")
     os.mkfifo(tmp_path / "saved" / "data-00000-of-00001.arrow")
     path = str(tmp_path / name)
-    with pytest.raises(ConfigError, match=r"is not a regular file|is no regular file|is a directory"):
+    with pytest.raises(
+        ConfigError, match=r"is not a regular file|is no regular file|is a directory"
+    ):
         HFConfig(files=[path], cache=str(tmp_path / "cache")).validate(4, 256)
     with pytest.raises(ConfigError, match=r"is not a regular file|is a directory"):
         TextConfig(files=[path]).validate(4, 256)
 
 
 def test_named_pipes_in_place_of_tokenizer_files_are_refused(tmp_path: Path) -> None:
-    """Oracle: the expected messages, for the tokenizer, its settings, and the copy in a prepared folder."""
+    """Oracle: the expected messages, for the tokenizer, its settings, and the copy in a prepared
+    folder."""
     pytest.importorskip("tokenizers")
     choice = Path(save_tokenizer(tmp_path / "tokenizer", None))
     (tmp_path / "a.txt").write_text("one two")
-    config = HFConfig(files=[str(tmp_path / "a.txt")], tokenizer=str(choice), cache=str(tmp_path / "cache"))
+    config = HFConfig(
+        files=[str(tmp_path / "a.txt")], tokenizer=str(choice), cache=str(tmp_path / "cache")
+    )
     config.prepare(1, 256)
     (folder,) = (tmp_path / "cache").iterdir()
     (folder / "tokenizer.json").unlink()
     os.mkfifo(folder / "tokenizer.json")
-    with pytest.raises(ConfigError, match=r"cannot be read \(it is a named pipe and not a regular file\)"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be read \(it is a named pipe and not a regular file\)"
+    ):
         PreparedConfig(folder=str(folder)).find_tokenizer()
     os.mkfifo(choice / "tokenizer_config.json")
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json cannot be read \(it is a named pipe"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer_config\.json cannot be read \(it is a named pipe"
+    ):
         config.validate(1, 256)
     (choice / "tokenizer.json").unlink()
     os.mkfifo(choice / "tokenizer.json")

@@ -29,7 +29,8 @@ def tokens_of(folder: str, split: str) -> np.ndarray:
 
 @pytest.mark.parametrize("seq_len", [1, 16, 1500])
 def test_windows_follow_the_concatenated_shards_of_a_split(tmp_path, monkeypatch, seq_len):
-    """Oracle: ``np.fromfile`` of the shards, joined, with fewer of them mapped at a time than a window crosses."""
+    """Oracle: ``np.fromfile`` of the shards, joined, with fewer of them mapped at a time than a
+    window crosses."""
     monkeypatch.setattr("fsdptoys.data.prepared.MOST_MAPS", 2)
     folder = make(tmp_path / "out")
     config = PreparedConfig(folder=folder)
@@ -37,7 +38,9 @@ def test_windows_follow_the_concatenated_shards_of_a_split(tmp_path, monkeypatch
     dataset = config.build(seq_len, 256, seed=0)
     assert dataset.document_end == 0 and config.has_eval
     for samples, split in ((dataset.train, "train"), (dataset.eval, "eval")):
-        assert_windows(samples, tokens_of(folder, split), seq_len, stride=max(1, len(samples) // 50))
+        assert_windows(
+            samples, tokens_of(folder, split), seq_len, stride=max(1, len(samples) // 50)
+        )
         assert len(samples.stream._maps) <= 2
 
 
@@ -74,7 +77,9 @@ def test_unigram_entropy_matches_the_mixture(tmp_path):
     def entropy(shares_V: np.ndarray) -> float:
         return float(-(shares_V[shares_V > 0] * np.log(shares_V[shares_V > 0])).sum())
 
-    assert PreparedConfig(folder=first).build(8, 256, 0).unigram_entropy_nats == pytest.approx(entropy(shares[0]))
+    assert PreparedConfig(folder=first).build(8, 256, 0).unigram_entropy_nats == pytest.approx(
+        entropy(shares[0])
+    )
     mixed = PreparedConfig(sources=[first, other], weights=[3.0, 1.0]).build(8, 256, 0)
     assert mixed.unigram_entropy_nats == pytest.approx(entropy(0.75 * shares[0] + 0.25 * shares[1]))
 
@@ -101,46 +106,60 @@ def mixture(weights, seed: int = 0) -> MixedSamples:
     ],
 )
 def test_every_block_has_the_exact_proportions(weights, counts):
-    """Oracle: counts in blocks of the smallest size that has them, or of 10,000; each start has its share."""
+    """Oracle: counts in blocks of the smallest size that has them, or of 10,000; each start has its
+    share."""
     samples = mixture(weights)
     size = sum(counts)
     assert list(samples.pattern.counts) == counts and size <= BLOCK
     for block in range(3):
-        owners = Counter(samples.locate(place)[0] for place in range(block * size, (block + 1) * size))
+        owners = Counter(
+            samples.locate(place)[0] for place in range(block * size, (block + 1) * size)
+        )
         assert [owners[number] for number in range(len(weights))] == counts
     owners_N = np.array(samples.pattern.owners)
     for number, count in enumerate(counts):
-        assert np.all(abs(np.cumsum(owners_N == number) - np.arange(1, size + 1) * count / size) < 1.01)
+        assert np.all(
+            abs(np.cumsum(owners_N == number) - np.arange(1, size + 1) * count / size) < 1.01
+        )
 
 
 def test_blocks_are_rotated_randomly():
     """Oracle: the ten rotations of a block of 7 and 3, all of them in the first hundred blocks."""
     samples = mixture([0.7, 0.3])
-    blocks = {tuple(samples.locate(10 * block + spot)[0] for spot in range(10)) for block in range(100)}
+    blocks = {
+        tuple(samples.locate(10 * block + spot)[0] for spot in range(10)) for block in range(100)
+    }
     assert len(blocks) == 10
     (one, *_) = blocks
     assert blocks == {one[first:] + one[:first] for first in range(10)}
 
 
 def test_every_source_has_its_own_epochs():
-    """Oracle: sorted numbers of each source's epochs, of 40 and of 7 samples, in orders of their own; two seeds."""
+    """Oracle: sorted numbers of each source's epochs, of 40 and of 7 samples, in orders of their
+    own; two seeds."""
     samples = mixture([3, 1])
     taken: dict[int, list[int]] = {0: [], 1: []}
     for place in range(400):
         owner, number = samples.locate(place)
         taken[owner].append(number)
     for owner, size in ((0, 40), (1, 7)):
-        epochs = [taken[owner][start : start + size] for start in range(0, len(taken[owner]) - size + 1, size)]
+        epochs = [
+            taken[owner][start : start + size]
+            for start in range(0, len(taken[owner]) - size + 1, size)
+        ]
         assert len(epochs) >= 7 and all(sorted(epoch) == list(range(size)) for epoch in epochs)
         assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
-    assert [mixture([3, 1], seed=1).locate(place) for place in range(400)] != [samples.locate(p) for p in range(400)]
+    assert [mixture([3, 1], seed=1).locate(place) for place in range(400)] != [
+        samples.locate(p) for p in range(400)
+    ]
 
 
 @pytest.mark.parametrize(
     ("weights", "sizes", "length"), [([3, 1], (7, 7), 9), ([1, 1], (4, 9), 8), ([2, 1], (1, 5), 2)]
 )
 def test_held_out_samples_keep_the_proportions_until_a_source_ends(weights, sizes, length):
-    """Oracle: each source's samples in their order; every start of the list has its share to within one sample."""
+    """Oracle: each source's samples in their order; every start of the list has its share to within
+    one sample."""
     samples = MixedHeldOut(numbered(*sizes), weights)
     numbers = [int(samples[index][0][0]) for index in range(len(samples))]
     assert len(numbers) == length
@@ -151,13 +170,19 @@ def test_held_out_samples_keep_the_proportions_until_a_source_ends(weights, size
         share = sum(number < 1000 for number in numbers[:stop])
         assert abs(share - stop * weights[0] / sum(weights)) < 1
     (tokens_BT, labels_BT), *_ = eval_batches(samples, 16, 1, 0, 1)
-    assert tokens_BT.shape == (16, SEQ_LEN) and int((labels_BT != IGNORE_INDEX).sum()) == length * SEQ_LEN
+    assert (
+        tokens_BT.shape == (16, SEQ_LEN)
+        and int((labels_BT != IGNORE_INDEX).sum()) == length * SEQ_LEN
+    )
 
 
 def test_sources_share_the_limit_on_memory_maps_which_workers_do_not_receive(tmp_path, monkeypatch):
-    """Oracle: the limit of all together, when every sample of both has been read; a pickled mixture's own samples."""
+    """Oracle: the limit of all together, when every sample of both has been read; a pickled
+    mixture's own samples."""
     monkeypatch.setattr("fsdptoys.data.prepared.MOST_MAPS", 4)
-    train = PreparedConfig(sources=[make(tmp_path / "a"), make(tmp_path / "b")]).build(64, 256, 0).train
+    train = (
+        PreparedConfig(sources=[make(tmp_path / "a"), make(tmp_path / "b")]).build(64, 256, 0).train
+    )
     for source in train.sources:
         assert all(source[number][0].shape == (64,) for number in range(len(source)))
         assert len(source.stream.files) > 10
@@ -194,18 +219,25 @@ def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
 @pytest.mark.parametrize("capacity", [5, 33, 200])
 @pytest.mark.parametrize("seed", range(3))
 def test_best_fit_fills_rows_like_the_reference_implementation(capacity, seed):
-    """Oracle: row lengths of the simple best fit, which no tie affects; each piece is in one row, within capacity."""
+    """Oracle: row lengths of the simple best fit, which no tie affects; each piece is in one row,
+    within capacity."""
     lengths = np.random.default_rng(seed).integers(2, capacity + 1, 150)
     rows = best_fit(lengths, capacity)
     assert sorted(piece for row in rows for piece in row) == list(range(150))
     assert all(row == sorted(row) and lengths[row].sum() <= capacity for row in rows)
     filled = sorted(int(lengths[row].sum()) for row in rows)
-    assert filled == sorted(int(lengths[row].sum()) for row in plain_best_fit(lengths.tolist(), capacity))
+    assert filled == sorted(
+        int(lengths[row].sum()) for row in plain_best_fit(lengths.tolist(), capacity)
+    )
 
 
 def labels_of(starts: np.ndarray, lengths: np.ndarray) -> list[int]:
     """Positions of all ids but the first of each piece."""
-    return [at for start, length in zip(starts, lengths, strict=True) for at in range(start + 1, start + length)]
+    return [
+        at
+        for start, length in zip(starts, lengths, strict=True)
+        for at in range(start + 1, start + length)
+    ]
 
 
 @pytest.mark.parametrize("seq_len", [1, 4, 7])
@@ -222,12 +254,15 @@ def test_cut_documents_predict_every_token_once(seq_len):
 
 
 def config(folder: str, cache: Path, **changes) -> PreparedConfig:
-    return PreparedConfig(**{"folder": folder, "packing": Packing.best_fit, "cache": str(cache)} | changes)
+    return PreparedConfig(
+        **{"folder": folder, "packing": Packing.best_fit, "cache": str(cache)} | changes
+    )
 
 
 @pytest.mark.parametrize("group", [16, 2**16])
 def test_rows_hold_complete_documents_and_ignored_padding(tmp_path, monkeypatch, group):
-    """Oracle: the folder's documents, each once, over several shards and groups; the rest is padding."""
+    """Oracle: the folder's documents, each once, over several shards and groups; the rest is
+    padding."""
     monkeypatch.setattr(packing, "GROUP", group)
     folder, seq_len = make(tmp_path / "out"), 700
     dataset = config(folder, tmp_path / "cache").build(seq_len, 256, 0)
@@ -235,7 +270,10 @@ def test_rows_hold_complete_documents_and_ignored_padding(tmp_path, monkeypatch,
         found = []
         for index in range(len(samples)):
             tokens_T, labels_T = samples[index]
-            assert tokens_T.shape == labels_T.shape == (seq_len,) and tokens_T.dtype == labels_T.dtype == np.int64
+            assert (
+                tokens_T.shape == labels_T.shape == (seq_len,)
+                and tokens_T.dtype == labels_T.dtype == np.int64
+            )
             valid = int((labels_T != IGNORE_INDEX).sum())
             assert (labels_T[:valid] != IGNORE_INDEX).all() and labels_T[valid - 1] == 0
             assert (tokens_T[valid:] == 0).all()
@@ -297,19 +335,30 @@ def test_packing_changes_the_fingerprint_and_pickles_omit_memory_maps(tmp_path):
 def test_mixed_and_cached_data_can_be_packed(tmp_path):
     """Oracle: rows of the folders without mixing; data=hf packs its cached folder."""
     folders = [make(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "other"))]
-    mixed = config(None, tmp_path / "cache", sources=folders, weights=[1.0, 1.0]).build(64, 256, 0).train
+    mixed = (
+        config(None, tmp_path / "cache", sources=folders, weights=[1.0, 1.0])
+        .build(64, 256, 0)
+        .train
+    )
     assert isinstance(mixed, MixedSamples)
     owner, number = mixed.locate(5)
     alone = config(folders[owner], tmp_path / "cache").build(64, 256, 0).train
     np.testing.assert_array_equal(mixed[5][1], alone[number][1])
-    hf = HFConfig(files=[str(tmp_path / "first.jsonl")], cache=str(tmp_path / "hf"), packing=Packing.best_fit)
+    hf = HFConfig(
+        files=[str(tmp_path / "first.jsonl")], cache=str(tmp_path / "hf"), packing=Packing.best_fit
+    )
     hf.prepare(64, 256)
-    (cached,) = [path for path in (tmp_path / "hf").iterdir() if not path.name.startswith("packing-")]
+    (cached,) = [
+        path for path in (tmp_path / "hf").iterdir() if not path.name.startswith("packing-")
+    ]
     assert "index.json" in contents(cached) and len(list((tmp_path / "hf").iterdir())) == 2
 
 
 def test_unwritable_packing_cache_is_reported(tmp_path):
     """Oracle: the expected message."""
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(ConfigError, match=r"^data\.packing=best_fit cannot keep its rows in .*; set data\.cache to a"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^data\.packing=best_fit cannot keep its rows in .*; set data\.cache to a",
+    ):
         config(make(tmp_path / "out"), tmp_path / "cache").prepare(64, 256)

@@ -9,7 +9,12 @@ from tests.data.samples import SEQ_LEN, NumberedSamples
 
 
 def take_numbers(stream: BatchStream, steps: int) -> list[int]:
-    return [int(row[0]) for _ in range(steps) for tokens_BT, _ in stream.next_step() for row in tokens_BT]
+    return [
+        int(row[0])
+        for _ in range(steps)
+        for tokens_BT, _ in stream.next_step()
+        for row in tokens_BT
+    ]
 
 
 def one_process(samples, global_batch: int, seed: int = 0) -> BatchStream:
@@ -21,18 +26,29 @@ def one_process(samples, global_batch: int, seed: int = 0) -> BatchStream:
     [(1, 1, 12), (1, 4, 3), (2, 3, 2), (3, 2, 2), (4, 3, 1), (6, 1, 2), (12, 1, 1)],
 )
 def test_steps_do_not_depend_on_the_number_of_ranks(ranks, batch_size, microbatches):
-    """Oracle: one process with the full global batch of 12, over two and a half epochs of 29 samples."""
+    """Oracle: one process with the full global batch of 12, over two and a half epochs of 29
+    samples."""
     samples = NumberedSamples(29)
     reference = one_process(samples, 12)
-    streams = [BatchStream(samples, batch_size, microbatches, range(r, r + 1), ranks, 0) for r in range(ranks)]
+    streams = [
+        BatchStream(samples, batch_size, microbatches, range(r, r + 1), ranks, 0)
+        for r in range(ranks)
+    ]
     together = BatchStream(samples, batch_size, microbatches, range(ranks), ranks, 0)
     for _ in range(6):
         (expected, _), *_ = reference.next_step()
         apart = [stream.next_step() for stream in streams]
-        batches = [apart[rank][microbatch] for microbatch in range(microbatches) for rank in range(ranks)]
+        batches = [
+            apart[rank][microbatch] for microbatch in range(microbatches) for rank in range(ranks)
+        ]
         assert torch.equal(torch.cat([tokens_BT for tokens_BT, _ in batches]), expected)
-        for (tokens_BT, labels_BT), (one_tokens_BT, one_labels_BT) in zip(together.next_step(), batches, strict=True):
-            assert tokens_BT.shape == (batch_size, SEQ_LEN) and tokens_BT.dtype == labels_BT.dtype == torch.int64
+        for (tokens_BT, labels_BT), (one_tokens_BT, one_labels_BT) in zip(
+            together.next_step(), batches, strict=True
+        ):
+            assert (
+                tokens_BT.shape == (batch_size, SEQ_LEN)
+                and tokens_BT.dtype == labels_BT.dtype == torch.int64
+            )
             assert torch.equal(tokens_BT, one_tokens_BT) and torch.equal(labels_BT, one_labels_BT)
             assert torch.equal(labels_BT, tokens_BT + 1)
 
@@ -68,8 +84,11 @@ def test_endless_samples_are_taken_in_order():
 @pytest.mark.parametrize("endless", [False, True])
 @pytest.mark.parametrize("steps_before", [0, 1, 3, 5])
 @pytest.mark.parametrize(("ranks", "batch_size", "microbatches"), [(1, 2, 6), (2, 3, 2)])
-def test_resumed_stream_equals_uninterrupted(endless, steps_before, ranks, batch_size, microbatches):
-    """Oracle: an uninterrupted stream; the resumed one has a different layout than the stopped one."""
+def test_resumed_stream_equals_uninterrupted(
+    endless, steps_before, ranks, batch_size, microbatches
+):
+    """Oracle: an uninterrupted stream; the resumed one has a different layout than the stopped
+    one."""
     samples = NumberedSamples(100 if endless else 29, endless)
     uninterrupted = take_numbers(one_process(samples, 12), 8)
     stopped = BatchStream(samples, 4, 1, range(3), 3, 0, "print")
@@ -81,7 +100,8 @@ def test_resumed_stream_equals_uninterrupted(endless, steps_before, ranks, batch
 
 
 def test_state_holds_sample_count_fingerprint_and_order():
-    """Oracle: 2 steps of 3 micro-batches of 5 rows on 4 ranks; endless samples have no named order."""
+    """Oracle: 2 steps of 3 micro-batches of 5 rows on 4 ranks; endless samples have no named
+    order."""
     stream = BatchStream(NumberedSamples(7), 5, 3, range(2, 3), 4, 0, "print")
     take_numbers(stream, 2)
     assert stream.state_dict() == {"samples": 120, "fingerprint": "print", "order": "feistel-8"}
@@ -94,37 +114,58 @@ def test_changed_data_is_refused():
     for seq_len in (8, 16):
         dataset = SyntheticConfig().build(seq_len, 32, 0)
         streams.append(BatchStream(dataset.train, 1, 1, range(1), 1, 0, dataset.fingerprint))
-    with pytest.raises(ConfigError, match=r"^data has changed since the checkpoint .* or start a new run$"):
+    with pytest.raises(
+        ConfigError, match=r"^data has changed since the checkpoint .* or start a new run$"
+    ):
         streams[0].load_state_dict(streams[1].state_dict())
     streams[0].load_state_dict(streams[0].state_dict())
 
 
 @pytest.mark.parametrize("order", [None, "feistel-4"])
 def test_checkpoint_of_another_sample_order_is_refused(order):
-    """Oracle: the message, for a checkpoint that names no order, as earlier versions wrote them, or another."""
+    """Oracle: the message, for a checkpoint that names no order, as earlier versions wrote them, or
+    another."""
     stream = one_process(NumberedSamples(7), 3)
     state = stream.state_dict() | {"order": order}
     found = order or "of an earlier version"
-    with pytest.raises(ConfigError, match=rf"^the checkpoint's data came in the order {found}, and this version's is"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^the checkpoint's data came in the order {found}, and this version's is",
+    ):
         stream.load_state_dict({key: value for key, value in state.items() if value is not None})
 
 
 @pytest.mark.parametrize(
     ("count", "batches", "data_ranks", "batch_size", "expected_batches"),
-    [(24, 2, 3, 4, 2), (30, 2, 3, 4, 2), (23, 2, 3, 4, 2), (13, 2, 3, 4, 2), (12, 2, 3, 4, 1), (1, 5, 3, 4, 1)],
+    [
+        (24, 2, 3, 4, 2),
+        (30, 2, 3, 4, 2),
+        (23, 2, 3, 4, 2),
+        (13, 2, 3, 4, 2),
+        (12, 2, 3, 4, 1),
+        (1, 5, 3, 4, 1),
+    ],
 )
 def test_evaluation_has_the_first_samples_in_equal_numbers_of_batches(
     count, batches, data_ranks, batch_size, expected_batches
 ):
     """Oracle: counting; rows past the end have only ignored labels."""
     samples = NumberedSamples(count)
-    by_rank = [list(eval_batches(samples, batch_size, batches, rank, data_ranks)) for rank in range(data_ranks)]
+    by_rank = [
+        list(eval_batches(samples, batch_size, batches, rank, data_ranks))
+        for rank in range(data_ranks)
+    ]
     assert [len(rank_batches) for rank_batches in by_rank] == [expected_batches] * data_ranks
-    in_order = [rank_batches[batch] for batch in range(expected_batches) for rank_batches in by_rank]
+    in_order = [
+        rank_batches[batch] for batch in range(expected_batches) for rank_batches in by_rank
+    ]
     for tokens_BT, labels_BT in in_order:
         assert tokens_BT.shape == labels_BT.shape == (batch_size, SEQ_LEN)
         assert tokens_BT.dtype == labels_BT.dtype == torch.int64
     taken = min(count, batches * data_ranks * batch_size)
     tokens_NT, labels_NT = (torch.cat(tensors) for tensors in zip(*in_order, strict=True))
-    assert tokens_NT[:taken, 0].tolist() == list(range(taken)) and (labels_NT[:taken] != IGNORE_INDEX).all()
+    assert (
+        tokens_NT[:taken, 0].tolist() == list(range(taken))
+        and (labels_NT[:taken] != IGNORE_INDEX).all()
+    )
     assert (tokens_NT[taken:] == 0).all() and (labels_NT[taken:] == IGNORE_INDEX).all()

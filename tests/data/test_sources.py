@@ -1,4 +1,5 @@
-"""Token files, text and synthetic data, compared with ``np.fromfile``, the joined files and formulas."""
+"""Token files, text and synthetic data, compared with ``np.fromfile``, the joined files and
+formulas."""
 
 import hashlib
 import math
@@ -41,7 +42,9 @@ def test_windows_follow_the_concatenated_files(tmp_path, dtype, seq_len):
     """Oracle: ``np.fromfile`` of all files, joined; windows longer than a file cross several."""
     for number, count in enumerate([17, 1, 3, 20]):
         write_tokens(tmp_path / f"part{number}.bin", count, dtype.value, seed=number)
-    stream = np.concatenate([np.fromfile(tmp_path / f"part{number}.bin", dtype.value) for number in range(4)])
+    stream = np.concatenate(
+        [np.fromfile(tmp_path / f"part{number}.bin", dtype.value) for number in range(4)]
+    )
     config = BinConfig([f"{tmp_path}/part0.bin", f"{tmp_path}/part[1-9].bin"], dtype)
     config.validate(seq_len, 70_000)
     dataset = config.build(seq_len, 70_000, seed=0)
@@ -54,7 +57,10 @@ def test_held_out_part_is_the_tail_or_separate_files(tmp_path, held_out):
     """Oracle: slices of ``np.fromfile``."""
     train = write_tokens(tmp_path / "train.bin", 100)
     separate = write_tokens(tmp_path / "val.bin", 30, seed=1)
-    settings = {"fraction": {"eval_fraction": 0.3}, "files": {"eval_files": [f"{tmp_path}/val.bin"]}}[held_out]
+    settings = {
+        "fraction": {"eval_fraction": 0.3},
+        "files": {"eval_files": [f"{tmp_path}/val.bin"]},
+    }[held_out]
     config = BinConfig([f"{tmp_path}/train.bin"], **settings)
     dataset = config.build(10, 70_000, seed=0)
     assert config.has_eval
@@ -73,11 +79,14 @@ def test_labels_can_end_at_document_boundaries(tmp_path):
     for before, after in ((plain.train, dataset.train), (plain.eval, dataset.eval)):
         for (tokens_T, labels_T), (same_T, masked_T) in zip(before, after, strict=True):
             np.testing.assert_array_equal(same_T, tokens_T)
-            np.testing.assert_array_equal(masked_T, np.where(tokens_T == end, IGNORE_INDEX, labels_T))
+            np.testing.assert_array_equal(
+                masked_T, np.where(tokens_T == end, IGNORE_INDEX, labels_T)
+            )
 
 
 def test_out_of_range_token_is_reported_when_read(tmp_path, monkeypatch):
-    """Oracle: the expected message, with the position in the file rather than in the window or the stream."""
+    """Oracle: the expected message, with the position in the file rather than in the window or the
+    stream."""
     monkeypatch.setattr("fsdptoys.data.token_files.HEAD_BYTES", 64)
     np.zeros(10, dtype="uint16").tofile(tmp_path / "a.bin")
     tokens = np.zeros(100_000, dtype="uint16")
@@ -87,7 +96,9 @@ def test_out_of_range_token_is_reported_when_read(tmp_path, monkeypatch):
     config.validate(8, 50)
     samples = config.build(8, 50, 0).train
     assert not samples[6250][0].any() and not samples[6252][0].any()
-    with pytest.raises(ConfigError, match=r"b\.bin\] has token 51 at position 50000, outside model\.vocab_size=50;"):
+    with pytest.raises(
+        ConfigError, match=r"b\.bin\] has token 51 at position 50000, outside model\.vocab_size=50;"
+    ):
         samples[6251]
 
 
@@ -110,7 +121,8 @@ def write_corpus(folder: Path, documents: dict[str, bytes] = DOCUMENTS) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "eval_fraction"), [(1, 0.0), (2, 0.0), (100, 0.0), (297, 0.0), (1, 0.5), (7, 0.5), (100, 0.5)]
+    ("seq_len", "eval_fraction"),
+    [(1, 0.0), (2, 0.0), (100, 0.0), (297, 0.0), (1, 0.5), (7, 0.5), (100, 0.5)],
 )
 def test_windows_follow_the_joined_files(tmp_path, seq_len, eval_fraction):
     """Oracle: slices of the files joined by zero bytes in the order of their names' hashes."""
@@ -130,7 +142,9 @@ def test_order_and_fingerprint_do_not_depend_on_the_location(tmp_path, monkeypat
     """Oracle: a copy elsewhere, and a relative glob."""
     corpus = write_corpus(tmp_path / "corpus")
     monkeypatch.chdir(write_corpus(tmp_path / "copy"))
-    datasets = [TextConfig([pattern]).build(8, 256, 0) for pattern in (f"{corpus}/**/*.txt", "**/*.txt")]
+    datasets = [
+        TextConfig([pattern]).build(8, 256, 0) for pattern in (f"{corpus}/**/*.txt", "**/*.txt")
+    ]
     assert datasets[0].fingerprint == datasets[1].fingerprint
     np.testing.assert_array_equal(datasets[0].train[3], datasets[1].train[3])
 
@@ -151,7 +165,8 @@ def test_existing_path_with_glob_characters_is_read_literally(tmp_path):
 
 
 def test_unigram_entropy_covers_only_the_training_part(tmp_path, monkeypatch):
-    """Oracle: the formula over a byte count by hand; a second value after cutting the counted part to 4 bytes."""
+    """Oracle: the formula over a byte count by hand; a second value after cutting the counted part
+    to 4 bytes."""
     (tmp_path / "a.txt").write_bytes(b"aaaabbcd" + b"zzzz")
     config = TextConfig([f"{tmp_path}/a.txt"], eval_fraction=1 / 3)
     dataset = config.build(2, 256, 0)
@@ -191,22 +206,33 @@ def test_stdlib_is_the_source_of_python_without_tests():
 def test_interpreter_without_source_files_is_reported(tmp_path, monkeypatch):
     """Oracle: the expected message, over an empty directory in place of the standard library."""
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(ConfigError, match=r"^data\.files=\[stdlib\] finds no source files in .*; set data\.files="):
+    with pytest.raises(
+        ConfigError, match=r"^data\.files=\[stdlib\] finds no source files in .*; set data\.files="
+    ):
         TextConfig().validate(8, 256)
 
 
 def test_unreadable_file_is_reported(tmp_path, monkeypatch):
     """Oracle: the expected message; ``os.access`` answers for a user who is not root."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(ConfigError, match=r"a\.txt\] may not be read by this user; change its permissions or take it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a\.txt\] may not be read by this user; change its permissions or take it",
+    ):
         TextConfig([f"{write_corpus(tmp_path)}/a.txt"]).validate(8, 256)
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (Path.unlink, "can no longer be read (No such file or directory); restore it or change data.files"),
-        (lambda path: path.write_bytes(b"short"), "has fewer than the 255 bytes it had when the run started; restore"),
+        (
+            Path.unlink,
+            "can no longer be read (No such file or directory); restore it or change data.files",
+        ),
+        (
+            lambda path: path.write_bytes(b"short"),
+            "has fewer than the 255 bytes it had when the run started; restore",
+        ),
     ],
     ids=["removed", "shortened"],
 )
@@ -242,7 +268,8 @@ def test_sample_depends_only_on_seed_and_index(part):
 
 
 def test_samples_are_stable_across_versions():
-    """Oracle: recorded numbers; NumPy guarantees its raw Philox bits and SeedSequence across versions."""
+    """Oracle: recorded numbers; NumPy guarantees its raw Philox bits and SeedSequence across
+    versions."""
     tokens_T, labels_T = SyntheticConfig(branching=8).build(8, 256, seed=0).train[0]
     assert tokens_T.tolist() == [239, 247, 254, 5, 9, 10, 14, 19]
     assert labels_T[:-1].tolist() == tokens_T[1:].tolist()
@@ -260,7 +287,8 @@ def test_held_out_samples_end_and_are_disjoint_from_training_samples():
 
 @pytest.mark.parametrize("branching", [1, 8, VOCAB])
 def test_entropies_follow_the_formulas(branching):
-    """Oracle: counts over 2,000 samples; log(branching) for pairs, log(vocab) for single tokens, bias under 1%."""
+    """Oracle: counts over 2,000 samples; log(branching) for pairs, log(vocab) for single tokens,
+    bias under 1%."""
     dataset = SyntheticConfig(branching=branching).build(SEQ_LEN, VOCAB, seed=1)
     pairs = np.zeros((VOCAB, VOCAB))
     for index in range(2000):
@@ -268,13 +296,16 @@ def test_entropies_follow_the_formulas(branching):
         np.add.at(pairs, (tokens_T, labels_T), 1)
     assert dataset.conditional_entropy_nats == math.log(branching)
     assert dataset.unigram_entropy_nats == math.log(VOCAB)
-    assert entropy_nats(pairs.ravel()) - entropy_nats(pairs.sum(1)) == pytest.approx(math.log(branching), abs=0.01)
+    assert entropy_nats(pairs.ravel()) - entropy_nats(pairs.sum(1)) == pytest.approx(
+        math.log(branching), abs=0.01
+    )
     assert entropy_nats(pairs.sum(0)) == pytest.approx(math.log(VOCAB), abs=0.01)
     assert (pairs > 0).sum(1).max() <= branching
 
 
 def test_ragged_sequences_end_with_ignored_labels_and_padding():
-    """Oracle: the same source without ``ragged``, cut where the labels stop; ends cover 1 to T uniformly."""
+    """Oracle: the same source without ``ragged``, cut where the labels stop; ends cover 1 to T
+    uniformly."""
     ragged = SyntheticConfig(ragged=True).build(SEQ_LEN, VOCAB, seed=2).train
     whole = SyntheticConfig().build(SEQ_LEN, VOCAB, seed=2).train
     ends = []
@@ -309,9 +340,24 @@ FOLDERS = {
     "other name": {"a.txt": b"", "z.txt": DOCUMENTS["a.txt"]},
 }
 CHANGES = {
-    synthetic: [{"seq_len": 9}, {"vocab_size": 33}, {"seed": 1}, {"branching": 4}, {"ragged": True}],
-    binary: [*({"files": files} for files in (["x/b.bin", "x/a.bin"], ["x/a.bin"])), {"eval_fraction": 0.5}, WIDE],
-    text: [{"seq_len": 9}, {"seed": 1}, {"eval_fraction": 0.25}, *({"folder": name} for name in FOLDERS)],
+    synthetic: [
+        {"seq_len": 9},
+        {"vocab_size": 33},
+        {"seed": 1},
+        {"branching": 4},
+        {"ragged": True},
+    ],
+    binary: [
+        *({"files": files} for files in (["x/b.bin", "x/a.bin"], ["x/a.bin"])),
+        {"eval_fraction": 0.5},
+        WIDE,
+    ],
+    text: [
+        {"seq_len": 9},
+        {"seed": 1},
+        {"eval_fraction": 0.25},
+        *({"folder": name} for name in FOLDERS),
+    ],
 }
 
 
@@ -323,8 +369,11 @@ CHANGES = {
         for settings in changes
     ],
 )
-def test_fingerprint_depends_on_everything_that_determines_the_samples(tmp_path, monkeypatch, fingerprint, settings):
-    """Oracle: one change at a time; held-out files, and a second reading of the same files, change nothing."""
+def test_fingerprint_depends_on_everything_that_determines_the_samples(
+    tmp_path, monkeypatch, fingerprint, settings
+):
+    """Oracle: one change at a time; held-out files, and a second reading of the same files, change
+    nothing."""
     monkeypatch.chdir(tmp_path)
     for folder, changed in {"x": {}, **FOLDERS}.items():
         write_corpus(Path(folder), DOCUMENTS | changed)

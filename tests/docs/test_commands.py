@@ -1,4 +1,5 @@
-"""The site, the links of all pages, and their commands: those of the first three run, all others are validated."""
+"""The site, the links of all pages, and their commands: those of the first three run, all others
+are validated."""
 
 import os
 import re
@@ -42,20 +43,34 @@ TINY = {
 def run_block(block: Block, folder: Path) -> None:
     """Run a block's commands one after another, and compare the output of a ``console`` block."""
     lines = block.text.replace("\\\n", " ").splitlines()
-    typed = [line.removeprefix("$ ") for line in lines if block.info == "bash" or line.startswith("$ ")]
+    typed = [
+        line.removeprefix("$ ") for line in lines if block.info == "bash" or line.startswith("$ ")
+    ]
     for line in typed:
         words = shlex.split(line)
         if words[0] == "fsdptoys":
             words[:1] = [sys.executable, "-m", "fsdptoys"]
-        elif words[:2] == ["bash", "run_fsdp.sh"] and len(words) > 2:  # the script itself ran for the README
+        elif (
+            words[:2] == ["bash", "run_fsdp.sh"] and len(words) > 2
+        ):  # the script itself ran for the README
             words[:2] = [sys.executable, "-m", "fsdptoys", "train"]
         if {"run_fsdp.sh", "train", "sweep"} & set(words) and "--cfg" not in words:
             settings = [word.partition("=") for word in words]
-            words = [key + mark + (TINY.get(key, value) if mark else "") for key, mark, value in settings]
+            words = [
+                key + mark + (TINY.get(key, value) if mark else "") for key, mark, value in settings
+            ]
             absent = TINY.keys() - {key for key, _, _ in settings} - {"checkpoint.every"}
-            is_default = not any(word.startswith(("experiment=", "model=", "data=")) for word in words)
-            words += ["experiment=cpu_text"] * is_default  # which it would be without the settings below
-            absent -= set() if {"data=text", "experiment=cpu_text"} & set(words) else {"data.sample_tokens"}
+            is_default = not any(
+                word.startswith(("experiment=", "model=", "data=")) for word in words
+            )
+            words += [
+                "experiment=cpu_text"
+            ] * is_default  # which it would be without the settings below
+            absent -= (
+                set()
+                if {"data=text", "experiment=cpu_text"} & set(words)
+                else {"data.sample_tokens"}
+            )
             words += [f"{key}={TINY[key]}" for key in sorted(absent)]
         ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, errors="replace")
         if block.info == "bash":
@@ -80,7 +95,9 @@ def test_commands_of_the_introductory_pages_run_in_order(
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     shell = [block for block in blocks(page) if block.info.split(" ")[0] in ("bash", "console")]
-    assert [block.info.partition("needs=")[2] for block in shell if "needs=" in block.info] == NOT_RUN[page.name]
+    assert [
+        block.info.partition("needs=")[2] for block in shell if "needs=" in block.info
+    ] == NOT_RUN[page.name]
     for block in shell:
         if "needs=" not in block.info:
             run_block(block, tmp_path)
@@ -93,7 +110,11 @@ def find_mistake_of_run(settings: list[str]) -> str | None:
     """
     kind, found = "npu" if "launch.device=npu" in settings else "cuda", set()
     for devices in (0, 1, 4, 8):
-        hardware = FoundHardware(kind, devices, "made up", 16) if devices else FoundHardware("cpu", 0, "made up", 16)
+        hardware = (
+            FoundHardware(kind, devices, "made up", 16)
+            if devices
+            else FoundHardware("cpu", 0, "made up", 16)
+        )
         with (
             patch("fsdptoys.launch.launch.find_hardware", return_value=hardware),
             patch("fsdptoys.launch.launch.check_float8_here"),
@@ -108,7 +129,8 @@ def find_mistake_of_run(settings: list[str]) -> str | None:
 
 
 def find_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str | None:
-    """Return the error of a command, or None, without starting a run; the files that it names do not exist."""
+    """Return the error of a command, or None, without starting a run; the files that it names do
+    not exist."""
     command, *rest = words
     if command == "train" and "-m" in rest:
         command, rest = "sweep", [word for word in rest if word != "-m"]
@@ -118,7 +140,9 @@ def find_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str | 
     if command == "plan" and rest[0] != "calibrate":
         try:
             run = compose_hypothetical(settings, searches=rest[0] == "search")
-            validate_switches(run.config, run.world_size, run.hardware.device_type, min(8, run.world_size))
+            validate_switches(
+                run.config, run.world_size, run.hardware.device_type, min(8, run.world_size)
+            )
         except ConfigError as error:
             return None if re.match(ABSENT, str(error)) else str(error)
         return None
@@ -126,24 +150,35 @@ def find_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str | 
         rest.append("--dry-run")
     status = main([command, *rest])
     printed = capsys.readouterr().err
-    absent = any(word.rstrip("/") in printed for word in rest if word[0] != "-") and "option" not in printed
+    absent = (
+        any(word.rstrip("/") in printed for word in rest if word[0] != "-")
+        and "option" not in printed
+    )
     return None if status == 0 or absent else printed
 
 
 def arguments(line: str) -> list[str]:
-    """Arguments after ``fsdptoys`` in a command line, without placeholders and files that exist here."""
-    words = [word.replace("stdlib", "absent.txt") for word in shlex.split(line) if word != "…" and word[0] != "["]
+    """Arguments after ``fsdptoys`` in a command line, without placeholders and files that exist
+    here."""
+    words = [
+        word.replace("stdlib", "absent.txt")
+        for word in shlex.split(line)
+        if word != "…" and word[0] != "["
+    ]
     programs = ("fsdptoys", "run_fsdp.sh", "docs/toys/stories/with_bug.py")
     start = next(place for place, word in enumerate(words) if word in programs)
     rest = [word for word in words[start + 1 :] if word != "--"]
     return ["train", *rest] if words[start] == "run_fsdp.sh" else rest
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "benchmarks" not in page.parts], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "benchmarks" not in page.parts], ids=lambda page: page.stem
+)
 def test_commands_are_valid(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: composition and validation; of commands that read a folder, that its absence is the only mistake."""
+    """Oracle: composition and validation; of commands that read a folder, that its absence is the
+    only mistake."""
     monkeypatch.chdir(tmp_path)
     mistakes = {}
     for line in commands(page):
@@ -160,15 +195,27 @@ def test_commands_are_valid(
 
 
 TOPS = (ROOT, ROOT / "fsdptoys")
-SOURCES = ["fsdptoys", "models", "patches", "configs", "scripts", "tests", "run_fsdp.sh", "pyproject.toml"]
+SOURCES = [
+    "fsdptoys",
+    "models",
+    "patches",
+    "configs",
+    "scripts",
+    "tests",
+    "run_fsdp.sh",
+    "pyproject.toml",
+]
 
 
 @pytest.mark.extended
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Oracle: Sphinx, which warns of dead links, missing headings, and pages outside the navigation; and the HTML."""
+    """Oracle: Sphinx, which warns of dead links, missing headings, and pages outside the
+    navigation; and the HTML."""
     options = ["-q", "-W", "--keep-going", "-n", "-b", "html", "-d", str(tmp_path / "doctrees")]
     command = [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(tmp_path / "site")]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")
+    }
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     front = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
@@ -185,7 +232,11 @@ def test_links_name_files_and_headings_that_exist() -> None:
                 continue
             path, _, fragment = target.partition("#")
             file = (page.parent / path).resolve() if path else page
-            if not file.exists() or not file.is_relative_to(ROOT) or (fragment and fragment not in anchors(file)):
+            if (
+                not file.exists()
+                or not file.is_relative_to(ROOT)
+                or (fragment and fragment not in anchors(file))
+            ):
                 dead.append(f"{page.relative_to(ROOT)}: {target}")
     assert not dead
 
@@ -198,15 +249,26 @@ def test_pages_named_in_sources_exist() -> None:
         for file in files:
             if file.suffix in (".py", ".sh", ".yaml", ".toml", ".sbatch"):
                 named = re.findall(r"(?<![\w/.])docs/[\w/]+\.md", file.read_text(encoding="utf-8"))
-                missing += [f"{file.relative_to(ROOT)}: {page}" for page in named if not (ROOT / page).exists()]
+                missing += [
+                    f"{file.relative_to(ROOT)}: {page}"
+                    for page in named
+                    if not (ROOT / page).exists()
+                ]
     assert not missing
 
 
 def test_files_named_on_pages_exist() -> None:
-    """Oracle: the file system, for code spans that look like paths below the root or below ``fsdptoys``."""
-    shape = r"(?:fsdptoys|models|patches|plan|scripts|tests|train|launch|configs)/[a-z_\d./]+\.[a-z]+"
+    """Oracle: the file system, for code spans that look like paths below the root or below
+    ``fsdptoys``."""
+    shape = (
+        r"(?:fsdptoys|models|patches|plan|scripts|tests|train|launch|configs)/[a-z_\d./]+\.[a-z]+"
+    )
     missing = []
     for page in PAGES:
         paths = (path for path in code_spans(page) if re.fullmatch(shape, path))
-        missing += [f"{page.name}: {path}" for path in paths if not any((top / path).exists() for top in TOPS)]
+        missing += [
+            f"{page.name}: {path}"
+            for path in paths
+            if not any((top / path).exists() for top in TOPS)
+        ]
     assert not missing

@@ -48,12 +48,20 @@ def test_grid_rounds_to_multiples_and_keeps_float32_numbers_of_usual_gradients()
     assert torch.equal(found.float(), parts)
 
 
-MODELS = {"llama": tiny_model(), **{family: TINY[family] for family in ("gpt2", "qwen3_moe", "llama4")}}
+MODELS = {
+    "llama": tiny_model(),
+    **{family: TINY[family] for family in ("gpt2", "qwen3_moe", "llama4")},
+}
 
 
 def trained(model: Any, dtype: DType, **options: Any) -> tuple[list[float], list[Tensor]]:
     """Losses of two steps, and the parameters after them."""
-    common = {"model": model, "deterministic": Deterministic.layout, "kernels": PLAIN_KERNELS, "steps": 2}
+    common = {
+        "model": model,
+        "deterministic": Deterministic.layout,
+        "kernels": PLAIN_KERNELS,
+        "steps": 2,
+    }
     trainer = Trainer(make_config(SingleConfig(param_dtype=dtype), 1, **{**common, **options}))
     trainer.train()
     params = [param.detach().clone() for _, param in trainer.strategy.full_parameters()]
@@ -61,7 +69,8 @@ def trained(model: Any, dtype: DType, **options: Any) -> tuple[list[float], list
 
 
 def compare_calls(family: str, dtype: DType) -> tuple[list[float], list[float], list[float], bool]:
-    """Losses with a CPU's calls, with an accelerator's, and of its micro-batches; whether these keep its parameters."""
+    """Losses with a CPU's calls, with an accelerator's, and of its micro-batches; whether these
+    keep its parameters."""
     whole, parts = {"batch_size": 4, "grad_accum": 1}, {"batch_size": 2, "grad_accum": 2}
     expected, _ = trained(MODELS[family], dtype, **whole)
     with mock.patch.object(products, "CPU_BLOCKS", products.DEVICE_BLOCKS):
@@ -70,14 +79,20 @@ def compare_calls(family: str, dtype: DType) -> tuple[list[float], list[float], 
     return expected, losses, halves, all(map(torch.equal, params, split))
 
 
-CALLS = {f"{family} {dtype.value}": (family, dtype) for family in MODELS for dtype in (DType.float32, DType.bfloat16)}
+CALLS = {
+    f"{family} {dtype.value}": (family, dtype)
+    for family in MODELS
+    for dtype in (DType.float32, DType.bfloat16)
+}
 
 
 @pytest.mark.parametrize(
-    "case", levels(CALLS, {"llama bfloat16", "gpt2 float32", "qwen3_moe float32", "llama4 bfloat16"})
+    "case",
+    levels(CALLS, {"llama bfloat16", "gpt2 float32", "qwen3_moe float32", "llama4 bfloat16"}),
 )
 def test_calls_of_an_accelerators_size_keep_the_bits_of_a_split_batch(case: str) -> None:
-    """Oracle: a batch in one piece against two micro-batches; and losses with a CPU's calls, which round otherwise."""
+    """Oracle: a batch in one piece against two micro-batches; and losses with a CPU's calls, which
+    round otherwise."""
     family, dtype = CALLS[case]
     ((expected, losses, halves, same),) = run_ranks(1, compare_calls, family, dtype)
     assert losses == halves and same

@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptoys.models import DecoderModel, LlamaConfig, ModelConfig, routers
 
-LLAMA = LlamaConfig(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=40, max_seq_len=32)
+LLAMA = LlamaConfig(
+    dim=32, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=40, max_seq_len=32
+)
 
 
 def loss_sum(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
@@ -31,8 +33,11 @@ def build(config: ModelConfig = LLAMA) -> DecoderModel:
 
 
 def forward(model: DecoderModel, seed: int = 1) -> Tensor:
-    """The loss of one micro-batch; routers get a gradient, as between forward and backward of a training step."""
-    tokens_BT = torch.randint(0, model.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(seed))
+    """The loss of one micro-batch; routers get a gradient, as between forward and backward of a
+    training step."""
+    tokens_BT = torch.randint(
+        0, model.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(seed)
+    )
     loss: Tensor = model(tokens_BT, tokens_BT, loss_sum)
     for router in routers(model):
         router.sums_grad.copy_(torch.linspace(-2, 3, router.sums_grad.numel()))
@@ -63,7 +68,9 @@ class Operators(TorchDispatchMode):
         self.calls[func] += 1
         for result in results if isinstance(results, (tuple, list)) else (results,):
             # Views, for example of parameters, allocate nothing.
-            if isinstance(result, Tensor) and not any(ret.alias_info for ret in func._schema.returns):
+            if isinstance(result, Tensor) and not any(
+                ret.alias_info for ret in func._schema.returns
+            ):
                 storage = result.untyped_storage()
                 self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return results
@@ -103,7 +110,9 @@ class RecordedStreams:
 
     def Event(self) -> Any:  # noqa: N802
         """Make an event that records its stream."""
-        event = SimpleNamespace(by=None, synchronize=lambda: self.log.append(f"host waits for {event.by}"))
+        event = SimpleNamespace(
+            by=None, synchronize=lambda: self.log.append(f"host waits for {event.by}")
+        )
         event.record = lambda stream: setattr(event, "by", stream.name)
         return event
 

@@ -13,7 +13,9 @@ from tests.harness.folders import build, write
 from tests.harness.saved_runs import save_run
 from tests.harness.tiny import make_config
 
-BYTES = LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256, max_seq_len=64)
+BYTES = LlamaConfig(
+    dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256, max_seq_len=64
+)
 
 
 def edit_settings(run: Path, section: str, values: dict[str, object]) -> None:
@@ -26,7 +28,9 @@ def edit_settings(run: Path, section: str, values: dict[str, object]) -> None:
 def train_on(run: Path, data: DataConfig) -> None:
     """Change the data that a run has recorded."""
     settings = yaml.safe_load((run / "config.yaml").read_text())
-    settings["data"] = dataclasses.replace(make_config(SingleConfig(), 1), data=data).to_dict()["data"]
+    settings["data"] = dataclasses.replace(make_config(SingleConfig(), 1), data=data).to_dict()[
+        "data"
+    ]
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
 
 
@@ -41,6 +45,8 @@ def save_model(folder: Path) -> None:
 def save_tokenizer(folder: Path) -> None:
     """Write a tokenizer of three words."""
     tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0, "two": 1, "?": 2}, unk_token="?"))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"one": 0, "two": 1, "?": 2}, unk_token="?")
+    )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -27,7 +27,9 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
     ],
 ]
 
-_PIECES = yaml.safe_load(Path(__file__).with_name("chat_templates.yaml").read_text(encoding="utf-8"))
+_PIECES = yaml.safe_load(
+    Path(__file__).with_name("chat_templates.yaml").read_text(encoding="utf-8")
+)
 GENERATED: dict[str, str] = {name: "".join(pieces) for name, pieces in _PIECES.items()}
 """Templates whose ``generation`` blocks say which text is an answer."""
 
@@ -50,10 +52,16 @@ def save_chat_tokenizer(folder: Path, template: str | None) -> str:
     tokenizer.train_from_iterator(
         texts, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
     )
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    settings = {
+        "bos_token": "<s>",
+        "eos_token": "<|im_end|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     if template is not None:
         settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -61,5 +69,7 @@ def save_chat_tokenizer(folder: Path, template: str | None) -> str:
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path

@@ -29,9 +29,11 @@ class PowerLoss(BaseException):
 
 
 class WatchedStorage:
-    """A storage that calls ``watch(operation, path, half)`` before every operation, also of its open files.
+    """A storage that calls ``watch(operation, path, half)`` before every operation, also of its
+    open files.
 
-    ``half`` does half of the operation: writes half of the bytes, or removes half of the files of a folder.
+    ``half`` does half of the operation: writes half of the bytes, or removes half of the files of a
+    folder.
     """
 
     def __init__(self, storage: Storage, watch: Watch) -> None:
@@ -87,7 +89,8 @@ class _WatchedFile:
 
 
 def ending_storage(storage: Storage, moment: int, end: Callable[[], object]) -> WatchedStorage:
-    """Return a storage that calls ``end`` halfway through its change number ``moment``, counted from 0."""
+    """Return a storage that calls ``end`` halfway through its change number ``moment``, counted
+    from 0."""
     moments = itertools.count()
 
     def watch(operation: str, path: str, half: Half) -> None:
@@ -134,8 +137,11 @@ def in_child(function: Callable[..., object], *args: Any) -> int | None:
 
 
 @contextmanager
-def refusing(owner: Any, operation: str, pattern: str, code: int, times: float = math.inf) -> Iterator[None]:
-    """Let an operation of a storage, or of a class of storages, fail on paths that match, ``times`` times.
+def refusing(
+    owner: Any, operation: str, pattern: str, code: int, times: float = math.inf
+) -> Iterator[None]:
+    """Let an operation of a storage, or of a class of storages, fail on paths that match, ``times``
+    times.
 
     A file that is refused in ``writing`` has been written; its close fails.
     """
@@ -183,10 +189,11 @@ class _Folder:
 
 
 class LossyDisk(Storage):
-    """An in-memory disk that keeps only synced data on a power loss: bytes of files, entries of folders.
+    """An in-memory disk that keeps only synced data on a power loss: bytes of files, entries of
+    folders.
 
-    As on file systems, none, all or any unsynced changes of a folder's entries survive, and any prefix of unsynced
-    bytes. Renaming is one change.
+    As on file systems, none, all or any unsynced changes of a folder's entries survive, and any
+    prefix of unsynced bytes. Renaming is one change.
     """
 
     renames = True
@@ -196,7 +203,8 @@ class LossyDisk(Storage):
         self.root = root or _Folder()
 
     def after_power_loss(self, keeps: str, seed: int) -> "LossyDisk":
-        """Return the disk after a power loss, which keeps ``none``, ``all`` or ``any`` of the unsynced changes."""
+        """Return the disk after a power loss, which keeps ``none``, ``all`` or ``any`` of the
+        unsynced changes."""
         return LossyDisk(_survivor(self.root, keeps, random.Random(seed)))
 
     def names(self, folder: str = "") -> list[str]:
@@ -277,7 +285,9 @@ def _survivor(node: Any, keeps: str, draw: random.Random) -> Any:
     if isinstance(node, _File):
         if keeps == "none" or (keeps == "any" and draw.random() < 0.3) or node.kept == node.seen:
             return _File(node.kept)
-        return _File(node.seen if keeps == "all" else node.seen[: draw.randrange(len(node.seen) + 1)])
+        return _File(
+            node.seen if keeps == "all" else node.seen[: draw.randrange(len(node.seen) + 1)]
+        )
     entries = dict(node.kept)
     for change in node.changes:
         if keeps == "all" or (keeps == "any" and draw.random() < 0.5):

@@ -1,8 +1,16 @@
-"""One small model of every family, with all of its features: dense and expert blocks, chunks, scaling, ties."""
+"""One small model of every family, with all of its features: dense and expert blocks, chunks,
+scaling, ties."""
 
 from typing import Any
 
-from fsdptoys.models import GPT2Config, Llama4Config, LlamaConfig, ModelConfig, Qwen3Config, Qwen3MoEConfig
+from fsdptoys.models import (
+    GPT2Config,
+    Llama4Config,
+    LlamaConfig,
+    ModelConfig,
+    Qwen3Config,
+    Qwen3MoEConfig,
+)
 from fsdptoys.models.rotary import RopeScaling
 
 SIZES: dict[str, Any] = {"dim": 64, "n_layers": 2, "vocab_size": 96, "max_seq_len": 128}
@@ -14,13 +22,17 @@ SMALL: dict[str, ModelConfig] = {
     "llama3 scaled tied": LlamaConfig(
         **{**ROTARY, "n_layers": 3},
         rope_theta=500.0,
-        rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32),
+        rope_scaling=RopeScaling(
+            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32
+        ),
         tie_embeddings=True,
     ),
     "llama4": Llama4Config(
         **{**ROTARY, "n_layers": 4},
         head_dim=32,
-        rope_scaling=RopeScaling(factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_seq_len=32),
+        rope_scaling=RopeScaling(
+            factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_seq_len=32
+        ),
         n_experts=4,
         expert_ffn_dim=48,
         moe_every=2,
@@ -53,5 +65,11 @@ SMALL: dict[str, ModelConfig] = {
 }
 """Case → its configuration."""
 
-ONE_OF_EACH = ("llama3 scaled tied", "llama4", "qwen3", "qwen3_moe dense in turn, not normalized", "gpt2")
+ONE_OF_EACH = (
+    "llama3 scaled tied",
+    "llama4",
+    "qwen3",
+    "qwen3_moe dense in turn, not normalized",
+    "gpt2",
+)
 """A case of each family."""

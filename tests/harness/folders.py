@@ -1,4 +1,5 @@
-"""Small folders in Hugging Face format, and small checkpoints with all values derived from the step."""
+"""Small folders in Hugging Face format, and small checkpoints with all values derived from the
+step."""
 
 import shutil
 from collections.abc import Sequence
@@ -59,7 +60,10 @@ def regions_of(model: DecoderModel) -> ReadRegion:
 
 
 def write(
-    folder: Path, model: DecoderModel, dtype: torch.dtype = torch.float32, max_file_bytes: int = MAX_FILE_BYTES
+    folder: Path,
+    model: DecoderModel,
+    dtype: torch.dtype = torch.float32,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Written:
     return write_hugging_face(folder, model.config, regions_of(model), dtype, max_file_bytes)
 
@@ -75,7 +79,8 @@ def load(folder: Path) -> DecoderModel:
 
 
 def full_tensors(step: int) -> dict[str, Tensor]:
-    """Tensors of several dtypes, shapes and strides, none of which divides evenly over 2 or 4 ranks."""
+    """Tensors of several dtypes, shapes and strides, none of which divides evenly over 2 or 4
+    ranks."""
     generator = torch.Generator().manual_seed(step)
     return {
         "model.embed.weight": torch.randn(7, 5, generator=generator),
@@ -101,12 +106,17 @@ def own_facts(step: int, rank: int = 0) -> dict[str, Any]:
     return {"rng": bytes([step % 256, rank, 255]).hex(), "rank": rank}
 
 
-def distributed(tensors: dict[str, Tensor], placements: Sequence[Placement] = (Shard(0),)) -> dict[str, Tensor]:
+def distributed(
+    tensors: dict[str, Tensor], placements: Sequence[Placement] = (Shard(0),)
+) -> dict[str, Tensor]:
     """Distribute tensors over all ranks; tensors with too few dims for a placement stay plain."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return {
         name: distribute_tensor(tensor, mesh, placements)
-        if all(isinstance(placement, Replicate) or placement.dim < tensor.ndim for placement in placements)  # type: ignore[attr-defined]
+        if all(
+            isinstance(placement, Replicate) or placement.dim < tensor.ndim
+            for placement in placements
+        )  # type: ignore[attr-defined]
         else tensor.clone()
         for name, tensor in tensors.items()
     }
@@ -115,7 +125,9 @@ def distributed(tensors: dict[str, Tensor], placements: Sequence[Placement] = (S
 def whole(tensors: dict[str, Tensor]) -> Any:
     """Gather tensors one by one on rank 0."""
     for name in sorted(tensors):
-        tensor = tensors[name].full_tensor() if isinstance(tensors[name], DTensor) else tensors[name]
+        tensor = (
+            tensors[name].full_tensor() if isinstance(tensors[name], DTensor) else tensors[name]
+        )
         yield name, tensor if dist.get_rank() == 0 else None
 
 
@@ -144,7 +156,9 @@ def make_series(folder: Path, steps: Sequence[int] = (1, 2, 3), **config: Any) -
         assert save(checkpoints, step)
 
 
-def resume(folder: Path | str, resume: str = "auto", restarted: bool = False) -> tuple[Checkpoint | None, list[str]]:
+def resume(
+    folder: Path | str, resume: str = "auto", restarted: bool = False
+) -> tuple[Checkpoint | None, list[str]]:
     """Resume in one process; return the checkpoint and the messages."""
     messages: list[str] = []
     config = CheckpointConfig(every=1, resume=resume)
@@ -155,7 +169,10 @@ def refusal(folder: Path | str, word: str) -> str:
     """Return the message of the launcher, which the start of a run repeats."""
     config = CheckpointConfig(resume=word)
     messages = []
-    for look in (lambda: peek(config, str(folder)), lambda: Checkpointer(config, str(folder)).resume()):
+    for look in (
+        lambda: peek(config, str(folder)),
+        lambda: Checkpointer(config, str(folder)).resume(),
+    ):
         with pytest.raises(ConfigError) as refused:
             look()
         messages.append(str(refused.value))

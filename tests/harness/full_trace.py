@@ -1,7 +1,9 @@
-"""Traces of all layers of the trainer, on every rank of a pipeline: the oracle of the planner's estimates.
+"""Traces of all layers of the trainer, on every rank of a pipeline: the oracle of the planner's
+estimates.
 
-The traced trainer is the one that trains, with the real model and nothing that stands in for a part of it. Each trace
-is made in a process of its own: ``python -m tests.harness.full_trace FOLDER`` answers the request in FOLDER.
+The traced trainer is the one that trains, with the real model and nothing that stands in for a part
+of it. Each trace is made in a process of its own: ``python -m tests.harness.full_trace FOLDER``
+answers the request in FOLDER.
 """
 
 import multiprocessing
@@ -28,17 +30,31 @@ from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace import fake_device
 from fsdptoys.plan.trace.op_costs import attention_of, matmul_workspace_bytes
-from fsdptoys.plan.trace.tracer import DEVICE_TYPES, Program, record, tracing_environment, trainer_program
+from fsdptoys.plan.trace.tracer import (
+    DEVICE_TYPES,
+    Program,
+    record,
+    tracing_environment,
+    trainer_program,
+)
 from tests.harness.multi_rank_replay import replay_together
 
-REQUEST, ANSWER = "request.pickle", "answer-{}.pickle"  # Files of the tracing process; an answer for each job
+REQUEST, ANSWER = (
+    "request.pickle",
+    "answer-{}.pickle",
+)  # Files of the tracing process; an answer for each job
 
 
 def predict_in_full(config: Config, hardware: Hardware, world_size: int) -> Prediction:
-    """Predict a validated run from full traces: the rank that reserves most, and the time of the busiest."""
+    """Predict a validated run from full traces: the rank that reserves most, and the time of the
+    busiest."""
     ranks = config.mesh.pp_size
-    traces = trace_all([(config, rank * world_size // ranks) for rank in range(ranks)], hardware, world_size)
-    allocators = [build_allocator(config.plan.allocator, device_type=hardware.device_type) for _ in traces]
+    traces = trace_all(
+        [(config, rank * world_size // ranks) for rank in range(ranks)], hardware, world_size
+    )
+    allocators = [
+        build_allocator(config.plan.allocator, device_type=hardware.device_type) for _ in traces
+    ]
     if ranks == 1:
         replays = [replay(traces[0], hardware, allocators[0])]
     else:
@@ -71,15 +87,24 @@ def stage_predictions(config: Config, replays: Sequence[Replay]) -> tuple[StageP
     for layers, each in zip(layers_of_ranks(config), replays, strict=True):
         memory, time = each.memory(), each.time()
         found.append(
-            StagePrediction(layers, memory.peak_bytes, memory.reserved_bytes, time.compute_seconds, time.stage_seconds)
+            StagePrediction(
+                layers,
+                memory.peak_bytes,
+                memory.reserved_bytes,
+                time.compute_seconds,
+                time.stage_seconds,
+            )
         )
     return tuple(found)
 
 
-def trace_all(jobs: Sequence[tuple[Config, int]], hardware: Hardware, world_size: int) -> list[Trace]:
+def trace_all(
+    jobs: Sequence[tuple[Config, int]], hardware: Hardware, world_size: int
+) -> list[Trace]:
     """Trace a rank of each of several validated runs, in a process of its own.
 
-    A ConfigError of the run itself is raised here; any other failure is a RuntimeError with the process's traceback.
+    A ConfigError of the run itself is raised here; any other failure is a RuntimeError with the
+    process's traceback.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -91,7 +116,11 @@ def trace_all(jobs: Sequence[tuple[Config, int]], hardware: Hardware, world_size
 def run_tracer(command: list[str]) -> str:
     """Run a command and return its standard error."""
     done = subprocess.run(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=tracing_environment()
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=tracing_environment(),
     )
     return done.stderr
 
@@ -108,7 +137,12 @@ def read_answer(path: Path, stderr: str = "") -> Trace:
 
 
 def trace_here(
-    program: Program, *, attention: AttentionKind, world_size: int, workspace_bytes: int = 0, rank: int = 0
+    program: Program,
+    *,
+    attention: AttentionKind,
+    world_size: int,
+    workspace_bytes: int = 0,
+    rank: int = 0,
 ) -> Trace:
     """Trace a program up to its last mark in this process, which cannot be used afterwards."""
     fake_device.install(DEVICE_TYPES[attention], world_size, rank)
@@ -136,13 +170,17 @@ def main(folder: Path) -> None:
             wait([process.sentinel for process in running])
             running = [process for process in running if process.is_alive()]
         path = folder / ANSWER.format(index)
-        running.append(fork.Process(target=answer_one, args=(path, config, hardware, world_size, rank)))
+        running.append(
+            fork.Process(target=answer_one, args=(path, config, hardware, world_size, rank))
+        )
         running[-1].start()
     for process in multiprocessing.active_children():
         process.join()
 
 
-def answer_one(path: Path, config: Config, hardware: Hardware, world_size: int, rank: int = 0) -> None:
+def answer_one(
+    path: Path, config: Config, hardware: Hardware, world_size: int, rank: int = 0
+) -> None:
     """Trace one rank of a run and write the answer."""
     answer: object
     try:

@@ -241,7 +241,9 @@ def launch(folder: Path, how: str, ranks: int, options: dict[str, Any]) -> None:
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(folder)
-    for name in [name for name in os.environ if how in INTERPRETERS and name.startswith("COVERAGE_PROCESS_")]:
+    for name in [
+        name for name in os.environ if how in INTERPRETERS and name.startswith("COVERAGE_PROCESS_")
+    ]:
         del os.environ[name]  # they run no measured line
     forks = options.pop("forks", how not in INTERPRETERS)
     settings = LaunchConfig(**options)

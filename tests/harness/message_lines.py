@@ -35,7 +35,8 @@ class Row:
     device: str = "cpu"
     prefix: str = ""
     notes: dict[str, Any] = field(default_factory=dict)
-    """``fix``: words that the sentence describes; ``unfixed``, ``unnamed``: why the property does not apply."""
+    """``fix``: words that the sentence describes; ``unfixed``, ``unnamed``: why the property does
+    not apply."""
 
     @property
     def words(self) -> list[str]:
@@ -124,16 +125,21 @@ def corrected(row: Row) -> list[list[str]]:
         return [[word for word in row.words if _key(word) != clause.split()[2].strip(",")]]
     lines = []
     for part in re.split(r",? or ", clause):
-        fix = SETTING.findall(part) or [word for option in OPTION.findall(part) for word in option.split()]
+        fix = SETTING.findall(part) or [
+            word for option in OPTION.findall(part) for word in option.split()
+        ]
         if fix or "leave it out" in part:
             lines.append(_apply(row, fix, verb))
     return lines
 
 
 def _apply(row: Row, fix: list[str], verb: str) -> list[str]:
-    """Return the words of a row with a fix; without one, leave out the word that the sentence begins with."""
+    """Return the words of a row with a fix; without one, leave out the word that the sentence
+    begins with."""
     words, first = row.words, row.says.split()[0].strip("'")
-    wrong = next((index for index, word in enumerate(words) if _key(word) == _key(first)), len(words))
+    wrong = next(
+        (index for index, word in enumerate(words) if _key(word) == _key(first)), len(words)
+    )
     if not fix or fix[0].startswith("--"):
         is_same = not fix or _key(first) == _key(fix[0]) or verb == "did you mean" or "=" in first
         if not is_same:
@@ -160,7 +166,9 @@ def names_word(word: str, sentence: str) -> bool:
     values = [text.strip("[]'\"") for text in [value, *value.split(",")]]
     shown = re.findall(rf"{re.escape(key)}=([^\s,;]+)", sentence)
     same = any(_number(text) == _number(number) for text in shown for number in values)
-    return _has(key, sentence) and (not value or same or any(_has(text, sentence) for text in values))
+    return _has(key, sentence) and (
+        not value or same or any(_has(text, sentence) for text in values)
+    )
 
 
 def _has(text: str, sentence: str) -> bool:

@@ -1,9 +1,10 @@
 """Replay of ranks that wait for one another, such as the stages of a pipeline.
 
-Each rank has a trace, an allocator and a clock of its own. Ranks meet in messages and in collectives among all of them:
-a rank's replay stops there until the others have come as far, and learns when the last one arrived. As NCCL does for
-large messages, a send begins when its receiver has arrived too. Messages and collectives of a pair of ranks come in the
-same order on both, so that a place in this order identifies them.
+Each rank has a trace, an allocator and a clock of its own. Ranks meet in messages and in
+collectives among all of them: a rank's replay stops there until the others have come as far, and
+learns when the last one arrived. As NCCL does for large messages, a send begins when its receiver
+has arrived too. Messages and collectives of a pair of ranks come in the same order on both, so that
+a place in this order identifies them.
 """
 
 from collections import Counter
@@ -32,7 +33,9 @@ class _Rank:
     def resume(self, begin: float | None) -> None:
         """Continue to the next event at which it meets others, or to the end."""
         try:
-            event, self.arrival = next(self._replaying) if begin is None else self._replaying.send(begin)
+            event, self.arrival = (
+                next(self._replaying) if begin is None else self._replaying.send(begin)
+            )
         except StopIteration as done:
             self.result = done.value
             self.meetings = []
@@ -42,7 +45,10 @@ class _Rank:
     def _keys(self, event: Messages | Collective) -> list[tuple[Hashable, ...]]:
         if isinstance(event, Collective):
             return [(event.axis,)]
-        pairs = ((self.number, one.peer) if one.sends else (one.peer, self.number) for one in event.messages)
+        pairs = (
+            (self.number, one.peer) if one.sends else (one.peer, self.number)
+            for one in event.messages
+        )
         return [("message", *pair) for pair in pairs]
 
     def _numbered(self, key: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
@@ -50,7 +56,9 @@ class _Rank:
         return *key, self._order[key]
 
 
-def replay_together(traces: Sequence[Trace], hardware: Hardware, allocators: Sequence[Allocator]) -> tuple[Replay, ...]:
+def replay_together(
+    traces: Sequence[Trace], hardware: Hardware, allocators: Sequence[Allocator]
+) -> tuple[Replay, ...]:
     """Replay the traces of ranks, numbered in this order in their group, each on a new allocator.
 
     Raises:
@@ -70,14 +78,23 @@ def replay_together(traces: Sequence[Trace], hardware: Hardware, allocators: Seq
     for rank in ranks:
         resume(rank, None)
     while waiting := [rank for rank in ranks if rank.result is None]:
-        ready = [rank for rank in waiting if all(_complete(each, arrivals, len(ranks)) for each in rank.meetings)]
+        ready = [
+            rank
+            for rank in waiting
+            if all(_complete(each, arrivals, len(ranks)) for each in rank.meetings)
+        ]
         if not ready:
             stuck = {rank.number: rank.meetings for rank in waiting}
             raise RuntimeError(f"these ranks wait for one another: {stuck}")
         for rank in ready:
-            resume(rank, max(moment for meeting in rank.meetings for moment in arrivals[meeting].values()))
+            resume(
+                rank,
+                max(moment for meeting in rank.meetings for moment in arrivals[meeting].values()),
+            )
     return tuple(rank.result for rank in ranks if rank.result is not None)
 
 
-def _complete(meeting: tuple[Hashable, ...], arrivals: dict[Hashable, dict[int, float]], ranks: int) -> bool:
+def _complete(
+    meeting: tuple[Hashable, ...], arrivals: dict[Hashable, dict[int, float]], ranks: int
+) -> bool:
     return len(arrivals[meeting]) == (2 if meeting[0] == "message" else ranks)

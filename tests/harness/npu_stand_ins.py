@@ -1,10 +1,10 @@
 """torch_npu's operators on a CPU: the schemas of its wheel, computed by plain matmuls.
 
-They are registered with PyTorch's dispatcher as torch_npu registers its own, with a gradient where torch_npu has one,
-and refuse the dtypes, layouts and lengths that its documentation excludes. So tests check how they are
-called. Where the real torch_npu is imported (over a stub of CANN, ``tests/torch_npu``), its schemas and its autograd
-are the real ones, and only the device's computation is replaced. The hardware's results are not tested: no test here
-runs on an NPU.
+They are registered with PyTorch's dispatcher as torch_npu registers its own, with a gradient where
+torch_npu has one, and refuse the dtypes, layouts and lengths that its documentation excludes. So
+tests check how they are called. Where the real torch_npu is imported (over a stub of CANN,
+``tests/torch_npu``), its schemas and its autograd are the real ones, and only the device's
+computation is replaced. The hardware's results are not tested: no test here runs on an NPU.
 """
 
 import functools
@@ -28,15 +28,19 @@ SCHEMAS = {
         "int offset=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)"
     ),
     "npu_rms_norm": "(Tensor input, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
-    "npu_rotary_mul": "(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None) -> Tensor",
+    "npu_rotary_mul": (
+        "(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None) -> "
+        "Tensor"
+    ),
     "npu_swiglu": "(Tensor input, int dim=-1) -> Tensor",
     "npu_grouped_matmul": (
-        "(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None, Tensor[]? offset=None, "
-        "Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None, Tensor[]? per_token_scale=None, "
-        "Tensor? group_list=None, Tensor[]? activation_input=None, Tensor[]? activation_quant_scale=None, "
-        "Tensor[]? activation_quant_offset=None, int? split_item=0, int? group_type=None, int? group_list_type=0, "
-        "int? act_type=0, int[]? tuning_config=None, int? output_dtype=None, int? x_dtype=None, "
-        "int? weight_dtype=None, int? scale_dtype=None, int? per_token_scale_dtype=None) -> Tensor[]"
+        "(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None, Tensor[]? "
+        "offset=None, Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None, Tensor[]? "
+        "per_token_scale=None, Tensor? group_list=None, Tensor[]? activation_input=None, "
+        "Tensor[]? activation_quant_scale=None, Tensor[]? activation_quant_offset=None, int? "
+        "split_item=0, int? group_type=None, int? group_list_type=0, int? act_type=0, int[]? "
+        "tuning_config=None, int? output_dtype=None, int? x_dtype=None, int? weight_dtype=None, "
+        "int? scale_dtype=None, int? per_token_scale_dtype=None) -> Tensor[]"
     ),
 }
 """As ``libtorch_npu.so`` of torch_npu 2.13.0 holds them."""
@@ -65,7 +69,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     return (scores.softmax(-1) @ values).to(query.dtype)
 
 
-def _fusion_attention(query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *rest: Any) -> Any:
+def _fusion_attention(
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *rest: Any
+) -> Any:
     mask, scale, sparse_mode = rest[2], rest[3], rest[11]
     assert input_layout == "BNSD" and head_num == query.shape[1] and head_num % key.shape[1] == 0
     assert query.dtype == key.dtype == value.dtype and key.shape == value.shape
@@ -87,7 +93,13 @@ def _attention_gradient(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
 
 
 def _fusion_attention_grad(
-    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **given: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dy: Tensor,
+    head_num: int,
+    input_layout: str,
+    **given: Any,
 ) -> tuple[Tensor, ...]:
     assert head_num == query.shape[1] and input_layout == "BNSD" and given["sparse_mode"] == 2
     assert given["atten_mask"].shape == (2048, 2048)
@@ -96,7 +108,9 @@ def _fusion_attention_grad(
     return *made, query.new_empty(0), query.new_empty(0)
 
 
-def _gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+def _gradients(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor
+) -> tuple[Tensor, ...]:
     """Gradients by plain arithmetic on the host, for tensors on any device."""
     with torch.enable_grad():
         leaves = [x.detach().cpu().requires_grad_() for x in inputs]
@@ -119,7 +133,8 @@ def _norm_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 def _rms_norm_backward(dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """By the formula, from rstd instead of epsilon; the gradient of gamma is float32 for any dtype of gamma."""
+    """By the formula, from rstd instead of epsilon; the gradient of gamma is float32 for any dtype
+    of gamma."""
     wide, grad = x.float() * rstd, dy.float()
     scaled = grad * gamma.float()
     made = rstd * (scaled - wide * (scaled * wide).mean(-1, keepdim=True))
@@ -164,12 +179,24 @@ def _grouped_matmul(x: list[Tensor], weight: list[Tensor], **given: Any) -> list
     ends = groups.tolist() if kind == 0 else groups.cumsum(0).tolist()
     pieces = [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
     if given["group_type"] == 0:  # rows are split; the left factor must not be a transposed view
-        assert ends[-1] == left.shape[0] and left.is_contiguous() and right.shape[:2] == (len(ends), left.shape[1])
+        assert (
+            ends[-1] == left.shape[0]
+            and left.is_contiguous()
+            and right.shape[:2] == (len(ends), left.shape[1])
+        )
         made = [(left[piece].float() @ right[i].float()) for i, piece in enumerate(pieces)]
         return [torch.cat(made).to(left.dtype)]
-    assert given["group_type"] == 2  # the inner dim is split, of which the left factor is a transposed view
-    assert ends[-1] == left.shape[1] == right.shape[0] and left.t().is_contiguous() and right.ndim == 2
-    return [torch.stack([left[:, piece].float() @ right[piece].float() for piece in pieces]).to(left.dtype)]
+    assert (
+        given["group_type"] == 2
+    )  # the inner dim is split, of which the left factor is a transposed view
+    assert (
+        ends[-1] == left.shape[1] == right.shape[0] and left.t().is_contiguous() and right.ndim == 2
+    )
+    return [
+        torch.stack([left[:, piece].float() @ right[piece].float() for piece in pieces]).to(
+            left.dtype
+        )
+    ]
 
 
 FORWARDS: dict[str, Callable[..., Any]] = {

@@ -1,10 +1,16 @@
-"""Training runs whose optimizer is offloaded in buckets small enough that a tiny model has several a unit."""
+"""Training runs whose optimizer is offloaded in buckets small enough that a tiny model has several
+a unit."""
 
 from dataclasses import replace
 from typing import Any
 
 from fsdptoys.config.schema import Config
-from fsdptoys.memory import BucketedOptimizer, CPUOffloadExecutor, OffloadSchedule, optimizer_offload
+from fsdptoys.memory import (
+    BucketedOptimizer,
+    CPUOffloadExecutor,
+    OffloadSchedule,
+    optimizer_offload,
+)
 from fsdptoys.train.trainer import Trainer
 from tests.harness.outcomes import Outcome, hash_parameters
 from tests.harness.run_tables import Pair
@@ -25,7 +31,11 @@ def trainer(config: Config, how: str | None, **memory: Any) -> Trainer:
     if how == OVERLAPPED:
         memory |= {"cpu_offload_executor": CPUOffloadExecutor.overlapped, "cpu_threads": 2}
     elif how is not None:
-        memory |= {"optimizer_offload": True, "offload_schedule": OffloadSchedule(how), "offload_bucket_mib": 1}
+        memory |= {
+            "optimizer_offload": True,
+            "offload_schedule": OffloadSchedule(how),
+            "offload_bucket_mib": 1,
+        }
     before, optimizer_offload.MIB = optimizer_offload.MIB, SMALL_BUCKETS
     made = Trainer(replace(config, memory=replace(config.memory, **memory)))
     optimizer_offload.MIB = before

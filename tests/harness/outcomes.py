@@ -41,5 +41,7 @@ def hash_parameters(trainer: Trainer) -> dict[str, str]:
     hashes: dict[str, str] = {}
     for name, param in trainer.strategy.full_parameters():
         assert name not in hashes, "a parameter came twice"
-        hashes[name] = hashlib.sha256(param.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        hashes[name] = hashlib.sha256(
+            param.contiguous().view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
     return hashes

@@ -11,7 +11,9 @@ from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    page for pattern in ("*.md", "docs/*.md", "docs/toys/**/*.md", "benchmarks/*.md") for page in ROOT.glob(pattern)
+    page
+    for pattern in ("*.md", "docs/*.md", "docs/toys/**/*.md", "benchmarks/*.md")
+    for page in ROOT.glob(pattern)
 )
 STARTS = r"(?:[A-Z_]+=\S* )*(?:fsdptoys |bash run_fsdp\.sh|torchrun |torchx )"
 """Beginnings of the command lines of fsdptoys."""
@@ -55,14 +57,23 @@ def anchors(page: Path) -> set[str]:
 
 def blocks(page: Path) -> list[Block]:
     """Fenced code blocks of a page, in order."""
-    return [Block(token.info.strip(), token.content) for token in read(page) if token.type == "fence"]
+    return [
+        Block(token.info.strip(), token.content) for token in read(page) if token.type == "fence"
+    ]
 
 
 def commands(page: Path) -> list[str]:
-    """Command lines of fsdptoys in a page's code blocks: one string each, without comments and continuations."""
+    """Command lines of fsdptoys in a page's code blocks: one string each, without comments and
+    continuations."""
     lines: list[str] = []
     for token in read(page):
-        if token.type == "code_block" or (token.type == "fence" and token.info.split(" ")[0] in ("bash", "console")):
+        if token.type == "code_block" or (
+            token.type == "fence" and token.info.split(" ")[0] in ("bash", "console")
+        ):
             lines += token.content.replace("\\\n", " ").splitlines()
-    parts = (part.strip() for line in lines for part in re.split(r"&&|\s#\s", line.strip().removeprefix("$ ")))
+    parts = (
+        part.strip()
+        for line in lines
+        for part in re.split(r"&&|\s#\s", line.strip().removeprefix("$ "))
+    )
     return [part for part in parts if re.match(STARTS, part)]

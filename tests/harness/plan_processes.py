@@ -45,7 +45,8 @@ class Zygote:
         theirs.close()
 
     def fork(self, function: Callable[..., None], *args: Any, descriptors: Sequence[int]) -> int:
-        """Call ``function(copies of the descriptors, *args)`` in a new process; return its number."""
+        """Call ``function(copies of the descriptors, *args)`` in a new process; return its
+        number."""
         socket.send_fds(self._channel, [pickle.dumps((function, args))], descriptors)
         return int(self._channel.recv(64))
 
@@ -88,11 +89,14 @@ zygotes: list[Zygote] = []
 
 
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function in a process of its own; return its result, or raise its traceback as a RuntimeError."""
+    """Run a function in a process of its own; return its result, or raise its traceback as a
+    RuntimeError."""
     receiver, sender = FORK.Pipe(duplex=False)
     measured = any(name.startswith("COVERAGE_PROCESS_") for name in os.environ)
     if zygotes:
-        zygotes[-1].fork(_answer_to_descriptor, measured, function, args, descriptors=[sender.fileno()])
+        zygotes[-1].fork(
+            _answer_to_descriptor, measured, function, args, descriptors=[sender.fileno()]
+        )
     else:
         FORK_SERVER.Process(target=_answer, args=(sender, measured, function, args)).start()
     sender.close()
@@ -106,7 +110,9 @@ def _answer_to_descriptor(descriptors: Sequence[int], *request: Any) -> None:
     _answer(Connection(os.dup(descriptors[0]), readable=False), *request)
 
 
-def _answer(sender: Connection, measured: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _answer(
+    sender: Connection, measured: bool, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     if not measured:
         sys.settrace(None)
     try:
@@ -124,7 +130,9 @@ def run_tracer(command: Sequence[str]) -> str:
 class ForkedTracer:
     """What ``tracing_process`` uses of ``subprocess.Popen``, without an interpreter."""
 
-    def __init__(self, command: list[str], *, stdout: IO[bytes], env: Any, pass_fds: Sequence[int], **_: Any) -> None:
+    def __init__(
+        self, command: list[str], *, stdout: IO[bytes], env: Any, pass_fds: Sequence[int], **_: Any
+    ) -> None:
         descriptors = [stdout.fileno(), *pass_fds]
         self.pid = zygotes[-1].fork(_trace, command[3], dict(env), descriptors=descriptors)
 

@@ -19,13 +19,19 @@ def documents(count: int, seed: int = 0) -> list[str]:
 
 
 def write_lines(path: Path, texts: list[str | None], field: str = "text") -> Path:
-    path.write_text("".join(json.dumps({"id": number, field: text}) + "\n" for number, text in enumerate(texts)))
+    path.write_text(
+        "".join(json.dumps({"id": number, field: text}) + "\n" for number, text in enumerate(texts))
+    )
     return path
 
 
 def request(out: Path, *files: Path | str, **changes) -> Request:
-    encoder = open_encoder(changes.pop("tokenizer", "bytes"), changes.pop("end", None), "--tokenizer", "--document-end")
-    return Request("FILE", find_sources("FILE", [str(file) for file in files]), encoder, out, **changes)
+    encoder = open_encoder(
+        changes.pop("tokenizer", "bytes"), changes.pop("end", None), "--tokenizer", "--document-end"
+    )
+    return Request(
+        "FILE", find_sources("FILE", [str(file) for file in files]), encoder, out, **changes
+    )
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -39,7 +45,10 @@ def read_split(folder: Path, split: str) -> list[bytes]:
         ids = np.fromfile(folder / f"{shard.name}.bin", index.dtype)
         starts = 0
         for stop in read_ends(str(folder), shard).tolist():
-            assert ids[stop - 1] == index.document_end and (ids[starts : stop - 1] != index.document_end).all()
+            assert (
+                ids[stop - 1] == index.document_end
+                and (ids[starts : stop - 1] != index.document_end).all()
+            )
             found.append(ids[starts : stop - 1].astype(np.uint8).tobytes())
             starts = stop
         assert starts == len(ids) == shard.tokens
@@ -49,7 +58,9 @@ def read_split(folder: Path, split: str) -> list[bytes]:
 def save_tokenizer(folder: Path, end: str | None) -> str:
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
     tokenizer.enable_truncation(3)
@@ -72,6 +83,10 @@ def living_in_group(group: int) -> list[int]:
 
 
 def make(folder: Path, count: int = 150, seed: int = 0, **changes) -> str:
-    lines = write_lines(folder.with_suffix(".jsonl"), [f"{folder.name} {text}" for text in documents(count, seed)])
-    prepare_folder(request(folder, lines, **({"shard_tokens": 1000, "eval_fraction": 0.2} | changes)))
+    lines = write_lines(
+        folder.with_suffix(".jsonl"), [f"{folder.name} {text}" for text in documents(count, seed)]
+    )
+    prepare_folder(
+        request(folder, lines, **({"shard_tokens": 1000, "eval_fraction": 0.2} | changes))
+    )
     return str(folder)

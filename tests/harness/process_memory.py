@@ -19,7 +19,8 @@ def peak_growth_bytes(call: Callable[[], object]) -> int:
     """Return the growth of the peak during ``call``, in a process that does nothing else."""
     with contextlib.suppress(AttributeError):  # not in every C library
         libc = ctypes.CDLL(None)
-        # By default glibc raises the threshold with every freed block, and then keeps freed tensors in its heap.
+        # By default glibc raises the threshold with every freed block, and then keeps freed tensors
+        # in its heap.
         libc.mallopt(_MMAP_THRESHOLD, 2**17)
         libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # start a new peak

@@ -1,7 +1,8 @@
-"""Run a function on several ranks forked from a warm parent: a process group in a tenth of a second.
+"""Run a function on several ranks forked from a warm parent: a process group in a tenth of a
+second.
 
-For tests and scripts; training itself goes through torch's elastic launcher. The parent must not have started threads
-or touched an accelerator, so keep ``OMP_NUM_THREADS=1`` there.
+For tests and scripts; training itself goes through torch's elastic launcher. The parent must not
+have started threads or touched an accelerator, so keep ``OMP_NUM_THREADS=1`` there.
 """
 
 import gc
@@ -25,7 +26,8 @@ import torch.distributed.fsdp  # with these in the parent, no rank takes a secon
 from fsdptoys.train.object_collectives import use_json
 
 GROUP_TIMEOUT = timedelta(minutes=30)
-"""Of a collective. A rank that ends closes its connections, so the others wait for a hanging rank only."""
+"""Of a collective. A rank that ends closes its connections, so the others wait for a hanging rank
+only."""
 
 
 def run_ranks(
@@ -43,15 +45,18 @@ def run_ranks(
         function: called in each rank; its result must be picklable.
         args: need not be picklable, unless ``start`` is another.
         device: decides the backend of the group.
-        start: ``fork``; ``forkserver`` or ``spawn`` where the parent may have touched the accelerator.
-        prepare: called in each rank before it joins the group; need not be picklable, unless ``start`` is another.
+        start: ``fork``; ``forkserver`` or ``spawn`` where the parent may have touched the
+            accelerator.
+        prepare: called in each rank before it joins the group; need not be picklable, unless
+            ``start`` is another.
 
     Returns:
         The results in order of rank.
 
     Raises:
-        RuntimeError: with the traceback of the first rank that failed, and the ranks that a signal had ended by then
-            (of two, the one that is left reports a lost connection); the others are ended.
+        RuntimeError: with the traceback of the first rank that failed, and the ranks that a signal
+            had ended by then (of two, the one that is left reports a lost connection); the others
+            are ended.
     """
     context: Any = multiprocessing.get_context(start)
     with tempfile.TemporaryDirectory() as folder:
@@ -59,7 +64,16 @@ def run_ranks(
         processes = [
             context.Process(
                 target=run_rank,
-                args=(rank, world_size, f"{folder}/store", device, pipes[rank][1], prepare, function, args),
+                args=(
+                    rank,
+                    world_size,
+                    f"{folder}/store",
+                    device,
+                    pipes[rank][1],
+                    prepare,
+                    function,
+                    args,
+                ),
             )
             for rank in range(world_size)
         ]
@@ -89,11 +103,15 @@ def run_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Join the process group as one rank, call ``function(*args)``, and send whether it succeeded and its result."""
+    """Join the process group as one rank, call ``function(*args)``, and send whether it succeeded
+    and its result."""
     # The parent's objects stay for good; scanning them again takes a fifth of the time.
     gc.freeze()
     if rank > 0 or not any(name.startswith("COVERAGE_PROCESS_") for name in os.environ):
-        sys.settrace(None)  # coverage gets the same lines from rank 0 or another test, and slows down the traced code
+        sys.settrace(
+            None
+            # coverage gets the same lines from rank 0 or another test, and slows down the traced code
+        )
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:

@@ -23,14 +23,27 @@ from tests.harness.tiny import make_config
 
 STEP = replace(recording.STEP, loss=5.0, learning_rate=1e-2)
 
-GPU_STEP = replace(STEP, mfu=0.4, memory_allocated_gib=1.0, memory_peak_gib=2.0, memory_reserved_gib=3.0)
+GPU_STEP = replace(
+    STEP, mfu=0.4, memory_allocated_gib=1.0, memory_peak_gib=2.0, memory_reserved_gib=3.0
+)
 
 ENVIRONMENT = {
     "started_at": "2026-01-01T00:00:00+00:00",
     "command": "fsdptoys train",
     "world_size": 2,
-    "device": {"type": "cpu", "name": "A processor", "count_on_this_machine": 1, "memory_gib": 16.0},
-    "versions": {"fsdptoys": "0.1.0", "fsdptoys_commit": None, "python": "3.11.7", "torch": "2.13.0", "cuda": None},
+    "device": {
+        "type": "cpu",
+        "name": "A processor",
+        "count_on_this_machine": 1,
+        "memory_gib": 16.0,
+    },
+    "versions": {
+        "fsdptoys": "0.1.0",
+        "fsdptoys_commit": None,
+        "python": "3.11.7",
+        "torch": "2.13.0",
+        "cuda": None,
+    },
     "machine": {"cpu": "A processor", "cpu_cores_of_this_process": 2},
 }
 
@@ -56,9 +69,15 @@ def changed(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_of(count: int, step: StepMetrics = STEP) -> list[StepMetrics]:
-    """Steps whose loss falls by a tenth each and whose time grows by 10 ms; the first two are slow."""
+    """Steps whose loss falls by a tenth each and whose time grows by 10 ms; the first two are
+    slow."""
     return [
-        replace(step, step=n, loss=step.loss - 0.1 * n, step_time_seconds=9.0 if n <= 2 else 0.1 + 0.01 * n)
+        replace(
+            step,
+            step=n,
+            loss=step.loss - 0.1 * n,
+            step_time_seconds=9.0 if n <= 2 else 0.1 + 0.01 * n,
+        )
         for n in range(1, count + 1)
     ]
 
@@ -73,7 +92,9 @@ def write_run(
 ) -> Path:
     """Write a run directory with unusual settings and parts of the environment, by dotted keys."""
     path.mkdir(parents=True)
-    (path / "config.yaml").write_text(yaml.dump(changed(plain_tree(), settings or {}), Dumper=DUMPER))
+    (path / "config.yaml").write_text(
+        yaml.dump(changed(plain_tree(), settings or {}), Dumper=DUMPER)
+    )
     (path / "environment.json").write_text(json.dumps(changed(ENVIRONMENT, environment or {})))
     (path / "metrics.jsonl").write_text("".join(f"{step.to_json()}\n" for step in steps))
     if finished:
@@ -90,14 +111,21 @@ def record_of(path: Path, status: JobStatus = JobStatus.done, **more: Any) -> Re
 
 
 def write_records(folder: Path, **runs: Sequence[Any]) -> list[Record]:
-    """Write runs, each from its arguments of ``write_run`` after the path, and return their rows."""
+    """Write runs, each from its arguments of ``write_run`` after the path, and return their
+    rows."""
     return [record_of(write_run(folder / name, *arguments)) for name, arguments in runs.items()]
 
 
 def train_into(folder: Path, configs: dict[str, Config]) -> None:
-    """Train each configuration as one of the ranks, and write its steps into a run directory of its name."""
+    """Train each configuration as one of the ranks, and write its steps into a run directory of its
+    name."""
     for name, config in configs.items():
         trainer = Trainer(config)
         trainer.train()
         if trainer.world.rank == 0:
-            write_run(folder / name, trainer.history, config.to_dict(), {"world_size": trainer.world.world_size})
+            write_run(
+                folder / name,
+                trainer.history,
+                config.to_dict(),
+                {"world_size": trainer.world.world_size},
+            )

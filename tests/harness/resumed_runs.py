@@ -39,7 +39,9 @@ class Killed(BaseException):
     """Stands for a kill of the process."""
 
 
-def kept(config: Config, folder: Path, every: int = 3, url: str | None = None, **checkpoint: Any) -> Config:
+def kept(
+    config: Config, folder: Path, every: int = 3, url: str | None = None, **checkpoint: Any
+) -> Config:
     """The configuration with checkpoints and automatic resume, in a run directory or at a URL."""
     if url is not None:
         checkpoint["folder"] = f"{url}{folder}/elsewhere"
@@ -50,14 +52,18 @@ def kept(config: Config, folder: Path, every: int = 3, url: str | None = None, *
     )
 
 
-def run_to_the_end(config: Config, prepare: Callable[[Trainer], None] = lambda trainer: None) -> Trainer:
+def run_to_the_end(
+    config: Config, prepare: Callable[[Trainer], None] = lambda trainer: None
+) -> Trainer:
     trainer = Trainer(config)
     prepare(trainer)
     Run(trainer).run()
     return trainer
 
 
-def run_until(config: Config, killed_in: int, prepare: Callable[[Trainer], None] = lambda trainer: None) -> None:
+def run_until(
+    config: Config, killed_in: int, prepare: Callable[[Trainer], None] = lambda trainer: None
+) -> None:
     """Take steps and end at the start of step ``killed_in``."""
     trainer = Trainer(config)
     prepare(trainer)
@@ -96,7 +102,8 @@ def refused(*configs: Config) -> list[str]:
 
 @dataclasses.dataclass
 class Row:
-    """A run to interrupt: strategy, ranks, options under ``checkpoint``, and options of ``make_config``."""
+    """A run to interrupt: strategy, ranks, options under ``checkpoint``, and options of
+    ``make_config``."""
 
     parallel: ParallelConfig
     ranks: int = 2
@@ -105,7 +112,8 @@ class Row:
 
 
 def check_resumed_run(label: str, row: Row, folder: Path) -> None:
-    """Check that a run killed in its last step and resumed has the steps and parameters of one without checkpoints."""
+    """Check that a run killed in its last step and resumed has the steps and parameters of one
+    without checkpoints."""
     if not supported({label: row}):
         pytest.skip("this torch lacks a feature of it")
     config = make_config(row.parallel, row.ranks, **SMALL | row.options)
@@ -114,7 +122,9 @@ def check_resumed_run(label: str, row: Row, folder: Path) -> None:
     alone = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=0))
 
     def body() -> tuple[int, dict[str, str], dict[str, str]]:
-        torch.compiler.set_stance("force_eager")  # torchao's optimizers take half a minute to compile
+        torch.compiler.set_stance(
+            "force_eager"
+        )  # torchao's optimizers take half a minute to compile
         uninterrupted = run_to_the_end(kept(alone, folder / "whole", every=0))
         run_until(killed, SHORT)
         resumed = run_to_the_end(killed)
@@ -132,14 +142,19 @@ def check_resumed_run(label: str, row: Row, folder: Path) -> None:
 def poison_gradients(
     trainer: Trainer, steps: set[int], rank: int, before: Callable[[int], None] = lambda step: None
 ) -> None:
-    """Make a gradient of one rank infinite in some steps; call ``before(step)`` before every optimizer step."""
+    """Make a gradient of one rank infinite in some steps; call ``before(step)`` before every
+    optimizer step."""
     clip = trainer.stepper.clip
 
     def clip_poisoned(*args: Any) -> torch.Tensor:
         step = trainer.steps_done + 1
         before(step)
         if step in steps and trainer.world.rank == rank:
-            grads = [param.grad for _, param in trainer.strategy.named_parameters() if param.grad is not None]
+            grads = [
+                param.grad
+                for _, param in trainer.strategy.named_parameters()
+                if param.grad is not None
+            ]
             next(grad for grad in map(local_tensor, grads) if grad.numel()).view(-1)[0] = math.inf
         return clip(*args)
 

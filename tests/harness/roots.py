@@ -31,8 +31,14 @@ def make_root(
         for block in blocks:
             fully_shard(block, mesh=mesh)
         return fully_shard(nn.Sequential(*blocks), mesh=mesh)
-    options |= {"device_mesh": mesh, "device_id": next(blocks[0].parameters()).device, "use_orig_params": True}
-    options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
+    options |= {
+        "device_mesh": mesh,
+        "device_id": next(blocks[0].parameters()).device,
+        "use_orig_params": True,
+    }
+    options["sharding_strategy"] = (
+        ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
+    )
     wrapped = [FullyShardedDataParallel(block, **options) for block in blocks]
     return FullyShardedDataParallel(nn.Sequential(*wrapped), **options)
 
@@ -40,7 +46,10 @@ def make_root(
 def gradients_of(root: nn.Module) -> Gradients:
     """Return this rank's shards of the gradients."""
     grads = [param.grad for param in root.parameters() if param.grad is not None]
-    return [(grad.to_local() if hasattr(grad, "to_local") else grad).flatten().tolist() for grad in grads]
+    return [
+        (grad.to_local() if hasattr(grad, "to_local") else grad).flatten().tolist()
+        for grad in grads
+    ]
 
 
 def streams_of(strategy: str, root: Any) -> list[Any]:
@@ -59,14 +68,18 @@ def train_two(
         strategy: ``fsdp1`` or ``fsdp2``.
         hybrid: whether the roots replicate.
         patched: whether they share their streams.
-        order: in which the roots ``a`` and ``b`` go forward (small letters) and backward (capitals).
+        order: in which the roots ``a`` and ``b`` go forward (small letters) and backward
+            (capitals).
         device: of the roots.
 
     Returns:
         The roots and their gradients.
     """
     with apply_patches([f"{strategy}_stream_reuse"] if patched else [], strategy):
-        roots = {"a": make_root(strategy, 1, hybrid, device), "b": make_root(strategy, 2, hybrid, device)}
+        roots = {
+            "a": make_root(strategy, 1, hybrid, device),
+            "b": make_root(strategy, 2, hybrid, device),
+        }
         torch.manual_seed(dist.get_rank())
         batches = {name: torch.randn(2, 4, WIDTH).to(device) for name in roots}
         losses = {}

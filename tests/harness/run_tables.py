@@ -1,4 +1,5 @@
-"""Tables of runs of which each row is a test, while rows on as many ranks share one group of processes."""
+"""Tables of runs of which each row is a test, while rows on as many ranks share one group of
+processes."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,12 +33,17 @@ def levels(rows: Iterable[str], short: Collection[str]) -> list[Any]:
 
 def selected(request: pytest.FixtureRequest, argument: str) -> list[Any]:
     """Return the values of a parameter among the tests of the module that this session runs."""
-    specs = [item.callspec for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    specs = [
+        item.callspec
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
     return list(dict.fromkeys(spec.params[argument] for spec in specs if argument in spec.params))
 
 
 def train_runs(runs: Iterable[Run], train: Train = train_all) -> list[Any]:
-    """Return the results of rank 0 in order; runs on as many ranks share a group, and equal runs train once."""
+    """Return the results of rank 0 in order; runs on as many ranks share a group, and equal runs
+    train once."""
     runs = list(runs)
     unique = {(ranks, repr(config)): config for ranks, config in runs}
     results: dict[tuple[int, str], Any] = {}
@@ -59,7 +65,8 @@ class Row:
     """Settings that the one process does not have."""
     options: dict[str, Any] = field(default_factory=dict)
     alone: dict[str, Any] | None = None
-    """Settings of an ordinary process; None for one that runs the micro-batches of all ranks in turn."""
+    """Settings of an ordinary process; None for one that runs the micro-batches of all ranks in
+    turn."""
 
     def pair(self) -> Pair:
         """Return the run and that of one process."""
@@ -69,7 +76,9 @@ class Row:
         alone = self.alone
         if alone is None:
             # A simulated rank evaluates no batches of its own.
-            alone = {"eval_batches": n * simulated} if (n := self.options.get("eval_batches")) else {}
+            alone = (
+                {"eval_batches": n * simulated} if (n := self.options.get("eval_batches")) else {}
+            )
         else:
             simulated = 1
         single = SingleConfig(simulated_ranks=simulated, param_dtype=self.parallel.param_dtype)
@@ -78,9 +87,13 @@ class Row:
 
 
 def trained_rows(
-    rows: Mapping[str, Row | Pair], train: Train = train_all, oracle: Train | None = None, argument: str = "row"
+    rows: Mapping[str, Row | Pair],
+    train: Train = train_all,
+    oracle: Train | None = None,
+    argument: str = "row",
 ) -> Any:
-    """Return a fixture: results of the selected rows, and of their oracles, which ``oracle`` may train otherwise."""
+    """Return a fixture: results of the selected rows, and of their oracles, which ``oracle`` may
+    train otherwise."""
 
     @pytest.fixture(scope="module")
     def trained(request: pytest.FixtureRequest) -> Pairs:
@@ -92,11 +105,16 @@ def trained_rows(
             results = train_runs(runs + oracles, train)
         else:
             results = train_runs(runs, train) + train_runs(oracles, oracle)
-        return dict(zip(names, zip(results[: len(names)], results[len(names) :], strict=True), strict=True))
+        return dict(
+            zip(names, zip(results[: len(names)], results[len(names) :], strict=True), strict=True)
+        )
 
     return trained
 
 
 def one_in(share: int, names: Iterable[str]) -> list[Any]:
     """Return all names as parameters, of which the short level runs one in ``share``."""
-    return [pytest.param(name, marks=pytest.mark.extended if index % share else ()) for index, name in enumerate(names)]
+    return [
+        pytest.param(name, marks=pytest.mark.extended if index % share else ())
+        for index, name in enumerate(names)
+    ]

@@ -8,7 +8,13 @@ from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
 from tests.harness.ranks import run_ranks
 
-WORDS = ["experiment=null", "parallel=single", "train.seq_len=32", "train.steps=4", "metrics.console=none"]
+WORDS = [
+    "experiment=null",
+    "parallel=single",
+    "train.seq_len=32",
+    "train.steps=4",
+    "metrics.console=none",
+]
 
 
 def take_three_steps(config: Config) -> None:
@@ -17,6 +23,8 @@ def take_three_steps(config: Config) -> None:
 
 def train_run(folder: Path) -> None:
     """Train for three steps, with a checkpoint after each."""
-    config = compose_config([*WORDS, f"metrics.run_dir={folder}", "checkpoint.every=1", "train.steps=3"])
+    config = compose_config(
+        [*WORDS, f"metrics.run_dir={folder}", "checkpoint.every=1", "train.steps=3"]
+    )
     config.validate(1, "cpu")
     run_ranks(1, take_three_steps, config)

@@ -1,8 +1,8 @@
 """A caching allocator's history, made by hand in the form of ``torch.cuda.memory._snapshot()``.
 
-Device 1 has a segment of 64 MiB: 8 MiB of weights from before the history, then 24 MiB of logits and 2 MiB of a norm in
-the forward, of which the logits are freed in the backward, then the weights, then 1 MiB is allocated in
-place of the logits, and a request for 40 MiB fails.
+Device 1 has a segment of 64 MiB: 8 MiB of weights from before the history, then 24 MiB of logits
+and 2 MiB of a norm in the forward, of which the logits are freed in the backward, then the weights,
+then 1 MiB is allocated in place of the logits, and a request for 40 MiB fails.
 """
 
 from typing import Any
@@ -23,7 +23,14 @@ BACKWARD = {"filename": "/venv/lib/torch/autograd/graph.py", "line": 829, "name"
 
 
 def event(action: str, addr: int, mib: int, *frames: dict[str, Any]) -> dict[str, Any]:
-    return {"action": action, "addr": addr, "size": mib * MIB, "stream": 0, "time_us": 0, "frames": list(frames)}
+    return {
+        "action": action,
+        "addr": addr,
+        "size": mib * MIB,
+        "stream": 0,
+        "time_us": 0,
+        "frames": list(frames),
+    }
 
 
 def block(address: int, mib: int, *frames: dict[str, Any], unused: int = 0) -> dict[str, Any]:
@@ -58,9 +65,20 @@ def make_snapshot() -> dict[str, Any]:
         block(norm, 2, NORM, MAIN, unused=512),
         block(norm + 2 * MIB, 30),
     ]
-    segment = {"device": 1, "address": BASE, "total_size": 64 * MIB, "allocated_size": 3 * MIB, "stream": 0}
+    segment = {
+        "device": 1,
+        "address": BASE,
+        "total_size": 64 * MIB,
+        "allocated_size": 3 * MIB,
+        "stream": 0,
+    }
     segment |= {"active_size": 3 * MIB, "requested_size": 3 * MIB - 512, "segment_type": "large"}
-    segment |= {"segment_pool_id": (0, 0), "is_expandable": False, "frames": [LOSS, MAIN], "blocks": blocks}
+    segment |= {
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [LOSS, MAIN],
+        "blocks": blocks,
+    }
     return {"segments": [segment], "device_traces": [[], trace]}
 
 

@@ -16,7 +16,9 @@ def run_with(
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these streams: "fine", "full", "broken" (a pipe without reader) or
     "closed"."""
-    closes = [redirection for how, redirection in ((stdout, ">&-"), (stderr, "2>&-")) if how == "closed"]
+    closes = [
+        redirection for how, redirection in ((stdout, ">&-"), (stderr, "2>&-")) if how == "closed"
+    ]
     command = ["sh", "-c", f'exec "$@" {" ".join(closes)}', "sh", sys.executable, *words]
     reader, writer = os.pipe()
     os.close(reader)

@@ -57,7 +57,9 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         (folder / name).write_text(text)
     words = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-W", "ignore"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout, (folder / "times").read_text()
 
@@ -97,19 +99,27 @@ def test_times_has_a_row_for_every_test_that_ended(output: tuple[str, str]) -> N
     rows = [line.split("\t") for line in output[1].splitlines()]
     assert {row[2].rpartition("::")[2] for row in rows} == {
         "(imports, collection)",
-        *("test_passes", "test_fails", "test_is_skipped", "test_follows", "test_changes_the_process"),
+        *(
+            "test_passes",
+            "test_fails",
+            "test_is_skipped",
+            "test_follows",
+            "test_changes_the_process",
+        ),
         *("test_is_not_changed", "test_leaves_a_thread"),
     }
     assert all(float(row[0]) >= 0 and float(row[1]) >= 0 for row in rows)
 
 
 def test_inherited_state_is_reset() -> None:
-    """Oracle: a process whose parent ignored signals and set variables of launchers and terminals."""
+    """Oracle: a process whose parent ignored signals and set variables of launchers and
+    terminals."""
     code = (
-        "from tests.harness.clean_process import clean_process\nclean_process()\nimport os, signal, sys\n"
-        "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, signal.getsignal(signal.SIGHUP).name)\n"
-        "print(sorted(name for name in ('RANK', 'COLUMNS', 'LC_ALL', 'PATH') if name in os.environ), os.read(0, 1))\n"
-        "print(oct(os.umask(0)), signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
+        "from tests.harness.clean_process import clean_process\nclean_process()\nimport os, "
+        "signal, sys\nprint(signal.getsignal(signal.SIGINT) is signal.default_int_handler, "
+        "signal.getsignal(signal.SIGHUP).name)\nprint(sorted(name for name in ('RANK', "
+        "'COLUMNS', 'LC_ALL', 'PATH') if name in os.environ), os.read(0, "
+        "1))\nprint(oct(os.umask(0)), signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
     )
 
     def ignore() -> None:
@@ -136,20 +146,38 @@ def test_a_wait_in_vain_names_the_processes(monkeypatch: pytest.MonkeyPatch) -> 
     from tests.harness import processes
 
     monkeypatch.setattr(processes, "load_factor", lambda: 0.0)
-    with pytest.raises(AssertionError, match=rf"(?s)not in 0 s: a miracle.*process {os.getpid()}: state "):
+    with pytest.raises(
+        AssertionError, match=rf"(?s)not in 0 s: a miracle.*process {os.getpid()}: state "
+    ):
         processes.wait_until(lambda: False, "a miracle", [os.getpid()], seconds=0.0)
 
 
 def test_short_level_leaves_out_extended_tests(tmp_path: Path) -> None:
     """Oracle: the ids that this checkout's own conftest collects, with and without ``--all``."""
     (tmp_path / "test_levels.py").write_text(
-        "import pytest\n\n@pytest.mark.parametrize('size', [1, pytest.param(2, marks=pytest.mark.extended)])\n"
-        "def test_sizes(size): pass\n"
+        "import pytest\n\n@pytest.mark.parametrize('size', [1, pytest.param(2, "
+        "marks=pytest.mark.extended)])\ndef test_sizes(size): pass\n"
     )
     ids = []
     for options in ([], ["--all"]):
-        words = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml"), *options]
-        words += ["--rootdir", str(tmp_path), "-p", "no:cacheprovider", "--collect-only", str(tmp_path)]
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.conftest",
+            "-c",
+            str(ROOT / "pyproject.toml"),
+            *options,
+        ]
+        words += [
+            "--rootdir",
+            str(tmp_path),
+            "-p",
+            "no:cacheprovider",
+            "--collect-only",
+            str(tmp_path),
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
         ids.append(re.findall(r"test_sizes\[(\d)\]", done.stdout))

@@ -16,7 +16,14 @@ from fsdptoys.data import DataConfig, SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.metrics import Console, MetricsConfig
-from fsdptoys.models import GPT2Config, Llama4Config, LlamaConfig, ModelConfig, Qwen3Config, Qwen3MoEConfig
+from fsdptoys.models import (
+    GPT2Config,
+    Llama4Config,
+    LlamaConfig,
+    ModelConfig,
+    Qwen3Config,
+    Qwen3MoEConfig,
+)
 from fsdptoys.optim import AdamWConfig, OptimConfig, WeightDecayOn
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.capabilities import CAPABILITIES
@@ -33,7 +40,8 @@ PLAIN_KERNELS = KernelConfig(
     swiglu=Kernel.torch,
     grouped_matmul=GroupedKernel.looped,
 )
-"""Ops that every device has, with the same arithmetic on all of them; simulated NPUs lack torch_npu's."""
+"""Ops that every device has, with the same arithmetic on all of them; simulated NPUs lack
+torch_npu's."""
 
 
 Row = TypeVar("Row")
@@ -41,13 +49,26 @@ Row = TypeVar("Row")
 
 def supported(rows: dict[str, Row]) -> dict[str, Row]:
     """Leave out the rows whose label names a feature that this torch lacks."""
-    lacks = {"int8": torchao_fault() is not None, "hsdp2": TORCH < (2, 8)}  # FSDP2 replicates on a CPU from 2.8 on
+    lacks = {
+        "int8": torchao_fault() is not None,
+        "hsdp2": TORCH < (2, 8),
+    }  # FSDP2 replicates on a CPU from 2.8 on
     lacks["fsdp2, quantized"] = not CAPABILITIES["fsdp2"].packed_weights
-    return {label: row for label, row in rows.items() if not any(lacks[name] and name in label for name in lacks)}
+    return {
+        label: row
+        for label, row in rows.items()
+        if not any(lacks[name] and name in label for name in lacks)
+    }
 
 
 # Odd sizes: no dim divides evenly over 2 or 4 ranks, so all shards are padded.
-GPT2_SIZES: dict[str, Any] = {"name": "tiny", "dim": 36, "n_heads": 6, "vocab_size": 67, "max_seq_len": 64}
+GPT2_SIZES: dict[str, Any] = {
+    "name": "tiny",
+    "dim": 36,
+    "n_heads": 6,
+    "vocab_size": 67,
+    "max_seq_len": 64,
+}
 SIZES = GPT2_SIZES | {"n_kv_heads": 2, "ffn_dim": 50}
 HEADS = SIZES | {"head_dim": 10}
 
@@ -101,12 +122,16 @@ WRAPS: dict[str, dict[str, Any]] = {
 def with_sizes(model: ModelConfig, **sizes: Any) -> Any:
     """Return the model with those of the sizes that its family has."""
     known = {field.name for field in dataclasses.fields(model)}
-    return dataclasses.replace(model, **{name: size for name, size in sizes.items() if name in known})
+    return dataclasses.replace(
+        model, **{name: size for name, size in sizes.items() if name in known}
+    )
 
 
 WITH_BLOCKS: dict[str, ModelConfig] = {
     # The experts' stacks are three, which two or four ranks shard along another dim.
-    name: with_sizes(FAMILIES[name], dim=64, n_layers=1, n_heads=4, ffn_dim=96, head_dim=16, expert_ffn_dim=32)
+    name: with_sizes(
+        FAMILIES[name], dim=64, n_layers=1, n_heads=4, ffn_dim=96, head_dim=16, expert_ffn_dim=32
+    )
     for name in ("llama", "qwen3_moe")
 }
 """Models with rows long enough for optimizer states of 8 and 4 bits."""
@@ -131,17 +156,21 @@ def make_config(
     data: DataConfig | None = None,
     **train: Any,
 ) -> Config:
-    """A validated configuration: ragged padding, clipping, AdamW, two micro-batches, deterministic mode."""
+    """A validated configuration: ragged padding, clipping, AdamW, two micro-batches, deterministic
+    mode."""
     settings = {"batch_size": 2, "seq_len": 24, "steps": 4, "grad_accum": 2, "max_grad_norm": 0.5}
     settings |= {"eval_every": 0}
     config = Config(
         model=model or tiny_model(tie_embeddings),
-        # Validation replaces auto values in place; the caller may use its objects for several configurations.
+        # Validation replaces auto values in place; the caller may use its objects for several
+        # configurations.
         parallel=copy.copy(parallel),
         mesh=MeshConfig(fsdp_size, cp_size, ep_size, tp_size, pp_size),
         memory=copy.copy(memory) if memory else MemoryConfig(),
         data=data or SyntheticConfig(branching=4, ragged=True),
-        optim=copy.copy(optim) if optim else AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all),
+        optim=copy.copy(optim)
+        if optim
+        else AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all),
         tune=tune or FullConfig(),
         train=TrainConfig(**{**settings, "deterministic": True, **train}),
         checkpoint=CheckpointConfig(),

@@ -1,4 +1,5 @@
-"""Hardware with round numbers, for timelines by hand, and traces of small models, each made in a process of its own."""
+"""Hardware with round numbers, for timelines by hand, and traces of small models, each made in a
+process of its own."""
 
 import dataclasses
 import functools
@@ -22,7 +23,8 @@ ATTENTION = {"cuda": AttentionKind.flash, "npu": AttentionKind.npu, "cpu": Atten
 
 
 def imagined_hardware(device_type: str = "cuda", **values: float) -> Hardware:
-    """One FLOP/s, one byte a second everywhere, no latencies and no host time; two devices in a machine.
+    """One FLOP/s, one byte a second everywhere, no latencies and no host time; two devices in a
+    machine.
 
     Args:
         device_type: ``cuda``, ``npu`` or ``cpu``.
@@ -56,7 +58,9 @@ def traced(words: Sequence[str], world_size: int = 8, device_type: str = "cuda")
 
 @functools.cache
 def _traced(words: tuple[str, ...], world_size: int, device_type: str) -> Trace:
-    trace: Trace = in_fresh_process(trace_steps, configured(words, world_size, device_type), world_size, device_type)
+    trace: Trace = in_fresh_process(
+        trace_steps, configured(words, world_size, device_type), world_size, device_type
+    )
     return trace
 
 
@@ -69,13 +73,20 @@ def traced_on(config: Config, hardware: Hardware, world_size: int) -> Trace:
 def _trace_on(config: Config, hardware: Hardware, world_size: int) -> Trace:
     workspace_bytes = matmul_workspace_bytes(hardware)
     program = trainer_program(config, hardware)
-    return trace_here(program, attention=hardware.attention, world_size=world_size, workspace_bytes=workspace_bytes)
+    return trace_here(
+        program,
+        attention=hardware.attention,
+        world_size=world_size,
+        workspace_bytes=workspace_bytes,
+    )
 
 
 def trace_steps(config: Config, world_size: int, device_type: str) -> Trace:
     """Trace two steps of the project's trainer in this process, which cannot be used afterwards."""
     hardware = imagined_hardware(device_type)  # its numbers do not matter
-    return trace_here(trainer_program(config, hardware), attention=hardware.attention, world_size=world_size)
+    return trace_here(
+        trainer_program(config, hardware), attention=hardware.attention, world_size=world_size
+    )
 
 
 def live_bytes(trace: Trace, step: int, phase: str) -> dict[Category, int]:
@@ -106,5 +117,8 @@ def of_step(trace: Trace, kind: type, step: int = 2) -> list[Any]:
 
 newer_torch = pytest.mark.skipif(
     tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 9),
-    reason="older FSDP2 averages over two axes by NCCL alone, and older fused AdamW knows no planned device",
+    reason=(
+        "older FSDP2 averages over two axes by NCCL alone, and older fused AdamW knows no "
+        "planned device"
+    ),
 )

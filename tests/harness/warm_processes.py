@@ -1,8 +1,8 @@
 """``python -m MODULE WORDS`` as forks of this process, which has already done the slow imports.
 
-For tests of the behavior of processes, not of interpreter startup: each is a separate process with the
-arguments, variables, streams, session and signals of a new interpreter, and exits like one. The only difference
-are the imported modules. Other commands start as usual.
+For tests of the behavior of processes, not of interpreter startup: each is a separate process with
+the arguments, variables, streams, session and signals of a new interpreter, and exits like one. The
+only difference are the imported modules. Other commands start as usual.
 """
 
 import importlib
@@ -23,16 +23,23 @@ from fsdptoys.launch.forked_process import MOST_FILES, become_interpreter, run_m
 
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 COLD = {"fsdptoys.plan.trace.tracing_process"}
-"""Modules that install a fake device, for which autograd's engine, in use in this process, has no queue."""
+"""Modules that install a fake device, for which autograd's engine, in use in this process, has no
+queue."""
 SLOW_IMPORTS = (
-    *("fsdptoys.launch.launch", "fsdptoys.train.run", "fsdptoys.metrics.figures", "matplotlib.figure"),
+    *(
+        "fsdptoys.launch.launch",
+        "fsdptoys.train.run",
+        "fsdptoys.metrics.figures",
+        "matplotlib.figure",
+    ),
     *("fsdptoys.parallel.fsdp1", "fsdptoys.parallel.fsdp2", "fsdptoys.checkpoint.dcp_io"),
 )
 _parameters = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
 
 
 def start_warm(patch: pytest.MonkeyPatch) -> None:
-    """Replace ``python -m`` processes of this process and of its launchers by forks with the imports already done."""
+    """Replace ``python -m`` processes of this process and of its launchers by forks with the
+    imports already done."""
     for name in SLOW_IMPORTS:
         importlib.import_module(name)
     patch.setattr(subprocess, "Popen", WarmPopen)
@@ -44,7 +51,11 @@ class WarmPopen(subprocess.Popen):
 
     def _execute_child(self, *given: Any) -> None:
         options = dict(zip(_parameters, given, strict=True))
-        words = [] if isinstance(options["args"], str) else [os.fspath(word) for word in options["args"]]
+        words = (
+            []
+            if isinstance(options["args"], str)
+            else [os.fspath(word) for word in options["args"]]
+        )
         if words[1:2] == ["-u"]:  # as torchrun starts its ranks
             del words[1]
         if words[:2] != [sys.executable, "-m"] or words[2] in COLD:
@@ -56,7 +67,9 @@ class WarmPopen(subprocess.Popen):
             if options["start_new_session"]:
                 os.setsid()
             streams = [options[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-            become_measured_interpreter(streams, dict(os.environ) if options["env"] is None else options["env"])
+            become_measured_interpreter(
+                streams, dict(os.environ) if options["env"] is None else options["env"]
+            )
             if options["cwd"] is not None:
                 os.chdir(options["cwd"])
             if options["preexec_fn"] is not None:
@@ -78,7 +91,8 @@ class WarmPopen(subprocess.Popen):
 
 
 def become_measured_interpreter(streams: Sequence[int], environment: Mapping[str, str]) -> None:
-    """Give this fork the state of a new interpreter, these streams (-1: unchanged), and coverage of rank 0."""
+    """Give this fork the state of a new interpreter, these streams (-1: unchanged), and coverage of
+    rank 0."""
     for target, source in enumerate(streams):
         if source >= 0:
             os.dup2(source, target)

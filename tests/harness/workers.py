@@ -1,16 +1,17 @@
 """Run test modules in forks of one process that has imported and collected everything.
 
-- An interpreter with torch takes 2 to 4 CPU seconds to start; a fork takes 0.05. So each module gets a process of its
+- An interpreter with torch takes 2 to 4 CPU seconds to start; a fork takes 0.05. So each module
+  gets a process of its
   own: threads, devices, variables and caches of one module do not reach another.
-- Every test has a time limit, kept by the parent, which a blocked test cannot disturb. At the limit the parent reports
-  the stacks of the test's process and of its forks, and where other child processes wait, and kills them. The test
-  fails; the rest of its module runs in a new fork.
+- Every test has a time limit, kept by the parent, which a blocked test cannot disturb. At the limit
+  the parent reports the stacks of the test's process and of its forks, and where other child
+  processes wait, and kills them. The test fails; the rest of its module runs in a new fork.
 - A process that dies (a signal, ``os._exit``) fails the test that it ran, and no other.
 
 pytest-xdist does not serve: its workers have threads, and the tests fork ranks.
 
-``--times FILE`` writes CPU seconds and wall seconds of every test. The CPU time of a child process counts when its
-parent has waited for it. A module's fixtures count for its first test.
+``--times FILE`` writes CPU seconds and wall seconds of every test. The CPU time of a child process
+counts when its parent has waited for it. A module's fixtures count for its first test.
 """
 
 import ctypes
@@ -80,8 +81,17 @@ def _run_items(session: pytest.Session, items: list[pytest.Item], sender: Any, s
 
 def _without_runner(stacks: str) -> str:
     """Leave out the frames of pytest and of this file, which are the same in every stack."""
-    runner = ("_pytest/", "pluggy/", "/pytest/__main__.py", "frozen runpy", "/multiprocessing/", "harness/workers.py")
-    return "\n".join(line for line in stacks.splitlines() if not any(part in line for part in runner))
+    runner = (
+        "_pytest/",
+        "pluggy/",
+        "/pytest/__main__.py",
+        "frozen runpy",
+        "/multiprocessing/",
+        "harness/workers.py",
+    )
+    return "\n".join(
+        line for line in stacks.splitlines() if not any(part in line for part in runner)
+    )
 
 
 class _Worker:
@@ -95,7 +105,9 @@ class _Worker:
         self.stacks = tempfile.TemporaryFile("a+")  # noqa: SIM115  # open as long as the worker runs
         self.receiver, sender = multiprocessing.Pipe(duplex=False)
         context: Any = multiprocessing.get_context("fork")
-        self.process = context.Process(target=_run_items, args=(session, items, sender, self.stacks))
+        self.process = context.Process(
+            target=_run_items, args=(session, items, sender, self.stacks)
+        )
         self.process.start()
         sender.close()
         self.since = time.monotonic()
@@ -149,21 +161,37 @@ class WorkersPlugin:
             raise session.Interrupted(f"{session.testsfailed} errors during collection")
         if session.config.option.collectonly:
             return True
-        self.add_times(*(now - then for now, then in zip(spent(), self.started, strict=True)), "(imports, collection)")
-        groups = [list(items) for _, items in itertools.groupby(session.items, lambda item: item.path)]
+        self.add_times(
+            *(now - then for now, then in zip(spent(), self.started, strict=True)),
+            "(imports, collection)",
+        )
+        groups = [
+            list(items) for _, items in itertools.groupby(session.items, lambda item: item.path)
+        ]
         queue = deque(sorted(groups, key=self._order))
         workers: dict[Any, _Worker] = {}
         try:
             while workers or (queue and not (session.shouldfail or session.shouldstop)):
-                while queue and len(workers) < self.count and not (session.shouldfail or session.shouldstop):
+                while (
+                    queue
+                    and len(workers) < self.count
+                    and not (session.shouldfail or session.shouldstop)
+                ):
                     worker = _Worker(session, queue.popleft())
                     workers[worker.receiver] = worker
                 for receiver in multiprocessing.connection.wait(list(workers), timeout=1.0):
                     if not self._take(session, workers[receiver]):
-                        queue.extendleft([rest] if (rest := self._end(session, workers.pop(receiver))) else [])
-                for receiver in [receiver for receiver, worker in workers.items() if worker.hangs()]:
+                        queue.extendleft(
+                            [rest] if (rest := self._end(session, workers.pop(receiver))) else []
+                        )
+                for receiver in [
+                    receiver for receiver, worker in workers.items() if worker.hangs()
+                ]:
                     worker = workers.pop(receiver)
-                    why = f"no end after {time.monotonic() - worker.since:.0f} s\n{worker.read_stacks()}"
+                    why = (
+                        f"no end after {time.monotonic() - worker.since:.0f} "
+                        f"s\n{worker.read_stacks()}"
+                    )
                     queue.extendleft([rest] if (rest := self._end(session, worker, why)) else [])
         finally:
             for worker in workers.values():
@@ -176,7 +204,9 @@ class WorkersPlugin:
 
     def _order(self, items: list[pytest.Item]) -> int:
         path = items[0].nodeid
-        return next((number for number, part in enumerate(self.slow) if part in path), len(self.slow))
+        return next(
+            (number for number, part in enumerate(self.slow) if part in path), len(self.slow)
+        )
 
     def _take(self, session: pytest.Session, worker: _Worker) -> bool:
         """Take one message; return False at the end of the worker's pipe."""
@@ -197,8 +227,11 @@ class WorkersPlugin:
             worker.finished = True
         return True
 
-    def _end(self, session: pytest.Session, worker: _Worker, why: str | None = None) -> list[pytest.Item]:
-        """Wait for a worker's exit, report how its test failed if it did not end, and return the tests left to run."""
+    def _end(
+        self, session: pytest.Session, worker: _Worker, why: str | None = None
+    ) -> list[pytest.Item]:
+        """Wait for a worker's exit, report how its test failed if it did not end, and return the
+        tests left to run."""
         process = worker.process
         process.join(0 if why else EXIT_SECONDS)
         if why is None and process.exitcode is None:

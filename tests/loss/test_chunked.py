@@ -1,4 +1,5 @@
-"""The head's loss: the chunked loss has the values of the plain one, and the documented amount of work."""
+"""The head's loss: the chunked loss has the values of the plain one, and the documented amount of
+work."""
 
 import math
 import os
@@ -39,8 +40,11 @@ def make_inputs(
     return hidden_ND, weight_VD, labels_N
 
 
-def outcome(loss_fn: Callable[..., Tensor], hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> list[Tensor]:
-    """Loss and both gradients, the loss multiplied by something before the backward as in training."""
+def outcome(
+    loss_fn: Callable[..., Tensor], hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
+) -> list[Tensor]:
+    """Loss and both gradients, the loss multiplied by something before the backward as in
+    training."""
     hidden_ND, weight_VD = (x.detach().clone().requires_grad_() for x in (hidden_ND, weight_VD))
     loss = loss_fn(hidden_ND, weight_VD, labels_N)
     (loss * UPSTREAM).backward()
@@ -48,7 +52,9 @@ def outcome(loss_fn: Callable[..., Tensor], hidden_ND: Tensor, weight_VD: Tensor
     return [loss.detach(), hidden_ND.grad, weight_VD.grad]
 
 
-def exact(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, objective: Objective = PLAIN) -> list[Tensor]:
+def exact(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, objective: Objective = PLAIN
+) -> list[Tensor]:
     """The same in float64, from the definition."""
 
     def loss_fn(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
@@ -57,13 +63,18 @@ def exact(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, objective: Obj
         shares = torch.full_like(logits, objective.label_smoothing / logits.shape[1])
         shares[torch.arange(len(labels)), labels] += 1 - objective.label_smoothing
         logsumexp = logits.exp().sum(1).log()
-        return (shares * (logsumexp[:, None] - logits)).sum() + objective.z_loss_coef * (logsumexp**2).sum()
+        return (shares * (logsumexp[:, None] - logits)).sum() + objective.z_loss_coef * (
+            logsumexp**2
+        ).sum()
 
     return outcome(loss_fn, hidden_ND.double(), weight_VD.double(), labels_N)
 
 
 def relative_errors(got: list[Tensor], expected: list[Tensor]) -> list[float]:
-    return [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, expected, strict=True)]
+    return [
+        ((a.double() - b.double()).norm() / b.double().norm()).item()
+        for a, b in zip(got, expected, strict=True)
+    ]
 
 
 def on_device_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +91,9 @@ def test_cross_entropy_sum_excludes_ignored_labels(dtype: torch.dtype) -> None:
     kept = labels_N >= 0
     loss = cross_entropy_sum(hidden_ND, weight_VD, labels_N)
     assert loss.dtype == torch.float32
-    expected = F.cross_entropy((hidden_ND[kept] @ weight_VD.T).float(), labels_N[kept], reduction="sum")
+    expected = F.cross_entropy(
+        (hidden_ND[kept] @ weight_VD.T).float(), labels_N[kept], reduction="sum"
+    )
     torch.testing.assert_close(loss, expected)
 
 
@@ -92,9 +105,14 @@ def test_cross_entropy_sum_excludes_ignored_labels(dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 16, N])
 def test_float32_loss_agrees_to_1e_6_and_gradients_to_1e_5(
-    chunk_tokens: int | None, objective: Objective, ignored: float, device_path: bool, monkeypatch: pytest.MonkeyPatch
+    chunk_tokens: int | None,
+    objective: Objective,
+    ignored: float,
+    device_path: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Oracle: F.cross_entropy(F.linear(h, w).float(), y) and autograd, and the definition in float64."""
+    """Oracle: F.cross_entropy(F.linear(h, w).float(), y) and autograd, and the definition in
+    float64."""
     if device_path:
         on_device_path(monkeypatch)
     monkeypatch.setattr(head_products, "BLOCK_CLASSES", 50)
@@ -102,10 +120,15 @@ def test_float32_loss_agrees_to_1e_6_and_gradients_to_1e_5(
         monkeypatch.setattr(softmax, name, 6 * V * 4)
     inputs = make_inputs(ignored=ignored)
     got = outcome(build_loss(True, chunk_tokens, objective=objective), *inputs)
-    for expected in (outcome(build_loss(False, objective=objective), *inputs), exact(*inputs, objective)):
+    for expected in (
+        outcome(build_loss(False, objective=objective), *inputs),
+        exact(*inputs, objective),
+    ):
         torch.testing.assert_close(got[0], expected[0].float(), rtol=1e-6, atol=0)
         for gradient, expected_gradient in zip(got[1:], expected[1:], strict=True):
-            torch.testing.assert_close(gradient, expected_gradient.float(), rtol=1e-5, atol=1e-5 * UPSTREAM)
+            torch.testing.assert_close(
+                gradient, expected_gradient.float(), rtol=1e-5, atol=1e-5 * UPSTREAM
+            )
 
 
 @pytest.mark.parametrize("device_path", [False, True], ids=["cpu", "device"])
@@ -126,20 +149,28 @@ def test_bf16_error_is_at_most_1_5_times_that_of_the_plain_loss(
 
 
 @pytest.mark.parametrize("chunks, stated", [(1, 0.9), (8, 1.25), (32, 1.9)])
-def test_bf16_accumulation_error_grows_with_chunks_as_documented(chunks: int, stated: float) -> None:
+def test_bf16_accumulation_error_grows_with_chunks_as_documented(
+    chunks: int, stated: float
+) -> None:
     """Oracle: float64; the error of the weight's gradient relative to that of the plain loss."""
     inputs = make_inputs(1024, 64, 2500, torch.bfloat16)
     expected = exact(*inputs)
     plain = relative_errors(outcome(cross_entropy_sum, *inputs), expected)
-    got = relative_errors(outcome(build_loss(True, 1024 // chunks, torch.bfloat16), *inputs), expected)
+    got = relative_errors(
+        outcome(build_loss(True, 1024 // chunks, torch.bfloat16), *inputs), expected
+    )
     assert got[2] == pytest.approx(stated * plain[2], rel=0.15)
-    assert got[:2] == relative_errors(outcome(build_loss(True, 1024 // chunks), *inputs), expected)[:2]
+    assert (
+        got[:2] == relative_errors(outcome(build_loss(True, 1024 // chunks), *inputs), expected)[:2]
+    )
 
 
 def test_bf16_accumulation_supports_a_float32_weight() -> None:
     """Oracle: the plain loss, to the precision of bf16."""
     inputs = make_inputs()
-    got, expected = (outcome(f, *inputs) for f in (build_loss(True, 16, torch.bfloat16), cross_entropy_sum))
+    got, expected = (
+        outcome(f, *inputs) for f in (build_loss(True, 16, torch.bfloat16), cross_entropy_sum)
+    )
     assert got[2].dtype == torch.float32
     errors = relative_errors(got, expected)
     assert errors[0] < 1e-6 and errors[1] < 1e-5 and 1e-5 < errors[2] < 1e-2
@@ -150,7 +181,8 @@ def test_bf16_accumulation_supports_a_float32_weight() -> None:
 def test_retained_graph_gives_the_same_gradients(
     dtype: torch.dtype, private_function: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: one backward of a fresh graph, bitwise; with and without PyTorch's report that the graph is retained."""
+    """Oracle: one backward of a fresh graph, bitwise; with and without PyTorch's report that the
+    graph is retained."""
     if not private_function:
         monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
     inputs = make_inputs(dtype=dtype)
@@ -166,7 +198,9 @@ def test_second_derivative_is_refused() -> None:
     """Oracle: the message, which suggests the plain loss."""
     hidden_ND, weight_VD, labels_N = make_inputs()
     loss = build_loss(True, 16)(hidden_ND, weight_VD, labels_N)
-    with pytest.raises(RuntimeError, match=r"second derivative; use the plain loss, memory\.chunk_loss=false"):
+    with pytest.raises(
+        RuntimeError, match=r"second derivative; use the plain loss, memory\.chunk_loss=false"
+    ):
         torch.autograd.grad(loss, hidden_ND, create_graph=True)
 
 
@@ -191,11 +225,17 @@ class Work(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("needs, products", [((1, 1), 3), ((1, 0), 2), ((0, 1), 2), ((0, 0), 1), ("no_grad", 1)])
-def test_unneeded_gradients_and_ignored_labels_cost_no_matmul(needs: Any, products: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "needs, products", [((1, 1), 3), ((1, 0), 2), ((0, 1), 2), ((0, 0), 1), ("no_grad", 1)]
+)
+def test_unneeded_gradients_and_ignored_labels_cost_no_matmul(
+    needs: Any, products: int, dtype: torch.dtype
+) -> None:
     """Oracle: the multiply-adds of the valid rows; no tensor is nearly as large as the logits."""
     hidden_ND, weight_VD, labels_N = make_inputs(n=200, dtype=dtype, ignored=0.5)
-    for tensor, wanted in zip((hidden_ND, weight_VD), (1, 1) if needs == "no_grad" else needs, strict=True):
+    for tensor, wanted in zip(
+        (hidden_ND, weight_VD), (1, 1) if needs == "no_grad" else needs, strict=True
+    ):
         tensor.requires_grad_(bool(wanted))
     with Work() as work, torch.set_grad_enabled(needs != "no_grad"):
         loss = build_loss(True, 16)(hidden_ND, weight_VD, labels_N)
@@ -205,16 +245,22 @@ def test_unneeded_gradients_and_ignored_labels_cost_no_matmul(needs: Any, produc
     valid = int((labels_N != IGNORE_INDEX).sum())
     assert work.multiply_adds == products * valid * D * V
     assert work.largest <= max(200 * D, V * D, 16 * V)
-    for tensor, wanted in zip((hidden_ND, weight_VD), (0, 0) if needs == "no_grad" else needs, strict=True):
+    for tensor, wanted in zip(
+        (hidden_ND, weight_VD), (0, 0) if needs == "no_grad" else needs, strict=True
+    ):
         assert (tensor.grad is not None) == bool(wanted)
 
 
 def test_ignored_rows_are_not_read() -> None:
-    """Oracle: the batch without them; NaN in their hidden states would propagate through every matmul."""
+    """Oracle: the batch without them; NaN in their hidden states would propagate through every
+    matmul."""
     hidden_ND, weight_VD, labels_N = make_inputs(ignored=0.4)
     valid = labels_N != IGNORE_INDEX
     loss, hidden_gradient_ND, weight_gradient_VD = outcome(
-        build_loss(True, 7), hidden_ND.detach().masked_fill(~valid[:, None], math.nan), weight_VD, labels_N
+        build_loss(True, 7),
+        hidden_ND.detach().masked_fill(~valid[:, None], math.nan),
+        weight_VD,
+        labels_N,
     )
     expected = outcome(build_loss(True, 7), hidden_ND[valid], weight_VD, labels_N[valid])
     assert torch.equal(loss, expected[0])
@@ -229,17 +275,25 @@ def test_ignored_rows_are_not_read() -> None:
 def test_chunked_loss_never_synchronizes_with_the_device(
     chunk_tokens: int | None, grad_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """Oracle: the meta device, whose values cannot be read; reading one would synchronize the host."""
+    """Oracle: the meta device, whose values cannot be read; reading one would synchronize the
+    host."""
     inputs = [x.detach().to("meta") for x in make_inputs(dtype=dtype, ignored=0.4)]
     with pytest.raises((RuntimeError, NotImplementedError)):
         inputs[2].sum().item()
-    loss, hidden_gradient_ND, weight_gradient_VD = outcome(build_loss(True, chunk_tokens, grad_dtype, BOTH), *inputs)
-    assert (loss.dtype, hidden_gradient_ND.dtype, weight_gradient_VD.dtype) == (torch.float32, dtype, dtype)
+    loss, hidden_gradient_ND, weight_gradient_VD = outcome(
+        build_loss(True, chunk_tokens, grad_dtype, BOTH), *inputs
+    )
+    assert (loss.dtype, hidden_gradient_ND.dtype, weight_gradient_VD.dtype) == (
+        torch.float32,
+        dtype,
+        dtype,
+    )
     assert (hidden_gradient_ND.shape, weight_gradient_VD.shape) == ((N, D), (V, D))
 
 
 def test_large_logits_keep_the_precision_of_the_loss() -> None:
-    """Oracle: float64; logits near 1e4, whose logsumexp in float32 has no correct digit of the loss."""
+    """Oracle: float64; logits near 1e4, whose logsumexp in float32 has no correct digit of the
+    loss."""
     logits_CV = torch.linspace(0, 3, 40).repeat(3, 1) + 1e4
     labels_C = torch.tensor([5, IGNORE_INDEX, 39])
     expected = F.cross_entropy(logits_CV.double(), labels_C, reduction="none")
@@ -285,7 +339,8 @@ torch.save(results, sys.argv[2])
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_kernel_matches_autograd(tmp_path: Path) -> None:
-    """Oracle: autograd in float64. Triton's interpreter runs the kernel on the CPU, over rows of one block and more."""
+    """Oracle: autograd in float64. Triton's interpreter runs the kernel on the CPU, over rows of
+    one block and more."""
     cases = []
     for v in (17, 5000):
         for dtype in (torch.float32, torch.bfloat16):
@@ -293,7 +348,10 @@ def test_triton_kernel_matches_autograd(tmp_path: Path) -> None:
             logits_CV[0] += 300
             labels_C = torch.tensor([0, 4, IGNORE_INDEX, v - 1, v])
             for objective in ((0.0, 0.0), (0.1, 1e-2)):
-                cases += [(logits_CV.to(dtype, copy=True), labels_C, objective, gradient) for gradient in (True, False)]
+                cases += [
+                    (logits_CV.to(dtype, copy=True), labels_C, objective, gradient)
+                    for gradient in (True, False)
+                ]
     torch.save(cases, tmp_path / "cases.pt")
     run = subprocess.run(
         [sys.executable, "-c", INTERPRETED, tmp_path / "cases.pt", tmp_path / "results.pt"],
@@ -309,13 +367,19 @@ def test_triton_kernel_matches_autograd(tmp_path: Path) -> None:
         cases, results, strict=True
     ):
         leaf_CV = logits_CV[:4].double().requires_grad_()
-        expected_C = F.cross_entropy(leaf_CV, labels_C[:4], label_smoothing=smoothing, reduction="none")
-        expected_C = expected_C + z_loss_coef * leaf_CV.logsumexp(1).square() * (labels_C[:4] != IGNORE_INDEX)
+        expected_C = F.cross_entropy(
+            leaf_CV, labels_C[:4], label_smoothing=smoothing, reduction="none"
+        )
+        expected_C = expected_C + z_loss_coef * leaf_CV.logsumexp(1).square() * (
+            labels_C[:4] != IGNORE_INDEX
+        )
         expected_C.sum().backward()
         torch.testing.assert_close(losses_C[:4], expected_C.detach().float(), rtol=1e-6, atol=1e-6)
         assert losses_C[4].isnan()  # the label after the last class
         assert leaf_CV.grad is not None
         if gradient:
-            torch.testing.assert_close(changed_CV[:4], leaf_CV.grad.to(logits_CV.dtype), rtol=8e-3, atol=1e-6)
+            torch.testing.assert_close(
+                changed_CV[:4], leaf_CV.grad.to(logits_CV.dtype), rtol=8e-3, atol=1e-6
+            )
         else:
             assert torch.equal(changed_CV, logits_CV)

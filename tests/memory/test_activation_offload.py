@@ -1,5 +1,5 @@
-"""Gradient checkpointing: recomputed operators, saved tensors, and unchanged results. Activation offload: the moved
-tensors, the time of their return, and reuse of the host's buffers.
+"""Gradient checkpointing: recomputed operators, saved tensors, and unchanged results. Activation
+offload: the moved tensors, the time of their return, and reuse of the host's buffers.
 
 There is no stream here. Copies deferred until a wait simulate asynchronous ones.
 """
@@ -15,12 +15,24 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdptoys.memory.activation_checkpointing import SAVED_OPERATORS, GradientCheckpointing, checkpoint_blocks
+from fsdptoys.memory.activation_checkpointing import (
+    SAVED_OPERATORS,
+    GradientCheckpointing,
+    checkpoint_blocks,
+)
 from fsdptoys.memory.activation_offload import ActivationOffload, Copies, StreamCopies
 from fsdptoys.models import DecoderModel, grouped, routers
 from fsdptoys.models.layers import RunnableBlock
 from fsdptoys.train.compile import compile_blocks
-from tests.harness.blocks import LLAMA, Operators, RecordedStreams, assert_equal, build, forward, gradients
+from tests.harness.blocks import (
+    LLAMA,
+    Operators,
+    RecordedStreams,
+    assert_equal,
+    build,
+    forward,
+    gradients,
+)
 from tests.harness.families import SMALL
 
 NONE, FULL, SELECTIVE = GradientCheckpointing
@@ -28,9 +40,12 @@ ATEN = torch.ops.aten
 
 
 @pytest.mark.parametrize(
-    ("start", "every", "twice"), [(0, 1, {0, 1, 2, 3}), (3, 1, {3}), (0, 2, {0, 2}), (1, 2, {1, 3}), (1, 3, {1})]
+    ("start", "every", "twice"),
+    [(0, 1, {0, 1, 2, 3}), (3, 1, {3}), (0, 2, {0, 2}), (1, 2, {1, 3}), (1, 3, {1})],
 )
-def test_every_kth_block_from_the_start_index_runs_twice(start: int, every: int, twice: set[int]) -> None:
+def test_every_kth_block_from_the_start_index_runs_twice(
+    start: int, every: int, twice: set[int]
+) -> None:
     """Oracle: forwards counted by hooks, and the same model without checkpointing, bitwise."""
     expected = build()
     forward(expected).backward()
@@ -51,7 +66,8 @@ def test_every_kth_block_from_the_start_index_runs_twice(start: int, every: int,
 def test_checkpointing_keeps_gradients_and_routing_of_every_family(
     family: str, mode: GradientCheckpointing, offload: bool
 ) -> None:
-    """Oracle: the same model without checkpointing, bitwise; two micro-batches, with losses of the routers."""
+    """Oracle: the same model without checkpointing, bitwise; two micro-batches, with losses of the
+    routers."""
     results = []
     for checkpointing in (NONE, mode):
         model = build(SMALL[family])
@@ -70,8 +86,11 @@ def test_checkpointing_keeps_gradients_and_routing_of_every_family(
 def test_first_selective_step_saves_nothing_of_the_matmul_probe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Oracle: the same model without checkpointing, bitwise, with the trial inside a checkpointed block."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")  # the trial runs only there
+    """Oracle: the same model without checkpointing, bitwise, with the trial inside a checkpointed
+    block."""
+    monkeypatch.setattr(
+        torch.backends.cpu, "get_cpu_capability", lambda: "AVX512"
+    )  # the trial runs only there
     results = []
     for mode in (SELECTIVE, NONE):
         grouped._fastest.cache_clear()
@@ -98,11 +117,20 @@ def operators_of(
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("llama2", "mm"), ("gpt2", "mm"), ("llama2", "attention"), ("qwen3_moe", "grouped_mm"), ("qwen3_moe", "mm")],
+    [
+        ("llama2", "mm"),
+        ("gpt2", "mm"),
+        ("llama2", "attention"),
+        ("qwen3_moe", "grouped_mm"),
+        ("qwen3_moe", "mm"),
+    ],
 )
 def test_selective_recomputes_all_operators_except_saved_ones(family: str, name: str) -> None:
     """Oracle: the operators of a backward without checkpointing, and with that of full blocks."""
-    if name == "grouped_mm" and not operators_of(family, NONE)[0][torch.ops.mkldnn._linear_pointwise.default]:
+    if (
+        name == "grouped_mm"
+        and not operators_of(family, NONE)[0][torch.ops.mkldnn._linear_pointwise.default]
+    ):
         pytest.skip("this CPU multiplies experts by torch.mm")
     _, without, _ = operators_of(family, NONE)
     _, full, _ = operators_of(family, FULL)
@@ -120,7 +148,9 @@ def test_selective_recomputes_all_operators_except_saved_ones(family: str, name:
 def test_selective_saves_fewer_bytes_than_none_and_more_than_full() -> None:
     """Oracle: bytes of the live tensors between forward and backward."""
     none, full = (operators_of("llama2", mode)[2] for mode in (NONE, FULL))
-    both, products = (operators_of("llama2", SELECTIVE, save)[2] for save in (("mm", "attention"), ("mm",)))
+    both, products = (
+        operators_of("llama2", SELECTIVE, save)[2] for save in (("mm", "attention"), ("mm",))
+    )
     assert full < products < both < none
     assert operators_of("llama2", SELECTIVE, [])[2] == full
 
@@ -139,8 +169,11 @@ class NoisyBlock(RunnableBlock):
 
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
 @pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=lambda mode: mode.value)
-def test_recomputed_random_operators_draw_the_same_numbers(mode: GradientCheckpointing, offload: bool) -> None:
-    """Oracle: the same blocks and seed without checkpointing, bitwise, and the generator's state afterwards."""
+def test_recomputed_random_operators_draw_the_same_numbers(
+    mode: GradientCheckpointing, offload: bool
+) -> None:
+    """Oracle: the same blocks and seed without checkpointing, bitwise, and the generator's state
+    afterwards."""
     results = []
     for checkpointing in (NONE, mode):
         torch.manual_seed(0)
@@ -197,7 +230,10 @@ class LateCopies(Copies):
 def offloaded(mode: GradientCheckpointing = FULL, **which: int) -> tuple[DecoderModel, LateCopies]:
     model, copies = build(DEEP), LateCopies()
     checkpoint_blocks(
-        model.layers, mode, offload=ActivationOffload(torch.device("cpu"), min_bytes=0, copies=copies), **which
+        model.layers,
+        mode,
+        offload=ActivationOffload(torch.device("cpu"), min_bytes=0, copies=copies),
+        **which,
     )
     return model, copies
 
@@ -209,10 +245,15 @@ def expected(*seeds: int) -> dict[str, Tensor]:
     return gradients(model)
 
 
-@pytest.mark.parametrize("which", [{}, {"every": 2}, {"start_index": 3}, {"start_index": LAST}], ids=str)
+@pytest.mark.parametrize(
+    "which", [{}, {"every": 2}, {"start_index": 3}, {"start_index": LAST}], ids=str
+)
 @pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=lambda mode: mode.value)
-def test_latest_possible_copies_keep_gradients_bitwise(mode: GradientCheckpointing, which: dict[str, int]) -> None:
-    """Oracle: the same model without checkpointing, over accumulated micro-batches, one of them without a backward."""
+def test_latest_possible_copies_keep_gradients_bitwise(
+    mode: GradientCheckpointing, which: dict[str, int]
+) -> None:
+    """Oracle: the same model without checkpointing, over accumulated micro-batches, one of them
+    without a backward."""
     model, _ = offloaded(mode, **which)
     for seed in (1, 2, 3):
         forward(model, 9)
@@ -237,21 +278,26 @@ def test_inputs_of_all_blocks_but_the_last_two_are_freed_in_the_forward() -> Non
     model, _ = offloaded()
     inputs: list[StorageWeakRef] = []
     for block in model.layers:
-        block.register_forward_pre_hook(lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage())))
+        block.register_forward_pre_hook(
+            lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage()))
+        )
     loss = forward(model)
     alive = [index for index, storage in enumerate(inputs) if not storage.expired()]
     loss.backward()
     assert alive == [LAST - 1, LAST]
 
 
-@pytest.mark.parametrize(("mode", "a_block"), [(FULL, 1), (SELECTIVE, 10)], ids=["full", "selective"])
+@pytest.mark.parametrize(
+    ("mode", "a_block"), [(FULL, 1), (SELECTIVE, 10)], ids=["full", "selective"]
+)
 def test_each_block_is_loaded_before_the_backward_of_the_next_one_ends(
     mode: GradientCheckpointing, a_block: int
 ) -> None:
-    """Oracle: hooks on the blocks among the copies; a block has an input, seven matmuls, an attention's two.
+    """Oracle: hooks on the blocks among the copies; a block has an input, seven matmuls, an
+    attention's two.
 
-    Neither the rotations shared by all blocks nor the last block's saved tensors move; the block before it is still
-    on the device.
+    Neither the rotations shared by all blocks nor the last block's saved tensors move; the block
+    before it is still on the device.
     """
     model, copies = offloaded(mode)
     for index, block in enumerate(model.layers):
@@ -287,7 +333,8 @@ def test_host_buffers_are_allocated_once_and_reused(mode: GradientCheckpointing)
 
 
 class Squashed(RunnableBlock):
-    """Writes to the result of a matmul, which selective checkpointing keeps, or to its own input."""
+    """Writes to the result of a matmul, which selective checkpointing keeps, or to its own
+    input."""
 
     def __init__(self, writes_to_input: bool) -> None:
         super().__init__()
@@ -327,7 +374,11 @@ def test_step_after_a_failure_is_correct_and_reuses_buffers(fails_in: str) -> No
         raise KeyError("in the middle")
 
     block = model.layers[2]
-    handle = block.register_forward_hook(fail) if fails_in == "forward" else block.register_full_backward_hook(fail)
+    handle = (
+        block.register_forward_hook(fail)
+        if fails_in == "forward"
+        else block.register_full_backward_hook(fail)
+    )
     with pytest.raises(KeyError, match="in the middle"):
         forward(model).backward()
     handle.remove()
@@ -356,7 +407,9 @@ class Masked(RunnableBlock):
 def test_parameters_and_inputs_without_gradient_stay_on_the_device(is_compiled: bool) -> None:
     """Oracle: one copy a block, of the output of the previous block."""
     blocks, copies = [Masked() for _ in range(4)], LateCopies()
-    checkpoint_blocks(blocks, FULL, offload=ActivationOffload(torch.device("cpu"), min_bytes=0, copies=copies))
+    checkpoint_blocks(
+        blocks, FULL, offload=ActivationOffload(torch.device("cpu"), min_bytes=0, copies=copies)
+    )
     if is_compiled:
         compile_blocks(blocks, backend="aot_eager")
     hidden_BD, mask_BD = torch.randn(4, 8, requires_grad=True) * 1.0, torch.ones(4, 8)
@@ -367,7 +420,8 @@ def test_parameters_and_inputs_without_gradient_stay_on_the_device(is_compiled: 
 
 
 def test_small_tensors_stay_on_the_device() -> None:
-    """Oracle: of a block's saved tensors, the results of its gate and up projections are as large as the limit."""
+    """Oracle: of a block's saved tensors, the results of its gate and up projections are as large
+    as the limit."""
     model, copies = build(DEEP), LateCopies()
     host = ActivationOffload(torch.device("cpu"), min_bytes=2 * 24 * 48 * 4, copies=copies)
     checkpoint_blocks(model.layers, SELECTIVE, save=["mm"], offload=host)
@@ -375,7 +429,9 @@ def test_small_tensors_stay_on_the_device() -> None:
     assert copies.events.count("away") == 2 * LAST
 
 
-def test_streams_wait_for_events_and_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_wait_for_events_and_the_host_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: the calls in order (stream 0 computes, 1 copies); no accelerator is needed."""
     streams = RecordedStreams()
     monkeypatch.setattr(torch, "get_device_module", lambda device: streams)

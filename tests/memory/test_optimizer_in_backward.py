@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdptoys.config.schema import Config
-from fsdptoys.memory import GradientCheckpointing, MemoryConfig, OptimizerInBackward, OptimizerStepper
+from fsdptoys.memory import (
+    GradientCheckpointing,
+    MemoryConfig,
+    OptimizerInBackward,
+    OptimizerStepper,
+)
 from fsdptoys.optim import AdamWConfig, Implementation, OptimStateDType, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.precision import DType
@@ -31,7 +36,10 @@ def config(parallel: ParallelConfig, ranks: int, in_backward: bool, **options: A
 
 def row(parallel: ParallelConfig, ranks: int, **options: Any) -> Pair:
     """Return a run with optimizer steps in the backward, and one without."""
-    return (ranks, config(parallel, ranks, True, **options)), (ranks, config(parallel, ranks, False, **options))
+    return (ranks, config(parallel, ranks, True, **options)), (
+        ranks,
+        config(parallel, ranks, False, **options),
+    )
 
 
 def rows() -> dict[str, Pair]:
@@ -53,12 +61,16 @@ def rows() -> dict[str, Pair]:
     for parallel, ranks in ((SingleConfig(), 1), (FSDP2Config(), 2)):
         for name, options in settings.items():
             dtype = DType.bfloat16 if name == "bfloat16" else DType.float32
-            table[f"{name} on {ranks}"] = row(replace(parallel, param_dtype=dtype), ranks, **options)
+            table[f"{name} on {ranks}"] = row(
+                replace(parallel, param_dtype=dtype), ranks, **options
+            )
     return supported(table)
 
 
 ROWS = rows()
-SHORT = {row for row in ROWS if row.endswith("on 2") and "foreach" not in row} | {"adamw, tied on 1"}
+SHORT = {row for row in ROWS if row.endswith("on 2") and "foreach" not in row} | {
+    "adamw, tied on 1"
+}
 trained = trained_rows(ROWS)
 
 
@@ -73,16 +85,17 @@ def test_gradients_of_several_simulated_ranks_are_refused() -> None:
     """Oracle: the expected message."""
     memory = MemoryConfig(optimizer_in_backward=True)
     assert refusal(SingleConfig(simulated_ranks=2), 1, memory=memory, **WITHOUT_CLIPPING) == (
-        "memory.optimizer_in_backward=true frees gradients as they come, and parallel=single adds them up with "
-        "parallel.simulated_ranks=2; set parallel=fsdp2 or memory.optimizer_in_backward=false"
+        "memory.optimizer_in_backward=true frees gradients as they come, and parallel=single "
+        "adds them up with parallel.simulated_ranks=2; set parallel=fsdp2 or "
+        "memory.optimizer_in_backward=false"
     )
 
 
 class Gradients:
     """Observes the gradients of a trainer before each update.
 
-    Storages are counted rather than the allocator's bytes, whose peak depends on when gloo's threads let go of the
-    buffers of a collective.
+    Storages are counted rather than the allocator's bytes, whose peak depends on when gloo's
+    threads let go of the buffers of a collective.
     """
 
     def __init__(self, trainer: Trainer, most_bytes: float) -> None:
@@ -98,7 +111,10 @@ class Gradients:
     def look(self) -> None:
         """Count gradients, and wait until the storages of earlier ones are freed."""
         self._record()
-        wait_until(lambda: self.live_bytes() <= self.most_bytes, f"at most {self.most_bytes} bytes of gradients")
+        wait_until(
+            lambda: self.live_bytes() <= self.most_bytes,
+            f"at most {self.most_bytes} bytes of gradients",
+        )
 
     def _record(self) -> None:
         grads: list[Tensor] = [param.grad for param in self.params if param.grad is not None]
@@ -130,18 +146,26 @@ def count_gradients(config: Config, most_bytes: float) -> tuple[int, int]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_optimizer_in_backward_frees_gradients_early(ranks: int) -> None:
-    """Oracle: parameters with a gradient before each update, and storages of gradients by weak references.
+    """Oracle: parameters with a gradient before each update, and storages of gradients by weak
+    references.
 
     FSDP2 keeps the gradients of a block in one storage. All of them exist without this option.
     """
     parallel: ParallelConfig = SingleConfig() if ranks == 1 else FSDP2Config()
     model = replace(tiny_model(), n_layers=8)
-    options: dict[str, Any] = {"model": model, "seq_len": 4, "batch_size": 1, "deterministic": False}
+    options: dict[str, Any] = {
+        "model": model,
+        "seq_len": 4,
+        "batch_size": 1,
+        "deterministic": False,
+    }
     with torch.device("meta"):
         params: list[nn.Parameter] = list(model.build().layers[0].parameters())
     block_bytes = 4 * sum(param.numel() for param in params)
     freeing = config(parallel, ranks, True, **options)
     for few, count in run_ranks(ranks, count_gradients, freeing, 3 * block_bytes / ranks):
         assert few == 1 < count
-    most, count = run_ranks(ranks, count_gradients, config(parallel, ranks, False, **options), float("inf"))[0]
+    most, count = run_ranks(
+        ranks, count_gradients, config(parallel, ranks, False, **options), float("inf")
+    )[0]
     assert most == count

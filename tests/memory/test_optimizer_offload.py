@@ -52,29 +52,51 @@ def schedules(parallel: ParallelConfig) -> list[str]:
 
 
 def strategies() -> dict[str, Pair]:
-    """Return every schedule under every strategy, over some steps with clipping, a cosine, two micro-batches."""
+    """Return every schedule under every strategy, over some steps with clipping, a cosine, two
+    micro-batches."""
     rows = {}
     for name, (parallel, ranks, fsdp_size) in STRATEGIES.items():
-        options: dict[str, Any] = {"fsdp_size": fsdp_size, "seq_len": 8, "batch_size": 1, "model": SMALL}
+        options: dict[str, Any] = {
+            "fsdp_size": fsdp_size,
+            "seq_len": 8,
+            "batch_size": 1,
+            "model": SMALL,
+        }
         for mode, steps in (("deterministic", 3), ("default", 5 if ranks < 4 else 3)):
-            config = make_config(parallel, ranks, deterministic=mode == "deterministic", steps=steps, **options)
-            rows |= {f"{name} {how}, {mode}": offloaded(ranks, config, how) for how in schedules(parallel)}
+            config = make_config(
+                parallel, ranks, deterministic=mode == "deterministic", steps=steps, **options
+            )
+            rows |= {
+                f"{name} {how}, {mode}": offloaded(ranks, config, how)
+                for how in schedules(parallel)
+            }
     return rows
 
 
 def settings() -> dict[str, Pair]:
-    """Return settings that interact with hooks or buckets; any two of wrapping, resharding, prefetching meet."""
+    """Return settings that interact with hooks or buckets; any two of wrapping, resharding,
+    prefetching meet."""
 
-    def row(parallel: ParallelConfig, how: str = LAZY, fraction: float = 1.0, **options: Any) -> Pair:
-        config = make_config(parallel, 2, steps=3, seq_len=8, batch_size=1, **{"model": SMALL, **options})
-        return offloaded(2, config, how, **({} if fraction == 1 else {"offload_fraction": fraction}))
+    def row(
+        parallel: ParallelConfig, how: str = LAZY, fraction: float = 1.0, **options: Any
+    ) -> Pair:
+        config = make_config(
+            parallel, 2, steps=3, seq_len=8, batch_size=1, **{"model": SMALL, **options}
+        )
+        return offloaded(
+            2, config, how, **({} if fraction == 1 else {"offload_fraction": fraction})
+        )
 
     bf16: dict[str, Any] = {"param_dtype": DType.bfloat16}
     tied = tiny_model(tie_embeddings=True)
     rows: dict[str, Pair] = {}
-    for (first, (label, wrap)), (second, reshard) in product(enumerate(WRAPS.items()), enumerate(ReshardAfterForward)):
+    for (first, (label, wrap)), (second, reshard) in product(
+        enumerate(WRAPS.items()), enumerate(ReshardAfterForward)
+    ):
         ahead = (0, 2)[(first + second) % 2]
-        parallel = FSDP2Config(reshard_after_forward=reshard, forward_prefetch=ahead, **wrap, **bf16)
+        parallel = FSDP2Config(
+            reshard_after_forward=reshard, forward_prefetch=ahead, **wrap, **bf16
+        )
         rows[f"{label} {reshard.value} {ahead}"] = row(parallel, memory=CHECKPOINTED)
     rows["ddp tied"] = row(DDPConfig(**bf16), model=tied)
     rows["fsdp2 tied"] = row(FSDP2Config(**bf16), model=tied)
@@ -109,28 +131,54 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sgd": {"optim": SGDConfig(lr=0.1, weight_decay_on=WeightDecayOn.all)},
     "experts": {"model": TINY["qwen3_moe"]},
     "positions": {"model": TINY["gpt2"]},
-    "fused": {"optim": AdamWConfig(lr=1e-2, implementation=Implementation.fused), "deterministic": False},
-    "foreach": {"optim": AdamWConfig(lr=1e-2, implementation=Implementation.foreach), "deterministic": False},
+    "fused": {
+        "optim": AdamWConfig(lr=1e-2, implementation=Implementation.fused),
+        "deterministic": False,
+    },
+    "foreach": {
+        "optim": AdamWConfig(lr=1e-2, implementation=Implementation.foreach),
+        "deterministic": False,
+    },
 }
-"""Settings that interact with the hooks, the threads or the mirror; without a mirror fewer are needed."""
+"""Settings that interact with the hooks, the threads or the mirror; without a mirror fewer are
+needed."""
 
 
 def overlapped() -> dict[str, Pair]:
     """Return the overlapped CPU offload in all ``VARIANTS``, and PyTorch's own."""
     rows = {
-        f"overlapped, {name} {dtype.value}": offloaded(2, cpu_config(dtype, **{"steps": 3, **options}), OVERLAPPED)
+        f"overlapped, {name} {dtype.value}": offloaded(
+            2, cpu_config(dtype, **{"steps": 3, **options}), OVERLAPPED
+        )
         for dtype, (name, options) in product(DType, VARIANTS.items())
         if dtype is DType.bfloat16 or name in ("deterministic", "parts, prefetch", "fused")
     }
-    return rows | {"overlapped, hsdp2": offloaded(4, cpu_config(ranks=4, fsdp_size=2, steps=3), OVERLAPPED)}
+    return rows | {
+        "overlapped, hsdp2": offloaded(4, cpu_config(ranks=4, fsdp_size=2, steps=3), OVERLAPPED)
+    }
 
 
 ROWS = supported(strategies() | settings() | overlapped())
 SHORT = {
-    *("single lazy, deterministic", "ddp pipelined, default", "fsdp1 serial, default", "fsdp1 flat pipelined, default"),
-    *("fsdp2 lazy, default", "parts always 0", "classes never 0", "ddp tied", "0.5 pipelined", "0.1 lazy"),
+    *(
+        "single lazy, deterministic",
+        "ddp pipelined, default",
+        "fsdp1 serial, default",
+        "fsdp1 flat pipelined, default",
+    ),
+    *(
+        "fsdp2 lazy, default",
+        "parts always 0",
+        "classes never 0",
+        "ddp tied",
+        "0.5 pipelined",
+        "0.1 lazy",
+    ),
     *("sgd nesterov=True lazy", "sgd nesterov=False pipelined", "qwen3_moe", "fused"),
-    *(f"overlapped, {name} bfloat16" for name in ("deterministic", "parts, prefetch", "tied", "sgd", "experts")),
+    *(
+        f"overlapped, {name} bfloat16"
+        for name in ("deterministic", "parts, prefetch", "tied", "sgd", "experts")
+    ),
     *("overlapped, fused float16", "overlapped, parts, prefetch float32"),
 }
 trained = trained_rows(ROWS, train_all)
@@ -138,7 +186,8 @@ trained = trained_rows(ROWS, train_all)
 
 @pytest.mark.parametrize("row", levels(ROWS, SHORT))
 def test_every_schedule_and_setting_matches_no_offload_bitwise(row: str, trained: Pairs) -> None:
-    """Oracle: the plain optimizer under the same strategy and model; for overlapped CPU offload, CPUOffloadPolicy."""
+    """Oracle: the plain optimizer under the same strategy and model; for overlapped CPU offload,
+    CPUOffloadPolicy."""
     found, plain = trained[row]
     assert found == plain
 
@@ -179,7 +228,8 @@ def gathered_events(config: Config) -> tuple[int, list[int], bool]:
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_every_gather_of_fsdp2_waits_for_the_optimizer_step_of_its_parameters(ahead: int) -> None:
-    """Oracle: unit i gathers up to unit i + ahead, so the last ones find nothing new to wait for."""
+    """Oracle: unit i gathers up to unit i + ahead, so the last ones find nothing new to wait
+    for."""
     config = make_config(FSDP2Config(forward_prefetch=ahead), 2, steps=3, grad_accum=1)
     count, waited, stream_found = run_ranks(2, gathered_events, config)[0]
     assert waited == [*range(count - ahead)] * 2
@@ -187,7 +237,8 @@ def test_every_gather_of_fsdp2_waits_for_the_optimizer_step_of_its_parameters(ah
 
 
 def losses_of_written_mirrors(config: Config) -> dict[str, tuple[float, bool]]:
-    """Loss of the same batch, and whether mirror and master agree: unchanged, and after writing to one of them."""
+    """Loss of the same batch, and whether mirror and master agree: unchanged, and after writing to
+    one of them."""
     made = trainer(config, OVERLAPPED)
     assert isinstance(made.strategy, FSDP2) and isinstance(made.optimizer, BucketedOptimizer)
     take_steps(made, 1, 2)
@@ -202,14 +253,19 @@ def losses_of_written_mirrors(config: Config) -> dict[str, tuple[float, bool]]:
         for module in made.strategy.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the last unit stays gathered where no backward follows
-        agree = all(torch.equal(entry.mirror, entry.master.to(entry.mirror.dtype)) for entry in entries)
+        agree = all(
+            torch.equal(entry.mirror, entry.master.to(entry.mirror.dtype)) for entry in entries
+        )
         return value, agree
 
     entries = [entry for unit in mirror._entries for entry in unit]
     losses = {"as it is": loss()}
     with torch.no_grad():
         for entry in entries:
-            assert entry.fsdp_param._sharded_param_data is entry.mirror and entry.mirror.dtype == torch.bfloat16
+            assert (
+                entry.fsdp_param._sharded_param_data is entry.mirror
+                and entry.mirror.dtype == torch.bfloat16
+            )
             entry.mirror.mul_(1.5)
         losses["mirror written"] = loss()
         for _, param in made.strategy.named_parameters():
@@ -222,13 +278,18 @@ def losses_of_written_mirrors(config: Config) -> dict[str, tuple[float, bool]]:
 
 
 def test_forward_uses_the_mirror_which_follows_the_master() -> None:
-    """Oracle: the loss changes with the mirror alone, also with the master, and back when the weights are
-    loaded.
+    """Oracle: the loss changes with the mirror alone, also with the master, and back when the
+    weights are loaded.
     """
     losses = run_ranks(2, losses_of_written_mirrors, cpu_config())[0]
     assert [agree for _, agree in losses.values()] == [True, False, True, True]
     values = {name: value for name, (value, _) in losses.items()}
-    assert values["as it is"] != values["mirror written"] != values["master written"] != values["as it is"]
+    assert (
+        values["as it is"]
+        != values["mirror written"]
+        != values["master written"]
+        != values["as it is"]
+    )
     assert values["loaded"] == pytest.approx(values["as it is"], rel=1e-3)
 
 
@@ -252,7 +313,8 @@ def layer_and_optimizer(threads: int = 1) -> tuple[nn.Sequential, BucketedOptimi
 
 
 def test_worker_error_is_raised_in_the_dependent_forward() -> None:
-    """Oracle: the failing frame is in the traceback; the error of an unreached unit is raised at the next flush."""
+    """Oracle: the failing frame is in the traceback; the error of an unreached unit is raised at
+    the next flush."""
     for failing, reached in ((0, 2), (1, 1)):
         model, optimizer = layer_and_optimizer()
 
@@ -272,11 +334,16 @@ def test_worker_error_is_raised_in_the_dependent_forward() -> None:
 
 
 def test_workers_divide_the_threads_without_affecting_other_threads() -> None:
-    """Oracle: torch.get_num_threads in the workers, in this thread, and in one that starts afterwards."""
+    """Oracle: torch.get_num_threads in the workers, in this thread, and in one that starts
+    afterwards."""
     before = torch.get_num_threads()
     for threads, expected in ((1, [1]), (6, [3, 3]), (7, [3, 3])):
         workers = Workers(threads)
-        seen = list(workers.map(lambda _: torch.tensor(torch.get_num_threads()), [torch.ones(())] * len(expected)))
+        seen = list(
+            workers.map(
+                lambda _: torch.tensor(torch.get_num_threads()), [torch.ones(())] * len(expected)
+            )
+        )
         assert [int(number) for number in seen] == expected
         assert torch.get_num_threads() == before
     with cpu_threads(before + 1):
@@ -284,7 +351,9 @@ def test_workers_divide_the_threads_without_affecting_other_threads() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_rank_gets_its_share_of_the_cores_available_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_gets_its_share_of_the_cores_available_to_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: eight cores, of one rank, two and sixteen."""
     monkeypatch.setattr(cpu_offload, "available_cores", lambda: 8)
     assert [threads_per_rank(ranks) for ranks in (1, 2, 16)] == [8, 4, 1]

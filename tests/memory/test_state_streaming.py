@@ -1,4 +1,5 @@
-"""Streaming buckets: the order of operations, the waits of asynchronous copies, and the state after a step."""
+"""Streaming buckets: the order of operations, the waits of asynchronous copies, and the state after
+a step."""
 
 import weakref
 from collections import deque
@@ -111,12 +112,15 @@ class Perverse(Transfers):
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("layers", [2, 3, 6])
 @pytest.mark.parametrize("dtype", list(OffloadStateDType), ids=lambda dtype: dtype.value)
-@pytest.mark.parametrize("eager", [set(), {"load"}, {"store"}], ids=["late", "early loads", "early stores"])
+@pytest.mark.parametrize(
+    "eager", [set(), {"load"}, {"store"}], ids=["late", "early loads", "early stores"]
+)
 @pytest.mark.parametrize("how", [SERIAL, PIPELINED, LAZY])
 def test_events_order_asynchronous_copies_correctly(
     how: str, eager: set[str], dtype: OffloadStateDType, layers: int
 ) -> None:
-    """Oracle: immediate copies; these run as early or as late as the events allow, over 3 buffers."""
+    """Oracle: immediate copies; these run as early or as late as the events allow, over 3
+    buffers."""
     memory = {"offload_state_dtype": dtype}
     plain, perverse = Stack(layers), Stack(layers)
     expected = train_stack(plain, optimizer := offload_stack(plain, how, **memory), 5)
@@ -179,13 +183,17 @@ def words(text: str) -> list[str]:
         (LAZY, "L0 L1 L2", "U0 S0 L3 U1 S1 L4 F0 U2 S2 L5 F1 U3 S3 F2 U4 S4 F3 U5 S5 F4 F5"),
     ],
 )
-def test_schedules_issue_loads_updates_and_stores_in_order(how: str, in_step: str, in_forward: str) -> None:
+def test_schedules_issue_loads_updates_and_stores_in_order(
+    how: str, in_step: str, in_forward: str
+) -> None:
     """Oracle: the order written out, for six units of one bucket each."""
     transfers, model = Logged(), Stack()
     optimizer = offload_stack(model, how, transfers)
     transfers.watch(optimizer)
     for number, layer in enumerate(model.layers):
-        layer.register_forward_pre_hook(lambda *_, number=number: transfers.log.append(f"forward {number}"))
+        layer.register_forward_pre_hook(
+            lambda *_, number=number: transfers.log.append(f"forward {number}")
+        )
     model(torch.ones(1, 8)).sum().backward()
     transfers.log.clear()
     optimizer.step()
@@ -206,9 +214,13 @@ def test_lazy_steps_are_independent_of_changes_before_the_next_forward() -> None
     outcomes = []
     for lazy in (False, True):
         model = Stack()
-        optimizer = offload_stack(model, LAZY) if lazy else torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = (
+            offload_stack(model, LAZY) if lazy else torch.optim.AdamW(model.parameters(), lr=1e-2)
+        )
 
-        def step_with(grad: float, model: Stack = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+        def step_with(
+            grad: float, model: Stack = model, optimizer: torch.optim.Optimizer = optimizer
+        ) -> None:
             for param in model.parameters():
                 param.grad = torch.full_like(param, grad)
             optimizer.step()
@@ -241,7 +253,10 @@ def test_parameters_without_a_gradient_are_unchanged() -> None:
     """Oracle: the plain optimizer, whose state for them stays empty; ours stays zero."""
     for how in (PIPELINED, LAZY):
         models = Stack(), Stack()
-        optimizers = torch.optim.AdamW(models[0].parameters(), lr=1e-2), offload_stack(models[1], how)
+        optimizers = (
+            torch.optim.AdamW(models[0].parameters(), lr=1e-2),
+            offload_stack(models[1], how),
+        )
         for model, optimizer in zip(models, optimizers, strict=True):
             for _ in range(2):
                 model.layers[1](model.layers[0](torch.ones(1, 8))).sum().backward()
@@ -255,7 +270,8 @@ def test_parameters_without_a_gradient_are_unchanged() -> None:
 
 
 def test_first_step_of_sgd_keeps_the_sign_of_zero() -> None:
-    """Oracle: the plain optimizer, which copies the first gradient rather than adding it to nothing."""
+    """Oracle: the plain optimizer, which copies the first gradient rather than adding it to
+    nothing."""
     signs = []
     for offloads in (False, True):
         model = Stack(1)
@@ -265,7 +281,9 @@ def test_first_step_of_sgd_keeps_the_sign_of_zero() -> None:
             for param in model.parameters():
                 param.grad = torch.full_like(param, -0.0)
             optimizer.step()
-            signs += [bool(state["momentum_buffer"].signbit().all()) for state in optimizer.state.values()]
+            signs += [
+                bool(state["momentum_buffer"].signbit().all()) for state in optimizer.state.values()
+            ]
     assert signs == [True] * 8
 
 
@@ -274,11 +292,16 @@ def test_offload_fraction_moves_the_last_buckets_to_the_host(fraction: float) ->
     """Oracle: six equal buckets; the last ceil(6 · fraction) of them are moved."""
     optimizer = offload_stack(Stack(), PIPELINED, offload_fraction=fraction)
     moved = -(-6 * fraction // 1)
-    assert [bucket.on_host for bucket in optimizer.buckets] == [number >= 6 - moved for number in range(6)]
+    assert [bucket.on_host for bucket in optimizer.buckets] == [
+        number >= 6 - moved for number in range(6)
+    ]
 
 
-def test_bucket_exceeds_the_requested_size_only_for_one_large_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a layer's weight has 512 bytes of states, its bias 512 with padding counted, 64 without."""
+def test_bucket_exceeds_the_requested_size_only_for_one_large_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: a layer's weight has 512 bytes of states, its bias 512 with padding counted, 64
+    without."""
     for mib, expected in ((600, 6), (512, 12), (100, 12)):
         monkeypatch.setattr(optimizer_offload, "MIB", mib)
         optimizer = offload_stack(Stack(), PIPELINED, offload_bucket_mib=1)
@@ -297,14 +320,17 @@ def test_state_dict_of_other_groups_is_refused() -> None:
 
 
 def test_streams_are_created_once_and_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the waits written out, for one bucket (stream 0 computes, 1 loads, 2 stores); and plain copies' bits."""
+    """Oracle: the waits written out, for one bucket (stream 0 computes, 1 loads, 2 stores); and
+    plain copies' bits."""
     streams = RecordedStreams()
     monkeypatch.setattr(torch, "get_device_module", lambda _: streams)
     monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
 
     class Unpinned(StreamTransfers):
         def host_tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(elements, dtype=dtype)  # nothing can be pinned without an accelerator
+            return torch.zeros(
+                elements, dtype=dtype
+            )  # nothing can be pinned without an accelerator
 
     model, plain = Stack(1), Stack(1)
     optimizer = offload_stack(model, SERIAL, Unpinned(Device("cpu")))
@@ -318,7 +344,8 @@ def test_streams_are_created_once_and_wait_for_each_other(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("how", [SERIAL, PIPELINED, LAZY])
 def test_failed_step_is_not_treated_as_done(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the step's own error first, and then one that describes the state of the parameters."""
+    """Oracle: the step's own error first, and then one that describes the state of the
+    parameters."""
     model = Stack()
     optimizer = offload_stack(model, how)
     model(torch.ones(4, 8)).sum().backward()
@@ -357,7 +384,8 @@ def test_buffers_are_freed_with_the_step_unless_steps_are_deferred(how: str) -> 
 
 
 def test_stochastic_rounding_is_unbiased_and_keeps_values_exact_in_bfloat16() -> None:
-    """Oracle: the mean of 4,000 roundings within five standard errors, each at most half a step over sqrt(4000)."""
+    """Oracle: the mean of 4,000 roundings within five standard errors, each at most half a step
+    over sqrt(4000)."""
     values = torch.cat([torch.linspace(1, 1.98, 33) + 1e-3, -torch.linspace(1, 1.98, 33) - 1e-3])
     exact = torch.tensor([0.0, -0.0, 1.5, -3.0, float("inf"), -float("inf"), 2.0**-130])
     source = torch.cat([values, exact])

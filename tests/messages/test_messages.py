@@ -1,4 +1,5 @@
-"""Every recorded sentence answers its line, names what was typed, and suggests words that are accepted."""
+"""Every recorded sentence answers its line, names what was typed, and suggests words that are
+accepted."""
 
 import os
 import shutil
@@ -11,7 +12,14 @@ import torch
 
 from fsdptoys.config.rules import memory as memory_rules
 from fsdptoys.config.rules import optimizer as optimizer_rules
-from fsdptoys.data import BinConfig, DataConfig, HFConfig, PreparedConfig, SyntheticConfig, TextConfig
+from fsdptoys.data import (
+    BinConfig,
+    DataConfig,
+    HFConfig,
+    PreparedConfig,
+    SyntheticConfig,
+    TextConfig,
+)
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.sweep.slurm_settings import SLURM_COMMANDS
 from tests.harness.byte_model import edit_settings, save_model, train_on
@@ -59,7 +67,8 @@ def parameters(without: str = "") -> list[object]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the runs, weights and files that the lines name, and stand-ins for SLURM's commands."""
+    """A folder with the runs, weights and files that the lines name, and stand-ins for SLURM's
+    commands."""
     folder = tmp_path_factory.mktemp("messages")
     steps = run_of(2)
     write_run(folder / "a", steps)
@@ -95,7 +104,8 @@ def updated_file(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def machine(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be in that folder, on a machine with 8 cores, torchao, SLURM and an account for Weights & Biases."""
+    """Be in that folder, on a machine with 8 cores, torchao, SLURM and an account for Weights &
+    Biases."""
     monkeypatch.chdir(files)
     monkeypatch.setattr(memory_rules, "available_cores", lambda: 8)
     monkeypatch.setattr(optimizer_rules, "torchao_fault", lambda: None)
@@ -117,7 +127,11 @@ def test_answer_is_the_recorded_sentence(
     if "file" in row.notes:
         Path("mine.yaml").write_text(row.notes["file"])
     before = sorted(files.rglob("*"))
-    sentence = answer(row.words, row, capsys).replace(str(files), "{folder}").replace(torch.__version__, "{torch}")
+    sentence = (
+        answer(row.words, row, capsys)
+        .replace(str(files), "{folder}")
+        .replace(torch.__version__, "{torch}")
+    )
     skip_if_torch_lacks(sentence)
     assert sentence and "\n" not in sentence
     if request.config.option.update:
@@ -134,9 +148,14 @@ def test_sentence_names_a_typed_word(row: Row) -> None:
 
 @pytest.mark.parametrize("row", parameters(without="unfixed"))
 def test_every_suggested_fix_is_accepted(
-    row: Row, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    row: Row,
+    files: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Oracle: the same line with each alternative of the sentence, composed and validated, or run as a command."""
+    """Oracle: the same line with each alternative of the sentence, composed and validated, or run
+    as a command."""
     if row.ranks is None:
         copy = shutil.copytree(files, tmp_path / "copy", ignore=shutil.ignore_patterns("done"))
         (copy / "done").symlink_to(files / "done")

@@ -16,7 +16,9 @@ from fsdptoys.metrics import Console, StepMetrics
 from fsdptoys.metrics.console import PlainReporter, Reporter, RichReporter, build_reporter
 from fsdptoys.metrics.step import RoutingMetrics
 
-CPU_STEP = StepMetrics(1, 5.54321, 1.2345, 3e-4, 0.1234, 4096, 33193.1, 0.0123, None, None, None, None, 1.5)
+CPU_STEP = StepMetrics(
+    1, 5.54321, 1.2345, 3e-4, 0.1234, 4096, 33193.1, 0.0123, None, None, None, None, 1.5
+)
 GPU_STEP = StepMetrics(
     100, 2.5, 0.75, 3e-4, 0.1234, 65536, 531_100.0, 456.7, 0.4567, 112.34, 123.45, 131.25, 4.5
 )  # fmt: skip
@@ -26,7 +28,10 @@ EXTREME_STEP = StepMetrics(
 NAN = float("nan")
 BROKEN_STEP = replace(GPU_STEP, loss=NAN, grad_norm=float("inf"), eval_loss=NAN)
 ROUTING = RoutingMetrics(2.1, 3.5, 0.98765, max_load=1.84, min_load=0.5, counts=[[92, 25, 25, 58]])
-CPU_EXPERTS_STEP, GPU_EXPERTS_STEP = replace(CPU_STEP, routing=ROUTING), replace(GPU_STEP, routing=ROUTING)
+CPU_EXPERTS_STEP, GPU_EXPERTS_STEP = (
+    replace(CPU_STEP, routing=ROUTING),
+    replace(GPU_STEP, routing=ROUTING),
+)
 COLLAPSED_STEP = replace(EXTREME_STEP, routing=replace(ROUTING, entropy=0.0, max_load=128.0))
 
 
@@ -41,7 +46,9 @@ def plain_lines(steps: int, log_every: int, shown: list[StepMetrics]) -> list[st
 
 
 def rich_lines(width: int, metrics: StepMetrics, steps: int = 100_000) -> list[str]:
-    console = rich.console.Console(file=io.StringIO(), width=width, force_terminal=False, legacy_windows=False)
+    console = rich.console.Console(
+        file=io.StringIO(), width=width, force_terminal=False, legacy_windows=False
+    )
     reporter = RichReporter(steps, console)
     reporter.step(metrics)
     reporter.close()
@@ -51,11 +58,12 @@ def rich_lines(width: int, metrics: StepMetrics, steps: int = 100_000) -> list[s
 
 
 ON_CPU = (
-    "step  1/20  loss 5.5432  grad norm 1.234  lr 3.00e-04  time 123.4 ms  tokens/s 33,193  TFLOP/s per rank 0.0123  "
+    "step  1/20  loss 5.5432  grad norm 1.234  lr 3.00e-04  time 123.4 ms  tokens/s 33,193  "
+    "TFLOP/s per rank 0.0123  "
 )
 ON_GPU = (
-    "step 100/100  loss 2.5000  grad norm 0.75  lr 3.00e-04  time 123.4 ms  tokens/s 531,100  TFLOP/s per rank 457  "
-    "MFU 45.7%  memory 112.3/123.5/131.2 GiB allocated/peak/reserved"
+    "step 100/100  loss 2.5000  grad norm 0.75  lr 3.00e-04  time 123.4 ms  tokens/s 531,100  "
+    "TFLOP/s per rank 457  MFU 45.7%  memory 112.3/123.5/131.2 GiB allocated/peak/reserved"
 )
 
 
@@ -63,14 +71,22 @@ ON_GPU = (
     ("metrics", "planned", "line"),
     [
         (CPU_STEP, 20, f"{ON_CPU}resident set 1.5 GiB"),
-        (replace(CPU_STEP, data_wait_seconds=0.01), 20, f"{ON_CPU}data wait 8.1%  resident set 1.5 GiB"),
+        (
+            replace(CPU_STEP, data_wait_seconds=0.01),
+            20,
+            f"{ON_CPU}data wait 8.1%  resident set 1.5 GiB",
+        ),
         (
             replace(CPU_STEP, memory_allocated_gib=0.00396, memory_peak_gib=0.14159),
             20,
             f"{ON_CPU}memory 4.055/145 MiB allocated/peak  resident set 1.5 GiB",
         ),
         (CPU_EXPERTS_STEP, 20, f"{ON_CPU}busiest expert 1.8x  entropy 0.988  resident set 1.5 GiB"),
-        (replace(CPU_STEP, skipped=True), 20, ON_CPU.replace("loss", "skipped  loss") + "resident set 1.5 GiB"),
+        (
+            replace(CPU_STEP, skipped=True),
+            20,
+            ON_CPU.replace("loss", "skipped  loss") + "resident set 1.5 GiB",
+        ),
         (GPU_STEP, 100, ON_GPU),
     ],
     ids=["cpu", "data wait", "counted memory", "experts", "skipped", "gpu"],
@@ -85,8 +101,11 @@ def test_plain_line_of_a_step(metrics, planned, line):
     [(25, 25, [10, 20, 25]), (20, 20, [10, 20]), (25, 13, [10, 13]), (5, 5, [5])],
 )
 def test_plain_lines_are_printed_every_log_every_steps_and_for_the_last(planned, done, shown):
-    """Oracle: the multiples of ``log_every`` and the last step, whether planned or stopped early; none twice."""
-    lines = plain_lines(planned, 10, [replace(CPU_STEP, step=number) for number in range(1, done + 1)])
+    """Oracle: the multiples of ``log_every`` and the last step, whether planned or stopped early;
+    none twice."""
+    lines = plain_lines(
+        planned, 10, [replace(CPU_STEP, step=number) for number in range(1, done + 1)]
+    )
     assert [int(line.split()[1].split("/")[0]) for line in lines] == shown
 
 
@@ -96,9 +115,9 @@ def test_evaluations_and_non_finite_values_are_shown():
         text = "\n".join(lines)
         assert "nan" in text and "inf" in text
         assert "step 100: held-out loss nan nats per token" in text
-    assert plain_lines(100, 10, [replace(CPU_STEP, step=7, eval_loss=3.25), replace(CPU_STEP, step=10)])[0] == (
-        "step 7: held-out loss 3.2500 nats per token"
-    )
+    assert plain_lines(
+        100, 10, [replace(CPU_STEP, step=7, eval_loss=3.25), replace(CPU_STEP, step=10)]
+    )[0] == ("step 7: held-out loss 3.2500 nats per token")
 
 
 @pytest.mark.parametrize("width", [40, 60, 79, 80, 100, 200])
@@ -114,7 +133,8 @@ def test_evaluations_and_non_finite_values_are_shown():
     ],
 )
 def test_live_table_fits_the_width_without_truncating_numbers(width, metrics):
-    """Oracle: the rendered lines: none wider than the terminal, three for the table, and no ellipsis in it."""
+    """Oracle: the rendered lines: none wider than the terminal, three for the table, and no
+    ellipsis in it."""
     table = rich_lines(width, replace(metrics, eval_loss=None))[-3:]
     assert all(cell_len(line) <= width for line in table)
     assert "loss" in table[1]
@@ -134,13 +154,18 @@ CPU_CELLS = "5.5432 1.234 3.00e-04 123.4 ms 33,193 0.0123 1.8x"
         pytest.param(GPU_STEP, 80, GPU_CELLS, id="gpu at 80"),
         pytest.param(GPU_STEP, 100, GPU_CELLS, id="gpu at 100"),
         pytest.param(CPU_EXPERTS_STEP, 80, f"{CPU_CELLS} 1.5 GiB", id="cpu with experts at 80"),
-        pytest.param(CPU_EXPERTS_STEP, 100, f"{CPU_CELLS} 0.988 1.5 GiB", id="cpu with experts at 100"),
-        pytest.param(GPU_EXPERTS_STEP, 80, GPU_CELLS.replace("45.7%", "1.8x"), id="gpu with experts at 80"),
+        pytest.param(
+            CPU_EXPERTS_STEP, 100, f"{CPU_CELLS} 0.988 1.5 GiB", id="cpu with experts at 100"
+        ),
+        pytest.param(
+            GPU_EXPERTS_STEP, 80, GPU_CELLS.replace("45.7%", "1.8x"), id="gpu with experts at 80"
+        ),
         pytest.param(GPU_EXPERTS_STEP, 100, WIDE_CELLS, id="gpu with experts at 100"),
     ],
 )
 def test_columns_fit_80_and_100_characters(metrics, width, cells):
-    """Oracle: the bar and the row; where it does not all fit, first the entropy gives way, then the MFU."""
+    """Oracle: the bar and the row; where it does not all fit, first the entropy gives way, then the
+    MFU."""
     bar, *_, row = rich_lines(width, metrics, steps=1000)
     assert bar.startswith("step ") and bar.endswith("left") and cell_len(bar) <= width
     assert row.split() == cells.split()
@@ -148,7 +173,9 @@ def test_columns_fit_80_and_100_characters(metrics, width, cells):
 
 def test_column_positions_do_not_depend_on_the_numbers():
     """Oracle: the heading line, which is the same for all numbers."""
-    other = replace(GPU_STEP, loss=11.25, grad_norm=100.123, tokens_per_second=12.0, step_time_seconds=3.0)
+    other = replace(
+        GPU_STEP, loss=11.25, grad_norm=100.123, tokens_per_second=12.0, step_time_seconds=3.0
+    )
     assert rich_lines(100, GPU_STEP)[-3:-1] == rich_lines(100, other)[-3:-1]
 
 

@@ -1,4 +1,5 @@
-"""A run directory from elsewhere: links that lead out of it, pipes, devices, and files that no run writes."""
+"""A run directory from elsewhere: links that lead out of it, pipes, devices, and files that no run
+writes."""
 
 import json
 import os
@@ -28,7 +29,8 @@ METRICS = Path("run/metrics.jsonl")
 
 @pytest.fixture(autouse=True)
 def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run in a temporary folder, beside a file that must not change and a name that must stay free."""
+    """Run in a temporary folder, beside a file that must not change and a name that must stay
+    free."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "precious").write_bytes(PRECIOUS)
     yield
@@ -72,8 +74,11 @@ def resumed() -> ResumePoint:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FILES)
-def test_irregular_file_is_rejected_before_anything_is_written(name: str, kind: str, resumed: ResumePoint) -> None:
-    """Oracle: one sentence that names file and fix, from the launcher's check and the run; nothing changes."""
+def test_irregular_file_is_rejected_before_anything_is_written(
+    name: str, kind: str, resumed: ResumePoint
+) -> None:
+    """Oracle: one sentence that names file and fix, from the launcher's check and the run; nothing
+    changes."""
     put(kind, Path("run", name))
     before = {path.name: path.lstat().st_mtime_ns for path in Path("run").iterdir()}
     for attempt in (
@@ -85,18 +90,25 @@ def test_irregular_file_is_rejected_before_anything_is_written(name: str, kind: 
             attempt()
         what = kind.split()[-1].replace("link", "symbolic link").replace("pipe", "named pipe")
         assert str(raised.value) == (
-            f"run/{name} is a {what} and not a regular file; remove it, or set metrics.run_dir to another folder"
+            f"run/{name} is a {what} and not a regular file; remove it, or set metrics.run_dir "
+            "to another folder"
         )
     assert before == {path.name: path.lstat().st_mtime_ns for path in Path("run").iterdir()}
 
 
 @pytest.mark.parametrize("name", ["heartbeats", "weights", "flight_recorder"])
-def test_symbolic_link_in_place_of_a_run_folder_is_rejected(name: str, resumed: ResumePoint) -> None:
-    """Oracle: one sentence from the launcher's check; a rank that skips the check writes nothing elsewhere."""
+def test_symbolic_link_in_place_of_a_run_folder_is_rejected(
+    name: str, resumed: ResumePoint
+) -> None:
+    """Oracle: one sentence from the launcher's check; a rank that skips the check writes nothing
+    elsewhere."""
     Path("elsewhere").mkdir()
     Path("elsewhere/rank-00000.json").write_text("precious")
     Path("run", name).symlink_to(Path("elsewhere").absolute())
-    with pytest.raises(ConfigError, match=rf"^run/{name} is a symbolic link and not a folder of this run; remove it"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^run/{name} is a symbolic link and not a folder of this run; remove it",
+    ):
         check_run_dir(MetricsConfig(run_dir="run"), resumes=True)
     heartbeat = HeartbeatWriter(Path("run", name), 0)
     heartbeat.beat(1, "forward")
@@ -106,12 +118,16 @@ def test_symbolic_link_in_place_of_a_run_folder_is_rejected(name: str, resumed: 
 
 
 def test_profile_folder_may_be_a_link_to_a_folder_only(resumed: ResumePoint) -> None:
-    """Oracle: a run with its profiles on another disk resumes; a pipe of that name is one sentence."""
+    """Oracle: a run with its profiles on another disk resumes; a pipe of that name is one
+    sentence."""
     Path("elsewhere").mkdir()
     Path("run/profile").symlink_to(Path("elsewhere").absolute())
     check_run_dir(MetricsConfig(run_dir="run"), resumes=True)
     put("pipe", Path("run/profile"))
-    with pytest.raises(ConfigError, match=r"^run/profile is a named pipe and not a folder; remove it, or set metrics"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^run/profile is a named pipe and not a folder; remove it, or set metrics",
+    ):
         check_run_dir(MetricsConfig(run_dir="run"), resumes=True)
 
 
@@ -126,7 +142,10 @@ def test_lock_must_be_a_regular_file(kind: str) -> None:
         lambda: lock_run_dir(Path("run")),
         lambda: record(None, 1),
     ):
-        with pytest.raises(ConfigError, match=r"^run/\.lock is a .+ and not a regular file; remove it, or set metrics"):
+        with pytest.raises(
+            ConfigError,
+            match=r"^run/\.lock is a .+ and not a regular file; remove it, or set metrics",
+        ):
             attempt()
     assert not is_locked(Path("run"))
 
@@ -144,7 +163,9 @@ def test_existing_temporary_file_is_replaced(kind: str, monkeypatch: pytest.Monk
     record(None, 1, 2)
     write_job(Path(), Job("01", (), {}, "abc"))
     write_exit_record(ExitRecord(0))
-    for path in map(Path, ("run/config.yaml", "run/loss.png", "run/summary.md", "job.json", "outcome")):
+    for path in map(
+        Path, ("run/config.yaml", "run/loss.png", "run/summary.md", "job.json", "outcome")
+    ):
         assert path.is_file() and not path.is_symlink()
 
 
@@ -181,10 +202,19 @@ INVALID_LINES = {
 
 @pytest.mark.parametrize("line", INVALID_LINES.values(), ids=INVALID_LINES)
 def test_invalid_metrics_line_is_reported_and_omitted(line: str, resumed: ResumePoint) -> None:
-    """Oracle: the expected message for such a line; the run ends well, with the steps that can be read."""
+    """Oracle: the expected message for such a line; the run ends well, with the steps that can be
+    read."""
     METRICS.write_text(f"{line}\n{METRICS.read_text()}")
-    assert read_steps(METRICS)[1] == ["run/metrics.jsonl cannot be read in line 1; results and plots omit it"]
-    record(replace(resumed, offsets={"metrics.jsonl": len(line) + 1 + resumed.offsets["metrics.jsonl"]}), 3, 4)
+    assert read_steps(METRICS)[1] == [
+        "run/metrics.jsonl cannot be read in line 1; results and plots omit it"
+    ]
+    record(
+        replace(
+            resumed, offsets={"metrics.jsonl": len(line) + 1 + resumed.offsets["metrics.jsonl"]}
+        ),
+        3,
+        4,
+    )
     assert recorded_steps() == [1, 2, 3, 4]
 
 
@@ -194,7 +224,8 @@ def growth_of_reading(resumes: Path) -> int:
 
 @NEEDS_PEAK
 def test_endless_lines_are_not_read_into_memory(resumed: ResumePoint) -> None:
-    """Oracle: the peak of the resident set, against the length of the line; the lines beside it are read."""
+    """Oracle: the peak of the resident set, against the length of the line; the lines beside it are
+    read."""
     record(resumed, 3)
     resumes = Path("run/resumes.jsonl")
     for path in (METRICS, resumes):
@@ -207,7 +238,12 @@ def test_endless_lines_are_not_read_into_memory(resumed: ResumePoint) -> None:
     assert growth < 2**27
 
 
-UNREADABLE = {"deep": DEEP, "recursive": "a: &a {b: *a}", "odd keys": "a: .inf\n1: [x]\n? [1]\n: x", "list": "- x"}
+UNREADABLE = {
+    "deep": DEEP,
+    "recursive": "a: &a {b: *a}",
+    "odd keys": "a: .inf\n1: [x]\n? [1]\n: x",
+    "list": "- x",
+}
 
 
 @pytest.mark.parametrize("text", UNREADABLE.values(), ids=UNREADABLE)
@@ -247,7 +283,9 @@ def test_link_that_appears_during_the_run_has_no_offset() -> None:
     with open_recorder() as recorder:
         recorder.step(STEP)
         put("link", Path("run/routing.jsonl"))
-        with pytest.raises(ConfigError, match=r"^run/routing.jsonl is a symbolic link and not a regular file"):
+        with pytest.raises(
+            ConfigError, match=r"^run/routing.jsonl is a symbolic link and not a regular file"
+        ):
             recorder.offsets()
 
 
@@ -258,8 +296,8 @@ def other_file(path: Path) -> None:
 
 REMOVED = "run/metrics.jsonl was removed during the run; its lines have been written again"
 REPLACED = (
-    "run/metrics.jsonl was replaced during the run; the other file is now metrics.jsonl.replaced-1, and the lines of "
-    "the run have been written again"
+    "run/metrics.jsonl was replaced during the run; the other file is now "
+    "metrics.jsonl.replaced-1, and the lines of the run have been written again"
 )
 
 
@@ -272,7 +310,8 @@ REPLACED = (
 def test_lines_survive_the_loss_of_their_file(
     lose: Callable[[Path], None], message: str, saves: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: every step is in the file at the next checkpoint and at the end, and the console reports it."""
+    """Oracle: every step is in the file at the next checkpoint and at the end, and the console
+    reports it."""
     with open_recorder(console=Console.plain) as recorder:
         for step in (1, 2, 3, 4):
             recorder.step(replace(STEP, step=step))
@@ -283,7 +322,9 @@ def test_lines_survive_the_loss_of_their_file(
                 assert recorded_steps() == [1, 2, 3]
         recorder.finish("done")
     assert recorded_steps() == [1, 2, 3, 4]
-    assert [line for line in capsys.readouterr().out.splitlines() if "metrics.jsonl was" in line] == [message]
+    assert [
+        line for line in capsys.readouterr().out.splitlines() if "metrics.jsonl was" in line
+    ] == [message]
     if message == REPLACED:
         assert Path("run/metrics.jsonl.replaced-1").read_text() == "theirs\n"
 
@@ -298,12 +339,16 @@ def test_lines_survive_the_loss_of_their_file_in_a_failed_run() -> None:
 
 
 def test_removed_lock_file_admits_no_second_writer() -> None:
-    """Oracle: the expected message for a second writer until the first releases the lock; readers see the lock."""
+    """Oracle: the expected message for a second writer until the first releases the lock; readers
+    see the lock."""
     Path("run").mkdir()
     first = FolderLock(Path("run"))
     Path("run", LOCK_FILE).unlink()
     assert is_locked(Path("run"))
-    with pytest.raises(ConfigError, match=r"^metrics\.run_dir=run is being written by another run \(pid unknown\); "):
+    with pytest.raises(
+        ConfigError,
+        match=r"^metrics\.run_dir=run is being written by another run \(pid unknown\); ",
+    ):
         FolderLock(Path("run"))
     assert not Path("run", LOCK_FILE).exists()
     first.release()

@@ -24,8 +24,18 @@ from fsdptoys.metrics.summary import LAYOUT_DEFINITION, fence
 from tests.harness.recording import GPU_STEP, ROUTING, STEP, open_recorder
 
 REFERENCES = {"uniform": math.log(256), "unigram": 3.0}
-TREE = {"model": {"dim": 64, "norm": {"eps": 1e-5}}, "train": {"sample_prompt": "a | `b`\n", "seed": None}}
-PLAIN_FILES = ["config.yaml", "environment.json", "loss.png", "metrics.jsonl", "result.json", "summary.md"]
+TREE = {
+    "model": {"dim": 64, "norm": {"eps": 1e-5}},
+    "train": {"sample_prompt": "a | `b`\n", "seed": None},
+}
+PLAIN_FILES = [
+    "config.yaml",
+    "environment.json",
+    "loss.png",
+    "metrics.jsonl",
+    "result.json",
+    "summary.md",
+]
 
 
 def run_of(count: int, step: StepMetrics = STEP) -> list[StepMetrics]:
@@ -43,18 +53,25 @@ def run_of(count: int, step: StepMetrics = STEP) -> list[StepMetrics]:
     ]
 
 
-def run_with_experts(count: int, layers: int = 2, experts: int = 4, **changes: float) -> list[StepMetrics]:
+def run_with_experts(
+    count: int, layers: int = 2, experts: int = 4, **changes: float
+) -> list[StepMetrics]:
     """The same, with one more token for the first expert in each step."""
     steps = []
     for metrics in run_of(count):
         counts = [[100 + metrics.step, *[100] * (experts - 1)]] * layers
-        numbers = {"aux_loss": 2.0 + metrics.step / 100, "max_load": 1.5 + metrics.step / 100} | changes
+        numbers = {
+            "aux_loss": 2.0 + metrics.step / 100,
+            "max_load": 1.5 + metrics.step / 100,
+        } | changes
         steps.append(replace(metrics, routing=replace(ROUTING, counts=counts, **numbers)))
     return steps
 
 
 def recorder_of(folder: Path, **options: Any) -> RunRecorder:
-    return open_recorder(run_dir=folder / "run", tree=TREE, steps=20, references=REFERENCES, **options)
+    return open_recorder(
+        run_dir=folder / "run", tree=TREE, steps=20, references=REFERENCES, **options
+    )
 
 
 def write_run(
@@ -99,7 +116,8 @@ def test_run_writes_all_files_and_prints_its_results(tmp_path, capsys):
 
 
 def test_layout_is_printed_before_the_first_step(tmp_path, capsys):
-    """Oracle: the lines, with aligned texts, after the two of the title; the summary defines them."""
+    """Oracle: the lines, with aligned texts, after the two of the title; the summary defines
+    them."""
     live = dict.fromkeys(("parameters", "gradients", "optimizer states"), RankBytes(8192, 0))
     root = Unit("root", 4096, 16384)
     layout = Layout(4096, 2048, 1, root, root, {"shard": 2}, "all", live)
@@ -129,16 +147,24 @@ def test_results_follow_their_formulas():
     assert (results.first_loss, results.last_loss) == (pytest.approx(5.49), pytest.approx(5.35))
     assert results.mean_last_loss == pytest.approx(sum(5.5 - 0.01 * n for n in range(6, 16)) / 10)
     assert (results.eval_loss, results.eval_step) == (5.0, 10)
-    assert (results.memory_peak_gib, results.resident_set_gib, results.resident_set_peak_gib) == (2.0, 0.5, 0.75)
+    assert (results.memory_peak_gib, results.resident_set_gib, results.resident_set_peak_gib) == (
+        2.0,
+        0.5,
+        0.75,
+    )
     old = run_of(3, replace(STEP, resident_set_peak_gib=None))
     assert summarize(old, warmup_steps=2).resident_set_peak_gib is None
     assert results.mfu is not None and results.mfu.median == pytest.approx(0.4)
 
 
 def test_stall_fraction_excludes_the_warmup(tmp_path):
-    """Oracle: 15 ms of 300 and 60 ms of 400 are 75 of 700; the warm-up, which waits 8 s of 9, does not count."""
+    """Oracle: 15 ms of 300 and 60 ms of 400 are 75 of 700; the warm-up, which waits 8 s of 9, does
+    not count."""
     waits = [8.0, 8.0, 0.015, 0.06]
-    steps = [replace(metrics, data_wait_seconds=wait) for metrics, wait in zip(run_of(4), waits, strict=True)]
+    steps = [
+        replace(metrics, data_wait_seconds=wait)
+        for metrics, wait in zip(run_of(4), waits, strict=True)
+    ]
     assert summarize(steps, warmup_steps=2).data_stall == pytest.approx(0.075 / 0.7)
     assert summarize(steps[:2], warmup_steps=2).data_stall is None
     assert summarize(run_of(4), warmup_steps=2).data_stall is None
@@ -193,11 +219,15 @@ def test_summary_has_the_results(tmp_path):
 def test_summary_splits_the_counted_peak(tmp_path):
     """Oracle: the parts of the step with the highest peak, and the last values of the others."""
     low = replace(STEP, memory_allocated_gib=0.03, memory_peak_gib=0.25, memory_host_gib=0.5)
-    low = replace(low, memory_parameters_gib=0.05, memory_gradients_gib=0.0, memory_optimizer_gib=0.1)
+    low = replace(
+        low, memory_parameters_gib=0.05, memory_gradients_gib=0.0, memory_optimizer_gib=0.1
+    )
     low = replace(low, memory_rest_gib=0.1)
     high = replace(low, memory_peak_gib=0.375, memory_rest_gib=0.225)
     page = write_run(tmp_path, [low, replace(high, step=2)])
-    parts = "parameters 51.20 MiB, gradients 0 bytes, optimizer states 102.40 MiB, the rest 230.40 MiB"
+    parts = (
+        "parameters 51.20 MiB, gradients 0 bytes, optimizer states 102.40 MiB, the rest 230.40 MiB"
+    )
     for row in (
         f"| peak device memory of rank 0 | 384.00 MiB ({parts}) |",
         "| device memory of rank 0 after the last step | 30.72 MiB |",
@@ -208,7 +238,8 @@ def test_summary_splits_the_counted_peak(tmp_path):
 
 @pytest.mark.parametrize(("count", "written"), [(15, [1, 10, 15]), (20, [1, 10, 20]), (1, [1])])
 def test_run_of_an_moe_model_writes_its_routing(tmp_path, count, written):
-    """Oracle: two files more; the tokens given in the first, every tenth and the last step; rows worked out by hand."""
+    """Oracle: two files more; the tokens given in the first, every tenth and the last step; rows
+    worked out by hand."""
     page = write_run(tmp_path, run_with_experts(count))
     run_dir = tmp_path / "run"
     names = sorted([*PLAIN_FILES, "experts.png", "routing.jsonl"])
@@ -290,7 +321,8 @@ def test_height_of_a_plot_follows_its_panels(tmp_path, steps, inches):
 
 
 def test_failed_run_keeps_its_steps(tmp_path, capsys):
-    """Oracle: valid lines for every step recorded, the last one printed, and the error passed on."""
+    """Oracle: valid lines for every step recorded, the last one printed, and the error passed
+    on."""
     with pytest.raises(ZeroDivisionError), recorder_of(tmp_path, console=Console.plain) as recorder:
         for metrics in run_of(3):
             recorder.step(metrics)

@@ -1,4 +1,5 @@
-"""``result.json``: everything that ``summary.md`` shows, files of other programs, and predictions with measurements."""
+"""``result.json``: everything that ``summary.md`` shows, files of other programs, and predictions
+with measurements."""
 
 import json
 import math
@@ -9,9 +10,22 @@ from typing import Any
 import pytest
 
 from fsdptoys.device import Device
-from fsdptoys.metrics import Console, MetricsConfig, ResumePoint, RunRecorder, StepMetrics, environment
+from fsdptoys.metrics import (
+    Console,
+    MetricsConfig,
+    ResumePoint,
+    RunRecorder,
+    StepMetrics,
+    environment,
+)
 from fsdptoys.metrics.compilation import Compilations, Recompilation
-from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, TimePrediction, prediction_line
+from fsdptoys.metrics.prediction import (
+    Category,
+    MemoryPrediction,
+    Prediction,
+    TimePrediction,
+    prediction_line,
+)
 from fsdptoys.metrics.results import (
     FORMAT_VERSION,
     Operator,
@@ -36,19 +50,30 @@ PREDICTION = Prediction(
     tokens_per_step=8192,
     model_flops_per_step=1e14,
     peak_flops=1e15,
-    memory=MemoryPrediction(10 * GIB, 20 * GIB, 24 * GIB, "backward", {Category.parameters: 4 * GIB}),
+    memory=MemoryPrediction(
+        10 * GIB, 20 * GIB, 24 * GIB, "backward", {Category.parameters: 4 * GIB}
+    ),
     time=TimePrediction(0.5, 0.4, 0.05, 0.0, 0.05),
 )
 PROFILE = ProfileResult(
-    0, (0, 1), "rank0.json.gz", "step 2", (Operator("a|b", 1350, 12.5e3, 1.0, None, 2**21),), ("memory.html",)
+    0,
+    (0, 1),
+    "rank0.json.gz",
+    "step 2",
+    (Operator("a|b", 1350, 12.5e3, 1.0, None, 2**21),),
+    ("memory.html",),
 )
 COMPILATION = Compilations(
-    3, 1.25, (Recompilation(2, "training", "forward", "`x` 8 → 16", False),), {"data-dependent branch": 2}
+    3,
+    1.25,
+    (Recompilation(2, "training", "forward", "`x` 8 → 16", False),),
+    {"data-dependent branch": 2},
 )
 
 
 def record(folder: Path, resumes: bool = False, **ending: Any) -> None:
-    """Record three steps with everything that a run may have, the second one resumed in the folder of the first."""
+    """Record three steps with everything that a run may have, the second one resumed in the folder
+    of the first."""
     config = MetricsConfig(run_dir=str(folder), console=Console.none, warmup_steps=1)
     start = environment(Device("cpu"), 2, ["fsdptoys", "train", "a b"])
     resumed = ResumePoint(0, {}, None) if resumes else None
@@ -56,7 +81,14 @@ def record(folder: Path, resumes: bool = False, **ending: Any) -> None:
     steps = [replace(GPU_STEP, step=number, routing=routing) for number in (1, 2, 3)]
     steps[1] = replace(steps[1], loss=math.nan, skipped=True, skipped_steps=1)
     with RunRecorder(
-        config, "a | run", TREE, start, 4, {"uniform": 5.5, "none": math.nan}, resumed, prediction=PREDICTION
+        config,
+        "a | run",
+        TREE,
+        start,
+        4,
+        {"uniform": 5.5, "none": math.nan},
+        resumed,
+        prediction=PREDICTION,
     ) as recorder:
         for metrics in steps:
             recorder.step(metrics)
@@ -72,18 +104,32 @@ def record(folder: Path, resumes: bool = False, **ending: Any) -> None:
         {"profile": ProfileResult(0, (1,))},
     ],
 )
-def test_summary_is_rendered_from_the_file(tmp_path: Path, resumes: bool, ending: dict[str, Any]) -> None:
+def test_summary_is_rendered_from_the_file(
+    tmp_path: Path, resumes: bool, ending: dict[str, Any]
+) -> None:
     """Oracle: the summary's bytes."""
     if resumes:
         record(tmp_path, **ending)
     record(tmp_path, resumes, **ending)
     result = read_result(tmp_path)
-    assert result is not None and render_summary(result) == (tmp_path / "summary.md").read_text(encoding="utf-8")
-    assert result.status is RunStatus.stopped and len(result.resumes) == resumes and len(result.prediction) > 2
+    assert result is not None and render_summary(result) == (tmp_path / "summary.md").read_text(
+        encoding="utf-8"
+    )
+    assert (
+        result.status is RunStatus.stopped
+        and len(result.resumes) == resumes
+        and len(result.prediction) > 2
+    )
     tree = json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)
     assert tree["format_version"] == FORMAT_VERSION
-    assert tree["steps"]["routing"]["z_loss"] == "inf" and tree["references_nats"] == {"uniform": 5.5, "none": "nan"}
-    assert tree["steps"]["memory_peak_gib"] == GPU_STEP.memory_peak_gib and tree["steps"]["eval_loss"] is None
+    assert tree["steps"]["routing"]["z_loss"] == "inf" and tree["references_nats"] == {
+        "uniform": 5.5,
+        "none": "nan",
+    }
+    assert (
+        tree["steps"]["memory_peak_gib"] == GPU_STEP.memory_peak_gib
+        and tree["steps"]["eval_loss"] is None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +144,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"format_version": FORMAT_VERSION + 1}, "its format_version is 2, and this version reads up to 1"),
+        (
+            {"format_version": FORMAT_VERSION + 1},
+            "its format_version is 2, and this version reads up to 1",
+        ),
         ({"planned_steps": "4"}, "planned_steps is '4', not an integer"),
         ({"wall_seconds": "soon"}, "wall_seconds is 'soon', not"),
         ({"status": "well"}, r"status is 'well', not done \| stopped \| failed"),
@@ -122,7 +171,13 @@ def steps_of(count: int, on_gpu: bool = True) -> list[StepMetrics]:
     """Steps of 0.4 s and 8192 tokens at a quarter of the peak."""
     step = replace(STEP, step_time_seconds=0.4, valid_tokens=8192, tokens_per_second=8192 / 0.4)
     if on_gpu:
-        step = replace(step, mfu=0.25, memory_allocated_gib=10.0, memory_peak_gib=19.0, memory_reserved_gib=20.0)
+        step = replace(
+            step,
+            mfu=0.25,
+            memory_allocated_gib=10.0,
+            memory_peak_gib=19.0,
+            memory_reserved_gib=20.0,
+        )
     return [replace(step, step=number + 1) for number in range(count)]
 
 
@@ -137,26 +192,36 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize(("on_gpu", "count"), [(True, 6), (False, 2)])
-def test_differences_are_relative_to_the_measurement_and_flagged_above_10_percent(on_gpu: bool, count: int) -> None:
-    """Oracle: the differences worked by hand: 0.5 s against 0.4, 20 GiB against 19, 24 against 20; a CPU has two."""
+def test_differences_are_relative_to_the_measurement_and_flagged_above_10_percent(
+    on_gpu: bool, count: int
+) -> None:
+    """Oracle: the differences worked by hand: 0.5 s against 0.4, 20 GiB against 19, 24 against 20;
+    a CPU has two."""
     found = prediction_errors(PREDICTION, summarize(steps_of(3, on_gpu), warmup_steps=1))
     differences = {error.quantity: (round(error.difference, 4), error.flagged) for error in found}
     assert differences == dict(list(DIFFERENCES.items())[:count])
 
 
-@pytest.mark.parametrize("memory_gib, warning", [(80, ""), (22, ", more than the 22.00 GiB available")])
-def test_prediction_line_has_time_and_memory_and_reports_too_little_memory(memory_gib: float, warning: str) -> None:
+@pytest.mark.parametrize(
+    "memory_gib, warning", [(80, ""), (22, ", more than the 22.00 GiB available")]
+)
+def test_prediction_line_has_time_and_memory_and_reports_too_little_memory(
+    memory_gib: float, warning: str
+) -> None:
     """Oracle: the line, word for word."""
     assert prediction_line(PREDICTION, memory_gib * GIB) == (
-        f"predicted 500.0 ms per step, 16,384 tokens/s, 20.00 GiB peak, 24.00 GiB reserved{warning} "
-        "(estimated, plan.hardware=h100)"
+        "predicted 500.0 ms per step, 16,384 tokens/s, 20.00 GiB peak, 24.00 GiB "
+        f"reserved{warning} (estimated, plan.hardware=h100)"
     )
     line = "predicted 500.0 ms per step, 16,384 tokens/s (estimated, plan.hardware=h100)"
     assert prediction_line(replace(PREDICTION, device_type="cpu"), 0) == line
 
 
-def test_summary_compares_prediction_and_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the table's rows, the files in the folder, which the result lists, and the last lines on the console."""
+def test_summary_compares_prediction_and_measurement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the table's rows, the files in the folder, which the result lists, and the last lines
+    on the console."""
     config = MetricsConfig(run_dir=str(tmp_path / "run"), console=Console.plain, warmup_steps=0)
     with RunRecorder(config, "t", {}, ENVIRONMENT, 2, {}, prediction=PREDICTION) as recorder:
         for step in steps_of(2):
@@ -166,7 +231,12 @@ def test_summary_compares_prediction_and_measurement(tmp_path: Path, capsys: pyt
     assert "| step time | 500.00 ms | 400.00 ms | **+25.0%**, over 10% |" in page
     assert "| device memory after a step | 10.00 GiB | 10.00 GiB | +0.0% |" in page
     listed = json.loads((tmp_path / "run/result.json").read_text())["files"]
-    assert "prediction.json" in listed and listed.keys() == {path.name for path in (tmp_path / "run").iterdir()}
+    assert "prediction.json" in listed and listed.keys() == {
+        path.name for path in (tmp_path / "run").iterdir()
+    }
     written = json.loads((tmp_path / "run/prediction.json").read_text())
-    assert written["memory"]["categories"] == {"parameters": 4 * GIB} and written["tokens_per_second"] == 16384
+    assert (
+        written["memory"]["categories"] == {"parameters": 4 * GIB}
+        and written["tokens_per_second"] == 16384
+    )
     assert "predicted step time differs by +25% from the measurement" in capsys.readouterr().out

@@ -42,12 +42,20 @@ def steps_between(first: int, last: int, experts: bool = False) -> list[StepMetr
     ]
 
 
-def start(resumed=None, run_dir="run", console=Console.none, world_size=2, **changes) -> RunRecorder:
+def start(
+    resumed=None, run_dir="run", console=Console.none, world_size=2, **changes
+) -> RunRecorder:
     environment = ENVIRONMENT | {"world_size": world_size}
     return open_recorder(resumed, run_dir, TREE | changes, environment=environment, console=console)
 
 
-def record(recorder: RunRecorder, first: int, last: int, experts: bool = False, save_after: int | None = None) -> dict:
+def record(
+    recorder: RunRecorder,
+    first: int,
+    last: int,
+    experts: bool = False,
+    save_after: int | None = None,
+) -> dict:
     """Take steps; return the file offsets after the saved one."""
     offsets: dict[str, int] = {}
     for metrics in steps_between(first, last, experts):
@@ -77,7 +85,8 @@ def steps_in(name: str, folder: Path | str = "run") -> list[int]:
     ],
 )
 def test_resumed_run_has_the_files_of_an_uninterrupted_run(lost, experts):
-    """Oracle: another folder's bytes, after a start that got 7 steps further than its checkpoint and was killed."""
+    """Oracle: another folder's bytes, after a start that got 7 steps further than its checkpoint
+    and was killed."""
     with start(run_dir="whole") as recorder:
         record(recorder, 1, 40, experts)
         recorder.finish("done")
@@ -93,14 +102,22 @@ def test_resumed_run_has_the_files_of_an_uninterrupted_run(lost, experts):
     assert sorted(os.listdir("run")) == sorted([*os.listdir("whole"), "resumes.jsonl"])
     page = SUMMARY.read_text()
     assert "\n| steps | 40 of 40; done |\n" in page and "\n| first loss | 5.9900 nats |\n" in page
-    assert ("# Resumes" in page) and "`resumes.jsonl`" in page and "\n| wall time of the last start | " in page
+    assert (
+        ("# Resumes" in page)
+        and "`resumes.jsonl`" in page
+        and "\n| wall time of the last start | " in page
+    )
     assert "resumes" not in Path("whole/summary.md").read_text()
 
 
 def test_medians_exclude_the_warmup_of_every_start():
-    """Oracle: steps 1 to 12, resumed after 8, without 1, 2, 9 and 10, at 0.1 s times the step number: median 0.65."""
+    """Oracle: steps 1 to 12, resumed after 8, without 1, 2, 9 and 10, at 0.1 s times the step
+    number: median 0.65."""
     results = summarize(steps_between(1, 12), 2, starts=[0, 8])
-    assert results.step_time_seconds is not None and results.step_time_seconds.median == pytest.approx(0.65)
+    assert (
+        results.step_time_seconds is not None
+        and results.step_time_seconds.median == pytest.approx(0.65)
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +130,8 @@ def test_start_counts_until_its_steps_are_repeated(resumed_after, expected):
 
 
 def test_each_resume_records_checkpoint_and_changed_settings(capsys):
-    """Oracle: the lines of ``resumes.jsonl`` except the time, the rows of the summary, and the console lines."""
+    """Oracle: the lines of ``resumes.jsonl`` except the time, the rows of the summary, and the
+    console lines."""
     first = saved_run(10)
     with start(first, world_size=4, optim={"lr": 0.2, "new": None}) as recorder:
         second = ResumePoint(20, record(recorder, 11, 20, save_after=20), "step-00000020")
@@ -121,17 +139,28 @@ def test_each_resume_records_checkpoint_and_changed_settings(capsys):
         file.write('{"torn')
     with start(second, "run", Console.plain, world_size=4, optim={"lr": 0.2}) as recorder:
         recorder.finish("stopped")
-    lines = [line for line in Path("run/resumes.jsonl").read_text().splitlines() if line != '{"torn']
+    lines = [
+        line for line in Path("run/resumes.jsonl").read_text().splitlines() if line != '{"torn'
+    ]
     lines = [json.loads(line) for line in lines]
     assert [line.pop("time")[-6:] for line in lines] == ["+00:00"] * 2
-    grown = {"step": 10, "checkpoint": "step-00000010", "world_size_before": 2, "world_size": 4, "moved_to": None}
+    grown = {
+        "step": 10,
+        "checkpoint": "step-00000010",
+        "world_size_before": 2,
+        "world_size": 4,
+        "moved_to": None,
+    }
     same = grown | {"step": 20, "checkpoint": "step-00000020", "world_size_before": 4}
     assert lines == [
         grown | {"changed": {"optim.lr": [0.1, 0.2], "optim.new": [None, None]}},
         same | {"changed": {"optim.new": [None, None]}},
     ]
     page = SUMMARY.read_text()
-    assert "| after step 10 | `step-00000010` | 2 → 4 | `optim.lr: 0.1 → 0.2; optim.new: null → null` " in page
+    assert (
+        "| after step 10 | `step-00000010` | 2 → 4 | `optim.lr: 0.1 → 0.2; optim.new: null → null` "
+        in page
+    )
     assert "| after step 20 | `step-00000020` | 4 | " in page
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == "resuming after step 20 from step-00000020"
@@ -140,27 +169,40 @@ def test_each_resume_records_checkpoint_and_changed_settings(capsys):
 
 
 def test_files_of_an_attempt_without_a_checkpoint_are_moved_not_overwritten():
-    """Oracle: the files' bytes in ``attempt-1`` and ``attempt-2``; a start with nothing before is as without resume."""
+    """Oracle: the files' bytes in ``attempt-1`` and ``attempt-2``; a start with nothing before is
+    as without resume."""
     nothing = ResumePoint(0, {}, None)
     contents = []
     for last in (5, 7, 3):
         with start(nothing) as recorder:
             record(recorder, 1, last, experts=True)
             recorder.finish("stopped")
-        contents.append({path.name: path.read_bytes() for path in Path("run").iterdir() if path.is_file()})
+        contents.append(
+            {path.name: path.read_bytes() for path in Path("run").iterdir() if path.is_file()}
+        )
         contents[-1].pop("resumes.jsonl", None)
-    assert [len(steps_in("metrics.jsonl", f"run{at}")) for at in ("/attempt-1", "/attempt-2", "")] == [5, 7, 3]
+    assert [
+        len(steps_in("metrics.jsonl", f"run{at}")) for at in ("/attempt-1", "/attempt-2", "")
+    ] == [5, 7, 3]
     for number, content in enumerate(contents[:2], 1):
-        assert {path.name: path.read_bytes() for path in Path(f"run/attempt-{number}").iterdir()} == content
-    moved = [json.loads(line)["moved_to"] for line in Path("run/resumes.jsonl").read_text().splitlines()]
+        assert {
+            path.name: path.read_bytes() for path in Path(f"run/attempt-{number}").iterdir()
+        } == content
+    moved = [
+        json.loads(line)["moved_to"] for line in Path("run/resumes.jsonl").read_text().splitlines()
+    ]
     assert moved == ["attempt-1", "attempt-2"]
     page = SUMMARY.read_text()
-    assert "\n| steps | 3 of 40; stopped |\n" in page and "| from the beginning |  | 2 |  | `attempt-2/` |" in page
+    assert (
+        "\n| steps | 3 of 40; stopped |\n" in page
+        and "| from the beginning |  | 2 |  | `attempt-2/` |" in page
+    )
 
 
 @pytest.mark.parametrize("run_dir", ["fork", None])
 def test_run_from_another_folder_s_checkpoint_starts_its_own_files(run_dir, capsys):
-    """Oracle: steps 21 to 23 only; the other folder is unchanged; the final line counts earlier steps."""
+    """Oracle: steps 21 to 23 only; the other folder is unchanged; the final line counts earlier
+    steps."""
     resumed = saved_run(20)
     before = METRICS.read_bytes()
     with start(resumed, run_dir, Console.plain) as recorder:
@@ -169,7 +211,9 @@ def test_run_from_another_folder_s_checkpoint_starts_its_own_files(run_dir, caps
     assert steps_in("metrics.jsonl", recorder.run_dir) == [21, 22, 23]
     assert Path("run/metrics.jsonl").read_bytes() == before
     out = capsys.readouterr().out
-    assert "23 of 40 steps; stopped" in out and "median step 2,300.0 ms" in out and "bytes" not in out
+    assert (
+        "23 of 40 steps; stopped" in out and "median step 2,300.0 ms" in out and "bytes" not in out
+    )
     assert json.loads((recorder.run_dir / "resumes.jsonl").read_text())["changed"] is None
 
 
@@ -183,13 +227,14 @@ def test_file_shorter_than_at_the_checkpoint_keeps_its_complete_lines(capsys):
         record(recorder, 21, 22)
     assert steps_in("metrics.jsonl") == [*range(1, 15), 21, 22]
     assert (
-        f"run/metrics.jsonl has {cut} of the {len(content)} bytes recorded in the checkpoint step-00000020; its "
-        "complete lines up to step 20 are kept\n"
+        f"run/metrics.jsonl has {cut} of the {len(content)} bytes recorded in the checkpoint "
+        "step-00000020; its complete lines up to step 20 are kept\n"
     ) in capsys.readouterr().out
 
 
 def test_files_of_another_run_are_moved_not_truncated(capsys):
-    """Oracle: all of the other's bytes, in ``attempt-1``: its lines have other lengths than at the checkpoint."""
+    """Oracle: all of the other's bytes, in ``attempt-1``: its lines have other lengths than at the
+    checkpoint."""
     resumed = saved_run(20, "other")
     with start() as recorder:
         for metrics in steps_between(1, 40):
@@ -200,8 +245,8 @@ def test_files_of_another_run_are_moved_not_truncated(capsys):
     assert Path("run/attempt-1/metrics.jsonl").read_bytes() == before
     assert steps_in("metrics.jsonl") == [21, 22]
     assert (
-        "run/metrics.jsonl does not match the checkpoint step-00000020 at step 20; it was moved to run/attempt-1 with "
-        "the other files of that run\n"
+        "run/metrics.jsonl does not match the checkpoint step-00000020 at step 20; it was moved "
+        "to run/attempt-1 with the other files of that run\n"
     ) in capsys.readouterr().out
 
 
@@ -219,7 +264,8 @@ def test_unreadable_line_is_kept_and_reported(capsys):
 
 
 def test_resumed_run_has_no_results_until_it_ends_again():
-    """Oracle: the files of the folder, after a start that ended, in the next one, and after that one was killed."""
+    """Oracle: the files of the folder, after a start that ended, in the next one, and after that
+    one was killed."""
     with start() as recorder:
         offsets = record(recorder, 1, 3, save_after=3)
         recorder.finish("train.max_seconds=1 reached")
@@ -251,8 +297,8 @@ def test_run_locked_by_another_process_is_rejected(resumed):
         with pytest.raises(ConfigError) as caught:
             start(resumed)
         assert str(caught.value) == (
-            f"metrics.run_dir=run is being written by another run (pid {other.pid}); wait for its end, or set "
-            "metrics.run_dir to another folder"
+            f"metrics.run_dir=run is being written by another run (pid {other.pid}); wait for "
+            "its end, or set metrics.run_dir to another folder"
         )
     finally:
         other.kill()
@@ -272,7 +318,10 @@ def test_failed_start_releases_the_folder(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("fsdptoys.metrics.run_directory.os.replace", refuse)
-        with pytest.raises(ConfigError, match=r"^metrics\.run_dir=run cannot be written \(No space left on device\)"):
+        with pytest.raises(
+            ConfigError,
+            match=r"^metrics\.run_dir=run cannot be written \(No space left on device\)",
+        ):
             start()
     assert sorted(os.listdir("run")) == ["metrics.jsonl"]
     start(ResumePoint(0, {}, None)).__exit__(None, None, None)
@@ -290,7 +339,8 @@ def test_file_system_without_locks_is_supported(monkeypatch):
 
 
 def test_skipped_steps_and_spikes_are_reported(capsys):
-    """Oracle: the lines, the rows and the definitions; means and medians exclude the skipped step."""
+    """Oracle: the lines, the rows and the definitions; means and medians exclude the skipped
+    step."""
     steps = steps_between(1, 12)
     steps[6] = replace(steps[6], loss=math.nan, grad_norm=math.inf, skipped=True, skipped_steps=1)
     steps[8] = replace(steps[8], loss=9.0, loss_spike=12.34)
@@ -302,7 +352,10 @@ def test_skipped_steps_and_spikes_are_reported(capsys):
     assert [line for line in lines if line.startswith(("step 7", "step 9"))] == [
         "step 7: optimizer step skipped: the loss (nan) or the gradient norm (inf) is not finite; "
         "skipped steps so far: 1",
-        "step 9: loss spike: 9.0000 is 12.3 robust standard deviations above the median of earlier losses",
+        (
+            "step 9: loss spike: 9.0000 is 12.3 robust standard deviations above the median of "
+            "earlier losses"
+        ),
     ]
     page = SUMMARY.read_text()
     mean = (sum(6 - 0.01 * n for n in (2, 3, 4, 5, 6, 8, 10, 11, 12)) + 9) / 10

@@ -20,7 +20,10 @@ from fsdptoys.metrics.run_directory import LineFile
 from fsdptoys.metrics.run_environment import checkout_commit, hardware_line
 from tests.harness.recording import STEP
 
-TREE = {"train": {"steps": 2, "sample_prompt": "def ", "seed": None}, "model": {"name": "l\u00e4ma", "dims": [1, 2]}}
+TREE = {
+    "train": {"steps": 2, "sample_prompt": "def ", "seed": None},
+    "model": {"name": "l\u00e4ma", "dims": [1, 2]},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -48,12 +51,18 @@ def test_config_and_environment_files_round_trip():
 
 
 def test_config_is_written_after_the_files_read_with_it(monkeypatch):
-    """Oracle: existing files at the time the settings are written, which make the folder a run directory."""
+    """Oracle: existing files at the time the settings are written, which make the folder a run
+    directory."""
     seen = []
     write = RunDirectory.write
 
     def watched(self: RunDirectory, name: str, text: str) -> None:
-        seen.append((name, sorted(path.name for path in self.path.iterdir() if not path.name.startswith("."))))
+        seen.append(
+            (
+                name,
+                sorted(path.name for path in self.path.iterdir() if not path.name.startswith(".")),
+            )
+        )
         write(self, name, text)
 
     monkeypatch.setattr(RunDirectory, "write", watched)
@@ -99,28 +108,36 @@ def test_new_run_never_overwrites_existing_files(name):
     """Oracle: the expected message, before the run and at its start, and the unchanged file."""
     Path("taken").mkdir()
     Path("taken", name).write_text("mine")
-    for attempt in (lambda: check_run_dir(MetricsConfig(run_dir="taken")), lambda: open_run("taken")):
+    for attempt in (
+        lambda: check_run_dir(MetricsConfig(run_dir="taken")),
+        lambda: open_run("taken"),
+    ):
         with pytest.raises(ConfigError) as error:
             attempt()
         assert str(error.value) == (
             f"metrics.run_dir=taken already contains {name}, which a run would overwrite; set "
-            "checkpoint.resume=auto to continue it, or metrics.run_dir to a new folder (null for one named by time "
-            "and title)"
+            "checkpoint.resume=auto to continue it, or metrics.run_dir to a new folder (null for "
+            "one named by time and title)"
         )
     assert Path("taken", name).read_text() == "mine"
 
 
 def test_second_of_two_concurrent_runs_in_one_folder_is_rejected(monkeypatch):
     """Oracle: the expected message, with the earlier check passed by both as in a race."""
-    monkeypatch.setattr("fsdptoys.metrics.run_directory.check_run_dir", lambda config, resumes: None)
+    monkeypatch.setattr(
+        "fsdptoys.metrics.run_directory.check_run_dir", lambda config, resumes: None
+    )
     open_run("run")
-    with pytest.raises(ConfigError, match=r"^metrics\.run_dir=run already contains metrics\.jsonl, which"):
+    with pytest.raises(
+        ConfigError, match=r"^metrics\.run_dir=run already contains metrics\.jsonl, which"
+    ):
         open_run("run")
 
 
 @pytest.mark.parametrize("run_dir", ["file", "file/below", "link"])
 def test_non_folder_path_is_rejected(run_dir):
-    """Oracle: the message names the obstacle; the same for a file, a path through it, and a dead link."""
+    """Oracle: the message names the obstacle; the same for a file, a path through it, and a dead
+    link."""
     Path("file").write_text("")
     Path("link").symlink_to("nowhere")
     message = rf"^metrics\.run_dir={run_dir} needs a folder at .*, which is not a folder; "
@@ -130,9 +147,12 @@ def test_non_folder_path_is_rejected(run_dir):
 
 @pytest.mark.parametrize(("run_dir", "key"), [("locked/a/b", "locked/a/b"), (None, "null")])
 def test_unwritable_folder_is_rejected(run_dir, key, tmp_path, monkeypatch):
-    """Oracle: the expected message; the system's answer is set by hand, since root may write anywhere."""
+    """Oracle: the expected message; the system's answer is set by hand, since root may write
+    anywhere."""
     Path("locked").mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).resolve() not in (tmp_path, tmp_path / "locked"))
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: Path(path).resolve() not in (tmp_path, tmp_path / "locked")
+    )
     with pytest.raises(ConfigError, match=rf"^metrics\.run_dir={key} needs write access to .*; "):
         check_run_dir(MetricsConfig(run_dir=run_dir))
 
@@ -146,9 +166,12 @@ def test_usable_folders_pass_the_check_without_being_created(run_dir, tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
 def test_system_error_becomes_a_config_error(monkeypatch):
-    """Oracle: the expected message for a folder in /proc, where not even root makes one, behind the check of access."""
+    """Oracle: the expected message for a folder in /proc, where not even root makes one, behind the
+    check of access."""
     monkeypatch.setattr(os, "access", lambda *_: True)
-    with pytest.raises(ConfigError, match=r"^metrics\.run_dir=/proc/none/run cannot be written \(.+\); set metrics"):
+    with pytest.raises(
+        ConfigError, match=r"^metrics\.run_dir=/proc/none/run cannot be written \(.+\); set metrics"
+    ):
         open_run("/proc/none/run")
 
 
@@ -158,9 +181,14 @@ def test_full_disk_is_reported_once():
     directory = open_run("run")
     directory._lines = {"metrics.jsonl": LineFile(Path("run/metrics.jsonl"))}
     directory._lines["metrics.jsonl"]._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
-    assert append(directory) == ["steps wait in memory until run has free space (No space left on device)"]
+    assert append(directory) == [
+        "steps wait in memory until run has free space (No space left on device)"
+    ]
     assert append(directory) == []
-    with pytest.raises(ConfigError, match=r"^metrics\.run_dir=run cannot be written \(No space left on device\); set"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^metrics\.run_dir=run cannot be written \(No space left on device\); set",
+    ):
         directory.flush()
     directory.close()
 
@@ -169,9 +197,15 @@ def test_environment_has_versions_and_hardware_but_no_host_name(monkeypatch):
     """Oracle: the running interpreter's own answers; JSON takes it; the host's name is nowhere."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    found = json.loads(json.dumps(environment(Device("cpu"), 4, ["fsdptoys", "train", "data.path=a b"])))
+    found = json.loads(
+        json.dumps(environment(Device("cpu"), 4, ["fsdptoys", "train", "data.path=a b"]))
+    )
     assert found["command"] == "fsdptoys train 'data.path=a b'"
-    expected = {"torch": torch.__version__, "python": platform.python_version(), "cuda": torch.version.cuda}
+    expected = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+    }
     expected |= {"cudnn": torch.backends.cudnn.version()}
     assert {name: found["versions"][name] for name in expected} == expected
     assert found["world_size"] == 4
@@ -195,13 +229,16 @@ def test_missing_package_has_no_version(monkeypatch):
 
 
 def test_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
-    """Oracle: ``git rev-parse`` in a checkout made here; outside its root, and without git, there is none."""
+    """Oracle: ``git rev-parse`` in a checkout made here; outside its root, and without git, there
+    is none."""
     root = tmp_path / "checkout"
     root.mkdir()
 
     def git(*words: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-        done = subprocess.run(["git", "-C", str(root), *identity, *words], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["git", "-C", str(root), *identity, *words], capture_output=True, text=True, check=True
+        )
         return done.stdout.strip()
 
     try:
@@ -223,8 +260,11 @@ def test_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("there_is_room", [True, False])
-def test_queued_steps_are_written_completely_once_there_is_space(there_is_room: bool, tmp_path: Path) -> None:
-    """Oracle: the file, with a limit on its size in the middle of the second line, which may be lifted."""
+def test_queued_steps_are_written_completely_once_there_is_space(
+    there_is_room: bool, tmp_path: Path
+) -> None:
+    """Oracle: the file, with a limit on its size in the middle of the second line, which may be
+    lifted."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def make_room() -> bool:

@@ -23,25 +23,42 @@ KEYS = [
     "data_wait_seconds", "memory_parameters_gib", "memory_gradients_gib", "memory_optimizer_gib", "memory_rest_gib",
     "memory_host_gib", "memory_counted_step",
 ]  # fmt: skip
-ROUTING_KEYS = ["router_aux_loss", "router_z_loss", "router_entropy", "expert_load_max", "expert_load_min"]
+ROUTING_KEYS = [
+    "router_aux_loss",
+    "router_z_loss",
+    "router_entropy",
+    "expert_load_max",
+    "expert_load_min",
+]
 
 
 ON_PAPER = types.SimpleNamespace(memory=lambda: MemoryStats(1 * GIB, 2 * GIB, 3 * GIB))
-"""A device with memory of its own, for machines that have none: allocated, peak and reserved bytes."""
+"""A device with memory of its own, for machines that have none: allocated, peak and reserved
+bytes."""
 
 
 def measure(device: Device, peak_flops: float | None, **changes: float) -> StepMetrics:
     rates = step_rates(
-        step_time_seconds=0.5, valid_tokens=900, tokens=4000, flops_per_token=6e9, world_size=8, peak_flops=peak_flops
+        step_time_seconds=0.5,
+        valid_tokens=900,
+        tokens=4000,
+        flops_per_token=6e9,
+        world_size=8,
+        peak_flops=peak_flops,
     )
-    values: dict[str, Any] = {"step": 3, "loss": 2.5, "grad_norm": 0.75, "learning_rate": 1e-3} | changes
+    values: dict[str, Any] = {
+        "step": 3,
+        "loss": 2.5,
+        "grad_norm": 0.75,
+        "learning_rate": 1e-3,
+    } | changes
     return StepMetrics(**rates, **measure_memory(device), **values)
 
 
 @pytest.mark.parametrize(("peak_flops", "mfu"), [(24e12, 0.25), (None, None)])
 def test_rates_follow_their_formulas(peak_flops, mfu):
-    """Oracle: 4000 tokens in 0.5 s are 8000/s, whatever number has labels; at 6e9 FLOPs over 8 ranks 6e12 FLOP/s each;
-    of a peak of 24e12, 1/4, and an unknown share of an unknown peak."""
+    """Oracle: 4000 tokens in 0.5 s are 8000/s, whatever number has labels; at 6e9 FLOPs over 8
+    ranks 6e12 FLOP/s each; of a peak of 24e12, 1/4, and an unknown share of an unknown peak."""
     metrics = measure(ON_PAPER, peak_flops)
     assert metrics.tokens_per_second == 8000
     assert metrics.tflops_per_second_per_rank == pytest.approx(6.0)
@@ -51,19 +68,36 @@ def test_rates_follow_their_formulas(peak_flops, mfu):
 def test_memory_is_the_device_statistics_in_gib():
     """Oracle: the bytes that the device reports."""
     metrics = measure(ON_PAPER, peak_flops=None)
-    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_reserved_gib) == (1, 2, 3)
+    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_reserved_gib) == (
+        1,
+        2,
+        3,
+    )
     assert metrics.resident_set_gib is not None and metrics.resident_set_gib > 0
 
 
 def test_cpu_reports_counted_memory_and_the_resident_set():
-    """Oracle: the count; the process's resident set as the kernel reports it, within the growth between readings."""
+    """Oracle: the count; the process's resident set as the kernel reports it, within the growth
+    between readings."""
     device = Device("cpu")
     metrics = measure(device, peak_flops=None)
-    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_rest_gib) == (None, None, None)
+    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_rest_gib) == (
+        None,
+        None,
+        None,
+    )
     device.record(CountedBytes(0, 2 * GIB, 7 * GIB, {"parameters": 3 * GIB, "rest": 4 * GIB}, GIB))
     metrics = measure(device, peak_flops=None)
-    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_reserved_gib) == (2, 7, None)
-    assert (metrics.memory_parameters_gib, metrics.memory_gradients_gib, metrics.memory_rest_gib) == (3, 0, 4)
+    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_reserved_gib) == (
+        2,
+        7,
+        None,
+    )
+    assert (
+        metrics.memory_parameters_gib,
+        metrics.memory_gradients_gib,
+        metrics.memory_rest_gib,
+    ) == (3, 0, 4)
     assert metrics.memory_host_gib == 1
     assert metrics.resident_set_gib == pytest.approx(resident_set_bytes() / GIB, rel=0.2)
 
@@ -75,7 +109,10 @@ def test_resident_set_peak_includes_freed_memory():
     expected = before + 0.8 * ones.nbytes
     del ones
     metrics = measure(Device("cpu"), peak_flops=None)
-    assert metrics.resident_set_peak_gib is not None and metrics.resident_set_peak_gib * GIB >= expected
+    assert (
+        metrics.resident_set_peak_gib is not None
+        and metrics.resident_set_peak_gib * GIB >= expected
+    )
 
 
 @pytest.mark.extended
@@ -106,7 +143,10 @@ def test_json_line_of_an_moe_model_ends_with_routing_numbers():
     assert list(values) == [*KEYS, *ROUTING_KEYS]
     assert [values[key] for key in ROUTING_KEYS] == [2.1, 3.5, 0.9, 1.8, 0.25]
     slim = metrics.without_counts()
-    assert slim.routing == dataclasses.replace(ROUTING, counts=[]) and slim.to_json() == metrics.to_json()
+    assert (
+        slim.routing == dataclasses.replace(ROUTING, counts=[])
+        and slim.to_json() == metrics.to_json()
+    )
     assert StepMetrics.from_json(metrics.to_json()) == slim
 
 
@@ -118,7 +158,11 @@ def test_non_finite_values_are_null_and_listed():
 
     routing = dataclasses.replace(ROUTING, z_loss=math.nan)
     metrics = dataclasses.replace(
-        measure(Device("cpu"), None), loss=math.nan, grad_norm=math.inf, eval_loss=-math.inf, routing=routing
+        measure(Device("cpu"), None),
+        loss=math.nan,
+        grad_norm=math.inf,
+        eval_loss=-math.inf,
+        routing=routing,
     )
     values = json.loads(metrics.to_json(), parse_constant=refuse)
     assert values["non_finite"] == ["loss", "grad_norm", "eval_loss", "router_z_loss"]
@@ -126,17 +170,30 @@ def test_non_finite_values_are_null_and_listed():
     assert values["learning_rate"] == metrics.learning_rate
     back = StepMetrics.from_json(metrics.to_json())
     assert back.routing is not None and back.eval_loss is not None
-    assert all(math.isnan(value) for value in (back.loss, back.grad_norm, back.eval_loss, back.routing.z_loss))
+    assert all(
+        math.isnan(value)
+        for value in (back.loss, back.grad_norm, back.eval_loss, back.routing.z_loss)
+    )
     assert back.routing.aux_loss == ROUTING.aux_loss
 
 
 def test_lines_of_other_versions_are_read():
-    """Oracle: the defaults for keys that an earlier version did not write; those of a later one are ignored."""
+    """Oracle: the defaults for keys that an earlier version did not write; those of a later one are
+    ignored."""
     metrics = measure(Device("cpu"), None)
     values = json.loads(metrics.to_json()) | {"of_a_later_version": [1]}
-    for name in ("resident_set_peak_gib", "eval_loss", "skipped", "skipped_steps", "loss_spike", "data_wait_seconds"):
+    for name in (
+        "resident_set_peak_gib",
+        "eval_loss",
+        "skipped",
+        "skipped_steps",
+        "loss_spike",
+        "data_wait_seconds",
+    ):
         del values[name]
-    assert StepMetrics.from_json(json.dumps(values)) == dataclasses.replace(metrics, resident_set_peak_gib=None)
+    assert StepMetrics.from_json(json.dumps(values)) == dataclasses.replace(
+        metrics, resident_set_peak_gib=None
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,8 +207,18 @@ def test_lines_of_other_versions_are_read():
 def test_line_with_an_invalid_value_is_rejected(change):
     """Oracle: ``ValueError``, also for a missing key, half a line, and a non-JSON constant."""
     values = json.loads(measure(Device("cpu"), None).to_json())
-    missing = {name: value for name, value in values.items() if name not in change} if change == {"step": None} else {}
-    for line in (json.dumps(values | change), json.dumps(missing), json.dumps(values)[:-1], '{"loss": NaN}', "[]"):
+    missing = (
+        {name: value for name, value in values.items() if name not in change}
+        if change == {"step": None}
+        else {}
+    )
+    for line in (
+        json.dumps(values | change),
+        json.dumps(missing),
+        json.dumps(values)[:-1],
+        '{"loss": NaN}',
+        "[]",
+    ):
         with pytest.raises(ValueError):
             StepMetrics.from_json(line)
 
@@ -159,7 +226,10 @@ def test_line_with_an_invalid_value_is_rejected(change):
 def falling(steps: int, noise: float, seed: int = 0) -> list[float]:
     """Losses from about 10.9 nats to 2.8, as a small model's, with normal noise."""
     numbers = np.arange(1, steps + 1)
-    return [float(loss) for loss in 2.5 + 8.4 * numbers**-0.35 + np.random.default_rng(seed).normal(0, noise, steps)]
+    return [
+        float(loss)
+        for loss in 2.5 + 8.4 * numbers**-0.35 + np.random.default_rng(seed).normal(0, noise, steps)
+    ]
 
 
 def test_score_is_the_robust_z_score_of_the_last_losses():
@@ -178,7 +248,8 @@ def test_score_is_the_robust_z_score_of_the_last_losses():
 
 
 @pytest.mark.parametrize(
-    "noise", [0.0, 0.05, *(pytest.param(noise, marks=pytest.mark.extended) for noise in (0.005, 0.5))]
+    "noise",
+    [0.0, 0.05, *(pytest.param(noise, marks=pytest.mark.extended) for noise in (0.005, 0.5))],
 )
 def test_noisy_falling_loss_has_no_spikes_at_the_default(noise):
     """Oracle: none in 10,000 steps of normal noise."""
@@ -206,13 +277,16 @@ def test_constant_loss_has_the_minimum_deviation():
 
 
 def test_spikes_are_excluded_from_the_window_until_a_new_level():
-    """Oracle: the same score for the same jump; after enough spikes for a new window there are no more."""
+    """Oracle: the same score for the same jump; after enough spikes for a new window there are no
+    more."""
     detector = SpikeDetector(8.0)
     for loss in falling(300, 0.02)[200:]:
         detector.score(loss)
     first = detector.spike(10.0)
     assert first is not None and detector.spike(10.0) == first
-    assert [detector.spike(10.0) is not None for _ in range(30)] == [True] * (FEWEST - 2) + [False] * (32 - FEWEST)
+    assert [detector.spike(10.0) is not None for _ in range(30)] == [True] * (FEWEST - 2) + [
+        False
+    ] * (32 - FEWEST)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

@@ -1,4 +1,5 @@
-"""TensorBoard and Weights & Biases receive the values of the run's own files, and cannot end a run."""
+"""TensorBoard and Weights & Biases receive the values of the run's own files, and cannot end a
+run."""
 
 import contextlib
 import importlib.machinery
@@ -14,7 +15,14 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics import Console, MetricsConfig, ResumePoint, RunRecorder, StepMetrics, check_run_dir
+from fsdptoys.metrics import (
+    Console,
+    MetricsConfig,
+    ResumePoint,
+    RunRecorder,
+    StepMetrics,
+    check_run_dir,
+)
 from fsdptoys.metrics.config import RUN_FILES, WandbMode
 from fsdptoys.metrics.preflight import check_writers, wandb_mode
 from fsdptoys.metrics.writers import Writers
@@ -22,7 +30,8 @@ from tests.harness.recording import ROUTING, STEP, TREE, open_recorder
 
 
 def step_of(number: int, shift: float = 0.0) -> StepMetrics:
-    """A step that differs from its neighbors; every fourth is evaluated, and the sixth is skipped."""
+    """A step that differs from its neighbors; every fourth is evaluated, and the sixth is
+    skipped."""
     return replace(
         STEP,
         step=number,
@@ -34,9 +43,19 @@ def step_of(number: int, shift: float = 0.0) -> StepMetrics:
     )
 
 
-def recorder_with(folder: Path, writers: list[str], resumed: ResumePoint | None = None) -> RunRecorder:
+def recorder_with(
+    folder: Path, writers: list[str], resumed: ResumePoint | None = None
+) -> RunRecorder:
     mode = WandbMode.offline if "wandb" in writers else None
-    return open_recorder(resumed, folder, steps=8, console=Console.plain, writers=writers, wandb_mode=mode, log_every=1)
+    return open_recorder(
+        resumed,
+        folder,
+        steps=8,
+        console=Console.plain,
+        writers=writers,
+        wandb_mode=mode,
+        log_every=1,
+    )
 
 
 @dataclass(frozen=True)
@@ -50,7 +69,9 @@ class Outcome:
 
     def lines(self) -> list[dict[str, float | None]]:
         """The lines of ``metrics.jsonl``."""
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +87,10 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
         for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY"):
             patch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            with contextlib.suppress(ZeroDivisionError), recorder_with(folder, ["tensorboard", "wandb"]) as recorder:
+            with (
+                contextlib.suppress(ZeroDivisionError),
+                recorder_with(folder, ["tensorboard", "wandb"]) as recorder,
+            ):
                 for number in range(1, 7):
                     recorder.step(step_of(number))
                     if number == 4:
@@ -89,10 +113,13 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
 
 
 def test_event_files_have_each_step_once(outcome: Outcome) -> None:
-    """Oracle: ``metrics.jsonl``, compared number by number with TensorBoard's own reader; repeated steps count once."""
+    """Oracle: ``metrics.jsonl``, compared number by number with TensorBoard's own reader; repeated
+    steps count once."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(outcome.folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    events = EventAccumulator(
+        str(outcome.folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}
+    )
     events.Reload()
     lines = outcome.lines()
     assert [line["step"] for line in lines] == [*range(1, 9)]
@@ -106,7 +133,9 @@ def test_event_files_have_each_step_once(outcome: Outcome) -> None:
             continue
         scalars = events.Scalars(name)
         assert [event.step for event in scalars] == list(written), name
-        assert [event.value for event in scalars] == pytest.approx(list(written.values()), rel=1e-6), name
+        assert [event.value for event in scalars] == pytest.approx(
+            list(written.values()), rel=1e-6
+        ), name
     (config,) = events.Tensors("config/text_summary")[-1:]
     assert b"dim: 64" in config.tensor_proto.string_val[0]
     assert events.Tags()["images"] == ["loss_curve"]
@@ -134,8 +163,12 @@ def records_of(path: Path) -> list:
 
 
 def test_wandb_has_both_starts_under_one_id(outcome: Outcome) -> None:
-    """Oracle: the recorded steps, settings and results, read from its files by its own record type."""
-    files = sorted((outcome.folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    """Oracle: the recorded steps, settings and results, read from its files by its own record
+    type."""
+    files = sorted(
+        (outcome.folder / "wandb").glob("offline-run-*/*.wandb"),
+        key=lambda path: path.stat().st_mtime_ns,
+    )
     assert len(files) == 2
     histories, summary = [], {}
     for path, exit_code in zip(files, (1, 0), strict=True):
@@ -143,7 +176,9 @@ def test_wandb_has_both_starts_under_one_id(outcome: Outcome) -> None:
         assert {record.run.run_id for record in records if record.HasField("run")} == {
             (outcome.folder / "wandb" / "run_id.txt").read_text().strip()
         }
-        assert [record.exit.exit_code for record in records if record.HasField("exit")] == [exit_code]
+        assert [record.exit.exit_code for record in records if record.HasField("exit")] == [
+            exit_code
+        ]
         (run, *_) = [record.run for record in records if record.HasField("run")]
         config = {item.key: json.loads(item.value_json) for item in run.config.update}
         assert config["model"] == TREE["model"] and config["title"] == "tiny"
@@ -156,13 +191,17 @@ def test_wandb_has_both_starts_under_one_id(outcome: Outcome) -> None:
             for item in record.summary.update:
                 summary[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
     for history, steps in zip(
-        histories, ([step_of(n) for n in range(1, 7)], [step_of(n, 1.0) for n in range(5, 9)]), strict=True
+        histories,
+        ([step_of(n) for n in range(1, 7)], [step_of(n, 1.0) for n in range(5, 9)]),
+        strict=True,
     ):
         assert [values["step"] for values in history] == [metrics.step for metrics in steps]
         for values, metrics in zip(history, steps, strict=True):
             numbers = metrics.numbers()
             assert set(numbers) <= set(values)
-            assert [float(values[name]) for name in numbers] == pytest.approx(list(numbers.values()))
+            assert [float(values[name]) for name in numbers] == pytest.approx(
+                list(numbers.values())
+            )
     assert summary["stop_reason"] == "all steps done"
     assert summary["results"]["skipped_steps"] == 1 and summary["results"]["steps"] == 8
 
@@ -174,7 +213,9 @@ def test_offline_makes_no_request_and_prints_nothing(outcome: Outcome) -> None:
     assert "resuming after step 4" in outcome.printed
 
 
-def test_summary_lists_only_the_folders_of_configured_writers(outcome: Outcome, tmp_path: Path) -> None:
+def test_summary_lists_only_the_folders_of_configured_writers(
+    outcome: Outcome, tmp_path: Path
+) -> None:
     """Oracle: rows of the pages."""
     page = (outcome.folder / "summary.md").read_text()
     assert "\n| `tensorboard` | " in page and "\n| `wandb` | " in page
@@ -186,7 +227,9 @@ def test_summary_lists_only_the_folders_of_configured_writers(outcome: Outcome, 
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_writer_that_cannot_open_its_folder_is_reported_and_disabled(name: str, tmp_path: Path, capsys) -> None:
+def test_writer_that_cannot_open_its_folder_is_reported_and_disabled(
+    name: str, tmp_path: Path, capsys
+) -> None:
     """Oracle: a file in the folder's place; one sentence, and a complete run without the writer."""
     pytest.importorskip(name)
     (tmp_path / name).write_text("no folder")
@@ -195,8 +238,12 @@ def test_writer_that_cannot_open_its_folder_is_reported_and_disabled(name: str, 
         recorder.finish("all steps done")
     label = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}[name]
     (message,) = [line for line in capsys.readouterr().out.splitlines() if label in line]
-    assert message.startswith(f"{label} failed after step 2 (") and message.endswith("metrics.jsonl has every step")
-    assert (tmp_path / "summary.md").exists() and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    assert message.startswith(f"{label} failed after step 2 (") and message.endswith(
+        "metrics.jsonl has every step"
+    )
+    assert (tmp_path / "summary.md").exists() and len(
+        (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ) == 1
     assert (tmp_path / name).read_text() == "no folder"
 
 
@@ -237,12 +284,15 @@ def test_failed_writer_is_closed_and_never_called_again(stage: str) -> None:
 
 
 NO_KEY = (
-    "metrics.wandb_mode=online needs an API key for Weights & Biases, and there is none; set WANDB_API_KEY, run wandb "
-    "login, or set metrics.wandb_mode=offline"
+    "metrics.wandb_mode=online needs an API key for Weights & Biases, and there is none; set "
+    "WANDB_API_KEY, run wandb login, or set metrics.wandb_mode=offline"
 )
 
 
-NO_MODE = "WANDB_MODE=shared must be one of online, offline, disabled; unset it, or set metrics.wandb_mode=offline"
+NO_MODE = (
+    "WANDB_MODE=shared must be one of online, offline, disabled; unset it, or set "
+    "metrics.wandb_mode=offline"
+)
 
 
 @pytest.mark.parametrize(
@@ -254,8 +304,18 @@ NO_MODE = "WANDB_MODE=shared must be one of online, offline, disabled; unset it,
         (None, {"WANDB_IDENTITY_TOKEN_FILE": "token.txt"}, "", None),
         (None, {}, "machine api.wandb.ai login user password kkkk", None),
         (None, {}, "machine own.example login user password kkkk", NO_KEY),
-        (None, {"WANDB_BASE_URL": "https://own.example"}, "machine own.example login user password kkkk", None),
-        (None, {"settings": "https://own.example"}, "machine own.example login user password kkkk", None),
+        (
+            None,
+            {"WANDB_BASE_URL": "https://own.example"},
+            "machine own.example login user password kkkk",
+            None,
+        ),
+        (
+            None,
+            {"settings": "https://own.example"},
+            "machine own.example login user password kkkk",
+            None,
+        ),
         (None, {}, "not a netrc", NO_KEY),
         ("offline", {}, "", None),
         ("disabled", {}, "", None),
@@ -267,11 +327,15 @@ NO_MODE = "WANDB_MODE=shared must be one of online, offline, disabled; unset it,
 def test_going_online_needs_a_key(mode, variables, netrc, sentence, tmp_path) -> None:
     """Oracle: the expected message, or none, over the places in which wandb keeps keys."""
     pytest.importorskip("wandb")
-    present = {"HOME": str(tmp_path)} | {name: value for name, value in variables.items() if name.isupper()}
+    present = {"HOME": str(tmp_path)} | {
+        name: value for name, value in variables.items() if name.isupper()
+    }
     (tmp_path / ".netrc").write_text(netrc)
     if "settings" in variables:
         (tmp_path / ".config" / "wandb").mkdir(parents=True)
-        (tmp_path / ".config" / "wandb" / "settings").write_text(f"[default]\nbase_url = {variables['settings']}\n")
+        (tmp_path / ".config" / "wandb" / "settings").write_text(
+            f"[default]\nbase_url = {variables['settings']}\n"
+        )
     config = MetricsConfig(writers=["wandb"], wandb_mode=WandbMode(mode) if mode else None)
     if sentence is None:
         check_writers(config, present)
@@ -296,15 +360,17 @@ def test_missing_package_is_reported_before_the_start(name: str, monkeypatch) ->
     with pytest.raises(ConfigError) as error:
         check_run_dir(MetricsConfig(writers=[name]))
     assert str(error.value) == (
-        f"metrics.writers=[{name}] needs the package {name}, which is not installed; run pip install "
-        f"-e '.[{name}]' or leave {name} out"
+        f"metrics.writers=[{name}] needs the package {name}, which is not installed; run pip "
+        f"install -e '.[{name}]' or leave {name} out"
     )
 
 
 def test_disabled_wandb_writes_nothing(tmp_path: Path) -> None:
     """Oracle: the files of a run without writers."""
     pytest.importorskip("wandb")
-    with open_recorder(run_dir=tmp_path / "run", writers=["wandb"], wandb_mode=WandbMode.disabled) as recorder:
+    with open_recorder(
+        run_dir=tmp_path / "run", writers=["wandb"], wandb_mode=WandbMode.disabled
+    ) as recorder:
         recorder.step(STEP)
         recorder.finish("done")
     assert not (tmp_path / "run" / "wandb").exists()

@@ -1,6 +1,8 @@
-"""Backends of PyTorch's attention, repeated heads, and layouts from the rotation to the output projection.
+"""Backends of PyTorch's attention, repeated heads, and layouts from the rotation to the output
+projection.
 
-CUDA's choices are checked with fake tensors: ``scaled_dot_product_attention`` is replaced by a record of its arguments.
+CUDA's choices are checked with fake tensors: ``scaled_dot_product_attention`` is replaced by a
+record of its arguments.
 """
 
 import functools
@@ -18,7 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.models import Ops, choose_ops, kernels, use_ops
-from fsdptoys.models.attention import BACKENDS, _own_heads, attention, attention_by, chosen_backend, masked_attention
+from fsdptoys.models.attention import (
+    BACKENDS,
+    _own_heads,
+    attention,
+    attention_by,
+    chosen_backend,
+    masked_attention,
+)
 from fsdptoys.models.kernels import Pairs, block_mask, dense_mask, rotary, turn
 from fsdptoys.models.layers import Attention
 from tests.harness.families import SMALL
@@ -61,9 +70,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     assert _enabled() == EVERY  # contexts are left
 
 
-def _qkv(heads: int, groups: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
+def _qkv(
+    heads: int, groups: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> list[Tensor]:
     """Views with the head dim moved before positions, as ``Attention`` passes them."""
-    return [torch.randn(2, 33, n, 16, dtype=dtype, device=device).transpose(1, 2) for n in (heads, groups, groups)]
+    return [
+        torch.randn(2, 33, n, 16, dtype=dtype, device=device).transpose(1, 2)
+        for n in (heads, groups, groups)
+    ]
 
 
 def _values_and_gradients(attend: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tensor]:
@@ -75,19 +89,30 @@ def _values_and_gradients(attend: Callable[..., Tensor], leaves: list[Tensor]) -
 
 @pytest.mark.parametrize("name", ["flash", "math"])
 @pytest.mark.parametrize("masks", [False, True])
-def test_backends_of_a_cpu_have_the_values_and_gradients_of_the_default(name: str, masks: bool) -> None:
+def test_backends_of_a_cpu_have_the_values_and_gradients_of_the_default(
+    name: str, masks: bool
+) -> None:
     """Oracle: PyTorch's own choice, bitwise for flash, which it is."""
     torch.manual_seed(0)
     leaves = _qkv(4, 2)
     plain, forced = choose_ops({}), choose_ops({"attention": name})
     if masks:
-        added = dense_mask(torch.arange(33).div(9, rounding_mode="floor").expand(2, 33), torch.float32)
-        both = [lambda q, k, v, each=each: each.document_attention.attend(q, k, v, added) for each in (plain, forced)]
+        added = dense_mask(
+            torch.arange(33).div(9, rounding_mode="floor").expand(2, 33), torch.float32
+        )
+        both = [
+            lambda q, k, v, each=each: each.document_attention.attend(q, k, v, added)
+            for each in (plain, forced)
+        ]
     else:
         both = [plain.attention, forced.attention]
     expected, found = (_values_and_gradients(attend, leaves) for attend in both)
     for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other) if name == "flash" else torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+        assert (
+            torch.equal(one, other)
+            if name == "flash"
+            else torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+        )
 
 
 @pytest.mark.parametrize("mode", list(GradientCheckpointing))
@@ -95,7 +120,8 @@ def test_backends_of_a_cpu_have_the_values_and_gradients_of_the_default(name: st
 def test_recomputation_uses_the_backend_of_the_forward(
     mode: GradientCheckpointing, compiles: bool, calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: enabled backends of every call, one a layer and one more in a recomputation; loss of the default."""
+    """Oracle: enabled backends of every call, one a layer and one more in a recomputation; loss of
+    the default."""
     if compiles:
         monkeypatch.undo()  # the compiler would trace the record
     torch.manual_seed(0)
@@ -153,7 +179,9 @@ def test_generation_on_cuda_never_uses_cudnn(calls: list[Any]) -> None:
     with FakeTensorMode(), torch.no_grad():
         q, k, v = _qkv(4, 2, torch.bfloat16, "cuda")
         masked_attention(q.narrow(2, 0, 1), k, v, None)
-        masked_attention(q.narrow(2, 0, 5), k, v, torch.ones(5, 33, dtype=torch.bool, device="cuda"))
+        masked_attention(
+            q.narrow(2, 0, 5), k, v, torch.ones(5, 33, dtype=torch.bool, device="cuda")
+        )
         choose_ops({}).attention(q, k, v)
     assert [enabled for enabled, *_ in calls] == [EVERY - {"cudnn"}] * 3
 
@@ -161,14 +189,20 @@ def test_generation_on_cuda_never_uses_cudnn(calls: list[Any]) -> None:
 def test_repeated_heads_equal_shared_ones() -> None:
     """Oracle: PyTorch's shared heads, values and gradients in float32."""
     leaves = _qkv(6, 2)
-    on_cuda: Any = SimpleNamespace(shape=leaves[0].shape, dtype=torch.float32, device=torch.device("cuda"))
+    on_cuda: Any = SimpleNamespace(
+        shape=leaves[0].shape, dtype=torch.float32, device=torch.device("cuda")
+    )
 
     def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = _own_heads(on_cuda, k, v, None, ())
         assert k.shape == v.shape == q.shape
         return attention(q, k, v)
 
-    both = zip(_values_and_gradients(repeated, leaves), _values_and_gradients(attention, leaves), strict=True)
+    both = zip(
+        _values_and_gradients(repeated, leaves),
+        _values_and_gradients(attention, leaves),
+        strict=True,
+    )
     assert all(torch.allclose(found, expected, rtol=1e-5, atol=1e-6) for found, expected in both)
 
 
@@ -184,8 +218,11 @@ def test_pytorch_names_the_backend_that_it_chooses() -> None:
 
 @pytest.mark.parametrize("pairs", list(Pairs))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotary_keeps_strides_on_cuda_and_rounds_alike_in_both_layouts(pairs: Pairs, dtype: torch.dtype) -> None:
-    """Oracle: the contiguous layout of a CPU, bitwise, values and gradients; strides of the input on CUDA."""
+def test_rotary_keeps_strides_on_cuda_and_rounds_alike_in_both_layouts(
+    pairs: Pairs, dtype: torch.dtype
+) -> None:
+    """Oracle: the contiguous layout of a CPU, bitwise, values and gradients; strides of the input
+    on CUDA."""
     cos, sin = Ops().rope_tables(torch.logspace(0, -3, 8), torch.arange(33))
     leaf = _qkv(4, 2, dtype)[0]
     expected = _values_and_gradients(lambda x: rotary(x, cos, sin, pairs), [leaf])
@@ -202,15 +239,22 @@ def test_rotary_keeps_strides_on_cuda_and_rounds_alike_in_both_layouts(pairs: Pa
         assert rotary(x, *tables, pairs).stride() == x.stride()
 
 
-def test_heads_are_joined_after_attention_on_cuda_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the input of the output projection is a view of attention's result, by PyTorch's own shape function."""
+def test_heads_are_joined_after_attention_on_cuda_without_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: the input of the output projection is a view of attention's result, by PyTorch's own
+    shape function."""
 
     def flash(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, True
+        )[0]
         return out
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", flash)
-    monkeypatch.setattr(nn.Linear, "reset_parameters", lambda _: None)  # a CPU's torch has no random numbers of CUDA
+    monkeypatch.setattr(
+        nn.Linear, "reset_parameters", lambda _: None
+    )  # a CPU's torch has no random numbers of CUDA
     views: list[bool] = []
     with torch.no_grad(), FakeTensorMode():
         with torch.device("cuda"):
@@ -221,8 +265,11 @@ def test_heads_are_joined_after_attention_on_cuda_without_a_copy(monkeypatch: py
     assert views == [True]
 
 
-def test_compiled_block_masks_are_the_eager_ones_for_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: eager ``create_block_mask``; one graph for the first length and one for all others."""
+def test_compiled_block_masks_are_the_eager_ones_for_many_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: eager ``create_block_mask``; one graph for the first length and one for all
+    others."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = functools.cache(functools.partial(torch.compile, backend=counter))
     for length in (130, 257, 300):

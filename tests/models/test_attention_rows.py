@@ -30,7 +30,9 @@ PIECES = ((0, 6), (6, 6), (7, 11), (18, 6), (0, 24), (23, 1))
 def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, T, K) for heads in (H, G, G, H)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
 
 
 def segments(chunk_len: int | None, documents: bool) -> Tensor:
@@ -54,14 +56,20 @@ def cases() -> Iterator[tuple[int | None, bool, int, int]]:
                 yield chunk_len, documents, start, rows
 
 
-@pytest.mark.parametrize("kernels", [Ops(), choose_ops({"attention": "math"})], ids=["torch", "math"])
+@pytest.mark.parametrize(
+    "kernels", [Ops(), choose_ops({"attention": "math"})], ids=["torch", "math"]
+)
 def test_rows_are_those_of_attention_over_the_full_sequence(kernels: Ops) -> None:
     """Oracle: a masked softmax over all scores in float64, values and gradients."""
     for chunk_len, documents, start, rows in cases():
         leaves = [x.requires_grad_() for x in inputs()]
         q, k, v, upstream = leaves
         piece = slice(start, start + rows)
-        seen = dense_rows(segments(chunk_len, True), start, start + rows, q.dtype) if documents else None
+        seen = (
+            dense_rows(segments(chunk_len, True), start, start + rows, q.dtype)
+            if documents
+            else None
+        )
         found = attend_rows(q[:, :, piece], k, v, start, kernels, chunk_len, seen)
         expected = causal(q, k, v, segments(chunk_len, documents))[:, :, piece]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -80,7 +88,8 @@ def test_rows_of_a_dense_mask_are_rows_of_the_full_mask() -> None:
 
 
 def test_rows_pass_through_selective_checkpointing() -> None:
-    """Oracle: the same gradients without it; the dispatch mode rejects some forms of causal masks."""
+    """Oracle: the same gradients without it; the dispatch mode rejects some forms of causal
+    masks."""
     saved = [operator for operators in SAVED_OPERATORS.values() for operator in operators]
     contexts = functools.partial(create_selective_checkpoint_contexts, saved)
 
@@ -90,13 +99,19 @@ def test_rows_pass_through_selective_checkpointing() -> None:
     q, k, v, upstream = (x.requires_grad_() for x in inputs(torch.float32))
     plain = torch.autograd.grad(attend(q, k, v), (q, k, v), upstream[:, :, 7:18])
     out = checkpoint(attend, q, k, v, use_reentrant=False, context_fn=contexts)
-    for found, expected in zip(torch.autograd.grad(out, (q, k, v), upstream[:, :, 7:18]), plain, strict=True):
+    for found, expected in zip(
+        torch.autograd.grad(out, (q, k, v), upstream[:, :, 7:18]), plain, strict=True
+    ):
         assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("kernel", [FLASH, PLAIN], ids=["flash", "plain"])
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_blocks_add_up_to_attention_over_all_keys(kernel: BlockKernel, dtype: torch.dtype, atol: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
+)
+def test_blocks_add_up_to_attention_over_all_keys(
+    kernel: BlockKernel, dtype: torch.dtype, atol: float
+) -> None:
     """Oracle: a masked softmax over all scores, values and gradients; sums are float32 or wider."""
     for chunk_len in CHUNKS:
         q, k, v, upstream = inputs(dtype)
@@ -118,4 +133,6 @@ def test_blocks_add_up_to_attention_over_all_keys(kernel: BlockKernel, dtype: to
         assert out.dtype is dtype
         for found, right in ((out, expected), (gradients.grad_q, by_q[:, :, queries])):
             torch.testing.assert_close(found.double(), right, rtol=0, atol=atol)
-        torch.testing.assert_close(grads.double(), torch.stack((by_k, by_v))[:, :, :, keys], rtol=0, atol=atol)
+        torch.testing.assert_close(
+            grads.double(), torch.stack((by_k, by_v))[:, :, :, keys], rtol=0, atol=atol
+        )

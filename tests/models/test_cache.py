@@ -17,7 +17,9 @@ PIECES = {
 """Splits of 53 tokens; models with chunked attention have chunks of 24."""
 
 
-@pytest.mark.parametrize("pieces", levels(PIECES, {"a prompt that ends with a chunk", "pieces that cross chunks"}))
+@pytest.mark.parametrize(
+    "pieces", levels(PIECES, {"a prompt that ends with a chunk", "pieces that cross chunks"})
+)
 @pytest.mark.parametrize("case", SMALL)
 @torch.no_grad()
 def test_cached_logits_equal_those_of_the_full_sequence(case: str, pieces: str) -> None:
@@ -26,7 +28,9 @@ def test_cached_logits_equal_those_of_the_full_sequence(case: str, pieces: str) 
     tokens_BT = torch.randint(0, model.config.vocab_size, (2, 53))
     expected_BTV = model(tokens_BT)
     cache = KeyValueCache()
-    found_BTV = torch.cat([model(piece, cache=cache) for piece in tokens_BT.split(PIECES[pieces], dim=1)], dim=1)
+    found_BTV = torch.cat(
+        [model(piece, cache=cache) for piece in tokens_BT.split(PIECES[pieces], dim=1)], dim=1
+    )
     error = (found_BTV - expected_BTV).abs().amax() / expected_BTV.abs().amax()
     assert error < 1e-5 and cache.length == 53
 

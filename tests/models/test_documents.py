@@ -14,7 +14,8 @@ from tests.harness.folders import build
 
 END = 7
 LENGTHS = [1, 30, 11, 1, 1, 49, 7]
-"""Lengths of a sequence's documents, the last without its end; models with chunked attention have chunks of 24."""
+"""Lengths of a sequence's documents, the last without its end; models with chunked attention have
+chunks of 24."""
 
 
 def packed(vocab_size: int) -> Tensor:
@@ -40,7 +41,8 @@ def pieces(tokens_BT: Tensor) -> Iterator[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("case", SMALL)
 def test_packed_documents_have_the_logits_and_gradients_of_separate_ones(case: str) -> None:
-    """Oracle: the same model without masks on one document at a time; without masks the pack differs."""
+    """Oracle: the same model without masks on one document at a time; without masks the pack
+    differs."""
     model = build(SMALL[case])
     tokens_BT = packed(model.config.vocab_size)
     weights_BTV = torch.randn(*tokens_BT.shape, model.config.vocab_size)
@@ -64,7 +66,9 @@ def test_packed_documents_have_the_logits_and_gradients_of_separate_ones(case: s
     scale = alone_BTV.abs().amax()
     assert (together_BTV.detach() - alone_BTV).abs().amax() < 1e-5 * scale
     assert (unmasked_BTV - alone_BTV).abs().amax() > 1e-2 * scale
-    largest = max(float(wanted.abs().amax()) for wanted in expected)  # a bias of keys has none but roundings
+    largest = max(
+        float(wanted.abs().amax()) for wanted in expected
+    )  # a bias of keys has none but roundings
     for grad, wanted in zip(gradients(), expected, strict=True):
         assert (grad - wanted).abs().amax() < 1e-5 * largest
 
@@ -89,7 +93,9 @@ def test_flex_attention_equals_the_dense_mask(heads: int) -> None:
     tokens_BT = packed(20)
     segments_BT = torch.arange(tokens_BT.shape[1]) - document_positions(tokens_BT, END)
     q, k, v = (torch.randn(2, n, tokens_BT.shape[1], 16) for n in (4, heads, heads))
-    dense, flex = (choose_ops({"document_attention": name}).document_attention for name in ("torch", "flex"))
+    dense, flex = (
+        choose_ops({"document_attention": name}).document_attention for name in ("torch", "flex")
+    )
     mask = flex.mask(segments_BT, q.dtype)
     expected = dense.attend(q, k, v, dense.mask(segments_BT, q.dtype))
     torch.testing.assert_close(flex.attend(q, k, v, mask), expected, rtol=1e-5, atol=1e-6)
@@ -99,7 +105,8 @@ def test_flex_attention_equals_the_dense_mask(heads: int) -> None:
 @pytest.mark.parametrize("operation", ["document_attention", "attention"])
 @torch.no_grad()
 def test_model_uses_flex_attention_if_configured(operation: str, documents: bool) -> None:
-    """Oracle: the model with PyTorch's attention and dense masks; Llama 4 has masks of two kinds."""
+    """Oracle: the model with PyTorch's attention and dense masks; Llama 4 has masks of two
+    kinds."""
     model = build(SMALL["llama4"])
     model.document_end = END if documents else None
     tokens_BT = packed(model.config.vocab_size)

@@ -7,7 +7,15 @@ from torch import Tensor, nn
 
 from fsdptoys.models import grouped
 from fsdptoys.models.experts import apply_experts
-from fsdptoys.models.grouped import Grouped, Looped, LoopedAlike, LoopedOneDNN, Product, choose_product, works
+from fsdptoys.models.grouped import (
+    Grouped,
+    Looped,
+    LoopedAlike,
+    LoopedOneDNN,
+    Product,
+    choose_product,
+    works,
+)
 from fsdptoys.models.moe import Experts
 
 DIM, FFN_DIM = 16, 8
@@ -20,14 +28,19 @@ PRODUCTS = {
     "padded onednn": (LoopedOneDNN(row_multiple=32), torch.float32),
     "torch's grouped": (Grouped, torch.float32),
 }
-"""Name → implementation and its most precise dtype; constructed on demand, since torch may lack it."""
+"""Name → implementation and its most precise dtype; constructed on demand, since torch may lack
+it."""
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """hidden_ND, experts_NK, weights_NK, gate_up_EHD, down_EDF."""
 
 
 def make_inputs(
-    tokens: int, top_k: int, n_experts: int, load: str = "random", dtype: torch.dtype = torch.float64
+    tokens: int,
+    top_k: int,
+    n_experts: int,
+    load: str = "random",
+    dtype: torch.dtype = torch.float64,
 ) -> Inputs:
     generator = torch.Generator().manual_seed(0)
 
@@ -65,7 +78,9 @@ def formula(inputs: Inputs, scale_input: bool) -> Tensor:
 
 
 def value_and_gradients(out_ND: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
-    grad_ND = torch.randn(out_ND.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    grad_ND = torch.randn(
+        out_ND.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     floats = [tensor for tensor in inputs if tensor.requires_grad]
     return out_ND.detach(), *torch.autograd.grad(out_ND, floats, grad_ND.to(out_ND.dtype))
 
@@ -104,10 +119,13 @@ def build(inputs: Inputs) -> Experts:
 def test_every_implementation_equals_the_formula(
     name: str, tokens: int, top_k: int, n_experts: int, load: str, scale_input: bool
 ) -> None:
-    """Oracle: the formula token by token in float64; output, and gradients of input, weights and both matrices."""
+    """Oracle: the formula token by token in float64; output, and gradients of input, weights and
+    both matrices."""
     product, dtype = product_of(name)
     inputs = make_inputs(tokens, top_k, n_experts, load, dtype)
-    exact: Inputs = tuple(t.detach().double().requires_grad_() if t.requires_grad else t for t in inputs)  # type: ignore[assignment]
+    exact: Inputs = tuple(
+        t.detach().double().requires_grad_() if t.requires_grad else t for t in inputs
+    )  # type: ignore[assignment]
     expected = value_and_gradients(formula(exact, scale_input), exact)
     actual = value_and_gradients(apply_experts(*inputs, product, scale_input=scale_input), inputs)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
@@ -125,7 +143,9 @@ def test_module_passes_gradcheck(scale_input: bool) -> None:
     hidden_ND, experts_NK, weights_NK, *matrices = make_inputs(5, 2, 4)
     experts = build((hidden_ND, experts_NK, weights_NK, *matrices))
 
-    def call(hidden_ND: Tensor, weights_NK: Tensor, gate_up_EHD: Tensor, down_EDF: Tensor) -> Tensor:
+    def call(
+        hidden_ND: Tensor, weights_NK: Tensor, gate_up_EHD: Tensor, down_EDF: Tensor
+    ) -> Tensor:
         params = {"gate_up_proj": gate_up_EHD, "down_proj": down_EDF}
         return torch.func.functional_call(
             experts, params, (hidden_ND, experts_NK, weights_NK), {"scale_input": scale_input}
@@ -148,9 +168,12 @@ def test_each_gradient_can_be_computed_alone(wanted: int) -> None:
 
 @pytest.mark.parametrize("scale_input", [False, True])
 def test_bfloat16_error_is_at_most_twice_that_of_the_plain_formula(scale_input: bool) -> None:
-    """Oracle: the formula in float64; the yardstick is the error of the same formula computed in bfloat16."""
+    """Oracle: the formula in float64; the yardstick is the error of the same formula computed in
+    bfloat16."""
     inputs = make_inputs(64, 4, 8, dtype=torch.bfloat16)
-    exact: Inputs = tuple(t.detach().double().requires_grad_() if t.requires_grad else t for t in inputs)  # type: ignore[assignment]
+    exact: Inputs = tuple(
+        t.detach().double().requires_grad_() if t.requires_grad else t for t in inputs
+    )  # type: ignore[assignment]
     expected = value_and_gradients(formula(exact, scale_input), exact)
     plain = value_and_gradients(formula(inputs, scale_input), inputs)
     product = choose_product("cpu", torch.bfloat16)
@@ -161,9 +184,11 @@ def test_bfloat16_error_is_at_most_twice_that_of_the_plain_formula(scale_input: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_results_are_bitwise_reproducible(dtype: torch.dtype) -> None:
-    """Oracle: its own first run; repeated at other addresses, with deterministic algorithms, and in autocast.
+    """Oracle: its own first run; repeated at other addresses, with deterministic algorithms, and in
+    autocast.
 
-    Addresses are multiples of 16 bytes, as from allocators and FSDP; MKL's float64 matmuls differ otherwise.
+    Addresses are multiples of 16 bytes, as from allocators and FSDP; MKL's float64 matmuls differ
+    otherwise.
     """
     inputs = make_inputs(70, 3, 6, dtype=dtype)
     product = choose_product("cpu", dtype)
@@ -174,9 +199,13 @@ def test_results_are_bitwise_reproducible(dtype: torch.dtype) -> None:
             moved = []
             for tensor in inputs:
                 start = shift if tensor.is_floating_point() else 0
-                memory = torch.empty(tensor.numel() + start, dtype=tensor.dtype)[start:].view(tensor.shape)
+                memory = torch.empty(tensor.numel() + start, dtype=tensor.dtype)[start:].view(
+                    tensor.shape
+                )
                 moved.append(memory.copy_(tensor.detach()).requires_grad_(tensor.requires_grad))
-            with torch.autocast("cpu", torch.bfloat16 if dtype != torch.bfloat16 else torch.float16):
+            with torch.autocast(
+                "cpu", torch.bfloat16 if dtype != torch.bfloat16 else torch.float16
+            ):
                 again = value_and_gradients(apply_experts(*moved, product), tuple(moved))  # type: ignore[arg-type]
             for a, b in zip(first, again, strict=True):
                 assert a.dtype == b.dtype
@@ -186,11 +215,14 @@ def test_results_are_bitwise_reproducible(dtype: torch.dtype) -> None:
 
 
 def test_saved_tensors_have_the_documented_size() -> None:
-    """Oracle: the formula: N·D + N·K·(2F + 1) floats besides the parameters, and 3·N·K ints; none in no_grad."""
+    """Oracle: the formula: N·D + N·K·(2F + 1) floats besides the parameters, and 3·N·K ints; none
+    in no_grad."""
     tokens, top_k = 48, 2
     inputs = make_inputs(tokens, top_k, 4)
     experts, kept = build(inputs), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         with torch.no_grad():
             experts(*inputs[:3])
         assert not kept
@@ -201,7 +233,8 @@ def test_saved_tensors_have_the_documented_size() -> None:
 
 
 def test_uneven_loads_allocate_no_larger_tensors() -> None:
-    """Oracle: the same layer with even loads; the largest tensor of the forward and backward, by a dispatch mode."""
+    """Oracle: the same layer with even loads; the largest tensor of the forward and backward, by a
+    dispatch mode."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
@@ -210,7 +243,14 @@ def test_uneven_loads_allocate_no_larger_tensors() -> None:
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             out = func(*args, **(kwargs or {}))
             self.numel = max(
-                [self.numel, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor))]
+                [
+                    self.numel,
+                    *(
+                        t.numel()
+                        for t in torch.utils._pytree.tree_leaves(out)
+                        if isinstance(t, Tensor)
+                    ),
+                ]
             )
             return out
 
@@ -236,7 +276,8 @@ def test_empty_batch_gives_zero_gradients() -> None:
 
 
 def test_compiled_module_equals_the_plain_one() -> None:
-    """Oracle: the module without torch.compile; the graph breaks at the experts and continues after them."""
+    """Oracle: the module without torch.compile; the graph breaks at the experts and continues after
+    them."""
     inputs = make_inputs(9, 2, 4)
     experts = build(inputs)
     compiled = torch.compile(lambda *args: experts(*args) * 2, backend="eager")
@@ -262,7 +303,9 @@ def test_invalid_expert_ids_and_mixed_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match="give ids below 4"):
         apply_experts(hidden_ND, experts_NK + 4, weights_NK, *matrices, Looped())
     with pytest.raises(ValueError, match=r"hidden_ND is torch\.float32"):
-        build((hidden_ND, experts_NK, weights_NK, *matrices))(hidden_ND.float(), experts_NK, weights_NK)
+        build((hidden_ND, experts_NK, weights_NK, *matrices))(
+            hidden_ND.float(), experts_NK, weights_NK
+        )
 
 
 def test_probe_rejects_wrong_and_raising_implementations() -> None:
@@ -276,11 +319,17 @@ def test_probe_rejects_wrong_and_raising_implementations() -> None:
         def outer(self, a_MO, b_MI, piece, out_OI):  # type: ignore[no-untyped-def]
             raise NotImplementedError("no kernel")
 
-    assert [works(product, "cpu", torch.float32) for product in (Looped(), Wrong(), Raises())] == [True, False, False]
+    assert [works(product, "cpu", torch.float32) for product in (Looped(), Wrong(), Raises())] == [
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped product")
-@pytest.mark.parametrize(("dim", "ffn_dim", "wanted"), [(64, 32, Grouped), (64, 50, Looped), (36, 22, Looped)])
+@pytest.mark.parametrize(
+    ("dim", "ffn_dim", "wanted"), [(64, 32, Grouped), (64, 50, Looped), (36, 22, Looped)]
+)
 def test_widths_unsupported_by_grouped_mm_use_the_loop(
     dim: int, ffn_dim: int, wanted: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,7 +359,8 @@ def test_widths_unsupported_by_grouped_mm_use_the_loop(
 def test_cuda_uses_the_grouped_matmul_only_where_it_is_one_kernel(
     capability: tuple[int, int], dtype: torch.dtype, wanted: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: PyTorch's condition for its kernel; elsewhere its loop waits for the device in every call."""
+    """Oracle: PyTorch's condition for its kernel; elsewhere its loop waits for the device in every
+    call."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(grouped, "works", lambda *_: True)
     monkeypatch.setattr(Grouped, "__init__", lambda _: None)  # torch 2.7 has none

@@ -28,7 +28,8 @@ LENGTHS = [
 @pytest.mark.oracle
 @pytest.mark.parametrize("seq_len, case", LENGTHS)
 def test_logits_and_gradients_equal_transformers(case: str, seq_len: int, tmp_path: Path) -> None:
-    """Oracle: transformers' model with its weights imported from its files; logits and gradients to 1e-5 relative.
+    """Oracle: transformers' model with its weights imported from its files; logits and gradients to
+    1e-5 relative.
 
     65 and 128 tokens cross the chunks of local attention, which llama4 alone has, and 24 fill one.
     """
@@ -36,15 +37,21 @@ def test_logits_and_gradients_equal_transformers(case: str, seq_len: int, tmp_pa
     oracle = build_oracle(config)
     oracle.save_pretrained(tmp_path / "weights")
     model = load(tmp_path / "weights")
-    tokens_BT = torch.randint(0, config.vocab_size, (2, seq_len), generator=torch.Generator().manual_seed(1))
-    labels_BT = torch.randint(0, config.vocab_size, (2, seq_len), generator=torch.Generator().manual_seed(2))
+    tokens_BT = torch.randint(
+        0, config.vocab_size, (2, seq_len), generator=torch.Generator().manual_seed(1)
+    )
+    labels_BT = torch.randint(
+        0, config.vocab_size, (2, seq_len), generator=torch.Generator().manual_seed(2)
+    )
     labels_BT[0, : seq_len // 2] = -100
 
     logits_BTV, oracle_logits_BTV = model(tokens_BT), oracle(tokens_BT, use_cache=False).logits
     torch.testing.assert_close(logits_BTV, oracle_logits_BTV, rtol=1e-5, atol=1e-5)
 
     loss = model(tokens_BT, labels_BT, cross_entropy_sum)
-    oracle_loss = F.cross_entropy(oracle_logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="sum")
+    oracle_loss = F.cross_entropy(
+        oracle_logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="sum"
+    )
     torch.testing.assert_close(loss, oracle_loss, rtol=1e-5, atol=1e-6)
     loss.backward()
     oracle_loss.backward()
@@ -58,7 +65,8 @@ def test_logits_and_gradients_equal_transformers(case: str, seq_len: int, tmp_pa
     for name, param in model.named_parameters():
         assert param.grad is not None
         if expected[name].norm() <= 1e-6 * whole_norm:
-            # The exact gradient is zero (a token that sees itself alone; the bias of keys): both have rounding noise.
+            # The exact gradient is zero (a token that sees itself alone; the bias of keys): both
+            # have rounding noise.
             assert param.grad.norm() <= 1e-6 * whole_norm, name
         else:
             assert (param.grad - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
@@ -66,30 +74,38 @@ def test_logits_and_gradients_equal_transformers(case: str, seq_len: int, tmp_pa
 
 @pytest.mark.parametrize("case", SMALL)
 def test_flops_per_token_match_torchs_counter(case: str) -> None:
-    """Oracle: torch's FlopCounterMode to 1%, which counts the full square of attention: twice our count."""
-    # The counter supports torch's own matmuls only, and counts padding rows of other implementations.
+    """Oracle: torch's FlopCounterMode to 1%, which counts the full square of attention: twice our
+    count."""
+    # The counter supports torch's own matmuls only, and counts padding rows of other
+    # implementations.
     model, seq_len = build(SMALL[case]), 96  # four whole chunks
     use_ops(model, replace(choose_ops({}), grouped_matmul=lambda *_: Looped()))
     tokens_BT = torch.randint(0, 96, (2, seq_len))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens_BT, tokens_BT, cross_entropy_sum).backward()
-    other_half = sum(module.own_flops(seq_len) for module in model.modules() if isinstance(module, Attention))
+    other_half = sum(
+        module.own_flops(seq_len) for module in model.modules() if isinstance(module, Attention)
+    )
     per_token = counter.get_total_flops() / tokens_BT.numel()
     assert model.flops_per_token(seq_len) + other_half == pytest.approx(per_token, rel=0.01)
 
 
 def test_chunked_attention_flops_count_pairs_within_the_chunk() -> None:
-    """Oracle: the pairs of positions that may meet, counted one by one; half of the squares differs by the diagonal."""
+    """Oracle: the pairs of positions that may meet, counted one by one; half of the squares differs
+    by the diagonal."""
     attention = Attention(8, 2, 2, 4, chunk_len=24)
     for seq_len in (10, 24, 65, 128):
         pairs = sum(token % 24 + 1 for token in range(seq_len))
         diagonal = seq_len / 2
-        assert attention.own_flops(seq_len) == pytest.approx(12 * 2 * 4 * (pairs - diagonal) / seq_len)
+        assert attention.own_flops(seq_len) == pytest.approx(
+            12 * 2 * 4 * (pairs - diagonal) / seq_len
+        )
 
 
 @pytest.mark.parametrize("case", SMALL)
 def test_parameter_counts_match_the_model(case: str) -> None:
-    """Oracle: gradients of one token's loss, which are zero for the experts that it was not routed to."""
+    """Oracle: gradients of one token's loss, which are zero for the experts that it was not routed
+    to."""
     model = build(SMALL[case])
     counts = model.parameter_counts()
     assert counts.total == sum(param.numel() for param in model.parameters())
@@ -101,14 +117,19 @@ def test_parameter_counts_match_the_model(case: str) -> None:
         if ".experts." in name and param.grad is not None
     )
     assert counts.active == counts.total - idle
-    assert counts.experts == sum(param.numel() for name, param in model.named_parameters() if ".experts." in name)
-    assert counts.embedding == sum(param.numel() for name, param in model.named_parameters() if "embed_" in name)
+    assert counts.experts == sum(
+        param.numel() for name, param in model.named_parameters() if ".experts." in name
+    )
+    assert counts.embedding == sum(
+        param.numel() for name, param in model.named_parameters() if "embed_" in name
+    )
     assert counts.dense == counts.total - counts.embedding - counts.experts > 0
 
 
 @pytest.mark.parametrize("case", SMALL)
 def test_initial_values_follow_the_config(case: str) -> None:
-    """Oracle: the formula: norms 1, biases 0, the rest init_std, less by sqrt(2·layers) into the residual stream."""
+    """Oracle: the formula: norms 1, biases 0, the rest init_std, less by sqrt(2·layers) into the
+    residual stream."""
     config = SMALL[case]
     model = config.build()
     for name, _ in model.named_parameters():
@@ -117,7 +138,9 @@ def test_initial_values_follow_the_config(case: str) -> None:
         is_norm, is_bias = name.endswith("norm.weight"), name.endswith(".bias")
         into_residual = "o_proj" in name or "down_proj" in name
         std = 0.02 / (2 * config.n_layers) ** 0.5 if into_residual else 0.02
-        assert rows.std().item() == pytest.approx(0.0 if is_norm or is_bias else std, rel=0.01), name
+        assert rows.std().item() == pytest.approx(0.0 if is_norm or is_bias else std, rel=0.01), (
+            name
+        )
         assert rows.mean().item() == pytest.approx(1.0 if is_norm else 0.0, abs=1e-3), name
 
 
@@ -134,18 +157,29 @@ def test_labels_without_a_loss_function_are_refused() -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("family", [family for family, config in MODELS.items() if issubclass(config, RotaryConfig)])
+@pytest.mark.parametrize(
+    "family", [family for family, config in MODELS.items() if issubclass(config, RotaryConfig)]
+)
 def test_missing_config_keys_default_like_transformers(family: str) -> None:
-    """Oracle: transformers' configuration where ``config.json`` lacks all keys that have a default here."""
+    """Oracle: transformers' configuration where ``config.json`` lacks all keys that have a default
+    here."""
     transformers = import_transformers()
     config = next(config for config in SMALL.values() if config.family == family)
     style = config.hugging_face
-    optional = {style.keys[name] for name in style.defaults} | {"rope_theta", "rope_scaling", "rope_parameters"}
+    optional = {style.keys[name] for name in style.defaults} | {
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+    }
     tree = {key: value for key, value in style.write_config(config).items() if key not in optional}
-    theirs = transformers.AutoConfig.for_model(**{key: value for key, value in tree.items() if key != "architectures"})
+    theirs = transformers.AutoConfig.for_model(
+        **{key: value for key, value in tree.items() if key != "architectures"}
+    )
     ours = MODELS[family](**style.read_config(tree))
     assert isinstance(ours, RotaryConfig)
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert ours.head_width == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.head_width == (
+        getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    )
     for name in style.defaults.keys() - {"head_dim"}:
         assert getattr(ours, name) == getattr(theirs, style.keys[name]), name

@@ -1,7 +1,8 @@
-"""Each implementation of an operation compared with the plain one: values, gradients, dtypes, saved tensors.
+"""Each implementation of an operation compared with the plain one: values, gradients, dtypes, saved
+tensors.
 
-torch_npu's are called through stand-ins of its operators (``tests/harness/npu_stand_ins.py``); the compiled
-ones are compiled for this CPU.
+torch_npu's are called through stand-ins of its operators (``tests/harness/npu_stand_ins.py``); the
+compiled ones are compiled for this CPU.
 """
 
 import functools
@@ -28,7 +29,9 @@ from tests.harness.folders import build
 from tests.harness.npu_stand_ins import CALLS, DEVICE, npu_operators
 
 NPU = {operation: "npu" for operation, named in IMPLEMENTATIONS.items() if "npu" in named}
-COMPILED = {operation: "compiled" for operation, named in IMPLEMENTATIONS.items() if "compiled" in named}
+COMPILED = {
+    operation: "compiled" for operation, named in IMPLEMENTATIONS.items() if "compiled" in named
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -51,20 +54,38 @@ CASES: dict[str, tuple[str, Callable[[], list[Tensor]], tuple[Any, ...]]] = {
     "attention": ("attention", lambda: _qkv(2, 4, 4, 17, 16), ()),
     "attention, shared heads, odd length": ("attention", lambda: _qkv(2, 6, 2, 33, 10), ()),
     "attention, one token": ("attention", lambda: _qkv(1, 2, 1, 1, 8), ()),
-    "attention, more heads than the kernel takes": ("attention", lambda: _qkv(1, 258, 258, 3, 4), ()),
+    "attention, more heads than the kernel takes": (
+        "attention",
+        lambda: _qkv(1, 258, 258, 3, 4),
+        (),
+    ),
     "norm of the stream": ("rms_norm", lambda: [torch.randn(2, 17, 24), torch.randn(24)], (1e-5,)),
     "norm of heads": ("rms_norm", lambda: [torch.randn(2, 17, 4, 10), torch.randn(10)], (1e-6,)),
-    "norm without a weight": ("rms_norm", lambda: [torch.randn(2, 17, 4, 10).transpose(1, 2)], (None, 1e-5)),
+    "norm without a weight": (
+        "rms_norm",
+        lambda: [torch.randn(2, 17, 4, 10).transpose(1, 2)],
+        (None, 1e-5),
+    ),
     "halves": ("rotary", lambda: _qkv(2, 4, 2, 17, 10)[:1], (*_tables(17, 10), Pairs.halves)),
     "neighbors": ("rotary", lambda: _qkv(2, 4, 2, 17, 10)[:1], (*_tables(17, 10), Pairs.neighbors)),
-    "halves, many sequences": ("rotary", lambda: [torch.randn(1000, 1, 3, 4)], (*_tables(3, 4), Pairs.halves)),
-    "neighbors, many heads": ("rotary", lambda: [torch.randn(40, 25, 3, 4)], (*_tables(3, 4), Pairs.neighbors)),
+    "halves, many sequences": (
+        "rotary",
+        lambda: [torch.randn(1000, 1, 3, 4)],
+        (*_tables(3, 4), Pairs.halves),
+    ),
+    "neighbors, many heads": (
+        "rotary",
+        lambda: [torch.randn(40, 25, 3, 4)],
+        (*_tables(3, 4), Pairs.neighbors),
+    ),
     "gate": ("swiglu", lambda: [torch.randn(2, 17, 22), torch.randn(2, 17, 22)], ()),
 }
 """Case → operation, its differentiable arguments, the others."""
 
 
-def _run(function: Callable[..., Tensor], leaves: list[Tensor], rest: tuple[Any, ...]) -> list[Tensor]:
+def _run(
+    function: Callable[..., Tensor], leaves: list[Tensor], rest: tuple[Any, ...]
+) -> list[Tensor]:
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     out = function(*leaves, *rest)
     out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape).to(out))
@@ -73,7 +94,9 @@ def _run(function: Callable[..., Tensor], leaves: list[Tensor], rest: tuple[Any,
     return [out.detach(), *grads]
 
 
-VARIANTS: list[Any] = [("npu", case, dtype) for case in CASES for dtype in (torch.float32, torch.bfloat16)]
+VARIANTS: list[Any] = [
+    ("npu", case, dtype) for case in CASES for dtype in (torch.float32, torch.bfloat16)
+]
 VARIANTS += [("compiled", case, torch.float32) for case in ("norm of the stream", "halves", "gate")]
 VARIANTS += [
     pytest.param("compiled", case, torch.float32, marks=pytest.mark.extended)
@@ -88,7 +111,8 @@ def test_implementations_have_the_values_and_gradients_of_the_plain_one(
 ) -> None:
     """Oracle: the plain function, to a few roundings of the dtype, which all results have.
 
-    Where the derivative is zero, as that of a softmax over one token, either may return a rounding of the terms.
+    Where the derivative is zero, as that of a softmax over one token, either may return a rounding
+    of the terms.
     """
     operation, make, rest = CASES[case]
     torch.manual_seed(0)
@@ -96,13 +120,18 @@ def test_implementations_have_the_values_and_gradients_of_the_plain_one(
     rest = tuple(each.to(DEVICE) if isinstance(each, Tensor) else each for each in rest)
     plain = _run(IMPLEMENTATIONS[operation]["torch"], leaves, rest)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for found, expected in zip(_run(IMPLEMENTATIONS[operation][name], leaves, rest), plain, strict=True):
+    for found, expected in zip(
+        _run(IMPLEMENTATIONS[operation][name], leaves, rest), plain, strict=True
+    ):
         assert found.dtype == expected.dtype == dtype and found.shape == expected.shape
-        assert (found.float() - expected.float()).norm() <= tolerance * max(expected.float().norm(), 0.1)
+        assert (found.float() - expected.float()).norm() <= tolerance * max(
+            expected.float().norm(), 0.1
+        )
 
 
 def test_norm_with_a_weight_of_another_dtype_falls_back_to_pytorch() -> None:
-    """Oracle: the plain function bitwise; torch_npu's kernel refuses such a weight, and so does its stand-in."""
+    """Oracle: the plain function bitwise; torch_npu's kernel refuses such a weight, and so does its
+    stand-in."""
     x, weight = torch.randn(3, 8, dtype=torch.bfloat16).to(DEVICE), torch.randn(8).to(DEVICE)
     assert torch.equal(npu_kernels.rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
 
@@ -119,8 +148,11 @@ def test_norm_with_a_weight_of_another_dtype_falls_back_to_pytorch() -> None:
         pytest.param("rms_norm", "compiled", 1, marks=pytest.mark.extended),
     ],
 )
-def test_kernels_save_the_documented_number_of_tensors(operation: str, name: str, kept: int) -> None:
-    """Oracle: tensors saved by autograd, in sizes of the input; tables, weights and statistics are smaller."""
+def test_kernels_save_the_documented_number_of_tensors(
+    operation: str, name: str, kept: int
+) -> None:
+    """Oracle: tensors saved by autograd, in sizes of the input; tables, weights and statistics are
+    smaller."""
     x = torch.randn(2, 4, 128, 16).to(DEVICE).requires_grad_()
     cos, sin = (table.to(DEVICE) for table in _tables(128, 16))
     arguments: dict[str, tuple[Any, ...]] = {
@@ -148,19 +180,27 @@ def test_kernels_save_the_documented_number_of_tensors(operation: str, name: str
 def test_npu_grouped_matmul_is_correct_and_chosen(dtype: torch.dtype) -> None:
     """Oracle: multiply-adds one by one, with an empty group (``works``)."""
     assert works(npu_kernels.NPUGrouped(), DEVICE.type, dtype)
-    assert isinstance(npu_kernels.choose_product(DEVICE.type, dtype, 16, 24), npu_kernels.NPUGrouped)
+    assert isinstance(
+        npu_kernels.choose_product(DEVICE.type, dtype, 16, 24), npu_kernels.NPUGrouped
+    )
 
 
 def test_wrong_grouped_matmul_falls_back_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: an operator that forgets empty groups; callers get one matmul per group."""
     right = npu_kernels.operator("npu_grouped_matmul")
-    monkeypatch.setattr(npu_kernels, "operator", lambda name: lambda *args, **kwargs: [right(*args, **kwargs)[0] + 1])
+    monkeypatch.setattr(
+        npu_kernels,
+        "operator",
+        lambda name: lambda *args, **kwargs: [right(*args, **kwargs)[0] + 1],
+    )
     npu_kernels._tried.cache_clear()
     assert type(npu_kernels.choose_product(DEVICE.type, torch.float32, 16)) is Looped
     npu_kernels._tried.cache_clear()
 
 
-def _loss_and_gradients(case: str, names: dict[str, str], dtype: torch.dtype, mode: GradientCheckpointing) -> Any:
+def _loss_and_gradients(
+    case: str, names: dict[str, str], dtype: torch.dtype, mode: GradientCheckpointing
+) -> Any:
     torch.manual_seed(0)
     model = build(SMALL[case]).to(dtype)
     for name, param in model.named_parameters():
@@ -189,10 +229,11 @@ def _loss_and_gradients(case: str, names: dict[str, str], dtype: torch.dtype, mo
 def test_model_has_equal_loss_and_gradients_with_other_kernels(
     case: str, names: dict[str, str], mode: GradientCheckpointing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the same model with PyTorch's own, loss and all gradients in float32; experts, chunks, bare norms too.
+    """Oracle: the same model with PyTorch's own, loss and all gradients in float32; experts,
+    chunks, bare norms too.
 
-    Compiled kernels go through the compiler's decompositions, but not to machine code, as each operation does
-    alone above.
+    Compiled kernels go through the compiler's decompositions, but not to machine code, as each
+    operation does alone above.
     """
     backend = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
     monkeypatch.setattr(kernels, "_compile", functools.cache(backend))
@@ -217,11 +258,17 @@ def test_model_has_equal_loss_and_gradients_with_other_kernels(
 def test_selective_checkpointing_recomputes_neither_attention_nor_matmuls(
     mode: GradientCheckpointing, attended: int, multiplied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: calls per layer, by hand: one attention; two expert matmuls in the forward, four in the backward."""
-    for name, operator in (("attention", "npu_fusion_attention"), ("grouped_mm", "npu_grouped_matmul")):
+    """Oracle: calls per layer, by hand: one attention; two expert matmuls in the forward, four in
+    the backward."""
+    for name, operator in (
+        ("attention", "npu_fusion_attention"),
+        ("grouped_mm", "npu_grouped_matmul"),
+    ):
         kept = (*SAVED_OPERATORS[name], getattr(torch.ops.npu, operator).default)
         monkeypatch.setitem(SAVED_OPERATORS, name, kept)
-    _loss_and_gradients("qwen3_moe", NPU, torch.float32, GradientCheckpointing.none)  # probes the matmul
+    _loss_and_gradients(
+        "qwen3_moe", NPU, torch.float32, GradientCheckpointing.none
+    )  # probes the matmul
     CALLS.clear()
     _loss_and_gradients("qwen3_moe", NPU, torch.float32, mode)
     layers = SMALL["qwen3_moe"].n_layers
@@ -230,7 +277,8 @@ def test_selective_checkpointing_recomputes_neither_attention_nor_matmuls(
 
 
 def test_selective_checkpointing_saves_the_operators_of_torch_npu() -> None:
-    """Oracle: a process in which they exist before ``memory`` is imported, as with the autoloaded torch_npu."""
+    """Oracle: a process in which they exist before ``memory`` is imported, as with the autoloaded
+    torch_npu."""
     program = """
 from tests.harness.npu_stand_ins import CALLS, DEVICE, IS_REAL, npu_operators
 with npu_operators():
@@ -243,7 +291,8 @@ with npu_operators():
 
 
 def test_layers_of_two_models_have_their_own_kernels() -> None:
-    """Oracle: the stand-ins' calls: one model's kernels do not change the other's, and can be removed."""
+    """Oracle: the stand-ins' calls: one model's kernels do not change the other's, and can be
+    removed."""
     tokens_BT = torch.zeros(1, 8, dtype=torch.int64, device=DEVICE)
     one, other = (build(SMALL["qwen3"]).to(DEVICE) for _ in range(2))
     use_ops(one, choose_ops(NPU))
@@ -251,7 +300,9 @@ def test_layers_of_two_models_have_their_own_kernels() -> None:
     other(tokens_BT)
     assert not CALLS
     one(tokens_BT)
-    layers = SMALL["qwen3"].n_layers  # with two norms each and one of queries and of keys, and one after all
+    layers = SMALL[
+        "qwen3"
+    ].n_layers  # with two norms each and one of queries and of keys, and one after all
     assert dict(CALLS) == {
         "npu_fusion_attention": layers,
         "npu_rms_norm": 4 * layers + 1,
@@ -265,7 +316,8 @@ def test_layers_of_two_models_have_their_own_kernels() -> None:
 
 
 def test_compiled_kernels_join_the_graph_of_a_compiled_block() -> None:
-    """Oracle: the compiler's own count: one graph that includes the functions, and the same result."""
+    """Oracle: the compiler's own count: one graph that includes the functions, and the same
+    result."""
     model = build(SMALL["qwen3"])
     tokens_BT = torch.zeros(1, 8, dtype=torch.int64)
     hidden, rotations = model.embed(tokens_BT, torch.arange(8)), model.rotations(torch.arange(8))

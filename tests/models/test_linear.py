@@ -1,4 +1,5 @@
-"""Linear layers computed in float32: the values of torch's own bf16 matmuls, forward and backward."""
+"""Linear layers computed in float32: the values of torch's own bf16 matmuls, forward and
+backward."""
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ def no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_module, "lacks_matmul", lambda dtype: True)
 
 
-def gradients(module: torch.nn.Module, input_BTD: torch.Tensor, *args: object) -> list[torch.Tensor]:
+def gradients(
+    module: torch.nn.Module, input_BTD: torch.Tensor, *args: object
+) -> list[torch.Tensor]:
     """Output, gradient of the input and of all parameters, in bf16."""
     input_BTD = input_BTD.clone().requires_grad_()
     module.zero_grad()
@@ -45,7 +48,9 @@ def test_linear_computed_in_float32_equals_float64(bias: bool, shape: tuple[int,
         assert (a.double() - b).norm() <= 0.005 * b.norm()
 
 
-def test_attention_computed_in_float32_equals_torch_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_computed_in_float32_equals_torch_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: torch's bf16 kernels, to the rounding of bf16."""
     torch.manual_seed(0)
     attention = Attention(32, 4, 2, 8, rotation=None).bfloat16()

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdptoys.models.context import FULL_SEQUENCES
-from fsdptoys.models.lora import LoRALinear, Samples, add_adapters, drop, init_adapter_rows, is_adapter
+from fsdptoys.models.lora import (
+    LoRALinear,
+    Samples,
+    add_adapters,
+    drop,
+    init_adapter_rows,
+    is_adapter,
+)
 from fsdptoys.parallel.init_weights import init_buffers, materialize, seeded
 from tests.harness.tiny import FAMILIES
 
@@ -20,7 +27,11 @@ def adapted(family: str, dropout: float = 0.0) -> Any:
         model = FAMILIES[family].build()
     add_adapters(model, TARGETS, rank=4, alpha=8.0, dropout=dropout, samples=Samples(1))
     own, adapters = seeded(model.init_rows, 0), seeded(init_adapter_rows, 0)
-    materialize(model, torch.device("cpu"), lambda param, name: (adapters if is_adapter(name) else own)(param, name))
+    materialize(
+        model,
+        torch.device("cpu"),
+        lambda param, name: (adapters if is_adapter(name) else own)(param, name),
+    )
     init_buffers(model, torch.device("cpu"), torch.float32)
     return model
 
@@ -66,7 +77,9 @@ def test_dropout_has_a_sample_of_every_token(family: str) -> None:
         torch.testing.assert_close(model(tokens[row : row + 1]), both[row : row + 1])
 
 
-def dropped(numbers: list[int], tokens: int, layer: int = 0, seed: int = 1, share: float = 0.25) -> Tensor:
+def dropped(
+    numbers: list[int], tokens: int, layer: int = 0, seed: int = 1, share: float = 0.25
+) -> Tensor:
     samples = Samples(seed)
     samples.numbers_B = torch.tensor(numbers)
     return drop(torch.ones(len(numbers), tokens, 64), share, samples, layer)

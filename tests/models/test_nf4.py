@@ -1,11 +1,20 @@
-"""Quantized weights: the numbers of torchao and of the paper, and matmuls with what they stand for."""
+"""Quantized weights: the numbers of torchao and of the paper, and matmuls with what they stand
+for."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from fsdptoys.models.layers import Linear
-from fsdptoys.models.nf4 import CODEBOOK, Codebook, NF4Linear, pack, packed_columns, quantize_linears, unpack
+from fsdptoys.models.nf4 import (
+    CODEBOOK,
+    Codebook,
+    NF4Linear,
+    pack,
+    packed_columns,
+    quantize_linears,
+    unpack,
+)
 from fsdptoys.utils.torchao import torchao_fault
 from tests.harness.families import SMALL
 
@@ -39,18 +48,22 @@ def nearest(weight: Tensor) -> Tensor:
 def test_packed_rows_are_the_nearest_numbers_of_the_codebook(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the nearest of the 16 numbers, found in float64; the largest weight is converted in several chunks."""
+    """Oracle: the nearest of the 16 numbers, found in float64; the largest weight is converted in
+    several chunks."""
     monkeypatch.setattr("fsdptoys.models.nf4.CHUNK_ELEMENTS", 2**16)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     weight[0, ..., :64] = 0.0
     rows = packed(weight, dtype)
     assert rows.nbytes * 8 == weight.numel() * 4.5
     torch.testing.assert_close(unpack(rows, codebook(), torch.float32), nearest(weight))
-    assert torch.equal(unpack(rows, codebook(), dtype), unpack(rows, codebook(), torch.float32).to(dtype))
+    assert torch.equal(
+        unpack(rows, codebook(), dtype), unpack(rows, codebook(), torch.float32).to(dtype)
+    )
 
 
 def test_bytes_survive_every_dtype() -> None:
-    """Oracle: the values packed in float32: no bit pattern of 16 bits is changed by clones and slices."""
+    """Oracle: the values packed in float32: no bit pattern of 16 bits is changed by clones and
+    slices."""
     weight = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
     expected = unpack(packed(weight, torch.float32), codebook(), torch.float32)
     for dtype in DTYPES:
@@ -60,20 +73,31 @@ def test_bytes_survive_every_dtype() -> None:
 
 @pytest.mark.skipif(torchao_fault() is not None, reason="torchao cannot be imported")
 def test_codes_and_scales_are_those_of_torchao() -> None:
-    """Oracle: torchao's NF4Tensor, whose scales are quantized once more: half of a step of theirs."""
+    """Oracle: torchao's NF4Tensor, whose scales are quantized once more: half of a step of
+    theirs."""
     nf4 = pytest.importorskip("torchao.quantization")
     if not hasattr(nf4, "NF4Tensor"):
         pytest.skip("this torchao has NF4Tensor elsewhere")
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     theirs = nf4.NF4Tensor.from_tensor(weight, 64, 256)
     ours = packed(weight, torch.float32).view(torch.uint8)
-    equal = (ours[:, :128].flatten() == theirs.quantized_data.flatten()).repeat_interleave(2).view_as(weight)
-    assert equal.float().mean().item() > 0.999  # torchao rounds the codebook to four digits, which moves the middles
+    equal = (
+        (ours[:, :128].flatten() == theirs.quantized_data.flatten())
+        .repeat_interleave(2)
+        .view_as(weight)
+    )
+    assert (
+        equal.float().mean().item() > 0.999
+    )  # torchao rounds the codebook to four digits, which moves the middles
     scales = ours[:, 128:].contiguous().view(torch.float32).flatten()
     found = theirs.dequantize_scalers(theirs.quantized_scalers, theirs.quantization_factor, 256)
-    torch.testing.assert_close(scales, found, rtol=0, atol=(scales - scales.mean()).abs().max().item() / 100)
+    torch.testing.assert_close(
+        scales, found, rtol=0, atol=(scales - scales.mean()).abs().max().item() / 100
+    )
     values = unpack(packed(weight, torch.float32), codebook(), torch.float32)
-    torch.testing.assert_close(values[equal], theirs.get_original_weight()[equal], rtol=0, atol=0.05)
+    torch.testing.assert_close(
+        values[equal], theirs.get_original_weight()[equal], rtol=0, atol=0.05
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,17 +119,25 @@ def test_layers_multiply_by_the_dequantized_weight(dtype: torch.dtype) -> None:
         plain.bias.copy_(layer.bias)
     results = []
     for each in (layer, plain):
-        input = torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        input = (
+            torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(1))
+            .to(dtype)
+            .requires_grad_()
+        )
         output = each(input)
         output.float().square().sum().backward()
         results.append((output, input.grad))
     for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-4)
+        torch.testing.assert_close(
+            found, expected, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-4
+        )
 
 
 def test_widths_that_no_block_divides_are_refused() -> None:
     """Oracle: the message."""
     with torch.device("meta"):
         model = SMALL["qwen3"].build()
-    with pytest.raises(ValueError, match=r"layers.0.mlp.down_proj has rows of 112, which 64 does not divide"):
+    with pytest.raises(
+        ValueError, match=r"layers.0.mlp.down_proj has rows of 112, which 64 does not divide"
+    ):
         quantize_linears(model)

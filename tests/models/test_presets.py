@@ -46,19 +46,29 @@ def test_preset_has_the_published_number_of_parameters(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "total", "active"),
-    [("qwen3_moe_30b_a3b", 30.5e9, 3.3e9), ("llama4_scout", 107.8e9, 17e9), ("qwen3_0.6b", 0.6e9, 0.6e9)],
+    [
+        ("qwen3_moe_30b_a3b", 30.5e9, 3.3e9),
+        ("llama4_scout", 107.8e9, 17e9),
+        ("qwen3_0.6b", 0.6e9, 0.6e9),
+    ],
 )
-def test_active_parameters_match_the_published_counts(name: str, total: float, active: float) -> None:
-    """Oracle: the models' pages: 30.5B with 3.3B active; 17B active (109B, of which the vision model is 0.9B); 0.6B."""
+def test_active_parameters_match_the_published_counts(
+    name: str, total: float, active: float
+) -> None:
+    """Oracle: the models' pages: 30.5B with 3.3B active; 17B active (109B, of which the vision
+    model is 0.9B); 0.6B."""
     counts = build(name).parameter_counts()
     assert counts.total == pytest.approx(total, rel=0.01)
     assert counts.active == pytest.approx(active, rel=0.02)
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", ["gpt2", "llama3_1b", "llama4_scout", "qwen3_0.6b", "qwen3_1.7b", "qwen3_moe_30b_a3b"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama3_1b", "llama4_scout", "qwen3_0.6b", "qwen3_1.7b", "qwen3_moe_30b_a3b"]
+)
 def test_preset_has_the_parameter_count_of_transformers(name: str) -> None:
-    """Oracle: transformers' model on the meta device; Scout's configuration is transformers' default."""
+    """Oracle: transformers' model on the meta device; Scout's configuration is transformers'
+    default."""
     transformers = import_transformers()
     model = build(name)
     tree: dict[str, Any] = model.config.hugging_face.write_config(model.config)
@@ -72,26 +82,40 @@ def test_preset_has_the_parameter_count_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("llama3")])
 def test_llama3_presets_scale_rope_from_8192_to_131072_tokens(name: str) -> None:
-    """Oracle: ``rope_scaling`` and ``max_position_embeddings`` of the published config.json files."""
+    """Oracle: ``rope_scaling`` and ``max_position_embeddings`` of the published config.json
+    files."""
     config = compose_config([f"model={name}"]).model
     assert isinstance(config, RotaryConfig)
     scaling = config.rope_scaling
     assert (config.max_seq_len, config.rope_theta, config.norm_eps) == (131072, 500000.0, 1e-5)
-    assert (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_seq_len) == (1.0, 4.0, 8192)
+    assert (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_seq_len) == (
+        1.0,
+        4.0,
+        8192,
+    )
     assert scaling.factor == (32.0 if config.tie_embeddings else 8.0)
 
 
 @pytest.mark.oracle
 def test_scout_is_the_default_llama4_of_transformers_except_its_context() -> None:
-    """Oracle: defaults of transformers' Llama4TextConfig: Scout's except for context and rotary scaling."""
+    """Oracle: defaults of transformers' Llama4TextConfig: Scout's except for context and rotary
+    scaling."""
     transformers = import_transformers()
     defaults = transformers.AutoConfig.for_model("llama4_text").to_dict()
     config = compose_config(["model=llama4_scout"]).model
     assert isinstance(config, Llama4Config)
     tree = config.hugging_face.write_config(config)
-    theirs = {"architectures", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"}
+    theirs = {
+        "architectures",
+        "max_position_embeddings",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+    }
     ours = {"router_aux_loss_coef"}  # which transformers does not use for this family
-    assert {key: value for key, value in tree.items() if defaults.get(key, value) != value}.keys() <= theirs | ours
+    assert {
+        key: value for key, value in tree.items() if defaults.get(key, value) != value
+    }.keys() <= theirs | ours
 
 
 def test_every_preset_is_named_after_its_file() -> None:

@@ -35,9 +35,12 @@ def model_of(preset: str) -> Any:
 
 
 def test_embedding_and_head_count() -> None:
-    """Oracle: Llama 3 8B, whose head has parameters and FLOPs of 2.4 blocks, and its embedding as many parameters."""
+    """Oracle: Llama 3 8B, whose head has parameters and FLOPs of 2.4 blocks, and its embedding as
+    many parameters."""
     sizes = [stage.end - stage.first for stage in split_model(model_of("llama3_8b"), 4, 8192)]
-    assert sum(sizes) == 32 and sizes[1] == sizes[2] == max(sizes) and sizes[3] < sizes[0] < sizes[1]
+    assert (
+        sum(sizes) == 32 and sizes[1] == sizes[2] == max(sizes) and sizes[3] < sizes[0] < sizes[1]
+    )
 
 
 @pytest.mark.parametrize("case", ["gpt2 untied", "llama4"])
@@ -51,7 +54,9 @@ def test_stages_one_after_another_are_the_model(case: str) -> None:
     for stage in stages:
         part: Any = config.build()
         keep_stages(part, [stage])
-        part.load_state_dict({name: values[name] for name, _ in part.named_parameters()}, strict=False)
+        part.load_state_dict(
+            {name: values[name] for name, _ in part.named_parameters()}, strict=False
+        )
         part.init_buffers(torch.device("cpu"))
         names += [name for name, _ in part.named_parameters()]
         hidden = part(tokens_BT, stage=stage, hidden_BTD=hidden)

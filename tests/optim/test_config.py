@@ -64,14 +64,20 @@ def test_weight_decay_applies_to_the_configured_parameters(
     names = {param: name for name, param in model.named_parameters()}
     config = AdamWConfig(weight_decay_on=decay_on)
     optimizer = build_optimizer(config, model.named_parameters(), {"0.weight"})
-    assert {group["weight_decay"]: [names[p] for p in group["params"]] for group in optimizer.param_groups} == expected
+    assert {
+        group["weight_decay"]: [names[p] for p in group["params"]]
+        for group in optimizer.param_groups
+    } == expected
 
 
 @pytest.mark.parametrize("implementation", list(Implementation))
 def test_implementation_reaches_pytorch(implementation: Implementation) -> None:
     """Oracle: the flags of torch.optim's groups."""
     params = [("weight", nn.Parameter(torch.ones(2, 2)))]
-    for config in (AdamWConfig(implementation=implementation), SGDConfig(implementation=implementation)):
+    for config in (
+        AdamWConfig(implementation=implementation),
+        SGDConfig(implementation=implementation),
+    ):
         group = build_optimizer(config, params, {"weight"}).param_groups[0]
         assert bool(group["fused"]) == (implementation is Implementation.fused)
         assert bool(group["foreach"]) == (implementation is Implementation.foreach)
@@ -82,8 +88,17 @@ def test_implementation_reaches_pytorch(implementation: Implementation) -> None:
 def test_settings_reach_pytorch() -> None:
     """Oracle: torch.optim's own groups."""
     params = [("weight", nn.Parameter(torch.ones(2, 2)))]
-    adamw = build_optimizer(AdamWConfig(lr=0.1, beta1=0.8, beta2=0.7, eps=1e-3, weight_decay=0.3), params, {"weight"})
+    adamw = build_optimizer(
+        AdamWConfig(lr=0.1, beta1=0.8, beta2=0.7, eps=1e-3, weight_decay=0.3), params, {"weight"}
+    )
     group = adamw.param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.1, (0.8, 0.7), 1e-3, 0.3)
-    sgd = build_optimizer(SGDConfig(lr=0.1, momentum=0.5, nesterov=True), params, {"weight"}).param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
+        0.1,
+        (0.8, 0.7),
+        1e-3,
+        0.3,
+    )
+    sgd = build_optimizer(
+        SGDConfig(lr=0.1, momentum=0.5, nesterov=True), params, {"weight"}
+    ).param_groups[0]
     assert (sgd["lr"], sgd["momentum"], sgd["nesterov"]) == (0.1, 0.5, True)

@@ -1,4 +1,5 @@
-"""Fused AdamW: its bits for any split of tensors, clipping and skipping in the kernel, and the choice of it."""
+"""Fused AdamW: its bits for any split of tensors, clipping and skipping in the kernel, and the
+choice of it."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -9,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdptoys.memory import OptimizerStepper
-from fsdptoys.optim import AdamWConfig, Implementation, MuonConfig, OptimConfig, OptimStateDType, SGDConfig
+from fsdptoys.optim import (
+    AdamWConfig,
+    Implementation,
+    MuonConfig,
+    OptimConfig,
+    OptimStateDType,
+    SGDConfig,
+)
 from fsdptoys.optim.adamw import BFloat16AdamW
 from fsdptoys.optim.fused_adamw import FusedAdamW
 from fsdptoys.optim.vector_adamw import VECTOR_ELEMENTS, VectorAdamW
@@ -48,7 +56,9 @@ class Norms:
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         device = SimpleNamespace(torch_device=torch.device("cpu"), is_accelerator=False)
-        self.world: Any = SimpleNamespace(device=device, sum_dtype=torch.float64, deterministic=False)
+        self.world: Any = SimpleNamespace(
+            device=device, sum_dtype=torch.float64, deterministic=False
+        )
         self.named_parameters: Any = lambda: enumerate(params)
 
 
@@ -61,7 +71,9 @@ def test_steps_equal_pytorchs_bitwise() -> None:
         draw_gradients(theirs, step)
         optimizer.step()
         oracle.step()
-        for found, expected in zip(tensors_of(ours, optimizer), tensors_of(theirs, oracle), strict=True):
+        for found, expected in zip(
+            tensors_of(ours, optimizer), tensors_of(theirs, oracle), strict=True
+        ):
             assert torch.equal(found, expected)
         if step == 1:
             state, other = optimizer.state_dict(), oracle.state_dict()
@@ -71,7 +83,9 @@ def test_steps_equal_pytorchs_bitwise() -> None:
 
 @pytest.mark.parametrize("kind", [FusedAdamW, BFloat16AdamW])
 @pytest.mark.parametrize("when", ["first", "later"])
-def test_a_skipped_step_changes_no_bit(kind: type[FusedAdamW], when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_step_changes_no_bit(
+    kind: type[FusedAdamW], when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracles: parameters, moments and step counts before the step of NaN; the run without it."""
     monkeypatch.setattr(BFloat16AdamW, "skips_on_device", True)  # as on an accelerator
     monkeypatch.setattr("fsdptoys.optim.adamw.pads", lambda device: False)
@@ -100,7 +114,8 @@ def test_a_skipped_step_changes_no_bit(kind: type[FusedAdamW], when: str, monkey
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9], ids=["clipped", "below"])
 def test_a_clipped_step_equals_scaling_then_stepping(max_norm: float) -> None:
-    """Oracle: gradients multiplied by the factor, then the same kernel: gradients to 2**-22, bitwise where 1."""
+    """Oracle: gradients multiplied by the factor, then the same kernel: gradients to 2**-22,
+    bitwise where 1."""
     params, optimizer = made(FusedAdamW)
     oracle_params, oracle = made(FusedAdamW)
     updates = OptimizerStepper(optimizer)
@@ -118,7 +133,9 @@ def test_a_clipped_step_equals_scaling_then_stepping(max_norm: float) -> None:
         for mine, theirs in zip(params, oracle_params, strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, **close)
     close = {"rtol": 0.0, "atol": 0.0} if max_norm > 1e6 else {"rtol": 1e-6, "atol": 1e-7}
-    for found, expected in zip(tensors_of(params, optimizer), tensors_of(oracle_params, oracle), strict=True):
+    for found, expected in zip(
+        tensors_of(params, optimizer), tensors_of(oracle_params, oracle), strict=True
+    ):
         torch.testing.assert_close(found, expected, **close)
     assert optimizer.grad_scale is None
 
@@ -126,7 +143,8 @@ def test_a_clipped_step_equals_scaling_then_stepping(max_norm: float) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("device", ["cuda", "npu", "cpu"])
 def test_auto_is_fused_where_it_is_faster(device: str, deterministic: bool) -> None:
-    """Oracle: the rule by hand: on a CPU, and on CUDA outside the deterministic mode; SGD's takes no DTensors."""
+    """Oracle: the rule by hand: on a CPU, and on CUDA outside the deterministic mode; SGD's takes
+    no DTensors."""
 
     def chosen(optim: OptimConfig, on_host: bool = False) -> Implementation:
         optim.resolve(device, deterministic=deterministic, on_host=on_host)
@@ -137,13 +155,17 @@ def test_auto_is_fused_where_it_is_faster(device: str, deterministic: bool) -> N
     for optim in (AdamWConfig(), MuonConfig(), AdamWConfig(state_dtype=OptimStateDType.bfloat16)):
         assert chosen(optim) is expected
     assert chosen(SGDConfig()) is Implementation.auto
-    offloaded = Implementation.fused if device == "cpu" or not deterministic else Implementation.auto
+    offloaded = (
+        Implementation.fused if device == "cpu" or not deterministic else Implementation.auto
+    )
     assert chosen(AdamWConfig(), on_host=True) is offloaded
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize("implementation", [Implementation.fused, Implementation.foreach])
-def test_the_class_follows_device_and_implementation(implementation: Implementation, device: str) -> None:
+def test_the_class_follows_device_and_implementation(
+    implementation: Implementation, device: str
+) -> None:
     """Oracle: the classes by hand; the meta device stands for an accelerator."""
     groups = [{"params": [nn.Parameter(torch.empty(3, device=device))]}]
     found = AdamWConfig(implementation=implementation).build(groups)
@@ -175,7 +197,8 @@ def shard_steps() -> bool:
 
 
 def test_dtensors_are_updated_through_their_local_tensors() -> None:
-    """Oracle: the optimizer over the local tensors, bitwise; states of DTensors are DTensors, as checkpoints need."""
+    """Oracle: the optimizer over the local tensors, bitwise; states of DTensors are DTensors, as
+    checkpoints need."""
     assert run_ranks(2, shard_steps) == [True, True]
 
 
@@ -183,8 +206,11 @@ ELEMENTS = 20_003
 SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
-def train_parts(kind: type[torch.optim.Optimizer], sizes: Sequence[int], dtype: torch.dtype, **options: bool) -> Tensor:
-    """The same elements after five steps, split into parameters of these sizes; the last one has the rest."""
+def train_parts(
+    kind: type[torch.optim.Optimizer], sizes: Sequence[int], dtype: torch.dtype, **options: bool
+) -> Tensor:
+    """The same elements after five steps, split into parameters of these sizes; the last one has
+    the rest."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(ELEMENTS, generator=generator).to(dtype)
     cut = [*sizes, ELEMENTS - sum(sizes)]
@@ -201,7 +227,8 @@ def train_parts(kind: type[torch.optim.Optimizer], sizes: Sequence[int], dtype: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_do_not_depend_on_tensor_splits_or_threads(dtype: torch.dtype) -> None:
-    """Oracle: one tensor of all elements; PyTorch's own fused step is equal up to its last vector."""
+    """Oracle: one tensor of all elements; PyTorch's own fused step is equal up to its last
+    vector."""
     whole = train_parts(VectorAdamW, [], dtype, fused=True)
     before = torch.get_num_threads()
     try:
@@ -219,7 +246,9 @@ def test_results_do_not_depend_on_tensor_splits_or_threads(dtype: torch.dtype) -
 def test_fused_step_matches_the_for_loop_implementation() -> None:
     """Oracle: ``torch.optim.AdamW``, for-loop form, to the rounding of float32."""
     plain = train_parts(torch.optim.AdamW, [777], torch.float32, foreach=False)
-    torch.testing.assert_close(train_parts(VectorAdamW, [777], torch.float32, fused=True), plain, rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(
+        train_parts(VectorAdamW, [777], torch.float32, fused=True), plain, rtol=2e-6, atol=1e-7
+    )
 
 
 def test_parameters_without_a_gradient_are_unchanged() -> None:
@@ -229,6 +258,9 @@ def test_parameters_without_a_gradient_are_unchanged() -> None:
     for _ in range(2):
         params[0].grad, params[1].grad = torch.ones(3), torch.ones(70)
         assert optimizer.step(lambda: 4.0) == 4.0
-    steps = [optimizer.state[param]["step"].item() if param in optimizer.state else None for param in params]
+    steps = [
+        optimizer.state[param]["step"].item() if param in optimizer.state else None
+        for param in params
+    ]
     assert steps == [2.0, 2.0, None] and torch.equal(params[2].detach(), torch.ones(5))
     assert optimizer.state[params[0]]["exp_avg"].count_nonzero() == 3

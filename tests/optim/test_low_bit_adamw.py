@@ -20,7 +20,8 @@ needs_torchao = pytest.mark.skipif(fault is not None, reason=f"torchao {fault}")
 
 LOW_BITS = [OptimStateDType.int8, OptimStateDType.float8, OptimStateDType.int4]
 SHAPES = {"layers.0": (20, 256), "layers.1": (512, 32), "layers.2": (16, 8), "layers.3": (4100,)}
-"""Rows of full blocks, of smaller ones, of none, and a vector: the first two have low-bit states."""
+"""Rows of full blocks, of smaller ones, of none, and a vector: the first two have low-bit
+states."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -29,7 +30,9 @@ def make_params(names: Iterable[str] = SHAPES) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.randn(SHAPES[name], generator=generator)) for name in names}
 
 
-def take_steps(optimizers: list[torch.optim.Optimizer], params: dict[str, nn.Parameter], rounds: bool = False) -> None:
+def take_steps(
+    optimizers: list[torch.optim.Optimizer], params: dict[str, nn.Parameter], rounds: bool = False
+) -> None:
     """Take a few steps; states may be rounded to bfloat16 after each."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):
@@ -42,12 +45,17 @@ def take_steps(optimizers: list[torch.optim.Optimizer], params: dict[str, nn.Par
 
 
 def ours(
-    kept: OptimStateDType, implementation: Implementation, names: Iterable[str] = SHAPES, rounds: bool = False
+    kept: OptimStateDType,
+    implementation: Implementation,
+    names: Iterable[str] = SHAPES,
+    rounds: bool = False,
 ) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
     """Parameters and optimizer after a few steps."""
     params = make_params(names)
     config = AdamWConfig(lr=1e-2, state_dtype=kept, implementation=implementation)
-    optimizer = build_optimizer(config, params.items(), {name for name in params if name != "layers.3"})
+    optimizer = build_optimizer(
+        config, params.items(), {name for name in params if name != "layers.3"}
+    )
     take_steps([optimizer], params, rounds)
     return params, optimizer
 
@@ -55,19 +63,28 @@ def ours(
 @needs_torchao
 @pytest.mark.parametrize("kept", LOW_BITS, ids=lambda each: each.value)
 def test_matrices_match_torchao_and_other_parameters_match_pytorch(kept: OptimStateDType) -> None:
-    """Oracle: torchao's optimizers, uncompiled, with the same blocks, and torch.optim.AdamW: bitwise."""
+    """Oracle: torchao's optimizers, uncompiled, with the same blocks, and torch.optim.AdamW:
+    bitwise."""
     from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 
     mine, optimizer = ours(kept, Implementation.for_loop)
-    kind = {OptimStateDType.int8: AdamW8bit, OptimStateDType.float8: AdamWFp8, OptimStateDType.int4: AdamW4bit}[kept]
+    kind = {
+        OptimStateDType.int8: AdamW8bit,
+        OptimStateDType.float8: AdamWFp8,
+        OptimStateDType.int4: AdamW4bit,
+    }[kept]
     largest = 128 if kept is OptimStateDType.int4 else 256
     theirs = make_params()
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
     optimizers = {
         "layers.0": kind([theirs["layers.0"]], weight_decay=0.1, block_size=largest, **options),
         "layers.1": kind([theirs["layers.1"]], weight_decay=0.1, block_size=32, **options),
-        "layers.2": torch.optim.AdamW([theirs["layers.2"]], weight_decay=0.1, foreach=False, **options),
-        "layers.3": torch.optim.AdamW([theirs["layers.3"]], weight_decay=0.0, foreach=False, **options),
+        "layers.2": torch.optim.AdamW(
+            [theirs["layers.2"]], weight_decay=0.1, foreach=False, **options
+        ),
+        "layers.3": torch.optim.AdamW(
+            [theirs["layers.3"]], weight_decay=0.0, foreach=False, **options
+        ),
     }
     with torch.compiler.set_stance("force_eager"):
         take_steps(list(optimizers.values()), theirs)
@@ -89,7 +106,9 @@ def test_compiled_step_equals_the_eager_step_up_to_rounding() -> None:
     """Oracle: the uncompiled one; a step is about the learning rate, 1e-2."""
     names = ("layers.0", "layers.3")
     implementations = (Implementation.fused, Implementation.for_loop)
-    (compiled, _), (plain, _) = (ours(OptimStateDType.float8, each, names) for each in implementations)
+    (compiled, _), (plain, _) = (
+        ours(OptimStateDType.float8, each, names) for each in implementations
+    )
     start = make_params(names)
     for name, param in compiled.items():
         assert (param - start[name]).abs().max() > 1e-2
@@ -104,46 +123,64 @@ def test_compiled_step_equals_the_eager_step_up_to_rounding() -> None:
     ids=lambda each: each.value,
 )
 def test_state_bytes_follow_the_formula_and_survive_loading(kept: OptimStateDType) -> None:
-    """Oracle: bytes of the tensors; the states before. PyTorch's own loading makes float32 of them."""
+    """Oracle: bytes of the tensors; the states before. PyTorch's own loading makes float32 of
+    them."""
     params, optimizer = ours(kept, Implementation.for_loop)
     config = AdamWConfig(state_dtype=kept)
     before = {param: dict(optimizer.state[param]) for param in params.values()}
     optimizer.load_state_dict(optimizer.state_dict())
     for name, param in params.items():
         states = {key: state for key, state in optimizer.state[param].items() if key != "step"}
-        assert tuple(state.nbytes for state in states.values()) == config.state_bytes(param.shape, param.numel(), False)
+        assert tuple(state.nbytes for state in states.values()) == config.state_bytes(
+            param.shape, param.numel(), False
+        )
         few_bits = kept in LOW_BITS and name in ("layers.0", "layers.1")
         assert (sum(state.nbytes for state in states.values()) < 8 * param.numel() / 3) == few_bits
         for key, state in states.items():
-            assert state.dtype == before[param][key].dtype and torch.equal(state, before[param][key])
+            assert state.dtype == before[param][key].dtype and torch.equal(
+                state, before[param][key]
+            )
 
 
 @pytest.mark.parametrize("implementation", list(Implementation), ids=lambda each: each.value)
-def test_step_equals_float32_adamw_with_states_rounded_to_bfloat16(implementation: Implementation) -> None:
-    """Oracle: torch.optim.AdamW, or VectorAdamW for its fused form on a CPU, and rounding by hand: bitwise."""
+def test_step_equals_float32_adamw_with_states_rounded_to_bfloat16(
+    implementation: Implementation,
+) -> None:
+    """Oracle: torch.optim.AdamW, or VectorAdamW for its fused form on a CPU, and rounding by hand:
+    bitwise."""
     params, optimizer = ours(OptimStateDType.bfloat16, implementation)
     expected, oracle = ours(OptimStateDType.float32, implementation, rounds=True)
     for name, param in params.items():
         assert torch.equal(param, expected[name])
         for moment in MOMENTS:
             assert optimizer.state[param][moment].dtype == torch.bfloat16
-            assert torch.equal(optimizer.state[param][moment].float(), oracle.state[expected[name]][moment])
+            assert torch.equal(
+                optimizer.state[param][moment].float(), oracle.state[expected[name]][moment]
+            )
         assert optimizer.state[param]["step"] == 4
 
 
-@pytest.mark.parametrize(("beta", "falls"), [(LARGEST_BFLOAT16_BETA, True), (0.95, True), (0.997, False)])
+@pytest.mark.parametrize(
+    ("beta", "falls"), [(LARGEST_BFLOAT16_BETA, True), (0.95, True), (0.997, False)]
+)
 def test_accepted_betas_let_bfloat16_moments_decay(beta: float, falls: bool) -> None:
     """Oracle: every bfloat16 between 1 and 2, multiplied and rounded."""
     means = 1 + torch.arange(128) / 128
     assert bool(((means * beta).bfloat16().float() < means).all()) == falls
 
 
-@pytest.mark.parametrize("state_dtype", [kind for kind in OptimStateDType if kind is not OptimStateDType.float32])
+@pytest.mark.parametrize(
+    "state_dtype", [kind for kind in OptimStateDType if kind is not OptimStateDType.float32]
+)
 def test_dtype_of_states_reaches_a_run(state_dtype: OptimStateDType) -> None:
     """Oracle: losses with states of float32, which differ."""
     if state_dtype is not OptimStateDType.bfloat16 and torchao_fault():
         pytest.skip(f"torchao {torchao_fault()}")
-    optims = [AdamWConfig(lr=1e-2, state_dtype=kind) for kind in (state_dtype, OptimStateDType.float32)]
-    configs = [make_config(SingleConfig(), 1, model=WITH_BLOCKS["llama"], optim=optim) for optim in optims]
+    optims = [
+        AdamWConfig(lr=1e-2, state_dtype=kind) for kind in (state_dtype, OptimStateDType.float32)
+    ]
+    configs = [
+        make_config(SingleConfig(), 1, model=WITH_BLOCKS["llama"], optim=optim) for optim in optims
+    ]
     rounded, exact = run_ranks(1, train_all, configs)[0]
     assert rounded.losses != exact.losses

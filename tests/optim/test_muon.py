@@ -1,4 +1,5 @@
-"""Muon compared with PyTorch's, its matmuls with a singular value decomposition, and layouts with one process."""
+"""Muon compared with PyTorch's, its matmuls with a singular value decomposition, and layouts with
+one process."""
 
 from typing import Any
 
@@ -15,8 +16,11 @@ SHAPES = [(24, 24), (40, 12), (12, 40), (33, 7)]
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_newton_schulz_approximates_the_polar_factor(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Oracle: the polar factor of torch.linalg.svd; five rounds leave singular values between about 0.7 and 1.2."""
+def test_newton_schulz_approximates_the_polar_factor(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Oracle: the polar factor of torch.linalg.svd; five rounds leave singular values between about
+    0.7 and 1.2."""
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(shape, generator=generator)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
@@ -39,10 +43,15 @@ def test_zero_matrix_stays_zero() -> None:
 
 def matrices(seed: int = 0) -> list[tuple[str, nn.Parameter]]:
     generator = torch.Generator().manual_seed(seed)
-    return [(f"layers.{i}", nn.Parameter(torch.randn(shape, generator=generator))) for i, shape in enumerate(SHAPES)]
+    return [
+        (f"layers.{i}", nn.Parameter(torch.randn(shape, generator=generator)))
+        for i, shape in enumerate(SHAPES)
+    ]
 
 
-def take_steps(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 4) -> None:
+def take_steps(
+    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 4
+) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         for param in params:
@@ -55,7 +64,13 @@ def take_steps(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], ste
 @pytest.mark.parametrize("scale", list(UpdateScale), ids=lambda scale: scale.value)
 def test_muon_matches_torch_optim_muon_bitwise(scale: UpdateScale, nesterov: bool) -> None:
     """Oracle: torch.optim.Muon, which computes in bfloat16."""
-    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "ns_steps": 4}
+    settings: dict[str, Any] = {
+        "lr": 0.02,
+        "weight_decay": 0.1,
+        "momentum": 0.9,
+        "nesterov": nesterov,
+        "ns_steps": 4,
+    }
     named = matrices()
     config = MuonConfig(**settings, ns_dtype=MatmulDType.bfloat16, update_scale=scale)
     names = {name for name, _ in named}
@@ -68,14 +83,27 @@ def test_muon_matches_torch_optim_muon_bitwise(scale: UpdateScale, nesterov: boo
         assert torch.equal(param, expected)
 
 
-@pytest.mark.parametrize("implementation", [Implementation.fused, Implementation.foreach], ids=lambda each: each.value)
-def test_parameters_other_than_block_matrices_use_adamw_with_its_own_rate(implementation: Implementation) -> None:
-    """Oracle: torch.optim.AdamW over the same parameters; matrices have a momentum buffer as their only state."""
+@pytest.mark.parametrize(
+    "implementation", [Implementation.fused, Implementation.foreach], ids=lambda each: each.value
+)
+def test_parameters_other_than_block_matrices_use_adamw_with_its_own_rate(
+    implementation: Implementation,
+) -> None:
+    """Oracle: torch.optim.AdamW over the same parameters; matrices have a momentum buffer as their
+    only state."""
 
     def model() -> dict[str, nn.Parameter]:
         generator = torch.Generator().manual_seed(0)
-        shapes = {"embed.weight": (9, 4), "layers.0.weight": (5, 4), "layers.0.bias": (5,), "norm.weight": (4,)}
-        return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+        shapes = {
+            "embed.weight": (9, 4),
+            "layers.0.weight": (5, 4),
+            "layers.0.bias": (5,),
+            "norm.weight": (4,),
+        }
+        return {
+            name: nn.Parameter(torch.randn(shape, generator=generator))
+            for name, shape in shapes.items()
+        }
 
     mine, theirs = model(), model()
     config = MuonConfig(
@@ -105,9 +133,14 @@ def test_matrices_of_a_stack_are_orthogonalized_separately() -> None:
     stack = torch.randn(3, 8, 5, generator=generator)
     grads = torch.randn(3, 8, 5, generator=generator)
     together, apart = nn.Parameter(stack.clone()), [nn.Parameter(each.clone()) for each in stack]
-    for named in ([("layers.w", together)], [(f"layers.{i}", each) for i, each in enumerate(apart)]):
+    for named in (
+        [("layers.w", together)],
+        [(f"layers.{i}", each) for i, each in enumerate(apart)],
+    ):
         names = {name for name, _ in named}
-        optimizer = build_optimizer(MuonConfig(lr=0.1, ns_dtype=MatmulDType.float32), named, names, names)
+        optimizer = build_optimizer(
+            MuonConfig(lr=0.1, ns_dtype=MatmulDType.float32), named, names, names
+        )
         together.grad = grads
         for param, grad in zip(apart, grads, strict=True):
             param.grad = grad

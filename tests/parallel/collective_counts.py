@@ -14,7 +14,12 @@ from fsdptoys.train.trainer import Trainer
 LAYERS = 3
 GATHER, SCATTER, REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 # FSDP1 gathers into a list of tensors on a CPU.
-KINDS = {"_allgather_base_": GATHER, "allgather_": GATHER, "_reduce_scatter_base_": SCATTER, "allreduce_": REDUCE}
+KINDS = {
+    "_allgather_base_": GATHER,
+    "allgather_": GATHER,
+    "_reduce_scatter_base_": SCATTER,
+    "allreduce_": REDUCE,
+}
 
 
 class Recorder(TorchDispatchMode):
@@ -36,19 +41,28 @@ def block_hooks(blocks: list[nn.Module], events: list[str]) -> Iterator[None]:
     """Record the start of each block's forward and the end of its backward."""
     handles = []
     for index, block in enumerate(blocks):
-        handles.append(block.register_forward_pre_hook(lambda *_, i=index: events.append(f"forward {i}")))
-        handles.append(block.register_full_backward_hook(lambda *_, i=index: events.append(f"backward {i}")))
+        handles.append(
+            block.register_forward_pre_hook(lambda *_, i=index: events.append(f"forward {i}"))
+        )
+        handles.append(
+            block.register_full_backward_hook(lambda *_, i=index: events.append(f"backward {i}"))
+        )
     yield
     for handle in handles:
         handle.remove()
 
 
 def second_step(configs: list[Config]) -> list[list[str]]:
-    """Collectives and block events of the second step's forward and backward, for each configuration."""
+    """Collectives and block events of the second step's forward and backward, for each
+    configuration."""
     recorded = []
     for config in configs:
         trainer = Trainer(config)
-        blocks = [module for module in trainer.strategy.model.modules() if type(module).__name__.endswith("Block")]
+        blocks = [
+            module
+            for module in trainer.strategy.model.modules()
+            if type(module).__name__.endswith("Block")
+        ]
         assert len(blocks) == LAYERS
         trainer.train()
         trainer.config.train.steps += 1

@@ -27,12 +27,14 @@ def only_the_first(self: Router, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 SGD = SGDConfig(lr=0.1)
-"""Keeps the rounding of gradients small in parameters; AdamW's first steps divide small ones by themselves."""
+"""Keeps the rounding of gradients small in parameters; AdamW's first steps divide small ones by
+themselves."""
 
 
 @dataclasses.dataclass
 class Outcome:
-    """Numbers of a run: of all steps, of the first step's gradients before clipping, and of the final parameters."""
+    """Numbers of a run: of all steps, of the first step's gradients before clipping, and of the
+    final parameters."""
 
     losses: list[float]
     norms: list[float]
@@ -51,7 +53,13 @@ def train(config: Config) -> Outcome:
             strategy = trainer.strategy
             named = [(name, param.grad) for name, param in strategy.named_parameters()]
             found = {name: strategy.spread(name, grad) for name, grad in named if grad is not None}
-            grads.update({name: grad.numpy().copy() for name, grad in full_tensors(found) if grad is not None})
+            grads.update(
+                {
+                    name: grad.numpy().copy()
+                    for name, grad in full_tensors(found)
+                    if grad is not None
+                }
+            )
         return clip(*args)
 
     trainer.stepper.clip = keep_and_clip  # type: ignore[method-assign]
@@ -61,7 +69,9 @@ def train(config: Config) -> Outcome:
         norms=[step.grad_norm for step in trainer.history],
         balance=[step.routing.aux_loss for step in trainer.history if step.routing],
         grads=grads,
-        parameters={name: param.numpy().copy() for name, param in trainer.strategy.full_parameters()},
+        parameters={
+            name: param.numpy().copy() for name, param in trainer.strategy.full_parameters()
+        },
     )
 
 
@@ -82,7 +92,11 @@ def distance(one: numpy.ndarray, other: numpy.ndarray) -> float:
 
 
 def assert_close(got: Outcome, expected: Outcome, tolerance: float = 2e-6) -> None:
-    for ours, theirs in ((got.losses, expected.losses), (got.norms, expected.norms), (got.balance, expected.balance)):
+    for ours, theirs in (
+        (got.losses, expected.losses),
+        (got.norms, expected.norms),
+        (got.balance, expected.balance),
+    ):
         assert ours == pytest.approx(theirs, rel=tolerance)
     for ours, theirs in ((got.grads, expected.grads), (got.parameters, expected.parameters)):  # type: ignore[assignment]
         assert ours.keys() == theirs.keys()  # type: ignore[attr-defined]

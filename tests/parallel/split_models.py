@@ -25,6 +25,8 @@ STAGES: dict[str, ModelConfig] = {
     "gpt2": with_sizes(TINY["gpt2"], n_layers=5, tie_embeddings=False),
 }
 """Models with layers for two stages and more."""
-needs_sums = pytest.mark.skipif(not fsdp2_can_sum(), reason="FSDP2 of this torch cannot sum gradients")
+needs_sums = pytest.mark.skipif(
+    not fsdp2_can_sum(), reason="FSDP2 of this torch cannot sum gradients"
+)
 SELECTIVE = MemoryConfig(gradient_checkpointing=GradientCheckpointing.selective)
 SMOOTH: dict[str, Any] = {"label_smoothing": 0.1, "z_loss_coef": 1e-3}

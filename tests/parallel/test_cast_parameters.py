@@ -33,7 +33,8 @@ def filled(config: ModelConfig) -> DecoderModel:
 
 
 def test_model_on_cast_parameters_generates_text() -> None:
-    """Oracle: the model itself, with copies in its own dtype; generation passes a cache by keyword."""
+    """Oracle: the model itself, with copies in its own dtype; generation passes a cache by
+    keyword."""
     model = filled(TINY["qwen3"]).eval()
     prompt_T = torch.tensor([3, 1, 4])
     found = generate(CastParameters(model, torch.float32), prompt_T, 6, 16, Draw(0.0))
@@ -41,7 +42,8 @@ def test_model_on_cast_parameters_generates_text() -> None:
 
 
 def test_dropped_model_on_cast_parameters_frees_them() -> None:
-    """Oracle: the garbage collector, after a backward, whose graph nodes hold the hooks of parameters."""
+    """Oracle: the garbage collector, after a backward, whose graph nodes hold the hooks of
+    parameters."""
     model = filled(tiny_model())
     CastParameters(model, torch.bfloat16)(torch.tensor([[3, 1, 4]])).float().sum().backward()
     held = weakref.ref(next(model.parameters()))
@@ -65,8 +67,8 @@ class Casts(TorchDispatchMode):
 
 
 def order_of_gradients(model: DecoderModel) -> list[str]:
-    """A list that fills with ``last`` for each gradient of the last block, and ``first`` as the first block's backward
-    begins."""
+    """A list that fills with ``last`` for each gradient of the last block, and ``first`` as the
+    first block's backward begins."""
     order: list[str] = []
     for param in model.layers[-1].parameters():
         param.register_post_accumulate_grad_hook(lambda _: order.append("last"))
@@ -75,17 +77,26 @@ def order_of_gradients(model: DecoderModel) -> list[str]:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
-@pytest.mark.parametrize("how", ["plain", "checkpointed", "selective", "compiled", "compiled around"])
+@pytest.mark.parametrize(
+    "how", ["plain", "checkpointed", "selective", "compiled", "compiled around"]
+)
 def test_parameters_are_cast_once_and_gradients_arrive_block_by_block(how: str, tied: bool) -> None:
-    """Oracles: the gradients of a forward on copies made up front, bitwise; hooks on gradients; the dispatcher."""
+    """Oracles: the gradients of a forward on copies made up front, bitwise; hooks on gradients; the
+    dispatcher."""
     config = tiny_model(tie_embeddings=tied)
     tokens_BT = torch.arange(24).view(2, 12) % 7
     oracle = filled(config)
     copies = {name: param.to(torch.bfloat16) for name, param in oracle.named_parameters()}
-    functional_call(oracle, copies, (tokens_BT,), tie_weights=True).float().square().mean().backward()
+    functional_call(
+        oracle, copies, (tokens_BT,), tie_weights=True
+    ).float().square().mean().backward()
 
     model = filled(config)
-    mode = GradientCheckpointing.full if how in ("checkpointed", "compiled around") else GradientCheckpointing.none
+    mode = (
+        GradientCheckpointing.full
+        if how in ("checkpointed", "compiled around")
+        else GradientCheckpointing.none
+    )
     checkpoint_blocks(model.layers, GradientCheckpointing.selective if how == "selective" else mode)
     if how.startswith("compiled"):
         compile_blocks(model.layers, inner_hooks=how == "compiled around", backend="aot_eager")
@@ -97,7 +108,9 @@ def test_parameters_are_cast_once_and_gradients_arrive_block_by_block(how: str, 
     assert casts.counts == dict.fromkeys(dict(model.named_parameters()), 1)
     assert not casting._copies  # each is freed with its gradient
     assert order == ["last"] * len(list(model.layers[-1].parameters())) + ["first"]
-    gradients: dict[str, Tensor | None] = {name: param.grad for name, param in model.named_parameters()}
+    gradients: dict[str, Tensor | None] = {
+        name: param.grad for name, param in model.named_parameters()
+    }
     for name, param in oracle.named_parameters():
         assert torch.equal(gradients[name], param.grad), name  # type: ignore[arg-type]
 

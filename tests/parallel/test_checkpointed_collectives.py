@@ -1,4 +1,5 @@
-"""Gradient checkpointing and compilation under the strategies: no more gathers than PyTorch's own wrapper, one graph.
+"""Gradient checkpointing and compilation under the strategies: no more gathers than PyTorch's own
+wrapper, one graph.
 
 ``test_equality.py`` compares the bits of checkpointed runs.
 """
@@ -11,7 +12,10 @@ import pytest
 import torch._dynamo
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
@@ -58,13 +62,16 @@ class _Forward(nn.Module):
 
 
 def with_pytorchs_wrapper(config: Config, every: int) -> Config:
-    """Install PyTorch's own wrapper as every N-th block's forward: strategies look for the block itself."""
+    """Install PyTorch's own wrapper as every N-th block's forward: strategies look for the block
+    itself."""
     build = config.model.build
 
     def build_wrapped() -> Any:
         model = build()
         for block in list(model.layers)[::every]:
-            block.forward = checkpoint_wrapper(_Forward(block.forward), CheckpointImpl.NO_REENTRANT).forward
+            block.forward = checkpoint_wrapper(
+                _Forward(block.forward), CheckpointImpl.NO_REENTRANT
+            ).forward
         return model
 
     config.model.build = build_wrapped  # type: ignore[method-assign]
@@ -82,7 +89,8 @@ UNITS = {
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("name", levels(UNITS, {"fsdp1 parts", "fsdp2 blocks"}))
 def test_checkpointing_gathers_no_more_than_the_pytorch_wrapper(name: str) -> None:
-    """Oracle: the all-gathers of a step without checkpointing, and with PyTorch's wrapper around the same blocks."""
+    """Oracle: the all-gathers of a step without checkpointing, and with PyTorch's wrapper around
+    the same blocks."""
 
     def config(**memory: Any) -> Config:
         options = {"deterministic": False, "steps": 1, "grad_accum": 1}
@@ -95,8 +103,8 @@ def test_checkpointing_gathers_no_more_than_the_pytorch_wrapper(name: str) -> No
     assert gathers["full, every 2"] == gathers["PyTorch's 2"]
     for way in ("full", "selective", "full, offload", "selective, offload"):
         assert gathers[way] == gathers["PyTorch's 1"], way
-    # FSDP1 gathers one of a block's two inner units once more in the recomputation, with any checkpointing. FSDP2
-    # does not from some torch between 2.8 and 2.11 on.
+    # FSDP1 gathers one of a block's two inner units once more in the recomputation, with any
+    # checkpointing. FSDP2 does not from some torch between 2.8 and 2.11 on.
     again = 1 if name == "fsdp1 parts" else 0
     if TORCH >= (2, 11) or name != "fsdp2 parts":
         assert gathers["full"] - gathers["none"] == LAYERS * again
@@ -112,11 +120,15 @@ COMPILED: dict[str, ParallelConfig] = {
     "ddp cast": DDPConfig(param_dtype=DType.bfloat16),
     "toy_zero1 cast": ToyZero1Config(param_dtype=DType.bfloat16),
 }
-COMPILED_WAYS = {"budget": MemoryConfig(checkpointing_budget=0.0), "full": MemoryConfig(gradient_checkpointing=FULL)}
+COMPILED_WAYS = {
+    "budget": MemoryConfig(checkpointing_budget=0.0),
+    "full": MemoryConfig(gradient_checkpointing=FULL),
+}
 
 
 def train(configs: list[Config]) -> list[tuple[list[tuple[float, float]], int]]:
-    """Return losses and norms, and the number of compiled graphs, of each run; no machine code is generated."""
+    """Return losses and norms, and the number of compiled graphs, of each run; no machine code is
+    generated."""
     backend = functools.partial(compile_blocks, backend="aot_eager_decomp_partition")
     prepare_module.compile_blocks = backend  # type: ignore[attr-defined]
     results = []
@@ -134,11 +146,14 @@ def train(configs: list[Config]) -> list[tuple[list[tuple[float, float]], int]]:
 @pytest.mark.parametrize("way", levels(COMPILED_WAYS, {"full"}))
 @pytest.mark.parametrize("name", levels(COMPILED, {"fsdp2"}))
 def test_compiled_blocks_match_eager_ones_with_one_compilation(name: str, way: str) -> None:
-    """Oracle: blocks in eager mode, losses to 1e-6 relative, or to bfloat16's precision; graphs counted by Dynamo."""
+    """Oracle: blocks in eager mode, losses to 1e-6 relative, or to bfloat16's precision; graphs
+    counted by Dynamo."""
     parallel = COMPILED[name]
     options = {"model": TINY["qwen3"], "deterministic": False, "steps": 2}
     compiled = make_config(parallel, 2, memory=COMPILED_WAYS[way], compile=True, **options)
-    (expected, _), (history, graphs) = run_ranks(2, train, [make_config(parallel, 2, **options), compiled])[0]
+    (expected, _), (history, graphs) = run_ranks(
+        2, train, [make_config(parallel, 2, **options), compiled]
+    )[0]
     rel = 1e-6 if parallel.param_dtype is DType.float32 else 2e-3
     # Hooks on parts of a block break its graph.
     assert graphs > 1 if name.endswith("parts") else graphs == 1

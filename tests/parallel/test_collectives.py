@@ -21,7 +21,8 @@ ACCUMULATING: dict[str, tuple[ParallelConfig, str, int]] = {
     "fsdp2": (FSDP2Config(), SCATTER, UNITS[FSDP2Config]),
     "ddp": (DDPConfig(), REDUCE, 1),
 }
-"""Strategies, their reductions, and the number of these in a micro-batch; a tiny model fits one DDP bucket."""
+"""Strategies, their reductions, and the number of these in a micro-batch; a tiny model fits one DDP
+bucket."""
 DEPTHS = [(FSDP1Config, 0), (FSDP1Config, 1), (FSDP2Config, 0), (FSDP2Config, 1), (FSDP2Config, 2)]
 
 Events = Callable[..., list[str]]
@@ -30,7 +31,9 @@ Events = Callable[..., list[str]]
 @pytest.fixture(scope="module")
 def events_of() -> Events:
     """Record a step of every strategy and setting, in one group of ranks."""
-    settings: list[ParallelConfig] = [config(forward_prefetch=n, backward_prefetch=n) for config, n in DEPTHS]
+    settings: list[ParallelConfig] = [
+        config(forward_prefetch=n, backward_prefetch=n) for config, n in DEPTHS
+    ]
     for config in UNITS:
         settings += [config(reshard_after_forward=policy) for policy in ReshardAfterForward]
         settings += [config(), config(wrap=Wrap.block), config(wrap=Wrap.block_attn_mlp)]
@@ -39,7 +42,9 @@ def events_of() -> Events:
         runs += [(parallel, {"grad_accum": 3, "deterministic": mode}) for mode in (False, True)]
     keys = [(repr(parallel), *train.items()) for parallel, train in runs]
     configs = {
-        key: make_config(parallel, 2, **{"deterministic": False, "steps": 1, "grad_accum": 1, **train})
+        key: make_config(
+            parallel, 2, **{"deterministic": False, "steps": 1, "grad_accum": 1, **train}
+        )
         for key, (parallel, train) in zip(keys, runs, strict=True)
     }
     events = dict(zip(configs, run_ranks(2, second_step, list(configs.values()))[0], strict=True))
@@ -50,9 +55,11 @@ def events_of() -> Events:
 def test_resharding_policy_determines_the_number_of_gathers(
     config: type[FSDP1Config] | type[FSDP2Config], events_of: Events
 ) -> None:
-    """Oracle: units counted by hand; the forward gathers each once, the backward the resharded ones."""
+    """Oracle: units counted by hand; the forward gathers each once, the backward the resharded
+    ones."""
     gathers = {
-        policy.value: count(events_of(config(reshard_after_forward=policy)), GATHER) for policy in ReshardAfterForward
+        policy.value: count(events_of(config(reshard_after_forward=policy)), GATHER)
+        for policy in ReshardAfterForward
     }
     # FSDP2's embedding stays sharded in the backward, which needs no weight for a look-up.
     again = LAYERS + (1 if config is FSDP1Config else 0)
@@ -80,7 +87,8 @@ def test_accumulation_reduces_once_per_step_unless_deterministic(
     """Oracle: reductions of one micro-batch, and its gathers, times their number."""
     parallel, kind, units = ACCUMULATING[name]
     events = events_of(parallel, grad_accum=3, deterministic=deterministic)
-    # Two all-reduces are the trainer's own: valid tokens, and loss; clipping has a third where gradients are sharded.
+    # Two all-reduces are the trainer's own: valid tokens, and loss; clipping has a third where
+    # gradients are sharded.
     of_trainer = {SCATTER: 0, REDUCE: 2}[kind]
     assert count(events, kind) - of_trainer == units * (3 if deterministic else 1)
     # FSDP1 keeps its root and head gathered until it reduces.
@@ -98,14 +106,17 @@ def test_prefetch_depth_determines_how_early_units_are_gathered(
     root = 1 if config is FSDP1Config else 0
     assert count(before_first_block, GATHER) == root + 2 + depth
     # The head is gathered in the forward, unless it was prefetched; the last block alone.
-    later = events[events.index(f"forward {LAYERS - 1}") + 1 : events.index(f"backward {LAYERS - 1}")]
+    later = events[
+        events.index(f"forward {LAYERS - 1}") + 1 : events.index(f"backward {LAYERS - 1}")
+    ]
     head = 1 if depth == 0 else 0
     assert count(later, GATHER) == head + 1 + depth
     assert count(events, GATHER) == count(events_of(config()), GATHER)
 
 
 def differing_sums() -> int:
-    """The number of sums over the ranks, out of 1,000, that differ at another place in the same buffer."""
+    """The number of sums over the ranks, out of 1,000, that differ at another place in the same
+    buffer."""
     terms = torch.randn(1000, generator=torch.Generator().manual_seed(dist.get_rank()))
     sums = terms.repeat(4)
     dist.all_reduce(sums)
@@ -114,8 +125,8 @@ def differing_sums() -> int:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ring_summation_order_depends_on_the_buffer_offset(world_size: int) -> None:
-    """Oracle: the same numbers at the buffer's start; the cause of different last bits in flat and per-parameter
-    sharding.
+    """Oracle: the same numbers at the buffer's start; the cause of different last bits in flat and
+    per-parameter sharding.
     """
     differing = run_ranks(world_size, differing_sums)[0]
     assert (differing == 0) == (world_size == 2)

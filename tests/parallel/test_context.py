@@ -31,7 +31,9 @@ from tests.harness.ranks import run_ranks
 from tests.harness.run_tables import Pairs, Row, levels, trained_rows
 from tests.harness.tiny import DOCUMENTS, FAMILIES, TINY, make_config, tiny_model
 
-ULYSSES, GATHERED, RING = FORMS = tuple(form for form in ContextForm if form is not ContextForm.auto)
+ULYSSES, GATHERED, RING = FORMS = tuple(
+    form for form in ContextForm if form is not ContextForm.auto
+)
 FULL, SELECTIVE = GradientCheckpointing.full, GradientCheckpointing.selective
 
 Losses = list[tuple[float, float]]
@@ -39,7 +41,8 @@ Losses = list[tuple[float, float]]
 
 
 def train(configs: list[Config]) -> list[Losses]:
-    """Train all; activations of any size are offloaded, and the compiler generates no machine code."""
+    """Train all; activations of any size are offloaded, and the compiler generates no machine
+    code."""
     prepare_module.ActivationOffload = functools.partial(ActivationOffload, min_bytes=0)  # type: ignore[attr-defined]
     prepare_module.compile_blocks = functools.partial(compile_blocks, backend="aot_eager")  # type: ignore[attr-defined]
     results = []
@@ -47,29 +50,37 @@ def train(configs: list[Config]) -> list[Losses]:
         trainer = Trainer(config)
         trainer.train()
         losses = [(step.loss, step.grad_norm) for step in trainer.history]
-        results.append(losses + [(step.eval_loss, 1.0) for step in trainer.history if step.eval_loss is not None])
+        results.append(
+            losses
+            + [(step.eval_loss, 1.0) for step in trainer.history if step.eval_loss is not None]
+        )
     return results
 
 
 def families() -> dict[str, Row]:
-    """Return all families with each form on four ranks; four cannot exchange six heads, so they share two by two."""
+    """Return all families with each form on four ranks; four cannot exchange six heads, so they
+    share two by two."""
     options = {"steps": 1, "deterministic": False, "eval_every": 1, "eval_batches": 1}
     rows: dict[str, Row] = {}
     for family, model in FAMILIES.items():
         for form, cp_size in ((ULYSSES, 2), (GATHERED, 4), (RING, 4)):
             parallel = FSDP2Config(context=form)
-            rows[f"{family} {form.value}"] = Row(parallel, 4, {"cp_size": cp_size}, {"model": model, **options})
+            rows[f"{family} {form.value}"] = Row(
+                parallel, 4, {"cp_size": cp_size}, {"model": model, **options}
+            )
     for form in FORMS if TORCH >= (2, 8) else ():  # with which FSDP2 replicates on a CPU
         layout = {"cp_size": 2, "fsdp_size": 2}
-        rows[f"hsdp2 {form.value}"] = Row(FSDP2Config(context=form), 4, layout, {"model": TINY["llama4"], **options})
+        rows[f"hsdp2 {form.value}"] = Row(
+            FSDP2Config(context=form), 4, layout, {"model": TINY["llama4"], **options}
+        )
     return rows
 
 
 def switches() -> dict[str, Row]:
     """Return memory switches and documents, over two steps with a norm that clips.
 
-    Llama 4 has chunked attention, layers without positions, temperatures and experts. Recomputation repeats the
-    collectives of its attention.
+    Llama 4 has chunked attention, layers without positions, temperatures and experts. Recomputation
+    repeats the collectives of its attention.
     """
     chunks = {"chunk_loss": True, "chunk_tokens": "16"}
     full = MemoryConfig(gradient_checkpointing=FULL)
@@ -80,7 +91,11 @@ def switches() -> dict[str, Row]:
         "full, offload, chunked loss": (
             DType.float32,
             {},
-            {"memory": MemoryConfig(gradient_checkpointing=FULL, activation_offload=True, **chunks)},
+            {
+                "memory": MemoryConfig(
+                    gradient_checkpointing=FULL, activation_offload=True, **chunks
+                )
+            },
         ),
         "selective": (DType.float32, {}, {"memory": selective}),
         "selective, offload": (
@@ -109,36 +124,59 @@ def switches() -> dict[str, Row]:
 
 
 def toys() -> dict[str, Row]:
-    """Return the toy's own exchange: Ulysses where the ranks divide the heads, rings without chunks of attention."""
+    """Return the toy's own exchange: Ulysses where the ranks divide the heads, rings without chunks
+    of attention."""
     rows: dict[str, Row] = {}
     for cp_size, (family, model) in product((2, 4), FAMILIES.items()):
-        options = {"model": model, "steps": 2, "deterministic": False, "eval_every": 2, "eval_batches": 1}
+        options = {
+            "model": model,
+            "steps": 2,
+            "deterministic": False,
+            "eval_every": 2,
+            "eval_batches": 1,
+        }
         checkpointed = MemoryConfig(gradient_checkpointing=FULL, chunk_loss=True)
         memory = {"memory": checkpointed} if family == "qwen3" else {}
         for form in CAPABILITIES["toy_cp"].context_forms:
             if family != "llama4" if form is RING else model.n_heads % cp_size == 0:
                 layout = {"cp_size": cp_size, **memory}
-                rows[f"toy {family} {form.value} {cp_size}"] = Row(ToyCPConfig(context=form), 4, layout, options)
+                rows[f"toy {family} {form.value} {cp_size}"] = Row(
+                    ToyCPConfig(context=form), 4, layout, options
+                )
     return rows
 
 
 ROWS = families() | switches() | toys()
 SHORT = {
-    *("llama ulysses", "llama4 gathered", "qwen3_moe ring", "gathered, full, offload, chunked loss"),
-    *("ring, selective, offload", "ulysses, documents", "ring, bf16", "toy qwen3 ulysses 2", "toy gpt2 ring 4"),
+    *(
+        "llama ulysses",
+        "llama4 gathered",
+        "qwen3_moe ring",
+        "gathered, full, offload, chunked loss",
+    ),
+    *(
+        "ring, selective, offload",
+        "ulysses, documents",
+        "ring, bf16",
+        "toy qwen3 ulysses 2",
+        "toy gpt2 ring 4",
+    ),
 }
 trained = trained_rows(ROWS, train)
 
 
 def assert_alike(found: Losses, expected: Losses, loss: float = 2e-6, norm: float = 1e-5) -> None:
-    for (loss_found, norm_found), (loss_expected, norm_expected) in zip(found, expected, strict=True):
+    for (loss_found, norm_found), (loss_expected, norm_expected) in zip(
+        found, expected, strict=True
+    ):
         assert loss_found == pytest.approx(loss_expected, rel=loss)
         assert norm_found == pytest.approx(norm_expected, rel=norm)
 
 
 @pytest.mark.parametrize("row", levels(ROWS, SHORT))
 def test_shared_sequences_train_like_one_process(row: str, trained: Pairs) -> None:
-    """Oracle: losses, norms and held-out losses of one process over two micro-batches with ragged padding."""
+    """Oracle: losses, norms and held-out losses of one process over two micro-batches with ragged
+    padding."""
     # A rounding to 16 bits that falls otherwise is 2**-9 of a value; norms add many of them.
     tolerances = (2e-4, 1e-2) if ROWS[row].parallel.param_dtype is DType.bfloat16 else (2e-6, 1e-5)
     assert_alike(*trained[row], *tolerances)
@@ -148,18 +186,33 @@ def test_shared_sequences_train_like_one_process(row: str, trained: Pairs) -> No
 def test_strategies_agree_in_every_bit_in_the_deterministic_mode(ranks: int) -> None:
     """Oracle: each other's losses, norms and parameters; and the losses of one process."""
     # The toy of context parallelism has an exchange of its own.
-    kinds = [kind for kind in STRATEGIES.values() if CAPABILITIES[kind.name].context_forms and kind is not ToyCPConfig]
+    kinds = [
+        kind
+        for kind in STRATEGIES.values()
+        if CAPABILITIES[kind.name].context_forms and kind is not ToyCPConfig
+    ]
     parallels = [kind(context=ULYSSES) for kind in kinds if issubclass(kind, ReducingConfig)]
     assert len(parallels) == len(STRATEGIES) - 3  # without one process and the toys of the two axes
     configs = [make_config(parallel, ranks, cp_size=2, steps=2) for parallel in parallels]
     first, *others = run_ranks(ranks, train_all, configs)[0]
-    (alone,) = run_ranks(1, train, [make_config(SingleConfig(simulated_ranks=ranks // 2), 1, steps=2)])[0]
+    (alone,) = run_ranks(
+        1, train, [make_config(SingleConfig(simulated_ranks=ranks // 2), 1, steps=2)]
+    )[0]
     assert_alike(list(zip(first.losses, first.grad_norms, strict=True)), alone)
-    assert [kind.name for kind, other in zip(parallels[1:], others, strict=True) if other != first] == []
+    assert [
+        kind.name for kind, other in zip(parallels[1:], others, strict=True) if other != first
+    ] == []
 
 
-def attend(context: Context, full: list[Tensor], kernels: Ops, chunk_len: int | None, segments: Tensor | None) -> Any:
-    """Attention of a rank's part, and gradients of queries, keys and values, for the part of an upstream gradient."""
+def attend(
+    context: Context,
+    full: list[Tensor],
+    kernels: Ops,
+    chunk_len: int | None,
+    segments: Tensor | None,
+) -> Any:
+    """Attention of a rank's part, and gradients of queries, keys and values, for the part of an
+    upstream gradient."""
     *leaves, upstream = (context.cut(x, 2).clone().requires_grad_() for x in full)
     q, k, v = leaves
     seen = None if segments is None else context.mask(segments, kernels, q.dtype)
@@ -168,7 +221,8 @@ def attend(context: Context, full: list[Tensor], kernels: Ops, chunk_len: int | 
 
 
 def differences(cases: list[tuple[ContextForm, int, int, torch.dtype, str]]) -> list[float]:
-    """Largest difference of each case from attention over full sequences, over chunk lengths and documents."""
+    """Largest difference of each case from attention over full sequences, over chunk lengths and
+    documents."""
     group, found = dist.group.WORLD, []
     assert group is not None
     for form, n_heads, n_kv_heads, dtype, attention in cases:
@@ -177,35 +231,52 @@ def differences(cases: list[tuple[ContextForm, int, int, torch.dtype, str]]) -> 
         worst = 0.0
         generator = torch.Generator().manual_seed(0)
         shapes = [(2, heads, 48, 8) for heads in (n_heads, n_kv_heads, n_kv_heads, n_heads)]
-        full = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+        full = [
+            torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            for shape in shapes
+        ]
         for chunk_len in (None, 10, 7):
             for documents in (False, True) if form is not RING else (False,):
                 numbers = torch.tensor([[0] * 29 + [1] * 19, [0] * 7 + [1] * 41]) * 48
                 segments = numbers + torch.arange(48) // (chunk_len or 48) if documents else None
                 # Of rows in two dtypes the wider is the oracle.
-                expected = attend(FULL_SEQUENCES, [x.double() for x in full], kernels, chunk_len, segments)
-                for part, right in zip(attend(context, full, kernels, chunk_len, segments), expected, strict=True):
+                expected = attend(
+                    FULL_SEQUENCES, [x.double() for x in full], kernels, chunk_len, segments
+                )
+                for part, right in zip(
+                    attend(context, full, kernels, chunk_len, segments), expected, strict=True
+                ):
                     worst = max(worst, (part.double() - context.cut(right, 2)).abs().max().item())
         found.append(worst)
     return found
 
 
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.extended) for ranks in (2, 4, 6))])
+@pytest.mark.parametrize(
+    "ranks", [3, *(pytest.param(ranks, marks=pytest.mark.extended) for ranks in (2, 4, 6))]
+)
 def test_attention_matches_that_of_full_sequences(ranks: int) -> None:
-    """Oracle: one rank's attention in float64, values and gradients, for grouped heads, chunks and documents.
+    """Oracle: one rank's attention in float64, values and gradients, for grouped heads, chunks and
+    documents.
 
     Head counts are odd, shared by fewer heads than ranks, or not divided by the ranks.
     """
     heads = [(12, 12), (12, 2), (12, 3), (12, 1)]
     cases = [(form, *each, torch.float64, "torch") for form in FORMS for each in heads]
-    cases += [(form, 5, 5, torch.float64, attention) for form in (GATHERED, RING) for attention in ("torch", "math")]
-    cases += [(form, 12, 2, dtype, "torch") for form in FORMS for dtype in (torch.bfloat16, torch.float16)]
+    cases += [
+        (form, 5, 5, torch.float64, attention)
+        for form in (GATHERED, RING)
+        for attention in ("torch", "math")
+    ]
+    cases += [
+        (form, 12, 2, dtype, "torch") for form in FORMS for dtype in (torch.bfloat16, torch.float16)
+    ]
     for case, found in zip(cases, run_ranks(ranks, differences, cases)[0], strict=True):
         assert found < (1e-12 if case[3] is torch.float64 else 0.1), case
 
 
 def parts_of_rows(form: ContextForm) -> bool:
-    """Compare the labels that this rank's loss gets, and its generated tokens, with those of full sequences."""
+    """Compare the labels that this rank's loss gets, and its generated tokens, with those of full
+    sequences."""
     group = dist.group.WORLD
     assert group is not None
     model, kept = build(TINY["gpt2"]), []
@@ -229,8 +300,11 @@ def parts_of_rows(form: ContextForm) -> bool:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.value)
-def test_labels_of_a_part_follow_its_tokens_and_generation_needs_no_parts(form: ContextForm) -> None:
-    """Oracle: the next token of the full row; the tokens that the same model generates by itself."""
+def test_labels_of_a_part_follow_its_tokens_and_generation_needs_no_parts(
+    form: ContextForm,
+) -> None:
+    """Oracle: the next token of the full row; the tokens that the same model generates by
+    itself."""
     assert run_ranks(3, parts_of_rows, form) == [True] * 3
 
 
@@ -245,18 +319,36 @@ def activation_bytes(configs: list[Config]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "seq_len"), [(2, 1024), pytest.param(4, 2048, marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    ("ranks", "seq_len"), [(2, 1024), pytest.param(4, 2048, marks=pytest.mark.extended)]
+)
 def test_ranks_hold_their_share_of_the_activations(ranks: int, seq_len: int) -> None:
-    """Oracle: the bytes that tensors hold at the peak of a step with the same global batch, divided by the ranks."""
-    sizes = {"dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 160, "max_seq_len": seq_len}
+    """Oracle: the bytes that tensors hold at the peak of a step with the same global batch, divided
+    by the ranks."""
+    sizes = {
+        "dim": 64,
+        "n_layers": 2,
+        "n_heads": 8,
+        "n_kv_heads": 4,
+        "ffn_dim": 160,
+        "max_seq_len": seq_len,
+    }
     model = dataclasses.replace(tiny_model(), **sizes)
-    settings: dict[str, Any] = {"model": model, "seq_len": seq_len, "batch_size": 1, "steps": 2, "deterministic": False}
+    settings: dict[str, Any] = {
+        "model": model,
+        "seq_len": seq_len,
+        "batch_size": 1,
+        "steps": 2,
+        "deterministic": False,
+    }
     configs = [make_config(FSDP2Config(), ranks, grad_accum=1, **settings)]
     configs += [
-        make_config(FSDP2Config(context=form), ranks, cp_size=ranks, grad_accum=ranks, **settings) for form in FORMS
+        make_config(FSDP2Config(context=form), ranks, cp_size=ranks, grad_accum=ranks, **settings)
+        for form in FORMS
     ]
     alone, *shared = run_ranks(ranks, activation_bytes, configs)[0]
-    # A CPU's attention repeats shared key heads before torch 2.9: 0.31 to 0.33 of four ranks with gathered keys.
+    # A CPU's attention repeats shared key heads before torch 2.9: 0.31 to 0.33 of four ranks with
+    # gathered keys.
     most = 1.2 if TORCH >= (2, 9) else 1.4
     for form, found in zip(FORMS, shared, strict=True):
         assert 0.8 < ranks * found / alone < most, form.value

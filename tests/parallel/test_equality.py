@@ -1,4 +1,5 @@
-"""Every strategy computes the same training: the bits of losses, norms and parameters against one process."""
+"""Every strategy computes the same training: the bits of losses, norms and parameters against one
+process."""
 
 from dataclasses import replace
 from itertools import product
@@ -8,11 +9,23 @@ import pytest
 import torch
 
 from fsdptoys.config.schema import Config
-from fsdptoys.memory import ActivationOffload, CPUOffloadExecutor, GradientCheckpointing, MemoryConfig
+from fsdptoys.memory import (
+    ActivationOffload,
+    CPUOffloadExecutor,
+    GradientCheckpointing,
+    MemoryConfig,
+)
 from fsdptoys.memory.activation_offload import Copies
 from fsdptoys.models import MODELS
 from fsdptoys.optim import AdamWConfig, Implementation, OptimConfig, SGDConfig, WeightDecayOn
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig, ToyFSDPConfig
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+    ToyFSDPConfig,
+)
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train import parallelize as prepare_module
@@ -41,7 +54,11 @@ SHARED = ("ddp", "fsdp1", "fsdp2")
 
 def strategies_on(world_size: int) -> dict[str, tuple[ParallelConfig, int]]:
     """Return the strategies; HSDP needs two axes."""
-    rows = STRATEGIES if world_size == 4 else {name: row for name, row in STRATEGIES.items() if "hsdp" not in name}
+    rows = (
+        STRATEGIES
+        if world_size == 4
+        else {name: row for name, row in STRATEGIES.items() if "hsdp" not in name}
+    )
     return supported(rows)
 
 
@@ -56,15 +73,17 @@ def layouts() -> dict[str, Row]:
             if ranks < 4 or dtype is DType.float32 or name.startswith("hsdp"):
                 options = {"steps": 2} if ranks == 4 else {}
                 parallel = replace(parallel, param_dtype=dtype)
-                rows[f"{name} {dtype.value} on {ranks}"] = Row(parallel, ranks, {"fsdp_size": fsdp_size}, options)
+                rows[f"{name} {dtype.value} on {ranks}"] = Row(
+                    parallel, ranks, {"fsdp_size": fsdp_size}, options
+                )
     return rows
 
 
 def families() -> dict[str, Row]:
     """Return every other family under each strategy, with experts and their losses.
 
-    The dtypes alternate over rows and over families, so that any two of family, row and dtype meet. On four ranks
-    FSDP2 shards experts along another dim.
+    The dtypes alternate over rows and over families, so that any two of family, row and dtype meet.
+    On four ranks FSDP2 shards experts along another dim.
     """
     rows: dict[str, Row] = {}
     for number, (family, model) in enumerate(TINY.items()):
@@ -73,7 +92,9 @@ def families() -> dict[str, Row]:
         linear = ["Linear", "Experts"] if "moe" in family else ["Linear"]
         checkpointed = {"memory": CHECKPOINTED}
         of_family = {
-            name: Row(parallel, 4 if name == "fsdp2" or fsdp_size > 0 else 2, {"fsdp_size": fsdp_size})
+            name: Row(
+                parallel, 4 if name == "fsdp2" or fsdp_size > 0 else 2, {"fsdp_size": fsdp_size}
+            )
             for name, (parallel, fsdp_size) in STRATEGIES.items()
         } | {
             "fsdp2 checkpointing": Row(FSDP2Config(), 2, checkpointed),
@@ -87,7 +108,9 @@ def families() -> dict[str, Row]:
         for index, (name, row) in enumerate(of_family.items()):
             dtype = (DType.float32, DType.bfloat16)[(index + number) % 2]
             options = {"model": model, "steps": 2, "grad_accum": 4 // row.ranks}
-            rows[f"{family} {name}"] = replace(row, parallel=replace(row.parallel, param_dtype=dtype), options=options)
+            rows[f"{family} {name}"] = replace(
+                row, parallel=replace(row.parallel, param_dtype=dtype), options=options
+            )
     return rows
 
 
@@ -102,18 +125,25 @@ def settings() -> dict[str, Row]:
         "fsdp2 without backward prefetch": (FSDP2Config(backward_prefetch=0), {}),
         "fsdp2 cpu offload": (FSDP2Config(), {"memory": OFFLOADED}),
     }
-    for (first, (wrap, choice)), (second, reshard) in product(enumerate(WRAPS.items()), enumerate(ReshardAfterForward)):
+    for (first, (wrap, choice)), (second, reshard) in product(
+        enumerate(WRAPS.items()), enumerate(ReshardAfterForward)
+    ):
         memory = {"memory": CHECKPOINTED} if (first + second) % 2 == 1 else {}
         label = f"{wrap} reshard={reshard.value}"
-        fsdp1 = FSDP1Config(reshard_after_forward=reshard, forward_prefetch=1, backward_prefetch=0, **choice)
-        fsdp2 = FSDP2Config(reshard_after_forward=reshard, forward_prefetch=2, backward_prefetch=2, **choice)
+        fsdp1 = FSDP1Config(
+            reshard_after_forward=reshard, forward_prefetch=1, backward_prefetch=0, **choice
+        )
+        fsdp2 = FSDP2Config(
+            reshard_after_forward=reshard, forward_prefetch=2, backward_prefetch=2, **choice
+        )
         rows |= {f"fsdp1 {label}": (fsdp1, memory), f"fsdp2 {label}": (fsdp2, memory)}
     options = {"tie_embeddings": True, "steps": 2}
     return {name: Row(parallel, 2, layout, options) for name, (parallel, layout) in rows.items()}
 
 
 def checkpointing() -> dict[str, Row]:
-    """Return ways to checkpoint and to move the saved tensors, under strategies with hooks on different modules."""
+    """Return ways to checkpoint and to move the saved tensors, under strategies with hooks on
+    different modules."""
     bf16 = DType.bfloat16
     never = ReshardAfterForward.never
     strategies: dict[str, tuple[ParallelConfig, int, dict[str, Any], str]] = {
@@ -137,12 +167,16 @@ def checkpointing() -> dict[str, Row]:
             layout | {"memory": MemoryConfig(**memory)},
             {"model": with_sizes(TINY[family], n_layers=4), "steps": 2},
         )
-        for (name, (parallel, ranks, layout, family)), (way, memory) in product(strategies.items(), ways.items())
+        for (name, (parallel, ranks, layout, family)), (way, memory) in product(
+            strategies.items(), ways.items()
+        )
     }
     for name, tied in product(SHARED, (False, True)):
         parallel = replace(STRATEGIES[name][0], param_dtype=bf16)
         options = {"tie_embeddings": tied, "steps": 2}
-        rows[f"{name} bf16 {'tied' if tied else 'untied'}"] = Row(parallel, 2, {"memory": CHECKPOINTED}, options)
+        rows[f"{name} bf16 {'tied' if tied else 'untied'}"] = Row(
+            parallel, 2, {"memory": CHECKPOINTED}, options
+        )
     return rows
 
 
@@ -157,9 +191,17 @@ def all_switches() -> dict[str, Row]:
         offload_fraction=0.8,
         offload_bucket_mib=1,
     )
-    on_cpu = MemoryConfig(**chunks, cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped)
+    on_cpu = MemoryConfig(
+        **chunks, cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped
+    )
     # Of the three steps one follows the evaluation.
-    options = {"label_smoothing": 0.1, "z_loss_coef": 1e-3, "eval_every": 2, "eval_batches": 1, "tie_embeddings": True}
+    options = {
+        "label_smoothing": 0.1,
+        "z_loss_coef": 1e-3,
+        "eval_every": 2,
+        "eval_batches": 1,
+        "tie_embeddings": True,
+    }
     options |= {"steps": 3, "memory": MemoryConfig(**chunks)}
     rows: dict[str, Row] = {}
     for dtype in (DType.float32, DType.bfloat16):
@@ -168,7 +210,9 @@ def all_switches() -> dict[str, Row]:
                 replace(parallel, param_dtype=dtype), 2, {"memory": moved}, options
             )
         parallel = FSDP2Config(param_dtype=dtype)
-        rows[f"all switches fsdp2 on the cpu {dtype.value}"] = Row(parallel, 2, {"memory": on_cpu}, options)
+        rows[f"all switches fsdp2 on the cpu {dtype.value}"] = Row(
+            parallel, 2, {"memory": on_cpu}, options
+        )
     return rows
 
 
@@ -192,11 +236,25 @@ def optimizers() -> dict[str, Row]:
     return rows
 
 
-ROWS = supported(layouts() | families() | settings() | checkpointing() | all_switches() | optimizers())
+ROWS = supported(
+    layouts() | families() | settings() | checkpointing() | all_switches() | optimizers()
+)
 SHORT = {
     *(f"{name} float32 on 2" for name in strategies_on(2)),
-    *("fsdp1 bfloat16 on 2", "fsdp2 bfloat16 on 2", "fsdp2 float32 on 1", "hsdp1 float32 on 4", "hsdp2 bfloat16 on 4"),
-    *("qwen3 fsdp1", "qwen3_moe fsdp2 by class", "qwen3_moe ddp", "llama4 fsdp2 cpu offload", "llama4 fsdp1 by class"),
+    *(
+        "fsdp1 bfloat16 on 2",
+        "fsdp2 bfloat16 on 2",
+        "fsdp2 float32 on 1",
+        "hsdp1 float32 on 4",
+        "hsdp2 bfloat16 on 4",
+    ),
+    *(
+        "qwen3 fsdp1",
+        "qwen3_moe fsdp2 by class",
+        "qwen3_moe ddp",
+        "llama4 fsdp2 cpu offload",
+        "llama4 fsdp1 by class",
+    ),
     *("gpt2 fsdp2 parts", "gpt2 fsdp1 flat", "gpt2 toy_fsdp by size"),
     *("fsdp1 parts reshard=always", "fsdp1 classes reshard=never", "fsdp1 size reshard=default"),
     *("fsdp2 parts reshard=always", "fsdp2 classes reshard=never", "fsdp2 size reshard=default"),
@@ -209,12 +267,19 @@ SHORT = {
     *("fsdp1 parts selective, offload", "ddp selective", "fsdp1 bf16 tied"),
     *("all switches ddp float32", "all switches fsdp1 flat float32", "all switches fsdp2 bfloat16"),
     "all switches fsdp2 on the cpu bfloat16",
-    *("fsdp1 sgd", "fsdp2 sgd", "fsdp1 adamw", "fsdp2 foreach", "fsdp1 accumulates tied bf16 alone"),
+    *(
+        "fsdp1 sgd",
+        "fsdp2 sgd",
+        "fsdp1 adamw",
+        "fsdp2 foreach",
+        "fsdp1 accumulates tied bf16 alone",
+    ),
 }
 
 
 def train_moving_all(configs: list[Config]) -> list[tuple[Outcome, int]]:
-    """Train with activation offload that moves small tensors too; also return the number of copies of each run."""
+    """Train with activation offload that moves small tensors too; also return the number of copies
+    of each run."""
     copies = 0
 
     class Counting(Copies):
@@ -252,10 +317,14 @@ def test_tiny_models_cover_all_families() -> None:
 
 
 CLOSE: dict[str, Row] = {
-    name: Row(parallel, 2, {}, {"deterministic": False}) for name, (parallel, _) in strategies_on(2).items()
+    name: Row(parallel, 2, {}, {"deterministic": False})
+    for name, (parallel, _) in strategies_on(2).items()
 }
 FUSED = AdamWConfig(lr=1e-3, implementation=Implementation.fused)
-CLOSE |= {f"{name} fused": Row(STRATEGIES[name][0], 2, {}, {"deterministic": False, "optim": FUSED}) for name in SHARED}
+CLOSE |= {
+    f"{name} fused": Row(STRATEGIES[name][0], 2, {}, {"deterministic": False, "optim": FUSED})
+    for name in SHARED
+}
 
 
 trained_by_default = trained_rows(CLOSE, argument="name")
@@ -263,7 +332,8 @@ trained_by_default = trained_rows(CLOSE, argument="name")
 
 @pytest.mark.parametrize("name", CLOSE)
 def test_default_mode_matches_one_process_closely(name: str, trained_by_default: Pairs) -> None:
-    """Oracle: one process in float32; the vector and tail loops of the fused kernel round differently."""
+    """Oracle: one process in float32; the vector and tail loops of the fused kernel round
+    differently."""
     outcome, expected = trained_by_default[name]
     assert outcome.losses == pytest.approx(expected.losses, rel=1e-6)
     assert outcome.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
@@ -280,8 +350,11 @@ def initial_hashes(configs: list[Config]) -> list[dict[str, str]]:
 
 
 def test_initial_values_differ_by_parameter_and_seed() -> None:
-    """Oracle: other hashes; the equality above would hold for constants too. All norms are equal."""
-    first, other = run_ranks(1, initial_hashes, [make_config(SingleConfig(), 1, init_seed=seed) for seed in (0, 1)])[0]
+    """Oracle: other hashes; the equality above would hold for constants too. All norms are
+    equal."""
+    first, other = run_ranks(
+        1, initial_hashes, [make_config(SingleConfig(), 1, init_seed=seed) for seed in (0, 1)]
+    )[0]
     assert len(set(first.values())) == len(first) - 6 == 24
     differing = {name for name, value in first.items() if value != other[name]}
     assert differing == {name for name in other if not name.endswith("norm.weight")}
@@ -297,7 +370,9 @@ def first_step(configs: list[Config]) -> list[tuple[float, float, float]]:
         trainer = Trainer(config)
         seen: list[torch.Tensor] = []
         trainer.optimizer.register_step_pre_hook(
-            lambda *_, trainer=trainer, seen=seen: seen.append(trainer.strategy.clip_grad_norm(float("inf")))
+            lambda *_, trainer=trainer, seen=seen: seen.append(
+                trainer.strategy.clip_grad_norm(float("inf"))
+            )
         )
         trainer.train()
         results.append((trainer.history[0].loss, trainer.history[0].grad_norm, seen[0].item()))
@@ -320,7 +395,8 @@ def clipped_by_pytorch() -> tuple[float, float]:
 
 
 def test_clipping_scales_every_strategys_gradient_to_the_same_norm() -> None:
-    """Oracle: torch.nn.utils.clip_grad_norm_ over the full gradient of one process, then its norm."""
+    """Oracle: torch.nn.utils.clip_grad_norm_ over the full gradient of one process, then its
+    norm."""
     options: dict[str, Any] = {"steps": 1, "max_grad_norm": MAX_NORM}
     configs = [make_config(parallel, 2, **options) for parallel, _ in strategies_on(2).values()]
     configs.append(make_config(FSDP2Config(), 2, memory=OFFLOADED, **options))
@@ -332,7 +408,8 @@ def test_clipping_scales_every_strategys_gradient_to_the_same_norm() -> None:
 
 
 def train_offloaded(configs: list[Config]) -> list[Outcome]:
-    """Train with FSDP1's CPU offload, without its pinned memory and streams, which a CPU does not have."""
+    """Train with FSDP1's CPU offload, without its pinned memory and streams, which a CPU does not
+    have."""
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign, assignment]
     torch.cpu.Stream.synchronize = lambda _: None  # type: ignore[attr-defined]
     for config in configs:
@@ -342,7 +419,9 @@ def train_offloaded(configs: list[Config]) -> list[Outcome]:
 
 @pytest.mark.parametrize("grad_accum", [1, 2])
 @pytest.mark.parametrize("parallel", [FSDP1Config(), FLAT], ids=["own", "flat"])
-def test_fsdp1_cpu_offload_matches_training_without_offload(parallel: FSDP1Config, grad_accum: int) -> None:
+def test_fsdp1_cpu_offload_matches_training_without_offload(
+    parallel: FSDP1Config, grad_accum: int
+) -> None:
     """Oracle: the same training without offload, bitwise."""
 
     def config() -> Config:

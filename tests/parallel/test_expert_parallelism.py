@@ -1,4 +1,5 @@
-"""Experts split over ranks compute the training of one process, and their shards are read and written exactly."""
+"""Experts split over ranks compute the training of one process, and their shards are read and
+written exactly."""
 
 import dataclasses
 from itertools import product
@@ -25,7 +26,15 @@ from fsdptoys.utils.torchao import torchao_fault
 from tests.harness.ranks import run_ranks
 from tests.harness.run_tables import Pairs, Row, levels, selected, train_runs, trained_rows
 from tests.harness.tiny import EXPERTS, TINY, WITH_BLOCKS, make_config, supported, with_sizes
-from tests.parallel.numeric_outcomes import SGD, Outcome, assert_close, distance, only_the_first, split, train_all
+from tests.parallel.numeric_outcomes import (
+    SGD,
+    Outcome,
+    assert_close,
+    distance,
+    only_the_first,
+    split,
+    train_all,
+)
 
 MODELS: dict[str, ModelConfig] = {
     "qwen3_moe": with_sizes(TINY["qwen3_moe"], **EXPERTS),
@@ -39,18 +48,25 @@ def single(world_size: int, **options: Any) -> Config:
     return make_config(SingleConfig(simulated_ranks=world_size, param_dtype=dtype), 1, **options)
 
 
-FULL, SELECTIVE = (MemoryConfig(gradient_checkpointing=mode) for mode in list(GradientCheckpointing)[1:])
+FULL, SELECTIVE = (
+    MemoryConfig(gradient_checkpointing=mode) for mode in list(GradientCheckpointing)[1:]
+)
 BY_SGD: dict[str, Any] = {"optim": SGD, "steps": 2, "deterministic": False}
 TOY = ToyEPConfig()
 MOE, LLAMA4 = ({"model": model, **BY_SGD} for model in MODELS.values())
 ROWS = {
     "two ranks, chunked loss": Row(
-        FSDP2Config(), 2, {"ep_size": 2}, {**MOE, "memory": MemoryConfig(chunk_loss=True, chunk_tokens="8")}
+        FSDP2Config(),
+        2,
+        {"ep_size": 2},
+        {**MOE, "memory": MemoryConfig(chunk_loss=True, chunk_tokens="8")},
     ),
     "toy": Row(TOY, 2, {"ep_size": 2}, MOE),
     "toy recomputed": Row(TOY, 4, {"ep_size": 2, "memory": FULL}, MOE),
     "toy llama4": Row(TOY, 4, {"ep_size": 2}, LLAMA4),
-    "toy clipped by less": Row(TOY, 4, {"ep_size": 2}, {**MOE, "max_grad_norm": 1e-3, "deterministic": True}),
+    "toy clipped by less": Row(
+        TOY, 4, {"ep_size": 2}, {**MOE, "max_grad_norm": 1e-3, "deterministic": True}
+    ),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "selective": {"ep_size": 2, "memory": SELECTIVE},
@@ -69,9 +85,15 @@ trained = trained_rows(ROWS, train_all)
 
 @pytest.mark.parametrize("row", levels(ROWS, SHORT))
 def test_split_experts_train_as_one_process(row: str, trained: Pairs) -> None:
-    """Oracle: one process: losses, norms, every gradient and parameter; accumulation, ragged padding, balancing."""
+    """Oracle: one process: losses, norms, every gradient and parameter; accumulation, ragged
+    padding, balancing."""
     # Gradients of the toy's experts stay on their ranks.
-    assert_close(*(dataclasses.replace(result, grads={}) if "toy" in row else result for result in trained[row]))
+    assert_close(
+        *(
+            dataclasses.replace(result, grads={}) if "toy" in row else result
+            for result in trained[row]
+        )
+    )
 
 
 def train_with_idle_experts(configs: list[Config]) -> list[Outcome] | None:
@@ -101,14 +123,19 @@ def test_ranks_whose_experts_get_no_token_have_zero_gradients(family: str, ranks
 
 @pytest.mark.usefixtures("unmeasured")
 def test_bf16_is_as_near_to_float32_as_one_process_in_bf16() -> None:
-    """Oracle: one process in float32, and its distance to one process in bf16; the first step's gradients."""
+    """Oracle: one process in float32, and its distance to one process in bf16; the first step's
+    gradients."""
     options: dict[str, Any] = {"model": MODELS["qwen3_moe"], "steps": 1}
     rows = [single(2, **options), single(2, **options, param_dtype=DType.bfloat16)]
     exact, rounded = run_ranks(1, train_all, rows)[0]
-    (outcome,) = run_ranks(2, train_all, [split(2, 2, **options, parallel=FSDP2Config(param_dtype=DType.bfloat16))])[0]
+    (outcome,) = run_ranks(
+        2, train_all, [split(2, 2, **options, parallel=FSDP2Config(param_dtype=DType.bfloat16))]
+    )[0]
     assert outcome.losses == pytest.approx(exact.losses, rel=1e-3)
     for name, grad in exact.grads.items():
-        assert distance(outcome.grads[name], grad) < 1.5 * distance(rounded.grads[name], grad) + 1e-3, name
+        assert (
+            distance(outcome.grads[name], grad) < 1.5 * distance(rounded.grads[name], grad) + 1e-3
+        ), name
 
 
 IN_BACKWARD: dict[str, Any] = {"grad_accum": 1, "max_grad_norm": None, "skip_nonfinite": False}
@@ -116,17 +143,25 @@ ALIKE: dict[str, dict[str, Any]] = {
     "nothing": {},
     "parts": {"parallel": FSDP2Config(wrap=Wrap.block_attn_mlp, backward_prefetch=2)},
     "classes": {
-        "parallel": FSDP2Config(wrap_classes=["MoE", "Attention"], reshard_after_forward=ReshardAfterForward.never)
+        "parallel": FSDP2Config(
+            wrap_classes=["MoE", "Attention"], reshard_after_forward=ReshardAfterForward.never
+        )
     },
     "size": {
-        "parallel": FSDP2Config(min_params=1500, forward_prefetch=2, reshard_after_forward=ReshardAfterForward.always)
+        "parallel": FSDP2Config(
+            min_params=1500, forward_prefetch=2, reshard_after_forward=ReshardAfterForward.always
+        )
     },
     "checkpointing": {
-        "memory": MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, checkpointing_start_index=1)
+        "memory": MemoryConfig(
+            gradient_checkpointing=GradientCheckpointing.full, checkpointing_start_index=1
+        )
     },
     "selective": {"memory": SELECTIVE},
     "cpu offload": {"memory": MemoryConfig(cpu_offload=True)},
-    "overlapped": {"memory": MemoryConfig(cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped)},
+    "overlapped": {
+        "memory": MemoryConfig(cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped)
+    },
     "optimizer offload": {"memory": MemoryConfig(optimizer_offload=True)},
     "after the backward": IN_BACKWARD,
     "in the backward": {**IN_BACKWARD, "memory": MemoryConfig(optimizer_in_backward=True)},
@@ -138,7 +173,11 @@ ALIKE: dict[str, dict[str, Any]] = {
 def alike(request: pytest.FixtureRequest) -> dict[str, Outcome]:
     """Train the selected settings, and those that they are compared with."""
     names = dict.fromkeys(["nothing", "after the backward", *selected(request, "setting")])
-    common: dict[str, Any] = {"model": MODELS["qwen3_moe"], "deterministic": True, "optim": AdamWConfig(lr=1e-2)}
+    common: dict[str, Any] = {
+        "model": MODELS["qwen3_moe"],
+        "deterministic": True,
+        "optim": AdamWConfig(lr=1e-2),
+    }
     runs = [(4, split(4, 2, **{**common, **ALIKE[name]})) for name in names]
     return dict(zip(names, train_runs(runs, train_all), strict=True))
 
@@ -164,10 +203,15 @@ def test_memory_switches_and_units_do_not_change_a_bit_of_split_experts(
 @pytest.mark.parametrize("ep_size", [2, pytest.param(4, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("kind", ["muon", pytest.param("int8", marks=pytest.mark.extended)])
 def test_optimizers_of_matrices_work_over_both_views(kind: str, ep_size: int) -> None:
-    """Oracle: one process; Muon's matrices are exchanged by other ranks for experts, and states of 8 bits sharded."""
+    """Oracle: one process; Muon's matrices are exchanged by other ranks for experts, and states of
+    8 bits sharded."""
     if kind == "int8" and torchao_fault():
         pytest.skip(f"torchao {torchao_fault()}")
-    optim = MuonConfig(lr=1e-2) if kind == "muon" else AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.int8)
+    optim = (
+        MuonConfig(lr=1e-2)
+        if kind == "muon"
+        else AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.int8)
+    )
     model = with_sizes(WITH_BLOCKS["qwen3_moe"], n_experts=4)
     options: dict[str, Any] = {"model": model, "optim": optim, "deterministic": True}
     (expected,) = run_ranks(1, train_all, [single(4, **options)])[0]
@@ -186,17 +230,27 @@ def calls_of_a_step(config: Config) -> list[Call]:
 
 @pytest.mark.usefixtures("unmeasured")
 def test_traced_exchanges_count_the_rows_that_leave_a_rank() -> None:
-    """Oracle: by hand: pairs times width, weights and counts; what ranks send is what they receive, and returns."""
+    """Oracle: by hand: pairs times width, weights and counts; what ranks send is what they receive,
+    and returns."""
     model = MODELS["qwen3_moe"]
     config = split(2, 2, model=model, steps=1, grad_accum=1, batch_size=1, seq_len=16)
     by_rank = run_ranks(2, calls_of_a_step, config)
     pairs, layers = 16 * 2, model.n_layers
     for calls in by_rank:
         exchanges = [call for call in calls if call.collective == "all_to_all"]
-        assert {call.site for call in exchanges} == {"expert_parallel._route", "expert_parallel.exchange"}
+        assert {call.site for call in exchanges} == {
+            "expert_parallel._route",
+            "expert_parallel.exchange",
+        }
         counts, rows, weights, results, *_ = exchanges
-        assert [call.phase for call in exchanges] == ["forward"] * 4 * layers + ["backward"] * 3 * layers
-        assert (counts.gives_bytes, rows.gives_bytes, weights.gives_bytes) == (4 * 8, pairs * model.dim * 4, pairs * 4)
+        assert [call.phase for call in exchanges] == ["forward"] * 4 * layers + [
+            "backward"
+        ] * 3 * layers
+        assert (counts.gives_bytes, rows.gives_bytes, weights.gives_bytes) == (
+            4 * 8,
+            pairs * model.dim * 4,
+            pairs * 4,
+        )
         assert (results.gives_bytes, results.gets_bytes) == (rows.gets_bytes, rows.gives_bytes)
         assert rows.sends_bytes == model.dim * weights.sends_bytes
     one, other = ([call for call in calls if call.collective == "all_to_all"] for calls in by_rank)

@@ -1,4 +1,5 @@
-"""Shards of split experts: initial values, checkpoints of any layout, and files in Hugging Face format."""
+"""Shards of split experts: initial values, checkpoints of any layout, and files in Hugging Face
+format."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -36,19 +37,30 @@ def config(
     **options: Any,
 ) -> Config:
     parallel = parallel or (FSDP2Config() if world_size > 1 else SingleConfig())
-    settings: dict[str, Any] = {"steps": 1, "seq_len": 8, "batch_size": 1, "grad_accum": 1, "model": MODEL}
-    return make_config(parallel, world_size, ep_size=ep_size, optim=optim, **{**settings, **options})
+    settings: dict[str, Any] = {
+        "steps": 1,
+        "seq_len": 8,
+        "batch_size": 1,
+        "grad_accum": 1,
+        "model": MODEL,
+    }
+    return make_config(
+        parallel, world_size, ep_size=ep_size, optim=optim, **{**settings, **options}
+    )
 
 
 def initial(configs: list[Config]) -> list[States]:
     return [
-        {name: param.numpy().copy() for name, param in Trainer(each).strategy.full_parameters()} for each in configs
+        {name: param.numpy().copy() for name, param in Trainer(each).strategy.full_parameters()}
+        for each in configs
     ]
 
 
 def assert_equal(got: States, expected: States) -> None:
     assert got.keys() == expected.keys()
-    assert [name for name, value in got.items() if value.tobytes() != expected[name].tobytes()] == []
+    assert [
+        name for name, value in got.items() if value.tobytes() != expected[name].tobytes()
+    ] == []
 
 
 def layouts(optim: OptimConfig, every: bool) -> dict[int, list[Config]]:
@@ -67,7 +79,9 @@ EVERY = pytest.param(True, marks=pytest.mark.extended)
 
 def in_full(trainer: Trainer) -> States:
     tensors = trainer.strategy.state_tensors(trainer.optimizer)
-    return {name: whole.numpy().copy() for name, whole in full_tensors(tensors) if whole is not None}
+    return {
+        name: whole.numpy().copy() for name, whole in full_tensors(tensors) if whole is not None
+    }
 
 
 def save_all(folder: str, configs: list[Config]) -> list[States]:
@@ -85,7 +99,8 @@ def save_all(folder: str, configs: list[Config]) -> list[States]:
 
 
 def load_all(folder: str, configs: list[Config]) -> list[dict[str, States]]:
-    """Load checkpoints under each layout, one process all, and return the states in full on rank 0."""
+    """Load checkpoints under each layout, one process all, and return the states in full on rank
+    0."""
     storage, states = open_storage(folder), []
     names = sorted(storage.names())
     if dist.get_world_size() > 1:
@@ -95,7 +110,8 @@ def load_all(folder: str, configs: list[Config]) -> list[dict[str, States]]:
         trainer, loaded = Trainer(each), {}
         for name in names:
             trainer.strategy.load_state_tensors(
-                trainer.optimizer, lambda tensors, name=name: load_tensors(storage, name, tensors, group)
+                trainer.optimizer,
+                lambda tensors, name=name: load_tensors(storage, name, tensors, group),
             )
             loaded[name] = in_full(trainer)
         states.append(loaded)
@@ -105,12 +121,17 @@ def load_all(folder: str, configs: list[Config]) -> list[dict[str, States]]:
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("every", [False, EVERY], ids=["some", "every"])
 @pytest.mark.parametrize(
-    "optim", [AdamWConfig(), pytest.param(MuonConfig(), marks=pytest.mark.extended)], ids=["adamw", "muon"]
+    "optim",
+    [AdamWConfig(), pytest.param(MuonConfig(), marks=pytest.mark.extended)],
+    ids=["adamw", "muon"],
 )
-def test_a_checkpoint_of_any_split_loads_under_any_other(optim: OptimConfig, every: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_any_split_loads_under_any_other(
+    optim: OptimConfig, every: bool, tmp_path: Path
+) -> None:
     """Oracle: the full tensors of the layout that saved them, parameters and states, in every bit.
 
-    All layouts go into one process; one process, and two experts a rank on four ranks, into all layouts.
+    All layouts go into one process; one process, and two experts a rank on four ranks, into all
+    layouts.
     """
     made = layouts(optim, every)
     saved: dict[str, States] = {}
@@ -143,10 +164,17 @@ def read_own(config: Config) -> tuple[int, int, set[str], set[str]]:
     TensorFolder.reading = counting  # type: ignore[method-assign,assignment]
     trainer = Trainer(config)
     of_experts = {name: size for name, size in sizes.items() if ".experts." in name}
-    stacks = {name: param for name, param in trainer.strategy.named_parameters() if ".experts." in name}
+    stacks = {
+        name: param for name, param in trainer.strategy.named_parameters() if ".experts." in name
+    }
     held = {f"{n.split('.')[1]}.{e}" for n, p in stacks.items() for e in range(*local_bounds(p)[0])}
     read_experts = {f"{name.split('.')[2]}.{name.split('.')[5]}" for name in of_experts}
-    return sum(of_experts.values()), sum(local_tensor(p).numel() for p in stacks.values()), read_experts, held
+    return (
+        sum(of_experts.values()),
+        sum(local_tensor(p).numel() for p in stacks.values()),
+        read_experts,
+        held,
+    )
 
 
 @pytest.mark.usefixtures("unmeasured")

@@ -38,7 +38,9 @@ def test_indivisible_expert_stacks_are_sharded_along_a_divisible_dim(
     shape: tuple[int, ...], ranks: int, dim: int | None
 ) -> None:
     """Oracle: the rule; None is FSDP2's own choice, the first dim."""
-    assert placement(torch.nn.Parameter(torch.empty(shape)), ranks) == (None if dim is None else Shard(dim))
+    assert placement(torch.nn.Parameter(torch.empty(shape)), ranks) == (
+        None if dim is None else Shard(dim)
+    )
 
 
 def local_shares(config: Config) -> dict[str, tuple[str, float]]:
@@ -52,10 +54,15 @@ def local_shares(config: Config) -> dict[str, tuple[str, float]]:
 
 
 def test_fewer_experts_than_ranks_are_sharded_evenly() -> None:
-    """Oracle: a quarter on each of four ranks, although there are three experts, and no rank's share is padding."""
-    for shares in run_ranks(4, local_shares, make_config(FSDP2Config(), 4, model=TINY["qwen3_moe"])):
+    """Oracle: a quarter on each of four ranks, although there are three experts, and no rank's
+    share is padding."""
+    for shares in run_ranks(
+        4, local_shares, make_config(FSDP2Config(), 4, model=TINY["qwen3_moe"])
+    ):
         assert len(shares) == 4
-        assert all(share == 0.25 and "dim=1" in placements for placements, share in shares.values()), shares
+        assert all(
+            share == 0.25 and "dim=1" in placements for placements, share in shares.values()
+        ), shares
 
 
 def train_with_idle_experts(configs: list[Config]) -> list[tuple[Outcome, list[float]]]:

@@ -1,5 +1,5 @@
-"""Float8 matmuls, emulated: strategies against one process, communicated and saved bytes, and refused
-configurations.
+"""Float8 matmuls, emulated: strategies against one process, communicated and saved bytes, and
+refused configurations.
 """
 
 import copy
@@ -44,11 +44,24 @@ pytestmark = [
     pytest.mark.skipif(fault is not None, reason=f"torchao {fault}"),
 ]
 
-MODEL = LlamaConfig(name="tiny", dim=32, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=48, vocab_size=67, max_seq_len=64)
+MODEL = LlamaConfig(
+    name="tiny",
+    dim=32,
+    n_layers=2,
+    n_heads=2,
+    n_kv_heads=1,
+    ffn_dim=48,
+    vocab_size=67,
+    max_seq_len=64,
+)
 
 
-def config_of(parallel: ParallelConfig, world_size: int, kind: Float8 = Float8.tensorwise, **settings: Any) -> Config:
-    return make_config(parallel, world_size, **{"model": copy.copy(MODEL), "float8": kind, "steps": 3, **settings})
+def config_of(
+    parallel: ParallelConfig, world_size: int, kind: Float8 = Float8.tensorwise, **settings: Any
+) -> Config:
+    return make_config(
+        parallel, world_size, **{"model": copy.copy(MODEL), "float8": kind, "steps": 3, **settings}
+    )
 
 
 FULL = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full)
@@ -62,7 +75,10 @@ for kind in (TENSORWISE, ROWWISE):
         f"fsdp2 checkpointing {kind.value}": Row(FSDP2Config(), 2, {"memory": FULL}, common),
         f"toy_zero3 {kind.value}": Row(ToyZero3Config(), 2, {}, common),
     }
-for label, memory in {"fsdp2 gather": FULL, "fsdp2 gather, offload": MemoryConfig(optimizer_offload=True)}.items():
+for label, memory in {
+    "fsdp2 gather": FULL,
+    "fsdp2 gather, offload": MemoryConfig(optimizer_offload=True),
+}.items():
     layout = {"float8_all_gather": True, "memory": memory}
     ROWS[label] = Row(FSDP2Config(), 2, layout, {"model": MODEL, "float8": TENSORWISE, "steps": 3})
 trained = trained_rows(ROWS)
@@ -70,7 +86,8 @@ trained = trained_rows(ROWS)
 
 @pytest.mark.parametrize("row", levels(ROWS, SHORT))
 def test_float8_matches_a_single_process_bitwise(row: str, trained: Pairs) -> None:
-    """Oracle: one process over the same micro-batches in deterministic mode; scales are of the full weight."""
+    """Oracle: one process over the same micro-batches in deterministic mode; scales are of the full
+    weight."""
     found, expected = trained[row]
     assert found == expected
 
@@ -102,7 +119,8 @@ def gathered(configs: list[Config]) -> list[int]:
 
 
 def test_float8_all_gather_communicates_one_byte_per_element() -> None:
-    """Oracle: elements of the blocks' matrices, which two micro-batches gather for forward and backward."""
+    """Oracle: elements of the blocks' matrices, which two micro-batches gather for forward and
+    backward."""
     options = {"deterministic": False, "steps": 1}
     configs = [
         config_of(FSDP2Config(param_dtype=dtype), 2, float8_all_gather=all_gather, **options)
@@ -133,7 +151,9 @@ def train_in_sequence(configs: list[Config]) -> list[list[float]]:
             trainer.load_state_dict(facts, load)
         trainer.train()
         tensors = trainer.strategy.state_tensors(trainer.optimizer)
-        assert {type(getattr(tensor, "_local_tensor", tensor)) for tensor in tensors.values()} == {Tensor}
+        assert {type(getattr(tensor, "_local_tensor", tensor)) for tensor in tensors.values()} == {
+            Tensor
+        }
         saved, facts = host_copy(tensors), trainer.state_dict()
         losses.append([step.loss for step in trainer.history])
     return losses
@@ -141,11 +161,14 @@ def train_in_sequence(configs: list[Config]) -> list[list[float]]:
 
 @pytest.mark.extended
 def test_run_resumes_with_and_without_float8_from_plain_checkpoints() -> None:
-    """Oracle: one process with the same schedule; checkpoints are plain tensors for any gathered dtype."""
+    """Oracle: one process with the same schedule; checkpoints are plain tensors for any gathered
+    dtype."""
     chain = [(TENSORWISE, True), (Float8.none, False), (TENSORWISE, True), (TENSORWISE, False)]
     one, two = (
         [
-            config_of(parallel, ranks, kind, float8_all_gather=all_gather and ranks == 2, steps=2 * number)
+            config_of(
+                parallel, ranks, kind, float8_all_gather=all_gather and ranks == 2, steps=2 * number
+            )
             for number, (kind, all_gather) in enumerate(chain, start=1)
         ]
         for ranks, parallel in ((1, SingleConfig(simulated_ranks=2)), (2, FSDP2Config()))
@@ -155,8 +178,8 @@ def test_run_resumes_with_and_without_float8_from_plain_checkpoints() -> None:
 
 @pytest.mark.extended
 def test_optimizer_in_backward_gathers_float8_with_current_scales() -> None:
-    """Oracle: the ordinary optimizer step, through a checkpoint too, after which scales are known before the first
-    gather.
+    """Oracle: the ordinary optimizer step, through a checkpoint too, after which scales are known
+    before the first gather.
     """
     options: dict[str, Any] = {
         "float8_all_gather": True,
@@ -166,12 +189,21 @@ def test_optimizer_in_backward_gathers_float8_with_current_scales() -> None:
     }
     ordinary, in_backward = (
         [
-            config_of(FSDP2Config(), 2, memory=MemoryConfig(optimizer_in_backward=early), steps=steps, **options)
+            config_of(
+                FSDP2Config(),
+                2,
+                memory=MemoryConfig(optimizer_in_backward=early),
+                steps=steps,
+                **options,
+            )
             for steps in (2, 5)
         ]
         for early in (False, True)
     )
-    assert run_ranks(2, train_in_sequence, in_backward)[0] == run_ranks(2, train_in_sequence, ordinary)[0]
+    assert (
+        run_ranks(2, train_in_sequence, in_backward)[0]
+        == run_ranks(2, train_in_sequence, ordinary)[0]
+    )
 
 
 def train_on_graphs(configs: list[Config]) -> Any:
@@ -184,11 +216,13 @@ def train_on_graphs(configs: list[Config]) -> Any:
 
 @pytest.mark.extended
 def test_compiled_blocks_support_float8() -> None:
-    """Oracle: the same blocks in eager mode, losses to 1e-5; one graph for all equal blocks, gathered operands
-    included.
+    """Oracle: the same blocks in eager mode, losses to 1e-5; one graph for all equal blocks,
+    gathered operands included.
     """
     options = {"deterministic": False, "steps": 2, "float8_all_gather": True}
-    configs = [config_of(FSDP2Config(), 2, compile=compiles, **options) for compiles in (False, True)]
+    configs = [
+        config_of(FSDP2Config(), 2, compile=compiles, **options) for compiles in (False, True)
+    ]
     (expected, found), graphs = run_ranks(2, train_on_graphs, configs)[0]
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert graphs == 1
@@ -197,27 +231,40 @@ def test_compiled_blocks_support_float8() -> None:
 def test_only_the_blocks_linear_layers_divisible_by_16_are_converted() -> None:
     """Oracle: their names: no router, expert, head or embedding."""
     with torch.device("meta"):
-        model = with_sizes(TINY["qwen3_moe"], dim=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16).build()
+        model = with_sizes(
+            TINY["qwen3_moe"], dim=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16
+        ).build()
         odd = TINY["qwen3"].build()
     assert convert_to_float8(model, Float8.tensorwise, False, "cpu") == 4
-    converted = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+    converted = {
+        name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"
+    }
     assert converted == {f"layers.0.attn.{name}_proj" for name in "qkvo"}
-    with pytest.raises(ConfigError, match=r"train\.float8=rowwise finds no linear layer .*; set train\.float8=none"):
+    with pytest.raises(
+        ConfigError, match=r"train\.float8=rowwise finds no linear layer .*; set train\.float8=none"
+    ):
         convert_to_float8(odd, Float8.rowwise, False, "cpu")
 
 
-def test_devices_and_environments_without_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the expected message, with the device found; a plan skips this check, since it predicts other devices."""
+def test_devices_and_environments_without_float8_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: the expected message, with the device found; a plan skips this check, since it
+    predicts other devices."""
     planned = config_of(FSDP2Config(param_dtype=DType.bfloat16), 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    with pytest.raises(ConfigError, match=r"8\.9 or more, and this one has 8\.0; set train\.float8=none"):
+    with pytest.raises(
+        ConfigError, match=r"8\.9 or more, and this one has 8\.0; set train\.float8=none"
+    ):
         check_float8_here(Float8.tensorwise, "cuda")
     planned.validate(2, "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     check_float8_here(Float8.tensorwise, "cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for device_type in ("cuda", "cpu"):
-        with pytest.raises(ConfigError, match="needs torchao, which is not installed; run pip install"):
+        with pytest.raises(
+            ConfigError, match="needs torchao, which is not installed; run pip install"
+        ):
             check_float8_here(Float8.tensorwise, device_type)
         check_float8_here(Float8.none, device_type)
     with pytest.raises(ConfigError, match="needs torchao, which is not installed; run pip install"):

@@ -1,4 +1,5 @@
-"""Norms of gradients in parts: their precision, their dtype on each device, and the number of kernels."""
+"""Norms of gradients in parts: their precision, their dtype on each device, and the number of
+kernels."""
 
 import types
 from typing import Any
@@ -20,7 +21,8 @@ def total(norms: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("spread", [0, 4, 12], ids="{}_decades".format)
 def test_float32_norms_of_parts_add_up_to_the_float64_norm(spread: int) -> None:
-    """Oracle: the norm in float64, to 1e-6; numbers of one gradient, and whole gradients, differ by decades."""
+    """Oracle: the norm in float64, to 1e-6; numbers of one gradient, and whole gradients, differ by
+    decades."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(size: int, shift: float) -> Tensor:
@@ -29,7 +31,9 @@ def test_float32_norms_of_parts_add_up_to_the_float64_norm(spread: int) -> None:
 
     grads = [drawn(size, index * spread / 4 - 3) for index, size in enumerate(SIZES)]
     for chosen in (grads, *([grad] for grad in grads)):
-        assert total(norms_in_float32(chosen)) == pytest.approx(total(norms_in(torch.float64, chosen)), rel=1e-6)
+        assert total(norms_in_float32(chosen)) == pytest.approx(
+            total(norms_in(torch.float64, chosen)), rel=1e-6
+        )
     assert norms_in_float32([]) == []
 
 
@@ -61,7 +65,9 @@ def test_accelerators_take_norms_in_float32_outside_the_deterministic_mode(
     The meta device stands for an accelerator, whose gradients may be offloaded.
     """
     context = types.SimpleNamespace(
-        deterministic=deterministic, sum_dtype=torch.float64, device=types.SimpleNamespace(is_accelerator=accelerated)
+        deterministic=deterministic,
+        sum_dtype=torch.float64,
+        device=types.SimpleNamespace(is_accelerator=accelerated),
     )
     strategy: Any = types.SimpleNamespace(world=context)
     with Operators() as operators:
@@ -70,4 +76,6 @@ def test_accelerators_take_norms_in_float32_outside_the_deterministic_mode(
         assert {norm.dtype for norm in norms} == {dtype}
         assert {norm.device.type for norm in norms} == {device}
     if dtype is torch.float32:
-        assert operators.count == 2 * 3 + 1  # one for each large gradient, and one for all small ones
+        assert (
+            operators.count == 2 * 3 + 1
+        )  # one for each large gradient, and one for all small ones

@@ -27,7 +27,8 @@ def initialized(param: torch.Tensor, threads: int = 1) -> torch.Tensor:
 
 
 def shards_unlike_the_full_parameter(shapes: list[tuple[int, ...]], sizes: list[int]) -> list[Any]:
-    """All combinations of shape, block size and placement whose shards are not slices of the full parameter."""
+    """All combinations of shape, block size and placement whose shards are not slices of the full
+    parameter."""
     flat = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2))
     wrong: list[Any] = []
@@ -52,13 +53,16 @@ def shards_unlike_the_full_parameter(shapes: list[tuple[int, ...]], sizes: list[
 
 
 def test_shards_are_slices_of_the_full_parameter_for_any_block_size() -> None:
-    """Oracle: the parameter initialized in full; uneven shards, empty shards, blocks across shard borders."""
+    """Oracle: the parameter initialized in full; uneven shards, empty shards, blocks across shard
+    borders."""
     shapes, sizes = [(23, 5), (5, 8, 12), (3, 7, 4)], [1, 5, 12, 40, 2**22]
     assert run_ranks(4, shards_unlike_the_full_parameter, shapes, sizes) == [[]] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_draw_the_values_of_one_thread(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_draw_the_values_of_one_thread(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: each block drawn by itself from its seed."""
     monkeypatch.setattr(initialize, "BLOCK_ELEMENTS", 5 * 17)
     got = initialized(torch.nn.Parameter(torch.empty(33, 17, dtype=dtype)), threads=4)
@@ -82,14 +86,19 @@ def test_an_error_in_a_thread_is_raised() -> None:
 
 def test_seeds_depend_on_seed_name_and_block() -> None:
     """Oracle: the same call with one of them changed."""
-    seeds = {initialize.seed_of(*parts) for parts in [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1)]}
+    seeds = {
+        initialize.seed_of(*parts) for parts in [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1)]
+    }
     assert len(seeds) == 4 and all(0 <= seed < 2**63 for seed in seeds)
     assert initialize.seed_of(0, "a", 0) == initialize.seed_of(0, "a", 0)
 
 
 def peak_and_sizes_bytes() -> tuple[int, int, int]:
-    """Growth of the resident set's peak from building a 25M-parameter model; bytes of its shard; bytes of the model."""
-    Trainer(make_config(FSDP2Config(), 2))  # loads lazily imported modules, and warms up the allocator
+    """Growth of the resident set's peak from building a 25M-parameter model; bytes of its shard;
+    bytes of the model."""
+    Trainer(
+        make_config(FSDP2Config(), 2)
+    )  # loads lazily imported modules, and warms up the allocator
     config = make_config(FSDP2Config(), 2)
     config.model = LlamaConfig(
         dim=512, n_layers=6, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=6000, max_seq_len=64
@@ -97,15 +106,25 @@ def peak_and_sizes_bytes() -> tuple[int, int, int]:
     trainers: list[Trainer] = []
     growth = peak_growth_bytes(lambda: trainers.append(Trainer(config)))
     (trainer,) = trainers
-    params = [param.to_local() for _, param in trainer.strategy.named_parameters() if isinstance(param, DTensor)]
-    return growth, sum(param.nbytes for param in params), 4 * sum(trainer.built.parameter_sizes.values())
+    params = [
+        param.to_local()
+        for _, param in trainer.strategy.named_parameters()
+        if isinstance(param, DTensor)
+    ]
+    return (
+        growth,
+        sum(param.nbytes for param in params),
+        4 * sum(trainer.built.parameter_sizes.values()),
+    )
 
 
 @NEEDS_PEAK
 def test_peak_memory_of_initialization_is_the_shard_and_one_block() -> None:
-    """Oracle: Linux's own peak of the resident set: a shard, the largest parameter, and 8 MiB for all else."""
+    """Oracle: Linux's own peak of the resident set: a shard, the largest parameter, and 8 MiB for
+    all else."""
     for growth, shard_bytes, model_bytes in run_ranks(2, peak_and_sizes_bytes):
         largest_parameter_bytes = 6000 * 512 * 4
         assert shard_bytes == pytest.approx(model_bytes / 2, rel=0.01)
-        # Beyond shard and block the peak varies from run to run by up to 6 MiB (seen: 59 to 66 MiB in all).
+        # Beyond shard and block the peak varies from run to run by up to 6 MiB (seen: 59 to 66 MiB
+        # in all).
         assert growth <= shard_bytes + largest_parameter_bytes + 2**23 < model_bytes

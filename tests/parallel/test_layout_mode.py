@@ -1,4 +1,5 @@
-"""``train.deterministic=layout``: every layout of a global batch has the bits of one ordinary process."""
+"""``train.deterministic=layout``: every layout of a global batch has the bits of one ordinary
+process."""
 
 import dataclasses
 import re
@@ -30,7 +31,15 @@ from tests.harness.outcomes import Outcome, hash_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.resumed_runs import kept, run_to_the_end, run_until
 from tests.harness.run_tables import Pairs, Row, levels, trained_rows
-from tests.harness.tiny import DOCUMENTS, EXPERTS, TINY, make_config, refusal, tiny_model, with_sizes
+from tests.harness.tiny import (
+    DOCUMENTS,
+    EXPERTS,
+    TINY,
+    make_config,
+    refusal,
+    tiny_model,
+    with_sizes,
+)
 from tests.parallel.split_models import FEATURES, SELECTIVE, SMOOTH, STAGES, needs_sums
 
 BATCH = 4
@@ -57,14 +66,23 @@ MASKED = {"data": DOCUMENTS}
 
 
 def settings_of(ranks: int, **options: Any) -> dict[str, Any]:
-    """Return two steps on the global batch, by four grains a sequence and micro-batches of one sequence unless given.
+    """Return two steps on the global batch, by four grains a sequence and micro-batches of one
+    sequence unless given.
 
     Then an evaluation on as many held-out sequences.
     """
-    shares = ranks // (options.get("cp_size", 1) * options.get("tp_size", 1) * options.get("pp_size", 1))
+    shares = ranks // (
+        options.get("cp_size", 1) * options.get("tp_size", 1) * options.get("pp_size", 1)
+    )
     size = options.get("batch_size", 1)
     count = BATCH // shares // size
-    settings = {"batch_size": size, "grad_accum": count, "steps": 2, "eval_every": 2, "eval_batches": count}
+    settings = {
+        "batch_size": size,
+        "grad_accum": count,
+        "steps": 2,
+        "eval_every": 2,
+        "eval_batches": count,
+    }
     settings |= {"deterministic": "layout"} | options
     return settings if settings["deterministic"] != "layout" else {"grains": 4} | settings
 
@@ -81,7 +99,8 @@ def layout_row(
     layout: dict[str, Any],
     shared: dict[str, Any] | None = None,
 ) -> Row:
-    """Return a layout of a global batch, to be compared with one process that takes it as one micro-batch."""
+    """Return a layout of a global batch, to be compared with one process that takes it as one
+    micro-batch."""
     shared = {"model": model, **(shared or {})}
     alone = settings_of(1, batch_size=BATCH, **shared)
     parallel = dataclasses.replace(parallel, param_dtype=dtype)
@@ -89,7 +108,8 @@ def layout_row(
 
 
 def train_with_gradients(configs: list[Config]) -> list[tuple[Outcome, dict[str, Any]]]:
-    """Results of each run, held-out losses after the others, and all gradients of its first step before clipping."""
+    """Results of each run, held-out losses after the others, and all gradients of its first step
+    before clipping."""
     results = []
     for config in configs:
         trainer = Trainer(config)
@@ -97,7 +117,9 @@ def train_with_gradients(configs: list[Config]) -> list[tuple[Outcome, dict[str,
         gradients: dict[str, Any] = {}
         clip = trainer.stepper.clip
 
-        def keep_and_clip(*args: Any, trainer: Trainer = trainer, gradients: Any = gradients, clip: Any = clip) -> Any:
+        def keep_and_clip(
+            *args: Any, trainer: Trainer = trainer, gradients: Any = gradients, clip: Any = clip
+        ) -> Any:
             if not gradients:
                 gradients.update(full_gradients(trainer))
             return clip(*args)
@@ -117,31 +139,45 @@ def full_gradients(trainer: Trainer) -> dict[str, Any]:
             return {name: param.grad.numpy().copy() for name, param in strategy.named_parameters()}  # type: ignore[union-attr]
     grads = {name: strategy.spread(name, param.grad) for name, param in strategy.named_parameters()}  # type: ignore[arg-type]
     full = {name: (full_tensor(g) if is_dtensor(g) else g) for name, g in grads.items()}  # type: ignore[arg-type]
-    named = full.items() if strategy.pipeline is None else strategy.pipeline.share_parameters(iter(full.items()))
+    named = (
+        full.items()
+        if strategy.pipeline is None
+        else strategy.pipeline.share_parameters(iter(full.items()))
+    )
     return {name: grad.numpy().copy() for name, grad in named}
 
 
 def layouts() -> dict[str, Row]:
-    """Return layouts of two and four ranks: every axis alone and together with others, every switch, every family."""
+    """Return layouts of two and four ranks: every axis alone and together with others, every
+    switch, every family."""
     float32, bfloat16 = DType.float32, DType.bfloat16
     fsdp2 = FSDP2Config()
-    gathered, ulysses = (FSDP2Config(context=form) for form in (ContextForm.gathered, ContextForm.ulysses))
+    gathered, ulysses = (
+        FSDP2Config(context=form) for form in (ContextForm.gathered, ContextForm.ulysses)
+    )
     one_f_one_b, interleaved, last = (
-        FSDP2Config(schedule=schedule) for schedule in (PipelineSchedule("1f1b"), PipelineSchedule("interleaved"), LAST)
+        FSDP2Config(schedule=schedule)
+        for schedule in (PipelineSchedule("1f1b"), PipelineSchedule("interleaved"), LAST)
     )
     hsdp, cp, ep, tp, pp = ({f"{axis}_size": 2} for axis in ("fsdp", "cp", "ep", "tp", "pp"))
     smooth = {**SMOOTH, "memory": CHUNKED}
     slices: dict[str, Any] = {"slices": 2}
     whole = {"batch_size": 2}
-    tied, moe, llama4, gpt2 = (MODELS[name] for name in ("llama tied", "qwen3_moe", "llama4", "gpt2"))
+    tied, moe, llama4, gpt2 = (
+        MODELS[name] for name in ("llama tied", "qwen3_moe", "llama4", "gpt2")
+    )
     rows = {
         "ddp, selective": layout_row(2, tied, float32, DDPConfig(), {"memory": SELECTIVE}),
         "fsdp1, chunked loss": layout_row(2, tied, bfloat16, FSDP1Config(), {}, smooth),
         "fsdp2, chunked loss": layout_row(2, tied, bfloat16, Sharded(), {}, smooth),
         "fsdp1, experts": layout_row(2, moe, bfloat16, FSDP1Config(), {"memory": FULL}),
-        "fsdp2, chunks": layout_row(2, llama4, float32, Sharded(), {"memory": SELECTIVE, "batch_size": 2}),
+        "fsdp2, chunks": layout_row(
+            2, llama4, float32, Sharded(), {"memory": SELECTIVE, "batch_size": 2}
+        ),
         "ddp, documents": layout_row(2, gpt2, bfloat16, DDPConfig(), {"memory": FULL}, MASKED),
-        "fsdp2, documents": layout_row(2, TINY["qwen3"], float32, Sharded(), {}, {"grains": 3, **MASKED}),
+        "fsdp2, documents": layout_row(
+            2, TINY["qwen3"], float32, Sharded(), {}, {"grains": 3, **MASKED}
+        ),
     }
     sums = {
         "hsdp": layout_row(4, MODELS["llama"], bfloat16, fsdp2, hsdp, {"grains": 8}),
@@ -154,7 +190,9 @@ def layouts() -> dict[str, Row]:
         "ep cp": layout_row(4, moe, float32, ulysses, cp | {"ep_size": 4}),
         "ep": layout_row(4, moe, float32, fsdp2, ep),
         "tp 4": layout_row(
-            *(4, FEATURES["four key heads"], float32, fsdp2), {"tp_size": 4}, {"slices": 4, "grains": 8}
+            *(4, FEATURES["four key heads"], float32, fsdp2),
+            {"tp_size": 4},
+            {"slices": 4, "grains": 8},
         ),
         "tp cp, selective": layout_row(
             4, FEATURES["qwen3_moe"], bfloat16, gathered, tp | cp | {"memory": SELECTIVE}, slices
@@ -165,7 +203,9 @@ def layouts() -> dict[str, Row]:
         "tp cp, documents": layout_row(
             *(4, FEATURES["gpt2"], float32, fsdp2), tp | cp | {"memory": FULL}, slices | MASKED
         ),
-        "fsdp1 of slices": layout_row(4, FEATURES["gpt2"], float32, FSDP1Config(), {}, slices | MASKED),
+        "fsdp1 of slices": layout_row(
+            4, FEATURES["gpt2"], float32, FSDP1Config(), {}, slices | MASKED
+        ),
         "cp on 2": layout_row(2, TINY["qwen3"], float32, ulysses, cp | whole),
         "cp gathered on 2": layout_row(2, gpt2, bfloat16, gathered, cp | whole, MASKED),
         "ep on 2": layout_row(2, moe, bfloat16, fsdp2, ep | whole),
@@ -173,10 +213,16 @@ def layouts() -> dict[str, Row]:
         "pp on 2": layout_row(2, STAGES["qwen3"], float32, interleaved, pp),
         "pp": layout_row(4, STAGES["llama"], float32, one_f_one_b, pp, slices),
         "pp tp": layout_row(4, STAGES["llama"], float32, last, pp | tp, slices),
-        "pp 4": layout_row(4, STAGES["qwen3"], bfloat16, one_f_one_b, {"pp_size": 4, "memory": SELECTIVE}, MASKED),
+        "pp 4": layout_row(
+            4, STAGES["qwen3"], bfloat16, one_f_one_b, {"pp_size": 4, "memory": SELECTIVE}, MASKED
+        ),
         "pp ep": layout_row(4, STAGES["qwen3_moe"], bfloat16, last, pp | ep, {"memory": CHUNKED}),
-        "pp cp": layout_row(4, STAGES["qwen3_moe"], bfloat16, interleaved, pp | cp, {"memory": CHUNKED}),
-        "pp cp ep": layout_row(4, STAGES["llama4"], float32, gathered, pp | cp | ep | {"memory": FULL}),
+        "pp cp": layout_row(
+            4, STAGES["qwen3_moe"], bfloat16, interleaved, pp | cp, {"memory": CHUNKED}
+        ),
+        "pp cp ep": layout_row(
+            4, STAGES["llama4"], float32, gathered, pp | cp | ep | {"memory": FULL}
+        ),
         "pp hsdp": layout_row(4, STAGES["llama4"], float32, interleaved, pp | {"fsdp_size": 1}),
         "pp, documents": layout_row(4, STAGES["gpt2"], float32, interleaved, pp, MASKED),
     }
@@ -184,9 +230,12 @@ def layouts() -> dict[str, Row]:
     for name in ("qwen3_moe", "gpt2"):
         rows |= {
             f"{name} 1 x 4": layout_row(1, MODELS[name], float32, SingleConfig(), {}),
-            f"{name} 2 x 2": layout_row(1, MODELS[name], float32, SingleConfig(), {"batch_size": 2}),
+            f"{name} 2 x 2": layout_row(
+                1, MODELS[name], float32, SingleConfig(), {"batch_size": 2}
+            ),
             f"{name} 2 x 2 of 2 ranks": layout_row(
-                *(1, MODELS[name], float32, SingleConfig(simulated_ranks=2)), {"batch_size": 2, "grad_accum": 1}
+                *(1, MODELS[name], float32, SingleConfig(simulated_ranks=2)),
+                {"batch_size": 2, "grad_accum": 1},
             ),
         }
     for name, model in MODELS.items():
@@ -196,13 +245,22 @@ def layouts() -> dict[str, Row]:
             layout = {"memory": memory, "batch_size": 2}
             rows[f"{name}, {label}"] = layout_row(1, model, float32, SingleConfig(), layout, shared)
             if name == "llama4":
-                rows[f"{name}, {label} on 2"] = layout_row(2, model, float32, Sharded(), layout, shared)
+                rows[f"{name}, {label} on 2"] = layout_row(
+                    2, model, float32, Sharded(), layout, shared
+                )
     return rows
 
 
 ROWS = layouts()
 SHORT = {
-    *("ddp, selective", "fsdp1, chunked loss", "fsdp2, chunked loss", "ddp, documents", "fsdp2, documents", "hsdp"),
+    *(
+        "ddp, selective",
+        "fsdp1, chunked loss",
+        "fsdp2, chunked loss",
+        "ddp, documents",
+        "fsdp2, documents",
+        "hsdp",
+    ),
     *("cp on 2", "cp gathered on 2", "ep on 2", "tp on 2", "pp on 2", "llama4, full", "gpt2 1 x 4"),
     "qwen3_moe 2 x 2 of 2 ranks",
 }
@@ -211,16 +269,20 @@ trained = trained_rows(ROWS, train_with_gradients)
 
 @pytest.mark.parametrize("row", levels(ROWS, SHORT))
 def test_layout_has_the_bits_of_one_process(row: str, trained: Pairs) -> None:
-    """Oracle: one process, one micro-batch, no checkpointing: losses, held-out losses, norms, gradients, parameters."""
+    """Oracle: one process, one micro-batch, no checkpointing: losses, held-out losses, norms,
+    gradients, parameters."""
     (found, gradients), (expected, gradients_expected) = trained[row]
     assert gradients.keys() == gradients_expected.keys() and gradients
-    assert [name for name in gradients if not (gradients[name] == gradients_expected[name]).all()] == []
+    assert [
+        name for name in gradients if not (gradients[name] == gradients_expected[name]).all()
+    ] == []
     assert found == expected
     assert len(found.losses) > len(found.grad_norms)
 
 
 def test_micro_batches_change_last_bits_outside_this_mode() -> None:
-    """Oracle: ``train.deterministic=true`` with other micro-batches; the comparison above would find a difference."""
+    """Oracle: ``train.deterministic=true`` with other micro-batches; the comparison above would
+    find a difference."""
     control = {"deterministic": True, "steps": 2}
     configs = [config(SingleConfig(), 1, MODELS["llama"], batch_size=n, **control) for n in (1, 4)]
     (one, _), (other, _) = run_ranks(1, train_with_gradients, configs)[0]
@@ -239,7 +301,8 @@ def resume(given: Config, killed_in: int | None) -> dict[str, str]:
 Part = tuple[ParallelConfig, int, dict[str, Any]]
 FEATURES_OF_2, FEATURES_OF_4 = ((FSDP2Config(), ranks, {"tp_size": 2}) for ranks in (2, 4))
 STAGES_OF_2, STAGES_OF_4 = (
-    (FSDP2Config(schedule=LAST if ranks == 2 else PipelineSchedule("1f1b")), ranks, {"pp_size": 2}) for ranks in (2, 4)
+    (FSDP2Config(schedule=LAST if ranks == 2 else PipelineSchedule("1f1b")), ranks, {"pp_size": 2})
+    for ranks in (2, 4)
 )
 CHAINS: dict[str, tuple[ModelConfig, dict[str, Any], list[Part]]] = {
     "strategies": (MODELS["gpt2"], {}, [(Sharded(), 2, {}), (DDPConfig(), 2, {"batch_size": 2})]),
@@ -249,7 +312,11 @@ CHAINS: dict[str, tuple[ModelConfig, dict[str, Any], list[Part]]] = {
         *(FEATURES["gpt2"], {"slices": 2}),
         [FEATURES_OF_4, (FSDP2Config(), 2, {"batch_size": 2}), FEATURES_OF_2],
     ),
-    "stages of four ranks": (STAGES["gpt2"], {}, [STAGES_OF_4, (DDPConfig(), 2, {"batch_size": 2}), STAGES_OF_2]),
+    "stages of four ranks": (
+        STAGES["gpt2"],
+        {},
+        [STAGES_OF_4, (DDPConfig(), 2, {"batch_size": 2}), STAGES_OF_2],
+    ),
 }
 """Label → model, settings, and the layouts of a run's parts; one process takes the last."""
 
@@ -260,7 +327,9 @@ def test_a_run_resumed_on_other_layouts_has_the_bits_of_an_uninterrupted_one(
     chain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: one process in one piece; the other run is resumed under each layout of the chain."""
-    monkeypatch.setattr("fsdptoys.metrics.figures.draw_loss", lambda *_: None)  # most of the time of such small runs
+    monkeypatch.setattr(
+        "fsdptoys.metrics.figures.draw_loss", lambda *_: None
+    )  # most of the time of such small runs
     model, options, parts = CHAINS[chain]
     options = {"steps": 4, "eval_every": 2, "eval_batches": 1, **options}
 
@@ -282,7 +351,9 @@ def test_fsdp2_that_only_averages_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     make_config(FSDP1Config(), 2, deterministic="layout")
 
 
-@pytest.mark.parametrize("word, mode", [("false", False), ("true", True), ("on", True), ("layout", "layout")])
+@pytest.mark.parametrize(
+    "word, mode", [("false", False), ("true", True), ("on", True), ("layout", "layout")]
+)
 def test_words_and_saved_booleans_name_the_modes(word: str, mode: bool | str) -> None:
     """Oracle: the modes' values, which are what configurations of earlier versions say."""
     composed = compose_config(["model=llama_debug", f"train.deterministic={word}"])
@@ -293,32 +364,44 @@ def test_words_and_saved_booleans_name_the_modes(word: str, mode: bool | str) ->
 
 
 def test_reports_expect_equal_bits_of_runs_with_the_same_global_batch() -> None:
-    """Oracle: equal keys for other ranks and micro-batches in this mode alone, other keys for other grains."""
+    """Oracle: equal keys for other ranks and micro-batches in this mode alone, other keys for other
+    grains."""
     one = config(SingleConfig(), 1, MODELS["llama"], batch_size=BATCH)
-    three = make_config(DDPConfig(), 3, model=MODELS["llama"], batch_size=1, deterministic="layout", grains=4)
+    three = make_config(
+        DDPConfig(), 3, model=MODELS["llama"], batch_size=1, deterministic="layout", grains=4
+    )
     keys = [bits_of(each.to_dict(), ranks, "cpu") for each, ranks in ((one, 1), (three, 3))]
     assert keys[0] is not None and keys[0] == keys[1]
     fewer = config(SingleConfig(), 1, MODELS["llama"], batch_size=BATCH, grains=3)
     assert bits_of(fewer.to_dict(), 1, "cpu") != keys[0]
     for mode in (True, False):
         trees = [
-            dataclasses.replace(each, train=dataclasses.replace(each.train, deterministic=mode, grains=8))
+            dataclasses.replace(
+                each, train=dataclasses.replace(each.train, deterministic=mode, grains=8)
+            )
             for each in (one, three)
         ]
-        keys = [bits_of(each.to_dict(), ranks, "cpu") for each, ranks in zip(trees, (1, 2), strict=True)]
+        keys = [
+            bits_of(each.to_dict(), ranks, "cpu") for each, ranks in zip(trees, (1, 2), strict=True)
+        ]
         assert keys[0] != keys[1] or keys == [None, None]
 
 
 def test_losses_and_gradients_are_close_to_those_of_the_default_mode() -> None:
-    """Oracle: one process by default, every family; sums by grains are other roundings of the same training."""
+    """Oracle: one process by default, every family; sums by grains are other roundings of the same
+    training."""
     rows = [
         config(SingleConfig(), 1, model, batch_size=2, steps=1, grad_accum=1, deterministic=mode)
         for model in MODELS.values()
         for mode in (False, "layout")
     ]
     found = iter(run_ranks(1, train_with_gradients, rows)[0])
-    for model, (plain, gradients), (by_grains, gradients_found) in zip(MODELS, found, found, strict=True):
+    for model, (plain, gradients), (by_grains, gradients_found) in zip(
+        MODELS, found, found, strict=True
+    ):
         assert by_grains.losses == pytest.approx(plain.losses, rel=2e-6), model
         assert by_grains.grad_norms == pytest.approx(plain.grad_norms, rel=1e-5), model
         for name in gradients:
-            torch.testing.assert_close(*(torch.from_numpy(g[name]) for g in (gradients_found, gradients)))
+            torch.testing.assert_close(
+                *(torch.from_numpy(g[name]) for g in (gradients_found, gradients))
+            )

@@ -36,7 +36,8 @@ def config(parallel: ParallelConfig, ranks: int, **options: Any) -> Config:
 
 
 def train_all(configs: list[Config]) -> list[tuple[Outcome, int, int]]:
-    """Of each run its outcome, and the numbers of tensors that a checkpoint holds, of adapters and of anything else."""
+    """Of each run its outcome, and the numbers of tensors that a checkpoint holds, of adapters and
+    of anything else."""
     found = []
     for each in configs:
         trainer = Trainer(each)
@@ -51,7 +52,9 @@ NAMES = [name for name, can in CAPABILITIES.items() if not can.single_process an
 SWITCHES: dict[str, dict[str, Any]] = {
     "fsdp2 cpu offload": {"memory": MemoryConfig(cpu_offload=True)},
     "fsdp2 optimizer offload": {"memory": MemoryConfig(optimizer_offload=True)},
-    "fsdp2 checkpointing": {"memory": MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, chunk_loss=True)},
+    "fsdp2 checkpointing": {
+        "memory": MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, chunk_loss=True)
+    },
     "fsdp2 cp": {"cp_size": 2},
 }
 MODELS = {"llama": tiny_model(), "qwen3_moe": with_sizes(TINY["qwen3_moe"], n_experts=4)}
@@ -71,9 +74,13 @@ def row(parallel: ParallelConfig, ranks: int, layout: dict[str, Any], **options:
 
 
 CLOSE = {name: row(STRATEGIES[name](), 2, {}, deterministic=False) for name in NAMES}
-CLOSE |= {name: row(FSDP2Config(), 2, layout, deterministic=False) for name, layout in SWITCHES.items()}
+CLOSE |= {
+    name: row(FSDP2Config(), 2, layout, deterministic=False) for name, layout in SWITCHES.items()
+}
 EXACT = {
-    f"{model} {name}": row(parallel, 4, layout, model=MODELS[model], deterministic="layout", grains=4)
+    f"{model} {name}": row(
+        parallel, 4, layout, model=MODELS[model], deterministic="layout", grains=4
+    )
     for model, (name, (parallel, layout)) in product(MODELS, LAYOUTS.items())
     if (model, name) != ("llama", "ep")
 }
@@ -81,9 +88,12 @@ close = trained_rows(CLOSE, train_all, argument="name")
 exact = trained_rows(EXACT, train_all)
 
 
-@pytest.mark.parametrize("name", levels(CLOSE, {"ddp", "fsdp1", "fsdp2", "toy_zero3", "fsdp2 cpu offload", "fsdp2 cp"}))
+@pytest.mark.parametrize(
+    "name", levels(CLOSE, {"ddp", "fsdp1", "fsdp2", "toy_zero3", "fsdp2 cpu offload", "fsdp2 cp"})
+)
 def test_every_strategy_trains_adapters_as_one_process(name: str, close: Pairs) -> None:
-    """Oracle: one process of the same sequences, with the same dropped elements; checkpoints hold adapters alone."""
+    """Oracle: one process of the same sequences, with the same dropped elements; checkpoints hold
+    adapters alone."""
     (found, *saved), (expected, adapters, rest) = close[name]
     assert found.losses == pytest.approx(expected.losses, rel=2e-6)
     assert found.grad_norms == pytest.approx(expected.grad_norms, rel=2e-5)
@@ -101,7 +111,11 @@ def test_adapters_have_the_bits_of_one_process_under_every_layout(row: str, exac
 def read_adapters(configs: list[Config]) -> list[dict[str, bytes]]:
     """The initial adapters of each run, in full."""
     return [
-        {name: param.numpy().tobytes() for name, param in Trainer(each).strategy.full_parameters() if is_adapter(name)}
+        {
+            name: param.numpy().tobytes()
+            for name, param in Trainer(each).strategy.full_parameters()
+            if is_adapter(name)
+        }
         for each in configs
     ]
 
@@ -111,10 +125,19 @@ def test_runs_start_from_the_adapters_of_a_folder(tmp_path: Path) -> None:
     """Oracle: the adapters that were written."""
     with torch.device("meta"):
         model = tiny_model().build()
-    shapes = {name: (param.shape, name.removesuffix(".weight")) for name, param in model.layers.named_parameters()}
-    layers = {f"layers.{layer}": shape for shape, layer in shapes.values() if layer.endswith("_proj")}
-    adapters = {f"{layer}.lora_a.weight": torch.randn(4, shape[1]) for layer, shape in layers.items()}
-    adapters |= {f"{layer}.lora_b.weight": torch.randn(shape[0], 4) for layer, shape in layers.items()}
+    shapes = {
+        name: (param.shape, name.removesuffix(".weight"))
+        for name, param in model.layers.named_parameters()
+    }
+    layers = {
+        f"layers.{layer}": shape for shape, layer in shapes.values() if layer.endswith("_proj")
+    }
+    adapters = {
+        f"{layer}.lora_a.weight": torch.randn(4, shape[1]) for layer, shape in layers.items()
+    }
+    adapters |= {
+        f"{layer}.lora_b.weight": torch.randn(shape[0], 4) for layer, shape in layers.items()
+    }
     write_adapter(tmp_path / "adapter", adapters, tiny_model(), rank=4, alpha=16.0, dropout=0.0)
     lora = LoRAConfig(rank=4, adapter=str(tmp_path / "adapter"))
     kinds = [STRATEGIES[name]() for name in NAMES]

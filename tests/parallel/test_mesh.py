@@ -15,7 +15,9 @@ from tests.harness.ranks import run_ranks
 def layout(sizes: list[int]) -> list[tuple[tuple[str, ...] | None, tuple[int, ...], list[int]]]:
     meshes = [build_mesh(MeshConfig(size), 4, Device("cpu")) for size in sizes]
     dist.barrier()  # a rank that ended would break connections that others are still making
-    return [(mesh.mesh_dim_names, tuple(mesh.shape), mesh.mesh.flatten().tolist()) for mesh in meshes]
+    return [
+        (mesh.mesh_dim_names, tuple(mesh.shape), mesh.mesh.flatten().tolist()) for mesh in meshes
+    ]
 
 
 def test_mesh_has_a_second_axis_only_with_replicas() -> None:
@@ -29,14 +31,22 @@ def test_mesh_has_a_second_axis_only_with_replicas() -> None:
         ]
 
 
-@pytest.mark.parametrize(("size", "world_size", "fix"), [(6, 8, 4), (3, 4, 2), (16, 8, 8), (2, 1, 1)])
-def test_indivisible_fsdp_size_is_refused_with_a_divisor(size: int, world_size: int, fix: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "world_size", "fix"), [(6, 8, 4), (3, 4, 2), (16, 8, 8), (2, 1, 1)]
+)
+def test_indivisible_fsdp_size_is_refused_with_a_divisor(
+    size: int, world_size: int, fix: int
+) -> None:
     """Oracle: the largest divisor up to that size."""
-    with pytest.raises(ConfigError, match=f"mesh.fsdp_size={size} must divide .* set mesh.fsdp_size={fix} or"):
+    with pytest.raises(
+        ConfigError, match=f"mesh.fsdp_size={size} must divide .* set mesh.fsdp_size={fix} or"
+    ):
         MeshConfig(size).shard_ranks(world_size)
 
 
-@pytest.mark.parametrize(("world_size", "node_ranks", "size"), [(16, 8, 8), (8, 8, 8), (4, 8, 4), (6, 1, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "node_ranks", "size"), [(16, 8, 8), (8, 8, 8), (4, 8, 4), (6, 1, 1)]
+)
 def test_node_fsdp_size_is_the_ranks_per_node(world_size: int, node_ranks: int, size: int) -> None:
     """Oracle: the table; a partially used node has all ranks."""
     config = MeshConfig("node")
@@ -48,7 +58,9 @@ def test_node_fsdp_size_is_the_ranks_per_node(world_size: int, node_ranks: int, 
     ("world_size", "node_ranks", "size"),
     [(16, 8, 8), (8, 8, 4), (2, 2, 1), (9, 9, 3), (5, 5, 1), (1, 1, 1), (6, 1, 3), (3, 8, 1)],
 )
-def test_hybrid_fsdp_size_leaves_at_least_two_copies(world_size: int, node_ranks: int, size: int) -> None:
+def test_hybrid_fsdp_size_leaves_at_least_two_copies(
+    world_size: int, node_ranks: int, size: int
+) -> None:
     """Oracle: the table; a node's ranks, or the largest proper divisor of all ranks on one node."""
     config = MeshConfig("hybrid")
     config.resolve(world_size, node_ranks)
@@ -58,7 +70,8 @@ def test_hybrid_fsdp_size_leaves_at_least_two_copies(world_size: int, node_ranks
 def test_node_fsdp_size_needs_equal_ranks_per_node() -> None:
     """Oracle: the expected message."""
     with pytest.raises(
-        ConfigError, match=r"mesh.fsdp_size=node needs equally many .* 12 ranks are no multiple of the 8"
+        ConfigError,
+        match=r"mesh.fsdp_size=node needs equally many .* 12 ranks are no multiple of the 8",
     ):
         MeshConfig("node").resolve(12, 8)
 
@@ -68,11 +81,15 @@ def test_node_fsdp_size_needs_equal_ranks_per_node() -> None:
     [(4, 12, 6, True), (12, 24, 8, True), (3, 12, 6, False), (12, 24, 6, False), (12, 12, 8, False), (2, 6, 6, False),
      (1, 12, 6, False)],
 )  # fmt: skip
-def test_shard_group_across_nodes_is_reported(shard_ranks: int, world_size: int, node_ranks: int, warns: bool) -> None:
+def test_shard_group_across_nodes_is_reported(
+    shard_ranks: int, world_size: int, node_ranks: int, warns: bool
+) -> None:
     """Oracle: groups enumerated one by one, and the number of nodes of each."""
     groups = [range(start, start + shard_ranks) for start in range(0, world_size, shard_ranks)]
     machines = [len({rank // node_ranks for rank in group}) for group in groups]
-    assert warns == (shard_ranks < world_size and max(machines) * min(node_ranks, shard_ranks) > shard_ranks)
+    assert warns == (
+        shard_ranks < world_size and max(machines) * min(node_ranks, shard_ranks) > shard_ranks
+    )
     assert (straddling(shard_ranks, world_size, node_ranks) is not None) == warns
 
 

@@ -1,4 +1,5 @@
-"""Adapters of quantized weights: a run against plain weights of the same values, and ranks against one process."""
+"""Adapters of quantized weights: a run against plain weights of the same values, and ranks against
+one process."""
 
 import dataclasses
 from typing import Any
@@ -36,17 +37,24 @@ def config(parallel: ParallelConfig, ranks: int, **options: Any) -> Config:
 
 
 def train_all(configs: list[Config]) -> list[dict[str, Any]]:
-    """Of each run its losses and norms, the bytes of packed weights, and what a checkpoint holds."""
+    """Of each run its losses and norms, the bytes of packed weights, and what a checkpoint
+    holds."""
     found = []
     for each in configs:
         trainer = Trainer(each)
-        held = {name: local_tensor(param).nbytes for name, param in trainer.strategy.held_parameters()}
+        held = {
+            name: local_tensor(param).nbytes for name, param in trainer.strategy.held_parameters()
+        }
         trainer.train()
         found.append(
             {
                 "losses": [step.loss for step in trainer.history],
                 "norms": [step.grad_norm for step in trainer.history],
-                "packed": {name: value for name, value in hash_parameters(trainer).items() if is_packed(name)},
+                "packed": {
+                    name: value
+                    for name, value in hash_parameters(trainer).items()
+                    if is_packed(name)
+                },
                 "packed bytes": sum(size for name, size in held.items() if is_packed(name)),
                 "saved": {
                     key.split(".", 1)[1]
@@ -59,7 +67,8 @@ def train_all(configs: list[Config]) -> list[dict[str, Any]]:
 
 
 def compare_with_plain(configs: list[Config]) -> list[list[list[float]]]:
-    """Losses and norms of each run, and of one with plain weights of the values that its quantized ones stand for."""
+    """Losses and norms of each run, and of one with plain weights of the values that its quantized
+    ones stand for."""
     codebook, results = Codebook(), []
     codebook.put(torch.device("cpu"))
     for each in configs:
@@ -79,13 +88,19 @@ def compare_with_plain(configs: list[Config]) -> list[list[list[float]]]:
         runs = [trainer, Trainer(plain, param_init=fill)]
         for run in runs:
             run.train()
-        results.append([[value for step in run.history for value in (step.loss, step.grad_norm)] for run in runs])
+        results.append(
+            [
+                [value for step in run.history for value in (step.loss, step.grad_norm)]
+                for run in runs
+            ]
+        )
     return results
 
 
 @pytest.mark.usefixtures("unmeasured")
 def test_a_run_computes_with_the_values_of_its_packed_weights() -> None:
-    """Oracle: one process with plain weights of the dequantized values: every bit of losses and norms."""
+    """Oracle: one process with plain weights of the dequantized values: every bit of losses and
+    norms."""
     bfloat16 = SingleConfig(param_dtype=DType.bfloat16)
     checkpointed = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, chunk_loss=True)
     runs = [
@@ -99,7 +114,9 @@ def test_a_run_computes_with_the_values_of_its_packed_weights() -> None:
 
 
 BF16, F32 = DType.bfloat16, DType.float32
-PACKING = [name for name, can in CAPABILITIES.items() if can.packed_weights and not can.single_process]
+PACKING = [
+    name for name, can in CAPABILITIES.items() if can.packed_weights and not can.single_process
+]
 
 
 def row(name: str, dtype: DType = BF16, **layout: Any) -> Row:
@@ -108,7 +125,9 @@ def row(name: str, dtype: DType = BF16, **layout: Any) -> Row:
     return Row(STRATEGIES[name](param_dtype=dtype), 2, settings_of(2, **layout), settings, settings)
 
 
-ROWS = {name: row(name) for name in PACKING} | {f"{name} float32": row(name, F32) for name in ("ddp", "fsdp2")}
+ROWS = {name: row(name) for name in PACKING} | {
+    f"{name} float32": row(name, F32) for name in ("ddp", "fsdp2")
+}
 ROWS["fsdp2 cp"] = row("fsdp2", cp_size=2)
 ROWS["fsdp2 optimizer offload"] = row("fsdp2", memory=MemoryConfig(optimizer_offload=True))
 ROWS = {label: row for label, row in ROWS.items() if row.parallel.name in PACKING}
@@ -118,14 +137,20 @@ trained = trained_rows(ROWS, train_all)
 
 @pytest.mark.parametrize("row", levels(ROWS, SHORT))
 def test_every_strategy_that_packs_weights_trains_as_one_process(row: str, trained: Pairs) -> None:
-    """Oracle: one process of the same sequences: the bytes of weights; losses and norms to rounding.
+    """Oracle: one process of the same sequences: the bytes of weights; losses and norms to
+    rounding.
 
-    Under FSDP2 a rank holds half of them: 4.5 bits a weight over two ranks. Checkpoints hold adapters alone.
+    Under FSDP2 a rank holds half of them: 4.5 bits a weight over two ranks. Checkpoints hold
+    adapters alone.
     """
     found, expected = trained[row]
     close = 2e-5 if ROWS[row].parallel.param_dtype is F32 else 2e-2
     layers = LLAMA.build().layers
-    weights = sum(param.numel() for param_name, param in layers.named_parameters() if "_proj.weight" in param_name)
+    weights = sum(
+        param.numel()
+        for param_name, param in layers.named_parameters()
+        if "_proj.weight" in param_name
+    )
     assert found["packed"] == expected["packed"] and found["packed"]
     assert found["losses"] == pytest.approx(expected["losses"], rel=close)
     assert found["norms"] == pytest.approx(expected["norms"], rel=5 * close)

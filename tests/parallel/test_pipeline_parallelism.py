@@ -25,7 +25,11 @@ from tests.harness.tiny import make_config, refusal
 from tests.parallel.numeric_outcomes import SGD, Outcome, assert_close
 from tests.parallel.split_models import STAGES, needs_sums
 
-TRIED = [each for each in PipelineSchedule if TORCH >= ZERO_BUBBLE_SINCE or each is not PipelineSchedule.zero_bubble]
+TRIED = [
+    each
+    for each in PipelineSchedule
+    if TORCH >= ZERO_BUBBLE_SINCE or each is not PipelineSchedule.zero_bubble
+]
 
 
 def pipeline(name: str, **options: Any) -> FSDP2Config:
@@ -39,11 +43,14 @@ def train_all(configs: list[Config]) -> list[Outcome] | None:
         trainer.train()
         losses = [step.loss for step in trainer.history]
         outcome = Outcome(
-            losses=losses + [step.eval_loss for step in trainer.history if step.eval_loss is not None],
+            losses=losses
+            + [step.eval_loss for step in trainer.history if step.eval_loss is not None],
             norms=[step.grad_norm for step in trainer.history],
             balance=[step.routing.aux_loss for step in trainer.history if step.routing],
             grads={},
-            parameters={name: param.numpy().copy() for name, param in trainer.strategy.full_parameters()},
+            parameters={
+                name: param.numpy().copy() for name, param in trainer.strategy.full_parameters()
+            },
         )
         outcomes.append(outcome)
     return outcomes if dist.get_rank() == 0 else None  # all ranks have the same
@@ -73,7 +80,8 @@ trained = trained_rows(ROWS, train_all)
 @needs_sums
 @pytest.mark.parametrize("row", levels(ROWS, SHORT))
 def test_every_schedule_trains_as_one_process(row: str, trained: Pairs) -> None:
-    """Oracle: one process: losses, held-out losses, norms, balance of experts, parameters; padding, clipping.
+    """Oracle: one process: losses, held-out losses, norms, balance of experts, parameters; padding,
+    clipping.
 
     In 16 bits, parameters of a schedule that adds up gradients in them would be further away.
     """
@@ -86,9 +94,11 @@ def spoil_last_stage(config: Config) -> list[bool]:
 
     def spoil_and_clip(*args: Any) -> torch.Tensor:
         if trainer.world.rank == trainer.world.world_size - 1:
-            next(param.grad for _, param in trainer.strategy.named_parameters() if param.grad is not None).fill_(
-                float("nan")
-            )
+            next(
+                param.grad
+                for _, param in trainer.strategy.named_parameters()
+                if param.grad is not None
+            ).fill_(float("nan"))
         return clip(*args)
 
     trainer.stepper.clip = spoil_and_clip  # type: ignore[method-assign]
@@ -100,7 +110,9 @@ def spoil_last_stage(config: Config) -> list[bool]:
 @needs_sums
 def test_a_gradient_that_is_not_finite_skips_the_update_of_all_stages() -> None:
     """Oracle: the initial parameters."""
-    config = make_config(pipeline("1f1b"), 2, model=STAGES["llama"], pp_size=2, steps=1, deterministic=False)
+    config = make_config(
+        pipeline("1f1b"), 2, model=STAGES["llama"], pp_size=2, steps=1, deterministic=False
+    )
     assert run_ranks(2, spoil_last_stage, config) == [[True, True]] * 2
 
 
@@ -109,7 +121,9 @@ def test_older_versions_of_torch_have_fewer_schedules(monkeypatch: pytest.Monkey
     options: dict[str, Any] = {"pp_size": 2, "deterministic": False}
     monkeypatch.setattr("fsdptoys.config.rules.pipeline.TORCH", (2, 11))
     found = refusal(pipeline("zero_bubble"), 4, **options)
-    assert re.match(r"parallel\.schedule=zero_bubble needs torch 2\.13 .*; set .*=interleaved", found)
+    assert re.match(
+        r"parallel\.schedule=zero_bubble needs torch 2\.13 .*; set .*=interleaved", found
+    )
     monkeypatch.setattr("fsdptoys.config.rules.pipeline.TORCH", (2, 10))
     found = refusal(pipeline("1f1b"), 4, **options)
     assert re.match(r"parallel\.schedule=1f1b needs torch 2\.11 .*; set parallel\.sch", found)

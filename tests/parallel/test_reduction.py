@@ -1,4 +1,5 @@
-"""``parallel.reduce_each_microbatch``: between micro-batches a rank keeps a shard of the gradients only."""
+"""``parallel.reduce_each_microbatch``: between micro-batches a rank keeps a shard of the gradients
+only."""
 
 from typing import Any
 
@@ -42,19 +43,30 @@ def both(name: str, **options: Any) -> list[Config]:
 
 
 @pytest.mark.parametrize(
-    "name", [*list(LAYOUTS)[:2], *(pytest.param(name, marks=extended) for name in list(LAYOUTS)[2:])]
+    "name",
+    [*list(LAYOUTS)[:2], *(pytest.param(name, marks=extended) for name in list(LAYOUTS)[2:])],
 )
 def test_runs_are_those_of_one_reduction_a_step(name: str) -> None:
-    """Oracle: the run that reduces once: every bit in the deterministic mode, which reduces often anyway, and losses
-    and norms to the rounding of float32 sums without it."""
-    pairs = [*both(name, deterministic=True, dtype=DType.bfloat16), *both(name, deterministic=False)]
+    """Oracle: the run that reduces once: every bit in the deterministic mode, which reduces often
+    anyway, and losses and norms to the rounding of float32 sums without it."""
+    pairs = [
+        *both(name, deterministic=True, dtype=DType.bfloat16),
+        *both(name, deterministic=False),
+    ]
     exact, exact_often, plain, often = run_ranks(LAYOUTS[name][1], train_all, pairs)[0]
     assert exact == exact_often
     assert numpy.allclose(plain.losses, often.losses, rtol=1e-6, atol=0)
     assert numpy.allclose(plain.grad_norms, often.grad_norms, rtol=1e-5, atol=0)
 
 
-LARGE: dict[str, Any] = {"n_layers": 20, "dim": 96, "ffn_dim": 256, "vocab_size": 128, "n_heads": 4, "n_kv_heads": 4}
+LARGE: dict[str, Any] = {
+    "n_layers": 20,
+    "dim": 96,
+    "ffn_dim": 256,
+    "vocab_size": 128,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+}
 LARGE_MODELS = {
     "ep": with_sizes(TINY["qwen3_moe"], **EXPERTS | LARGE | {"expert_ffn_dim": 96}),
     "other": with_sizes(tiny_model(), **LARGE),
@@ -62,21 +74,29 @@ LARGE_MODELS = {
 
 
 def peaks(configs: list[Config]) -> list[tuple[float, int]]:
-    """On rank 0, the highest bytes of each run's second step, and the bytes of a whole copy of the gradients."""
+    """On rank 0, the highest bytes of each run's second step, and the bytes of a whole copy of the
+    gradients."""
     found = []
     for one in configs:
         trainer = Trainer(one)
         trainer.train()
         peak = trainer.history[-1].memory_peak_gib
-        found.append(((peak or 0.0) * GIB, 4 * sum(trainer.built.parameter_sizes.values()) // one.mesh.tp_size))
+        found.append(
+            (
+                (peak or 0.0) * GIB,
+                4 * sum(trainer.built.parameter_sizes.values()) // one.mesh.tp_size,
+            )
+        )
     return found
 
 
 @pytest.mark.parametrize(
-    "name", ["fsdp2", *(pytest.param(each, marks=extended) for each in ("fsdp1", "hsdp2", "ep", "tp"))]
+    "name",
+    ["fsdp2", *(pytest.param(each, marks=extended) for each in ("fsdp1", "hsdp2", "ep", "tp"))],
 )
 def test_only_a_shard_of_the_gradients_is_kept_between_microbatches(name: str) -> None:
-    """Oracle: bytes of whole gradients less those of a shard; gathered units that gloo still holds blur the peaks."""
+    """Oracle: bytes of whole gradients less those of a shard; gathered units that gloo still holds
+    blur the peaks."""
     model = LARGE_MODELS.get(name, LARGE_MODELS["other"])
     options: dict[str, Any] = {"deterministic": False, "model": model, "seq_len": 8}
     runs = [*both(name, **options), config(name, False, grad_accum=1, **options)]

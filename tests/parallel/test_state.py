@@ -1,4 +1,5 @@
-"""State as tensors: every strategy saves and loads the same state, and a resumed run equals an uninterrupted one."""
+"""State as tensors: every strategy saves and loads the same state, and a resumed run equals an
+uninterrupted one."""
 
 import functools
 from collections.abc import Callable
@@ -69,7 +70,11 @@ MODELS = {
 
 
 def config(parallel: ParallelConfig, ranks: int, **options: Any) -> Config:
-    return make_config(parallel, ranks, **{"steps": STEPS, "seq_len": 8, "batch_size": 1, "grad_accum": 1, **options})
+    return make_config(
+        parallel,
+        ranks,
+        **{"steps": STEPS, "seq_len": 8, "batch_size": 1, "grad_accum": 1, **options},
+    )
 
 
 @dataclass
@@ -123,7 +128,11 @@ def filler(saved: dict[str, numpy.ndarray]) -> Callable[[dict[str, Tensor]], Non
 
 def differing(got: dict[str, numpy.ndarray], expected: dict[str, numpy.ndarray]) -> list[str]:
     """Names under which two states differ in a bit."""
-    names = {name for name in got.keys() & expected.keys() if got[name].tobytes() != expected[name].tobytes()}
+    names = {
+        name
+        for name in got.keys() & expected.keys()
+        if got[name].tobytes() != expected[name].tobytes()
+    }
     return sorted(names | got.keys() ^ expected.keys())
 
 
@@ -142,16 +151,20 @@ def resume_rows(rows: list[tuple[Config, Saved, bool]]) -> list[dict[str, Any]]:
         take_steps(resumed, MIDDLE + 1, config.train.steps)
         end = outcome(resumed)
         same = end.losses == saved.end.losses[MIDDLE:] and end.parameters == saved.end.parameters
-        results.append({"loaded": loaded, "same": same, "end": differing(in_full(resumed), saved.end_tensors)})
+        results.append(
+            {"loaded": loaded, "same": same, "end": differing(in_full(resumed), saved.end_tensors)}
+        )
     return results
 
 
 Loading = tuple[str, int, dict[str, Any], bool]
-"""Strategy, ranks, settings of the one process too, and whether the trainer has taken a step before."""
+"""Strategy, ranks, settings of the one process too, and whether the trainer has taken a step
+before."""
 
 
 def loadings() -> dict[str, Loading]:
-    """Return strategies, models and optimizers on several numbers of ranks; on four a single step is enough."""
+    """Return strategies, models and optimizers on several numbers of ranks; on four a single step
+    is enough."""
     rows: dict[str, Loading] = {}
     for ranks in (1, 2, 4):
         strategies = [name for name in STRATEGIES if ranks == 4 or not name.startswith("hsdp")]
@@ -165,19 +178,41 @@ def loadings() -> dict[str, Loading]:
     for ranks in (2, 4):
         for kind in ("muon", "bfloat16", "int8", "int4"):
             few_bits = kind.startswith("int")
-            options = {"model": (WITH_BLOCKS if few_bits else MODELS)["qwen3_moe"], "optim": MuonConfig(lr=1e-2)}
+            options = {
+                "model": (WITH_BLOCKS if few_bits else MODELS)["qwen3_moe"],
+                "optim": MuonConfig(lr=1e-2),
+            }
             if kind != "muon":
                 state_dtype = OptimStateDType(kind)
-                options["optim"] = AdamWConfig(lr=1e-2, state_dtype=state_dtype, weight_decay_on=WeightDecayOn.all)
-            names = ["ddp", "fsdp2", *(["hsdp2"] if ranks == 4 else []), *(["fsdp1"] if kind == "bfloat16" else [])]
+                options["optim"] = AdamWConfig(
+                    lr=1e-2, state_dtype=state_dtype, weight_decay_on=WeightDecayOn.all
+                )
+            names = [
+                "ddp",
+                "fsdp2",
+                *(["hsdp2"] if ranks == 4 else []),
+                *(["fsdp1"] if kind == "bfloat16" else []),
+            ]
             rows |= {f"{name} {kind} on {ranks}": (name, ranks, options, True) for name in names}
     return supported(rows)
 
 
 LOADINGS = loadings()
 LOADED = {
-    *("fsdp1 llama on 2", "fsdp1 parts gpt2 on 2", "fsdp2 llama on 2", "ddp gpt2 on 2", "fsdp1 flat llama on 2"),
-    *("fsdp2 tied on 1", "hsdp2 qwen3_moe on 4", "fsdp2 muon on 2", "fsdp1 bfloat16 on 2", "fsdp2 int8 on 2"),
+    *(
+        "fsdp1 llama on 2",
+        "fsdp1 parts gpt2 on 2",
+        "fsdp2 llama on 2",
+        "ddp gpt2 on 2",
+        "fsdp1 flat llama on 2",
+    ),
+    *(
+        "fsdp2 tied on 1",
+        "hsdp2 qwen3_moe on 4",
+        "fsdp2 muon on 2",
+        "fsdp1 bfloat16 on 2",
+        "fsdp2 int8 on 2",
+    ),
 }
 
 
@@ -185,7 +220,10 @@ LOADED = {
 def loaded(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     """Save one process for each model and optimizer, and resume the selected rows from it."""
     rows = {name: LOADINGS[name] for name in selected(request, "loading")}
-    alone = [(1, config(SingleConfig(simulated_ranks=ranks), 1, **options)) for _, ranks, options, _ in rows.values()]
+    alone = [
+        (1, config(SingleConfig(simulated_ranks=ranks), 1, **options))
+        for _, ranks, options, _ in rows.values()
+    ]
     states = train_runs(alone, run_saved)
     results: dict[str, dict[str, Any]] = {}
     for world_size in {ranks for _, ranks, _, _ in rows.values()}:
@@ -206,7 +244,8 @@ def loaded(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 def test_every_strategy_resumes_from_the_state_of_one_process_bitwise(
     loading: str, loaded: dict[str, dict[str, Any]]
 ) -> None:
-    """Oracle: one uninterrupted process; states too, read back right after loading and at the end; tied, experts."""
+    """Oracle: one uninterrupted process; states too, read back right after loading and at the end;
+    tied, experts."""
     assert loaded[loading] == {"loaded": [], "same": True, "end": []}
 
 
@@ -224,14 +263,25 @@ class Row:
 
     def trainer(self, offloads: bool) -> Trainer:
         """Return a trainer."""
-        return trainer(self.config, self.how, **self.offload) if offloads else trainer(self.config, None)
+        return (
+            trainer(self.config, self.how, **self.offload)
+            if offloads
+            else trainer(self.config, None)
+        )
 
 
 def rows_on_two_ranks() -> dict[str, Row]:
     def row(
-        parallel: ParallelConfig, how: str | None = None, offload: dict[str, Any] | None = None, **more: Any
+        parallel: ParallelConfig,
+        how: str | None = None,
+        offload: dict[str, Any] | None = None,
+        **more: Any,
     ) -> Row:
-        return Row(config(parallel, 2, **{"model": replace(MODELS["llama"], n_layers=1), **more}), how, offload or {})
+        return Row(
+            config(parallel, 2, **{"model": replace(MODELS["llama"], n_layers=1), **more}),
+            how,
+            offload or {},
+        )
 
     bf16 = {"param_dtype": DType.bfloat16}
     half = {"offload_state_dtype": OffloadStateDType.bfloat16}
@@ -251,7 +301,9 @@ def rows_on_two_ranks() -> dict[str, Row]:
     for name, parallel in {"fsdp1": FSDP1Config(), "flat": FLAT, "fsdp2": FSDP2Config()}.items():
         rows[f"sgd {name}"] = row(parallel, **sgd)
         implementation = Implementation.foreach if name == "flat" else Implementation.fused
-        adamw = AdamWConfig(lr=1e-2, implementation=implementation, weight_decay_on=WeightDecayOn.all)
+        adamw = AdamWConfig(
+            lr=1e-2, implementation=implementation, weight_decay_on=WeightDecayOn.all
+        )
         rows[f"{implementation.value} {name}"] = row(parallel, optim=adamw, deterministic=False)
     for name, parallel in {"flat": FLAT, "fsdp2": FSDP2Config()}.items():
         optim = SGDConfig(lr=0.1, momentum=0.0, weight_decay_on=WeightDecayOn.all)
@@ -264,8 +316,21 @@ def rows_on_two_ranks() -> dict[str, Row]:
 
 ROWS = rows_on_two_ranks()
 INTERRUPTED = {
-    *("bf16 fsdp1", "overlapped", "pipelined half", "lazy fsdp2", "foreach flat", "fused fsdp2", "sgd flat"),
-    *("no momentum fsdp2", "pipelined flat then none", "none then lazy sgd", "none then overlapped"),
+    *(
+        "bf16 fsdp1",
+        "overlapped",
+        "pipelined half",
+        "lazy fsdp2",
+        "foreach flat",
+        "fused fsdp2",
+        "sgd flat",
+    ),
+    *(
+        "no momentum fsdp2",
+        "pipelined flat then none",
+        "none then lazy sgd",
+        "none then overlapped",
+    ),
 }
 
 
@@ -287,7 +352,9 @@ def interrupt(rows: list[Row], folder: Path) -> list[list[Outcome]]:
         where = folder / str(number)
         dcp.save(copies, checkpoint_id=where)
         take_steps(resumed, 1, 1)  # loading must replace everything
-        resumed.strategy.load_state_tensors(resumed.optimizer, functools.partial(load_unseen, where))
+        resumed.strategy.load_state_tensors(
+            resumed.optimizer, functools.partial(load_unseen, where)
+        )
         set_schedule(resumed.schedule, MIDDLE)
         resumed.data.batches.load_state_dict(batches)
         resumed.history = copied.history[:MIDDLE]
@@ -304,7 +371,8 @@ def forward_only(made: Trainer) -> None:
 
 
 def load_unseen(where: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors without increasing their version counters, like a file read directly into their memory."""
+    """Fill tensors without increasing their version counters, like a file read directly into their
+    memory."""
     read = host_copy(tensors)
     dcp.load(read, checkpoint_id=where)
     for name, tensor in tensors.items():
@@ -320,7 +388,9 @@ def address(tensor: Tensor) -> int:
 
 
 @pytest.fixture(scope="module")
-def interrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+def interrupted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Outcome]]:
     """Interrupt the selected rows."""
     rows = {row: ROWS[row] for row in selected(request, "row")}
     folder = tmp_path_factory.mktemp("states")
@@ -329,8 +399,11 @@ def interrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.parametrize("row", levels(ROWS, INTERRUPTED))
-def test_optimizers_and_offloads_resume_bitwise(row: str, interrupted: dict[str, list[Outcome]]) -> None:
-    """Oracle: the uninterrupted run; through torch's distributed checkpoint, from copies on the host."""
+def test_optimizers_and_offloads_resume_bitwise(
+    row: str, interrupted: dict[str, list[Outcome]]
+) -> None:
+    """Oracle: the uninterrupted run; through torch's distributed checkpoint, from copies on the
+    host."""
     run, copied, resumed = interrupted[row]
     assert copied == run
     assert resumed == run
@@ -338,8 +411,8 @@ def test_optimizers_and_offloads_resume_bitwise(row: str, interrupted: dict[str,
 
 @pytest.mark.parametrize("kept", ["adamw", "adamw fused", "sgd", "sgd without momentum"])
 def test_saving_an_optimizer_before_its_first_step_does_not_change_that_step(kept: str) -> None:
-    """Oracle: an unsaved optimizer; bits, since 0.0 + -0.0 is not -0.0; the keys equal those after a
-    step.
+    """Oracle: an unsaved optimizer; bits, since 0.0 + -0.0 is not -0.0; the keys equal those after
+    a step.
     """
 
     def make() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:

@@ -36,14 +36,19 @@ MODELS: dict[str, Any] = {
 GATHERED = FSDP2Config(context=ContextForm.gathered)
 RING = FSDP2Config(context=ContextForm.ring, wrap=Wrap.block_attn_mlp)
 CHUNKS_AND_OFFLOAD = MemoryConfig(
-    gradient_checkpointing=GradientCheckpointing.full, activation_offload=True, chunk_loss=True, chunk_tokens="16"
+    gradient_checkpointing=GradientCheckpointing.full,
+    activation_offload=True,
+    chunk_loss=True,
+    chunk_tokens="16",
 )
 OVERLAPPED = MemoryConfig(cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped)
 
 BY_SGD: dict[str, Any] = {"optim": SGD, "steps": 1, "deterministic": False}
 
 
-def row(model: str, layout: dict[str, Any], parallel: FSDP2Config | None = None, **options: Any) -> Row:
+def row(
+    model: str, layout: dict[str, Any], parallel: FSDP2Config | None = None, **options: Any
+) -> Row:
     """Return a run on four ranks, two of them with features unless given."""
     layout = {"tp_size": 2, **layout}
     return Row(parallel or FSDP2Config(), 4, layout, {"model": MODELS[model], **BY_SGD, **options})
@@ -52,7 +57,9 @@ def row(model: str, layout: dict[str, Any], parallel: FSDP2Config | None = None,
 ROWS = supported(
     {
         "tied": row("llama tied", {"memory": SELECTIVE}, **SMOOTH),
-        "chunks, documents": row("llama4", {"memory": CHUNKS_AND_OFFLOAD}, data=DOCUMENTS, **SMOOTH),
+        "chunks, documents": row(
+            "llama4", {"memory": CHUNKS_AND_OFFLOAD}, data=DOCUMENTS, **SMOOTH
+        ),
         "biases and positions": row("gpt2", {}, data=DOCUMENTS),
         "four ranks of features": row("four key heads", {"tp_size": 4}),
         "exchanged heads": row("qwen3_moe", {"cp_size": 2}),
@@ -79,16 +86,24 @@ trained = trained_rows(ROWS, train_all)
 @needs_sums
 @pytest.mark.parametrize("row", levels(ROWS, SHORT))
 def test_split_features_train_as_one_process(row: str, trained: Pairs) -> None:
-    """Oracle: one process: losses, norms, every gradient and parameter; accumulation, ragged padding, clipping."""
+    """Oracle: one process: losses, norms, every gradient and parameter; accumulation, ragged
+    padding, clipping."""
     assert_close(*map(without_zeros, trained[row]))
 
 
 @pytest.mark.usefixtures("unmeasured")
 def test_optimizer_steps_in_the_backward_count_norms_once() -> None:
     """Oracle: the same layout without them: losses and norms, in every bit."""
-    common: dict[str, Any] = {"model": MODELS["llama"], "deterministic": True, "optim": AdamWConfig(lr=1e-2)}
+    common: dict[str, Any] = {
+        "model": MODELS["llama"],
+        "deterministic": True,
+        "optim": AdamWConfig(lr=1e-2),
+    }
     common |= {"grad_accum": 1, "max_grad_norm": None, "skip_nonfinite": False, "tp_size": 2}
-    rows = [split(2, 1, **common, memory=MemoryConfig(optimizer_in_backward=within)) for within in (False, True)]
+    rows = [
+        split(2, 1, **common, memory=MemoryConfig(optimizer_in_backward=within))
+        for within in (False, True)
+    ]
     after, within = run_ranks(2, train_all, rows)[0]
     assert (after.losses, after.norms) == (within.losses, within.norms)
 
@@ -117,7 +132,8 @@ SPLITS: dict[str, tuple[Any, FSDP2Config, int, dict[str, int]]] = {
 @pytest.mark.parametrize("name", levels(SPLITS, {"gpt2"}))
 @needs_sums
 def test_split_models_begin_with_the_values_of_one_process(tmp_path: Path, name: str) -> None:
-    """Oracle: one process, from the seed and from a folder in Hugging Face format; and the tokens it generates."""
+    """Oracle: one process, from the seed and from a folder in Hugging Face format; and the tokens
+    it generates."""
     model, parallel, ranks, mesh = SPLITS[name]
     write(tmp_path / "folder", build(model))
     models = [model, dataclasses.replace(model, init_from=str(tmp_path / "folder"))]

@@ -4,7 +4,14 @@ import pytest
 from torch import nn
 
 from fsdptoys.config.schema import Config
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig, ToyFSDPConfig
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+    ToyFSDPConfig,
+)
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
@@ -35,7 +42,9 @@ def walk(configs: list[Config]) -> list[tuple[list[int], list[int], bool]]:
         units = trainer.strategy.units()
         began: list[int] = []
 
-        def hook(module: nn.Module, *_: object, began: list[int] = began, units: list = units) -> None:
+        def hook(
+            module: nn.Module, *_: object, began: list[int] = began, units: list = units
+        ) -> None:
             began.append([unit for unit, _ in units].index(module))
 
         for module, _ in units:
@@ -49,14 +58,22 @@ def walk(configs: list[Config]) -> list[tuple[list[int], list[int], bool]]:
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("name", levels(PARALLELS, {"ddp", "fsdp1 size", "fsdp2 parts", "fsdp2 classes"}))
+@pytest.mark.parametrize(
+    "name", levels(PARALLELS, {"ddp", "fsdp1 size", "fsdp2 parts", "fsdp2 classes"})
+)
 def test_units_hold_every_parameter_once_in_forward_order(name: str) -> None:
-    """Oracle: forward hooks during a step, and the strategy's own list of parameters; every family, tied weights."""
+    """Oracle: forward hooks during a step, and the strategy's own list of parameters; every family,
+    tied weights."""
     parallel = PARALLELS[name]
     ranks = 1 if name == "single" else 2
     models = [tiny_model(tie_embeddings=True), *FAMILIES.values()]
-    configs = [make_config(parallel, ranks, model=model, steps=1, grad_accum=1, seq_len=8) for model in models]
-    for config, (units, began, once) in zip(configs, run_ranks(ranks, walk, configs)[0], strict=True):
+    configs = [
+        make_config(parallel, ranks, model=model, steps=1, grad_accum=1, seq_len=8)
+        for model in models
+    ]
+    for config, (units, began, once) in zip(
+        configs, run_ranks(ranks, walk, configs)[0], strict=True
+    ):
         assert once
         assert len(units) > config.model.n_layers * (3 if name == "fsdp2 parts" else 1)
         if parallel.capabilities.lazy_updates:

@@ -16,11 +16,22 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.parallel import FSDP1Config, FSDP2Config, FSDPConfig, ToyFSDPConfig
 from fsdptoys.parallel.wrap import inside_out
-from fsdptoys.plan.search.switches import EVERYTHING, Combinations, overrides_between, validate_switches, vary
+from fsdptoys.plan.search.switches import (
+    EVERYTHING,
+    Combinations,
+    overrides_between,
+    validate_switches,
+    vary,
+)
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import FAMILIES, tiny_model
 
-CLASSES = [["Block"], ["Attention", "Embedding"], ["LMHead", "Linear"], ["MoE", "RMSNorm", "LayerNorm"]]
+CLASSES = [
+    ["Block"],
+    ["Attention", "Embedding"],
+    ["LMHead", "Linear"],
+    ["MoE", "RMSNorm", "LayerNorm"],
+]
 SIZES = [1.0, 40.0, 361.0, 1800, 2411.0, 5000.0, 1e5]
 
 
@@ -39,9 +50,13 @@ def pytorchs_units(name: str, policies: list[Any]) -> list[set[str]]:
     """Names of the units that FullyShardedDataParallel makes with each policy, without the root."""
     made = []
     for policy in policies:
-        model = FullyShardedDataParallel(built(name, "cpu"), auto_wrap_policy=policy, device_id=torch.device("cpu"))
+        model = FullyShardedDataParallel(
+            built(name, "cpu"), auto_wrap_policy=policy, device_id=torch.device("cpu")
+        )
         names = [
-            unit.replace("_fsdp_wrapped_module.", "").replace("_fsdp_wrapped_module", "").rstrip(".")
+            unit.replace("_fsdp_wrapped_module.", "")
+            .replace("_fsdp_wrapped_module", "")
+            .rstrip(".")
             for unit, module in model.named_modules()
             if isinstance(module, FullyShardedDataParallel)
         ]
@@ -52,16 +67,23 @@ def pytorchs_units(name: str, policies: list[Any]) -> list[set[str]]:
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_policies_choose_the_units_of_pytorchs(name: str) -> None:
-    """Oracle: FullyShardedDataParallel with ``size_based_auto_wrap_policy`` and ``ModuleWrapPolicy``."""
+    """Oracle: FullyShardedDataParallel with ``size_based_auto_wrap_policy`` and
+    ``ModuleWrapPolicy``."""
     model = built(name)
     kinds = {kind.__name__: kind for module in model.modules() for kind in type(module).__mro__}
     classes = [names for each in CLASSES if (names := [name for name in each if name in kinds])]
-    policies: list[Any] = [functools.partial(size_based_auto_wrap_policy, min_num_params=size) for size in SIZES]
+    policies: list[Any] = [
+        functools.partial(size_based_auto_wrap_policy, min_num_params=size) for size in SIZES
+    ]
     policies += [ModuleWrapPolicy({kinds[each] for each in names}) for names in classes]
-    configs = [FSDP2Config(min_params=size) for size in SIZES] + [FSDP2Config(wrap_classes=names) for names in classes]
+    configs = [FSDP2Config(min_params=size) for size in SIZES] + [
+        FSDP2Config(wrap_classes=names) for names in classes
+    ]
     expected = run_ranks(1, pytorchs_units, name, policies)[0]
     assert [set(names_of(config, model)) for config in configs] == expected
-    assert len({len(names) for names in expected}) > len(SIZES) // 2  # the sizes differ in their units
+    assert (
+        len({len(names) for names in expected}) > len(SIZES) // 2
+    )  # the sizes differ in their units
 
 
 def test_tied_weights_belong_to_the_root() -> None:
@@ -72,13 +94,15 @@ def test_tied_weights_belong_to_the_root() -> None:
     linear = names_of(FSDP2Config(wrap_classes=["Linear"]), model)  # LMHead derives from Linear
     assert len(linear) == 7 * 3 and all(name.endswith("_proj") for name in linear)
     with pytest.raises(
-        ConfigError, match="names Embedding, but units of this model can be of the classes Attention, B"
+        ConfigError,
+        match="names Embedding, but units of this model can be of the classes Attention, B",
     ):
         names_of(FSDP2Config(wrap_classes=["Embedding"]), model)
 
 
 class Mixer(nn.Module):
-    """A part of a user's own block: a container, attention of PyTorch, and a layer registered late."""
+    """A part of a user's own block: a container, attention of PyTorch, and a layer registered
+    late."""
 
     forward_order = ("late", "heads")
 
@@ -94,7 +118,8 @@ class Mixer(nn.Module):
 
 
 def test_units_of_a_users_model_are_modules_whose_forward_runs_in_its_order() -> None:
-    """Oracle: names by hand; PyTorch's attention never calls the forward of its output projection."""
+    """Oracle: names by hand; PyTorch's attention never calls the forward of its output
+    projection."""
     with torch.device("meta"):
         model = tiny_model().build()
         model.layers[0].mlp = Mixer()
@@ -115,22 +140,38 @@ def test_sizes_are_typed_as_numbers_of_either_form(kind: type[FSDPConfig]) -> No
     with torch.device("meta"):
         model = compose_config(["model=llama_debug"]).model.build()
     words = [f"parallel={kind.name}", "model=llama_debug"]
-    configs = [compose_config([*words, f"parallel.min_params={size}"]).parallel for size in ("1e5", "100000", "1e+5")]
+    configs = [
+        compose_config([*words, f"parallel.min_params={size}"]).parallel
+        for size in ("1e5", "100000", "1e+5")
+    ]
     assert isinstance(configs[0], kind)
-    assert configs[0].units(model) == configs[1].units(model) == configs[2].units(model) != kind().units(model)
+    assert (
+        configs[0].units(model)
+        == configs[1].units(model)
+        == configs[2].units(model)
+        != kind().units(model)
+    )
 
 
-@pytest.mark.parametrize("word", ["parallel.wrap_classes=[Attention,SwiGLU]", "parallel.min_params=2e6"])
+@pytest.mark.parametrize(
+    "word", ["parallel.wrap_classes=[Attention,SwiGLU]", "parallel.min_params=2e6"]
+)
 def test_search_keeps_units_chosen_by_class_or_by_size(word: str) -> None:
-    """Oracle: the typed units; every neighbor of a combination validates, and composes from its words."""
+    """Oracle: the typed units; every neighbor of a combination validates, and composes from its
+    words."""
     words = ["model=llama3_1b", "parallel=fsdp2", word]
     base = compose_config(words)
     combinations = Combinations(base, {"parallel", word.partition("=")[0]}, EVERYTHING, 8, 8)
-    configs = [vary(base, changes) for changes in combinations.neighbors(next(combinations.all()), 1, faster=True)]
+    configs = [
+        vary(base, changes)
+        for changes in combinations.neighbors(next(combinations.all()), 1, faster=True)
+    ]
     with torch.device("meta"):
         model = base.model.build()
     for config in configs:
-        assert compose_config([*words, *overrides_between(base, config)]).parallel == config.parallel
+        assert (
+            compose_config([*words, *overrides_between(base, config)]).parallel == config.parallel
+        )
         validate_switches(config, 8, "cuda")
         assert config.parallel.units(model) == base.parallel.units(model)
     assert len(configs) > 1

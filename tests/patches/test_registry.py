@@ -1,4 +1,5 @@
-"""Patches are chosen by name or version, refused in one sentence, and undone by their last holder."""
+"""Patches are chosen by name or version, refused in one sentence, and undone by their last
+holder."""
 
 import itertools
 from collections.abc import Callable
@@ -45,9 +46,13 @@ def test_patch_replaces_only_its_target_and_undo_restores_it() -> None:
 @pytest.mark.usefixtures("torch_2_7")
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_patch_stays_until_its_last_holder_undoes_it(order: tuple[int, ...]) -> None:
-    """Oracle: the identity of PyTorch's attributes; three holders, one of them with one patch more."""
+    """Oracle: the identity of PyTorch's attributes; three holders, one of them with one patch
+    more."""
     before = targets()
-    holders = [apply_patches(names, "fsdp2") for names in (["fsdp2_stream_reuse"], "auto", ["fsdp2_stream_reuse"])]
+    holders = [
+        apply_patches(names, "fsdp2")
+        for names in (["fsdp2_stream_reuse"], "auto", ["fsdp2_stream_reuse"])
+    ]
     patched = targets()
     assert changed(before) == [False, True, True]
     left = set(range(3))
@@ -62,7 +67,8 @@ def test_patch_stays_until_its_last_holder_undoes_it(order: tuple[int, ...]) -> 
 
 @pytest.mark.usefixtures("torch_2_7")
 def test_failed_patch_undoes_all_patches() -> None:
-    """Oracle: the identity of PyTorch's attributes, where the second patch of the strategy finds its target gone."""
+    """Oracle: the identity of PyTorch's attributes, where the second patch of the strategy finds
+    its target gone."""
     before = targets()
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(FSDPParamGroup, "post_forward")
@@ -77,7 +83,9 @@ def test_undo_keeps_later_replacements_by_other_libraries(monkeypatch: pytest.Mo
     def around(*args: object) -> None:
         """Stands for another library's replacement."""
 
-    monkeypatch.setattr(FSDPCommContext, "lazy_init", FSDPCommContext.lazy_init)  # comes back after this test
+    monkeypatch.setattr(
+        FSDPCommContext, "lazy_init", FSDPCommContext.lazy_init
+    )  # comes back after this test
     patches = apply_patches(["fsdp2_stream_reuse"], "fsdp2")
     monkeypatch.setattr(FSDPCommContext, "lazy_init", around)
     patches.undo()
@@ -86,7 +94,9 @@ def test_undo_keeps_later_replacements_by_other_libraries(monkeypatch: pytest.Mo
 
 SHARED = "applied: the {} roots of a process share their streams"
 ORDER = "applied: recomputed forwards do not disturb the order of backward prefetching"
-NOT_NEEDED = "not needed because torch {} keeps recomputed forwards out of the prefetch order itself"
+NOT_NEEDED = (
+    "not needed because torch {} keeps recomputed forwards out of the prefetch order itself"
+)
 TOO_NEW = "not applied because torch 2.16.0 is newer than the versions it was written against"
 
 
@@ -94,7 +104,11 @@ TOO_NEW = "not applied because torch 2.16.0 is newer than the versions it was wr
     ("strategy", "version", "report"),
     [
         ("fsdp1", "2.7.1+cu126", {"fsdp1_stream_reuse": SHARED.format("FSDP1")}),
-        ("fsdp2", "2.9.1", {"fsdp2_stream_reuse": SHARED.format("FSDP2"), "fsdp2_backward_prefetch": ORDER}),
+        (
+            "fsdp2",
+            "2.9.1",
+            {"fsdp2_stream_reuse": SHARED.format("FSDP2"), "fsdp2_backward_prefetch": ORDER},
+        ),
         (
             "fsdp2",
             "2.10.0a0+git1",
@@ -111,7 +125,8 @@ TOO_NEW = "not applied because torch 2.16.0 is newer than the versions it was wr
 def test_auto_applies_patches_by_strategy_and_torch_version(
     strategy: str, version: str, report: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: written by hand; patches reported as applied have replaced their targets, until the context ends."""
+    """Oracle: written by hand; patches reported as applied have replaced their targets, until the
+    context ends."""
     before = targets()
     monkeypatch.setattr(torch, "__version__", version)
     with apply_patches("auto", strategy) as applied:
@@ -142,17 +157,25 @@ def test_only_named_patches_are_applied(monkeypatch: pytest.MonkeyPatch) -> None
         ([3], "must be auto or a list of names; set patches=auto, or patches=[] for none"),
         (
             ["fsdp2_stream_reuse", "fsdp1_stream_reuse"],
-            "concerns parallel=fsdp1, and parallel=fsdp2 is chosen; leave it out or set patches=auto",
+            (
+                "concerns parallel=fsdp1, and parallel=fsdp2 is chosen; leave it out or set "
+                "patches=auto"
+            ),
         ),
         (
             ["fsdp2_backward_prefetch"],
-            f"applies to torch >=2.7,<2.10, and is {NOT_NEEDED.format('2.13.0+cpu')}; leave it out or set patches=auto",
+            (
+                f"applies to torch >=2.7,<2.10, and is {NOT_NEEDED.format('2.13.0+cpu')}; leave it "
+                "out or set patches=auto"
+            ),
         ),
         (
             ["fsdp2_cpu_offload_clip"],
-            "is needed by no torch: PyTorch's clip_grad_norm_ wants a process group that can reduce host tensors when "
-            "gradients are offloaded, and FSDPToys does not call it, but sums up the norm on the accelerator; leave it "
-            "out or set patches=auto",
+            (
+                "is needed by no torch: PyTorch's clip_grad_norm_ wants a process group that can "
+                "reduce host tensors when gradients are offloaded, and FSDPToys does not call it, "
+                "but sums up the norm on the accelerator; leave it out or set patches=auto"
+            ),
         ),
     ],
 )
@@ -185,5 +208,7 @@ def test_versions_outside_the_range_are_reported() -> None:
     patch = PATCHES["fsdp2_stream_reuse"]
     assert patch.reason_against("2.6.0") == "not applied because torch 2.6.0 is older than 2.7"
     assert patch.reason_against("2.7.0") is None and patch.reason_against("2.15.0") is None
-    with pytest.raises(ValueError, match=r"torch.__version__='unknown' does not start with two numbers"):
+    with pytest.raises(
+        ValueError, match=r"torch.__version__='unknown' does not start with two numbers"
+    ):
         patch.reason_against("unknown")

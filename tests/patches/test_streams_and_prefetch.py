@@ -1,4 +1,5 @@
-"""Several FSDP roots in a process share their streams, and units inside a checkpointed block are gathered in order."""
+"""Several FSDP roots in a process share their streams, and units inside a checkpointed block are
+gathered in order."""
 
 import functools
 from types import SimpleNamespace
@@ -54,8 +55,8 @@ def train_recorded(
     """Train two roots in an order.
 
     Returns:
-        The number of streams that anything ran on; the gradients of both roots; whether their streams are the same, and
-        the contexts that have the streams.
+        The number of streams that anything ran on; the gradients of both roots; whether their
+        streams are the same, and the contexts that have the streams.
     """
     used = record_streams()
     roots, gradients = train_two(strategy, hybrid, patched, order)
@@ -69,7 +70,8 @@ def forward_and_backward(root: nn.Module) -> None:
 
 
 def test_streams_without_a_readable_priority_are_shared() -> None:
-    """Oracle: the first root's stream; torch_npu's streams raise RuntimeError on access to the priority."""
+    """Oracle: the first root's stream; torch_npu's streams raise RuntimeError on access to the
+    priority."""
 
     class Stream(torch.cpu.Stream):
         @property
@@ -83,7 +85,9 @@ def test_streams_without_a_readable_priority_are_shared() -> None:
     assert [root.stream for root in roots] == [first, first]
 
 
-old_gloo = pytest.mark.skipif(parse_version(torch.__version__) < (2, 8), reason="HSDP asks gloo for a mean")
+old_gloo = pytest.mark.skipif(
+    parse_version(torch.__version__) < (2, 8), reason="HSDP asks gloo for a mean"
+)
 
 
 @pytest.mark.parametrize("order", ["abAB", "abBA"])
@@ -99,7 +103,8 @@ old_gloo = pytest.mark.skipif(parse_version(torch.__version__) < (2, 8), reason=
 def test_two_roots_share_streams_with_bitwise_equal_gradients(
     strategy: str, hybrid: bool, streams_of_a_root: int, order: str
 ) -> None:
-    """Oracle: unpatched PyTorch, one root after the other; every gradient bitwise, and streams seen in use."""
+    """Oracle: unpatched PyTorch, one root after the other; every gradient bitwise, and streams seen
+    in use."""
     ranks = 4 if hybrid else 2
     alone = run_ranks(ranks, train_recorded, strategy, hybrid, False, "aAbB")
     used, (first, second), _ = alone[0]
@@ -110,7 +115,8 @@ def test_two_roots_share_streams_with_bitwise_equal_gradients(
 
 
 def report_outcomes(strategy: str) -> list[str]:
-    """Outcomes for one root, for two roots in an unsharded container, and for one root after another one has run."""
+    """Outcomes for one root, for two roots in an unsharded container, and for one root after
+    another one has run."""
     streams._kept.clear()  # of earlier tests
     name = f"{strategy}_stream_reuse"
     with apply_patches([name], strategy) as patches:
@@ -129,7 +135,8 @@ def test_patch_without_a_second_root_is_reported_to_have_no_effect(strategy: str
 
 
 def number_streams() -> list[list[int]]:
-    """Return each root's streams as numbers; the first and the last root are not hybrid, the two between are."""
+    """Return each root's streams as numbers; the first and the last root are not hybrid, the two
+    between are."""
     record_streams()
     numbers: dict[Any, int] = {}
     of_roots = []
@@ -144,7 +151,8 @@ def number_streams() -> list[list[int]]:
 
 
 def test_plain_and_hybrid_roots_share_only_the_default_stream() -> None:
-    """Oracle: written by hand: unshard, post-backward, pre-unshard, all-reduce, default; hybrid ones of priority -1."""
+    """Oracle: written by hand: unshard, post-backward, pre-unshard, all-reduce, default; hybrid
+    ones of priority -1."""
     plain, hybrid = [0, 1, 2, 3, 3], [4, 5, 6, 7, 3]
     assert run_ranks(4, number_streams) == [[plain, hybrid, hybrid, plain]] * 4
 
@@ -176,9 +184,12 @@ def interleave_with_share_comm_ctx() -> None:
             loss.backward()
 
 
-@pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "share_comm_ctx"), reason="came with torch 2.10")
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp, "share_comm_ctx"), reason="came with torch 2.10"
+)
 def test_share_comm_ctx_breaks_interleaved_backwards() -> None:
-    """Oracle: PyTorch's error; once this fails, PyTorch separates the prefetch orders and the patch is obsolete."""
+    """Oracle: PyTorch's error; once this fails, PyTorch separates the prefetch orders and the patch
+    is obsolete."""
     run_ranks(2, interleave_with_share_comm_ctx)
 
 
@@ -248,20 +259,41 @@ def backward_gathers(without_fix: bool, patched: bool) -> tuple[list[str], list[
 
 
 IN_ORDER = ["2", "1", "1.mlp", "1.attn", "0", "0.mlp", "0.attn"]
-DISTURBED = ["2", "1", "1.mlp", "1.attn", "1.mlp", "1.attn", "2", "0", "0.mlp", "0.attn", "0.mlp", "0.attn", "1.mlp"]
+DISTURBED = [
+    "2",
+    "1",
+    "1.mlp",
+    "1.attn",
+    "1.mlp",
+    "1.attn",
+    "2",
+    "0",
+    "0.mlp",
+    "0.attn",
+    "0.mlp",
+    "0.attn",
+    "1.mlp",
+]
 """Every inner unit twice, and ``2`` and ``1.mlp`` once more after their backward was over."""
 
 
 @pytest.mark.parametrize("patched", [False, True], ids=["stock", "patched"])
 @pytest.mark.parametrize("without_fix", [False, True], ids=["installed", "without_fix"])
-def test_recomputation_keeps_the_prefetch_order_if_patched_or_fixed_upstream(without_fix: bool, patched: bool) -> None:
-    """Oracle: the reverse of the forward's order; the patch's range names the versions without the fix.
+def test_recomputation_keeps_the_prefetch_order_if_patched_or_fixed_upstream(
+    without_fix: bool, patched: bool
+) -> None:
+    """Oracle: the reverse of the forward's order; the patch's range names the versions without the
+    fix.
 
-    There this shows the patch mending PyTorch itself; under later versions, PyTorch without its own fix.
+    There this shows the patch mending PyTorch itself; under later versions, PyTorch without its own
+    fix.
     """
     lacks_fix = without_fix or PREFETCH.reason_against(torch.__version__) is None
     expected = DISTURBED if lacks_fix and not patched else IN_ORDER
-    changed, stock = run_ranks(2, backward_gathers, without_fix, patched), run_ranks(2, backward_gathers, False, False)
+    changed, stock = (
+        run_ranks(2, backward_gathers, without_fix, patched),
+        run_ranks(2, backward_gathers, False, False),
+    )
     for rank in range(2):
         gathered, grads = changed[rank]
         assert gathered == expected

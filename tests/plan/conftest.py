@@ -13,13 +13,18 @@ from tests.harness.plan_processes import ForkedTracer, Zygote, run_tracer, zygot
 
 @pytest.fixture(scope="session", autouse=True)
 def zygote(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fork the zygote of a module before its first test; a run without forks has computed by then, and gets none."""
+    """Fork the zygote of a module before its first test; a run without forks has computed by then,
+    and gets none."""
     if request.config.option.workers == 0:
         yield
         return
     zygotes.append(Zygote())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(full_trace, "run_tracer", run_tracer)
-        patch.setattr(tracing_process, "subprocess", SimpleNamespace(Popen=ForkedTracer, DEVNULL=subprocess.DEVNULL))
+        patch.setattr(
+            tracing_process,
+            "subprocess",
+            SimpleNamespace(Popen=ForkedTracer, DEVNULL=subprocess.DEVNULL),
+        )
         yield
     zygotes.pop().close()

@@ -32,8 +32,8 @@ HARDWARE = imagined_hardware(devices_per_node=8, memory_bytes=80 * GIB)
 
 
 def formula(config: Config, hardware: Hardware, world_size: int) -> Prediction:
-    """A prediction with the properties that a search relies on: memory that grows with the batch, time convex in it,
-    and switches that trade one for the other."""
+    """A prediction with the properties that a search relies on: memory that grows with the batch,
+    time convex in it, and switches that trade one for the other."""
     parallel, memory, train, model = config.parallel, config.memory, config.train, config.model
     parameters = 12 * model.n_layers * model.dim**2
     shards = config.mesh.shard_ranks(world_size) if parallel.name.startswith("fsdp") else 1
@@ -41,14 +41,27 @@ def formula(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     kept = {"none": 30, "selective": 12, "full": 2}[memory.gradient_checkpointing.value]
     kept *= 0.3 if memory.activation_offload else 1
     tokens = train.batch_size * train.seq_len // config.mesh.cp_size
-    state = {True: 4, False: 16}[memory.optimizer_offload] * (not memory.cpu_offload) * parameters / shards
-    gathered = 2 * parameters if value_text(read(config, "parallel.reshard_after_forward")) == "never" else 0
+    state = (
+        {True: 4, False: 16}[memory.optimizer_offload]
+        * (not memory.cpu_offload)
+        * parameters
+        / shards
+    )
+    gathered = (
+        2 * parameters
+        if value_text(read(config, "parallel.reshard_after_forward")) == "never"
+        else 0
+    )
     whole = (0 if parallel.name.startswith("fsdp") else 2) * parameters
     logits = (1 if memory.chunk_loss else 10) * tokens * model.vocab_size
-    reserved = int(state + gathered + whole + kept * tokens * model.dim * model.n_layers + logits + GIB)
+    reserved = int(
+        state + gathered + whole + kept * tokens * model.dim * model.n_layers + logits + GIB
+    )
     reserved -= int(0.1 * GIB) if read(config, "parallel.wrap") is Wrap.block_attn_mlp else 0
     compute = 6 * parameters * tokens * (4 / 3 if full else 1.1 if memory.checkpoints else 1) / 4e14
-    traffic = (1 if gathered else 1.5) * parameters * (1 - 1 / shards) / (3e11 if shards <= 8 else 4e10)
+    traffic = (
+        (1 if gathered else 1.5) * parameters * (1 - 1 / shards) / (3e11 if shards <= 8 else 4e10)
+    )
     traffic += 0 if shards == world_size else 0.3 * parameters / 4e10
     step = max(compute, traffic) + 0.01 + 0.02 * (config.mesh.cp_size > 1)
     step += 0.03 if read(config, "parallel.wrap") is Wrap.block_attn_mlp else 0
@@ -58,7 +71,9 @@ def formula(config: Config, hardware: Hardware, world_size: int) -> Prediction:
         step += (
             parameters
             / shards
-            / {CPUOffloadExecutor.native: 3e8, CPUOffloadExecutor.overlapped: 1e9}[memory.cpu_offload_executor]
+            / {CPUOffloadExecutor.native: 3e8, CPUOffloadExecutor.overlapped: 1e9}[
+                memory.cpu_offload_executor
+            ]
         )
     host = 16 * parameters // shards if memory.cpu_offload else 0
     return Prediction(
@@ -88,7 +103,18 @@ def find(
     host_bytes: float | None = None,
 ) -> SearchResult:
     base = compose(words)
-    return search(base, words, HARDWARE, world_size, gib * GIB, predict, space=space, host_memory_bytes=host_bytes)
+    return search(
+        base,
+        words,
+        HARDWARE,
+        world_size,
+        gib * GIB,
+        predict,
+        space=space,
+        host_memory_bytes=host_bytes,
+    )
 
 
-SMALL = Space(strategies=("fsdp2", "ddp"), cpu_offload=False, every_shard_size=False, exchanges=False)
+SMALL = Space(
+    strategies=("fsdp2", "ddp"), cpu_offload=False, every_shard_size=False, exchanges=False
+)

@@ -1,4 +1,5 @@
-"""Advice on single switches, the plot of a search, and the script that compares estimates with full traces."""
+"""Advice on single switches, the plot of a search, and the script that compares estimates with full
+traces."""
 
 import math
 from pathlib import Path
@@ -23,12 +24,18 @@ def advised(config: Config, gib: float, world_size: int = 8) -> list[tuple[str, 
         return formula(one, HARDWARE, world_size)
 
     prediction = predict(vary(config, {}))
-    return [(" ".join(advice.words), advice.fits) for advice in advise(config, predict, prediction, gib * GIB)]
+    return [
+        (" ".join(advice.words), advice.fits)
+        for advice in advise(config, predict, prediction, gib * GIB)
+    ]
 
 
 def test_advice_makes_a_run_fit_or_faster_when_composed() -> None:
     """Oracle: each piece of advice, typed, composed and predicted from scratch."""
-    for words, gib in (([], 16.0), (["memory.gradient_checkpointing=full", "train.batch_size=2"], 80.0)):
+    for words, gib in (
+        ([], 16.0),
+        (["memory.gradient_checkpointing=full", "train.batch_size=2"], 80.0),
+    ):
         base = compose([*MODEL, *words])
         before = formula(base, HARDWARE, 8)
         advice = advised(base, gib)
@@ -54,14 +61,21 @@ def test_a_run_that_fits_is_not_offered_what_saves_memory_alone(gib: float, offl
 
     base = compose([*MODEL, "memory.gradient_checkpointing=full"])
     advise(base, predict, formula(vary(base, {}), HARDWARE, 8), gib * GIB)
-    assert any(one.memory.cpu_offload or one.memory.optimizer_offload for one in configs) is offloads
+    assert (
+        any(one.memory.cpu_offload or one.memory.optimizer_offload for one in configs) is offloads
+    )
 
 
 def test_advice_falls_back_to_pairs_and_then_to_the_largest_savings() -> None:
-    """Oracle: where one change is not enough, two are advised; where two are not, that they do not fit."""
+    """Oracle: where one change is not enough, two are advised; where two are not, that they do not
+    fit."""
     base = compose([*MODEL, "train.batch_size=8"])
     pairs = advised(base, 14)
-    assert pairs and all(fits for _, fits in pairs) and all(len(text.split()) >= 2 for text, _ in pairs)
+    assert (
+        pairs
+        and all(fits for _, fits in pairs)
+        and all(len(text.split()) >= 2 for text, _ in pairs)
+    )
     hopeless = advised(base, 1.5)
     assert hopeless and not any(fits for _, fits in hopeless)
 
@@ -78,14 +92,18 @@ def test_frontier_plot_has_the_documented_size(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_sgd_on_one_rank_agrees_with_its_trace() -> None:
-    """Oracle: the trace of all 30 layers: SGD's decayed gradients are temporaries of the parameters' size."""
+    """Oracle: the trace of all 30 layers: SGD's decayed gradients are temporaries of the
+    parameters' size."""
     (error,) = estimate_errors.estimate_errors(jobs=1, count=1)
     assert "optim=sgd" in error.name and error.worst < 0.1
 
 
 @pytest.mark.parametrize(("slowdown", "right"), [(1.0, True), (1.005, True), (1.5, False)])
-def test_search_is_wrong_if_another_candidate_is_faster_by_more_than_a_tie(slowdown: float, right: bool) -> None:
-    """Oracle: traces that equal the formula, except that the three chosen combinations take longer."""
+def test_search_is_wrong_if_another_candidate_is_faster_by_more_than_a_tie(
+    slowdown: float, right: bool
+) -> None:
+    """Oracle: traces that equal the formula, except that the three chosen combinations take
+    longer."""
     result = find(MODEL, 8, 40, SMALL)
     chosen = {id(one.config) for one in result.leading(3)}
 
@@ -96,7 +114,9 @@ def test_search_is_wrong_if_another_candidate_is_faster_by_more_than_a_tie(slowd
         made = []
         for config, _, _ in runs:
             found = predictions[id(config)]
-            time = found.time.__class__(found.time.step_seconds * (slowdown if id(config) in chosen else 1), 0, 0, 0, 0)
+            time = found.time.__class__(
+                found.time.step_seconds * (slowdown if id(config) in chosen else 1), 0, 0, 0, 0
+            )
             made.append((found.memory, time))
         return made
 
@@ -109,5 +129,10 @@ def test_page_counts_runs_over_the_bar_and_wrong_searches() -> None:
     searches = [Searched("good", 9, 1, 0.0)] * 19 + [Searched("bad", 9, 4, 0.2)]
     lines, met = render([Error("run", 0.01, -0.09, 0.0)], searches)
     page = "\n".join(lines)
-    assert met and "0 of 1 runs over 10%" in page and "In 19 of 20 the best" in page and "20.0% slower: bad" in page
+    assert (
+        met
+        and "0 of 1 runs over 10%" in page
+        and "In 19 of 20 the best" in page
+        and "20.0% slower: bad" in page
+    )
     assert not render([Error("run", 0.01, -0.11, 0.0)], [])[1] and not render([], searches[-2:])[1]

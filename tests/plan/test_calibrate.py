@@ -50,7 +50,10 @@ TODAY = date(2026, 1, 31)
 
 
 def changed(hardware: Hardware, **factors: float) -> Hardware:
-    values = {name: Quantity(getattr(hardware, name).value * factor, "truth") for name, factor in factors.items()}
+    values = {
+        name: Quantity(getattr(hardware, name).value * factor, "truth")
+        for name, factor in factors.items()
+    }
     return dataclasses.replace(hardware, **values)  # type: ignore[arg-type]
 
 
@@ -58,16 +61,22 @@ def step_of(
     *, tflops: float = 1, gb: float = 1, small: int = 0, gathered_gb: float = 0, size: int = 8, copied_gb: float = 0,
     copies: int = 1, updated: int = 0,
 ) -> Callable[[Hardware], float]:  # fmt: skip
-    """Seconds of one step as a replay of a made-up trace: matmuls, traffic, small kernels, a gather, copies, AdamW."""
+    """Seconds of one step as a replay of a made-up trace: matmuls, traffic, small kernels, a
+    gather, copies, AdamW."""
     events: list[Any] = [Mark(1, "forward")]
     events += [Kernel("mm", 0, KernelKind.matmul, tflops * 1e12, 0, "bfloat16")]
     events += [Kernel("attention", 0, KernelKind.attention, tflops * 1e11, 0, "bfloat16")]
     events += [Kernel("add", 0, KernelKind.memory, 0, round(gb * 1e9), "bfloat16")]
     events += [Kernel("add", 0, KernelKind.memory, 0, 1, "bfloat16")] * small
     if gathered_gb:
-        events += [WaitEvent(0, 1), Collective("all_gather", 1, round(gathered_gb * 1e9), size, 1, "shard")]
+        events += [
+            WaitEvent(0, 1),
+            Collective("all_gather", 1, round(gathered_gb * 1e9), size, 1, "shard"),
+        ]
         events += [RecordEvent(1, 1), WaitEvent(1, 0)]
-    events += [Transfer(0, round(copied_gb * 1e9 / copies), True, True)] * (copies if copied_gb else 0)
+    events += [Transfer(0, round(copied_gb * 1e9 / copies), True, True)] * (
+        copies if copied_gb else 0
+    )
     if updated:
         events.append(HostWork("adam", 0, updated, worker=False))
     trace = Trace(events)
@@ -103,7 +112,9 @@ def test_runs_that_determine_all_rates_recover_them() -> None:
         for field in parameter.fields:
             found, true = getattr(result.hardware, field).value, getattr(TRUTH, field).value
             assert found == pytest.approx(true, rel=0.02), field
-    assert not result.unknown and all(abs(error(row, row.after_seconds)) < 0.01 for row in result.fitted)
+    assert not result.unknown and all(
+        abs(error(row, row.after_seconds)) < 0.01 for row in result.fitted
+    )
     assert max(abs(error(row, row.before_seconds)) for row in result.fitted) > 0.5
 
 
@@ -111,7 +122,13 @@ def test_rates_without_effect_are_reported_and_not_fitted() -> None:
     """Oracle: runs that only compute: links, copies and the host's AdamW keep value and source."""
     result = calibrate(cases("compute", "traffic"), H100, today=TODAY)
     links = ("links within a machine", "links between machines")
-    assert result.unknown == ("host", *links, "transfers", "latency of transfers", "AdamW on the host")
+    assert result.unknown == (
+        "host",
+        *links,
+        "transfers",
+        "latency of transfers",
+        "AdamW on the host",
+    )
     assert set(result.changes) == {"matmul_efficiency", "attention_efficiency", "memory_efficiency"}
     for field in dataclasses.fields(Hardware):
         if field.name not in (*result.changes, "attention_backends"):
@@ -119,16 +136,22 @@ def test_rates_without_effect_are_reported_and_not_fitted() -> None:
 
 
 def test_one_run_is_fitted_with_the_smallest_change() -> None:
-    """Oracle: a run that mostly computes moves the compute rate nearly alone, and the prediction meets the run."""
+    """Oracle: a run that mostly computes moves the compute rate nearly alone, and the prediction
+    meets the run."""
     result = calibrate(cases("compute"), H100, today=TODAY)
     (row,) = result.fitted
     assert abs(error(row, row.after_seconds)) < 0.002
     before, after = result.changes["matmul_efficiency"]
     assert after / before == pytest.approx(0.8, rel=0.01)
-    assert result.hardware.attention_efficiency.value / H100.attention_efficiency.value == pytest.approx(0.8, rel=0.01)
+    assert (
+        result.hardware.attention_efficiency.value / H100.attention_efficiency.value
+        == pytest.approx(0.8, rel=0.01)
+    )
     for backend, share in result.hardware.attention_backends.items():
         assert share.value / H100.attention_backends[backend].value == pytest.approx(0.8, rel=0.01)
-    assert result.hardware.memory_efficiency.value == pytest.approx(H100.memory_efficiency.value, rel=0.01)
+    assert result.hardware.memory_efficiency.value == pytest.approx(
+        H100.memory_efficiency.value, rel=0.01
+    )
 
 
 def test_only_requested_parameters_are_fitted() -> None:
@@ -149,7 +172,12 @@ def test_fitted_efficiencies_stay_within_their_bounds() -> None:
 def test_contradictory_runs_share_the_error() -> None:
     """Oracle: least squares of logarithms: the same run measured at 1 and at 4 seconds gives 2."""
     step = step_of(tflops=700, gb=0)
-    result = calibrate([Case(step, 1.0, "a"), Case(step, 4.0, "b")], H100, choose_parameters(["compute"]), today=TODAY)
+    result = calibrate(
+        [Case(step, 1.0, "a"), Case(step, 4.0, "b")],
+        H100,
+        choose_parameters(["compute"]),
+        today=TODAY,
+    )
     assert result.fitted[0].after_seconds == pytest.approx(2.0, rel=0.01)
 
 
@@ -160,16 +188,27 @@ def test_fitted_values_name_their_runs_as_source() -> None:
     assert source == "calibrated from compute, traffic on 2026-01-31; before that 0.72"
 
 
-def write_run(folder: Path, config: Config, seconds: list[float], device: str = "NVIDIA H100 80GB HBM3") -> Path:
+def write_run(
+    folder: Path, config: Config, seconds: list[float], device: str = "NVIDIA H100 80GB HBM3"
+) -> Path:
     """Write a run directory as ``fsdptoys train`` does."""
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
-    environment = {"world_size": 8, "device": {"type": "cuda" if "H100" in device else "npu", "name": device}}
+    environment = {
+        "world_size": 8,
+        "device": {"type": "cuda" if "H100" in device else "npu", "name": device},
+    }
     (folder / "environment.json").write_text(json.dumps(environment))
     lines = []
     for step, second in enumerate(seconds, 1):
         values = {field.name: None for field in dataclasses.fields(StepMetrics)}
-        values |= {"step": step, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "step_time_seconds": second}
+        values |= {
+            "step": step,
+            "loss": 1.0,
+            "grad_norm": 1.0,
+            "learning_rate": 1.0,
+            "step_time_seconds": second,
+        }
         values |= {"valid_tokens": 1, "tokens_per_second": 1.0, "tflops_per_second_per_rank": 1.0}
         values |= {"skipped": False, "skipped_steps": 0}
         lines.append(StepMetrics(**values).to_json())  # type: ignore[arg-type]
@@ -179,9 +218,20 @@ def write_run(folder: Path, config: Config, seconds: list[float], device: str = 
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    words = ["model=llama_debug", "parallel=fsdp2", "experiment=null", "memory.gradient_checkpointing=full"]
+    words = [
+        "model=llama_debug",
+        "parallel=fsdp2",
+        "experiment=null",
+        "memory.gradient_checkpointing=full",
+    ]
     return compose_config(
-        [*words, "parallel.wrap=block_attn_mlp", "train.batch_size=3", "data=text", "train.eval_every=5"]
+        [
+            *words,
+            "parallel.wrap=block_attn_mlp",
+            "train.batch_size=3",
+            "data=text",
+            "train.eval_every=5",
+        ]
     )
 
 
@@ -190,11 +240,21 @@ def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     assert world_size == 8
     seconds = step_of(tflops=100 * config.train.batch_size)(hardware)
     nothing = MemoryPrediction(0, 0, 0, "forward")
-    return Prediction("test", hardware.name, world_size, 1, 1.0, None, nothing, TimePrediction(seconds, 0, 0, 0, 0))
+    return Prediction(
+        "test",
+        hardware.name,
+        world_size,
+        1,
+        1.0,
+        None,
+        nothing,
+        TimePrediction(seconds, 0, 0, 0, 0),
+    )
 
 
 def test_run_directory_is_read_with_synthetic_data(tmp_path: Path, config: Config) -> None:
-    """Oracle: the written files; the median excludes the warm-up of two steps; the data becomes synthetic."""
+    """Oracle: the written files; the median excludes the warm-up of two steps; the data becomes
+    synthetic."""
     run, made, seconds = read_run(write_run(tmp_path / "run", config, [9.0, 9.0, 0.5, 0.7, 0.6]))
     assert (run.world_size, run.device_type, seconds) == (8, "cuda", 0.6)
     read = made.to_dict()
@@ -211,7 +271,11 @@ def test_command_prints_errors_and_writes_a_profile(tmp_path: Path, config: Conf
     for batch in (3, 5):
         train = dataclasses.replace(config.train, batch_size=batch)
         seconds = step_of(tflops=100 * batch)(TRUTH)
-        runs.append(write_run(tmp_path / f"run{batch}", dataclasses.replace(config, train=train), [9, 9, seconds]))
+        runs.append(
+            write_run(
+                tmp_path / f"run{batch}", dataclasses.replace(config, train=train), [9, 9, seconds]
+            )
+        )
     out, page = tmp_path / "mine.yaml", io.StringIO()
     words = [*map(str, runs), f"out={out}"]
     assert calibrate_command(words, predict, Console(file=page, width=80)) == 0
@@ -220,24 +284,41 @@ def test_command_prints_errors_and_writes_a_profile(tmp_path: Path, config: Conf
     assert re.search(r"run3 +0\.\d+ s +0\.\d+ s +-\d+\.\d% +0\.\d+ s +[+-]0\.\d%", page.getvalue())
     text = " ".join(page.getvalue().split())
     assert "matmul_efficiency: 0.72 is now 0.576" in text
-    assert "Not fitted, as no run depends on it: memory, host, links within a machine, links between" in text
+    assert (
+        "Not fitted, as no run depends on it: memory, host, links within a machine, links between"
+        in text
+    )
     with pytest.raises(ConfigError, match=r"mine.yaml must be a new YAML file; set out=mine_new"):
         calibrate_command(words, predict, Console(file=page))
 
 
-HARDWARE_FLAW = "hardware=a2 is a npu device, and .* on a cuda device, NVIDIA H100 80GB HBM3; set its"
+HARDWARE_FLAW = (
+    "hardware=a2 is a npu device, and .* on a cuda device, NVIDIA H100 80GB HBM3; set its"
+)
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         ([], "needs a run; write fsdptoys plan calibrate runs/NAME"),
-        (["hardwear=h100"], "hardwear=h100 is not an option of fsdptoys plan calibrate; it has hardware=NAME and"),
-        (["none"], "none is no run directory; give one that fsdptoys train has written, as runs/NAME"),
+        (
+            ["hardwear=h100"],
+            "hardwear=h100 is not an option of fsdptoys plan calibrate; it has hardware=NAME and",
+        ),
+        (
+            ["none"],
+            "none is no run directory; give one that fsdptoys train has written, as runs/NAME",
+        ),
         (["short"], "short has 2 steps, none after the warm-up of 2; give a longer run"),
-        (["run", "other"], r"ran on Ascend910B3 and .*run on NVIDIA H100 80GB HBM3; calibrate one at a time"),
+        (
+            ["run", "other"],
+            r"ran on Ascend910B3 and .*run on NVIDIA H100 80GB HBM3; calibrate one at a time",
+        ),
         (["run", "hardware=a2"], HARDWARE_FLAW),
-        (["unknown"], "there is no profile of Ascend910B4, on which .*; set hardware= to one of 4090, a100, "),
+        (
+            ["unknown"],
+            "there is no profile of Ascend910B4, on which .*; set hardware= to one of 4090, a100, ",
+        ),
     ],
 )
 def test_mistakes_are_reported_in_one_sentence(
@@ -260,12 +341,29 @@ UNREAD = "a.yaml cannot be read"
 @pytest.mark.parametrize(
     ("section", "key", "value", "sentence"),
     [
-        ("memory", "magic", 1, f"{UNREAD} (memory has the key 'magic', which this version does not read); "),
-        ("parallel", "name", "zero4", "a.yaml says parallel.name=zero4, which this version does not have; leave the"),
-        ("memory", "gradient_checkpointing", "some", "is 'some', not none | full | selective); correct it"),
+        (
+            "memory",
+            "magic",
+            1,
+            f"{UNREAD} (memory has the key 'magic', which this version does not read); ",
+        ),
+        (
+            "parallel",
+            "name",
+            "zero4",
+            "a.yaml says parallel.name=zero4, which this version does not have; leave the",
+        ),
+        (
+            "memory",
+            "gradient_checkpointing",
+            "some",
+            "is 'some', not none | full | selective); correct it",
+        ),
     ],
 )
-def test_unreadable_settings_are_named(config: Config, section: str, key: str, value: object, sentence: str) -> None:
+def test_unreadable_settings_are_named(
+    config: Config, section: str, key: str, value: object, sentence: str
+) -> None:
     """Oracle: the expected messages."""
     tree = config.to_dict()
     tree[section][key] = value

@@ -52,11 +52,16 @@ def _parameters(config: Config) -> int:
 @pytest.mark.parametrize(
     ("words", "world_size", "bytes_each", "ranks"),
     [
-        # Parameters 4, states 8, DDP's buckets 4; a copy that a cast forward makes lives until its gradient is final.
+        # Parameters 4, states 8, DDP's buckets 4; a copy that a cast forward makes lives until its
+        # gradient is final.
         (("parallel=fsdp2",), 8, 12, 8),
         (("parallel=fsdp2", "mesh.fsdp_size=4"), 16, 12, 4),
         pytest.param(
-            ("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"), 8, 12, 8, marks=extended
+            ("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"),
+            8,
+            12,
+            8,
+            marks=extended,
         ),
         (("parallel=fsdp1",), 8, 12, 8),
         (("parallel=ddp",), 8, 16, 1),
@@ -66,7 +71,13 @@ def _parameters(config: Config) -> int:
         (("parallel=fsdp2", "optim=sgd", "optim.momentum=0"), 8, 4, 8),
         (("parallel=fsdp2", "optim.state_dtype=bfloat16"), 8, 8, 8),
         # Norms aside, a code for each of the two, and four bytes for 256 or 128 of them.
-        pytest.param(("parallel=fsdp2", "optim.state_dtype=int8"), 8, 4 + 2 + 2 * 4 / 256, 8, marks=needs_torchao),
+        pytest.param(
+            ("parallel=fsdp2", "optim.state_dtype=int8"),
+            8,
+            4 + 2 + 2 * 4 / 256,
+            8,
+            marks=needs_torchao,
+        ),
         pytest.param(
             ("parallel=ddp", "optim.state_dtype=int4", "parallel.param_dtype=float32"),
             *(8, 8 + 1 + 2 * 4 / 128, 1),
@@ -79,7 +90,8 @@ def _parameters(config: Config) -> int:
 def test_memory_at_the_end_of_a_step_matches_bytes_per_parameter(
     words: tuple[str, ...], world_size: int, bytes_each: int, ranks: int
 ) -> None:
-    """Oracle: bytes per parameter by hand, over the ranks that share a copy, and the workspace of matmuls."""
+    """Oracle: bytes per parameter by hand, over the ranks that share a copy, and the workspace of
+    matmuls."""
     words = ("model=llama2_7b", "model.n_layers=4", BF16, *words)
     end = _predict(*words, world_size=world_size).memory.end_bytes
     expected = _parameters(_config(*words, world_size=world_size)) * bytes_each / ranks
@@ -94,10 +106,14 @@ def test_memory_at_the_end_of_a_step_matches_bytes_per_parameter(
         pytest.param(("memory.cpu_offload=true",), 0.06, marks=extended),
     ],
 )
-def test_memory_at_the_end_of_a_step_matches_the_published_table(words: tuple[str, ...], gib: float) -> None:
-    """Oracle: the "allocated" column of the first FSDPToys README: Llama2-7B, 8 Ascend A2, chunked loss.
+def test_memory_at_the_end_of_a_step_matches_the_published_table(
+    words: tuple[str, ...], gib: float
+) -> None:
+    """Oracle: the "allocated" column of the first FSDPToys README: Llama2-7B, 8 Ascend A2, chunked
+    loss.
 
-    It was read while the loss and a table of rotations were still alive, so up to 0.1 GiB more than ours.
+    It was read while the loss and a table of rotations were still alive, so up to 0.1 GiB more than
+    ours.
     """
     words = (*LLAMA, FULL, "memory.chunk_loss=true", *words)
     end = _predict(*words, hardware="a2").memory.end_bytes / GIB
@@ -113,7 +129,11 @@ SAVINGS = [
     (f"{FULL} memory.optimizer_offload=true", f"{FULL} memory.cpu_offload=true"),
     ("parallel.reshard_after_forward=never", "parallel.reshard_after_forward=default"),
     pytest.param(FULL, f"{FULL} memory.optimizer_offload=true", marks=extended),
-    pytest.param("memory.chunk_loss=true", "memory.chunk_loss=true parallel.wrap=block_attn_mlp", marks=extended),
+    pytest.param(
+        "memory.chunk_loss=true",
+        "memory.chunk_loss=true parallel.wrap=block_attn_mlp",
+        marks=extended,
+    ),
 ]
 
 
@@ -127,20 +147,28 @@ def test_each_memory_switch_saves_memory(without: str, with_: str) -> None:
 
 
 def test_collective_volumes_match_the_strategy() -> None:
-    """Oracle: by hand: bf16 parameters gathered twice except embedding and head, float32 gradients reduced once."""
+    """Oracle: by hand: bf16 parameters gathered twice except embedding and head, float32 gradients
+    reduced once."""
     config = _config(*LLAMA)
     total = _parameters(config)
     once = 2 * config.model.vocab_size * config.model.dim + config.model.dim
     hybrid = _predict(*LLAMA, "mesh.fsdp_size=8", world_size=32)
-    moved = {(each.collective, each.axis, each.group_size): each.bytes for each in hybrid.time.volumes}
-    assert moved["all_gather", "shard", 8] == pytest.approx(7 / 8 * 2 * (2 * total - once), rel=1e-6)
+    moved = {
+        (each.collective, each.axis, each.group_size): each.bytes for each in hybrid.time.volumes
+    }
+    assert moved["all_gather", "shard", 8] == pytest.approx(
+        7 / 8 * 2 * (2 * total - once), rel=1e-6
+    )
     assert moved["reduce_scatter", "shard", 8] == pytest.approx(7 / 8 * 4 * total, rel=1e-6)
     assert moved["all_reduce", "replicate", 4] == pytest.approx(2 * 3 / 4 * 4 * total / 8, rel=1e-6)
 
 
-@pytest.mark.parametrize("grad_accum", [2, *(pytest.param(count, marks=extended) for count in (1, 3, 5))])
+@pytest.mark.parametrize(
+    "grad_accum", [2, *(pytest.param(count, marks=extended) for count in (1, 3, 5))]
+)
 def test_time_and_gathers_are_linear_in_micro_batches(grad_accum: int) -> None:
-    """Oracle: middle micro-batches are equal, so time is linear, and gathers are counted once for each."""
+    """Oracle: middle micro-batches are equal, so time is linear, and gathers are counted once for
+    each."""
     words = ("model=llama3_1b", BF16, "train.seq_len=2048", "train.batch_size=4")
 
     def predict(count: int) -> Prediction:
@@ -158,9 +186,12 @@ def test_time_and_gathers_are_linear_in_micro_batches(grad_accum: int) -> None:
     )
 
 
-@pytest.mark.parametrize("words", [(), (FULL, "memory.optimizer_offload=true"), ("parallel=fsdp1", FULL)])
+@pytest.mark.parametrize(
+    "words", [(), (FULL, "memory.optimizer_offload=true"), ("parallel=fsdp1", FULL)]
+)
 def test_parts_of_a_prediction_add_up(words: tuple[str, ...]) -> None:
-    """Oracle: the step is busy or waits for one of three things; the peak is the sum of its categories."""
+    """Oracle: the step is busy or waits for one of three things; the peak is the sum of its
+    categories."""
     prediction = _predict(*LLAMA, *words)
     time, memory = prediction.time, prediction.memory
     waits = time.exposed_communication_seconds + time.exposed_transfer_seconds + time.host_seconds
@@ -171,14 +202,18 @@ def test_parts_of_a_prediction_add_up(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "kernels"), [*((kind, "") for kind in AttentionKind), ("npu", "npu"), ("flash", "compiled")]
+    ("kind", "kernels"),
+    [*((kind, "") for kind in AttentionKind), ("npu", "npu"), ("flash", "compiled")],
 )
 def test_kept_activations_of_a_llama_block(kind: AttentionKind | str, kernels: str) -> None:
-    """Oracle: by hand, tensors in bf16: nine of width D with fused normalization, or eight, statistics, and of width F
-    four, or three (gate, up, their product) with fused kernels."""
+    """Oracle: by hand, tensors in bf16: nine of width D with fused normalization, or eight,
+    statistics, and of width F four, or three (gate, up, their product) with fused kernels."""
     kind = AttentionKind(kind)
     device_type = "npu" if kernels == "npu" else "cuda"
-    words = [f"kernels.{operation}={kernels or 'torch'}" for operation in ("rms_norm", "rotary", "swiglu")]
+    words = [
+        f"kernels.{operation}={kernels or 'torch'}"
+        for operation in ("rms_norm", "rotary", "swiglu")
+    ]
     config = configured([*LLAMA, "train.batch_size=1", *words], 8, device_type)
     with torch.device("meta"):
         model = config.model.build()
@@ -191,8 +226,9 @@ def test_kept_activations_of_a_llama_block(kind: AttentionKind | str, kernels: s
             live.pop(event.block, None)
     kept = sum(live.values())
     tokens, width, ffn_width, heads = 4096, 4096, 11008, 32
-    # Two normalized inputs, q, k, v, attention's result, the stream twice: after attention and after the block. The
-    # input is the previous block's. torch_npu's result is contiguous and kept transposed, too.
+    # Two normalized inputs, q, k, v, attention's result, the stream twice: after attention and
+    # after the block. The input is the previous block's. torch_npu's result is contiguous and kept
+    # transposed, too.
     wide = (9 if kind is AttentionKind.npu else 8) * tokens * width * 2
     statistics = tokens * heads * 4 * (16 if kind is AttentionKind.npu else 1)
     expected = wide + (3 if kernels else 4) * tokens * ffn_width * 2 + statistics
@@ -225,8 +261,9 @@ def test_compiled_blocks_are_planned_with_fused_kernels() -> None:
     ids=" ".join,
 )
 def test_layout_mode_is_planned_like_the_default_mode(words: tuple[str, ...]) -> None:
-    """Oracle: the same run in the default mode, with the same kernels and optimizer, on a device that prefers
-    deterministic attention; reductions in float64 take longer. And the caveat on float64 tensors."""
+    """Oracle: the same run in the default mode, with the same kernels and optimizer, on a device
+    that prefers deterministic attention; reductions in float64 take longer. And the caveat on
+    float64 tensors."""
     small = ["model=llama_debug", "train.seq_len=512", "train.batch_size=1"]
     small += ["optim.implementation=foreach", *words]
 
@@ -266,16 +303,26 @@ def test_native_segments_reserve_at_least_the_allocated_memory() -> None:
     ],
 )
 def test_every_parameter_has_a_gradient_in_one_segment(words: tuple[str, ...]) -> None:
-    """Oracle: the model's parameters, of which a tied one is in two segments; predictions are positive and finite."""
+    """Oracle: the model's parameters, of which a tied one is in two segments; predictions are
+    positive and finite."""
     config = _config(*words, BF16)
     with torch.device("meta"):
         model = config.model.build()
     segments = segments_of(config, model, AttentionKind.flash)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    inside = [f"layers.{index}.{name}" for index, block in enumerate(segments[1:-1]) for name in block.gradients]
+    inside = [
+        f"layers.{index}.{name}"
+        for index, block in enumerate(segments[1:-1])
+        for name in block.gradients
+    ]
     assert sorted([*segments[0].gradients, *inside, *segments[-1].gradients]) == sorted(names)
     prediction = fast_estimate(config, _hardware("h100"), 8)
-    assert 0 < prediction.memory.end_bytes <= prediction.memory.peak_bytes <= prediction.memory.reserved_bytes
+    assert (
+        0
+        < prediction.memory.end_bytes
+        <= prediction.memory.peak_bytes
+        <= prediction.memory.reserved_bytes
+    )
     assert 0 < prediction.time.step_seconds < 10
     assert 0 < (prediction.mfu or 0) < 1
 
@@ -290,15 +337,28 @@ def test_every_parameter_has_a_gradient_in_one_segment(words: tuple[str, ...]) -
         pytest.param("min_params=1e9", 0, marks=extended),
     ],
 )
-def test_units_by_class_and_by_size_are_gathered_twice_and_reduced_once(words: str, units: int, strategy: str) -> None:
-    """Oracle: units of four blocks with tied embeddings by hand; the root is gathered once, and never before others.
+def test_units_by_class_and_by_size_are_gathered_twice_and_reduced_once(
+    words: str, units: int, strategy: str
+) -> None:
+    """Oracle: units of four blocks with tied embeddings by hand; the root is gathered once, and
+    never before others.
 
     The peak holds the gathered root beside the shards of parameters and states.
     """
-    given = ["model=llama3_1b", "model.n_layers=4", f"parallel={strategy}", f"parallel.{words}", "train.seq_len=128"]
+    given = [
+        "model=llama3_1b",
+        "model.n_layers=4",
+        f"parallel={strategy}",
+        f"parallel.{words}",
+        "train.seq_len=128",
+    ]
     config = configured([*given, BF16], 8, "cuda")
     prediction = fast_estimate(config, _hardware("h100"), 8)
-    calls = {volume.collective: volume.calls for volume in prediction.time.volumes if volume.axis == "shard"}
+    calls = {
+        volume.collective: volume.calls
+        for volume in prediction.time.volumes
+        if volume.axis == "shard"
+    }
     assert calls == {"all_gather": 2 * units + 1, "reduce_scatter": units + 1}
     with torch.device("meta"):
         model = config.model.build()
@@ -312,11 +372,14 @@ def test_units_by_class_and_by_size_are_gathered_twice_and_reduced_once(words: s
     assert prediction.memory.peak_bytes > left + 12 * model.parameter_counts().total / 8
 
 
-OUT_OF_HOST_MEMORY = "the tracing process was killed, most likely for lack of host memory; free memory"
+OUT_OF_HOST_MEMORY = (
+    "the tracing process was killed, most likely for lack of host memory; free memory"
+)
 
 
 def test_autograd_prevents_forks_that_trace() -> None:
-    """Oracle: a process that has computed nothing can fork; after a backward, whose threads a fork lacks, it cannot."""
+    """Oracle: a process that has computed nothing can fork; after a backward, whose threads a fork
+    lacks, it cannot."""
     assert in_fresh_process(_can_fork) == (True, False)
 
 
@@ -330,7 +393,12 @@ def _can_fork() -> tuple[bool, bool]:
     ("number", "error", "message"),
     [
         (signal.SIGKILL, ConfigError, OUT_OF_HOST_MEMORY),
-        pytest.param(signal.SIGTERM, RuntimeError, "the tracing process ended with status -15:\n", marks=extended),
+        pytest.param(
+            signal.SIGTERM,
+            RuntimeError,
+            "the tracing process ended with status -15:\n",
+            marks=extended,
+        ),
     ],
 )
 def test_lost_tracing_process_is_reported_and_replaced(
@@ -353,12 +421,19 @@ def test_lost_tracing_process_is_reported_and_replaced(
 
 @pytest.mark.parametrize("hardware", ["cpu", pytest.param("a2", marks=extended)])
 @pytest.mark.parametrize(
-    "model", ["qwen3_moe_mini", pytest.param("llama4_mini", marks=extended), pytest.param("llama3_1b", marks=extended)]
+    "model",
+    [
+        "qwen3_moe_mini",
+        pytest.param("llama4_mini", marks=extended),
+        pytest.param("llama3_1b", marks=extended),
+    ],
 )
 def test_float32_is_predicted_without_an_accelerator_kernel(model: str, hardware: str) -> None:
     """Oracle: the prediction exists, and takes more time than bf16, at most twice as much."""
     one, two = (
-        _predict(f"model={model}", f"parallel.param_dtype={dtype}", world_size=2, hardware=hardware).memory
+        _predict(
+            f"model={model}", f"parallel.param_dtype={dtype}", world_size=2, hardware=hardware
+        ).memory
         for dtype in ("bfloat16", "float32")
     )
     assert one.reserved_bytes < two.reserved_bytes < 2.2 * one.reserved_bytes

@@ -1,4 +1,5 @@
-"""Traces of runs whose ranks share sequences or split experts against formulas, and estimates against traces."""
+"""Traces of runs whose ranks share sequences or split experts against formulas, and estimates
+against traces."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -38,28 +39,39 @@ def both(words: Sequence[str], name: str = "h100", ranks: int = 8) -> tuple[Pred
     hardware = load_hardware(name)
     config = configured(words, ranks, hardware.device_type)
     trace = traced_on(config, hardware, ranks)
-    return fast_estimate(config, hardware, ranks), replay(trace, hardware, build_allocator(config.plan.allocator))
+    return fast_estimate(config, hardware, ranks), replay(
+        trace, hardware, build_allocator(config.plan.allocator)
+    )
 
 
 def exchanged(trace: Trace, axis: str, ranks: int, name: str = "all_to_all") -> Counter[int]:
     """Bytes of each exchange along an axis in a step → how often."""
-    events = [event for event in of_step(trace, Collective) if (event.name, event.axis) == (name, axis)]
+    events = [
+        event for event in of_step(trace, Collective) if (event.name, event.axis) == (name, axis)
+    ]
     assert {(event.group_size, event.group_stride) for event in events} == {(ranks, 1)}
     return Counter(event.bytes for event in events)
 
 
-@pytest.mark.parametrize(("kv_heads", "ranks", "copied"), [(4, 4, 4), pytest.param(2, 8, 8, marks=extended)])
+@pytest.mark.parametrize(
+    ("kv_heads", "ranks", "copied"), [(4, 4, 4), pytest.param(2, 8, 8, marks=extended)]
+)
 def test_ulysses_exchanges_heads_for_sequence_and_back_in_forward_and_backward(
     kv_heads: int, ranks: int, copied: int
 ) -> None:
-    """Oracle: t tokens of H query heads and of both kinds of the copied key heads, and of H results, in 16 bits."""
+    """Oracle: t tokens of H query heads and of both kinds of the copied key heads, and of H
+    results, in 16 bits."""
     trace = traced([*LLAMA, f"model.n_kv_heads={kv_heads}", f"mesh.cp_size={ranks}"])
     token = TOKENS // ranks * WIDTH * 2
-    assert exchanged(trace, "cp", ranks) == {token * (HEADS + 2 * copied): 2 * LAYERS, token * HEADS: 2 * LAYERS}
+    assert exchanged(trace, "cp", ranks) == {
+        token * (HEADS + 2 * copied): 2 * LAYERS,
+        token * HEADS: 2 * LAYERS,
+    }
 
 
 def test_gathered_attention_gathers_keys_again_and_scatters_gradients_in_float32() -> None:
-    """Oracle: keys and values of full sequences, gathered in forward and backward, and their gradients."""
+    """Oracle: keys and values of full sequences, gathered in forward and backward, and their
+    gradients."""
     trace = traced([*LLAMA, "model.n_kv_heads=4", "mesh.cp_size=4", "parallel.context=gathered"])
     pair = 2 * TOKENS * 4 * WIDTH
     assert exchanged(trace, "cp", 4, "all_gather") == {pair * 2: 2 * LAYERS}
@@ -67,7 +79,8 @@ def test_gathered_attention_gathers_keys_again_and_scatters_gradients_in_float32
 
 
 def test_ring_attention_passes_blocks_in_forward_and_backward_and_their_gradients_home() -> None:
-    """Oracle: N-1 messages of a rank's keys and values each way, and N of their gradients in float32."""
+    """Oracle: N-1 messages of a rank's keys and values each way, and N of their gradients in
+    float32."""
     trace = traced([*LLAMA, "model.n_kv_heads=4", "mesh.cp_size=4", "parallel.context=ring"])
     pair = 2 * TOKENS // 4 * 4 * WIDTH
     assert exchanged(trace, "cp", 4, "send") == {pair * 2: 2 * 3 * LAYERS, pair * 4: 4 * LAYERS}
@@ -77,7 +90,8 @@ def test_ring_attention_passes_blocks_in_forward_and_backward_and_their_gradient
 
 @pytest.mark.parametrize("form", ["ulysses", "gathered", "ring"])
 def test_attention_of_a_rank_is_its_part_of_the_causal_half(form: str) -> None:
-    """Oracle: the FLOPs of one rank with full sequences, over the ranks; FlashAttention takes no masks."""
+    """Oracle: the FLOPs of one rank with full sequences, over the ranks; FlashAttention takes no
+    masks."""
     words = [*LLAMA, "model.n_kv_heads=4"]
     trace = traced([*words, *CONTEXTS[form]])
     whole, part = (
@@ -86,25 +100,37 @@ def test_attention_of_a_rank_is_its_part_of_the_causal_half(form: str) -> None:
     )
     # Gathered: rank 0 has the first and the last of eight pieces, whose diagonal blocks count half.
     assert part == pytest.approx(whole / 4)
-    assert {event.attention.split()[0] for event in of_step(trace, Kernel) if event.attention} == {"flash"}
+    assert {event.attention.split()[0] for event in of_step(trace, Kernel) if event.attention} == {
+        "flash"
+    }
 
 
 def test_activations_fall_with_the_ranks_that_share_a_sequence() -> None:
-    """Oracle: a quarter of the tokens, and attention's result twice: as computed, and after the exchange."""
+    """Oracle: a quarter of the tokens, and attention's result twice: as computed, and after the
+    exchange."""
     words = [*LLAMA, "model.n_kv_heads=4"]
-    whole, part = (live_bytes(traced([*words, *more]), 2, "backward") for more in ((), ("mesh.cp_size=4",)))
+    whole, part = (
+        live_bytes(traced([*words, *more]), 2, "backward") for more in ((), ("mesh.cp_size=4",))
+    )
     twice = LAYERS * TOKENS // 4 * DIM * 2
-    assert part[Category.activations] == pytest.approx(whole[Category.activations] / 4 + twice, abs=1024)
+    assert part[Category.activations] == pytest.approx(
+        whole[Category.activations] / 4 + twice, abs=1024
+    )
     assert part[Category.logits] == pytest.approx(whole[Category.logits] / 4, abs=1024)
     assert part[Category.parameters] == whole[Category.parameters]
 
 
 @pytest.mark.parametrize("imbalance", [pytest.param(1, marks=extended), 2])
 def test_experts_exchange_rows_and_weights_of_the_assumed_load(imbalance: int) -> None:
-    """Oracle: N·K rows of D numbers to the experts and back, in forward and backward, and a weight with each."""
+    """Oracle: N·K rows of D numbers to the experts and back, in forward and backward, and a weight
+    with each."""
     trace = traced([*MOE, "mesh.ep_size=4", f"plan.expert_imbalance={imbalance}"])
     rows = TOKENS * TOP_K * imbalance
-    assert exchanged(trace, "ep", 4) == {rows * DIM * 2: 4 * LAYERS, rows * 2: 2 * LAYERS, EXPERTS * 8: LAYERS}
+    assert exchanged(trace, "ep", 4) == {
+        rows * DIM * 2: 4 * LAYERS,
+        rows * 2: 2 * LAYERS,
+        EXPERTS * 8: LAYERS,
+    }
     grouped = [event for event in of_step(trace, Kernel) if event.name == "aten::_grouped_mm"]
     assert {event.kind for event in grouped} == {KernelKind.matmul}
     # Three matmuls of a token with D x F numbers, and twice as many in the backward.
@@ -112,7 +138,8 @@ def test_experts_exchange_rows_and_weights_of_the_assumed_load(imbalance: int) -
 
 
 def test_a_rank_gathers_its_experts_only() -> None:
-    """Oracle: half of the experts' parameters, over the two ranks that have the same; the others in full."""
+    """Oracle: half of the experts' parameters, over the two ranks that have the same; the others in
+    full."""
     gathered: Counter[str] = Counter()
     for event in of_step(traced([*MOE, "mesh.ep_size=4", "plan.expert_imbalance=2"]), Collective):
         gathered[event.axis] += event.bytes * (event.name == "all_gather")
@@ -130,13 +157,21 @@ SELECTIVE, FULL = (f"memory.gradient_checkpointing={mode}" for mode in ("selecti
         (LLAMA, ("mesh.cp_size=4", "model.n_kv_heads=2")),
         (MOE, ("mesh.ep_size=4", "plan.expert_imbalance=2", FULL)),
         (LLAMA, ("mesh.tp_size=2", "mesh.fsdp_size=4", FULL, "memory.chunk_loss=true")),
-        pytest.param(LLAMA, ("mesh.cp_size=4", "parallel.context=gathered", SELECTIVE), marks=extended),
         pytest.param(
-            LLAMA, ("mesh.cp_size=8", "parallel.context=ring", "mesh.fsdp_size=8", "parallel=fsdp1"), marks=extended
+            LLAMA, ("mesh.cp_size=4", "parallel.context=gathered", SELECTIVE), marks=extended
+        ),
+        pytest.param(
+            LLAMA,
+            ("mesh.cp_size=8", "parallel.context=ring", "mesh.fsdp_size=8", "parallel=fsdp1"),
+            marks=extended,
         ),
         pytest.param(MOE, ("mesh.ep_size=2", "mesh.fsdp_size=4", "mesh.cp_size=2"), marks=extended),
         pytest.param(LLAMA, ("mesh.tp_size=4", "model.n_kv_heads=4"), marks=extended),
-        pytest.param(LLAMA, ("mesh.tp_size=2", "mesh.cp_size=2", "parallel.wrap=block_attn_mlp"), marks=extended),
+        pytest.param(
+            LLAMA,
+            ("mesh.tp_size=2", "mesh.cp_size=2", "parallel.wrap=block_attn_mlp"),
+            marks=extended,
+        ),
     ],
 )
 def test_closed_form_has_the_memory_and_the_exchanges_of_the_trace(
@@ -160,25 +195,34 @@ def test_closed_form_has_the_memory_and_the_exchanges_of_the_trace(
 
 
 def test_split_features_gather_tokens_before_layers_and_scatter_sums_after_them() -> None:
-    """Oracle: tokens of B·T·D in 16 bits, of two layers a block and the head or the embedding, in both directions."""
+    """Oracle: tokens of B·T·D in 16 bits, of two layers a block and the head or the embedding, in
+    both directions."""
     trace = traced([*LLAMA, "model.n_kv_heads=4", "mesh.tp_size=4"])
     tokens, times = TOKENS * DIM * 2, 2 * (2 * LAYERS + 1)
     assert exchanged(trace, "tp", 4, "all_gather") == {tokens: times}
     assert exchanged(trace, "tp", 4, "reduce_scatter") == {tokens: times}
     reduced = exchanged(trace, "tp", 4, "all_reduce")
-    # Gradients of norms in float32; largest logits; sums, labels' logits and a third number of each token.
+    # Gradients of norms in float32; largest logits; sums, labels' logits and a third number of each
+    # token.
     assert reduced[DIM * 4] == 2 * LAYERS + 1
     assert reduced[TOKENS * 4] == reduced[3 * TOKENS * 4] == 1
 
 
 LEAN = ("memory.gradient_checkpointing=full", "memory.chunk_loss=true")
-IN_BACKWARD = ("memory.optimizer_in_backward=true", "train.max_grad_norm=null", "train.skip_nonfinite=false")
+IN_BACKWARD = (
+    "memory.optimizer_in_backward=true",
+    "train.max_grad_norm=null",
+    "train.skip_nonfinite=false",
+)
 TRACED = {
     "fsdp2": ("h100", ("parallel=fsdp2", *LEAN, "memory.optimizer_offload=true")),
     "fsdp1": ("h100", ("parallel=fsdp1",)),
     # A micro-batch's gradients, next to DDP's buckets.
     "ddp": ("h100", ("parallel=ddp", "train.grad_accum=2")),
-    "single": ("h100", ("parallel=single", "memory.optimizer_offload=true", "memory.offload_state_dtype=bfloat16")),
+    "single": (
+        "h100",
+        ("parallel=single", "memory.optimizer_offload=true", "memory.offload_state_dtype=bfloat16"),
+    ),
 }
 MORE = {
     "npu": ("a2", ("parallel=fsdp2",)),
@@ -198,8 +242,11 @@ ROWS += [pytest.param(*row, id=name, marks=pytest.mark.extended) for name, row i
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(("name", "words"), ROWS)
 def test_closed_form_agrees_with_the_trace(name: str, words: tuple[str, ...]) -> None:
-    """Oracle: the real trainer, traced and replayed, within the 10% above which a disagreement is reported."""
-    formula, replayed = both([*LLAMA_1B, BF16, *words], name, 1 if "parallel=single" in words else 8)
+    """Oracle: the real trainer, traced and replayed, within the 10% above which a disagreement is
+    reported."""
+    formula, replayed = both(
+        [*LLAMA_1B, BF16, *words], name, 1 if "parallel=single" in words else 8
+    )
     memory = replayed.memory()
     assert formula.memory.end_bytes == pytest.approx(memory.end_bytes, rel=0.01)
     assert formula.memory.peak_bytes == pytest.approx(memory.peak_bytes, rel=0.1)
@@ -207,7 +254,11 @@ def test_closed_form_agrees_with_the_trace(name: str, words: tuple[str, ...]) ->
     assert formula.time.step_seconds == pytest.approx(replayed.time().step_seconds, rel=0.1)
     for exchange in ("all_to_all", "broadcast"):  # of Muon's matrices
         of_formula, of_trace = (
-            [(each.axis, each.calls, each.bytes) for each in time.volumes if each.collective == exchange]
+            [
+                (each.axis, each.calls, each.bytes)
+                for each in time.volumes
+                if each.collective == exchange
+            ]
             for time in (formula.time, replayed.time())
         )
         assert of_formula == of_trace

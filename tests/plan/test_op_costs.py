@@ -1,4 +1,5 @@
-"""Kernels of a plan: attention's backend and rate, bytes that no schema shows, and the stream of FSDP1's joins."""
+"""Kernels of a plan: attention's backend and rate, bytes that no schema shows, and the stream of
+FSDP1's joins."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -55,12 +56,21 @@ class Names(TorchDispatchMode):
 def test_plans_take_the_backend_that_pytorch_would(
     kind: str, dtype: torch.dtype, causal: bool, backends: Sequence[SDPBackend], expected: str
 ) -> None:
-    """Oracle: the order of ``cuda/sdp_utils.cpp`` among the enabled backends; cuDNN takes causal 16 bits alone."""
-    query, key, value = (torch.empty(1, 4, 64, 32, dtype=dtype, device="meta", requires_grad=True) for _ in range(3))
-    with replace_kernels(AttentionKind(kind)), Names() as seen, sdpa_kernel(backends) if backends else nullcontext():
+    """Oracle: the order of ``cuda/sdp_utils.cpp`` among the enabled backends; cuDNN takes causal 16
+    bits alone."""
+    query, key, value = (
+        torch.empty(1, 4, 64, 32, dtype=dtype, device="meta", requires_grad=True) for _ in range(3)
+    )
+    with (
+        replace_kernels(AttentionKind(kind)),
+        Names() as seen,
+        sdpa_kernel(backends) if backends else nullcontext(),
+    ):
         F.scaled_dot_product_attention(query, key, value, is_causal=causal).sum().backward()
     fused = [name for name in seen.names if "_scaled_dot_product_" in name]
-    assert fused == [f"aten::_scaled_dot_product_{expected}_attention{suffix}" for suffix in ("", "_backward")]
+    assert fused == [
+        f"aten::_scaled_dot_product_{expected}_attention{suffix}" for suffix in ("", "_backward")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -71,23 +81,40 @@ def test_plans_take_the_backend_that_pytorch_would(
         ("a100", (), "flash"),
     ],
 )
-def test_deterministic_runs_take_flash_attention(hardware: str, words: Sequence[str], expected: str) -> None:
-    """Oracle: ``check_cudnn_deterministic`` and ``check_prefer_cudnn_attention`` of ``cuda/sdp_utils.cpp``."""
-    assert attention_of(compose_config(["experiment=null", *words]), load_hardware(hardware)).value == expected
+def test_deterministic_runs_take_flash_attention(
+    hardware: str, words: Sequence[str], expected: str
+) -> None:
+    """Oracle: ``check_cudnn_deterministic`` and ``check_prefer_cudnn_attention`` of
+    ``cuda/sdp_utils.cpp``."""
+    assert (
+        attention_of(compose_config(["experiment=null", *words]), load_hardware(hardware)).value
+        == expected
+    )
 
 
-PRODUCTS = re.compile(r"::\w*(mm|mv|matmul|addbmm|dot|linear|convolution|attention)(_backward|_activation)?\w*$")
+PRODUCTS = re.compile(
+    r"::\w*(mm|mv|matmul|addbmm|dot|linear|convolution|attention)(_backward|_activation)?\w*$"
+)
 TRACED_STEPS = {
     "model=llama_debug memory.chunk_loss=true": 1,
     "model=qwen3_moe_debug optim=muon parallel.param_dtype=bfloat16": 2,
-    "model=gpt2_debug parallel=fsdp1 optim=sgd memory.chunk_loss=true parallel.param_dtype=bfloat16": 2,
+    (
+        "model=gpt2_debug parallel=fsdp1 optim=sgd memory.chunk_loss=true "
+        "parallel.param_dtype=bfloat16"
+    ): 2,
     "model=llama4_debug parallel=ddp memory=checkpointing optim.state_dtype=int8": 2,
     "model=qwen3_debug parallel=fsdp2 mesh.tp_size=2 memory.chunk_loss=true": 4,
-    "model=llama_debug parallel=fsdp2 mesh.pp_size=2 train.grad_accum=2 memory.gradient_checkpointing=selective": 2,
+    (
+        "model=llama_debug parallel=fsdp2 mesh.pp_size=2 train.grad_accum=2 "
+        "memory.gradient_checkpointing=selective"
+    ): 2,
     "model=llama_debug mesh.cp_size=2 parallel.context=ring memory.optimizer_offload=false": 2,
     "model=llama_debug mesh.cp_size=2 parallel.context=gathered memory.chunk_loss=true": 2,
     "model=qwen3_moe_debug mesh.ep_size=2 kernels.grouped_matmul=looped": 2,
-    "model=llama_debug model.ffn_dim=192 parallel=single tune=lora tune.base=nf4 parallel.param_dtype=bfloat16": 1,
+    (
+        "model=llama_debug model.ffn_dim=192 parallel=single tune=lora tune.base=nf4 "
+        "parallel.param_dtype=bfloat16"
+    ): 1,
     "model=llama_debug parallel=single train.float8=tensorwise parallel.param_dtype=bfloat16": 1,
     "model=gpt2_debug parallel=fsdp2 memory=cpu_offload train.deterministic=true": 2,
 }
@@ -102,21 +129,37 @@ TRACED_STEPS = {
     ],
 )
 def test_every_matrix_product_of_a_step_has_flops(words: str) -> None:
-    """Oracle: the names of the operators; PyTorch's counter knows none of those that write into an argument."""
+    """Oracle: the names of the operators; PyTorch's counter knows none of those that write into an
+    argument."""
     trace = traced([*words.split(), "train.batch_size=1", "train.seq_len=128"], TRACED_STEPS[words])
     kernels = [kernel for event in trace.events for kernel in getattr(event, "kernels", (event,))]
-    products = [kernel for kernel in kernels if isinstance(kernel, Kernel) and PRODUCTS.search(kernel.name)]
+    products = [
+        kernel for kernel in kernels if isinstance(kernel, Kernel) and PRODUCTS.search(kernel.name)
+    ]
     assert products
     assert {kernel.name for kernel in products if not kernel.flops} == set()
 
 
 @pytest.mark.skipif(TORCH < PREFERS_CUDNN, reason="this torch prefers FlashAttention")
 def test_closed_form_prices_attention_by_backend_and_head_width() -> None:
-    """Oracle: the FLOPs of causal attention, 7 B·H·T²·K a layer in both passes, at cuDNN's rate for narrow heads."""
-    words = ["model=llama_debug", "parallel=single", "parallel.param_dtype=bfloat16", "train.seq_len=512"]
+    """Oracle: the FLOPs of causal attention, 7 B·H·T²·K a layer in both passes, at cuDNN's rate for
+    narrow heads."""
+    words = [
+        "model=llama_debug",
+        "parallel=single",
+        "parallel.param_dtype=bfloat16",
+        "train.seq_len=512",
+    ]
     config, hardware = configured(words, 1, "cuda"), load_hardware("h200")
     model = config.model
-    flops = 7 * model.n_heads * 512**2 * (model.dim // model.n_heads) * model.n_layers * config.train.batch_size
+    flops = (
+        7
+        * model.n_heads
+        * 512**2
+        * (model.dim // model.n_heads)
+        * model.n_layers
+        * config.train.batch_size
+    )
     slow = imagined_hardware(memory_bandwidth=1e30)
     slow.attention_backends["cudnn 64"] = hardware.attention_backends["cudnn 64"]
     object.__setattr__(slow, "attention", AttentionKind.cudnn)
@@ -135,7 +178,8 @@ def test_closed_form_prices_attention_by_backend_and_head_width() -> None:
     ],
 )
 def test_plans_state_that_they_assume_cudnn(words: Sequence[str], expected: bool) -> None:
-    """Oracle: 16-bit causal attention whose backend is not another one; a named backend is no unmeasured kernel."""
+    """Oracle: 16-bit causal attention whose backend is not another one; a named backend is no
+    unmeasured kernel."""
     config = configured(["model=llama_debug", "parallel=single", *words], 1, "cuda")
     sentences = caveats(config, load_hardware("h200"), 1)
     assert any("assumes attention by cuDNN" in sentence for sentence in sentences) is expected
@@ -152,7 +196,9 @@ def test_plans_state_that_they_assume_cudnn(words: Sequence[str], expected: bool
     ],
     ids=["norm", "norm in float64", "a tensor joined several times"],
 )
-def test_bytes_that_no_schema_shows_are_counted(operate: Callable[[Tensor], Tensor], read_and_written: int) -> None:
+def test_bytes_that_no_schema_shows_are_counted(
+    operate: Callable[[Tensor], Tensor], read_and_written: int
+) -> None:
     """Oracle: by hand, for 1000 numbers in float32."""
     recorder = OpRecorder("meta", AttentionKind.flash)
     with recorder.watch():
@@ -167,7 +213,9 @@ BLOCK, REST = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 2 * 32000 * 4096 + 4096
 def of_phase(trace: Trace, phase: str) -> list[object]:
     """Events of a phase of the second step."""
     begins = trace.events.index(Mark(2, phase))
-    ends = next(i for i in range(begins + 1, len(trace.events)) if isinstance(trace.events[i], Mark))
+    ends = next(
+        i for i in range(begins + 1, len(trace.events)) if isinstance(trace.events[i], Mark)
+    )
     return list(trace.events[begins + 1 : ends])
 
 
@@ -175,7 +223,8 @@ def of_phase(trace: Trace, phase: str) -> list[object]:
 @newer_torch
 @pytest.mark.parametrize("strategy", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.extended)])
 def test_fsdp1_concatenates_gradients_on_the_all_gather_stream(strategy: str) -> None:
-    """Oracle: ``Node::stream``: FSDP1's views are made on the gathering stream, FSDP2 makes none."""
+    """Oracle: ``Node::stream``: FSDP1's views are made on the gathering stream, FSDP2 makes
+    none."""
     trace = in_fresh_process(trace_row, f"{strategy} block gc", 2)
     (gathering,) = (number for number, purpose in trace.streams.items() if purpose == "all-gather")
     events = of_phase(trace, "backward")
@@ -184,9 +233,13 @@ def test_fsdp1_concatenates_gradients_on_the_all_gather_stream(strategy: str) ->
         assert not joins
         return
     assert [event.name for event in joins] == ["aten::cat"] * 3
-    # On the gathering stream: a unit's parameters again, except the root's, which stayed, and its joined gradient.
-    sizes = sorted(event.bytes for event in events if isinstance(event, Alloc) and event.stream == gathering)
+    # On the gathering stream: a unit's parameters again, except the root's, which stayed, and its
+    # joined gradient.
+    sizes = sorted(
+        event.bytes for event in events if isinstance(event, Alloc) and event.stream == gathering
+    )
     assert sizes == sorted([2 * BLOCK] * 4 + [2 * REST])
-    # Its single gradients, nine a block and three of the rest, are used there too, and the joined one by the reduction.
+    # Its single gradients, nine a block and three of the rest, are used there too, and the joined
+    # one by the reduction.
     recorded = [event.stream for event in events if isinstance(event, RecordStream)]
     assert recorded.count(gathering) >= 2 * 9 + 3

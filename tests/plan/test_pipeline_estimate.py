@@ -30,10 +30,24 @@ from fsdptoys.plan.predict import caveats, predict
 from fsdptoys.plan.search.effects import effects
 from fsdptoys.plan.search.ranking import label
 from fsdptoys.plan.search.search import SearchResult, search
-from fsdptoys.plan.search.switches import EVERYTHING, Combinations, count_parameters, fixed_keys, validate_switches
+from fsdptoys.plan.search.switches import (
+    EVERYTHING,
+    Combinations,
+    count_parameters,
+    fixed_keys,
+    validate_switches,
+)
 from fsdptoys.plan.simulator import costs
 from fsdptoys.plan.simulator.allocator import Allocator, build_allocator
-from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Kernel, KernelKind, Mark, Message, Messages, Trace
+from fsdptoys.plan.simulator.events import (
+    COMPUTE_STREAM,
+    Kernel,
+    KernelKind,
+    Mark,
+    Message,
+    Messages,
+    Trace,
+)
 from fsdptoys.plan.simulator.pipeline_schedules import Action, duration, most_in_flight, order_of
 from fsdptoys.plan.simulator.replay import Replay
 from fsdptoys.plan.text_report import print_prediction
@@ -42,7 +56,13 @@ from tests.harness.multi_rank_replay import replay_together
 from tests.harness.traced_runs import configured, imagined_hardware
 
 B, T, D = 1, 64, 64
-TINY = ["model=llama_debug", f"model.dim={D}", "model.n_layers=4", f"train.seq_len={T}", f"train.batch_size={B}"]
+TINY = [
+    "model=llama_debug",
+    f"model.dim={D}",
+    "model.n_layers=4",
+    f"train.seq_len={T}",
+    f"train.batch_size={B}",
+]
 TINY += ["parallel=fsdp2", "data=synthetic"]
 SCHEDULES = {"gpipe": (4, 4), "1f1b": (4, 4), "interleaved": (2, 4)}
 SCHEDULES |= {"zero_bubble": (2, 4)} if TORCH >= ZERO_BUBBLE_SINCE else {}
@@ -62,7 +82,11 @@ def config_of(schedule: str, *more: str) -> Config:
 
 def only_attention_takes_time(**values: float) -> Hardware:
     """Hardware on which all layers take equally long, and all else no time."""
-    rates = {field.name: math.inf for field in dataclasses.fields(Hardware) if field.name.endswith("_bandwidth")}
+    rates = {
+        field.name: math.inf
+        for field in dataclasses.fields(Hardware)
+        if field.name.endswith("_bandwidth")
+    }
     return imagined_hardware(**rates | {"matmul_efficiency": math.inf} | values)
 
 
@@ -70,7 +94,9 @@ def only_attention_takes_time(**values: float) -> Hardware:
 def replays() -> dict[str, tuple[Replay, ...]]:
     """All ranks of each schedule."""
     made = only_attention_takes_time()
-    jobs = {name: [(config_of(name), rank) for rank in range(SCHEDULES[name][0])] for name in SCHEDULES}
+    jobs = {
+        name: [(config_of(name), rank) for rank in range(SCHEDULES[name][0])] for name in SCHEDULES
+    }
     found = {}
     for ranks in (4, 2):
         names = [name for name in SCHEDULES if SCHEDULES[name][0] == ranks]
@@ -83,7 +109,8 @@ def replays() -> dict[str, tuple[Replay, ...]]:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_bubbles_of_equal_stages_have_the_published_share(schedule: str) -> None:
-    """Oracle: (p − 1) / (v·m + p − 1) of a step, with v stages on each of p ranks (arXiv:2104.04473, section 2.2)."""
+    """Oracle: (p − 1) / (v·m + p − 1) of a step, with v stages on each of p ranks
+    (arXiv:2104.04473, section 2.2)."""
     (p, m), v = SCHEDULES[schedule], 2 if schedule == "interleaved" else 1
     for replay in replays()[schedule]:
         time = replay.time()
@@ -93,9 +120,15 @@ def test_bubbles_of_equal_stages_have_the_published_share(schedule: str) -> None
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_messages_are_hidden_states_and_their_gradients(schedule: str) -> None:
-    """Oracle: B·T·D numbers of four bytes, for each micro-batch, boundary between stages and direction."""
+    """Oracle: B·T·D numbers of four bytes, for each micro-batch, boundary between stages and
+    direction."""
     p, m = SCHEDULES[schedule]
-    volumes = [volume for replay in replays()[schedule] for key, volume in replay.volumes.items() if key[1] == "pp"]
+    volumes = [
+        volume
+        for replay in replays()[schedule]
+        for key, volume in replay.volumes.items()
+        if key[1] == "pp"
+    ]
     sent = [volume for volume in volumes if volume.collective == "send"]
     assert sum(volume.calls for volume in sent) == 2 * m * (4 - 1)
     assert sum(volume.bytes for volume in sent) == 2 * m * (4 - 1) * B * T * D * 4
@@ -103,10 +136,12 @@ def test_messages_are_hidden_states_and_their_gradients(schedule: str) -> None:
 
 
 def test_activations_are_those_of_the_micro_batches_under_way() -> None:
-    """Oracle: p − r of 1f1b on rank r, all m of gpipe, whose last is partly freed at the peak; ranks of one layer."""
+    """Oracle: p − r of 1f1b on rank r, all m of gpipe, whose last is partly freed at the peak;
+    ranks of one layer."""
     p, m = SCHEDULES["1f1b"]
     one_by_one, gpipe = (
-        [replay.memory().categories[Category.activations] for replay in replays()[name]] for name in ("1f1b", "gpipe")
+        [replay.memory().categories[Category.activations] for replay in replays()[name]]
+        for name in ("1f1b", "gpipe")
     )
     of_one = one_by_one[1] - one_by_one[2]
     assert of_one > B * T * D * 4
@@ -130,13 +165,21 @@ def kernel(seconds: float) -> Kernel:
 def test_a_message_waits_for_its_later_rank_and_takes_the_time_of_its_link() -> None:
     """Oracle: arithmetic: arrivals after 2 s and 5 s, 100 bytes at 50 bytes per second."""
     hardware = only_attention_takes_time(intra_node_bandwidth=50.0)
-    sender = Trace([Mark(1, "forward"), kernel(2.0)._replace(stream=1), messages(0, (1, True)), Mark(1, "end")])
+    sender = Trace(
+        [Mark(1, "forward"), kernel(2.0)._replace(stream=1), messages(0, (1, True)), Mark(1, "end")]
+    )
     receiver = Trace([Mark(1, "forward"), kernel(5.0)._replace(stream=COMPUTE_STREAM)])
     receiver.events += [messages(1, (0, False))._replace(stream=COMPUTE_STREAM), Mark(1, "end")]
     found = replay_together([sender, receiver], hardware, two_allocators())
     assert found[1].time().step_seconds == 5 + 2
     assert found[1].time().exposed_communication_seconds == 2
-    late = Trace([Mark(1, "forward"), messages(1, (0, False))._replace(stream=COMPUTE_STREAM), Mark(1, "end")])
+    late = Trace(
+        [
+            Mark(1, "forward"),
+            messages(1, (0, False))._replace(stream=COMPUTE_STREAM),
+            Mark(1, "end"),
+        ]
+    )
     found = replay_together([sender, late], hardware, two_allocators())
     assert found[1].time().stage_seconds == 2
     assert found[1].time().step_seconds == 2 + 2
@@ -144,27 +187,45 @@ def test_a_message_waits_for_its_later_rank_and_takes_the_time_of_its_link() -> 
 
 def test_ranks_that_wait_for_one_another_are_reported() -> None:
     """Oracle: the definition of a deadlock."""
-    traces = [Trace([Mark(1, "forward"), messages(rank, (1 - rank, False)), Mark(1, "end")]) for rank in range(2)]
+    traces = [
+        Trace([Mark(1, "forward"), messages(rank, (1 - rank, False)), Mark(1, "end")])
+        for rank in range(2)
+    ]
     with pytest.raises(RuntimeError, match="these ranks wait for one another"):
         replay_together(traces, imagined_hardware(), two_allocators())
 
 
 @pytest.mark.parametrize(
     ("stride", "rank", "peer", "leaves"),
-    [(2, 0, 1, False), (2, 1, 2, True), (2, 3, 0, True), (3, 0, 1, True), (8, 0, 1, True), (1, 2, 3, False)],
+    [
+        (2, 0, 1, False),
+        (2, 1, 2, True),
+        (2, 3, 0, True),
+        (3, 0, 1, True),
+        (8, 0, 1, True),
+        (1, 2, 3, False),
+    ],
 )
 def test_messages_leave_a_node_between_ranks_of_different_nodes(
     stride: int, rank: int, peer: int, leaves: bool
 ) -> None:
-    """Oracle: nodes of four devices, counted by hand; with three ranks in each part one of them has the other node."""
+    """Oracle: nodes of four devices, counted by hand; with three ranks in each part one of them has
+    the other node."""
     event = messages(rank, (peer, True))._replace(group_stride=stride)
-    assert costs.leaves_node(imagined_hardware(devices_per_node=4), event, event.messages[0]) is leaves
+    assert (
+        costs.leaves_node(imagined_hardware(devices_per_node=4), event, event.messages[0]) is leaves
+    )
 
 
 @functools.cache
 def extrapolated() -> tuple[Config, Prediction]:
     """Of twelve micro-batches."""
-    words = ("model.n_layers=2", "parallel.schedule=1f1b", "train.grad_accum=12", "plan.hardware=h100")
+    words = (
+        "model.n_layers=2",
+        "parallel.schedule=1f1b",
+        "train.grad_accum=12",
+        "plan.hardware=h100",
+    )
     config = config_of("interleaved", *words)
     return config, predict(config, load_hardware("h100"), 2)
 
@@ -189,7 +250,12 @@ def test_a_plan_prints_its_pipeline_ranks() -> None:
     console = Console(file=io.StringIO(), width=80)
     print_prediction(config, prediction, load_hardware("h100"), 2**30, [], console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    for words in ("layers over 2", "64 tokens x 12 micro-batches per 2 ranks", "Pipeline ranks", "waiting for"):
+    for words in (
+        "layers over 2",
+        "64 tokens x 12 micro-batches per 2 ranks",
+        "Pipeline ranks",
+        "waiting for",
+    ):
         assert words in text, text
     for stage in prediction.stages:
         assert f" {stage.layers} " in text
@@ -197,7 +263,10 @@ def test_a_plan_prints_its_pipeline_ranks() -> None:
 
 def test_layers_of_a_rank_are_named() -> None:
     """Oracle: stage s of the model is on rank s mod N."""
-    assert layers_of_ranks(config_of("interleaved", "model.n_layers=8", "model.dim=256")) == ["0-1, 4-5", "2-3, 6-7"]
+    assert layers_of_ranks(config_of("interleaved", "model.n_layers=8", "model.dim=256")) == [
+        "0-1, 4-5",
+        "2-3, 6-7",
+    ]
     assert layers_of_ranks(config_of("gpipe")) == ["0", "1", "2", "3"]
 
 
@@ -216,7 +285,8 @@ RUNS = {
 """Run → ranks and overrides."""
 SHORT = {"interleaved"}
 each_run = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.extended) for name in RUNS]
+    "name",
+    [pytest.param(name, marks=[] if name in SHORT else pytest.mark.extended) for name in RUNS],
 )
 
 
@@ -260,7 +330,8 @@ def test_parts_of_a_prediction_add_up_and_survive_json(name: str) -> None:
 
 @pytest.mark.extended
 def test_a_prediction_does_not_depend_on_those_before_it() -> None:
-    """Oracle: the same again; a pipeline's first stage had as many ranks, and Muon asks for their group."""
+    """Oracle: the same again; a pipeline's first stage had as many ranks, and Muon asks for their
+    group."""
     hardware, ranks = load_hardware("h100"), 7  # no other test has as many
     fast_estimate(configured([*WORDS, "mesh.pp_size=2"], 2 * ranks, "cuda"), hardware, 2 * ranks)
     muon = configured([*WORDS, "optim=muon"], ranks, "cuda")
@@ -271,14 +342,27 @@ def test_a_prediction_does_not_depend_on_those_before_it() -> None:
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 2), (2, 6), (4, 4), (4, 8), (3, 9)])
 def test_interleaved_order_is_pytorchs(ranks: int, count: int) -> None:
-    """Oracle: ``ScheduleInterleaved1F1B.pipeline_order``, without slots in which a rank does nothing."""
-    common = {"num_stages": 2 * ranks, "group_size": ranks, "group_rank": 0, "group": None, "is_last": False}
+    """Oracle: ``ScheduleInterleaved1F1B.pipeline_order``, without slots in which a rank does
+    nothing."""
+    common = {
+        "num_stages": 2 * ranks,
+        "group_size": ranks,
+        "group_rank": 0,
+        "group": None,
+        "is_last": False,
+    }
     common |= {"has_backward": True, "submod": None, "device": torch.device("cpu")}
-    stages = [SimpleNamespace(stage_index=index, is_first=index == 0, **common) for index in (0, ranks)]
+    stages = [
+        SimpleNamespace(stage_index=index, is_first=index == 0, **common) for index in (0, ranks)
+    ]
     schedule = pipelining.ScheduleInterleaved1F1B(stages, count)  # type: ignore[arg-type]
     for rank, actions in schedule.pipeline_order.items():
         theirs = [
-            Action(each.computation_type.name == "FORWARD", each.stage_index, each.microbatch_index or 0)
+            Action(
+                each.computation_type.name == "FORWARD",
+                each.stage_index,
+                each.microbatch_index or 0,
+            )
             for each in actions
             if each is not None
         ]
@@ -287,12 +371,22 @@ def test_interleaved_order_is_pytorchs(ranks: int, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "ranks", "count"),
-    [(PipelineSchedule.gpipe, 4, 4), (ONE_BY_ONE, 2, 4), (ONE_BY_ONE, 4, 12), (INTERLEAVED, 2, 2), (INTERLEAVED, 2, 8)],
+    [
+        (PipelineSchedule.gpipe, 4, 4),
+        (ONE_BY_ONE, 2, 4),
+        (ONE_BY_ONE, 4, 12),
+        (INTERLEAVED, 2, 2),
+        (INTERLEAVED, 2, 8),
+    ],
 )
-def test_equal_stages_wait_for_the_published_share(schedule: PipelineSchedule, ranks: int, count: int) -> None:
-    """Oracle: (p − 1) / (v·m + p − 1) of a step, with v stages on each of p ranks (arXiv:2104.04473, section 2.2).
+def test_equal_stages_wait_for_the_published_share(
+    schedule: PipelineSchedule, ranks: int, count: int
+) -> None:
+    """Oracle: (p − 1) / (v·m + p − 1) of a step, with v stages on each of p ranks
+    (arXiv:2104.04473, section 2.2).
 
-    With more ranks PyTorch's order of messages makes interleaved slower: those tests compare with traces.
+    With more ranks PyTorch's order of messages makes interleaved slower: those tests compare with
+    traces.
     """
     per_rank = schedule.stages_per_rank
     orders = [list(order_of(schedule, ranks, rank, count)) for rank in range(ranks)]
@@ -301,13 +395,15 @@ def test_equal_stages_wait_for_the_published_share(schedule: PipelineSchedule, r
 
 
 def test_a_slow_stage_determines_the_time() -> None:
-    """Oracle: two stages of 1 and 3 seconds, worked by hand: the slow one begins after a forward of the other."""
+    """Oracle: two stages of 1 and 3 seconds, worked by hand: the slow one begins after a forward of
+    the other."""
     orders = [list(order_of(ONE_BY_ONE, 2, rank, 4)) for rank in range(2)]
     assert duration(orders, [(0.25, 0.75), (1.0, 2.0)]) == pytest.approx(0.25 + 4 * 3.0 + 0.75)
 
 
 def test_micro_batches_in_flight_are_those_of_the_schedule() -> None:
-    """Oracle: all m of gpipe; p − r of 1f1b; 3 p − 1 forwards of half of rank 0's layers, p + 1 of the last's."""
+    """Oracle: all m of gpipe; p − r of 1f1b; 3 p − 1 forwards of half of rank 0's layers, p + 1 of
+    the last's."""
     stages = [Stage(place, place + 1, place == 0, place == 7) for place in range(8)]
     for schedule, expected in (
         (PipelineSchedule.gpipe, [8, 8, 8, 8]),
@@ -321,16 +417,28 @@ def test_micro_batches_in_flight_are_those_of_the_schedule() -> None:
 @functools.cache
 def found() -> SearchResult:
     """A search on two nodes that varies the shard axis and stages."""
-    fixed = ["mesh.cp_size=1", "mesh.tp_size=1", "parallel.wrap=block", "parallel.reshard_after_forward=default"]
-    fixed += ["memory.activation_offload=false", "memory.optimizer_offload=false", "memory.cpu_offload=false"]
+    fixed = [
+        "mesh.cp_size=1",
+        "mesh.tp_size=1",
+        "parallel.wrap=block",
+        "parallel.reshard_after_forward=default",
+    ]
+    fixed += [
+        "memory.activation_offload=false",
+        "memory.optimizer_offload=false",
+        "memory.cpu_offload=false",
+    ]
     fixed += ["memory.gradient_checkpointing=none", "memory.chunk_loss=true", "train.batch_size=1"]
     words = [*WORDS, *fixed, "parallel.param_dtype=bfloat16"]
-    return search(compose_config(words), words, load_hardware("h100"), 16, 64 * 2**30, fast_estimate)
+    return search(
+        compose_config(words), words, load_hardware("h100"), 16, 64 * 2**30, fast_estimate
+    )
 
 
 @pytest.mark.extended
 def test_a_search_on_several_nodes_tries_stages_with_both_schedules() -> None:
-    """Oracle: the settings of the predicted candidates, which validate, and have eight micro-batches for each stage."""
+    """Oracle: the settings of the predicted candidates, which validate, and have eight
+    micro-batches for each stage."""
     configs = [one.config for one in found().candidates if one.config.mesh.pp_size > 1]
     assert {one.parallel.schedule for one in configs} == {ONE_BY_ONE, INTERLEAVED}  # type: ignore[attr-defined]
     assert {one.mesh.pp_size for one in configs} == {2}  # as many as nodes
@@ -343,9 +451,13 @@ def test_a_search_on_several_nodes_tries_stages_with_both_schedules() -> None:
 
 @pytest.mark.extended
 def test_stages_count_as_one_setting_of_the_best() -> None:
-    """Oracle: the number of micro-batches follows from that of stages, so that nothing else differs."""
+    """Oracle: the number of micro-batches follows from that of stages, so that nothing else
+    differs."""
     result = found()
-    settings = {each.setting.partition("=")[0] for each in effects(result.best, result.candidates, result.over)}
+    settings = {
+        each.setting.partition("=")[0]
+        for each in effects(result.best, result.candidates, result.over)
+    }
     assert "mesh.pp_size" in settings and "train.grad_accum" not in settings
 
 
@@ -362,7 +474,8 @@ def test_typed_stages_stay() -> None:
 def test_first_stages_are_the_fewest_with_which_gathered_parameters_and_gradients_fit(
     tp: int, stages: set[int]
 ) -> None:
-    """Oracle: three devices hold them, so two stages do not suffice; with features in two parts, two do."""
+    """Oracle: three devices hold them, so two stages do not suffice; with features in two parts,
+    two do."""
     base = compose_config(["model=llama3_1b", "parallel=fsdp2", "parallel.param_dtype=bfloat16"])
     gathered = count_parameters(base.model) * (2 + 4)
     combinations = Combinations(base, {"parallel"}, EVERYTHING, 64, 8, memory_bytes=gathered / 3)
@@ -373,10 +486,17 @@ def test_first_stages_are_the_fewest_with_which_gathered_parameters_and_gradient
 @pytest.mark.extended
 @pytest.mark.skipif(TORCH < ZERO_BUBBLE_SINCE, reason="refused before")
 def test_zero_bubble_is_predicted_within_the_stated_bounds() -> None:
-    """Oracle: the traces of its ranks; the caveat says that time is an upper bound and memory a lower one."""
+    """Oracle: the traces of its ranks; the caveat says that time is an upper bound and memory a
+    lower one."""
     words = [*WORDS, "mesh.pp_size=2", "parallel.schedule=zero_bubble", "train.grad_accum=4"]
     config, hardware = configured(words, 4, "cuda"), load_hardware("h100")
     found, full = predict(config, hardware, 4), predict_in_full(config, hardware, 4)
     assert full.memory.peak_bytes * 0.7 < found.memory.peak_bytes < full.memory.peak_bytes * 1.05
     assert full.time.step_seconds * 0.95 < found.time.step_seconds < full.time.step_seconds * 1.3
-    assert sum("zero_bubble is predicted as interleaved" in doubt for doubt in caveats(config, hardware, 4)) == 1
+    assert (
+        sum(
+            "zero_bubble is predicted as interleaved" in doubt
+            for doubt in caveats(config, hardware, 4)
+        )
+        == 1
+    )

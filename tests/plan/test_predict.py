@@ -1,5 +1,5 @@
-"""Predictions of a run and their caveats, traced depths and the line through them; printed predictions and searches,
-word for word."""
+"""Predictions of a run and their caveats, traced depths and the line through them; printed
+predictions and searches, word for word."""
 
 import dataclasses
 import io
@@ -16,14 +16,26 @@ from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
 from fsdptoys.device.profile import load_hardware
-from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, TimePrediction, Volume
+from fsdptoys.metrics.prediction import (
+    Category,
+    MemoryPrediction,
+    Prediction,
+    TimePrediction,
+    Volume,
+)
 from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.predict import caveats, estimate_run, hardware_of, predict, world_size_of
 from fsdptoys.plan.search.advice import Advice
 from fsdptoys.plan.search.ranking import Candidate
 from fsdptoys.plan.search.search import SearchResult
 from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
-from fsdptoys.plan.text_report import advice_to_dict, print_command, print_prediction, print_search, search_to_dict
+from fsdptoys.plan.text_report import (
+    advice_to_dict,
+    print_command,
+    print_prediction,
+    print_search,
+    search_to_dict,
+)
 from fsdptoys.plan.trace.extrapolate_layers import depths_of, extrapolate
 from tests.harness.traced_runs import imagined_hardware
 
@@ -61,7 +73,15 @@ def test_run_is_predicted_on_known_devices_only(words: list[str], predicted: boo
 def test_segment_kind_changes_reserved_memory() -> None:
     """Oracle: the estimate for each; a small model fills segments of 20 MiB badly."""
     configs = [composed(f"plan.allocator={kind.value}") for kind in AllocatorKind]
-    assert len({fast_estimate(config, load_hardware("h100"), 8).memory.reserved_bytes for config in configs}) == 2
+    assert (
+        len(
+            {
+                fast_estimate(config, load_hardware("h100"), 8).memory.reserved_bytes
+                for config in configs
+            }
+        )
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,9 +101,9 @@ def test_world_size_defaults_to_the_ranks_of_one_node(words: list[str], ranks: i
 
 
 SHARED_NODES = (
-    "mesh.fsdp_size=12 on nodes of 8 ranks has groups that lie across two nodes, so that every gather waits "
-    "for the network between them; mesh.fsdp_size=node keeps each within one; the prediction assumes that "
-    "each group starts at a node's first rank"
+    "mesh.fsdp_size=12 on nodes of 8 ranks has groups that lie across two nodes, so that every "
+    "gather waits for the network between them; mesh.fsdp_size=node keeps each within one; the "
+    "prediction assumes that each group starts at a node's first rank"
 )
 ONE_BY_ONE = "experts are assumed to be one matmul, but are multiplied one by one"
 
@@ -92,15 +112,45 @@ ONE_BY_ONE = "experts are assumed to be one matmul, but are multiplied one by on
     ("hardware", "words", "ranks", "expected"),
     [
         ("h100", ("mesh.fsdp_size=8",), 1024, "time beyond 128 ranks is not validated"),
-        ("h100", ("plan.memory_gib=500",), 8, "plan.memory_gib=500 is over the 77.61 GiB that h100 leaves the"),
-        ("h100", ("parallel=fsdp1",), 8, "only two steps are traced; reserved memory may grow in a third"),
+        (
+            "h100",
+            ("plan.memory_gib=500",),
+            8,
+            "plan.memory_gib=500 is over the 77.61 GiB that h100 leaves the",
+        ),
+        (
+            "h100",
+            ("parallel=fsdp1",),
+            8,
+            "only two steps are traced; reserved memory may grow in a third",
+        ),
         ("h100", ("train.compile=true",), 8, "train.compile=true is predicted as eager"),
-        ("h100", ("train.float8=rowwise", BF16), 8, "train.float8=rowwise is predicted as bfloat16 matmuls"),
-        ("h100", ("kernels.rms_norm=compiled",), 8, f"kernels.{COMPILED} are assumed to touch each tensor once"),
+        (
+            "h100",
+            ("train.float8=rowwise", BF16),
+            8,
+            "train.float8=rowwise is predicted as bfloat16 matmuls",
+        ),
+        (
+            "h100",
+            ("kernels.rms_norm=compiled",),
+            8,
+            f"kernels.{COMPILED} are assumed to touch each tensor once",
+        ),
         ("h100", (MOE, BF16), 8, "experts are assumed to receive equal numbers of tokens"),
         ("h100", (MOE, LAYOUT), 8, f"{LAYOUT} is predicted for experts as the default mode"),
-        ("h100", (LAYOUT,), 8, f"{LAYOUT} is predicted without its float64 tensors and matmuls of single grains"),
-        ("h100", ("plan.allocator=native",), 8, "plan.allocator=native is predicted without fragmentation"),
+        (
+            "h100",
+            (LAYOUT,),
+            8,
+            f"{LAYOUT} is predicted without its float64 tensors and matmuls of single grains",
+        ),
+        (
+            "h100",
+            ("plan.allocator=native",),
+            8,
+            "plan.allocator=native is predicted without fragmentation",
+        ),
         # NPUs use torch_npu's grouped matmul by default; CUDA has a kernel for bfloat16.
         ("a2", (MOE, "kernels.grouped_matmul=torch"), 8, ONE_BY_ONE),
         ("h100", (MOE, "parallel.param_dtype=float32"), 8, ONE_BY_ONE),
@@ -113,7 +163,9 @@ def test_caveats_are_reported_only_where_they_apply(
 ) -> None:
     """Oracle: the expected message is there; without the setting it is not."""
     profile = load_hardware(hardware)
-    found = caveats(composed(*words, device_type=profile.device_type, world_size=ranks), profile, ranks)
+    found = caveats(
+        composed(*words, device_type=profile.device_type, world_size=ranks), profile, ranks
+    )
     assert sum(sentence.startswith(expected) for sentence in found) == 1
     for plain in ((), (MOE, BF16) if expected == ONE_BY_ONE else ()):
         sentences = caveats(composed(*plain, device_type=profile.device_type), profile, 8)
@@ -125,24 +177,45 @@ def test_caveats_are_reported_only_where_they_apply(
     [
         ("a2", "took 1.05 to 1.18 times as long as predicted for this trainer without offload"),
         ("h100", "published steps of torchtitan took 1.14 and 1.19 times as long as predicted"),
-        ("h200", "eight steps of Llama 3 1B and 8B on one device took 0.98 to 1.05 times as long as predicted"),
+        (
+            "h200",
+            (
+                "eight steps of Llama 3 1B and 8B on one device took 0.98 to 1.05 times as long as "
+                "predicted"
+            ),
+        ),
         ("b200", "no published step was compared with its times"),
     ],
 )
 def test_caveat_names_the_errors_of_a_profiles_times(name: str, band: str) -> None:
-    """Oracle: the tables of benchmarks/plan.md and gpu_planned.md; runs exist for three profiles."""
-    (found,) = [sentence for sentence in caveats(composed(), load_hardware(name), 8) if band in sentence]
+    """Oracle: the tables of benchmarks/plan.md and gpu_planned.md; runs exist for three
+    profiles."""
+    (found,) = [
+        sentence for sentence in caveats(composed(), load_hardware(name), 8) if band in sentence
+    ]
     assert found.startswith(f"plan.hardware={name} assumes")
 
 
 @pytest.mark.parametrize(
     "words, world_size, size",
-    [([], 16, 8), ([], 12, 6), ([], 4, 4), (["launch.nproc_per_node=4"], 16, 4), (["launch.nproc_per_node=4"], 2, 2)],
+    [
+        ([], 16, 8),
+        ([], 12, 6),
+        ([], 4, 4),
+        (["launch.nproc_per_node=4"], 16, 4),
+        (["launch.nproc_per_node=4"], 2, 2),
+    ],
 )
-def test_node_fsdp_size_uses_the_devices_of_the_hardware_profile(words: list[str], world_size: int, size: int) -> None:
+def test_node_fsdp_size_uses_the_devices_of_the_hardware_profile(
+    words: list[str], world_size: int, size: int
+) -> None:
     """Oracle: the table, for machines of up to eight."""
-    config = compose_config(["experiment=null", "plan.hardware=h100", "mesh.fsdp_size=node", *words])
-    validate_switches(config, world_size, "cuda", node_ranks_of(config, load_hardware("h100"), world_size))
+    config = compose_config(
+        ["experiment=null", "plan.hardware=h100", "mesh.fsdp_size=node", *words]
+    )
+    validate_switches(
+        config, world_size, "cuda", node_ranks_of(config, load_hardware("h100"), world_size)
+    )
     assert config.mesh.fsdp_size == size
 
 
@@ -153,7 +226,8 @@ def test_node_fsdp_size_uses_the_devices_of_the_hardware_profile(words: list[str
         (["model=llama3_405b"], [8, 23]),
         # Every fourth layer of Scout attends to all positions, the others to chunks.
         (["model=llama4_scout"], [8, 16]),
-        # 5 layers without checkpointing, then periods of 3: 14 has three of them, and 80 has 22 more.
+        # 5 layers without checkpointing, then periods of 3: 14 has three of them, and 80 has 22
+        # more.
         (
             [
                 "model=llama3_70b",
@@ -167,7 +241,9 @@ def test_node_fsdp_size_uses_the_devices_of_the_hardware_profile(words: list[str
         (["model=llama2_7b", "model.n_layers=20"], [20]),
     ],
 )
-def test_traced_depths_differ_by_full_periods_of_the_model(words: list[str], depths: list[int]) -> None:
+def test_traced_depths_differ_by_full_periods_of_the_model(
+    words: list[str], depths: list[int]
+) -> None:
     """Oracle: the table; the last depth and the model's differ by full periods."""
     config = compose_config(words)
     with torch.device("meta"):
@@ -192,7 +268,8 @@ def figures(n_layers: int) -> Figures:
 
 
 def test_extrapolation_is_exact_for_linear_values() -> None:
-    """Oracle: the same linear formulas at that depth; a key missing at the shallow depth counts as zero."""
+    """Oracle: the same linear formulas at that depth; a key missing at the shallow depth counts as
+    zero."""
     assert extrapolate(figures(4), figures(6), (4, 6), 32) == figures(32)
 
 
@@ -214,7 +291,11 @@ PREDICTION = Prediction(
         peak_bytes=50 * GIB,
         reserved_bytes=60 * GIB,
         peak_phase="backward",
-        categories={Category.parameters: 10 * GIB, Category.activations: 40 * GIB, Category.buffers: 2**20},
+        categories={
+            Category.parameters: 10 * GIB,
+            Category.activations: 40 * GIB,
+            Category.buffers: 2**20,
+        },
         streams={"compute": 58 * GIB, "all-gather": 2 * GIB},
         host_bytes=3 * GIB,
     ),
@@ -231,7 +312,10 @@ PREDICTION = Prediction(
         ),
     ),
     caveats=(
-        "a doubt that has [brackets] and so many words that one line of eighty characters does not hold them all",
+        (
+            "a doubt that has [brackets] and so many words that one line of eighty characters does "
+            "not hold them all"
+        ),
     ),
 )
 
@@ -259,7 +343,9 @@ def printed(show: object, width: int = 80, encoding: str = "ascii", **options: o
     return "\n".join(line.rstrip() for line in file.read().splitlines()) + "\n"
 
 
-def prediction_page(config: Config, prediction: Prediction = PREDICTION, gib: float = 80, **how: object) -> str:
+def prediction_page(
+    config: Config, prediction: Prediction = PREDICTION, gib: float = 80, **how: object
+) -> str:
     advice = how.pop("advice", ADVICE)
     return printed(
         lambda console: print_prediction(config, prediction, HARDWARE, gib * GIB, advice, console),  # type: ignore[arg-type]
@@ -276,8 +362,15 @@ def test_prediction_is_printed_word_for_word(config: Config) -> None:
 
 def test_excess_memory_and_advice_are_printed(config: Config) -> None:
     """Oracle: the lines, word for word, for the three kinds of advice."""
-    assert "reserved     60.00 GiB  does not fit in 50.00 GiB, 10.00 GiB too much\n" in prediction_page(config, gib=50)
-    changes = {"reserved_bytes": 40.0 * GIB, "reserved_change_bytes": -20 * GIB, "speed_change": -0.1}
+    assert (
+        "reserved     60.00 GiB  does not fit in 50.00 GiB, 10.00 GiB too much\n"
+        in prediction_page(config, gib=50)
+    )
+    changes = {
+        "reserved_bytes": 40.0 * GIB,
+        "reserved_change_bytes": -20 * GIB,
+        "speed_change": -0.1,
+    }
     saves = dataclasses.replace(ADVICE[1], **changes)
     page = prediction_page(config, gib=50, advice=[saves])
     assert "\nChanges that make it fit\n" in page
@@ -288,14 +381,18 @@ def test_excess_memory_and_advice_are_printed(config: Config) -> None:
 
 
 def test_narrow_terminal_wraps_text_without_truncating_numbers(config: Config) -> None:
-    """Oracle: every number of the wide page is complete in the narrow one; no line is wider than the terminal."""
+    """Oracle: every number of the wide page is complete in the narrow one; no line is wider than
+    the terminal."""
     narrow = prediction_page(config, width=60)
     assert all(len(line) <= 60 for line in narrow.splitlines())
-    assert set(PAGE.replace("#", "").split()) - set(narrow.split()) <= {"memory.gradient_checkpointing=none"}
+    assert set(PAGE.replace("#", "").split()) - set(narrow.split()) <= {
+        "memory.gradient_checkpointing=none"
+    }
 
 
 def test_single_rank_and_an_unknown_peak_are_reported(config: Config) -> None:
-    """Oracle: the lines, word for word; no communication, no host memory, no bars where there is nothing."""
+    """Oracle: the lines, word for word; no communication, no host memory, no bars where there is
+    nothing."""
     alone = dataclasses.replace(
         PREDICTION,
         world_size=1,
@@ -306,21 +403,36 @@ def test_single_rank_and_an_unknown_peak_are_reported(config: Config) -> None:
         caveats=(),
     )
     page = prediction_page(compose_config([*WORDS, "parallel=single"]), alone, advice=[])
-    assert "1 rank on Imagined 80 GB; estimated\nsingle: full parameters on each rank, bfloat16\n" in page
+    assert (
+        "1 rank on Imagined 80 GB; estimated\nsingle: full parameters on each rank, bfloat16\n"
+        in page
+    )
     assert "end of step     5 MiB  allocated\n" in page
     assert "\n2,048 tokens/s; MFU unknown: no peak for this dtype\n" in page
-    for absent in ("Communication", "\nhost ", "At the peak", "by stream", "Caveats", "Faster settings"):
+    for absent in (
+        "Communication",
+        "\nhost ",
+        "At the peak",
+        "by stream",
+        "Caveats",
+        "Faster settings",
+    ):
         assert absent not in page
 
 
 def search_result(config: Config) -> SearchResult:
     closed = dataclasses.replace(PREDICTION, method="estimated")
 
-    def candidate(config: Config, more: tuple[str, ...], gib: float, tokens: int, place: int) -> Candidate:
+    def candidate(
+        config: Config, more: tuple[str, ...], gib: float, tokens: int, place: int
+    ) -> Candidate:
         host = closed.memory.host_bytes if place == 1 else 0
         memory = dataclasses.replace(closed.memory, reserved_bytes=int(gib * GIB), host_bytes=host)
         prediction = dataclasses.replace(
-            closed, memory=memory, tokens_per_step=tokens, model_flops_per_step=2e14 * tokens / 65536
+            closed,
+            memory=memory,
+            tokens_per_step=tokens,
+            model_flops_per_step=2e14 * tokens / 65536,
         )
         return Candidate((*WORDS, *more), config, prediction, len(more), {"place": place}, place)
 
@@ -336,10 +448,13 @@ def search_result(config: Config) -> SearchResult:
 
 
 def test_search_is_printed_word_for_word(config: Config) -> None:
-    """Oracle: the page, word for word; the command is one line of any length, and each combination is listed with its
-    best batch only."""
+    """Oracle: the page, word for word; the command is one line of any length, and each combination
+    is listed with its best batch only."""
     result = search_result(config)
-    assert printed(lambda console: print_search(result, 10, PREDICTION.caveats, console)) == SEARCH_PAGE
+    assert (
+        printed(lambda console: print_search(result, 10, PREDICTION.caveats, console))
+        == SEARCH_PAGE
+    )
     one_row = printed(lambda console: print_search(result, 1, (), console))
     assert one_row.split("Pareto front")[0].count("GiB  ") == 2
 
@@ -376,6 +491,14 @@ def test_search_and_advice_serialize_to_json(config: Config) -> None:
     """Oracle: the JSON read back."""
     read = json.loads(json.dumps(search_to_dict(search_result(config), ("a caveat",))))
     assert read["best"]["words"][3] == "mesh.fsdp_size=8"
-    assert read["caveats"] == ["a caveat"] and read["fitting"] == 3 and read["refused"] == {"a sentence": 2}
-    assert [row["prediction"]["memory"]["reserved_bytes"] / GIB for row in read["frontier"]] == [6, 12, 60]
+    assert (
+        read["caveats"] == ["a caveat"]
+        and read["fitting"] == 3
+        and read["refused"] == {"a sentence": 2}
+    )
+    assert [row["prediction"]["memory"]["reserved_bytes"] / GIB for row in read["frontier"]] == [
+        6,
+        12,
+        60,
+    ]
     assert json.loads(json.dumps(advice_to_dict(ADVICE)))[1]["words"] == ["train.batch_size=4"]

@@ -1,17 +1,19 @@
-"""A trace's allocations, compared with those of a real run: the same sizes, in the same order, phase by phase.
-And the planned peak of runs that train adapters, compared with the bytes that real runs count.
+"""A trace's allocations, compared with those of a real run: the same sizes, in the same order,
+phase by phase. And the planned peak of runs that train adapters, compared with the bytes that real
+runs count.
 
-The oracle is PyTorch's profiler on a real run of the same configuration: gloo ranks on CPUs, real tensors, real
-collectives. It records every block of PyTorch's CPU allocator with the operators around it. The trace is made for a
-CPU, with the same paths and kernels.
+The oracle is PyTorch's profiler on a real run of the same configuration: gloo ranks on CPUs, real
+tensors, real collectives. It records every block of PyTorch's CPU allocator with the operators
+around it. The trace is made for a CPU, with the same paths and kernels.
 
-Further blocks of the profiler must belong to an operator whose CPU kernel takes scratch memory (``SCRATCH``) or to
-a collective (gloo copies). Left out on both sides: blocks below 64 bytes, most of which hold a number that C++ wraps;
-PyTorch's random state, which checkpointing keeps; DDP's second set of buckets, which replaces the first one in the
-second step (``REBUILT``); the phase that reads data, whose memory is NumPy's. Under the chunked loss a CPU reads the
-labels, which a trace cannot, so there only blocks of 8 KiB and more are compared. At the end of each step the same
-blocks live in both, counted from before the first, except for buffers of FSDP2's collectives: gloo's thread, whose
-frees the profiler does not see, may hold the last reference.
+Further blocks of the profiler must belong to an operator whose CPU kernel takes scratch memory
+(``SCRATCH``) or to a collective (gloo copies). Left out on both sides: blocks below 64 bytes, most
+of which hold a number that C++ wraps; PyTorch's random state, which checkpointing keeps; DDP's
+second set of buckets, which replaces the first one in the second step (``REBUILT``); the phase that
+reads data, whose memory is NumPy's. Under the chunked loss a CPU reads the labels, which a trace
+cannot, so there only blocks of 8 KiB and more are compared. At the end of each step the same blocks
+live in both, counted from before the first, except for buffers of FSDP2's collectives: gloo's
+thread, whose frees the profiler does not see, may hold the last reference.
 """
 
 import functools
@@ -52,14 +54,31 @@ RANDOM_STATE_BYTES = 5056
 OFFLOAD = ("parallel=fsdp2", "memory.optimizer_offload=true")
 PREFETCH = ("parallel=fsdp2", "parallel.forward_prefetch=1")
 LONG = ("parallel=fsdp2", "model.n_layers=4", "model.max_seq_len=2048", "train.seq_len=2048")
-IN_BACKWARD = ("memory.optimizer_in_backward=true", "train.max_grad_norm=null", "train.skip_nonfinite=false")
+IN_BACKWARD = (
+    "memory.optimizer_in_backward=true",
+    "train.max_grad_norm=null",
+    "train.skip_nonfinite=false",
+)
 CASES = {
-    "fsdp2": ("parallel=fsdp2", "memory.gradient_checkpointing=full", "memory.checkpointing_start_index=1"),
+    "fsdp2": (
+        "parallel=fsdp2",
+        "memory.gradient_checkpointing=full",
+        "memory.checkpointing_start_index=1",
+    ),
     "fsdp1": ("parallel=fsdp1", "train.grad_accum=2"),
     "ddp": ("parallel=ddp", "train.grad_accum=2"),
-    "optimizer offload, serial": (*OFFLOAD, "memory.offload_schedule=serial", "memory.offload_fraction=0.5"),
+    "optimizer offload, serial": (
+        *OFFLOAD,
+        "memory.offload_schedule=serial",
+        "memory.offload_fraction=0.5",
+    ),
     "chunked loss": ("parallel=fsdp2", "memory.chunk_loss=true", "memory.chunk_tokens=256"),
-    "adapters of quantized weights": ("parallel=fsdp2", "tune=lora", "tune.base=nf4", "model.ffn_dim=192"),
+    "adapters of quantized weights": (
+        "parallel=fsdp2",
+        "tune=lora",
+        "tune.base=nf4",
+        "model.ffn_dim=192",
+    ),
 }
 MORE = {
     "fsdp2 alone": ("parallel=fsdp2",),
@@ -68,7 +87,11 @@ MORE = {
     "fsdp1 by size": ("parallel=fsdp1", "parallel.min_params=20000"),
     "fsdp1 flat": ("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"),
     "selective": ("parallel=fsdp1", "memory.gradient_checkpointing=selective"),
-    "activation offload": (*LONG, "memory.gradient_checkpointing=selective", "memory.activation_offload=true"),
+    "activation offload": (
+        *LONG,
+        "memory.gradient_checkpointing=selective",
+        "memory.activation_offload=true",
+    ),
     "optimizer offload, lazy": (*OFFLOAD, "memory.offload_schedule=lazy"),
     "cpu offload": ("parallel=fsdp2", "memory.cpu_offload=true"),
     "optimizer in the backward": ("parallel=fsdp2", *IN_BACKWARD),
@@ -79,7 +102,12 @@ MORE = {
     "documents apart": ("parallel=fsdp2", "model=gpt2_debug", "data.mask_documents=true"),
 }
 if TORCH >= SCHEDULES_SINCE:
-    MORE["stages"] = ("parallel=fsdp2", "mesh.pp_size=2", "parallel.schedule=1f1b", "train.grad_accum=3")
+    MORE["stages"] = (
+        "parallel=fsdp2",
+        "mesh.pp_size=2",
+        "parallel.schedule=1f1b",
+        "train.grad_accum=3",
+    )
 HYBRID = {
     "hybrid fsdp2": ("parallel=fsdp2", "mesh.fsdp_size=2"),
     "hybrid fsdp1": ("parallel=fsdp1", "mesh.fsdp_size=2"),
@@ -131,14 +159,17 @@ def run_for_real(words: list[str], world_size: int) -> Seen:
                 live_at_end[now[0]] = [block for block in blocks.values() if block[0] >= SMALLEST]
         elif size < 0:
             blocks.pop(address, None)
-        elif operators != REBUILT and not any(name.startswith(("c10d::", "gloo:")) for name in operators):
+        elif operators != REBUILT and not any(
+            name.startswith(("c10d::", "gloo:")) for name in operators
+        ):
             blocks[address] = size, operators
             allocations[now].append((size, operators))
     return dict(allocations), live_at_end
 
 
 def allocation_events(profiled: Any) -> list[tuple[int, int, tuple[str, ...]]]:
-    """Bytes (negative where they are freed), address and surrounding operators of all blocks, in order."""
+    """Bytes (negative where they are freed), address and surrounding operators of all blocks, in
+    order."""
     found: list[tuple[int, int, int, tuple[str, ...]]] = []
 
     def walk(event: Any, operators: tuple[str, ...]) -> None:
@@ -166,7 +197,9 @@ def allocations_of(trace: Trace) -> tuple[dict[Phase, list[int]], dict[int, Coun
                 before = Counter(size for size in blocks.values() if size >= SMALLEST)
             now = (event.step, event.phase)
             if event.phase == "end":
-                live_at_end[event.step] = Counter(size for size in blocks.values() if size >= SMALLEST)
+                live_at_end[event.step] = Counter(
+                    size for size in blocks.values() if size >= SMALLEST
+                )
                 live_at_end[event.step].subtract(before)
         elif isinstance(event, Alloc):
             blocks[event.block] = event.bytes
@@ -188,7 +221,9 @@ def real_runs(group: str) -> dict[str, Seen]:
 @pytest.mark.parametrize(
     ("group", "case"),
     [
-        pytest.param(group, case, id=case, marks=[pytest.mark.extended] if group in EXTENDED else [])
+        pytest.param(
+            group, case, id=case, marks=[pytest.mark.extended] if group in EXTENDED else []
+        )
         for group, (_, cases) in GROUPS.items()
         for case in cases
     ],
@@ -204,14 +239,20 @@ def test_trace_has_the_allocations_of_a_real_run_in_order(group: str, case: str)
     for step in (1, 2):
         for phase in ("forward", "backward", "optimizer"):
             expected = [size for size in trace[step, phase] if size >= smallest]
-            met = {0}  # possible numbers of matched blocks: scratch memory can have an expected size
+            met = {
+                0
+            }  # possible numbers of matched blocks: scratch memory can have an expected size
             for size, operators in real.get((step, phase), []):
                 if size < smallest or size == RANDOM_STATE_BYTES:
                     continue
                 left = met if set(operators) & set(SCRATCH) else set()
-                now = {count + 1 for count in met if count < len(expected) and expected[count] == size} | left
+                now = {
+                    count + 1 for count in met if count < len(expected) and expected[count] == size
+                } | left
                 wanted = [expected[count] for count in met if count < len(expected)]
-                assert now, f"{case}, step {step}, {phase}: {size} B in {operators}, a trace {wanted} B"
+                assert now, (
+                    f"{case}, step {step}, {phase}: {size} B in {operators}, a trace {wanted} B"
+                )
                 met = now
             alone = expected[max(met) :]
             assert not alone, f"{case}, step {step}, {phase}: a trace alone allocates {alone} B"
@@ -220,8 +261,14 @@ def test_trace_has_the_allocations_of_a_real_run_in_order(group: str, case: str)
     for step, live in real_live.items():
         beside = Counter(size for size, _ in live)
         beside.subtract(trace_live[step])
-        gathered = Counter(size for size, names in live if any(name.startswith("FSDP::") for name in names))
-        assert all(0 <= count <= gathered[size] for size, count in beside.items()), (case, step, beside)
+        gathered = Counter(
+            size for size, names in live if any(name.startswith("FSDP::") for name in names)
+        )
+        assert all(0 <= count <= gathered[size] for size, count in beside.items()), (
+            case,
+            step,
+            beside,
+        )
 
 
 ADAPTERS = (
@@ -237,7 +284,8 @@ def adapters(ranks: int, base: str) -> list[str]:
 
 
 def count_peaks(ranks: int) -> dict[str, int]:
-    """On every rank: train with each base; the first rank, which counts, returns the peaks of the two steps."""
+    """On every rank: train with each base; the first rank, which counts, returns the peaks of the
+    two steps."""
     peaks = {}
     for base in COUNTED[ranks][1]:
         device = Device("cpu")
@@ -255,12 +303,14 @@ def counted(ranks: int) -> dict[str, int]:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("ranks", "base"), [(ranks, base) for ranks, (_, bases) in COUNTED.items() for base in bases])
+@pytest.mark.parametrize(
+    ("ranks", "base"), [(ranks, base) for ranks, (_, bases) in COUNTED.items() for base in bases]
+)
 def test_planned_peak_of_adapters_is_within_5_percent_of_a_real_run(ranks: int, base: str) -> None:
     """Oracle: PyTorch's records of its CPU allocator over the two steps of a real run.
 
-    gloo's thread frees a few of FSDP2's gathered units unseen, so a run counts up to two of them too many at its peak.
-    A unit is 2% of the peak here.
+    gloo's thread frees a few of FSDP2's gathered units unseen, so a run counts up to two of them
+    too many at its peak. A unit is 2% of the peak here.
     """
     hardware = load_hardware("cpu")
     planned = predict(configured(adapters(ranks, base), ranks, "cpu"), hardware, ranks).memory

@@ -49,14 +49,21 @@ SWITCHES: dict[str, Iterable[Any]] = {
 
 
 def brute_force(words: Sequence[str], world_size: int, gib: float) -> list[tuple[float, int, str]]:
-    """Tokens a second, reserved bytes and traits of each combination of ``SMALL`` that fits, by nested loops."""
+    """Tokens a second, reserved bytes and traits of each combination of ``SMALL`` that fits, by
+    nested loops."""
     base = compose(words)
     found = []
     for values in itertools.product(*SWITCHES.values()):
         changes = dict(zip(SWITCHES, values, strict=True))
         if changes["parallel"] == "ddp":
-            wrap, reshard = (changes.pop(f"parallel.{name}") for name in ("wrap", "reshard_after_forward"))
-            if (changes["mesh.fsdp_size"], wrap, reshard) != (-1, Wrap.block, ReshardAfterForward.default):
+            wrap, reshard = (
+                changes.pop(f"parallel.{name}") for name in ("wrap", "reshard_after_forward")
+            )
+            if (changes["mesh.fsdp_size"], wrap, reshard) != (
+                -1,
+                Wrap.block,
+                ReshardAfterForward.default,
+            ):
                 continue
         checkpointing = changes["memory.gradient_checkpointing"]
         if changes["memory.activation_offload"] and checkpointing is GradientCheckpointing.none:
@@ -67,17 +74,21 @@ def brute_force(words: Sequence[str], world_size: int, gib: float) -> list[tuple
         validate_switches(config, world_size, "cuda")
         prediction = formula(config, HARDWARE, world_size)
         if prediction.memory.reserved_bytes <= gib * GIB:
-            found.append((prediction.tokens_per_second, prediction.memory.reserved_bytes, label(config)))
+            found.append(
+                (prediction.tokens_per_second, prediction.memory.reserved_bytes, label(config))
+            )
     return found
 
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
-    ("world_size", "gib"), [(64, 24), *(pytest.param(*row, marks=extended) for row in ((8, 80), (8, 20), (64, 60)))]
+    ("world_size", "gib"),
+    [(64, 24), *(pytest.param(*row, marks=extended) for row in ((8, 80), (8, 20), (64, 60)))],
 )
 def test_search_finds_the_optimum_of_brute_force(world_size: int, gib: float) -> None:
-    """Oracle: nested loops over every combination and batches up to 256; a batch that the search did not try for want
-    of gain may be faster by less than 1%, and a tie with fewer switches slower by 1%."""
+    """Oracle: nested loops over every combination and batches up to 256; a batch that the search
+    did not try for want of gain may be faster by less than 1%, and a tie with fewer switches slower
+    by 1%."""
     result = find(MODEL, world_size, gib, SMALL)
     everything = brute_force(MODEL, world_size, gib)
     fastest = max(everything)
@@ -91,7 +102,8 @@ def test_search_finds_the_optimum_of_brute_force(world_size: int, gib: float) ->
 
 @pytest.mark.usefixtures("unmeasured")
 def test_candidates_are_ranked_by_speed_then_number_of_switches() -> None:
-    """Oracle: the definition, one place after the other: candidates within 1% of the fastest remaining one tie."""
+    """Oracle: the definition, one place after the other: candidates within 1% of the fastest
+    remaining one tie."""
     ranked = find_once(64, 40).candidates
     assert all(one.reserved_bytes <= 40 * GIB for one in ranked)
     remaining, place = list(ranked), 0
@@ -106,7 +118,8 @@ def test_candidates_are_ranked_by_speed_then_number_of_switches() -> None:
 
 
 def test_switches_without_effect_are_off() -> None:
-    """Oracle: where a prediction does not depend on the switches, the plain configuration comes first, once."""
+    """Oracle: where a prediction does not depend on the switches, the plain configuration comes
+    first, once."""
 
     def indifferent(config: Config, hardware: Hardware, world_size: int) -> Prediction:
         plain = vary(compose(MODEL), {"train.batch_size": config.train.batch_size})
@@ -127,17 +140,25 @@ def test_switches_without_effect_are_off() -> None:
         ["memory.optimizer_offload=true", "memory.offload_bucket_mib=64"],
         pytest.param(["parallel=ddp", "parallel.bucket_cap_mb=50"], marks=extended),
         pytest.param(["mesh.fsdp_size=4", "memory.chunk_loss=false"], marks=extended),
-        pytest.param(["memory.gradient_checkpointing=selective", "memory.checkpointing_save=[mm]"], marks=extended),
         pytest.param(
-            ["parallel.wrap=block_attn_mlp", FULL, "memory.activation_offload=true", "train.grad_accum=4"],
+            ["memory.gradient_checkpointing=selective", "memory.checkpointing_save=[mm]"],
+            marks=extended,
+        ),
+        pytest.param(
+            [
+                "parallel.wrap=block_attn_mlp",
+                FULL,
+                "memory.activation_offload=true",
+                "train.grad_accum=4",
+            ],
             marks=extended,
         ),
         pytest.param(["experiment=llama2_7b"], marks=extended),
     ],
 )
 def test_typed_overrides_stay_fixed_and_compose_to_the_candidate(typed: list[str]) -> None:
-    """Oracle: Hydra composing the overrides from scratch, then validating as a run does; in the full space and in one
-    without some of the typed alternatives."""
+    """Oracle: Hydra composing the overrides from scratch, then validating as a run does; in the
+    full space and in one without some of the typed alternatives."""
     words = [*typed, *MODEL, "plan.world_size=16"]
     base = compose(words)
     result = find(words, 16, 200)
@@ -162,12 +183,15 @@ def test_settings_of_an_experiment_are_varied() -> None:
 
 
 def test_switches_are_reversible() -> None:
-    """Oracle: a configuration changed twice equals the first, without overrides between them; settings of a switch that
-    is off have their defaults."""
+    """Oracle: a configuration changed twice equals the first, without overrides between them;
+    settings of a switch that is off have their defaults."""
     base = compose([*MODEL, "memory.optimizer_offload=true", "memory.offload_bucket_mib=64"])
     untouched = copy.deepcopy(base)
     off = vary(base, {"memory.optimizer_offload": False})
-    assert overrides_between(base, off) == ["memory.optimizer_offload=false", "memory.offload_bucket_mib=256"]
+    assert overrides_between(base, off) == [
+        "memory.optimizer_offload=false",
+        "memory.offload_bucket_mib=256",
+    ]
     on = vary(off, {"memory.optimizer_offload": True, "memory.offload_bucket_mib": 64})
     assert on == base == untouched and overrides_between(base, on) == []
     validate_switches(on, 8, "cuda")
@@ -191,7 +215,8 @@ def test_switches_are_reversible() -> None:
     ],
 )
 def test_shard_axis_sizes(world_size: int, devices: int, every: bool, sizes: list[int]) -> None:
-    """Oracle: computed by hand; powers of two, the machine and its doubles, as far as they divide the world."""
+    """Oracle: computed by hand; powers of two, the machine and its doubles, as far as they divide
+    the world."""
     assert shard_sizes(world_size, devices, every) == sizes
 
 
@@ -211,12 +236,22 @@ def test_shard_axis_sizes(world_size: int, devices: int, every: bool, sizes: lis
             1,
             r"plan.memory_gib=1 holds no combination on 2 ranks: the smallest takes .*; set plan.memory_gib=\d+",
         ),
-        (["mesh.fsdp_size=4"], 6, 80, "mesh.fsdp_size=4 must divide the world size 6; set mesh.fsdp_size=3"),
+        (
+            ["mesh.fsdp_size=4"],
+            6,
+            80,
+            "mesh.fsdp_size=4 must divide the world size 6; set mesh.fsdp_size=3",
+        ),
     ],
 )
-def test_failed_search_gives_the_reason(words: list[str], world_size: int, gib: float, sentence: str) -> None:
+def test_failed_search_gives_the_reason(
+    words: list[str], world_size: int, gib: float, sentence: str
+) -> None:
     """Oracle: the exact message."""
-    typed = [*words, *(word for word in MODEL if not word.startswith(tuple(w.partition("=")[0] for w in words)))]
+    typed = [
+        *words,
+        *(word for word in MODEL if not word.startswith(tuple(w.partition("=")[0] for w in words))),
+    ]
     with pytest.raises(ConfigError, match=sentence):
         find(typed, world_size, gib)
 
@@ -259,18 +294,24 @@ def test_frontier_is_the_set_of_undominated_points() -> None:
     chosen = frontier(points)
 
     def beats(one: Candidate, other: Candidate) -> bool:
-        a, b = (one.reserved_bytes, -one.tokens_per_second), (other.reserved_bytes, -other.tokens_per_second)
+        a, b = (
+            (one.reserved_bytes, -one.tokens_per_second),
+            (other.reserved_bytes, -other.tokens_per_second),
+        )
         return a[0] <= b[0] and a[1] <= b[1] and a != b
 
     unbeaten = {
-        (one.reserved_bytes, one.tokens_per_second) for one in points if not any(beats(two, one) for two in points)
+        (one.reserved_bytes, one.tokens_per_second)
+        for one in points
+        if not any(beats(two, one) for two in points)
     }
     assert [(one.reserved_bytes, one.tokens_per_second) for one in chosen] == sorted(unbeaten)
 
 
 @extended
 def test_largest_fitting_preset_has_composable_overrides() -> None:
-    """Oracle: no larger preset fits in any combination of the same space; Hydra composes the overrides."""
+    """Oracle: no larger preset fits in any combination of the same space; Hydra composes the
+    overrides."""
     names = ["llama3_1b", "gpt2_xl", "llama3_8b", "llama2_13b", "llama2_7b", "llama3_70b", "gpt2"]
     words = ["experiment=llama2_7b", "train.steps=5"]
     presets = compose_presets(names)
@@ -285,7 +326,15 @@ def test_largest_fitting_preset_has_composable_overrides() -> None:
         composed.validate(8, "cuda")
         assert composed == candidate.config
         assert composed.train.steps == 5
-        order = ["gpt2", "llama3_1b", "gpt2_xl", "llama2_7b", "llama3_8b", "llama2_13b", "llama3_70b"]
+        order = [
+            "gpt2",
+            "llama3_1b",
+            "gpt2_xl",
+            "llama2_7b",
+            "llama3_8b",
+            "llama2_13b",
+            "llama3_70b",
+        ]
         with pytest.raises(ConfigError):
             largest(order[order.index(composed.model.name) + 1 :], gib)
     assert largest(["gpt2"], 30).config.train.seq_len == 1024
@@ -296,16 +345,21 @@ def test_files_of_memory_and_mesh_on_the_command_line_fix_all_their_keys() -> No
     words = ["memory=lean", "mesh=node"]
     found = fixed_keys([*words, "parallel=fsdp2"])
     assert {"memory.chunk_loss", "memory.cpu_offload", "mesh.fsdp_size", "parallel"} <= found
-    assert "parallel.wrap" not in found and "memory.chunk_loss" not in fixed_keys(["memory.cpu_offload=true"])
+    assert "parallel.wrap" not in found and "memory.chunk_loss" not in fixed_keys(
+        ["memory.cpu_offload=true"]
+    )
     made = [candidate.config for candidate in find([*MODEL, *words], 16, 80).candidates]
-    assert made and all(one.memory.chunk_loss and one.memory.checkpoints and one.mesh.fsdp_size == 8 for one in made)
+    assert made and all(
+        one.memory.chunk_loss and one.memory.checkpoints and one.mesh.fsdp_size == 8 for one in made
+    )
     assert not any(one.memory.cpu_offload or one.memory.optimizer_offload for one in made)
 
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(("gib", "sizes"), [(12, {2, 4, 8}), pytest.param(6, {8}, marks=extended)])
 def test_sequences_are_shared_where_one_does_not_fit(gib: float, sizes: set[int]) -> None:
-    """Oracle: the formula with every switch that saves memory, by the number of ranks that share a sequence."""
+    """Oracle: the formula with every switch that saves memory, by the number of ranks that share a
+    sequence."""
     words = [*MODEL, "model.max_seq_len=131072", "train.seq_len=131072", "parallel=fsdp2"]
     found = find([*words, "memory.optimizer_offload=true"], 8, gib)
     least = {
@@ -316,11 +370,16 @@ def test_sequences_are_shared_where_one_does_not_fit(gib: float, sizes: set[int]
     }
     fitting = set()
     for size in (1, 2, 4, 8):
-        config = vary(compose([*words, "memory.optimizer_offload=true"]), least | {"mesh.cp_size": size})
+        config = vary(
+            compose([*words, "memory.optimizer_offload=true"]), least | {"mesh.cp_size": size}
+        )
         if formula(config, HARDWARE, 8).memory.reserved_bytes <= gib * GIB:
             fitting.add(size)
     assert {one.config.mesh.cp_size for one in found.candidates} == fitting == sizes
-    assert f"mesh.cp_size={found.best.config.mesh.cp_size}" in found.best.words or found.best.config.mesh.cp_size == 1
+    assert (
+        f"mesh.cp_size={found.best.config.mesh.cp_size}" in found.best.words
+        or found.best.config.mesh.cp_size == 1
+    )
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -328,7 +387,9 @@ def test_effects_are_those_of_one_setting_of_the_best() -> None:
     """Oracle: the formula of the best combination with that setting's other value."""
     result = find_once(8, 40)
     found = effects(result.best, result.candidates, result.over)
-    assert len({effect.setting.partition("=")[0] for effect in found}) > 3 and not all(effect.fits for effect in found)
+    assert len({effect.setting.partition("=")[0] for effect in found}) > 3 and not all(
+        effect.fits for effect in found
+    )
     best = result.best.prediction
     for effect in found:
         key = effect.setting.partition("=")[0]
@@ -336,9 +397,12 @@ def test_effects_are_those_of_one_setting_of_the_best() -> None:
             one
             for one in [*result.candidates, *result.over]
             if value_text(read(one.config, key)) == effect.instead_of
-            and one.tokens_per_second == pytest.approx(best.tokens_per_second / (1 + effect.speedup))
+            and one.tokens_per_second
+            == pytest.approx(best.tokens_per_second / (1 + effect.speedup))
         )
         config = vary(result.best.config, {key: read(other.config, key)})
         again = formula(config, HARDWARE, 8)
         assert again.memory.reserved_bytes - best.memory.reserved_bytes == effect.saved_bytes
-        assert best.time.step_seconds - again.time.step_seconds == pytest.approx(effect.added_seconds)
+        assert best.time.step_seconds - again.time.step_seconds == pytest.approx(
+            effect.added_seconds
+        )

@@ -1,4 +1,5 @@
-"""Traces of small models on an imagined device, compared with formulas, and through the child process."""
+"""Traces of small models on an imagined device, compared with formulas, and through the child
+process."""
 
 import dataclasses
 import math
@@ -67,7 +68,8 @@ PARAMETERS = LAYERS * BLOCK + 2 * VOCAB * DIM + DIM
 def test_memory_at_the_end_of_a_step_is_the_sharded_state(
     words: tuple[str, ...], shards: int, bytes_each: dict[Category, int]
 ) -> None:
-    """Oracle: parameters divided by the ranks that share them, times the bytes of each thing that stays (ZeRO)."""
+    """Oracle: parameters divided by the ranks that share them, times the bytes of each thing that
+    stays (ZeRO)."""
     trace = traced([*LLAMA, BF16, *words])
     live = live_bytes(trace, 2, "end")
     for category in (Category.parameters, Category.gradients, Category.optimizer_states):
@@ -75,16 +77,21 @@ def test_memory_at_the_end_of_a_step_is_the_sharded_state(
         assert live[category] == pytest.approx(expected, abs=1024), category
     assert live[Category.activations] == live[Category.logits] == 0
     # The rest: the table of rotations, and the step's own few numbers.
-    assert sum(live.values()) - sum(PARAMETERS // shards * each for each in bytes_each.values()) < 16384
+    assert (
+        sum(live.values()) - sum(PARAMETERS // shards * each for each in bytes_each.values())
+        < 16384
+    )
     offloaded = 12 - sum(bytes_each.values()) if "offload" in " ".join(words) else 0
     assert trace.host_bytes == pytest.approx(PARAMETERS // shards * offloaded, rel=0.6, abs=20_000)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "param_bytes"), [("fsdp1", 2), ("fsdp2", 2), pytest.param("fsdp2", 4, marks=extended)]
+    ("strategy", "param_bytes"),
+    [("fsdp1", 2), ("fsdp2", 2), pytest.param("fsdp2", 4, marks=extended)],
 )
 def test_collective_volumes_match_zero_3(strategy: str, param_bytes: int) -> None:
-    """Oracle: blocks and embedding are gathered twice except FSDP2's embedding, the head once; all reduced once."""
+    """Oracle: blocks and embedding are gathered twice except FSDP2's embedding, the head once; all
+    reduced once."""
     words = [BF16] if param_bytes == 2 else []
     moved: Counter[tuple[str, str]] = Counter()
     for event in of_step(traced([*LLAMA, f"parallel={strategy}", *words]), Collective):
@@ -93,22 +100,29 @@ def test_collective_volumes_match_zero_3(strategy: str, param_bytes: int) -> Non
     embedding = VOCAB * DIM
     gathered = 2 * LAYERS * BLOCK + embedding + embedding + DIM
     if strategy == "fsdp1":
-        gathered += DIM + embedding - DIM  # the norm, alone in the root, stays; the embedding is gathered again
+        gathered += (
+            DIM + embedding - DIM
+        )  # the norm, alone in the root, stays; the embedding is gathered again
     assert moved["all_gather", "shard"] == pytest.approx(gathered * param_bytes, rel=0.001)
     assert moved["reduce_scatter", "shard"] == pytest.approx(PARAMETERS * 4, rel=0.001)
 
 
 def test_replicas_all_reduce_each_shard() -> None:
-    """Oracle: with two shards on eight ranks, four replicas two ranks apart reduce half of the gradients."""
+    """Oracle: with two shards on eight ranks, four replicas two ranks apart reduce half of the
+    gradients."""
     reduced = [e for e in of_step(traced([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=2"]), Collective)
                if e.axis == "replicate"]  # fmt: skip
-    assert {(event.name, event.group_size, event.group_stride) for event in reduced} == {("all_reduce", 4, 2)}
+    assert {(event.name, event.group_size, event.group_stride) for event in reduced} == {
+        ("all_reduce", 4, 2)
+    }
     assert sum(event.bytes for event in reduced) == pytest.approx(PARAMETERS / 2 * 4, rel=0.001)
 
 
 def test_chunked_loss_matmuls_have_the_dtype_of_their_operands() -> None:
     """Oracle: bf16 operands, also where the weight's gradient is accumulated in float32."""
-    trace = traced([*LLAMA, "parallel=fsdp2", BF16, "memory.chunk_loss=true", "memory.chunk_tokens=32"])
+    trace = traced(
+        [*LLAMA, "parallel=fsdp2", BF16, "memory.chunk_loss=true", "memory.chunk_tokens=32"]
+    )
     products = [event for event in of_step(trace, Kernel) if event.kind is KernelKind.matmul]
     assert len(products) > 20 and {event.dtype for event in products} == {"bfloat16"}
 
@@ -122,21 +136,36 @@ def test_ddp_is_refused_where_no_device_can_be_registered() -> None:
 
 @TRACES_DDP
 def test_ddp_all_reduces_concurrently_with_the_backward() -> None:
-    """Oracle: every gradient is all-reduced once, off the computing stream, which waits for it before the update."""
+    """Oracle: every gradient is all-reduced once, off the computing stream, which waits for it
+    before the update."""
     trace = traced([*LLAMA, "parallel=ddp"])
     reduced = [event for event in of_step(trace, Collective) if event.stream != 0]
     assert sum(event.bytes for event in reduced) == PARAMETERS * 4
     assert {trace.streams[event.stream] for event in reduced} == {"communication"}
-    # The model fits one bucket of 25 MiB; of several 1 MiB buckets the first is reduced during the backward.
+    # The model fits one bucket of 25 MiB; of several 1 MiB buckets the first is reduced during the
+    # backward.
     small = traced([*LLAMA, "parallel=ddp", "parallel.bucket_cap_mb=1"])
-    buckets = [index for index, event in enumerate(small.events) if isinstance(event, Collective) and event.stream != 0]
+    buckets = [
+        index
+        for index, event in enumerate(small.events)
+        if isinstance(event, Collective) and event.stream != 0
+    ]
     in_step = [index for index in buckets if index > small.events.index(Mark(2, "backward"))]
     rest = small.events[in_step[0] : small.events.index(Mark(2, "optimizer"))]
-    assert len(in_step) > 2 and any(isinstance(e, Kernel) and e.kind is KernelKind.matmul for e in rest)
+    assert len(in_step) > 2 and any(
+        isinstance(e, Kernel) and e.kind is KernelKind.matmul for e in rest
+    )
     last = max(index for index, event in enumerate(trace.events) if event in reduced)
     before_update = trace.events[last : trace.events.index(Mark(2, "optimizer"))]
-    done = {event.event for event in before_update if isinstance(event, RecordEvent) and event.stream != 0}
-    assert any(isinstance(event, WaitEvent) and event.stream == 0 and event.event in done for event in before_update)
+    done = {
+        event.event
+        for event in before_update
+        if isinstance(event, RecordEvent) and event.stream != 0
+    }
+    assert any(
+        isinstance(event, WaitEvent) and event.stream == 0 and event.event in done
+        for event in before_update
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,13 +173,19 @@ def test_ddp_all_reduces_concurrently_with_the_backward() -> None:
     [
         ("cuda", (BF16,), "aten::_scaled_dot_product_flash_attention", HEAD_DIM * 2 + 4),
         ("npu", (BF16,), "planned::npu_fusion_attention", HEAD_DIM * 2 + 2 * 8 * 4),
-        ("cuda", ("model.n_kv_heads=4",), "aten::_scaled_dot_product_efficient_attention", HEAD_DIM * 4 + 4),
+        (
+            "cuda",
+            ("model.n_kv_heads=4",),
+            "aten::_scaled_dot_product_efficient_attention",
+            HEAD_DIM * 4 + 4,
+        ),
     ],
 )
 def test_attention_saves_its_output_and_statistics(
     device_type: str, words: tuple[str, ...], operator: str, row_bytes: int
 ) -> None:
-    """Oracle: a head's row of the result, and the float32 statistics that each library documents; 2·B·H·T²·K FLOPs."""
+    """Oracle: a head's row of the result, and the float32 statistics that each library documents;
+    2·B·H·T²·K FLOPs."""
     trace = traced([*LLAMA, "parallel=fsdp2", *words], device_type=device_type)
     at = next(i for i, e in enumerate(trace.events) if isinstance(e, Kernel) and e.name == operator)
     kernel = trace.events[at]
@@ -161,7 +196,11 @@ def test_attention_saves_its_output_and_statistics(
         if not isinstance(event, Alloc):
             break
         results.append(event)
-    kept = [event for event in results if trace.categories.get(event.block, event.category) is Category.activations]
+    kept = [
+        event
+        for event in results
+        if trace.categories.get(event.block, event.category) is Category.activations
+    ]
     assert sum(event.bytes for event in kept) == pytest.approx(HEADS * TOKENS * row_bytes, abs=64)
 
 
@@ -170,16 +209,29 @@ def test_attention_saves_its_output_and_statistics(
     [
         ("npu", (), {"npu_fusion_attention": 1, "rms_norm": 2, "rotary": 4, "npu_swiglu": 1}),
         ("npu", ("torch",), {"npu_fusion_attention": 1}),
-        ("npu", ("torch", "attention=npu", "swiglu=compiled"), {"npu_fusion_attention": 1, "swiglu": 1}),
-        ("cuda", ("torch", "rotary=compiled", "swiglu=compiled"), {"rms_norm": 2, "rotary": 4, "swiglu": 1}),
+        (
+            "npu",
+            ("torch", "attention=npu", "swiglu=compiled"),
+            {"npu_fusion_attention": 1, "swiglu": 1},
+        ),
+        (
+            "cuda",
+            ("torch", "rotary=compiled", "swiglu=compiled"),
+            {"rms_norm": 2, "rotary": 4, "swiglu": 1},
+        ),
     ],
 )
-def test_chosen_kernels_are_traced(device_type: str, kernels: tuple[str, ...], calls: dict[str, int]) -> None:
-    """Oracle: calls a layer by hand, forward and backward of queries and keys' rotations; PyTorch's are many others."""
+def test_chosen_kernels_are_traced(
+    device_type: str, kernels: tuple[str, ...], calls: dict[str, int]
+) -> None:
+    """Oracle: calls a layer by hand, forward and backward of queries and keys' rotations; PyTorch's
+    are many others."""
     if device_type == "cuda" and not fuses_rms_norm():
         calls = {name: count for name, count in calls.items() if name != "rms_norm"}
     plain = ("attention", "rms_norm", "rotary", "swiglu") if "torch" in kernels else ()
-    chosen = dict.fromkeys(plain, "torch") | dict(kernel.split("=") for kernel in kernels if "=" in kernel)
+    chosen = dict.fromkeys(plain, "torch") | dict(
+        kernel.split("=") for kernel in kernels if "=" in kernel
+    )
     words = [f"kernels.{operation}={kernel}" for operation, kernel in chosen.items()]
     trace = traced([*LLAMA, "parallel=fsdp2", BF16, *words], device_type=device_type)
     counts = Counter(event.name for event in of_step(trace, Kernel))
@@ -193,7 +245,8 @@ def test_chosen_kernels_are_traced(device_type: str, kernels: tuple[str, ...], c
 
 
 def test_npu_layers_share_one_attention_mask() -> None:
-    """Oracle: 2048 x 2048 booleans once, besides the rotary frequencies; PyTorch's function needs one per layer."""
+    """Oracle: 2048 x 2048 booleans once, besides the rotary frequencies; PyTorch's function needs
+    one per layer."""
     for words, masks in (((), 1), (("kernels.attention=torch",), 0)):
         trace = traced([*LLAMA, "parallel=fsdp2", BF16, *words], device_type="npu")
         assert live_bytes(trace, 2, "end")[Category.buffers] // 2048**2 == masks
@@ -202,7 +255,8 @@ def test_npu_layers_share_one_attention_mask() -> None:
 
 
 def test_flops_of_a_traced_step_match_the_model() -> None:
-    """Oracle: 6 FLOPs per weight and token, attention over half the square with its forward's matmul once more."""
+    """Oracle: 6 FLOPs per weight and token, attention over half the square with its forward's
+    matmul once more."""
     trace = traced([*LLAMA, "parallel=fsdp2", BF16])
     kernels = of_step(trace, Kernel)
     weights = PARAMETERS - VOCAB * DIM - (2 * LAYERS + 1) * DIM
@@ -230,7 +284,8 @@ def test_flops_of_a_traced_step_match_the_model() -> None:
     ],
 )  # fmt: skip
 def test_traces_of_families_and_switches_complete_and_repeat(words: tuple[str, ...]) -> None:
-    """Oracle: the trace itself: blocks are freed once, and as much is left after the second step as after the first."""
+    """Oracle: the trace itself: blocks are freed once, and as much is left after the second step as
+    after the first."""
     strategy = () if any(word.startswith("parallel=") for word in words) else ("parallel=fsdp2",)
     trace = traced([*words, *strategy])
     assert trace.events[-1] == Mark(2, "end")
@@ -240,12 +295,22 @@ def test_traces_of_families_and_switches_complete_and_repeat(words: tuple[str, .
     assert len(ended) == len(set(ended)) and set(ended) <= begun
     after = [sum(live_bytes(trace, step, "end").values()) for step in (1, 2)]
     assert after[0] == after[1]
-    assert 0 in trace.streams and {e.stream for e in trace.events if isinstance(e, Alloc)} <= set(trace.streams)
+    assert 0 in trace.streams and {e.stream for e in trace.events if isinstance(e, Alloc)} <= set(
+        trace.streams
+    )
 
 
 def test_streamed_states_are_copied_both_ways_asynchronously() -> None:
-    """Oracle: AdamW's two float32 states of this rank's shard go up and down once a step, over pinned memory."""
-    trace = traced([*LLAMA, "parallel=fsdp2", "memory.optimizer_offload=true", "memory.offload_schedule=pipelined"])
+    """Oracle: AdamW's two float32 states of this rank's shard go up and down once a step, over
+    pinned memory."""
+    trace = traced(
+        [
+            *LLAMA,
+            "parallel=fsdp2",
+            "memory.optimizer_offload=true",
+            "memory.offload_schedule=pipelined",
+        ]
+    )
     streams = {purpose: number for number, purpose in trace.streams.items()}
     for purpose, to_device in (("load", True), ("store", False)):
         copies = [event for event in of_step(trace, Transfer) if event.stream == streams[purpose]]
@@ -256,9 +321,16 @@ def test_streamed_states_are_copied_both_ways_asynchronously() -> None:
 
 
 def test_worker_threads_update_every_offloaded_parameter_once() -> None:
-    """Oracle: fused AdamW updates this rank's parameters in a step, and pads the shards of norms to full vectors."""
+    """Oracle: fused AdamW updates this rank's parameters in a step, and pads the shards of norms to
+    full vectors."""
     trace = traced(
-        [*LLAMA, "parallel=fsdp2", "memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped", BF16]
+        [
+            *LLAMA,
+            "parallel=fsdp2",
+            "memory.cpu_offload=true",
+            "memory.cpu_offload_executor=overlapped",
+            BF16,
+        ]
     )
     updates = [event for event in of_step(trace, HostWork) if event.elements]
     padding = (2 * LAYERS + 1) * (VECTOR_ELEMENTS - DIM // 8)
@@ -273,7 +345,10 @@ def test_worker_threads_update_every_offloaded_parameter_once() -> None:
 def test_child_process_traces_each_job_and_reports_errors() -> None:
     """Oracle: the number of parameters at each depth; an impossible mesh fails with its error."""
     config = configured([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=8"], 98304, "cuda")
-    jobs = [(dataclasses.replace(config, model=dataclasses.replace(config.model, n_layers=n)), 0) for n in (1, 2)]
+    jobs = [
+        (dataclasses.replace(config, model=dataclasses.replace(config.model, n_layers=n)), 0)
+        for n in (1, 2)
+    ]
     shallow, deep = full_trace.trace_all(jobs, imagined_hardware(), 98304)
     parameters = [live_bytes(steps, 2, "end")[Category.parameters] for steps in (shallow, deep)]
     assert parameters[1] - parameters[0] == BLOCK // 8 * 4
@@ -297,9 +372,15 @@ def test_chunks_are_those_of_fsdp2(shape: tuple[int, ...], dim: int, count: int)
 @pytest.mark.parametrize("size", [0, 3, MANY, 3 * MANY, 3 * MANY + 1])
 @pytest.mark.parametrize("count", [MANY - 1, MANY, 2 * MANY])
 def test_one_chunk_stands_for_all_of_its_size(size: int, count: int) -> None:
-    """Oracle: the shapes and strides of ``torch.chunk``; from ``MANY`` on there are at most two tensors."""
+    """Oracle: the shapes and strides of ``torch.chunk``; from ``MANY`` on there are at most two
+    tensors."""
     with FakeTensorMode(), torch.no_grad():
         tensor = torch.empty(5, size, 2)
-        expected, chunks = torch.chunk(tensor, count, 1), repeating_chunks(torch.chunk)(tensor, count, 1)
-    assert [(chunk.shape, chunk.stride()) for chunk in chunks] == [(chunk.shape, chunk.stride()) for chunk in expected]
+        expected, chunks = (
+            torch.chunk(tensor, count, 1),
+            repeating_chunks(torch.chunk)(tensor, count, 1),
+        )
+    assert [(chunk.shape, chunk.stride()) for chunk in chunks] == [
+        (chunk.shape, chunk.stride()) for chunk in expected
+    ]
     assert count < MANY or not size or len(set(map(id, chunks))) <= 2

@@ -34,7 +34,8 @@ def parallel_of(label: str) -> ParallelConfig:
 
 
 def train_traced(folder: Path, cases: dict[str, dict[str, Any]], traces: bool) -> list[Any]:
-    """Train each case with or without the trace; return its losses, and on rank 0 the file's content."""
+    """Train each case with or without the trace; return its losses, and on rank 0 the file's
+    content."""
     outcomes: list[Any] = []
     for label, more in cases.items():
         config = make_config(parallel_of(label), dist.get_world_size(), **{**STEPS, **more})
@@ -54,11 +55,16 @@ def train_both(folder: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Call], list[float], list[float], Any]]:
-    """Label → calls of the traced step, losses without and with the trace, elements of each parameter."""
+def outcomes(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[list[Call], list[float], list[float], Any]]:
+    """Label → calls of the traced step, losses without and with the trace, elements of each
+    parameter."""
     plain, traced = run_ranks(2, train_both, tmp_path_factory.mktemp("runs"))[0]
     found = {}
-    for label, (losses, no_lines, _), (traced_losses, lines, elements) in zip(CASES, plain, traced, strict=True):
+    for label, (losses, no_lines, _), (traced_losses, lines, elements) in zip(
+        CASES, plain, traced, strict=True
+    ):
         assert no_lines is None, "no file without the switch"
         rows = [json.loads(line) for line in lines]
         assert {row.pop("step") for row in rows} == {3}
@@ -74,29 +80,45 @@ def test_tracing_does_not_change_losses(outcomes: Any, label: str) -> None:
 
 
 def total(calls: list[Call], collective: str, phase: str | None = None) -> int:
-    return sum(call.size_bytes for call in calls if call.collective == collective and phase in (None, call.phase))
+    return sum(
+        call.size_bytes
+        for call in calls
+        if call.collective == collective and phase in (None, call.phase)
+    )
 
 
 def named(calls: list[Call], collective: str, phase: str) -> Counter[str]:
     return Counter(
-        name for call in calls if (call.collective, call.phase) == (collective, phase) for name in call.parameters
+        name
+        for call in calls
+        if (call.collective, call.phase) == (collective, phase)
+        for name in call.parameters
     )
 
 
 @pytest.mark.parametrize("label", ["ddp", "toy_ddp", "toy_zero1"])
 def test_ddp_all_reduces_every_gradient_once(outcomes: Any, label: str) -> None:
-    """Oracle: 4 bytes a parameter, each parameter in one all-reduce of the backward; also those of DDP's C++."""
+    """Oracle: 4 bytes a parameter, each parameter in one all-reduce of the backward; also those of
+    DDP's C++."""
     calls, _, _, elements = outcomes[label]
     assert total(calls, "all_reduce", "backward") == 4 * sum(elements.values())
     assert named(calls, "all_reduce", "backward") == Counter(list(elements))
 
 
-@pytest.mark.parametrize(("label", "backwards"), [("toy_zero1", 0), ("toy_zero2", 1), ("toy_zero2 twice", 2)])
-def test_zero1_and_zero2_gather_parameters_after_the_optimizer_step(outcomes: Any, label: str, backwards: int) -> None:
-    """Oracle: the pages of ZeRO-1 and -2: 4 bytes per parameter, and padding below one element per rank and bucket."""
+@pytest.mark.parametrize(
+    ("label", "backwards"), [("toy_zero1", 0), ("toy_zero2", 1), ("toy_zero2 twice", 2)]
+)
+def test_zero1_and_zero2_gather_parameters_after_the_optimizer_step(
+    outcomes: Any, label: str, backwards: int
+) -> None:
+    """Oracle: the pages of ZeRO-1 and -2: 4 bytes per parameter, and padding below one element per
+    rank and bucket."""
     calls, _, _, elements = outcomes[label]
     whole = 4 * sum(elements.values())
-    for collective, phase, times in (("all_gather", "optimizer", 1), ("reduce_scatter", "backward", backwards)):
+    for collective, phase, times in (
+        ("all_gather", "optimizer", 1),
+        ("reduce_scatter", "backward", backwards),
+    ):
         found = [call for call in calls if call.collective == collective]
         assert {call.phase for call in found} == ({phase} if times else set())
         assert times * whole <= total(calls, collective) < times * whole + 8 * max(1, len(found))
@@ -104,14 +126,25 @@ def test_zero1_and_zero2_gather_parameters_after_the_optimizer_step(outcomes: An
 
 
 def test_zero3_broadcasts_blocks_twice_and_other_parameters_once(outcomes: Any) -> None:
-    """Oracle: the page of ZeRO-3; owners broadcast their parameters and receive their reduced gradients."""
+    """Oracle: the page of ZeRO-3; owners broadcast their parameters and receive their reduced
+    gradients."""
     calls, _, _, elements = outcomes["toy_zero3"]
     blocks = {name: size for name, size in elements.items() if name.startswith("layers.")}
-    assert total(calls, "broadcast", "forward") == total(calls, "reduce", "backward") == 4 * sum(elements.values())
+    assert (
+        total(calls, "broadcast", "forward")
+        == total(calls, "reduce", "backward")
+        == 4 * sum(elements.values())
+    )
     assert total(calls, "broadcast", "backward") == 4 * sum(blocks.values())
-    assert named(calls, "broadcast", "forward") == named(calls, "reduce", "backward") == Counter(list(elements))
+    assert (
+        named(calls, "broadcast", "forward")
+        == named(calls, "reduce", "backward")
+        == Counter(list(elements))
+    )
     assert named(calls, "broadcast", "backward") == Counter(list(blocks))
-    owned = {call.size_bytes for call in calls if call.collective == "broadcast" and call.gives_bytes}
+    owned = {
+        call.size_bytes for call in calls if call.collective == "broadcast" and call.gives_bytes
+    }
     kept = {call.size_bytes for call in calls if call.collective == "reduce" and call.gets_bytes}
     assert owned == kept
     for call in calls:
@@ -120,8 +153,11 @@ def test_zero3_broadcasts_blocks_twice_and_other_parameters_once(outcomes: Any) 
 
 
 @pytest.mark.parametrize("label", ["fsdp2", "toy_fsdp", "fsdp1"])
-def test_fsdp_gathers_units_in_forward_and_backward_and_reduces_them_once(outcomes: Any, label: str) -> None:
-    """Oracle: the units; the head stays gathered for the backward, and FSDP2's embedding is not needed there."""
+def test_fsdp_gathers_units_in_forward_and_backward_and_reduces_them_once(
+    outcomes: Any, label: str
+) -> None:
+    """Oracle: the units; the head stays gathered for the backward, and FSDP2's embedding is not
+    needed there."""
     calls, _, _, elements = outcomes[label]
     counts = Counter((call.phase, call.collective) for call in calls)
     root = label == "fsdp1"  # a unit of its own, of the norm alone
@@ -141,7 +177,10 @@ def test_fsdp_gathers_units_in_forward_and_backward_and_reduces_them_once(outcom
 def test_toy_fsdp_issues_the_collectives_of_fsdp2_in_order(outcomes: Any) -> None:
     """Oracle: PyTorch's FSDP2, which calls them from other functions."""
     toy, native = (
-        [(call.phase, call.collective, call.size_bytes, sorted(call.parameters)) for call in outcomes[label][0]]
+        [
+            (call.phase, call.collective, call.size_bytes, sorted(call.parameters))
+            for call in outcomes[label][0]
+        ]
         for label in ("toy_fsdp", "fsdp2")
     )
     assert toy == native
@@ -149,20 +188,28 @@ def test_toy_fsdp_issues_the_collectives_of_fsdp2_in_order(outcomes: Any) -> Non
 
 @pytest.mark.parametrize("label", ["ddp deterministic", "toy_fsdp twice"])
 def test_collectives_are_assigned_to_their_micro_batch(outcomes: Any, label: str) -> None:
-    """Oracle: the deterministic mode reduces float64 after each; otherwise only the last one is reduced."""
+    """Oracle: the deterministic mode reduces float64 after each; otherwise only the last one is
+    reduced."""
     calls, _, _, elements = outcomes[label]
-    reductions = [call for call in calls if call.phase == "backward" and "reduce" in call.collective]
+    reductions = [
+        call for call in calls if call.phase == "backward" and "reduce" in call.collective
+    ]
     if label == "toy_fsdp twice":
         assert {call.microbatch for call in reductions} == {2}
         gathers = Counter(call.microbatch for call in calls if call.collective == "all_gather")
         assert gathers == {1: UNITS + LAYERS, 2: UNITS + LAYERS}
     else:
-        assert [(call.microbatch, call.dtype) for call in reductions] == [(1, "float64"), (2, "float64")]
+        assert [(call.microbatch, call.dtype) for call in reductions] == [
+            (1, "float64"),
+            (2, "float64"),
+        ]
         assert [call.size_bytes for call in reductions] == [8 * sum(elements.values())] * 2
 
 
 @pytest.mark.parametrize("label", CASES)
-def test_trainer_collectives_are_labeled_with_phase_and_call_site(outcomes: Any, label: str) -> None:
+def test_trainer_collectives_are_labeled_with_phase_and_call_site(
+    outcomes: Any, label: str
+) -> None:
     """Oracle: the trainer: the count of labels, the norm of shards, and the loss are reduced."""
     small = [(call.phase, call.site) for call in outcomes[label][0] if not call.parameters]
     clips = [("clip", "strategy.total_norm")] if "ddp" not in label else []
@@ -192,15 +239,21 @@ def test_one_rank_sends_no_bytes(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in lines]
     assert {row["ranks"] for row in rows} == {1} and {row["sends_bytes"] for row in rows} == {0}
     calls = [Call(**{key: value for key, value in row.items() if key != "step"}) for row in rows]
-    assert render(calls, "step 3") == "step 3: none but 2 calls over groups of one rank, which send nothing"
+    assert (
+        render(calls, "step 3")
+        == "step 3: none but 2 calls over groups of one rank, which send nothing"
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_ring_bytes_follow_the_documented_formulas(ranks: int) -> None:
-    """Oracle: an all-reduce is a reduce-scatter and an all-gather; in a broadcast all ranks but one receive all."""
+    """Oracle: an all-reduce is a reduce-scatter and an all-gather; in a broadcast all ranks but one
+    receive all."""
     size = 840
     scatter, gather = (ring_bytes(kind, size, ranks) for kind in ("reduce_scatter", "all_gather"))
-    assert ring_bytes("all_reduce", size, ranks) == scatter + gather == 2 * size * (ranks - 1) / ranks
+    assert (
+        ring_bytes("all_reduce", size, ranks) == scatter + gather == 2 * size * (ranks - 1) / ranks
+    )
     assert ranks * ring_bytes("broadcast", size, ranks) == pytest.approx((ranks - 1) * size)
     assert ranks * ring_bytes("gather", size, ranks) == pytest.approx((ranks - 1) * size / ranks)
 

@@ -34,20 +34,24 @@ DDP = Switches(
     shards_parameters=False, takes_cpu_offload=False, world_size=4, fsdp_size=1, batch_size=4, seq_len=1024,
     grad_accum=2, dim=512, n_layers=8, vocab_size=32_000, param_dtype="float32",
 )  # fmt: skip
-FSDP = dataclasses.replace(DDP, shards_parameters=True, takes_cpu_offload=True, fsdp_size=4, param_dtype="bfloat16")
+FSDP = dataclasses.replace(
+    DDP, shards_parameters=True, takes_cpu_offload=True, fsdp_size=4, param_dtype="bfloat16"
+)
 LIVE = LiveBytes(PlacedBytes(2 * GIB), PlacedBytes(GIB), PlacedBytes(4 * GIB))
 REST = 10 * GIB
 
 CUDA_MESSAGE = (
-    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of 24.00 GiB of which 1.25 GiB is free."
-    " Including non-PyTorch memory, this process has 22.75 GiB memory in use. Of the allocated memory 20.00 GiB is "
-    "allocated by PyTorch, with 16.00 MiB allocated in private pools (e.g., CUDA Graphs), and 512.00 MiB is reserved by"
-    " PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of 24.00 GiB of "
+    "which 1.25 GiB is free. Including non-PyTorch memory, this process has 22.75 GiB memory in "
+    "use. Of the allocated memory 20.00 GiB is allocated by PyTorch, with 16.00 MiB allocated in "
+    "private pools (e.g., CUDA Graphs), and 512.00 MiB is reserved by PyTorch but unallocated. "
+    "If reserved but unallocated memory is large try setting "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
 )
 NPU_MESSAGE = (
-    "NPU out of memory. Tried to allocate 2.50 GiB (NPU 1; 24.00 GiB total capacity; 20.00 GiB already allocated; "
-    "20.00 GiB current active; 1.25 GiB free; 20.50 GiB reserved in total by PyTorch) If reserved memory is >>"
+    "NPU out of memory. Tried to allocate 2.50 GiB (NPU 1; 24.00 GiB total capacity; 20.00 GiB "
+    "already allocated; 20.00 GiB current active; 1.25 GiB free; 20.50 GiB reserved in total by "
+    "PyTorch) If reserved memory is >>"
 )
 
 
@@ -60,13 +64,19 @@ def accelerator(device_type: str = "cuda") -> types.SimpleNamespace:
     )
 
 
-def oom_context(switches: Switches = DDP, phase: str = "backward", live: LiveBytes = LIVE) -> OOMContext:
+def oom_context(
+    switches: Switches = DDP, phase: str = "backward", live: LiveBytes = LIVE
+) -> OOMContext:
     return OOMContext(step=3, phase=phase, rank=2, live=live, switches=switches)
 
 
-def advised(switches: Switches, phase: str = "backward", live: LiveBytes = LIVE, rest: int = REST) -> dict[str, int]:
+def advised(
+    switches: Switches, phase: str = "backward", live: LiveBytes = LIVE, rest: int = REST
+) -> dict[str, int]:
     savings = device_savings(live, rest, phase, switches)
-    assert [saving.saved_bytes for saving in savings] == sorted((s.saved_bytes for s in savings), reverse=True)
+    assert [saving.saved_bytes for saving in savings] == sorted(
+        (s.saved_bytes for s in savings), reverse=True
+    )
     return {saving.switch: saving.saved_bytes for saving in savings}
 
 
@@ -122,8 +132,12 @@ def test_enabled_switches_are_not_advised_and_may_be_replaced(change, gone, come
 
 
 def test_whole_gradients_of_sharded_parameters_are_named() -> None:
-    """Oracle: by hand: gradients of 3 more shards of 2 GiB, and never more than the rest that is held."""
-    key, whole = "parallel.reduce_each_microbatch=true", dataclasses.replace(FSDP, sums_whole_gradients=True)
+    """Oracle: by hand: gradients of 3 more shards of 2 GiB, and never more than the rest that is
+    held."""
+    key, whole = (
+        "parallel.reduce_each_microbatch=true",
+        dataclasses.replace(FSDP, sums_whole_gradients=True),
+    )
     assert advised(whole)[key] == advised(whole, "forward")[key] == 6 * GIB
     assert advised(whole, rest=GIB)[key] == GIB
     assert key not in advised(whole, "optimizer") | advised(FSDP)
@@ -135,7 +149,8 @@ def test_optimizer_step_advice_excludes_activation_switches():
 
 
 def test_states_not_yet_allocated_count_only_in_the_optimizer_step():
-    """Oracle: 6 GiB in total, none of it allocated; offloading them frees no memory in the forward before."""
+    """Oracle: 6 GiB in total, none of it allocated; offloading them frees no memory in the forward
+    before."""
     live = dataclasses.replace(LIVE, states=PlacedBytes())
     switches = dataclasses.replace(FSDP, states_bytes=6 * GIB)
     assert advised(switches, "optimizer", live)["memory.optimizer_offload=true"] == 6 * GIB
@@ -143,7 +158,9 @@ def test_states_not_yet_allocated_count_only_in_the_optimizer_step():
     failure = Failure(False, None, None, 13 * GIB, None)
     words = "the first optimizer step will add 6.00 GiB of states"
     assert words in out_of_memory_report(failure, oom_context(switches, "forward", live), "cuda")
-    assert words not in out_of_memory_report(failure, oom_context(switches, "optimizer", live), "cuda")
+    assert words not in out_of_memory_report(
+        failure, oom_context(switches, "optimizer", live), "cuda"
+    )
     assert words not in out_of_memory_report(failure, oom_context(FSDP, "forward"), "cuda")
 
 
@@ -151,7 +168,10 @@ def test_states_not_yet_allocated_count_only_in_the_optimizer_step():
 def test_report_has_the_failures_numbers_and_each_category(device_type, message):
     """Oracle: the allocator's message; the device's own statistics, read later, are others."""
     device = accelerator(device_type)
-    with pytest.raises(ExplainedOutOfMemoryError) as caught, explain_out_of_memory(device, oom_context):
+    with (
+        pytest.raises(ExplainedOutOfMemoryError) as caught,
+        explain_out_of_memory(device, oom_context),
+    ):
         raise torch.OutOfMemoryError(message)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     lines = [" ".join(line.split()) for line in str(caught.value).splitlines()]
@@ -164,7 +184,10 @@ def test_report_has_the_failures_numbers_and_each_category(device_type, message)
         "4.00 GiB optimizer states",
         "13.00 GiB the rest: activations, temporaries, gathered parameters",
         "maximum saving of each switch alone:",
-        "12.94 GiB memory.gradient_checkpointing=full the rest without the block inputs, which it keeps",
+        (
+            "12.94 GiB memory.gradient_checkpointing=full the rest without the block inputs, which "
+            "it keeps"
+        ),
     ]
     assert max(map(len, str(caught.value).splitlines())) <= 120
 
@@ -184,7 +207,10 @@ def report_with_offloaded_states(failure: Failure) -> str:
 def test_host_memory_is_reported_separately():
     """Oracle: the line of the report."""
     report = report_with_offloaded_states(Failure(False, None, None, 3 * GIB, None))
-    assert "and in host memory 4.00 GiB for the first three" in report and OPTIMIZER_OFFLOAD not in report
+    assert (
+        "and in host memory 4.00 GiB for the first three" in report
+        and OPTIMIZER_OFFLOAD not in report
+    )
 
 
 def test_exhausted_host_memory_advises_disabling_offload():
@@ -197,7 +223,9 @@ def test_exhausted_host_memory_advises_disabling_offload():
 def test_report_without_advice_is_explicit():
     """Oracle: one process with CPU offload, in the optimizer step."""
     switches = dataclasses.replace(FSDP, cpu_offload=True)
-    report = out_of_memory_report(Failure(False, None, None, GIB, None), oom_context(switches, "optimizer"), "cuda")
+    report = out_of_memory_report(
+        Failure(False, None, None, GIB, None), oom_context(switches, "optimizer"), "cuda"
+    )
     assert report.splitlines()[-1].startswith("no other switch saves memory")
 
 
@@ -218,11 +246,15 @@ def test_failed_allocation_on_the_cpu_is_explained(allocate, phase):
     ):
         allocate()
     report = str(caught.value)
-    assert report.startswith(f"host memory ran out on rank 2 in the {phase} of step 3\n1024.00 TiB asked for")
+    assert report.startswith(
+        f"host memory ran out on rank 2 in the {phase} of step 3\n1024.00 TiB asked for"
+    )
     assert "offload" not in report and (CHUNK in report) == (phase == "backward")
 
 
-@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), ValueError("out of memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("size mismatch"), ValueError("out of memory"), KeyboardInterrupt()]
+)
 def test_other_errors_propagate_unchanged(error):
     """Oracle: the same object."""
     with pytest.raises(type(error)) as caught, explain_out_of_memory(Device("cpu"), oom_context):
@@ -244,10 +276,15 @@ def test_explained_error_is_not_explained_again():
 
 @pytest.mark.parametrize("explained", [True, False])
 def test_allocation_that_failed_behind_another_error_is_explained(explained):
-    """Oracle: the report of the allocation itself; pipelines, compilers and threads raise errors of their own."""
+    """Oracle: the report of the allocation itself; pipelines, compilers and threads raise errors of
+    their own."""
     with (
-        pytest.raises(ExplainedOutOfMemoryError, match=r"on rank 2 in the forward of step 3\n1024.00 TiB") as caught,
-        explain_out_of_memory(Device("cpu"), lambda: oom_context(phase="outer" if explained else "forward")),
+        pytest.raises(
+            ExplainedOutOfMemoryError, match=r"on rank 2 in the forward of step 3\n1024.00 TiB"
+        ) as caught,
+        explain_out_of_memory(
+            Device("cpu"), lambda: oom_context(phase="outer" if explained else "forward")
+        ),
     ):
         try:
             inner = explain_out_of_memory(Device("cpu"), lambda: oom_context(phase="forward"))
@@ -259,10 +296,14 @@ def test_allocation_that_failed_behind_another_error_is_explained(explained):
 
 
 def test_shared_storages_are_counted_once_in_full():
-    """Oracle: the tensors' sizes; two parameters are views of one storage, and a third has no gradient."""
+    """Oracle: the tensors' sizes; two parameters are views of one storage, and a third has no
+    gradient."""
     flat = torch.zeros(100)
     first, second = (torch.nn.Parameter(part) for part in (flat[:60], flat[60:]))
-    frozen, planned = torch.nn.Parameter(torch.zeros(10)), torch.nn.Parameter(torch.zeros(10, device="meta"))
+    frozen, planned = (
+        torch.nn.Parameter(torch.zeros(10)),
+        torch.nn.Parameter(torch.zeros(10, device="meta")),
+    )
     optimizer = torch.optim.AdamW([first, second])
     for param in (first, second):
         param.grad = torch.ones_like(param)
@@ -277,7 +318,9 @@ def test_shared_storages_are_counted_once_in_full():
 
 def _count_sharded() -> LiveBytes:
     model = torch.nn.Linear(64, 32, bias=False)
-    fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(
+        model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
@@ -285,7 +328,8 @@ def _count_sharded() -> LiveBytes:
 
 
 def test_sharded_parameters_count_as_their_local_shard():
-    """Oracle: half of 64 x 32 float32 elements on each of two real ranks; states include the step count."""
+    """Oracle: half of 64 x 32 float32 elements on each of two real ranks; states include the step
+    count."""
     shard = 64 * 32 * 4 // 2
     counted = run_ranks(2, _count_sharded)
     assert [live.parameters.host_bytes for live in counted] == [shard] * 2
@@ -294,7 +338,8 @@ def test_sharded_parameters_count_as_their_local_shard():
 
 
 def test_loss_peak_memory_matches_the_advice():
-    """Oracle: the loss's own peak by the profiler's allocations: 12 bytes per logit in both dtypes."""
+    """Oracle: the loss's own peak by the profiler's allocations: 12 bytes per logit in both
+    dtypes."""
     tokens, dim, vocab = 256, 16, 4000
     for dtype in (torch.float32, torch.bfloat16):
         hidden_ND = torch.randn(tokens, dim, dtype=dtype, requires_grad=True)

@@ -1,7 +1,8 @@
 """What the profiler writes: traces of real loops on the CPU, and memory snapshots.
 
-There is no accelerator here, so the allocator's two functions are stand-ins that check every call by the signatures
-of PyTorch's own; the history is made by hand, and PyTorch's own visualizer runs on it.
+There is no accelerator here, so the allocator's two functions are stand-ins that check every call
+by the signatures of PyTorch's own; the history is made by hand, and PyTorch's own visualizer runs
+on it.
 """
 
 import contextlib
@@ -22,13 +23,20 @@ import torch
 from fsdptoys.device import Device
 from fsdptoys.profiler import NPULevel, ProfileConfig, Profiler
 from fsdptoys.profiler.memory_snapshot import MAX_ENTRIES, Snapshot
-from fsdptoys.profiler.memory_snapshot_page import UNKNOWN, read_timeline, render_snapshot, timeline_picture
+from fsdptoys.profiler.memory_snapshot_page import (
+    UNKNOWN,
+    read_timeline,
+    render_snapshot,
+    timeline_picture,
+)
 from fsdptoys.profiler.trace import Trace
 from tests.harness.snapshots import MIB, make_snapshot, summary_of
 
 
 def window(skip: int, warmup: int, active: int, **others: Any) -> ProfileConfig:
-    return ProfileConfig(enabled=True, skip_steps=skip, warmup_steps=warmup, active_steps=active, **others)
+    return ProfileConfig(
+        enabled=True, skip_steps=skip, warmup_steps=warmup, active_steps=active, **others
+    )
 
 
 def take_steps(profiler: Profiler, first: int, last: int, fail_in: int | None = None) -> None:
@@ -55,7 +63,11 @@ def count(events: list[dict], name: str) -> int:
 
 def marks(events: list[dict]) -> set[int]:
     """Step numbers with marks in the trace."""
-    return {int(event["name"].split("#")[1]) for event in events if event.get("name", "").startswith("ProfilerStep#")}
+    return {
+        int(event["name"].split("#")[1])
+        for event in events
+        if event.get("name", "").startswith("ProfilerStep#")
+    }
 
 
 @pytest.mark.parametrize("first", [1, 11], ids=["from the start", "resumed"])
@@ -63,7 +75,9 @@ def test_trace_holds_only_the_chosen_steps_under_their_numbers(tmp_path, first):
     """Oracle: the calls of the loop; step n adds n times."""
     said: list[str] = []
     config = window(1, 1, 2, memory=True)
-    profiler = Profiler(config, Device("cpu"), 0, tmp_path / "profile", first_step=first, message=said.append)
+    profiler = Profiler(
+        config, Device("cpu"), 0, tmp_path / "profile", first_step=first, message=said.append
+    )
     take_steps(profiler, first, first + 6)
     path = tmp_path / "profile" / "rank0.json.gz"
     events = read_trace(path)
@@ -73,7 +87,8 @@ def test_trace_holds_only_the_chosen_steps_under_their_numbers(tmp_path, first):
     assert count(events, "aten::add") == sum(active)
     assert list(path.parent.iterdir()) == [path]
     assert said == [
-        f"trace of steps {active[0]} to {active[1]}: {path} (open it at https://ui.perfetto.dev or in chrome://tracing)"
+        f"trace of steps {active[0]} to {active[1]}: {path} (open it at https://ui.perfetto.dev "
+        "or in chrome://tracing)"
     ]
     page = summary_of(profiler)
     assert f"Rank 0, steps {active[0]} to {active[1]}; trace: `profile/rank0.json.gz`." in page
@@ -97,7 +112,11 @@ def test_early_end_keeps_the_trace_or_reports_its_absence(tmp_path, last, fail_i
     """Oracle: the steps that the loop began within the window 3 to 6."""
     said: list[str] = []
     profiler = Profiler(window(1, 1, 4), Device("cpu"), 0, tmp_path, message=said.append)
-    with pytest.raises(RuntimeError, match="the step failed") if fail_in else contextlib.nullcontext():
+    with (
+        pytest.raises(RuntimeError, match="the step failed")
+        if fail_in
+        else contextlib.nullcontext()
+    ):
         take_steps(profiler, 1, last, fail_in)
     path = tmp_path / "rank0.json.gz"
     assert (marks(read_trace(path)) - {last + 1} if path.exists() else set()) == traced
@@ -106,14 +125,17 @@ def test_early_end_keeps_the_trace_or_reports_its_absence(tmp_path, last, fail_i
 
 
 @pytest.mark.parametrize(
-    ("switch", "field"), [("stacks", "Python parent id"), ("shapes", "Input Dims"), ("memory", "Bytes")]
+    ("switch", "field"),
+    [("stacks", "Python parent id"), ("shapes", "Input Dims"), ("memory", "Bytes")],
 )
 def test_each_switch_adds_its_field_to_the_trace(tmp_path, switch, field):
     """Oracle: the same loop without the switch, whose trace has no such field."""
 
     def fields(config: ProfileConfig, folder: Path) -> set[str]:
         take_steps(Profiler(config, Device("cpu"), 0, folder), 1, 3)
-        return {name for event in read_trace(folder / "rank0.json.gz") for name in event.get("args", {})}
+        return {
+            name for event in read_trace(folder / "rank0.json.gz") for name in event.get("args", {})
+        }
 
     assert field not in fields(window(0, 1, 2), tmp_path / "without")
     assert field in fields(window(0, 1, 2, **{switch: True}), tmp_path / "with")
@@ -134,7 +156,10 @@ def test_symbolic_link_in_place_of_a_trace_is_replaced(tmp_path):
     (tmp_path / "rank0.json.gz").symlink_to("precious")
     take_steps(Profiler(window(0, 0, 1), Device("cpu"), 0, tmp_path), 1, 3)
     assert (tmp_path / "precious").read_text() == "precious"
-    assert not (tmp_path / "rank0.json.gz").is_symlink() and (tmp_path / "rank0.json.gz").stat().st_size > 100
+    assert (
+        not (tmp_path / "rank0.json.gz").is_symlink()
+        and (tmp_path / "rank0.json.gz").stat().st_size > 100
+    )
 
 
 OP_STATISTIC = """OP Type,Core Type,Count,Total Time(us),Min Time(us),Avg Time(us),Max Time(us),Ratio(%)
@@ -144,7 +169,8 @@ MatMulV2,AI_CORE,2,100.25,50,50.125,50.25,92.2
 
 
 def test_npu_trace_uses_the_names_and_keywords_of_torch_npu(tmp_path, monkeypatch):
-    """Oracle: keyword-only stand-ins with torch_npu 2.13.0's parameter names; they trace with torch's own profiler.
+    """Oracle: keyword-only stand-ins with torch_npu 2.13.0's parameter names; they trace with
+    torch's own profiler.
 
     Not tested: that torch_npu accepts the values and writes the analysis that is read.
     """
@@ -163,11 +189,20 @@ def test_npu_trace_uses_the_names_and_keywords_of_torch_npu(tmp_path, monkeypatc
         return write
 
     def profile(
-        *, activities, schedule, on_trace_ready, record_shapes, profile_memory, with_stack, experimental_config
+        *,
+        activities,
+        schedule,
+        on_trace_ready,
+        record_shapes,
+        profile_memory,
+        with_stack,
+        experimental_config,
     ):
         assert activities == ["CPU", "NPU"]
         return torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule, on_trace_ready=on_trace_ready
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            schedule=schedule,
+            on_trace_ready=on_trace_ready,
         )
 
     fake = types.ModuleType("torch_npu")
@@ -181,13 +216,17 @@ def test_npu_trace_uses_the_names_and_keywords_of_torch_npu(tmp_path, monkeypatc
         _ExperimentalConfig=experimental_config,
     )
     monkeypatch.setitem(sys.modules, "torch_npu", fake)
-    device = types.SimpleNamespace(type="npu", synchronize=lambda: waits.append(profiler._trace._last_done + 1))
+    device = types.SimpleNamespace(
+        type="npu", synchronize=lambda: waits.append(profiler._trace._last_done + 1)
+    )
     profiler = Profiler(window(0, 1, 1, npu_level=NPULevel.level2, ranks=[3]), device, 3, tmp_path)
     take_steps(profiler, 1, 3)
     assert waits == [1], "kernels of the step before the window would be in the trace"
     assert levels == ["Level2 text"]
     assert "Rank 3, step 2; trace: `profile/rank3_1_2_ascend_pt`." in summary_of(profiler)
-    operators = re.findall(r"^\| `(\w+)` \| (\d) \| ([\d.]+ ms) \|", summary_of(profiler), re.MULTILINE)
+    operators = re.findall(
+        r"^\| `(\w+)` \| (\d) \| ([\d.]+ ms) \|", summary_of(profiler), re.MULTILINE
+    )
     assert operators == [("MatMulV2", "2", "0.10 ms"), ("Add", "4", "0.01 ms")]
 
 
@@ -202,7 +241,9 @@ def test_missing_analysis_of_an_npu_trace_is_reported(tmp_path):
     trace._last_done = trace._first_traced  # a run that ends in the window
     trace._profiler = types.SimpleNamespace(stop=trace._find_npu_files)
     trace.close(within_step=False)
-    assert reported == [f"torch_npu's profiler wrote no trace to {left}; its own messages give the reason"]
+    assert reported == [
+        f"torch_npu's profiler wrote no trace to {left}; its own messages give the reason"
+    ]
     assert trace.path is None
 
 
@@ -222,7 +263,10 @@ class Memory:
         bound = inspect.signature(torch.cuda.memory._record_memory_history).bind(*args, **kwargs)
         bound.apply_defaults()
         if bound.arguments["enabled"]:
-            assert bound.arguments["stacks"] == "python" and bound.arguments["max_entries"] == MAX_ENTRIES
+            assert (
+                bound.arguments["stacks"] == "python"
+                and bound.arguments["max_entries"] == MAX_ENTRIES
+            )
         self.calls.append("record" if bound.arguments["enabled"] else "stop")
 
     def _snapshot(self) -> dict:
@@ -234,9 +278,12 @@ class Memory:
 def record_steps(
     folder: Path, last: int, fail_in: int | None = None, error: str = ""
 ) -> tuple[list[str], list[str], str | None]:
-    """Steps of a run whose window is 2 to 3: the allocator's calls, the messages, and the summary."""
+    """Steps of a run whose window is 2 to 3: the allocator's calls, the messages, and the
+    summary."""
     memory, said = Memory(), []
-    device = types.SimpleNamespace(type="cuda", torch_device=torch.device("cuda", 1), memory_history=memory)
+    device = types.SimpleNamespace(
+        type="cuda", torch_device=torch.device("cuda", 1), memory_history=memory
+    )
     config = ProfileConfig(snapshot=True, snapshot_first_step=2, snapshot_steps=2)
     profiler = Profiler(config, device, 0, folder / "profile", message=said.append)
     with profiler:
@@ -251,7 +298,17 @@ def record_steps(
 def test_history_covers_the_chosen_steps_and_is_written_once(tmp_path):
     """Oracle: the order of calls: emptied before step 2, read after step 3."""
     calls, said, summary = record_steps(tmp_path, 4)
-    assert calls == ["record", "step 1", "stop", "record", "step 2", "step 3", "snapshot", "step 4", "stop"]
+    assert calls == [
+        "record",
+        "step 1",
+        "stop",
+        "record",
+        "step 2",
+        "step 3",
+        "snapshot",
+        "step 4",
+        "stop",
+    ]
     folder = tmp_path / "profile"
     names = ["memory-rank0-interactive.html", "memory-rank0.html", "memory-rank0.pickle"]
     assert sorted(path.name for path in folder.iterdir()) == names
@@ -292,13 +349,21 @@ def test_failed_snapshot_write_keeps_the_original_error(tmp_path):
 
 
 def test_timeline_includes_allocations_older_than_the_history():
-    """Oracle: computed by hand; the norm's request was 512 bytes below its block, which the history does not record."""
+    """Oracle: computed by hand; the norm's request was 512 bytes below its block, which the history
+    does not record."""
     timeline = read_timeline(make_snapshot(), 1)
     mib = [round(count / MIB, 2) for count in timeline.live_bytes]
     assert mib == [8, 32, 34, 10, 2, 3, 3]
     assert timeline.peak_index == 2 and timeline.out_of_memory == [6]
-    holders = [(holder.live_bytes // MIB, [frame["name"] for frame in holder.frames]) for holder in timeline.holders]
-    assert holders == [(24, ["linear", "cross_entropy_sum", "_train_step"]), (8, []), (1, ["forward", "_train_step"])]
+    holders = [
+        (holder.live_bytes // MIB, [frame["name"] for frame in holder.frames])
+        for holder in timeline.holders
+    ]
+    assert holders == [
+        (24, ["linear", "cross_entropy_sum", "_train_step"]),
+        (8, []),
+        (1, ["forward", "_train_step"]),
+    ]
 
 
 class Page(HTMLParser):
@@ -312,7 +377,9 @@ class Page(HTMLParser):
         self.feed(source)
 
     def handle_starttag(self, tag, attrs):  # noqa: D102
-        self.loads += [value for name, value in attrs if name == "src" or (name == "href" and tag != "a")]
+        self.loads += [
+            value for name, value in attrs if name == "src" or (name == "href" and tag != "a")
+        ]
         self.loads += [tag] if tag in ("script", "iframe", "object", "link") else []
         if tag not in ("meta", "img"):
             self.open_tags.append(tag)
@@ -329,12 +396,17 @@ class Page(HTMLParser):
 
 def test_page_lists_holders_of_memory_and_loads_no_resources():
     """Oracle: the history made by hand, and PyTorch's own summary of it."""
-    source = render_snapshot(make_snapshot(), 1, "steps 2 & 3", "memory-rank0.pickle", "memory-rank0-interactive.html")
+    source = render_snapshot(
+        make_snapshot(), 1, "steps 2 & 3", "memory-rank0.pickle", "memory-rank0-interactive.html"
+    )
     page = Page(source)
     assert len(page.loads) == 1 and page.loads[0].startswith("data:image/png;base64,")
     assert page.open_tags == [] and "url(" not in source and "@import" not in source
     assert "steps 2 & 3" in page.text
-    assert "34.00 MiB at the peak" in page.text and "Reserved by the allocator at the end: 64.00 MiB" in page.text
+    assert (
+        "34.00 MiB at the peak" in page.text
+        and "Reserved by the allocator at the end: 64.00 MiB" in page.text
+    )
     rows = re.findall(r"<tr><td>([^<]+)</td><td>([^<]+)</td>.*?<summary>([^<]+)</summary>", source)
     assert rows == [
         ("24.00 MiB", "70.6%", "loss.py:17 cross_entropy_sum"),
@@ -352,7 +424,10 @@ def test_thinning_of_many_events_keeps_the_peak():
     trace = []
     for index in range(25_000):
         size = 2**30 if index == 12_345 else 512
-        trace += [{"action": action, "addr": index, "size": size} for action in ("alloc", "free_completed")]
+        trace += [
+            {"action": action, "addr": index, "size": size}
+            for action in ("alloc", "free_completed")
+        ]
     picture = timeline_picture(read_timeline({"segments": [], "device_traces": [trace]}, 0))
     heights = picture.series[0].y
     assert len(heights) < 2100 and max(heights) == 1.0

@@ -21,12 +21,22 @@ from fsdptoys.report.runs_table import Record
 from fsdptoys.train.gradient_scale import GradientScale, StepScale
 from tests.harness.coverage import without_coverage
 from tests.harness.ranks import run_ranks
-from tests.harness.recorded_runs import STEP, changed, record_of, run_of, train_into, write_records, write_run
+from tests.harness.recorded_runs import (
+    STEP,
+    changed,
+    record_of,
+    run_of,
+    train_into,
+    write_records,
+    write_run,
+)
 from tests.harness.tiny import make_config
 
 EXACT = Tolerance(0.0, 0.0, 1.0, 0.0, 0.0)
 ADAMW = AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all)
-CHUNKED = MemoryConfig(chunk_loss=True, chunk_tokens="20", gradient_checkpointing=GradientCheckpointing.full)
+CHUNKED = MemoryConfig(
+    chunk_loss=True, chunk_tokens="20", gradient_checkpointing=GradientCheckpointing.full
+)
 BF16 = DType.bfloat16
 
 
@@ -50,7 +60,9 @@ def right() -> dict[str, Config]:
         "fsdp2 bf16": config_of(FSDP2Config(param_dtype=BF16), 2, memory=CHUNKED),
         "ddp bits": config_of(DDPConfig(), 2, deterministic=True),
         "fsdp2 bits": config_of(FSDP2Config(), 2, deterministic=True),
-        "fsdp2 bits, shared sequences": config_of(FSDP2Config(), 2, deterministic=True, cp_size=2, batch_size=4),
+        "fsdp2 bits, shared sequences": config_of(
+            FSDP2Config(), 2, deterministic=True, cp_size=2, batch_size=4
+        ),
     }
 
 
@@ -85,13 +97,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run_ranks(1, train_into, folder, {"single": single})
     for name in wrong():
         path = folder / name / "config.yaml"
-        recorded = {"train.init_seed": 0, "train.data_seed": 0, "optim.lr": 1e-2, "optim.beta1": 0.9}
+        recorded = {
+            "train.init_seed": 0,
+            "train.data_seed": 0,
+            "optim.lr": 1e-2,
+            "optim.beta1": 0.9,
+        }
         path.write_text(yaml.safe_dump(changed(yaml.safe_load(path.read_text()), recorded)))
     return folder
 
 
 def test_layouts_and_memory_switches_agree_in_every_dtype(trained: Path) -> None:
-    """Oracle: they are one training (tests/parallel/test_equality.py checks equal bits, or 1e-6)."""
+    """Oracle: they are one training (tests/parallel/test_equality.py checks equal bits, or
+    1e-6)."""
     assert find_disagreements([record_of(trained / name) for name in [*right(), "single"]]) == []
 
 
@@ -106,10 +124,18 @@ def test_layouts_and_memory_switches_agree_in_every_dtype(trained: Path) -> None
     ],
 )
 def test_disagreeing_training_is_marked(trained: Path, name: str, quantity: str, step: int) -> None:
-    """Oracle: the first quantity that the mistake changes: values, samples, doubled gradients, the rate, updates."""
+    """Oracle: the first quantity that the mistake changes: values, samples, doubled gradients, the
+    rate, updates."""
     (found,) = find_disagreements([record_of(trained / run) for run in ("ddp", "fsdp2", name)])
-    assert (found.name, found.reference, found.quantity, found.step) == (name, "ddp", quantity, step)
-    assert found.sentence.startswith(f"{name} does not agree with ddp, which trains the same: from step {step} on")
+    assert (found.name, found.reference, found.quantity, found.step) == (
+        name,
+        "ddp",
+        quantity,
+        step,
+    )
+    assert found.sentence.startswith(
+        f"{name} does not agree with ddp, which trains the same: from step {step} on"
+    )
     assert name != "gradient" or found.value == pytest.approx(2 * found.expected, rel=1e-5)
 
 
@@ -120,8 +146,11 @@ def test_one_wrong_row_is_marked_at_any_position(trained: Path) -> None:
     assert (found.name, found.reference) == ("seed", "ddp")
 
 
-def pair(tmp_path: Path, alter: Callable[[StepMetrics], StepMetrics], **options: Any) -> list[Record]:
-    """Two runs of twelve steps that differ only in the settings ``second``, the second with altered steps."""
+def pair(
+    tmp_path: Path, alter: Callable[[StepMetrics], StepMetrics], **options: Any
+) -> list[Record]:
+    """Two runs of twelve steps that differ only in the settings ``second``, the second with altered
+    steps."""
     both = options.get("both", {})
     altered = [alter(step) for step in run_of(12)]
     other = [altered, both | options.get("second", {}), options.get("environment")]
@@ -129,13 +158,21 @@ def pair(tmp_path: Path, alter: Callable[[StepMetrics], StepMetrics], **options:
 
 
 def apart(share: float, quantity: str, at: int) -> Callable[[StepMetrics], StepMetrics]:
-    return lambda step: replace(step, **{quantity: getattr(step, quantity) * (1 + share)}) if step.step == at else step
+    return lambda step: (
+        replace(step, **{quantity: getattr(step, quantity) * (1 + share)})
+        if step.step == at
+        else step
+    )
 
 
 @pytest.mark.parametrize("quantity", ["loss", "grad_norm"])
 @pytest.mark.parametrize(
     "both, tolerance",
-    [({}, FINE), ({"parallel.param_dtype": "bfloat16"}, COARSE), ({"train.deterministic": True}, EXACT)],
+    [
+        ({}, FINE),
+        ({"parallel.param_dtype": "bfloat16"}, COARSE),
+        ({"train.deterministic": True}, EXACT),
+    ],
     ids=["float32", "bfloat16", "deterministic"],
 )
 def test_rows_may_differ_by_the_rounding_of_their_dtype(
@@ -144,24 +181,36 @@ def test_rows_may_differ_by_the_rounding_of_their_dtype(
     """Oracle: the tolerance itself, a little less and a little more; of equal bits, one bit."""
     name = {"loss": "loss", "grad_norm": "gradient norm"}[quantity]
     allowed = tolerance.at(name, 5)
-    assert find_disagreements(pair(tmp_path / "less", apart(0.99 * allowed, quantity, 5), both=both)) == []
+    assert (
+        find_disagreements(pair(tmp_path / "less", apart(0.99 * allowed, quantity, 5), both=both))
+        == []
+    )
     (found,) = find_disagreements(
-        pair(tmp_path / "more", apart(1.01 * allowed / (1 - 1.01 * allowed) + 1e-15, quantity, 5), both=both)
+        pair(
+            tmp_path / "more",
+            apart(1.01 * allowed / (1 - 1.01 * allowed) + 1e-15, quantity, 5),
+            both=both,
+        )
     )
     assert (found.name, found.step, found.quantity, found.allowed) == ("b", 5, name, allowed)
 
 
-@pytest.mark.parametrize(("step", "loss", "grad_norm", "held_out"), [(5, 2e-5, 2e-4, 2.2e-5), (10**6, 0.01, 0.1, 0.01)])
+@pytest.mark.parametrize(
+    ("step", "loss", "grad_norm", "held_out"), [(5, 2e-5, 2e-4, 2.2e-5), (10**6, 0.01, 0.1, 0.01)]
+)
 def test_tolerances_grow_with_the_steps_up_to_their_maximum(
     step: int, loss: float, grad_norm: float, held_out: float
 ) -> None:
-    """Oracle: 1e-5 and 1e-4, once more every five steps, and the maxima; a held-out loss is of the step after it."""
+    """Oracle: 1e-5 and 1e-4, once more every five steps, and the maxima; a held-out loss is of the
+    step after it."""
     quantities = ("loss", "gradient norm", HELD_OUT, "learning rate")
     allowed = [FINE.at(quantity, step) for quantity in quantities]
     assert allowed == pytest.approx([loss, grad_norm, held_out, 0.0], rel=1e-12)
 
 
-SETTINGS = yaml.safe_load(Path(__file__).with_name("other_settings.yaml").read_text(encoding="utf-8"))
+SETTINGS = yaml.safe_load(
+    Path(__file__).with_name("other_settings.yaml").read_text(encoding="utf-8")
+)
 LOSSES_APART = apart(0.5, "loss", 3)
 
 
@@ -172,7 +221,9 @@ def test_different_trainings_are_not_compared(tmp_path: Path, second: dict[str, 
 
 
 @pytest.mark.parametrize("second", SETTINGS["same"], ids=str)
-def test_same_training_in_another_layout_is_compared(tmp_path: Path, second: dict[str, Any]) -> None:
+def test_same_training_in_another_layout_is_compared(
+    tmp_path: Path, second: dict[str, Any]
+) -> None:
     """Oracle: losses far apart, which none of these changes explains."""
     (found,) = find_disagreements(pair(tmp_path, LOSSES_APART, second=second))
     assert (found.name, found.step) == ("b", 3)
@@ -188,7 +239,9 @@ def test_experts_with_other_balancing_are_not_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [{"device.type": "cuda"}, {"versions.torch": "2.7.1"}], ids=str)
-def test_rows_of_other_devices_or_versions_are_not_compared(tmp_path: Path, part: dict[str, Any]) -> None:
+def test_rows_of_other_devices_or_versions_are_not_compared(
+    tmp_path: Path, part: dict[str, Any]
+) -> None:
     """Oracle: losses far apart: no measured bound exists for such pairs."""
     assert find_disagreements(pair(tmp_path, LOSSES_APART, environment=part)) == []
 
@@ -204,9 +257,18 @@ def test_nan_loss_agrees_only_with_nan(tmp_path: Path) -> None:
 def test_run_resumed_with_other_settings_is_not_compared(tmp_path: Path) -> None:
     """Oracle: a resume that changed the learning rate, and one that changed the layout alone."""
     records = pair(tmp_path, apart(0.5, "loss", 9))
-    line = {"time": "", "step": 5, "checkpoint": "x", "world_size_before": 2, "world_size": 2, "moved_to": None}
+    line = {
+        "time": "",
+        "step": 5,
+        "checkpoint": "x",
+        "world_size_before": 2,
+        "world_size": 2,
+        "moved_to": None,
+    }
     for key, count in (("optim.lr", 0), ("parallel.wrap", 1)):
-        (tmp_path / "b" / "resumes.jsonl").write_text(json.dumps(line | {"changed": {key: [1, 2]}}) + "\n")
+        (tmp_path / "b" / "resumes.jsonl").write_text(
+            json.dumps(line | {"changed": {key: [1, 2]}}) + "\n"
+        )
         assert len(find_disagreements(records)) == count
 
 
@@ -217,7 +279,8 @@ def test_rows_without_common_steps_are_not_compared(tmp_path: Path) -> None:
 
 
 def test_held_out_losses_are_compared_over_equal_samples(tmp_path: Path) -> None:
-    """Oracle: 4.0 and 4.4 after step 5, and none after it in one of the rows; other samples may have another loss."""
+    """Oracle: 4.0 and 4.4 after step 5, and none after it in one of the rows; other samples may
+    have another loss."""
 
     def steps_with(losses: dict[int, float]) -> list[StepMetrics]:
         return [replace(step, eval_loss=losses.get(step.step)) for step in run_of(12)]
@@ -235,16 +298,23 @@ def test_held_out_losses_are_compared_over_equal_samples(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("device, count", [("cuda", 0), ("cpu", 1)])
-def test_optimizer_steps_on_the_host_are_bitwise_equal_on_cpus_only(tmp_path: Path, device: str, count: int) -> None:
-    """Oracle: an accelerator's AdamW is another kernel than the host's, so that one bit may differ; on a CPU none."""
+def test_optimizer_steps_on_the_host_are_bitwise_equal_on_cpus_only(
+    tmp_path: Path, device: str, count: int
+) -> None:
+    """Oracle: an accelerator's AdamW is another kernel than the host's, so that one bit may differ;
+    on a CPU none."""
     both, environment = {"train.deterministic": True}, {"device.type": device}
     steps = [apart(1e-9, "loss", 3)(step) for step in run_of(3)]
     offloaded = both | {"memory.cpu_offload": True}
-    records = write_records(tmp_path, a=[run_of(3), both, environment], b=[steps, offloaded, environment])
+    records = write_records(
+        tmp_path, a=[run_of(3), both, environment], b=[steps, offloaded, environment]
+    )
     assert len(find_disagreements(records)) == count
 
 
-def test_settings_are_read_once_a_row_for_any_number_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_read_once_a_row_for_any_number_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: equal readings per row for twenty rows and for five; pairs would quadruple them."""
     write_run(tmp_path / "a", run_of(2))
     record, counts = record_of(tmp_path / "a"), []
@@ -255,9 +325,14 @@ def test_settings_are_read_once_a_row_for_any_number_of_rows(tmp_path: Path, mon
         counts.clear()
         assert record.run is not None
         runs = [
-            replace(record.run, steps=[replace(step, loss=step.loss * (1 + 1e-7 * row)) for step in run_of(2)])
+            replace(
+                record.run,
+                steps=[replace(step, loss=step.loss * (1 + 1e-7 * row)) for step in run_of(2)],
+            )
             for row in range(rows)
         ]
-        find_disagreements([replace(record, name=str(row), run=run) for row, run in enumerate(runs)])
+        find_disagreements(
+            [replace(record, name=str(row), run=run) for row, run in enumerate(runs)]
+        )
         readings.append(len(counts) / rows)
     assert readings[0] == readings[1] > 0

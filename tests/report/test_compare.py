@@ -51,7 +51,9 @@ def printed(found: RunComparison, width: int = 100) -> str:
 
 def test_equal_runs_are_the_same(tmp_path: Path) -> None:
     """Oracle: equal numbers; step times are not compared."""
-    found = compared(tmp_path, run_of(6), [replace(step, step_time_seconds=7.0) for step in run_of(6)])
+    found = compared(
+        tmp_path, run_of(6), [replace(step, step_time_seconds=7.0) for step in run_of(6)]
+    )
     assert found.same and verdict(found) == "Same: 6 steps, equal in every bit."
     assert "All settings, versions and machines are equal." in printed(found)
 
@@ -66,14 +68,18 @@ def test_first_and_the_largest_difference_are_reported(tmp_path: Path) -> None:
     loss, norm = courses["loss"], courses["gradient norm"]
     assert loss.first is not None and loss.largest is not None and norm.first is not None
     assert (loss.first.step, loss.largest.step, loss.differing, loss.steps) == (3, 5, 2, 6)
-    assert loss.first.absolute == pytest.approx(1e-4) and loss.first.relative == pytest.approx(1e-4 / 4.7001)
+    assert loss.first.absolute == pytest.approx(1e-4) and loss.first.relative == pytest.approx(
+        1e-4 / 4.7001
+    )
     assert loss.largest.relative == pytest.approx(0.5)
     assert (norm.first.step, norm.first.first, norm.first.second) == (2, 1.0, 1.5)
     assert courses["valid tokens"].first is None and courses["learning rate"].largest is None
-    assert found.first_difference is not None and found.first_difference[0].quantity == "gradient norm"
+    assert (
+        found.first_difference is not None and found.first_difference[0].quantity == "gradient norm"
+    )
     assert verdict(found) == (
-        "They differ from step 2 on, first in the gradient norm: 1 and 1.5, 0.5 apart (0.33 relative); 6 steps were "
-        "compared."
+        "They differ from step 2 on, first in the gradient norm: 1 and 1.5, 0.5 apart (0.33 "
+        "relative); 6 steps were compared."
     )
 
 
@@ -109,7 +115,9 @@ def test_nan_equals_only_nan(tmp_path: Path) -> None:
     bad = altered(loss=(4, math.nan))
     both = compared(tmp_path / "both", bad, bad)
     assert both.same
-    assert "The loss is NaN or infinite in 1 of A's and 1 of B's 6 steps" in " ".join(printed(both).split())
+    assert "The loss is NaN or infinite in 1 of A's and 1 of B's 6 steps" in " ".join(
+        printed(both).split()
+    )
     found = compared(tmp_path / "one", bad, run_of(6), tolerance=0.9)
     assert found.first_difference is not None and found.first_difference[1].step == 4
     assert "nan and 4.6, which are not both finite" in verdict(found)
@@ -117,24 +125,42 @@ def test_nan_equals_only_nan(tmp_path: Path) -> None:
 
 def evaluated(*losses: float | None) -> list[StepMetrics]:
     """A step for each held-out loss, with None for a step without."""
-    return [replace(step, eval_loss=loss) for step, loss in zip(run_of(len(losses)), losses, strict=True)]
+    return [
+        replace(step, eval_loss=loss)
+        for step, loss in zip(run_of(len(losses)), losses, strict=True)
+    ]
 
 
 def test_held_out_losses_are_compared_if_both_runs_have_one(tmp_path: Path) -> None:
-    """Oracle: 4.0 and 4.4 after step 3; step 2 has one in the first run alone, which is no difference."""
-    found = compared(tmp_path / "other", evaluated(None, 5.0, 4.0), evaluated(None, None, 4.4), CHANGES)
+    """Oracle: 4.0 and 4.4 after step 3; step 2 has one in the first run alone, which is no
+    difference."""
+    found = compared(
+        tmp_path / "other", evaluated(None, 5.0, 4.0), evaluated(None, None, 4.4), CHANGES
+    )
     assert found.first_difference is not None and not found.same
     course, difference = found.first_difference
-    assert (course.quantity, course.steps, difference.step, difference.second) == ("held-out loss", 1, 3, 4.4)
+    assert (course.quantity, course.steps, difference.step, difference.second) == (
+        "held-out loss",
+        1,
+        3,
+        4.4,
+    )
     assert compared(tmp_path / "same", evaluated(None, 5.0, 4.0), evaluated(None, None, 4.0)).same
-    assert "held-out loss" not in {course.quantity for course in compared(tmp_path / "no", [STEP], [STEP]).courses}
+    assert "held-out loss" not in {
+        course.quantity for course in compared(tmp_path / "no", [STEP], [STEP]).courses
+    }
 
 
 def test_held_out_losses_of_other_samples_are_reported_as_not_compared(tmp_path: Path) -> None:
-    """Oracle: 3 batches are other samples than the usual 8; half the batch size with twice the batches is the same."""
+    """Oracle: 3 batches are other samples than the usual 8; half the batch size with twice the
+    batches is the same."""
     losses = evaluated(4.0), evaluated(4.4)
     other = compared(tmp_path / "other", *losses, {"train.eval_batches": 3})
-    assert other.same and "Their held-out losses are over different samples and were not compared." in printed(other)
+    assert (
+        other.same
+        and "Their held-out losses are over different samples and were not compared."
+        in printed(other)
+    )
     split = {"train.batch_size": 1, "train.grad_accum": 4, "train.eval_batches": 16}
     assert not compared(tmp_path / "split", *losses, split).same
 
@@ -146,7 +172,10 @@ def test_runs_with_unreadable_lines_are_not_the_same(tmp_path: Path) -> None:
             file.write("garbage\n")
     found = compare_runs(read_recorded_run(tmp_path / "a"), read_recorded_run(tmp_path / "b"))
     assert not found.same
-    assert verdict(found) == "The 3 steps that both have are equal in every bit, but not all lines can be read."
+    assert (
+        verdict(found)
+        == "The 3 steps that both have are equal in every bit, but not all lines can be read."
+    )
     for name in "ab":
         note = f"{tmp_path}/{name}/metrics.jsonl cannot be read in line 4"
         assert note in " ".join(printed(found, 1000).split())
@@ -186,40 +215,68 @@ CHANGES = {
     ],
     ids=["loss of step 1", "loss of step 3", "learning rate", "held-out loss of step 1"],
 )
-def test_most_likely_explanation_comes_first(tmp_path: Path, first: Any, second: Any, first_keys: list[str]) -> None:
-    """Oracle: the first loss depends on data and no update; the learning rate, later and held-out losses do on both."""
+def test_most_likely_explanation_comes_first(
+    tmp_path: Path, first: Any, second: Any, first_keys: list[str]
+) -> None:
+    """Oracle: the first loss depends on data and no update; the learning rate, later and held-out
+    losses do on both."""
     found = compared(tmp_path, first, second, CHANGES)
-    keys = {effect: [change.key for change in found.changes if change.effect is effect] for effect in Effect}
+    keys = {
+        effect: [change.key for change in found.changes if change.effect is effect]
+        for effect in Effect
+    }
     assert keys[Effect.training] == first_keys
     assert keys[Effect.format] == ["parallel.param_dtype"]
     assert set(keys[Effect.rounding]) == {"parallel.name", "memory.chunk_loss"}
     assert {"memory.gradient_checkpointing", "metrics.log_every"} == set(keys[Effect.none])
-    assert [change.effect for change in found.changes] == sorted(change.effect for change in found.changes)
+    assert [change.effect for change in found.changes] == sorted(
+        change.effect for change in found.changes
+    )
     assert "metrics.run_dir" not in {change.key for change in found.changes}
 
 
 def test_option_without_effect_is_never_accused(tmp_path: Path) -> None:
-    """Oracle: the declarations: of two runs that differ in such an option, none changes the training or rounds."""
-    others = {key: "another" for key, option in declared_options().items() if option.effect is Effect.none}
-    switched = {"profile.enabled": True, "memory.optimizer_offload": True, "memory.gradient_checkpointing": "selective"}
+    """Oracle: the declarations: of two runs that differ in such an option, none changes the
+    training or rounds."""
+    others = {
+        key: "another" for key, option in declared_options().items() if option.effect is Effect.none
+    }
+    switched = {
+        "profile.enabled": True,
+        "memory.optimizer_offload": True,
+        "memory.gradient_checkpointing": "selective",
+    }
     found = compared(tmp_path, run_of(6), run_of(6), others | switched)
     assert {change.effect for change in found.changes} == {Effect.none} and len(others) > 80
-    assert {change.key for change in found.changes} >= {"train.gc_every", "memory.offload_fraction", "data.workers"}
+    assert {change.key for change in found.changes} >= {
+        "train.gc_every",
+        "memory.offload_fraction",
+        "data.workers",
+    }
     assert "Settings that change the training" not in printed(found)
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"train.grad_accum": 4}, {"mesh.pp_size": 2}, {"train.deterministic": "layout"}, {"memory.chunk_loss": True}],
+    [
+        {"train.grad_accum": 4},
+        {"mesh.pp_size": 2},
+        {"train.deterministic": "layout"},
+        {"memory.chunk_loss": True},
+    ],
     ids=str,
 )
-def test_switch_alone_is_blamed_and_not_the_options_that_need_it(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_switch_alone_is_blamed_and_not_the_options_that_need_it(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     """Oracle: the change; an option that gains its switch and keeps its default was not changed."""
     found = compared(tmp_path, run_of(6), run_of(6), change)
     assert [change.key for change in found.changes] == list(change)
 
 
-@pytest.mark.parametrize("change", [{"train.max_grad_norm": None}, {"memory.checkpointing_budget": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"train.max_grad_norm": None}, {"memory.checkpointing_budget": 0.5}], ids=str
+)
 def test_change_to_or_from_null_is_listed(tmp_path: Path, change: dict[str, Any]) -> None:
     """Oracle: the change; null is a value, unlike a setting that the other run does not have."""
     found = compared(tmp_path, run_of(6), run_of(6), change)
@@ -227,27 +284,40 @@ def test_change_to_or_from_null_is_listed(tmp_path: Path, change: dict[str, Any]
 
 
 def test_loss_scale_explains_gradients_rather_than_losses_of_the_first_step() -> None:
-    """Oracle: the backward starts from the scaled loss; growth and overflows change the scale of later steps."""
+    """Oracle: the backward starts from the scaled loss; growth and overflows change the scale of
+    later steps."""
     stages = {key: stage_of(key) for key in declared_options() if key.startswith("loss_scale.")}
     assert stages.pop("loss_scale.initial") is Stage.gradient
     assert set(stages.values()) == {Stage.update} and len(stages) == 3
 
 
-def test_another_batch_size_is_another_training_and_another_split_of_it_is_not(tmp_path: Path) -> None:
+def test_another_batch_size_is_another_training_and_another_split_of_it_is_not(
+    tmp_path: Path,
+) -> None:
     """Oracle: 2 ranks x 2 sequences x 2 micro-batches are 8 sequences a step."""
     more = compared(tmp_path / "more", run_of(6), run_of(6), {"train.batch_size": 4})
     assert [change.effect for change in more.changes] == [Effect.training]
     split = {"train.batch_size": 1, "train.grad_accum": 4}
-    assert {each.effect for each in compared(tmp_path / "as", run_of(6), run_of(6), split).changes} == {Effect.rounding}
+    assert {
+        each.effect for each in compared(tmp_path / "as", run_of(6), run_of(6), split).changes
+    } == {Effect.rounding}
     (ranks,) = compared(tmp_path / "ranks", run_of(6), run_of(6), None, {"world_size": 4}).changes
     assert (ranks.key, ranks.first, ranks.second, ranks.effect) == ("ranks", 2, 4, Effect.training)
 
 
 def test_versions_and_machines_are_reported(tmp_path: Path) -> None:
     """Oracle: the values given to the second run's environment."""
-    other = {"versions.torch": "2.7.1", "device.name": "Another", "started_at": "later", "command": "typed otherwise"}
+    other = {
+        "versions.torch": "2.7.1",
+        "device.name": "Another",
+        "started_at": "later",
+        "command": "typed otherwise",
+    }
     found = compared(tmp_path, run_of(6), run_of(6), None, other)
-    assert found.environment == [("device.name", "A processor", "Another"), ("versions.torch", "2.13.0", "2.7.1")]
+    assert found.environment == [
+        ("device.name", "A processor", "Another"),
+        ("versions.torch", "2.13.0", "2.7.1"),
+    ]
     assert "versions.torch  2.13.0       2.7.1" in printed(found)
 
 
@@ -263,12 +333,17 @@ def test_invalid_comparisons_are_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({}))
     write_run(tmp_path / "none", [])
     for name, sentence in {
-        "sweep": f"{tmp_path}/sweep is a sweep, and two runs are compared; give one of its jobs, as "
-        f"{tmp_path}/sweep/jobs/01",
+        "sweep": (
+            f"{tmp_path}/sweep is a sweep, and two runs are compared; give one of its jobs, as "
+            f"{tmp_path}/sweep/jobs/01"
+        ),
         "none": f"{tmp_path}/none has no step that could be compared; give a run that has taken some",
     }.items():
         with pytest.raises(ConfigError) as refused:
             open_run(tmp_path / name)
         assert str(refused.value) == sentence
-    with pytest.raises(ConfigError, match="have no step in common: steps 1 to 2 and 3 to 6; compare runs that overlap"):
+    with pytest.raises(
+        ConfigError,
+        match="have no step in common: steps 1 to 2 and 3 to 6; compare runs that overlap",
+    ):
         compared(tmp_path, run_of(2), run_of(6)[2:])

@@ -1,4 +1,5 @@
-"""Run directories written by someone else or damaged by a disk: each is one row and does not stop the report."""
+"""Run directories written by someone else or damaged by a disk: each is one row and does not stop
+the report."""
 
 import dataclasses
 import io
@@ -50,7 +51,8 @@ every_kind = pytest.mark.parametrize("kind", KINDS, ids=["pipe", "device", "fold
 
 
 def check_others(folder: Path, output: str) -> None:
-    """The other run is in the table and can be compared with itself; a sentence reports the damaged one."""
+    """The other run is in the table and can be compared with itself; a sentence reports the damaged
+    one."""
     table = make_table(gather([folder]))
     text = to_markdown(table) + to_csv(table) + to_json(table)
     bad, good = table.records
@@ -79,7 +81,9 @@ def row_of_bad(runs: Path) -> Record:
 
 
 @pytest.mark.parametrize(("name", "text"), FILES["required"])
-def test_run_with_a_damaged_file_is_listed_with_the_reason(runs: Path, name: str, text: str | None) -> None:
+def test_run_with_a_damaged_file_is_listed_with_the_reason(
+    runs: Path, name: str, text: str | None
+) -> None:
     """Oracle: the other run, and a sentence that names the file."""
     write_content(runs / "bad" / name, text)
     fault = "cannot be read" if text else "holds no settings"
@@ -88,8 +92,11 @@ def test_run_with_a_damaged_file_is_listed_with_the_reason(runs: Path, name: str
 
 @every_kind
 @pytest.mark.parametrize("name", ["environment.json", "resumes.jsonl"])
-def test_run_with_special_files_is_listed_with_the_reason(runs: Path, name: str, kind: Callable[[Path], None]) -> None:
-    """Oracle: the other run, and a sentence that names the file; reading a pipe would wait for a writer."""
+def test_run_with_special_files_is_listed_with_the_reason(
+    runs: Path, name: str, kind: Callable[[Path], None]
+) -> None:
+    """Oracle: the other run, and a sentence that names the file; reading a pipe would wait for a
+    writer."""
     (runs / "bad" / name).unlink(missing_ok=True)
     kind(runs / "bad" / name)
     if name == "environment.json":
@@ -102,7 +109,9 @@ def test_run_with_special_files_is_listed_with_the_reason(runs: Path, name: str,
 
 @every_kind
 @pytest.mark.parametrize("name", ["prediction.json", "result.json", "summary.md"])
-def test_damaged_optional_files_are_ignored(runs: Path, name: str, kind: Callable[[Path], None]) -> None:
+def test_damaged_optional_files_are_ignored(
+    runs: Path, name: str, kind: Callable[[Path], None]
+) -> None:
     """Oracle: the run's steps, which are intact."""
     (runs / "bad" / name).unlink(missing_ok=True)
     kind(runs / "bad" / name)
@@ -125,12 +134,15 @@ def test_damaged_optional_file_is_omitted_with_a_note(runs: Path, name: str, tex
 def test_control_characters_of_a_run_are_escaped_on_the_terminal(
     runs: Path, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: no control character in the output, of keys and of values; their names are escaped."""
+    """Oracle: no control character in the output, of keys and of values; their names are
+    escaped."""
     hostile = "\x1b[2J\x1b]0;owned\x07\r\u202e"
     for name, value in (("good", "a"), ("bad", hostile)):
         path = runs / name / "config.yaml"
         text = path.read_text().replace("name: tiny", f"name: {json.dumps(f'tiny{value}')}")
-        path.write_text(text + json.dumps({f"x{hostile}": {f"y{hostile}": f"z{value}"}})[1:-1] + "\n")
+        path.write_text(
+            text + json.dumps({f"x{hostile}": {f"y{hostile}": f"z{value}"}})[1:-1] + "\n"
+        )
         environment = json.loads((runs / name / "environment.json").read_text())
         environment["device"]["name"] = f"d{value}"
         environment["versions"][f"v{hostile}"] = f"w{value}"
@@ -153,8 +165,12 @@ def test_error_messages_escape_control_characters(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err.startswith("fsdptoys: \\x1b]0;owned\\x07 holds neither")
 
 
-@pytest.mark.parametrize("words", [["report", "x" * 300], ["compare", "x" * 300, "y"], ["report", "--live", "x" * 300]])
-def test_impossible_file_name_is_reported_in_one_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [["report", "x" * 300], ["compare", "x" * 300, "y"], ["report", "--live", "x" * 300]]
+)
+def test_impossible_file_name_is_reported_in_one_sentence(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: status 2, and one line."""
     assert main(words) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -165,13 +181,27 @@ def test_pages_escape_control_characters() -> None:
     assert escape("<\x1b\ud800\n>") == "&lt;\\x1b\\ud800\n&gt;"
 
 
-HUGE = ["loss", "step_time_seconds", "tokens_per_second", "learning_rate", "grad_norm", "memory_peak_gib"]
+HUGE = [
+    "loss",
+    "step_time_seconds",
+    "tokens_per_second",
+    "learning_rate",
+    "grad_norm",
+    "memory_peak_gib",
+]
 
 
-@pytest.mark.parametrize("value", [1e308, pytest.param(-1e308, marks=extended), pytest.param(1e-320, marks=extended)])
-@pytest.mark.parametrize("name", [HUGE[0], HUGE[-1], *(pytest.param(name, marks=extended) for name in HUGE[1:-1])])
-def test_numbers_near_the_ends_of_floats_do_not_end_the_report(runs: Path, name: str, value: float) -> None:
-    """Oracle: the page and the table with the other run, and its end; ticks, digits and sizes overflow."""
+@pytest.mark.parametrize(
+    "value", [1e308, pytest.param(-1e308, marks=extended), pytest.param(1e-320, marks=extended)]
+)
+@pytest.mark.parametrize(
+    "name", [HUGE[0], HUGE[-1], *(pytest.param(name, marks=extended) for name in HUGE[1:-1])]
+)
+def test_numbers_near_the_ends_of_floats_do_not_end_the_report(
+    runs: Path, name: str, value: float
+) -> None:
+    """Oracle: the page and the table with the other run, and its end; ticks, digits and sizes
+    overflow."""
     shutil.rmtree(runs / "bad")
     write_run(runs / "bad", [dataclasses.replace(step, **{name: value}) for step in run_of(4)])
     assert main(["report", str(runs)]) == 0 and main(["report", str(runs), "--table"]) == 0

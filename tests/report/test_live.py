@@ -26,7 +26,15 @@ from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, heartbeat_path
 from fsdptoys.utils.file_lock import is_locked
 from tests.harness.processes import wait_until
 from tests.report.device_runs import device_prediction
-from tests.report.watched_runs import POLL, Watching, WrittenRun, beat, console_of, step_numbers, step_of
+from tests.report.watched_runs import (
+    POLL,
+    Watching,
+    WrittenRun,
+    beat,
+    console_of,
+    step_numbers,
+    step_of,
+)
 
 
 @pytest.fixture
@@ -60,7 +68,10 @@ def test_lines_appear_when_written_and_a_partial_line_is_waited_for(run: Written
     run.finish()
     assert watching.end() == 0
     assert step_numbers(watching.lines()) == [3, 4, 5]
-    assert watching.lines()[-1] == f"the run has ended: 20 of 20; all steps done; {run.path / 'summary.md'}"
+    assert (
+        watching.lines()[-1]
+        == f"the run has ended: 20 of 20; all steps done; {run.path / 'summary.md'}"
+    )
     assert any(line.startswith("step 5: optimizer step skipped") for line in watching.lines())
 
 
@@ -74,7 +85,9 @@ def test_run_that_returns_to_a_checkpoint_is_read_again(run: WrittenRun, grows_p
     assert followed.poll() == 0 and [metrics.step for metrics in followed.steps] == [*range(1, 8)]
     os.truncate(run.path / "metrics.jsonl", at_checkpoint)
     if not grows_past:
-        assert followed.poll() == 4 and [metrics.step for metrics in followed.steps] == [*range(1, 5)]
+        assert followed.poll() == 4 and [metrics.step for metrics in followed.steps] == [
+            *range(1, 5)
+        ]
     run.add(*(step_of(number, loss=3.0) for number in range(5, 12)))
     assert followed.poll() == 4
     assert [metrics.step for metrics in followed.steps] == [*range(1, 12)]
@@ -83,8 +96,11 @@ def test_run_that_returns_to_a_checkpoint_is_read_again(run: WrittenRun, grows_p
     assert followed.poll() == 0 and followed.steps == []
 
 
-def test_steps_never_appear_with_settings_older_than_them(run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the file's settings, where the run writes them and its first steps while the follower polls."""
+def test_steps_never_appear_with_settings_older_than_them(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the file's settings, where the run writes them and its first steps while the follower
+    polls."""
     config = run.path / "config.yaml"
     text = config.read_text()
     config.unlink()
@@ -126,8 +142,14 @@ def test_repeated_steps_are_reported(run: WrittenRun) -> None:
 @pytest.mark.parametrize(
     ("end", "sentence"),
     [
-        (WrittenRun.die, "the run ended without a summary after step 2, since it was killed or failed"),
-        (lambda run: run.finish("2 of 20; SIGTERM received"), "the run has ended: 2 of 20; SIGTERM received; "),
+        (
+            WrittenRun.die,
+            "the run ended without a summary after step 2, since it was killed or failed",
+        ),
+        (
+            lambda run: run.finish("2 of 20; SIGTERM received"),
+            "the run has ended: 2 of 20; SIGTERM received; ",
+        ),
     ],
     ids=["killed", "stopped early"],
 )
@@ -178,7 +200,9 @@ def test_ctrl_c_ends_watching_but_not_the_run(run: WrittenRun, terminal: bool) -
 
 def test_predictions_are_shown_with_measurements(run: WrittenRun) -> None:
     """Oracle: 750 ms a step predicted, 500 measured: half over."""
-    prediction = dataclasses.replace(device_prediction(0.75, 1.0), time=TimePrediction(0.75, 0.75, 0.0, 0.0, 0.0))
+    prediction = dataclasses.replace(
+        device_prediction(0.75, 1.0), time=TimePrediction(0.75, 0.75, 0.0, 0.0, 0.0)
+    )
     (run.path / "prediction.json").write_text(json.dumps(prediction.to_dict()))
     run.add(*(step_of(number) for number in range(1, 6)))
     followed = polled(run)
@@ -204,7 +228,9 @@ def test_no_time_is_left_after_more_steps_than_planned(run: WrittenRun) -> None:
         ([float("nan")], "nan after step 1"),
     ],
 )
-def test_lowest_held_out_loss_is_finite(run: WrittenRun, losses: list[float], sentence: str) -> None:
+def test_lowest_held_out_loss_is_finite(
+    run: WrittenRun, losses: list[float], sentence: str
+) -> None:
     """Oracle: the losses as written."""
     run.add(*(step_of(number, eval_loss=loss) for number, loss in enumerate(losses, 1)))
     followed = polled(run)
@@ -246,7 +272,10 @@ def test_terminal_is_redrawn_and_keeps_the_last_state(run: WrittenRun) -> None:
     watching.wait_for_text("3/20")
     run.finish()
     assert watching.end() == 0
-    assert "\x1b[1A" in watching.stream.getvalue() and "the run has ended: 20 of 20" in watching.lines()[-1]
+    assert (
+        "\x1b[1A" in watching.stream.getvalue()
+        and "the run has ended: 20 of 20" in watching.lines()[-1]
+    )
 
 
 def test_rank_that_falls_behind_is_named(run: WrittenRun) -> None:
@@ -258,7 +287,9 @@ def test_rank_that_falls_behind_is_named(run: WrittenRun) -> None:
     now = max(sign.time for sign in signs.values())
     assert followed.late_ranks(signs, now) == {}
     (sentence,) = followed.late_ranks(signs, signs[1].time + 60).values()
-    assert sentence.startswith("rank 1 is late; its last heartbeat is of step 6 (backward), 60 s ago, pid ")
+    assert sentence.startswith(
+        "rank 1 is late; its last heartbeat is of step 6 (backward), 60 s ago, pid "
+    )
     heartbeat_path(run.path / HEARTBEATS_FOLDER, 1).unlink()
     (sentence,) = followed.late_ranks(followed.signs(), now + 60).values()
     assert sentence == "no heartbeat yet of rank 1"
@@ -277,10 +308,15 @@ def test_without_locks_a_run_is_running_while_its_ranks_have_heartbeats(run: Wri
 
 
 def test_chart_spans_the_range_of_the_values() -> None:
-    """Oracle: a straight line falls by an eighth of a block a value; a non-finite value leaves a gap."""
+    """Oracle: a straight line falls by an eighth of a block a value; a non-finite value leaves a
+    gap."""
     eighths = CHART_LINES * 8
     lines = draw_chart([float(value) for value in range(eighths, 0, -1)], 80, "loss")
-    assert len(lines) == CHART_LINES and lines[0] == "  40 █▇▆▅▄▃▂▁" and lines[-1].startswith("   1 ████")
+    assert (
+        len(lines) == CHART_LINES
+        and lines[0] == "  40 █▇▆▅▄▃▂▁"
+        and lines[-1].startswith("   1 ████")
+    )
     assert lines[-1].endswith("█▇▆▅▄▃▂▁") and lines[2].startswith("loss ")
     assert draw_chart([2.0, float("nan"), 1.0], 80, "loss")[-1] == "   1 █ ▁"
     assert draw_chart([float("inf")], 80, "loss") == ["loss: no finite value yet"]
@@ -319,7 +355,10 @@ def test_sweep_is_followed_job_by_job(tmp_path: Path) -> None:
     watching.wait_for_text("job 02 of 2, parallel=fsdp2: ")
     watching.wait_for_text("step  2/20")
     written.die()
-    write_job(sweep.job_folder(second), dataclasses.replace(second, status=JobStatus.failed, reason="rank 1 failed"))
+    write_job(
+        sweep.job_folder(second),
+        dataclasses.replace(second, status=JobStatus.failed, reason="rank 1 failed"),
+    )
     assert watching.end() == 0
     assert watching.lines()[-2:] == [
         "job 02 of 2, parallel=fsdp2: failed: rank 1 failed",
@@ -327,8 +366,12 @@ def test_sweep_is_followed_job_by_job(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("status", "exit_status"), [(JobStatus.done, 0), (JobStatus.out_of_memory, 1)])
-def test_single_job_of_a_sweep_is_followed(tmp_path: Path, status: JobStatus, exit_status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "exit_status"), [(JobStatus.done, 0), (JobStatus.out_of_memory, 1)]
+)
+def test_single_job_of_a_sweep_is_followed(
+    tmp_path: Path, status: JobStatus, exit_status: int
+) -> None:
     """Oracle: the end recorded in the job's own file."""
     sweep = sweep_of(tmp_path / "sweep", [JobStatus.waiting])
     (job,) = sweep.jobs
@@ -342,8 +385,15 @@ def test_single_job_of_a_sweep_is_followed(tmp_path: Path, status: JobStatus, ex
 @pytest.mark.launcher
 @pytest.mark.usefixtures("unmeasured", "warm")
 def test_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
-    """Oracle: the configured steps, the run's own name, the end of its summary, and its files alone."""
-    words = ["experiment=null", "parallel=single", "train.steps=20", "train.seq_len=64", "metrics.log_every=1"]
+    """Oracle: the configured steps, the run's own name, the end of its summary, and its files
+    alone."""
+    words = [
+        "experiment=null",
+        "parallel=single",
+        "train.steps=20",
+        "train.seq_len=64",
+        "metrics.log_every=1",
+    ]
     words += ["metrics.run_dir=run", "metrics.console=none"]
     command = [sys.executable, "-m", "fsdptoys", "train", *words]
     training = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)

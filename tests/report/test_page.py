@@ -1,4 +1,5 @@
-"""The page in a real browser, from a file: it is drawn, sorts, filters, zooms, turns dark, and loads nothing."""
+"""The page in a real browser, from a file: it is drawn, sorts, filters, zooms, turns dark, and
+loads nothing."""
 
 import re
 import shutil
@@ -15,7 +16,9 @@ from fsdptoys.report.runs_table import gather
 from tests.harness.coverage import without_coverage
 from tests.report.device_runs import write_device_run, write_device_sweep
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
 PATIENCE_MS = 120_000
 
@@ -69,7 +72,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
 def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("there is no chromium on the PATH")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="there is no playwright to drive the browser")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="there is no playwright to drive the browser"
+    )
     with sync_api.sync_playwright() as playwright:
         launch = playwright.chromium.launch
         browser = launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=PATIENCE_MS)
@@ -81,7 +86,9 @@ def load(browser: Any, path: Path, width: int) -> Loaded:
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme="light")
     context.set_default_timeout(PATIENCE_MS)
     loaded = Loaded(context.new_page())
-    loaded.page.on("console", lambda message: loaded.messages.append(f"{message.type}: {message.text}"))
+    loaded.page.on(
+        "console", lambda message: loaded.messages.append(f"{message.type}: {message.text}")
+    )
     loaded.page.on("pageerror", lambda error: loaded.messages.append(str(error)))
     loaded.page.on("request", lambda request: loaded.requests.append(request.url))
     loaded.page.goto(path.resolve().as_uri(), timeout=PATIENCE_MS)
@@ -100,8 +107,11 @@ def narrow(wide: Loaded) -> Iterator[Loaded]:
     for width in (390, 1280):
         wide.page.set_viewport_size({"width": width, "height": 900})
         wide.page.wait_for_function(
-            "width => [...document.querySelectorAll('.plot')].every((plot) => plot._fullLayout.width <= width)"
-            " && document.getElementById('plot-losses')._fullLayout.width > width / 2",
+            (
+                "width => [...document.querySelectorAll('.plot')].every((plot) => "
+                "plot._fullLayout.width <= width) && "
+                "document.getElementById('plot-losses')._fullLayout.width > width / 2"
+            ),
             arg=width,
         )
         if width == 390:
@@ -115,7 +125,8 @@ def single(browser: Any, files: dict[str, list[Path]]) -> Loaded:
 
 def column(loaded: Loaded, table: str, number: int) -> list[str]:
     return loaded.page.eval_on_selector_all(
-        f"#{table} tbody tr:not([hidden]) > :nth-child({number})", "cells => cells.map((cell) => cell.textContent)"
+        f"#{table} tbody tr:not([hidden]) > :nth-child({number})",
+        "cells => cells.map((cell) => cell.textContent)",
     )
 
 
@@ -124,31 +135,49 @@ one_run = pytest.param("single", marks=pytest.mark.extended)
 
 @needs_browser
 @pytest.mark.parametrize("size", ["wide", one_run])
-def test_page_renders_without_browser_messages_or_requests(size: str, request: pytest.FixtureRequest) -> None:
+def test_page_renders_without_browser_messages_or_requests(
+    size: str, request: pytest.FixtureRequest
+) -> None:
     """Oracle: the browser's console and its own list of requests, with the file as the only one."""
     loaded = request.getfixturevalue(size)
     assert loaded.messages == []
-    assert [url for url in loaded.requests if not url.startswith(("data:", "blob:"))] == [loaded.page.url]
+    assert [url for url in loaded.requests if not url.startswith(("data:", "blob:"))] == [
+        loaded.page.url
+    ]
     plots = loaded.page.locator(".plot")
     assert plots.count() == loaded.page.locator(".plot .main-svg:first-child").count() >= 7
-    assert loaded.page.title() in ("imagined", "One <b>run</b>")  # and not the result of scripts in a reason
+    assert loaded.page.title() in (
+        "imagined",
+        "One <b>run</b>",
+    )  # and not the result of scripts in a reason
 
 
 @needs_browser
 @pytest.mark.parametrize("size", ["wide", "narrow", one_run])
-def test_page_fits_its_window_without_overlapping_text(size: str, request: pytest.FixtureRequest) -> None:
+def test_page_fits_its_window_without_overlapping_text(
+    size: str, request: pytest.FixtureRequest
+) -> None:
     """Oracle: the browser's layout: widths, and the boxes of all texts of each picture."""
     loaded = request.getfixturevalue(size)
-    assert loaded.page.evaluate("document.documentElement.scrollWidth") <= loaded.page.viewport_size["width"]
+    assert (
+        loaded.page.evaluate("document.documentElement.scrollWidth")
+        <= loaded.page.viewport_size["width"]
+    )
     assert loaded.page.evaluate(OVERLAPS) == []
     for box in loaded.page.locator(".box").all():
-        assert box.evaluate("e => e.clientWidth <= innerWidth && getComputedStyle(e).overflowX") == "auto"
+        assert (
+            box.evaluate("e => e.clientWidth <= innerWidth && getComputedStyle(e).overflowX")
+            == "auto"
+        )
 
 
 @needs_browser
 def test_headings_sort_by_numbers_and_by_keyboard(wide: Loaded) -> None:
-    """Oracle: Python's sort of the numbers written into the runs; rows without a number come last."""
-    names = wide.page.eval_on_selector_all("#rows thead th", "heads => heads.map((head) => head.textContent)")
+    """Oracle: Python's sort of the numbers written into the runs; rows without a number come
+    last."""
+    names = wide.page.eval_on_selector_all(
+        "#rows thead th", "heads => heads.map((head) => head.textContent)"
+    )
     number = next(n for n, name in enumerate(names, 1) if name.startswith("Step Time"))
     head = wide.page.locator(f"#rows thead th:nth-child({number})")
     before = column(wide, "rows", 1)
@@ -255,7 +284,13 @@ def test_failed_and_skipped_rows_show_their_reasons(files: dict[str, list[Path]]
     """Oracle: the sweep as written; text that looks like a script is shown as text."""
     page = files["sweep"][0].read_text()
     failed = page[page.index('id="failed-table"') :].split("</table>")[0]
-    for words in ("out of memory", "the memory of the cuda device ran out", "timed out", "it took too long", "skipped"):
+    for words in (
+        "out of memory",
+        "the memory of the cuda device ran out",
+        "timed out",
+        "it took too long",
+        "skipped",
+    ):
         assert words in failed
     assert "one process has no ranks to shard over" in failed
     assert "<script>document.title" not in page and "&lt;script&gt;document.title" in failed

@@ -24,7 +24,9 @@ def without_pngs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdptoys.report.html_page.draw_png", lambda path, picture: None)
 
 
-def test_pages_without_predictions_explain_missing_splits(tmp_path: Path, without_pngs: None) -> None:
+def test_pages_without_predictions_explain_missing_splits(
+    tmp_path: Path, without_pngs: None
+) -> None:
     """Oracle: the run directories have no prediction.json, and are of a CPU."""
     for name in ("a", "b"):
         write_run(tmp_path / "runs" / name, run_of(6))
@@ -41,12 +43,20 @@ ODD = "a`b` **c** $d$ <i>\udcff"
 
 
 def test_manipulated_runs_render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the defects written here; names appear in the page unchanged, except for control characters."""
-    monkeypatch.setattr("fsdptoys.report.html_page.draw_png", lambda path, picture: drawn.append(picture))
+    """Oracle: the defects written here; names appear in the page unchanged, except for control
+    characters."""
+    monkeypatch.setattr(
+        "fsdptoys.report.html_page.draw_png", lambda path, picture: drawn.append(picture)
+    )
     drawn: list[Picture] = []
     runs = tmp_path / "runs"
-    write_run(runs / "a", run_of(6), {"model": None, "profile": {"enabled": True}}, {"versions": []})
-    idle = [replace(step, valid_tokens=0, tokens_per_second=0.0, mfu=0.0) for step in run_of(6, GPU_STEP)]
+    write_run(
+        runs / "a", run_of(6), {"model": None, "profile": {"enabled": True}}, {"versions": []}
+    )
+    idle = [
+        replace(step, valid_tokens=0, tokens_per_second=0.0, mfu=0.0)
+        for step in run_of(6, GPU_STEP)
+    ]
     elsewhere = {"versions": None, "device.type": "cuda"}
     write_run(runs / "b", idle, environment=elsewhere, prediction=device_prediction(0.5, 70.0))
     try:
@@ -70,25 +80,38 @@ def test_manipulated_runs_render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (None, "<p>The run had one start.</p>"),
     ],
 )
-def test_page_of_a_run_says_when_it_saves(tmp_path: Path, without_pngs: None, checkpoint: Any, says: str) -> None:
+def test_page_of_a_run_says_when_it_saves(
+    tmp_path: Path, without_pngs: None, checkpoint: Any, says: str
+) -> None:
     """Oracle: the configuration written here."""
     write_run(tmp_path / "run", run_of(6), {"checkpoint": checkpoint})
     page = write_page(gather([tmp_path / "run"]), tmp_path / "page.html")[0].read_text()
     assert says in page and ("Checkpoints:" in page) == (checkpoint is not None)
 
 
-def test_sweep_with_one_job_still_lists_skipped_combinations(tmp_path: Path, without_pngs: None) -> None:
+def test_sweep_with_one_job_still_lists_skipped_combinations(
+    tmp_path: Path, without_pngs: None
+) -> None:
     """Oracle: the reason as written into the sweep."""
     write_run(tmp_path / "jobs" / "01" / "run", run_of(6))
     job = Job("01", (), {"parallel": "fsdp2"}, "print 1", JobStatus.done, 0)
-    Sweep(tmp_path, "one", "command", [job], [Skipped({"parallel": "single"}, "it has one rank")], None).write()
+    Sweep(
+        tmp_path,
+        "one",
+        "command",
+        [job],
+        [Skipped({"parallel": "single"}, "it has one rank")],
+        None,
+    ).write()
     page = write_page(gather([tmp_path]), tmp_path / "report.html")[0].read_text()
     assert "it has one rank" in page
 
 
 def test_unfinished_rows_are_never_the_best(tmp_path: Path, without_pngs: None) -> None:
     """Oracle: the killed run is faster, smaller and has the lower loss."""
-    better = replace(STEP, loss=3.0, resident_set_gib=0.1, resident_set_peak_gib=0.1, tokens_per_second=1e6)
+    better = replace(
+        STEP, loss=3.0, resident_set_gib=0.1, resident_set_peak_gib=0.1, tokens_per_second=1e6
+    )
     write_run(tmp_path / "runs" / "ended", run_of(6))
     write_run(tmp_path / "runs" / "killed", run_of(6, better), finished=False)
     page = write_page(gather([tmp_path / "runs"]), tmp_path / "report.html")[0].read_text()
@@ -104,24 +127,33 @@ def test_unfinished_rows_are_never_the_best(tmp_path: Path, without_pngs: None) 
             ["1 optim.lr=0.1", "2 optim.lr=0.2"],
         ),
         (
-            [{"parallel": "fsdp1", "optim.lr": "0.1"}, *({"parallel": "fsdp2", "optim.lr": v} for v in ("0.1", "0.2"))],
+            [
+                {"parallel": "fsdp1", "optim.lr": "0.1"},
+                *({"parallel": "fsdp2", "optim.lr": v} for v in ("0.1", "0.2")),
+            ],
             ["1 fsdp1 optim.lr=0.1", "2 fsdp2 optim.lr=0.1", "3 fsdp2 optim.lr=0.2"],
         ),
         ([{"parallel": "fsdp1"}, {"parallel": "fsdp2"}], ["1 fsdp1", "2 fsdp2"]),
     ],
 )
-def test_names_show_the_varied_settings(tmp_path: Path, choices: list[dict[str, str]], names: list[str]) -> None:
+def test_names_show_the_varied_settings(
+    tmp_path: Path, choices: list[dict[str, str]], names: list[str]
+) -> None:
     """Oracle: the choices; only the last is named by its switches."""
     records = []
     for number, varied in enumerate(choices, 1):
-        path = write_run(tmp_path / str(number), run_of(3), {"parallel": {"name": varied["parallel"]}})
+        path = write_run(
+            tmp_path / str(number), run_of(3), {"parallel": {"name": varied["parallel"]}}
+        )
         records.append(record_of(path, varied=varied))
     assert short_names(records) == names
 
 
 def test_rows_without_steps_render(tmp_path: Path) -> None:
     """Oracle: a run killed in its first step has no steps to draw."""
-    page = write_page(gather([write_run(tmp_path / "run", [], finished=False)]), tmp_path / "report.html")
+    page = write_page(
+        gather([write_run(tmp_path / "run", [], finished=False)]), tmp_path / "report.html"
+    )
     assert len(page) == 1
     assert "No run has a step to draw" in page[0].read_text()
 
@@ -130,11 +162,16 @@ def test_rows_without_steps_render(tmp_path: Path) -> None:
     ("name", "problem"),
     [
         ("report.pdf", r"report\.pdf must end in \.html; write --out report\.html"),
-        ("no/report.html", r"report\.html is in .*no, which is not a folder; write --out report\.html"),
+        (
+            "no/report.html",
+            r"report\.html is in .*no, which is not a folder; write --out report\.html",
+        ),
         ("folder.html", r"folder\.html is a folder; write --out report\.html"),
     ],
 )
-def test_invalid_page_path_is_reported_in_one_sentence(tmp_path: Path, name: str, problem: str) -> None:
+def test_invalid_page_path_is_reported_in_one_sentence(
+    tmp_path: Path, name: str, problem: str
+) -> None:
     """Oracle: the message names the file and the fix, and no option that the user did not type."""
     (tmp_path / "folder.html").mkdir()
     with pytest.raises(ConfigError, match=f"^--out .*{problem}$"):
@@ -143,7 +180,9 @@ def test_invalid_page_path_is_reported_in_one_sentence(tmp_path: Path, name: str
         write_page(Collection("nothing", [], [], []), tmp_path / name)
 
 
-def test_missing_plotly_names_the_extra_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_plotly_names_the_extra_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: Python's own failure to import a module; nothing is written."""
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[report\]'"):

@@ -1,4 +1,5 @@
-"""Pictures: their contents, the agreement of both renderers, and the memory timeline that they show."""
+"""Pictures: their contents, the agreement of both renderers, and the memory timeline that they
+show."""
 
 import dataclasses
 import gc
@@ -55,7 +56,12 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> list[PlottedRun]:
     for number, (_, _, _, seconds, gib) in enumerate(JOBS, 1):
         prediction = None if number == 3 else device_prediction(seconds, gib)
         steps = device_steps(60, seconds, gib)
-        run = write_run(folder / f"run{number}", steps, environment={"device.type": "cuda"}, prediction=prediction)
+        run = write_run(
+            folder / f"run{number}",
+            steps,
+            environment={"device.type": "cuda"},
+            prediction=prediction,
+        )
         found.append(PlottedRun(f"run{number}", read_recorded_run(run), (f"number={number}",)))
     return found
 
@@ -63,12 +69,17 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> list[PlottedRun]:
 @pytest.fixture(scope="module")
 def pictures(shown: list[PlottedRun], tmp_path_factory: pytest.TempPathFactory) -> list[Picture]:
     run = read_recorded_run(write_device_run(tmp_path_factory.mktemp("runs") / "one"))
-    return [*draw_comparison(shown), *draw_run(run, read_timeline(run.path / "profile", run.device_type))]
+    return [
+        *draw_comparison(shown),
+        *draw_run(run, read_timeline(run.path / "profile", run.device_type)),
+    ]
 
 
 def luminance(color: str) -> float:
     parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -104,7 +115,10 @@ def test_thinning_keeps_extremes_and_gaps() -> None:
 
 def test_labels_cover_neither_points_nor_one_another() -> None:
     """Oracle: the boxes, computed here from the chosen sides."""
-    points = [(0.5 + 0.02 * (n % 4), 0.5 + 0.03 * (n // 4)) for n in range(12)] + [(0.995, 0.99), (0.002, 0.01)]
+    points = [(0.5 + 0.02 * (n % 4), 0.5 + 0.03 * (n // 4)) for n in range(12)] + [
+        (0.995, 0.99),
+        (0.002, 0.01),
+    ]
     placed = place_labels(points, [(n, f"name {n}") for n in range(len(points))])
     assert len(placed) >= 4
     boxes = []
@@ -124,9 +138,13 @@ def test_frontier_has_the_undominated_runs(shown: list[PlottedRun]) -> None:
     picture = draw_tradeoff(shown)
     assert picture is not None
     places = [(1e3 * seconds, gib) for _, _, _, seconds, gib in JOBS]
-    beaten = {i for i, a in enumerate(places) for b in places if b != a and b[0] <= a[0] and b[1] <= a[1]}
+    beaten = {
+        i for i, a in enumerate(places) for b in places if b != a and b[0] <= a[0] and b[1] <= a[1]
+    }
     assert set(pareto_front(places)) == set(range(len(places))) - beaten
-    assert set(picture.series[0].hover) == {f"run{n + 1}" for n in range(len(places)) if n not in beaten}
+    assert set(picture.series[0].hover) == {
+        f"run{n + 1}" for n in range(len(places)) if n not in beaten
+    }
 
 
 def test_runs_of_different_batches_are_compared_by_their_tokens(shown: list[PlottedRun]) -> None:
@@ -141,7 +159,9 @@ def test_runs_of_different_batches_are_compared_by_their_tokens(shown: list[Plot
         )
         for m in other.steps
     ]
-    half = PlottedRun("half", dataclasses.replace(other, steps=halves, results=summarize(halves, 2)), ())
+    half = PlottedRun(
+        "half", dataclasses.replace(other, steps=halves, results=summarize(halves, 2)), ()
+    )
     picture = draw_tradeoff([shown[0], half])
     assert picture is not None
     assert "1,000 tokens" in picture.x.title and "different numbers of tokens" in picture.caption
@@ -150,7 +170,8 @@ def test_runs_of_different_batches_are_compared_by_their_tokens(shown: list[Plot
 
 
 def test_bars_add_up_to_the_prediction(shown: list[PlottedRun]) -> None:
-    """Oracle: the predicted peak and step time themselves; a run without a prediction has its measured total."""
+    """Oracle: the predicted peak and step time themselves; a run without a prediction has its
+    measured total."""
     named = {picture.name: picture for picture in draw_comparison(shown)}
     for name, of in (
         ("time_split", lambda p: p.time.step_seconds * 1e3),
@@ -190,16 +211,23 @@ def test_every_series_becomes_a_trace(pictures: list[Picture]) -> None:
     assert len(pictures) == 14
     for picture in pictures:
         made = figure(picture)
-        assert [trace["meta"] for trace in made["data"]] == [series.name for series in picture.series]
+        assert [trace["meta"] for trace in made["data"]] == [
+            series.name for series in picture.series
+        ]
         assert picture.alt and picture.caption and picture.title
 
 
 def test_twenty_runs_of_five_thousand_steps_stay_small(shown: list[PlottedRun]) -> None:
-    """Oracle: the JSON of all pictures next to plotly's own 4.8 MB; captions name the omitted series."""
+    """Oracle: the JSON of all pictures next to plotly's own 4.8 MB; captions name the omitted
+    series."""
     long = dataclasses.replace(shown[0].run, steps=device_steps(5000, 0.5, 70.0))
     pictures = draw_comparison([PlottedRun(f"run {n}", long, ()) for n in range(20)])
     assert sum(len(json.dumps(figure(picture))) for picture in pictures) < 2_500_000
-    assert all("lowest and the highest are drawn" in p.caption for p in pictures if p.name in ("losses", "step_time"))
+    assert all(
+        "lowest and the highest are drawn" in p.caption
+        for p in pictures
+        if p.name in ("losses", "step_time")
+    )
 
 
 ROWS, WIDTH = 64, 256
@@ -225,7 +253,10 @@ def trace_steps(folder: Path) -> int:
     """Write the trace of two real steps; return the bytes of all parameters."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
-        torch.nn.Embedding(16, WIDTH), torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.Linear(WIDTH, 16)
+        torch.nn.Embedding(16, WIDTH),
+        torch.nn.Linear(WIDTH, WIDTH),
+        torch.nn.GELU(),
+        torch.nn.Linear(WIDTH, 16),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.arange(ROWS) % 16
@@ -243,7 +274,9 @@ def trace_steps(folder: Path) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def test_lifetimes_add_up_to_the_profilers_own_counter(traced: tuple[Timeline, list[int], int]) -> None:
+def test_lifetimes_add_up_to_the_profilers_own_counter(
+    traced: tuple[Timeline, list[int], int],
+) -> None:
     """Oracle: "Total Allocated" of PyTorch's profiler, at its highest and at its last event."""
     timeline, counter, _ = traced
     assert timeline.total.max() == max(counter)
@@ -251,22 +284,27 @@ def test_lifetimes_add_up_to_the_profilers_own_counter(traced: tuple[Timeline, l
 
 
 def test_gradients_are_as_large_as_the_parameters(traced: tuple[Timeline, list[int], int]) -> None:
-    """Oracle: in one process every parameter has one gradient of its size, from the backward to zero_grad."""
+    """Oracle: in one process every parameter has one gradient of its size, from the backward to
+    zero_grad."""
     timeline, _, parameter_bytes = traced
     assert timeline.layers[Lifetime.gradients].max() == pytest.approx(parameter_bytes, rel=0.02)
     assert len(timeline.backwards) == 2
     assert not timeline.knows_before
 
 
-def test_activations_are_the_tensors_saved_for_the_backward(traced: tuple[Timeline, list[int], int]) -> None:
-    """Oracle: the embedding's, the first layer's and GELU's outputs of ROWS x WIDTH floats must be kept."""
+def test_activations_are_the_tensors_saved_for_the_backward(
+    traced: tuple[Timeline, list[int], int],
+) -> None:
+    """Oracle: the embedding's, the first layer's and GELU's outputs of ROWS x WIDTH floats must be
+    kept."""
     timeline, _, _ = traced
     kept = timeline.layers[Lifetime.activations].max()
     assert 3 * ROWS * WIDTH * 4 <= kept <= 4 * ROWS * WIDTH * 4
 
 
 def test_snapshot_peak_equals_that_of_its_own_page(tmp_path: Path) -> None:
-    """Oracle: the profiler's walk over the same history, back from its end, where a block is 512 bytes short."""
+    """Oracle: the profiler's walk over the same history, back from its end, where a block is 512
+    bytes short."""
     (tmp_path / "memory-rank0.pickle").write_bytes(pickle.dumps(make_snapshot()))
     timeline = read_timeline(tmp_path, "cuda")
     events = read_events(make_snapshot(), 1)
@@ -288,7 +326,9 @@ def test_snapshot_peak_equals_that_of_its_own_page(tmp_path: Path) -> None:
         (-np.inf, 1.0, Lifetime.before),
     ],
 )
-def test_block_is_classified_by_the_phases_of_its_begin_and_end(begin: float, end: float, expected: Lifetime) -> None:
+def test_block_is_classified_by_the_phases_of_its_begin_and_end(
+    begin: float, end: float, expected: Lifetime
+) -> None:
     """Oracle: the definitions of the lifetimes."""
     phases = Phases([0.0, 1.0, 2.0], ["forward", "backward", "update"])
     assert lifetime(Block(1, begin, end), phases) is expected
@@ -298,16 +338,30 @@ def test_block_is_classified_by_the_phases_of_its_begin_and_end(begin: float, en
     ("names", "expected"),
     [
         (["fsdptoys/train/trainer.py train_step"], "forward"),
-        (["fsdptoys/memory/optimizer_stepper.py step", "fsdptoys/train/trainer.py train_step"], "update"),
+        (
+            ["fsdptoys/memory/optimizer_stepper.py step", "fsdptoys/train/trainer.py train_step"],
+            "update",
+        ),
         (["fsdptoys/train/trainer.py _update", "fsdptoys/train/trainer.py _train_step"], "update"),
-        (["torch/autograd/graph.py _engine_run_backward", "fsdptoys/train/trainer.py train_step"], "backward"),
+        (
+            [
+                "torch/autograd/graph.py _engine_run_backward",
+                "fsdptoys/train/trainer.py train_step",
+            ],
+            "backward",
+        ),
         ([], "backward"),
     ],
 )
 def test_stack_identifies_the_phase(names: list[str], expected: str) -> None:
     """Oracle: the trainer's own functions; autograd's thread has no Python below it."""
     calls = [name.split() for name in names]
-    assert phase_of_stack([{"filename": f"/src/{file}", "name": name, "line": 1} for file, name in calls]) == expected
+    assert (
+        phase_of_stack(
+            [{"filename": f"/src/{file}", "name": name, "line": 1} for file, name in calls]
+        )
+        == expected
+    )
 
 
 class Touch:
@@ -330,7 +384,8 @@ def test_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"not gzip", gzip.compress(b'{"traceEvents": [{"name": "[memory]"}]}', mtime=0)]
+    "content",
+    [b"", b"not gzip", gzip.compress(b'{"traceEvents": [{"name": "[memory]"}]}', mtime=0)],
 )
 def test_unreadable_trace_is_reported_in_one_sentence(tmp_path: Path, content: bytes) -> None:
     """Oracle: the message names the file and a fix."""
@@ -341,7 +396,12 @@ def test_unreadable_trace_is_reported_in_one_sentence(tmp_path: Path, content: b
 
 
 def test_trace_without_memory_has_no_timeline(tmp_path: Path) -> None:
-    """Oracle: profile.memory=false leaves no event of memory; other events may hold numbers beyond JSON."""
+    """Oracle: profile.memory=false leaves no event of memory; other events may hold numbers beyond
+    JSON."""
     path = tmp_path / "rank0.json.gz"
-    path.write_bytes(gzip.compress(b'{"traceEvents": [{"name": "mul", "args": {"Concrete Inputs": [NaN, Infinity]}}]}'))
+    path.write_bytes(
+        gzip.compress(
+            b'{"traceEvents": [{"name": "mul", "args": {"Concrete Inputs": [NaN, Infinity]}}]}'
+        )
+    )
     assert read_trace(path, "cpu") is None

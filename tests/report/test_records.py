@@ -1,4 +1,5 @@
-"""Rows made from runs and sweeps: their status, their names, damaged runs among others, and old directories.
+"""Rows made from runs and sweeps: their status, their names, damaged runs among others, and old
+directories.
 
 ``old_sweep/`` is a sweep of two jobs that a version before ``result.json`` recorded.
 """
@@ -47,11 +48,14 @@ BY_SKIPS = stop_by(in_a_row=TRAIN.max_skipped_in_a_row)
 
 
 def record_run(path: Path, last: int, stop: Stop | None, after: int = 0) -> None:
-    """Have a recorder write a run of 20 steps up to some step, from a checkpoint on, and finish after a stop."""
+    """Have a recorder write a run of 20 steps up to some step, from a checkpoint on, and finish
+    after a stop."""
     config = MetricsConfig(run_dir=str(path), console=Console.none)
     offsets = {"metrics.jsonl": (path / "metrics.jsonl").stat().st_size} if after else {}
     resumed = ResumePoint(after, offsets, "a checkpoint") if after else None
-    with RunRecorder(config, "a run", plain_tree(), ENVIRONMENT, TRAIN.steps, {}, resumed) as recorder:
+    with RunRecorder(
+        config, "a run", plain_tree(), ENVIRONMENT, TRAIN.steps, {}, resumed
+    ) as recorder:
         for number in range(after + 1, last + 1):
             recorder.step(replace(STEP, step=number))
         if stop is not None:
@@ -89,11 +93,15 @@ def test_run_has_the_status_and_reason_of_its_end(
 
 
 def test_run_killed_after_resuming_is_not_done(tmp_path: Path) -> None:
-    """Oracle: the previous start ended well, at step 4; this one writes two more steps and no summary."""
+    """Oracle: the previous start ended well, at step 4; this one writes two more steps and no
+    summary."""
     record_run(tmp_path / "run", 4, BY_TIME)
     record_run(tmp_path / "run", 6, None, after=4)
     record = row_of(tmp_path / "run")
-    assert (record.status, record.reason) == (JobStatus.stopped, "it ended without a summary after 6 steps")
+    assert (record.status, record.reason) == (
+        JobStatus.stopped,
+        "it ended without a summary after 6 steps",
+    )
 
 
 @pytest.mark.parametrize("sign", ["lock", "heartbeat"])
@@ -126,7 +134,8 @@ def names_of(*paths: Path) -> list[str]:
 
 
 def test_rows_are_named_by_the_fewest_folders_that_distinguish_them(tmp_path: Path) -> None:
-    """Oracle: written by hand: nothing above if one folder is enough, and all above up to the first that differs."""
+    """Oracle: written by hand: nothing above if one folder is enough, and all above up to the first
+    that differs."""
     for place in ("A/runs/a", "B/runs/a", "A/runs/b", "B/other"):
         write_run(tmp_path / place, run_of(3))
     for place in ("A/s1", "B/s1"):
@@ -140,14 +149,21 @@ def test_rows_are_named_by_the_fewest_folders_that_distinguish_them(tmp_path: Pa
 
 
 def test_rows_with_equal_folders_are_numbered(tmp_path: Path) -> None:
-    """Oracle: two runs of one name, one of them in a folder named like a sweep with a job of that name."""
+    """Oracle: two runs of one name, one of them in a folder named like a sweep with a job of that
+    name."""
     for place in ("s1/01", "Y/01"):
         write_run(tmp_path / place, run_of(3))
     sweep_in(tmp_path / "Z" / "s1", "01")
-    assert names_of(tmp_path / "s1/01", tmp_path / "Y/01", tmp_path / "Z/s1") == ["s1/01", "Y/01", "s1/01 (2)"]
+    assert names_of(tmp_path / "s1/01", tmp_path / "Y/01", tmp_path / "Z/s1") == [
+        "s1/01",
+        "Y/01",
+        "s1/01 (2)",
+    ]
 
 
-def test_current_folder_is_listed_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_folder_is_listed_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the name of the folder, of the row and of the report."""
     monkeypatch.chdir(write_run(tmp_path / "one", run_of(3)))
     collection = gather([Path()])
@@ -157,17 +173,23 @@ def test_current_folder_is_listed_by_its_name(tmp_path: Path, monkeypatch: pytes
 def test_damaged_job_keeps_its_recorded_status_and_reason(tmp_path: Path) -> None:
     """Oracle: the status of the job, and both sentences."""
     sweep = sweep_in(tmp_path / "s1", "01")
-    failed = replace(sweep.jobs[0], status=JobStatus.out_of_memory, reason="rank 1 ran out of memory")
+    failed = replace(
+        sweep.jobs[0], status=JobStatus.out_of_memory, reason="rank 1 ran out of memory"
+    )
     (sweep.run_dir(failed) / "environment.json").write_text("")
     (sweep.job_folder(failed) / "job.json").unlink()
     replace(sweep, jobs=[failed]).write()
     record = row_of(sweep.path)
     assert record.status is JobStatus.out_of_memory and record.reason is not None
-    assert record.reason.startswith("rank 1 ran out of memory; ") and "environment.json cannot be read" in record.reason
+    assert (
+        record.reason.startswith("rank 1 ran out of memory; ")
+        and "environment.json cannot be read" in record.reason
+    )
 
 
 def test_finished_job_without_settings_is_reported(tmp_path: Path) -> None:
-    """Oracle: the message names the missing file; a job without any folder has the status of its own file."""
+    """Oracle: the message names the missing file; a job without any folder has the status of its
+    own file."""
     sweep = sweep_in(tmp_path / "s1", "01", "02")
     (sweep.run_dir(sweep.jobs[0]) / "config.yaml").unlink()
     shutil.rmtree(sweep.run_dir(sweep.jobs[1]))
@@ -182,7 +204,12 @@ def test_damaged_sweep_in_a_folder_leaves_the_others_intact(tmp_path: Path) -> N
         sweep_in(tmp_path / place, "01")
     (tmp_path / "s1" / "sweep.json").write_text("{")
     bad, good = gather([tmp_path]).records
-    assert (bad.name, bad.status, good.name, good.status) == ("s1", JobStatus.failed, "s2/01", JobStatus.done)
+    assert (bad.name, bad.status, good.name, good.status) == (
+        "s1",
+        JobStatus.failed,
+        "s2/01",
+        JobStatus.done,
+    )
 
 
 FOLDER = Path(__file__).parent / "old_sweep"
@@ -205,16 +232,23 @@ def test_reports_of_old_directories_keep_the_facts_of_the_summary() -> None:
     run = read_recorded_run(RUNS[0])
     assert run.result is None and run.finished and run.notes == ()
     ending = read_ending(RUNS[1])
-    assert (ending.status, ending.text) == (JobStatus.done, "1 of 3; train.max_seconds=0.08 reached")
+    assert (ending.status, ending.text) == (
+        JobStatus.done,
+        "1 of 3; train.max_seconds=0.08 reached",
+    )
     assert references(run.result, run.path) == {"unigram entropy of the data": 3.235}
     head, *rows = operators(run.result, run.path)
-    assert head == ["operator", "calls", "self CPU time", "CPU time with what it calls"] and len(rows) == 20
+    assert (
+        head == ["operator", "calls", "self CPU time", "CPU time with what it calls"]
+        and len(rows) == 20
+    )
     text = (RUNS[0] / "summary.md").read_text()
     assert all(f"| `{name}` | {' | '.join(cells)} |" in text for name, *cells in rows)
 
 
 def test_old_directories_compare_as_before() -> None:
-    """Oracle: the old version's output: equal in their one common step, after which A has two more."""
+    """Oracle: the old version's output: equal in their one common step, after which A has two
+    more."""
     found = compare_runs(*(open_run(path) for path in RUNS))
     assert [change.key for change in found.changes] == ["train.max_seconds"]
     assert found.only_first == [2, 3] and not found.only_second

@@ -31,7 +31,9 @@ PREDICTION = replace(
 )
 
 
-def table_of(records: list[Record], title: str = "these", skipped: Any = (), commands: Any = ()) -> Table:
+def table_of(
+    records: list[Record], title: str = "these", skipped: Any = (), commands: Any = ()
+) -> Table:
     return make_table(Collection(title, records, list(skipped), list(commands)))
 
 
@@ -59,7 +61,8 @@ def two(tmp_path: Path) -> list[Record]:
 
 
 def test_columns_are_differing_settings_and_results(two: list[Record]) -> None:
-    """Oracle: by hand: medians of 0.13 to 0.18 s and 0.13 to 0.16 s, the loss of step 6, 70 ms over 155 - 1."""
+    """Oracle: by hand: medians of 0.13 to 0.18 s and 0.13 to 0.16 s, the loss of step 6, 70 ms over
+    155 - 1."""
     table = table_of(two)
     assert cells(table) == {
         "Run": ["plain", "lean"],
@@ -73,17 +76,31 @@ def test_columns_are_differing_settings_and_results(two: list[Record]) -> None:
         "Predicted peak (GiB)": ["3.00 (+50%)", "–"],
         "Predicted reserved (GiB)": ["4.00 (+33%)", "–"],
     }
-    assert "model=tiny parallel=fsdp2 ranks=2" in table.everywhere[0] and "parallel.wrap=block" in table.everywhere[0]
+    assert (
+        "model=tiny parallel=fsdp2 ranks=2" in table.everywhere[0]
+        and "parallel.wrap=block" in table.everywhere[0]
+    )
     assert table.everywhere[1:] == ["Memory allocated (GiB) 1.00", "tokens/s 5,120", "MFU (%) 40.0"]
-    assert table.notes[0].startswith("Step time, tokens/s and MFU are medians over 4 to 6 steps of a row, without the")
+    assert table.notes[0].startswith(
+        "Step time, tokens/s and MFU are medians over 4 to 6 steps of a row, without the"
+    )
 
 
 def test_only_relevant_settings_are_columns(tmp_path: Path) -> None:
-    """Oracle: settings of disabled features, output paths, and the sizes implied by a model's name are left out."""
-    changes = {"memory.offload_bucket_mib": 9, "metrics.run_dir": "b", "model.name": "other", "model.dim": 99}
+    """Oracle: settings of disabled features, output paths, and the sizes implied by a model's name
+    are left out."""
+    changes = {
+        "memory.offload_bucket_mib": 9,
+        "metrics.run_dir": "b",
+        "model.name": "other",
+        "model.dim": 99,
+    }
     changes |= {"train.max_grad_norm": None}
     table = table_of(write_records(tmp_path, a=[run_of(3)], b=[run_of(3), changes]))
-    assert [column.name for column in table.columns if column.setting] == ["model.name", "train.max_grad_norm"]
+    assert [column.name for column in table.columns if column.setting] == [
+        "model.name",
+        "train.max_grad_norm",
+    ]
     assert cells(table)["train.max_grad_norm"] == ["0.5", "null"]
 
 
@@ -97,9 +114,12 @@ def test_on_a_cpu_the_resident_set_replaces_device_memory(tmp_path: Path) -> Non
 
 
 def test_counted_memory_of_a_cpu_has_the_columns_of_devices(tmp_path: Path) -> None:
-    """Oracle: the numbers of the steps in the unit of the largest, with three significant digits of the smallest."""
+    """Oracle: the numbers of the steps in the unit of the largest, with three significant digits of
+    the smallest."""
     plain = replace(STEP, memory_allocated_gib=0.02, memory_peak_gib=0.25, memory_host_gib=0.0)
-    offloaded = replace(plain, memory_allocated_gib=0.0039, memory_peak_gib=0.2, memory_host_gib=0.0161)
+    offloaded = replace(
+        plain, memory_allocated_gib=0.0039, memory_peak_gib=0.2, memory_host_gib=0.0161
+    )
     texts = cells(table_of(write_records(tmp_path, a=[run_of(5, plain)], b=[run_of(5, offloaded)])))
     assert texts["Memory allocated (MiB)"] == ["20.48", "3.99"]
     assert texts["Peak memory (MiB)"] == ["256", "205"]
@@ -107,7 +127,8 @@ def test_counted_memory_of_a_cpu_has_the_columns_of_devices(tmp_path: Path) -> N
 
 
 def test_stall_share_has_a_column_if_runs_record_it(tmp_path: Path) -> None:
-    """Oracle: a share of the times of steps 3 to 5, which are 0.42 s; a run of an earlier version has none."""
+    """Oracle: a share of the times of steps 3 to 5, which are 0.42 s; a run of an earlier version
+    has none."""
     waiting = replace(STEP, data_wait_seconds=0.007)
     table = table_of(write_records(tmp_path, a=[run_of(5, waiting)], b=[run_of(5)]))
     assert cells(table)["Data stall (%)"] == ["5.00", "–"]
@@ -127,19 +148,27 @@ def test_held_out_losses_are_of_the_same_step(
 ) -> None:
     """Oracle: by hand; one row ended earlier, as under a time limit, and evaluated at its end."""
     first = {2: 4.5, 4: 3.5, 6: 2.5}
-    runs = [[replace(step, eval_loss=of.get(step.step)) for step in run_of(max(of))] for of in (first, second)]
+    runs = [
+        [replace(step, eval_loss=of.get(step.step)) for step in run_of(max(of))]
+        for of in (first, second)
+    ]
     table = table_of(write_records(tmp_path, a=runs[:1], b=runs[1:]))
     assert cells(table)[heading] == texts
     ended_alike = max(first) == max(second)
-    assert ended_alike != any(note.startswith(f"The rows ended after {max(second)} to 6 steps") for note in table.notes)
+    assert ended_alike != any(
+        note.startswith(f"The rows ended after {max(second)} to 6 steps") for note in table.notes
+    )
 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Table:
-    """A finished job, one that died in its fourth step, one without output, and a skipped combination."""
+    """A finished job, one that died in its fourth step, one without output, and a skipped
+    combination."""
     for number in ("01", "02"):
         steps = run_of(8 if number == "01" else 3)
-        write_run(tmp_path / number / "run", steps, {"parallel.name": "ddp"} if number == "01" else None)
+        write_run(
+            tmp_path / number / "run", steps, {"parallel.name": "ddp"} if number == "01" else None
+        )
     words = ("parallel=fsdp1", "train.seq_len=4096", "launch.nproc_per_node=2")
     write_job(tmp_path / "03", Job("03", words, {"parallel": "fsdp1"}, "f"))
     jobs = [
@@ -148,7 +177,9 @@ def mixed(tmp_path: Path) -> Table:
         ("03", JobStatus.failed, "it\nbroke", "fsdp1"),
     ]
     records = [
-        record_of(tmp_path / name / "run", status, name=name, reason=reason, varied={"parallel": parallel})
+        record_of(
+            tmp_path / name / "run", status, name=name, reason=reason, varied={"parallel": parallel}
+        )
         for name, status, reason, parallel in jobs
     ]
     skipped = [Skipped({"parallel": "single"}, "it has one rank")]
@@ -156,7 +187,8 @@ def mixed(tmp_path: Path) -> Table:
 
 
 def test_failed_and_skipped_rows_are_listed_with_their_reason(mixed: Table) -> None:
-    """Oracle: statuses, reasons and arguments of the jobs; a row without steps does not shorten the others' losses."""
+    """Oracle: statuses, reasons and arguments of the jobs; a row without steps does not shorten the
+    others' losses."""
     shown = cells(mixed)
     assert shown["Strategy"] == ["ddp", "fsdp2", "fsdp1"]
     assert shown["Status"] == ["done", "out of memory", "failed"]
@@ -170,7 +202,12 @@ def test_failed_and_skipped_rows_are_listed_with_their_reason(mixed: Table) -> N
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 160])
 def test_table_fits_its_terminal_and_names_omitted_columns(two: list[Record], width: int) -> None:
     """Oracle: the width; each column is on the page or named below it."""
-    write_run(two[0].path.parent / "third", run_of(6), {"parallel.wrap": "block_attn_mlp"}, environment=GPU)
+    write_run(
+        two[0].path.parent / "third",
+        run_of(6),
+        {"parallel.wrap": "block_attn_mlp"},
+        environment=GPU,
+    )
     table = table_of([*two, record_of(two[0].path.parent / "third")])
     text = printed(table, width)
     assert max(map(len, text.splitlines())) <= width
@@ -184,13 +221,21 @@ def test_table_fits_its_terminal_and_names_omitted_columns(two: list[Record], wi
     for row, time in {"plain": "155", "lean": "145", "third": "145"}.items():
         assert re.search(rf"^{row} .*{time}", text, re.MULTILINE)
     assert ("155 (135–175)" in text) == (missing is None) == (width >= 140)
-    assert ("memory.gradient_checkpointing=full" in text) == (width == 60)  # in words, where columns are too many
+    assert ("memory.gradient_checkpointing=full" in text) == (
+        width == 60
+    )  # in words, where columns are too many
 
 
 def test_markdown_shows_special_characters_literally(tmp_path: Path) -> None:
     """Oracle: one cell per column in each line, and no unescaped special character."""
-    files = {"a|b*c": None, "x": {"data.files": "[a|b](c)<d>_e_"}, "y": {"data.files": "plain_text"}}
-    records = write_records(tmp_path, **{name: [run_of(3), settings] for name, settings in files.items()})
+    files = {
+        "a|b*c": None,
+        "x": {"data.files": "[a|b](c)<d>_e_"},
+        "y": {"data.files": "plain_text"},
+    }
+    records = write_records(
+        tmp_path, **{name: [run_of(3), settings] for name, settings in files.items()}
+    )
     table = table_of(records, title="# `one`\nline\x1b[31m")
     text = to_markdown(table)
     rows = [line for line in text.splitlines() if line.startswith("|")]
@@ -206,11 +251,20 @@ def test_csv_has_raw_numbers_with_units_in_their_names(two: list[Record]) -> Non
     for row, record in zip(rows, two, strict=True):
         assert record.run is not None
         for part in ("median", "p10", "p90"):
-            assert float(row[f"step_time_seconds_{part}"]) == getattr(record.run.results.step_time_seconds, part)
+            assert float(row[f"step_time_seconds_{part}"]) == getattr(
+                record.run.results.step_time_seconds, part
+            )
         assert float(row["memory_peak_gib"]) == record.run.results.memory_peak_gib
-        assert row["path"] == str(record.path) and row["model.name"] == "tiny" and row["loss_step"] == "6"
+        assert (
+            row["path"] == str(record.path)
+            and row["model.name"] == "tiny"
+            and row["loss_step"] == "6"
+        )
     assert [row["measured_steps"] for row in rows] == ["6", "4"]
-    assert float(rows[0]["predicted_memory_reserved_gib"]) == 4.0 and rows[1]["predicted_memory_reserved_gib"] == ""
+    assert (
+        float(rows[0]["predicted_memory_reserved_gib"]) == 4.0
+        and rows[1]["predicted_memory_reserved_gib"] == ""
+    )
     assert float(rows[0]["predicted_memory_peak_gib_difference"]) == 0.5
 
 
@@ -219,7 +273,9 @@ def test_csv_has_no_cell_that_controls_a_terminal_or_a_spreadsheet(tmp_path: Pat
     formula = {"data.files": "=1+1", "optim.weight_decay": -1.5}
     control = {"data.files": "x\x1b[31m\ny", "optim.weight_decay": 2.5}
     records = write_records(tmp_path, a=[run_of(3), formula], b=[run_of(3), control])
-    text = to_csv(table_of([replace(records[0], name="@SUM(A1)"), replace(records[1], name="-cmd")]))
+    text = to_csv(
+        table_of([replace(records[0], name="@SUM(A1)"), replace(records[1], name="-cmd")])
+    )
     assert "\x1b" not in text and len(text.splitlines()) == 3
     first, second = csv.DictReader(io.StringIO(text))
     assert (first["run"], second["run"]) == ("'@SUM(A1)", "'-cmd")
@@ -230,10 +286,16 @@ def test_csv_has_no_cell_that_controls_a_terminal_or_a_spreadsheet(tmp_path: Pat
 def test_rows_under_the_profiler_are_reported(tmp_path: Path) -> None:
     """Oracle: the row with the profiler switched on; a row without a time needs no note."""
     profiled = {"profile.enabled": True}
-    a, b, c = write_records(tmp_path, a=[run_of(5)], b=[run_of(5), profiled], c=[run_of(1), profiled])
-    sentence = "Steps under the profiler (profile.enabled=true) are slower; the medians include them: b."
+    a, b, c = write_records(
+        tmp_path, a=[run_of(5)], b=[run_of(5), profiled], c=[run_of(1), profiled]
+    )
+    sentence = (
+        "Steps under the profiler (profile.enabled=true) are slower; the medians include them: b."
+    )
     assert sentence in table_of([a, b, c]).notes
-    assert not any("profiler" in note for table in (table_of([a]), table_of([c])) for note in table.notes)
+    assert not any(
+        "profiler" in note for table in (table_of([a]), table_of([c])) for note in table.notes
+    )
 
 
 def test_json_has_everything_of_a_row(mixed: Table) -> None:
@@ -242,7 +304,10 @@ def test_json_has_everything_of_a_row(mixed: Table) -> None:
     done, full, failed = tree["rows"]
     assert (tree["commands"], tree["loss_step"]) == (["fsdptoys sweep x"], 8)
     assert tree["skipped"] == [{"varied": {"parallel": "single"}, "reason": "it has one rank"}]
-    assert done["settings"]["train.seq_len"] == 24 and done["environment"]["versions"]["torch"] == "2.13.0"
+    assert (
+        done["settings"]["train.seq_len"] == 24
+        and done["environment"]["versions"]["torch"] == "2.13.0"
+    )
     assert (full["status"], full["reason"], full["steps"]) == ("out of memory", "no room", 3)
     assert failed["words"] == ["parallel=fsdp1", "train.seq_len=4096", "launch.nproc_per_node=2"]
     assert failed["settings"]["train.seq_len"] == 4096 and failed["settings"]["ranks"] == 2
@@ -252,7 +317,9 @@ def test_json_has_everything_of_a_row(mixed: Table) -> None:
 
 def test_nan_loss_is_null_in_json_and_shown(tmp_path: Path) -> None:
     """Oracle: strict JSON has no NaN."""
-    table = table_of(write_records(tmp_path, a=[[*run_of(3), replace(STEP, step=4, loss=float("nan"))]]))
+    table = table_of(
+        write_records(tmp_path, a=[[*run_of(3), replace(STEP, step=4, loss=float("nan"))]])
+    )
     assert json.loads(to_json(table))["rows"][0]["loss"] is None
     assert cells(table)["Loss after 4 steps"] == ["nan"]
 
@@ -263,8 +330,8 @@ def test_differing_places_of_rows_are_reported(tmp_path: Path) -> None:
     other = {"versions.torch": "2.7.1", "versions.fsdptoys_commit": commit}
     records = write_records(tmp_path, a=[run_of(3)], b=[run_of(3), None, other], c=[run_of(3)])
     assert (
-        "Rows come from different environments, so their times and memory may not be comparable: torch 2.13.0 "
-        "(a, c), 2.7.1 (b); commit None (a, c), 0123456789ab-dirty (b)."
+        "Rows come from different environments, so their times and memory may not be comparable: "
+        "torch 2.13.0 (a, c), 2.7.1 (b); commit None (a, c), 0123456789ab-dirty (b)."
     ) in table_of(records).notes
     assert not any("different places" in note for note in table_of([records[0], records[2]]).notes)
     rows = json.loads(to_json(table_of(records)))["rows"]
@@ -276,18 +343,32 @@ def test_row_whose_losses_disagree_is_marked_and_explained(tmp_path: Path) -> No
     wrong = [replace(step, loss=step.loss * 1.1) for step in run_of(5)]
     table = table_of(write_records(tmp_path, a=[run_of(5)], b=[wrong, {"parallel.name": "ddp"}]))
     assert cells(table)["Run"] == ["a", "b ≠"]
-    assert table.disagreements["b"].sentence in table.notes and table.disagreements["b"].sentence in to_markdown(table)
+    assert table.disagreements["b"].sentence in table.notes and table.disagreements[
+        "b"
+    ].sentence in to_markdown(table)
     row = json.loads(to_json(table))["rows"][1]
-    assert (row["run"], row["disagreement"]["reference"], row["disagreement"]["step"]) == ("b", "a", 1)
+    assert (row["run"], row["disagreement"]["reference"], row["disagreement"]["step"]) == (
+        "b",
+        "a",
+        1,
+    )
 
 
 def test_tables_of_one_run_and_of_none_render(tmp_path: Path) -> None:
     """Oracle: its numbers have columns, since there is no other row to be equal to."""
     one_step, no_step = write_records(tmp_path, a=[run_of(1)], b=[[]])
     one = table_of([one_step])
-    assert cells(one) == {"Run": ["a"], "Loss after 1 step": ["4.9000"], "Peak resident set (MiB)": ["768"]}
+    assert cells(one) == {
+        "Run": ["a"],
+        "Loss after 1 step": ["4.9000"],
+        "Peak resident set (MiB)": ["768"],
+    }
     assert any(note.startswith("No row has a step after its warm-up") for note in one.notes)
     killed = replace(no_step, status=JobStatus.stopped, reason="killed")
     assert cells(table_of([killed])) == {"Run": ["b"], "Status": ["stopped"]}
     empty = table_of([], skipped=[Skipped({"a": "b"}, "no")])
-    assert "skipped a=b: no" in printed(empty, 80) and to_csv(empty) == "run\n" and "- a=b: no" in to_markdown(empty)
+    assert (
+        "skipped a=b: no" in printed(empty, 80)
+        and to_csv(empty) == "run\n"
+        and "- a=b: no" in to_markdown(empty)
+    )

@@ -41,7 +41,9 @@ class WrittenRun:
             "metrics": {"warmup_steps": 2, "log_every": 1},
         }
         (path / "config.yaml").write_text(yaml.safe_dump(tree))
-        (path / "environment.json").write_text(json.dumps({"world_size": 2, "device": {"name": "a CPU"}}))
+        (path / "environment.json").write_text(
+            json.dumps({"world_size": 2, "device": {"name": "a CPU"}})
+        )
         (path / "metrics.jsonl").touch()
 
     def add(self, *steps: StepMetrics) -> None:
@@ -52,7 +54,9 @@ class WrittenRun:
     def finish(self, steps: str = "20 of 20; all steps done") -> None:
         """End with a summary, as a completed run does."""
         rows = ["| result | value |", "| --- | --- |", f"| steps | {steps} |"]
-        (self.path / "summary.md").write_text("\n".join(["# t", "", "## What came out", "", *rows, ""]))
+        (self.path / "summary.md").write_text(
+            "\n".join(["# t", "", "## What came out", "", *rows, ""])
+        )
         self.release()
 
     def die(self) -> None:
@@ -86,7 +90,9 @@ class Watching:
         self.stream = io.StringIO()
         console = console_of(self.stream, terminal)
         self.status: list[int] = []
-        self._thread = threading.Thread(target=lambda: self.status.append(follow(path, console, POLL)), daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: self.status.append(follow(path, console, POLL)), daemon=True
+        )
         self._thread.start()
 
     def lines(self) -> list[str]:
@@ -109,4 +115,8 @@ class Watching:
 
 def step_numbers(lines: list[str]) -> list[int]:
     """Step numbers of the step lines in the plain console."""
-    return [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ") and "/20 " in line]
+    return [
+        int(line.split()[1].split("/")[0])
+        for line in lines
+        if line.startswith("step ") and "/20 " in line
+    ]

@@ -1,4 +1,5 @@
-"""No test of this folder is measured: other tests cover the lines of the package that scripts call."""
+"""No test of this folder is measured: other tests cover the lines of the package that scripts
+call."""
 
 import pytest
 

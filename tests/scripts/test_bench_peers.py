@@ -40,18 +40,28 @@ RUNS = {
     ("changes", "missed"),
     [
         ({}, []),
-        ({OURS_DDP: run_of(9.0, 2.1, 900)}, ["has 1.10 of the tokens/s of (a)", "has 1.14 of the tokens/s of (b)"]),
+        (
+            {OURS_DDP: run_of(9.0, 2.1, 900)},
+            ["has 1.10 of the tokens/s of (a)", "has 1.14 of the tokens/s of (b)"],
+        ),
         ({OURS_FSDP2: run_of(8.0, 2.1, 800)}, ["has 0.95 of the tokens/s of (c)"]),
         ({OURS_FSDP2: run_of(8.0, 2.0, 840)}, ["takes 1.05 of the memory of (c)"]),
-        ({OURS_DDP: run_of(9.5, 2.0, 900)}, ["is through its first step after 9.5 s, the fastest peer 9.0 s"]),
+        (
+            {OURS_DDP: run_of(9.5, 2.0, 900)},
+            ["is through its first step after 9.5 s, the fastest peer 9.0 s"],
+        ),
         ({ACCELERATE: run_of(10.0, 2.3, 900, loss=2.01)}, ["not the same work"] * 4),
         ({PLAIN: Measured(failure="status 1 after 0 of 3 steps")}, ["failed: status 1"] * 2),
     ],
 )
-def test_verdicts_cover_speed_memory_startup_and_first_loss(changes: dict[str, Measured], missed: list[str]) -> None:
+def test_verdicts_cover_speed_memory_startup_and_first_loss(
+    changes: dict[str, Measured], missed: list[str]
+) -> None:
     """Oracle: verdicts by hand."""
     results = {name: [run, run] for name, run in {**RUNS, **changes}.items()}
-    verdicts = judge(results, bench_peers.pairs(gpu=False), warmup=1, peers=[ACCELERATE, FABRIC, PLAIN])
+    verdicts = judge(
+        results, bench_peers.pairs(gpu=False), warmup=1, peers=[ACCELERATE, FABRIC, PLAIN]
+    )
     found = [line for line in verdicts if line.startswith("missed")]
     assert len(found) == len(missed)
     assert all(words in line for words, line in zip(missed, found, strict=True))
@@ -60,7 +70,9 @@ def test_verdicts_cover_speed_memory_startup_and_first_loss(changes: dict[str, M
 def test_tables_show_speeds_and_ratios_within_a_round(tmp_path: Path) -> None:
     """Oracle: 2 ranks × 2 × 8 tokens in 2 seconds are 16 a second."""
     work = Work(str(tmp_path), "", 2, 2, 8, 3, "float32", "cpu")
-    page = bench_peers.render({name: [run, run] for name, run in RUNS.items()}, work, warmup=1, gpu=False)
+    page = bench_peers.render(
+        {name: [run, run] for name, run in RUNS.items()}, work, warmup=1, gpu=False
+    )
     rows = [line for line in page.splitlines() if line.startswith(f"| {OURS_DDP}")]
     assert rows[0] == f"| {OURS_DDP} | 16 | 1.15 | 1.20 |  | 4.00 | 900 | 9.0 |"
     assert rows[1] == f"| {OURS_DDP} | 2.00000 | 2.00000 | 2.00000 |"
@@ -85,7 +97,9 @@ print("step 2/2  loss 2.25")
 
 def test_run_is_measured_from_its_launcher_process(tmp_path: Path) -> None:
     """Oracle: the process below the launcher: 64 MiB for a moment, two lines, a note."""
-    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {LAUNCHED!r}], check=True)"
+    launcher = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {LAUNCHED!r}], check=True)"
+    )
     run = Run([sys.executable, "-c", launcher], os.environ, tmp_path, steps=2, limit_seconds=300)
     take_turns([run])
     result = run.result
@@ -99,7 +113,11 @@ def test_run_is_measured_from_its_launcher_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "limit", "failure"),
     [
-        ("print('no such folder'); raise SystemExit(3)", 300, "status 3 after 0 of 2 steps\nno such folder\n"),
+        (
+            "print('no such folder'); raise SystemExit(3)",
+            300,
+            "status 3 after 0 of 2 steps\nno such folder\n",
+        ),
         ("import time; time.sleep(600)", 0.2, "status -9 after 0 of 2 steps\nkilled after 0.2 s"),
     ],
 )
@@ -131,14 +149,28 @@ def train_plain(work: Work) -> list[float]:
 @pytest.mark.extended
 @pytest.mark.oracle
 def test_fsdp2_losses_equal_those_of_the_plain_script(tmp_path: Path) -> None:
-    """Oracle: transformers' Llama under ``fully_shard``, three steps with clipping and AdamW, on two ranks."""
-    sizes = {"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 88, "vocab_size": 64}
+    """Oracle: transformers' Llama under ``fully_shard``, three steps with clipping and AdamW, on
+    two ranks."""
+    sizes = {
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "ffn_dim": 88,
+        "vocab_size": 64,
+    }
     model = LlamaConfig(name="peers", max_seq_len=64, **sizes)
     bench_peers.write_inputs(tmp_path, model)
-    work = Work(str(tmp_path / "weights"), str(tmp_path / "batches.bin"), 2, 2, 16, 3, "float32", "cpu")
+    work = Work(
+        str(tmp_path / "weights"), str(tmp_path / "batches.bin"), 2, 2, 16, 3, "float32", "cpu"
+    )
     bench_peers.write_batches(tmp_path, work, model.vocab_size)
     (ours,) = (each for each in contestants(gpu=False) if each.name == OURS_FSDP2)
-    words = [*Bench(work, model, tmp_path, Path("bin"), warmup=1).words(), *ours.words, "metrics.console=none"]
+    words = [
+        *Bench(work, model, tmp_path, Path("bin"), warmup=1).words(),
+        *ours.words,
+        "metrics.console=none",
+    ]
     losses = run_ranks(2, train_ours, words)[0]
     expected = run_ranks(2, train_plain, work)[0]
     assert losses[0] != losses[2]

@@ -14,41 +14,76 @@ from fsdptoys.device import GIB
 from fsdptoys.loss import cross_entropy_sum
 from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
 from fsdptoys.utils.dtensor import local_tensor
-from scripts.benchmarks import bench_data, bench_host, bench_loss, bench_memory, bench_plan, bench_toys
+from scripts.benchmarks import (
+    bench_data,
+    bench_host,
+    bench_loss,
+    bench_memory,
+    bench_plan,
+    bench_toys,
+)
 from scripts.benchmarks.bench_memory import Result
 from scripts.benchmarks.bench_plan import Compared
 from scripts.benchmarks.bench_toys import Contestant, Measured
 from tests.harness.ranks import run_ranks
 
-DATA = ["--tokens", "64000", "--shards", "2", "--seq-lens", "64", "--seconds", "0.01", "--repeats", "1", "--files", "3"]
+DATA = [
+    "--tokens",
+    "64000",
+    "--shards",
+    "2",
+    "--seq-lens",
+    "64",
+    "--seconds",
+    "0.01",
+    "--repeats",
+    "1",
+    "--files",
+    "3",
+]
 DATA += ["--vocab-size", "300", "--processes", "1", "--steps", "0"]
 
 
 @pytest.mark.parametrize(("bar", "status"), [(0.0, 0), (1e15, 1)])
-def test_page_lists_every_row_and_exit_status_follows_the_target(bar, status, tmp_path: Path, monkeypatch) -> None:
+def test_page_lists_every_row_and_exit_status_follows_the_target(
+    bar, status, tmp_path: Path, monkeypatch
+) -> None:
     """Oracle: counts of rows by kind, and bars always or never reached."""
     pytest.importorskip("tokenizers")
     monkeypatch.setattr(bench_data, "BAR", bar)
     assert bench_data.main([*DATA, "--write", str(tmp_path / "data.md")]) == status
     page = (tmp_path / "data.md").read_text()
-    assert page.count("| 64 | ") == 5 and page.count("| 1 | ") == 2 and page.count("MISSED") == status
+    assert (
+        page.count("| 64 | ") == 5 and page.count("| 1 | ") == 2 and page.count("MISSED") == status
+    )
 
 
 def test_read_rate_is_tokens_over_elapsed_seconds(tmp_path: Path, monkeypatch) -> None:
-    """Oracle: a clock that advances one second per read: an interval of 4.5 has 4 batches of 8 rows, in 5 seconds."""
+    """Oracle: a clock that advances one second per read: an interval of 4.5 has 4 batches of 8
+    rows, in 5 seconds."""
     folder = bench_data.write_shards(tmp_path / "out", 64_000, 1, wide=True)
     seconds = iter(range(1000))
     monkeypatch.setattr(bench_data.time, "process_time", lambda: next(seconds))
     assert bench_data.read_rate(PreparedConfig(folder=folder), 64, 4.5, 2) == 4 * 8 * 64 / 5
 
 
-def test_page_has_the_quotient_of_time_and_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_has_the_quotient_of_time_and_operators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the quotient by hand, of steps that take 2 ms and 10 ms more for each layer."""
-    monkeypatch.setattr(bench_host, "run_ranks", lambda ranks, function, words, steps: [2e-3 + 1e-2 * layers(words)])
+    monkeypatch.setattr(
+        bench_host, "run_ranks", lambda ranks, function, words, steps: [2e-3 + 1e-2 * layers(words)]
+    )
     monkeypatch.setattr(bench_host, "operators", lambda words: 7.0 + 100 * layers(words))
-    monkeypatch.setattr("sys.argv", ["bench_host.py", "--strategies", "single", "--write", str(tmp_path / "page.md")])
+    monkeypatch.setattr(
+        "sys.argv",
+        ["bench_host.py", "--strategies", "single", "--write", str(tmp_path / "page.md")],
+    )
     bench_host.main()
-    assert "| single | 42.0 | 162.0 | 322.0 | 10.00 | 100 | 100.0 |" in (tmp_path / "page.md").read_text()
+    assert (
+        "| single | 42.0 | 162.0 | 322.0 | 10.00 | 100 | 100.0 |"
+        in (tmp_path / "page.md").read_text()
+    )
 
 
 def layers(words: list[str]) -> int:
@@ -58,9 +93,15 @@ def layers(words: list[str]) -> int:
 LOSS = ["--shapes", "96x16x300", "--repeats", "1", "--threads", "1", "--chunk-tokens", "32"]
 
 
-@pytest.mark.parametrize("time_limit, memory_limit, status", [(1e9, 1e9, 0), (0.0, 1e9, 1), (1e9, 0.0, 1)])
+@pytest.mark.parametrize(
+    "time_limit, memory_limit, status", [(1e9, 1e9, 0), (0.0, 1e9, 1), (1e9, 0.0, 1)]
+)
 def test_script_lists_every_loss_and_exit_status_follows_the_targets(
-    time_limit: float, memory_limit: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    time_limit: float,
+    memory_limit: float,
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: the contestants of its first page, and bars always or never met."""
     monkeypatch.setattr(bench_loss, "TIME_TARGET", time_limit)
@@ -76,7 +117,11 @@ def test_script_lists_every_loss_and_exit_status_follows_the_targets(
 def test_wrong_loss_ends_the_script_before_timing() -> None:
     """Oracle: the check, given a loss that counts one token less."""
     inputs = bench_loss.make_inputs("cpu", (64, 8, 50), torch.float32)
-    losses = {"short": lambda hidden_ND, weight_VD, labels_N: cross_entropy_sum(hidden_ND[1:], weight_VD, labels_N[1:])}
+    losses = {
+        "short": lambda hidden_ND, weight_VD, labels_N: cross_entropy_sum(
+            hidden_ND[1:], weight_VD, labels_N[1:]
+        )
+    }
     with pytest.raises(SystemExit, match="loss of short is off"):
         bench_loss.check(losses, *inputs)
 
@@ -88,7 +133,9 @@ def test_peak_memory_of_a_known_step() -> None:
         torch.ones(3 * 2**19)
         return hidden.expand(1).sum()
 
-    peak = bench_loss.peak_bytes(step, torch.zeros(1, requires_grad=True), torch.ones(1), torch.ones(1))
+    peak = bench_loss.peak_bytes(
+        step, torch.zeros(1, requires_grad=True), torch.ones(1), torch.ones(1)
+    )
     assert 6 * 2**20 <= peak < 6 * 2**20 + 4096
 
 
@@ -99,7 +146,9 @@ def test_rows_run_on_the_cpu_or_give_their_reason(tmp_path: Path) -> None:
     words = ["--device=cpu", "--model=llama_debug", "--seq-len=32", "--steps=3", "--warmup-steps=1"]
     words += ["--strategies", "fsdp1", "fsdp2", "--rows", "gc chunk co", "--write", str(page)]
     subprocess.run([sys.executable, bench_memory.__file__, *words], check=True, capture_output=True)
-    first, second = (line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| fsdp"))
+    first, second = (
+        line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| fsdp")
+    )
     assert first[:2] == ["| fsdp1", "gc chunk co"]
     assert first[2].startswith("not run: memory.cpu_offload=true needs an accelerator")
     assert second[:2] == ["| fsdp2", "gc chunk co"]
@@ -115,7 +164,9 @@ def test_verdicts_follow_from_ratios_and_published_memory() -> None:
         "gc chunk co": Result(2.9, 0.05, 5.0, 8.0),
         "gc chunk co overlapped": Result(failure="OutOfMemoryError"),
     }
-    verdicts = bench_memory.judge({("fsdp2", name): result for name, result in measured.items()}, True)
+    verdicts = bench_memory.judge(
+        {("fsdp2", name): result for name, result in measured.items()}, True
+    )
     assert len(verdicts) == 13
     assert [verdict for verdict in verdicts if verdict.startswith("missed")] == [
         "missed: fsdp2 gc chunk co overlapped failed: OutOfMemoryError",
@@ -138,7 +189,8 @@ def measure_with(value: float) -> Result:
 
 @pytest.mark.parametrize("value", [0.01, float("nan")])
 def test_row_fails_if_an_update_was_skipped(value: float) -> None:
-    """Oracle: parameters of NaN, whose gradients the fake collectives turn to zeros but whose loss is NaN."""
+    """Oracle: parameters of NaN, whose gradients the fake collectives turn to zeros but whose loss
+    is NaN."""
     result = run_ranks(1, measure_with, value)[0]
     skipped = result.failure == "an update was skipped: a loss or gradient was not finite"
     assert skipped == (value != value) and (result.seconds is None) == skipped
@@ -149,30 +201,56 @@ MEASURED = Result(seconds=2.0, end_gib=9.72, peak_gib=15.0, reserved_gib=18.0)
 
 def prediction(seconds: float, end: float, peak: float, reserved: float) -> Prediction:
     """Prediction of one row."""
-    memory = MemoryPrediction(round(end * GIB), round(peak * GIB), round(reserved * GIB), "backward")
+    memory = MemoryPrediction(
+        round(end * GIB), round(peak * GIB), round(reserved * GIB), "backward"
+    )
     time = TimePrediction(seconds, seconds, 0.0, 0.0, 0.0)
     return Prediction("traced", "h100", 8, 1, 1.0, None, memory, time)
 
 
 def test_verdicts_compare_each_prediction_with_its_tolerance() -> None:
     """Oracle: the bars of the page, worked by hand: 0.01 GiB, 2%, 5%, 20% and 8%."""
-    near = Compared(MEASURED, prediction(2.39, 9.725, 15.29, 18.8), prediction(2.15, 9.725, 15.29, 18.8), True)
-    assert [verdict.split(":")[0] for verdict in bench_plan.judge({("fsdp2", "gc"): near})] == ["met"] * 5
-    far = Compared(MEASURED, prediction(2.41, 9.74, 15.31, 19.0), prediction(2.17, 9.74, 15.31, 19.0), True)
-    assert [verdict.split(":")[0] for verdict in bench_plan.judge({("fsdp2", "gc"): far})] == ["missed"] * 5
+    near = Compared(
+        MEASURED, prediction(2.39, 9.725, 15.29, 18.8), prediction(2.15, 9.725, 15.29, 18.8), True
+    )
+    assert [verdict.split(":")[0] for verdict in bench_plan.judge({("fsdp2", "gc"): near})] == [
+        "met"
+    ] * 5
+    far = Compared(
+        MEASURED, prediction(2.41, 9.74, 15.31, 19.0), prediction(2.17, 9.74, 15.31, 19.0), True
+    )
+    assert [verdict.split(":")[0] for verdict in bench_plan.judge({("fsdp2", "gc"): far})] == [
+        "missed"
+    ] * 5
     offload = dataclasses.replace(far, on_device=False)
     assert len(bench_plan.judge({("fsdp2", "gc chunk oo"): offload})) == 3
 
 
-TOYS = ["--rounds", "1", "--turns", "2", "--warmup", "1", "--dim", "128", "--layers", "2", "--heads", "2"]
+TOYS = [
+    "--rounds",
+    "1",
+    "--turns",
+    "2",
+    "--warmup",
+    "1",
+    "--dim",
+    "128",
+    "--layers",
+    "2",
+    "--heads",
+    "2",
+]
 TOYS += ["--vocab-size", "4001", "--batch-size", "1", "--seq-len", "16"]
 
 
-@pytest.mark.parametrize("target", [pytest.param(1e9, marks=pytest.mark.extended), 0.0], ids=["met", "missed"])
+@pytest.mark.parametrize(
+    "target", [pytest.param(1e9, marks=pytest.mark.extended), 0.0], ids=["met", "missed"]
+)
 def test_script_lists_every_contestant_and_exit_status_follows_the_targets(
     target: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the contestants of its first page, and targets always or never met; real ranks, equal losses."""
+    """Oracle: the contestants of its first page, and targets always or never met; real ranks, equal
+    losses."""
     groups = {
         name: [dataclasses.replace(each, target=each.target and target) for each in group]
         for name, group in bench_toys.GROUPS.items()
@@ -181,10 +259,18 @@ def test_script_lists_every_contestant_and_exit_status_follows_the_targets(
     monkeypatch.setattr(bench_toys, "GROUPS", groups)
     assert bench_toys.main([*TOYS, "--only", *chosen]) == (0 if target else 1)
     text = capsys.readouterr().out
-    rows = [line.split("|") for line in text.splitlines() if line.startswith("| ") and "×" not in line]
-    assert [row[1].strip() for row in rows] == [each.name for name in chosen for each in groups[name]]
-    assert all(float(row[2]) > 0 and float(row[6]) > 0 and row[7].strip().endswith("%") for row in rows)
-    assert all(0 < float(row[8]) < float(row[9]) for row in rows), "memory at the end of a step, and its peak"
+    rows = [
+        line.split("|") for line in text.splitlines() if line.startswith("| ") and "×" not in line
+    ]
+    assert [row[1].strip() for row in rows] == [
+        each.name for name in chosen for each in groups[name]
+    ]
+    assert all(
+        float(row[2]) > 0 and float(row[6]) > 0 and row[7].strip().endswith("%") for row in rows
+    )
+    assert all(0 < float(row[8]) < float(row[9]) for row in rows), (
+        "memory at the end of a step, and its peak"
+    )
     judged = [each.name for name in chosen for each in groups[name] if each.target is not None]
     assert text.count("- met: ") + text.count("- MISSED: ") == len(judged)
     assert ("MISSED" in text) is not bool(target)
@@ -200,8 +286,14 @@ def test_different_loss_ends_the_script() -> None:
 def test_step_time_is_that_of_the_slower_rank_and_ratios_are_per_turn() -> None:
     """Oracle: computed by hand; two ranks, two turns."""
     ranks = [
-        [Measured([1.0, 4.0], [1.0, 1.0], [3.0, 2.0]), Measured([2.0, 2.0], [1.0, 2.0], [3.0, 2.0])],
-        [Measured([2.0, 1.0], [3.0, 3.0], [5.0, 2.0]), Measured([1.0, 6.0], [1.0, 4.0], [5.0, 2.0])],
+        [
+            Measured([1.0, 4.0], [1.0, 1.0], [3.0, 2.0]),
+            Measured([2.0, 2.0], [1.0, 2.0], [3.0, 2.0]),
+        ],
+        [
+            Measured([2.0, 1.0], [3.0, 3.0], [5.0, 2.0]),
+            Measured([1.0, 6.0], [1.0, 4.0], [5.0, 2.0]),
+        ],
     ]
     native, toy = bench_toys.over_ranks(ranks)
     assert (native.seconds, toy.seconds) == ([2.0, 4.0], [2.0, 6.0])

@@ -1,4 +1,5 @@
-"""Real runs that are killed and stopped: the chaos script, and the signals that it does not send."""
+"""Real runs that are killed and stopped: the chaos script, and the signals that it does not
+send."""
 
 import json
 import os
@@ -25,7 +26,8 @@ def wait_for_step(attempt: Attempt, step: int) -> list[int]:
     def reached() -> bool:
         nonlocal pids
         assert not attempt.ended
-        # Read while waiting: a heartbeat under rewrite has no process id, and the end of the run removes all.
+        # Read while waiting: a heartbeat under rewrite has no process id, and the end of the run
+        # removes all.
         pids = pids if len(pids) == CAMPAIGN.ranks else attempt.rank_pids()
         return len(pids) == CAMPAIGN.ranks and attempt.last_step() >= step
 
@@ -79,4 +81,7 @@ def test_comparison_detects_wrong_losses_steps_and_weights(
 ) -> None:
     """Oracle: runs that differ in one of them."""
     whole = write_run(tmp_path / "whole", [5.0, 4.0, 3.0], "", b"same")
-    assert count_wrong(whole, write_run(tmp_path / "resumed", losses, '{"step": 2}\n', weights), 3) == wrong
+    assert (
+        count_wrong(whole, write_run(tmp_path / "resumed", losses, '{"step": 2}\n', weights), 3)
+        == wrong
+    )

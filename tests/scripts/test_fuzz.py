@@ -24,7 +24,9 @@ def test_all_damage_is_detected(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.extended
-def test_undetected_damage_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_undetected_damage_is_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: a reader that checks sizes only."""
     monkeypatch.setattr(reading, "verify_file", lambda *args: None)
     monkeypatch.setattr(fuzz_checkpoint, "EDITS", {})
@@ -38,7 +40,9 @@ def test_mutated_files_cause_no_traceback() -> None:
     """Oracle: every reader's own errors; a full run of the fuzzer."""
     done, failed = fuzz_readers.fuzz(2000, seed=0, progress=False)
     assert set(done) == set(READERS)
-    assert not failed, "\n".join(f"{result.case} {result.mutation}: {result.failure}" for result in failed)
+    assert not failed, "\n".join(
+        f"{result.case} {result.mutation}: {result.failure}" for result in failed
+    )
 
 
 def raises(copy: Path) -> None:
@@ -61,7 +65,9 @@ def spins(copy: Path) -> None:
         (lambda copy: None, None),
     ],
 )
-def test_failing_reader_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read, failure) -> None:
+def test_failing_reader_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read, failure
+) -> None:
     """Oracle: readers made to fail; the next case still runs."""
     specimen = tmp_path / "specimens" / "made"
     specimen.mkdir(parents=True)

@@ -42,7 +42,9 @@ class Recorded(Report):
         (self.met if met else self.failed).append(sentence)
 
 
-@pytest.mark.parametrize("check", [kernels.check_loss, kernels.check_experts, kernels.check_attention])
+@pytest.mark.parametrize(
+    "check", [kernels.check_loss, kernels.check_experts, kernels.check_attention]
+)
 def test_checks_of_kernels_pass_on_a_cpu(check: Any) -> None:
     """Oracle: float64, as on an accelerator."""
     report = Recorded()
@@ -80,7 +82,8 @@ def test_losses_other_than_the_oracles_fail(row: Trained, failures: int) -> None
 def test_check_passes_only_if_all_comparisons_are_met(
     output: str, errors: str, status: int | None, expected: tuple[Any, ...]
 ) -> None:
-    """Oracle: the status by hand; a check without comparisons and a process that died have failed."""
+    """Oracle: the status by hand; a check without comparisons and a process that died have
+    failed."""
     line = read_events(io.StringIO(output), io.StringIO(errors), status)
     assert tuple(line[key] for key in ("status", "met", "failed", "facts")) == expected
     assert ("RuntimeError: no" in line.get("reason", "")) == (line["status"] == "crashed")
@@ -90,7 +93,17 @@ def test_check_passes_only_if_all_comparisons_are_met(
 def test_script_writes_a_line_of_each_check(tmp_path: Path) -> None:
     """Oracle: the script's output and files for a check that a CPU has and one that it has not."""
     script = Path(gpu_smoke.__file__)
-    command = [sys.executable, script, "--device", "cpu", "--checks", "float8", "device", "--out", tmp_path / "out"]
+    command = [
+        sys.executable,
+        script,
+        "--device",
+        "cpu",
+        "--checks",
+        "float8",
+        "device",
+        "--out",
+        tmp_path / "out",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "smoke.jsonl").read_text() == done.stdout
@@ -103,13 +116,16 @@ def test_script_writes_a_line_of_each_check(tmp_path: Path) -> None:
 
 BF16 = ["parallel.param_dtype=bfloat16"]
 COMPARED = ("memory", "compile", "float8", "optimizers", "adapters", "speed")
-CUDA_ROWS = {f"{check}, {name}": words for check in COMPARED for name, words in words_of(check).items()}
+CUDA_ROWS = {
+    f"{check}, {name}": words for check in COMPARED for name, words in words_of(check).items()
+}
 CUDA_ROWS |= {
     f"{name} in layout mode": [*words, "parallel=fsdp2", *BF16, "train.deterministic=layout"]
     for name, words in training.layout_models("cuda").items()
 }
 CUDA_ROWS |= {
-    f"adapters alone, {name}": [*words, *training.SINGLE] for name, words in training.adapter_rows("cuda").items()
+    f"adapters alone, {name}": [*words, *training.SINGLE]
+    for name, words in training.adapter_rows("cuda").items()
 }
 
 
@@ -123,7 +139,13 @@ def test_rows_are_valid_on_cuda(name: str) -> None:
 
 
 SHAPE = SHAPES[0]
-SPEEDS: dict[str, float | None] = {COMPILED: 1000.0, BARE: 900.0, FLOAT8: 1300.0, EAGER: 700.0, ACCELERATE: 600.0}
+SPEEDS: dict[str, float | None] = {
+    COMPILED: 1000.0,
+    BARE: 900.0,
+    FLOAT8: 1300.0,
+    EAGER: 700.0,
+    ACCELERATE: 600.0,
+}
 """Tokens per second that meet every target; 1000 is 51% of the peak."""
 
 
@@ -139,15 +161,25 @@ def row_of(contestant: str, speed: float | None) -> Row:
     [
         ({}, []),
         ({COMPILED: 970.0}, ["missed: llama3_8b-8192 compiled has 49.5% MFU, target 50%"]),
-        ({FLOAT8: 1200.0}, ["missed: llama3_8b-8192 float8 has 1.20 of bf16's tokens/s, target 1.25"]),
-        ({ACCELERATE: 1250.0}, ["missed: llama3_8b-8192 compiled has 0.80 of the tokens/s of accelerate"]),
+        (
+            {FLOAT8: 1200.0},
+            ["missed: llama3_8b-8192 float8 has 1.20 of bf16's tokens/s, target 1.25"],
+        ),
+        (
+            {ACCELERATE: 1250.0},
+            ["missed: llama3_8b-8192 compiled has 0.80 of the tokens/s of accelerate"],
+        ),
         ({BARE: None, ACCELERATE: None}, ["not measured: llama3_8b-8192 against a peer"]),
         ({COMPILED: None}, ["not measured: llama3_8b-8192 FSDPToys, compiled: out of memory"]),
     ],
 )
-def test_verdicts_are_met_missed_or_not_measured(changes: dict[str, float | None], expected: list[str]) -> None:
+def test_verdicts_are_met_missed_or_not_measured(
+    changes: dict[str, float | None], expected: list[str]
+) -> None:
     """Oracle: verdicts by hand."""
-    verdicts = judge([row_of(name, speed) for name, speed in {**SPEEDS, **changes}.items()], [SHAPE])
+    verdicts = judge(
+        [row_of(name, speed) for name, speed in {**SPEEDS, **changes}.items()], [SHAPE]
+    )
     found = [line for line in verdicts if not line.startswith("met")]
     assert [line[: len(words)] for line, words in zip(found, expected, strict=True)] == expected
 
@@ -156,7 +188,10 @@ def test_verdicts_are_met_missed_or_not_measured(changes: dict[str, float | None
 def test_a_first_loss_more_than_1_percent_apart_is_missed(loss: float, is_missed: bool) -> None:
     """Oracle: 12.0 and 1% of it."""
     rows = [row_of(name, speed) for name, speed in SPEEDS.items()]
-    rows = [dataclasses.replace(row, losses=[loss, 11.0]) if row.contestant == BARE else row for row in rows]
+    rows = [
+        dataclasses.replace(row, losses=[loss, 11.0]) if row.contestant == BARE else row
+        for row in rows
+    ]
     assert any("begins with the loss" in line for line in judge(rows, [SHAPE])) == is_missed
 
 
@@ -164,8 +199,14 @@ def test_a_first_loss_more_than_1_percent_apart_is_missed(loss: float, is_missed
     ("failure", "reason"),
     [
         ("status 1 after 0\ntorch.OutOfMemoryError: CUDA out of memory. Tried to", "out of memory"),
-        ("status -9 after 0 of 8 steps\nkilled after 90 s", "no end within its time, 0 of 8 steps done"),
-        ("status 1\nModuleNotFoundError: No module named 'accelerate'", "unsupported: accelerate is not installed"),
+        (
+            "status -9 after 0 of 8 steps\nkilled after 90 s",
+            "no end within its time, 0 of 8 steps done",
+        ),
+        (
+            "status 1\nModuleNotFoundError: No module named 'accelerate'",
+            "unsupported: accelerate is not installed",
+        ),
         ("status 1\nValueError: no", "failed: ValueError: no"),
     ],
 )
@@ -175,9 +216,22 @@ def test_failed_row_gives_its_reason(failure: str, reason: str) -> None:
 
 
 @pytest.mark.extended
-def test_cpu_trial_writes_rows_and_reports_failed_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: transformers under accelerate, with the same initial values; a peer without a script."""
-    words = ["--device", "cpu", "--tiny", "--write", str(tmp_path / "gpu"), "--contestants", EAGER, BARE, ACCELERATE]
+def test_cpu_trial_writes_rows_and_reports_failed_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: transformers under accelerate, with the same initial values; a peer without a
+    script."""
+    words = [
+        "--device",
+        "cpu",
+        "--tiny",
+        "--write",
+        str(tmp_path / "gpu"),
+        "--contestants",
+        EAGER,
+        BARE,
+        ACCELERATE,
+    ]
     monkeypatch.setattr(sys, "argv", ["bench_gpu.py", *words])
     monkeypatch.setitem(bench_gpu.CONTESTANTS, BARE, "no_such_peer.py")
     assert bench_gpu.main() == 0
@@ -185,7 +239,9 @@ def test_cpu_trial_writes_rows_and_reports_failed_peers(tmp_path: Path, monkeypa
     rows = {row["contestant"]: row for row in written}
     ours, failed, theirs = rows[EAGER], rows[BARE], rows[ACCELERATE]
     assert ours["tokens_per_second"] > 0 and ours["failure"] is None
-    assert len(ours["losses"]) == STEPS and ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
+    assert len(ours["losses"]) == STEPS and ours["losses"] == pytest.approx(
+        theirs["losses"], rel=1e-3
+    )
     assert failed["tokens_per_second"] is None and failed["failure"].startswith("failed: ")
     page = (tmp_path / "gpu.md").read_text()
     assert f"| {BARE} | failed: " in page
@@ -203,7 +259,9 @@ echo "$name" >> "{calls}"
 
 def run_script(*words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     command = ["bash", str(ROOT / "scripts" / "gpu_day.sh"), *words]
-    return subprocess.run(command, env={"PATH": "/usr/bin:/bin", **variables}, capture_output=True, text=True)
+    return subprocess.run(
+        command, env={"PATH": "/usr/bin:/bin", **variables}, capture_output=True, text=True
+    )
 
 
 class Machine:
@@ -228,11 +286,19 @@ class Machine:
         (self.folder / script).write_text(str(status))
 
 
-ALL = ["bench_gpu.py", "gpu_smoke.py", "bench_loss.py", "bench_moe.py", "bench_memory.py", "bench_plan.py"]
+ALL = [
+    "bench_gpu.py",
+    "gpu_smoke.py",
+    "bench_loss.py",
+    "bench_moe.py",
+    "bench_memory.py",
+    "bench_plan.py",
+]
 
 
 def test_finished_parts_are_not_run_again(tmp_path: Path) -> None:
-    """Oracle: scripts of each call; a part with rows left runs again, a missed target or failure does not."""
+    """Oracle: scripts of each call; a part with rows left runs again, a missed target or failure
+    does not."""
     machine = Machine(tmp_path)
     machine.set_status("gpu_smoke.py", 75)
     machine.set_status("bench_gpu.py", 75)
@@ -267,16 +333,36 @@ def test_dry_run_writes_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_page_has_the_error_of_each_measured_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the error by hand, of a row whose measured peak is twice the planned one, and of no row without one."""
-    monkeypatch.setattr(gpu_planned, "SMALL", ["model=llama_debug", "train.batch_size=1", "train.seq_len=16"])
+def test_page_has_the_error_of_each_measured_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the error by hand, of a row whose measured peak is twice the planned one, and of no
+    row without one."""
+    monkeypatch.setattr(
+        gpu_planned, "SMALL", ["model=llama_debug", "train.batch_size=1", "train.seq_len=16"]
+    )
     line = {"check": "memory", "device": "cuda", "facts": {"machine": "one H200"}}
     (planned,) = gpu_planned.compare([line | {"facts": {"plain": {"peak_gib": 1.0}}}], "h200")
-    facts = {"machine": "one H200", "plain": {"peak_gib": 2 * planned.peak_gib}, "chunk_loss: failed": "a reason"}
+    facts = {
+        "machine": "one H200",
+        "plain": {"peak_gib": 2 * planned.peak_gib},
+        "chunk_loss: failed": "a reason",
+    }
     (tmp_path / "smoke.jsonl").write_text(json.dumps(line | {"facts": facts}) + "\n")
     page = tmp_path / "page.md"
-    words = ["gpu_planned.py", str(tmp_path / "smoke.jsonl"), "--hardware", "h200", "--write", str(page)]
+    words = [
+        "gpu_planned.py",
+        str(tmp_path / "smoke.jsonl"),
+        "--hardware",
+        "h200",
+        "--write",
+        str(page),
+    ]
     monkeypatch.setattr("sys.argv", words)
     gpu_planned.main()
     (row,) = [text for text in page.read_text().splitlines() if text.startswith("| memory")]
-    assert row.startswith("| memory | plain |") and row.endswith("| -50.00% |") and "one H200" in page.read_text()
+    assert (
+        row.startswith("| memory | plain |")
+        and row.endswith("| -50.00% |")
+        and "one H200" in page.read_text()
+    )

@@ -1,4 +1,5 @@
-"""What scripts share: progress reports, child processes, ranks that fail, and the page of versions."""
+"""What scripts share: progress reports, child processes, ranks that fail, and the page of
+versions."""
 
 import ast
 import dataclasses
@@ -36,17 +37,27 @@ WAITS_LONG = [
 def test_long_scripts_report_progress(name: str) -> None:
     """Oracle: its syntax tree, in which both functions of the helper are called."""
     tree = ast.parse((SCRIPTS / name).read_text())
-    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    called = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
     turns = "take_turns" if "bench_peers" in name else "unit"  # bench_peers uses peers/measure.py
     assert {"progress", turns} <= called
 
 
 def test_remaining_time_is_extrapolated_from_finished_units() -> None:
-    """Oracle: computed by hand: units of ten seconds, of which one takes longer, and the text between units."""
+    """Oracle: computed by hand: units of ten seconds, of which one takes longer, and the text
+    between units."""
     printer = Printer(4, 100.0)
-    assert printer.beat(105.0) == "[1/4] starting … running for 0:05, elapsed 0:05, time left not known yet"
+    assert (
+        printer.beat(105.0)
+        == "[1/4] starting … running for 0:05, elapsed 0:05, time left not known yet"
+    )
     printer.begin("a", 100.0)
-    assert printer.end("a", "12 MiB", 110.0) == "[1/4] a: 12 MiB … 0:10, elapsed 0:10, about 0:30 left"
+    assert (
+        printer.end("a", "12 MiB", 110.0) == "[1/4] a: 12 MiB … 0:10, elapsed 0:10, about 0:30 left"
+    )
     printer.doing("writing", 110.0)
     assert printer.beat(112.0) == "[2/4] writing … running for 0:02, elapsed 0:12, about 0:28 left"
     printer.begin("b", 112.0)
@@ -72,7 +83,9 @@ def start_slow(folder: Path, redirection: str) -> "subprocess.Popen[str]":
     """Start a script whose first unit ends when the file ``go`` exists."""
     (folder / "slow.py").write_text(SLOW)
     command = ["bash", "-c", f"PYTHONPATH={ROOT} exec {sys.executable} slow.py {redirection}"]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_slow_unit_reports_periodically(tmp_path: Path) -> None:
@@ -85,7 +98,10 @@ def test_slow_unit_reports_periodically(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     output, rest = process.communicate()
     lines += rest.splitlines()
-    assert [line[:5] for line in lines if " … " in line and "running for" not in line] == ["[1/2]", "[2/2]"]
+    assert [line[:5] for line in lines if " … " in line and "running for" not in line] == [
+        "[1/2]",
+        "[2/2]",
+    ]
     assert not any("\x1b" in line for line in lines)
     assert (output, process.returncode) == ("the end\n", 0)
 
@@ -98,13 +114,18 @@ def test_script_continues_without_stderr(redirection: str, tmp_path: Path) -> No
     assert (process.communicate()[0], process.returncode) == ("the end\n", 0)
 
 
-def test_children_import_carried_packages_after_this_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a child that imports a package which only a folder of PYTHONPATH has, and this checkout's package."""
+def test_children_import_carried_packages_after_this_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a child that imports a package which only a folder of PYTHONPATH has, and this
+    checkout's package."""
     (tmp_path / "carried.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     ask = "import carried, fsdptoys; print(fsdptoys.__path__[0])"
     words = [sys.executable, "-c", ask]
-    done = subprocess.run(words, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        words, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=True
+    )
     assert Path(done.stdout.strip()).parent == ROOT
 
 
@@ -119,7 +140,9 @@ def lose_the_only_rank() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "function"), [(2, lose_rank_1), (1, lose_the_only_rank)])
-def test_failure_names_the_rank_that_a_signal_ended(ranks: int, function: Callable[[], None]) -> None:
+def test_failure_names_the_rank_that_a_signal_ended(
+    ranks: int, function: Callable[[], None]
+) -> None:
     """Oracle: the signal, beside what is left to report: a lost connection, or nothing."""
     with pytest.raises(RuntimeError, match=rf"(?s)rank .*\nrank {ranks - 1} was ended by SIGKILL$"):
         run_ranks(ranks, function)
@@ -136,7 +159,10 @@ def test_status_is_1_if_any_version_failed(failed: int, tmp_path: Path) -> None:
     """Oracle: the status, and the failure's line of the page."""
     failures = ["test_it: assert <1>"][:failed]
     paths = []
-    for version, tests in {"2.7.1": [Row("loss", failed=failed, failures=failures)], "2.15.0": [Row("loss")]}.items():
+    for version, tests in {
+        "2.7.1": [Row("loss", failed=failed, failures=failures)],
+        "2.15.0": [Row("loss")],
+    }.items():
         paths.append(tmp_path / f"{version}.json")
         paths[-1].write_text(json.dumps(dataclasses.asdict(result(version, tests))))
     page = tmp_path / "page.md"

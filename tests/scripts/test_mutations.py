@@ -1,4 +1,5 @@
-"""Lines broken by ``scripts/mutation/mutations.py``: their choice, the probes, and a whole check of a small project."""
+"""Lines broken by ``scripts/mutation/mutations.py``: their choice, the probes, and a whole check of
+a small project."""
 
 import shutil
 import sys
@@ -53,9 +54,13 @@ class A:
 
 
 @pytest.mark.parametrize(
-    ("argument", "lines"), [(3, {3, 4, 5}), (4, {3, 4, 6, 7}), (5, {3, 4, 6, 8})], ids=["if", "elif", "else"]
+    ("argument", "lines"),
+    [(3, {3, 4, 5}), (4, {3, 4, 6, 7}), (5, {3, 4, 6, 8})],
+    ids=["if", "elif", "else"],
 )
-def test_probes_record_the_executed_sites(monkeypatch: pytest.MonkeyPatch, argument: int, lines: set[int]) -> None:
+def test_probes_record_the_executed_sites(
+    monkeypatch: pytest.MonkeyPatch, argument: int, lines: set[int]
+) -> None:
     """Oracle: the lines that Python executes; those of the class run with its definition."""
     sites = dict(enumerate(find_sites("a.py", MODULE)))
     hits: set[int] = set()
@@ -93,12 +98,17 @@ def write_project(root: Path) -> None:
         (root / folder).mkdir(parents=True)
     (root / "fsdptoys" / "__init__.py").touch()
     functions = {"add": "a + b", "times": "a * b", "minus": "a - b", "both": "a and b"}
-    text = "\n\n".join(f"def {name}(a, b):\n    return {value}" for name, value in functions.items()) + "\n\nLIMIT = 2"
+    text = (
+        "\n\n".join(f"def {name}(a, b):\n    return {value}" for name, value in functions.items())
+        + "\n\nLIMIT = 2"
+    )
     (root / "fsdptoys" / "one" / "core.py").write_text(text + "\n")
     # For the conftest, which would import PyTorch with the installed product's.
     (root / "fsdptoys" / "config" / "compose.py").write_text("compose_config = list\n")
     own_tests = shutil.ignore_patterns("test_*")
-    shutil.copytree(mutations.ROOT / "tests" / "harness", root / "tests" / "harness", ignore=own_tests)
+    shutil.copytree(
+        mutations.ROOT / "tests" / "harness", root / "tests" / "harness", ignore=own_tests
+    )
     for name in ("tests/conftest.py", "tests/harness/coverage.py", "pyproject.toml"):
         shutil.copy(mutations.ROOT / name, root / name)
     (root / "tests" / "one" / "test_core.py").write_text(TESTS)
@@ -120,11 +130,22 @@ def test_report_says_which_level_catches_a_line(tmp_path: Path) -> None:
     """Oracle: a project with a line for each case; ``--resume`` finds everything done."""
     write_project(tmp_path / "project")
     report = tmp_path / "report.md"
-    options = ["--checkout", str(tmp_path / "project"), "--sites", "5", "--folder", str(tmp_path / "found")]
+    options = [
+        "--checkout",
+        str(tmp_path / "project"),
+        "--sites",
+        "5",
+        "--folder",
+        str(tmp_path / "found"),
+    ]
     for more in ([], ["--resume", "--jobs", "0"]):  # without jobs nothing can be checked
         report.unlink(missing_ok=True)
         mutations.main([*options, "--report", str(report), *more])
-        rows = [line.split(" | ") for line in report.read_text().splitlines() if line.startswith("| fsdptoys")]
+        rows = [
+            line.split(" | ")
+            for line in report.read_text().splitlines()
+            if line.startswith("| fsdptoys")
+        ]
         levels = {cells[2]: tuple(cells[-3:-1]) for cells in rows}
         assert levels == {
             "`return a + b`": ("yes", "yes"),

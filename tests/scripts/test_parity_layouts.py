@@ -15,19 +15,28 @@ FEW = {
     "llama4_debug": ["cp 2 ulysses", "ep 4", "pp 2, cp 2, ep 2"],
     "llama_debug": ["pp 4 1f1b", "pp 2, tp 2"],
 }
-"""Preset → layouts that it is trained in on four ranks; together with ``tests/parallel`` all of them."""
+"""Preset → layouts that it is trained in on four ranks; together with ``tests/parallel`` all of
+them."""
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("model", FEW)
-@pytest.mark.parametrize(("mode", "dtype"), [("layout", "float32"), ("layout", "bfloat16"), ("default", "float32")])
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("layout", "float32"), ("layout", "bfloat16"), ("default", "float32")]
+)
 def test_layouts_have_the_promised_bits(model: str, mode: str, dtype: str) -> None:
     """Oracle: one ordinary process with the global batch, over two steps."""
     console = Console(file=io.StringIO(), width=200)
-    args = parity.parse_arguments(["--world-sizes", "4", "--steps", "2", "--seq-len", "32", "--layouts", *FEW[model]])
+    args = parity.parse_arguments(
+        ["--world-sizes", "4", "--steps", "2", "--seq-len", "32", "--layouts", *FEW[model]]
+    )
     assert compare_layouts(args, model, dtype, mode, console) == []
     table = console.file.getvalue()
-    rows = [[cell.strip() for cell in line.split("│")[2:-1]] for line in table.splitlines() if line.startswith("│")]
+    rows = [
+        [cell.strip() for cell in line.split("│")[2:-1]]
+        for line in table.splitlines()
+        if line.startswith("│")
+    ]
     assert [row[0] for row in rows] == FEW[model]
     if mode == "layout":
         assert all(cell == "0" for row in rows for cell in row[1:-1])
@@ -57,7 +66,9 @@ NAMED = {
 SHORT = {"labels shifted after the cut", "wrong divide factor", "norm of the rank's own shard"}
 
 
-@pytest.mark.parametrize("bug", [pytest.param(bug, marks=() if bug in SHORT else pytest.mark.extended) for bug in BUGS])
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=() if bug in SHORT else pytest.mark.extended) for bug in BUGS]
+)
 def test_injected_bug_is_caught_and_named_at_step_1(bug: str) -> None:
     """Oracle: the part of the training that the bug changes."""
     console = Console(file=io.StringIO(), width=400)

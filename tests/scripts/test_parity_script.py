@@ -27,12 +27,18 @@ TOYS = ["ddp", *(name for name in parity_rows.STRATEGIES if name.startswith("toy
         ("gpt2_debug", ["ddp", "toy-fsdp"], USUAL),
         *(
             pytest.param(model, strategies, mode, marks=pytest.mark.extended)
-            for model, strategies in {"llama_debug": NATIVES, "qwen3_moe_debug": NATIVES, "gpt2_debug": TOYS}.items()
+            for model, strategies in {
+                "llama_debug": NATIVES,
+                "qwen3_moe_debug": NATIVES,
+                "gpt2_debug": TOYS,
+            }.items()
             for mode in MODES
         ),
     ],
 )
-def test_script_prints_a_row_per_strategy_without_breaches(model: str, strategies: list[str], mode: str) -> None:
+def test_script_prints_a_row_per_strategy_without_breaches(
+    model: str, strategies: list[str], mode: str
+) -> None:
     """Oracle: the promise, in two steps on two ranks."""
     console = Console(file=io.StringIO(), width=140)
     args = arguments("--strategies", *strategies)
@@ -65,7 +71,12 @@ def outcome(loss: float, parameters: str = "same") -> parity.Outcome:
         (USUAL, {"toy-zero3": outcome(1.0 + 1e-7), "ddp": outcome(1.0)}, 1),
     ],
 )
-def test_breaches_of_parity_are_detected(mode: str, outcomes: dict[str, parity.Outcome], breaches: int) -> None:
+def test_breaches_of_parity_are_detected(
+    mode: str, outcomes: dict[str, parity.Outcome], breaches: int
+) -> None:
     """Oracle: breaches made by hand, on two ranks in float32, with one micro-batch."""
-    found = [parity.judge(name, outcomes, outcome(1.0), 2, "float32", mode, 1).breach for name in outcomes]
+    found = [
+        parity.judge(name, outcomes, outcome(1.0), 2, "float32", mode, 1).breach
+        for name in outcomes
+    ]
     assert len([breach for breach in found if breach]) == breaches

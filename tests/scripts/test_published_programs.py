@@ -1,4 +1,5 @@
-"""Published rows: the programs behind them, today's trainer on them, rows of layouts, and predicted rows."""
+"""Published rows: the programs behind them, today's trainer on them, rows of layouts, and predicted
+rows."""
 
 import math
 from collections.abc import Sequence
@@ -58,7 +59,9 @@ def losses_of_rows(strategy: str, names: Sequence[str]) -> dict[str, list[float]
         name: first_program(switches, Unmarked(), CPU, sizes, 3, fill)
         for (owner, name), (switches, _) in ROWS.items()
         # FSDP1 offloads to the CPU from an accelerator only.
-        if owner == strategy and name in names and not (strategy == "fsdp1" and switches.cpu_offload)
+        if owner == strategy
+        and name in names
+        and not (strategy == "fsdp1" and switches.cpu_offload)
     }
 
 
@@ -66,7 +69,8 @@ def losses_of_rows(strategy: str, names: Sequence[str]) -> dict[str, list[float]
 @newer_torch
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_all_published_rows_have_equal_losses(strategy: str) -> None:
-    """Oracle: FSDP2's plainest row, on one rank; the first README promised that FSDP1 and FSDP2 agree."""
+    """Oracle: FSDP2's plainest row, on one rank; the first README promised that FSDP1 and FSDP2
+    agree."""
     expected = run_ranks(1, losses_of_rows, "fsdp2", ["block"])[0]["block"]
     assert expected[0] > expected[1] > expected[2]
     rows = run_ranks(2, losses_of_rows, strategy, [name for _, name in ROWS])
@@ -80,7 +84,8 @@ def test_all_published_rows_have_equal_losses(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("name", ["block", "block gc chunk oo", "block gc chunk co", "parts gc"])
 def test_traced_row_ends_with_parameters_states_and_outputs(strategy: str, name: str) -> None:
-    """Oracle: parameters and states over 8 ranks, the rotary table, hidden states and logits, by hand."""
+    """Oracle: parameters and states over 8 ranks, the rotary table, hidden states and logits, by
+    hand."""
     switches = ROWS[strategy, name][0]
     trace = in_fresh_process(trace_row, f"{strategy} {name}", 2)
     end_bytes = replay(trace, a2(), build_allocator(AllocatorKind.expandable)).memory().end_bytes
@@ -106,7 +111,9 @@ def test_rows_have_the_published_switches(row: str) -> None:
     """Oracle: the switches of the program that made the published row."""
     words, (strategy, name) = row_words(row), NAMES[row]
     published = ROWS[strategy, name][0]
-    assert f"parallel={strategy}" in words and len({word.partition("=")[0] for word in words}) == len(words)
+    assert f"parallel={strategy}" in words and len(
+        {word.partition("=")[0] for word in words}
+    ) == len(words)
     assert {switch for switch, word in SWITCHES.items() if word in words} == {
         switch for switch in SWITCHES if getattr(published, switch)
     }
@@ -115,7 +122,8 @@ def test_rows_have_the_published_switches(row: str) -> None:
 @pytest.mark.extended
 @newer_torch
 def test_row_with_offloaded_states_ends_with_parameters(tmp_path: Path) -> None:
-    """Oracle: bytes of two blocks and the rest over 8 ranks, by hand, 4 an element: no gradients and no buckets."""
+    """Oracle: bytes of two blocks and the rest over 8 ranks, by hand, 4 an element: no gradients
+    and no buckets."""
     row = "trainer fsdp1 block gc chunk oo"
     block, rest = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 2 * 32000 * 4096 + 4096
     trace = in_fresh_process(trace_row, row, 2)
@@ -129,7 +137,10 @@ def test_row_with_offloaded_states_ends_with_parameters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("reserved", "status"), [(18.0, 0), (18.2, 1)])
 def test_a_cell_above_the_published_value_fails_the_script(
-    reserved: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    reserved: float,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Oracle: the published 18.17 GiB."""
     row = TrainerRow("trainer fsdp2 block gc", ROWS["fsdp2", "block gc"][1], 9.4, reserved, 1.13)
@@ -144,20 +155,25 @@ def test_a_cell_above_the_published_value_fails_the_script(
 
 
 def planned(name: str, published: float, predicted: float, **values: Any) -> PlannedLayout:
-    """A row of eight GPUs and its prediction; rows of several layouts have other numbers of GPUs."""
+    """A row of eight GPUs and its prediction; rows of several layouts have other numbers of
+    GPUs."""
     values = {"gpus": 8, "tokens_per_second": published, **values}
     row = PublishedLayout(name, "a page", "2025", "h100", "llama3_8b", **values)
     return PlannedLayout(row, memory_gib=50.0, tokens_per_second=predicted, fitted=None)
 
 
 def test_every_row_has_a_source_and_sizes_and_can_be_planned_or_says_why() -> None:
-    """Oracle: validation by ``fsdptoys train`` of each row without an obstacle, and the axes' product."""
+    """Oracle: validation by ``fsdptoys train`` of each row without an obstacle, and the axes'
+    product."""
     rows = read_layouts()
     for row in rows:
         assert row.source and row.date and row.gpus % (row.fsdp * row.cp * row.tp * row.pp) == 0
         if not row.obstacle:
             axes = (config := row.config()).parallel.axes(row.gpus, config.mesh)
-            assert (axes.replicate, axes.shard) == (row.gpus // row.ranks_of_copy, row.fsdp * row.cp)
+            assert (axes.replicate, axes.shard) == (
+                row.gpus // row.ranks_of_copy,
+                row.fsdp * row.cp,
+            )
             assert (axes.cp, axes.tp, axes.ep, axes.pp) == (row.cp, row.tp, row.ep, row.pp)
     assert {row.machine for row in rows} == set(MACHINES) and 0 < count_traces(rows) < len(rows)
     assert {row.pp for row in rows if not row.obstacle} == {1, 8, 16}
@@ -173,8 +189,11 @@ def test_every_row_has_a_source_and_sizes_and_can_be_planned_or_says_why() -> No
         ([1, 2, 3], [4, 4, 4], math.nan),
     ],
 )
-def test_rank_correlation_follows_its_formula(first: list[float], second: list[float], expected: float) -> None:
-    """Oracle: 1 - 6·Σd² / (n·(n² - 1)), or Pearson's correlation of averaged ranks where values are equal."""
+def test_rank_correlation_follows_its_formula(
+    first: list[float], second: list[float], expected: float
+) -> None:
+    """Oracle: 1 - 6·Σd² / (n·(n² - 1)), or Pearson's correlation of averaged ranks where values are
+    equal."""
     assert rank_correlation(first, second) == pytest.approx(expected, nan_ok=True)
 
 
@@ -190,9 +209,14 @@ def test_rankings_need_three_layouts_and_separate_numerics() -> None:
 
 def test_page_has_every_row_with_its_verdict_or_its_obstacle() -> None:
     """Oracle: 50 GiB predicted are within 8% of 52 and not of 60; one row has an obstacle."""
-    members = [planned("near", 100, 125, memory_gib=52.0), planned("far", 100, 50, memory_gib=60.0, compile=True)]
+    members = [
+        planned("near", 100, 125, memory_gib=52.0),
+        planned("far", 100, 50, memory_gib=60.0, compile=True),
+    ]
     pipeline = planned("deep", 10, 0, pp=8, unplanned="no batch").row
-    lines, met = render_layouts([*(each.row for each in members), pipeline], LayoutResults(members, []))
+    lines, met = render_layouts(
+        [*(each.row for each in members), pipeline], LayoutResults(members, [])
+    )
     page = "\n".join(lines)
     assert "| 52.0 | 50.0 | 0.96 | met | 100 | 125 | 1.25 |  |  |" in page
     assert "| 60.0 | 50.0 | 0.83 | **missed** | 100 | 50 | 0.50 |  | compile |" in page
@@ -204,8 +228,13 @@ GIB = 2**30
 
 
 def test_table_shows_speed_and_parts_of_the_step() -> None:
-    """Oracle: 16,384 tokens in half a second; FLOPs of the 1B model by 6 a weight and token and attention's."""
-    kinds = {KernelKind.matmul.value: 0.3, KernelKind.attention.value: 0.1, KernelKind.memory.value: 0.05}
+    """Oracle: 16,384 tokens in half a second; FLOPs of the 1B model by 6 a weight and token and
+    attention's."""
+    kinds = {
+        KernelKind.matmul.value: 0.3,
+        KernelKind.attention.value: 0.1,
+        KernelKind.memory.value: 0.05,
+    }
     time = TimePrediction(0.5, 0.45, 0.01, 0.02, 0.02, kinds)
     memory = SimpleNamespace(peak_bytes=40 * GIB, reserved_bytes=41 * GIB)
     replay = cast(Any, SimpleNamespace(time=lambda: time, memory=lambda: memory))
@@ -213,7 +242,10 @@ def test_table_shows_speed_and_parts_of_the_step() -> None:
     line = planned_table([PlannedRow(name, planned_config(name), replay)])[2]
     weights, attention = 1_235_814_400 - 2048 * 33, 6 * 16 * 2048 * 4096
     mfu = (6 * weights + attention) * 16384 / 0.5 / 989.4e12
-    expected = f"| 1B 4x4096 | 500.0 | 32,768 | {mfu:.1%} | 40.0 | 41.0 | 300.0 | 100.0 | 50.0 | 30.0 | 20.0 |"
+    expected = (
+        f"| 1B 4x4096 | 500.0 | 32,768 | {mfu:.1%} | 40.0 | 41.0 | 300.0 | 100.0 | 50.0 | 30.0 | "
+        "20.0 |"
+    )
     assert line == expected
 
 
@@ -222,8 +254,14 @@ SMALL = ["model=llama_debug", "train.seq_len=64"]
 
 @pytest.mark.extended
 @pytest.mark.parametrize(("case", "differs"), [("one root", False), ("frozen reference", True)])
-def test_sharing_streams_changes_reserved_memory_only_with_a_second_root(case: str, differs: bool) -> None:
-    """Oracle: equal tensors, so an equal peak; a root's two streams with memory are used by the second one too."""
-    own, shared = (stream_reuse.measure_elsewhere(case, "fsdp2", patched, "h100", SMALL) for patched in (False, True))
+def test_sharing_streams_changes_reserved_memory_only_with_a_second_root(
+    case: str, differs: bool
+) -> None:
+    """Oracle: equal tensors, so an equal peak; a root's two streams with memory are used by the
+    second one too."""
+    own, shared = (
+        stream_reuse.measure_elsewhere(case, "fsdp2", patched, "h100", SMALL)
+        for patched in (False, True)
+    )
     assert own[1] == shared[1]
     assert (own[0] > shared[0], own[2] > shared[2]) == (differs, differs)

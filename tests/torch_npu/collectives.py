@@ -1,5 +1,5 @@
-"""Collectives of the real ProcessGroupHCCL, on one of several ranks, started by torchrun; prints the results as
-JSON.
+"""Collectives of the real ProcessGroupHCCL, on one of several ranks, started by torchrun; prints
+the results as JSON.
 """
 
 import json

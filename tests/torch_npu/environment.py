@@ -1,9 +1,10 @@
 """Makes the environment of these tests: the real torch_npu wheel over the stub of CANN.
 
-``python -m tests.torch_npu.environment FOLDER`` (``bash scripts/torch_npu_env.sh`` calls it) makes a virtual
-environment that sees the packages of the running Python and adds three things: torch_npu's wheel, with the stub's
-libraries on its search path for CANN's; the host's kernels; and the unpacked wheel of the oldest supported
-torch_npu, which is only read. Wheels come through pip, once.
+``python -m tests.torch_npu.environment FOLDER`` (``bash scripts/torch_npu_env.sh`` calls it) makes
+a virtual environment that sees the packages of the running Python and adds three things:
+torch_npu's wheel, with the stub's libraries on its search path for CANN's; the host's kernels; and
+the unpacked wheel of the oldest supported torch_npu, which is only read. Wheels come through pip,
+once.
 """
 
 import hashlib
@@ -19,7 +20,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 NEWEST, OLDEST = "2.13.0", "2.7.1"
-"""Versions of torch_npu: the one that runs, for the torch of the project's tests; and the one only read."""
+"""Versions of torch_npu: the one that runs, for the torch of the project's tests; and the one only
+read."""
 
 SOURCES = ("runtime", "memory", "operators", "reduce", "hccl", "profiler")
 LIBRARY = "libascendcl.so"
@@ -44,13 +46,17 @@ def make(folder: Path) -> None:
     except ImportError:
         raise SystemExit(f"{sys.executable} has no torch; set PYTHON=/path/to/python") from None
     if torch.__version__.split("+")[0] != NEWEST:
-        raise SystemExit(f"torch_npu {NEWEST} wants torch {NEWEST}, and {sys.executable} has {torch.__version__}")
+        raise SystemExit(
+            f"torch_npu {NEWEST} wants torch {NEWEST}, and {sys.executable} has {torch.__version__}"
+        )
     mark = folder / "made-from"
     if mark.exists() and mark.read_text() == sources():
         return
     packages = {version: unpack(version, folder) for version in (NEWEST, OLDEST)}
     venv.create(folder, symlinks=True)
-    site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+    site = Path(
+        sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)})
+    )
     (site / "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n{packages[NEWEST]}\n")
     build_cann(packages[NEWEST] / "torch_npu")
     build_kernels(site, packages[NEWEST] / "torch_npu")
@@ -58,11 +64,24 @@ def make(folder: Path) -> None:
 
 
 def unpack(version: str, folder: Path) -> Path:
-    """Fetch a wheel of torch_npu with pip and unpack it; returns the folder that holds its packages."""
+    """Fetch a wheel of torch_npu with pip and unpack it; returns the folder that holds its
+    packages."""
     unpacked = folder / "wheels" / version
     if not unpacked.exists():
         fetched = folder / "wheels" / f"{version}-fetched"
-        run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(fetched), f"torch_npu=={version}"])
+        run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "-q",
+                "--no-deps",
+                "-d",
+                str(fetched),
+                f"torch_npu=={version}",
+            ]
+        )
         part = unpacked.with_suffix(".part")
         shutil.rmtree(part, ignore_errors=True)
         for wheel in fetched.glob("*.whl"):
@@ -73,7 +92,8 @@ def unpack(version: str, folder: Path) -> Path:
 
 
 def build_cann(package: Path) -> None:
-    """Compile the stub, and add a stub by name for each undefined function of torch_npu's libraries."""
+    """Compile the stub, and add a stub by name for each undefined function of torch_npu's
+    libraries."""
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-deprecated-declarations"]
     flags += [f"-I{path}" for path in _headers(package)]
     files = [str(HERE / "cann" / f"{name}.cpp") for name in SOURCES]
@@ -93,7 +113,10 @@ def build_kernels(site: Path, package: Path) -> None:
     from torch.utils.cpp_extension import include_paths, library_paths
 
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=_host_kernels"]
-    flags += [f"-I{path}" for path in [*include_paths(), sysconfig.get_path("include"), *_headers(package)]]
+    flags += [
+        f"-I{path}"
+        for path in [*include_paths(), sysconfig.get_path("include"), *_headers(package)]
+    ]
     flags += [f"-L{path}" for path in [*library_paths(), package / "lib"]]
     flags += [f"-Wl,-rpath,{package / 'lib'}"]
     libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10", "-l:libtorch_npu.so"]
@@ -133,7 +156,9 @@ def _headers(package: Path) -> list[Path]:
 
 
 def _symbols(library: Path, which: str) -> Sequence[str]:
-    listed = subprocess.run(["nm", "-D", which, str(library)], check=True, capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["nm", "-D", which, str(library)], check=True, capture_output=True, text=True
+    ).stdout
     return [line.split()[-1].split("@")[0] for line in listed.splitlines()]
 
 

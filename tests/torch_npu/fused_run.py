@@ -1,6 +1,8 @@
-"""``fsdptoys train`` as one rank of torchrun's, with torch_npu's fused operators computed by plain matmuls.
+"""``fsdptoys train`` as one rank of torchrun's, with torch_npu's fused operators computed by plain
+matmuls.
 
-Their schemas, and the autograd that calls their backwards, are torch_npu's own. The last line counts the calls.
+Their schemas, and the autograd that calls their backwards, are torch_npu's own. The last line
+counts the calls.
 """
 
 import json

@@ -18,10 +18,17 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 600
 MODEL = "model=llama_debug"
 SMALL = [
-    *("experiment=null", "data=synthetic", "train.batch_size=2", "train.seq_len=64", "train.steps=3"),
+    *(
+        "experiment=null",
+        "data=synthetic",
+        "train.batch_size=2",
+        "train.seq_len=64",
+        "train.steps=3",
+    ),
     *("train.sum_dtype=float32", "optim.implementation=foreach", "checkpoint.final_weights=true"),
 ]
-"""Overrides of every run. AdamW's default form on an accelerator differs from a CPU's, and rounds differently."""
+"""Overrides of every run. AdamW's default form on an accelerator differs from a CPU's, and rounds
+differently."""
 
 PLAIN_KERNELS = [f"kernels.{each.name}=torch" for each in dataclasses.fields(KernelConfig)]
 """PyTorch's own operations of a model: the stub computes none of torch_npu's fused ones."""
@@ -37,7 +44,9 @@ class Result:
 
     def steps(self) -> list[dict[str, Any]]:
         """The lines of its ``metrics.jsonl``."""
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
 
     def losses(self) -> list[float]:
         """Losses of its steps."""
@@ -73,7 +82,11 @@ def run(
         variables: added environment variables of the processes.
         status: the expected exit status.
     """
-    fixed = [f"launch.device={device}", f"launch.nproc_per_node={ranks}", f"metrics.run_dir={folder}"]
+    fixed = [
+        f"launch.device={device}",
+        f"launch.nproc_per_node={ranks}",
+        f"metrics.run_dir={folder}",
+    ]
     if not any(word.startswith("model=") for word in words):
         fixed.append(MODEL)
     command = ["-m", "fsdptoys", "train", *SMALL, *PLAIN_KERNELS, *fixed, *words]
@@ -81,16 +94,27 @@ def run(
 
 
 def run_fused(environment: Path, folder: Path, words: Sequence[str]) -> Result:
-    """Train on two ranks with the default fused operators of an NPU, over stand-ins for their kernels."""
+    """Train on two ranks with the default fused operators of an NPU, over stand-ins for their
+    kernels."""
     fixed = ["launch.device=npu", f"metrics.run_dir={folder}"]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "tests.torch_npu.fused_run"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "-m",
+        "tests.torch_npu.fused_run",
+    ]
     return Result(run_python(environment, [*launcher, *SMALL, *fixed, *words]), folder)
 
 
 def run_python(
-    environment: Path, arguments: Sequence[str], variables: Mapping[str, str] | None = None, status: int = 0
+    environment: Path,
+    arguments: Sequence[str],
+    variables: Mapping[str, str] | None = None,
+    status: int = 0,
 ) -> str:
-    """Run the environment's Python in the checkout, check its status, and return its output, errors included."""
+    """Run the environment's Python in the checkout, check its status, and return its output, errors
+    included."""
     done = subprocess.run(
         [str(environment / "bin/python"), *arguments],
         cwd=ROOT,

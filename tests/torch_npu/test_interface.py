@@ -1,4 +1,5 @@
-"""Our calls of torch_npu exist in its wheels, with the parameters that we pass; no code of the wheels runs.
+"""Our calls of torch_npu exist in its wheels, with the parameters that we pass; no code of the
+wheels runs.
 
 The names are those used in our sources, found by parsing them, and those listed here.
 """
@@ -29,7 +30,8 @@ UNREAD = {
     f"{PROFILER}.profile": Use(keywords={"record_shapes", "profile_memory", "with_stack"}),
     f"{PROFILER}.schedule": Use(keywords={"skip_first", "wait", "warmup", "active", "repeat"}),
 }
-"""Calls that no source spells out: methods of objects that are passed on, and arguments in a dict."""
+"""Calls that no source spells out: methods of objects that are passed on, and arguments in a
+dict."""
 
 LEVELS = [f"{PROFILER}.ProfilerLevel.Level{level}" for level in range(3)]
 """For the values of profile.npu_level."""
@@ -38,7 +40,8 @@ HANDED = {("fsdptoys/profiler/memory_snapshot.py", "_memory"): f"{NPU}.memory"}
 """(source, attribute) → the object passed in from another source."""
 
 NAMED_ONLY = {"npu_fusion_attention_v2", "npu_fusion_attention_v3"}
-"""Operators that a run meets if other code calls them; the latter exists since a version after 2.7.1."""
+"""Operators that a run meets if other code calls them; the latter exists since a version after
+2.7.1."""
 
 NOT_TORCH_NPU = {"npu_level", "npu_kernels", "npu_fusion_attention_backward", "npu_swiglu_backward"}
 """Texts in our sources that look like operators: a key, a module, and the planner's stand-ins."""
@@ -46,7 +49,14 @@ NOT_TORCH_NPU = {"npu_level", "npu_kernels", "npu_fusion_attention_backward", "n
 CANN_VARIABLES = {"ASCEND_RT_VISIBLE_DEVICES", "HCCL_BUFFSIZE", "HCCL_DETERMINISTIC"}
 """Environment variables read by CANN, which is not installed here."""
 
-TEXTS = ("NPU out of memory", " total capacity", "already allocated", "reserved in total", "op_statistic", "_ascend_pt")
+TEXTS = (
+    "NPU out of memory",
+    " total capacity",
+    "already allocated",
+    "reserved in total",
+    "op_statistic",
+    "_ascend_pt",
+)
 """Texts of errors and files that our code looks for."""
 
 
@@ -60,7 +70,9 @@ def wheel(environment: Path, request: pytest.FixtureRequest) -> Wheel:
 def uses() -> Uses:
     """What our sources use."""
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    own = [path for path in paths if path.resolve() == path]  # models, patches and configs are linked to
+    own = [
+        path for path in paths if path.resolve() == path
+    ]  # models, patches and configs are linked to
     return uses_of({str(path.relative_to(ROOT)): path for path in own}, HANDED)
 
 
@@ -80,7 +92,9 @@ def test_used_functions_of_the_wheel_have_the_parameters(wheel: Wheel, uses: Use
     assert [(name, use) for name, use in calls if not accepts(wheel, name, use)] == []
 
 
-def test_used_operators_exist_in_the_wheel_with_compatible_schemas(wheel: Wheel, uses: Uses) -> None:
+def test_used_operators_exist_in_the_wheel_with_compatible_schemas(
+    wheel: Wheel, uses: Uses
+) -> None:
     """Oracle: the schema in libtorch_npu.so."""
     for name in uses.operators.keys() - NAMED_ONLY - NOT_TORCH_NPU:
         use, parameters = uses.operators[name], wheel.operators[name]
@@ -101,9 +115,15 @@ def test_texts_that_we_look_for_exist_in_the_wheel(wheel: Wheel, text: str) -> N
 
 @pytest.mark.parametrize(
     ("name", "version"),
-    [("npu_fusion_attention_v2", NEWEST), ("npu_fusion_attention_v2", OLDEST), ("npu_fusion_attention_v3", NEWEST)],
+    [
+        ("npu_fusion_attention_v2", NEWEST),
+        ("npu_fusion_attention_v2", OLDEST),
+        ("npu_fusion_attention_v3", NEWEST),
+    ],
 )
-def test_operators_not_called_directly_exist_in_the_wheel(environment: Path, name: str, version: str) -> None:
+def test_operators_not_called_directly_exist_in_the_wheel(
+    environment: Path, name: str, version: str
+) -> None:
     """Oracle: the schema in libtorch_npu.so."""
     assert name in NAMED_ONLY and name in Wheel(environment / "wheels" / version).operators
 
@@ -115,11 +135,14 @@ def test_missing_names_and_parameters_are_detected(environment: Path) -> None:
     assert wheel.find("torch_npu.npu.Stream.wait_for") is None
     assert not accepts(wheel, "torch_npu.profiler.schedule", Use(keywords={"skip"}))
     # CUDA's has this parameter.
-    assert not accepts(wheel, "torch_npu.npu.memory._record_memory_history", Use(keywords={"clear_history"}))
+    assert not accepts(
+        wheel, "torch_npu.npu.memory._record_memory_history", Use(keywords={"clear_history"})
+    )
 
 
 def test_uses_of_every_kind_are_found(uses: Uses) -> None:
-    """Oracle: a name, an operator and a variable that our sources use, and the methods of streams."""
+    """Oracle: a name, an operator and a variable that our sources use, and the methods of
+    streams."""
     assert f"{NPU}.current_stream" in uses.names
     assert uses.operators["npu_rms_norm"].positional == 3
     assert "PYTORCH_NPU_ALLOC_CONF" in uses.variables

@@ -1,4 +1,5 @@
-"""Other parts of a run on the real torch_npu: collectives, checkpoints, profiler, memory histories, out of memory."""
+"""Other parts of a run on the real torch_npu: collectives, checkpoints, profiler, memory histories,
+out of memory."""
 
 import json
 import pickle
@@ -13,9 +14,11 @@ pytestmark = pytest.mark.torch_npu
 
 
 def test_collectives_are_correct_and_float64_is_refused(environment: Path) -> None:
-    """Oracle: the values by hand. torch_npu pads lists itself, and checks the dtypes that HCCL accepts."""
+    """Oracle: the values by hand. torch_npu pads lists itself, and checks the dtypes that HCCL
+    accepts."""
     output = run_python(
-        environment, ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "tests.torch_npu.collectives"]
+        environment,
+        ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "tests.torch_npu.collectives"],
     )
     found = {int(rank): json.loads(text) for rank, text in re.findall(r"rank (\d): (.*)", output)}
     for rank in range(2):
@@ -34,13 +37,17 @@ def test_collectives_are_correct_and_float64_is_refused(environment: Path) -> No
     ("model", "operators"),
     [
         ("llama_debug", {"npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_swiglu"}),
-        ("qwen3_moe_debug", {"npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_grouped_matmul"}),
+        (
+            "qwen3_moe_debug",
+            {"npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_grouped_matmul"},
+        ),
     ],
 )
 def test_fused_operators_of_torch_npu_are_used_by_default(
     environment: Path, tmp_path: Path, model: str, operators: set[str]
 ) -> None:
-    """Oracle: losses on a CPU with PyTorch's, to 1e-5; and the calls of the operators and of their backwards."""
+    """Oracle: losses on a CPU with PyTorch's, to 1e-5; and the calls of the operators and of their
+    backwards."""
     words = [f"model={model}", "parallel=fsdp2"]
     npu = run_fused(environment, tmp_path / "npu", words)
     counted = [json.loads(line)["calls"] for line in re.findall(r'{"calls": .*}', npu.output)]
@@ -53,24 +60,40 @@ def test_fused_operators_of_torch_npu_are_used_by_default(
 
 def test_float64_sums_are_refused_before_the_start(environment: Path, tmp_path: Path) -> None:
     """Oracle: exit status 2, and no run directory."""
-    refused = run(environment, tmp_path / "run", "npu", ["parallel=fsdp2", "train.sum_dtype=float64"], status=2)
+    refused = run(
+        environment,
+        tmp_path / "run",
+        "npu",
+        ["parallel=fsdp2", "train.sum_dtype=float64"],
+        status=2,
+    )
     assert "train.sum_dtype=float64" in refused.output and not refused.folder.exists()
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_resumed_run_equals_the_uninterrupted_one_bitwise(environment: Path, tmp_path: Path, strategy: str) -> None:
+def test_resumed_run_equals_the_uninterrupted_one_bitwise(
+    environment: Path, tmp_path: Path, strategy: str
+) -> None:
     """Oracle: the uninterrupted run; weights bitwise."""
     words = [f"parallel={strategy}", "train.steps=4", "checkpoint.every=2"]
     whole = run(environment, tmp_path / "whole", "npu", words)
     (after_two,) = (whole.folder / "checkpoints").glob("*2")
-    resumed = run(environment, tmp_path / "resumed", "npu", [*words, f"checkpoint.resume={after_two}"])
+    resumed = run(
+        environment, tmp_path / "resumed", "npu", [*words, f"checkpoint.resume={after_two}"]
+    )
     assert [step["step"] for step in resumed.steps()] == [3, 4]
     assert differences(resumed.weights(), whole.weights()) == []
 
 
 def test_profile_uses_the_profiler_of_torch_npu(environment: Path, tmp_path: Path) -> None:
-    """Oracle: the trace that torch_npu's own analysis writes: the operators of the host, since CANN records nothing."""
-    words = ["parallel=fsdp2", "profile.enabled=true", "profile.skip_steps=0", "profile.active_steps=1"]
+    """Oracle: the trace that torch_npu's own analysis writes: the operators of the host, since CANN
+    records nothing."""
+    words = [
+        "parallel=fsdp2",
+        "profile.enabled=true",
+        "profile.skip_steps=0",
+        "profile.active_steps=1",
+    ]
     done = run(environment, tmp_path / "run", "npu", words)
     (written,) = (done.folder / "profile").glob("rank0_*_ascend_pt")
     output = "".join(done.output.split())  # a console narrower than the path cuts it
@@ -81,20 +104,34 @@ def test_profile_uses_the_profiler_of_torch_npu(environment: Path, tmp_path: Pat
 
 
 def test_memory_history_has_the_stacks_of_torch_npu(environment: Path, tmp_path: Path) -> None:
-    """Oracle: the pickle, which has Python's stack of the allocations in a step, and segments that hold them."""
+    """Oracle: the pickle, which has Python's stack of the allocations in a step, and segments that
+    hold them."""
     done = run(environment, tmp_path / "run", "npu", ["parallel=fsdp2", "profile.snapshot=true"])
     history = pickle.loads((done.folder / "profile/memory-rank0.pickle").read_bytes())
     allocated = [event for event in history["device_traces"][0] if event["action"] == "alloc"]
-    assert any("fsdptoys/train/trainer.py" in frame["filename"] for event in allocated for frame in event["frames"])
+    assert any(
+        "fsdptoys/train/trainer.py" in frame["filename"]
+        for event in allocated
+        for frame in event["frames"]
+    )
     assert all(segment["is_expandable"] for segment in history["segments"])
     assert (done.folder / "profile/memory-rank0.html").exists()
 
 
-def test_out_of_memory_is_explained_with_the_numbers_of_torch_npu(environment: Path, tmp_path: Path) -> None:
+def test_out_of_memory_is_explained_with_the_numbers_of_torch_npu(
+    environment: Path, tmp_path: Path
+) -> None:
     """Oracle: the stub's capacity of 40 MiB, and the report's text."""
     words = ["parallel=fsdp2", "train.batch_size=64", "profile.snapshot=true"]
-    done = run(environment, tmp_path / "run", "npu", words, variables={"STUB_DEVICE_MIB": "40"}, status=1)
-    assert re.search(r"the memory of the npu device ran out on rank \d in the forward of step 1", done.output)
-    assert re.search(r"MiB asked for, 40\.00 MiB in all, \d+\.\d+ MiB allocated, \d+\.\d+ MiB reserved", done.output)
+    done = run(
+        environment, tmp_path / "run", "npu", words, variables={"STUB_DEVICE_MIB": "40"}, status=1
+    )
+    assert re.search(
+        r"the memory of the npu device ran out on rank \d in the forward of step 1", done.output
+    )
+    assert re.search(
+        r"MiB asked for, 40\.00 MiB in all, \d+\.\d+ MiB allocated, \d+\.\d+ MiB reserved",
+        done.output,
+    )
     assert "memory.gradient_checkpointing=full" in done.output
     assert (done.folder / "profile/memory-rank0-out-of-memory.pickle").exists()

@@ -1,7 +1,7 @@
 """Every strategy and every memory switch trains on the real torch_npu, to the weights of a CPU run.
 
-Both run the same kernels and add losses and norms over ranks in float32 (``train.sum_dtype``: HCCL has no float64),
-so they must agree in every bit, except for ``CLOSE``.
+Both run the same kernels and add losses and norms over ranks in float32 (``train.sum_dtype``: HCCL
+has no float64), so they must agree in every bit, except for ``CLOSE``.
 """
 
 import functools
@@ -39,7 +39,11 @@ EXACT = {
 }  # fmt: skip
 OWN = {
     "single": ["parallel=single"],
-    "fsdp1, flat": ["parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"],
+    "fsdp1, flat": [
+        "parallel=fsdp1",
+        "parallel.use_orig_params=false",
+        "optim.weight_decay_on=all",
+    ],
     "bf16": [*PLAIN, "parallel.param_dtype=bfloat16"],
     "two microbatches": [*PLAIN, "train.grad_accum=2"],
 }
@@ -49,10 +53,13 @@ CLOSE = {
     "chunked loss": [*PLAIN, "memory.chunk_loss=true"],
     "experts": [*PLAIN, "model=qwen3_moe_debug"],
 }
-"""Runs with another order of summation: gloo; the chunked loss and the experts, whose matmuls the device chooses."""
+"""Runs with another order of summation: gloo; the chunked loss and the experts, whose matmuls the
+device chooses."""
 THREE_BLOCKS = [*PLAIN, "model.n_layers=3"]
 OFFLOADED = [*THREE_BLOCKS, "memory.gradient_checkpointing=full", "memory.activation_offload=true"]
-CASES = {name: (words, PLAIN) for name, words in EXACT.items()} | {name: (words, words) for name, words in OWN.items()}
+CASES = {name: (words, PLAIN) for name, words in EXACT.items()} | {
+    name: (words, words) for name, words in OWN.items()
+}
 CASES["activation offload"] = (OFFLOADED, THREE_BLOCKS)
 
 OnCPU = Callable[[list[str]], Result]
@@ -68,7 +75,9 @@ def on_cpu(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> OnCPU
 
     @functools.cache
     def result(words: tuple[str, ...]) -> Result:
-        return run(environment, tmp_path_factory.mktemp("cpu") / "run", "cpu", words, ranks_of(list(words)))
+        return run(
+            environment, tmp_path_factory.mktemp("cpu") / "run", "cpu", words, ranks_of(list(words))
+        )
 
     return lambda words: result(tuple(words))
 
@@ -77,18 +86,22 @@ def on_cpu(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> OnCPU
 def test_training_on_an_npu_matches_the_cpu_bitwise(
     environment: Path, tmp_path: Path, on_cpu: OnCPU, words: list[str], oracle: list[str]
 ) -> None:
-    """Oracle: a run with launch.device=cpu; losses and weights bitwise, gradient norms to float32's rounding."""
+    """Oracle: a run with launch.device=cpu; losses and weights bitwise, gradient norms to float32's
+    rounding."""
     npu = run(environment, tmp_path / "npu", "npu", words, ranks_of(words))
     assert differences(npu.weights(), on_cpu(oracle).weights()) == []
     assert npu.losses() == on_cpu(oracle).losses()
-    assert npu.norms() == pytest.approx(on_cpu(oracle).norms(), rel=1e-6)  # over shards of another partition
+    assert npu.norms() == pytest.approx(
+        on_cpu(oracle).norms(), rel=1e-6
+    )  # over shards of another partition
 
 
 @pytest.mark.parametrize("words", CLOSE.values(), ids=CLOSE)
 def test_training_on_an_npu_is_close_to_the_cpu(
     environment: Path, tmp_path: Path, on_cpu: OnCPU, words: list[str]
 ) -> None:
-    """Oracle: the same on a CPU: losses to 1e-6, and all but a thousandth of each weight within 1e-6 of it.
+    """Oracle: the same on a CPU: losses to 1e-6, and all but a thousandth of each weight within
+    1e-6 of it.
 
     AdamW turns a gradient close to zero into a step of the learning rate's size, here up to 3e-5.
     """

@@ -1,13 +1,15 @@
 """Every name of torch_npu that our sources use, found by parsing them.
 
-A source may reach torch_npu's modules in these ways: it imports ``torch_npu`` or a part of it, it names
-``torch.npu``, it calls ``torch.get_device_module``, or it binds one of those to a name or an attribute, or returns
-it. Chains of attributes from there are uses, and their calls give the parameters. Operators are named as text
-(``"npu_rms_norm"``, ``"npu.npu_rms_norm"``) or as attributes (``torch.ops.npu.npu_rms_norm``); a call with such a
-text alone, as ``operator("npu_rms_norm")``, is a call of the operator.
+A source may reach torch_npu's modules in these ways: it imports ``torch_npu`` or a part of it, it
+names ``torch.npu``, it calls ``torch.get_device_module``, or it binds one of those to a name or an
+attribute, or returns it. Chains of attributes from there are uses, and their calls give the
+parameters. Operators are named as text (``"npu_rms_norm"``, ``"npu.npu_rms_norm"``) or as
+attributes (``torch.ops.npu.npu_rms_norm``); a call with such a text alone, as
+``operator("npu_rms_norm")``, is a call of the operator.
 
-Modules passed from one source to another are not found by parsing: ``test_interface.py`` names those attributes.
-Streams and events are passed everywhere; of their methods only those with names unique to them are found.
+Modules passed from one source to another are not found by parsing: ``test_interface.py`` names
+those attributes. Streams and events are passed everywhere; of their methods only those with names
+unique to them are found.
 """
 
 import ast
@@ -21,7 +23,9 @@ MODULES = ("torch_npu", "torch_npu.npu", "torch_npu.npu.memory", "torch_npu.prof
 STREAM_METHODS = ("wait_event", "wait_stream", "record_event", "elapsed_time")
 """Names unique to streams and events."""
 OPERATOR = re.compile(r"(?:npu\.)?(npu_[a-z0-9_]+)")
-VARIABLE = re.compile(r"(PYTORCH_NPU|TORCH_NPU|TORCH_HCCL|TASK_QUEUE|MULTI_STREAM|ASCEND|HCCL|INF_NAN)_[A-Z0-9_]+")
+VARIABLE = re.compile(
+    r"(PYTORCH_NPU|TORCH_NPU|TORCH_HCCL|TASK_QUEUE|MULTI_STREAM|ASCEND|HCCL|INF_NAN)_[A-Z0-9_]+"
+)
 
 
 @dataclass
@@ -92,7 +96,11 @@ class _Reader:
             operator = self._operator(node)
             if operator is not None:
                 uses.operators.setdefault(operator, Use()).add(self._calls.get(id(node)))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in self._docstrings:
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in self._docstrings
+            ):
                 if VARIABLE.fullmatch(node.value):
                     uses.variables.add(node.value)
                 found = OPERATOR.fullmatch(node.value)
@@ -101,10 +109,15 @@ class _Reader:
 
     def _bind(self) -> None:
         for node in ast.walk(self._tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch_npu":
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").split(".")[0] == "torch_npu"
+            ):
                 for alias in node.names:
                     self._bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-            if isinstance(node, ast.Import) and any(alias.name == "torch_npu" for alias in node.names):
+            if isinstance(node, ast.Import) and any(
+                alias.name == "torch_npu" for alias in node.names
+            ):
                 self._bound["torch_npu"] = "torch_npu"
             for target, value in _bindings(node):
                 name = None if value is None else self._dotted(value)
@@ -117,7 +130,11 @@ class _Reader:
     def _dotted(self, node: ast.AST) -> str | None:
         """The torch_npu name of an expression, given the names bound in the source."""
         if isinstance(node, ast.Call):
-            if _tail(node.func) == "getattr" and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            if (
+                _tail(node.func) == "getattr"
+                and len(node.args) > 1
+                and isinstance(node.args[1], ast.Constant)
+            ):
                 owner = self._dotted(node.args[0])
                 return None if owner is None else f"{owner}.{node.args[1].value}"
             return MODULE if _tail(node.func) == "get_device_module" else None
@@ -134,7 +151,11 @@ class _Reader:
 
     def _operator(self, node: ast.AST) -> str | None:
         """The operator named by an expression."""
-        if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.args[0], ast.Constant):
+        if (
+            isinstance(node, ast.Call)
+            and len(node.args) == 1
+            and isinstance(node.args[0], ast.Constant)
+        ):
             found = OPERATOR.fullmatch(str(node.args[0].value))
             return found[1] if found else None
         if isinstance(node, ast.Attribute):
@@ -159,4 +180,10 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
 
 
 def _tail(node: ast.AST) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )

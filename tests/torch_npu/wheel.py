@@ -1,10 +1,10 @@
-"""Contents of a torch_npu wheel, read and never run: names and parameters of its Python, its operators' schemas,
-and the strings in its libraries.
+"""Contents of a torch_npu wheel, read and never run: names and parameters of its Python, its
+operators' schemas, and the strings in its libraries.
 
-A name is followed through ``from … import`` and star imports to the ``def`` or ``class`` behind it, or into the
-extension module, where its text must be; a function that forwards all of its arguments, to the one that it calls.
-Not seen: attributes set on a module at run time. Operators' schemas are registered by libtorch_npu.so, which holds
-them as text.
+A name is followed through ``from … import`` and star imports to the ``def`` or ``class`` behind it,
+or into the extension module, where its text must be; a function that forwards all of its arguments,
+to the one that it calls. Not seen: attributes set on a module at run time. Operators' schemas are
+registered by libtorch_npu.so, which holds them as text.
 """
 
 import ast
@@ -13,9 +13,18 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-SCHEMA = re.compile(rb"(?<![\w.:])(?:npu::)?(npu_\w+(?:\.\w+)?)\(([^()\0]*(?:\([^()\0]*\)[^()\0]*)*)\) -> [^\0\n]+")
+SCHEMA = re.compile(
+    rb"(?<![\w.:])(?:npu::)?(npu_\w+(?:\.\w+)?)\(([^()\0]*(?:\([^()\0]*\)[^()\0]*)*)\) -> [^\0\n]+"
+)
 ENDS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-Found = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign | ast.ImportFrom
+Found = (
+    ast.FunctionDef
+    | ast.AsyncFunctionDef
+    | ast.ClassDef
+    | ast.Assign
+    | ast.AnnAssign
+    | ast.ImportFrom
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,9 @@ class Parameters:
 
     def accepts(self, positional: int, keywords: frozenset[str]) -> bool:
         """Whether a call with N positional arguments and these keywords fits."""
-        return positional <= len(self.positional) and keywords <= self.keywords - {*self.positional[:positional]}
+        return positional <= len(self.positional) and keywords <= self.keywords - {
+            *self.positional[:positional]
+        }
 
 
 class Wheel:
@@ -43,14 +54,19 @@ class Wheel:
     @functools.cached_property
     def _binaries(self) -> bytes:
         package = self._folder / "torch_npu"
-        return b"".join(path.read_bytes() for path in [package / "lib/libtorch_npu.so", *package.glob("_C.*.so")])
+        return b"".join(
+            path.read_bytes()
+            for path in [package / "lib/libtorch_npu.so", *package.glob("_C.*.so")]
+        )
 
     @functools.cached_property
     def operators(self) -> dict[str, list[str]]:
         """Operator → its parameters in order, as the schema names them."""
         found: dict[str, list[str]] = {}
         for name, text in SCHEMA.findall(self._binaries):
-            parts = [part for part in re.split(r",\s*(?![^\[(]*[\])])", text.decode()) if part != "*"]
+            parts = [
+                part for part in re.split(r",\s*(?![^\[(]*[\])])", text.decode()) if part != "*"
+            ]
             names = [part.split("=")[0].split()[-1] for part in parts if part.strip()]
             found.setdefault(name.decode(), names)
         return found
@@ -59,10 +75,14 @@ class Wheel:
         """Whether the libraries or the Python hold a text."""
         if text.encode() in self._binaries:
             return True
-        return any(text in path.read_text(encoding="utf-8") for path in (self._folder / "torch_npu").rglob("*.py"))
+        return any(
+            text in path.read_text(encoding="utf-8")
+            for path in (self._folder / "torch_npu").rglob("*.py")
+        )
 
     def find(self, name: str) -> Found | None:
-        """The definition of a dotted name: for ``torch_npu.npu.Stream.wait_event``, the method's ``def``; or None."""
+        """The definition of a dotted name: for ``torch_npu.npu.Stream.wait_event``, the method's
+        ``def``; or None."""
         parts = name.split(".")
         for length in range(len(parts) - 1, 0, -1):
             path = self._module(".".join(parts[:length]))
@@ -78,7 +98,10 @@ class Wheel:
         found = self.find(name)
         if isinstance(found, ast.ClassDef):
             makers = (self._member(found, maker) for maker in ("__init__", "__new__"))
-            return next((_parameters(maker, bound=True) for maker in makers if isinstance(maker, ENDS)), None)
+            return next(
+                (_parameters(maker, bound=True) for maker in makers if isinstance(maker, ENDS)),
+                None,
+            )
         if not isinstance(found, ast.FunctionDef):
             return None
         handed_on = _hands_on_to(found)
@@ -87,8 +110,8 @@ class Wheel:
         return _parameters(found, bound=name.split(".")[-2][:1].isupper())
 
     def _member(self, found: Found | None, name: str) -> Found | None:
-        """An attribute of a class; for a class defined in C++, the class itself, if the extension module has the
-        text.
+        """An attribute of a class; for a class defined in C++, the class itself, if the extension
+        module has the text.
         """
         if isinstance(found, ast.ImportFrom):
             return found if name.encode() in self._binaries else None
@@ -103,7 +126,8 @@ class Wheel:
         return path / "__init__.py" if (path / "__init__.py").is_file() else None
 
     def _named(self, path: Path, name: str, seen: frozenset[tuple[Path, str]]) -> Found | None:
-        """The definition of a name in a module, or in the modules that it imports; its own comes first."""
+        """The definition of a name in a module, or in the modules that it imports; its own comes
+        first."""
         if (path, name) in seen:
             return None
         seen |= {(path, name)}
@@ -114,7 +138,9 @@ class Wheel:
             for alias in node.names:
                 if alias.name != "*" and (alias.asname or alias.name) != name:
                     continue
-                if (node.module or "").startswith("torch_npu._C") and alias.name.encode() in self._binaries:
+                if (node.module or "").startswith(
+                    "torch_npu._C"
+                ) and alias.name.encode() in self._binaries:
                     return node
                 source = self._source(path, node)
                 if source is None:
@@ -168,7 +194,9 @@ def _hands_on_to(node: ast.FunctionDef) -> str | None:
     return None
 
 
-def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, bound: bool) -> Parameters:
+def _parameters(
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, bound: bool
+) -> Parameters:
     assert not isinstance(node, ast.ClassDef)
     arguments = node.args
     positional = [each.arg for each in [*arguments.posonlyargs, *arguments.args]][bound:]

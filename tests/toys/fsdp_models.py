@@ -81,7 +81,9 @@ def shard_blocks(library: Any, model: Model, mesh: DeviceMesh, **options: Any) -
     """Each block, then the root with the rest."""
     for block in model.blocks:
         library.fully_shard(block, mesh=mesh, **options)
-    library.fully_shard(model, mesh=mesh, **{key: options[key] for key in options if key != "reshard_after_forward"})
+    library.fully_shard(
+        model, mesh=mesh, **{key: options[key] for key in options if key != "reshard_after_forward"}
+    )
 
 
 def shard_groups(library: Any, model: Model, mesh: DeviceMesh, **options: Any) -> None:
@@ -158,11 +160,16 @@ def batches(steps: int) -> list[Tensor]:
     return [torch.randint(VOCABULARY, (2, 6), generator=generator) for _ in range(steps)]
 
 
-def train(library: types.ModuleType, case: Case, steps: int = 2) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses, and norms where gradients are clipped, of a few steps, and the parameters after them."""
+def train(
+    library: types.ModuleType, case: Case, steps: int = 2
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, and norms where gradients are clipped, of a few steps, and the parameters after
+    them."""
     model = build(library, case)
     params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=1e-2) if case.clips else torch.optim.SGD(params, lr=0.5)
+    optimizer = (
+        torch.optim.AdamW(params, lr=1e-2) if case.clips else torch.optim.SGD(params, lr=0.5)
+    )
     seen: list[float] = []
     tokens = iter(batches(steps * case.micro_batches))
     for _ in range(steps):
@@ -171,7 +178,9 @@ def train(library: types.ModuleType, case: Case, steps: int = 2) -> tuple[list[f
             case.before(model, index, case.micro_batches)
             if case.together:
                 tokens_BT = next(tokens)
-                losses.append(nn.functional.cross_entropy(model(tokens_BT).flatten(0, 1), tokens_BT.flatten()))
+                losses.append(
+                    nn.functional.cross_entropy(model(tokens_BT).flatten(0, 1), tokens_BT.flatten())
+                )
             else:
                 losses.append(backward(model, next(tokens)))
         if case.together:
@@ -196,4 +205,6 @@ def assert_matches_native(case: Case) -> None:
     """Compare losses, norms and parameters with those of PyTorch in every bit."""
     ours, theirs = train(TOY, case), train(NATIVE, case)
     assert ours[0] == theirs[0]
-    assert {name for name, value in theirs[1].items() if not torch.equal(value, ours[1][name])} == set()
+    assert {
+        name for name, value in theirs[1].items() if not torch.equal(value, ours[1][name])
+    } == set()

@@ -31,7 +31,8 @@ def gather(shard: Tensor) -> Tensor:
 
 
 def all_reduce(tensor: Tensor) -> None:
-    """N−1 rounds of adding, after which rank r has the full sum of part r+1; N−1 rounds of forwarding sums."""
+    """N−1 rounds of adding, after which rank r has the full sum of part r+1; N−1 rounds of
+    forwarding sums."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parts = list(tensor.tensor_split(ranks))
     for turn in range(2 * (ranks - 1)):

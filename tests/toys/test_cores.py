@@ -20,13 +20,20 @@ from tests.harness.ranks import run_ranks
 from tests.toys.fsdp_models import NATIVE, Model, batches, mesh_of
 
 TOYS = Path(fsdptoys.toys.__file__).parent
-CORES = {"ddp": "ddp", "zero1": "zero1/core", "zero2": "zero2", "zero3": "zero3", "fsdp": "fsdp/core"}
+CORES = {
+    "ddp": "ddp",
+    "zero1": "zero1/core",
+    "zero2": "zero2",
+    "zero3": "zero3",
+    "fsdp": "fsdp/core",
+}
 LIMIT = 500
 SHORT_CORES, SHORT_LIMIT = ("cp", "ep"), 200
 
 
 def core_files(core: str) -> set[Path]:
-    """The core and all files that it imports, in functions and under TYPE_CHECKING too, from empty packages."""
+    """The core and all files that it imports, in functions and under TYPE_CHECKING too, from empty
+    packages."""
     root = TOYS.parents[1]
     finder = ModuleFinder([str(root)])
     for package in (TOYS.parent, *(file.parent for file in TOYS.rglob("__init__.py"))):
@@ -37,11 +44,14 @@ def core_files(core: str) -> set[Path]:
 
 
 @pytest.mark.parametrize(
-    ("core", "limit"), [*((core, LIMIT) for core in CORES.values()), *((core, SHORT_LIMIT) for core in SHORT_CORES)]
+    ("core", "limit"),
+    [*((core, LIMIT) for core in CORES.values()), *((core, SHORT_LIMIT) for core in SHORT_CORES)],
 )
 def test_core_has_at_most_its_limit_of_lines(core: str, limit: int) -> None:
     """Oracle: the lines of the core and of all toys' files that it imports, docstrings included."""
-    lines = {file.relative_to(TOYS): len(file.read_text().splitlines()) for file in core_files(core)}
+    lines = {
+        file.relative_to(TOYS): len(file.read_text().splitlines()) for file in core_files(core)
+    }
     assert sum(lines.values()) <= limit, lines
 
 
@@ -64,7 +74,9 @@ def loaded_files() -> set[str]:
     return {module.__file__ for module in modules if getattr(module, "__file__", None)}
 
 
-def follow(model: Any, params: Iterable[nn.Parameter], attach: Callable[[Any], None] = lambda _: None) -> list[float]:
+def follow(
+    model: Any, params: Iterable[nn.Parameter], attach: Callable[[Any], None] = lambda _: None
+) -> list[float]:
     """Train five steps; return their losses."""
     optimizer = torch.optim.AdamW(params, lr=1e-2)
     attach(optimizer)
@@ -146,7 +158,13 @@ def refusals(folder: str) -> list[str]:
         model = tied()
         zero3.Zero3(model, [model[index] for index in blocks], torch.device("cpu"))
 
-    attempts = (shard_twice, shard_both, lambda: make_zero3(0, 1), lambda: make_zero3(0), lambda: make_zero3(0, 0))
+    attempts = (
+        shard_twice,
+        shard_both,
+        lambda: make_zero3(0, 1),
+        lambda: make_zero3(0),
+        lambda: make_zero3(0, 0),
+    )
     for attempt in attempts:
         try:
             attempt()
@@ -160,5 +178,6 @@ def test_weights_of_two_units_are_refused_by_name(tmp_path: Path) -> None:
     """Oracle: the names; PyTorch's ``fully_shard`` refuses both too."""
     assert run_ranks(2, refusals, str(tmp_path))[0] == [
         *["the parameter 'weight' is in a unit already; make one unit of all that have it"] * 2,
-        *["two units have the parameter '0.weight'; make one block of all that have it, or none"] * 3,
+        *["two units have the parameter '0.weight'; make one block of all that have it, or none"]
+        * 3,
     ]

@@ -128,7 +128,8 @@ def test_every_reduction_equals_native_ddp_bitwise(feature: str) -> None:
         torch.manual_seed(0)
         module = Shared()
         toy, native = (
-            follow(make(copy.deepcopy(module)), accumulate=False, keep_grads=False) for make in FEATURES[feature]
+            follow(make(copy.deepcopy(module)), accumulate=False, keep_grads=False)
+            for make in FEATURES[feature]
         )
         assert len(toy) == len(native) and all(map(torch.equal, toy, native))
 
@@ -237,7 +238,9 @@ def forget_a_parameter(model: Any) -> None:
 
 def share_a_checkpoint(model: Any) -> None:
     layer = model.module[0]
-    model.module.forward = lambda x: checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
+    model.module.forward = lambda x: checkpoint(
+        layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True
+    )
     model(torch.ones(2, 6, requires_grad=True)).sum().backward()
 
 
@@ -248,7 +251,9 @@ def share_a_checkpoint(model: Any) -> None:
         (share_a_checkpoint, "a parameter got two gradients in one backward"),
     ],
 )
-def test_graphs_without_one_gradient_a_parameter_are_refused(mistake: Callable[[Any], None], message: str) -> None:
+def test_graphs_without_one_gradient_a_parameter_are_refused(
+    mistake: Callable[[Any], None], message: str
+) -> None:
     """Oracle: the expected message; PyTorch's class refuses both too, unless told to allow them."""
 
     def refusal() -> None:

@@ -11,12 +11,24 @@ from torch.distributed.tensor import Shard
 
 from fsdptoys.parallel.fsdp import TORCH
 from tests.harness.ranks import run_ranks
-from tests.toys.fsdp_models import NATIVE, Case, Model, assert_matches_native, shard_groups, shard_tied
+from tests.toys.fsdp_models import (
+    NATIVE,
+    Case,
+    Model,
+    assert_matches_native,
+    shard_groups,
+    shard_tied,
+)
 
 BF16 = {"param_dtype": torch.bfloat16}
-if TORCH >= (2, 15):  # PyTorch's default is float32 from then on; the toy's is the dtype of the parameters, as before
+if TORCH >= (
+    2,
+    15,
+):  # PyTorch's default is float32 from then on; the toy's is the dtype of the parameters, as before
     BF16["reduce_dtype"] = torch.bfloat16
-ACCUMULATE = Case(before=lambda model, index, count: model.set_requires_gradient_sync(index == count - 1))
+ACCUMULATE = Case(
+    before=lambda model, index, count: model.set_requires_gradient_sync(index == count - 1)
+)
 
 
 def freeze(model: Model) -> None:
@@ -86,7 +98,8 @@ CASES_OF_FOUR = {
     "HSDP": Case(axes=(2, 2), clips=True),
     "HSDP, bf16 reduced in float32": Case(axes=(2, 2), options=WIDE_SUMS),
     "HSDP, replicas last": Case(
-        axes=(2, 2), before=lambda model, index, count: model.set_requires_all_reduce(index == count - 1)
+        axes=(2, 2),
+        before=lambda model, index, count: model.set_requires_all_reduce(index == count - 1),
     ),
     "HSDP of whole replicas": Case(axes=(4, 1)),
     "second dim": Case(options={"shard_placement_fn": wide}, model={"dim": 16}),
@@ -95,10 +108,15 @@ CASES_OF_FOUR = {
 
 
 needs_averages = pytest.mark.skipif(
-    TORCH < (2, 8), reason="FSDP2 over gloo sums gradients in torch 2.7, where it should average them"
+    TORCH < (2, 8),
+    reason="FSDP2 over gloo sums gradients in torch 2.7, where it should average them",
 )
 ROWS = [(2, case) for case in CASES] + [
-    pytest.param(4, case, marks=pytest.mark.extended if case in ("by default", "more ranks than rows") else ())
+    pytest.param(
+        4,
+        case,
+        marks=pytest.mark.extended if case in ("by default", "more ranks than rows") else (),
+    )
     for case in CASES_OF_FOUR
 ]
 ROWS += [(1, case) for case in ("by default", "accumulation in float32", "norm and head together")]
@@ -107,5 +125,6 @@ ROWS += [(1, case) for case in ("by default", "accumulation in float32", "norm a
 @needs_averages
 @pytest.mark.parametrize(("ranks", "name"), ROWS)
 def test_training_matches_pytorch_bitwise(ranks: int, name: str) -> None:
-    """Oracle: PyTorch's ``fully_shard`` with the same arguments; losses, norms and parameters after some steps."""
+    """Oracle: PyTorch's ``fully_shard`` with the same arguments; losses, norms and parameters after
+    some steps."""
     run_ranks(ranks, assert_matches_native, (CASES_OF_FOUR if ranks == 4 else CASES)[name])

@@ -32,12 +32,21 @@ def exposes_sharded_parameters_outside_the_forward() -> None:
     seen: list[bool] = []
     model = build(TOY, Case())
     block = model.blocks[0]
-    block.up.register_forward_hook(lambda module, *_: seen.append(isinstance(module.weight, DTensor)))
-    assert type(block).__name__ == "FSDPBlock" and isinstance(block, TOY.FSDPModule) and isinstance(block, nn.Module)
+    block.up.register_forward_hook(
+        lambda module, *_: seen.append(isinstance(module.weight, DTensor))
+    )
+    assert (
+        type(block).__name__ == "FSDPBlock"
+        and isinstance(block, TOY.FSDPModule)
+        and isinstance(block, nn.Module)
+    )
     assert all(isinstance(param, DTensor) for param in model.parameters())
     backward(model, batches(1)[0])
     assert seen == [False]
-    assert all(isinstance(param, DTensor) and isinstance(param.grad, DTensor) for param in model.parameters())
+    assert all(
+        isinstance(param, DTensor) and isinstance(param.grad, DTensor)
+        for param in model.parameters()
+    )
 
 
 def keeps_one_storage_for_full_parameters() -> None:
@@ -61,7 +70,9 @@ def trace(library: Any, case: Case, steps: int) -> list[str]:
     model, events = build(library, case), []
     for index, block in enumerate(model.blocks):
         block.norm.register_forward_hook(lambda *_, index=index: events.append(f"forward {index}"))
-        block.norm.register_full_backward_hook(lambda *_, index=index: events.append(f"backward {index}"))
+        block.norm.register_full_backward_hook(
+            lambda *_, index=index: events.append(f"backward {index}")
+        )
     words = {"all_gather_single": "gather", "reduce_scatter_single": "reduce"}
     if not hasattr(dist, "all_gather_single"):
         words = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce"}
@@ -83,7 +94,17 @@ def trace(library: Any, case: Case, steps: int) -> list[str]:
 def gathers_the_next_unit_before_this_one_computes() -> None:
     # The root, whose unit has embedding, norm and head, is not freed after the forward.
     forward = ["gather", "gather", "gather", "forward 0", "gather", "forward 1", "forward 2"]
-    backward_ = ["gather", "gather", "backward 2", "reduce", "gather", "backward 1", "reduce", "backward 0", "reduce"]
+    backward_ = [
+        "gather",
+        "gather",
+        "backward 2",
+        "reduce",
+        "gather",
+        "backward 1",
+        "reduce",
+        "backward 0",
+        "reduce",
+    ]
     assert trace(TOY, Case(), 2) == [*forward, *backward_, "reduce"]
 
 
@@ -108,7 +129,9 @@ def reshards_after_a_wrong_prefetch() -> None:
 def calls_hooks_of_accumulated_gradients() -> None:
     model, called = build(TOY, Case()), []
     for name, param in model.named_parameters():
-        param.register_post_accumulate_grad_hook(lambda param, name=name: called.append((name, param.grad is not None)))
+        param.register_post_accumulate_grad_hook(
+            lambda param, name=name: called.append((name, param.grad is not None))
+        )
     backward(model, batches(1)[0])
     assert sorted(called) == sorted((name, True) for name, _ in model.named_parameters())
 
@@ -142,7 +165,9 @@ def exchanges_state_dicts_with_pytorch() -> None:
             state = trained.state_dict()
             for value, other in zip(state.values(), fresh.state_dict().values(), strict=True):
                 assert value.placements == other.placements and value.stride() == other.stride()
-                assert value.shape == other.shape and value.to_local().shape == other.to_local().shape
+                assert (
+                    value.shape == other.shape and value.to_local().shape == other.to_local().shape
+                )
             fresh.load_state_dict(state, assign=assign)
             assert torch.equal(backward(trained, batches(1)[0]), backward(fresh, batches(1)[0]))
             if target is TOY:  # parameters are views of one flat shard again
@@ -192,10 +217,16 @@ def changes_its_dtype_between_steps() -> None:
 
 def refuses_units_that_one_flat_shard_cannot_hold() -> None:
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    with pytest.raises(NotImplementedError, match=r"cannot mix torch\.float32 on cpu and torch\.float64"):
+    with pytest.raises(
+        NotImplementedError, match=r"cannot mix torch\.float32 on cpu and torch\.float64"
+    ):
         TOY.fully_shard(mixed, mesh=mesh_of())
-    with pytest.raises(ValueError, match=r"dim 1 of a parameter of shape \(2, 3\) cannot be sharded"):
-        TOY.fully_shard(nn.Linear(3, 2, bias=False), mesh=mesh_of(), shard_placement_fn=lambda _: Shard(1))
+    with pytest.raises(
+        ValueError, match=r"dim 1 of a parameter of shape \(2, 3\) cannot be sharded"
+    ):
+        TOY.fully_shard(
+            nn.Linear(3, 2, bias=False), mesh=mesh_of(), shard_placement_fn=lambda _: Shard(1)
+        )
 
 
 @pytest.mark.parametrize(
@@ -221,12 +252,21 @@ def test_fully_shard_behaves_as_pytorch_documents(claim: Callable[[], None]) -> 
     run_ranks(2, claim)
 
 
-SHAPES = [((6, 3), 0), ((2,), 0), ((1, 5), 0), ((4, 8, 3), 1), ((4, 3, 8), 2), ((7,), 0), ((0, 3), 0)]
+SHAPES = [
+    ((6, 3), 0),
+    ((2,), 0),
+    ((1, 5), 0),
+    ((4, 8, 3), 1),
+    ((4, 3, 8), 2),
+    ((7,), 0),
+    ((0, 3), 0),
+]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_flat_layout_matches_torch_chunk_with_zero_padding_and_is_read_back(ranks: int) -> None:
-    """Oracle: ``torch.chunk``, which DTensor uses for sharding; the tensors, some of which are not contiguous."""
+    """Oracle: ``torch.chunk``, which DTensor uses for sharding; the tensors, some of which are not
+    contiguous."""
     pieces, numel = lay_out([shape for shape, _ in SHAPES], [dim for _, dim in SHAPES], ranks)
     flat_RS = torch.full((ranks, numel), torch.nan)
     wholes = [torch.rand(shape[::-1]).permute(*range(len(shape))[::-1]) for shape, _ in SHAPES]

@@ -26,7 +26,8 @@ STEP = "the step"
 
 
 def held_bytes(kind: str) -> Held:
-    """Bytes of this rank's parameters, gradients and states after the second backward; the first one learns orders."""
+    """Bytes of this rank's parameters, gradients and states after the second backward; the first
+    one learns orders."""
     torch.manual_seed(0)
     plain = build(fsdp, Case()) if kind == "fsdp" else Model()
     model, params, attach = make(kind, plain, gradient_as_bucket_view=True)
@@ -48,11 +49,14 @@ def held_bytes(kind: str) -> Held:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharded_memory_is_divided_by_the_ranks_plus_padding(kind: str, ranks: int) -> None:
-    """Oracle: P and P/N with the padding of each layout, computed from the shapes, to the byte; sums over ranks."""
+    """Oracle: P and P/N with the padding of each layout, computed from the shapes, to the byte;
+    sums over ranks."""
     shapes = [param.shape for param in Model().parameters()]
     whole = FLOAT_BYTES * sum(shape.numel() for shape in shapes)
     per_rank = run_ranks(ranks, held_bytes, kind)
-    assert per_rank == [expected(kind, shapes, ranks, rank, int(SMALL_BUCKETS * MIB)) for rank in range(ranks)]
+    assert per_rank == [
+        expected(kind, shapes, ranks, rank, int(SMALL_BUCKETS * MIB)) for rank in range(ranks)
+    ]
     # Every state is kept exactly once.
     assert sum(states for _, _, states in per_rank) == 2 * whole * (ranks if kind == "ddp" else 1)
     # Padding is less than a row a parameter and rank, or an element a bucket and rank.
@@ -60,22 +64,33 @@ def test_sharded_memory_is_divided_by_the_ranks_plus_padding(kind: str, ranks: i
         rows = FLOAT_BYTES * sum(shape.numel() // shape[0] for shape in shapes)
         assert all(0 <= ranks * params - whole <= (ranks - 1) * rows for params, _, _ in per_rank)
     if kind == "zero2":
-        assert all(0 <= params - whole <= FLOAT_BYTES * (ranks - 1) * len(shapes) for params, _, _ in per_rank)
+        assert all(
+            0 <= params - whole <= FLOAT_BYTES * (ranks - 1) * len(shapes)
+            for params, _, _ in per_rank
+        )
 
 
 @pytest.mark.skipif(TORCH < (2, 8), reason="collectives of torch 2.7 do not take fake tensors")
 def test_memory_of_a_gpt2_xl_rank_matches_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the same formulas, and a few shapes by hand; two of the blocks, with fake tensors and collectives."""
+    """Oracle: the same formulas, and a few shapes by hand; two of the blocks, with fake tensors and
+    collectives."""
     assert toys_memory.main(["--layers", "2", "--ranks", "7"]) == 0
-    rows = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [row[1] for row in rows] == list(toys_memory.STRATEGIES) and all(row[6] == "equal" for row in rows)
-    # A block has 12·D·D weights, 9·D biases and 4·D of norms; the vocabulary is 50257 rows, so seven rows are padding.
+    rows = [
+        [cell.strip() for cell in line.split("|")]
+        for line in capsys.readouterr().out.splitlines()[2:]
+    ]
+    assert [row[1] for row in rows] == list(toys_memory.STRATEGIES) and all(
+        row[6] == "equal" for row in rows
+    )
+    # A block has 12·D·D weights, 9·D biases and 4·D of norms; the vocabulary is 50257 rows, so
+    # seven rows are padding.
     elements = (50257 + 1024) * 1600 + 2 * (12 * 1600**2 + 13 * 1600) + 2 * 1600
     assert int(rows[2][3].replace(",", "")) == 4 * (elements + 7 * 1600) // 8
 
 
 def step_peak(library: Any) -> tuple[int, int]:
-    """Bytes held by this rank before a step, and the step's peak above them, without gloo's threads."""
+    """Bytes held by this rank before a step, and the step's peak above them, without gloo's
+    threads."""
     model = build(library, Case(model={"dim": 64, "blocks": 6}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -101,7 +116,9 @@ def peak_of(step: Callable[[], None]) -> int:
     thread = next(event["tid"] for event in events if event.get("name") == STEP)
     foreign: set[int] = set()
     held = most = 0
-    for event in sorted((each for each in events if each.get("name") == "[memory]"), key=lambda each: each["ts"]):
+    for event in sorted(
+        (each for each in events if each.get("name") == "[memory]"), key=lambda each: each["ts"]
+    ):
         changed, address = event["args"]["Bytes"], event["args"]["Addr"]
         if changed > 0 and event["tid"] != thread:
             foreign.add(address)
@@ -115,7 +132,10 @@ def peak_of(step: Callable[[], None]) -> int:
 
 @pytest.mark.extended
 def test_peak_memory_of_a_step_is_within_5_percent_of_pytorch() -> None:
-    """Oracle: PyTorch's FSDP2 on the same model, by the allocations and frees that torch's profiler records."""
-    for (before, most), (native_before, native_most) in run_ranks(2, lambda: (step_peak(fsdp), step_peak(NATIVE))):
+    """Oracle: PyTorch's FSDP2 on the same model, by the allocations and frees that torch's profiler
+    records."""
+    for (before, most), (native_before, native_most) in run_ranks(
+        2, lambda: (step_peak(fsdp), step_peak(NATIVE))
+    ):
         assert before == native_before
         assert 0 < most <= native_most * PEAK_TOLERANCE

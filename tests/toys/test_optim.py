@@ -13,7 +13,9 @@ SHAPES = [(3, 5), (64, 33), (1,), (0,), (17,)]
 """Vectorized loops have tails; a rank may hold nothing of a parameter."""
 
 
-def train(kind: type[torch.optim.Optimizer], settings: dict[str, Any], dtype: torch.dtype) -> list[nn.Parameter]:
+def train(
+    kind: type[torch.optim.Optimizer], settings: dict[str, Any], dtype: torch.dtype
+) -> list[nn.Parameter]:
     """Parameters after some steps; one of them has a gradient in every other step only."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
@@ -35,21 +37,37 @@ def train(kind: type[torch.optim.Optimizer], settings: dict[str, Any], dtype: to
         (SGD, torch.optim.SGD, {"lr": 0.1}),
         (SGD, torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.03}),
         (SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.03}),
-        (SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.03}),
+        (
+            SGD,
+            torch.optim.SGD,
+            {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.03},
+        ),
         (AdamW, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.0}),
-        (AdamW, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.3, "betas": (0.8, 0.95), "eps": 1e-5}),
+        (
+            AdamW,
+            torch.optim.AdamW,
+            {"lr": 0.01, "weight_decay": 0.3, "betas": (0.8, 0.95), "eps": 1e-5},
+        ),
     ],
 )
 def test_updates_have_the_bits_of_torch_optim(
-    toy: type[ToyOptimizer], native: type[torch.optim.Optimizer], settings: dict[str, Any], dtype: torch.dtype
+    toy: type[ToyOptimizer],
+    native: type[torch.optim.Optimizer],
+    settings: dict[str, Any],
+    dtype: torch.dtype,
 ) -> None:
-    """Oracle: ``torch.optim`` with ``foreach=False``, by ``torch.equal``, after steps with missing gradients."""
-    found, wanted = train(toy, settings, dtype), train(native, {**settings, "foreach": False}, dtype)
+    """Oracle: ``torch.optim`` with ``foreach=False``, by ``torch.equal``, after steps with missing
+    gradients."""
+    found, wanted = (
+        train(toy, settings, dtype),
+        train(native, {**settings, "foreach": False}, dtype),
+    )
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 def test_decay_of_adamw_is_decoupled_and_that_of_sgd_is_not() -> None:
-    """Oracle: formulas for a first step with gradient zero: w·(1 − lr·decay) in both, but a buffer in SGD only."""
+    """Oracle: formulas for a first step with gradient zero: w·(1 − lr·decay) in both, but a buffer
+    in SGD only."""
     for kind, settings in ((SGD, {"momentum": 0.9}), (AdamW, {})):
         param = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
         optimizer = kind([param], lr=0.5, weight_decay=0.1, **settings)

@@ -1,4 +1,5 @@
-"""Programs and numbers of docs/toys: exercises, loops, answers to questions, stories; and CITATION.cff."""
+"""Programs and numbers of docs/toys: exercises, loops, answers to questions, stories; and
+CITATION.cff."""
 
 import importlib.util
 import re
@@ -43,7 +44,10 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
     "ring": ({"ranks - 1:\n            received": "ranks:\n            received"}, "the sum of"),
     "buckets": ({"room = cap": "room = cap + 1"}, "nothing more in a full bucket"),
     "step": ({"length = -(-len(parameter) // ranks)": "length = len(parameter)"}, "of states kept"),
-    "rows": ({"    most = -(-rows // ranks)\n    return": "    most = rows // ranks + 1\n    return"}, "rows of rank"),
+    "rows": (
+        {"    most = -(-rows // ranks)\n    return": "    most = rows // ranks + 1\n    return"},
+        "rows of rank",
+    ),
     "owners": ({", key=lambda number: -sizes[number]": ""}, "on a rank for"),
     "linear": (
         {
@@ -52,7 +56,10 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
         },
         "is kept for the backward",
     ),
-    "attention": ({"torch.logaddexp(lse, block_lse)": "torch.maximum(lse, block_lse)"}, "to the keys of all ranks"),
+    "attention": (
+        {"torch.logaddexp(lse, block_lse)": "torch.maximum(lse, block_lse)"},
+        "to the keys of all ranks",
+    ),
     "dispatch": ({"[order.argsort()]": "[order]"}, "in the order of the rows"),
 }
 """Exercise → replacements in its solution, and the resulting message of its check."""
@@ -73,8 +80,11 @@ def solutions(check: ModuleType, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.extended)])
-def test_solutions_pass_and_unanswered_exercises_are_reported(check: ModuleType, solutions: Path, ranks: int) -> None:
-    """Oracle: the checks, which compare answers with PyTorch's collectives, Adam, chunk, linear and softmax."""
+def test_solutions_pass_and_unanswered_exercises_are_reported(
+    check: ModuleType, solutions: Path, ranks: int
+) -> None:
+    """Oracle: the checks, which compare answers with PyTorch's collectives, Adam, chunk, linear and
+    softmax."""
     names = list(check.CHECKS)
     right, unanswered = {}, dict.fromkeys(names, "not answered yet")
     found = run_ranks(ranks, lambda: (check.check(solutions, names), check.check(EXERCISES, names)))
@@ -88,7 +98,8 @@ def test_every_exercise_has_a_wrong_answer(check: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_check_detects_a_wrong_answer(name: str, check: ModuleType, solutions: Path) -> None:
-    """Oracle: a solution with a mistake, made by replacing pieces of it; the message on some rank."""
+    """Oracle: a solution with a mistake, made by replacing pieces of it; the message on some
+    rank."""
     replacements, sentence = WRONG[name]
     text = SOLUTIONS.read_text()
     for piece, wrong in replacements.items():
@@ -100,9 +111,13 @@ def test_check_detects_a_wrong_answer(name: str, check: ModuleType, solutions: P
 
 
 def test_command_reports_right_wrong_and_hanging_answers(
-    check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], solutions: Path
+    check: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    solutions: Path,
 ) -> None:
-    """Oracle: status and output for a solution, for an unanswered exercise, and for deadlocked ranks."""
+    """Oracle: status and output for a solution, for an unanswered exercise, and for deadlocked
+    ranks."""
     monkeypatch.setattr(check, "WORLD_SIZES", (2,))
     monkeypatch.setattr(sys, "argv", ["check.py", "owners", "--folder", str(solutions)])
     assert check.main() == 0
@@ -113,7 +128,10 @@ def test_command_reports_right_wrong_and_hanging_answers(
         "import torch.distributed as dist\ndef all_reduce(tensor):\n    dist.recv(tensor)\n"
     )
     monkeypatch.setattr(check, "PATIENCE_SECONDS", 3)
-    assert check.run(solutions, "ring", 2) == "no answer within 3 seconds; a rank waits for what nobody sends"
+    assert (
+        check.run(solutions, "ring", 2)
+        == "no answer within 3 seconds; a rank waits for what nobody sends"
+    )
 
 
 PARTS = ("toy_cp", "toy_ep")
@@ -135,7 +153,9 @@ def test_each_loop_has_the_bits_of_one_process(capsys: pytest.CaptureFixture[str
     assert all(line.endswith("every bit of one process") for line in printed[1:])
 
 
-def test_loops_over_parts_have_the_losses_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_loops_over_parts_have_the_losses_of_one_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Oracle: the same model and batches on one rank, where nothing is split."""
     assert load_run(LOOPS, "split").main() == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["one", *PARTS]
@@ -157,9 +177,15 @@ def test_a_loop_has_at_most_20_lines(name: str) -> None:
     ],
 )
 def test_a_loop_without_its_exchange_is_reported(
-    script: str, name: str, line: str, others: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: str,
+    name: str,
+    line: str,
+    others: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Oracle: the same script on a copy of a loop whose ranks never exchange their updates or gradients."""
+    """Oracle: the same script on a copy of a loop whose ranks never exchange their updates or
+    gradients."""
     for other in others:
         shutil.copy(LOOPS / f"{other}.py", tmp_path)
     text = (LOOPS / f"{name}.py").read_text(encoding="utf-8")
@@ -170,7 +196,8 @@ def test_a_loop_without_its_exchange_is_reported(
 
 
 def average_unevenly() -> list[bool]:
-    """Whether gradients are the means, if rank 1 leaves a layer out and the first of two batches is not sent."""
+    """Whether gradients are the means, if rank 1 leaves a layer out and the first of two batches is
+    not sent."""
     own = load_run(LOOPS).load("own")
     torch.manual_seed(0)
     layers = [torch.nn.Linear(3, 3) for _ in range(2)]
@@ -184,7 +211,9 @@ def average_unevenly() -> list[bool]:
         hidden.sum().backward()
     params = [param for layer in layers for param in layer.parameters()]
     means = [param.grad for param in params]
-    expected = torch.autograd.grad(layers[0](inputs[1]).sum() / 2 + layers[1](layers[0](inputs[0])).sum() / 2, params)
+    expected = torch.autograd.grad(
+        layers[0](inputs[1]).sum() / 2 + layers[1](layers[0](inputs[0])).sum() / 2, params
+    )
     return [torch.allclose(one, other) for one, other in zip(means, expected, strict=True)]
 
 
@@ -197,7 +226,8 @@ RANKS = 8
 
 
 def test_answers_have_the_computed_numbers() -> None:
-    """Oracle: GPT-2 XL on the meta device, the toys' layouts and buckets, ``toys_memory.py``'s formulas."""
+    """Oracle: GPT-2 XL on the meta device, the toys' layouts and buckets, ``toys_memory.py``'s
+    formulas."""
     with torch.device("meta"):
         model = compose_config(["experiment=null", "model=gpt2_xl"]).model.build()
     params = list(model.parameters())
@@ -205,7 +235,10 @@ def test_answers_have_the_computed_numbers() -> None:
     block = sum(param.numel() for param in model.layers[0].parameters())
     rest = count - len(model.layers) * block
     vector = [torch.Size([count])]  # divisible by the ranks: no padding
-    kept = [sum(expected(kind, vector, RANKS, 0, 25 * MIB)) for kind in ("ddp", "zero1", "zero2", "fsdp")]
+    kept = [
+        sum(expected(kind, vector, RANKS, 0, 25 * MIB))
+        for kind in ("ddp", "zero1", "zero2", "fsdp")
+    ]
     buckets = assign_buckets(params[::-1], 25 * MIB)
     sent = 4 * count * (RANKS - 1) // RANKS
     rows = [len(chunk) for chunk in params[0].chunk(RANKS)]
@@ -221,11 +254,18 @@ def test_answers_have_the_computed_numbers() -> None:
     }
     page = (PAGES / "questions.md").read_text(encoding="utf-8")
     _, _, text = page.partition("## Answers\n")
-    answers = [" ".join(answer.split()) for answer in text.replace("\n   ", " ").strip().split("\n")]
-    assert [answer.partition(".")[0] for answer in answers] == [str(number) for number in range(1, 11)]
+    answers = [
+        " ".join(answer.split()) for answer in text.replace("\n   ", " ").strip().split("\n")
+    ]
+    assert [answer.partition(".")[0] for answer in answers] == [
+        str(number) for number in range(1, 11)
+    ]
     for number, values in numbers.items():
         for value in values:
-            assert (f"{value:,}" if value >= 10_000 else str(value)) in answers[number - 1], (number, value)
+            assert (f"{value:,}" if value >= 10_000 else str(value)) in answers[number - 1], (
+                number,
+                value,
+            )
     for value in (count, block, rest):
         assert f"{value:,}" in page
 
@@ -233,9 +273,13 @@ def test_answers_have_the_computed_numbers() -> None:
 def test_citation_has_the_packages_version_and_licence() -> None:
     """Oracle: the required keys of CFF 1.2.0, the package's version, and pyproject.toml."""
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert {"cff-version", "message", "title", "authors"} <= cited.keys() and cited["cff-version"] == "1.2.0"
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys() and cited[
+        "cff-version"
+    ] == "1.2.0"
     assert cited["version"] == fsdptoys.__version__
-    assert f'license = "{cited["license"]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'license = "{cited["license"]}"' in (ROOT / "pyproject.toml").read_text(
+        encoding="utf-8"
+    )
 
 
 SCRIPTS = {
@@ -249,11 +293,20 @@ TOLERANCE = 0.02
 """Of printed numbers: the last bits of losses depend on the processor."""
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13" or torch.cuda.is_available(), reason="the pages show torch 2.13 on CPUs")
-@pytest.mark.parametrize(
-    "script", [pytest.param(script, marks=pytest.mark.extended if "duplicated" in script else ()) for script in SCRIPTS]
+@pytest.mark.skipif(
+    torch.__version__ < "2.13" or torch.cuda.is_available(),
+    reason="the pages show torch 2.13 on CPUs",
 )
-def test_scripts_print_what_their_pages_show(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(script, marks=pytest.mark.extended if "duplicated" in script else ())
+        for script in SCRIPTS
+    ],
+)
+def test_scripts_print_what_their_pages_show(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the block of the page, word by word, its numbers within 2%."""
     load_file(PAGES / f"{script}.py").main()
     printed = capsys.readouterr().out
@@ -261,7 +314,8 @@ def test_scripts_print_what_their_pages_show(script: str, capsys: pytest.Capture
     words = [re.sub(rf"{NUMBER}| +", " ", text).split() for text in (printed, *shown)]
     assert words[0] in words[1:], printed
     numbers = [
-        [float(each) for each in re.findall(NUMBER, text)] for text in (printed, shown[words[1:].index(words[0])])
+        [float(each) for each in re.findall(NUMBER, text)]
+        for text in (printed, shown[words[1:].index(words[0])])
     ]
     assert numbers[0] == pytest.approx(numbers[1], rel=TOLERANCE), printed
 
@@ -270,7 +324,13 @@ def take_steps(parallel: str, with_bug: bool) -> tuple[list[tuple[float, float]]
     """Losses and gradient norms of two steps on this rank, and the collectives of the second."""
     if with_bug:
         FullUnit.take_gradients = load_file(PAGES / "stories/with_bug.py").take_matrices
-    words = ["experiment=null", "model=llama_debug", f"parallel={parallel}", "train.steps=2", "metrics.console=none"]
+    words = [
+        "experiment=null",
+        "model=llama_debug",
+        f"parallel={parallel}",
+        "train.steps=2",
+        "metrics.console=none",
+    ]
     config = compose_config(words)
     config.validate(2, "cpu")
     trainer = Trainer(config)
@@ -302,12 +362,16 @@ def test_page_shows_the_collectives_that_its_command_prints(tmp_path: Path) -> N
 
 
 def test_the_injected_bug_shows_where_the_page_says() -> None:
-    """Oracle: fsdp2. Step 1 has its loss and another norm; reductions lack the vectors; without the bug, every bit."""
+    """Oracle: fsdp2. Step 1 has its loss and another norm; reductions lack the vectors; without the
+    bug, every bit."""
     runs = [("fsdp2", False), ("toy_fsdp", False), ("toy_fsdp", True)]
     native, toy, bug = run_ranks(2, lambda: [take_steps(*run) for run in runs])[0]
     assert toy[0] == native[0]
     (loss, norm), (bug_loss, bug_norm) = native[0][0], bug[0][0]
     assert bug_loss == loss and bug_norm != norm and bug[0][1][0] != native[0][1][0]
-    sizes = [[call.size_bytes for call in calls if call.collective == "reduce_scatter"] for _, calls in (native, bug)]
+    sizes = [
+        [call.size_bytes for call in calls if call.collective == "reduce_scatter"]
+        for _, calls in (native, bug)
+    ]
     # The norms of 64 numbers each: one beside the head, two in each block, none in the embedding.
     assert [one - other for one, other in zip(*sizes, strict=True)] == [256, 512, 512, 0]

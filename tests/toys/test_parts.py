@@ -1,4 +1,5 @@
-"""Context and expert parallelism: slices of sequences and spread experts, compared with one process."""
+"""Context and expert parallelism: slices of sequences and spread experts, compared with one
+process."""
 
 import copy
 import itertools
@@ -11,7 +12,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdptoys.toys.cp import ContextParallel, RingAttention, own_positions, seen_parts, ulysses_attention
+from fsdptoys.toys.cp import (
+    ContextParallel,
+    RingAttention,
+    own_positions,
+    seen_parts,
+    ulysses_attention,
+)
 from fsdptoys.toys.ep import Experts, MoE, make_groups, plan_routes, sum_gradients
 from tests.harness.ranks import run_ranks
 
@@ -28,9 +35,13 @@ def relative(found: Tensor | None, expected: Tensor | None) -> float:
 
 
 def descend(
-    model: nn.Module, loss_of: Callable[[], Tensor], rate: float, exchange: Callable[[], object] | None
+    model: nn.Module,
+    loss_of: Callable[[], Tensor],
+    rate: float,
+    exchange: Callable[[], object] | None,
 ) -> list[float]:
-    """Take three steps of gradient descent, and return the losses; gradients of the last step remain.
+    """Take three steps of gradient descent, and return the losses; gradients of the last step
+    remain.
 
     Args:
         model: with the parameters.
@@ -64,7 +75,9 @@ class Decoder(nn.Module):
     def __init__(self, kv_heads: int) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.qkv = nn.ModuleList(nn.Linear(WIDTH, WIDTH + 2 * kv_heads * WIDTH // 4) for _ in range(2))
+        self.qkv = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH + 2 * kv_heads * WIDTH // 4) for _ in range(2)
+        )
         self.out = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
 
@@ -82,7 +95,10 @@ def attention_errors(kind: str, dtype: torch.dtype, kv_heads: int) -> float:
     """Largest error of this rank's part of the result and of the gradients of q, k and v."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    whole = [torch.randn(BATCH, heads, LENGTH, 8, dtype=torch.float64) for heads in (4, kv_heads, kv_heads, 4)]
+    whole = [
+        torch.randn(BATCH, heads, LENGTH, 8, dtype=torch.float64)
+        for heads in (4, kv_heads, kv_heads, 4)
+    ]
     leaves = [tensor.to(dtype).double().clone().requires_grad_() for tensor in whole[:3]]
     expected = causal_attention(*leaves)
     expected.backward(whole[3].to(dtype).double())
@@ -94,7 +110,10 @@ def attention_errors(kind: str, dtype: torch.dtype, kv_heads: int) -> float:
     else:
         found = RingAttention.apply(*parts, group, kind == "ring")
     found.backward(whole[3].to(dtype)[:, :, own])
-    pairs = [(found, expected), *((part.grad, leaf.grad) for part, leaf in zip(parts, leaves, strict=True))]
+    pairs = [
+        (found, expected),
+        *((part.grad, leaf.grad) for part, leaf in zip(parts, leaves, strict=True)),
+    ]
     assert all(one.dtype == dtype for one, _ in pairs)
     return max(relative(one.double(), other[:, :, own]) for one, other in pairs)
 
@@ -102,14 +121,21 @@ def attention_errors(kind: str, dtype: torch.dtype, kv_heads: int) -> float:
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_over_slices_equals_attention_over_whole_sequences(kv_heads: int, kind: str, ranks: int) -> None:
-    """Oracle: PyTorch's attention in float64, result and gradients, with own, shared and single key heads."""
-    for errors in run_ranks(ranks, lambda: [attention_errors(kind, dtype, kv_heads) for dtype in TOLERANCES]):
+def test_attention_over_slices_equals_attention_over_whole_sequences(
+    kv_heads: int, kind: str, ranks: int
+) -> None:
+    """Oracle: PyTorch's attention in float64, result and gradients, with own, shared and single key
+    heads."""
+    for errors in run_ranks(
+        ranks, lambda: [attention_errors(kind, dtype, kv_heads) for dtype in TOLERANCES]
+    ):
         for error, (dtype, tolerance) in zip(errors, TOLERANCES.items(), strict=True):
             assert error < tolerance, dtype
 
 
-def train_slices(model: ContextParallel | Decoder, tokens: Tensor, labels: Tensor) -> tuple[list[float], list[Tensor]]:
+def train_slices(
+    model: ContextParallel | Decoder, tokens: Tensor, labels: Tensor
+) -> tuple[list[float], list[Tensor]]:
     """Losses of three steps, and the gradients of the last."""
 
     def loss() -> Tensor:
@@ -117,9 +143,14 @@ def train_slices(model: ContextParallel | Decoder, tokens: Tensor, labels: Tenso
             logits, own_labels = model(tokens), model.cut(labels)[0]
         else:
             logits, own_labels = model(tokens, torch.arange(LENGTH), causal_attention), labels
-        return F.cross_entropy(logits.flatten(0, 1), own_labels.flatten(), reduction="sum") / valid_labels()
+        return (
+            F.cross_entropy(logits.flatten(0, 1), own_labels.flatten(), reduction="sum")
+            / valid_labels()
+        )
 
-    losses = descend(model, loss, 0.5, model.sum_gradients if isinstance(model, ContextParallel) else None)
+    losses = descend(
+        model, loss, 0.5, model.sum_gradients if isinstance(model, ContextParallel) else None
+    )
     return losses, [param.grad for param in model.parameters()]
 
 
@@ -138,10 +169,14 @@ def valid_labels() -> int:
 
 
 def training_error(kind: str, dtype: torch.dtype, shared_by: int) -> float:
-    """Largest error of losses and gradients; ``shared_by`` ranks have parts of the same sequences."""
+    """Largest error of losses and gradients; ``shared_by`` ranks have parts of the same
+    sequences."""
     tokens, labels = batch()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    groups = [dist.new_group(list(range(first, first + shared_by))) for first in range(0, ranks, shared_by)]
+    groups = [
+        dist.new_group(list(range(first, first + shared_by)))
+        for first in range(0, ranks, shared_by)
+    ]
     rows = slice(*(4 * (rank // shared_by + step) * shared_by // ranks for step in (0, 1)))
     torch.manual_seed(0)
     model = Decoder(kv_heads=2).to(dtype)
@@ -149,26 +184,36 @@ def training_error(kind: str, dtype: torch.dtype, shared_by: int) -> float:
     losses, grads = train_slices(model, tokens, labels)
     own_losses, own_grads = train_slices(parallel, tokens[rows], labels[rows])
     return max(
-        relative(torch.tensor(own_losses, dtype=torch.float64), torch.tensor(losses, dtype=torch.float64)),
+        relative(
+            torch.tensor(own_losses, dtype=torch.float64), torch.tensor(losses, dtype=torch.float64)
+        ),
         *(relative(own, grad) for own, grad in zip(own_grads, grads, strict=True)),
     )
 
 
 @pytest.mark.parametrize(
     ("ranks", "shared_by"),
-    [(2, 2), pytest.param(4, 4, marks=pytest.mark.extended), pytest.param(4, 2, marks=pytest.mark.extended)],
+    [
+        (2, 2),
+        pytest.param(4, 4, marks=pytest.mark.extended),
+        pytest.param(4, 2, marks=pytest.mark.extended),
+    ],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_over_slices_equals_one_process(kind: str, ranks: int, shared_by: int) -> None:
-    """Oracle: losses and gradients of three steps of one process, also with two groups of other sequences."""
+    """Oracle: losses and gradients of three steps of one process, also with two groups of other
+    sequences."""
     for dtype in DTYPES:
-        assert max(run_ranks(ranks, training_error, kind, dtype, shared_by)) < 10 * TOLERANCES[dtype]
+        assert (
+            max(run_ranks(ranks, training_error, kind, dtype, shared_by)) < 10 * TOLERANCES[dtype]
+        )
 
 
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_parts_are_all_pairs_that_a_causal_mask_leaves(ranks: int, balanced: bool) -> None:
-    """Oracle: positions, compared pair by pair; balanced parts of other ranks have equally many pairs."""
+    """Oracle: positions, compared pair by pair; balanced parts of other ranks have equally many
+    pairs."""
     length = 24 // ranks
     own = [own_positions(24, ranks, rank, balanced) for rank in range(ranks)]
     assert torch.equal(torch.cat(own).sort().values, torch.arange(24))
@@ -188,11 +233,15 @@ LABELS = 30
 
 
 class OneProcess(nn.Module):
-    """All experts applied to all tokens, one by one, without sorting; the names of parameters are those of the toy."""
+    """All experts applied to all tokens, one by one, without sorting; the names of parameters are
+    those of the toy."""
 
     def __init__(self, gate_up_EHD: Tensor, down_EDF: Tensor) -> None:
         super().__init__()
-        self.gate_up_LHD, self.down_LDF = nn.Parameter(gate_up_EHD.clone()), nn.Parameter(down_EDF.clone())
+        self.gate_up_LHD, self.down_LDF = (
+            nn.Parameter(gate_up_EHD.clone()),
+            nn.Parameter(down_EDF.clone()),
+        )
 
     def forward(self, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Weighted sum over all experts, with weight 0 for those that are not chosen."""
@@ -221,7 +270,8 @@ def choose(routing: str, ranks: int) -> Tensor:
 
 
 def layer_errors(routing: str, dtype: torch.dtype) -> tuple[float, int]:
-    """Largest error of the result and all gradients of this rank, and the number of rows that it received."""
+    """Largest error of the result and all gradients of this rank, and the number of rows that it
+    received."""
     group: Any = dist.group.WORLD
     rank, ranks = dist.get_rank(), dist.get_world_size()
     stacks = matrices(dtype)
@@ -235,7 +285,9 @@ def layer_errors(routing: str, dtype: torch.dtype) -> tuple[float, int]:
         out.backward(grad[own])
         found.append((layer, [out, *(tensor.grad for tensor in inputs)]))
     (whole, expected), (spread, results) = found
-    errors = [relative(result, all_rows[rows]) for result, all_rows in zip(results, expected, strict=True)]
+    errors = [
+        relative(result, all_rows[rows]) for result, all_rows in zip(results, expected, strict=True)
+    ]
     for name, param in spread.named_parameters():
         own_experts = getattr(whole, name).grad.chunk(ranks)[rank]
         if own_experts.any():
@@ -248,8 +300,11 @@ def layer_errors(routing: str, dtype: torch.dtype) -> tuple[float, int]:
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("routing", ["random", "first rank's", "last rank's"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_spread_experts_equal_all_experts_on_one_process(dtype: torch.dtype, routing: str, ranks: int) -> None:
-    """Oracle: every expert on every token, results and gradients; experts without tokens have zero gradients."""
+def test_spread_experts_equal_all_experts_on_one_process(
+    dtype: torch.dtype, routing: str, ranks: int
+) -> None:
+    """Oracle: every expert on every token, results and gradients; experts without tokens have zero
+    gradients."""
     errors, received = zip(*run_ranks(ranks, layer_errors, routing, dtype), strict=True)
     assert max(errors) < TOLERANCES[dtype]
     assert sum(received) == ranks * TOKENS * TOP_K
@@ -264,7 +319,9 @@ class SpreadModel(nn.Module):
         super().__init__()
         torch.manual_seed(2)
         self.dense = nn.ModuleList(nn.Linear(DIM, DIM, dtype=dtype) for _ in experts)
-        self.moes = nn.ModuleList(MoE(torch.randn(EXPERTS, DIM, dtype=dtype), each, TOP_K) for each in experts)
+        self.moes = nn.ModuleList(
+            MoE(torch.randn(EXPERTS, DIM, dtype=dtype), each, TOP_K) for each in experts
+        )
         self.head = nn.Linear(DIM, 5, dtype=dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -274,11 +331,16 @@ class SpreadModel(nn.Module):
         return self.head(hidden)
 
 
-def train_experts(model: SpreadModel, hidden: Tensor, labels: Tensor, same: dist.ProcessGroup | None) -> list[float]:
+def train_experts(
+    model: SpreadModel, hidden: Tensor, labels: Tensor, same: dist.ProcessGroup | None
+) -> list[float]:
     """Losses of three steps, sums over all ranks. Gradients of the last step remain."""
 
     def loss() -> Tensor:
-        return F.cross_entropy(model(hidden).flatten(0, -2), labels.flatten(), reduction="sum") / LABELS
+        return (
+            F.cross_entropy(model(hidden).flatten(0, -2), labels.flatten(), reduction="sum")
+            / LABELS
+        )
 
     return descend(model, loss, 0.3, None if same is None else lambda: sum_gradients(model, same))
 
@@ -294,28 +356,43 @@ def training_errors(dtype: torch.dtype, size: int) -> float:
     losses = torch.tensor(train_experts(whole, hidden, labels, None), dtype=torch.float64)
     own = slice(4 * rank // ranks, 4 * (rank + 1) // ranks)
     spread = SpreadModel([Experts(*stacks, together) for _ in range(2)], dtype)
-    own_losses = torch.tensor(train_experts(spread, hidden[own], labels[own], same), dtype=torch.float64)
+    own_losses = torch.tensor(
+        train_experts(spread, hidden[own], labels[own], same), dtype=torch.float64
+    )
     errors = [relative(own_losses, losses)]
     for (name, param), expected in zip(spread.named_parameters(), whole.parameters(), strict=True):
         grad: Any = expected.grad
-        errors.append(relative(param.grad, grad.chunk(size)[together.rank()] if ".experts." in name else grad))
+        errors.append(
+            relative(param.grad, grad.chunk(size)[together.rank()] if ".experts." in name else grad)
+        )
     return max(errors)
 
 
 @pytest.mark.parametrize(
     ("ranks", "size"),
-    [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.extended), pytest.param(4, 4, marks=pytest.mark.extended)],
+    [
+        (2, 1),
+        (2, 2),
+        pytest.param(4, 2, marks=pytest.mark.extended),
+        pytest.param(4, 4, marks=pytest.mark.extended),
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_training_with_spread_experts_equals_one_process(dtype: torch.dtype, ranks: int, size: int) -> None:
-    """Oracle: losses and gradients of three steps of one process, also where several ranks have the same experts."""
+def test_training_with_spread_experts_equals_one_process(
+    dtype: torch.dtype, ranks: int, size: int
+) -> None:
+    """Oracle: losses and gradients of three steps of one process, also where several ranks have the
+    same experts."""
     assert max(run_ranks(ranks, training_errors, dtype, size)) < 10 * TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        (lambda: own_positions(10, 4, 0, True), "sequences of 10 tokens cannot be cut into 8 equal chunks"),
+        (
+            lambda: own_positions(10, 4, 0, True),
+            "sequences of 10 tokens cannot be cut into 8 equal chunks",
+        ),
         (
             lambda: ulysses_attention(*[torch.ones(1, 3, 2, 4)] * 3, dist.group.WORLD),
             "3 heads cannot be shared by 2 ranks",

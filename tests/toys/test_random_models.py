@@ -48,7 +48,9 @@ class Around(nn.Module):
 
 def draw_module(draw: random.Random, depth: int) -> nn.Module:
     """Draw a tree of modules, some of them frozen."""
-    kind = draw.choice(["linear", "mlp", "norm", *["chain", "residual", "twice", "recomputed"] * min(depth, 1)])
+    kind = draw.choice(
+        ["linear", "mlp", "norm", *["chain", "residual", "twice", "recomputed"] * min(depth, 1)]
+    )
     if kind == "chain":
         return nn.Sequential(*(draw_module(draw, depth - 1) for _ in range(draw.randint(2, 3))))
     if kind in ("residual", "twice", "recomputed"):
@@ -63,7 +65,9 @@ def draw_module(draw: random.Random, depth: int) -> nn.Module:
 
 def draw_model(draw: random.Random) -> nn.Sequential:
     """Draw a model between two linear layers, which may share their weight."""
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), draw_module(draw, 3), draw_module(draw, 3), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), draw_module(draw, 3), draw_module(draw, 3), nn.Linear(WIDTH, WIDTH)
+    )
     if draw.random() < 0.3:
         model[3].weight = model[0].weight
     return model
@@ -112,7 +116,9 @@ def train(model: Any, draw: random.Random) -> list[Tensor]:
         record += [getattr(grad, "_local_tensor", grad).clone() for grad in shards]
         optimizer.step()
         optimizer.zero_grad(set_to_none=not keeps_zeros)
-        record += [getattr(param, "_local_tensor", param).detach().clone() for param in model.parameters()]
+        record += [
+            getattr(param, "_local_tensor", param).detach().clone() for param in model.parameters()
+        ]
     return record
 
 
@@ -141,7 +147,9 @@ def differing_seeds(toy: str, seeds: range) -> list[int]:
     return differing
 
 
-@pytest.mark.skipif(TORCH < (2, 8), reason="FSDP2 over gloo sums gradients in torch 2.7, where it should average")
+@pytest.mark.skipif(
+    TORCH < (2, 8), reason="FSDP2 over gloo sums gradients in torch 2.7, where it should average"
+)
 @pytest.mark.parametrize("toy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.extended), 4])
 def test_random_models_train_in_the_bits_of_pytorch(toy: str, ranks: int) -> None:

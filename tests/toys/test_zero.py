@@ -17,14 +17,17 @@ from tests.toys.zero_runs import CPU, make
 
 
 class Blocks(nn.Module):
-    """Blocks between two layers with a shared weight, and unused layers; one block may be used by rank 0 only."""
+    """Blocks between two layers with a shared weight, and unused layers; one block may be used by
+    rank 0 only."""
 
     def __init__(self, all_alike: bool = True) -> None:
         super().__init__()
         self.all_alike = all_alike
         self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 12)
         self.last.weight = self.first.weight
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 12)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 12)) for _ in range(4)
+        )
         self.skipped = nn.ModuleList([nn.Linear(12, 5), nn.Linear(12, 7)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,16 +71,19 @@ def parameters_after(kind: str, optimizer: str, all_alike: bool) -> dict[str, Te
     if isinstance(model, Zero3):
         for unit in model.units:
             model.gather(unit)
-    return {name: param.detach() for name, param in module.named_parameters() if "skipped" not in name}
+    return {
+        name: param.detach() for name, param in module.named_parameters() if "skipped" not in name
+    }
 
 
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
-    [(kind, optimizer) for kind in ("zero1", "zero2", "zero3") for optimizer in ELEMENTWISE] + [("zero3", "adafactor")],
+    [(kind, optimizer) for kind in ("zero1", "zero2", "zero3") for optimizer in ELEMENTWISE]
+    + [("zero3", "adafactor")],
 )
 def test_any_optimizer_matches_ddp_over_full_parameters(kind: str, optimizer: str) -> None:
-    """Oracle: PyTorch's DDP and the same optimizer, bitwise where a reduction adds two numbers; shared weights, and
-    under ZeRO-2 a block that one rank does not use."""
+    """Oracle: PyTorch's DDP and the same optimizer, bitwise where a reduction adds two numbers;
+    shared weights, and under ZeRO-2 a block that one rank does not use."""
 
     def compare() -> None:
         parameters = [parameters_after(name, optimizer, kind != "zero2") for name in ("ddp", kind)]
@@ -87,7 +93,8 @@ def test_any_optimizer_matches_ddp_over_full_parameters(kind: str, optimizer: st
 
 
 def gathered_at_most() -> int:
-    """Return the largest number of gathered units at a time in a step, except the rest of the model."""
+    """Return the largest number of gathered units at a time in a step, except the rest of the
+    model."""
     module = Blocks()
     three = Zero3(module, list(module.blocks), CPU)
     counts = []
@@ -141,14 +148,18 @@ def test_deferred_parameters_are_initialized_by_their_owners_only() -> None:
 @pytest.mark.parametrize("evenness", Evenness)
 @pytest.mark.parametrize("seed", range(10))
 def test_owner_loads_differ_by_at_most_the_largest_tensor(evenness: Evenness, seed: int) -> None:
-    """Oracle: the bound of largest-first assignment: no rank exceeds the mean by more than the largest tensor."""
+    """Oracle: the bound of largest-first assignment: no rank exceeds the mean by more than the
+    largest tensor."""
     generator = torch.Generator().manual_seed(seed)
     units = [torch.randint(1, 1000, (1 + int(n),), generator=generator).tolist() for n in range(12)]
     owners = assign_owners(units, 4, evenness)
     judged = units if evenness is Evenness.unit else [[size for unit in units for size in unit]]
     flat = owners if evenness is Evenness.unit else [[owner for unit in owners for owner in unit]]
     for sizes, ranks in zip(judged, flat, strict=True):
-        kept = [sum(size for size, owner in zip(sizes, ranks, strict=True) if owner == rank) for rank in range(4)]
+        kept = [
+            sum(size for size, owner in zip(sizes, ranks, strict=True) if owner == rank)
+            for rank in range(4)
+        ]
         assert max(kept) <= sum(sizes) / 4 + max(sizes)
     assert copy.deepcopy(owners) == assign_owners(units, 4, evenness)
 

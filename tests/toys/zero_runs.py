@@ -13,7 +13,9 @@ SMALL_BUCKETS = 0.001  # MiB
 CPU = torch.device("cpu")
 
 
-def make(kind: str, module: Any, **of_ddp: Any) -> tuple[Any, Any, Callable[[torch.optim.Optimizer], None]]:
+def make(
+    kind: str, module: Any, **of_ddp: Any
+) -> tuple[Any, Any, Callable[[torch.optim.Optimizer], None]]:
     """A wrapped module, the parameters for its optimizer, and the function that attaches that."""
     if kind == "zero3":
         three = Zero3(module, list(module.blocks), CPU)

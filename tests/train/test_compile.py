@@ -1,4 +1,5 @@
-"""Blocks compiled one by one: their gradients, the activations saved under a budget, and reports of compilations.
+"""Blocks compiled one by one: their gradients, the activations saved under a budget, and reports of
+compilations.
 
 Compilations are counted, reported while training continues, and skipped where they do not help.
 """
@@ -20,7 +21,12 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.memory.activation_checkpointing import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.memory.activation_offload import ActivationOffload
 from fsdptoys.metrics import Console, MetricsConfig
-from fsdptoys.metrics.compilation import Compilations, CompilationWatch, compilation_line, recompilation_rows
+from fsdptoys.metrics.compilation import (
+    Compilations,
+    CompilationWatch,
+    compilation_line,
+    recompilation_rows,
+)
 from fsdptoys.models import DecoderModel, LlamaConfig
 from fsdptoys.models.generate import Draw, generate
 from fsdptoys.models.lora import Samples, add_adapters
@@ -68,7 +74,9 @@ def run(model: DecoderModel) -> tuple[dict[str, Tensor], int]:
     return gradients(model), sum(saved.values())
 
 
-def compiled(family: str, mode: GradientCheckpointing = NONE, offload: bool = False, **options: Any) -> DecoderModel:
+def compiled(
+    family: str, mode: GradientCheckpointing = NONE, offload: bool = False, **options: Any
+) -> DecoderModel:
     model = build(SMALL[family])
     host = ActivationOffload(torch.device("cpu"), min_bytes=0) if offload else None
     checkpoint_blocks(model.layers, mode, offload=host)
@@ -100,7 +108,8 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_compiled_blocks_have_the_gradients_of_eager_blocks(
     family: str, mode: GradientCheckpointing, options: dict[str, bool]
 ) -> None:
-    """Oracle: the same model without checkpointing, in eager mode; graphs counted by Dynamo; bytes saved."""
+    """Oracle: the same model without checkpointing, in eager mode; graphs counted by Dynamo; bytes
+    saved."""
     expected, plain_bytes = run(build(SMALL[family]))
     got, saved_bytes = run(compiled(family, mode, **options))
     assert_close(got, expected)
@@ -115,7 +124,9 @@ def adapted(base: Base) -> DecoderModel:
     samples.numbers_B = torch.tensor([3, 4])
     for name, param in model.layers.named_parameters():
         if ".lora_" in name:
-            torch.nn.init.normal_(param, 0.0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+            torch.nn.init.normal_(
+                param, 0.0, 0.1, generator=torch.Generator().manual_seed(len(name))
+            )
     if base is Base.nf4:
         for mlp in [block.mlp for block in model.layers]:
             mlp.down_proj.__class__ = torch.nn.Linear  # of 112 columns
@@ -130,10 +141,13 @@ def adapted(base: Base) -> DecoderModel:
 
 @pytest.mark.parametrize("base", [Base.plain, pytest.param(Base.nf4, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("mode", [NONE, pytest.param(FULL, marks=pytest.mark.extended)])
-def test_compiled_adapters_have_the_gradients_of_eager_ones(mode: GradientCheckpointing, base: Base) -> None:
+def test_compiled_adapters_have_the_gradients_of_eager_ones(
+    mode: GradientCheckpointing, base: Base
+) -> None:
     """Oracle: the same model in eager mode; graphs counted by Dynamo.
 
-    Layers that drop other elements share one; the first has its own, since its input needs no gradient.
+    Layers that drop other elements share one; the first has its own, since its input needs no
+    gradient.
     """
     expected, _ = run(adapted(base))
     model = adapted(base)
@@ -152,9 +166,12 @@ def test_equal_blocks_share_one_compilation() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("family", ["llama2", pytest.param("qwen3_moe", marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "family", ["llama2", pytest.param("qwen3_moe", marks=pytest.mark.extended)]
+)
 def test_lower_memory_budget_saves_fewer_bytes_with_equal_gradients(family: str) -> None:
-    """Oracle: eager mode, with losses of routers that receive their gradients after the forward; bytes counted."""
+    """Oracle: eager mode, with losses of routers that receive their gradients after the forward;
+    bytes counted."""
     expected, _ = run(build(SMALL[family]))
     before = torch._functorch.config.activation_memory_budget
     saved = []
@@ -172,7 +189,9 @@ def test_lower_memory_budget_saves_fewer_bytes_with_equal_gradients(family: str)
     [("qwen3_moe", {}), ("llama2", {"offload": True}), ("llama2", {"inner_hooks": True})],
     ids=["experts", "offload", "inner hooks"],
 )
-def test_selective_checkpointing_refuses_unsupported_compiled_blocks(family: str, options: dict[str, Any]) -> None:
+def test_selective_checkpointing_refuses_unsupported_compiled_blocks(
+    family: str, options: dict[str, Any]
+) -> None:
     """Oracle: the message with the configuration key."""
     with pytest.raises(ConfigError, match=r"memory\.gradient_checkpointing=selective .*; set"):
         compiled(family, SELECTIVE, **options)
@@ -185,7 +204,9 @@ def watched(*lengths: int) -> tuple[DecoderModel, CompilationWatch]:
     watch = CompilationWatch()
     for step, length in enumerate(lengths, start=1):
         tokens_BT = torch.zeros(2, length, dtype=torch.long)
-        model(tokens_BT, tokens_BT, lambda hidden, weight, labels: (hidden @ weight.T).sum()).backward()
+        model(
+            tokens_BT, tokens_BT, lambda hidden, weight, labels: (hidden @ weight.T).sum()
+        ).backward()
         watch.record_pass("training", step)
     return model, watch
 
@@ -199,7 +220,9 @@ def test_new_shape_is_reported_as_a_recompilation_with_its_reason() -> None:
     assert (again.step, again.phase, again.at_limit) == (3, "training", False)
     assert again.reason.endswith("expected 8, actual 16")
     (sentence,) = watch.take_messages()
-    assert sentence.startswith("training of step 3 recompiled compute: ") and again.reason in sentence
+    assert (
+        sentence.startswith("training of step 3 recompiled compute: ") and again.reason in sentence
+    )
     assert watch.take_messages() == []
     assert compilation_line(result).startswith("compiled 2 functions in ")
     assert recompilation_rows(result)[0][:3] == ("3", "training", "`compute`")
@@ -225,28 +248,42 @@ def test_reached_recompilation_limit_is_reported() -> None:
     assert result.compiled == 1 and result.recompilations
     assert all(again.at_limit for again in result.recompilations)
     (sentence,) = watch.take_messages()
-    assert sentence.startswith("training of step 2 reached PyTorch's recompilation limit for a function")
+    assert sentence.startswith(
+        "training of step 2 reached PyTorch's recompilation limit for a function"
+    )
     assert "reached the recompilation limit" in compilation_line(result)
 
 
 def text_config(path: str, compiles: bool) -> Config:
     model = LlamaConfig(
-        name="tiny", dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256, max_seq_len=16
+        name="tiny",
+        dim=32,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=2,
+        ffn_dim=48,
+        vocab_size=256,
+        max_seq_len=16,
     )
-    config = make_config(SingleConfig(), 1, model=model, deterministic=False, seq_len=16, compile=compiles)
+    config = make_config(
+        SingleConfig(), 1, model=model, deterministic=False, seq_len=16, compile=compiles
+    )
     config.data = TextConfig([path], sample_tokens=3)
     config.train.eval_every, config.train.eval_batches = 2, 1
     return config
 
 
 def train(configs: list[Config], backend: str) -> list[tuple[list[float], list[Compilations]]]:
-    """Losses of training and evaluation; the compilations for them, with a sample, and with one without a stance."""
+    """Losses of training and evaluation; the compilations for them, with a sample, and with one
+    without a stance."""
     prepare.compile_blocks = functools.partial(compile_blocks, backend=backend)  # type: ignore[assignment]
     results = []
     for config in configs:
         trainer = Trainer(config)
         trainer.train()
-        losses = [step.loss for step in trainer.history] + [step.eval_loss or 0.0 for step in trainer.history]
+        losses = [step.loss for step in trainer.history] + [
+            step.eval_loss or 0.0 for step in trainer.history
+        ]
         found = []
         if trainer.compilation is not None:
             found.append(trainer.compilation.result())
@@ -264,12 +301,19 @@ def draw(trainer: Trainer) -> None:
     generate(trainer.strategy.model, torch.zeros(5, dtype=torch.long), 1, 16, Draw(1.0, seed=0))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.extended)])
-def test_blocks_compile_once_for_training_and_evaluation_never_for_samples(backend: str, tmp_path: Path) -> None:
-    """Oracle: the run in eager mode, losses to 1e-5; the same generation without the stance, which compiles."""
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.extended)]
+)
+def test_blocks_compile_once_for_training_and_evaluation_never_for_samples(
+    backend: str, tmp_path: Path
+) -> None:
+    """Oracle: the run in eager mode, losses to 1e-5; the same generation without the stance, which
+    compiles."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     configs = [text_config(str(tmp_path / "text.txt"), compiles) for compiles in (False, True)]
-    (expected, none), (losses, (compilation, after_sample, without_stance)) = run_ranks(1, train, configs, backend)[0]
+    (expected, none), (losses, (compilation, after_sample, without_stance)) = run_ranks(
+        1, train, configs, backend
+    )[0]
     assert none == []
     assert losses == pytest.approx(expected, rel=1e-5)
     assert compilation.compiled == 2
@@ -283,19 +327,30 @@ def test_blocks_compile_once_for_training_and_evaluation_never_for_samples(backe
 def record(config: Config) -> None:
     """Train in a run directory, with a recompilation limit of one."""
     compiling = functools.partial(compile_blocks, backend="aot_eager")
-    with mock.patch.object(prepare, "compile_blocks", compiling), torch._dynamo.config.patch(recompile_limit=1):
+    with (
+        mock.patch.object(prepare, "compile_blocks", compiling),
+        torch._dynamo.config.patch(recompile_limit=1),
+    ):
         run_in_directory(config)
 
 
-def test_console_and_summary_report_compilations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_console_and_summary_report_compilations(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: PyTorch's limit, set so low that the evaluation runs in eager mode."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     config = text_config(str(tmp_path / "text.txt"), compiles=True)
     config.metrics = MetricsConfig(console=Console.plain, run_dir=str(tmp_path / "run"))
     run_ranks(1, record, config)
     message, summary = capfd.readouterr().out, (tmp_path / "run" / "summary.md").read_text()
-    assert message.count("evaluation of step 2 reached PyTorch's recompilation limit for a function") == 1
+    assert (
+        message.count("evaluation of step 2 reached PyTorch's recompilation limit for a function")
+        == 1
+    )
     line = next(line for line in message.splitlines() if line.startswith("compiled 1 function in "))
     assert "0 graph breaks; reached the recompilation limit " in line
     assert f"| compiler, rank 0 | {line} |" in summary
-    assert "| 2 | evaluation | `a function` | `GLOBAL_STATE changed: grad_mode` (limit reached) |" in summary
+    assert (
+        "| 2 | evaluation | `a function` | `GLOBAL_STATE changed: grad_mode` (limit reached) |"
+        in summary
+    )

@@ -32,11 +32,15 @@ def test_masked_documents_train_bitwise_equal_under_every_strategy(model: ModelC
     """Oracle: one process that runs the same micro-batches; training without masks differs."""
 
     def config(parallel: ParallelConfig, ranks: int, data: SyntheticConfig = DATA) -> object:
-        memory = MemoryConfig(gradient_checkpointing=GradientCheckpointing.selective, chunk_loss=True)
+        memory = MemoryConfig(
+            gradient_checkpointing=GradientCheckpointing.selective, chunk_loss=True
+        )
         return make_config(parallel, ranks, steps=2, model=model, memory=memory, data=data)
 
     one = SingleConfig(simulated_ranks=2)
-    alone, mixed = run_ranks(1, train_all, [config(one, 1), config(one, 1, SyntheticConfig(branching=60))])[0]
+    alone, mixed = run_ranks(
+        1, train_all, [config(one, 1), config(one, 1, SyntheticConfig(branching=60))]
+    )[0]
     strategies = [FSDP2Config(), FSDP1Config(), DDPConfig()]
     for found in run_ranks(2, train_all, [config(strategy, 2) for strategy in strategies])[0]:
         assert found == alone
@@ -45,9 +49,12 @@ def test_masked_documents_train_bitwise_equal_under_every_strategy(model: ModelC
 
 @pytest.mark.parametrize("case", ["llama2", "llama4"])
 def test_flops_count_only_visible_keys(case: str) -> None:
-    """Oracle: each document counted as a separate sequence; without ends in the data, full sequences."""
+    """Oracle: each document counted as a separate sequence; without ends in the data, full
+    sequences."""
     model = build(SMALL[case])
-    batches = BatchStream(SyntheticConfig(branching=60).build(64, 96, 0).train, 3, 2, range(1), 1, 0).next_step()
+    batches = BatchStream(
+        SyntheticConfig(branching=60).build(64, 96, 0).train, 3, 2, range(1), 1, 0
+    ).next_step()
     counter = DocumentCounter(model, END, 64)
     rows = [row for tokens_BT, _ in batches for row in tokens_BT.tolist()]
     lengths = []

@@ -1,4 +1,5 @@
-"""Heartbeats: the position of a rank, and the ranks missing from a collective or from the process group."""
+"""Heartbeats: the position of a rank, and the ranks missing from a collective or from the process
+group."""
 
 import multiprocessing
 import os
@@ -49,18 +50,27 @@ def write(folder: Path, rank: int, *beats: tuple[int, str], start: str | None = 
 
 def test_heartbeat_round_trips(tmp_path: Path) -> None:
     """Oracle: the written values; all records have one size."""
-    write(tmp_path / "beats", 3, (1, "forward"), (120, "forward"), (120, "a phase of a very long name " * 9))
+    write(
+        tmp_path / "beats",
+        3,
+        (1, "forward"),
+        (120, "forward"),
+        (120, "a phase of a very long name " * 9),
+    )
     sign = read_heartbeats(tmp_path / "beats")[3]
     assert (sign.rank, sign.step, sign.beat, sign.pid) == (3, 120, 1, os.getpid())
     assert sign.host == socket.gethostname()[:64] and abs(sign.time - time.time()) < 60
 
 
 def test_damaged_heartbeat_files_are_ignored(tmp_path: Path) -> None:
-    """Oracle: the one complete record; others are torn, of which one is still valid JSON, or copies."""
+    """Oracle: the one complete record; others are torn, of which one is still valid JSON, or
+    copies."""
     for rank in range(4):
         write(tmp_path, rank, (1234, "forward"))
     whole = heartbeat_path(tmp_path, 0).read_bytes()
-    heartbeat_path(tmp_path, 1).write_bytes(heartbeat_path(tmp_path, 1).read_bytes().replace(b"1234", b"1299"))
+    heartbeat_path(tmp_path, 1).write_bytes(
+        heartbeat_path(tmp_path, 1).read_bytes().replace(b"1234", b"1299")
+    )
     heartbeat_path(tmp_path, 2).write_bytes(whole[:50])
     heartbeat_path(tmp_path, 3).write_bytes(b"")
     heartbeat_path(tmp_path, 4).write_bytes(b"[1]\xff")
@@ -75,7 +85,8 @@ def write_until_ended(folder: Path) -> None:
 
 
 def test_concurrent_reader_sees_only_complete_records(tmp_path: Path) -> None:
-    """Oracle: another process writes as fast as it can; each record read is consistent, and records are in order."""
+    """Oracle: another process writes as fast as it can; each record read is consistent, and records
+    are in order."""
     write(tmp_path, 0, (0, "even, and longer"))
     writer = multiprocessing.get_context("fork").Process(target=write_until_ended, args=(tmp_path,))
     writer.start()
@@ -90,24 +101,37 @@ def test_concurrent_reader_sees_only_complete_records(tmp_path: Path) -> None:
 
 
 MESSAGES = [
-    "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete",
-    "[gloo/transport/tcp/unbound_buffer.cc:133] Timed out waiting 2000ms for send operation to complete",
+    (
+        "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to "
+        "complete"
+    ),
+    (
+        "[gloo/transport/tcp/unbound_buffer.cc:133] Timed out waiting 2000ms for send operation to "
+        "complete"
+    ),
     "Wait timeout",
     "wait timeout after 2000ms, keys: /default_pg/0//cpu//0/1",
     "Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
-    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) "
-    "ran for 600012 milliseconds before timing out.",
-    "[Rank 5] Watchdog caught collective operation timeout: WorkHCCL(SeqNum=11, OpType=ALLREDUCE, Timeout(ms)=600000) "
-    "ran for 600196 milliseconds before timing out.",
-    "EI0002: The wait execution of the Notify register times out. Reason: The Notify register has not received the "
-    "Notify record from remote rank [4].",
+    (
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
+        "Timeout(ms)=600000) ran for 600012 milliseconds before timing out."
+    ),
+    (
+        "[Rank 5] Watchdog caught collective operation timeout: WorkHCCL(SeqNum=11, "
+        "OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600196 milliseconds before timing out."
+    ),
+    (
+        "EI0002: The wait execution of the Notify register times out. Reason: The Notify register "
+        "has not received the Notify record from remote rank [4]."
+    ),
 ]
 
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_timeout_messages_are_recognized(message: str) -> None:
-    """Oracle: gloo's messages in torch 2.7.1 and 2.13.0, seen; the stores' and NCCL's, from their sources;
-    torch_npu's and HCCL's, from reports on hiascend.com (forum, and CANN's description of EI0002).
+    """Oracle: gloo's messages in torch 2.7.1 and 2.13.0, seen; the stores' and NCCL's, from their
+    sources; torch_npu's and HCCL's, from reports on hiascend.com (forum, and CANN's description of
+    EI0002).
     """
     assert TIMED_OUT.search(message) and not LOST_PEER.search(message)
 
@@ -123,7 +147,9 @@ def lose_ranks(folder: Path, how: str) -> str:
         write(folder, rank, (7, "forward"), (7, "backward"), (7, "forward"), (7, "backward"))
     pid = 0
     if rank == 1 and how in ("SIGKILL", "SIGSTOP"):
-        pid = os.fork()  # this process would read its own heartbeat as alive, so another process stands for it
+        pid = (
+            os.fork()
+        )  # this process would read its own heartbeat as alive, so another process stands for it
         if pid == 0:
             HeartbeatWriter(folder, 1).beat(7, "forward")
             os.kill(os.getpid(), signal.Signals[how])
@@ -159,7 +185,10 @@ def lose_ranks(folder: Path, how: str) -> str:
             "SIGKILL",
             r"; rank 1 has ended; its last heartbeat is of step 7 \(forward\), \d+ s ago, pid \d+ on \S+; rank 2 did",
         ),
-        ("SIGSTOP", r"; rank 1 is stopped \(SIGSTOP\); its last heartbeat is of step 7 \(forward\), \d+ s ago, pid"),
+        (
+            "SIGSTOP",
+            r"; rank 1 is stopped \(SIGSTOP\); its last heartbeat is of step 7 \(forward\), \d+ s ago, pid",
+        ),
         (
             "together",
             r"; the last heartbeat of all 4 ranks is of step 7 \(backward\): the network .* hangs within",
@@ -168,7 +197,9 @@ def lose_ranks(folder: Path, how: str) -> str:
 )
 def test_ranks_missing_from_a_collective_are_named(tmp_path: Path, how: str, expected: str) -> None:
     """Oracle: the missing ranks, in phases that repeat within a step, under gloo's real timeout."""
-    write(tmp_path, 3, (9, "forward"), start="another")  # a rank of an earlier start of the run was further on
+    write(
+        tmp_path, 3, (9, "forward"), start="another"
+    )  # a rank of an earlier start of the run was further on
     message = run_ranks(4, lose_ranks, tmp_path, how)[0]
     assert re.search(expected, message), message
 
@@ -176,14 +207,22 @@ def test_ranks_missing_from_a_collective_are_named(tmp_path: Path, how: str, exp
 def test_other_errors_propagate_unchanged(tmp_path: Path) -> None:
     """Oracle: the error itself."""
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    with pytest.raises(RuntimeError) as caught, explain_lost_ranks(tmp_path, 0, 1, {"launch.timeout_seconds": 600}):
+    with (
+        pytest.raises(RuntimeError) as caught,
+        explain_lost_ranks(tmp_path, 0, 1, {"launch.timeout_seconds": 600}),
+    ):
         raise error
     assert caught.value is error
 
 
-@pytest.mark.parametrize(("milliseconds", "option"), [(600000, "launch"), (7200000, "checkpoint"), (5, "launch")])
-def test_timeout_is_named_by_its_option_behind_other_errors(tmp_path: Path, milliseconds: int, option: str) -> None:
-    """Oracle: the option whose value the message of gloo names; pipelines wrap that error in another one."""
+@pytest.mark.parametrize(
+    ("milliseconds", "option"), [(600000, "launch"), (7200000, "checkpoint"), (5, "launch")]
+)
+def test_timeout_is_named_by_its_option_behind_other_errors(
+    tmp_path: Path, milliseconds: int, option: str
+) -> None:
+    """Oracle: the option whose value the message of gloo names; pipelines wrap that error in
+    another one."""
     limits = {"launch.timeout_seconds": 600.0, "checkpoint.timeout_seconds": 7200.0}
     says = rf"^a collective timed out \({option}\.timeout_seconds={limits[f'{option}.timeout_seconds']:g}\); "
     with pytest.raises(LostRanksError, match=says), explain_lost_ranks(tmp_path, 0, 1, limits):
@@ -199,7 +238,8 @@ def test_last_heartbeats_cover_only_the_requested_workers(tmp_path: Path) -> Non
         write(tmp_path, rank, (step, "forward"), start=start)
     sentence = describe_last_heartbeats(tmp_path, {0: os.getpid(), 3: -1}) or ""
     assert re.sub(r"\d+ s ago", "N s ago", sentence) == (
-        "last heartbeats: rank 1 in step 4 (forward) N s ago, ranks 0, 2 in step 5 (forward) N s ago"
+        "last heartbeats: rank 1 in step 4 (forward) N s ago, ranks 0, 2 in step 5 (forward) N s "
+        "ago"
     )
     assert describe_last_heartbeats(tmp_path, {0: -1}) is None
 
@@ -232,11 +272,29 @@ def test_symbolic_link_in_place_of_a_heartbeat_is_replaced(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "change",
-    [{"pid": 2**40}, {"pid": -1}, {"pid": "1"}, {"step": "2"}, {"time": None}, {"host": "a\x1b[2J"}, {"phase": 3}, {}],
+    [
+        {"pid": 2**40},
+        {"pid": -1},
+        {"pid": "1"},
+        {"step": "2"},
+        {"time": None},
+        {"host": "a\x1b[2J"},
+        {"phase": 3},
+        {},
+    ],
 )
 def test_invalid_heartbeat_is_ignored(tmp_path: Path, change: dict[str, object]) -> None:
     """Oracle: the same record unchanged, which is read; checksums are of the file's content."""
-    record = {"rank": 0, "host": "h", "pid": 1, "start": "s", "step": 1, "phase": "p", "beat": 0, "time": 1.0}
+    record = {
+        "rank": 0,
+        "host": "h",
+        "pid": 1,
+        "start": "s",
+        "step": 1,
+        "phase": "p",
+        "beat": 0,
+        "time": 1.0,
+    }
     heartbeat_path(tmp_path, 0).write_bytes(heartbeat_module._encode(record | change))
     assert bool(read_heartbeats(tmp_path)) == (not change)
 
@@ -275,14 +333,22 @@ def test_missing_ranks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unreachable_or_taken_master_port_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the expected message, for a free port, and for one where something else than rank 0 listens."""
+    """Oracle: the expected message, for a free port, and for one where something else than rank 0
+    listens."""
     with socket.socket() as other:
         other.bind(("localhost", 0))
         port = str(other.getsockname()[1])
-        message = message_of_a_rank(monkeypatch, RANK="1", MASTER_ADDR="localhost", MASTER_PORT=port)
+        message = message_of_a_rank(
+            monkeypatch, RANK="1", MASTER_ADDR="localhost", MASTER_PORT=port
+        )
         assert message.startswith(
             "not all 2 ranks joined the process group within launch.timeout_seconds=1 [The client "
         )
         other.listen()
-        message = message_of_a_rank(monkeypatch, RANK="0", MASTER_ADDR="localhost", MASTER_PORT=port)
-        assert message == f"MASTER_PORT={port} is taken on this machine by another program; set another"
+        message = message_of_a_rank(
+            monkeypatch, RANK="0", MASTER_ADDR="localhost", MASTER_PORT=port
+        )
+        assert (
+            message
+            == f"MASTER_PORT={port} is taken on this machine by another program; set another"
+        )

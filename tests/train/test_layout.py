@@ -1,4 +1,5 @@
-"""The layout printed at the start of a run: its numbers are those of the tensors that a step then has."""
+"""The layout printed at the start of a run: its numbers are those of the tensors that a step then
+has."""
 
 from typing import Any
 
@@ -27,7 +28,14 @@ from tests.harness.ranks import run_ranks
 from tests.harness.tiny import make_config
 
 EVEN = LlamaConfig(
-    name="even", dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=256, max_seq_len=64
+    name="even",
+    dim=64,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=4,
+    ffn_dim=128,
+    vocab_size=256,
+    max_seq_len=64,
 )
 NF4 = LoRAConfig(rank=4, base=Base.nf4)
 KINDS = ("gradients", "optimizer states", "parameters")
@@ -77,14 +85,18 @@ LAYOUTS: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
         {"memory": MemoryConfig(optimizer_offload=True, offload_fraction=0.5), **SWITCHED},
     ),
     "cpu offload": (FSDP2Config(), {"memory": MemoryConfig(cpu_offload=True), **SWITCHED}),
-    "optimizer in the backward": (FSDP2Config(), {"memory": MemoryConfig(optimizer_in_backward=True), **SWITCHED}),
+    "optimizer in the backward": (
+        FSDP2Config(),
+        {"memory": MemoryConfig(optimizer_in_backward=True), **SWITCHED},
+    ),
 }
 
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_bytes_per_rank_are_those_of_the_first_step(case: str) -> None:
-    """Oracle: storages of gradients, states and parameters in the first step; no dim divides evenly over the ranks.
+    """Oracle: storages of gradients, states and parameters in the first step; no dim divides evenly
+    over the ranks.
 
     With the optimizer in the backward, the gradients that are left after it.
     """
@@ -102,7 +114,8 @@ def test_bytes_per_rank_are_those_of_the_first_step(case: str) -> None:
 
 
 def mark_toy(name: str) -> Any:
-    """The short level has FSDP1's and the toy ZeRO-3's flat parameters, and those of DDP and FSDP2."""
+    """The short level has FSDP1's and the toy ZeRO-3's flat parameters, and those of DDP and
+    FSDP2."""
     is_short = name in ("ddp", "fsdp1", "fsdp2", "toy_zero3")
     return name if is_short else pytest.param(name, marks=pytest.mark.extended)
 
@@ -110,7 +123,8 @@ def mark_toy(name: str) -> Any:
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("name", [*map(mark_toy, NAMES), "fsdp2, quantized", "ddp, quantized"])
 def test_frozen_parameters_have_neither_gradients_nor_states(name: str) -> None:
-    """Oracle: storages in the first step; the numbers of adapters and of quantized weights, by name.
+    """Oracle: storages in the first step; the numbers of adapters and of quantized weights, by
+    name.
 
     FSDP1's flat parameters and the toy ZeRO-3's shares have gradients of their frozen elements too.
     """
@@ -133,7 +147,8 @@ def test_frozen_parameters_have_neither_gradients_nor_states(name: str) -> None:
         assert of_kinds[:2] == [4 * rank_4 // shards, 8 * rank_4 // shards]
     if name == "ddp":
         assert layout_rows(layout)[0][1] == (
-            f"{total + rank_4:,}, of which {rank_4:,} (7.04%) train and a rank holds {total + rank_4:,}"
+            f"{total + rank_4:,}, of which {rank_4:,} (7.04%) train and a rank holds "
+            f"{total + rank_4:,}"
         )
 
 
@@ -148,13 +163,20 @@ def test_frozen_parameters_have_neither_gradients_nor_states(name: str) -> None:
         pytest.param(FSDP2Config(), -1, 4, marks=pytest.mark.extended),
     ],
 )
-def test_four_ranks_print_mesh_units_and_bytes(parallel: ParallelConfig, fsdp_size: int, shards: int) -> None:
-    """Oracle: the formulas of a Llama, also for the planner, which rounds blocks up to 512 bytes."""
+def test_four_ranks_print_mesh_units_and_bytes(
+    parallel: ParallelConfig, fsdp_size: int, shards: int
+) -> None:
+    """Oracle: the formulas of a Llama, also for the planner, which rounds blocks up to 512
+    bytes."""
     config = config_of(parallel, 4, fsdp_size=fsdp_size, model=EVEN)
     layout = run_ranks(4, lambda: measure_layout(Trainer(config)))[0]
     block = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
     total = 2 * 256 * 64 + 64 + 2 * block
-    assert [layout.bytes_per_rank[kind].device * shards for kind in KINDS] == [4 * total, 8 * total, 4 * total]
+    assert [layout.bytes_per_rank[kind].device * shards for kind in KINDS] == [
+        4 * total,
+        8 * total,
+        4 * total,
+    ]
     assert layout.parameters == total and layout.parameters_per_rank == total // shards
     planned = fast_estimate(config, load_hardware("cpu"), 4).memory.categories
     tensors = 3 + 2 * 9
@@ -172,10 +194,22 @@ def test_four_ranks_print_mesh_units_and_bytes(parallel: ParallelConfig, fsdp_si
 
 
 def test_a_parameter_belongs_to_the_innermost_unit() -> None:
-    """Oracle: by hand; a unit of several modules, nested ones, and one whose parameters are all in others."""
-    sizes = {"embed.weight": 5, "layers.1.attn.wq.weight": 3, "layers.1.mlp.w": 4, "layers.10.w": 6, "norm.weight": 1}
+    """Oracle: by hand; a unit of several modules, nested ones, and one whose parameters are all in
+    others."""
+    sizes = {
+        "embed.weight": 5,
+        "layers.1.attn.wq.weight": 3,
+        "layers.1.mlp.w": 4,
+        "layers.10.w": 6,
+        "norm.weight": 1,
+    }
     units = [[""], ["embed", "norm"], ["layers.1"], ["layers.1.attn"], ["layers.10"]]
-    assert unit_sizes(units, sizes) == {"embed, norm": 6, "layers.1": 4, "layers.1.attn": 3, "layers.10": 6}
+    assert unit_sizes(units, sizes) == {
+        "embed, norm": 6,
+        "layers.1": 4,
+        "layers.1.attn": 3,
+        "layers.10": 6,
+    }
     assert unit_sizes([], sizes) == {}
 
 
@@ -197,15 +231,26 @@ def test_a_parameter_belongs_to_the_innermost_unit() -> None:
         ),
     ],
 )
-def test_rows_name_axes_and_memory_in_words(mesh: dict[str, int], sharded: str, expected: str) -> None:
+def test_rows_name_axes_and_memory_in_words(
+    mesh: dict[str, int], sharded: str, expected: str
+) -> None:
     """Oracle: the sentences."""
-    held = {"parameters": RankBytes(2048, 0), "gradients": RankBytes(0, 1024), "optimizer states": RankBytes(1, 2**20)}
-    layout = Layout(2000, 1000, 1, Unit("a", 2000, 4000), Unit("a", 2000, 4000), mesh, sharded, held)
+    held = {
+        "parameters": RankBytes(2048, 0),
+        "gradients": RankBytes(0, 1024),
+        "optimizer states": RankBytes(1, 2**20),
+    }
+    layout = Layout(
+        2000, 1000, 1, Unit("a", 2000, 4000), Unit("a", 2000, 4000), mesh, sharded, held
+    )
     assert layout_rows(layout) == [
         ("parameters", "2,000, of which a rank holds 1,000"),
         (
             "units",
-            "1; largest a (2,000 parameters, 3.91 KiB gathered), smallest a (2,000 parameters, 3.91 KiB gathered)",
+            (
+                "1; largest a (2,000 parameters, 3.91 KiB gathered), smallest a (2,000 parameters, "
+                "3.91 KiB gathered)"
+            ),
         ),
         ("mesh", expected),
         (

@@ -21,17 +21,24 @@ from tests.harness.tiny import TINY, make_config
 from tests.harness.transformers_oracle import import_transformers
 from tests.train.plain_model import plain_model
 
-AUX_COEF, Z_COEF = 3.0, 0.5  # large, so that a wrong gradient cannot hide behind the cross entropy's
+AUX_COEF, Z_COEF = (
+    3.0,
+    0.5,
+)  # large, so that a wrong gradient cannot hide behind the cross entropy's
 
 
-def config_of(family: str, parallel: ParallelConfig, world_size: int, grad_accum: int, checkpointing: bool) -> Config:
+def config_of(
+    family: str, parallel: ParallelConfig, world_size: int, grad_accum: int, checkpointing: bool
+) -> Config:
     model = replace(TINY[family], router_aux_loss_coef=AUX_COEF, router_z_loss_coef=Z_COEF)  # type: ignore[call-arg]
     return make_config(
         parallel,
         world_size,
         model=model,
         optim=SGDConfig(lr=1.0, momentum=0.0, weight_decay=0.0, warmup_steps=0),
-        memory=MemoryConfig(gradient_checkpointing=GradientCheckpointing.full) if checkpointing else None,
+        memory=MemoryConfig(gradient_checkpointing=GradientCheckpointing.full)
+        if checkpointing
+        else None,
         steps=1,
         grad_accum=grad_accum,
         max_grad_norm=None,
@@ -43,7 +50,9 @@ def routed_forward(model: DecoderModel, tokens_BT: Tensor) -> tuple[Tensor, list
     """Logits, and the inputs of each router."""
     inputs: list[Tensor] = []
     hooks = [
-        router.register_forward_pre_hook(lambda router, args: inputs.append(F.linear(args[0], router.weight)))
+        router.register_forward_pre_hook(
+            lambda router, args: inputs.append(F.linear(args[0], router.weight))
+        )
         for router in routers(model)
     ]
     logits_BTV = model(tokens_BT)
@@ -65,9 +74,13 @@ def gradients(trainer: Trainer) -> tuple[dict[str, Tensor], float, float]:
     counts: list[Tensor] = []
     probability_sums: list[Tensor] = []
     z_sum = 0.0
-    for part_tokens, part_labels in zip(tokens.chunk(train.grad_accum), labels.chunk(train.grad_accum), strict=True):
+    for part_tokens, part_labels in zip(
+        tokens.chunk(train.grad_accum), labels.chunk(train.grad_accum), strict=True
+    ):
         logits_BTV, router_logits = routed_forward(model, part_tokens)
-        loss = F.cross_entropy(logits_BTV.flatten(0, 1), part_labels.flatten(), ignore_index=-100, reduction="sum")
+        loss = F.cross_entropy(
+            logits_BTV.flatten(0, 1), part_labels.flatten(), ignore_index=-100, reduction="sum"
+        )
         loss = loss / valid
         for layer, logits_NE in enumerate(router_logits):
             sigmoid = routers(model)[layer].scores is Scores.sigmoid
@@ -135,8 +148,11 @@ EXTENDED = pytest.mark.extended
 def test_auxiliary_loss_gradients_cover_the_global_batch(
     family: str, parallel: ParallelConfig, ranks: int, grad_accum: int, checkpointing: bool
 ) -> None:
-    """Oracle: the definition in one plain module over all ranks' tokens, by autograd; updates to 1e-5 relative."""
-    run_ranks(ranks, check_first_update, config_of(family, parallel, ranks, grad_accum, checkpointing))
+    """Oracle: the definition in one plain module over all ranks' tokens, by autograd; updates to
+    1e-5 relative."""
+    run_ranks(
+        ranks, check_first_update, config_of(family, parallel, ranks, grad_accum, checkpointing)
+    )
 
 
 @pytest.mark.oracle
@@ -152,8 +168,12 @@ def test_load_balancing_loss_of_a_layer_equals_transformers() -> None:
 
     _, weights_NK = router(hidden_ND)
     shares_E = router.counts_E / 50
-    assert (8 * (shares_E * router.sums[:-1] / 50).sum()).item() == pytest.approx(loss.item(), rel=1e-6)
-    router.sums_grad.copy_(torch.cat([8 * shares_E / 50, torch.zeros(1)]))  # after the forward, as in training
+    assert (8 * (shares_E * router.sums[:-1] / 50).sum()).item() == pytest.approx(
+        loss.item(), rel=1e-6
+    )
+    router.sums_grad.copy_(
+        torch.cat([8 * shares_E / 50, torch.zeros(1)])
+    )  # after the forward, as in training
     (gradient,) = torch.autograd.grad(weights_NK.sum() * 0, router.weight)
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
 
@@ -166,7 +186,8 @@ def metrics_of(config: Config) -> list[RoutingMetrics | None]:
 
 @pytest.mark.parametrize("aux_coef", [0.0, 0.1])
 def test_token_counts_sum_over_ranks_and_micro_batches(aux_coef: float) -> None:
-    """Oracle: one process that runs the same micro-batches; K tokens for each position of each layer."""
+    """Oracle: one process that runs the same micro-batches; K tokens for each position of each
+    layer."""
 
     model = replace(TINY["qwen3_moe"], router_aux_loss_coef=aux_coef)  # type: ignore[call-arg]
     one = make_config(SingleConfig(simulated_ranks=2), 1, model=model, steps=2)
@@ -175,22 +196,31 @@ def test_token_counts_sum_over_ranks_and_micro_batches(aux_coef: float) -> None:
         assert [step.counts for step in metrics] == [step.counts for step in expected]
     for step in expected:
         assert step is not None
-        assert [sum(layer) for layer in step.counts] == [2 * 2 * 2 * 24 * 2] * 2  # ranks, micro-batches, batch, T, K
+        assert [sum(layer) for layer in step.counts] == [
+            2 * 2 * 2 * 24 * 2
+        ] * 2  # ranks, micro-batches, batch, T, K
         loads = [[count * 3 / sum(layer) for count in layer] for layer in step.counts]
         assert step.max_load == pytest.approx(max(map(max, loads)))
         assert step.min_load == pytest.approx(min(map(min, loads)))
         shares = [[load / 3 for load in layer] for layer in loads]
-        entropy = -sum(share * math.log(share) for layer in shares for share in layer if share) / len(shares)
+        entropy = -sum(
+            share * math.log(share) for layer in shares for share in layer if share
+        ) / len(shares)
         assert step.entropy == pytest.approx(entropy / math.log(3))
 
 
 @pytest.mark.extended
 def test_balancing_loss_reduces_the_maximum_load() -> None:
-    """Oracle: the same training without it; the busiest expert is at most half as far above the mean."""
+    """Oracle: the same training without it; the busiest expert is at most half as far above the
+    mean."""
 
     def excess_load(aux_coef: float) -> float:
-        model = replace(TINY["qwen3_moe"], router_aux_loss_coef=aux_coef, router_z_loss_coef=0.0, init_std=0.5)  # type: ignore[call-arg]
-        config = make_config(SingleConfig(), 1, model=model, steps=40, batch_size=8, deterministic=False)
+        model = replace(
+            TINY["qwen3_moe"], router_aux_loss_coef=aux_coef, router_z_loss_coef=0.0, init_std=0.5
+        )  # type: ignore[call-arg]
+        config = make_config(
+            SingleConfig(), 1, model=model, steps=40, batch_size=8, deterministic=False
+        )
         last = run_ranks(1, metrics_of, config)[0][-1]
         assert last is not None
         excess: float = last.max_load - 1
@@ -212,4 +242,8 @@ def test_router_gradients_are_finite_for_extreme_logits(scores: Scores) -> None:
     hidden_ND = torch.tensor([[-60.0] * 4, [60.0] * 4, [0.0] * 4])
     _, weights_NK = router(hidden_ND)
     weights_NK.sum().backward()
-    assert router.weight.grad is not None and router.weight.grad.isfinite().all() and router.sums.isfinite().all()
+    assert (
+        router.weight.grad is not None
+        and router.weight.grad.isfinite().all()
+        and router.sums.isfinite().all()
+    )

@@ -14,7 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from fsdptoys.checkpoint.save import Answer
@@ -37,14 +41,29 @@ def plan() -> SavePlan:
         torch.Size([4, 6]),
     )
     return SavePlan(
-        [WriteItem(MetadataIndex("a.b", [0, 3], 1), WriteItemType.SHARD, tensor_data=data)], planner_data=None
+        [WriteItem(MetadataIndex("a.b", [0, 3], 1), WriteItemType.SHARD, tensor_data=data)],
+        planner_data=None,
     )
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        *(None, True, 3, -(2**70), 0.1, float("inf"), "ä\n\x1b", os.fsdecode(b"\xff"), b"\x00\xff", [], (), {}, set()),
+        *(
+            None,
+            True,
+            3,
+            -(2**70),
+            0.1,
+            float("inf"),
+            "ä\n\x1b",
+            os.fsdecode(b"\xff"),
+            b"\x00\xff",
+            [],
+            (),
+            {},
+            set(),
+        ),
         Path("a b/ä"),
         [(1, "a"), {"b": [None], (1, 2): b"c"}, {3, 4}, torch.Size([2, 3])],
         {"exp_avg": (torch.float32, True), "layout": (torch.strided, torch.preserve_format)},
@@ -63,7 +82,10 @@ def test_objects_arrive_equal_with_the_same_type(value: Any) -> None:
     "error, expected",
     [
         (ConfigError("a=1 must be 2; set a=2"), ConfigError("a=1 must be 2; set a=2")),
-        (FileNotFoundError(errno.ENOENT, "gone", "x"), FileNotFoundError(errno.ENOENT, "gone", "x")),
+        (
+            FileNotFoundError(errno.ENOENT, "gone", "x"),
+            FileNotFoundError(errno.ENOENT, "gone", "x"),
+        ),
         (OSError(errno.ENOSPC, "full"), OSError(errno.ENOSPC, "full")),
         (KeyboardInterrupt(), KeyboardInterrupt("")),
         (
@@ -75,7 +97,9 @@ def test_objects_arrive_equal_with_the_same_type(value: Any) -> None:
     ],
     ids=repr,
 )
-def test_exceptions_arrive_with_their_class_or_its_builtin_base(error: BaseException, expected: Any) -> None:
+def test_exceptions_arrive_with_their_class_or_its_builtin_base(
+    error: BaseException, expected: Any
+) -> None:
     """Oracle: class and message."""
     arrived = sent(error)
     if isinstance(expected, type):
@@ -85,12 +109,22 @@ def test_exceptions_arrive_with_their_class_or_its_builtin_base(error: BaseExcep
 
 
 @pytest.mark.parametrize(
-    "tensor", [torch.tensor(3.5), torch.ones(2, 3, dtype=torch.bfloat16).t(), torch.zeros(0, 2), torch.tensor([True])]
+    "tensor",
+    [
+        torch.tensor(3.5),
+        torch.ones(2, 3, dtype=torch.bfloat16).t(),
+        torch.zeros(0, 2),
+        torch.tensor([True]),
+    ],
 )
 def test_tensors_arrive_bitwise_equal(tensor: torch.Tensor) -> None:
     """Oracle: the tensor itself."""
     arrived = sent(tensor)
-    assert arrived.dtype == tensor.dtype and arrived.shape == tensor.shape and torch.equal(arrived, tensor)
+    assert (
+        arrived.dtype == tensor.dtype
+        and arrived.shape == tensor.shape
+        and torch.equal(arrived, tensor)
+    )
 
 
 def test_checkpoint_failures_arrive_with_rank_and_stack_frame() -> None:
@@ -100,7 +134,12 @@ def test_checkpoint_failures_arrive_with_rank_and_stack_frame() -> None:
     stack = traceback.StackSummary.from_list([("f.py", 3, "f", "x = 1")])
     arrived = sent(CheckpointException("write", {1: (OSError(errno.EIO, "broken"), stack)}))
     error, frames = arrived.failures[1]
-    assert (error.errno, frames[0].filename, frames[0].lineno, list(arrived.failures)) == (errno.EIO, "f.py", 3, [1])
+    assert (error.errno, frames[0].filename, frames[0].lineno, list(arrived.failures)) == (
+        errno.EIO,
+        "f.py",
+        3,
+        [1],
+    )
 
 
 class Runs:
@@ -114,8 +153,24 @@ class Runs:
 
 
 FOREIGN = [
-    *(b"", b"null null", b"{}", b"[[[", b"[" * 100_000, b"\xff", b'["nothing"]', b'["dict",1]', b'["set",["list"]]'),
-    *(b'["torch","load"]', b'["torch","float32","x"]', b'["bytes","?"]', b'["text","?"]', b'["os error","x","y",null]'),
+    *(
+        b"",
+        b"null null",
+        b"{}",
+        b"[[[",
+        b"[" * 100_000,
+        b"\xff",
+        b'["nothing"]',
+        b'["dict",1]',
+        b'["set",["list"]]',
+    ),
+    *(
+        b'["torch","load"]',
+        b'["torch","float32","x"]',
+        b'["bytes","?"]',
+        b'["text","?"]',
+        b'["os error","x","y",null]',
+    ),
     *(b'["error","os","system","true"]', b'["error","builtins","exec","1"]'),
     b'["error","fsdptoys.errors","ConfigError",1,2]',
     b'["enum","fsdptoys.config.schema","Config","x"]',
@@ -138,7 +193,9 @@ def test_malformed_messages_are_refused(words: bytes) -> None:
         JsonReader(io.BytesIO(words)).load()
 
 
-@pytest.mark.parametrize("value", [object(), Runs("true"), os.system, torch.nn.Linear(1, 1), enum.Enum], ids=type)
+@pytest.mark.parametrize(
+    "value", [object(), Runs("true"), os.system, torch.nn.Linear(1, 1), enum.Enum], ids=type
+)
 def test_objects_of_unsupported_classes_are_not_sent(value: Any) -> None:
     """Oracle: an error at the sender, not at the receiver."""
     with pytest.raises(WireError, match="cannot be sent between ranks"):
@@ -161,7 +218,9 @@ def receive_pickles(pwned: str) -> list[str]:
     for collective in (
         lambda: dist.broadcast_object_list([evil], src=0),
         lambda: dist.all_gather_object(gathered, evil),
-        lambda: dist.scatter_object_list([None], [evil, evil] if dist.get_rank() == 0 else None, src=0),
+        lambda: dist.scatter_object_list(
+            [None], [evil, evil] if dist.get_rank() == 0 else None, src=0
+        ),
         lambda: dist.gather_object(evil, gathered if dist.get_rank() == 1 else None, dst=1),
     ):
         try:
@@ -173,7 +232,8 @@ def receive_pickles(pwned: str) -> list[str]:
 
 
 def test_use_json_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: no error with the debug level at which torch's functions ask for the backend of the group."""
+    """Oracle: no error with the debug level at which torch's functions ask for the backend of the
+    group."""
     module: Any = dist.distributed_c10d
     monkeypatch.setattr(module, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
     monkeypatch.setattr(module, "is_nccl_available", lambda: True)
@@ -188,7 +248,9 @@ def test_torch_without_replaceable_picklers_is_refused(monkeypatch: pytest.Monke
     module: Any = dist.distributed_c10d
     for name in ("_pickler", "_unpickler"):
         monkeypatch.setattr(module, name, getattr(module, name))
-    monkeypatch.setattr(module, "_tensor_to_object", lambda tensor, size, group: pickle.loads(tensor.numpy()[:size]))
+    monkeypatch.setattr(
+        module, "_tensor_to_object", lambda tensor, size, group: pickle.loads(tensor.numpy()[:size])
+    )
     with pytest.raises(WireError, match="sends pickles between ranks"):
         use_json()
 

@@ -1,4 +1,5 @@
-"""Random number generators are restored, or restart from the seed with a reason; none reads foreign memory."""
+"""Random number generators are restored, or restart from the seed with a reason; none reads foreign
+memory."""
 
 import base64
 import json
@@ -60,10 +61,22 @@ def place_torch(start: int, value: int) -> Callable[[dict[str, Any]], None]:
 
 
 OTHERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "another Python's": (lambda states: states["python"].update(version=4), "Python's state is of version 4"),
-    "a shorter one of Python's": (lambda states: states["python"].update(internal=[1, 2]), "state vector"),
-    "a place beyond Python's": (lambda states: states["python"]["internal"].__setitem__(-1, 625), "invalid state"),
-    "another torch's": (lambda states: states.update(torch="AAAA"), "torch's state holds 3 bytes, and this version's"),
+    "another Python's": (
+        lambda states: states["python"].update(version=4),
+        "Python's state is of version 4",
+    ),
+    "a shorter one of Python's": (
+        lambda states: states["python"].update(internal=[1, 2]),
+        "state vector",
+    ),
+    "a place beyond Python's": (
+        lambda states: states["python"]["internal"].__setitem__(-1, 625),
+        "invalid state",
+    ),
+    "another torch's": (
+        lambda states: states.update(torch="AAAA"),
+        "torch's state holds 3 bytes, and this version's",
+    ),
     "no state of torch": (lambda states: states.update(torch=""), "torch's state holds 1 bytes"),
     # Torch itself accepts both of these, and reads out of bounds at the next draws.
     "a place at the end of torch's": (place_torch(16, 624), "numbers left from 624 on, of 624"),
@@ -89,12 +102,17 @@ def test_incompatible_states_fall_back_to_the_seed(case: str) -> None:
     assert draws() == found
 
 
-@pytest.mark.parametrize("position", [625, -5, -1, 100_000, 2 * 10**9, -(10**8), 1.0, True, None, "1"])
+@pytest.mark.parametrize(
+    "position", [625, -5, -1, 100_000, 2 * 10**9, -(10**8), 1.0, True, None, "1"]
+)
 def test_out_of_range_numpy_position_is_refused(position: object) -> None:
-    """Oracle: the expected message; numpy accepts such positions, and crashes or returns foreign memory."""
+    """Oracle: the expected message; numpy accepts such positions, and crashes or returns foreign
+    memory."""
     states = random_states(DEVICE)
     states["numpy"]["position"] = position
-    with pytest.raises(ForeignError, match=r"^numpy\.position is .*, not an integer from 0 to 624$"):
+    with pytest.raises(
+        ForeignError, match=r"^numpy\.position is .*, not an integer from 0 to 624$"
+    ):
         build(RandomStates, states)
 
 

@@ -31,7 +31,15 @@ from fsdptoys.utils.file_lock import FolderLock
 from tests.harness.coverage import without_coverage
 from tests.harness.processes import wait_until
 from tests.harness.ranks import run_ranks
-from tests.harness.resumed_runs import Row, check_resumed_run, kept, refused, run_to_the_end, run_until, steps_of
+from tests.harness.resumed_runs import (
+    Row,
+    check_resumed_run,
+    kept,
+    refused,
+    run_to_the_end,
+    run_until,
+    steps_of,
+)
 from tests.harness.tiny import TINY, WITH_BLOCKS, make_config
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -40,26 +48,49 @@ STEPS = 6
 BACKGROUND = {"async_save": True}
 MUON = MuonConfig(lr=1e-2)
 LAZY = MemoryConfig(optimizer_offload=True, offload_schedule=OffloadSchedule.lazy)
-ROUNDED = {"memory": MemoryConfig(optimizer_offload=True, offload_state_dtype=OffloadStateDType.bfloat16)}
-HALVED = {"optim": AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.bfloat16, weight_decay_on=WeightDecayOn.all)}
+ROUNDED = {
+    "memory": MemoryConfig(optimizer_offload=True, offload_state_dtype=OffloadStateDType.bfloat16)
+}
+HALVED = {
+    "optim": AdamWConfig(
+        lr=1e-2, state_dtype=OptimStateDType.bfloat16, weight_decay_on=WeightDecayOn.all
+    )
+}
 EIGHTH = {
-    "optim": AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.int8, weight_decay_on=WeightDecayOn.all),
+    "optim": AdamWConfig(
+        lr=1e-2, state_dtype=OptimStateDType.int8, weight_decay_on=WeightDecayOn.all
+    ),
     "model": WITH_BLOCKS["qwen3_moe"],
 }
-OVERLAPPED = MemoryConfig(cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped, cpu_threads=2)
-IN_BACKWARD = {"memory": MemoryConfig(optimizer_in_backward=True), "max_grad_norm": None, "skip_nonfinite": False}
+OVERLAPPED = MemoryConfig(
+    cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped, cpu_threads=2
+)
+IN_BACKWARD = {
+    "memory": MemoryConfig(optimizer_in_backward=True),
+    "max_grad_norm": None,
+    "skip_nonfinite": False,
+}
 
 ROWS = {
-    "single, at a URL": Row(SingleConfig(), 1, {"url": "memory://", **BACKGROUND}, {"deterministic": True}),
+    "single, at a URL": Row(
+        SingleConfig(), 1, {"url": "memory://", **BACKGROUND}, {"deterministic": True}
+    ),
     "single that simulates two, with a loader worker": Row(
         SingleConfig(simulated_ranks=2),
         1,
         options={"grad_accum": 2, "data": SyntheticConfig(branching=4, ragged=True, workers=1)},
     ),
-    "ddp, at a URL, in the background": Row(DDPConfig(), 2, {"url": "file://", "every": 1, **BACKGROUND}),
-    "fsdp1, flat, bf16 states": Row(FSDP1Config(use_orig_params=False), options={**HALVED, "grad_accum": 2}),
+    "ddp, at a URL, in the background": Row(
+        DDPConfig(), 2, {"url": "file://", "every": 1, **BACKGROUND}
+    ),
+    "fsdp1, flat, bf16 states": Row(
+        FSDP1Config(use_orig_params=False), options={**HALVED, "grad_accum": 2}
+    ),
     "fsdp2, bf16, tied, full tensors": Row(
-        FSDP2Config(param_dtype=DType.bfloat16), 2, {"form": Form.full, **BACKGROUND}, {"model": TINY["gpt2"]}
+        FSDP2Config(param_dtype=DType.bfloat16),
+        2,
+        {"form": Form.full, **BACKGROUND},
+        {"model": TINY["gpt2"]},
     ),
     "fsdp2, muon, experts": Row(
         FSDP2Config(), 2, BACKGROUND, {"optim": MUON, "model": TINY["qwen3_moe"], "grad_accum": 2}
@@ -89,7 +120,9 @@ MORE_ROWS = {
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("label", [*ROWS, *(pytest.param(label, marks=pytest.mark.extended) for label in MORE_ROWS)])
+@pytest.mark.parametrize(
+    "label", [*ROWS, *(pytest.param(label, marks=pytest.mark.extended) for label in MORE_ROWS)]
+)
 def test_resumed_run_equals_the_uninterrupted_one_bitwise(label: str, tmp_path: Path) -> None:
     """Oracle: the uninterrupted run: losses, norms, learning rates, tokens, final parameters."""
     check_resumed_run(label, (ROWS | MORE_ROWS)[label], tmp_path)
@@ -144,14 +177,22 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[s
     ],
 )
 def test_resuming_on_another_number_of_ranks_continues_with_the_same_samples(
-    ranks: int, parallel: ParallelConfig, on_two_ranks: tuple[Path, list[str], list[str]], tmp_path: Path
+    ranks: int,
+    parallel: ParallelConfig,
+    on_two_ranks: tuple[Path, list[str], list[str]],
+    tmp_path: Path,
 ) -> None:
-    """Oracle: the uninterrupted run on two ranks with the same global batch; losses within 1e-6, each sample once."""
+    """Oracle: the uninterrupted run on two ranks with the same global batch; losses within 1e-6,
+    each sample once."""
     folder, wanted, first = on_two_ranks
     killed = tmp_path / "killed"
     shutil.copytree(folder / "killed", killed)
     other = make_config(parallel, ranks, steps=STEPS, grad_accum=4 // ranks, deterministic=False)
-    rest = [row for rank in run_ranks(ranks, train_and_hash_samples, kept(other, killed), None) for row in rank]
+    rest = [
+        row
+        for rank in run_ranks(ranks, train_and_hash_samples, kept(other, killed), None)
+        for row in rank
+    ]
     assert sorted(first + rest) == sorted(wanted)
     assert len(set(wanted)) == len(wanted) == STEPS * 8
     for found, uninterrupted in zip(steps_of(killed), steps_of(folder / "whole"), strict=True):
@@ -200,18 +241,20 @@ def test_incompatible_checkpoint_is_refused(tmp_path: Path) -> None:
     wider = dataclasses.replace(more, model=dataclasses.replace(more.model, vocab_size=71))
     other = dataclasses.replace(more, optim=SGDConfig())
     data = dataclasses.replace(more, data=dataclasses.replace(more.data, branching=5, workers=1))
-    shorter = dataclasses.replace(more, train=dataclasses.replace(more.train, seq_len=more.train.seq_len // 2))
+    shorter = dataclasses.replace(
+        more, train=dataclasses.replace(more.train, seq_len=more.train.seq_len // 2)
+    )
     tokens = tmp_path / "tokens.bin"
     tokens.write_bytes(bytes([5, 0] * 4000))
     files = dataclasses.replace(more, data=BinConfig(files=[str(tokens)]))
     messages = run_ranks(1, refused, wider, other, data, shorter, files)[0]
     assert messages[0] == (
-        "model.vocab_size=71 is not 67, with which the weights of the checkpoint of step 2 were made; set "
-        "model.vocab_size=67"
+        "model.vocab_size=71 is not 67, with which the weights of the checkpoint of step 2 were "
+        "made; set model.vocab_size=67"
     )
     assert messages[1] == (
-        "optim=sgd has other states than optim=adamw, with which the checkpoint of step 2 was made; set optim=adamw or "
-        "start a new run in another folder"
+        "optim=sgd has other states than optim=adamw, with which the checkpoint of step 2 was "
+        "made; set optim=adamw or start a new run in another folder"
     )
     before = "when the checkpoint of step 2 was made, so the order of the data cannot continue; set"
     new = "or start a new run in another folder"
@@ -228,14 +271,29 @@ def test_converted_checkpoints_equal_converted_final_weights(
     form: Form, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the folder in Hugging Face format made from the final weights, byte for byte."""
-    config = kept(make_config(FSDP2Config(), 2, steps=2, model=TINY["qwen3_moe"]), tmp_path / "run", 2, form=form)
+    config = kept(
+        make_config(FSDP2Config(), 2, steps=2, model=TINY["qwen3_moe"]),
+        tmp_path / "run",
+        2,
+        form=form,
+    )
     config.checkpoint.final_weights = True
     run_ranks(2, train_and_hash_samples, config, None)
-    for source, target in (("run", "final"), ("run/checkpoints", "newest"), ("run/checkpoints/step-00000002", "named")):
+    for source, target in (
+        ("run", "final"),
+        ("run/checkpoints", "newest"),
+        ("run/checkpoints/step-00000002", "named"),
+    ):
         assert convert_command(["to-hf", str(tmp_path / source), str(tmp_path / target)]) == 0
     (tmp_path / "run" / "weights").rename(tmp_path / "weights")
-    assert convert_command(["to-hf", str(tmp_path / "run"), str(tmp_path / "run_without_weights")]) == 0
-    assert "holds no final weights; taking those of its newest checkpoint, step-00000002" in capsys.readouterr().out
+    assert (
+        convert_command(["to-hf", str(tmp_path / "run"), str(tmp_path / "run_without_weights")])
+        == 0
+    )
+    assert (
+        "holds no final weights; taking those of its newest checkpoint, step-00000002"
+        in capsys.readouterr().out
+    )
     final = {path.name: path.read_bytes() for path in (tmp_path / "final").iterdir()}
     for target in ("newest", "named", "run_without_weights"):
         assert {path.name: path.read_bytes() for path in (tmp_path / target).iterdir()} == final
@@ -285,14 +343,15 @@ def test_second_start_does_not_modify_a_running_run(tmp_path: Path) -> None:
     (message,) = run_ranks(1, refused, kept(make_config(SingleConfig(), 1), tmp_path / "run"))[0]
     lock.release()
     assert message == (
-        f"metrics.run_dir={tmp_path}/run is being written by another run (pid {os.getpid()}); wait for its end, or set "
-        "metrics.run_dir to another folder"
+        f"metrics.run_dir={tmp_path}/run is being written by another run (pid {os.getpid()}); "
+        "wait for its end, or set metrics.run_dir to another folder"
     )
     assert [path for path in before if path.name != ".lock"] == sorted(tmp_path.rglob("*"))
 
 
 def fail_while_saving(config: Config) -> list[str]:
-    """Fail in the step after an asynchronous save started, which commits afterwards; return the checkpoints."""
+    """Fail in the step after an asynchronous save started, which commits afterwards; return the
+    checkpoints."""
     commit = Series.commit
     failed = threading.Event()
 
@@ -314,7 +373,9 @@ def fail_while_saving(config: Config) -> list[str]:
     with pytest.raises(ZeroDivisionError):
         Run(trainer).run()
     assert config.metrics.run_dir is not None
-    return sorted(path.name for path in (Path(config.metrics.run_dir) / "checkpoints").glob("step-*"))
+    return sorted(
+        path.name for path in (Path(config.metrics.run_dir) / "checkpoints").glob("step-*")
+    )
 
 
 def test_failure_during_an_asynchronous_save_keeps_the_checkpoint(tmp_path: Path) -> None:

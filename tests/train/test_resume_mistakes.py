@@ -42,8 +42,16 @@ UNREADABLE: list[tuple[str, object, str]] = [
         "\x1b]0;x",
         "config.optim.name is '\\x1b]0;x', not a line of at most 1000 printable characters",
     ),
-    ("config.train.steps", "3", "config.train.steps is '3', not an integer from 1 to 999999999999999"),
-    ("config.memory.optimizer_offload", 0, "config.memory.optimizer_offload is 0, not true or false"),
+    (
+        "config.train.steps",
+        "3",
+        "config.train.steps is '3', not an integer from 1 to 999999999999999",
+    ),
+    (
+        "config.memory.optimizer_offload",
+        0,
+        "config.memory.optimizer_offload is 0, not true or false",
+    ),
     ("config.tune", "lora", "config.tune is 'lora', not a mapping of at most 1000"),
     ("data", None, "data is null, not a mapping"),
     ("data.samples", -1, "data.samples is -1, not an integer of at least 0"),
@@ -55,7 +63,11 @@ UNREADABLE: list[tuple[str, object, str]] = [
     ("global_batch", MISSING, "global_batch is missing"),
     ("skipped_steps", True, "skipped_steps is true, not an integer from 0 to 999999999999999"),
     ("spikes.losses", [1.0, None], "spikes.losses[1] is null, not a finite number"),
-    ("metrics", {"metrics.jsonl": "0"}, "metrics.metrics.jsonl is '0', not an integer from 0 to 9223372036854775807"),
+    (
+        "metrics",
+        {"metrics.jsonl": "0"},
+        "metrics.metrics.jsonl is '0', not an integer from 0 to 9223372036854775807",
+    ),
 ]
 """Fact, its value, and the problem."""
 
@@ -85,8 +97,9 @@ def test_checkpoint_with_invalid_facts_is_refused(key: str, value: object, probl
     with pytest.raises(ConfigError) as caught:
         _check_places(config)
     assert str(caught.value) == (
-        f"checkpoint.resume={NEWEST} is refused: step-00000003 in run/checkpoints holds facts that this version does "
-        f"not read (state.json: {problem}); set checkpoint.resume=run/checkpoints/step-00000002"
+        f"checkpoint.resume={NEWEST} is refused: step-00000003 in run/checkpoints holds facts "
+        f"that this version does not read (state.json: {problem}); set "
+        "checkpoint.resume=run/checkpoints/step-00000002"
     )
     assert sorted(Path().rglob("*")) == before
 

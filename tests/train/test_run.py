@@ -1,4 +1,5 @@
-"""A run in its directory: what it writes and what is read back, also with links, pipes and damaged files."""
+"""A run in its directory: what it writes and what is read back, also with links, pipes and damaged
+files."""
 
 import dataclasses
 import json
@@ -37,11 +38,19 @@ from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock, is_locked
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import make_config
 
-FILES = {"config.yaml", "environment.json", "loss.png", "metrics.jsonl", "result.json", "summary.md"}
+FILES = {
+    "config.yaml",
+    "environment.json",
+    "loss.png",
+    "metrics.jsonl",
+    "result.json",
+    "summary.md",
+}
 
 
 def run_in(folder: Path, configs: dict[str, Config]) -> dict[str, list[str]]:
-    """Train each configuration; return the files in the run directory that this rank sees at the end."""
+    """Train each configuration; return the files in the run directory that this rank sees at the
+    end."""
     text_sample.UNREADABLE = 1.0  # a model of three steps writes bytes, which are compared
     seen = {}
     for name, config in configs.items():
@@ -54,23 +63,38 @@ def run_in(folder: Path, configs: dict[str, Config]) -> dict[str, list[str]]:
 
 
 def test_every_strategy_writes_all_files_its_layout_and_the_same_sample(tmp_path: Path) -> None:
-    """Oracle: the files by name, the meshes, and the text that one process generates after the same steps."""
+    """Oracle: the files by name, the meshes, and the text that one process generates after the same
+    steps."""
     (tmp_path / "corpus.txt").write_text("def f(x):\n    return x\n" * 500)
 
     def config(parallel: ParallelConfig, world_size: int) -> Config:
-        made = make_config(parallel, world_size, steps=3, grad_accum=1, eval_every=2, eval_batches=1)
+        made = make_config(
+            parallel, world_size, steps=3, grad_accum=1, eval_every=2, eval_batches=1
+        )
         made.model.vocab_size = 256
-        made.data = TextConfig(files=[str(tmp_path / "corpus.txt")], sample_tokens=20, eval_fraction=0.1)
+        made.data = TextConfig(
+            files=[str(tmp_path / "corpus.txt")], sample_tokens=20, eval_fraction=0.1
+        )
         made.validate(world_size, "cpu")
         return made
 
-    strategies = {parallel.name: config(parallel, 2) for parallel in (DDPConfig(), FSDP1Config(), FSDP2Config())}
+    strategies = {
+        parallel.name: config(parallel, 2)
+        for parallel in (DDPConfig(), FSDP1Config(), FSDP2Config())
+    }
     found = run_ranks(1, run_in, tmp_path, {"one": config(SingleConfig(simulated_ranks=2), 1)})
     found += run_ranks(2, run_in, tmp_path, strategies)
-    assert all(set(files) == FILES and len(files) == len(FILES) for rank in found for files in rank.values())
+    assert all(
+        set(files) == FILES and len(files) == len(FILES)
+        for rank in found
+        for files in rank.values()
+    )
     samples = set()
     for name in ("one", *strategies):
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
         assert [line["step"] for line in lines] == [1, 2, 3]
         summary = (tmp_path / name / "summary.md").read_text()
         samples.add(summary.split("## Sample of the trained model")[1].split("## Layout")[0])
@@ -116,7 +140,8 @@ def test_results_are_kept_if_weights_cannot_be_written(tmp_path: Path) -> None:
     ],
 )
 def test_bytes_of_an_untrained_model_are_not_shown_as_text(text: str, shown: bool) -> None:
-    """Oracle: text in three scripts; characters outside UTF-8, and of control, more than a tenth of them."""
+    """Oracle: text in three scripts; characters outside UTF-8, and of control, more than a tenth of
+    them."""
     assert (text_sample.why_unreadable(text) is None) == shown
 
 
@@ -162,7 +187,9 @@ def run_patched(config: Config) -> tuple[dict[str, str], bool]:
 
 def test_patches_are_listed_in_the_summary_and_undone_after_the_run(tmp_path: Path) -> None:
     """Oracle: PyTorch's own attribute; the summary's text."""
-    report, undone = run_ranks(1, run_patched, in_run_dir(make_config(FSDP2Config(), 1), tmp_path))[0]
+    report, undone = run_ranks(1, run_patched, in_run_dir(make_config(FSDP2Config(), 1), tmp_path))[
+        0
+    ]
     assert report["fsdp2_stream_reuse"].startswith("applied: ")
     assert undone
     summary = (tmp_path / "summary.md").read_text()
@@ -192,7 +219,12 @@ def test_step_records_its_data_wait(tmp_path: Path) -> None:
     config.validate(1, "cpu")
     run_ranks(1, wait_for_data, config)
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [step["data_wait_seconds"] >= DELAY_SECONDS for step in steps] == [False, False, True, False]
+    assert [step["data_wait_seconds"] >= DELAY_SECONDS for step in steps] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     assert all(0 < step["data_wait_seconds"] < step["step_time_seconds"] for step in steps)
 
 
@@ -211,11 +243,15 @@ def prediction(config: Config) -> Prediction:
     return fast_estimate(config, load_hardware("h100"), 2)
 
 
-def record(path: Path, config: Config, prediction: Prediction | None, steps: int, finish: bool = True) -> None:
+def record(
+    path: Path, config: Config, prediction: Prediction | None, steps: int, finish: bool = True
+) -> None:
     """Write a run directory as a run does."""
     metrics = MetricsConfig(run_dir=str(path), console=Console.none)
     found = environment(Device("cpu"), 2, ["fsdptoys"])
-    with RunRecorder(metrics, "a run", config.to_dict(), found, steps, {}, prediction=prediction) as recorder:
+    with RunRecorder(
+        metrics, "a run", config.to_dict(), found, steps, {}, prediction=prediction
+    ) as recorder:
         for number in range(1, steps + 1):
             recorder.step(dataclasses.replace(STEP, step=number, step_time_seconds=0.1 * number))
         if finish:
@@ -223,16 +259,26 @@ def record(path: Path, config: Config, prediction: Prediction | None, steps: int
 
 
 def test_recorded_run_round_trips(tmp_path: Path, config: Config, prediction: Prediction) -> None:
-    """Oracle: the recorder's values; the median of 0.3, 0.4 and 0.5 s, after two steps of warm-up."""
+    """Oracle: the recorder's values; the median of 0.3, 0.4 and 0.5 s, after two steps of
+    warm-up."""
     record(tmp_path / "run", config, prediction, steps=5)
     run = read_recorded_run(tmp_path / "run")
     assert run.tree == config.to_dict() and run.prediction == prediction
     assert [step.step for step in run.steps] == [1, 2, 3, 4, 5]
     assert run.results.step_time_seconds is not None
     assert run.results.step_time_seconds.median == pytest.approx(0.4)
-    assert (run.world_size, run.device_type, run.finished, run.running, run.notes) == (2, "cpu", True, False, ())
+    assert (run.world_size, run.device_type, run.finished, run.running, run.notes) == (
+        2,
+        "cpu",
+        True,
+        False,
+        (),
+    )
     assert run.config().parallel == config.parallel
-    assert {each.quantity for each in run.prediction_errors()} == {"step time", "tokens/s, all ranks"}
+    assert {each.quantity for each in run.prediction_errors()} == {
+        "step time",
+        "tokens/s, all ranks",
+    }
 
 
 def test_killed_run_is_read_up_to_its_last_complete_line(tmp_path: Path, config: Config) -> None:
@@ -264,7 +310,9 @@ def test_folder_is_locked_while_its_run_holds_the_lock(tmp_path: Path) -> None:
         ("config.yaml", "a: [", "cannot be read"),
     ],
 )
-def test_invalid_run_files_are_named(tmp_path: Path, config: Config, name: str, text: str, message: str) -> None:
+def test_invalid_run_files_are_named(
+    tmp_path: Path, config: Config, name: str, text: str, message: str
+) -> None:
     """Oracle: the message names the file and the fault."""
     record(tmp_path / "run", config, None, steps=1, finish=False)
     (tmp_path / "run" / name).write_text(text)
@@ -274,8 +322,19 @@ def test_invalid_run_files_are_named(tmp_path: Path, config: Config, name: str, 
 
 
 SMALL = [
-    *("experiment=null", "parallel=single", "model=llama_debug", "train.batch_size=1", "train.seq_len=16"),
-    *("launch.device=cpu", "launch.nproc_per_node=1", "metrics.console=plain", "metrics.log_every=1"),
+    *(
+        "experiment=null",
+        "parallel=single",
+        "model=llama_debug",
+        "train.batch_size=1",
+        "train.seq_len=16",
+    ),
+    *(
+        "launch.device=cpu",
+        "launch.nproc_per_node=1",
+        "metrics.console=plain",
+        "metrics.log_every=1",
+    ),
     *("checkpoint.every=1", "checkpoint.resume=auto"),
 ]
 
@@ -296,8 +355,8 @@ def test_link_or_pipe_in_the_run_directory_stops_the_launch(
         (run / name).symlink_to(precious)
     assert main(["train", *SMALL, f"metrics.run_dir={run}"]) == 2
     assert capsys.readouterr().err == (
-        f"fsdptoys: {run}/{name} is a {kind} and not a regular file; remove it, or set metrics.run_dir to another "
-        "folder\n"
+        f"fsdptoys: {run}/{name} is a {kind} and not a regular file; remove it, or set "
+        "metrics.run_dir to another folder\n"
     )
     assert precious.read_text() == "precious"
 
@@ -305,14 +364,25 @@ def test_link_or_pipe_in_the_run_directory_stops_the_launch(
 @pytest.mark.launcher
 @pytest.mark.usefixtures("unmeasured", "warm")
 def test_run_resumes_in_a_folder_with_damaged_files(tmp_path: Path) -> None:
-    """Oracle: status 0, the steps, and the content of files that links under temporary and rank names lead to."""
+    """Oracle: status 0, the steps, and the content of files that links under temporary and rank
+    names lead to."""
     run = tmp_path / "run"
     precious = tmp_path / "precious"
     precious.write_text("precious")
 
     def train(steps: int) -> None:
-        command = [sys.executable, "-m", "fsdptoys", "train", *SMALL, f"metrics.run_dir={run}", f"train.steps={steps}"]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "fsdptoys",
+            "train",
+            *SMALL,
+            f"metrics.run_dir={run}",
+            f"train.steps={steps}",
+        ]
+        done = subprocess.run(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+        )
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
     train(1)
@@ -320,9 +390,17 @@ def test_run_resumes_in_a_folder_with_damaged_files(tmp_path: Path) -> None:
     (run / "environment.json").write_text("[" * 100_000)
     (run / "resumes.jsonl").write_text("[" * 100_000 + '\n{"step": 1}\n')
     (run / "heartbeats").mkdir(exist_ok=True)
-    for name in (".config.yaml.part", ".summary.md.part", ".loss.png.part", "heartbeats/rank-00000.json"):
+    for name in (
+        ".config.yaml.part",
+        ".summary.md.part",
+        ".loss.png.part",
+        "heartbeats/rank-00000.json",
+    ):
         (run / name).symlink_to(precious)
     train(2)
-    assert [json.loads(line)["step"] for line in (run / METRICS_FILE).read_text().splitlines()] == [1, 2]
+    assert [json.loads(line)["step"] for line in (run / METRICS_FILE).read_text().splitlines()] == [
+        1,
+        2,
+    ]
     assert precious.read_text() == "precious"
     assert (run / "summary.md").is_file() and (run / "checkpoints/step-00000002").is_dir()

@@ -1,4 +1,5 @@
-"""Skipped optimizer steps: non-finite losses and gradients, and float16 with dynamic loss scaling."""
+"""Skipped optimizer steps: non-finite losses and gradients, and float16 with dynamic loss
+scaling."""
 
 import dataclasses
 import json
@@ -48,13 +49,22 @@ MUON = {"optim": MuonConfig(lr=1e-2)}
 EXPERTS = {"model": TINY["qwen3_moe"], "memory": CHUNKED, "max_grad_norm": None}
 
 Outcome = tuple[list[float], list[str], list[float | None], list[bool], dict[str, str]]
-"""Of each step loss, gradient norm, loss scale and whether it was skipped; hashes of the parameters."""
+"""Of each step loss, gradient norm, loss scale and whether it was skipped; hashes of the
+parameters."""
 
 
-def half(parallel: ParallelConfig, ranks: int, initial: float = 2.0**17, interval: int = 1, **options: Any) -> Config:
+def half(
+    parallel: ParallelConfig,
+    ranks: int,
+    initial: float = 2.0**17,
+    interval: int = 1,
+    **options: Any,
+) -> Config:
     """Two micro-batches, clipping, and a scale that grows until it overflows."""
     config = make_config(parallel, ranks, **{"steps": 3, "batch_size": 1, "seq_len": 12, **options})
-    return dataclasses.replace(config, loss_scale=LossScaleConfig(initial=initial, growth_interval=interval))
+    return dataclasses.replace(
+        config, loss_scale=LossScaleConfig(initial=initial, growth_interval=interval)
+    )
 
 
 def single(ranks: int = 1, **options: Any) -> Config:
@@ -93,7 +103,8 @@ def train(config: Config) -> Outcome:
 def test_every_strategy_scales_skips_and_trains_bitwise_as_a_single_process(
     parallel: ParallelConfig, options: dict[str, Any]
 ) -> None:
-    """Oracle: one process that runs the same micro-batches in turn; deterministic mode; both ranks agree."""
+    """Oracle: one process that runs the same micro-batches in turn; deterministic mode; both ranks
+    agree."""
     of_one = {key: value for key, value in options.items() if value not in (LAZY, OVERLAPPED)}
     expected = run_ranks(1, train, single(2, **of_one))[0]
     assert run_ranks(2, train, half(parallel, 2, **options)) == [expected] * 2
@@ -126,7 +137,9 @@ def grad_scaler_scales(overflows: list[bool], *settings: float) -> list[float]:
 
 @pytest.mark.parametrize("initial", [65536.0, 3.0, 2.0**100])
 @pytest.mark.parametrize("factors", [(2.0, 0.5, 3), (1.7, 0.3, 2)], ids=str)
-def test_scale_has_the_bits_of_grad_scaler(factors: tuple[float, float, int], initial: float) -> None:
+def test_scale_has_the_bits_of_grad_scaler(
+    factors: tuple[float, float, int], initial: float
+) -> None:
     """Oracle: ``torch.amp.GradScaler`` given the same overflows, also near the largest float32."""
     overflows = (torch.rand(300, generator=torch.Generator().manual_seed(0)) < 0.1).tolist()
     scaler = LossScaler(LossScaleConfig(initial, *factors))
@@ -137,8 +150,11 @@ def test_scale_has_the_bits_of_grad_scaler(factors: tuple[float, float, int], in
     assert scales == grad_scaler_scales(overflows, initial, *factors)
 
 
-def overflow(config: Config, steps: set[int]) -> tuple[list[tuple[float | None, bool]], dict[str, str]]:
-    """Train with an infinite gradient on the last rank in some steps; scales, skipped steps and parameters."""
+def overflow(
+    config: Config, steps: set[int]
+) -> tuple[list[tuple[float | None, bool]], dict[str, str]]:
+    """Train with an infinite gradient on the last rank in some steps; scales, skipped steps and
+    parameters."""
     trainer = Trainer(config)
     poison_gradients(trainer, steps, trainer.world.world_size - 1)
     with suppress(GivenUpError):
@@ -151,9 +167,15 @@ def overflow(config: Config, steps: set[int]) -> tuple[list[tuple[float | None, 
 def test_infinities_of_one_rank_follow_grad_scaler_on_all_ranks(
     kind: Callable[..., ParallelConfig], tmp_path: Path
 ) -> None:
-    """Oracle: ``torch.amp.GradScaler`` on one process with the same overflows, which count for no limit."""
+    """Oracle: ``torch.amp.GradScaler`` on one process with the same overflows, which count for no
+    limit."""
     infinite = [True, True, False, False, True, False, True]
-    options: dict[str, Any] = {"initial": 256.0, "interval": 2, "steps": len(infinite), "seq_len": 8}
+    options: dict[str, Any] = {
+        "initial": 256.0,
+        "interval": 2,
+        "steps": len(infinite),
+        "seq_len": 8,
+    }
     config = half(kind(**HALF), 2, **options, max_skipped=2, max_skipped_in_a_row=2)
     first, second = run_ranks(2, overflow, kept(config, tmp_path, every=0), {1, 2, 5, 7})
     expected = list(zip(grad_scaler_scales(infinite, 256.0, 2.0, 0.5, 2), infinite, strict=True))
@@ -162,11 +184,15 @@ def test_infinities_of_one_rank_follow_grad_scaler_on_all_ranks(
     assert [(line["loss_scale"], line["skipped"]) for line in lines] == expected
     assert [line["skipped_steps"] for line in lines] == [1, 2, 2, 2, 3, 3, 4]
     summary = (tmp_path / "summary.md").read_text()
-    assert "| loss scale | 64 in the last step, 64 at the lowest |" in summary and "| skipped steps | 4 |" in summary
+    assert (
+        "| loss scale | 64 in the last step, 64 at the lowest |" in summary
+        and "| skipped steps | 4 |" in summary
+    )
 
 
 def test_overflows_that_no_lower_scale_avoids_end_the_run(tmp_path: Path) -> None:
-    """Oracle: the limit of two; the step of scale 2 belongs to the search for a scale and does not count."""
+    """Oracle: the limit of two; the step of scale 2 belongs to the search for a scale and does not
+    count."""
     config = single(initial=2.0, steps=6, seq_len=8, max_skipped_in_a_row=2)
     scales, _ = run_ranks(1, overflow, kept(config, tmp_path, every=0), {1, 2, 3, 4, 5})[0]
     assert scales == [(2.0, True), (1.0, True), (0.5, True)]
@@ -194,41 +220,72 @@ def resume(config: Config, killed: Path) -> tuple[list[float | None], dict[str, 
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_scale_and_bits_survive_a_resume_under_another_strategy_and_number_of_ranks(tmp_path: Path) -> None:
-    """Oracle: one process without interruption; the counter of steps since the last overflow is resumed too."""
+def test_scale_and_bits_survive_a_resume_under_another_strategy_and_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    """Oracle: one process without interruption; the counter of steps since the last overflow is
+    resumed too."""
     options: dict[str, Any] = {"steps": 6, "interval": 2, "initial": 1024.0}
     run_ranks(2, kill, half(FSDP2, 2, **options), tmp_path / "killed")
     _, _, scales, _, parameters = run_ranks(1, train, single(2, **options))[0]
-    assert run_ranks(1, resume, single(2, **options), tmp_path / "killed")[0] == (scales[3:], parameters)
+    assert run_ranks(1, resume, single(2, **options), tmp_path / "killed")[0] == (
+        scales[3:],
+        parameters,
+    )
     assert scales == [1024.0, 1024.0, 2048.0, 2048.0, 4096.0, 4096.0]
 
 
 def test_checkpoint_without_a_scale_resumes_in_float16_from_the_initial_one(tmp_path: Path) -> None:
-    """Oracle: the configured scale; the checkpoint is of bfloat16, in the form of versions without float16."""
+    """Oracle: the configured scale; the checkpoint is of bfloat16, in the form of versions without
+    float16."""
     options: dict[str, Any] = {"steps": 5, "seq_len": 8}
     coarse = make_config(SingleConfig(param_dtype=DType.bfloat16), 1, **options)
     run_ranks(1, kill, coarse, tmp_path / "killed", False)
-    assert run_ranks(1, resume, single(initial=64.0, **options), tmp_path / "killed")[0][0] == [64.0, 128.0]
+    assert run_ranks(1, resume, single(initial=64.0, **options), tmp_path / "killed")[0][0] == [
+        64.0,
+        128.0,
+    ]
 
 
-def test_skips_in_the_search_for_a_scale_count_for_no_limit_after_a_resume_in_another_dtype(tmp_path: Path) -> None:
-    """Oracle: the limit of two skips; two overflows in float16 and one infinite gradient in bfloat16."""
+def test_skips_in_the_search_for_a_scale_count_for_no_limit_after_a_resume_in_another_dtype(
+    tmp_path: Path,
+) -> None:
+    """Oracle: the limit of two skips; two overflows in float16 and one infinite gradient in
+    bfloat16."""
     options: dict[str, Any] = {"seq_len": 8, "max_skipped": 2}
     scaled = single(initial=256.0, steps=3, **options)
-    coarse = make_config(SingleConfig(param_dtype=DType.bfloat16), 1, steps=5, batch_size=1, **options)
+    coarse = make_config(
+        SingleConfig(param_dtype=DType.bfloat16), 1, steps=5, batch_size=1, **options
+    )
     run_ranks(1, overflow, kept(scaled, tmp_path), {1, 2})
-    assert run_ranks(1, overflow, kept(coarse, tmp_path), {4})[0][0] == [(None, True), (None, False)]
+    assert run_ranks(1, overflow, kept(coarse, tmp_path), {4})[0][0] == [
+        (None, True),
+        (None, False),
+    ]
 
 
-@pytest.mark.parametrize("memory", [None, pytest.param(CHUNKED, marks=pytest.mark.extended)], ids=["plain", "chunked"])
+@pytest.mark.parametrize(
+    "memory", [None, pytest.param(CHUNKED, marks=pytest.mark.extended)], ids=["plain", "chunked"]
+)
 def test_float16_losses_are_closer_to_float32_than_bfloat16s(memory: MemoryConfig | None) -> None:
-    """Oracle: float32; a rounding to 11 bits has an eighth of the error of 8, and 2**-11 of the loss is 0.002.
+    """Oracle: float32; a rounding to 11 bits has an eighth of the error of 8, and 2**-11 of the
+    loss is 0.002.
 
-    A scale of 2**-20 in the last run loses small gradients, so that the loss scale is seen to matter.
+    A scale of 2**-20 in the last run loses small gradients, so that the loss scale is seen to
+    matter.
     """
-    options: dict[str, Any] = {"steps": 8, "batch_size": 1, "seq_len": 16, "deterministic": False, "memory": memory}
+    options: dict[str, Any] = {
+        "steps": 8,
+        "batch_size": 1,
+        "seq_len": 16,
+        "deterministic": False,
+        "memory": memory,
+    }
     options["optim"] = SGDConfig(lr=1.0)  # Adam turns rounding of small gradients into full updates
-    configs = [make_config(SingleConfig(param_dtype=dtype), 1, **options) for dtype in (DType.float32, DType.bfloat16)]
+    configs = [
+        make_config(SingleConfig(param_dtype=dtype), 1, **options)
+        for dtype in (DType.float32, DType.bfloat16)
+    ]
     configs += [single(initial=initial, interval=1000, **options) for initial in (1024.0, 2.0**-20)]
     outcomes = run_ranks(1, lambda: [train(config) for config in configs])[0]
     exact, coarse, fine, unscaled = (torch.tensor(losses) for losses, *_ in outcomes)
@@ -247,9 +304,12 @@ def skip(config: Config, steps: set[int]) -> tuple[list[bool], list[bool], str]:
     """Make gradients of the last rank infinite in some steps.
 
     Returns:
-        Which steps were skipped, whether these left the parameters unchanged, and a hash of the parameters at the end.
+        Which steps were skipped, whether these left the parameters unchanged, and a hash of the
+        parameters at the end.
     """
-    warnings.simplefilter("error")  # PyTorch's schedules warn about a first step without an optimizer step
+    warnings.simplefilter(
+        "error"
+    )  # PyTorch's schedules warn about a first step without an optimizer step
     trainer = Trainer(config)
     unchanged, hashes = [], [""]
 
@@ -286,7 +346,8 @@ def test_non_finite_step_of_one_rank_is_skipped_on_all_ranks(
 
 
 def give_up(config: Config, steps: set[int]) -> tuple[str, list[bool], list[float], str]:
-    """Message, skipped steps, losses and parameters of a run whose first rank has infinite gradients in some steps."""
+    """Message, skipped steps, losses and parameters of a run whose first rank has infinite
+    gradients in some steps."""
     trainer = Trainer(config)
     poison_gradients(trainer, steps, rank=0)
     message = ""
@@ -295,7 +356,12 @@ def give_up(config: Config, steps: set[int]) -> tuple[str, list[bool], list[floa
     except GivenUpError as error:
         message = str(error)
     history = trainer.history
-    return message, [step.skipped for step in history], [step.loss for step in history], str(hash_parameters(trainer))
+    return (
+        message,
+        [step.skipped for step in history],
+        [step.loss for step in history],
+        str(hash_parameters(trainer)),
+    )
 
 
 def load_and_hash(config: Config) -> tuple[int, str]:
@@ -307,13 +373,21 @@ def load_and_hash(config: Config) -> tuple[int, str]:
 
 
 def test_too_many_skipped_steps_end_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    """Oracle: the parameters at the end, loaded from the last checkpoint; no older one was deleted for it."""
-    config = kept(make_config(FSDP2Config(), 2, steps=8, max_skipped_in_a_row=3), tmp_path, every=1, keep=1)
+    """Oracle: the parameters at the end, loaded from the last checkpoint; no older one was deleted
+    for it."""
+    config = kept(
+        make_config(FSDP2Config(), 2, steps=8, max_skipped_in_a_row=3), tmp_path, every=1, keep=1
+    )
     message, skipped, _, parameters = run_ranks(2, give_up, config, {2, 3, 4, 5, 6})[0]
     assert skipped == [False, True, True, True]
-    assert message.startswith("stopped after step 4: 3 steps in a row had a non-finite loss or gradients")
+    assert message.startswith(
+        "stopped after step 4: 3 steps in a row had a non-finite loss or gradients"
+    )
     assert "the newest checkpoint is that of step 4" in message
-    assert [path.name[-1] for path in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["3", "4"]
+    assert [path.name[-1] for path in sorted((tmp_path / "checkpoints").glob("step-*"))] == [
+        "3",
+        "4",
+    ]
     assert run_ranks(2, load_and_hash, config)[0] == (4, parameters)
 
 

@@ -1,4 +1,5 @@
-"""The trainer's memory on a CPU: as counted, as planned, and in the report of an out-of-memory error."""
+"""The trainer's memory on a CPU: as counted, as planned, and in the report of an out-of-memory
+error."""
 
 import functools
 import gc
@@ -30,7 +31,13 @@ from tests.harness.resumed_runs import SMALL, kept, run_to_the_end
 from tests.harness.tiny import make_config
 from tests.harness.traced_runs import configured, traced
 
-SHARED = ("model=llama_debug", "model.vocab_size=2048", "train.steps=2", "train.eval_every=0", "launch.device=cpu")
+SHARED = (
+    "model=llama_debug",
+    "model.vocab_size=2048",
+    "train.steps=2",
+    "train.eval_every=0",
+    "launch.device=cpu",
+)
 SERIAL = ("memory.optimizer_offload=true", "memory.offload_schedule=serial")
 CASES: dict[str, tuple[str, ...]] = {
     "fsdp2": (),
@@ -41,10 +48,12 @@ CASES: dict[str, tuple[str, ...]] = {
     "ddp": ("parallel=ddp",),
 }
 TOLERANCE = 0.02
-"""Relative difference from the plan, which rounds blocks up to 512 bytes and has no scratch memory of kernels."""
+"""Relative difference from the plan, which rounds blocks up to 512 bytes and has no scratch memory
+of kernels."""
 
 BUFFER_BYTES = 2 * 2048 * 64 * 4
-"""Embedding and head: a thread of gloo's, whose frees are not recorded, may hold a gathered buffer last."""
+"""Embedding and head: a thread of gloo's, whose frees are not recorded, may hold a gathered buffer
+last."""
 
 
 def train(words: tuple[str, ...], counts: bool = True) -> list[StepMetrics]:
@@ -58,7 +67,11 @@ def train(words: tuple[str, ...], counts: bool = True) -> list[StepMetrics]:
 
 def train_all() -> tuple[dict[str, StepMetrics], list[list[float]]]:
     found = {name: train(words)[-1] for name, words in CASES.items()}
-    losses = [[metrics.loss, metrics.grad_norm] for counts in (True, False) for metrics in train((), counts)]
+    losses = [
+        [metrics.loss, metrics.grad_norm]
+        for counts in (True, False)
+        for metrics in train((), counts)
+    ]
     return found, losses
 
 
@@ -69,7 +82,8 @@ def trained() -> Any:
 
 
 def test_each_switch_changes_the_memory_as_it_should() -> None:
-    """Oracle: the purpose of each switch; bytes of parameters and states from the shapes of all ranks."""
+    """Oracle: the purpose of each switch; bytes of parameters and states from the shapes of all
+    ranks."""
     rows: dict[str, StepMetrics] = trained()[0][0]
     plain, ddp = rows["fsdp2"], rows["ddp"]
     counts = configured([*SHARED], 2, "cpu").model.build().parameter_counts().total * 4 / GIB
@@ -86,7 +100,9 @@ def test_each_switch_changes_the_memory_as_it_should() -> None:
     assert ddp.memory_optimizer_gib == pytest.approx(2 * counts, rel=0.001)
     lost = BUFFER_BYTES / GIB + 0.01 * counts
     assert 1.49 * counts < end("fsdp2") < 1.5 * counts + lost
-    assert peak("checkpointing") < 0.95 * peak("fsdp2") and peak("chunked loss") < 0.95 * peak("fsdp2")
+    assert peak("checkpointing") < 0.95 * peak("fsdp2") and peak("chunked loss") < 0.95 * peak(
+        "fsdp2"
+    )
     assert peak("ddp") > peak("fsdp2") + counts and end("ddp") >= 2.9 * counts
     offloaded, on_host = rows["optimizer offload"], rows["cpu offload"]
     assert 0.49 * counts < end("optimizer offload") < counts / 2 + lost
@@ -94,22 +110,36 @@ def test_each_switch_changes_the_memory_as_it_should() -> None:
     assert end("cpu offload") < lost
     assert on_host.memory_host_gib == pytest.approx(1.5 * counts, rel=0.01)
     for name, row in rows.items():
-        parts = (row.memory_parameters_gib, row.memory_gradients_gib, row.memory_optimizer_gib, row.memory_rest_gib)
+        parts = (
+            row.memory_parameters_gib,
+            row.memory_gradients_gib,
+            row.memory_optimizer_gib,
+            row.memory_rest_gib,
+        )
         assert sum(part or 0.0 for part in parts) == pytest.approx(peak(name), rel=1e-12), name
         assert row.memory_counted_step == 2 and row.memory_reserved_gib is None
 
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
-    "case", ["fsdp2", *(pytest.param(case, marks=pytest.mark.extended) for case in ("checkpointing", "ddp"))]
+    "case",
+    [
+        "fsdp2",
+        *(pytest.param(case, marks=pytest.mark.extended) for case in ("checkpointing", "ddp")),
+    ],
 )
 def test_counted_memory_is_the_planned_one(case: str) -> None:
     """Oracle: the replayed trace of the same steps, made for a CPU."""
     row: StepMetrics = trained()[0][0][case]
     trace = traced([*SHARED, *CASES[case]], 2, "cpu")
-    memory = replay(trace, load_hardware("cpu"), build_allocator(AllocatorKind.native, device_type="cpu")).memory()
+    memory = replay(
+        trace, load_hardware("cpu"), build_allocator(AllocatorKind.native, device_type="cpu")
+    ).memory()
     assert row.memory_peak_gib is not None and row.memory_allocated_gib is not None
-    for counted, planned in ((row.memory_peak_gib, memory.peak_bytes), (row.memory_allocated_gib, memory.end_bytes)):
+    for counted, planned in (
+        (row.memory_peak_gib, memory.peak_bytes),
+        (row.memory_allocated_gib, memory.end_bytes),
+    ):
         assert (1 - TOLERANCE) * planned < counted * GIB < (1 + TOLERANCE) * planned + BUFFER_BYTES
 
 
@@ -128,7 +158,8 @@ def memory_of(device: Device) -> StepMemory:
 
 
 def test_counts_cost_at_most_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the definition: the first two steps, then one when steps have lasted 50 times as long as a count."""
+    """Oracle: the definition: the first two steps, then one when steps have lasted 50 times as long
+    as a count."""
     device = Device("cpu")
     memory = memory_of(device)
     monkeypatch.setattr(StepMemory, "_labels", lambda self: {})
@@ -149,8 +180,11 @@ def test_counts_cost_at_most_their_share(monkeypatch: pytest.MonkeyPatch) -> Non
     assert memory._count is None
 
 
-def test_other_profilers_than_those_tried_leave_steps_uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a PyTorch without one of the private functions; the step runs, and no later one asks again."""
+def test_other_profilers_than_those_tried_leave_steps_uncounted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: a PyTorch without one of the private functions; the step runs, and no later one asks
+    again."""
     monkeypatch.delattr(torch._C._autograd, "_prepare_profiler")
     monkeypatch.setattr(StepMemory, "_labels", lambda self: {})
     memory = memory_of(Device("cpu"))
@@ -202,10 +236,13 @@ def construct_out_of_memory(configs: Sequence[Config]) -> list[str]:
 
 
 def test_out_of_memory_in_construction_reports_the_planned_bytes() -> None:
-    """Oracle: four bytes a parameter, over the ranks that share them; sharding is advised where there is none."""
+    """Oracle: four bytes a parameter, over the ranks that share them; sharding is advised where
+    there is none."""
     configs = [make_config(parallel, 2) for parallel in (DDPConfig(), FSDP2Config())]
     total = sum(param.numel() for param in configs[0].model.build().parameters())
-    for share, report in zip((1, 2), run_ranks(2, construct_out_of_memory, configs)[0], strict=True):
+    for share, report in zip(
+        (1, 2), run_ranks(2, construct_out_of_memory, configs)[0], strict=True
+    ):
         assert "ran out on rank 0 in the construction\n" in report
         assert f"{4 * total / share / 2**10:.2f} KiB  parameters, when complete" in report
         assert ("parallel=fsdp2 mesh.fsdp_size=-1" in report) == (share == 1)
@@ -218,21 +255,28 @@ def memory_of_a_lazy_run(config: Config) -> tuple[int, int]:
     """Bytes of gradients in the report after a deferred step, and of the local parameters."""
     trainer = Trainer(config)
     trainer.train_step(1)
-    parameters = live_bytes((param for _, param in trainer.strategy.named_parameters()), None).parameters
+    parameters = live_bytes(
+        (param for _, param in trainer.strategy.named_parameters()), None
+    ).parameters
     return trainer._oom_context(2).live.gradients.host_bytes, parameters.host_bytes
 
 
 def test_gradients_of_deferred_steps_count_as_gradients() -> None:
     """Oracle: the bytes of the parameters."""
-    gradients, parameters = run_ranks(1, memory_of_a_lazy_run, make_config(SingleConfig(), 1, memory=LAZY))[0]
+    gradients, parameters = run_ranks(
+        1, memory_of_a_lazy_run, make_config(SingleConfig(), 1, memory=LAZY)
+    )[0]
     assert gradients == parameters > 0
 
 
 def test_out_of_memory_reports_phase_live_bytes_and_advice() -> None:
-    """Oracle: a failed allocation of 1 PiB in that part; activations are live in forward and backward only."""
+    """Oracle: a failed allocation of 1 PiB in that part; activations are live in forward and
+    backward only."""
     parts = ("forward", "backward", "optimizer", "evaluation")
     config = make_config(FSDP2Config(), 2, grad_accum=1, eval_every=2)
-    for part, report in zip(parts, run_ranks(2, run_out_of_memory_in, config, parts)[1], strict=True):
+    for part, report in zip(
+        parts, run_ranks(2, run_out_of_memory_in, config, parts)[1], strict=True
+    ):
         assert f"on rank 1 in the {part} of step 2\n1024.00 TiB asked for" in report
         assert "optimizer states" in report
         assert ("memory.chunk_loss=true" in report) == (part in ("forward", "backward"))
@@ -241,11 +285,17 @@ def test_out_of_memory_reports_phase_live_bytes_and_advice() -> None:
 def train_and_save(folder: str, background: bool, every: int) -> tuple[list[Any], list[Any]]:
     """Memory at the end of each step, and at its peak, of a run that saves."""
     config = kept(
-        make_config(SingleConfig(), 1, **{**SMALL, "steps": 6}), Path(folder), every, async_save=background, keep=6
+        make_config(SingleConfig(), 1, **{**SMALL, "steps": 6}),
+        Path(folder),
+        every,
+        async_save=background,
+        keep=6,
     )
     gc.collect()
     history = run_to_the_end(config, count_every_step).history
-    return [metrics.memory_allocated_gib for metrics in history], [metrics.memory_peak_gib for metrics in history]
+    return [metrics.memory_allocated_gib for metrics in history], [
+        metrics.memory_peak_gib for metrics in history
+    ]
 
 
 def count_every_step(trainer: Trainer) -> None:
@@ -253,8 +303,11 @@ def count_every_step(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_saving_and_loading_do_not_change_the_counted_memory(background: bool, tmp_path: Path) -> None:
-    """Oracle: the run that saves after its last step only; a run that resumes from its third step."""
+def test_saving_and_loading_do_not_change_the_counted_memory(
+    background: bool, tmp_path: Path
+) -> None:
+    """Oracle: the run that saves after its last step only; a run that resumes from its third
+    step."""
     ((ends, peaks),) = run_ranks(1, train_and_save, str(tmp_path / "plain"), False, 6)
     (saving,) = run_ranks(1, train_and_save, str(tmp_path / "run"), background, 1)
     about = functools.partial(pytest.approx, rel=1e-3)  # the saving thread takes a few bytes

@@ -89,7 +89,8 @@ def test_second_signal_ends_a_rank_inside_a_collective(tmp_path: Path) -> None:
 
 
 def test_signals_of_a_forked_child_do_not_reach_the_parent() -> None:
-    """Oracle: a child forked in the loop, like a data loader's, dies of SIGTERM; the parent records its own signal."""
+    """Oracle: a child forked in the loop, like a data loader's, dies of SIGTERM; the parent records
+    its own signal."""
     with StopRequest() as request:
         assert in_child(kill_self) == -signal.SIGTERM
         os.kill(os.getpid(), signal.SIGUSR1)

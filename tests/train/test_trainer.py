@@ -1,4 +1,5 @@
-"""The training loop: the numbers of a step, equal on all ranks, and garbage collection between steps."""
+"""The training loop: the numbers of a step, equal on all ranks, and garbage collection between
+steps."""
 
 import gc
 import math
@@ -40,7 +41,9 @@ def first_step_and_oracle(config: Config) -> tuple[list[float], list[float]]:
     loss = F.cross_entropy(logits, flat, ignore_index=-100, label_smoothing=train.label_smoothing)
     loss = loss + train.z_loss_coef * logits.logsumexp(-1)[flat != -100].square().mean()
     loss.backward()
-    norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    norm = torch.nn.utils.get_total_norm(
+        [param.grad for param in model.parameters() if param.grad is not None]
+    )
     trainer.train()
     return [trainer.history[0].loss, trainer.history[0].grad_norm], [loss.item(), norm.item()]
 
@@ -67,7 +70,9 @@ def test_loss_is_the_mean_over_valid_tokens_of_the_global_batch(
 
     Label smoothing is cross_entropy's own, and the z loss is the mean squared logsumexp.
     """
-    found, expected = run_ranks(2, first_step_and_oracle, make_config(parallel, 2, steps=1, **options))[0]
+    found, expected = run_ranks(
+        2, first_step_and_oracle, make_config(parallel, 2, steps=1, **options)
+    )[0]
     assert found == pytest.approx(expected, rel=1e-5)
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
 
@@ -98,7 +103,8 @@ def count_full_losses(config: Config) -> int:
 
 @pytest.mark.parametrize("chunk_loss", [False, True], ids=["whole", "chunks"])
 def test_evaluation_uses_the_chunked_loss_if_training_does(chunk_loss: bool) -> None:
-    """Oracle: calls of F.cross_entropy on full logits: two steps of two micro-batches, two evaluations."""
+    """Oracle: calls of F.cross_entropy on full logits: two steps of two micro-batches, two
+    evaluations."""
     memory = MemoryConfig(chunk_loss=chunk_loss)
     config = make_config(SingleConfig(), 1, steps=2, eval_every=1, eval_batches=1, memory=memory)
     assert run_ranks(1, count_full_losses, config)[0] == (0 if chunk_loss else 6)
@@ -128,8 +134,9 @@ def evaluations(history: list[StepMetrics]) -> list[float | None]:
 
 
 def test_sums_over_ranks_round_in_their_dtype() -> None:
-    """Oracle: in float64 DDP and FSDP2 agree bitwise where a reduction adds two numbers; in float32 they do not,
-    since each adds up the squares of its own pieces of the gradients, and all are as close as float32 is.
+    """Oracle: in float64 DDP and FSDP2 agree bitwise where a reduction adds two numbers; in float32
+    they do not, since each adds up the squares of its own pieces of the gradients, and all are as
+    close as float32 is.
     """
     configs = [
         make_config(parallel, 2, deterministic=False, steps=6, sum_dtype=dtype)
@@ -142,10 +149,17 @@ def test_sums_over_ranks_round_in_their_dtype() -> None:
         assert row == pytest.approx(ddp, rel=2e-6)
 
 
-@pytest.mark.parametrize("dtype, expected", [("auto", "float32"), ("float32", "float32"), ("float64", None)])
-def test_sum_dtype_defaults_to_float64_where_collectives_support_it(dtype: str, expected: str | None) -> None:
+@pytest.mark.parametrize(
+    "dtype, expected", [("auto", "float32"), ("float32", "float32"), ("float64", None)]
+)
+def test_sum_dtype_defaults_to_float64_where_collectives_support_it(
+    dtype: str, expected: str | None
+) -> None:
     """Oracle: HCCL's dtypes, which exclude float64 reductions."""
-    for device_type, chosen in (("npu", expected), ("cuda", "float64" if dtype == "auto" else dtype)):
+    for device_type, chosen in (
+        ("npu", expected),
+        ("cuda", "float64" if dtype == "auto" else dtype),
+    ):
         config = compose_config(["model=llama_debug", "parallel=fsdp2", f"train.sum_dtype={dtype}"])
         if chosen is None:
             with pytest.raises(
@@ -155,7 +169,10 @@ def test_sum_dtype_defaults_to_float64_where_collectives_support_it(dtype: str, 
                 config.validate(2, device_type)
         else:
             config.validate(2, device_type)
-            assert config.train.sum_dtype.value == chosen and config.train.sum_dtype.torch == getattr(torch, chosen)
+            assert (
+                config.train.sum_dtype.value == chosen
+                and config.train.sum_dtype.torch == getattr(torch, chosen)
+            )
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -171,8 +188,11 @@ def test_sum_dtype_defaults_to_float64_where_collectives_support_it(dtype: str, 
 def test_equal_global_batches_on_any_layout_give_equal_losses(
     world_size: int, batch_size: int, grad_accum: int
 ) -> None:
-    """Oracle: the same 8 sequences a step in one process; layouts of ranks, batch and accumulation."""
-    (reference,) = run_ranks(1, histories, [make_config(SingleConfig(), 1, batch_size=8, grad_accum=1)])[0]
+    """Oracle: the same 8 sequences a step in one process; layouts of ranks, batch and
+    accumulation."""
+    (reference,) = run_ranks(
+        1, histories, [make_config(SingleConfig(), 1, batch_size=8, grad_accum=1)]
+    )[0]
     config = make_config(FSDP2Config(), world_size, batch_size=batch_size, grad_accum=grad_accum)
     for (history,) in run_ranks(world_size, histories, [config]):
         assert losses(history) == pytest.approx(losses(reference), rel=1e-5)
@@ -207,8 +227,12 @@ def test_loss_falls_to_the_entropy_of_the_data() -> None:
 
 
 def test_all_ranks_stop_after_the_step_that_exceeds_the_time_limit() -> None:
-    """Oracle: the first rank's number of steps; a limit exceeded by the first step stops after it and an evaluation."""
-    configs = [make_config(parallel, 2, max_seconds=1e-9, eval_every=100, steps=100) for parallel in STRATEGIES]
+    """Oracle: the first rank's number of steps; a limit exceeded by the first step stops after it
+    and an evaluation."""
+    configs = [
+        make_config(parallel, 2, max_seconds=1e-9, eval_every=100, steps=100)
+        for parallel in STRATEGIES
+    ]
     for ranks in run_ranks(2, histories, configs):
         assert all(len(history) == 1 and history[0].eval_loss is not None for history in ranks)
 
@@ -235,8 +259,13 @@ def test_each_seed_affects_its_purpose_and_the_common_seed_all() -> None:
     """Oracle: changes of the data (loss of the first step) and of the initial values."""
     optim = AdamWConfig(lr=0.0)
     seeds: list[dict[str, Any]] = [{}, {"seed": 0}, {"data_seed": 1}, {"init_seed": 1}, {"seed": 1}]
-    configs = [make_config(SingleConfig(), 1, steps=1, max_grad_norm=None, optim=optim, **seed) for seed in seeds]
-    base, same, data, init, common = run_ranks(1, lambda: [loss_and_sum(config) for config in configs])[0]
+    configs = [
+        make_config(SingleConfig(), 1, steps=1, max_grad_norm=None, optim=optim, **seed)
+        for seed in seeds
+    ]
+    base, same, data, init, common = run_ranks(
+        1, lambda: [loss_and_sum(config) for config in configs]
+    )[0]
     assert same == base
     assert data[0] != base[0] and data[1] == base[1]
     assert init[0] != base[0] and init[1] != base[1]
@@ -265,7 +294,8 @@ class Node:
 
 
 def train_and_watch(every: int, failing_step: int | None) -> tuple[list[bool], list[int], bool]:
-    """Of each step, whether the collector was on and how many cycles were alive; and whether it is on at the end.
+    """Of each step, whether the collector was on and how many cycles were alive; and whether it is
+    on at the end.
 
     Each step makes a cycle; ``failing_step`` raises.
     """
@@ -290,8 +320,11 @@ def train_and_watch(every: int, failing_step: int | None) -> tuple[list[bool], l
 
 
 @pytest.mark.parametrize("failing_step", [None, 3])
-def test_collector_is_off_in_steps_and_on_again_after_training_or_an_error(failing_step: int | None) -> None:
-    """Oracle: ``gc.isenabled()`` in every step and at the end; a cycle lives until the next multiple of 2 steps."""
+def test_collector_is_off_in_steps_and_on_again_after_training_or_an_error(
+    failing_step: int | None,
+) -> None:
+    """Oracle: ``gc.isenabled()`` in every step and at the end; a cycle lives until the next
+    multiple of 2 steps."""
     [(enabled, alive, after)] = run_ranks(1, train_and_watch, 2, failing_step)
     steps = failing_step or 6
     assert enabled == [False] * steps and after
@@ -304,9 +337,12 @@ def test_zero_leaves_the_collector_on() -> None:
     assert enabled == [True] * 6 and after
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="its passes visit a part of the old objects each")
+@pytest.mark.skipif(
+    sys.version_info >= (3, 14), reason="its passes visit a part of the old objects each"
+)
 def test_cycles_of_old_objects_are_collected_by_the_full_passes() -> None:
-    """Oracle: an object of the oldest generation lives until step FULL, in which all generations are collected."""
+    """Oracle: an object of the oldest generation lives until step FULL, in which all generations
+    are collected."""
     node = Node()
     reference = weakref.ref(node)
     with collection_between_steps(1) as collect:

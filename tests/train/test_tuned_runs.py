@@ -33,8 +33,14 @@ NF4 = dataclasses.replace(LORA, base=Base.nf4)
 
 BFLOAT16 = FSDP2Config(param_dtype=DType.bfloat16)
 MUON = {"optim": MuonConfig(lr=1e-2)}
-OVERLAPPED = MemoryConfig(cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped, cpu_threads=2)
-IN_BACKWARD = {"memory": MemoryConfig(optimizer_in_backward=True), "max_grad_norm": None, "skip_nonfinite": False}
+OVERLAPPED = MemoryConfig(
+    cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped, cpu_threads=2
+)
+IN_BACKWARD = {
+    "memory": MemoryConfig(optimizer_in_backward=True),
+    "max_grad_norm": None,
+    "skip_nonfinite": False,
+}
 
 ROWS = {
     "fsdp1": Row(FSDP1Config(), 2, {"async_save": True}),
@@ -50,15 +56,20 @@ MORE_ROWS = {
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("label", [*ROWS, *(pytest.param(label, marks=pytest.mark.extended) for label in MORE_ROWS)])
+@pytest.mark.parametrize(
+    "label", [*ROWS, *(pytest.param(label, marks=pytest.mark.extended) for label in MORE_ROWS)]
+)
 def test_resumed_runs_equal_uninterrupted_ones_bitwise(label: str, tmp_path: Path) -> None:
-    """Oracle: the uninterrupted run: its steps, and all parameters, frozen and quantized ones too."""
+    """Oracle: the uninterrupted run: its steps, and all parameters, frozen and quantized ones
+    too."""
     row = (ROWS | MORE_ROWS)[label]
     options = {"tune": LORA, "model": LLAMA, **row.options}
     check_resumed_run(label, dataclasses.replace(row, options=options), tmp_path)
 
 
-def logits_of_trained(configs: list[Config], folders: list[Path], tokens_BT: Tensor) -> list[list[list[float]]]:
+def logits_of_trained(
+    configs: list[Config], folders: list[Path], tokens_BT: Tensor
+) -> list[list[list[float]]]:
     """Logits of the model at the end of each run, and of what its run directory holds."""
     found = []
     for config, folder in zip(configs, folders, strict=True):
@@ -72,7 +83,8 @@ def logits_of_trained(configs: list[Config], folders: list[Path], tokens_BT: Ten
 
 @pytest.mark.usefixtures("unmeasured")
 def test_final_weights_are_those_of_the_model_and_its_adapters(tmp_path: Path) -> None:
-    """Oracle: the logits of the run's model; the folder ``adapter`` on the base, for an unquantized one."""
+    """Oracle: the logits of the run's model; the folder ``adapter`` on the base, for an unquantized
+    one."""
     base, merged = tmp_path / "base", tmp_path / "merged"
     write(base, build(LLAMA))
     started = dataclasses.replace(LLAMA, init_from=str(base))
@@ -94,9 +106,21 @@ def test_final_weights_are_those_of_the_model_and_its_adapters(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("tune", "sentence"),
     [
-        (FullConfig(), "tune=full is not lora, with which the checkpoint of step 1 was made; set tune=lora"),
-        (dataclasses.replace(LORA, rank=8), "tune.rank=8 is not 4, with which the checkpoint of step 1 was made"),
-        (NF4, "tune.base=nf4 is not plain, with which the checkpoint of step 1 was made; set tune.base=plain"),
+        (
+            FullConfig(),
+            "tune=full is not lora, with which the checkpoint of step 1 was made; set tune=lora",
+        ),
+        (
+            dataclasses.replace(LORA, rank=8),
+            "tune.rank=8 is not 4, with which the checkpoint of step 1 was made",
+        ),
+        (
+            NF4,
+            (
+                "tune.base=nf4 is not plain, with which the checkpoint of step 1 was made; set "
+                "tune.base=plain"
+            ),
+        ),
     ],
     ids=["full", "rank", "base"],
 )

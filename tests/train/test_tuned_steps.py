@@ -14,12 +14,23 @@ from fsdptoys.errors import ConfigError
 from tests.harness.byte_model import save_model
 
 ROWS = [
-    {"messages": [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": f"{n + 1}"}]}
+    {
+        "messages": [
+            {"role": "user", "content": f"{n} + 1?"},
+            {"role": "assistant", "content": f"{n + 1}"},
+        ]
+    }
     for n in range(23)
 ]
 MODEL = ["model=llama_bytes", "model.dim=32", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=2",
          "model.ffn_dim=48", "model.vocab_size=256", "model.max_seq_len=64", "model.init_from=folder"]  # fmt: skip
-DATA = ["data=chat", "data.files=[rows.jsonl]", "data.template=chatml", "data.cache=cache", "data.processes=1"]
+DATA = [
+    "data=chat",
+    "data.files=[rows.jsonl]",
+    "data.template=chatml",
+    "data.cache=cache",
+    "data.processes=1",
+]
 
 
 @pytest.fixture
@@ -53,14 +64,19 @@ def prepared(words: list[str], world_size: int) -> Config:
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 @pytest.mark.usefixtures("place")
-def test_steps_without_a_number_see_each_row_once(words: list[str], ranks: int, data_ranks: int) -> None:
-    """Oracle: the sampler: the last step meets the last row, and a held-out part is evaluated at most four times."""
+def test_steps_without_a_number_see_each_row_once(
+    words: list[str], ranks: int, data_ranks: int
+) -> None:
+    """Oracle: the sampler: the last step meets the last row, and a held-out part is evaluated at
+    most four times."""
     config = prepared(words, ranks)
     train = config.train
     assert train.data_seed is not None
     samples = config.data.build(train.seq_len, config.model.vocab_size, train.data_seed).train
     everyone = range(data_ranks)
-    stream = BatchStream(samples, train.batch_size, train.grad_accum, everyone, data_ranks, train.data_seed)
+    stream = BatchStream(
+        samples, train.batch_size, train.grad_accum, everyone, data_ranks, train.data_seed
+    )
     seen: list[int] = []
     for _ in range(train.steps):
         assert len(set(seen)) < len(samples)
@@ -72,15 +88,35 @@ def test_steps_without_a_number_see_each_row_once(words: list[str], ranks: int, 
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_run_says_how_many_steps_its_pass_has(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the lines of metrics, a held-out loss among them, and the resumed run's, which counts the same."""
-    words = ["train", *MODEL, *DATA, "data.eval_fraction=0.3", "launch.device=cpu", "parallel=single"]
-    words += ["metrics.run_dir=tuned", "metrics.console=none", "plan.predict=false", "checkpoint.every=2"]
+def test_run_says_how_many_steps_its_pass_has(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the lines of metrics, a held-out loss among them, and the resumed run's, which counts
+    the same."""
+    words = [
+        "train",
+        *MODEL,
+        *DATA,
+        "data.eval_fraction=0.3",
+        "launch.device=cpu",
+        "parallel=single",
+    ]
+    words += [
+        "metrics.run_dir=tuned",
+        "metrics.console=none",
+        "plan.predict=false",
+        "checkpoint.every=2",
+    ]
     assert main(words) == 0
-    lines = [json.loads(line) for line in (place / "tuned" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (place / "tuned" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [line for line in lines if "loss" in line]
     output = capfd.readouterr().out
-    said = f"train.steps={len(steps)}: one pass over {len(steps)} rows of 64 tokens, 1 a step; train.eval_every="
+    said = (
+        f"train.steps={len(steps)}: one pass over {len(steps)} rows of 64 tokens, 1 a step; "
+        "train.eval_every="
+    )
     assert said in output and "since a part is held out" in output
     assert any(line.get("eval_loss") is not None for line in steps)
     assert main([*words, "checkpoint.resume=must"]) == 0 and said in capfd.readouterr().out
@@ -89,7 +125,9 @@ def test_run_says_how_many_steps_its_pass_has(place: Path, capfd: pytest.Capture
 @pytest.mark.usefixtures("place")
 def test_profile_longer_than_the_counted_steps_is_refused() -> None:
     """Oracle: the sentence, which composing cannot know yet."""
-    config = compose_config([*MODEL, *DATA, "launch.device=cpu", "profile.enabled=true", "profile.skip_steps=900"])
+    config = compose_config(
+        [*MODEL, *DATA, "launch.device=cpu", "profile.enabled=true", "profile.skip_steps=900"]
+    )
     config.validate(2, "cpu")
     config.data.prepare(config.train.seq_len, config.model.vocab_size)
     with pytest.raises(ConfigError, match=r"need 904 steps, and train\.steps=\d+"):

@@ -12,7 +12,8 @@ from fsdptoys.utils.sealed_folder import new_folder
 from tests.harness.disks import in_child, kill_self
 
 CHANGES = ("open", "mkdir", "fsync", "replace", "rename", "unlink")
-"""Functions of ``os`` through which a folder is made; ``pathlib`` and ``open_regular`` call them."""
+"""Functions of ``os`` through which a folder is made; ``pathlib`` and ``open_regular`` call
+them."""
 
 FILES = {"a": b"first", "b": b"", "c": b"x" * 3_000_000}
 
@@ -36,7 +37,8 @@ def make_until(moment: int, folder: Path) -> None:
 
 
 def test_killed_writer_leaves_a_complete_folder_or_none(tmp_path: Path) -> None:
-    """Oracle: the sums and bytes of the files; the writer is killed before each of its changes in turn."""
+    """Oracle: the sums and bytes of the files; the writer is killed before each of its changes in
+    turn."""
     outcomes = []
     for moment in itertools.count():
         folder = tmp_path / str(moment) / "folder"

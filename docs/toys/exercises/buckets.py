@@ -1,7 +1,7 @@
 """Exercise 2, with ``fsdptoys/toys/buckets.py``: which gradients travel together?
 
-The backward makes the last parameter's gradient first. A bucket that waits for gradients of both ends of the model can
-leave only when the backward is over; many small ones cost a message each.
+The backward makes the last parameter's gradient first. A bucket that waits for gradients of both
+ends of the model can leave only when the backward is over; many small ones cost a message each.
 """
 
 

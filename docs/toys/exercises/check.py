@@ -1,7 +1,8 @@
-"""Check the exercises: ``python docs/toys/exercises/check.py ring`` or, for all of them, without a name.
+"""Check the exercises: ``python docs/toys/exercises/check.py ring`` or, for all of them, without a
+name.
 
-Runs 2, 3 and 4 processes on this machine, with gloo, and compares results and the collectives used. Prints the expected
-value where an answer differs, and exits with status 1.
+Runs 2, 3 and 4 processes on this machine, with gloo, and compares results and the collectives used.
+Prints the expected value where an answer differs, and exits with status 1.
 
 ``--folder FOLDER`` reads the answers from files of the same names elsewhere.
 """
@@ -33,7 +34,8 @@ PATIENCE_SECONDS = 60
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the calls of ``torch.distributed`` and their elements, and notes the largest tensor of other calls."""
+    """Counts the calls of ``torch.distributed`` and their elements, and notes the largest tensor of
+    other calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +43,9 @@ class Traffic(TorchDispatchMode):
         self.elements: Counter[str] = Counter()
         self.largest = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Count one operator and run it."""
         if function.namespace == "c10d":
             name = function.overloadpacket.__name__.strip("_")
@@ -61,11 +65,17 @@ def check_ring(answer: ModuleType, rank: int, ranks: int) -> None:
         expected = torch.arange(length, dtype=torch.float32) * sum(range(1, ranks + 1))
         with Traffic() as traffic:
             answer.all_reduce(own)
-        expect(torch.equal(own, expected), f"the sum of {length} elements: {expected[:5]}, not {own[:5]}")
+        expect(
+            torch.equal(own, expected),
+            f"the sum of {length} elements: {expected[:5]}, not {own[:5]}",
+        )
         others = {name for name in traffic.calls if name not in ("send", "recv", "recv_any_source")}
         expect(not others, f"nothing but send and recv: {', '.join(sorted(others))} was used")
         most = 2 * (ranks - 1) * -(-length // ranks)
-        expect(traffic.elements["send"] <= most, f"at most {most} of {length} sent, not {traffic.elements['send']}")
+        expect(
+            traffic.elements["send"] <= most,
+            f"at most {most} of {length} sent, not {traffic.elements['send']}",
+        )
 
 
 def check_buckets(answer: ModuleType, rank: int, ranks: int) -> None:
@@ -73,12 +83,20 @@ def check_buckets(answer: ModuleType, rank: int, ranks: int) -> None:
     for sizes in ([4, 4, 4, 4, 4], [1, 9, 1, 30, 2, 2], [7], [50, 1, 1]):
         buckets = answer.fill_buckets(sizes, 8)
         flat = [number for bucket in buckets for number in bucket]
-        expect(flat == list(reversed(range(len(sizes)))), f"each parameter of {sizes} once, the last first: {flat}")
+        expect(
+            flat == list(reversed(range(len(sizes)))),
+            f"each parameter of {sizes} once, the last first: {flat}",
+        )
         for place, bucket in enumerate(buckets):
             expect(bool(bucket), "no empty bucket")
-            before, after = (sum(sizes[number] for number in part) for part in (bucket[:-1], bucket))
+            before, after = (
+                sum(sizes[number] for number in part) for part in (bucket[:-1], bucket)
+            )
             expect(before < 8, f"nothing more in a full bucket: {bucket} of {sizes}")
-            expect(after >= 8 or place == len(buckets) - 1, f"only full buckets closed, unlike {bucket} of {sizes}")
+            expect(
+                after >= 8 or place == len(buckets) - 1,
+                f"only full buckets closed, unlike {bucket} of {sizes}",
+            )
 
 
 def check_step(answer: ModuleType, rank: int, ranks: int) -> None:
@@ -93,7 +111,10 @@ def check_step(answer: ModuleType, rank: int, ranks: int) -> None:
             adamw.step()
             answer.sharded_adamw_step(own, whole.grad.clone(), state, step)
             apart = (own - whole.detach()).abs().max()
-            expect(torch.equal(own, whole.detach()), f"the bits of AdamW after step {step}, not {apart:.1e} off")
+            expect(
+                torch.equal(own, whole.detach()),
+                f"the bits of AdamW after step {step}, not {apart:.1e} off",
+            )
         kept = sum(tensor.numel() for tensor in state.values())
         most = 2 * -(-length // ranks)
         expect(kept <= most, f"at most {most} elements of states kept, not {kept}")
@@ -106,18 +127,33 @@ def check_rows(answer: ModuleType, rank: int, ranks: int) -> None:
         chunks = list(whole.chunk(ranks))
         chunks += [whole[:0]] * (ranks - len(chunks))
         first, after = answer.own_rows(rows, rank, ranks)
-        expect(torch.equal(whole[first:after], chunks[rank]), f"rows of rank {rank} of {ranks}, of {rows}")
+        expect(
+            torch.equal(whole[first:after], chunks[rank]),
+            f"rows of rank {rank} of {ranks}, of {rows}",
+        )
         with Traffic() as traffic:
             gathered = answer.gather_rows(chunks[rank].clone(), rows)
-        expect(torch.equal(gathered, whole), f"the whole of {rows} rows: {whole.tolist()}, not {gathered.tolist()}")
+        expect(
+            torch.equal(gathered, whole),
+            f"the whole of {rows} rows: {whole.tolist()}, not {gathered.tolist()}",
+        )
         expect(sum(traffic.calls.values()) == 1, f"one collective, not {dict(traffic.calls)}")
 
 
 def check_owners(answer: ModuleType, rank: int, ranks: int) -> None:
     """Compare with the best of all tables."""
-    for sizes in ([5, 5, 4, 4, 3, 3, 3], [1, 8, 1, 8, 1, 8], [2, 2, 2, 2, 2, 2, 6], [2, 3, 7, 1, 1], [10, 1, 1]):
+    for sizes in (
+        [5, 5, 4, 4, 3, 3, 3],
+        [1, 8, 1, 8, 1, 8],
+        [2, 2, 2, 2, 2, 2, 6],
+        [2, 3, 7, 1, 1],
+        [10, 1, 1],
+    ):
         owners = answer.assign_owners(sizes, ranks)
-        expect(len(owners) == len(sizes) and set(owners) <= set(range(ranks)), f"owners of all of {sizes}: {owners}")
+        expect(
+            len(owners) == len(sizes) and set(owners) <= set(range(ranks)),
+            f"owners of all of {sizes}: {owners}",
+        )
         tables = itertools.product(range(ranks), repeat=len(sizes))
         best = min(fullest(sizes, table, ranks) for table in tables)
         bound = (4 / 3 - 1 / (3 * ranks)) * best
@@ -127,7 +163,10 @@ def check_owners(answer: ModuleType, rank: int, ranks: int) -> None:
 
 def fullest(sizes: Sequence[int], owners: Sequence[int], ranks: int) -> int:
     """Return the bytes of the fullest rank."""
-    return max(sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(ranks))
+    return max(
+        sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank)
+        for rank in range(ranks)
+    )
 
 
 def check_linear(answer: ModuleType, rank: int, ranks: int) -> None:
@@ -139,9 +178,14 @@ def check_linear(answer: ModuleType, rank: int, ranks: int) -> None:
     sum((nn.functional.linear(batch, whole) ** 2).sum() for batch in batches).div(ranks).backward()
     module = answer.ShardedLinear(weight.clone())
     parameters = list(module.parameters())
-    expect(len(parameters) == 1 and parameters[0] is module.shard, "the shard is the only parameter")
+    expect(
+        len(parameters) == 1 and parameters[0] is module.shard, "the shard is the only parameter"
+    )
     rows = slice(12 // ranks * rank, 12 // ranks * (rank + 1))
-    expect(torch.equal(module.shard.detach(), weight[rows]), f"rows {rows.start} to {rows.stop} on rank {rank}")
+    expect(
+        torch.equal(module.shard.detach(), weight[rows]),
+        f"rows {rows.start} to {rows.stop} on rank {rank}",
+    )
     saved: list[int] = []
     inputs = batches[rank].clone().requires_grad_()
 
@@ -154,14 +198,22 @@ def check_linear(answer: ModuleType, rank: int, ranks: int) -> None:
             output = module(inputs)
         (output**2).sum().backward()
     torch.testing.assert_close(output.detach(), nn.functional.linear(batches[rank], weight))
-    expect(max(saved, default=0) < weight.numel(), "nothing of the whole weight's size is kept for the backward")
+    expect(
+        max(saved, default=0) < weight.numel(),
+        "nothing of the whole weight's size is kept for the backward",
+    )
     assert whole.grad is not None
     torch.testing.assert_close(module.shard.grad, whole.grad[rows])
     torch.testing.assert_close(inputs.grad, 2 * output.detach() @ weight)
     kinds = Counter({"gather": 0, "reduce_scatter": 0})
     for name, calls in traffic.calls.items():
-        kinds["reduce_scatter" if "reduce_scatter" in name else "gather" if "gather" in name else name] += calls
-    expect(kinds == {"gather": 2, "reduce_scatter": 1}, f"two all-gathers and a reduce-scatter, not {dict(kinds)}")
+        kinds[
+            "reduce_scatter" if "reduce_scatter" in name else "gather" if "gather" in name else name
+        ] += calls
+    expect(
+        kinds == {"gather": 2, "reduce_scatter": 1},
+        f"two all-gathers and a reduce-scatter, not {dict(kinds)}",
+    )
 
 
 def check_attention(answer: ModuleType, rank: int, ranks: int) -> None:
@@ -174,18 +226,27 @@ def check_attention(answer: ModuleType, rank: int, ranks: int) -> None:
         expected = (q[own] @ k.T / columns**0.5).softmax(1) @ v
         with Traffic() as traffic:
             found = answer.attend(q[own].clone(), k[own].clone(), v[own].clone())
-        right = found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+        right = found.shape == expected.shape and torch.allclose(
+            found, expected, rtol=1e-4, atol=1e-5
+        )
         expect(right, f"attention to the keys of all ranks: {expected[0]}, not {found[0]}")
         others = {name for name in traffic.calls if name not in ("send", "recv", "recv_any_source")}
         expect(not others, f"nothing but sends and receives: {', '.join(sorted(others))} was used")
         most = 2 * (ranks - 1) * rows * columns
-        expect(traffic.elements["send"] <= most, f"at most {most} elements sent, not {traffic.elements['send']}")
+        expect(
+            traffic.elements["send"] <= most,
+            f"at most {most} elements sent, not {traffic.elements['send']}",
+        )
         scores = ranks * rows * rows
-        expect(traffic.largest < scores, f"no tensor as large as all {scores} scores, but one has {traffic.largest}")
+        expect(
+            traffic.largest < scores,
+            f"no tensor as large as all {scores} scores, but one has {traffic.largest}",
+        )
 
 
 def check_dispatch(answer: ModuleType, rank: int, ranks: int) -> None:
-    """Compare with all functions on one rank: random targets, one target for all, and a rank without rows."""
+    """Compare with all functions on one rank: random targets, one target for all, and a rank
+    without rows."""
     generator = torch.Generator().manual_seed(rank)
     for case in ("random", "last", "none on rank 0"):
         count = 0 if case == "none on rank 0" and rank == 0 else 5 + rank
@@ -194,19 +255,38 @@ def check_dispatch(answer: ModuleType, rank: int, ranks: int) -> None:
         rows = torch.randn(count, 3, generator=generator).requires_grad_()
         factor = nn.Parameter(torch.tensor(rank + 2.0))
         with Traffic() as traffic:
-            found = answer.apply_elsewhere(rows, targets, lambda rows, factor=factor: rows * factor + rank)
+            found = answer.apply_elsewhere(
+                rows, targets, lambda rows, factor=factor: rows * factor + rank
+            )
             found.sum().backward()
         factors = (targets + 2.0).unsqueeze(1)
         expected = rows.detach() * factors + targets.unsqueeze(1)
-        expect(found.shape == rows.shape, f"{tuple(rows.shape)} for {case} targets, not {tuple(found.shape)}")
-        expect(torch.allclose(found, expected), f"results in the order of the rows, for {case} targets")
+        expect(
+            found.shape == rows.shape,
+            f"{tuple(rows.shape)} for {case} targets, not {tuple(found.shape)}",
+        )
+        expect(
+            torch.allclose(found, expected), f"results in the order of the rows, for {case} targets"
+        )
         expect(rows.grad is not None, "a gradient of the rows")
-        expect(torch.equal(rows.grad, factors.expand_as(rows)), f"the functions' gradients, for {case} targets")
+        expect(
+            torch.equal(rows.grad, factors.expand_as(rows)),
+            f"the functions' gradients, for {case} targets",
+        )
         sums = torch.zeros(ranks).index_add_(0, targets, rows.detach().sum(1))
         dist.all_reduce(sums)
-        expect(factor.grad is not None, f"zeros as the gradient of a function without rows, for {case} targets")
-        expect(torch.allclose(factor.grad, sums[rank], atol=1e-5), f"all rows in a function's gradient, {case} targets")
-        expect(traffic.calls == {"alltoall_base": 5}, f"five all_to_all_single, not {dict(traffic.calls)}")
+        expect(
+            factor.grad is not None,
+            f"zeros as the gradient of a function without rows, for {case} targets",
+        )
+        expect(
+            torch.allclose(factor.grad, sums[rank], atol=1e-5),
+            f"all rows in a function's gradient, {case} targets",
+        )
+        expect(
+            traffic.calls == {"alltoall_base": 5},
+            f"five all_to_all_single, not {dict(traffic.calls)}",
+        )
 
 
 CHECKS: dict[str, Callable[[ModuleType, int, int], None]] = {
@@ -261,7 +341,8 @@ def check(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 def run_rank(rank: int, ranks: int, store: str, folder: Path, name: str, answers: Any) -> None:
     """Run one rank."""
-    # torch 2.13 has new names for all_gather_into_tensor and reduce_scatter_tensor, older ones do not know them.
+    # torch 2.13 has new names for all_gather_into_tensor and reduce_scatter_tensor, older ones do
+    # not know them.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     torch.set_num_threads(1)
@@ -278,7 +359,11 @@ def run(folder: Path, name: str, ranks: int) -> str | None:
     with tempfile.TemporaryDirectory() as scratch:
         answers = context.SimpleQueue()
         processes = [
-            context.Process(target=run_rank, args=(rank, ranks, f"{scratch}/store", folder, name, answers), daemon=True)
+            context.Process(
+                target=run_rank,
+                args=(rank, ranks, f"{scratch}/store", folder, name, answers),
+                daemon=True,
+            )
             for rank in range(ranks)
         ]
         for process in processes:
@@ -301,7 +386,9 @@ def run(folder: Path, name: str, ranks: int) -> str | None:
 
 def main() -> int:
     """Check and print; return 1 if an answer is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CHECKS))
     parser.add_argument("--folder", type=Path, default=HERE, help="where the answers are")
     args = parser.parse_args()

@@ -32,7 +32,9 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 16)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 16)) for _ in range(3)
+        )
         self.head = nn.Linear(16, 10)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -55,15 +57,21 @@ def train(name: str) -> tuple[list[float], list[Any]]:
     """Run a loop on this rank, on its part of the batches; return losses and parameters."""
     torch.manual_seed(0)
     model = Model()
-    batches = [[(torch.randn(8, 16), torch.randint(10, (8,))) for _ in range(RANKS)] for _ in range(STEPS)]
+    batches = [
+        [(torch.randn(8, 16), torch.randint(10, (8,))) for _ in range(RANKS)] for _ in range(STEPS)
+    ]
     mine = batches if name == "single" else [of_all[dist.get_rank()] for of_all in batches]
     losses, params = load(name).train(model, mine)
-    return losses, [param.numpy() for param in params]  # the ranks' processes end, and their tensors with them
+    return losses, [
+        param.numpy() for param in params
+    ]  # the ranks' processes end, and their tensors with them
 
 
 def main(words: list[str] | None = None) -> int:
     """Print a line for each loop; return 1 if one differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(LOOPS))
     names = parser.parse_args(words).names or LOOPS
     if unknown := sorted(set(names) - set(LOOPS)):
@@ -73,11 +81,19 @@ def main(words: list[str] | None = None) -> int:
     found = run_ranks(RANKS, lambda: [train(name) for name in names])
     status = 0
     for number, name in enumerate(names):
-        means = [sum(each) / RANKS for each in zip(*(rank[number][0] for rank in found), strict=True)]
+        means = [
+            sum(each) / RANKS for each in zip(*(rank[number][0] for rank in found), strict=True)
+        ]
         equal = means == losses and all(
-            np.array_equal(one, other) for rank in found for one, other in zip(rank[number][1], params, strict=True)
+            np.array_equal(one, other)
+            for rank in found
+            for one, other in zip(rank[number][1], params, strict=True)
         )
-        print(f"{name:9}", *(f"{loss:.6f}" for loss in means), "every bit of one process" if equal else "DIFFERS")
+        print(
+            f"{name:9}",
+            *(f"{loss:.6f}" for loss in means),
+            "every bit of one process" if equal else "DIFFERS",
+        )
         status |= not equal
     return int(status)
 

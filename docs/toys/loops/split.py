@@ -1,7 +1,8 @@
-"""Run the loops that split sequences or experts on two ranks, next to one process: ``python docs/toys/loops/split.py``.
+"""Run the loops that split sequences or experts on two ranks, next to one process: ``python
+docs/toys/loops/split.py``.
 
-Exits with status 1 if a loss differs by more than 1e-5 of it. The last bits do differ: a sum over tokens is one of two
-sums here.
+Exits with status 1 if a loss differs by more than 1e-5 of it. The last bits do differ: a sum over
+tokens is one of two sums here.
 """
 
 import importlib.util
@@ -33,11 +34,17 @@ class Decoder(nn.Module):
         super().__init__()
         alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.qkv, self.out, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.qkv, self.out, self.head = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WORDS),
+        )
         stacks = torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 8, torch.randn(EXPERTS, WIDTH, WIDTH) / 8
         self.moe = MoE(torch.randn(EXPERTS, WIDTH), Experts(*stacks, alone), top_k=2)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, attend: Any = cp.causal) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, attend: Any = cp.causal
+    ) -> Tensor:
         """Logits; without other arguments, of whole sequences."""
         positions = torch.arange(LENGTH) if positions is None else positions
         hidden = self.words(tokens) + self.places(positions)
@@ -56,11 +63,14 @@ def load(name: str) -> Any:
 
 
 def train(name: str) -> list[float]:
-    """Run a loop on this rank; return its losses, which are this rank's parts of the batches' losses."""
+    """Run a loop on this rank; return its losses, which are this rank's parts of the batches'
+    losses."""
     torch.manual_seed(0)
     model = Decoder()
     batches = [torch.randint(WORDS, (4, LENGTH + 1)) for _ in range(STEPS)]
-    losses: list[float] = load(name).train(model, [(batch[:, :-1], batch[:, 1:]) for batch in batches])[0]
+    losses: list[float] = load(name).train(
+        model, [(batch[:, :-1], batch[:, 1:]) for batch in batches]
+    )[0]
     return losses
 
 

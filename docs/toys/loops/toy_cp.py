@@ -1,4 +1,5 @@
-"""Context parallelism in a loop of your own: every rank has the whole model and a part of every sequence."""
+"""Context parallelism in a loop of your own: every rank has the whole model and a part of every
+sequence."""
 
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +16,10 @@ def train(model, batches):
     for tokens, labels in batches:  # the same on all ranks
         own_labels, _ = parallel.cut(labels)
         logits = parallel(tokens)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), own_labels.flatten(), reduction="sum") / labels.numel()
+        loss = (
+            nn.functional.cross_entropy(logits.flatten(0, 1), own_labels.flatten(), reduction="sum")
+            / labels.numel()
+        )
         loss.backward()
         parallel.sum_gradients()
         optimizer.step()

@@ -1,4 +1,5 @@
-"""ZeRO-1 in a loop of your own: an optimizer over this rank's pieces, attached to the exchange of updates."""
+"""ZeRO-1 in a loop of your own: an optimizer over this rank's pieces, attached to the exchange of
+updates."""
 
 from torch import nn
 

@@ -1,7 +1,9 @@
-"""Story 1, a computation that runs twice: ``python docs/toys/stories/duplicated.py``, on two CPU ranks in seconds.
+"""Story 1, a computation that runs twice: ``python docs/toys/stories/duplicated.py``, on two CPU
+ranks in seconds.
 
-A language model under the toy FSDP returns logits and loss, as those of libraries do. A hook replaces the loss by a
-chunked one, which never makes all logits; but the model has made them before the hook runs.
+A language model under the toy FSDP returns logits and loss, as those of libraries do. A hook
+replaces the loss by a chunked one, which never makes all logits; but the model has made them before
+the hook runs.
 """
 
 import os
@@ -31,7 +33,9 @@ class LanguageModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2)
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens_N: Tensor, labels_N: Tensor | None = None) -> dict[str, Tensor]:
@@ -66,7 +70,8 @@ def add_chunked_loss(model: LanguageModel, labels_N: Tensor) -> None:
 
 
 def measure(variant: str) -> tuple[float, int, int]:
-    """Take two steps; return the second's loss, its peak of live bytes above the begin, and matmul FLOPs."""
+    """Take two steps; return the second's loss, its peak of live bytes above the begin, and matmul
+    FLOPs."""
     torch.manual_seed(0)
     model = LanguageModel()
     tokens_N, labels_N = torch.randint(VOCABULARY, (2, TOKENS))
@@ -102,11 +107,23 @@ def main() -> None:
     found = run_ranks(RANKS, lambda: [measure(variant) for variant in ("plain", "hooked", "fixed")])
     (plain_loss, *plain), (loss, *hooked), (fixed_loss, *fixed) = found[0]
     assert loss == fixed_loss
-    print(f"rank 0 of {RANKS}: {TOKENS} tokens, {VOCABULARY} classes, logits of {TOKENS * VOCABULARY / 2**18:.0f} MiB")
-    for name, (peak, flops) in {"plain loss": plain, "chunked by a hook": hooked, "fixed": fixed}.items():
+    print(
+        f"rank 0 of {RANKS}: {TOKENS} tokens, {VOCABULARY} classes, logits of "
+        f"{TOKENS * VOCABULARY / 2**18:.0f} MiB"
+    )
+    for name, (peak, flops) in {
+        "plain loss": plain,
+        "chunked by a hook": hooked,
+        "fixed": fixed,
+    }.items():
         print(f"{name:18} peak {peak / 2**20:6.1f} MiB, matmuls {flops / 1e9:.2f} GFLOP")
-    print(f"loss {plain_loss:.4f}, {loss:.4f}, {fixed_loss:.4f}; the last two are equal in every bit")
-    print(f"the hook: {hooked[0] / fixed[0]:.1f} times the memory, {hooked[1] / fixed[1]:.2f} times the matmuls")
+    print(
+        f"loss {plain_loss:.4f}, {loss:.4f}, {fixed_loss:.4f}; the last two are equal in every bit"
+    )
+    print(
+        f"the hook: {hooked[0] / fixed[0]:.1f} times the memory, {hooked[1] / fixed[1]:.2f} "
+        "times the matmuls"
+    )
 
 
 if __name__ == "__main__":

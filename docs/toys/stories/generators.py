@@ -1,7 +1,9 @@
-"""Story 2, generators that differ: ``python docs/toys/stories/generators.py``, on two CPU ranks in seconds.
+"""Story 2, generators that differ: ``python docs/toys/stories/generators.py``, on two CPU ranks in
+seconds.
 
-One strategy draws initial values on the CPU and moves them; another draws each rank's shards on the rank's device. With
-CUDA the second draws from CUDA's generator. Without it, NumPy's Philox stands in: another algorithm with the same seed.
+One strategy draws initial values on the CPU and moves them; another draws each rank's shards on the
+rank's device. With CUDA the second draws from CUDA's generator. Without it, NumPy's Philox stands
+in: another algorithm with the same seed.
 """
 
 import itertools
@@ -28,7 +30,9 @@ SIZES = [64, 256, 32]
 def build(device: str = "cpu") -> nn.Sequential:
     """Two layers, without values on the meta device."""
     with torch.device(device):
-        return nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in itertools.pairwise(SIZES)))
+        return nn.Sequential(
+            *(nn.Linear(*sizes, bias=False) for sizes in itertools.pairwise(SIZES))
+        )
 
 
 def draw_on_cpu(param: Tensor) -> None:
@@ -45,7 +49,8 @@ def draw_on_device(param: Tensor) -> None:
 
 
 def draw_rows(name: str, rows: Tensor, generator: torch.Generator) -> None:
-    """Values of the given generator, for :func:`initialize`, which makes it from seed, name and rows."""
+    """Values of the given generator, for :func:`initialize`, which makes it from seed, name and
+    rows."""
     rows.normal_(0, STD, generator=generator)
 
 
@@ -92,19 +97,24 @@ def on_rank() -> list[tuple[float, list[Any]]]:
 
 
 def describe(name: str, run: tuple[float, list[Any]], reference: list[Any]) -> None:
-    """Print a run's first loss, its values' spread, and the number of elements that it shares with a reference."""
+    """Print a run's first loss, its values' spread, and the number of elements that it shares with
+    a reference."""
     loss, values = run
-    flat, wanted = (np.concatenate([value.ravel() for value in each]) for each in (values, reference))
+    flat, wanted = (
+        np.concatenate([value.ravel() for value in each]) for each in (values, reference)
+    )
     equal = int((flat == wanted).sum())
     print(
-        f"{name:26} first loss {loss:.4f}, std {flat.std():.4f}, elements equal to one process {equal} of {flat.size}"
+        f"{name:26} first loss {loss:.4f}, std {flat.std():.4f}, elements equal to one process "
+        f"{equal} of {flat.size}"
     )
 
 
 def main() -> None:
     """Print a line for each way to initialize."""
     print(
-        "device generator:", torch.cuda.get_device_name() if torch.cuda.is_available() else "NumPy's Philox, stand-in"
+        "device generator:",
+        torch.cuda.get_device_name() if torch.cuda.is_available() else "NumPy's Philox, stand-in",
     )
     seeded()
     cpu = single(lambda param, name: draw_on_cpu(param))
@@ -120,7 +130,10 @@ def main() -> None:
     whole = torch.randn(32)
     torch.manual_seed(SEED)
     parts = torch.cat([torch.randn(8) for _ in range(4)])
-    print(f"one CPU generator, 32 draws at once and 4 times 8: {int((whole == parts).sum())} of 32 equal")
+    print(
+        f"one CPU generator, 32 draws at once and 4 times 8: {int((whole == parts).sum())} of 32 "
+        "equal"
+    )
 
 
 if __name__ == "__main__":

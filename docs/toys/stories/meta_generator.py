@@ -1,7 +1,9 @@
-"""Story 3, generators and the meta device: ``python docs/toys/stories/meta_generator.py``, on two CPU ranks in seconds.
+"""Story 3, generators and the meta device: ``python docs/toys/stories/meta_generator.py``, on two
+CPU ranks in seconds.
 
-A model on the meta device has shapes and no values, so its construction draws nothing. Whatever is drawn after it comes
-from another place of the generator's sequence than after an ordinary construction.
+A model on the meta device has shapes and no values, so its construction draws nothing. Whatever is
+drawn after it comes from another place of the generator's sequence than after an ordinary
+construction.
 """
 
 import os
@@ -64,7 +66,8 @@ def equal_elements(one: Model, other: Model) -> str:
 
 
 def shuffle(fixed: bool) -> tuple[bool, Tensor]:
-    """Build on rank 0, broadcast, shuffle; return whether parameters are equal, and how often each sample is used."""
+    """Build on rank 0, broadcast, shuffle; return whether parameters are equal, and how often each
+    sample is used."""
     torch.manual_seed(SEED)
     # Only rank 0 needs values before the broadcast, and host memory for one copy of the model.
     model = build("cpu") if dist.get_rank() == 0 else allocate()
@@ -84,10 +87,14 @@ def shuffle(fixed: bool) -> tuple[bool, Tensor]:
 def report_shuffle(name: str, fixed: bool) -> None:
     """Print the samples that one epoch uses twice and never."""
     equal, uses = run_ranks(
-        RANKS, lambda: [value if isinstance(value, bool) else value.tolist() for value in shuffle(fixed)]
+        RANKS,
+        lambda: [value if isinstance(value, bool) else value.tolist() for value in shuffle(fixed)],
     )[0]
     twice, never = uses.count(2), uses.count(0)
-    print(f"{name:24} parameters equal: {equal}; of {SAMPLES} samples {twice} used twice, {never} never")
+    print(
+        f"{name:24} parameters equal: {equal}; of {SAMPLES} samples {twice} used twice, {never} "
+        "never"
+    )
 
 
 def main() -> None:
@@ -106,7 +113,9 @@ def main() -> None:
     torch.manual_seed(SEED)
     deferred = build("meta")
     print(f"{'ordinary and deferred':24} {equal_elements(eager, deferred)} elements equal")
-    eager, deferred = (build(device, torch.Generator().manual_seed(SEED)) for device in ("cpu", "meta"))
+    eager, deferred = (
+        build(device, torch.Generator().manual_seed(SEED)) for device in ("cpu", "meta")
+    )
     print(f"{'with an own generator':24} {equal_elements(eager, deferred)} elements equal")
     report_shuffle("rank 0 on the CPU", False)
     report_shuffle("with an own generator", True)

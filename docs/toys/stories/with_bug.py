@@ -1,6 +1,8 @@
-"""``fsdptoys`` with a bug in toy_fsdp: gradients of vectors (norms, biases) are not averaged over the ranks.
+"""``fsdptoys`` with a bug in toy_fsdp: gradients of vectors (norms, biases) are not averaged over
+the ranks.
 
-torchrun --nproc_per_node 2 docs/toys/stories/with_bug.py train parallel=toy_fsdp model=llama_debug train.steps=3
+torchrun --nproc_per_node 2 docs/toys/stories/with_bug.py train parallel=toy_fsdp model=llama_debug
+train.steps=3
 """
 
 import os

@@ -1,4 +1,5 @@
-"""In which order PyTorch fires hooks: ``python docs/toys/synchronization/hook_order.py``, one process, no ranks."""
+"""In which order PyTorch fires hooks: ``python docs/toys/synchronization/hook_order.py``, one
+process, no ranks."""
 
 import functools
 import os
@@ -54,11 +55,18 @@ def watch(events: list[str], name: str, layer: nn.Linear) -> None:
     layer.register_full_backward_hook(note("full backward hook"))
     for which, param in layer.named_parameters():
 
-        def on_gradient(_: Tensor, hook: str, param: nn.Parameter = param, which: str = which) -> None:
-            events.append(f"{name}: {hook} of {which}, .grad {'is None' if param.grad is None else 'is there'}")
+        def on_gradient(
+            _: Tensor, hook: str, param: nn.Parameter = param, which: str = which
+        ) -> None:
+            events.append(
+                f"{name}: {hook} of {which}, .grad "
+                f"{'is None' if param.grad is None else 'is there'}"
+            )
 
         param.register_hook(functools.partial(on_gradient, hook="tensor hook"))
-        param.register_post_accumulate_grad_hook(functools.partial(on_gradient, hook="post-accumulate hook"))
+        param.register_post_accumulate_grad_hook(
+            functools.partial(on_gradient, hook="post-accumulate hook")
+        )
 
 
 def run(inputs_require_grad: bool = False, checkpointed: bool = False) -> list[str]:

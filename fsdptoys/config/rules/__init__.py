@@ -13,7 +13,18 @@ from .tune import TUNE
 
 RULES = [
     rule
-    for topic in (SIZES, STRATEGIES, NUMBERS, TUNE, OPTIMIZER, AXES, PIPELINE, LAYOUT_MODE, MEMORY, CONTINUATION)
+    for topic in (
+        SIZES,
+        STRATEGIES,
+        NUMBERS,
+        TUNE,
+        OPTIMIZER,
+        AXES,
+        PIPELINE,
+        LAYOUT_MODE,
+        MEMORY,
+        CONTINUATION,
+    )
     for rule in topic.all
 ]
 """In the order in which they are checked."""

@@ -35,7 +35,10 @@ def ranks_divide_features(config: Sections, where: Where) -> str | None:
         return None
     key, size = next(iter(undivided.items()))
     common = math.gcd(ranks, *sizes.values())
-    fix = f"set mesh.tp_size={max(fitting for fitting in range(1, common + 1) if common % fitting == 0)}"
+    fix = (
+        "set "
+        f"mesh.tp_size={max(fitting for fitting in range(1, common + 1) if common % fitting == 0)}"
+    )
     if list(undivided) == ["vocab_size"]:
         fix += f" or model.vocab_size={-(-size // ranks) * ranks}"
     return f"mesh.tp_size={ranks} splits features, and must divide model.{key}={size}; {fix}"
@@ -49,8 +52,9 @@ def ranks_divide_tokens(config: Sections, where: Where) -> str | None:
         return None
     shared = f" with mesh.cp_size={axes.cp}" if axes.cp > 1 else ""
     return (
-        f"train.seq_len={seq_len} must be a multiple of {axes.sharing}, the pieces into which mesh.tp_size={axes.tp} "
-        f"cuts a sequence between layers{shared}; set train.seq_len={max(1, seq_len // axes.sharing) * axes.sharing}"
+        f"train.seq_len={seq_len} must be a multiple of {axes.sharing}, the pieces into which "
+        f"mesh.tp_size={axes.tp} cuts a sequence between layers{shared}; set "
+        f"train.seq_len={max(1, seq_len // axes.sharing) * axes.sharing}"
     )
 
 
@@ -103,8 +107,9 @@ def ulysses_divides_heads(config: Sections, where: Where) -> str | None:
     of = "the model" if tp == 1 else f"a rank of mesh.tp_size={tp}"
     other = config.parallel.capabilities.context_forms[1].value
     return (
-        f"parallel.context=ulysses shares heads among mesh.cp_size={ranks} ranks, which does not divide the {heads} "
-        f"heads of {of}; set parallel.context={other}{f' or mesh.cp_size={fitting}' * (fitting > 1)}"
+        f"parallel.context=ulysses shares heads among mesh.cp_size={ranks} ranks, which does not "
+        f"divide the {heads} heads of {of}; set "
+        f"parallel.context={other}{f' or mesh.cp_size={fitting}' * (fitting > 1)}"
     )
 
 
@@ -118,9 +123,9 @@ def pieces_divide_sequences(config: Sections, where: Where) -> str | None:
     heads = config.model.n_heads // config.mesh.tp_size
     fits_ulysses = form is not ContextForm.ulysses and seq_len % ranks == 0 and heads % ranks == 0
     return (
-        f"train.seq_len={seq_len} must be a multiple of {pieces}, the pieces into which parallel.context={form.value} "
-        f"cuts a sequence with mesh.cp_size={ranks}; set train.seq_len={max(1, seq_len // pieces) * pieces}"
-        f"{' or parallel.context=ulysses' * fits_ulysses}"
+        f"train.seq_len={seq_len} must be a multiple of {pieces}, the pieces into which "
+        f"parallel.context={form.value} cuts a sequence with mesh.cp_size={ranks}; set "
+        f"train.seq_len={max(1, seq_len // pieces) * pieces}{' or parallel.context=ulysses' * fits_ulysses}"
     )
 
 
@@ -128,8 +133,10 @@ AXES.exclude(
     "mesh.cp_size",
     "parallel.context=ring",
     "data.mask_documents=true",
-    says="parallel.context=ring does not keep documents apart, as data.mask_documents=true asks for; set "
-    "parallel.context=auto or data.mask_documents=false",
+    says=(
+        "parallel.context=ring does not keep documents apart, as data.mask_documents=true asks "
+        "for; set parallel.context=auto or data.mask_documents=false"
+    ),
 )
 AXES.exclude(
     "mesh.cp_size",
@@ -146,7 +153,8 @@ PARTIAL = {
         *(AttentionKernel.efficient, AttentionKernel.npu),
     ),
 }
-"""Kernels that compute parts of a sequence: gathered rows with a mask, a ring's blocks by flash or matmuls."""
+"""Kernels that compute parts of a sequence: gathered rows with a mask, a ring's blocks by flash or
+matmuls."""
 AXES.exclude(
     "mesh.cp_size",
     "parallel.context!=ulysses",
@@ -156,7 +164,9 @@ AXES.exclude(
 )
 
 
-@AXES.rule("mesh.cp_size", "parallel.context!=ulysses", "kernels.attention=flash", "launch.device=cuda")
+@AXES.rule(
+    "mesh.cp_size", "parallel.context!=ulysses", "kernels.attention=flash", "launch.device=cuda"
+)
 def flash_takes_widths_of_eight(config: Sections, where: Where) -> str | None:
     """Flash attention over parts of a sequence pads no heads."""
     form, width = _form(config), config.model.head_width
@@ -164,8 +174,8 @@ def flash_takes_widths_of_eight(config: Sections, where: Where) -> str | None:
         return None
     return (
         "kernels.attention=flash takes heads whose width is a multiple of 8 with "
-        f"parallel.context={form.value}, and those of this model have {width} channels; set kernels.attention=torch or "
-        "parallel.context=ulysses"
+        f"parallel.context={form.value}, and those of this model have {width} channels; set "
+        "kernels.attention=torch or parallel.context=ulysses"
     )
 
 
@@ -188,8 +198,8 @@ def shards_have_rows(config: Sections, where: Where) -> str | None:
     fitting = max(size for size in range(1, dim + 1) if where.world_size % size == 0)
     return (
         f"mesh.fsdp_size={config.mesh.fsdp_size} cuts parameters of {dim} rows (model.dim) into "
-        f"{config.mesh.shard_ranks(where.world_size)} shards, so that ranks would hold nothing of them; set "
-        f"mesh.fsdp_size={fitting}"
+        f"{config.mesh.shard_ranks(where.world_size)} shards, so that ranks would hold nothing "
+        f"of them; set mesh.fsdp_size={fitting}"
     )
 
 

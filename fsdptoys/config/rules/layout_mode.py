@@ -18,8 +18,11 @@ LAYOUT = "train.deterministic=layout"
 LAYOUT_MODE.exclude(
     LAYOUT,
     "parallel.reduce_each_microbatch=true",
-    says="parallel.reduce_each_microbatch=true rounds the gradients of each micro-batch to float32, which "
-    "train.deterministic=layout rules out; set parallel.reduce_each_microbatch=false",
+    says=(
+        "parallel.reduce_each_microbatch=true rounds the gradients of each micro-batch to "
+        "float32, which train.deterministic=layout rules out; set "
+        "parallel.reduce_each_microbatch=false"
+    ),
 )
 
 
@@ -29,8 +32,8 @@ def this_torch_sums(config: Sections, where: Where) -> str | None:
     if fsdp2_can_sum():
         return None
     return (
-        f"train.deterministic=layout sums gradients, which FSDP2 of torch {torch.__version__} only averages; set "
-        "parallel=ddp or parallel=fsdp1"
+        f"train.deterministic=layout sums gradients, which FSDP2 of torch {torch.__version__} "
+        "only averages; set parallel=ddp or parallel=fsdp1"
     )
 
 
@@ -40,7 +43,10 @@ def grains_divide_sequences(config: Sections, where: Where) -> str | None:
     seq_len, grains = config.train.seq_len, config.train.grains
     if seq_len % grains == 0:
         return None
-    return f"train.grains={grains} must divide train.seq_len={seq_len}; set train.grains={math.gcd(seq_len, grains)}"
+    return (
+        f"train.grains={grains} must divide train.seq_len={seq_len}; set "
+        f"train.grains={math.gcd(seq_len, grains)}"
+    )
 
 
 @LAYOUT_MODE.rule(LAYOUT)
@@ -59,14 +65,25 @@ def ranks_have_whole_grains(config: Sections, where: Where) -> str | None:
     if train.grains % pieces:
         cutter = f"mesh.tp_size={splits}" if splits > 1 else f"parallel.context={form.value}"
         return (
-            f"train.grains={train.grains} must be a multiple of {pieces}, the pieces into which {cutter} cuts a "
-            f"sequence with mesh.cp_size={ranks}; set train.grains={math.lcm(train.grains, pieces)}"
+            f"train.grains={train.grains} must be a multiple of {pieces}, the pieces into which "
+            f"{cutter} cuts a sequence with mesh.cp_size={ranks}; set "
+            f"train.grains={math.lcm(train.grains, pieces)}"
         )
-    chunk_len, grain = getattr(config.model, "attention_chunk_len", None), train.seq_len // train.grains
-    if ranks > 1 and form is not ContextForm.ulysses and chunk_len and chunk_len < train.seq_len and chunk_len % grain:
+    chunk_len, grain = (
+        getattr(config.model, "attention_chunk_len", None),
+        train.seq_len // train.grains,
+    )
+    if (
+        ranks > 1
+        and form is not ContextForm.ulysses
+        and chunk_len
+        and chunk_len < train.seq_len
+        and chunk_len % grain
+    ):
         return (
-            f"model.attention_chunk_len={chunk_len} must be a multiple of the {grain} tokens of a grain under "
-            f"parallel.context={form.value}; set another train.grains or parallel.context=ulysses"
+            f"model.attention_chunk_len={chunk_len} must be a multiple of the {grain} tokens of "
+            f"a grain under parallel.context={form.value}; set another train.grains or "
+            "parallel.context=ulysses"
         )
     return None
 
@@ -77,13 +94,16 @@ def ranks_have_whole_slices(config: Sections, where: Where) -> str | None:
     slices, ranks, sizes = config.train.slices, config.mesh.tp_size, split_sizes(config.model)
     if slices % ranks:
         return (
-            f"train.slices={slices} must be a multiple of mesh.tp_size={ranks}, whose ranks have whole slices with "
-            f"train.deterministic=layout; set train.slices={math.lcm(slices, ranks)} or mesh.tp_size=1"
+            f"train.slices={slices} must be a multiple of mesh.tp_size={ranks}, whose ranks have "
+            "whole slices with train.deterministic=layout; set "
+            f"train.slices={math.lcm(slices, ranks)} or mesh.tp_size=1"
         )
     for key, size in sizes.items():
         if size % slices:
             fitting = math.gcd(slices, *sizes.values())
-            return f"train.slices={slices} must divide model.{key}={size}; set train.slices={fitting}"
+            return (
+                f"train.slices={slices} must divide model.{key}={size}; set train.slices={fitting}"
+            )
     return None
 
 
@@ -96,8 +116,10 @@ LAYOUT_MODE.exclude(
 LAYOUT_MODE.exclude(
     LAYOUT,
     "train.compile=true",
-    says="train.compile=true rounds by the sizes that it compiles for, which train.deterministic=layout rules out; set "
-    "train.compile=false",
+    says=(
+        "train.compile=true rounds by the sizes that it compiles for, which "
+        "train.deterministic=layout rules out; set train.compile=false"
+    ),
 )
 LAYOUT_MODE.exclude(
     LAYOUT,
@@ -108,8 +130,10 @@ LAYOUT_MODE.exclude(
 LAYOUT_MODE.exclude(
     LAYOUT,
     "parallel.param_dtype=float16",
-    says="parallel.param_dtype=float16 scales the loss by the number of ranks and micro-batches, which "
-    "train.deterministic=layout rules out; set parallel.param_dtype=bfloat16",
+    says=(
+        "parallel.param_dtype=float16 scales the loss by the number of ranks and micro-batches, "
+        "which train.deterministic=layout rules out; set parallel.param_dtype=bfloat16"
+    ),
 )
 
 
@@ -119,13 +143,13 @@ def kernels_round_by_grains(config: Sections, where: Where) -> str | None:
     for operation, name in config.kernels.names().items():
         if name in ("compiled", "npu", "flex"):
             return (
-                f"kernels.{operation}={name} rounds by the sizes of its inputs, which train.deterministic=layout rules "
-                f"out; set kernels.{operation}=torch"
+                f"kernels.{operation}={name} rounds by the sizes of its inputs, which "
+                f"train.deterministic=layout rules out; set kernels.{operation}=torch"
             )
         if name in ("cudnn", "flash") and where.device_type == "cuda":
             return (
-                f"kernels.{operation}={name} cannot attend from one grain, which train.deterministic=layout rules out; "
-                f"set kernels.{operation}=auto"
+                f"kernels.{operation}={name} cannot attend from one grain, which "
+                f"train.deterministic=layout rules out; set kernels.{operation}=auto"
             )
     return None
 

@@ -19,7 +19,9 @@ MEMORY.exclude(
     "memory.optimizer_in_backward=true",
     "mesh.fsdp_size",
     "parallel.capabilities.shards_parameters=true",
-    when=lambda config, where: config.mesh.shard_ranks(where.world_size) < config.mesh.stage_ranks(where.world_size),
+    when=lambda config, where: (
+        config.mesh.shard_ranks(where.world_size) < config.mesh.stage_ranks(where.world_size)
+    ),
     says="memory.optimizer_in_backward=true saves nothing with {mesh.fsdp_size}, since FSDP2 holds gradients that go "
     "to replicas until the backward ends; set mesh.fsdp_size=-1 or memory.optimizer_in_backward=false",
 )
@@ -32,14 +34,20 @@ MEMORY.exclude(
 MEMORY.exclude(
     "memory.optimizer_in_backward=true",
     "memory.optimizer_offload=true",
-    says="memory.optimizer_in_backward=true updates on the device in the backward, memory.optimizer_offload=true "
-    "elsewhere or later; set memory.optimizer_offload=false or memory.optimizer_in_backward=false",
+    says=(
+        "memory.optimizer_in_backward=true updates on the device in the backward, "
+        "memory.optimizer_offload=true elsewhere or later; set memory.optimizer_offload=false or "
+        "memory.optimizer_in_backward=false"
+    ),
 )
 MEMORY.exclude(
     "memory.optimizer_in_backward=true",
     "memory.cpu_offload=true",
-    says="memory.optimizer_in_backward=true updates on the device in the backward, memory.cpu_offload=true elsewhere "
-    "or later; set memory.cpu_offload=false or memory.optimizer_in_backward=false",
+    says=(
+        "memory.optimizer_in_backward=true updates on the device in the backward, "
+        "memory.cpu_offload=true elsewhere or later; set memory.cpu_offload=false or "
+        "memory.optimizer_in_backward=false"
+    ),
 )
 MEMORY.exclude(
     "memory.optimizer_in_backward=true",
@@ -56,8 +64,11 @@ MEMORY.exclude(
 MEMORY.exclude(
     "memory.optimizer_in_backward=true",
     "train.skip_nonfinite=true",
-    says="memory.optimizer_in_backward=true updates before it is known whether all gradients are finite, for which "
-    "train.skip_nonfinite=true waits; set train.skip_nonfinite=false or memory.optimizer_in_backward=false",
+    says=(
+        "memory.optimizer_in_backward=true updates before it is known whether all gradients are "
+        "finite, for which train.skip_nonfinite=true waits; set train.skip_nonfinite=false or "
+        "memory.optimizer_in_backward=false"
+    ),
 )
 MEMORY.exclude(
     "memory.offload_state_dtype=bfloat16",
@@ -73,7 +84,10 @@ def threads_have_cores(config: Sections, where: Where) -> str | None:
     threads, cores = config.memory.cpu_threads, available_cores()
     if threads <= cores:  # type: ignore[operator]
         return None
-    return f"memory.cpu_threads={threads} is over the {cores} cores of this node; set memory.cpu_threads={cores}"
+    return (
+        f"memory.cpu_threads={threads} is over the {cores} cores of this node; set "
+        f"memory.cpu_threads={cores}"
+    )
 
 
 MEMORY.exclude(
@@ -97,7 +111,9 @@ MEMORY.exclude(
         or where.axes.sharing > 1
         or config.parallel.hooks_parts_of_blocks(config.model)
     ),
-    says="memory.gradient_checkpointing=selective cannot see into blocks compiled by train.compile=true with experts, "
-    "units within a block, memory.activation_offload=true, or mesh.cp_size or mesh.tp_size above 1; set "
-    "memory.gradient_checkpointing=full",
+    says=(
+        "memory.gradient_checkpointing=selective cannot see into blocks compiled by "
+        "train.compile=true with experts, units within a block, memory.activation_offload=true, "
+        "or mesh.cp_size or mesh.tp_size above 1; set memory.gradient_checkpointing=full"
+    ),
 )

@@ -24,21 +24,29 @@ NUMBERS.exclude(
 NUMBERS.exclude(
     "train.float8_all_gather=true",
     "train.float8=rowwise",
-    says="train.float8_all_gather=true gathers weights with one scale a tensor, and train.float8=rowwise has one a "
-    "row; set train.float8=tensorwise or train.float8_all_gather=false",
+    says=(
+        "train.float8_all_gather=true gathers weights with one scale a tensor, and "
+        "train.float8=rowwise has one a row; set train.float8=tensorwise or "
+        "train.float8_all_gather=false"
+    ),
 )
 NUMBERS.exclude(
     "train.float8_all_gather=true",
     "memory.cpu_offload=true",
-    says="train.float8_all_gather=true casts shards on the device, and memory.cpu_offload=true keeps them in host "
-    "memory; set memory.cpu_offload=false or train.float8_all_gather=false",
+    says=(
+        "train.float8_all_gather=true casts shards on the device, and memory.cpu_offload=true "
+        "keeps them in host memory; set memory.cpu_offload=false or train.float8_all_gather=false"
+    ),
 )
 NUMBERS.exclude(
     "train.float8_all_gather=true",
     "launch.device=cpu",
     when=lambda config, where: config.parallel.hooks_parts_of_blocks(config.model),
-    says="train.float8_all_gather=true leaves units within a block with float8 alone, which gloo does not gather; set "
-    "parallel.wrap=block parallel.wrap_classes=[] parallel.min_params=null",
+    says=(
+        "train.float8_all_gather=true leaves units within a block with float8 alone, which gloo "
+        "does not gather; set parallel.wrap=block parallel.wrap_classes=[] "
+        "parallel.min_params=null"
+    ),
 )
 NUMBERS.exclude(
     "train.float8",
@@ -62,22 +70,27 @@ def float8_multiplies_whole_tiles(config: Sections, where: Where) -> str | None:
     if tokens % MULTIPLE == 0:
         return None
     return (
-        f"train.float8={train.float8.value} multiplies over the tokens of a micro-batch, and train.batch_size times "
-        f"train.seq_len over mesh.cp_size is {tokens}, which {MULTIPLE} does not divide; set train.seq_len to a "
-        f"multiple of {MULTIPLE} times mesh.cp_size"
+        f"train.float8={train.float8.value} multiplies over the tokens of a micro-batch, and "
+        f"train.batch_size times train.seq_len over mesh.cp_size is {tokens}, which {MULTIPLE} "
+        f"does not divide; set train.seq_len to a multiple of {MULTIPLE} times mesh.cp_size"
     )
 
 
 NUMBERS.exclude(
     "memory.optimizer_in_backward=true",
     "parallel.param_dtype=float16",
-    says="memory.optimizer_in_backward=true updates before it is known whether a gradient of "
-    "parallel.param_dtype=float16 overflowed, which skips the step; set memory.optimizer_in_backward=false or "
-    "parallel.param_dtype=bfloat16",
+    says=(
+        "memory.optimizer_in_backward=true updates before it is known whether a gradient of "
+        "parallel.param_dtype=float16 overflowed, which skips the step; set "
+        "memory.optimizer_in_backward=false or parallel.param_dtype=bfloat16"
+    ),
 )
 NUMBERS.exclude(
     "train.skip_nonfinite=false",
     "parallel.param_dtype=float16",
-    says="train.skip_nonfinite=false would update with overflowed gradients, from which parallel.param_dtype=float16 "
-    "finds its loss scale; set train.skip_nonfinite=true or parallel.param_dtype=bfloat16",
+    says=(
+        "train.skip_nonfinite=false would update with overflowed gradients, from which "
+        "parallel.param_dtype=float16 finds its loss scale; set train.skip_nonfinite=true or "
+        "parallel.param_dtype=bfloat16"
+    ),
 )

@@ -47,8 +47,8 @@ def low_bit_states_need_torchao(config: Sections, where: Where) -> str | None:
     if fault is None:
         return None
     return (
-        f"optim.state_dtype={config.optim.low_bit_format} needs the package torchao, which {fault}, or set "
-        "optim.state_dtype=bfloat16"
+        f"optim.state_dtype={config.optim.low_bit_format} needs the package torchao, which "
+        f"{fault}, or set optim.state_dtype=bfloat16"
     )
 
 
@@ -69,8 +69,10 @@ for _switch in ("memory.optimizer_offload", "memory.cpu_offload"):
     OPTIMIZER.exclude(
         MUON,
         f"{_switch}=true",
-        says=f"{_switch}=true is not an option of {{optim}}, whose update needs full matrices on the device; set "
-        f"{_switch}=false or optim=adamw",
+        says=(
+            f"{_switch}=true is not an option of {{optim}}, whose update needs full matrices on "
+            f"the device; set {_switch}=false or optim=adamw"
+        ),
     )
 OPTIMIZER.exclude(
     "optim.implementation=fused",
@@ -91,8 +93,11 @@ OPTIMIZER.exclude(
     "optim.weight_decay_on=matrices",
     "parallel.use_orig_params=false",
     when=lambda config, where: config.optim.weight_decay > 0,
-    says="optim.weight_decay_on=matrices cannot select parameters under parallel.use_orig_params=false; set "
-    "optim.weight_decay_on=all or parallel.use_orig_params=true",
+    says=(
+        "optim.weight_decay_on=matrices cannot select parameters under "
+        "parallel.use_orig_params=false; set optim.weight_decay_on=all or "
+        "parallel.use_orig_params=true"
+    ),
 )
 
 
@@ -105,7 +110,10 @@ def shards_end_between_blocks(config: Sections, where: Where) -> str | None:
     with torch.device("meta"):
         parameters = list(model.build().named_parameters())
     for name, param in parameters:
-        block, (dim, ranks) = low_bit_adamw.block_elements(str(format), param.shape), sharding(param, axes)
+        block, (dim, ranks) = (
+            low_bit_adamw.block_elements(str(format), param.shape),
+            sharding(param, axes),
+        )
         cut = param.shape[-1] // ranks if dim == param.ndim - 1 else 0
         if block is not None and cut % block:
             fix = "optim.state_dtype=bfloat16"

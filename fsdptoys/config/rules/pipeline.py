@@ -1,4 +1,5 @@
-"""Pipeline parallelism (``mesh.pp_size``) against model, memory switches, optimizer and number formats."""
+"""Pipeline parallelism (``mesh.pp_size``) against model, memory switches, optimizer and number
+formats."""
 
 import torch
 
@@ -30,7 +31,8 @@ def schedule_is_in_this_torch(config: Sections, where: Where) -> str | None:
     if schedule is PipelineSchedule.gpipe or since <= TORCH:
         return None
     return (
-        f"parallel.schedule={schedule.value} needs torch {since[0]}.{since[1]} (found {torch.__version__}); set "
+        f"parallel.schedule={schedule.value} needs torch {since[0]}.{since[1]} (found "
+        f"{torch.__version__}); set "
         f"parallel.schedule={'gpipe' if TORCH < SCHEDULES_SINCE else 'interleaved'}"
     )
 
@@ -57,8 +59,9 @@ def micro_batches_fit_the_schedule(config: Sections, where: Where) -> str | None
     schedule, ranks, count = _schedule(config), config.mesh.pp_size, config.train.grad_accum
     if schedule is PipelineSchedule("1f1b") and count < ranks:
         return (
-            f"train.grad_accum={count} has fewer micro-batches than mesh.pp_size={ranks} stages, which "
-            f"parallel.schedule=1f1b needs; set train.grad_accum={ranks} or parallel.schedule=gpipe"
+            f"train.grad_accum={count} has fewer micro-batches than mesh.pp_size={ranks} stages, "
+            f"which parallel.schedule=1f1b needs; set train.grad_accum={ranks} or "
+            "parallel.schedule=gpipe"
         )
     if schedule.stages_per_rank > 1 and count % ranks:
         return (
@@ -99,8 +102,11 @@ for _switch in ("cpu_offload", "optimizer_offload", "activation_offload", "optim
     PIPELINE.exclude(
         "mesh.pp_size",
         f"memory.{_switch}=true",
-        says=f"memory.{_switch}=true follows one forward and backward of a step, of which {{mesh.pp_size}} has several "
-        f"under way; set memory.{_switch}=false or mesh.pp_size=1",
+        says=(
+            f"memory.{_switch}=true follows one forward and backward of a step, of which "
+            f"{{mesh.pp_size}} has several under way; set memory.{_switch}=false or "
+            "mesh.pp_size=1"
+        ),
     )
 PIPELINE.exclude(
     "mesh.pp_size",
@@ -124,8 +130,11 @@ PIPELINE.exclude(
     "mesh.pp_size",
     "parallel.schedule=zero_bubble",
     "memory.gradient_checkpointing=selective",
-    says="memory.gradient_checkpointing=selective recomputes a block once, and parallel.schedule=zero_bubble has two "
-    "backwards of each; set memory.gradient_checkpointing=full",
+    says=(
+        "memory.gradient_checkpointing=selective recomputes a block once, and "
+        "parallel.schedule=zero_bubble has two backwards of each; set "
+        "memory.gradient_checkpointing=full"
+    ),
 )
 PIPELINE.exclude(
     "mesh.pp_size",

@@ -1,12 +1,13 @@
 """Rules across sections: which settings exclude one another, why, and what to set instead.
 
-A rule applies where all of its settings hold. It has whole literal sentences, so that a search for the words of a
-message finds it. Rules are checked in the order of their files, before any process group or allocation; the first
-sentence is the message.
+A rule applies where all of its settings hold. It has whole literal sentences, so that a search for
+the words of a message finds it. Rules are checked in the order of their files, before any process
+group or allocation; the first sentence is the message.
 
-A setting is ``KEY=VALUE``, ``KEY!=VALUE``, or ``KEY`` for any other value than the default; ``{KEY}`` in a sentence
-stands for ``KEY=`` and its value. Groups (``parallel``, ``optim``, ``tune``, ``model``) stand for what they chose,
-``launch.device`` for the type of the device, and keys like ``optim.exchanges_matrices`` for facts about a choice.
+A setting is ``KEY=VALUE``, ``KEY!=VALUE``, or ``KEY`` for any other value than the default;
+``{KEY}`` in a sentence stands for ``KEY=`` and its value. Groups (``parallel``, ``optim``,
+``tune``, ``model``) stand for what they chose, ``launch.device`` for the type of the device, and
+keys like ``optim.exchanges_matrices`` for facts about a choice.
 """
 
 import functools
@@ -55,7 +56,8 @@ class Rules:
         self.all: list[Rule] = []
 
     def rule(self, *settings: str) -> Callable[[Check], Check]:
-        """Register a function that returns the sentence against a configuration with these settings, or None."""
+        """Register a function that returns the sentence against a configuration with these
+        settings, or None."""
 
         def register(check: Check) -> Check:
             self.all.append(Rule(settings, check))
@@ -63,7 +65,9 @@ class Rules:
 
         return register
 
-    def exclude(self, *settings: str, when: Condition | None = None, unused: bool = False, says: str) -> None:
+    def exclude(
+        self, *settings: str, when: Condition | None = None, unused: bool = False, says: str
+    ) -> None:
         """Refuse settings that occur together.
 
         Args:
@@ -93,7 +97,8 @@ def check_rules(rules: Iterable[Rule], config: Sections, where: Where) -> None:
 
 
 def holds(config: Sections, where: Where, setting: str) -> bool:
-    """Return whether a configuration has a setting; a strategy or model without the option does not."""
+    """Return whether a configuration has a setting; a strategy or model without the option does
+    not."""
     key, unequal, wanted = _parts(setting)
     try:
         value = value_text(read(config, where, key))

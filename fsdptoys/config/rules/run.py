@@ -17,8 +17,8 @@ def positions_reach(config: Sections, where: Where) -> str | None:
     if config.train.seq_len <= longest:
         return None
     return (
-        f"train.seq_len={config.train.seq_len} is over the model's model.max_seq_len={longest}; set "
-        f"train.seq_len={longest}"
+        f"train.seq_len={config.train.seq_len} is over the model's model.max_seq_len={longest}; "
+        f"set train.seq_len={longest}"
     )
 
 
@@ -29,8 +29,9 @@ def batches_fit_the_host(config: Sections, where: Where) -> str | None:
     if config.step_bytes <= 2**50:
         return None
     return (
-        f"train.batch_size={train.batch_size}, train.grad_accum={train.grad_accum} and train.seq_len={train.seq_len} "
-        f"make a step's batches {config.step_bytes / 2**50:,.0f} PiB; lower them"
+        f"train.batch_size={train.batch_size}, train.grad_accum={train.grad_accum} and "
+        f"train.seq_len={train.seq_len} make a step's batches {config.step_bytes / 2**50:,.0f} "
+        "PiB; lower them"
     )
 
 
@@ -41,21 +42,24 @@ def some_block_is_checkpointed(config: Sections, where: Where) -> str | None:
     if start < n_layers:
         return None
     return (
-        f"memory.checkpointing_start_index={start} is past the last of the model's {n_layers} layers; set "
-        "memory.checkpointing_start_index=0 to checkpoint every block"
+        f"memory.checkpointing_start_index={start} is past the last of the model's {n_layers} "
+        "layers; set memory.checkpointing_start_index=0 to checkpoint every block"
     )
 
 
 @SIZES.rule("memory.activation_offload=true")
 def activations_leave_the_device(config: Sections, where: Where) -> str | None:
-    """The last block's tensors stay on the device, and those of the block before until they are used."""
+    """The last block's tensors stay on the device, and those of the block before until they are
+    used."""
     memory = config.memory
-    checkpointed = len(range(memory.checkpointing_start_index, config.model.n_layers, memory.checkpointing_every))
+    checkpointed = len(
+        range(memory.checkpointing_start_index, config.model.n_layers, memory.checkpointing_every)
+    )
     if checkpointed >= 3:
         return None
     return (
-        "memory.activation_offload=true saves nothing with fewer than 3 checkpointed blocks, of which there are "
-        f"{checkpointed}; set memory.activation_offload=false"
+        "memory.activation_offload=true saves nothing with fewer than 3 checkpointed blocks, of "
+        f"which there are {checkpointed}; set memory.activation_offload=false"
     )
 
 

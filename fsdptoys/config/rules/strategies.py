@@ -7,4 +7,8 @@ from .rule import Rules
 STRATEGIES = Rules()
 
 for _refusal in REFUSALS:
-    STRATEGIES.exclude(*_refusal.settings, f"parallel.capabilities.{_refusal.capability}=false", says=_refusal.sentence)
+    STRATEGIES.exclude(
+        *_refusal.settings,
+        f"parallel.capabilities.{_refusal.capability}=false",
+        says=_refusal.sentence,
+    )

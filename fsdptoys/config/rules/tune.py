@@ -35,8 +35,8 @@ def targets_are_layers(config: Sections, where: Where) -> str | None:
         return None
     kept = [target for target in tune.targets if target in had] or sorted(had)
     return (
-        f"tune.targets names {missing[0]}, which is no linear layer of the blocks of a {config.model.family} model; "
-        f"set tune.targets=[{','.join(kept)}]"
+        f"tune.targets names {missing[0]}, which is no linear layer of the blocks of a "
+        f"{config.model.family} model; set tune.targets=[{','.join(kept)}]"
     )
 
 
@@ -54,16 +54,20 @@ TUNE.exclude(
 TUNE.exclude(
     "tune.base=nf4",
     "train.deterministic=layout",
-    says="tune.base=nf4 packs weights that train.deterministic=layout computes with in float64; set tune.base=plain or "
-    "train.deterministic=true",
+    says=(
+        "tune.base=nf4 packs weights that train.deterministic=layout computes with in float64; "
+        "set tune.base=plain or train.deterministic=true"
+    ),
 )
 
 
 TUNE.exclude(
     "tune.base=nf4",
     "memory.cpu_offload=true",
-    says="tune.base=nf4 packs weights on the device, and memory.cpu_offload=true keeps them in host memory; set "
-    "memory.cpu_offload=false or tune.base=plain",
+    says=(
+        "tune.base=nf4 packs weights on the device, and memory.cpu_offload=true keeps them in "
+        "host memory; set memory.cpu_offload=false or tune.base=plain"
+    ),
 )
 
 
@@ -73,8 +77,8 @@ def blocks_divide_rows(config: Sections, where: Where) -> str | None:
     for name, module in _linear_layers(config).items():
         if module.in_features % BLOCK:
             return (
-                f"tune.base=nf4 scales blocks of {BLOCK} elements, which do not divide the {module.in_features} "
-                f"columns of layers.{name}; set tune.base=plain"
+                f"tune.base=nf4 scales blocks of {BLOCK} elements, which do not divide the "
+                f"{module.in_features} columns of layers.{name}; set tune.base=plain"
             )
     return None
 
@@ -110,7 +114,8 @@ def open_adapter(tune: TuneConfig, model: DecoderModel) -> AdapterFolder | None:
     folder.check_run(key, tune.rank, tune.alpha, tune.targets, model)
     if model.config.init_from is None and folder.base is not None:
         raise ConfigError(
-            f"{key}={tune.adapter} was trained on {short_text(folder.base)}, and model.init_from=null draws other "
-            "weights; set model.init_from to a folder with that model"
+            f"{key}={tune.adapter} was trained on {short_text(folder.base)}, and "
+            "model.init_from=null draws other weights; set model.init_from to a folder with that "
+            "model"
         )
     return folder

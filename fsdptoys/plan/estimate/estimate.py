@@ -1,10 +1,12 @@
-"""Estimate of a run's memory and time: a trace put together from recorded parts, replayed on models of a device.
+"""Estimate of a run's memory and time: a trace put together from recorded parts, replayed on models
+of a device.
 
-The contents of a model's units are traced once on the meta device and cached (``unit_traces``). The order of a step,
-with a strategy's gathers, reductions, offload and optimizer, is that of a skeleton: the trainer's own steps over a
-model of few layers whose forwards compute nothing (``skeleton``). It serves all batches, lengths, losses and kernels.
-The contents are inserted into it (``splice``). Two depths are extrapolated to all layers. Not covered: tensors that
-depend on data; the balance of routers.
+The contents of a model's units are traced once on the meta device and cached (``unit_traces``). The
+order of a step, with a strategy's gathers, reductions, offload and optimizer, is that of a
+skeleton: the trainer's own steps over a model of few layers whose forwards compute nothing
+(``skeleton``). It serves all batches, lengths, losses and kernels. The contents are inserted into
+it (``splice``). Two depths are extrapolated to all layers. Not covered: tensors that depend on
+data; the balance of routers.
 """
 
 import dataclasses
@@ -22,7 +24,13 @@ from fsdptoys.config.kernel_choice import AttentionKernel
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.memory import GradientCheckpointing
-from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, StagePrediction, TimePrediction
+from fsdptoys.metrics.prediction import (
+    Category,
+    MemoryPrediction,
+    Prediction,
+    StagePrediction,
+    TimePrediction,
+)
 from fsdptoys.models import DecoderModel, npu_kernels
 from fsdptoys.models.moe import Experts
 from fsdptoys.parallel import FSDPConfig, SingleConfig
@@ -46,7 +54,8 @@ from .splice import splice
 from .unit_traces import segments_of
 
 LEAST_LAYERS = 3
-"""Fewest layers of the shallower skeleton. With two, times of activation and optimizer offload are up to 18% off."""
+"""Fewest layers of the shallower skeleton. With two, times of activation and optimizer offload are
+up to 18% off."""
 TRACED: dict[str, Trace] = {}  # Skeletons by their requests
 MICRO_BATCHES = 3  # Most micro-batches of a skeleton: the first, one between, the last
 
@@ -66,7 +75,12 @@ def fast_estimate(config: Config, hardware: Hardware, world_size: int) -> Predic
             memory, time = _of_one_rank(config, replays)
     # Those of one rank: ranks that share sequences, or have other layers, have a part of each.
     micro_batches = train.grad_accum * getattr(config.parallel, "simulated_ranks", 1)
-    tokens = train.batch_size * train.seq_len * micro_batches / (mesh.cp_size * mesh.tp_size * mesh.pp_size)
+    tokens = (
+        train.batch_size
+        * train.seq_len
+        * micro_batches
+        / (mesh.cp_size * mesh.tp_size * mesh.pp_size)
+    )
     peak_flops = hardware.peak_flops.get(config.parallel.param_dtype.value)
     return Prediction(
         method="estimated",
@@ -87,7 +101,9 @@ def _of_one_rank(config: Config, replays: Replays) -> tuple[MemoryPrediction, Ti
     n_layers = config.model.n_layers
     depths = depths_of(config, _built(_model_key(config), Uncached(config)), LEAST_LAYERS)
     micro_batches = config.train.grad_accum * getattr(config.parallel, "simulated_ranks", 1)
-    counts = [micro_batches] if micro_batches <= MICRO_BATCHES else [MICRO_BATCHES - 1, MICRO_BATCHES]
+    counts = (
+        [micro_batches] if micro_batches <= MICRO_BATCHES else [MICRO_BATCHES - 1, MICRO_BATCHES]
+    )
     results = []
     for count in counts:
         each = replays([Part(depth, count) for depth in depths])
@@ -101,38 +117,55 @@ def _of_one_rank(config: Config, replays: Replays) -> tuple[MemoryPrediction, Ti
     return result.memory(), time
 
 
-def _replays(config: Config, hardware: Hardware, world_size: int, parts: Sequence[Part]) -> list[Replay]:
+def _replays(
+    config: Config, hardware: Hardware, world_size: int, parts: Sequence[Part]
+) -> list[Replay]:
     """Replay two steps of each part; all parts have equally many pipeline ranks."""
     memory, attention = config.memory, attention_of(config, hardware)
-    offloads = memory.activation_offload and memory.gradient_checkpointing is not GradientCheckpointing.none
+    offloads = (
+        memory.activation_offload
+        and memory.gradient_checkpointing is not GradientCheckpointing.none
+    )
     axes = config.parallel.axes(world_size, config.mesh)
     contents, requests = [], []
     world_size = world_size // config.mesh.pp_size * parts[0].ranks
     for part in parts:
-        deep = dataclasses.replace(config, model=dataclasses.replace(config.model, n_layers=part.n_layers))
+        deep = dataclasses.replace(
+            config, model=dataclasses.replace(config.model, n_layers=part.n_layers)
+        )
         deep.train = dataclasses.replace(config.train, grad_accum=part.micro_batches)
         if part.ranks > 1:
             deep.mesh = dataclasses.replace(config.mesh, pp_size=part.ranks)
             deep.parallel = dataclasses.replace(config.parallel, schedule=part.schedule)  # type: ignore[call-arg]
         if isinstance(config.parallel, SingleConfig):
-            deep.parallel = dataclasses.replace(config.parallel, simulated_ranks=1)  # in turn, as micro-batches
+            deep.parallel = dataclasses.replace(
+                config.parallel, simulated_ranks=1
+            )  # in turn, as micro-batches
         model = _built(_model_key(deep), Uncached(deep), axes.ep, axes.tp)
-        sparse = axes.ep > 1 or (axes.tp > 1 and any(isinstance(module, Experts) for module in model.modules()))
-        names = _unit_names(_model_key(deep), repr(config.parallel), sparse, Uncached((model, config.parallel)))
+        sparse = axes.ep > 1 or (
+            axes.tp > 1 and any(isinstance(module, Experts) for module in model.modules())
+        )
+        names = _unit_names(
+            _model_key(deep), repr(config.parallel), sparse, Uncached((model, config.parallel))
+        )
         segments = segments_of(deep, model, attention, names)
         inner = any(name.startswith("layers.") and name.count(".") > 1 for name in names)
         contents.append(segments)
         ties = model.lm_head.weight is model.embed_tokens.weight
         layouts = tuple(segment.layout(offloads, ties) for segment in segments)
         rank = part.rank * world_size // part.ranks
-        requests.append((rank, trace_skeleton, (reduced(deep, inner), hardware, attention, layouts)))
+        requests.append(
+            (rank, trace_skeleton, (reduced(deep, inner), hardware, attention, layouts))
+        )
     skeletons = _skeletons(DEVICE_TYPES[attention], world_size, requests)
     replays = []
     for segments, skeleton in zip(contents, skeletons, strict=True):
         trace = splice(skeleton, segments, matmul_workspace_bytes(hardware), offloads)
         if config.kernels.attention is AttentionKernel.npu:
             block = max(event.block for event in trace.events if isinstance(event, Alloc)) + 1
-            trace.events.insert(1, Alloc(block, npu_kernels.MASK_ROWS**2, COMPUTE_STREAM, Category.buffers))
+            trace.events.insert(
+                1, Alloc(block, npu_kernels.MASK_ROWS**2, COMPUTE_STREAM, Category.buffers)
+            )
         allocator = build_allocator(config.plan.allocator, device_type=hardware.device_type)
         replays.append(replay(trace, hardware, allocator))
     return replays
@@ -140,8 +173,13 @@ def _replays(config: Config, hardware: Hardware, world_size: int, parts: Sequenc
 
 def _skeletons(device_type: str, world_size: int, requests: Sequence[Any]) -> list[Trace]:
     """Return the skeletons of requests. Each is traced once."""
-    keys = [repr((device_type, world_size, rank, vars(config), *others)) for rank, _, (config, *others) in requests]
-    missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in TRACED}
+    keys = [
+        repr((device_type, world_size, rank, vars(config), *others))
+        for rank, _, (config, *others) in requests
+    ]
+    missing = {
+        key: request for key, request in zip(keys, requests, strict=True) if key not in TRACED
+    }
     traces = tracing_process.traced(device_type, world_size, list(missing.values()))
     TRACED.update(zip(missing, traces, strict=True))
     return [TRACED[key] for key in keys]
@@ -159,7 +197,8 @@ def _unit_names(
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Hold garbage collection, which visits every object for the thousands of new events: a third of the time."""
+    """Hold garbage collection, which visits every object for the thousands of new events: a third
+    of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -171,12 +210,22 @@ def _without_collection() -> Iterator[None]:
 
 def _model_key(config: Config) -> str:
     """Everything that decides the modules of a model and the dtypes of its parameters."""
-    return repr((config.model, config.tune, config.parallel.param_dtype, config.parallel.capabilities.packed_weights))
+    return repr(
+        (
+            config.model,
+            config.tune,
+            config.parallel.param_dtype,
+            config.parallel.capabilities.packed_weights,
+        )
+    )
 
 
 @functools.lru_cache(maxsize=64)
-def _built(key: str, config: Uncached[Config], experts_over: int = 1, features_over: int = 1) -> DecoderModel:
-    """A model on the meta device, with one rank's share of the experts and of each layer's features."""
+def _built(
+    key: str, config: Uncached[Config], experts_over: int = 1, features_over: int = 1
+) -> DecoderModel:
+    """A model on the meta device, with one rank's share of the experts and of each layer's
+    features."""
     with torch.device("meta"):
         model = config.value.model.build()
         samples = tune_model(model, config.value)
@@ -190,7 +239,11 @@ def _built(key: str, config: Uncached[Config], experts_over: int = 1, features_o
     for experts in model.modules() if experts_over > 1 else ():
         if isinstance(experts, Experts):
             for name, stack in list(experts.named_parameters()):
-                setattr(experts, name, nn.Parameter(stack.new_empty(len(stack) // experts_over, *stack.shape[1:])))
+                setattr(
+                    experts,
+                    name,
+                    nn.Parameter(stack.new_empty(len(stack) // experts_over, *stack.shape[1:])),
+                )
             experts.dispatch = _Exchange(cast(Any, PlannedGroup(EXPERT_AXIS, experts_over)))
     return model
 

@@ -1,12 +1,15 @@
-"""Estimate of a pipeline: skeletons of the first and the last rank of short pipelines, extrapolated.
+"""Estimate of a pipeline: skeletons of the first and the last rank of short pipelines,
+extrapolated.
 
-With 1f1b, the first of N ranks has N micro-batches in flight, the last has one. So pipelines of two and three ranks,
-with one micro-batch more than ranks, give the memory of each further micro-batch in flight, and the time of each
-further one of the step. With gpipe, all are in flight on all ranks, and two pipelines of two ranks give the same. The
-number in flight, and the bubble, follow from the schedule's order and the time of each stage.
+With 1f1b, the first of N ranks has N micro-batches in flight, the last has one. So pipelines of two
+and three ranks, with one micro-batch more than ranks, give the memory of each further micro-batch
+in flight, and the time of each further one of the step. With gpipe, all are in flight on all ranks,
+and two pipelines of two ranks give the same. The number in flight, and the bubble, follow from the
+schedule's order and the time of each stage.
 
-zero_bubble is taken as interleaved, whose waits are longer, with the logits of all micro-batches, which its last stage
-keeps. Not covered: gradients of weights that fill waits; times of messages in waits.
+zero_bubble is taken as interleaved, whose waits are longer, with the logits of all micro-batches,
+which its last stage keeps. Not covered: gradients of weights that fill waits; times of messages in
+waits.
 """
 
 import dataclasses
@@ -59,7 +62,9 @@ class _Traced:
         count: micro-batches of the run.
     """
 
-    def __init__(self, replays: Replays, depths: tuple[int, int], schedule: PipelineSchedule, count: int) -> None:
+    def __init__(
+        self, replays: Replays, depths: tuple[int, int], schedule: PipelineSchedule, count: int
+    ) -> None:
         self.depths, self.count = depths, count
         self.all_at_once = schedule is PipelineSchedule.gpipe
         kind = schedule if self.all_at_once else PipelineSchedule("1f1b")
@@ -70,23 +75,35 @@ class _Traced:
         self._found: list[dict[tuple[bool, int], Replay]] = []
         for length, micro_batches in zip(lengths, self.counts, strict=True):
             places = [(depth, rank) for depth in depths for rank in (0, length - 1)]
-            made = replays([Part(length * depth, micro_batches, length, rank, kind) for depth, rank in places])
-            self._found.append({(rank > 0, depth): each for (depth, rank), each in zip(places, made, strict=True)})
+            made = replays(
+                [Part(length * depth, micro_batches, length, rank, kind) for depth, rank in places]
+            )
+            self._found.append(
+                {(rank > 0, depth): each for (depth, rank), each in zip(places, made, strict=True)}
+            )
 
     def pair(self, layers: int, is_last: bool = False) -> tuple[Replay, Replay]:
         """The first or last rank of both pipelines, with that many layers."""
         shallow, deep = self.depths
         few, more = (
-            extrapolate(each[is_last, shallow], each[is_last, deep], self.depths, layers) for each in self._found
+            extrapolate(each[is_last, shallow], each[is_last, deep], self.depths, layers)
+            for each in self._found
         )
         return few, more
 
-    def memory(self, layers: int, in_flight: float, is_last: bool = False) -> tuple[MemoryPrediction, float]:
-        """Memory with ``in_flight`` micro-batches, and the number of receive buffers that it includes."""
+    def memory(
+        self, layers: int, in_flight: float, is_last: bool = False
+    ) -> tuple[MemoryPrediction, float]:
+        """Memory with ``in_flight`` micro-batches, and the number of receive buffers that it
+        includes."""
         few, more = self.pair(layers, is_last)
         if is_last and not self.all_at_once:  # one is in flight in both
-            one, all_of_first = (self.memory(layers, number)[0].peak_bytes for number in (1, in_flight))
-            return _changed(few.memory(), {Category.activations: all_of_first - one}), self.counts[0]
+            one, all_of_first = (
+                self.memory(layers, number)[0].peak_bytes for number in (1, in_flight)
+            )
+            return _changed(few.memory(), {Category.activations: all_of_first - one}), self.counts[
+                0
+            ]
         received = self.counts[0] + in_flight - self.in_flight[0]
         return extrapolate(few, more, self.in_flight, in_flight).memory(), received
 
@@ -96,7 +113,8 @@ class _Traced:
         return extrapolate(few, more, self.counts, self.count)
 
     def seconds(self, layers: int, is_last: bool = False) -> float:
-        """Time of a micro-batch, without waits for the host, which goes on while a rank waits for others."""
+        """Time of a micro-batch, without waits for the host, which goes on while a rank waits for
+        others."""
         few, more = (each.time() for each in self.pair(layers, is_last))
         return more.step_seconds - more.host_seconds - (few.step_seconds - few.host_seconds)
 
@@ -104,7 +122,8 @@ class _Traced:
 def predict_pipeline(
     config: Config, replays: Replays, depths: tuple[int, int]
 ) -> tuple[MemoryPrediction, TimePrediction, tuple[StagePrediction, ...]]:
-    """Memory of the rank that reserves most, time of the busiest, and both of every rank; arguments as ``_Traced``."""
+    """Memory of the rank that reserves most, time of the busiest, and both of every rank; arguments
+    as ``_Traced``."""
     assert isinstance(config.parallel, FSDP2Config)
     ranks, count, schedule = config.mesh.pp_size, config.train.grad_accum, config.parallel.schedule
     keeps_logits = schedule is PipelineSchedule.zero_bubble
@@ -137,17 +156,24 @@ def predict_pipeline(
     wait, time = min(zip(waits, times, strict=True), key=lambda each: each[0])
     on_device = time.step_seconds - time.host_seconds + wait
     step = max(on_device, *(each.step_seconds for each in times))
-    time = dataclasses.replace(time, step_seconds=step, stage_seconds=wait, host_seconds=step - on_device)
+    time = dataclasses.replace(
+        time, step_seconds=step, stage_seconds=wait, host_seconds=step - on_device
+    )
     parts = [
         StagePrediction(name, memory.peak_bytes, memory.reserved_bytes, own.compute_seconds, wait)
-        for name, memory, own, wait in zip(layers_of_ranks(config), memories, times, waits, strict=True)
+        for name, memory, own, wait in zip(
+            layers_of_ranks(config), memories, times, waits, strict=True
+        )
     ]
     return max(memories, key=lambda each: each.reserved_bytes), time, tuple(parts)
 
 
 def layers_of_ranks(config: Config) -> list[str]:
     """Layers of each rank of a pipeline, such as ``0-3, 8-11``."""
-    names = [f"{each.first}-{each.end - 1}" if each.size > 1 else str(each.first) for each in stages_of(config)]
+    names = [
+        f"{each.first}-{each.end - 1}" if each.size > 1 else str(each.first)
+        for each in stages_of(config)
+    ]
     return [", ".join(names[rank :: config.mesh.pp_size]) for rank in range(config.mesh.pp_size)]
 
 
@@ -156,20 +182,27 @@ def stages_of(config: Config) -> list[Stage]:
     assert isinstance(config.parallel, FSDP2Config)
     with torch.device("meta"):
         model = config.model.build()
-    return split_model(model, config.mesh.pp_size * config.parallel.schedule.stages_per_rank, config.train.seq_len)
+    return split_model(
+        model, config.mesh.pp_size * config.parallel.schedule.stages_per_rank, config.train.seq_len
+    )
 
 
 def _table(memory: MemoryPrediction, parallel: FSDP2Config) -> dict[Category, int]:
     """What an embedding adds to a rank, from the memory of a first rank without layers."""
     sizes = {each: memory.categories.get(each, 0) for each in OF_TABLE}
-    # Its full gradients are as many as its gathered parameters, and add up in the dtype of reductions.
+    # Its full gradients are as many as its gathered parameters, and add up in the dtype of
+    # reductions.
     wider = parallel.reduce_dtype.torch.itemsize / parallel.param_dtype.torch.itemsize
     return sizes | {Category.reduction_buffers: round(sizes[Category.gathered_parameters] * wider)}
 
 
 def _message_bytes(config: Config) -> int:
     """Hidden states of a micro-batch, of this rank's tokens."""
-    tokens = config.train.batch_size * config.train.seq_len // (config.mesh.cp_size * config.mesh.tp_size)
+    tokens = (
+        config.train.batch_size
+        * config.train.seq_len
+        // (config.mesh.cp_size * config.mesh.tp_size)
+    )
     return tokens * config.model.dim * config.parallel.param_dtype.torch.itemsize
 
 
@@ -179,29 +212,41 @@ def _logit_bytes(config: Config) -> int:
 
 
 def _stage_seconds(config: Config, traced: _Traced, stages: Sequence[Stage]) -> list[list[float]]:
-    """By stage: seconds of a micro-batch's forward, and of its backward, which has twice the matmuls."""
+    """By stage: seconds of a micro-batch's forward, and of its backward, which has twice the
+    matmuls."""
     shallow, deep = traced.depths
     of_layer = (traced.seconds(deep) - traced.seconds(shallow)) / (deep - shallow)
     share = 1 / 4 if config.memory.gradient_checkpointing is GradientCheckpointing.full else 1 / 3
-    seconds = [[of_layer * stage.size * share, of_layer * stage.size * (1 - share)] for stage in stages]
+    seconds = [
+        [of_layer * stage.size * share, of_layer * stage.size * (1 - share)] for stage in stages
+    ]
     chunked = config.memory.chunk_loss  # A chunked loss has its gradients in the forward.
     for stage, forward in ((0, 1 / 3), (-1, 1.0 if chunked else 1 / 3)):
         edge = traced.seconds(0, is_last=stage == -1)
-        seconds[stage] = [seconds[stage][0] + edge * forward, seconds[stage][1] + edge * (1 - forward)]
+        seconds[stage] = [
+            seconds[stage][0] + edge * forward,
+            seconds[stage][1] + edge * (1 - forward),
+        ]
     return seconds
 
 
 def _without(time: TimePrediction, part: TimePrediction) -> TimePrediction:
     """Time without the computations of a part, an embedding's."""
-    kinds = {kind: max(0.0, seconds - part.kinds.get(kind, 0.0)) for kind, seconds in time.kinds.items()}
+    kinds = {
+        kind: max(0.0, seconds - part.kinds.get(kind, 0.0)) for kind, seconds in time.kinds.items()
+    }
     gone = time.compute_seconds - sum(kinds.values())
     return dataclasses.replace(
-        time, step_seconds=time.step_seconds - gone, compute_seconds=sum(kinds.values()), kinds=kinds
+        time,
+        step_seconds=time.step_seconds - gone,
+        compute_seconds=sum(kinds.values()),
+        kinds=kinds,
     )
 
 
 def _changed(memory: MemoryPrediction, by: dict[Category, int]) -> MemoryPrediction:
-    """Memory with more or less of some categories; one that a line has made negative is taken from activations."""
+    """Memory with more or less of some categories; one that a line has made negative is taken from
+    activations."""
     more, kinds = sum(by.values()), {Category.activations, *memory.categories, *by}
     categories = {each: max(0, memory.categories.get(each, 0) + by.get(each, 0)) for each in kinds}
     peak = memory.peak_bytes + more

@@ -1,4 +1,5 @@
-"""The recorded contents of a segment of a model: embedding, block, or norm and head with the loss."""
+"""The recorded contents of a segment of a model: embedding, block, or norm and head with the
+loss."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,7 +8,10 @@ from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Event, Free, K
 
 from .skeleton import Layout
 
-STAGE, GRADIENT = -4, -1  # ``Mark.step`` where a stage begins, and where the gradient of a parameter is final
+STAGE, GRADIENT = (
+    -4,
+    -1,
+)  # ``Mark.step`` where a stage begins, and where the gradient of a parameter is final
 
 
 class Piece(NamedTuple):
@@ -22,7 +26,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """A unit in forward and backward. It frees the gradient of its output, but does not allocate it."""
+    """A unit in forward and backward. It frees the gradient of its output, but does not allocate
+    it."""
 
     forward: list[Piece]
     backward: list[Piece]
@@ -33,7 +38,8 @@ class Segment:
     output_gradient: int
     input_gradient: int
     kept: dict[int, int]
-    """Block → bytes of a tensor that checkpointing saves besides the input, if large enough for activation offload."""
+    """Block → bytes of a tensor that checkpointing saves besides the input, if large enough for
+    activation offload."""
     gradients: dict[str, int]  # Parameter → block of its gradient, which outlives the backward
     views: frozenset[str]  # Parameters whose gradient is a view
     tokens: int  # Of the input
@@ -45,13 +51,18 @@ class Segment:
             stages = tuple(filter(None, stages))  # no module contains the others
         marks = (piece.mark for piece in self.backward)
         # The kind of a gradient matters where autograd adds another one.
-        gradients = ((mark.phase, ties and mark.phase in self.views) for mark in marks if mark.step == GRADIENT)
+        gradients = (
+            (mark.phase, ties and mark.phase in self.views)
+            for mark in marks
+            if mark.step == GRADIENT
+        )
         kept = (size // self.tokens for size in self.kept.values())
         return Layout(stages, tuple(gradients), tuple(kept) if offloaded else ())
 
 
 def join_kernels(recorded: list[Event]) -> list[Event]:
-    """Events with the kernels of each stretch at its end, as one event, which makes replays a third shorter."""
+    """Events with the kernels of each stretch at its end, as one event, which makes replays a third
+    shorter."""
     joined: list[Event] = []
     kernels: list[Kernel] = []
     for event in [*recorded, None]:

@@ -1,12 +1,13 @@
 """The trainer's steps around the contents of a model's units, traced once for all contents.
 
-The trainer of a full trace builds the configured model, strategy and optimizer, but the forward of each segment
-(embedding, block, head) is a stand-in. It calls the modules that are units or own parameters, whose hooks gather,
-prefetch, reshard, cast and reduce as in training, and notes where the contents belong (``Note``). In the backward it
-gives each parameter a gradient without computing it. ``splice`` inserts the contents.
+The trainer of a full trace builds the configured model, strategy and optimizer, but the forward of
+each segment (embedding, block, head) is a stand-in. It calls the modules that are units or own
+parameters, whose hooks gather, prefetch, reshard, cast and reduce as in training, and notes where
+the contents belong (``Note``). In the backward it gives each parameter a gradient without computing
+it. ``splice`` inserts the contents.
 
-Sequences have ``TOKENS`` tokens, a prime: sizes divisible by it are proportional to the tokens of a micro-batch. So a
-trace serves all batches and lengths.
+Sequences have ``TOKENS`` tokens, a prime: sizes divisible by it are proportional to the tokens of a
+micro-batch. So a trace serves all batches and lengths.
 """
 
 import copy
@@ -42,9 +43,10 @@ class Note(NamedTuple):
     """Where a part of a segment's contents belongs."""
 
     kind: str
-    """``forward`` and ``backward``: a stage begins, in the backward also one that is recomputed; ``end``: the backward
-    of a stage ends; ``gradient``: a parameter's gradient is final and the next block; ``kept``: the next block is one
-    that leaves the device; ``output``: the next block is the segment's output."""
+    """``forward`` and ``backward``: a stage begins, in the backward also one that is recomputed;
+    ``end``: the backward of a stage ends; ``gradient``: a parameter's gradient is final and the
+    next block; ``kept``: the next block is one that leaves the device; ``output``: the next block
+    is the segment's output."""
     segment: int
     name: str = ""  # Stage or parameter
     visit: int = 0  # Number of the stage in the forward, or of the kept block
@@ -55,16 +57,27 @@ class Layout:
     """The parts of a segment's contents that the trainer depends on."""
 
     stages: tuple[str, ...]  # Names of modules, in the order of the forward; empty outside of these
-    gradients: tuple[tuple[str, bool], ...]  # Parameters in the order of the backward, and whether theirs are views
-    kept: tuple[int, ...] = ()  # Bytes of a token of each tensor that activation offload takes besides the input
+    gradients: tuple[
+        tuple[str, bool], ...
+    ]  # Parameters in the order of the backward, and whether theirs are views
+    kept: tuple[
+        int, ...
+    ] = ()  # Bytes of a token of each tensor that activation offload takes besides the input
 
 
-def trace_skeleton(config: Config, hardware: Hardware, attention: Any, layouts: Sequence[Layout]) -> Trace:
-    """Trace a configuration as ``reduced`` returns it, with a layout for each segment, in a process that traces."""
+def trace_skeleton(
+    config: Config, hardware: Hardware, attention: Any, layouts: Sequence[Layout]
+) -> Trace:
+    """Trace a configuration as ``reduced`` returns it, with a layout for each segment, in a process
+    that traces."""
 
     def program(recorder: OpRecorder) -> None:
         segments = _Segments(config, recorder, layouts)
-        whole = (gradient_norms, "CPU_NORM_ELEMENTS", 2**62)  # one of the host's norms rather than hundreds
+        whole = (
+            gradient_norms,
+            "CPU_NORM_ELEMENTS",
+            2**62,
+        )  # one of the host's norms rather than hundreds
         with replaced(whole):
             trainer_program(config, hardware, stand_ins=segments)(recorder)
 
@@ -77,9 +90,14 @@ def reduced(config: Config, inner_units: bool) -> Config:
     memory, train = copy.copy(config.memory), copy.copy(config.train)
     train.batch_size, train.seq_len, train.gc_every = 1, TOKENS, 0
     train.label_smoothing = train.z_loss_coef = 0.0
-    if train.deterministic.covers_layouts:  # one reduction a step as without, of forwards that stand-ins replace
+    if (
+        train.deterministic.covers_layouts
+    ):  # one reduction a step as without, of forwards that stand-ins replace
         train.deterministic, train.slices = Deterministic.false, 1
-    if memory.gradient_checkpointing is not GradientCheckpointing.none and not memory.activation_offload:
+    if (
+        memory.gradient_checkpointing is not GradientCheckpointing.none
+        and not memory.activation_offload
+    ):
         # Recomputation runs the hooks of units within a block.
         memory.gradient_checkpointing = GradientCheckpointing[("none", "full")[inner_units]]
     if memory.gradient_checkpointing is GradientCheckpointing.none:
@@ -87,12 +105,19 @@ def reduced(config: Config, inner_units: bool) -> Config:
     memory.chunk_loss, memory.chunk_tokens = False, "auto"
     memory.checkpointing_save = ["mm"]
     if isinstance(config.parallel, ReducingConfig):
-        config.parallel = dataclasses.replace(config.parallel, context=type(config.parallel).context)
+        config.parallel = dataclasses.replace(
+            config.parallel, context=type(config.parallel).context
+        )
     if type(config.parallel) is DDPConfig and not registers_devices():
         # PyTorch's reducer needs the device's own code; the toy has the same buckets.
-        shared = {field.name: getattr(config.parallel, field.name) for field in dataclasses.fields(config.parallel)}
+        shared = {
+            field.name: getattr(config.parallel, field.name)
+            for field in dataclasses.fields(config.parallel)
+        }
         config.parallel = ToyDDPConfig(**shared)
-    config.mesh = dataclasses.replace(config.mesh, cp_size=1)  # Ranks that share sequences are among the shards
+    config.mesh = dataclasses.replace(
+        config.mesh, cp_size=1
+    )  # Ranks that share sequences are among the shards
     config.memory, config.train = memory, train
     return config
 
@@ -126,31 +151,40 @@ class _Segments:
 
 def _equal_stages(model: DecoderModel, count: int, seq_len: int) -> list[Stage]:
     size = len(model.layers) // count
-    return [Stage(place * size, (place + 1) * size, place == 0, place == count - 1) for place in range(count)]
+    return [
+        Stage(place * size, (place + 1) * size, place == 0, place == count - 1)
+        for place in range(count)
+    ]
 
 
 def innermost(name: str, parts: Any) -> str:
     """The longest of the parts that contains a module or parameter; empty if none does."""
-    return max((part for part in parts if part and f"{name}.".startswith(f"{part}.")), key=len, default="")
+    return max(
+        (part for part in parts if part and f"{name}.".startswith(f"{part}.")), key=len, default=""
+    )
 
 
 class _StandIn:
     """The forward of a segment; a module's stages are run from its forward."""
 
-    def __init__(self, recorder: OpRecorder, number: int, layout: Layout, root: nn.Module, config: Config) -> None:
+    def __init__(
+        self, recorder: OpRecorder, number: int, layout: Layout, root: nn.Module, config: Config
+    ) -> None:
         self.recorder, self.number, self.layout, self.root = recorder, number, layout, root
         self.dtype, self.width = config.parallel.param_dtype.torch, config.model.dim
         self.place = 0  # Next stage
         self.owners: dict[str, nn.Module] = {}
         self.own: dict[str, list[tuple[str, str, bool]]] = {}
-        """Module → its parameters in the order of the forward: full name, name, whether the gradient is a view."""
+        """Module → its parameters in the order of the forward: full name, name, whether the
+        gradient is a view."""
         for name, is_view in reversed(layout.gradients):
             owner, _, leaf = name.rpartition(".")
             self.owners[owner] = root.get_submodule(owner)
             self.own.setdefault(owner, []).append((name, leaf, is_view))
 
     def replace(self, module: nn.Module, attribute: str, stage: str = "") -> None:
-        """Replace an attribute of the module that contains the stages, and the forwards of those inside."""
+        """Replace an attribute of the module that contains the stages, and the forwards of those
+        inside."""
         setattr(module, attribute, functools.partial(self.run, stage))
         parts = set(self.layout.stages)
         for part in parts - {stage} if not stage else ():
@@ -165,7 +199,9 @@ class _StandIn:
         if part == stages[0]:
             self.place = 0
         if not hidden.is_floating_point():  # token ids
-            hidden = torch.empty((), dtype=self.dtype, device=hidden.device).expand(1, TOKENS, self.width)
+            hidden = torch.empty((), dtype=self.dtype, device=hidden.device).expand(
+                1, TOKENS, self.width
+            )
             # Blocks have a backward even where all parameters of the embedding are frozen.
             hidden = Root.apply(torch.empty((), requires_grad=True), hidden)
         while self.place < len(stages) and _within(stages[self.place], part):
@@ -173,7 +209,11 @@ class _StandIn:
             if name == part:
                 hidden = self._stage(name, hidden)
             else:
-                inside = [each for each in stages if each != part and _within(each, part) and _within(name, each)]
+                inside = [
+                    each
+                    for each in stages
+                    if each != part and _within(each, part) and _within(name, each)
+                ]
                 hidden = self._module(min(inside, key=len))(hidden)
         if self.place == len(stages):
             shape = () if part == "lm_head" else hidden.shape
@@ -184,11 +224,15 @@ class _StandIn:
         stages, visit = self.layout.stages, self.place
         self.place += 1
         kept = [self._keep(*each) for each in enumerate(self.layout.kept)] if visit == 0 else []
-        hidden = _Enter.apply(hidden, self._note("forward", part, visit), self._note("end", part, visit), *kept)
+        hidden = _Enter.apply(
+            hidden, self._note("forward", part, visit), self._note("end", part, visit), *kept
+        )
         if visit == stages.index(part):
             for owner in self.own:
                 if innermost(owner, stages) == part:
-                    hidden = self.take(owner, hidden) if owner == part else self._module(owner)(hidden)
+                    hidden = (
+                        self.take(owner, hidden) if owner == part else self._module(owner)(hidden)
+                    )
         left: Tensor = _Leave.apply(hidden, self._note("backward", part, visit))
         return left
 
@@ -205,14 +249,20 @@ class _StandIn:
         self._note("kept", visit=number)()
         rows, columns = ((TOKENS, 0), (0, size // self.dtype.itemsize))
         device = torch.device(self.recorder.device_type)
-        return torch.mm(*(torch.empty(shape, dtype=self.dtype, device=device) for shape in (rows, columns)))
+        return torch.mm(
+            *(torch.empty(shape, dtype=self.dtype, device=device) for shape in (rows, columns))
+        )
 
     def _module(self, name: str) -> Any:
         """A submodule, or its replacement by a strategy."""
         return functools.reduce(getattr, name.split("."), self.root) if name else self.root
 
     def _note(self, kind: str, name: str = "", visit: int = 0) -> Callable[[], None]:
-        in_backward = {"forward": "backward", "kept": None, "output": None}  # Of a recomputed segment
+        in_backward = {
+            "forward": "backward",
+            "kept": None,
+            "output": None,
+        }  # Of a recomputed segment
 
         def note() -> None:
             recomputed = kind in in_backward and torch._C._current_graph_task_id() != -1
@@ -272,7 +322,8 @@ class _Leave(torch.autograd.Function):
 
 
 class _Parameter(torch.autograd.Function):
-    """Uses a parameter, whose gradient has no values; saves a tensor, so that checkpointing recomputes it."""
+    """Uses a parameter, whose gradient has no values; saves a tensor, so that checkpointing
+    recomputes it."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, param: Tensor, is_view: bool, note: Any) -> Tensor:
@@ -298,10 +349,16 @@ class _Output(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, shape: Any, note: Any) -> Tensor:
         ctx.like = hidden.shape, hidden.dtype, hidden.device
         note()
-        return torch.empty(shape, dtype=hidden.dtype if shape else torch.float32, device=hidden.device)
+        return torch.empty(
+            shape, dtype=hidden.dtype if shape else torch.float32, device=hidden.device
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         shape, dtype, device = ctx.like
         same = grads[0].shape == shape
-        return grads[0] if same else torch.empty((), dtype=dtype, device=device).expand(shape), None, None
+        return (
+            grads[0] if same else torch.empty((), dtype=dtype, device=device).expand(shape),
+            None,
+            None,
+        )

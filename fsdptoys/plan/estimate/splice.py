@@ -1,7 +1,7 @@
 """Joins a skeleton with the contents of its segments to the trace of a run.
 
-Contents are inserted at the skeleton's notes. A block that both have, such as a gradient that the contents allocate and
-FSDP frees, gets the contents' number.
+Contents are inserted at the skeleton's notes. A block that both have, such as a gradient that the
+contents allocate and FSDP frees, gets the contents' number.
 """
 
 from collections import defaultdict, deque
@@ -10,7 +10,17 @@ from typing import Any
 
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator import events
-from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Event, Free, Kernel, KernelKind, Kernels, Mark, Trace
+from fsdptoys.plan.simulator.events import (
+    COMPUTE_STREAM,
+    Alloc,
+    Event,
+    Free,
+    Kernel,
+    KernelKind,
+    Kernels,
+    Mark,
+    Trace,
+)
 from fsdptoys.plan.trace.op_recorder import EXCHANGE, FIRST_MATMUL
 
 from .segment import GRADIENT, STAGE, Piece, Segment
@@ -28,7 +38,9 @@ class _Instance:
     event: int  # Added to numbers of device events
     first: int  # Visit with which the forward begins and the backward ends
     pieces: list[Piece]
-    known: dict[int, int] = field(default_factory=dict)  # Numbers of blocks that another segment allocates
+    known: dict[int, int] = field(
+        default_factory=dict
+    )  # Numbers of blocks that another segment allocates
     place: int = 0
     done: bool = False  # Whether the pass that has begun is over
 
@@ -44,19 +56,24 @@ def splice(skeleton: Trace, segments: list[Segment], workspace_bytes: int, offlo
 
 
 class _Splicer:
-    def __init__(self, skeleton: Trace, segments: list[Segment], workspace_bytes: int, offloads: bool) -> None:
+    def __init__(
+        self, skeleton: Trace, segments: list[Segment], workspace_bytes: int, offloads: bool
+    ) -> None:
         self.skeleton, self.segments, self.workspace_bytes = skeleton, segments, workspace_bytes
         self.offloads = offloads
         self.tokens = max(segment.tokens for segment in segments)
         self.trace = Trace([], dict(skeleton.streams), skeleton.categories, skeleton.host_bytes)
         self.add = self.trace.events.append
         self.blocks = 1 + max(event.block for event in skeleton.events if isinstance(event, Alloc))
-        self.events = 1 + max((e.event for e in skeleton.events if isinstance(e, events.RecordEvent)), default=0)
+        self.events = 1 + max(
+            (e.event for e in skeleton.events if isinstance(e, events.RecordEvent)), default=0
+        )
         self.exchange = 1 + max(self.trace.streams, default=0)
         self.trace.streams[self.exchange] = "communication"
         self.same: dict[int, int] = {}  # The skeleton's block → the contents'
         self.next: int | None = None  # Number of the skeleton's next block
-        # By segment: the last whose forward has begun, those that wait for their backward, the last that has begun it.
+        # By segment: the last whose forward has begun, those that wait for their backward, the last
+        # that has begun it.
         self.forwards: dict[int, _Instance] = {}
         self.waiting: defaultdict[int, deque[_Instance]] = defaultdict(deque)
         self.backwards: dict[int, _Instance] = {}
@@ -90,7 +107,12 @@ class _Splicer:
                 self.add(event._replace(messages=tuple(sizes)))
             elif kind is events.Transfer:
                 scaled = self._scaled(event.bytes)
-                if event.stream in copying and not event.to_device and step == 1 and phase == "forward":
+                if (
+                    event.stream in copying
+                    and not event.to_device
+                    and step == 1
+                    and phase == "forward"
+                ):
                     self.trace.host_bytes += pinned_bytes(scaled) - pinned_bytes(event.bytes)
                 self.add(event._replace(bytes=scaled))
             else:
@@ -103,9 +125,14 @@ class _Splicer:
         return self.trace
 
     def _begins_phase(self, note: Note) -> bool:
-        """Whether a phase begins: those around the first and last blocks are apart, as their peaks are linear."""
+        """Whether a phase begins: those around the first and last blocks are apart, as their peaks
+        are linear."""
         last = len(self.segments) - 1
-        return note.kind == "backward" and self._over(self.backwards, note) and note.segment in (last - 1, 1, 0)
+        return (
+            note.kind == "backward"
+            and self._over(self.backwards, note)
+            and note.segment in (last - 1, 1, 0)
+        )
 
     @staticmethod
     def _over(begun: dict[int, _Instance], note: Note) -> bool:
@@ -121,7 +148,9 @@ class _Splicer:
             self._begin(note)
         if kind == "backward" and self._over(self.backwards, note):
             self._turn(note.segment)
-        instance = (self.forwards if kind in ("forward", "kept", "output") else self.backwards)[note.segment]
+        instance = (self.forwards if kind in ("forward", "kept", "output") else self.backwards)[
+            note.segment
+        ]
         if kind in ("forward", "backward"):
             self._advance(instance, STAGE, note.name)
         elif kind == "gradient":
@@ -135,33 +164,45 @@ class _Splicer:
             self.next = instance.block + segment.output
         elif note.visit == instance.first:
             self._end(instance)
-            if note.segment and note.segment - 1 not in self.forwards:  # The gradient was sent to another rank.
+            if (
+                note.segment and note.segment - 1 not in self.forwards
+            ):  # The gradient was sent to another rank.
                 self.add(Free(instance.block + segment.input_gradient))
         else:
-            stages = (i for i, piece in enumerate(instance.pieces) if i >= instance.place and piece.mark.step == STAGE)
+            stages = (
+                i
+                for i, piece in enumerate(instance.pieces)
+                if i >= instance.place and piece.mark.step == STAGE
+            )
             self._issue_until(instance, next(stages, len(instance.pieces)))
 
     def _begin(self, note: Note) -> None:
         segment = self.segments[note.segment]
-        self.forwards[note.segment] = _Instance(segment, self.blocks, self.events, note.visit, segment.forward)
+        self.forwards[note.segment] = _Instance(
+            segment, self.blocks, self.events, note.visit, segment.forward
+        )
         self.blocks += segment.blocks + 1
         self.events += segment.device_events + 1
 
     def _turn(self, number: int) -> None:
-        """Begin a segment's backward, whose first gradient the following segment has allocated, or another rank."""
+        """Begin a segment's backward, whose first gradient the following segment has allocated, or
+        another rank."""
         instance = self.backwards[number] = self.waiting[number].popleft()
         instance.pieces, instance.place, instance.done = instance.segment.backward, 0, False
         if instance.segment.output_gradient and number + 1 in self.backwards:
             after = self.backwards[number + 1]
             gradient = after.segment.input_gradient
-            instance.known[instance.segment.output_gradient] = after.known.get(gradient, after.block + gradient)
+            instance.known[instance.segment.output_gradient] = after.known.get(
+                gradient, after.block + gradient
+            )
 
     def _end(self, instance: _Instance) -> None:
         self._issue_until(instance, len(instance.pieces))
         instance.done = True
 
     def _advance(self, instance: _Instance, step: int, name: str) -> None:
-        """Issue up to the next mark, and from it on if a stage begins there; nothing if it is passed."""
+        """Issue up to the next mark, and from it on if a stage begins there; nothing if it is
+        passed."""
         for place in range(instance.place, len(instance.pieces)):
             mark = instance.pieces[place].mark
             if mark.step == step and mark.phase == name:
@@ -188,7 +229,9 @@ class _Splicer:
             if made.step == FIRST_MATMUL and made.phase not in self.multiplied:
                 self.multiplied.add(made.phase)
                 self.blocks += 1
-                add(Alloc(self.blocks - 1, self.workspace_bytes, COMPUTE_STREAM, Category.temporary))
+                add(
+                    Alloc(self.blocks - 1, self.workspace_bytes, COMPUTE_STREAM, Category.temporary)
+                )
         else:
             if getattr(made, "stream", COMPUTE_STREAM) == EXCHANGE:
                 made = made._replace(stream=self.exchange)

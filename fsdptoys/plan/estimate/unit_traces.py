@@ -1,8 +1,9 @@
 """Traces of a model's units: embedding, each kind of block, head with loss.
 
-Which tensors are kept depends on the operators that autograd and the device choose, so each unit runs forward and
-backward once on the meta device, through the project's own modules, checkpointing and loss, under the recorder and the
-device's kernels of a full trace. That takes about 50 ms and is cached for the life of the process.
+Which tensors are kept depends on the operators that autograd and the device choose, so each unit
+runs forward and backward once on the meta device, through the project's own modules, checkpointing
+and loss, under the recorder and the device's kernels of a full trace. That takes about 50 ms and is
+cached for the life of the process.
 
 Shapes: B batch, T sequence, D width.
 """
@@ -64,13 +65,16 @@ class _Cut(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """The beginning or end of a unit: an output of another shape, and a gradient of the input's, that share nothing.
+    """The beginning or end of a unit: an output of another shape, and a gradient of the input's,
+    that share nothing.
 
     ``see`` is called with the gradient that arrives and the one that leaves.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, see: Any) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, see: Any
+    ) -> Tensor:
         ctx.shape, ctx.dtype, ctx.see = tensor.shape, tensor.dtype, see
         return tensor.new_empty(shape, dtype=dtype)
 
@@ -84,7 +88,8 @@ class _End(torch.autograd.Function):
 def segments_of(
     config: Config, model: DecoderModel, attention: AttentionKind, units: Collection[str] = ()
 ) -> list[Segment]:
-    """Trace embedding, blocks and head on the meta device, or return cached traces; ``units`` are names of modules."""
+    """Trace embedding, blocks and head on the meta device, or return cached traces; ``units`` are
+    names of modules."""
     train, memory = config.train, config.memory
     dtype = config.parallel.param_dtype.torch
     context = getattr(config.parallel, "context", ContextForm.auto), config.mesh.cp_size
@@ -99,20 +104,29 @@ def segments_of(
         config.mesh.tp_size,
     )
     shape = vars(config.model) | {"name": "", "init_from": None, "n_layers": 0}
-    key = repr((type(config.model), shape, config.tune, config.parallel.capabilities.packed_weights))
-    chosen = set(range(model.config.n_layers)[memory.checkpointing_start_index :: memory.checkpointing_every])
+    key = repr(
+        (type(config.model), shape, config.tune, config.parallel.capabilities.packed_weights)
+    )
+    chosen = set(
+        range(model.config.n_layers)[memory.checkpointing_start_index :: memory.checkpointing_every]
+    )
     blocks = []
     for index, kind in enumerate(_kinds(model)):
         mode = memory.gradient_checkpointing if index in chosen else GradientCheckpointing.none
         save = tuple(memory.checkpointing_save) if mode is GradientCheckpointing.selective else ()
         prefix = f"layers.{index}."
-        parts = tuple(sorted(name.removeprefix(prefix) for name in units if name.startswith(prefix)))
+        parts = tuple(
+            sorted(name.removeprefix(prefix) for name in units if name.startswith(prefix))
+        )
         blocks.append(_block(key, kind, parts, common, mode, save, Uncached((model, index))))
     chunks = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
     objective = Objective(train.label_smoothing, train.z_loss_coef)
     loss = (memory.chunk_loss, chunks, memory.chunk_grad_dtype.torch, objective)
     tables = tuple(sorted(name for name in units if name.startswith("embed")))
-    embedding, head = _embedding(key, tables, common, Uncached(model)), _head(key, common, loss, Uncached(model))
+    embedding, head = (
+        _embedding(key, tables, common, Uncached(model)),
+        _head(key, common, loss, Uncached(model)),
+    )
     return [embedding, *blocks, head]
 
 
@@ -157,7 +171,9 @@ def _block(
     block = cast(RunnableBlock, copy.deepcopy(model.layers[index]).to(common.dtype))
     recorder = OpRecorder("meta", common.attention)
     for part in parts:
-        _cut_part(block.get_submodule(part), part, innermost(part.rpartition(".")[0], parts), recorder)
+        _cut_part(
+            block.get_submodule(part), part, innermost(part.rpartition(".")[0], parts), recorder
+        )
     block.execute = functools.partial(_begun, block.compute, recorder)
     if mode is not GradientCheckpointing.none:
         checkpoint_blocks([block], mode, save=save)
@@ -171,7 +187,9 @@ def _block(
                 module.context = context
     run = functools.partial(_run_block, block, rotations)
     segment = _trace_unit(block, run, model.config.dim, common, recorder, rotations or ())
-    return segment if mode is not GradientCheckpointing.none else dataclasses.replace(segment, kept={})
+    return (
+        segment if mode is not GradientCheckpointing.none else dataclasses.replace(segment, kept={})
+    )
 
 
 def _begun(forward: Callable[..., Any], recorder: OpRecorder, *args: Any) -> Any:
@@ -197,7 +215,9 @@ def _cut_part(module: nn.Module, part: str, outside: str, recorder: OpRecorder) 
 
 
 @functools.lru_cache(maxsize=1024)
-def _embedding(key: str, parts: tuple[str, ...], common: _Common, source: Uncached[DecoderModel]) -> Segment:
+def _embedding(
+    key: str, parts: tuple[str, ...], common: _Common, source: Uncached[DecoderModel]
+) -> Segment:
     model = copy.copy(source.value)
     model._modules = dict(model._modules)
     tables = nn.ModuleDict()
@@ -220,11 +240,19 @@ def _embedding(key: str, parts: tuple[str, ...], common: _Common, source: Uncach
 
 @functools.lru_cache(maxsize=1024)
 def _head(
-    key: str, common: _Common, loss: tuple[bool, int | None, torch.dtype, Objective], source: Uncached[DecoderModel]
+    key: str,
+    common: _Common,
+    loss: tuple[bool, int | None, torch.dtype, Objective],
+    source: Uncached[DecoderModel],
 ) -> Segment:
     group = cast(Any, PlannedGroup(TENSOR_AXIS, common.features)) if common.features > 1 else None
-    model, loss_fn = source.value, build_loss(*loss, vocabulary=Vocabulary(group) if group is not None else None)
-    both = nn.ModuleDict({name: copy.deepcopy(model.get_submodule(name)).to(common.dtype) for name in HEAD})
+    model, loss_fn = (
+        source.value,
+        build_loss(*loss, vocabulary=Vocabulary(group) if group is not None else None),
+    )
+    both = nn.ModuleDict(
+        {name: copy.deepcopy(model.get_submodule(name)).to(common.dtype) for name in HEAD}
+    )
     norm, head = both.values()
     labels_BT = torch.empty(common.batch, common.sequence, dtype=torch.int64, device="meta")
     recorder = OpRecorder("meta", common.attention)
@@ -255,7 +283,9 @@ def _note_view(views: set[str], name: str, gradient: Tensor) -> None:
 def kernels_of(attention: AttentionKind) -> Iterator[None]:
     """Use a device's kernels on the meta device."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any) -> Tensor:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any
+    ) -> Tensor:
         shared = query.shape[1] // key.shape[1]
         if not torch.backends.cuda.flash_sdp_enabled():
             math = torch.ops.aten._scaled_dot_product_attention_math
@@ -264,7 +294,9 @@ def kernels_of(attention: AttentionKind) -> Iterator[None]:
         if shared > 1 and not fuses_rms_norm():
             # torch 2.7's operator has no shared heads in its gradient.
             key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
-        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)[0]
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal
+        )[0]
         return out
 
     fused = [(F, "scaled_dot_product_attention", attend)] if attention is AttentionKind.cpu else []
@@ -280,7 +312,8 @@ def _trace_unit(
     recorder: OpRecorder,
     others: Sequence[Tensor] = (),
 ) -> Segment:
-    """Run a unit, with an input of width ``dim`` if any; its parameters and ``others`` are not part of its memory."""
+    """Run a unit, with an input of width ``dim`` if any; its parameters and ``others`` are not part
+    of its memory."""
 
     def number(tensor: Tensor) -> int:
         storage = recorder.find(tensor)
@@ -297,10 +330,17 @@ def _trace_unit(
     anchor = torch.empty((), device="meta", requires_grad=True)
     with kernels_of(common.attention), fake_exchanges(recorder, common.imbalance), recorder.watch():
         use_ops(module, choose_ops(dict(common.kernels)))
-        for tensor in (anchor, *module.parameters(), *others, npu_kernels.causal_mask(anchor.device)):
+        for tensor in (
+            anchor,
+            *module.parameters(),
+            *others,
+            npu_kernels.causal_mask(anchor.device),
+        ):
             recorder.see(tensor.detach())
         hidden = (
-            anchor if dim is None else _End.apply(anchor, (common.batch, common.part, dim), common.dtype, see_input)
+            anchor
+            if dim is None
+            else _End.apply(anchor, (common.batch, common.part, dim), common.dtype, see_input)
         )
         given = number(hidden) if dim is not None else 0
         before = recorder.blocks
@@ -317,9 +357,13 @@ def _trace_unit(
         for name, param in module.named_parameters():
             if param.requires_grad:
                 param.register_hook(functools.partial(_note_view, views, name))
-                param.register_post_accumulate_grad_hook(functools.partial(_note_gradient, recorder, name))
+                param.register_post_accumulate_grad_hook(
+                    functools.partial(_note_gradient, recorder, name)
+                )
         loss.backward()
-        gradients = {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
+        gradients = {
+            name: param.grad for name, param in module.named_parameters() if param.grad is not None
+        }
         for gradient in gradients.values():
             recorder.categorize(gradient, Category.reduction_buffers)
         numbers = {name: number(gradient) for name, gradient in gradients.items()}
@@ -337,13 +381,19 @@ def _trace_unit(
             # The backward begins outside of parts.
             current.append(Piece(Mark(STAGE, "") if event.phase == "backward" else event, []))
             if event.phase == "turn":
-                kept = {block: size for block, size in live.items() if size >= MIN_BYTES and block not in (given, made)}
+                kept = {
+                    block: size
+                    for block, size in live.items()
+                    if size >= MIN_BYTES and block not in (given, made)
+                }
         elif isinstance(event, Alloc):
             if event.block == seen.output_gradient:
                 current[-1].events.clear()  # of the sink
             elif event.block > before:
                 live[event.block] = event.bytes
-                current[-1].events.append(event._replace(category=trace.categories.get(event.block, event.category)))
+                current[-1].events.append(
+                    event._replace(category=trace.categories.get(event.block, event.category))
+                )
         elif not isinstance(event, Free) or event.block in {*live, *ends} - handed_on:
             current[-1].events.append(event)
             live.pop(getattr(event, "block", 0), None)
@@ -351,7 +401,14 @@ def _trace_unit(
     left = live.keys() - handed_on - {*numbers.values()}
     passes["backward"][-1].events.extend(map(Free, sorted(left)))
     forward, backward = (
-        [Piece(mark, join_kernels(events)) for mark, events in passes[name]] for name in ("forward", "backward")
+        [Piece(mark, join_kernels(events)) for mark, events in passes[name]]
+        for name in ("forward", "backward")
     )
-    tokens, blocks, device_events = common.batch * common.part, recorder.blocks, recorder.device_events
-    return Segment(forward, backward, blocks, device_events, *ends, kept, numbers, frozenset(views), tokens)
+    tokens, blocks, device_events = (
+        common.batch * common.part,
+        recorder.blocks,
+        recorder.device_events,
+    )
+    return Segment(
+        forward, backward, blocks, device_events, *ends, kept, numbers, frozenset(views), tokens
+    )

@@ -1,7 +1,7 @@
 """Advice: the predicted effect of changing single switches, or pairs of them.
 
-The same quick prediction is made before and after a change, and only the difference is reported, so that common errors
-cancel.
+The same quick prediction is made before and after a change, and only the difference is reported, so
+that common errors cancel.
 """
 
 import itertools
@@ -17,7 +17,15 @@ from fsdptoys.models import MoEConfig
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
 
-from .switches import OFFLOADS, REDUCES_OFTEN, Changes, overrides_between, read, validate_switches, vary
+from .switches import (
+    OFFLOADS,
+    REDUCES_OFTEN,
+    Changes,
+    overrides_between,
+    read,
+    validate_switches,
+    vary,
+)
 
 MAX_ADVICE = 5
 WORTHWHILE = 0.02  # Smallest reported gain in tokens per second
@@ -42,7 +50,8 @@ def advise(
     memory_bytes: float,
     node_ranks: int = 8,
 ) -> list[Advice]:
-    """Find changes that make a run fit, or make it faster, the best first; if no two suffice, those that save most.
+    """Find changes that make a run fit, or make it faster, the best first; if no two suffice, those
+    that save most.
 
     Args:
         config: as composed; if validated, changes of resolved ``auto`` values are included.
@@ -69,18 +78,29 @@ def advise(
             return None
         saved = after.memory.reserved_bytes - before.memory.reserved_bytes
         ratio = after.tokens_per_second / before.tokens_per_second
-        reserved, speed = prediction.memory.reserved_bytes + saved, prediction.tokens_per_second * ratio
+        reserved, speed = (
+            prediction.memory.reserved_bytes + saved,
+            prediction.tokens_per_second * ratio,
+        )
         return Advice(tuple(words), reserved, speed, saved, ratio - 1, reserved <= memory_bytes)
 
     changes_of_one = list(_changes(config, prediction.world_size, node_ranks))
     if prediction.device_type == "cpu":  # everything is in host memory already
-        changes_of_one = [changes for changes in changes_of_one if not any("offload" in key for key in changes)]
+        changes_of_one = [
+            changes for changes in changes_of_one if not any("offload" in key for key in changes)
+        ]
     if fits:
         return _faster(config, changes_of_one, evaluate, before.time)
     alone = [(changes, evaluate(changes)) for changes in changes_of_one]
     advice = [one for _, one in alone if one is not None]
-    savers = [changes for changes, one in alone if one is not None and one.reserved_change_bytes < 0]
-    pairs = [one | other for one, other in itertools.combinations(savers, 2) if not one.keys() & other.keys()]
+    savers = [
+        changes for changes, one in alone if one is not None and one.reserved_change_bytes < 0
+    ]
+    pairs = [
+        one | other
+        for one, other in itertools.combinations(savers, 2)
+        if not one.keys() & other.keys()
+    ]
     enough = [one for one in advice if one.fits]
     gain = max((one.tokens_per_second for one in enough), default=0.0) * (1 + WORTHWHILE)
     advice += [one for one in map(evaluate, pairs) if one is not None]
@@ -113,7 +133,8 @@ def _faster(
 
 
 def _only_saves(config: Config, changes: Changes) -> bool:
-    """Whether a change saves memory and never time: it moves what is now on the device, or gathers more often."""
+    """Whether a change saves memory and never time: it moves what is now on the device, or gathers
+    more often."""
     if changes.get("parallel.reshard_after_forward") is ReshardAfterForward.always:
         return True
     return any(map(changes.get, OFFLOADS)) and not any(read(config, key) for key in OFFLOADS)
@@ -139,22 +160,34 @@ def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[
     ]
     if memory.cpu_offload or can.overlapped_cpu_offload:
         overlapped = {"memory.cpu_offload_executor": CPUOffloadExecutor.overlapped}
-        alternatives.append({"memory.cpu_offload": True, **overlapped, "memory.optimizer_offload": False})
+        alternatives.append(
+            {"memory.cpu_offload": True, **overlapped, "memory.optimizer_offload": False}
+        )
     if memory.checkpoints:
-        alternatives.append({"memory.checkpointing_every": 2 if memory.checkpointing_every == 1 else 1})
+        alternatives.append(
+            {"memory.checkpointing_every": 2 if memory.checkpointing_every == 1 else 1}
+        )
     if can.shards_parameters:
         alternatives += [{"parallel.wrap": wrap} for wrap in (Wrap.block, Wrap.block_attn_mlp)]
-        alternatives += [{"parallel.reshard_after_forward": reshard} for reshard in ReshardAfterForward]
+        alternatives += [
+            {"parallel.reshard_after_forward": reshard} for reshard in ReshardAfterForward
+        ]
         sizes = (-1, node_ranks) if node_ranks < config.mesh.stage_ranks(world_size) else (-1,)
         alternatives += [{"mesh.fsdp_size": size} for size in sizes]
         alternatives += [{REDUCES_OFTEN: not parallel.reduces_often}]
     for key, size, has in (
         ("mesh.cp_size", config.mesh.cp_size, bool(can.context_forms) and batch == 1),
-        ("mesh.ep_size", config.mesh.ep_size, can.splits_experts and isinstance(config.model, MoEConfig)),
+        (
+            "mesh.ep_size",
+            config.mesh.ep_size,
+            can.splits_experts and isinstance(config.model, MoEConfig),
+        ),
         ("mesh.tp_size", config.mesh.tp_size, can.splits_features),
     ):
         if has:
-            alternatives += [{key: other} for other in (2 * size, max(1, size // 2)) if world_size % other == 0]
+            alternatives += [
+                {key: other} for other in (2 * size, max(1, size // 2)) if world_size % other == 0
+            ]
     if world_size > 1:
         alternatives.append({"parallel": "fsdp2"})
     for changes in alternatives:

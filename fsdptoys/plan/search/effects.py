@@ -1,4 +1,5 @@
-"""Effects of the best combination's settings: predicted candidates that differ from it in one of them."""
+"""Effects of the best combination's settings: predicted candidates that differ from it in one of
+them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,7 +46,9 @@ class Effect:
     fits: bool  # Whether the other combination fits
 
 
-def effects(best: Candidate, fitting: Sequence[Candidate], over: Sequence[Candidate]) -> list[Effect]:
+def effects(
+    best: Candidate, fitting: Sequence[Candidate], over: Sequence[Candidate]
+) -> list[Effect]:
     """Compare the best with every predicted combination that differs in one setting."""
     mine, found = _settings(best.config), []
     for fits, others in ((True, fitting), (False, over)):

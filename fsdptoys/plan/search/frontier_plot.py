@@ -49,17 +49,23 @@ def _place(candidate: Candidate) -> tuple[float, float]:
     return candidate.reserved_bytes / GIB, candidate.tokens_per_second
 
 
-def spread_out(best: Sequence[Candidate], most: int, span: tuple[float, float], least: float) -> list[Candidate]:
-    """At most ``most`` points of a frontier: the fastest, the smallest, then the furthest from those chosen.
+def spread_out(
+    best: Sequence[Candidate], most: int, span: tuple[float, float], least: float
+) -> list[Candidate]:
+    """At most ``most`` points of a frontier: the fastest, the smallest, then the furthest from
+    those chosen.
 
-    ``span`` are the GiB and tokens per second that count as equally far; points nearer than ``least`` spans are left
-    out.
+    ``span`` are the GiB and tokens per second that count as equally far; points nearer than
+    ``least`` spans are left out.
     """
     places = [(gib / span[0], speed / span[1]) for gib, speed in map(_place, best)]
     chosen = list(dict.fromkeys([len(best) - 1, 0]))
     while len(chosen) < min(most, len(best)):
         # Labels are wide and low, so vertical distance counts more.
-        distance = [min(abs(x - places[c][0]) / 4 + abs(y - places[c][1]) for c in chosen) for x, y in places]
+        distance = [
+            min(abs(x - places[c][0]) / 4 + abs(y - places[c][1]) for c in chosen)
+            for x, y in places
+        ]
         furthest = max(range(len(best)), key=distance.__getitem__)
         if distance[furthest] < least:
             break

@@ -17,12 +17,14 @@ from .switches import STRATEGIES, Changes
 
 
 def label(config: Config) -> str:
-    """Short name of a combination: ``fsdp2/8 b4 full chunk``; the number after the slash is ``mesh.fsdp_size``."""
+    """Short name of a combination: ``fsdp2/8 b4 full chunk``; the number after the slash is
+    ``mesh.fsdp_size``."""
     return " ".join([f"{layout(config)} b{config.train.batch_size}", *traits(config)])
 
 
 def layout(config: Config) -> str:
-    """The strategy, the size of its shard axis if less than all ranks, and those of the axes cp, ep, tp and pp."""
+    """The strategy, the size of its shard axis if less than all ranks, and those of the axes cp,
+    ep, tp and pp."""
     mesh = config.mesh
     size = f"/{mesh.fsdp_size}" if mesh.fsdp_size != -1 else ""
     axes = (
@@ -31,7 +33,9 @@ def layout(config: Config) -> str:
         (TENSOR_AXIS, mesh.tp_size),
         (PIPE_AXIS, mesh.pp_size),
     )
-    return " ".join([config.parallel.name + size, *(f"{name}{ranks}" for name, ranks in axes if ranks > 1)])
+    return " ".join(
+        [config.parallel.name + size, *(f"{name}{ranks}" for name, ranks in axes if ranks > 1)]
+    )
 
 
 def traits(config: Config) -> list[str]:
@@ -47,13 +51,18 @@ def traits(config: Config) -> list[str]:
         words.append(form.value)
     if memory.checkpoints:
         every = f"/{memory.checkpointing_every}" if memory.checkpointing_every > 1 else ""
-        words.append(memory.gradient_checkpointing.value + every + "+offload" * memory.activation_offload)
+        words.append(
+            memory.gradient_checkpointing.value + every + "+offload" * memory.activation_offload
+        )
     if memory.chunk_loss:
         words.append("chunk")
     if memory.optimizer_offload:
         words.append("opt-offload")
     if memory.cpu_offload:
-        words.append("cpu-offload" + "+overlapped" * (memory.cpu_offload_executor is CPUOffloadExecutor.overlapped))
+        words.append(
+            "cpu-offload"
+            + "+overlapped" * (memory.cpu_offload_executor is CPUOffloadExecutor.overlapped)
+        )
     for name, plain in (("wrap", "block"), ("reshard_after_forward", "default")):
         value = value_text(getattr(parallel, name, plain))
         if value != plain:
@@ -68,7 +77,9 @@ TIE = 0.01  # Relative difference in tokens per second that counts as a tie
 class Candidate:
     """A predicted combination."""
 
-    words: tuple[str, ...]  # All overrides that compose it: the command line's without ``plan.*``, and the changes
+    words: tuple[
+        str, ...
+    ]  # All overrides that compose it: the command line's without ``plan.*``, and the changes
     config: Config  # Validated; its section ``plan`` is as composed
     prediction: Prediction
     switches: int  # Number of sharding and memory settings that differ from their defaults
@@ -87,13 +98,15 @@ class Candidate:
 
 
 def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates that no other equals or beats in both memory and speed, smallest memory first; the first of equals."""
+    """Candidates that no other equals or beats in both memory and speed, smallest memory first; the
+    first of equals."""
     places = [(one.reserved_bytes, -one.tokens_per_second) for one in candidates]
     return [candidates[index] for index in pareto_front(places)]
 
 
 def pareto_front(places: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of points that no other equals or undercuts in both coordinates, by the first; the first of equals."""
+    """Indices of points that no other equals or undercuts in both coordinates, by the first; the
+    first of equals."""
     best: list[int] = []
     for index in sorted(range(len(places)), key=places.__getitem__):
         if not best or places[index][1] < places[best[-1]][1]:
@@ -102,7 +115,8 @@ def pareto_front(places: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def rank(candidates: Collection[Candidate]) -> list[Candidate]:
-    """The fastest candidate and its ties, fewer switches first; then the next fastest and its ties, and so on.
+    """The fastest candidate and its ties, fewer switches first; then the next fastest and its ties,
+    and so on.
 
     Of candidates with equal batch and prediction only the first one is kept.
     """
@@ -123,4 +137,8 @@ def rank(candidates: Collection[Candidate]) -> list[Candidate]:
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, int, int]:
-    return candidate.switches, list(STRATEGIES).index(candidate.config.parallel.name), candidate.reserved_bytes
+    return (
+        candidate.switches,
+        list(STRATEGIES).index(candidate.config.parallel.name),
+        candidate.reserved_bytes,
+    )

@@ -1,12 +1,13 @@
 """Search for the fastest combination of switches that fits in memory.
 
-The planner predicts all combinations of strategy, mesh, checkpointing, offload and batch that pass the
-configuration's checks; the fastest, those on the frontier and the smallest that do not fit are then refined. Keys from
-the command line are fixed, and so are settings that change numerical results, except the batch of a rank.
+The planner predicts all combinations of strategy, mesh, checkpointing, offload and batch that pass
+the configuration's checks; the fastest, those on the frontier and the smallest that do not fit are
+then refined. Keys from the command line are fixed, and so are settings that change numerical
+results, except the batch of a rank.
 
-Batches are powers of two. They grow until memory exceeds the limit, or until doubling gives less than ``TIE`` more
-tokens per second. A step's time is convex in the batch (sums of constants, linear terms and maxima of them), so larger
-batches gain even less.
+Batches are powers of two. They grow until memory exceeds the limit, or until doubling gives less
+than ``TIE`` more tokens per second. A step's time is convex in the batch (sums of constants, linear
+terms and maxima of them), so larger batches gain even less.
 """
 
 import dataclasses
@@ -58,7 +59,9 @@ class SearchResult:
     memory_bytes: float
     candidates: list[Candidate]
     over: list[Candidate]
-    refused: dict[str, int]  # Message of the configuration's checks → number of refused combinations
+    refused: dict[
+        str, int
+    ]  # Message of the configuration's checks → number of refused combinations
 
     @property
     def best(self) -> Candidate:
@@ -66,12 +69,18 @@ class SearchResult:
         return self.candidates[0]
 
     def leading(self, count: int) -> list[Candidate]:
-        """The first candidates, each combination in its best batch, without ties that need more memory and switches."""
+        """The first candidates, each combination in its best batch, without ties that need more
+        memory and switches."""
         seen: dict[tuple[str, ...], Candidate] = {}
         for one in self.candidates:
-            combination = tuple(word for word in one.words if not word.startswith("train.batch_size="))
+            combination = tuple(
+                word for word in one.words if not word.startswith("train.batch_size=")
+            )
             ties = [tie for tie in seen.values() if tie.place == one.place]
-            if not any(tie.reserved_bytes <= one.reserved_bytes and tie.switches <= one.switches for tie in ties):
+            if not any(
+                tie.reserved_bytes <= one.reserved_bytes and tie.switches <= one.switches
+                for tie in ties
+            ):
                 seen.setdefault(combination, one)
             if len(seen) == count:
                 break
@@ -92,16 +101,22 @@ def search(
     """Predict all combinations and rank those that fit.
 
     Args:
-        base: as composed from ``words``, not validated; the keys of these, the command line's, are fixed.
-        memory_bytes: usable memory of a device; ``host_memory_bytes`` is a rank's share of host memory, if known.
+        base: as composed from ``words``, not validated; the keys of these, the command line's, are
+            fixed.
+        memory_bytes: usable memory of a device; ``host_memory_bytes`` is a rank's share of host
+            memory, if known.
         predict: predicts a validated configuration as ``fast_estimate`` does.
 
     Raises:
         ConfigError: if no combination is valid, or none fits.
     """
     if hardware.device_type == "cpu":  # host memory is where everything is already
-        space = dataclasses.replace(space, activation_offload=False, optimizer_offload=False, cpu_offload=False)
-    exploration = _Exploration(base, words, hardware, world_size, memory_bytes, host_memory_bytes, predict)
+        space = dataclasses.replace(
+            space, activation_offload=False, optimizer_offload=False, cpu_offload=False
+        )
+    exploration = _Exploration(
+        base, words, hardware, world_size, memory_bytes, host_memory_bytes, predict
+    )
     exploration.explore(space)
     if not exploration.fitting:
         raise exploration.why_nothing()
@@ -130,9 +145,14 @@ def largest_preset(
             more.append(f"train.seq_len={preset.max_seq_len}")
             train = dataclasses.replace(train, seq_len=preset.max_seq_len)
         config = dataclasses.replace(base, model=preset, train=train)
-        others = [*(word for word in words if not word.startswith(("model=", "train.seq_len="))), *more]
+        others = [
+            *(word for word in words if not word.startswith(("model=", "train.seq_len="))),
+            *more,
+        ]
         try:
-            return search(config, others, hardware, world_size, memory_bytes, predict, space=SENSIBLE).best
+            return search(
+                config, others, hardware, world_size, memory_bytes, predict, space=SENSIBLE
+            ).best
         except ConfigError as error:
             failure = error
     assert failure is not None, "there are no presets"
@@ -154,19 +174,25 @@ class _Exploration:
     def __post_init__(self) -> None:
         # A run takes none of the planner's overrides except a custom profile.
         profile = re.compile(r"plan\.hardware=.*\.ya?ml$")
-        self.words = tuple(word for word in self.overrides if not word.startswith("plan.") or profile.match(word))
+        self.words = tuple(
+            word for word in self.overrides if not word.startswith("plan.") or profile.match(word)
+        )
         self.fixed = fixed_keys(self.overrides)
         self.node_ranks = node_ranks_of(self.base, self.hardware, self.world_size)
         self.fitting: list[Candidate] = []
         self.over: list[Candidate] = []
         self.refused: Counter[str] = Counter()
         self.tried: dict[frozenset[tuple[str, Any]], Candidate | None] = {}
-        self.plain = {key: read(self.base, key) for key in ("parallel.wrap", "parallel.reshard_after_forward")}
+        self.plain = {
+            key: read(self.base, key) for key in ("parallel.wrap", "parallel.reshard_after_forward")
+        }
 
     def explore(self, space: Space) -> None:
         """Predict every combination in every batch that fits, then the neighbors of the best."""
         devices = round(self.hardware.devices_per_node.value)
-        combinations = Combinations(self.base, self.fixed, space, self.world_size, devices, self.memory_bytes)
+        combinations = Combinations(
+            self.base, self.fixed, space, self.world_size, devices, self.memory_bytes
+        )
         hopeless = []
         for changes in combinations.all():
             if self._overflows(changes):
@@ -181,7 +207,9 @@ class _Exploration:
             by_size = sorted(self.over, key=lambda candidate: candidate.reserved_bytes)
             promising = [one for one in by_size if one.tokens_per_second > fastest]
             # A limit near the smallest memory makes those that are slow here the fastest.
-            useful = [one for one in frontier(self.fitting) if one.tokens_per_second >= SLOWEST * fastest]
+            useful = [
+                one for one in frontier(self.fitting) if one.tokens_per_second >= SLOWEST * fastest
+            ]
             for seeds, faster in ((by_speed, True), (useful, False), (promising, False)):
                 for seed in _different(seeds):
                     batch = seed.config.train.batch_size
@@ -189,7 +217,8 @@ class _Exploration:
                         self._grow_batch(changes, batch)
 
     def _overflows(self, changes: Changes) -> bool:
-        """Whether parameters, gradients and states alone take too much, which no offload of activations changes."""
+        """Whether parameters, gradients and states alone take too much, which no offload of
+        activations changes."""
         if not changes.get("memory.activation_offload"):
             return False
         batch = self.base.train.batch_size if "train.batch_size" in self.fixed else 1
@@ -200,7 +229,8 @@ class _Exploration:
         return frozenset({**self.plain, **changes, "train.batch_size": batch}.items())
 
     def _grow_batch(self, changes: Changes, start: int) -> None:
-        """Predict a combination in the largest fitting batch from ``start`` down, and in larger ones."""
+        """Predict a combination in the largest fitting batch from ``start`` down, and in larger
+        ones."""
         if "train.batch_size" in self.fixed:
             self._try(changes, self.base.train.batch_size)
             return
@@ -211,7 +241,10 @@ class _Exploration:
         while candidate is not None and self.fits(candidate.prediction) and batch < MOST_SEQUENCES:
             before, batch = candidate, 2 * batch
             candidate = self._try(changes, batch)
-            if candidate is not None and candidate.tokens_per_second < (1 + TIE) * before.tokens_per_second:
+            if (
+                candidate is not None
+                and candidate.tokens_per_second < (1 + TIE) * before.tokens_per_second
+            ):
                 break
 
     def _try(self, changes: Changes, batch: int) -> Candidate | None:
@@ -231,9 +264,13 @@ class _Exploration:
     def _candidate(self, changes: Changes, batch: int) -> Candidate:
         varied = vary(self.base, {**changes, "train.batch_size": batch}, self.fixed)
         words = (*self.words, *overrides_between(self.base, varied))
-        missing = [key for key in self.fixed if key.startswith("parallel.") and read(varied, key) is None]
+        missing = [
+            key for key in self.fixed if key.startswith("parallel.") and read(varied, key) is None
+        ]
         if missing:
-            raise ConfigError(f"{missing[0]} is not an option of parallel={varied.parallel.name}; leave it out")
+            raise ConfigError(
+                f"{missing[0]} is not an option of parallel={varied.parallel.name}; leave it out"
+            )
         validate_switches(varied, self.world_size, self.hardware.device_type, self.node_ranks)
         prediction = self.quick(varied, self.hardware, self.world_size)
         return Candidate(words, varied, prediction, count_switches(varied), changes)
@@ -241,7 +278,9 @@ class _Exploration:
     def fits(self, prediction: Prediction) -> bool:
         """Whether device memory, and host memory if known, suffice."""
         memory, host = prediction.memory, self.host_memory_bytes
-        return memory.reserved_bytes <= self.memory_bytes and (host is None or memory.host_bytes <= host)
+        return memory.reserved_bytes <= self.memory_bytes and (
+            host is None or memory.host_bytes <= host
+        )
 
     def why_nothing(self) -> ConfigError:
         if not self.over:
@@ -249,13 +288,15 @@ class _Exploration:
         least = min(self.over, key=lambda candidate: candidate.reserved_bytes)
         if least.reserved_bytes <= self.memory_bytes:  # so host memory is the limit
             return ConfigError(
-                f"plan.world_size={self.world_size} leaves each rank too little host memory for every combination; "
-                "set memory.cpu_offload=false and memory.optimizer_offload=false, or more ranks"
+                f"plan.world_size={self.world_size} leaves each rank too little host memory for "
+                "every combination; set memory.cpu_offload=false and "
+                "memory.optimizer_offload=false, or more ranks"
             )
         ranks = self._enough_ranks(least)
         return ConfigError(
-            f"plan.memory_gib={self.memory_bytes / GIB:.4g} holds no combination on {self.world_size} "
-            f"rank{'s' * (self.world_size != 1)}: the smallest takes {least.reserved_bytes / GIB:.2f} GiB with "
+            f"plan.memory_gib={self.memory_bytes / GIB:.4g} holds no combination on "
+            f"{self.world_size} rank{'s' * (self.world_size != 1)}: the smallest takes "
+            f"{least.reserved_bytes / GIB:.2f} GiB with "
             f"{' '.join(least.words[len(self.words) :]) or 'no change'}; set "
             f"{f'plan.world_size={ranks} or ' if ranks else ''}plan.memory_gib={-(-least.reserved_bytes // GIB)}"
         )

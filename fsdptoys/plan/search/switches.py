@@ -1,7 +1,9 @@
-"""Switches that trade memory for time, changed on a composed configuration, and the combinations that a search tries.
+"""Switches that trade memory for time, changed on a composed configuration, and the combinations
+that a search tries.
 
-Composing takes a quarter of a second, and a search tries thousands of combinations. So one configuration is composed,
-its dataclasses are replaced, and the overrides that would compose to the same are derived.
+Composing takes a quarter of a second, and a search tries thousands of combinations. So one
+configuration is composed, its dataclasses are replaced, and the overrides that would compose to the
+same are derived.
 """
 
 import copy
@@ -32,7 +34,9 @@ from fsdptoys.utils.text import value_text
 
 EXECUTOR = "memory.cpu_offload_executor"
 OFFLOADS = ("memory.activation_offload", "memory.optimizer_offload", "memory.cpu_offload")
-Changes = Mapping[str, Any]  # Key → value, as typed except for the value's type; ``parallel`` names the strategy
+Changes = Mapping[
+    str, Any
+]  # Key → value, as typed except for the value's type; ``parallel`` names the strategy
 STRATEGIES: dict[str, type[ParallelConfig]] = {
     strategy.name: strategy for strategy in (FSDP2Config, FSDP1Config, DDPConfig, SingleConfig)
 }
@@ -41,22 +45,33 @@ SECTIONS = ("parallel", "mesh", "train", "memory")
 
 
 def vary(config: Config, changes: Changes, fixed: Collection[str] = ()) -> Config:
-    """A composed configuration with changed switches; settings that lose their effect return to their defaults.
+    """A composed configuration with changed switches; settings that lose their effect return to
+    their defaults.
 
-    Keys in ``fixed`` keep their values even without effect. A validated configuration would keep replaced values.
-    A section that refuses its new values raises a ConfigError.
+    Keys in ``fixed`` keep their values even without effect. A validated configuration would keep
+    replaced values. A section that refuses its new values raises a ConfigError.
     """
-    # ``validate`` replaces values in place in these sections, and in the optimizer's and the kernels'.
-    sections: dict[str, Any] = {"optim": copy.copy(config.optim), "kernels": copy.copy(config.kernels)}
+    # ``validate`` replaces values in place in these sections, and in the optimizer's and the
+    # kernels'.
+    sections: dict[str, Any] = {
+        "optim": copy.copy(config.optim),
+        "kernels": copy.copy(config.kernels),
+    }
     for section in SECTIONS:
         old = getattr(config, section)
-        mine = {key.partition(".")[2]: value for key, value in changes.items() if key.startswith(f"{section}.")}
+        mine = {
+            key.partition(".")[2]: value
+            for key, value in changes.items()
+            if key.startswith(f"{section}.")
+        }
         kind: type[Any] = type(old)
         if section == "parallel" and "parallel" in changes:
             kind = STRATEGIES[changes["parallel"]]
         missing = [f"parallel.{name}" for name in mine if name not in _names(kind)]
         if missing:
-            raise ConfigError(f"{missing[0]} is not an option of parallel={changes.get('parallel')}; leave it out")
+            raise ConfigError(
+                f"{missing[0]} is not an option of parallel={changes.get('parallel')}; leave it out"
+            )
         values = _shared(old, kind) | mine
         if section == "memory":
             values |= _idle(values, {key.partition(".")[2] for key in fixed})
@@ -87,23 +102,37 @@ def check_strategy(config: Config) -> None:
     if parallel.name not in STRATEGIES:
         can = parallel.capabilities
         like = FSDP2Config if can.shards_parameters or not can.optimizer_offload else DDPConfig
-        raise ConfigError(f"parallel={parallel.name} cannot be predicted; set parallel={like.name}, which is closest")
+        raise ConfigError(
+            f"parallel={parallel.name} cannot be predicted; set parallel={like.name}, which is "
+            "closest"
+        )
 
 
 def node_ranks_of(config: Config, hardware: Hardware, world_size: int) -> int:
-    """Ranks of one node: as set by the launch, or of the fewest nodes that divide the ranks evenly."""
+    """Ranks of one node: as set by the launch, or of the fewest nodes that divide the ranks
+    evenly."""
     if config.launch.nproc_per_node != -1:
         return min(config.launch.nproc_per_node, world_size)
     devices = round(hardware.devices_per_node.value)
-    nodes = next(nodes for nodes in range(-(-world_size // devices), world_size + 1) if world_size % nodes == 0)
+    nodes = next(
+        nodes
+        for nodes in range(-(-world_size // devices), world_size + 1)
+        if world_size % nodes == 0
+    )
     return world_size // nodes
 
 
-def validate_switches(config: Config, world_size: int, device_type: str, node_ranks: int | None = None) -> None:
-    """Validate a composed configuration in place, without checks of the training machine's files."""
+def validate_switches(
+    config: Config, world_size: int, device_type: str, node_ranks: int | None = None
+) -> None:
+    """Validate a composed configuration in place, without checks of the training machine's
+    files."""
     check_strategy(config)
     data, model, eval_every = config.data, config.model, config.train.eval_every
-    config.data, config.train.eval_every = SyntheticConfig(branching=1, mask_documents=data.mask_documents), 0
+    config.data, config.train.eval_every = (
+        SyntheticConfig(branching=1, mask_documents=data.mask_documents),
+        0,
+    )
     config.model = dataclasses.replace(model, init_from=None) if model.init_from else model
     try:
         config.validate(world_size, device_type, node_ranks)
@@ -120,21 +149,28 @@ def read(config: Config, key: str) -> Any:
 
 
 def count_switches(config: Config) -> int:
-    """Number of sharding and memory settings that differ from their defaults, without the strategy and dtypes."""
+    """Number of sharding and memory settings that differ from their defaults, without the strategy
+    and dtypes."""
     formats = ("param_dtype", "buffer_dtype", "reduce_dtype")
     return sum(
         getattr(section, name) != getattr(default, name)
-        for section, default in ((each, type(each)()) for each in (config.mesh, config.parallel, config.memory))
+        for section, default in (
+            (each, type(each)()) for each in (config.mesh, config.parallel, config.memory)
+        )
         for name in _names(type(section))
         if name not in formats
     )
 
 
 def fixed_keys(words: Sequence[str]) -> frozenset[str]:
-    """Keys of the command line, and every key of ``mesh`` and ``memory`` if it chooses their file (``memory=lean``)."""
+    """Keys of the command line, and every key of ``mesh`` and ``memory`` if it chooses their file
+    (``memory=lean``)."""
     typed = {word.partition("=")[0] for word in words}
     files = {"mesh": MeshConfig, "memory": MemoryConfig}
-    return frozenset(typed | {f"{group}.{name}" for group in typed & files.keys() for name in _names(files[group])})
+    return frozenset(
+        typed
+        | {f"{group}.{name}" for group in typed & files.keys() for name in _names(files[group])}
+    )
 
 
 def _names(kind: type[Any]) -> tuple[str, ...]:
@@ -151,17 +187,28 @@ def _idle(memory: dict[str, Any], fixed: Collection[str]) -> dict[str, Any]:
     values = {f"memory.{name}": value for name, value in memory.items()}
     off = set(without_switched_off(values)) ^ set(values)
     defaults = MemoryConfig()
-    return {name: getattr(defaults, name) for name in memory if f"memory.{name}" in off and name not in fixed}
+    return {
+        name: getattr(defaults, name)
+        for name in memory
+        if f"memory.{name}" in off and name not in fixed
+    }
 
 
 @dataclass(frozen=True)
 class Space:
     """Alternatives of each switch; keys from the command line are excluded."""
 
-    strategies: Sequence[str] = tuple(STRATEGIES)  # ``single`` applies to one rank, ``ddp`` to several
+    strategies: Sequence[str] = tuple(
+        STRATEGIES
+    )  # ``single`` applies to one rank, ``ddp`` to several
     wraps: Sequence[Wrap] = (Wrap.block, Wrap.block_attn_mlp)
-    reshards: Sequence[ReshardAfterForward] = (ReshardAfterForward.default, ReshardAfterForward.never)
-    every_shard_size: bool = True  # Powers of two, the node and its multiples; otherwise one node and all ranks
+    reshards: Sequence[ReshardAfterForward] = (
+        ReshardAfterForward.default,
+        ReshardAfterForward.never,
+    )
+    every_shard_size: bool = (
+        True  # Powers of two, the node and its multiples; otherwise one node and all ranks
+    )
     activation_offload: bool = True
     optimizer_offload: bool = True
     cpu_offload: bool = True
@@ -192,7 +239,8 @@ CHUNKED: tuple[Changes, ...] = ({"memory.chunk_loss": True}, {"memory.chunk_loss
 
 
 class Combinations:
-    """Combinations of a space that leave fixed keys, those of the command line, as in the composed ``base``."""
+    """Combinations of a space that leave fixed keys, those of the command line, as in the composed
+    ``base``."""
 
     def __init__(
         self,
@@ -209,28 +257,42 @@ class Combinations:
         self._sizes = [*shard_sizes(world_size, node_devices, space.every_shard_size)[:-1], -1]
         ranks = min(world_size, node_devices)
         self._nodes = world_size // ranks
-        self._divisors = [size for size in range(1, ranks + 1) if ranks % size == 0] if space.exchanges else []
+        self._divisors = (
+            [size for size in range(1, ranks + 1) if ranks % size == 0] if space.exchanges else []
+        )
 
     def all(self) -> Iterator[dict[str, Any]]:
         """All combinations that agree with the command line; validation may still refuse one."""
         table = {name: CAPABILITIES[name] for name in self.space.strategies}
         if self.world_size == 1:
-            table = {name: can for name, can in table.items() if can.single_process or can.shards_parameters}
+            table = {
+                name: can
+                for name, can in table.items()
+                if can.single_process or can.shards_parameters
+            }
         else:
             table = {name: can for name, can in table.items() if not can.single_process}
         per_parameter = {name: can for name, can in table.items() if not can.flattens_parameters}
-        if "parallel" not in self.fixed and any(can.shards_parameters for can in per_parameter.values()):
-            table = per_parameter  # FSDP1 moves the same bytes as FSDP2: it is tried only next to the best
+        if "parallel" not in self.fixed and any(
+            can.shards_parameters for can in per_parameter.values()
+        ):
+            # FSDP1 moves the same bytes as FSDP2: it is tried only next to the best
+            table = per_parameter
         for strategy in self._allowed([{"parallel": name} for name in table]):
             for changes in _products([strategy], *self._lists(self._capabilities(strategy))):
-                # What leaves the device is tried with the smallest shards, and with others next to the best.
-                if changes.get("mesh.fsdp_size", -1) == -1 or not any(changes.get(key) for key in OFFLOADS):
+                # What leaves the device is tried with the smallest shards, and with others next to
+                # the best.
+                if changes.get("mesh.fsdp_size", -1) == -1 or not any(
+                    changes.get(key) for key in OFFLOADS
+                ):
                     yield changes
 
     def neighbors(self, changes: Changes, batch: int, faster: bool) -> Iterator[dict[str, Any]]:
-        """Combinations in its batch that differ in one switch: the strategy, its units, logits, exchanging axes.
+        """Combinations in its batch that differ in one switch: the strategy, its units, logits,
+        exchanging axes.
 
-        ``faster`` adds those that trade memory for speed: gathered parameters, the executor, sizes of the shard axis.
+        ``faster`` adds those that trade memory for speed: gathered parameters, the executor, sizes
+        of the shard axis.
         """
         can = self._capabilities(changes)
         for one in self._allowed(CHUNKED):
@@ -262,26 +324,41 @@ class Combinations:
         if getattr(self.base.parallel, "wrap", None) is not Wrap.auto:  # not by class or size
             yield from self._allowed([{"parallel.wrap": wrap} for wrap in self.space.wraps])
         if faster:
-            yield from self._allowed([{"parallel.reshard_after_forward": each} for each in self.space.reshards])
+            yield from self._allowed(
+                [{"parallel.reshard_after_forward": each} for each in self.space.reshards]
+            )
             if EXECUTOR in changes:
                 yield from self._allowed([{EXECUTOR: CPUOffloadExecutor.native}])
 
-    def _exchanges(self, can: Capabilities, changes: Changes, batch: int, faster: bool) -> Iterator[dict[str, Any]]:
+    def _exchanges(
+        self, can: Capabilities, changes: Changes, batch: int, faster: bool
+    ) -> Iterator[dict[str, Any]]:
         """Sizes of the axes cp, ep and tp within a node.
 
-        Sequences are shared only where a rank has a single one: half as many take less memory, and exchange nothing.
-        Features are split there too, and next to the fastest, into twice or half as many parts: each needs a skeleton.
+        Sequences are shared only where a rank has a single one: half as many take less memory, and
+        exchange nothing. Features are split there too, and next to the fastest, into twice or half
+        as many parts: each needs a skeleton.
         """
         single = batch == 1 or "train.batch_size" in self.fixed
-        shards = changes.get("mesh.fsdp_size", self.base.mesh.fsdp_size) if can.shards_parameters else -1
+        shards = (
+            changes.get("mesh.fsdp_size", self.base.mesh.fsdp_size) if can.shards_parameters else -1
+        )
         ranks = self.world_size if shards == -1 else shards
         divisors, parts = set(self._divisors), changes.get("mesh.tp_size", 1)
         common = math.gcd(*split_sizes(self.base.model).values())
         dividing = {size for size in divisors if common % size == 0}
         for key, applies, choices in (
             ("mesh.cp_size", single and bool(can.context_forms), divisors),
-            ("mesh.ep_size", can.splits_experts and isinstance(self.base.model, MoEConfig), divisors),
-            ("mesh.tp_size", (single or faster) and can.splits_features, dividing & {parts // 2, 2 * parts}),
+            (
+                "mesh.ep_size",
+                can.splits_experts and isinstance(self.base.model, MoEConfig),
+                divisors,
+            ),
+            (
+                "mesh.tp_size",
+                (single or faster) and can.splits_features,
+                dividing & {parts // 2, 2 * parts},
+            ),
         ):
             if applies and key not in self.fixed:
                 others = {name: value for name, value in changes.items() if name != key}
@@ -291,8 +368,8 @@ class Combinations:
     def _stages(self, can: Capabilities, changes: Changes) -> Iterator[dict[str, Any]]:
         """Numbers of stages, over as many blocks of nodes, and their schedule.
 
-        Within a node others exchange as fast. The first number is the least with which a rank's gathered parameters and
-        full gradients fit, or twice that; then twice or half as many.
+        Within a node others exchange as fast. The first number is the least with which a rank's
+        gathered parameters and full gradients fit, or twice that; then twice or half as many.
         """
         if not (can.splits_layers and self.space.exchanges) or "mesh.pp_size" in self.fixed:
             return
@@ -304,20 +381,35 @@ class Combinations:
             if ranks == 1:
                 yield others
             elif self._nodes % ranks == 0 and ranks <= self.base.model.n_layers:
-                yield from self._pipelines(others, ranks, changes.get("parallel.schedule", SCHEDULES[0]))
+                yield from self._pipelines(
+                    others, ranks, changes.get("parallel.schedule", SCHEDULES[0])
+                )
         for schedule in SCHEDULES if size > 1 else ():
             yield from self._pipelines(others, size, schedule)
 
     @functools.cached_property
     def _gathered_bytes(self) -> int:
         """Gathered parameters and full gradients of all layers, these in float32."""
-        return count_parameters(self.base.model) * (self.base.parallel.param_dtype.torch.itemsize + 4)
+        return count_parameters(self.base.model) * (
+            self.base.parallel.param_dtype.torch.itemsize + 4
+        )
 
-    def _pipelines(self, others: Changes, ranks: int, schedule: PipelineSchedule) -> Iterator[dict[str, Any]]:
+    def _pipelines(
+        self, others: Changes, ranks: int, schedule: PipelineSchedule
+    ) -> Iterator[dict[str, Any]]:
         count = MICRO_BATCHES * ranks
-        made: Changes = {"mesh.pp_size": ranks, "parallel.schedule": schedule, "train.grad_accum": count}
-        kept = {key: False for key in OFFLOADS if key in others}  # stages keep everything on the device
-        yield {**others, **{key: value for key, value in {**made, **kept}.items() if key not in self.fixed}}
+        made: Changes = {
+            "mesh.pp_size": ranks,
+            "parallel.schedule": schedule,
+            "train.grad_accum": count,
+        }
+        kept = {
+            key: False for key in OFFLOADS if key in others
+        }  # stages keep everything on the device
+        yield {
+            **others,
+            **{key: value for key, value in {**made, **kept}.items() if key not in self.fixed},
+        }
 
     def _name(self, changes: Changes) -> str:
         name: str = changes.get("parallel", self.base.parallel.name)
@@ -345,21 +437,35 @@ class Combinations:
         if self.space.optimizer_offload:
             offloads.append({"memory.optimizer_offload": True, "memory.cpu_offload": False})
         if self.space.cpu_offload and shards:
-            best = CPUOffloadExecutor.overlapped if can.overlapped_cpu_offload else CPUOffloadExecutor.native
+            best = (
+                CPUOffloadExecutor.overlapped
+                if can.overlapped_cpu_offload
+                else CPUOffloadExecutor.native
+            )
             if EXECUTOR in self.fixed:
                 best = self.base.memory.cpu_offload_executor
-            offloads.append({"memory.cpu_offload": True, "memory.optimizer_offload": False, EXECUTOR: best})
+            offloads.append(
+                {"memory.cpu_offload": True, "memory.optimizer_offload": False, EXECUTOR: best}
+            )
         mesh = [{"mesh.fsdp_size": size} for size in sizes]
-        return [self._allowed(each) for each in (mesh, checkpointing, self._allowed(CHUNKED)[:1], offloads)]
+        return [
+            self._allowed(each)
+            for each in (mesh, checkpointing, self._allowed(CHUNKED)[:1], offloads)
+        ]
 
     def _allowed(self, alternatives: Sequence[Changes]) -> list[Changes]:
         """The alternatives that keep fixed values, or one without any change."""
 
         def agrees(changes: Changes) -> bool:
-            return all(read(self.base, key) == value for key, value in changes.items() if key in self.fixed)
+            return all(
+                read(self.base, key) == value for key, value in changes.items() if key in self.fixed
+            )
 
         kept = [changes for changes in alternatives if agrees(changes)] or alternatives[:1]
-        return [{key: value for key, value in changes.items() if key not in self.fixed} for changes in kept]
+        return [
+            {key: value for key, value in changes.items() if key not in self.fixed}
+            for changes in kept
+        ]
 
 
 def count_parameters(model: ModelConfig) -> int:
@@ -371,14 +477,24 @@ def count_parameters(model: ModelConfig) -> int:
 def shard_sizes(world_size: int, devices_per_node: int, every: bool = True) -> list[int]:
     """Sizes of the shard axis to try, the whole world last.
 
-    ``every`` adds powers of two, and the node times powers of two; sizes below a node only if the ranks fill less than
-    two nodes, as they gain little on a node's fast links. Otherwise the node alone.
+    ``every`` adds powers of two, and the node times powers of two; sizes below a node only if the
+    ranks fill less than two nodes, as they gain little on a node's fast links. Otherwise the node
+    alone.
     """
     sizes = {devices_per_node}
     if every:
-        sizes |= {start << doubling for start in (2, devices_per_node) for doubling in range(world_size.bit_length())}
-        sizes = {size for size in sizes if size >= devices_per_node or world_size < 2 * devices_per_node}
-    return [*sorted(size for size in sizes if 1 < size < world_size and world_size % size == 0), world_size]
+        sizes |= {
+            start << doubling
+            for start in (2, devices_per_node)
+            for doubling in range(world_size.bit_length())
+        }
+        sizes = {
+            size for size in sizes if size >= devices_per_node or world_size < 2 * devices_per_node
+        }
+    return [
+        *sorted(size for size in sizes if 1 < size < world_size and world_size % size == 0),
+        world_size,
+    ]
 
 
 def _products(*lists: Sequence[Changes]) -> Iterator[dict[str, Any]]:

@@ -1,17 +1,20 @@
 """Model of PyTorch's caching allocator: the device memory that a sequence of requests reserves.
 
-It keeps, splits and merges memory that it once took from the device. How much more it holds ("reserved") than tensors
-have ("allocated") depends on the order of all requests; hence a simulation. Small and large requests of each stream
-have separate pools. ``native``: a pool takes segments of fixed sizes. ``expandable``: it is one range of addresses to
-which pages are mapped as it grows. At the limit it waits for the device and gives back all it can: native segments that
-are entirely free, and entire pages of free blocks. An NPU's allocator is a port with two rules of its own.
+It keeps, splits and merges memory that it once took from the device. How much more it holds
+("reserved") than tensors have ("allocated") depends on the order of all requests; hence a
+simulation. Small and large requests of each stream have separate pools. ``native``: a pool takes
+segments of fixed sizes. ``expandable``: it is one range of addresses to which pages are mapped as
+it grows. At the limit it waits for the device and gives back all it can: native segments that are
+entirely free, and entire pages of free blocks. An NPU's allocator is a port with two rules of its
+own.
 
-``record_stream`` is not modeled: the caller frees a block when it may be used again. Segment addresses rise in order,
-which a driver does not guarantee.
+``record_stream`` is not modeled: the caller frees a block when it may be used again. Segment
+addresses rise in order, which a driver does not guarantee.
 
 Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management,
-https://zdevito.github.io/2022/08/04/cuda-caching-allocator.html, and the behavior of ``c10/cuda/CUDACachingAllocator``
-from torch 2.1 on; for NPUs ``torch_npu/csrc/core/npu/NPUCachingAllocator.cpp`` of https://github.com/Ascend/pytorch.
+https://zdevito.github.io/2022/08/04/cuda-caching-allocator.html, and the behavior of
+``c10/cuda/CUDACachingAllocator`` from torch 2.1 on; for NPUs
+``torch_npu/csrc/core/npu/NPUCachingAllocator.cpp`` of https://github.com/Ascend/pytorch.
 """
 
 from abc import ABC, abstractmethod
@@ -26,9 +29,11 @@ MIN_BLOCK_BYTES = 512  # Every block is a multiple
 SMALL_BYTES = MIB  # Largest request of a small pool
 SMALL_SEGMENT_BYTES = 2 * MIB  # Native segments, and pages of expandable ones, in small pools
 LARGE_SEGMENT_BYTES = 20 * MIB
-"""Native segments for requests below ``MIN_LARGE_BYTES``, and pages of expandable ones, in large pools."""
+"""Native segments for requests below ``MIN_LARGE_BYTES``, and pages of expandable ones, in large
+pools."""
 MIN_LARGE_BYTES = 10 * MIB
-"""Requests of at least this size get a native segment of their own, rounded up to ``ROUND_LARGE_BYTES``."""
+"""Requests of at least this size get a native segment of their own, rounded up to
+``ROUND_LARGE_BYTES``."""
 ROUND_LARGE_BYTES = 2 * MIB
 NPU_PADDING_BYTES = 32  # Added to each request on an NPU
 NPU_ALIGNMENT_BYTES = 16 * 2**10
@@ -40,7 +45,9 @@ ADDRESSES = 2**32 * LARGE_SEGMENT_BYTES
 class OutOfMemory(Exception):  # noqa: N818 (PyTorch's own words)
     """A request does not fit under the limit, even after all cached memory was given back."""
 
-    def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
+    def __init__(
+        self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, limit_bytes: int
+    ) -> None:
         self.requested_bytes, self.allocated_bytes = requested_bytes, allocated_bytes
         self.reserved_bytes, self.limit_bytes = reserved_bytes, limit_bytes
         held = f"{allocated_bytes} are allocated and {reserved_bytes} reserved of {limit_bytes}"
@@ -68,7 +75,9 @@ class Pool:
         self.stream, self.is_small = stream, is_small
         self.free: list[tuple[int, int, Block]] = []  # (size, address, block), sorted
         self.unmapped: list[tuple[int, Block]] = []  # (address, block), sorted
-        self.allocated = self.highest = 0  # Bytes of blocks in use: now, and the most since ``take_most_used``
+        self.allocated = self.highest = (
+            0  # Bytes of blocks in use: now, and the most since ``take_most_used``
+        )
 
     @property
     def segment_bytes(self) -> int:
@@ -95,7 +104,8 @@ class Allocator(ABC):
 
     Args:
         memory_limit_bytes: limit of reserved memory; None for no limit.
-        wait_for_device: called before cached memory is given back, when PyTorch waits for the device; may free blocks.
+        wait_for_device: called before cached memory is given back, when PyTorch waits for the
+            device; may free blocks.
         device_type: ``npu`` selects the NPU's rules.
     """
 
@@ -116,7 +126,9 @@ class Allocator(ABC):
         self.peak_reserved_bytes = 0
         self.releases = 0  # How often cached memory was given back for lack of memory
         self._pools: dict[int, tuple[Pool, Pool]] = {}
-        self.reserved_by_stream: defaultdict[int, int] = defaultdict(int)  # Of each stream with a request
+        self.reserved_by_stream: defaultdict[int, int] = defaultdict(
+            int
+        )  # Of each stream with a request
         self._next_address = ADDRESSES
 
     def allocate(self, bytes: int, stream: int) -> Block:
@@ -134,8 +146,14 @@ class Allocator(ABC):
             block = self._grow(pool, size)
         if block is None:
             assert self.memory_limit_bytes is not None
-            raise OutOfMemory(bytes, self.allocated_bytes, self.reserved_bytes, self.memory_limit_bytes)
-        if size >= ROUND_LARGE_BYTES and (gap := -block.address % self._alignment_bytes) and gap + size <= block.size:
+            raise OutOfMemory(
+                bytes, self.allocated_bytes, self.reserved_bytes, self.memory_limit_bytes
+            )
+        if (
+            size >= ROUND_LARGE_BYTES
+            and (gap := -block.address % self._alignment_bytes)
+            and gap + size <= block.size
+        ):
             before, block = block, self._cut(block, gap)
             pool.put(before)
         if block.size - size >= (MIN_BLOCK_BYTES if pool.is_small else self.leaves_bytes):
@@ -181,7 +199,8 @@ class Allocator(ABC):
 
     @abstractmethod
     def _grow(self, pool: Pool, size: int) -> Block | None:
-        """Take memory from the device for a block of at least that size; None if the limit forbids it."""
+        """Take memory from the device for a block of at least that size; None if the limit forbids
+        it."""
 
     @abstractmethod
     def _release(self, block: Block) -> None:
@@ -244,7 +263,11 @@ class NativeAllocator(Allocator):
         segment_bytes = pool.segment_bytes
         if not pool.is_small and size >= MIN_LARGE_BYTES:
             segment_bytes = -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
-        return Block(pool, self._new_addresses(), segment_bytes) if self._reserve(pool, segment_bytes) else None
+        return (
+            Block(pool, self._new_addresses(), segment_bytes)
+            if self._reserve(pool, segment_bytes)
+            else None
+        )
 
     def _release(self, block: Block) -> None:
         if block.previous is None and block.next is None:
@@ -262,7 +285,8 @@ class ExpandableAllocator(Allocator):
         index = bisect_left(free, (size,))
         if index == len(free):
             return None
-        # A block at the end counts with the size that it could reach, so another one that fits is taken first.
+        # A block at the end counts with the size that it could reach, so another one that fits is
+        # taken first.
         room = _room(free[index][2])
         while index + 1 < len(free) and (next_room := _room(free[index + 1][2])) < room:
             index, room = index + 1, next_room
@@ -299,7 +323,8 @@ class ExpandableAllocator(Allocator):
         return segment
 
     def _map(self, hole: Block, size: int) -> bool:
-        """Map pages for that many bytes at the beginning of a hole, merge it with free neighbors, and pool it."""
+        """Map pages for that many bytes at the beginning of a hole, merge it with free neighbors,
+        and pool it."""
         pool = hole.pool
         size = -(-size // pool.segment_bytes) * pool.segment_bytes
         if not self._reserve(pool, size):
@@ -334,7 +359,9 @@ def _room(block: Block) -> int:
     return block.size if after is None or after.mapped else block.size + after.size
 
 
-def build_allocator(kind: AllocatorKind, limit_bytes: int | None = None, device_type: str = "cuda") -> Allocator:
+def build_allocator(
+    kind: AllocatorKind, limit_bytes: int | None = None, device_type: str = "cuda"
+) -> Allocator:
     """Construct an allocator; see ``Allocator`` for the arguments."""
     made = ExpandableAllocator if kind is AllocatorKind.expandable else NativeAllocator
     return made(limit_bytes, device_type=device_type)

@@ -1,10 +1,11 @@
 """Seconds of an operator, copy or collective on a hardware profile.
 
-A kernel follows a roofline (https://doi.org/10.1145/1498765.1498785). A collective is a ring, as in NCCL and HCCL for
-large buffers, counted as nccl-tests counts bus bandwidth
-(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md); between nodes there is one ring for each of the
-group's ranks in a node, each over its own network card. Latency grows with the steps of the ring, for an all-reduce
-with the depth of a tree of nodes, as in NCCL's cost model (``src/graph/tuning.cc`` of https://github.com/NVIDIA/nccl).
+A kernel follows a roofline (https://doi.org/10.1145/1498765.1498785). A collective is a ring, as in
+NCCL and HCCL for large buffers, counted as nccl-tests counts bus bandwidth
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md); between nodes there is one
+ring for each of the group's ranks in a node, each over its own network card. Latency grows with the
+steps of the ring, for an all-reduce with the depth of a tree of nodes, as in NCCL's cost model
+(``src/graph/tuning.cc`` of https://github.com/NVIDIA/nccl).
 """
 
 import math
@@ -27,18 +28,27 @@ def spread(hardware: Hardware, group_size: int, group_stride: int) -> tuple[int,
 def kernel_seconds(
     hardware: Hardware, kind: KernelKind, flops: float, bytes: int, dtype: str, attention: str = ""
 ) -> float:
-    """Time of an operator on the device; a dtype without a peak of its own counts with the slowest listed peak.
+    """Time of an operator on the device; a dtype without a peak of its own counts with the slowest
+    listed peak.
 
-    ``attention`` names a backend; one that the profile does not list runs as fast as FlashAttention at its width.
+    ``attention`` names a backend; one that the profile does not list runs as fast as FlashAttention
+    at its width.
     """
     seconds = bytes / (hardware.memory_bandwidth.value * hardware.memory_efficiency.value)
     if kind is not KernelKind.memory:
         peaks = hardware.peak_flops
-        peak = peaks[dtype].value if dtype in peaks else min(quantity.value for quantity in peaks.values())
+        peak = (
+            peaks[dtype].value
+            if dtype in peaks
+            else min(quantity.value for quantity in peaks.values())
+        )
         efficiency = hardware.matmul_efficiency
         if kind is KernelKind.attention:
             name, _, heads = attention.partition(" ")
-            listed = (hardware.attention_backends.get(key) for key in (attention, name, f"flash {heads}".rstrip()))
+            listed = (
+                hardware.attention_backends.get(key)
+                for key in (attention, name, f"flash {heads}".rstrip())
+            )
             efficiency = next(filter(None, listed), hardware.attention_efficiency)
         seconds = max(seconds, flops / (peak * efficiency.value))
     return max(seconds, hardware.kernel_seconds.value)
@@ -50,8 +60,11 @@ def transfer_seconds(hardware: Hardware, bytes: int) -> float:
 
 
 def host_work_seconds(hardware: Hardware, bytes: int, elements: int = 0) -> float:
-    """Time of an operator on host memory: the update of ``elements`` parameters, or else ``bytes`` of traffic."""
-    return cpu_update_seconds(hardware, elements) if elements else bytes / hardware.cpu_bandwidth.value
+    """Time of an operator on host memory: the update of ``elements`` parameters, or else ``bytes``
+    of traffic."""
+    return (
+        cpu_update_seconds(hardware, elements) if elements else bytes / hardware.cpu_bandwidth.value
+    )
 
 
 def cpu_update_seconds(hardware: Hardware, parameters: int) -> float:
@@ -71,14 +84,17 @@ def sent_bytes(name: str, bytes: int, group_size: int) -> float:
     return bytes * (group_size - 1) / group_size * (2 if name == "all_reduce" else 1)
 
 
-def collective_seconds(hardware: Hardware, name: str, bytes: int, group_size: int, group_stride: int) -> float:
+def collective_seconds(
+    hardware: Hardware, name: str, bytes: int, group_size: int, group_stride: int
+) -> float:
     """Time of a collective alone on its links, once all ranks have arrived.
 
-    ``sent_bytes / min(intra, local · inter) + latency``, with ``intra`` and ``inter`` the reached bandwidths of a
-    device and ``local`` the ranks in a node. The latency of a ring is ``(nodes − 1) · inter + (ranks − nodes) ·
-    intra``; of an all-reduce ``2 · (log2(nodes) · inter + (local − 1) · intra)``. An all-to-all sends the bytes that
-    leave the node through the rank's own card, all at once. Ranks that send to the next one wait for the slowest link
-    of their circle. A single rank copies.
+    ``sent_bytes / min(intra, local · inter) + latency``, with ``intra`` and ``inter`` the reached
+    bandwidths of a device and ``local`` the ranks in a node. The latency of a ring is ``(nodes − 1)
+    · inter + (ranks − nodes) · intra``; of an all-reduce ``2 · (log2(nodes) · inter + (local − 1) ·
+    intra)``. An all-to-all sends the bytes that leave the node through the rank's own card, all at
+    once. Ranks that send to the next one wait for the slowest link of their circle. A single rank
+    copies.
     """
     if group_size == 1:
         return kernel_seconds(hardware, KernelKind.memory, 0.0, 2 * bytes, "")
@@ -92,8 +108,12 @@ def collective_seconds(hardware: Hardware, name: str, bytes: int, group_size: in
         leaving = bytes * (group_size - local) / group_size
         return max((sent - leaving) / intra, leaving / inter) + intra_latency + inter_latency
     if name == "send":
-        return sent / (inter if nodes > 1 else intra) + (inter_latency if nodes > 1 else intra_latency)
-    bandwidth = min(intra, local * inter) if nodes > 1 and local > 1 else inter if nodes > 1 else intra
+        return sent / (inter if nodes > 1 else intra) + (
+            inter_latency if nodes > 1 else intra_latency
+        )
+    bandwidth = (
+        min(intra, local * inter) if nodes > 1 and local > 1 else inter if nodes > 1 else intra
+    )
     if name == "all_reduce":
         latency = 2 * (math.log2(nodes) * inter_latency + (local - 1) * intra_latency)
     else:
@@ -104,7 +124,8 @@ def collective_seconds(hardware: Hardware, name: str, bytes: int, group_size: in
 def messages_seconds(hardware: Hardware, event: Messages) -> float:
     """Time of messages that are issued together, once all their ranks have arrived.
 
-    Links have two directions. Messages of one direction pass the link within the node, or the card, one after another.
+    Links have two directions. Messages of one direction pass the link within the node, or the card,
+    one after another.
     """
     seconds = []
     for sends in (True, False):
@@ -112,7 +133,10 @@ def messages_seconds(hardware: Hardware, event: Messages) -> float:
         for message in event.messages:
             if message.sends is sends:
                 leaves = leaves_node(hardware, event, message)
-                within, between = within + message.bytes * (not leaves), between + message.bytes * leaves
+                within, between = (
+                    within + message.bytes * (not leaves),
+                    between + message.bytes * leaves,
+                )
         intra = hardware.intra_node_bandwidth.value * hardware.intra_node_efficiency.value
         inter = hardware.inter_node_bandwidth.value * hardware.inter_node_efficiency.value
         of_intra = within / intra + hardware.intra_node_latency_seconds.value if within else 0.0
@@ -122,9 +146,11 @@ def messages_seconds(hardware: Hardware, event: Messages) -> float:
 
 
 def leaves_node(hardware: Hardware, event: Messages, message: Message) -> bool:
-    """Whether a message goes between nodes, for any of the ranks that send at the same time as the traced one.
+    """Whether a message goes between nodes, for any of the ranks that send at the same time as the
+    traced one.
 
-    These are the ``group_stride`` ranks from the traced one on, each to the same rank of its own group.
+    These are the ``group_stride`` ranks from the traced one on, each to the same rank of its own
+    group.
     """
     devices, stride = int(hardware.devices_per_node.value), event.group_stride
     first, second = event.rank * stride, message.peer * stride

@@ -1,7 +1,7 @@
 """Events of a traced step of one rank, in the order in which the host issues them.
 
-Streams are numbered from 0, the compute stream; device events and memory blocks have increasing numbers that are never
-reused. Bytes are those requested, before an allocator rounds them.
+Streams are numbered from 0, the compute stream; device events and memory blocks have increasing
+numbers that are never reused. Bytes are those requested, before an allocator rounds them.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,9 @@ COMPUTE_STREAM = 0
 class KernelKind(Enum):
     """Device speed that bounds an operator."""
 
-    __hash__ = object.__hash__  # A clock counts by kind at every kernel: an Enum's own hash takes a call
+    __hash__ = (
+        object.__hash__
+    )  # A clock counts by kind at every kernel: an Enum's own hash takes a call
 
     matmul = "matrix products"
     attention = "attention"
@@ -39,7 +41,8 @@ class Free(NamedTuple):
 
 
 class RecordStream(NamedTuple):
-    """``tensor.record_stream``: once freed, the block waits for the work that the stream has until then."""
+    """``tensor.record_stream``: once freed, the block waits for the work that the stream has until
+    then."""
 
     block: int
     stream: int
@@ -85,11 +88,15 @@ class Transfer(NamedTuple):
 class Collective(NamedTuple):
     """A collective among ranks."""
 
-    name: str  # ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``, …
+    name: (
+        str  # ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``, …
+    )
     stream: int
     bytes: int  # The full buffer to gather, scatter or reduce
     group_size: int
-    group_stride: int  # Distance between the group's neighbors in the global rank order: 1 for a shard axis
+    group_stride: (
+        int  # Distance between the group's neighbors in the global rank order: 1 for a shard axis
+    )
     axis: str  # ``shard``, ``replicate``, ``efsdp``, ``cp``, ``tp``, ``ep``, ``pp`` or ``world``
 
 
@@ -133,7 +140,8 @@ class HostWaitEvent(NamedTuple):
 
 
 class HostWaitStream(NamedTuple):
-    """The host waits for a stream, or for all (None); reading a number from the device does this."""
+    """The host waits for a stream, or for all (None); reading a number from the device does
+    this."""
 
     stream: int | None
 
@@ -141,18 +149,32 @@ class HostWaitStream(NamedTuple):
 class HostWaitWorkers(NamedTuple):
     """The host waits for its worker threads."""
 
-    works: int  # Number of the workers' ``HostWork`` events, counted from the beginning, that must be done
+    works: int
+    """Number of the workers' ``HostWork`` events, counted from the beginning, that must be done."""
 
 
 class Mark(NamedTuple):
-    """Start of a phase: ``construction``, ``data``, ``forward``, ``backward``, ``optimizer``, ``end``."""
+    """Start of a phase: ``construction``, ``data``, ``forward``, ``backward``, ``optimizer``,
+    ``end``."""
 
     step: int  # From 1; 0 for the construction
     phase: str
 
 
 Wait = RecordEvent | WaitEvent | HostWaitEvent | HostWaitStream | HostWaitWorkers
-Event = Alloc | Free | RecordStream | Kernel | Kernels | HostWork | Transfer | Collective | Messages | Wait | Mark
+Event = (
+    Alloc
+    | Free
+    | RecordStream
+    | Kernel
+    | Kernels
+    | HostWork
+    | Transfer
+    | Collective
+    | Messages
+    | Wait
+    | Mark
+)
 
 
 @dataclass

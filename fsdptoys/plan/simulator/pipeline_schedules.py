@@ -1,7 +1,8 @@
-"""Schedules of pipelines without their contents: the order of forwards and backwards, and how long they take together.
+"""Schedules of pipelines without their contents: the order of forwards and backwards, and how long
+they take together.
 
-Covers what ``torch.distributed.pipelining`` runs for gpipe, 1f1b and interleaved. A message starts once both ranks
-have issued it, and takes no time.
+Covers what ``torch.distributed.pipelining`` runs for gpipe, 1f1b and interleaved. A message starts
+once both ranks have issued it, and takes no time.
 """
 
 from collections import deque
@@ -37,7 +38,8 @@ class Action(NamedTuple):
 def order_of(schedule: PipelineSchedule, ranks: int, rank: int, count: int) -> Iterator[Action]:
     """Forwards and backwards of ``count`` micro-batches on a rank, in their order.
 
-    Source: the papers of ``parallel.pipeline``; a test compares it with ``torch.distributed.pipelining``.
+    Source: the papers of ``parallel.pipeline``; a test compares it with
+    ``torch.distributed.pipelining``.
     """
     per_rank, after = schedule.stages_per_rank, ranks - 1 - rank
     total = count * per_rank
@@ -72,9 +74,11 @@ def most_in_flight(order: Sequence[Action], stages: Sequence[Stage]) -> int:
 
 
 def duration(orders: Sequence[Sequence[Action]], seconds: Sequence[Sequence[float]]) -> float:
-    """Seconds of a step's forwards and backwards, bubbles included; an action waits for the message that it needs.
+    """Seconds of a step's forwards and backwards, bubbles included; an action waits for the message
+    that it needs.
 
-    Messages of a rank are serialized. Each starts once both ranks have issued it, and takes no time.
+    Messages of a rank are serialized. Each starts once both ranks have issued it, and takes no
+    time.
 
     Args:
         orders: actions of each rank.
@@ -104,14 +108,19 @@ def duration(orders: Sequence[Sequence[Action]], seconds: Sequence[Sequence[floa
                 other = receiver if rank == sender else sender
                 if not issued[other] or issued[other][0][0] != action:
                     break
-                sent[action] = free[rank] = free[other] = max(moment, issued[other][0][1], free[rank], free[other])
+                sent[action] = free[rank] = free[other] = max(
+                    moment, issued[other][0][1], free[rank], free[other]
+                )
                 messages.popleft()
                 issued[other].popleft()
     return max(clocks)
 
 
-def _with_messages(orders: Sequence[Sequence[Action]], last: int) -> list[list[tuple[Action, bool]]]:
-    """Program of each rank: (action, False), and (sending action, True) for a message, on sender and receiver alike."""
+def _with_messages(
+    orders: Sequence[Sequence[Action]], last: int
+) -> list[list[tuple[Action, bool]]]:
+    """Program of each rank: (action, False), and (sending action, True) for a message, on sender
+    and receiver alike."""
     programs: list[list[tuple[Action, bool]]] = [[] for _ in orders]
     left, received = [deque(order) for order in orders], set[Action]()
     while any(left):

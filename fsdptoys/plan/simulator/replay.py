@@ -1,11 +1,13 @@
 """Replay of a trace on an allocator and a clock that depend on each other.
 
-Memory that another stream used (``record_stream``) is reusable only when that stream has finished the work it had when
-the memory was freed; the allocator checks this at its next request. Numbers are kept by phase, where they are linear in
-the number of equal layers; a maximum over phases is not.
+Memory that another stream used (``record_stream``) is reusable only when that stream has finished
+the work it had when the memory was freed; the allocator checks this at its next request. Numbers
+are kept by phase, where they are linear in the number of equal layers; a maximum over phases is
+not.
 
-Source: the behavior of ``c10/cuda/CUDACachingAllocator`` (``insert_events``, ``process_events``), and of its port for
-NPUs (``recordStream`` in ``NPUCachingAllocator.cpp`` of https://github.com/Ascend/pytorch);
+Source: the behavior of ``c10/cuda/CUDACachingAllocator`` (``insert_events``, ``process_events``),
+and of its port for NPUs (``recordStream`` in ``NPUCachingAllocator.cpp`` of
+https://github.com/Ascend/pytorch);
 https://docs.pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html
 """
 
@@ -36,7 +38,8 @@ class Phase:
     categories: dict[Category, int]  # Bytes at the peak
     used: dict[str, int]  # Most bytes that the blocks of each stream take
     gaps: dict[str, int] = field(metadata={"extrapolates": False})
-    """Bytes that a stream reserves at the end beyond the most that its blocks have taken until then.
+    """Bytes that a stream reserves at the end beyond the most that its blocks have taken until
+    then.
 
     They depend on the order of sizes, hardly on depth.
     """
@@ -52,7 +55,9 @@ class Replay:
     volumes: dict[tuple[str, str, int], Volume] = field(default_factory=dict)
     """Collectives of the last step, by name, axis and group size."""
     host_bytes: int = 0
-    releases: int = 0  # How often the allocator gave cached memory back, after which nothing is linear
+    releases: int = (
+        0  # How often the allocator gave cached memory back, after which nothing is linear
+    )
 
     @property
     def last_step(self) -> list[Phase]:
@@ -111,15 +116,21 @@ def replay(trace: Trace, hardware: Hardware, allocator: Allocator) -> Replay:
     raise AssertionError("a single rank waits for no other")
 
 
-def begin_replay(trace: Trace, hardware: Hardware, allocator: Allocator, axes: Container[str]) -> Replaying:
-    """Replay as of :func:`replay` of a rank that meets others, in messages and collectives of these axes.
+def begin_replay(
+    trace: Trace, hardware: Hardware, allocator: Allocator, axes: Container[str]
+) -> Replaying:
+    """Replay as of :func:`replay` of a rank that meets others, in messages and collectives of these
+    axes.
 
-    Yields each such event and the time at which this rank reaches it; the answer is the time at which all have.
+    Yields each such event and the time at which this rank reaches it; the answer is the time at
+    which all have.
     """
     try:
         return (yield from _Replaying(trace, hardware, allocator).run(axes))
     finally:
-        allocator.wait_for_device = lambda: None  # no cycle, so that the trace's events are freed at once
+        allocator.wait_for_device = lambda: (
+            None
+        )  # no cycle, so that the trace's events are freed at once
 
 
 class _Replaying:
@@ -136,7 +147,9 @@ class _Replaying:
         self.peak_bytes = 0
         self.most_used: dict[str, int] = {}  # By stream, until the last mark
         self.at_peak = dict(self.by_category)
-        self.rising = True  # Whether nothing was freed since the peak, whose categories are not yet saved
+        self.rising = (
+            True  # Whether nothing was freed since the peak, whose categories are not yet saved
+        )
         self.phases: list[Phase] = []
         self.phase_begins = 0.0
 
@@ -236,7 +249,10 @@ class _Replaying:
             self.most_used[name] = max(self.most_used.get(name, 0), bytes)
             gaps[name] -= self.most_used[name]
         end_bytes = self.allocator.allocated_bytes - self.pending_bytes
-        seconds, memory = self.clock.now - self.phase_begins, (end_bytes, self.peak_bytes, self.at_peak)
+        seconds, memory = (
+            self.clock.now - self.phase_begins,
+            (end_bytes, self.peak_bytes, self.at_peak),
+        )
         self.phases.append(Phase(mark.step, mark.phase, seconds, *memory, dict(used), dict(gaps)))
         self.phase_begins = self.clock.now
         self.peak_bytes, self.rising = end_bytes, True

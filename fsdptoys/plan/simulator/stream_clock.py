@@ -1,10 +1,12 @@
-"""Clock of a device: when each event of a trace is done, in the order in which the host issues them.
+"""Clock of a device: when each event of a trace is done, in the order in which the host issues
+them.
 
-The host takes time to issue each operator and stops where it waits. A kernel starts when it is issued and its stream
-reaches it; on a CPU the host itself computes. Collectives of one group run one after the other, as a communicator runs
-them; those of different groups share the links within and between nodes, and each occupies a free link alone. Each copy
-direction is a lane. The compute stream's idle time is split by cause: a pause is traced back along the chain of waits,
-and a side stream's kernels count for the purpose of that stream.
+The host takes time to issue each operator and stops where it waits. A kernel starts when it is
+issued and its stream reaches it; on a CPU the host itself computes. Collectives of one group run
+one after the other, as a communicator runs them; those of different groups share the links within
+and between nodes, and each occupies a free link alone. Each copy direction is a lane. The compute
+stream's idle time is split by cause: a pause is traced back along the chain of waits, and a side
+stream's kernels count for the purpose of that stream.
 """
 
 from bisect import bisect_right
@@ -36,7 +38,9 @@ class Work(NamedTuple):
     start: float  # Earliest start, without others on the same link
     end: float
     cause: Cause
-    parent: Optional["Work"]  # The dependency that ended last; None for the host or the compute stream itself
+    parent: Optional[
+        "Work"
+    ]  # The dependency that ended last; None for the host or the compute stream itself
 
 
 @dataclass
@@ -47,7 +51,9 @@ class Parts:
     """Compute, by kind of kernel."""
     waits: dict[Cause, float] = field(default_factory=lambda: dict.fromkeys(Cause, 0.0))
     """Waits, and its own part in collectives and copies."""
-    volumes: dict[tuple[str, str, int], Volume] = field(default_factory=dict)  # By name, axis and group size
+    volumes: dict[tuple[str, str, int], Volume] = field(
+        default_factory=dict
+    )  # By name, axis and group size
 
 
 class Lane:
@@ -108,7 +114,9 @@ class Clock:
             events.HostWork: self._host_work,
             events.RecordEvent: self._record_event,
             events.WaitEvent: self._wait_event,
-            events.HostWaitEvent: lambda event: self._host_until(*self._events.get(event.event, (0.0, None))),
+            events.HostWaitEvent: lambda event: self._host_until(
+                *self._events.get(event.event, (0.0, None))
+            ),
             events.HostWaitStream: self._host_wait_stream,
             events.HostWaitWorkers: self._host_wait_workers,
         }
@@ -151,12 +159,18 @@ class Clock:
     def end_window(self) -> None:
         """Account for the time until now; if the compute stream is done, the rest is a wait."""
         waits_for_host = self.host >= self._ready[COMPUTE_STREAM]
-        self._count_wait(self.now, self._host_last if waits_for_host else self._last[COMPUTE_STREAM])
+        self._count_wait(
+            self.now, self._host_last if waits_for_host else self._last[COMPUTE_STREAM]
+        )
 
     def _start(self, stream: int) -> tuple[float, Work | None]:
         """Earliest start of work that is issued now, and the work that it waits for."""
         issued_last = self.host > self._ready[stream]
-        return (self.host, self._host_last) if issued_last else (self._ready[stream], self._last[stream])
+        return (
+            (self.host, self._host_last)
+            if issued_last
+            else (self._ready[stream], self._last[stream])
+        )
 
     def _kernel(self, event: events.Kernel) -> None:
         self.host += self._operator_seconds
@@ -203,26 +217,42 @@ class Clock:
         self.host += self._hardware.host_collective_seconds.value
         name, size, stride = event.name, event.group_size, event.group_stride
         seconds = costs.collective_seconds(self._hardware, name, event.bytes, size, stride)
-        self._count_volume((name, event.axis, size), round(costs.sent_bytes(name, event.bytes, size)), seconds)
+        self._count_volume(
+            (name, event.axis, size), round(costs.sent_bytes(name, event.bytes, size)), seconds
+        )
         nodes, local = costs.spread(self._hardware, size, stride)
-        lanes = [lane for lane, used in ((self._intra, local > 1), (self._inter, nodes > 1)) if used]
+        lanes = [
+            lane for lane, used in ((self._intra, local > 1), (self._inter, nodes > 1)) if used
+        ]
         communicator = (event.axis, size, stride)
-        end = self._serve(event.stream, lanes, seconds, Cause.communication, self._communicators[communicator])
+        end = self._serve(
+            event.stream, lanes, seconds, Cause.communication, self._communicators[communicator]
+        )
         self._communicators[communicator] = end
 
     def _messages(self, event: events.Messages) -> None:
         self.host += self._hardware.host_collective_seconds.value
         for message in event.messages:
             if message.sends:
-                seconds = costs.messages_seconds(self._hardware, event._replace(messages=(message,)))
+                seconds = costs.messages_seconds(
+                    self._hardware, event._replace(messages=(message,))
+                )
                 self._count_volume(("send", event.axis, event.group_size), message.bytes, seconds)
         leaving = {costs.leaves_node(self._hardware, event, message) for message in event.messages}
-        lanes = [lane for lane, leaves in ((self._intra, False), (self._inter, True)) if leaves in leaving]
-        self._serve(event.stream, lanes, costs.messages_seconds(self._hardware, event), Cause.communication)
+        lanes = [
+            lane
+            for lane, leaves in ((self._intra, False), (self._inter, True))
+            if leaves in leaving
+        ]
+        self._serve(
+            event.stream, lanes, costs.messages_seconds(self._hardware, event), Cause.communication
+        )
 
     def _count_volume(self, key: tuple[str, str, int], sent: int, seconds: float) -> None:
         now = self.parts.volumes.get(key, Volume(*key, 0, 0, 0.0))
-        self.parts.volumes[key] = Volume(*key, 1 + now.calls, sent + now.bytes, seconds + now.seconds)
+        self.parts.volumes[key] = Volume(
+            *key, 1 + now.calls, sent + now.bytes, seconds + now.seconds
+        )
 
     def _transfer(self, event: events.Transfer) -> None:
         self.host += self._operator_seconds
@@ -232,7 +262,9 @@ class Clock:
         if event.blocking:
             self._host_until(end, self._last[event.stream])
 
-    def _serve(self, stream: int, lanes: list[Lane], seconds: float, cause: Cause, not_before: float = 0.0) -> float:
+    def _serve(
+        self, stream: int, lanes: list[Lane], seconds: float, cause: Cause, not_before: float = 0.0
+    ) -> float:
         ready, last = self._start(stream)
         if self._others > ready:
             last = Work(ready, self._others, Cause.stages, self._needed(last))
@@ -254,9 +286,14 @@ class Clock:
         return end
 
     def _host_work(self, event: events.HostWork) -> None:
-        seconds = max(costs.host_work_seconds(self._hardware, event.bytes, event.elements), self._operator_seconds)
+        seconds = max(
+            costs.host_work_seconds(self._hardware, event.bytes, event.elements),
+            self._operator_seconds,
+        )
         if event.worker:
-            self._workers.append(max(self.host, self._workers[-1] if self._workers else 0.0) + seconds)
+            self._workers.append(
+                max(self.host, self._workers[-1] if self._workers else 0.0) + seconds
+            )
         else:
             self.host += seconds
 
@@ -283,7 +320,8 @@ class Clock:
             self.host, self._host_last = moment, self._needed(work)
 
     def _needed(self, work: Work | None) -> Work | None:
-        """Drop work that ended before the compute stream's last work: no pause is traced back to it."""
+        """Drop work that ended before the compute stream's last work: no pause is traced back to
+        it."""
         return work if work is not None and work.end > self._computed else None
 
     def _count_wait(self, until: float, work: Work | None) -> None:

@@ -1,13 +1,14 @@
 """Traces of a few layers, extrapolated to all layers.
 
-Where layers are alike, each adds the same operators, memory blocks and collectives, so every number of a phase is
-linear in the number of layers after the first few. If layers alternate, whole periods are added. The highest phase is
-chosen after extrapolation.
+Where layers are alike, each adds the same operators, memory blocks and collectives, so every number
+of a phase is linear in the number of layers after the first few. If layers alternate, whole periods
+are added. The highest phase is chosen after extrapolation.
 
-Reserved memory itself is not linear: an allocator grows in steps, which a line would stretch. The peak of each stream's
-blocks in a phase is linear; the reserved memory beyond the highest of these peaks is taken from the deeper trace. For
-14 combinations of strategy and switches each of Llama 2 7B and Llama 3 8B, 8 and 12 of 32 layers gave at most 8.5% more
-than all layers, 4 and 6 at most 9.5%; a line through the reserved bytes was up to 17% and 34% off.
+Reserved memory itself is not linear: an allocator grows in steps, which a line would stretch. The
+peak of each stream's blocks in a phase is linear; the reserved memory beyond the highest of these
+peaks is taken from the deeper trace. For 14 combinations of strategy and switches each of Llama 2
+7B and Llama 3 8B, 8 and 12 of 32 layers gave at most 8.5% more than all layers, 4 and 6 at most
+9.5%; a line through the reserved bytes was up to 17% and 34% off.
 """
 
 import dataclasses
@@ -21,15 +22,19 @@ from fsdptoys.config.schema import Config
 from fsdptoys.models import DecoderModel
 
 LEAST_LAYERS = 8  # Fewest layers of the shallower trace
-IN_FULL = 16  # Layers up to which none are extrapolated: with few layers a step may wait for other things
+IN_FULL = (
+    16  # Layers up to which none are extrapolated: with few layers a step may wait for other things
+)
 APART_SHARE = 64
-"""The difference is at least ``least`` × all layers / ``APART_SHARE``, which bounds how far a line is stretched."""
+"""The difference is at least ``least`` × all layers / ``APART_SHARE``, which bounds how far a line
+is stretched."""
 
 T = TypeVar("T")
 
 
 def depths_of(config: Config, model: DecoderModel, least: int = LEAST_LAYERS) -> list[int]:
-    """Numbers of layers from which those of a model can be extrapolated, or all if two depths would not be fewer.
+    """Numbers of layers from which those of a model can be extrapolated, or all if two depths would
+    not be fewer.
 
     ``least`` is that of the shallower one; the difference of the depths is in proportion.
     """
@@ -63,9 +68,11 @@ def block_kind(block: nn.Module) -> tuple[object, ...]:
 
 
 def extrapolate(shallow: T, deep: T, depths: tuple[int, int], n_layers: float) -> T:
-    """Draw a line through every number of two results of the same kind, and read it at another depth.
+    """Draw a line through every number of two results of the same kind, and read it at another
+    depth.
 
-    Results are dataclasses of numbers, or of dicts, lists and tuples of such; a key missing in one of them is zero.
+    Results are dataclasses of numbers, or of dicts, lists and tuples of such; a key missing in one
+    of them is zero.
     """
     steps = (n_layers - depths[1]) / (depths[1] - depths[0])
 
@@ -78,12 +85,18 @@ def extrapolate(shallow: T, deep: T, depths: tuple[int, int], n_layers: float) -
             return b + (b - a) * steps
         if isinstance(b, dict):
             keys = dict.fromkeys([*a, *b])
-            return {key: line(a.get(key, _zero(b.get(key))), b.get(key, _zero(a.get(key)))) for key in keys}
+            return {
+                key: line(a.get(key, _zero(b.get(key))), b.get(key, _zero(a.get(key))))
+                for key in keys
+            }
         if isinstance(b, (list, tuple)):
             assert len(a) == len(b), "the depths differ in more than their depth"
             return type(b)(line(x, y) for x, y in zip(a, b, strict=True))
         if dataclasses.is_dataclass(b):
-            fields = {field.name: line(getattr(a, field.name), getattr(b, field.name)) for field in _figures(b)}
+            fields = {
+                field.name: line(getattr(a, field.name), getattr(b, field.name))
+                for field in _figures(b)
+            }
             return dataclasses.replace(b, **fields)  # type: ignore[type-var]
         return b
 
@@ -93,7 +106,9 @@ def extrapolate(shallow: T, deep: T, depths: tuple[int, int], n_layers: float) -
 
 def _figures(holder: Any) -> list[dataclasses.Field[Any]]:
     """Fields of a dataclass that depend on the depth."""
-    return [field for field in dataclasses.fields(holder) if field.metadata.get("extrapolates", True)]
+    return [
+        field for field in dataclasses.fields(holder) if field.metadata.get("extrapolates", True)
+    ]
 
 
 def _zero(like: Any) -> Any:
@@ -102,5 +117,7 @@ def _zero(like: Any) -> Any:
     if isinstance(like, tuple):
         return tuple(map(_zero, like))
     if dataclasses.is_dataclass(like):
-        return dataclasses.replace(like, **{field.name: _zero(getattr(like, field.name)) for field in _figures(like)})  # type: ignore[type-var]
+        return dataclasses.replace(
+            like, **{field.name: _zero(getattr(like, field.name)) for field in _figures(like)}
+        )  # type: ignore[type-var]
     return type(like)(0) if isinstance(like, (int, float)) and not isinstance(like, bool) else like

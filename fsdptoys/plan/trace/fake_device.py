@@ -1,11 +1,13 @@
-"""An accelerator without memory or kernels, on which the real trainer takes all of its accelerator paths.
+"""An accelerator without memory or kernels, on which the real trainer takes all of its accelerator
+paths.
 
-PyTorch lets Python implement one device type (PrivateUse1). Its tensors are fake; its streams and events only report
-their use to a listener; collectives go to PyTorch's fake process group. All of this is process-wide and permanent: it
-needs a process of its own (``tracer``).
+PyTorch lets Python implement one device type (PrivateUse1). Its tensors are fake; its streams and
+events only report their use to a listener; collectives go to PyTorch's fake process group. All of
+this is process-wide and permanent: it needs a process of its own (``tracer``).
 
-PyTorch before 2.9 cannot register such a device from Python. There the device type ``lazy`` stands in, which CPU builds
-know without an implementation; DDP, whose reducer asks a device's guard in C++, cannot be traced with it.
+PyTorch before 2.9 cannot register such a device from Python. There the device type ``lazy`` stands
+in, which CPU builds know without an implementation; DDP, whose reducer asks a device's guard in
+C++, cannot be traced with it.
 """
 
 import gc
@@ -47,7 +49,8 @@ def replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 class Listener(Protocol):
-    """Receives the use of streams, events and worker threads, and counts the device's memory (``OpRecorder``)."""
+    """Receives the use of streams, events and worker threads, and counts the device's memory
+    (``OpRecorder``)."""
 
     memory: Callable[[], MemoryStats]
     in_worker: bool
@@ -62,7 +65,9 @@ class Stream:
 
     _numbers = itertools.count()
     query = staticmethod(lambda: True)  # lets the host continue
-    is_capturing = staticmethod(lambda: False)  # no CUDA graphs; read by torch 2.15, like the next two
+    is_capturing = staticmethod(
+        lambda: False
+    )  # no CUDA graphs; read by torch 2.15, like the next two
     device_index = 0
     device_type = 1  # CUDA's number, an argument of an operator that does nothing here
 
@@ -173,7 +178,9 @@ MODULE = DeviceModule()
 def stream_purposes() -> dict[int, str]:
     """Purposes of the live streams, by the attributes that hold them."""
     purposes = {simulated.COMPUTE_STREAM: "compute"}
-    streams = [stream for stream in MODULE.live_streams if stream.number != simulated.COMPUTE_STREAM]
+    streams = [
+        stream for stream in MODULE.live_streams if stream.number != simulated.COMPUTE_STREAM
+    ]
     for holder in gc.get_referrers(*streams) if streams else []:
         attributes = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
         for name, value in list(attributes.items()):
@@ -192,7 +199,9 @@ class PlannedDevice(Device):
     def __init__(self, device_type: str, name: str, memory_bytes: int) -> None:
         # Not super().__init__, which looks for a device of this machine.
         self.type = torch_device_type(device_type)
-        self.torch_device = torch.device("cpu") if device_type == "cpu" else torch.device(self.type, 0)
+        self.torch_device = (
+            torch.device("cpu") if device_type == "cpu" else torch.device(self.type, 0)
+        )
         self.backend = "fake"
         self.name, self.total_memory_bytes = name, memory_bytes
 
@@ -224,7 +233,8 @@ def torch_device_type(device_type: str) -> str:
 
 
 def install(device_type: str, world_size: int, rank: int = 0) -> None:
-    """Make this process a rank of a world of fake devices; permanent, except the number of ranks."""
+    """Make this process a rank of a world of fake devices; permanent, except the number of
+    ranks."""
     # Importing PyTorch's test helper (torch 2.7 to 2.13) registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -247,7 +257,8 @@ def install(device_type: str, world_size: int, rank: int = 0) -> None:
 
 
 def _forget_meshes() -> None:
-    """Clear DTensor's caches, which would put meshes with the groups of another world in place of equal ones.
+    """Clear DTensor's caches, which would put meshes with the groups of another world in place of
+    equal ones.
 
     Private API; tried with torch 2.7 to 2.15.
     """

@@ -1,10 +1,12 @@
 """Exchanges with ranks that do not exist.
 
-The rows that a rank's experts receive depend on the router, so a trace assumes them: every rank sends equally many rows
-to each, and the traced one receives ``plan.expert_imbalance`` times as many as it sends. As it is slower than the
-others by this, they wait for it: its time is that of the step.
+The rows that a rank's experts receive depend on the router, so a trace assumes them: every rank
+sends equally many rows to each, and the traced one receives ``plan.expert_imbalance`` times as many
+as it sends. As it is slower than the others by this, they wait for it: its time is that of the
+step.
 
-Messages of ring attention travel on their group's stream, which the compute stream waits for where they are used.
+Messages of ring attention travel on their group's stream, which the compute stream waits for where
+they are used.
 """
 
 import functools
@@ -28,7 +30,8 @@ from .op_recorder import OpRecorder
 
 @contextmanager
 def fake_exchanges(recorder: OpRecorder, imbalance: float) -> Iterator[None]:
-    """Let the traced rank receive ``imbalance`` times the mean of all ranks' rows, and messages as large as its own."""
+    """Let the traced rank receive ``imbalance`` times the mean of all ranks' rows, and messages as
+    large as its own."""
     replacements: list[tuple[Any, str, Any]] = [
         (expert_parallel, "read_splits", functools.partial(_read_splits, recorder, imbalance)),
         (ring, "_pass_on", functools.partial(_pass_on, recorder)),
@@ -45,18 +48,26 @@ def fake_exchanges(recorder: OpRecorder, imbalance: float) -> Iterator[None]:
             (expert_parallel, "dist", SimpleNamespace(all_to_all_single=communicate("all_to_all"))),
             (tensor_parallel, "_all_gather", communicate("all_gather")),
             (tensor_parallel, "_reduce_scatter", communicate("reduce_scatter")),
-            (tensor_parallel, "dist", SimpleNamespace(all_reduce=functools.partial(_all_reduce, recorder))),
+            (
+                tensor_parallel,
+                "dist",
+                SimpleNamespace(all_reduce=functools.partial(_all_reduce, recorder)),
+            ),
             (
                 vocabulary,
                 "dist",
-                SimpleNamespace(all_reduce=functools.partial(_all_reduce, recorder), ReduceOp=dist.ReduceOp),
+                SimpleNamespace(
+                    all_reduce=functools.partial(_all_reduce, recorder), ReduceOp=dist.ReduceOp
+                ),
             ),
         ]
     with replaced(*replacements):
         yield
 
 
-def _communicate(recorder: OpRecorder, name: str, received: Tensor, sent: Tensor, *_: Any, group: Any) -> None:
+def _communicate(
+    recorder: OpRecorder, name: str, received: Tensor, sent: Tensor, *_: Any, group: Any
+) -> None:
     size = max(touched_bytes(received), touched_bytes(sent))
     recorder.communicate(name, (received, sent), size, group, asynchronous=False)
 
@@ -74,7 +85,9 @@ def _exchange(recorder: OpRecorder, sent: Tensor, group: Any) -> Tensor:
 def _pass_on(recorder: OpRecorder, tensor: Tensor, group: Any) -> Callable[[], Tensor]:
     sent = tensor.contiguous()
     received = torch.empty_like(sent)
-    wait = recorder.communicate("send", (sent, received), touched_bytes(sent), group, asynchronous=True)
+    wait = recorder.communicate(
+        "send", (sent, received), touched_bytes(sent), group, asynchronous=True
+    )
 
     def arrive() -> Tensor:
         nonlocal sent
@@ -85,7 +98,9 @@ def _pass_on(recorder: OpRecorder, tensor: Tensor, group: Any) -> Callable[[], T
     return arrive
 
 
-def _read_splits(recorder: OpRecorder, imbalance: float, splits_2N: Tensor, rows: int) -> tuple[list[int], list[int]]:
+def _read_splits(
+    recorder: OpRecorder, imbalance: float, splits_2N: Tensor, rows: int
+) -> tuple[list[int], list[int]]:
     if recorder.device_type != "cpu":
         recorder.add(HostWaitStream(recorder.stream()))
     ranks = splits_2N.shape[1]

@@ -1,10 +1,11 @@
 """An accelerator's kernels for the fake device, and worker threads' jobs run inline.
 
-The device chooses some operators: attention, normalization, grouped matmuls of experts, the loss's kernel. They are
-replaced by the choice of CUDA or an NPU, with stand-ins for fused kernels: shapes of their results, and the tensors
-kept for the backward. torch_npu's kernels have its names and signatures, so that ``models.npu_kernels`` runs unchanged;
-functions that ``torch.compile`` fuses are assumed to read their inputs once and to keep these rather than intermediate
-results. Sources: PyTorch's ``sdp_utils.cpp`` (choice of attention), torch_npu's ``npu_fusion_attention``
+The device chooses some operators: attention, normalization, grouped matmuls of experts, the loss's
+kernel. They are replaced by the choice of CUDA or an NPU, with stand-ins for fused kernels: shapes
+of their results, and the tensors kept for the backward. torch_npu's kernels have its names and
+signatures, so that ``models.npu_kernels`` runs unchanged; functions that ``torch.compile`` fuses
+are assumed to read their inputs once and to keep these rather than intermediate results. Sources:
+PyTorch's ``sdp_utils.cpp`` (choice of attention), torch_npu's ``npu_fusion_attention``
 (github.com/Ascend/op-plugin, ``scaled_dot_product_attention``).
 """
 
@@ -52,12 +53,16 @@ def _rms_norm(input: Tensor, weight: Tensor | None, eps: float | None) -> tuple[
     return output, input.new_empty((*input.shape[:-1], 1), dtype=torch.float32)
 
 
-def _rms_norm_backward(grad: Tensor, input: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+def _rms_norm_backward(
+    grad: Tensor, input: Tensor, rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
     grad_input = torch.empty_like(input, memory_format=torch.contiguous_format)
     return grad_input, torch.empty_like(weight) if weight is not None else grad.new_empty(0)
 
 
-def _npu_fusion_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _npu_fusion_attention(
+    query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     statistics = [query.new_empty((*query.shape[:3], 8), dtype=torch.float32) for _ in range(2)]
     return query.new_empty(query.shape), statistics[0], statistics[1]
 
@@ -69,18 +74,29 @@ def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
 
 SHAPES: dict[str, Callable[..., Any]] = {
     "rms_norm(Tensor input, Tensor? weight, float? eps) -> (Tensor, Tensor)": _rms_norm,
-    "rms_norm_backward(Tensor grad, Tensor input, Tensor rstd, Tensor? weight) -> (Tensor, Tensor)": _rms_norm_backward,
+    (
+        "rms_norm_backward(Tensor grad, Tensor input, Tensor rstd, Tensor? weight) -> (Tensor, "
+        "Tensor)"
+    ): _rms_norm_backward,
     "npu_fusion_attention(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor, Tensor)": _npu_fusion_attention,
-    "npu_fusion_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor maximum, "
-    "Tensor sum) -> (Tensor, Tensor, Tensor)": _alike(1, 2, 3),
+    (
+        "npu_fusion_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor "
+        "output, Tensor maximum, Tensor sum) -> (Tensor, Tensor, Tensor)"
+    ): _alike(1, 2, 3),
     "grouped_mm(Tensor left, Tensor right, Tensor offs) -> Tensor": _grouped_mm,
-    "rotary(Tensor input, Tensor cos, Tensor sin) -> Tensor": lambda input, *_: torch.empty_like(input),
+    "rotary(Tensor input, Tensor cos, Tensor sin) -> Tensor": lambda input, *_: torch.empty_like(
+        input
+    ),
     "npu_swiglu(Tensor input) -> Tensor": lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
-    "npu_swiglu_backward(Tensor grad, Tensor input) -> Tensor": lambda _, input: input.new_empty(input.shape),
+    "npu_swiglu_backward(Tensor grad, Tensor input) -> Tensor": lambda _, input: input.new_empty(
+        input.shape
+    ),
     "swiglu(Tensor gate, Tensor up) -> Tensor": lambda gate, _: gate.new_empty(gate.shape),
     "swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)": _alike(1, 2),
-    "low_bit_adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) codes, Tensor(c!) scales, Tensor(d!) more_codes, "
-    "Tensor(e!) more_scales, Tensor(f!) copies) -> ()": lambda *_: None,
+    (
+        "low_bit_adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) codes, Tensor(c!) scales, "
+        "Tensor(d!) more_codes, Tensor(e!) more_scales, Tensor(f!) copies) -> ()"
+    ): lambda *_: None,
     "softmax_gradient_(Tensor(a!) logits, Tensor labels, Tensor(b!) losses) -> ()": lambda *_: None,
     "addmm_to_float32_(Tensor(a!) sum, Tensor left, Tensor right) -> ()": lambda *_: None,
 }
@@ -107,7 +123,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _NPUAttention(torch.autograd.Function):
-    """torch_npu's fused attention; keeps its inputs, its result, and two statistics per row, eight times each.
+    """torch_npu's fused attention; keeps its inputs, its result, and two statistics per row, eight
+    times each.
 
     Results and gradients are contiguous for any inputs.
     """
@@ -121,12 +138,15 @@ class _NPUAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value = torch.ops.planned.npu_fusion_attention_backward(grads[0], *ctx.saved_tensors[1:])
+        query, key, value = torch.ops.planned.npu_fusion_attention_backward(
+            grads[0], *ctx.saved_tensors[1:]
+        )
         return query, key, value, None
 
 
 class _KeepsInputs(torch.autograd.Function):
-    """An operator that keeps its inputs for ``NAME_backward``, such as torch_npu's and the compiled SwiGLU."""
+    """An operator that keeps its inputs for ``NAME_backward``, such as torch_npu's and the compiled
+    SwiGLU."""
 
     @staticmethod
     def forward(ctx: Any, name: str, *tensors: Tensor) -> Tensor:
@@ -155,10 +175,15 @@ class _Rotary(torch.autograd.Function):
         return torch.ops.planned.rotary(grads[0], *ctx.saved_tensors), None, None, None
 
 
-def update_low_bit(param: Tensor, grad: Tensor, step: Tensor, mean: Any, square: Any, *_: Any) -> None:
-    """A compiled update of low-bit states; on a CPU the compiler makes float32 copies of both moments."""
+def update_low_bit(
+    param: Tensor, grad: Tensor, step: Tensor, mean: Any, square: Any, *_: Any
+) -> None:
+    """A compiled update of low-bit states; on a CPU the compiler makes float32 copies of both
+    moments."""
     copies = param.new_empty((2, *param.shape))
-    torch.ops.planned.low_bit_adamw_(param, grad, mean.codes, mean.scale, square.codes, square.scale, copies)
+    torch.ops.planned.low_bit_adamw_(
+        param, grad, mean.codes, mean.scale, square.codes, square.scale, copies
+    )
 
 
 rms_norm: Callable[..., Tensor] = _RMSNorm.apply
@@ -187,7 +212,8 @@ COMPILED: dict[str, Callable[..., Tensor]] = {
 
 
 def planned_kernels(config: Config) -> KernelConfig:
-    """Implementations of a prediction: blocks are traced eagerly, and compiled ones fuse rotations and SwiGLU."""
+    """Implementations of a prediction: blocks are traced eagerly, and compiled ones fuse rotations
+    and SwiGLU."""
     kernels = copy.copy(config.kernels)
     if config.train.compile:
         for operation in COMPILED_ON_CUDA:
@@ -196,9 +222,14 @@ def planned_kernels(config: Config) -> KernelConfig:
 
 
 def rms_norm_cuda(
-    original: Callable[..., Tensor], input: Tensor, normalized_shape: list[int], weight: Any = None, eps: Any = None
+    original: Callable[..., Tensor],
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Any = None,
+    eps: Any = None,
 ) -> Tensor:
-    """``F.rms_norm`` on CUDA from torch 2.9 on: one kernel, unless weight and input differ in dtype."""
+    """``F.rms_norm`` on CUDA from torch 2.9 on: one kernel, unless weight and input differ in
+    dtype."""
     if len(normalized_shape) != 1 or (weight is not None and weight.dtype != input.dtype):
         return original(input, normalized_shape, weight, eps)
     return rms_norm(input, weight, eps)
@@ -214,14 +245,20 @@ def attention_cuda(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """PyTorch's choice of ``F.scaled_dot_product_attention`` on CUDA, among the backends of ``sdpa_kernel``.
+    """PyTorch's choice of ``F.scaled_dot_product_attention`` on CUDA, among the backends of
+    ``sdpa_kernel``.
 
-    FlashAttention for 16-bit dtypes, also for cuDNN, which keeps tensors of the same sizes; else the memory-efficient
-    kernel, for which shared heads are repeated; else plain matmuls.
+    FlashAttention for 16-bit dtypes, also for cuDNN, which keeps tensors of the same sizes; else
+    the memory-efficient kernel, for which shared heads are repeated; else plain matmuls.
     """
     width = query.shape[-1]
     flashes = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.cudnn_sdp_enabled()
-    if flashes and query.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and width <= 256:
+    if (
+        flashes
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and attn_mask is None
+        and width <= 256
+    ):
         if width % 8:
             query, key, value = (F.pad(x, (0, -width % 8)) for x in (query, key, value))
             scale = scale or 1 / math.sqrt(width)
@@ -240,31 +277,52 @@ def attention_cuda(
 
 
 def attention_with_cudnn(
-    prefers_cudnn: bool, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
+    prefers_cudnn: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    **options: Any,
 ) -> Any:
     """``attention_cuda`` where cuDNN is one of the backends; causal attention alone goes to it."""
-    chosen = torch.backends.cuda.cudnn_sdp_enabled() and (prefers_cudnn or not torch.backends.cuda.flash_sdp_enabled())
-    takes = query.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and query.shape[-1] % 8 == 0
+    chosen = torch.backends.cuda.cudnn_sdp_enabled() and (
+        prefers_cudnn or not torch.backends.cuda.flash_sdp_enabled()
+    )
+    takes = (
+        query.dtype in (torch.bfloat16, torch.float16)
+        and attn_mask is None
+        and query.shape[-1] % 8 == 0
+    )
     if not (chosen and takes and options.get("is_causal")):
         return attention_cuda(query, key, value, attn_mask, **options)
     cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-    return cudnn(query, key, value, None, torch.is_grad_enabled(), 0.0, True, scale=options.get("scale"))[0]
+    return cudnn(
+        query, key, value, None, torch.is_grad_enabled(), 0.0, True, scale=options.get("scale")
+    )[0]
 
 
 def blocks_flash_cuda(query: Tensor) -> bool:
     """Whether FlashAttention takes blocks of keys on CUDA (``models.block_attention``)."""
-    return query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return (
+        query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= 256
+    )
 
 
 def attention_npu(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """torch_npu's ``F.scaled_dot_product_attention``: each causal call makes and keeps a mask."""
     mask = None
     if options.get("is_causal"):
-        mask = torch.ones((npu_kernels.MASK_ROWS, npu_kernels.MASK_ROWS), dtype=torch.bool, device=query.device).triu(1)
+        mask = torch.ones(
+            (npu_kernels.MASK_ROWS, npu_kernels.MASK_ROWS), dtype=torch.bool, device=query.device
+        ).triu(1)
     return npu_attention(query, key, value, mask)
 
 
-def softmax_gradient_cuda(logits_CV: Tensor, labels_C: Tensor, losses_C: Tensor, *_: Any, **__: Any) -> None:
+def softmax_gradient_cuda(
+    logits_CV: Tensor, labels_C: Tensor, losses_C: Tensor, *_: Any, **__: Any
+) -> None:
     """The loss's Triton kernel (``loss.softmax_triton``), without scratch memory."""
     torch.ops.planned.softmax_gradient_(logits_CV, labels_C, losses_C)
 
@@ -272,7 +330,9 @@ def softmax_gradient_cuda(logits_CV: Tensor, labels_C: Tensor, losses_C: Tensor,
 class CUDAProducts(DeviceProducts):
     """The head's matmuls; cuBLAS adds a bf16 product to a float32 sum (``loss.head_products``)."""
 
-    def weight_gradient(self, gradient_CV: Tensor, hidden_CD: Tensor, sum_VD: Tensor, first: bool) -> None:
+    def weight_gradient(
+        self, gradient_CV: Tensor, hidden_CD: Tensor, sum_VD: Tensor, first: bool
+    ) -> None:
         """See ``DeviceProducts``."""
         if sum_VD.dtype == torch.float32 != hidden_CD.dtype and TORCH >= (2, 10):
             torch.ops.planned.addmm_to_float32_(sum_VD, gradient_CV.t(), hidden_CD)
@@ -306,7 +366,8 @@ class _Done(Future[Any]):
 
 
 class InlineExecutor:
-    """A ``ThreadPoolExecutor`` that runs each job in the calling thread, since dispatch modes belong to a thread."""
+    """A ``ThreadPoolExecutor`` that runs each job in the calling thread, since dispatch modes
+    belong to a thread."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
@@ -335,10 +396,16 @@ def replace_kernels(attention: AttentionKind, listener: Listener | None = None) 
         (low_bit_adamw, "choose_update", lambda compiles: update_low_bit),
         (npu_kernels, "operator", NPU_OPERATORS.__getitem__),
         # The optimizer chooses its implementation by the type of its parameters.
-        (torch_optimizer, "_foreach_supported_types", [*torch_optimizer._foreach_supported_types, FakeTensor]),
+        (
+            torch_optimizer,
+            "_foreach_supported_types",
+            [*torch_optimizer._foreach_supported_types, FakeTensor],
+        ),
     ]
     if listener is not None:
-        replacements.append((cpu_offload, "ThreadPoolExecutor", lambda *args, **kwargs: InlineExecutor(listener)))
+        replacements.append(
+            (cpu_offload, "ThreadPoolExecutor", lambda *args, **kwargs: InlineExecutor(listener))
+        )
     if attention.on_cuda:
         attend = functools.partial(attention_with_cudnn, attention is AttentionKind.cudnn)
         replacements += [

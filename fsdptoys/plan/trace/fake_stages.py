@@ -1,13 +1,15 @@
 """Messages between stages of a pipeline whose other ranks do not exist.
 
-``torch.distributed.pipelining`` sends and receives by public functions, which are replaced here: received tensors have
-no values, and the events of a trace say which messages were issued together. As NCCL does for a group that is bound to
-a device, all messages of a rank have one stream, the group's own.
+``torch.distributed.pipelining`` sends and receives by public functions, which are replaced here:
+received tensors have no values, and the events of a trace say which messages were issued together.
+As NCCL does for a group that is bound to a device, all messages of a rank have one stream, the
+group's own.
 
-A stage has forwards and backwards of several micro-batches in one phase of the step, so that the phases by which blocks
-of memory get their purpose begin here. All micro-batches have the tokens of the first: their places are numbers of
-fake tensors. Before the first step stages agree on how they know the shapes of messages (a private function of torch
-2.13); they were given all, which a trace states instead of asking ranks that do not exist.
+A stage has forwards and backwards of several micro-batches in one phase of the step, so that the
+phases by which blocks of memory get their purpose begin here. All micro-batches have the tokens of
+the first: their places are numbers of fake tensors. Before the first step stages agree on how they
+know the shapes of messages (a private function of torch 2.13); they were given all, which a trace
+states instead of asking ranks that do not exist.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +31,12 @@ class FakeWork:
     """Messages under way, which hold their tensors until something waits for them."""
 
     def __init__(
-        self, recorder: OpRecorder, sends: Sequence[bool], tensors: Sequence[Tensor], peers: Sequence[int], group: Any
+        self,
+        recorder: OpRecorder,
+        sends: Sequence[bool],
+        tensors: Sequence[Tensor],
+        peers: Sequence[int],
+        group: Any,
     ) -> None:
         self._tensors: tuple[Tensor, ...] = tuple(tensors)
         self._wait = recorder.exchange(list(zip(sends, tensors, peers, strict=True)), group)
@@ -53,18 +60,30 @@ def fake_stages(recorder: OpRecorder) -> Iterator[None]:
         return dist.get_group_rank(group, peer)
 
     def isend(
-        tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
+        tensor: Tensor,
+        dst: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        group_dst: int | None = None,
     ) -> FakeWork:
         return FakeWork(recorder, [True], [tensor], [place(group, dst, group_dst)], group)
 
     def irecv(
-        tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
+        tensor: Tensor,
+        src: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        group_src: int | None = None,
     ) -> FakeWork:
         return FakeWork(recorder, [False], [tensor], [place(group, src, group_src)], group)
 
     def batch_isend_irecv(ops: Sequence[dist.P2POp]) -> list[FakeWork]:
         group, peers = ops[0].group, [op.group_peer for op in ops]
-        return [FakeWork(recorder, [op.op is isend for op in ops], [op.tensor for op in ops], peers, group)]
+        return [
+            FakeWork(
+                recorder, [op.op is isend for op in ops], [op.tensor for op in ops], peers, group
+            )
+        ]
 
     run_stage = PipelinedModel.run_stage
 

@@ -1,8 +1,8 @@
 """Fake tensors that PyTorch's distributed code accepts as real ones.
 
-A ``FakeTensor`` has a shape, a dtype and a device. FSDP, DDP and this project need more: memory sharing, compared by
-address; moving a flat parameter's data between host and device; replacing a module's parameters. PyTorch has no public
-API for any of it; tested with torch 2.7.1 and 2.13.
+A ``FakeTensor`` has a shape, a dtype and a device. FSDP, DDP and this project need more: memory
+sharing, compared by address; moving a flat parameter's data between host and device; replacing a
+module's parameters. PyTorch has no public API for any of it; tested with torch 2.7.1 and 2.13.
 """
 
 import functools
@@ -31,9 +31,22 @@ from .fake_device import MODULE, Stream, replaced
 JOINS = ("SplitBackward0", "SplitWithSizesBackward0")
 """Backward nodes of the operators that make the views; they join the gradients."""
 FACTORIES = ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "new_zeros", "_to_copy")
-WRITERS = ("zero_", "copy_", "add_", "mul_", "div_", "mm", "cat", "_fused_adamw_", "_foreach_copy_", "_foreach_add_")
+WRITERS = (
+    "zero_",
+    "copy_",
+    "add_",
+    "mul_",
+    "div_",
+    "mm",
+    "cat",
+    "_fused_adamw_",
+    "_foreach_copy_",
+    "_foreach_add_",
+)
 FSDP = ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat")
-DIRECT = frozenset(f"aten::{name}" for name in FACTORIES + WRITERS) | {f"fsdp::{name}" for name in FSDP}
+DIRECT = frozenset(f"aten::{name}" for name in FACTORIES + WRITERS) | {
+    f"fsdp::{name}" for name in FSDP
+}
 """Operators that run directly on meta tensors, besides views."""
 META = torch.device("meta")
 MANY = 16
@@ -44,8 +57,9 @@ _ISSUED = "issued on the stream of its forward"
 class _FakeMode(FakeTensorMode):
     """Fake tensors on a device that must not be initialized.
 
-    Most operators of a step are views, or make or write tensors of one device. PyTorch's own dispatch takes 0.1 ms for
-    each, most of it to look up a cache; these are run on the meta tensors directly (private API, like the rest).
+    Most operators of a step are views, or make or write tensors of one device. PyTorch's own
+    dispatch takes 0.1 ms for each, most of it to look up a cache; these are run on the meta tensors
+    directly (private API, like the rest).
     """
 
     avoid_device_init = True
@@ -53,14 +67,18 @@ class _FakeMode(FakeTensorMode):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._direct: dict[Any, bool] = {}
-        self._attributes: dict[torch.device, dict[str, Any]] = {}  # Of the results on a device, all alike
+        self._attributes: dict[
+            torch.device, dict[str, Any]
+        ] = {}  # Of the results on a device, all alike
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # as ``OpRecorder``
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:  # asked everywhere in C++
+        if (
+            func is torch.ops.prim.device.default and type(args[0]) is FakeTensor
+        ):  # asked everywhere in C++
             return META if self.in_kernel_invocation else args[0].fake_device
         if func.namespace == "profiler":
             return func(*args, **(kwargs or {}))
@@ -75,7 +93,9 @@ class _FakeMode(FakeTensorMode):
         if func.overloadpacket is torch.ops.aten.cat and _are_many_alike(args[0]):
             return on_meta["out"] if "out" in on_meta else self._join(*args, device=device)
         if on_meta.get("device") is not None:
-            on_meta = {name: value for name, value in on_meta.items() if name != "pin_memory"} | {"device": META}
+            on_meta = {name: value for name, value in on_meta.items() if name != "pin_memory"} | {
+                "device": META
+            }
         try:
             with in_kernel_invocation_manager(self):
                 result = func(*args, **on_meta)
@@ -87,7 +107,8 @@ class _FakeMode(FakeTensorMode):
         return self._fake(result, device)
 
     def _join(self, tensors: Any, dim: int = 0, *, device: torch.device) -> Tensor:
-        """Concatenate tensors without PyTorch's function for meta tensors, which checks each of them."""
+        """Concatenate tensors without PyTorch's function for meta tensors, which checks each of
+        them."""
         shape = list(tensors[0].shape)
         shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
         with in_kernel_invocation_manager(self):
@@ -97,7 +118,9 @@ class _FakeMode(FakeTensorMode):
     def _device_of_result(self, func: Any, args: Any, kwargs: Any) -> torch.device | None:
         """Device of an operator's results; None if it cannot run directly."""
         if func not in self._direct:
-            self._direct[func] = (func.namespace == "aten" and func.is_view) or func._schema.name in DIRECT
+            self._direct[func] = (
+                func.namespace == "aten" and func.is_view
+            ) or func._schema.name in DIRECT
         if not self._direct[func]:
             return None
         device, first = kwargs.get("device") if kwargs else None, args[0] if args else None
@@ -119,7 +142,11 @@ class _FakeMode(FakeTensorMode):
             return first
         # As the constructor does, which takes longer to check its arguments.
         fake = Tensor._make_subclass(
-            FakeTensor, result, result.requires_grad, dispatch_device=True, device_for_backend_keys=device
+            FakeTensor,
+            result,
+            result.requires_grad,
+            dispatch_device=True,
+            device_for_backend_keys=device,
         )
         torch._C._set_throw_on_mutable_data_ptr(fake)
         vars(fake).update(attributes)
@@ -134,7 +161,8 @@ def fake_tensors(device_type: str) -> Iterator[None]:
     storage_address, tensor_address = torch.UntypedStorage.data_ptr, Tensor.data_ptr
 
     def make_alike(cls: type, *args: Any, **kwargs: Any) -> Any:
-        # Autograd replaces data only by data of the same backend, and treats the fake device as another one.
+        # Autograd replaces data only by data of the same backend, and treats the fake device as
+        # another one.
         if cls is FakeTensor and device_type != "cpu":
             kwargs["device_for_backend_keys"] = torch.device(device_type, 0)
         return make_subclass(cls, *args, **kwargs)
@@ -145,12 +173,19 @@ def fake_tensors(device_type: str) -> Iterator[None]:
             tensor.fake_device = new.fake_device
 
     def address_of_storage(storage: torch.UntypedStorage) -> int:
-        return storage._cdata * bool(storage.nbytes()) if storage.device.type == "meta" else storage_address(storage)
+        return (
+            storage._cdata * bool(storage.nbytes())
+            if storage.device.type == "meta"
+            else storage_address(storage)
+        )
 
     def address(tensor: Tensor) -> int:
         if not isinstance(tensor, FakeTensor):
             return tensor_address(tensor)
-        return address_of_storage(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
+        return (
+            address_of_storage(tensor.untyped_storage())
+            + int(tensor.storage_offset()) * tensor.element_size()
+        )
 
     replacements: list[tuple[Any, str, Any]] = [
         (Tensor, "_make_subclass", staticmethod(make_alike)),
@@ -165,13 +200,25 @@ def fake_tensors(device_type: str) -> Iterator[None]:
         # The other ranks do not exist.
         (ddp, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),
         (dist.Reducer, "_rebuild_buckets", lambda reducer: False),
-        (ddp.DistributedDataParallel, "_ddp_init_helper", _with_buckets(ddp.DistributedDataParallel._ddp_init_helper)),
+        (
+            ddp.DistributedDataParallel,
+            "_ddp_init_helper",
+            _with_buckets(ddp.DistributedDataParallel._ddp_init_helper),
+        ),
         # Meshes read their rank numbers.
         (DeviceMesh, "__init__", _really(DeviceMesh.__init__)),
         (DeviceMesh, "__getitem__", _really(DeviceMesh.__getitem__)),
-        (fsdptoys.parallel.mesh, "init_device_mesh", _really(fsdptoys.parallel.mesh.init_device_mesh)),
+        (
+            fsdptoys.parallel.mesh,
+            "init_device_mesh",
+            _really(fsdptoys.parallel.mesh.init_device_mesh),
+        ),
         (fsdptoys.parallel.mesh, "named_mesh", _really(fsdptoys.parallel.mesh.named_mesh)),
-        (fsdptoys.parallel.mesh, "tensor_axis_first", _really(fsdptoys.parallel.mesh.tensor_axis_first)),
+        (
+            fsdptoys.parallel.mesh,
+            "tensor_axis_first",
+            _really(fsdptoys.parallel.mesh.tensor_axis_first),
+        ),
     ]
     if device_type != "cpu":
         replacements += _fsdp1_streams()
@@ -182,7 +229,8 @@ def fake_tensors(device_type: str) -> Iterator[None]:
 
 
 class Chunks:
-    """Chunks of a parameter, made when asked for: FSDP2 makes one for each of a thousand shards, and takes two."""
+    """Chunks of a parameter, made when asked for: FSDP2 makes one for each of a thousand shards,
+    and takes two."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim
@@ -202,12 +250,17 @@ def _are_many_alike(tensors: Sequence[Tensor]) -> bool:
 def repeating_chunks(chunk: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.chunk``, whose many chunks are one tensor where no gradient is taken.
 
-    FSDP2 cuts a parameter that is not sharded along its first dim into a chunk for each shard, and joins them along
-    another: with 256 shards half of the time of a trace.
+    FSDP2 cuts a parameter that is not sharded along its first dim into a chunk for each shard, and
+    joins them along another: with 256 shards half of the time of a trace.
     """
 
     def call(tensor: Tensor, chunks: int, dim: int = 0) -> Any:
-        if type(tensor) is not FakeTensor or chunks < MANY or not tensor.shape[dim] or torch.is_grad_enabled():
+        if (
+            type(tensor) is not FakeTensor
+            or chunks < MANY
+            or not tensor.shape[dim]
+            or torch.is_grad_enabled()
+        ):
             return chunk(tensor, chunks, dim)
         size = tensor.shape[dim]
         length = -(-size // chunks)
@@ -219,7 +272,8 @@ def repeating_chunks(chunk: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_buckets(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Let DDP start with the buckets that it builds after its first step; it sizes the first ones by sys.maxsize."""
+    """Let DDP start with the buckets that it builds after its first step; it sizes the first ones
+    by sys.maxsize."""
 
     def call(wrapped: ddp.DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         limit = SimpleNamespace(maxsize=wrapped.bucket_bytes_cap)
@@ -247,14 +301,18 @@ def _really(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+def _apply(
+    module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
     """``nn.Module._apply``, which cannot replace one fake tensor by another."""
     for child in module.children() if recurse else ():
         child._apply(function)
     with torch.no_grad():
         for name, param in module._parameters.items():
             if param is not None:
-                module._parameters[name] = nn.Parameter(function(param), requires_grad=param.requires_grad)
+                module._parameters[name] = nn.Parameter(
+                    function(param), requires_grad=param.requires_grad
+                )
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = function(buffer)
@@ -262,14 +320,16 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
 
 
 def _fsdp1_streams() -> list[tuple[Any, str, Any]]:
-    """Replacements that issue the backward of FSDP1's views, and the hook after it, on the stream of their forward.
+    """Replacements that issue the backward of FSDP1's views, and the hook after it, on the stream
+    of their forward.
 
     Autograd issues an operator's backward on the stream of its forward (``Node::stream`` in
-    ``torch/csrc/autograd/function.h``). FSDP1 makes the views of a unit's flat parameter while the gathering stream is
-    current, so their backward, which joins the unit's gradients, allocates from that stream's pool, and so does the
-    hook after it. For autograd a device made in Python has no streams. Gradients that cross streams are recorded on the
-    new stream, which waits for the old one, as in autograd's engine (``torch/csrc/autograd/input_buffer.cpp``).
-    Private API of PyTorch: tested with torch 2.13.
+    ``torch/csrc/autograd/function.h``). FSDP1 makes the views of a unit's flat parameter while the
+    gathering stream is current, so their backward, which joins the unit's gradients, allocates from
+    that stream's pool, and so does the hook after it. For autograd a device made in Python has no
+    streams. Gradients that cross streams are recorded on the new stream, which waits for the old
+    one, as in autograd's engine (``torch/csrc/autograd/input_buffer.cpp``). Private API of PyTorch:
+    tested with torch 2.13.
     """
     make_views, finish = FlatParamHandle._use_unsharded_views, _runtime_utils._post_backward_hook
 

@@ -1,10 +1,12 @@
 """Kind, traffic, FLOPs and scratch memory of operators: the first two from their schemas.
 
-CUDA kernels allocate scratch memory while they run; cuBLAS keeps workspaces. Sources, under PyTorch's
-``aten/src/ATen``: ``native/transformers/cuda/flash_attn/flash_api.cpp``, ``native/cuda/Embedding.cu`` and
-``EmbeddingBackwardKernel.cu``, ``native/cuda/layer_norm_kernel.cu``, ``cuda/CublasHandlePool.cpp``.
+CUDA kernels allocate scratch memory while they run; cuBLAS keeps workspaces. Sources, under
+PyTorch's ``aten/src/ATen``: ``native/transformers/cuda/flash_attn/flash_api.cpp``,
+``native/cuda/Embedding.cu`` and ``EmbeddingBackwardKernel.cu``,
+``native/cuda/layer_norm_kernel.cu``, ``cuda/CublasHandlePool.cpp``.
 
-Not covered: workspaces of NPU kernels, scratch memory of sorting, memory outside the caching allocator.
+Not covered: workspaces of NPU kernels, scratch memory of sorting, memory outside the caching
+allocator.
 """
 
 from collections.abc import Callable
@@ -34,25 +36,48 @@ ATTENTION = {
 }
 """Operators bound by attention's speed, and their backend."""
 WIDENED_NORM = "aten::linalg_vector_norm"
-"""Reduces a copy in the wider dtype of its result: written, then read (``native/ReduceOpsUtils.h``)."""
+"""Reduces a copy in the wider dtype of its result: written, then read
+(``native/ReduceOpsUtils.h``)."""
 NARROW_HEAD = 64  # Head width up to which a profile may list another efficiency of a backend
 
 PREFERS_CUDNN = (2, 11)
-"""First torch whose wheels for CUDA 13 prefer cuDNN's attention (``native/transformers/cuda/sdp_utils.cpp``)."""
+"""First torch whose wheels for CUDA 13 prefer cuDNN's attention
+(``native/transformers/cuda/sdp_utils.cpp``)."""
 
 HOPPER_WORKSPACE_BYTES = 32 * MIB
 WORKSPACE_BYTES = 8 * MIB + 128 * 1024
 HOPPERS = ("H100", "H200", "H800", "H20", "GH200")
 
-EMBEDDING_SORTS_ABOVE = 3072  # Number of indices above which CUDA sorts them for a lookup's gradient
+EMBEDDING_SORTS_ABOVE = (
+    3072  # Number of indices above which CUDA sorts them for a lookup's gradient
+)
 EMBEDDING_ROWS_PER_THREAD = 10
 
-COPIES = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_")  # Operators that may copy between host and device
-NO_KERNEL = ("aten::set_", "aten::resize_", "aten::lift_fresh", "aten::lift", "aten::is_pinned", "prim::device")
+COPIES = (
+    "aten::_to_copy",
+    "aten::copy_",
+    "aten::_foreach_copy_",
+)  # Operators that may copy between host and device
+NO_KERNEL = (
+    "aten::set_",
+    "aten::resize_",
+    "aten::lift_fresh",
+    "aten::lift",
+    "aten::is_pinned",
+    "prim::device",
+)
 
 LOOK_UPS = {"aten::embedding": "weight"} | {
     f"aten::{name}": "self"
-    for name in ("index_select", "gather", "index", "scatter_add_", "scatter_", "index_add_", "index_put_")
+    for name in (
+        "index_select",
+        "gather",
+        "index",
+        "scatter_add_",
+        "scatter_",
+        "index_add_",
+        "index_put_",
+    )
 }
 """Operators that touch only some rows of this argument: as many bytes as of the others."""
 
@@ -88,15 +113,27 @@ def matmul_workspace_bytes(hardware: Hardware) -> int:
 
 
 def attention_of(config: Config, hardware: Hardware) -> AttentionKind:
-    """The kind of fused attention in a run's steps; cuDNN's is not deterministic, nor preferred before torch 2.11."""
+    """The kind of fused attention in a run's steps; cuDNN's is not deterministic, nor preferred
+    before torch 2.11."""
     older = tuple(int(part) for part in torch.__version__.split(".")[:2]) < PREFERS_CUDNN
-    older |= int((torch.version.cuda or "13").split(".")[0]) < 13  # builds without CUDA plan for another machine
+    older |= (
+        int((torch.version.cuda or "13").split(".")[0]) < 13
+    )  # builds without CUDA plan for another machine
     cudnn = hardware.attention is AttentionKind.cudnn
-    return AttentionKind.flash if cudnn and (older or config.train.deterministic) else hardware.attention
+    return (
+        AttentionKind.flash
+        if cudnn and (older or config.train.deterministic)
+        else hardware.attention
+    )
 
 
 def cost_of(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any, inputs: Inputs, fresh: list[Tensor]
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    results: Any,
+    inputs: Inputs,
+    fresh: list[Tensor],
 ) -> Operator:
     """Cost of an operator; ``fresh`` are new tensors among its results."""
     name, flops = func._schema.name, count_flops(func, args, kwargs, results)
@@ -107,9 +144,13 @@ def cost_of(
         attention = ATTENTION[name] + f" {NARROW_HEAD}" * (width <= NARROW_HEAD)
     # The output may be a sum in a wider dtype than the operands.
     operands = [tensor for argument, tensor in inputs if not argument.writes]
-    chosen = max(operands or [*tensors_in(results), *(tensor for _, tensor in inputs)], key=Tensor.numel)
+    chosen = max(
+        operands or [*tensors_in(results), *(tensor for _, tensor in inputs)], key=Tensor.numel
+    )
     bytes = traffic(name, args, inputs, fresh)
-    return Operator(kind if flops else KernelKind.memory, flops, bytes, dtype_name(chosen), attention)
+    return Operator(
+        kind if flops else KernelKind.memory, flops, bytes, dtype_name(chosen), attention
+    )
 
 
 def has_no_kernel(name: str) -> bool:
@@ -129,7 +170,10 @@ def traffic(name: str, args: tuple[Any, ...], inputs: Inputs, fresh: list[Tensor
     written = sum(map(touched_bytes, fresh))
     looked_up = LOOK_UPS.get(name)
     if looked_up is not None and not fresh:
-        written = max((touched_bytes(tensor) for argument, tensor in inputs if argument.name != looked_up), default=0)
+        written = max(
+            (touched_bytes(tensor) for argument, tensor in inputs if argument.name != looked_up),
+            default=0,
+        )
     total, seen = written if fresh else 0, set()
     for argument, tensor in inputs:
         size = touched_bytes(tensor)
@@ -147,21 +191,27 @@ def traffic(name: str, args: tuple[Any, ...], inputs: Inputs, fresh: list[Tensor
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
-    """Floating-point operations of an operator; causal attention counts half the square, with a mask all of it."""
+    """Floating-point operations of an operator; causal attention counts half the square, with a
+    mask all of it."""
     name = func._schema.name
     if name in ATTENTION:
         arguments = arguments_of(func)
         values = {argument.name: value for argument, value in given(arguments, args, kwargs)}
         # The NPU's operator has a mask that it knows to be causal.
-        causal = values.get("is_causal", all(argument.name != "is_causal" for argument in arguments))
+        causal = values.get(
+            "is_causal", all(argument.name != "is_causal" for argument in arguments)
+        )
         return _attention_flops(name, args) * (1 if causal else 2)
     if name in ("aten::_grouped_mm", "planned::grouped_mm"):
         return 2.0 * args[0].numel() * args[1].shape[-1]
     if name == "planned::addmm_to_float32_":
         return 2.0 * args[1].numel() * args[2].shape[-1]
-    # The counter has no operator that writes into an argument; ``addmm_`` has the products of ``addmm``.
+    # The counter has no operator that writes into an argument; ``addmm_`` has the products of
+    # ``addmm``.
     namespace, _, operator = name.partition("::")
-    formula = flop_registry.get(getattr(getattr(torch.ops, namespace), operator.rstrip("_"), func._overloadpacket))
+    formula = flop_registry.get(
+        getattr(getattr(torch.ops, namespace), operator.rstrip("_"), func._overloadpacket)
+    )
     return float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
 
 
@@ -176,7 +226,8 @@ def _attention_flops(name: str, args: tuple[Any, ...]) -> float:
 
 
 def updates_parameters(name: str, args: tuple[Any, ...]) -> int:
-    """Elements of the parameters that a fused optimizer's operator updates; 0 for other operators."""
+    """Elements of the parameters that a fused optimizer's operator updates; 0 for other
+    operators."""
     if not name.startswith("aten::_fused_") or not isinstance(args[0], (list, tuple)):
         return 0
     return sum(param.numel() for param in args[0])
@@ -193,7 +244,8 @@ def _flash_backward_scratch(args: tuple[Any, ...]) -> list[int]:
     batch, heads, queries, width = query.shape
     queries = -(-queries // 128) * 128
     rounded = -(-width // 32) * 32 if width <= 192 else 256
-    # The query's gradient is summed in float32, next to a row sum; shared heads have separate gradients.
+    # The query's gradient is summed in float32, next to a row sum; shared heads have separate
+    # gradients.
     sizes = [batch * heads * queries * 4, batch * heads * queries * rounded * 4]
     if key.shape[1] != heads:
         sizes += [batch * heads * key.shape[2] * width * query.element_size()] * 2
@@ -225,6 +277,7 @@ _SCRATCH: dict[str, Callable[[tuple[Any, ...]], list[int]]] = {
 
 
 def fuses_rms_norm() -> bool:
-    """Whether this torch has CUDA's fused normalization (from 2.9 on; an older MPS operator has the same name)."""
+    """Whether this torch has CUDA's fused normalization (from 2.9 on; an older MPS operator has the
+    same name)."""
     packet = getattr(torch.ops.aten, "_fused_rms_norm", None)
     return packet is not None and len(packet.default._schema.returns) == 2

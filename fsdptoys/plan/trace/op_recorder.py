@@ -1,8 +1,9 @@
 """Records a program over fake tensors as the trace of a device.
 
-PyTorch shows every operator of FSDP, autograd or an optimizer to a dispatch mode, below autograd and above the fake
-tensors. Memory is followed by storage (``storages``); streams and events report themselves (``fake_device``). Not
-covered: tensors that a kernel of this project allocates without the dispatcher; numbers read from tensors are not real.
+PyTorch shows every operator of FSDP, autograd or an optimizer to a dispatch mode, below autograd
+and above the fake tensors. Memory is followed by storage (``storages``); streams and events report
+themselves (``fake_device``). Not covered: tensors that a kernel of this project allocates without
+the dispatcher; numbers read from tensors are not real.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,11 +27,21 @@ from fsdptoys.profiler.dispatch import COLLECTIVES, arguments_of, dtype_name, gi
 
 from .fake_device import MODULE, replaced, stream_purposes
 from .groups import place_of
-from .op_costs import COPIES, TRAFFIC, cost_of, has_no_kernel, scratch_bytes, touched_bytes, traffic, updates_parameters
+from .op_costs import (
+    COPIES,
+    TRAFFIC,
+    cost_of,
+    has_no_kernel,
+    scratch_bytes,
+    touched_bytes,
+    traffic,
+    updates_parameters,
+)
 from .storages import Storage, Storages
 
 EXCHANGE = -3  # Stream of exchanges on the meta device and on CPUs, which have no streams
-FIRST_MATMUL = -2  # ``Mark.step`` before a thread's first matmul on the meta device; the phase is ``forward``'s or not
+FIRST_MATMUL = -2
+"""``Mark.step`` before a thread's first matmul on the meta device; the phase is ``forward``'s or not."""
 DEVICE = torch.ops.prim.device.default  # Asked everywhere in C++
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 PURPOSES = {
@@ -44,16 +55,22 @@ PURPOSES = {
 class OpRecorder(TorchDispatchMode):
     """Writes a trace; enter ``watch`` within a ``FakeTensorMode``.
 
-    With the device type ``meta`` it records parts of a program on meta tensors, in a process that stays usable.
+    With the device type ``meta`` it records parts of a program on meta tensors, in a process that
+    stays usable.
     """
 
-    def __init__(self, device_type: str, attention: AttentionKind, workspace_bytes: int = 0) -> None:
+    def __init__(
+        self, device_type: str, attention: AttentionKind, workspace_bytes: int = 0
+    ) -> None:
         super().__init__()
         self.trace = Trace(events=[])
         self.device_type = device_type
-        self._shapes_only = "" if device_type == "meta" else "meta"  # Device type of tensors that no device computes
+        self._shapes_only = (
+            "" if device_type == "meta" else "meta"
+        )  # Device type of tensors that no device computes
         self.objects: Callable[[], Iterable[tuple[Category, Tensor]]] = tuple
-        """Returns tensors of known purpose; called at the start and end of a step, and before the optimizer step."""
+        """Returns tensors of known purpose; called at the start and end of a step, and before the
+        optimizer step."""
         self.in_worker = False  # Whether the current work belongs to a worker thread
         self.worker_jobs = 0  # ``HostWork`` events of worker threads so far
         self.device_events = 0  # Events on the streams of a meta device
@@ -63,14 +80,19 @@ class OpRecorder(TorchDispatchMode):
         self._recording, self._silent = True, False
         self._handlers: dict[Any, Handler] = {}
         self._groups: dict[str, Any] = {}  # Group → its own stream
-        self._named: set[int] | None = None  # Streams that were live when their purposes were looked up
-        self._pending: dict[int, int] = {}  # Stream of a group → event at the end of its last work without a wait
+        self._named: set[int] | None = (
+            None  # Streams that were live when their purposes were looked up
+        )
+        self._pending: dict[
+            int, int
+        ] = {}  # Stream of a group → event at the end of its last work without a wait
         self.memory, self.categorize = self._storages.memory, self._storages.categorize
         self.find, self.see = self._storages.find, self._storages.see
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Skip the guards that PyTorch (from 2.9 on) puts around every dispatch against its compiler."""
+        """Skip the guards that PyTorch (from 2.9 on) puts around every dispatch against its
+        compiler."""
         return False
 
     # Called by programs
@@ -89,7 +111,10 @@ class OpRecorder(TorchDispatchMode):
             own = [stream.number for stream in self._groups.values()]
             live = {stream.number for stream in MODULE.live_streams}
             if self._named is None or live - self._named:
-                self._named, self.trace.streams = live, stream_purposes()  # visits every object of the process
+                self._named, self.trace.streams = (
+                    live,
+                    stream_purposes(),
+                )  # visits every object of the process
             self.trace.streams |= dict.fromkeys(own, "communication")
         self.add(Mark(step, phase))
 
@@ -110,7 +135,9 @@ class OpRecorder(TorchDispatchMode):
         """Stop recording and return the trace up to the last mark."""
         self._recording = self._storages.recording = False
         events = self.trace.events
-        last = max((index for index, event in enumerate(events) if isinstance(event, Mark)), default=-1)
+        last = max(
+            (index for index, event in enumerate(events) if isinstance(event, Mark)), default=-1
+        )
         del events[last + 1 :]
         self._storages.finish(self.trace)
         return self.trace
@@ -125,7 +152,11 @@ class OpRecorder(TorchDispatchMode):
     # Operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+        if (
+            func is DEVICE
+            and type(args[0]) is FakeTensor
+            and not args[0].fake_mode.in_kernel_invocation
+        ):
             return args[0].fake_device
         if DTensor in types:
             return NotImplemented
@@ -170,16 +201,27 @@ class OpRecorder(TorchDispatchMode):
             outputs = list(tensors_in(result))
             if any(tensor.device.type == self._shapes_only for tensor in outputs):
                 return result
-            inputs = [(each, tensor) for each, value in given(arguments, args, kwargs) for tensor in tensors_in(value)]
+            inputs = [
+                (each, tensor)
+                for each, value in given(arguments, args, kwargs)
+                for tensor in tensors_in(value)
+            ]
             storages = {tensor.untyped_storage()._cdata for _, tensor in inputs}
-            fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in storages]
+            fresh = [
+                tensor for tensor in outputs if tensor.untyped_storage()._cdata not in storages
+            ]
             seen = [self._storages.see(tensor) for tensor in outputs]
             if not fresh and not mutates:
                 return result  # a view by another name
-            if all(tensor.device.type != here for tensor in [*outputs, *(tensor for _, tensor in inputs)]):
+            if all(
+                tensor.device.type != here
+                for tensor in [*outputs, *(tensor for _, tensor in inputs)]
+            ):
                 for storage in seen:
                     storage.pinned |= bool(kwargs.get("pin_memory"))
-                self._host_work(name, traffic(name, args, inputs, fresh), updates_parameters(name, args))
+                self._host_work(
+                    name, traffic(name, args, inputs, fresh), updates_parameters(name, args)
+                )
                 return result
             cost = cost_of(func, args, kwargs, result, inputs, fresh)
             self._storages.scratch(scratch_bytes(name, args, self._attention))
@@ -196,10 +238,11 @@ class OpRecorder(TorchDispatchMode):
     def _sum(self, handle: Handler) -> Handler:
         """The handler of additions, some of which are autograd's own.
 
-        Autograd adds gradients in place if it holds the last reference. For tensors of Python classes, such as fake
-        ones, it adds out of place, which takes memory that a real run does not take. It adds after a node of the graph
-        has run, while that node is still current; the few nodes that add by themselves are not distinguished. A view
-        holds a second reference, to its base.
+        Autograd adds gradients in place if it holds the last reference. For tensors of Python
+        classes, such as fake ones, it adds out of place, which takes memory that a real run does
+        not take. It adds after a node of the graph has run, while that node is still current; the
+        few nodes that add by themselves are not distinguished. A view holds a second reference, to
+        its base.
         """
         in_place = torch.ops.aten.add_.Tensor
         handle_in_place = self._operator(in_place)
@@ -266,7 +309,9 @@ class OpRecorder(TorchDispatchMode):
 
         From the host it is 1, since optimizers divide by values derived from their step counters.
         """
-        kind: type = bool if tensor.dtype is torch.bool else float if tensor.is_floating_point() else int
+        kind: type = (
+            bool if tensor.dtype is torch.bool else float if tensor.is_floating_point() else int
+        )
         if tensor.device.type != self.device_type or self.device_type == "cpu":
             return kind(1)
         self.add(simulated.HostWaitStream(self.stream()))
@@ -281,7 +326,9 @@ class OpRecorder(TorchDispatchMode):
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a collective as if it were complete; record its size, group and stream."""
-        named = {argument.name: value for argument, value in given(arguments_of(func), args, kwargs)}
+        named = {
+            argument.name: value for argument, value in given(arguments_of(func), args, kwargs)
+        }
         name = COLLECTIVES.get(func._schema.name.partition("::")[2])
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(list(tensors_in(args[0])))
@@ -291,15 +338,20 @@ class OpRecorder(TorchDispatchMode):
         if name is None or not any(tensor.device.type == self.device_type for tensor in tensors):
             return result
         largest = max(sum(map(touched_bytes, tensors_in(value))) for value in args)
-        by_default = any(each.name == "async_op" and each.default_value for each in func._schema.arguments)
+        by_default = any(
+            each.name == "async_op" and each.default_value for each in func._schema.arguments
+        )
         group = dist.ProcessGroup.unbox(named["process_group"])
-        self.communicate(name, tensors, largest, group, asynchronous=named.get("async_op", by_default))
+        self.communicate(
+            name, tensors, largest, group, asynchronous=named.get("async_op", by_default)
+        )
         return result
 
     def communicate(
         self, name: str, tensors: Iterable[Tensor], size: int, group: Any, *, asynchronous: bool
     ) -> Callable[[], None]:
-        """Record a collective of ``size`` bytes, and return a function with which the current stream waits for it."""
+        """Record a collective of ``size`` bytes, and return a function with which the current
+        stream waits for it."""
         place, axis = place_of(group, name)
         purpose = Category.exchange_buffers if axis in EXCHANGING_AXES else PURPOSES.get(name)
         for tensor in tensors:
@@ -309,10 +361,13 @@ class OpRecorder(TorchDispatchMode):
         if not asynchronous or self.device_type == "cpu":
             self.add(simulated.Collective(name, self.stream(), size, *place, axis))
             return lambda: None
-        return self._issue(lambda stream: simulated.Collective(name, stream, size, *place, axis), group)
+        return self._issue(
+            lambda stream: simulated.Collective(name, stream, size, *place, axis), group
+        )
 
     def exchange(self, parts: Sequence[tuple[bool, Tensor, int]], group: Any) -> Callable[[], None]:
-        """Record messages that are issued together, and return a function with which the current stream waits for them.
+        """Record messages that are issued together, and return a function with which the current
+        stream waits for them.
 
         Each is sent or received: whether it is sent, its tensor, and the other rank in the group.
         """
@@ -320,8 +375,12 @@ class OpRecorder(TorchDispatchMode):
         for _, tensor, _ in parts:
             self._storages.see(tensor)
             self.categorize(tensor, Category.exchange_buffers)
-        messages = tuple(simulated.Message(peer, tensor.nbytes, sends) for sends, tensor, peer in parts)
-        return self._issue(lambda stream: simulated.Messages(stream, messages, group.rank(), *place, axis), group)
+        messages = tuple(
+            simulated.Message(peer, tensor.nbytes, sends) for sends, tensor, peer in parts
+        )
+        return self._issue(
+            lambda stream: simulated.Messages(stream, messages, group.rank(), *place, axis), group
+        )
 
     def _issue(self, event_on: Callable[[int], simulated.Event], group: Any) -> Callable[[], None]:
         """Add an event on the stream of a group; the compute stream waits for it with the work."""
@@ -333,7 +392,9 @@ class OpRecorder(TorchDispatchMode):
             self.add(event_on(EXCHANGE))
             self.add(simulated.RecordEvent(done, EXCHANGE))
             return lambda: self.add(simulated.WaitEvent(done, COMPUTE_STREAM))
-        own = self._groups.get(group.group_name) or self._groups.setdefault(group.group_name, MODULE.Stream())
+        own = self._groups.get(group.group_name) or self._groups.setdefault(
+            group.group_name, MODULE.Stream()
+        )
         own.wait_stream(MODULE.current)
         self.add(event_on(own.number))
         event = own.record_event()
@@ -348,7 +409,8 @@ class OpRecorder(TorchDispatchMode):
         self.worker_jobs += self.in_worker
 
     def _take_workspace(self) -> None:
-        """Allocate the library's workspace for a thread's first matmul on a stream; the backward has its own thread."""
+        """Allocate the library's workspace for a thread's first matmul on a stream; the backward
+        has its own thread."""
         place = (torch._C._current_graph_task_id() != -1, self.stream())
         if place in self._multiplied:
             return
@@ -366,7 +428,10 @@ class OpRecorder(TorchDispatchMode):
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Record the program."""
-        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+        resize, propagate = (
+            torch.UntypedStorage.resize_,
+            ShardingPropagator._propagate_tensor_meta_non_cached,
+        )
 
         def watched_resize(storage: torch.UntypedStorage, size: int) -> Any:
             resized = resize(storage, size)

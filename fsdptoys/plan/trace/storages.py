@@ -1,8 +1,8 @@
 """Live storages, their blocks of device memory, and the purposes of these.
 
-A block starts when a storage is first seen; it ends with the last reference to the storage, or when FSDP resizes the
-storage to zero. A block's purpose is usually known only later: categories are collected during the run, and the most
-certain one wins.
+A block starts when a storage is first seen; it ends with the last reference to the storage, or when
+FSDP resizes the storage to zero. A block's purpose is usually known only later: categories are
+collected during the run, and the most certain one wins.
 """
 
 import functools
@@ -19,11 +19,13 @@ from fsdptoys.device import MemoryStats
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator.events import Alloc, Event, Free, RecordStream, Trace
 
-ALIGNMENT = 512  # Rounding of allocators, for the count of ``memory`` only; a trace has the requested sizes
+ALIGNMENT = (
+    512  # Rounding of allocators, for the count of ``memory`` only; a trace has the requested sizes
+)
 
 _CERTAINTY = (
-    "temporary exchange_buffers activations gathered_parameters reduction_buffers logits buffers optimizer_states "
-    "gradients parameters"
+    "temporary exchange_buffers activations gathered_parameters reduction_buffers logits buffers "
+    "optimizer_states gradients parameters"
 )
 """Categories of a block, later ones more certain."""
 _RANK = {Category[name]: rank for rank, name in enumerate(_CERTAINTY.split())}
@@ -78,8 +80,11 @@ class Storages:
         seen = self._live.get(key)
         if seen is None:
             on_device = tensor.device.type == self._device_type
-            # Meta tensors of a trace on another device, such as a model before its initialization, have no memory.
-            seen = Storage(0 if tensor.device.type == "meta" and not on_device else storage.nbytes(), on_device)
+            # Meta tensors of a trace on another device, such as a model before its initialization,
+            # have no memory.
+            seen = Storage(
+                0 if tensor.device.type == "meta" and not on_device else storage.nbytes(), on_device
+            )
             seen.reference = weakref.ref(storage, functools.partial(self._forget, key))
             self._live[key] = seen
             self.begin(seen)
@@ -143,10 +148,13 @@ class Storages:
             self._categorize_storage(storage, category)
 
     def mark_sum(self, old: Tensor, result: Tensor, alloc: int, peak: int) -> None:
-        """Note that autograd added to ``old`` out of place; if that gradient ends now, its block continues."""
+        """Note that autograd added to ``old`` out of place; if that gradient ends now, its block
+        continues."""
         new = self.find(result)
         if new is not None and new.on_device and new.bytes:
-            self._replaced = _Replaced(old.untyped_storage()._cdata, new, alloc, len(self._events), peak)
+            self._replaced = _Replaced(
+                old.untyped_storage()._cdata, new, alloc, len(self._events), peak
+            )
 
     def memory(self) -> MemoryStats:
         """Allocated memory; nothing is reserved here, so the peak stands for it."""
@@ -156,7 +164,9 @@ class Storages:
         """Give a trace the categories that became known after the blocks."""
         words = {"all-gather": Category.gathered_parameters, "reduce": Category.reduction_buffers}
         streams = trace.streams.items()
-        by_stream = {number: words[word] for number, purpose in streams for word in words if word in purpose}
+        by_stream = {
+            number: words[word] for number, purpose in streams for word in words if word in purpose
+        }
         transfers = {number for number, purpose in streams if purpose in ("load", "store")}
         for event in trace.events:
             if isinstance(event, Alloc) and event.stream in by_stream:
@@ -164,12 +174,20 @@ class Storages:
             elif isinstance(event, RecordStream) and event.stream in transfers:
                 self._categorize(event.block, Category.optimizer_states)
         for event in trace.events:
-            if isinstance(event, Alloc) and (known := self._categories[event.block]) is not event.category:
+            if (
+                isinstance(event, Alloc)
+                and (known := self._categories[event.block]) is not event.category
+            ):
                 trace.categories[event.block] = known
 
     def _forget(self, key: int, _: object) -> None:
         storage, replaced = self._live.pop(key), self._replaced
-        if replaced is None or key != replaced.old or len(self._events) != replaced.events or not self.recording:
+        if (
+            replaced is None
+            or key != replaced.old
+            or len(self._events) != replaced.events
+            or not self.recording
+        ):
             self.end(storage)
             return
         # Undo the new allocation.
@@ -198,9 +216,11 @@ def _round(size: int) -> int:
 
 
 def _recomputes() -> bool:
-    """Whether activation checkpointing recomputes a forward, which it does under saved-tensor hooks.
+    """Whether activation checkpointing recomputes a forward, which it does under saved-tensor
+    hooks.
 
-    Asks a private function, tested with torch 2.7.1 and 2.13; without it recomputation counts as temporary.
+    Asks a private function, tested with torch 2.7.1 and 2.13; without it recomputation counts as
+    temporary.
     """
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return hooks is not None and hooks(False) is not None

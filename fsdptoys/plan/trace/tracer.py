@@ -1,9 +1,9 @@
 """Record two steps of the project's trainer, or any program, on a device that does not exist.
 
-The recorded trainer is the one that trains. In the first step FSDP learns the order of its units and the optimizer
-allocates its states. Parameters have memory but no values; tokens are synthetic; evaluation, checkpoints, profiling and
-compilation are left out. A process that records cannot be used otherwise (``fake_device``): ``tracing_process`` has
-such processes.
+The recorded trainer is the one that trains. In the first step FSDP learns the order of its units
+and the optimizer allocates its states. Parameters have memory but no values; tokens are synthetic;
+evaluation, checkpoints, profiling and compilation are left out. A process that records cannot be
+used otherwise (``fake_device``): ``tracing_process`` has such processes.
 """
 
 import copy
@@ -51,8 +51,13 @@ Program = Callable[[OpRecorder], None]
 
 
 def tracing_environment() -> dict[str, str]:
-    """Environment of a tracing process: without real devices, nor a torch_npu that takes the fake device's place."""
-    hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    """Environment of a tracing process: without real devices, nor a torch_npu that takes the fake
+    device's place."""
+    hidden = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
     return os.environ | hidden | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
@@ -67,17 +72,31 @@ def record(program: Program, *, attention: AttentionKind, workspace_bytes: int =
 def trainer_program(
     config: Config, hardware: Hardware, steps: int = STEPS, stand_ins: StandIns | None = None
 ) -> Program:
-    """Return steps of the project's trainer as a program to trace; settings outside a step are ignored."""
+    """Return steps of the project's trainer as a program to trace; settings outside a step are
+    ignored."""
 
     def run(recorder: OpRecorder) -> None:
-        device = PlannedDevice(hardware.device_type, hardware.title, int(hardware.memory_bytes.value))
+        device = PlannedDevice(
+            hardware.device_type, hardware.title, int(hardware.memory_bytes.value)
+        )
         recorder.mark(0, "construction")
-        trainer = Trainer(_steps_only(config, steps), device, param_init=lambda param, name: None, stand_ins=stand_ins)
+        trainer = Trainer(
+            _steps_only(config, steps),
+            device,
+            param_init=lambda param, name: None,
+            stand_ins=stand_ins,
+        )
         recorder.objects = functools.partial(_known, trainer)
         trainer.on_phase = recorder.mark
-        if isinstance(trainer.strategy.model, DistributedDataParallel) and not trainer.strategy.model._comm_hooks:
+        if (
+            isinstance(trainer.strategy.model, DistributedDataParallel)
+            and not trainer.strategy.model._comm_hooks
+        ):
             if device.is_accelerator and not registers_devices():
-                raise RuntimeError(f"torch {torch.__version__} cannot trace PyTorch's DDP: its reducer is the device's")
+                raise RuntimeError(
+                    f"torch {torch.__version__} cannot trace PyTorch's DDP: its reducer is the "
+                    "device's"
+                )
             trainer.strategy.model.register_comm_hook(None, _all_reduce)
         for module in trainer.strategy.model.modules():
             if isinstance(module, LMHead):
@@ -98,7 +117,9 @@ def _ended(recorder: OpRecorder, step: int) -> Iterator[None]:
 
 
 def _steps_only(config: Config, steps: int) -> Config:
-    train = dataclasses.replace(config.train, steps=steps, eval_every=0, max_seconds=None, compile=False)
+    train = dataclasses.replace(
+        config.train, steps=steps, eval_every=0, max_seconds=None, compile=False
+    )
     train.float8, train.float8_all_gather = Float8.none, False
     if train.deterministic.covers_layouts and isinstance(config.model, MoEConfig):
         # Shapes of its matmuls are numbers of tokens, which fake tensors do not have.

@@ -1,9 +1,11 @@
-"""Processes that trace one request after the other, since a process that traces cannot be used otherwise.
+"""Processes that trace one request after the other, since a process that traces cannot be used
+otherwise.
 
-They live as long as this one and keep PyTorch's caches: a skeleton takes 0.3 s. One process forks the workers, and
-ends with the first of them that ends. It is a fork of this process. Where a fork could not trace it is a new
-interpreter, which imports everything again in 3 s: ``python -m fsdptoys.plan.trace.tracing_process DEVICE_TYPE READ
-WRITE ...`` reads pickled requests and writes answers, on a pair of descriptors for each worker.
+They live as long as this one and keep PyTorch's caches: a skeleton takes 0.3 s. One process forks
+the workers, and ends with the first of them that ends. It is a fork of this process. Where a fork
+could not trace it is a new interpreter, which imports everything again in 3 s: ``python -m
+fsdptoys.plan.trace.tracing_process DEVICE_TYPE READ WRITE ...`` reads pickled requests and writes
+answers, on a pair of descriptors for each worker.
 """
 
 import atexit
@@ -37,7 +39,9 @@ from .tracer import tracing_environment
 WORKERS = 2  # The two depths of an extrapolation are traced concurrently
 COLLECTED = 20  # Requests from one garbage collection to the next
 
-Request = tuple[int, Callable[..., Trace], tuple[Any, ...]]  # A rank, a function of a module and its arguments
+Request = tuple[
+    int, Callable[..., Trace], tuple[Any, ...]
+]  # A rank, a function of a module and its arguments
 
 
 @dataclass
@@ -52,7 +56,8 @@ class _Parent(Protocol):
     pid: int
 
     def wait(self) -> int:
-        """Wait for its end; return its exit status, or the negative number of the signal that killed it."""
+        """Wait for its end; return its exit status, or the negative number of the signal that
+        killed it."""
 
     def kill(self) -> None:
         """Kill it."""
@@ -79,7 +84,9 @@ def traced(device_type: str, world_size: int, requests: Sequence[Request]) -> li
     with ThreadPool(WORKERS) as pool:
         for start in range(0, len(requests), WORKERS):
             together = zip(process.workers, requests[start : start + WORKERS], strict=False)
-            answers += pool.starmap(_ask, [(worker, (world_size, *request)) for worker, request in together])
+            answers += pool.starmap(
+                _ask, [(worker, (world_size, *request)) for worker, request in together]
+            )
     if None in answers:
         answers = [_loss(process)]
     for answer in answers:
@@ -90,7 +97,8 @@ def traced(device_type: str, world_size: int, requests: Sequence[Request]) -> li
 
 
 def start_tracing(device_type: str) -> _Process:
-    """Start the processes that trace for a type of device, before this one has used autograd; once."""
+    """Start the processes that trace for a type of device, before this one has used autograd;
+    once."""
     return _process(device_type, os.getpid())
 
 
@@ -107,9 +115,20 @@ def _process(device_type: str, owner: int) -> _Process:
     if can_fork():
         parent = _Fork(device_type, errors.fileno(), theirs, ours)
     else:
-        command = [sys.executable, "-m", "fsdptoys.plan.trace.tracing_process", device_type, *map(str, theirs)]
+        command = [
+            sys.executable,
+            "-m",
+            "fsdptoys.plan.trace.tracing_process",
+            device_type,
+            *map(str, theirs),
+        ]
         parent = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, env=tracing_environment(), pass_fds=theirs
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=errors,
+            stderr=errors,
+            env=tracing_environment(),
+            pass_fds=theirs,
         )
     atexit.register(parent.kill)
     for descriptor in theirs:
@@ -118,12 +137,18 @@ def _process(device_type: str, owner: int) -> _Process:
 
 
 def can_fork() -> bool:
-    """Whether a fork of this process can trace: no driver, thread or engine of autograd survives one.
+    """Whether a fork of this process can trace: no driver, thread or engine of autograd survives
+    one.
 
-    Autograd starts its engine's threads, one for each type of device that is registered then, in the first backward.
-    The number of its nodes is private API of PyTorch, tested with torch 2.7 to 2.15.
+    Autograd starts its engine's threads, one for each type of device that is registered then, in
+    the first backward. The number of its nodes is private API of PyTorch, tested with torch 2.7 to
+    2.15.
     """
-    is_alone = sys.platform == "linux" and threading.active_count() == 1 and available_device_type() == "cpu"
+    is_alone = (
+        sys.platform == "linux"
+        and threading.active_count() == 1
+        and available_device_type() == "cpu"
+    )
     nodes: int = torch._C._autograd._get_sequence_nr()
     return is_alone and nodes == 0
 
@@ -131,7 +156,9 @@ def can_fork() -> bool:
 class _Fork:
     """A fork of this process that forks the workers."""
 
-    def __init__(self, device_type: str, errors: int, theirs: list[int], ours: list[_Worker]) -> None:
+    def __init__(
+        self, device_type: str, errors: int, theirs: list[int], ours: list[_Worker]
+    ) -> None:
         def body() -> None:
             for worker in ours:
                 worker.requests.close()
@@ -169,7 +196,10 @@ def _loss(process: _Process) -> tuple[type[Exception], str]:
     _process.cache_clear()
     status = process.parent.wait()
     if status == -signal.SIGKILL:
-        return ConfigError, "the tracing process was killed, most likely for lack of host memory; free memory"
+        return (
+            ConfigError,
+            "the tracing process was killed, most likely for lack of host memory; free memory",
+        )
     process.errors.seek(0)
     message = f"the tracing process ended with status {status}:\n{process.errors.read().decode()}"
     return RuntimeError, message

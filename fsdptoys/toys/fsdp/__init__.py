@@ -1,9 +1,10 @@
 """FSDP from scratch: ``fully_shard`` with the names and meaning of PyTorch's FSDP2.
 
-Every rank trains on its own data, as in DDP, but keeps only 1/W of parameters, gradients and optimizer states. A module
-passed to ``fully_shard`` becomes a unit: its parameters are gathered from all ranks before its forward and freed after
-it, and again around its backward, after which its gradients are reduced and sharded. A rank thus holds one or two whole
-units at a time. The next unit is gathered while one computes, and the last one's gradients are reduced meanwhile:
+Every rank trains on its own data, as in DDP, but keeps only 1/W of parameters, gradients and
+optimizer states. A module passed to ``fully_shard`` becomes a unit: its parameters are gathered
+from all ranks before its forward and freed after it, and again around its backward, after which its
+gradients are reduced and sharded. A rank thus holds one or two whole units at a time. The next unit
+is gathered while one computes, and the last one's gradients are reduced meanwhile:
 
     forward    gather 1 │ gather 2      │ gather 3      │
     computes            │ unit 1, free  │ unit 2, free  │ unit 3 ...

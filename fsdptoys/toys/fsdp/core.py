@@ -1,19 +1,24 @@
-"""The core of FSDP: each rank keeps 1/R of a unit's parameters, and gathers the rest while the unit computes.
+"""The core of FSDP: each rank keeps 1/R of a unit's parameters, and gathers the rest while the unit
+computes.
 
     forward    pre_forward ── gather, wait ──────────────────── module ──── post_forward: reshard
     backward   pre_backward ─ gather, wait, gather the next ─── autograd ── post_backward: reshard, reduce
                (first gradient of an output)                               (the inputs have their gradients)
 
-1. ``FSDPUnit``: a rank's part of a unit is one flat tensor, which an all-gather sends as it is. Modules have sharded
-   parameters (DTensors, views of the flat shard) or whole ones (views of one block of memory). Resharding resizes the
-   block's storage to nothing and gathering resizes it back, since tensors that autograd saved are views of it.
-2. ``FSDPUnit.reduce``, from whole gradients to sharded ones, is a generator that yields where it would wait. The next
-   unit's backward resumes it (``Reductions``), so that its collective overlaps with that unit's computation.
-3. ``UnitHooks`` calls both from hooks. In the backward, the next unit is the one whose forward ended before.
-4. ``fully_shard`` makes a unit of a module's parameters. Other files of this package extend it by subclasses.
+1. ``FSDPUnit``: a rank's part of a unit is one flat tensor, which an all-gather sends as it is.
+   Modules have sharded parameters (DTensors, views of the flat shard) or whole ones (views of one
+   block of memory). Resharding resizes the block's storage to nothing and gathering resizes it
+   back, since tensors that autograd saved are views of it.
+2. ``FSDPUnit.reduce``, from whole gradients to sharded ones, is a generator that yields where it
+   would wait. The next unit's backward resumes it (``Reductions``), so that its collective overlaps
+   with that unit's computation.
+3. ``UnitHooks`` calls both from hooks. In the backward, the next unit is the one whose forward
+   ended before.
+4. ``fully_shard`` makes a unit of a module's parameters. Other files of this package extend it by
+   subclasses.
 
-All collectives are asynchronous; ``wait`` orders the current stream (on a CPU, the thread) after them.
-Shapes: R ranks, S elements of a shard, padding included.
+All collectives are asynchronous; ``wait`` orders the current stream (on a CPU, the thread) after
+them. Shapes: R ranks, S elements of a shard, padding included.
 """
 
 import itertools
@@ -33,11 +38,18 @@ from .layout import Piece, lay_out
 
 # torch 2.13 renamed both; the old names warn there.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-ALIGNMENT_BYTES = 512  # of whole parameters, as if each were allocated by itself: kernels are slower elsewhere
-Homes = list[tuple[nn.Module, str]]  # modules that have a parameter, and its names there; several if it is shared
+REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
+ALIGNMENT_BYTES = (
+    512  # of whole parameters, as if each were allocated by itself: kernels are slower elsewhere
+)
+Homes = list[
+    tuple[nn.Module, str]
+]  # modules that have a parameter, and its names there; several if it is shared
 Phase = Literal["idle", "forward", "pre_backward", "post_backward"]
-"""Of a unit: "pre_backward" from the first gradient of an output, "post_backward" after the last of a parameter."""
+"""Of a unit: "pre_backward" from the first gradient of an output, "post_backward" after the last of
+a parameter."""
 
 
 @dataclass
@@ -47,12 +59,16 @@ class UnitParameter:
     homes: Homes
     sharded: nn.Parameter  # for the optimizer and state dicts
     whole: nn.Parameter | None = None  # for forward and backward; the same object in every step
-    memory: Tensor | None = None  # of ``whole``, with a version counter of its own: autograd watches that of ``whole``
+    memory: Tensor | None = (
+        None  # of ``whole``, with a version counter of its own: autograd watches that of ``whole``
+    )
 
     def register(self, param: nn.Parameter) -> None:
         """Put one of its forms into all its homes."""
         for module, name in self.homes:
-            module._parameters[name] = param  # the checks of setattr cost more than the rest of resharding
+            module._parameters[name] = (
+                param  # the checks of setattr cost more than the rest of resharding
+            )
 
 
 class FSDPUnit:
@@ -68,7 +84,11 @@ class FSDPUnit:
     gathers_in_backward = reshards_after_backward = True
 
     def __init__(
-        self, homes: dict[nn.Parameter, Homes], dims: Sequence[int], mesh: DeviceMesh, reshards_after_forward: bool
+        self,
+        homes: dict[nn.Parameter, Homes],
+        dims: Sequence[int],
+        mesh: DeviceMesh,
+        reshards_after_forward: bool,
     ) -> None:
         self.mesh, self.dims, self.reshards_after_forward = mesh, dims, reshards_after_forward
         self.group = mesh.get_group(mesh.ndim - 1)
@@ -82,7 +102,11 @@ class FSDPUnit:
             local = self.pieces[index].local_view(self.shard_S, self.rank)
             if not param.is_meta:
                 local.copy_(self.pieces[index].local_part(wholes[index], self.rank))
-            self.params.append(UnitParameter(places, nn.Parameter(self.show_shard(index, local), param.requires_grad)))
+            self.params.append(
+                UnitParameter(
+                    places, nn.Parameter(self.show_shard(index, local), param.requires_grad)
+                )
+            )
             self.params[-1].register(self.params[-1].sharded)
         self.block: Tensor | None = None  # memory of all whole parameters
         self.is_whole = False
@@ -95,7 +119,12 @@ class FSDPUnit:
         placements = [*[Replicate()] * (self.mesh.ndim - 1), Shard(self.dims[index])]
         with torch.no_grad():  # keeps the conversion out of autograd's graph
             return DTensor.from_local(
-                local, self.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+                local,
+                self.mesh,
+                placements,
+                run_check=False,
+                shape=whole.shape,
+                stride=whole.stride(),
             )
 
     @torch.no_grad()
@@ -141,7 +170,10 @@ class FSDPUnit:
 
     def allocate(self, dtype: torch.dtype) -> None:
         """Allocate the memory of whole parameters, which are created with it the first time."""
-        if self.block is not None and (self.block.dtype, self.block.device) == (dtype, self.shard_S.device):
+        if self.block is not None and (self.block.dtype, self.block.device) == (
+            dtype,
+            self.shard_S.device,
+        ):
             self.block.untyped_storage().resize_(self.block.nbytes)
             return
         step = ALIGNMENT_BYTES // dtype.itemsize
@@ -176,7 +208,9 @@ class FSDPUnit:
         indices = list(grads)
         flat_RS, pieces = self.flatten(grads, grads[indices[0]].dtype)
         reduced_S = flat_RS.new_empty(flat_RS.shape[1])
-        work = getattr(dist, REDUCE_SCATTER)(reduced_S, flat_RS.view(-1), group=self.group, async_op=True)
+        work = getattr(dist, REDUCE_SCATTER)(
+            reduced_S, flat_RS.view(-1), group=self.group, async_op=True
+        )
         del flat_RS  # the work keeps it as long as it reads it; gloo's has a copy
         yield
         work.wait()
@@ -184,7 +218,9 @@ class FSDPUnit:
 
     def flatten(self, grads: dict[int, Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Piece]]:
         """Move whole gradients into one flat tensor; return it and its layout."""
-        pieces, numel = lay_out([self.shapes[i] for i in grads], [self.dims[i] for i in grads], self.ranks)
+        pieces, numel = lay_out(
+            [self.shapes[i] for i in grads], [self.dims[i] for i in grads], self.ranks
+        )
         flat_RS = self.shard_S.new_empty(self.ranks, numel, dtype=dtype)
         for index, piece in zip(list(grads), pieces, strict=True):
             piece.write(grads.pop(index), flat_RS)
@@ -208,7 +244,9 @@ class Reductions:
 
     def advance(self, *begun: Iterator[None]) -> None:
         """Resume all up to their next wait, then start the new ones."""
-        self.in_flight = [step for step in (*self.in_flight, *begun) if next(step, "complete") is None]
+        self.in_flight = [
+            step for step in (*self.in_flight, *begun) if next(step, "complete") is None
+        ]
 
     def finish(self) -> None:
         """Complete all."""
@@ -226,7 +264,8 @@ class Iteration:
         self.reductions = Reductions()
 
     def end_backward(self) -> None:
-        """Catch up on units whose inputs had no gradient, such as an embedding; then end the step."""
+        """Catch up on units whose inputs had no gradient, such as an embedding; then end the
+        step."""
         for hooks in self.hooks:
             hooks.end_backward()
         self.awaits_end = False
@@ -253,7 +292,8 @@ class UnitHooks:
             module.register_forward_hook(self.post_forward, always_call=len(self.modules) > 1)
 
     def become_root(self) -> None:
-        """Share one iteration with all units within this one; the outermost is the first to compute."""
+        """Share one iteration with all units within this one; the outermost is the first to
+        compute."""
         found = dict.fromkeys(hooks_of(module) for module in self.modules[0].modules())
         self.iteration.hooks = [hooks for hooks in found if hooks is not None]
         for hooks in self.iteration.hooks:
@@ -274,7 +314,9 @@ class UnitHooks:
         if not (inputs and self.unit.params and torch.is_grad_enabled()):
             return args, kwargs
         passed = iter(_AfterBackward.apply(self.post_backward, *inputs))
-        return map_tensors((args, kwargs), lambda tensor: next(passed) if tensor.requires_grad else tensor)
+        return map_tensors(
+            (args, kwargs), lambda tensor: next(passed) if tensor.requires_grad else tensor
+        )
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard; have the first gradient of the output call ``pre_backward``."""
@@ -352,13 +394,18 @@ def take_parameters(modules: Sequence[nn.Module]) -> dict[nn.Parameter, Homes]:
             plain = not isinstance(param, DTensor)
             taken = plain and param.__dict__.setdefault("_unit", modules[0]) is not modules[0]
             if taken or hooks_of(modules[0]):
-                raise ValueError(f"the parameter {name!r} is in a unit already; make one unit of all that have it")
+                raise ValueError(
+                    f"the parameter {name!r} is in a unit already; make one unit of all that "
+                    "have it"
+                )
             if plain:
                 homes.setdefault(param, []).append((owner, name))
     return homes
 
 
-def fully_shard(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool = True) -> nn.Module:
+def fully_shard(
+    module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool = True
+) -> nn.Module:
     """Make a unit of a module's parameters, except those of units within it.
 
     Call it bottom-up. The root, whose backward comes next, needs ``reshard_after_forward=False``.

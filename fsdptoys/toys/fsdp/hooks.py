@@ -91,9 +91,12 @@ class FullHooks(UnitHooks):
         dtype = self.unit.policy.param_dtype
         if self.unit.policy.cast_forward_inputs and dtype is not None:
             args, kwargs = map_tensors(
-                (args, kwargs), lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+                (args, kwargs),
+                lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
             )
-        if self.recomputes or self.phase == "forward":  # another module of the unit watches its inputs
+        if (
+            self.recomputes or self.phase == "forward"
+        ):  # another module of the unit watches its inputs
             self.unit.gather()
             self.unit.wait()
         else:

@@ -86,8 +86,8 @@ class FullUnit(FSDPUnit):
         kinds = sorted({_kind(param) for param in homes})
         if len(kinds) > 1:
             raise NotImplementedError(
-                f"a unit has one flat tensor and cannot mix {' and '.join(kinds)}; give the modules "
-                "with each their own fully_shard"
+                f"a unit has one flat tensor and cannot mix {' and '.join(kinds)}; give the "
+                "modules with each their own fully_shard"
             )
         self.policy = policy
         self._accumulated: dict[int, Tensor] = {}
@@ -135,7 +135,9 @@ class FullUnit(FSDPUnit):
         indices = list(grads)
         dtype = self.policy.reduce_dtype or grads[indices[0]].dtype
         ranks = self.ranks * (replicas.size() if replicas is not None else 1)
-        op, before, after = averaging(ranks, dtype, self.shard_S.device, self.divide_by, self.only_sums)
+        op, before, after = averaging(
+            ranks, dtype, self.shard_S.device, self.divide_by, self.only_sums
+        )
         flat_RS, pieces = self.flatten(grads, dtype)
         if before != 1:
             flat_RS.div_(before)
@@ -144,7 +146,9 @@ class FullUnit(FSDPUnit):
             del flat_RS
         else:
             reduced_S = flat_RS.new_empty(flat_RS.shape[1])
-            work = getattr(dist, REDUCE_SCATTER)(reduced_S, flat_RS.view(-1), op=op, group=self.group, async_op=True)
+            work = getattr(dist, REDUCE_SCATTER)(
+                reduced_S, flat_RS.view(-1), op=op, group=self.group, async_op=True
+            )
             del flat_RS  # the work keeps it as long as it reads it; gloo's has a copy
             yield
             work.wait()
@@ -189,7 +193,9 @@ class FullUnit(FSDPUnit):
         if all(map(_share_memory, parts, views)):
             return
         self.shard_S = parts[0].new_zeros(self.numel)
-        for param, new, piece, part in zip(self.params, registered, self.pieces, parts, strict=True):
+        for param, new, piece, part in zip(
+            self.params, registered, self.pieces, parts, strict=True
+        ):
             new._local_tensor = piece.local_view(self.shard_S, self.rank).copy_(part)
             param.sharded = new
             param.register(new)

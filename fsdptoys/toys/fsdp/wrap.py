@@ -132,7 +132,9 @@ def fully_shard(
     return module
 
 
-def _choose_dim(param: nn.Parameter, choose: Callable[[nn.Parameter], Shard | None] | None, ranks: int) -> int:
+def _choose_dim(
+    param: nn.Parameter, choose: Callable[[nn.Parameter], Shard | None] | None, ranks: int
+) -> int:
     placement = choose(param) if choose is not None else None
     dim = placement.dim if placement is not None else 0
     if dim > 0 and param.shape[dim] % ranks:

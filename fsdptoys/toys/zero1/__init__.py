@@ -30,5 +30,7 @@ class Zero1(ShardedUpdate, DDP):
         group: Any = process_group or dist.group.WORLD
         # First, since it changes strides, which DDP's buckets copy.
         slices = Slices(module, group, int(bucket_cap_mb * MIB))
-        DDP.__init__(self, module, process_group=process_group, bucket_cap_mb=bucket_cap_mb, **settings)
+        DDP.__init__(
+            self, module, process_group=process_group, bucket_cap_mb=bucket_cap_mb, **settings
+        )
         self.slices = slices

@@ -5,12 +5,14 @@
     step         update slice 0                  update slice 1          states: 1/N
     publish      slices 0 and 1 ←─ all-gather ─→ slices 0 and 1          all parameters, again the same
 
-Under DDP all ranks compute the same update, each with its own states: for AdamW 8 bytes an element, twice the
-parameters. Here each rank does its share of the work, keeps its share of the states, and sends the result. Nothing
-depends on how gradients are averaged; the package puts this class on top of DDP.
+Under DDP all ranks compute the same update, each with its own states: for AdamW 8 bytes an element,
+twice the parameters. Here each rank does its share of the work, keeps its share of the states, and
+sends the result. Nothing depends on how gradients are averaged; the package puts this class on top
+of DDP.
 
-Each rank keeps P parameters, P gradients and 1/N of the states. It sends 2·P·(N−1)/N to all-reduce and P·(N−1)/N to
-all-gather, half as much again as DDP. ZeRO-2 replaces the all-reduce by a reduce-scatter.
+Each rank keeps P parameters, P gradients and 1/N of the states. It sends 2·P·(N−1)/N to all-reduce
+and P·(N−1)/N to all-gather, half as much again as DDP. ZeRO-2 replaces the all-reduce by a
+reduce-scatter.
 
 Left out: optimizers that need a whole parameter; overlap of the all-gather with the next forward.
 Source: arXiv:1910.02054 (P_os)
@@ -25,7 +27,8 @@ from ..flat_slices import Slices
 
 
 class ShardedUpdate:
-    """The update of parameters whose gradients are the same on all ranks; build the optimizer over ``pieces()``.
+    """The update of parameters whose gradients are the same on all ranks; build the optimizer over
+    ``pieces()``.
 
     Attributes:
         slices: parameters cut over the ranks.
@@ -55,7 +58,8 @@ class ShardedUpdate:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Set the gradients of parameters and pieces to None; an optimizer's ``zero_grad`` sees only the pieces."""
+        """Set the gradients of parameters and pieces to None; an optimizer's ``zero_grad`` sees
+        only the pieces."""
         for bucket in self.slices.buckets:
             for param in (*bucket.params, *bucket.pieces):
                 param.grad = None

@@ -1,12 +1,24 @@
-"""transformers' Llama under Hugging Face accelerate: DDP on CPUs, FSDP2 on a GPU, set up for ``accelerate launch``."""
+"""transformers' Llama under Hugging Face accelerate: DDP on CPUs, FSDP2 on a GPU, set up for
+``accelerate launch``."""
 
 from accelerate import Accelerator
 from torch.optim import AdamW
 from transformers_llama import build_llama
-from work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, decay_groups, read_work, tell_peak, tell_step
+from work import (
+    BETAS,
+    EPS,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    decay_groups,
+    read_work,
+    tell_peak,
+    tell_step,
+)
 
 work = read_work()
-accelerator = Accelerator(cpu=work.device == "cpu", mixed_precision="bf16" if work.bfloat16 and not work.half else "no")
+accelerator = Accelerator(
+    cpu=work.device == "cpu", mixed_precision="bf16" if work.bfloat16 and not work.half else "no"
+)
 assert accelerator.num_processes == work.ranks and not work.low_bits
 model = build_llama(work)
 optimizer = AdamW(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS)

@@ -1,11 +1,21 @@
-"""transformers' Llama in a loop of PyTorch alone on one device: no launcher, nothing sharded, the fused AdamW."""
+"""transformers' Llama in a loop of PyTorch alone on one device: no launcher, nothing sharded, the
+fused AdamW."""
 
 import contextlib
 
 import torch
 from torch.optim import AdamW
 from transformers_llama import build_llama
-from work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, decay_groups, read_work, tell_peak, tell_step
+from work import (
+    BETAS,
+    EPS,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    decay_groups,
+    read_work,
+    tell_peak,
+    tell_step,
+)
 
 work = read_work()
 assert work.ranks == 1
@@ -13,7 +23,9 @@ model = build_llama(work).to(work.device)
 if work.low_bits:
     from torchao.optim import AdamW8bit
 
-    optimizer: torch.optim.Optimizer = AdamW8bit(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS)
+    optimizer: torch.optim.Optimizer = AdamW8bit(
+        decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS
+    )
 else:
     optimizer = AdamW(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
 model.train()

@@ -1,4 +1,5 @@
-"""LitGPT's model under Lightning Fabric: FSDP where Fabric runs it, DDP where it refuses, as it does CPUs."""
+"""LitGPT's model under Lightning Fabric: FSDP where Fabric runs it, DDP where it refuses, as it
+does CPUs."""
 
 import json
 from pathlib import Path
@@ -24,7 +25,9 @@ def open_fabric(work: Work) -> tuple[Fabric, str]:
         strategy = FSDPStrategy(auto_wrap_policy={Block}, sharding_strategy="FULL_SHARD")
         return Fabric(strategy=strategy, **settings), "FSDPStrategy"
     except (ValueError, RuntimeError) as error:
-        return Fabric(strategy="ddp", **settings), f"ddp; of FSDP Fabric says: {str(error).splitlines()[0]}"
+        return Fabric(
+            strategy="ddp", **settings
+        ), f"ddp; of FSDP Fabric says: {str(error).splitlines()[0]}"
 
 
 def build_model(work: Work) -> GPT:
@@ -61,11 +64,15 @@ fabric, note = open_fabric(work)
 assert fabric.world_size == work.ranks
 fabric.print(f"note {note}", flush=True)
 model = fabric.setup_module(build_model(work))
-optimizer = fabric.setup_optimizers(AdamW(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS))
+optimizer = fabric.setup_optimizers(
+    AdamW(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS)
+)
 model.train()
 
 for step, (tokens, labels) in enumerate(work.batches_of(fabric.global_rank), 1):
-    loss = chunked_cross_entropy(model(tokens), labels)  # in chunks of 128 rows, as LitGPT's own pretraining
+    loss = chunked_cross_entropy(
+        model(tokens), labels
+    )  # in chunks of 128 rows, as LitGPT's own pretraining
     fabric.backward(loss)
     fabric.clip_gradients(model, optimizer, max_norm=MAX_GRAD_NORM)
     optimizer.step()

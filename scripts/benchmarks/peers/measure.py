@@ -1,13 +1,17 @@
-"""Training runs measured from outside, the same way for every trainer: a clock at their output lines, and /proc.
+"""Training runs measured from outside, the same way for every trainer: a clock at their output
+lines, and /proc.
 
-A run goes one step at a time and is stopped in between (SIGSTOP), so that several can take turns: a machine that
-others share may be a third slower a minute later, and then it is so for all of them.
+A run goes one step at a time and is stopped in between (SIGSTOP), so that several can take turns: a
+machine that others share may be a third slower a minute later, and then it is so for all of them.
 
-- A step is the time from when the run is continued to the step's line; the tokens of a step over it are the speed.
-  A device continues with queued work while its process is stopped, so a run that has the machine to itself is not
-  stopped (``stops=False``), nor is /proc read between its steps, each of which lasts from one line to the next.
-- Start-up is the time from the start of the command to the line of step 1: launcher, imports, weights, and the step.
-- Memory is the highest resident set (``VmHWM``) of any process below the launcher, when a step's line comes.
+- A step is the time from when the run is continued to the step's line; the tokens of a step over it
+  are the speed. A device continues with queued work while its process is stopped, so a run that has
+  the machine to itself is not stopped (``stops=False``), nor is /proc read between its steps, each
+  of which lasts from one line to the next.
+- Start-up is the time from the start of the command to the line of step 1: launcher, imports,
+  weights, and the step.
+- Memory is the highest resident set (``VmHWM``) of any process below the launcher, when a step's
+  line comes.
 - CPU seconds are those of all processes below the launcher.
 
 Needs Linux. Other output than step lines is kept for the message of a failure.
@@ -72,7 +76,8 @@ class Run:
         folder: where it runs.
         steps: lines that have to come.
         limit_seconds: a step that takes longer is killed.
-        metrics: a file that has a JSON object a step, with its loss in full, when the run has ended.
+        metrics: a file that has a JSON object a step, with its loss in full, when the run has
+            ended.
         stops: whether it is stopped between steps, for others to take theirs.
     """
 
@@ -131,16 +136,24 @@ class Run:
                         return
                     self._send(signal.SIGSTOP)
                     result.cpu_seconds.append(self._cpu_seconds() - cpu_before)
-                    result.peak_bytes = max([result.peak_bytes, *map(_peak_bytes, _descendants(process.pid))])
+                    result.peak_bytes = max(
+                        [result.peak_bytes, *map(_peak_bytes, _descendants(process.pid))]
+                    )
                     return
                 else:
                     self._output.append(line)
             status = process.wait()
         if status or len(result.seconds) != self.steps:
-            output = "".join(self._output if len(self._output) <= 40 else self._output[:10] + self._output[-30:])
-            result.failure = f"status {status} after {len(result.seconds)} of {self.steps} steps\n{output}"
+            output = "".join(
+                self._output if len(self._output) <= 40 else self._output[:10] + self._output[-30:]
+            )
+            result.failure = (
+                f"status {status} after {len(result.seconds)} of {self.steps} steps\n{output}"
+            )
         elif self.metrics is not None:
-            result.losses = [json.loads(line)["loss"] for line in self.metrics.read_text().splitlines()]
+            result.losses = [
+                json.loads(line)["loss"] for line in self.metrics.read_text().splitlines()
+            ]
 
     def kill(self) -> None:
         """End everything that still runs of it."""
@@ -190,7 +203,8 @@ def take_turns(runs: Sequence[Run], name: str = "peers") -> None:
 
     Args:
         runs: of as many steps each.
-        name: of all of them, for the progress, of which every turn is a unit: as many as steps, and one more.
+        name: of all of them, for the progress, of which every turn is a unit: as many as steps, and
+            one more.
     """
     try:
         turns = max(run.steps for run in runs) + 1

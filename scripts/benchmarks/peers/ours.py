@@ -1,4 +1,5 @@
-"""This project's trainer on one device, with values drawn there: those of a real start take a minute for 8B parameters.
+"""This project's trainer on one device, with values drawn there: those of a real start take a
+minute for 8B parameters.
 
 python scripts/benchmarks/peers/ours.py WORDS OF THE COMMAND LINE
 """
@@ -38,7 +39,9 @@ if __name__ == "__main__":
     config.validate(1, config.launch.device.value)
     style = config.model.hugging_face
     with process_group(config):
-        trainer = Trainer(config, param_init=lambda param, name: draw(param, style.tensor_name(name)))
+        trainer = Trainer(
+            config, param_init=lambda param, name: draw(param, style.tensor_name(name))
+        )
         trainer.train(on_step)
         if trainer.compilation:
             print(f"note {compilation_line(trainer.compilation.result())}", flush=True)

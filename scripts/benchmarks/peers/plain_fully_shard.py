@@ -14,7 +14,9 @@ def train(work: Work) -> list[float]:
     model = build_llama(work)
     model.to(work.device)
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if work.bfloat16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=torch.bfloat16 if work.bfloat16 else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
     )
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)

@@ -1,4 +1,5 @@
-"""transformers' Llama as the work asks for it: weights from a folder or drawn, blocks compiled or computed again."""
+"""transformers' Llama as the work asks for it: weights from a folder or drawn, blocks compiled or
+computed again."""
 
 from pathlib import Path
 
@@ -10,7 +11,10 @@ from work import Work
 
 def build_llama(work: Work) -> LlamaForCausalLM:
     """On a CPU where the folder has weights, else on the work's device."""
-    options = {"dtype": torch.bfloat16 if work.half else torch.float32, "attn_implementation": "sdpa"}
+    options = {
+        "dtype": torch.bfloat16 if work.half else torch.float32,
+        "attn_implementation": "sdpa",
+    }
     if any(Path(work.weights).glob("*.safetensors")):
         model = LlamaForCausalLM.from_pretrained(work.weights, **options, use_cache=False)
     else:

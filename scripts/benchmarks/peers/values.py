@@ -1,4 +1,5 @@
-"""Initial values that are the same in every program: drawn on the device from a seed that the tensor's name gives.
+"""Initial values that are the same in every program: drawn on the device from a seed that the
+tensor's name gives.
 
 Needs torch alone, so that it runs in the peers' own environment.
 """
@@ -13,7 +14,8 @@ INIT_STD = 0.02
 
 @torch.no_grad()
 def draw(param: Tensor, name: str) -> None:
-    """Fill a whole parameter: ones for norms, N(0, 0.02²) for matrices, drawn in float32 and rounded to its dtype.
+    """Fill a whole parameter: ones for norms, N(0, 0.02²) for matrices, drawn in float32 and
+    rounded to its dtype.
 
     Args:
         param: the parameter.
@@ -23,4 +25,6 @@ def draw(param: Tensor, name: str) -> None:
         param.fill_(1.0)
         return
     generator = torch.Generator(param.device).manual_seed(zlib.crc32(name.encode()))
-    param.copy_(torch.empty(param.shape, device=param.device).normal_(0.0, INIT_STD, generator=generator))
+    param.copy_(
+        torch.empty(param.shape, device=param.device).normal_(0.0, INIT_STD, generator=generator)
+    )

@@ -1,7 +1,8 @@
-"""The work that every peer does: weights, batches and their order, number of steps; and the line printed per step.
+"""The work that every peer does: weights, batches and their order, number of steps; and the line
+printed per step.
 
-Needs torch and numpy alone, so that it runs in the peers' own environment. Each step prints a line on standard output;
-the caller reads the clock when the line arrives, the same way for all peers.
+Needs torch and numpy alone, so that it runs in the peers' own environment. Each step prints a line
+on standard output; the caller reads the clock when the line arrives, the same way for all peers.
 """
 
 import argparse
@@ -24,7 +25,8 @@ class Work:
     """Model, data and length of a training."""
 
     weights: str
-    """Folder in Hugging Face format; without weights in it ``values.draw`` draws them on the device."""
+    """Folder in Hugging Face format; without weights in it ``values.draw`` draws them on the
+    device."""
     batches: str
     """File of int32 with the shape (steps, ranks, 2, batch_size, seq_len): tokens, labels."""
     ranks: int
@@ -57,14 +59,18 @@ class Work:
         """tokens_BT and labels_BT of each step."""
         shape = (self.steps, self.ranks, 2, self.batch_size, self.seq_len)
         for tokens, labels in np.memmap(self.batches, np.int32, "r", shape=shape)[:, rank]:
-            yield tuple(torch.from_numpy(ids.astype(np.int64)).to(self.device) for ids in (tokens, labels))
+            yield tuple(
+                torch.from_numpy(ids.astype(np.int64)).to(self.device) for ids in (tokens, labels)
+            )
 
 
 def read_work() -> Work:
     """The work that the command line asks for."""
     parser = argparse.ArgumentParser()
     for name, kind in Work.__annotations__.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(Work, name, None))
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, default=getattr(Work, name, None)
+        )
     return Work(**vars(parser.parse_args()))
 
 
@@ -72,7 +78,10 @@ def decay_groups(model: torch.nn.Module) -> list[dict[str, object]]:
     """Parameter groups: matrices decay, norms do not."""
     matrices = [param for param in model.parameters() if param.ndim >= 2]
     others = [param for param in model.parameters() if param.ndim < 2]
-    return [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    return [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": others, "weight_decay": 0.0},
+    ]
 
 
 def tell_peak(device: str) -> None:

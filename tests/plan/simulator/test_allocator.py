@@ -1,4 +1,5 @@
-"""The allocators' rules one by one, their invariants over random requests, and a second, slow implementation.
+"""The allocators' rules one by one, their invariants over random requests, and a second, slow
+implementation.
 
 Differences of torch_npu's allocator from CUDA's are by its source (``NPUCachingAllocator.cpp``).
 """
@@ -21,7 +22,15 @@ from fsdptoys.plan.simulator.allocator import (
     OutOfMemory,
     build_allocator,
 )
-from fsdptoys.plan.simulator.events import Alloc, Free, Kernel, KernelKind, Mark, RecordStream, Trace
+from fsdptoys.plan.simulator.events import (
+    Alloc,
+    Free,
+    Kernel,
+    KernelKind,
+    Mark,
+    RecordStream,
+    Trace,
+)
 from fsdptoys.plan.simulator.replay import replay
 from tests.harness.traced_runs import imagined_hardware
 
@@ -42,14 +51,18 @@ EDGES = [1, 512, 513, MIB, MIB + 1, 10 * MIB - 512, 10 * MIB, 19 * MIB - 512, 19
         (31 * MIB, 32 * MIB, 40 * MIB),
     ],
 )
-def test_first_request_reserves_the_documented_segment(requested: int, native: int, expandable: int) -> None:
-    """Oracle: the table of the guide to the allocator (zdevito.github.io), and pages of 2 and 20 MiB."""
+def test_first_request_reserves_the_documented_segment(
+    requested: int, native: int, expandable: int
+) -> None:
+    """Oracle: the table of the guide to the allocator (zdevito.github.io), and pages of 2 and 20
+    MiB."""
     assert _reserved(NativeAllocator(), requested) == native
     assert _reserved(ExpandableAllocator(), requested) == expandable
 
 
 def test_one_mebibyte_counts_as_large_on_an_npu() -> None:
-    """Oracle: the padded size exceeds the limit of small blocks, so a page of 20 MiB is mapped, not one of 2 MiB."""
+    """Oracle: the padded size exceeds the limit of small blocks, so a page of 20 MiB is mapped, not
+    one of 2 MiB."""
     assert _reserved(build_allocator(AllocatorKind.expandable, device_type="npu"), MIB) == 20 * MIB
 
 
@@ -65,7 +78,8 @@ def test_pools_of_streams_and_sizes_are_separate(kind: type[Allocator]) -> None:
 
 
 def test_expandable_segment_grows_by_the_missing_pages() -> None:
-    """Oracle: computed by hand: 90 MiB stay, 30 are free at the end of 120, so 100 more need 70: four pages."""
+    """Oracle: computed by hand: 90 MiB stay, 30 are free at the end of 120, so 100 more need 70:
+    four pages."""
     allocator = ExpandableAllocator()
     allocator.allocate(90 * MIB, stream=0)
     allocator.free(allocator.allocate(30 * MIB, stream=0))
@@ -76,7 +90,8 @@ def test_expandable_segment_grows_by_the_missing_pages() -> None:
 
 
 def test_expandable_segment_end_is_used_last() -> None:
-    """Oracle: the rule: 10 MiB fit the 15 at the end best, but the end can grow, so the hole of 40 is used."""
+    """Oracle: the rule: 10 MiB fit the 15 at the end best, but the end can grow, so the hole of 40
+    is used."""
     allocator = ExpandableAllocator()
     hole = allocator.allocate(40 * MIB, stream=0)
     allocator.allocate(5 * MIB, stream=0)
@@ -86,18 +101,26 @@ def test_expandable_segment_end_is_used_last() -> None:
 
 
 def test_native_releases_free_segments_before_it_fails() -> None:
-    """Oracle: computed by hand, under 100 MiB: a free segment of 60 makes room, half of one does not."""
+    """Oracle: computed by hand, under 100 MiB: a free segment of 60 makes room, half of one does
+    not."""
     allocator = NativeAllocator(memory_limit_bytes=100 * MIB)
     allocator.free(allocator.allocate(60 * MIB, stream=0))
     allocator.allocate(80 * MIB, stream=1)
-    assert (allocator.reserved_bytes, allocator.peak_reserved_bytes, allocator.releases) == (80 * MIB, 80 * MIB, 1)
-    with pytest.raises(OutOfMemory, match="83886080 are allocated and 83886080 reserved of 104857600") as caught:
+    assert (allocator.reserved_bytes, allocator.peak_reserved_bytes, allocator.releases) == (
+        80 * MIB,
+        80 * MIB,
+        1,
+    )
+    with pytest.raises(
+        OutOfMemory, match="83886080 are allocated and 83886080 reserved of 104857600"
+    ) as caught:
         allocator.allocate(40 * MIB, stream=0)
     assert caught.value.requested_bytes == 40 * MIB
 
 
 def test_expandable_unmaps_free_pages_and_remaps_them() -> None:
-    """Oracle: by hand: 50 free MiB between live 10 and 20 contain two full pages; 70 more only fit at the end."""
+    """Oracle: by hand: 50 free MiB between live 10 and 20 contain two full pages; 70 more only fit
+    at the end."""
     allocator = ExpandableAllocator(memory_limit_bytes=120 * MIB)
     first, hole, last = (allocator.allocate(size * MIB, stream=0) for size in (10, 50, 20))
     assert allocator.reserved_bytes == 80 * MIB
@@ -114,8 +137,11 @@ def test_expandable_unmaps_free_pages_and_remaps_them() -> None:
 @pytest.mark.parametrize("limit", [None, 3 * GIB])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
-def test_invariants_hold_over_random_requests(kind: type[Allocator], seed: int, limit: int | None) -> None:
-    """Oracle: invariants: no overlap, consistent sums, and no lost bytes after all blocks are freed."""
+def test_invariants_hold_over_random_requests(
+    kind: type[Allocator], seed: int, limit: int | None
+) -> None:
+    """Oracle: invariants: no overlap, consistent sums, and no lost bytes after all blocks are
+    freed."""
     generator = random.Random(seed)
     allocator = kind(limit)
     live: list[Block] = []
@@ -124,7 +150,9 @@ def test_invariants_hold_over_random_requests(kind: type[Allocator], seed: int, 
             allocator.free(live.pop(generator.randrange(len(live))))
         else:
             try:
-                live.append(allocator.allocate(_some_size(generator), stream=generator.randrange(3)))
+                live.append(
+                    allocator.allocate(_some_size(generator), stream=generator.randrange(3))
+                )
             except OutOfMemory:
                 assert limit is not None
         if number % 50 == 0:
@@ -167,7 +195,8 @@ def test_native_agrees_with_a_slow_reference_implementation(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_expandable_wastes_at_most_one_page_per_pool(seed: int) -> None:
-    """Oracle: a stream that only grows has one address range without gaps: at most one page per pool is unused."""
+    """Oracle: a stream that only grows has one address range without gaps: at most one page per
+    pool is unused."""
     generator = random.Random(seed)
     native, expandable = NativeAllocator(), ExpandableAllocator()
     for _ in range(300):
@@ -205,7 +234,9 @@ def _first(block: Block) -> Block:
 
 
 def _check(allocator: Allocator, live: list[Block]) -> None:
-    assert sum(block.size for block in live) == allocator.allocated_bytes <= allocator.reserved_bytes
+    assert (
+        sum(block.size for block in live) == allocator.allocated_bytes <= allocator.reserved_bytes
+    )
     assert sum(allocator.reserved_by_stream.values()) == allocator.reserved_bytes
     free = [block for pool in allocator.pools() for _, _, block in pool.free]
     holes = [block for pool in allocator.pools() for _, block in pool.unmapped]
@@ -217,11 +248,14 @@ def _check(allocator: Allocator, live: list[Block]) -> None:
     for block in live + free + holes:
         if block.next is not None:
             assert block.next.previous is block and block.next.address == block.address + block.size
-            assert block.in_use or block.next.in_use or block.mapped != block.next.mapped  # else they had been merged
+            assert (
+                block.in_use or block.next.in_use or block.mapped != block.next.mapped
+            )  # else they had been merged
 
 
 class _SlowNative:
-    """The same rules over plain lists: each segment is a list of [offset, size, in use] in order of address."""
+    """The same rules over plain lists: each segment is a list of [offset, size, in use] in order of
+    address."""
 
     def __init__(self) -> None:
         self.segments: list[list[list[int]]] = []
@@ -241,7 +275,13 @@ class _SlowNative:
         if fits:
             _, number, place = min(fits)
         else:
-            taken = 2 * MIB if small else 20 * MIB if size < 10 * MIB else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
+            taken = (
+                2 * MIB
+                if small
+                else 20 * MIB
+                if size < 10 * MIB
+                else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
+            )
             self.segments.append([[0, taken, 0]])
             self.keys.append((stream, small))
             self.sizes.append(taken)
@@ -274,7 +314,13 @@ KIB = 2**10
     ("device_type", "bytes", "size"),
     [
         *(("cuda", 1, 512), ("cuda", 512, 512), ("cuda", 513, 1024)),
-        *(("npu", 1, 512), ("npu", 480, 512), ("npu", 481, 1024), ("npu", 512, 1024), ("npu", 4 * MIB, 4 * MIB + 512)),
+        *(
+            ("npu", 1, 512),
+            ("npu", 480, 512),
+            ("npu", 481, 1024),
+            ("npu", 512, 1024),
+            ("npu", 4 * MIB, 4 * MIB + 512),
+        ),
     ],
 )
 def test_requests_are_rounded_to_512_bytes_after_32_more_on_an_npu(
@@ -285,7 +331,8 @@ def test_requests_are_rounded_to_512_bytes_after_32_more_on_an_npu(
 
 
 def test_large_expandable_blocks_of_an_npu_are_aligned_to_16_kib() -> None:
-    """Oracle: by hand: 4 MiB take 512 bytes more, so the next block starts 16 KiB later, with 15.5 KiB between them."""
+    """Oracle: by hand: 4 MiB take 512 bytes more, so the next block starts 16 KiB later, with 15.5
+    KiB between them."""
     allocator = build_allocator(AllocatorKind.expandable, device_type="npu")
     first, second = (allocator.allocate(4 * MIB, 0) for _ in range(2))
     assert second.address - first.address == 4 * MIB + 16 * KIB
@@ -306,12 +353,21 @@ def test_native_segments_of_an_npu_are_not_aligned() -> None:
 
 
 @pytest.mark.parametrize(("device_type", "pages"), [("cuda", 1), ("npu", 2)])
-def test_recording_a_blocks_own_stream_delays_its_reuse_on_an_npu(device_type: str, pages: int) -> None:
-    """Oracle: ``recordStream`` of CUDA ignores the stream that a block was made on, that of an NPU does not."""
+def test_recording_a_blocks_own_stream_delays_its_reuse_on_an_npu(
+    device_type: str, pages: int
+) -> None:
+    """Oracle: ``recordStream`` of CUDA ignores the stream that a block was made on, that of an NPU
+    does not."""
     block = Category.temporary
     busy = Kernel("busy", 0, KernelKind.memory, 0.0, 10**12, "float32")
     events = [
-        *(Mark(0, "construction"), Alloc(1, 20 * MIB - 32, 0, block), busy, RecordStream(1, 0), Free(1)),
+        *(
+            Mark(0, "construction"),
+            Alloc(1, 20 * MIB - 32, 0, block),
+            busy,
+            RecordStream(1, 0),
+            Free(1),
+        ),
         *(Alloc(2, 20 * MIB - 32, 0, block), Mark(1, "end")),
     ]
     hardware = imagined_hardware(device_type=device_type)

@@ -22,7 +22,10 @@ MIB = 2**20
 
 def h100(**changes: float) -> Hardware:
     """Peaks and links of an H100 without latencies and with links that reach all they have."""
-    exact = {name: 1.0 for name in ("matmul_efficiency", "intra_node_efficiency", "inter_node_efficiency")}
+    exact = {
+        name: 1.0
+        for name in ("matmul_efficiency", "intra_node_efficiency", "inter_node_efficiency")
+    }
     exact |= {"intra_node_latency_seconds": 0.0, "inter_node_latency_seconds": 0.0} | changes
     return dataclasses.replace(
         load_hardware("h100"), **{name: Quantity(value, "test") for name, value in exact.items()}
@@ -59,19 +62,35 @@ def test_kernel_time_follows_the_roofline(
     ],
 )  # fmt: skip
 def test_attention_runs_at_the_efficiency_of_its_backend(backend: str, seconds: float) -> None:
-    """Oracle: 100 FLOPs at 0.25 of one FLOP/s, or at the share of the backend for that head width."""
-    listed = {"cudnn": Quantity(0.5, "test"), "cudnn 64": Quantity(0.1, "test"), "flash 64": Quantity(0.125, "test")}
-    hardware = dataclasses.replace(imagined_hardware(attention_efficiency=0.25), attention_backends=listed)
-    assert kernel_seconds(hardware, KernelKind.attention, 100.0, 1, "bfloat16", backend) == pytest.approx(seconds)
+    """Oracle: 100 FLOPs at 0.25 of one FLOP/s, or at the share of the backend for that head
+    width."""
+    listed = {
+        "cudnn": Quantity(0.5, "test"),
+        "cudnn 64": Quantity(0.1, "test"),
+        "flash 64": Quantity(0.125, "test"),
+    }
+    hardware = dataclasses.replace(
+        imagined_hardware(attention_efficiency=0.25), attention_backends=listed
+    )
+    assert kernel_seconds(
+        hardware, KernelKind.attention, 100.0, 1, "bfloat16", backend
+    ) == pytest.approx(seconds)
 
 
 def test_host_and_transfer_times_follow_their_definitions() -> None:
     """Oracle: the definitions."""
     hardware = imagined_hardware(
-        transfer_latency_seconds=5.0, transfer_bandwidth=2.0, cpu_bandwidth=4.0, cpu_adam_parameters_per_second=10.0
+        transfer_latency_seconds=5.0,
+        transfer_bandwidth=2.0,
+        cpu_bandwidth=4.0,
+        cpu_adam_parameters_per_second=10.0,
     )
     assert transfer_seconds(hardware, 100) == 55.0
-    assert cpu_update_seconds(hardware, 100) == host_work_seconds(hardware, 10_000, elements=100) == 10.0
+    assert (
+        cpu_update_seconds(hardware, 100)
+        == host_work_seconds(hardware, 10_000, elements=100)
+        == 10.0
+    )
     assert host_work_seconds(hardware, 100) == 25.0
 
 
@@ -92,11 +111,16 @@ def test_sent_bytes_follow_the_factors_of_nccl_tests(name: str, size: int, sent:
     assert sent_bytes(name, 1000, size) == pytest.approx(1000 * sent)
 
 
-@pytest.mark.parametrize(("size", "stride"), [(4, 1), (8, 1), (16, 1), (12, 1), (1024, 1), (16, 8), (4, 4), (2, 64)])
+@pytest.mark.parametrize(
+    ("size", "stride"), [(4, 1), (8, 1), (16, 1), (12, 1), (1024, 1), (16, 8), (4, 4), (2, 64)]
+)
 def test_spread_counts_nodes_and_members_per_node(size: int, stride: int) -> None:
     """Oracle: counting ranks 0, stride, 2 stride, … in machines of eight."""
     nodes = [index * stride // 8 for index in range(size)]
-    assert spread(load_hardware("h100"), size, stride) == (len(set(nodes)), max(map(nodes.count, nodes)))
+    assert spread(load_hardware("h100"), size, stride) == (
+        len(set(nodes)),
+        max(map(nodes.count, nodes)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +134,9 @@ def test_spread_counts_nodes_and_members_per_node(size: int, stride: int) -> Non
         ("all_gather", 8, 4, 100e9),  # two members in a machine, two cards
     ],
 )
-def test_bus_bandwidth_is_that_of_the_slowest_link(name: str, size: int, stride: int, bus_bandwidth: float) -> None:
+def test_bus_bandwidth_is_that_of_the_slowest_link(
+    name: str, size: int, stride: int, bus_bandwidth: float
+) -> None:
     """Oracle: bus bandwidths as nccl-tests reports them, computed from the links by hand."""
     bytes = 1024 * MIB
     seconds = collective_seconds(h100(), name, bytes, size, stride)
@@ -129,8 +155,11 @@ def test_bus_bandwidth_is_that_of_the_slowest_link(name: str, size: int, stride:
         ("all_to_all", 16, 1, 10 + 3),
     ],
 )
-def test_latency_follows_the_steps_of_ring_and_tree(name: str, size: int, stride: int, latency: float) -> None:
-    """Oracle: NCCL's cost model: steps of a ring between and within machines, depth of a tree of machines."""
+def test_latency_follows_the_steps_of_ring_and_tree(
+    name: str, size: int, stride: int, latency: float
+) -> None:
+    """Oracle: NCCL's cost model: steps of a ring between and within machines, depth of a tree of
+    machines."""
     hardware = h100(intra_node_latency_seconds=3e-6, inter_node_latency_seconds=10e-6)
     assert collective_seconds(hardware, name, 0, size, stride) == pytest.approx(latency * 1e-6)
 

@@ -1,4 +1,5 @@
-"""Timelines and the time-dependent reuse of memory by hand: one byte, one FLOP and one parameter take a second each."""
+"""Timelines and the time-dependent reuse of memory by hand: one byte, one FLOP and one parameter
+take a second each."""
 
 from typing import Any
 
@@ -69,8 +70,8 @@ TRANSFER_AND_UPDATE = [
     WaitEvent(2, 0),
     compute(1),
 ]
-"""A copy down of 3 waits for compute of 2; the host then updates for 5, uploads for 4, and a gather of 1 follows: the
-compute stream is idle from 2 to 15."""
+"""A copy down of 3 waits for compute of 2; the host then updates for 5, uploads for 4, and a gather
+of 1 follows: the compute stream is idle from 2 to 15."""
 UPDATES = [HostWork("adam", 0, 3, worker=True), HostWork("adam", 0, 4, worker=True)]
 GATHER_4 = [gather(4), RecordEvent(0, 1)]
 TIMELINES: dict[str, tuple[list[Event], float, dict[str, float]]] = {
@@ -85,8 +86,16 @@ TIMELINES: dict[str, tuple[list[Event], float, dict[str, float]]] = {
         6,
         {"communication": 4},
     ),
-    "a wait for a completed event is free": ([RecordEvent(0, 1), compute(5), WaitEvent(0, 0), compute(1)], 6, {}),
-    "a final wait of the host counts": ([compute(1), gather(4), HostWaitStream(1)], 4, {"communication": 3}),
+    "a wait for a completed event is free": (
+        [RecordEvent(0, 1), compute(5), WaitEvent(0, 0), compute(1)],
+        6,
+        {},
+    ),
+    "a final wait of the host counts": (
+        [compute(1), gather(4), HostWaitStream(1)],
+        4,
+        {"communication": 3},
+    ),
     "idle time is attributed to its causes": (
         TRANSFER_AND_UPDATE,
         16,
@@ -112,7 +121,12 @@ TIMELINES: dict[str, tuple[list[Event], float, dict[str, float]]] = {
 
 SLOW = {"host_operator_seconds": 2}
 HOSTS: dict[str, tuple[list[Event], float, dict[str, float], dict[str, Any]]] = {
-    "a cpu executes the kernels": ([compute(3), compute(3)], 10, {"host": 4}, {"device_type": "cpu"} | SLOW),
+    "a cpu executes the kernels": (
+        [compute(3), compute(3)],
+        10,
+        {"host": 4},
+        {"device_type": "cpu"} | SLOW,
+    ),
     "a slow host issues operators 2 seconds apart": ([compute(1)] * 3, 7, {"host": 4}, SLOW),
 }
 AFTER_GATHER = (6, {"communication": 4, "host": 1}, {"host_operator_seconds": 1})
@@ -124,7 +138,9 @@ ALL = {name: (*row, {}) for name, row in TIMELINES.items()} | HOSTS
 
 
 @pytest.mark.parametrize(("events", "end", "waiting", "hardware"), ALL.values(), ids=ALL)
-def test_timeline(events: list[Event], end: float, waiting: dict[str, float], hardware: dict[str, Any]) -> None:
+def test_timeline(
+    events: list[Event], end: float, waiting: dict[str, float], hardware: dict[str, Any]
+) -> None:
     """Oracle: computed by hand: the end, and the compute stream's waits by cause."""
     clock = run(*events, **hardware)
     assert (clock.now, waits(clock)) == (end, waiting)
@@ -148,17 +164,21 @@ def test_work_on_one_link_is_serialized(events: list[Event], tails: tuple[float,
 
 
 def test_another_group_uses_gaps_of_a_shared_link() -> None:
-    """Oracle: by hand: the first gather waits until 5 and needs the link until 9; a later one of another group, of 3,
-    fits before it, one of 6 does not."""
+    """Oracle: by hand: the first gather waits until 5 and needs the link until 9; a later one of
+    another group, of 3, fits before it, one of 6 does not."""
     before = [compute(5), RecordEvent(0, 0), WaitEvent(0, 1), gather(4, stream=1)]
     assert run(*before, gather(3, stream=2, axis="world")).tail(2) == 3
     assert run(*before, gather(6, stream=2, axis="world")).tail(2) == 15
     assert run(*before, gather(3, stream=2)).tail(2) == 12  # of the same group: in order
-    assert run(gather(3, stream=3, axis="all"), *before, gather(3, stream=2, axis="world")).tail(2) == 12
+    assert (
+        run(gather(3, stream=3, axis="all"), *before, gather(3, stream=2, axis="world")).tail(2)
+        == 12
+    )
 
 
 def test_volumes_add_up_by_collective_and_axis() -> None:
-    """Oracle: computed by hand: two gathers send half of 8 and of 4 bytes, an all-reduce of 6 sends 6."""
+    """Oracle: computed by hand: two gathers send half of 8 and of 4 bytes, an all-reduce of 6 sends
+    6."""
     clock = run(gather(4), gather(2), Collective("all_reduce", 2, 6, 2, 2, "replicate"))
     volumes = clock.parts.volumes
     gathers, reduction = volumes["all_gather", "shard", 2], volumes["all_reduce", "replicate", 2]
@@ -170,17 +190,22 @@ MIB = 2**20
 STREAMS = {0: "compute", 1: "all-gather"}
 
 
-def replay_of(*events: Event, categories: dict[int, Category] | None = None, **hardware: float) -> Replay:
+def replay_of(
+    *events: Event, categories: dict[int, Category] | None = None, **hardware: float
+) -> Replay:
     trace = Trace(list(events), STREAMS, categories or {})
     return replay(trace, imagined_hardware(**hardware), NativeAllocator())
 
 
-def block(number: int, mib: int, category: Category = Category.activations, stream: int = 0) -> Alloc:
+def block(
+    number: int, mib: int, category: Category = Category.activations, stream: int = 0
+) -> Alloc:
     return Alloc(number, mib * MIB, stream, category)
 
 
 def test_phases_of_the_last_step_have_peak_end_and_categories() -> None:
-    """Oracle: computed by hand; the second step's phases count, and later categories override earlier ones."""
+    """Oracle: computed by hand; the second step's phases count, and later categories override
+    earlier ones."""
     parameters = [Mark(0, "construction"), block(0, 40, Category.parameters)]
     step = []
     for number in (1, 2):
@@ -200,19 +225,25 @@ def test_phases_of_the_last_step_have_peak_end_and_categories() -> None:
     assert (forward.peak_bytes, forward.end_bytes) == (90 * MIB, 60 * MIB)
     assert (backward.peak_bytes, backward.end_bytes) == (110 * MIB, 40 * MIB)
     memory = result.memory()
-    assert (memory.peak_bytes, memory.end_bytes, memory.peak_phase) == (110 * MIB, 40 * MIB, "backward")
+    assert (memory.peak_bytes, memory.end_bytes, memory.peak_phase) == (
+        110 * MIB,
+        40 * MIB,
+        "backward",
+    )
     assert memory.categories == {
         Category.parameters: 40 * MIB,
         Category.activations: 20 * MIB,
         Category.gradients: 50 * MIB,
     }
-    assert memory.reserved_bytes == 140 * MIB  # 40, 20, 30 and 50: native segments of 30 and 50 do not fit into others
+    assert (
+        memory.reserved_bytes == 140 * MIB
+    )  # 40, 20, 30 and 50: native segments of 30 and 50 do not fit into others
 
 
 @pytest.mark.parametrize(("waits", "segments"), [(False, 2), (True, 1)])
 def test_memory_used_by_another_stream_is_reused_after_that_use(waits: bool, segments: int) -> None:
-    """Oracle: by hand: the compute stream uses the block until 10; the host requests the next at 0, or at 10 if it
-    waits. Allocated memory falls with the free, before the reuse."""
+    """Oracle: by hand: the compute stream uses the block until 10; the host requests the next at 0,
+    or at 10 if it waits. Allocated memory falls with the free, before the reuse."""
     wait = [HostWaitStream(0)] if waits else []
     result = replay_of(
         Mark(1, "forward"),
@@ -227,10 +258,12 @@ def test_memory_used_by_another_stream_is_reused_after_that_use(waits: bool, seg
     assert result.memory().peak_bytes == 30 * MIB
 
 
-@pytest.mark.parametrize("later", [Kernel("mm", 2, KernelKind.matmul, 10, 0, "bfloat16"), compute(10)])
+@pytest.mark.parametrize(
+    "later", [Kernel("mm", 2, KernelKind.matmul, 10, 0, "bfloat16"), compute(10)]
+)
 def test_only_work_issued_before_the_free_delays_reuse(later: Kernel) -> None:
-    """Oracle: by hand: stream 2 is done with the block at 2 and, or else the computing stream, busy until 10 at least;
-    the host asks at 3."""
+    """Oracle: by hand: stream 2 is done with the block at 2 and, or else the computing stream, busy
+    until 10 at least; the host asks at 3."""
     result = replay_of(
         Mark(1, "forward"),
         block(0, 30, stream=1),
@@ -247,7 +280,8 @@ def test_only_work_issued_before_the_free_delays_reuse(later: Kernel) -> None:
 
 
 def test_replay_waits_for_the_device_before_out_of_memory() -> None:
-    """Oracle: PyTorch waits for the device and frees blocks in use by streams before it fails, which takes time."""
+    """Oracle: PyTorch waits for the device and frees blocks in use by streams before it fails,
+    which takes time."""
     events = [
         Mark(1, "forward"),
         block(0, 30, stream=1),
@@ -266,7 +300,8 @@ def test_replay_waits_for_the_device_before_out_of_memory() -> None:
 
 
 def test_step_time_is_that_of_the_last_step_with_matching_parts() -> None:
-    """Oracle: computed by hand: the first step takes 20; of the second's 9 a gather of 4 is exposed."""
+    """Oracle: computed by hand: the first step takes 20; of the second's 9 a gather of 4 is
+    exposed."""
     result = replay_of(
         compute(7),
         Mark(1, "forward"),
@@ -281,8 +316,15 @@ def test_step_time_is_that_of_the_last_step_with_matching_parts() -> None:
         compute(3),
     )
     time = result.time()
-    assert (time.step_seconds, time.compute_seconds, time.exposed_communication_seconds) == (9, 5, 4)
+    assert (time.step_seconds, time.compute_seconds, time.exposed_communication_seconds) == (
+        9,
+        5,
+        4,
+    )
     assert time.exposed_transfer_seconds == time.host_seconds == 0
-    assert [(phase.name, phase.seconds) for phase in result.last_step] == [("forward", 6), ("backward", 3)]
+    assert [(phase.name, phase.seconds) for phase in result.last_step] == [
+        ("forward", 6),
+        ("backward", 3),
+    ]
     assert time.kinds["matrix products"] == 5 and [volume.bytes for volume in time.volumes] == [4]
     assert result.phases[0].name == "construction" and result.phases[0].seconds == 7

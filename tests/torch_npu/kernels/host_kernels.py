@@ -1,16 +1,39 @@
-"""The environment's second backend extension: it lets torch load torch_npu, then installs the host's kernels."""
+"""The environment's second backend extension: it lets torch load torch_npu, then installs the
+host's kernels."""
 
 from collections.abc import Iterator
 
 import torch
 
 OWN = {
-    *("empty.memory_format", "empty_strided", "empty_with_format", "unsafe_empty_with_format", "copy_memory_"),
-    *("as_strided", "view", "_reshape_alias", "alias", "detach", "resize_", "resize_as_", "_resize_output_"),
+    *(
+        "empty.memory_format",
+        "empty_strided",
+        "empty_with_format",
+        "unsafe_empty_with_format",
+        "copy_memory_",
+    ),
+    *(
+        "as_strided",
+        "view",
+        "_reshape_alias",
+        "alias",
+        "detach",
+        "resize_",
+        "resize_as_",
+        "_resize_output_",
+    ),
     *("set_", "set_.source_Tensor", "set_.source_Tensor_storage_offset"),
-    *("set_.source_Storage", "set_.source_Storage_storage_offset", "record_stream", "is_pinned", "_pin_memory"),
+    *(
+        "set_.source_Storage",
+        "set_.source_Storage_storage_offset",
+        "record_stream",
+        "is_pinned",
+        "_pin_memory",
+    ),
 }
-"""Kernels of torch_npu's that stay: they make and place tensors, and call no operator of the device."""
+"""Kernels of torch_npu's that stay: they make and place tensors, and call no operator of the
+device."""
 
 ATTENTION = "scaled_dot_product_attention"
 FUSED_ATTENTION = [
