@@ -57,11 +57,12 @@ def figure(picture: Picture) -> dict[str, Any]:
 
 def _trace(go: Any, picture: Picture, series: Series) -> Any:
     color = INK if series.ink else series.color
+    y: Any = series.y
+    if len(y) and isinstance(y[0], str):
+        y = [html.escape(value) for value in y]
     common: dict[str, Any] = {
         "x": series.x,
-        "y": [html.escape(value) for value in series.y]
-        if len(series.y) and isinstance(series.y[0], str)
-        else series.y,  # type: ignore[arg-type]
+        "y": y,
         "name": html.escape(series.name),
         "meta": series.name,
         "showlegend": False,

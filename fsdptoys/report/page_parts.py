@@ -68,13 +68,11 @@ def table(
         filterable: whether a field above the table filters rows.
         keys: whether the table has few columns, of keys and long values that wrap.
     """
-    numeric = [
-        any(
-            isinstance(row[column], HtmlCell) and isinstance(row[column].sort, (int, float))
-            for row in rows
-        )  # type: ignore[union-attr]
-        for column in range(len(headings))
-    ]
+
+    def is_number(cell: object) -> bool:
+        return isinstance(cell, HtmlCell) and isinstance(cell.sort, (int, float))
+
+    numeric = [any(is_number(row[column]) for row in rows) for column in range(len(headings))]
     head = "".join(
         f'<th scope="col"{" class=number" * numeric[column]}{" aria-sort=none" * sortable}>'
         + (

@@ -190,12 +190,12 @@ class Picture:
         ends = []
         across = [values for s in self.series for values in (s.x, s.low, s.high)] + list(self.bands)
         for axis, values in ((self.x, across), (self.y, [s.y for s in self.series])):
+            all_numbers = [float(value) for column in values for value in column]
             numbers = [
-                float(v)
-                for each in values
-                for v in each
-                if math.isfinite(float(v)) and (v > 0 or not axis.log)
-            ]  # type: ignore[operator]
+                number
+                for number in all_numbers
+                if math.isfinite(number) and (number > 0 or not axis.log)
+            ]
             if not numbers:
                 return None
             ends.append(padded_range(min(numbers), max(numbers), axis))

@@ -275,7 +275,12 @@ def test_switch_alone_is_blamed_and_not_the_options_that_need_it(
 
 
 @pytest.mark.parametrize(
-    "change", [{"train.max_grad_norm": None}, {"memory.checkpointing_budget": 0.5}], ids=str
+    "change",
+    [
+        {"train.max_grad_norm": None},
+        {"memory.checkpointing_budget": 0.5, "train.compile": True},
+    ],
+    ids=str,
 )
 def test_change_to_or_from_null_is_listed(tmp_path: Path, change: dict[str, Any]) -> None:
     """Oracle: the change; null is a value, unlike a setting that the other run does not have."""
