@@ -156,9 +156,11 @@ class Prediction:
     def from_dict(cls, tree: dict[str, Any]) -> "Prediction":
         """Construct a prediction from the output of ``to_dict``; ForeignError if of another version
         or out of range."""
-        return build(
-            cls, {name: tree[name] for name in tree if name not in ("tokens_per_second", "mfu")}
-        )
+        derived = ("tokens_per_second", "mfu")
+        fields = {name: value for name, value in tree.items() if name not in derived}
+        if "doubts" in fields:  # the name in earlier versions
+            fields["caveats"] = fields.pop("doubts")
+        return build(cls, fields)
 
 
 FLAGGED = 0.10

@@ -247,7 +247,7 @@ def test_option_without_effect_is_never_accused(tmp_path: Path) -> None:
         "memory.gradient_checkpointing": "selective",
     }
     found = compared(tmp_path, run_of(6), run_of(6), others | switched)
-    assert {change.effect for change in found.changes} == {Effect.none} and len(others) > 80
+    assert {change.effect for change in found.changes} == {Effect.none} and len(others) > 75
     assert {change.key for change in found.changes} >= {
         "train.gc_every",
         "memory.offload_fraction",
@@ -278,7 +278,7 @@ def test_switch_alone_is_blamed_and_not_the_options_that_need_it(
     "change",
     [
         {"train.max_grad_norm": None},
-        {"memory.checkpointing_budget": 0.5, "train.compile": True},
+        {"train.compile": True, "memory.checkpointing_budget": 0.5},
     ],
     ids=str,
 )
