@@ -27,10 +27,6 @@ EXCEPTIONS = {
         "fsdptoys/launch/elastic_agent.py",
         "close",
     ): "torch's workers, which tell nobody that they close",
-    (
-        "fsdptoys/memory/activation_checkpointing.py",
-        "forward",
-    ): "a strategy's hooks stay outside the recomputation",
     ("fsdptoys/parallel/precision.py", "around"): "a callback of compiled blocks",
     (
         "fsdptoys/parallel/toy_ep.py",
@@ -44,8 +40,6 @@ EXCEPTIONS = {
     ): "marks around a copy's parts, in traces only",
     ("fsdptoys/plan/simulator/replay.py", "wait_for_device"): "a callback of the allocator",
     ("fsdptoys/sweep/slurm_submit.py", "update"): "submitit's watcher, which would poll sacct",
-    ("fsdptoys/toys/fsdp/module.py", "setattr"): "PyTorch's register_fsdp_forward_method does so",
-    ("fsdptoys/train/compile.py", "forward"): "a strategy's hooks stay outside the compiled block",
 }
 """File and name of the method, or ``setattr`` → reason."""
 
