@@ -1,48 +1,49 @@
 """Forward and backward of a step's micro-batches, one after another or through the stages of a
 pipeline."""
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 
 from torch import Tensor
 
-from fsdptoys.parallel import Strategy
 from fsdptoys.parallel.pipeline import Step
 
 from .gradient_scale import StepScale
-from .moe_balance import RoutingBalance
+from .parallelize import Parallelized
 from .step_data import StepInputs
+from .tuning import show_samples
 
 
 def forward_backward(
-    strategy: Strategy,
-    routing: RoutingBalance | None,
+    built: Parallelized,
     inputs: StepInputs,
     scale: StepScale,
-    begin: Callable[[int], None],
     enter: Callable[[str], None],
 ) -> Tensor:
     """Add up gradients, and return the sum of the losses of this rank's valid tokens. A collective.
 
     Args:
-        strategy: of the model.
-        routing: of its routers; None without experts.
+        built: the model.
         inputs: of this rank.
         scale: of the losses.
-        begin: called with the number of each micro-batch before its forward.
         enter: called with ``forward`` and ``backward`` as these begin; a pipeline has both in one
             phase.
     """
+    strategy = built.strategy
+    routing = built.routing
     microbatches = inputs.microbatches
     loss_sum = strategy.world.zero()
+    begin = functools.partial(show_samples, built.samples, inputs.samples)
+    if routing:
+        routing.begin_step(scale.tokens, scale.factor)
     if strategy.pipelined is not None:
         enter("forward")
         if routing:
             routing.before_forward(strategy.full_model, 0, microbatches)
         around = routing.around_stage if routing else lambda modules: nullcontext()
-        strategy.pipelined.train_step(
-            Step(microbatches, scale.loss_fn, scale.per_token, around, loss_sum)
-        )
+        step = Step(microbatches, scale.loss_fn, scale.per_token, around, loss_sum)
+        strategy.pipelined.train_step(step)
         return loss_sum
     for index, (tokens_BT, labels_BT) in enumerate(microbatches):
         if routing:

@@ -2,9 +2,10 @@
 
 The gradient of a step is that of the mean loss over all valid tokens of the global batch:
 
-    backward starts from    loss of a micro-batch, summed over its valid tokens, · factor / valid tokens
-    collectives divide by   ``strategy.reduces.divisor``, for experts ``strategy.reduces_experts.divisor``
-    clipping multiplies by  ``unscale`` = divisor / factor
+    the backward starts from  a micro-batch's summed loss · factor / valid tokens
+    collectives divide by     ``strategy.reduces.divisor``
+    those of experts by       ``strategy.reduces_experts.divisor``
+    clipping multiplies by    ``unscale`` = divisor / factor
 
 ``factor`` is the divisor itself, so that ``unscale`` is 1; in float16 it is the loss scale instead.
 Where experts are divided by fewer ranks than other parameters, their backward divides by the rest.
@@ -36,6 +37,8 @@ class StepScale(NamedTuple):
     """Factor on the mean loss over the valid tokens."""
     unscale: float
     """Factor on reduced gradients that makes them those of the mean loss."""
+    tokens: int
+    """Tokens in the global batch, with or without labels."""
 
 
 class GradientScale:
@@ -82,7 +85,7 @@ class GradientScale:
             loss_fn = self._build_loss(objective=objective)
         # Not ``factor / valid``, which multiplies by a rounded reciprocal.
         per_token = torch.div(torch.full_like(self._zero, factor), valid.clamp(min=1)).float()
-        return StepScale(loss_fn, per_token, factor, self._divisor / factor)
+        return StepScale(loss_fn, per_token, factor, self._divisor / factor, tokens)
 
 
 def loss_builder(config: Config, strategy: Strategy) -> Callable[..., LossFn]:

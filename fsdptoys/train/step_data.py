@@ -24,7 +24,8 @@ from fsdptoys.data.dataset import TokenDataset
 from fsdptoys.device import Device
 from fsdptoys.loss.objective import IGNORE_INDEX
 from fsdptoys.models import DecoderModel, attended_keys
-from fsdptoys.parallel import Strategy
+
+from .parallelize import Parallelized
 
 
 class StepInputs(NamedTuple):
@@ -46,15 +47,11 @@ class StepData:
 
     Args:
         config: of the run.
-        strategy: of the model.
-        model: as it was before it was wrapped; gets the id that ends documents, if documents are
-            kept apart.
-        numbers_samples: whether layers draw by the numbers of samples.
+        built: the model; it gets the id that ends documents, if documents are kept apart.
     """
 
-    def __init__(
-        self, config: Config, strategy: Strategy, model: DecoderModel, numbers_samples: bool
-    ) -> None:
+    def __init__(self, config: Config, built: Parallelized) -> None:
+        strategy = built.strategy
         train = config.train
         assert train.data_seed is not None, "the config must have been validated"
         axes, local = strategy.mesh_axes, strategy.local_data_ranks
@@ -63,7 +60,7 @@ class StepData:
         self.owns_token_count = place == stage == 0
         """Whether this rank counts the tokens of its sequences, which it may share with others."""
         self.dataset = config.data.build(train.seq_len, config.model.vocab_size, train.data_seed)
-        self.documents = build_document_counter(model, config, self.dataset)
+        self.documents = build_document_counter(built.model, config, self.dataset)
         self.batches = BatchStream(
             self.dataset.train,
             train.batch_size,
@@ -78,7 +75,7 @@ class StepData:
         self.global_tokens = self.batches.global_batch * train.seq_len
         """Tokens of a global batch, with or without labels."""
         self._device = strategy.world.device
-        self._numbers_samples = numbers_samples
+        self._numbers_samples = built.samples is not None
 
     def next_step(self) -> StepInputs:
         """Copy the micro-batches of the next step to the device, with what this rank counts in

@@ -9,11 +9,13 @@ steps; a counted step itself takes hardly longer.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
 from fsdptoys.device import AllocationCount, UncountableError, profiler_is_on
 from fsdptoys.memory import OptimizerStepper
+from fsdptoys.metrics import measure_memory
 from fsdptoys.parallel import Strategy
 from fsdptoys.profiler.live_bytes import state_tensors
 
@@ -83,6 +85,10 @@ class StepMemory:
         self.cost_seconds += time.perf_counter() - started
         self._counts += 1
         self._seconds_since, self.counted_step = 0.0, step
+
+    def measure(self) -> dict[str, Any]:
+        """Return the memory after a step as fields of ``StepMetrics``."""
+        return measure_memory(self._device) | {"memory_counted_step": self.counted_step}
 
     def is_due(self) -> bool:
         """Whether the next step is to be counted."""

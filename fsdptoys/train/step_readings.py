@@ -116,6 +116,13 @@ class StepReadings:
         """Whether the device has no step left to compute; asked without a wait. True on a CPU."""
         return not self._queue or self.newest.ended is None or bool(self.newest.ended.query())
 
+    def data_wait(self, seconds: float) -> float:
+        """Return how long the device has waited for data that took ``seconds``.
+
+        An accelerator that still computes earlier steps has not waited.
+        """
+        return seconds if self.is_idle else 0.0
+
     @property
     def pending(self) -> int:
         """Number of steps whose metrics are not made yet."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from fsdptoys.config.schema import Config
 from fsdptoys.data import eval_batches
 from fsdptoys.device import Device
-from fsdptoys.metrics import SpikeDetector, StepMetrics, measure_memory
+from fsdptoys.metrics import SpikeDetector, StepMetrics
 from fsdptoys.metrics.compilation import CompilationWatch
 from fsdptoys.optim import build_optimizer
 from fsdptoys.optim.config import build_schedule, set_schedule
@@ -42,7 +42,6 @@ from .step_data import StepData
 from .step_memory import StepMemory
 from .stop import Stop, Stopping, StopRequest, saves_after
 from .text_sample import continued
-from .tuning import show_samples
 
 
 class Trainer:
@@ -71,25 +70,21 @@ class Trainer:
 
         self.built = parallelize(config, self.world, param_init, stand_ins)
         self.strategy = self.built.strategy
-        scaler = (
-            LossScaler(config.loss_scale) if config.parallel.param_dtype.needs_loss_scale else None
-        )
+        scales = config.parallel.param_dtype.needs_loss_scale
+        scaler = LossScaler(config.loss_scale) if scales else None
         self.scale = GradientScale(config, self.strategy, scaler)
 
         names = self.built.matrix_names, self.built.block_names
         optimizer = build_optimizer(config.optim, self.strategy.trainable_parameters(), *names)
         self.strategy.attach(optimizer)
         elements = sum(self.built.parameter_sizes.values())
-        with explain_out_of_memory(
-            self.world.device, construction_context(config, self.world, elements)
-        ):
+        explain = construction_context(config, self.world, elements)
+        with explain_out_of_memory(self.world.device, explain):
             self.stepper = build_stepper(optimizer, self.strategy, config)
         self.optimizer = self.stepper.optimizer
         self.schedule = build_schedule(config.optim, self.optimizer, train.steps)
 
-        self.data = StepData(
-            config, self.strategy, self.built.model, self.built.samples is not None
-        )
+        self.data = StepData(config, self.built)
         self.steps_done = 0
         self.stopping = Stopping(train)
         self.skipped = SkippedSteps(scaler)
@@ -111,61 +106,58 @@ class Trainer:
         self._phase = "forward"
 
     def train_step(self, step: int) -> None:
-        """Take one optimizer step over a global batch, and begin to copy its numbers to the host
-        (``readings``)."""
-        strategy, stepper, routing = self.strategy, self.stepper, self.built.routing
+        """Take one optimizer step over a global batch; ``readings`` get its numbers."""
         enter = functools.partial(self._enter, step)
         stats = self.readings.begin(step)
 
-        # 1. The loss is the mean over valid tokens of all ranks and micro-batches: count them
-        # first.
+        # 1. The loss is the mean over valid tokens of all ranks and micro-batches.
         enter("data")
         inputs = self.data.next_step()
-        stats.host_values["data_wait_seconds"] = (
-            inputs.wait_seconds if self.readings.is_idle else 0.0
-        )
+        stats.host_values["data_wait_seconds"] = self.readings.data_wait(inputs.wait_seconds)
         dist.all_reduce(inputs.counts)
-
-        # 2. Forward and backward of each micro-batch; gradients add up.
         scale = self.scale.of(inputs.counts[0], len(inputs.microbatches), self.data.global_tokens)
-        if routing:
-            routing.begin_step(self.data.global_tokens, scale.factor)
-        show = functools.partial(show_samples, self.built.samples, inputs.samples)
-        loss_sum = forward_backward(strategy, routing, inputs, scale, show, enter)
 
-        # 3. Clip; agree on the loss, on whether to update, and on whether to stop: the step's one
-        # all-reduce.
+        # 2. Gradients of all micro-batches add up.
+        loss_sum = forward_backward(self.built, inputs, scale, enter)
+
+        # 3. Clip, and agree on the loss, on whether to update and on whether to stop.
         enter("optimizer")
         self.memory.label_gradients()
-        grad_norm = stepper.clip(
-            strategy, self.config.train.max_grad_norm or math.inf, scale.unscale
-        )
-        votes = self.world.device.upload(torch.tensor(self.stopping.votes(), dtype=loss_sum.dtype))
-        routing_sums, routing_counts = routing.end_step() if routing else ({}, {})
+        max_norm = self.config.train.max_grad_norm or math.inf
+        grad_norm = self.stepper.clip(self.strategy, max_norm, scale.unscale)
+        agreed, routing_counts = self._agree(loss_sum, grad_norm)
+        counts = NamedTensors.join({"inputs": inputs.counts, **routing_counts}, torch.int64)
+
+        # 4. Begin to read the numbers, and update.
+        stats.host_values["learning_rate"] = float(self.schedule.get_last_lr()[0])
+        stats.host_values["loss_scale"] = self.scale.loss_scale
+        self.readings.add(stats, agreed, grad_norm, counts)
+        self.stepper.step(self.readings.skip(stats, agreed, self.stepper.skips_on_device))
+        if self._evaluates_after(step):
+            self.stepper.finish()  # within the step, so that its time counts in the step time
+        set_schedule(self.schedule, step)
+        self.strategy.zero_grad(self.optimizer)
+        self.readings.end(stats)
+        self.memory.end_step(step, stats.seconds)
+        stats.host_values |= self.memory.measure()
+
+    def _agree(self, loss_sum: Tensor, grad_norm: Tensor) -> tuple[NamedTensors, dict[str, Tensor]]:
+        """Sum the numbers of a step over ranks, in the step's one all-reduce of floats.
+
+        Returns:
+            The sums by name (``StepStats.sums``), and the counts of experts, if there are any.
+        """
+        routing = self.built.routing
+        votes = torch.tensor(self.stopping.votes(), dtype=loss_sum.dtype)
         sums = {
             "loss": loss_sum,
             "not_finite": ~grad_norm.isfinite(),
-            "votes": votes,
-            **routing_sums,
+            "votes": self.world.device.upload(votes),
         }
-        agreed = NamedTensors.join(sums, loss_sum.dtype)
+        routing_sums, routing_counts = routing.end_step() if routing else ({}, {})
+        agreed = NamedTensors.join(sums | routing_sums, loss_sum.dtype)
         dist.all_reduce(agreed.flat)
-
-        # 4. Update, and begin to read the numbers.
-        stats.host_values["learning_rate"] = float(self.schedule.get_last_lr()[0])
-        stats.host_values["loss_scale"] = self.scale.loss_scale
-        counts = NamedTensors.join({"inputs": inputs.counts, **routing_counts}, torch.int64)
-        self.readings.add(stats, agreed, grad_norm, counts)
-        stepper.step(self.readings.skip(stats, agreed, stepper.skips_on_device))
-        if self._evaluates_after(step):
-            stepper.finish()  # within the step, so that its time counts in the step time
-        set_schedule(self.schedule, step)
-        strategy.zero_grad(self.optimizer)
-        self.readings.end(stats)
-        self.memory.end_step(step, stats.seconds)
-        stats.host_values |= measure_memory(self.world.device) | {
-            "memory_counted_step": self.memory.counted_step
-        }
+        return agreed, routing_counts
 
     def train(
         self,
