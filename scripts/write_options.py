@@ -20,6 +20,8 @@ from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import fsdptoys
 from fsdptoys.config.overrides import list_choices, list_defaults, schema_name
 from fsdptoys.config.schema import SCHEMAS, Config

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device.profile import Hardware, load_hardware
 from fsdptoys.errors import ConfigError

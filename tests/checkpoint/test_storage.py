@@ -108,7 +108,9 @@ def test_local_files_are_synced_unless_the_write_failed(
 
 PLANTED: dict[str, Callable[[Path, Path], object]] = {
     "link to a file": lambda planted, precious: planted.symlink_to(precious),
+    "link to nothing": lambda planted, precious: planted.symlink_to(precious.with_name("nothing")),
     "pipe": lambda planted, precious: os.mkfifo(planted),
+    "folder": lambda planted, precious: planted.mkdir(),
 }
 
 

@@ -327,6 +327,20 @@ def test_hccl_collectives_equal_gloo(mode: str) -> None:
     )
 
 
+def average() -> list[float]:
+    x = torch.tensor([1.0, 4.0], device="npu") * (1 + dist.get_rank())
+    dist.all_reduce(x, dist.ReduceOp.AVG)
+    half = torch.empty(1, device="npu")
+    dist.reduce_scatter_tensor(half, x, dist.ReduceOp.AVG)
+    return [*x.cpu().tolist(), *half.cpu().tolist()]
+
+
+@BOTH_MODES
+def test_average_is_the_sum_divided_by_the_world_size(mode: str) -> None:
+    """Oracle: arithmetic."""
+    assert run_npu_ranks(RANKS, average, mode=mode) == [[1.5, 6.0, 1.5], [1.5, 6.0, 6.0]]
+
+
 def sum_is_right(waits: bool) -> bool:
     x = torch.ones(1000, device="npu")
     work = dist.all_reduce(x, async_op=True)
