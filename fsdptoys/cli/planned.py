@@ -31,7 +31,7 @@ MEASURED_MARGIN = 0.02  # growth of reserved memory after the two steps of a pre
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Return the memory of each device for a run."""
+    """Memory of each device for a run."""
 
     hardware: Hardware
     available_bytes: float

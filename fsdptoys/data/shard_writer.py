@@ -148,8 +148,8 @@ class ShardsWriter:
             shard.close()
         shards = tuple(shard.entry() for shard in self._shards)
         index = dataclasses.replace(index, left_out=self.progress.left_out, shards=shards)
-        (self.part / PROGRESS_FILE).unlink(missing_ok=True)
-        seal_folder(self.part, self.folder, layout.INDEX_FILE, index.to_json())
+        content = index.to_json()
+        seal_folder(self.part, self.folder, layout.INDEX_FILE, content, drop=[PROGRESS_FILE])
         return index
 
     def close(self) -> None:

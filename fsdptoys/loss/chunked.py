@@ -66,9 +66,8 @@ def auto_chunk_tokens(n_tokens: int, weight_VD: Tensor, sum_bytes: int) -> int:
     """Choose the number of tokens per chunk.
 
     - All tokens, if their logits take no more memory than the sum of the weight's gradients, which
-      only several chunks
-      need: V·D·4 bytes for a bf16 weight, so up to 2·D tokens. This is both the smallest and the
-          fastest.
+      only several chunks need: V·D·4 bytes for a bf16 weight, so up to 2·D tokens. This is both the
+      smallest and the fastest.
     - Otherwise logits of 256 MiB, and at least 2048 tokens, on an accelerator; 32 MiB and 512 on a
       CPU. Each chunk reads and writes the sum once; with 2048 tokens, 1 byte per 1536 operations.
     - Chunks of nearly equal size, in multiples of 32.

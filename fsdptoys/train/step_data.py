@@ -12,7 +12,7 @@ counts the attended keys.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ class StepInputs(NamedTuple):
     samples: Sequence[Tensor]
     """Numbers of each micro-batch's samples, where layers draw by them: int64 (B,)."""
     wait_seconds: float = 0.0
-    """Time until the batches were there."""
+    """Time that the device has waited for the batches."""
 
 
 class StepData:
@@ -77,13 +77,13 @@ class StepData:
         self._device = strategy.world.device
         self._numbers_samples = built.samples is not None
 
-    def next_step(self) -> StepInputs:
+    def next_step(self, wait_of: Callable[[float], float]) -> StepInputs:
         """Copy the micro-batches of the next step to the device, with what this rank counts in
         them."""
         started = time.perf_counter()
         numbers = self.batches.sample_numbers() if self._numbers_samples else []
         batches = self.batches.next_step()
-        wait_seconds = time.perf_counter() - started
+        wait_seconds = wait_of(time.perf_counter() - started)
         inputs = upload_inputs(
             batches, self.documents, self._device, self.dataset.answers_end, numbers
         )

@@ -112,15 +112,15 @@ class Trainer:
 
         # 1. The loss is the mean over valid tokens of all ranks and micro-batches.
         enter("data")
-        inputs = self.data.next_step()
-        stats.host_values["data_wait_seconds"] = self.readings.data_wait(inputs.wait_seconds)
+        inputs = self.data.next_step(self.readings.data_wait)
+        stats.host_values["data_wait_seconds"] = inputs.wait_seconds
         dist.all_reduce(inputs.counts)
         scale = self.scale.of(inputs.counts[0], len(inputs.microbatches), self.data.global_tokens)
 
         # 2. Gradients of all micro-batches add up.
         loss_sum = forward_backward(self.built, inputs, scale, enter)
 
-        # 3. Clip, and agree on the loss, on whether to update and on whether to stop.
+        # 3. Clip; agree in one all-reduce on the loss, on whether to update and whether to stop.
         enter("optimizer")
         self.memory.label_gradients()
         max_norm = self.config.train.max_grad_norm or math.inf
@@ -142,7 +142,7 @@ class Trainer:
         stats.host_values |= self.memory.measure()
 
     def _agree(self, loss_sum: Tensor, grad_norm: Tensor) -> tuple[NamedTensors, dict[str, Tensor]]:
-        """Sum the numbers of a step over ranks, in the step's one all-reduce of floats.
+        """Sum the numbers of a step over ranks.
 
         Returns:
             The sums by name (``StepStats.sums``), and the counts of experts, if there are any.

@@ -4,9 +4,8 @@ closed stream.
 A training run must not lose the steps since the last checkpoint for a failed print. So the raw
 descriptor below each stream's buffer drops failed writes and remembers the first reason. This
 covers ``print``, rich and its thread, warnings, logging, tracebacks, and the flush at the
-interpreter's exit, whose failure would change the exit status to
-120. Commands whose output is their result (``report``, ``plan``, ``--cfg job``) keep the exceptions
-     of stdout.
+interpreter's exit, whose failure would change the exit status to 120. Commands whose output is
+their result (``report``, ``plan``, ``--cfg job``) keep the exceptions of stdout.
 """
 
 import errno

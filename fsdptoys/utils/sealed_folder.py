@@ -13,7 +13,7 @@ import hashlib
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,14 +109,19 @@ def sums_from_json(tree: object) -> dict[str, FileSum]:
     return files
 
 
-def seal_folder(working: Path, folder: Path, manifest: str, content: str) -> None:
+def seal_folder(
+    working: Path, folder: Path, manifest: str, content: str, *, drop: Sequence[str] = ()
+) -> None:
     """Turn a filled working folder into ``folder``, beside it, with a manifest of this content.
 
-    After an OSError or a crash there is no ``folder``.
+    After an OSError or a crash there is no ``folder``. Files named in ``drop``, which only the
+    work needed, are removed once the manifest is there.
     """
     for file in working.iterdir():
         sync_to_disk(file)
     write_atomically(working / manifest, content, sync=True)
+    for name in drop:
+        (working / name).unlink(missing_ok=True)
     with suppress(OSError):  # some systems sync no folders
         sync_to_disk(working)
     working.rename(folder)

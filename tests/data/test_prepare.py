@@ -1,5 +1,6 @@
 """Preparing data: compared with the source documents and with other runs of the same request."""
 
+import errno
 import gzip
 import hashlib
 import os
@@ -139,6 +140,23 @@ def test_interrupted_preparation_ends_with_identical_bytes(tmp_path, after, chan
     assert after < 7 or changes or leave or resumed[0] > seen[-5], (
         "what was saved is not done again"
     )
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_failed_index_leaves_the_progress(tmp_path, monkeypatch):
+    """Oracle: the documents done, from which the same command continues."""
+    lines = write_lines(tmp_path / "a.jsonl", documents(300))
+    wanted = request(tmp_path / "out", lines, shard_tokens=3000)
+
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="No space left"):
+        patch.setattr("fsdptoys.utils.sealed_folder.write_atomically", fail)
+        prepare_folder(wanted)
+    resumed = []
+    prepare_folder(wanted, lambda advance: resumed.append(advance.documents))
+    assert resumed[0] >= 200 and (tmp_path / "out" / "index.json").exists()
 
 
 def test_pickled_tokenizer_encodes_special_tokens_as_text(tmp_path):

@@ -138,19 +138,20 @@ def _process(device_type: str, owner: int) -> _Process:
 
 def can_fork() -> bool:
     """Whether a fork of this process can trace: no driver, thread or engine of autograd survives
-    one.
+    one, and torch_npu would take the place of the fake device.
 
     Autograd starts its engine's threads, one for each type of device that is registered then, in
-    the first backward. The number of its nodes is private API of PyTorch, tested with torch 2.7 to
-    2.15.
+    the first backward. The number of nodes that this thread has made is private API of PyTorch,
+    tried with torch 2.13.
     """
     is_alone = (
         sys.platform == "linux"
         and threading.active_count() == 1
         and available_device_type() == "cpu"
+        and "torch_npu" not in sys.modules
     )
-    nodes: int = torch._C._autograd._get_sequence_nr()
-    return is_alone and nodes == 0
+    nodes = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    return is_alone and nodes is not None and nodes() == 0
 
 
 class _Fork:
