@@ -7,8 +7,9 @@ losses are functions of, and the trainer fills in the gradient by these sums bef
 both losses are linear in the sums once the global counts are known, so nothing else leaves the
 block.
 
-    load balancing (arXiv:2101.03961, arXiv:2501.11873):  E · Σ_e f_e · P_e, where f_e is the share of tokens sent to
-        expert e (their sum is K) and P_e the mean of its probability; no gradient flows through f
+    load balancing (arXiv:2101.03961, arXiv:2501.11873):  E · Σ_e f_e · P_e, where f_e is the share
+        of tokens sent to expert e (their sum is K) and P_e the mean of its probability; no gradient
+        flows through f
     z-loss (arXiv:2202.08906):                            mean of logsumexp(logits)²
 
 Not covered: capacity limits (no token is dropped), bias-based balancing. Experts may be split over

@@ -50,6 +50,7 @@ PATCH = Patch(
     lowest=(2, 7),
     below=(2, 10),
     effect="recomputed forwards do not disturb the order of backward prefetching",
-    beyond="not needed because torch {torch} keeps recomputed forwards out of the prefetch order itself",
+    beyond="not needed because torch {torch} keeps recomputed forwards out of the prefetch order "
+    "itself",
     install=_install,
 )

@@ -42,12 +42,13 @@ TESTS: dict[str, list[str]] = {
     "split layers": ["tests/parallel/test_pipeline_parallelism.py"],
     "layout mode": ["tests/parallel/test_layout_mode.py"],
     "adapters": ["tests/parallel/test_lora.py", "tests/parallel/test_nf4.py"],
-    "conversations": ["tests/data/test_chat.py"],
+    "conversations": ["tests/data/test_chat.py", "tests/data/test_prepared_chat.py"],
     "float8, 8-bit AdamW": ["tests/parallel/test_float8.py", "tests/optim/test_low_bit_adamw.py"],
     "configuration": ["tests/config", "tests/messages"],
     "models": ["tests/models"],
     "loss": ["tests/loss"],
     "memory switches": [
+        "tests/memory/test_activation_checkpointing.py",
         "tests/memory/test_activation_offload.py",
         "tests/memory/test_optimizer_in_backward.py",
     ],
@@ -57,7 +58,12 @@ TESTS: dict[str, list[str]] = {
         "tests/checkpoint/test_sharded_io_ranks.py",
     ],
     "compiler": ["tests/train/test_compile.py"],
-    "plans": ["tests/plan/test_tracer.py", "tests/plan/test_estimate.py", "tests/cli/test_plan.py"],
+    "plans": [
+        "tests/plan/test_tracer.py",
+        "tests/plan/test_estimate.py",
+        "tests/plan/test_tracing_process.py",
+        "tests/cli/test_plan.py",
+    ],
     "toys": [
         "tests/toys/test_fsdp.py",
         "tests/toys/test_ddp.py",

@@ -23,7 +23,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fsdptoys
-from fsdptoys.config.overrides import list_choices, list_defaults, schema_name
+from fsdptoys.config.choices import list_choices, list_defaults, schema_name
 from fsdptoys.config.schema import SCHEMAS, Config
 from fsdptoys.config.schema_docs import Declaration, collect_keys, read_classes
 from fsdptoys.report.setting_effects import BATCH, effect_of

@@ -34,6 +34,7 @@ SLOW = (
     "simulated_npu/test_fused_adamw",
     "real_allocations",
     "test_faults",
+    "test_kills",
     "toys/test_fsdp.py",
     "simulated_npu/test_patches",
 )

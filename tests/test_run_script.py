@@ -18,7 +18,8 @@ COPIED = ("run_fsdp.sh", "pyproject.toml", "constraints.txt")
 
 REPORTING_PACKAGE = """
 import json, os, sys
-print(json.dumps({"python": sys.executable, "file": __file__, "cwd": os.getcwd(), "arguments": sys.argv[1:]}))
+report = {"python": sys.executable, "file": __file__, "cwd": os.getcwd(), "arguments": sys.argv[1:]}
+print(json.dumps(report))
 """
 
 STUB = """#!/usr/bin/env bash
@@ -37,7 +38,8 @@ esac
 echo "$name $*" >>"$LOG"
 case "$1 $2" in
   "-m venv")
-    mkdir -p "$folder/bin" && cp "$here/$name" "$folder/bin/python" && echo missing torch >"$folder/bin/python.state"
+    mkdir -p "$folder/bin" && cp "$here/$name" "$folder/bin/python" &&
+      echo missing torch >"$folder/bin/python.state"
     [ "$3" != --system-site-packages ] || touch "$folder/bin/python.sees-torch"
     ;;
   "-m pip")

@@ -15,10 +15,9 @@ Shapes: O and I outer and inner width of a layer, R rank of its adapter.
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,12 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.models.layers import Linear
 from fsdptoys.models.lora import is_adapter
-from fsdptoys.models.nf4 import NAME, Codebook, is_packed, unpack
 from fsdptoys.utils.dtensor import local_bounds, local_tensor
-from fsdptoys.utils.sealed_folder import new_folder
 from fsdptoys.utils.text import one_line, short_text
 
-from .checksums import CHECKSUMS_FILE, verify_checksums
-from .safetensors_io import AGAIN, TensorFolder, read_json, write_tensors
+from .checksums import verify_checksums
+from .safetensors_io import AGAIN, TensorFolder, read_json
 
-ADAPTER_FOLDER = "adapter"
 STEM = "adapter_model"
 CONFIG_FILE = "adapter_config.json"
 PREFIX = "base_model.model."
@@ -62,7 +58,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class _Place:
+class AdapterLocation:
     """Where a folder holds the adapter of one of our layers."""
 
     module: str
@@ -106,7 +102,7 @@ class AdapterFolder:
                     f"{short_text(supported[0])} is read here; use an adapter trained with it"
                 )
         self._tensors = TensorFolder(self.path, STEM)
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, AdapterLocation] = {}
         self.ranks: dict[str, int] = {}
         """Our layer → rows of its A."""
         self.scales: dict[str, float] = {}
@@ -126,11 +122,13 @@ class AdapterFolder:
     def check(self, model: DecoderModel) -> None:
         """Check from the files' headers that every tensor belongs to a linear layer of a model on
         the meta device."""
-        sharing: dict[str, list[tuple[str, _Place]]] = {}
+        sharing: dict[str, list[tuple[str, AdapterLocation]]] = {}
         for name, module in model.layers.named_modules():
             if isinstance(module, Linear) and not is_adapter(f"{name}."):
                 layer = f"layers.{name}"
-                place = _place(model.config, layer, (module.out_features, module.in_features))
+                place = locate_adapter(
+                    model.config, layer, (module.out_features, module.in_features)
+                )
                 if (
                     place.module + THEIR_A in self._tensors.stored
                     or place.module + THEIR_B in self._tensors.stored
@@ -148,7 +146,7 @@ class AdapterFolder:
             )
             scale = self._scale(module_name.removeprefix(PREFIX), rank)
             for index, (layer, place) in enumerate(sorted(found, key=lambda each: each[1].rows)):
-                self._places[layer] = _Place(
+                self._places[layer] = AdapterLocation(
                     place.module,
                     place.rows,
                     place.inner,
@@ -309,128 +307,11 @@ class AdapterFolder:
         return float(value)
 
 
-def _place(config: ModelConfig, layer: str, shape: tuple[int, int]) -> _Place:
+def locate_adapter(config: ModelConfig, layer: str, shape: tuple[int, int]) -> AdapterLocation:
+    """Where a folder holds the adapter of a layer, if no other layer shares it."""
     (piece,) = config.hugging_face.pieces(f"{layer}.weight", shape)
     dim = -1 if piece.transposed else 0
     module = PREFIX + piece.tensor.removesuffix(".weight")
-    return _Place(
+    return AdapterLocation(
         module, piece.tensor_region[dim], shape[1], piece.tensor_shape[dim], sharing=1, index=0
     )
-
-
-def _shortest_names(modules: set[str], model: ModelConfig) -> list[str]:
-    """Endings of names that mean these modules and no other: PEFT adapts every module that ends
-    so."""
-    with torch.device("meta"):
-        layers = model.build().layers.named_modules()
-    shapes = {
-        f"layers.{name}": (each.out_features, each.in_features)
-        for name, each in layers
-        if type(each) is Linear
-    }
-    others = {
-        _place(model, layer, shape).module.removeprefix(PREFIX) for layer, shape in shapes.items()
-    } - modules
-
-    def name(module: str) -> str:
-        parts = module.split(".")
-        endings = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
-        return next(
-            end for end in endings if not any(f".{other}".endswith(f".{end}") for other in others)
-        )
-
-    return sorted({name(module) for module in modules})
-
-
-def merged(
-    params: Iterator[tuple[str, Tensor]], scale: float, kept: dict[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of the model alone, with adapters added to their layers' weights.
-
-    Args:
-        params: all parameters, as of ``Strategy.full_parameters``; a weight comes before its
-            adapter.
-        scale: alpha / rank.
-        kept: filled with the adapters, by name.
-    """
-    waiting: dict[str, Tensor] = {}
-    codebook = Codebook()
-    codebook.put(torch.device("cpu"))
-    for name, param in params:
-        if is_adapter(name):
-            kept[name] = param
-            layer = name.removesuffix(A).removesuffix(B)
-            if layer + A in kept and layer + B in kept:
-                weight = waiting.pop(layer)
-                yield f"{layer}.weight", weight.addmm(kept[layer + B], kept[layer + A], alpha=scale)
-        elif is_packed(name):
-            # Rounded as in the forward.
-            weight = unpack(param, codebook.pairs, param.dtype).float()
-            waiting[name.removesuffix(NAME)] = weight
-        elif name.endswith("_proj.weight") and name.startswith("layers."):
-            waiting[name.removesuffix(".weight")] = param
-        else:
-            yield name, param
-    for layer, weight in waiting.items():
-        yield f"{layer}.weight", weight
-
-
-def write_adapter(
-    folder: Path,
-    adapters: Mapping[str, Tensor],
-    model: ModelConfig,
-    *,
-    rank: int,
-    alpha: float,
-    dropout: float,
-) -> None:
-    """Write a folder that ``peft`` loads, atomically.
-
-    Args:
-        folder: to make.
-        adapters: A and B of every layer, by our names, in full.
-        model: the base.
-        rank: of every adapter.
-        alpha: their scale is alpha / rank.
-        dropout: recorded for a later training.
-
-    Raises:
-        ConfigError: if the folder is taken or cannot be written.
-    """
-    tensors: dict[str, Tensor] = {}
-    parts: dict[str, list[tuple[_Place, Tensor, Tensor]]] = {}
-    for name in adapters:
-        if name.endswith(A):
-            layer = name.removesuffix(A)
-            a_RI, b_OR = adapters[layer + A], adapters[layer + B]
-            place = _place(model, layer, (b_OR.shape[0], a_RI.shape[1]))
-            parts.setdefault(place.module, []).append((place, a_RI, b_OR))
-    ranks: dict[str, int] = {}
-    for module, found in parts.items():
-        blocks = []
-        for place, _, b_OR in found:
-            block = b_OR.new_zeros(place.total, b_OR.shape[1])
-            block[slice(*place.rows)] = b_OR
-            blocks.append(block)
-        tensors[module + THEIR_A] = torch.cat([a_RI for _, a_RI, _ in found])
-        tensors[module + THEIR_B] = torch.cat(blocks, dim=1)
-        ranks[module.removeprefix(PREFIX)] = rank * len(found)
-    wider = {module: wide for module, wide in ranks.items() if wide != rank}
-    config: dict[str, Any] = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": dropout,
-        "target_modules": _shortest_names(set(ranks), model),
-        "bias": "none",
-        "fan_in_fan_out": model.family == "gpt2",
-        # The same alpha / rank for every layer.
-        "rank_pattern": wider,
-        "alpha_pattern": {module: alpha * wide / rank for module, wide in wider.items()},
-        "base_model_name_or_path": model.init_from,
-        "inference_mode": True,
-    }
-    with new_folder(folder, CHECKSUMS_FILE) as temporary:
-        (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        write_tensors(temporary, STEM, tensors.items())

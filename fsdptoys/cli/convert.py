@@ -21,8 +21,8 @@ from fsdptoys.checkpoint import (
     verify_checksums,
     write_hugging_face,
 )
+from fsdptoys.config.choices import list_choices, schema_name
 from fsdptoys.config.compose import compose_presets
-from fsdptoys.config.overrides import list_choices, schema_name
 from fsdptoys.data.tokenizer import find_token_ids, read_tokenizer_files
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig

@@ -5,7 +5,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from fsdptoys.config.overrides import list_choices, list_defaults, schema_name
+from fsdptoys.config.choices import list_choices, list_defaults, schema_name
 from fsdptoys.config.schema_docs import Declaration, ancestors, collect_keys, read_classes
 from fsdptoys.utils.foreign import parse_yaml
 

@@ -103,7 +103,9 @@ def _explain_missing_command(word: str, later: list[str]) -> str:
     if option is None and not equals and (near := near_miss(word, command_names())):
         return f"{word} is not a command; did you mean fsdptoys {near}?"
     check_current_folder()
-    from fsdptoys.config.overrides import explain_file, find_fix, list_choices, without_dashes
+    from fsdptoys.config.choices import explain_file, list_choices
+    from fsdptoys.config.fixes import find_fix
+    from fsdptoys.config.overrides import without_dashes
 
     if option is None and not equals and (file := explain_file(word, command="fsdptoys train ")):
         return f"{word} is a file and not a command; {file}"

@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from fsdptoys.config.choices import list_choices
 from fsdptoys.config.compose import compose_presets
-from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
 from fsdptoys.utils.text import suggestion

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdptoys.config.choices import list_choices
 from fsdptoys.config.compose import compose_config, compose_presets
-from fsdptoys.config.overrides import list_choices
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
 from fsdptoys.device.free_memory import least_free_bytes
@@ -156,8 +156,9 @@ def fastest_switches(
 ) -> list[str]:
     """Return the overrides of :func:`choose_switches` for devices with the given memory."""
     from fsdptoys.plan.estimate.estimate import fast_estimate
+    from fsdptoys.plan.search.combinations import SENSIBLE
     from fsdptoys.plan.search.search import search
-    from fsdptoys.plan.search.switches import SENSIBLE, check_strategy
+    from fsdptoys.plan.search.switches import check_strategy
 
     started = time.perf_counter()
     strategy_values: dict[str, Any] = {

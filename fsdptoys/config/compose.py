@@ -25,17 +25,10 @@ from fsdptoys.parallel.capabilities import CAPABILITIES
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.utils.bounds import check_home, check_text
 
+from .choices import list_choices, list_defaults, schema_name
 from .launch_config import LaunchConfig
 from .option_values import SWITCHED_CHOICES, read_value
-from .overrides import (
-    check_groups,
-    check_names,
-    check_values,
-    list_choices,
-    list_defaults,
-    parse_overrides,
-    schema_name,
-)
+from .overrides import check_groups, check_names, check_values, parse_overrides
 from .schema import ROOT_OPTIONS, SCHEMAS, Config
 from .train_config import TrainConfig
 

@@ -18,11 +18,11 @@ from fsdptoys.metrics import MetricsConfig
 from fsdptoys.models import MODELS, ModelConfig
 from fsdptoys.optim import OPTIMIZERS, OptimConfig
 from fsdptoys.parallel import STRATEGIES, ParallelConfig
+from fsdptoys.parallel.config import ReducingConfig
 from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.expert_parallel import check_experts
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.parallel.precision import SumDType
-from fsdptoys.parallel.strategy import ReducingConfig
 from fsdptoys.patches import check_patches
 from fsdptoys.tune import TUNINGS, TuneConfig
 from fsdptoys.utils.options import check_declared, default_of, refuse_unused

@@ -21,8 +21,9 @@ from .chat_rows import ANSWERS, BadRowError, ChatRow, with_parsed_arguments
 from .tokenizer_settings import TemplateSource, read_template_file, read_templates, read_tokens
 
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BUILT_IN = {"chatml": CHATML}
 STAND_IN = "\ufdd4answer\ufdd4"  # in place of an answer, to find what closes it

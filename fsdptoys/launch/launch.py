@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdptoys.config.choices import list_defaults
 from fsdptoys.config.compose import Composition, compose, read_launch
 from fsdptoys.config.launch_config import DeviceChoice, LaunchConfig
-from fsdptoys.config.overrides import list_defaults
 from fsdptoys.config.plan_config import PlanConfig
 from fsdptoys.config.schema import Config
 from fsdptoys.device import available_device_type

@@ -162,10 +162,8 @@ def compilation_line(compilation: Compilations) -> str:
         line += f" ({len(again)} recompilation{last} in {again[-1].phase}: {again[-1].reason})"
     line += f", {counted(breaks, 'graph break')}"
     if breaks:
-        line += (
-            " "
-            f"({max(compilation.graph_breaks, key=lambda reason: compilation.graph_breaks[reason])})"
-        )
+        reasons = compilation.graph_breaks
+        line += f" ({max(reasons, key=lambda reason: reasons[reason])})"
     if given_up:
         line += (
             f"; reached the recompilation limit {counted(given_up, 'time')}, and continued in "

@@ -41,7 +41,9 @@ RUN_FILES = {
     TENSORBOARD_FOLDER: (
         "metrics of each step for TensorBoard (`tensorboard --logdir` with this folder or a parent)"
     ),
-    WANDB_FOLDER: "files of Weights & Biases; `wandb sync` with an `offline-run-…` folder uploads that run",
+    WANDB_FOLDER: (
+        "files of Weights & Biases; `wandb sync` with an `offline-run-…` folder uploads that run"
+    ),
     RESULT_FILE: "all numbers of this page as JSON",
     SUMMARY_FILE: "this page",
 }

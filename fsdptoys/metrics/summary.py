@@ -244,8 +244,9 @@ def _code(text: str) -> str:
 ROUTING_DEFINITIONS = (
     (
         "Load-balancing loss: E · Σ f·P over the E experts of a layer, where f is the fraction of "
-        "tokens routed to an expert and P the mean of its probability; mean over the layers, without "
-        "its coefficient. Perfect balance gives K, the number of experts per token (`model.top_k`)."
+        "tokens routed to an expert and P the mean of its probability; mean over the "
+        "layers, without its coefficient. Perfect balance gives K, the number of experts per token "
+        "(`model.top_k`)."
     ),
     (
         "Router z-loss: mean of logsumexp(router logits)² over tokens and layers, without its "
@@ -253,7 +254,8 @@ ROUTING_DEFINITIONS = (
     ),
     (
         "Router entropy: entropy of the experts' shares of the tokens, divided by that of equal "
-        "shares; mean over the layers. 1 is perfect balance; 0 means that one expert gets all tokens."
+        "shares; mean over the layers. 1 is perfect balance; 0 means that one expert gets all "
+        "tokens."
     ),
     "Busiest expert: its tokens divided by the mean of its layer; maximum over the layers.",
     "Idlest expert: its tokens divided by the mean of its layer; minimum over the layers.",
@@ -308,8 +310,9 @@ def definitions(
     warmups = " or ".join(map(str, sorted({run.warmup_steps for run in runs}))) or 0
     return (
         (
-            "Loss: mean over the valid tokens of the global batch, before the optimizer step, of the "
-            "training objective: cross entropy in nats, with label smoothing and z-loss if enabled."
+            "Loss: mean over the valid tokens of the global batch, before the optimizer step, of "
+            "the training objective: cross entropy in nats, with label smoothing and z-loss if "
+            "enabled."
         ),
         (
             "Held-out loss: mean cross entropy over tokens excluded from training, after the "
@@ -322,7 +325,8 @@ def definitions(
         (
             "Step time: wall time of a step on rank 0, without evaluation. Deferred optimizer "
             "updates (`memory.offload_schedule=lazy`, `memory.cpu_offload_executor=overlapped`) "
-            "count in the step whose forward waits for them; before an evaluation, in their own step."
+            "count in the step whose forward waits for them; before an evaluation, in their own "
+            "step."
         ),
         (
             f"Medians (with 10th and 90th percentile) exclude the first {warmups} steps of each "
@@ -330,7 +334,8 @@ def definitions(
         ),
         (
             "Waiting for data: time that rank 0 waited for its batches, as a fraction of the step "
-            "time, over the same steps. Waits of other ranks show up as time in collectives instead."
+            "time, over the same steps. Waits of other ranks show up as time in collectives "
+            "instead."
         ),
         (
             "tokens/s: valid tokens of all ranks divided by the step time; with `data=chat`, where "

@@ -78,7 +78,9 @@ class FusedAdamW(AdamW):
         """Update local tensors with a group's hyperparameters."""
         beta1, beta2 = group["betas"]
         adamw(
-            params, grads, averages, squares, [], steps, fused=group["fused"], foreach=group["foreach"],
-            grad_scale=self.grad_scale, found_inf=self.found_inf, amsgrad=False, beta1=beta1, beta2=beta2,
+            params, grads, averages, squares, [], steps,
+            fused=group["fused"], foreach=group["foreach"],
+            grad_scale=self.grad_scale, found_inf=self.found_inf,
+            amsgrad=False, beta1=beta1, beta2=beta2,
             lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
         )  # fmt: skip

@@ -119,8 +119,8 @@ class LowBitAdamW(MatrixOptimizer):
                     stop = min(start + ELEMENTS_AT_A_TIME, flat.numel())
                     moments = [self._moment(kept, name, start, stop, block) for name in MOMENTS]
                     update(
-                        flat[start:stop], grad[start:stop], state["step"], *moments, None, rate, *self.betas,
-                        group["weight_decay"], self.eps, True, False,
+                        flat[start:stop], grad[start:stop], state["step"], *moments, None,
+                        rate, *self.betas, group["weight_decay"], self.eps, True, False,
                     )  # fmt: skip
 
     def _moment(

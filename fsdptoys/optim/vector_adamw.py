@@ -75,7 +75,8 @@ class VectorUpdate:
         params, grads, averages, squares, steps = map(list, zip(*self._parts, strict=True))
         beta1, beta2 = group["betas"]
         adamw(
-            params, grads, averages, squares, [], steps, fused=True, amsgrad=False, beta1=beta1, beta2=beta2,
+            params, grads, averages, squares, [], steps,
+            fused=True, amsgrad=False, beta1=beta1, beta2=beta2,
             lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
         )  # fmt: skip
         for (param, _, *states), (param_copy, _, *state_copies) in self._padded:

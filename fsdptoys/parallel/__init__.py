@@ -4,6 +4,7 @@
 one line below, and one row in ``capabilities``.
 """
 
+from .config import ParallelConfig
 from .ddp import DDPConfig
 from .fsdp import FSDPConfig
 from .fsdp1 import FSDP1Config
@@ -11,7 +12,7 @@ from .fsdp2 import FSDP2Config
 from .init_weights import ParamInit, seeded
 from .single import SingleConfig
 from .state import full_tensors, host_copy
-from .strategy import ParallelConfig, Strategy, World
+from .strategy import Strategy, World
 from .toy_cp import ToyCPConfig
 from .toy_ddp import ToyDDPConfig, ToyZero1Config, ToyZero2Config
 from .toy_ep import ToyEPConfig

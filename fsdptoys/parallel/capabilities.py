@@ -54,7 +54,8 @@ class Capabilities:
 
     cpu_offload: bool = refuses(
         "memory.cpu_offload=true",
-        "memory.cpu_offload=true is not an option of {parallel}; set parallel=fsdp2 or memory.cpu_offload=false",
+        "memory.cpu_offload=true is not an option of {parallel}; set parallel=fsdp2 or "
+        "memory.cpu_offload=false",
     )
     overlapped_cpu_offload: bool = refuses(
         "memory.cpu_offload_executor=overlapped",
@@ -112,12 +113,14 @@ class Capabilities:
     """Frozen parameters can be packed, or kept in ``param_dtype``, beside float32 ones."""
     compiled_context: bool = refuses(
         "train.compile=true mesh.cp_size",
-        "train.compile=true would compile the exchanges of {parallel} with {mesh.cp_size}; set train.compile=false",
+        "train.compile=true would compile the exchanges of {parallel} with {mesh.cp_size}; set "
+        "train.compile=false",
         default=True,
     )
     compiled_experts: bool = refuses(
         "train.compile=true mesh.ep_size",
-        "train.compile=true would compile the exchanges of {parallel} with {mesh.ep_size}; set train.compile=false",
+        "train.compile=true would compile the exchanges of {parallel} with {mesh.ep_size}; set "
+        "train.compile=false",
         default=True,
     )
     ring_kernels: bool = refuses(
@@ -162,7 +165,8 @@ CAPABILITIES = {
         float8=True, float8_all_gather=True, layout_mode=True, muon=True, low_bit_states=True,
         packed_weights=MIXES_DTYPES),
     "toy_cp": Capabilities(
-        context_forms=(ContextForm.ulysses, ContextForm.ring), compiled_context=False, ring_kernels=False,
+        context_forms=(ContextForm.ulysses, ContextForm.ring),
+        compiled_context=False, ring_kernels=False,
         optimizer_offload=True, lazy_updates=True,
         float8=True, muon=True, low_bit_states=True, packed_weights=True),
     "toy_ddp": Capabilities(
@@ -175,8 +179,10 @@ CAPABILITIES = {
         shards_parameters=True, uses_dtensor=True,
         context_forms=FORMS, optimizer_offload=True, lazy_updates=True,
         float8=True, muon=True, low_bit_states=True),
-    "toy_zero1": Capabilities(context_forms=FORMS, lazy_updates=True, float8=True, packed_weights=True),
-    "toy_zero2": Capabilities(context_forms=FORMS, lazy_updates=True, float8=True, packed_weights=True),
+    "toy_zero1": Capabilities(
+        context_forms=FORMS, lazy_updates=True, float8=True, packed_weights=True),
+    "toy_zero2": Capabilities(
+        context_forms=FORMS, lazy_updates=True, float8=True, packed_weights=True),
     "toy_zero3": Capabilities(context_forms=FORMS, lazy_updates=True, float8=True),
 }
 """The word after ``parallel=`` → its row."""

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdptoys.utils.bounds import at_least
 from fsdptoys.utils.options import Effect, Stage, option
 
+from .config import ReducingConfig
 from .mesh import MeshConfig
 from .reduction import Sum
 from .single import UnshardedStrategy
-from .strategy import ReducingConfig
 
 
 class DDP(UnshardedStrategy):

@@ -19,8 +19,8 @@ from fsdptoys.utils.text import value_text
 from fsdptoys.utils.uncached import Uncached
 
 from .capabilities import TORCH as TORCH
+from .config import ReducingConfig
 from .mesh import MeshConfig
-from .strategy import ReducingConfig
 from .wrap import Unit, class_units, position_units, size_units, split_off_experts
 
 

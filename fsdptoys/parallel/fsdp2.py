@@ -28,8 +28,15 @@ from fsdptoys.utils.dtensor import full_tensor, is_dtensor, local_tensor, unwrap
 from fsdptoys.utils.options import Effect, option
 
 from .cpu_offload_cast import mirror_parameters
+from .device_mesh import (
+    build_pipe_groups,
+    build_sparse_mesh,
+    build_stage_mesh,
+    build_tensor_meshes,
+)
 from .expert_parallel import ExpertExchange, expert_placement, split_experts, sums_gradients
 from .fsdp import TORCH, FSDPConfig
+from .fsdp2_internals import gathering_stream, group_averages, keep_gradient_dtype
 from .gradient_norms import MapParts
 from .init_weights import ParamInit, init_buffers, materialize
 from .mesh import (
@@ -38,14 +45,10 @@ from .mesh import (
     REPLICATE_AXIS,
     SHARD_AXIS,
     TENSOR_AXIS,
-    Axes,
     MeshConfig,
-    build_pipe_groups,
-    build_sparse_mesh,
-    build_stage_mesh,
-    build_tensor_meshes,
 )
 from .pipeline import Pipeline, PipelinedModel, PipelineSchedule
+from .placement import placement
 from .precision import DType, ReduceDType
 from .reduction import Mean, Reduction, Sum
 from .state import State, unrounded
@@ -54,7 +57,7 @@ from .tensor_parallel import FeatureSplit, TensorExchange
 from .wrap import Unit, inside_out
 
 if TYPE_CHECKING:  # the command line composes configs without loading DTensor
-    from torch.distributed.tensor import Shard
+    pass
 
 
 class FSDP2(Strategy):
@@ -121,9 +124,8 @@ class FSDP2(Strategy):
         if self.pipeline is not None:
             self.pipeline.cut(model, seq_len)
         splits_experts = self.mesh_axes.ep > 1
-        has_experts = isinstance(
-            model.config, MoEConfig
-        )  # in some stage: all sum gradients, or average them
+        # In some stage: all sum gradients, or average them.
+        has_experts = isinstance(model.config, MoEConfig)
         if splits_experts or (self.features is not None and has_experts):
             self.sparse_mesh = build_sparse_mesh(
                 self.mesh_axes, self.world.device, self.world.timeout
@@ -375,76 +377,3 @@ class FSDP2Config(FSDPConfig):
                 f"torch 2.8 on (found {torch.__version__}); set mesh.fsdp_size=-1 or "
                 "parallel=fsdp1"
             )
-
-
-def placement(param: nn.Parameter, ranks: int) -> "Shard | None":
-    """The dim along which N ranks shard a parameter; None for FSDP2's default, the first.
-
-    Where the ranks do not divide a stack of experts (more ranks than experts never do), some would
-    hold padding, or nothing else. Other dims than the first must divide evenly; gathering them
-    costs a copy.
-    """
-    from torch.distributed.tensor import Shard
-
-    if param.ndim < 3 or param.shape[0] % ranks == 0:
-        return None
-    return next((Shard(dim) for dim in range(1, param.ndim) if param.shape[dim] % ranks == 0), None)
-
-
-def sharding(param: nn.Parameter, axes: Axes) -> tuple[int, int]:
-    """The dim along which FSDP2 shards a full parameter, and over how many ranks."""
-    if axes.ep > 1 and param.ndim == 3:
-        return expert_placement(param, axes.efsdp).dim, axes.efsdp
-    chosen = placement(param, axes.shard)
-    return chosen.dim if chosen is not None else 0, axes.shard
-
-
-def gathering_stream(module: nn.Module) -> Any:
-    """The stream on which FSDP2 reads a unit's shards for an all-gather in the forward; None where
-    it is not found.
-
-    PyTorch has no public way to it (private attribute, seen in torch 2.7 and 2.13). FSDP2 creates
-    it in the root's first forward, and makes it wait for the compute stream in the root's forward
-    only.
-    """
-    try:
-        return module._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream  # type: ignore[operator]
-    except AttributeError:
-        return None
-
-
-def keep_gradient_dtype(module: nn.Module) -> None:
-    """Let the backward of a micro-batch add the gradients of a tied weight in the dtype of its
-    forward.
-
-    From torch 2.15 on FSDP2 casts each of them to float32 before their sum if the gradients are not
-    reduced in this backward; other strategies, and FSDP2 where it reduces them, cast the sum.
-    Private API, tried with torch 2.15; older versions lack it and cast the sum.
-    """
-    for group in getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()):  # type: ignore[operator]
-        set_dtypes = getattr(group, "_set_unsharded_grad_dtypes", None)
-        if set_dtypes is None:
-            return
-
-        def set_as_if_reduced(
-            defer_upcast: bool, group: Any = group, set_dtypes: Callable[[bool], None] = set_dtypes
-        ) -> None:
-            reduces, group.reduce_grads = group.reduce_grads, True
-            try:
-                set_dtypes(defer_upcast)
-            finally:
-                group.reduce_grads = reduces
-
-        group._set_unsharded_grad_dtypes = set_as_if_reduced
-
-
-def group_averages(group: dist.ProcessGroup) -> bool:
-    """Whether a group's reduce-scatter with ``ReduceOp.AVG`` divides; gloo's silently sums in torch
-    2.7."""
-    if dist.get_backend(group) != "gloo":
-        return True
-    mean = torch.empty(1)
-    # Renamed in torch 2.13, where the old name warns.
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    reduce_scatter(mean, torch.ones(group.size()), op=dist.ReduceOp.AVG, group=group)
-    return mean.item() == 1.0

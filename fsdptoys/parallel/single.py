@@ -16,12 +16,13 @@ from fsdptoys.models import DecoderModel
 from fsdptoys.utils.bounds import at_least
 from fsdptoys.utils.options import Effect, option
 
+from .config import ParallelConfig
 from .float64_leaves import Float64Leaves
 from .init_weights import ParamInit, init_buffers, materialize
 from .mesh import MeshConfig
 from .precision import CastParameters, DType
 from .state import unrounded
-from .strategy import ParallelConfig, Strategy, UnitParams, World
+from .strategy import Strategy, UnitParams, World
 
 
 class UnshardedStrategy(Strategy):

@@ -6,10 +6,12 @@ and routers work on these (sequence parallelism, arXiv:2205.05198). A layer begi
 all-gather of tokens; then each rank computes H/N heads, or F/N channels of the hidden layer, and a
 reduce-scatter sums the N partial results (arXiv:1909.08053):
 
-    projection                    weight (out, in)    each rank has
-    q, k, v, gate, up             columns             out/N rows of the weight: all-gather before, none after
-    o, down                       rows                in/N columns: none before, reduce-scatter after; then the bias
-    embedding, head               vocabulary          V/N rows; the loss works on split logits (``loss.vocabulary``)
+    projection           weight (out, in)    each rank has
+    q, k, v, gate, up    columns             out/N rows of the weight: all-gather before, none after
+    o, down              rows                in/N columns: none before, reduce-scatter after; then
+                                             the bias
+    embedding, head      vocabulary          V/N rows; the loss works on split logits
+                                             (``loss.vocabulary``)
     norms, biases of rows, GPT-2's positions, routers: in full; each rank's tokens give a part of
     their gradient
 

@@ -25,9 +25,10 @@ from fsdptoys.models.grouped import Product
 from fsdptoys.models.moe import Experts
 from fsdptoys.toys.ep import apply_elsewhere
 
+from .device_mesh import named_mesh
 from .gradient_norms import MapParts
 from .init_weights import ParamInit
-from .mesh import EXPERT_AXIS, REPLICATE_AXIS, named_mesh
+from .mesh import EXPERT_AXIS, REPLICATE_AXIS
 from .state import State, unrounded
 from .strategy import World
 from .toy_ddp import ToyDDP, ToyDDPConfig

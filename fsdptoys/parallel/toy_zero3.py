@@ -16,11 +16,12 @@ from fsdptoys.toys.partition import Evenness
 from fsdptoys.toys.zero3 import Zero3
 from fsdptoys.utils.options import Effect, Stage, option
 
+from .config import ReducingConfig
 from .init_weights import ParamInit, init_buffers
 from .mesh import MeshConfig
 from .precision import DType
 from .single import unsharded_units
-from .strategy import ReducingConfig, Strategy, UnitParams
+from .strategy import Strategy, UnitParams
 from .toy_state import Holding, ShardedState
 
 

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdptoys.device import Device
 
 from .determinism import Deterministic
-from .mesh import MeshConfig, build_mesh
+from .device_mesh import build_mesh
+from .mesh import MeshConfig
 
 
 @dataclass(frozen=True)

@@ -124,12 +124,16 @@ def caveats(config: Config, hardware: Hardware, world_size: int) -> tuple[str, .
     sentences: dict[str, object] = {
         f"time beyond {VALIDATED_RANKS} ranks is not validated: stragglers, congestion and "
         "failures are not modeled, so the error has no upper bound": world_size > VALIDATED_RANKS,
-        f"{sharding}; the prediction assumes that each group starts at a node's first rank": sharding,
         (
-            f"plan.memory_gib={plan.memory_gib or 0:g} is over the {hardware.usable_bytes / GIB:.2f} "
-            f"GiB that {hardware.name} leaves the allocator"
+            f"{sharding}; the prediction assumes that each group starts at a node's first rank"
+        ): sharding,
+        (
+            f"plan.memory_gib={plan.memory_gib or 0:g} is over the "
+            f"{hardware.usable_bytes / GIB:.2f} GiB that {hardware.name} leaves the allocator"
         ): (plan.memory_gib or 0) * GIB > hardware.usable_bytes,
-        f"{profile} assumes {sizes}; set plan.memory_gib to the memory that your devices leave": sizes,
+        (
+            f"{profile} assumes {sizes}; set plan.memory_gib to the memory that your devices leave"
+        ): sizes,
         (
             f"{profile} assumes {rates}; "
             f"{TIME_BANDS.get(hardware.name, 'no published step was compared with its times')}; "
@@ -140,8 +144,8 @@ def caveats(config: Config, hardware: Hardware, world_size: int) -> tuple[str, .
             "measurements"
         ): (config.parallel.capabilities.flattens_parameters or config.memory.optimizer_offload),
         (
-            f"{profile} assumes attention by cuDNN, as torch from 2.11 on with CUDA 13 chooses, with "
-            "FlashAttention's scratch memory"
+            f"{profile} assumes attention by cuDNN, as torch from 2.11 on with CUDA 13 chooses, "
+            "with FlashAttention's scratch memory"
         ): cudnn,
         (
             "train.compile=true is predicted as eager with fused rotary positions and SwiGLU: an "
@@ -151,7 +155,9 @@ def caveats(config: Config, hardware: Hardware, world_size: int) -> tuple[str, .
             "train.deterministic=layout is predicted for experts as the default mode, without "
             "float64 tensors and the matmuls of single grains: a lower bound of memory and time"
         ): experts and config.train.deterministic.covers_layouts,
-        "document lengths are unknown: attention is assumed over full sequences": config.data.mask_documents,
+        (
+            "document lengths are unknown: attention is assumed over full sequences"
+        ): config.data.mask_documents,
         (
             f"train.float8={float8.value} is predicted as bfloat16 matmuls and gathers: an upper "
             "bound of time if the compiler fuses the casts, without the casts' scratch memory"
@@ -162,14 +168,16 @@ def caveats(config: Config, hardware: Hardware, world_size: int) -> tuple[str, .
         ): unmeasured,
         (
             f"optim.state_dtype={config.optim.low_bit_format} is assumed to update in two compiled "
-            "kernels, with the scratch memory of the compiler on a CPU: not measured on other devices"
+            "kernels, with the scratch memory of the compiler on a CPU: not measured on other "
+            "devices"
         ): config.optim.low_bit_format,
-        "experts are assumed to receive equal numbers of tokens: an idle or a busy one costs time": (
-            experts and config.mesh.ep_size == 1
-        ),
         (
-            f"this rank's experts are assumed to receive {plan.expert_imbalance:g} times the mean of "
-            "all ranks' tokens: loads depend on the router, and memory and time grow with the "
+            "experts are assumed to receive equal numbers of tokens: an idle or a busy one costs "
+            "time"
+        ): experts and config.mesh.ep_size == 1,
+        (
+            f"this rank's experts are assumed to receive {plan.expert_imbalance:g} times the mean "
+            "of all ranks' tokens: loads depend on the router, and memory and time grow with the "
             "busiest rank; set plan.expert_imbalance"
         ): config.mesh.ep_size > 1,
         (
@@ -181,8 +189,8 @@ def caveats(config: Config, hardware: Hardware, world_size: int) -> tuple[str, .
             and (config.memory.cpu_offload or config.memory.optimizer_offload)
         ),
         (
-            "plan.allocator=native is predicted without fragmentation of its segments: a lower bound "
-            "of reserved memory"
+            "plan.allocator=native is predicted without fragmentation of its segments: a lower "
+            "bound of reserved memory"
         ): (plan.allocator is AllocatorKind.native),
         (
             "train.deterministic=layout is predicted without its float64 tensors and matmuls of "

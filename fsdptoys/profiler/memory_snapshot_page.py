@@ -125,17 +125,18 @@ def render_snapshot(
             f"<style>{_STYLE}</style></head>",
             f"<body><h1>Device memory: {html.escape(title)}</h1>",
             (
-                f"<p>Live tensors: {size_text(now)} at the end, {size_text(peak)} at the peak of the "
-                f"history. Reserved by the allocator at the end: {size_text(reserved)}. Sizes are "
-                "requested sizes.</p>"
+                f"<p>Live tensors: {size_text(now)} at the end, {size_text(peak)} at the peak of "
+                f"the history. Reserved by the allocator at the end: {size_text(reserved)}. Sizes "
+                "are requested sizes.</p>"
             ),
             _image(timeline_picture(timeline)),
             f"<h2>Who held the memory at the peak</h2>{_holders_table(timeline, peak)}",
             "<h2>Who holds the memory at the end, from the outermost call inwards</h2>",
             _tree(own),
             f"<h2>Segments of the allocator at the end</h2><pre>{segments}</pre>",
-            f'<p>The same history, to zoom and point into: <a href="{html.escape(interactive_name)}">'
-            f"{html.escape(interactive_name)}</a> loads PyTorch's scripts over the network; or drop "
+            "<p>The same history, to zoom and point into: "
+            f'<a href="{html.escape(interactive_name)}">{html.escape(interactive_name)}</a> '
+            "loads PyTorch's scripts over the network; or drop "
             f"<code>{html.escape(pickle_name)}</code> on pytorch.org/memory_viz.</p>",
             "</body></html>",
             "",
@@ -207,7 +208,10 @@ def _holders_table(timeline: Timeline, peak: int) -> str:
     entries = []
     for holder in timeline.holders[:HOLDERS]:
         place, stack = _place(holder.frames), "\n".join(map(_frame, holder.frames)) or UNKNOWN
-        where = f"<details><summary>{html.escape(place)}</summary><pre>{html.escape(stack)}</pre></details>"
+        where = (
+            f"<details><summary>{html.escape(place)}</summary>"
+            f"<pre>{html.escape(stack)}</pre></details>"
+        )
         entries.append((holder.live_bytes, holder.tensors, where))
     if left_out := timeline.holders[HOLDERS:]:
         rest, tensors = (
@@ -216,7 +220,8 @@ def _holders_table(timeline: Timeline, peak: int) -> str:
         )
         entries.append((rest, tensors, f"{len(left_out):,} other stacks"))
     rows = "".join(
-        f"<tr><td>{size_text(size)}</td><td>{size / max(peak, 1):.1%}</td><td>{tensors:,}</td><td>{where}</td></tr>"
+        f"<tr><td>{size_text(size)}</td><td>{size / max(peak, 1):.1%}</td><td>{tensors:,}</td>"
+        f"<td>{where}</td></tr>"
         for size, tensors, where in entries
     )
     return (
@@ -266,7 +271,8 @@ def _unfold(branch: Branch, least_bytes: int) -> str:
 
 _STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em}"
-    "table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left;vertical-align:top}"
+    "table{border-collapse:collapse}"
+    "td,th{padding:2px 12px 2px 0;text-align:left;vertical-align:top}"
     "pre{overflow:auto;font-size:12px}img{width:100%}details,div{margin-left:1.2em}"
     "td details{margin-left:0}summary{cursor:pointer}"
 )

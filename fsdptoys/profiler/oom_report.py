@@ -39,7 +39,8 @@ class OOMContext:
 
     step: int  # From 1; meaningless in the construction
     phase: str
-    """``construction``, with the expected bytes as ``live``, or ``forward``, ``backward``, ``optimizer``, …."""
+    """``construction``, with the expected bytes as ``live``, or ``forward``, ``backward``,
+    ``optimizer``, …."""
     rank: int
     live: LiveBytes
     switches: Switches

@@ -131,8 +131,8 @@ def draw_tradeoff(runs: Sequence[PlottedRun]) -> Picture | None:
         "Memory against time",
         [
             (
-                "Lower and further left is better; bars show the 10th to the 90th percentile of the "
-                "steps after warm-up."
+                "Lower and further left is better; bars show the 10th to the 90th percentile of "
+                "the steps after warm-up."
             ),
             f"Memory: {description}.",
             ""

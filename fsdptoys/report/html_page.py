@@ -97,7 +97,8 @@ def render_page(
         f'<li><a href="#{part.name}">{escape(part.heading)}</a></li>' for part in sections
     )
     body = "".join(
-        f'<section id="{part.name}" aria-labelledby="{part.name}-heading"><h2 id="{part.name}-heading">'
+        f'<section id="{part.name}" aria-labelledby="{part.name}-heading">'
+        f'<h2 id="{part.name}-heading">'
         f"{escape(part.heading)}</h2>{part.body}</section>"
         for part in sections
     )
@@ -108,17 +109,18 @@ def render_page(
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title><style>{style}</style></head><body>",
-            f'<header><div class="top"><div><h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p></div>'
+            f'<header><div class="top"><div><h1>{escape(title)}</h1>'
+            f'<p class="soft">{escape(subtitle)}</p></div>'
             '<button type="button" id="theme" hidden></button></div>'
             f'<nav aria-label="Parts of this page"><ul>{links}</ul></nav></header>',
             (
-                "<main><noscript><p class=note>Figures, sorting and filtering need JavaScript, which "
-                "is off; the PNG next to each figure's title shows the "
+                "<main><noscript><p class=note>Figures, sorting and filtering need JavaScript, "
+                "which is off; the PNG next to each figure's title shows the "
                 f"same.</p></noscript>{body}</main>"
             ),
             (
-                f"<footer>Written by fsdptoys {escape(fsdptoys.__version__)}. This file is complete: "
-                "it loads nothing.</footer>"
+                f"<footer>Written by fsdptoys {escape(fsdptoys.__version__)}. This file is "
+                "complete: it loads nothing.</footer>"
             ),
             f'<script type="application/json" id="figures">{embed_json(figures)}</script>',
             f"<script>{plotly_script()}</script>",

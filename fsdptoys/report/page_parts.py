@@ -91,9 +91,11 @@ def table(
     )
     field = (
         f'<p class="filter"><label for="{name}-filter">Filter rows</label> '
-        f'<input id="{name}-filter" type="search" data-table="{name}" autocomplete="off" spellcheck="false" '
-        f'aria-describedby="{name}-help"> <output for="{name}-filter">{len(rows)} of {len(rows)} rows</output> '
-        f'<span class="help" id="{name}-help">All words must occur in a row; a word with a minus before it must not.'
+        f'<input id="{name}-filter" type="search" data-table="{name}" autocomplete="off" '
+        f'spellcheck="false" aria-describedby="{name}-help"> '
+        f'<output for="{name}-filter">{len(rows)} of {len(rows)} rows</output> '
+        f'<span class="help" id="{name}-help">All words must occur in a row; a word with a minus '
+        "before it must not."
         "</span></p>"
         if filterable
         else ""
@@ -139,8 +141,10 @@ def figures_html(pictures: Sequence[Picture], folder: str) -> str:
     and caption."""
     return "".join(
         f'<figure id="{picture.name}"><h3>{escape(picture.title)} '
-        f'<a href="{escape(folder)}/{picture.name}.png" aria-label="PNG: {escape(picture.title)}">PNG</a></h3>'
-        f'<div class="plot" id="plot-{picture.name}" role="img" aria-label="{escape(picture.alt)}"></div><div></div>'
+        f'<a href="{escape(folder)}/{picture.name}.png" '
+        f'aria-label="PNG: {escape(picture.title)}">PNG</a></h3>'
+        f'<div class="plot" id="plot-{picture.name}" role="img" '
+        f'aria-label="{escape(picture.alt)}"></div><div></div>'
         f"<figcaption>{escape(picture.caption)}</figcaption></figure>"
         for picture in pictures
     )

@@ -20,7 +20,8 @@ class Record:
     """One configuration with its status and its recorded run."""
 
     name: str
-    """Unique in the collection: a job's number, or a run's folder, with parent folders if needed."""
+    """Unique in the collection: a job's number, or a run's folder, with parent folders if
+    needed."""
     path: Path  # The run directory; may be missing if a job failed early
     status: JobStatus
     run: RecordedRun | None  # None if nothing was written, or it cannot be read

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fsdptoys.config.overrides import list_choices
+from fsdptoys.config.choices import list_choices
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock, is_locked
 from fsdptoys.utils.regular_file import NotRegularFileError, read_regular

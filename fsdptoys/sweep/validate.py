@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import fsdptoys
+from fsdptoys.config.choices import list_choices
 from fsdptoys.config.compose import compose, compose_config
-from fsdptoys.config.overrides import list_choices
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError, UnusedKeyError
 from fsdptoys.launch.hardware import find_hardware

@@ -6,6 +6,5 @@ import torch
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Call ``callback`` once, when the running backward has reached all its leaves; PyTorch has no
-    public API."""
+    """Call ``callback`` when the running backward has reached all leaves; no public API does."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

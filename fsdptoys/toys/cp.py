@@ -1,33 +1,27 @@
-"""Context parallelism: every rank has a slice of each sequence, and only attention needs the
-others'.
+"""Context parallelism: each rank has a slice of every sequence; only attention needs the others'.
 
-Embedding, norms, projections, feed-forwards and loss work token by token: each of N ranks takes 1/N
-of the tokens, and keeps 1/N of the activations. A token's attention needs the keys and values of
-all tokens before it:
+All else works token by token: each of N ranks takes 1/N of the tokens, and keeps 1/N of the
+activations. A token's attention needs the keys and values of all tokens before it:
 
-    Ulysses   q k v of (H heads, T/N tokens) ── all-to-all ──→ (H/N heads, T tokens)   attend as on one rank
-                 result, (H heads, T/N tokens) ←── all-to-all ── (H/N heads, T tokens)
+    Ulysses   q k v, (H heads, T/N tokens) ── all-to-all ──→ (H/N heads, T tokens)
+              attend as on one rank
+              result, (H heads, T/N tokens) ←── all-to-all ── (H/N heads, T tokens)
 
-    ring      rank 0: q0 × kv0         rank 1: q1 × kv1         rank 2: q2 × kv2        K and V pass round,
-              rank 0: q0 × kv2  ───→   rank 1: q1 × kv0  ───→   rank 2: q2 × kv1        queries and results stay
+    ring      rank 0: q0 × kv0       rank 1: q1 × kv1       rank 2: q2 × kv2    K and V pass round,
+              rank 0: q0 × kv2 ───→  rank 1: q1 × kv0 ───→  rank 2: q2 × kv1    queries stay
 
-A rank of Ulysses sends (2·H + 2·G)·K·T/N·(N−1)/N numbers forward, with G key/value heads of width
-K; N must divide H. A rank of the ring sends 2·G·K·T/N·(N−1), takes any N, and computes while it
-sends. Its softmax is merged from blocks, by the log-sum-exp of each. These sums, and the gradients
-that pass round in the backward, are at least float32.
+A rank of Ulysses sends (2·H + 2·G)·K·T/N·(N−1)/N numbers forward; N must divide H. One of the ring
+sends 2·G·K·T/N·(N−1), while it computes. Blocks are merged by the log-sum-exp of their scores.
 
-Under a causal mask the last slice attends to everything and the first to itself, and all wait for
-the last. So the ring cuts 2·N chunks, and rank r has chunks r and 2·N−1−r: on every rank every turn
-is half a square of scores.
+Under a causal mask all would wait for the last slice, which attends to everything. So the ring cuts
+2·N chunks, and rank r has chunks r and 2·N−1−r: on every rank every turn is half a square.
 
-Labels are shifted before the cut, the loss is a sum over tokens divided by the number of labels on
-all ranks, and gradients are summed over all ranks, also over those with other sequences. Left out:
-padding, windows, masks of documents, fused kernels (a block's scores are whole in memory, (T/N)² a
-head). Sources: arXiv:2309.14509 (Ulysses), 2310.01889 (ring), 2311.09431 (balance, there by
-stripes), Megatron-LM (as here)
+Labels are shifted before the cut, the loss is a sum divided by the number of labels on all ranks,
+and gradients are summed over all ranks, also those with other sequences. Left out: padding,
+windows, masks of documents, fused kernels (a block's scores take (T/N)² numbers a head). Sources:
+arXiv:2309.14509 (Ulysses), 2310.01889 (ring), 2311.09431 (balance by stripes), Megatron-LM
 
-Shapes: B batch, T tokens of a slice, S keys of a block, H query heads, G key/value heads, R = H/G,
-K width of a head.
+Shapes: B batch, T own tokens, S keys of a block, H query heads, G key heads, R = H/G, K width.
 """
 
 import math
@@ -44,8 +38,7 @@ causal = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True
 
 
 def own_positions(length: int, ranks: int, rank: int, balanced: bool) -> Tensor:
-    """Return the positions of a rank's tokens: one slice, or the chunks ``rank`` and ``2 * ranks -
-    1 - rank``."""
+    """Return the positions of a rank's tokens: one slice, or two chunks to balance."""
     count = 2 * ranks if balanced else ranks
     if length % count:
         raise ValueError(f"sequences of {length} tokens cannot be cut into {count} equal chunks")
@@ -54,8 +47,7 @@ def own_positions(length: int, ranks: int, rank: int, balanced: bool) -> Tensor:
 
 
 class SwapDims(torch.autograd.Function):
-    """All-to-all: cut along one dim, a part for each rank, and join the received parts along
-    another."""
+    """Cut along one dim, send each rank a part, and join the received parts along another."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:
@@ -72,32 +64,25 @@ class SwapDims(torch.autograd.Function):
         return SwapDims.apply(grads[0], ctx.join, ctx.cut, ctx.group), None, None, None
 
 
-def ulysses_attention(
-    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, group: Any, attend: Any = causal
-) -> Tensor:
-    """Attention over sequences cut into one slice a rank; ``attend`` computes that of some
-    heads."""
-    if q_BHTK.shape[1] % group.size():
-        raise ValueError(f"{q_BHTK.shape[1]} heads cannot be shared by {group.size()} ranks")
-    # Copies of key heads, so that each rank has those of its query heads; autograd adds up the
-    # copies' gradients.
-    copies = math.lcm(k_BGTK.shape[1], group.size()) // k_BGTK.shape[1]
-    own_heads = (q_BHTK, *(x.repeat_interleave(copies, dim=1) for x in (k_BGTK, v_BGTK)))
-    q, k, v = (SwapDims.apply(x, 1, 2, group) for x in own_heads)
-    return SwapDims.apply(attend(q, k, v), 2, 1, group)
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: Any, attend: Any = causal) -> Tensor:
+    """Return attention, where q is (B, H, T, K), k and v are (B, G, T, K)."""
+    if q.shape[1] % group.size():
+        raise ValueError(f"{q.shape[1]} heads cannot be shared by {group.size()} ranks")
+    # Copy key heads, so that each rank has those of its query heads; autograd sums the gradients.
+    copies = math.lcm(k.shape[1], group.size()) // k.shape[1]
+    own_heads = (q, *(x.repeat_interleave(copies, dim=1) for x in (k, v)))
+    some_heads = (SwapDims.apply(x, 1, 2, group) for x in own_heads)
+    return SwapDims.apply(attend(*some_heads), 2, 1, group)
 
 
 def pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin to send a contiguous tensor to the next rank; the result waits for that of the previous
-    rank."""
+    """Begin to send a tensor to the next rank; the result waits for the previous rank's."""
     rank, ranks = group.rank(), group.size()
     received = torch.empty_like(tensor)
     after, before = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
-    sends = [
-        dist.P2POp(dist.isend, tensor, after, group),
-        dist.P2POp(dist.irecv, received, before, group),
-    ]
-    works = dist.batch_isend_irecv(sends) if ranks > 1 else []
+    send = dist.P2POp(dist.isend, tensor, after, group)
+    receive = dist.P2POp(dist.irecv, received, before, group)
+    works = dist.batch_isend_irecv([send, receive]) if ranks > 1 else []
 
     def wait() -> Tensor:
         for work in works:
@@ -118,35 +103,26 @@ def seen_parts(rank: int, source: int, length: int, balanced: bool) -> tuple[sli
 def block_scores(q_BGRTK: Tensor, k_BGSK: Tensor, causal: bool) -> Tensor:
     """Return scaled scores_BGRTS, -inf where a query is before the key."""
     scores = torch.einsum("bgrtk,bgsk->bgrts", q_BGRTK, k_BGSK) / math.sqrt(k_BGSK.shape[-1])
-    return (
+    if causal:
         scores.masked_fill_(torch.ones_like(scores[0, 0, 0]).triu_(1).bool(), -math.inf)
-        if causal
-        else scores
-    )
+    return scores
 
 
-def attend_block(
-    q_BGRTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool
-) -> tuple[Tensor, Tensor]:
+def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Return attention to the keys of one block, and the log-sum-exp of its scores."""
-    scores = block_scores(q_BGRTK, k_BGSK, causal)
+    scores = block_scores(q, k, causal)
     lse = scores.logsumexp(-1, keepdim=True)
-    return torch.einsum("bgrts,bgsk->bgrtk", (scores - lse).exp_(), v_BGSK), lse
+    return torch.einsum("bgrts,bgsk->bgrtk", (scores - lse).exp_(), v), lse
 
 
 def block_gradients(
     q: Tensor, grad: Tensor, lse: Tensor, delta: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients of q, and of k and v; ``lse`` and ``delta`` (of grad · result) are those of
-    all blocks."""
+    """Return gradients of q, and of k and v; ``delta`` is the sum of grad · result."""
     probs = (block_scores(q, k, causal) - lse).exp_()
     grad_v = torch.einsum("bgrts,bgrtk->bgsk", probs, grad)
-    grad_scores = (
-        torch.einsum("bgrtk,bgsk->bgrts", grad, v)
-        .sub_(delta)
-        .mul_(probs)
-        .div_(math.sqrt(k.shape[-1]))
-    )
+    grad_scores = torch.einsum("bgrtk,bgsk->bgrts", grad, v).sub_(delta).mul_(probs)
+    grad_scores.div_(math.sqrt(k.shape[-1]))
     grad_k = torch.einsum("bgrts,bgrtk->bgsk", grad_scores, q)
     return torch.einsum("bgrts,bgsk->bgrtk", grad_scores, k), torch.stack([grad_k, grad_v])
 
@@ -155,60 +131,46 @@ class RingAttention(torch.autograd.Function):
     """Causal attention to keys and values that pass round a group."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, group: Any, balanced: bool
-    ) -> Tensor:
-        """Merge attention to one rank's keys after the other."""
-        rank, ranks, wide = (
-            group.rank(),
-            group.size(),
-            torch.promote_types(q_BHTK.dtype, torch.float32),
-        )
-        q, kv = q_BHTK.unflatten(1, (k_BGTK.shape[1], -1)).to(wide), torch.stack([k_BGTK, v_BGTK])
-        out, lse = torch.zeros_like(q), torch.full_like(q[..., :1], -math.inf)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any, balanced: bool) -> Tensor:
+        """Merge attention to one rank's keys after the other; the next travel meanwhile."""
+        rank, ranks = group.rank(), group.size()
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q_BGRTK, kv = q.unflatten(1, (k.shape[1], -1)).to(wide), torch.stack([k, v])
+        out, lse = torch.zeros_like(q_BGRTK), torch.full_like(q_BGRTK[..., :1], -math.inf)
         for turn in range(ranks):
-            arrival = (
-                pass_on(kv, group) if turn < ranks - 1 else None
-            )  # travels while this block computes
-            queries, keys = seen_parts(rank, (rank - turn) % ranks, q.shape[3], balanced)
-            k, v = kv[..., keys, :].to(wide)
-            block_out, block_lse = attend_block(q[..., queries, :], k, v, causal=turn == 0)
+            arrival = pass_on(kv, group) if turn < ranks - 1 else None
+            queries, keys = seen_parts(rank, (rank - turn) % ranks, q.shape[2], balanced)
+            k_block, v_block = kv[..., keys, :].to(wide)
+            q_part = q_BGRTK[..., queries, :]
+            block_out, block_lse = attend_block(q_part, k_block, v_block, turn == 0)
             old_lse = lse[..., queries, :]
             new_lse = torch.logaddexp(old_lse, block_lse)
-            out[..., queries, :].mul_((old_lse - new_lse).exp_()).add_(
-                block_out.mul_((block_lse - new_lse).exp_())
-            )
+            out[..., queries, :] *= (old_lse - new_lse).exp_()
+            out[..., queries, :] += block_out.mul_((block_lse - new_lse).exp_())
             old_lse.copy_(new_lse)
             kv = kv if arrival is None else arrival()
-        result = out.flatten(1, 2).to(q_BHTK.dtype)
+        result = out.flatten(1, 2).to(q.dtype)
         ctx.group, ctx.balanced = group, balanced
-        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, result, lse)
+        ctx.save_for_backward(q, k, v, result, lse)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Pass K and V round again, and behind each block the sum of its gradients, one turn more
-        until it is home."""
+        """Pass K and V round, and behind each the sum of its gradients, until it is home."""
         q_BHTK, k_BGTK, v_BGTK, result, lse = ctx.saved_tensors
         group, rank, ranks, wide = ctx.group, ctx.group.rank(), ctx.group.size(), lse.dtype
-        q, out, grad = (
-            x.unflatten(1, (k_BGTK.shape[1], -1)).to(wide) for x in (q_BHTK, result, grads[0])
-        )
-        kv, grad_q, delta = (
-            torch.stack([k_BGTK, v_BGTK]),
-            torch.zeros_like(q),
-            (grad * out).sum(-1, keepdim=True),
-        )
+        kv, heads = torch.stack([k_BGTK, v_BGTK]), (k_BGTK.shape[1], -1)
+        q, out, grad = (x.unflatten(1, heads).to(wide) for x in (q_BHTK, result, grads[0]))
+        grad_q, delta = torch.zeros_like(q), (grad * out).sum(-1, keepdim=True)
         sum_arrival: Callable[[], Tensor] = partial(torch.zeros_like, kv, dtype=wide)
         for turn in range(ranks):
             arrival = pass_on(kv, group) if turn < ranks - 1 else None
             queries, keys = seen_parts(rank, (rank - turn) % ranks, q.shape[3], ctx.balanced)
-            own_q, own_grad, own_lse, own_delta = (
-                x[..., queries, :] for x in (q, grad, lse, delta)
-            )
-            k, v = kv[..., keys, :].to(wide)
+            q_part, grad_part = q[..., queries, :], grad[..., queries, :]
+            sums = lse[..., queries, :], delta[..., queries, :]
+            k_block, v_block = kv[..., keys, :].to(wide)
             block_q, block_kv = block_gradients(
-                own_q, own_grad, own_lse, own_delta, k, v, causal=turn == 0
+                q_part, grad_part, *sums, k_block, v_block, turn == 0
             )
             grad_q[..., queries, :] += block_q
             grad_kv = sum_arrival()
@@ -219,34 +181,24 @@ class RingAttention(torch.autograd.Function):
 
 
 class ContextParallel(nn.Module):
-    """A model that computes one part of each sequence; call ``sum_gradients`` after its backward.
-
-    Args:
-        module: called as ``module(tokens_BT, positions_T, attend)``, where ``attend`` replaces its
-            causal attention.
-        group: ranks that share a sequence.
-        kind: ``ring``, ``unbalanced_ring`` of one slice a rank, or ``ulysses``.
-    """
+    """A part of each sequence on every rank, by ``ring``, ``unbalanced_ring`` or ``ulysses``."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, kind: str = "ring") -> None:
         super().__init__()
-        self.module, self.group, self.balanced = module, group, kind == "ring"
-        ring: Any = lambda q, k, v: RingAttention.apply(q, k, v, group, self.balanced)  # noqa: E731
+        self.module, self.place = module, (group.size(), group.rank(), kind == "ring")
+        ring: Any = lambda q, k, v: RingAttention.apply(q, k, v, group, kind == "ring")  # noqa: E731
         self.attend = partial(ulysses_attention, group=group) if kind == "ulysses" else ring
 
     def cut(self, whole_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's tokens (or labels) and their positions."""
-        positions_T = own_positions(
-            whole_BT.shape[1], self.group.size(), self.group.rank(), self.balanced
-        )
-        return whole_BT[:, positions_T], positions_T
+        own_T = own_positions(whole_BT.shape[1], *self.place)
+        return whole_BT[:, own_T], own_T
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Call the module on this rank's part of whole sequences."""
         return self.module(*self.cut(tokens_BT), self.attend)
 
     def sum_gradients(self) -> None:
-        """Sum the gradients over all ranks, one all-reduce a parameter; :mod:`.ddp` sends buckets
-        of them."""
+        """Sum the gradients over all ranks, one by one (:mod:`.ddp` sends buckets)."""
         for param in self.parameters():
             dist.all_reduce(param.grad)

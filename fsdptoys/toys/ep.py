@@ -1,16 +1,14 @@
-"""Expert parallelism: each of n ranks has 1/n of the experts, and tokens travel to those that they
-are routed to.
+"""Expert parallelism: each of n ranks has 1/n of the experts, and tokens travel to their experts.
 
 Experts are most of a model's parameters, and a token uses K of E. FSDP gathers all of them on every
 rank. Here they stay, and rows of activations move, twice in the forward and twice in the backward:
 
-    rank 0   tokens ─ route, sort by expert ─┐                ┌─ experts 0 1 ─┐                ┌─ unsort, weight, sum
-    rank 1   tokens ─ route, sort by expert ─┴── all-to-all ──┴─ experts 2 3 ─┴── all-to-all ──┴─ unsort, weight, sum
+    rank 0   route, sort by expert ─┐                ┌─ experts 0 1 ─┐                ┌─ unsort, sum
+    rank 1   route, sort by expert ─┴── all-to-all ──┴─ experts 2 3 ─┴── all-to-all ──┴─ unsort, sum
 
 How many rows go where differs from layer to layer and step to step, so E counts travel first, which
 the host reads to allocate the rows: one device sync a layer. No token is dropped and nothing is
-padded. A rank with popular experts has more work and more memory than the others, and all wait for
-it: that is why routers are balanced.
+padded. All wait for a rank with popular experts: that is why routers are balanced.
 
 A rank that receives no rows still takes part: its experts multiply empty matrices, so that its
 backward joins the all-to-alls of the others, and its experts' gradients are zeros rather than None.
@@ -22,14 +20,12 @@ divided by the number of labels on all ranks: averaging over both groups would m
 gradients n times too large.
 
 A rank keeps E/n experts, with gradients and optimizer states. For N tokens of width D it sends
-about 4·K·N·D·(n−1)/n numbers a layer and step if experts are equally popular, however large they
-are. Left out: capacity limits, losses that balance the router, overlap of rows and computation,
-grouped matmuls. Sources: arXiv:2006.16668 (GShard), arXiv:2211.15841 (MegaBlocks: without dropping
-tokens)
+about 4·K·N·D·(n−1)/n numbers a layer and step, however large the experts are. Left out: capacity
+limits, losses that balance the router, overlap of rows and computation, grouped matmuls. Sources:
+arXiv:2006.16668 (GShard), arXiv:2211.15841 (MegaBlocks: without dropping tokens)
 
 Shapes: N tokens of this rank, K experts of a token, D width, F width of an expert's hidden layer, E
-experts, L = E/n experts of this rank, P = N·K pairs of a token and an expert, R rows that this rank
-receives.
+experts, L = E/n experts of this rank, P = N·K pairs of a token and an expert, R received rows.
 """
 
 from collections.abc import Callable
@@ -46,11 +42,7 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 def make_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return this rank's group of ``size`` consecutive ranks that share all experts, and that with
-    its experts.
-
-    A collective of all ranks.
-    """
+    """Form groups of ``size`` ranks that share all experts; return this rank's and its experts'."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if ranks % size:
         raise ValueError(f"{ranks} ranks cannot form groups of {size}")
@@ -96,9 +88,8 @@ class Routes:
 def plan_routes(experts_NK: Tensor, local_experts: int, group: dist.ProcessGroup) -> Routes:
     """Exchange the counts of rows for each expert."""
     ranks = group.size()
-    counts = torch.bincount(experts_NK.flatten(), minlength=ranks * local_experts).view(
-        ranks, local_experts
-    )
+    counts = torch.bincount(experts_NK.flatten(), minlength=ranks * local_experts)
+    counts = counts.view(ranks, local_experts)
     coming = torch.empty_like(counts)
     dist.all_to_all_single(coming, counts, group=group)
     local = torch.arange(local_experts, device=counts.device).repeat(ranks)
@@ -117,8 +108,7 @@ def apply_elsewhere(
     group: dist.ProcessGroup,
     compute: Compute,
 ) -> Tensor:
-    """Send tokens to the ranks of their experts, which ``compute``; return the results of all
-    pairs, (N, K, D)."""
+    """Send tokens to their experts, which ``compute``; return results of all pairs, (N, K, D)."""
     routes = plan_routes(experts_NK, local_experts, group)
     sorted_PD = hidden_ND[routes.order_P // experts_NK.shape[1]]
     rows_RD = SendRows.apply(sorted_PD, routes.sent, routes.received, group)
@@ -138,9 +128,8 @@ class Experts(nn.Module):
     def __init__(self, gate_up_EHD: Tensor, down_EDF: Tensor, group: dist.ProcessGroup) -> None:
         super().__init__()
         if len(down_EDF) % group.size():
-            raise ValueError(
-                f"{len(down_EDF)} experts cannot be spread evenly over {group.size()} ranks"
-            )
+            experts, ranks = len(down_EDF), group.size()
+            raise ValueError(f"{experts} experts cannot be spread evenly over {ranks} ranks")
         self.group = group
         self.gate_up_LHD, self.down_LDF = (
             nn.Parameter(stack.detach().chunk(group.size())[group.rank()].clone())
@@ -149,20 +138,16 @@ class Experts(nn.Module):
 
     def forward(self, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, (N, D)."""
-        pairs_NKD = apply_elsewhere(
-            hidden_ND, experts_NK, len(self.down_LDF), self.group, self.compute
-        )
+        local = len(self.down_LDF)
+        pairs_NKD = apply_elsewhere(hidden_ND, experts_NK, local, self.group, self.compute)
         return (pairs_NKD * weights_NK.unsqueeze(-1)).sum(1)
 
     def compute(self, rows_RD: Tensor, local_R: Tensor) -> Tensor:
-        """Apply to each row its expert. Rows come sorted by rank, then by expert, and leave in the
-        same order."""
+        """Apply to each row its expert; rows are sorted by rank, then by expert."""
         order_R = local_R.argsort(stable=True)
         lengths = torch.bincount(local_R, minlength=len(self.down_LDF)).tolist()
         done = []
-        for expert, rows in enumerate(
-            rows_RD[order_R].split(lengths)
-        ):  # empty for some, but never left out
+        for expert, rows in enumerate(rows_RD[order_R].split(lengths)):  # also if there are none
             gate, up = F.linear(rows, self.gate_up_LHD[expert]).chunk(2, dim=-1)
             done.append(F.linear(F.silu(gate) * up, self.down_LDF[expert]))
         return torch.cat(done)[order_R.argsort()]
@@ -179,32 +164,23 @@ class MoE(nn.Module):
 
     def __init__(self, router_ED: Tensor, experts: Experts, top_k: int) -> None:
         super().__init__()
-        self.router_ED, self.experts, self.top_k = (
-            nn.Parameter(router_ED.detach().clone()),
-            experts,
-            top_k,
-        )
+        self.router_ED = nn.Parameter(router_ED.detach().clone())
+        self.experts, self.top_k = experts, top_k
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Send each token to the ``top_k`` experts with the largest probabilities, and weight by
-        these."""
+        """Send each token to the most probable experts, and weight by their probabilities."""
         hidden_ND = hidden.flatten(0, -2)
         probabilities_NE = F.linear(hidden_ND, self.router_ED).softmax(-1)
         weights_NK, experts_NK = probabilities_NE.topk(self.top_k, dim=-1)
-        return self.experts(
-            hidden_ND, experts_NK, weights_NK / weights_NK.sum(-1, keepdim=True)
-        ).view_as(hidden)
+        weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+        return self.experts(hidden_ND, experts_NK, weights_NK).view_as(hidden)
 
 
 @torch.no_grad()
 def sum_gradients(model: nn.Module, same_experts: dist.ProcessGroup) -> None:
     """Sum experts' gradients over the ranks with the same experts, all others over all ranks."""
-    spread = {
-        param
-        for module in model.modules()
-        if isinstance(module, Experts)
-        for param in module.parameters()
-    }
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    spread = {param for layer in layers for param in layer.parameters()}
     for param in model.parameters():
         assert param.grad is not None
         dist.all_reduce(param.grad, group=same_experts if param in spread else None)

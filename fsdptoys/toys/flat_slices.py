@@ -1,10 +1,10 @@
 """Flat slices: parameters cut evenly over ranks, whatever their shapes.
 
-    parameters   [    w3    ][  w2  ][      w1      ]░   in reverse order of the forward; ░: padding to a multiple of N
-    bucket       [───────────────────────────────────]   one flat buffer, which becomes the parameters' memory
-    slices       [     rank 0      |     rank 1      ]   1/N of every bucket
+    parameters   [    w3    ][  w2  ][      w1      ]░  in reverse order of the forward; ░: padding
+    bucket       [───────────────────────────────────]  one flat buffer, the parameters' memory
+    slices       [     rank 0      |     rank 1      ]  1/N of every bucket
     pieces       [    w3    ]
-                             [ w2a ]|[w2b][    w1    ]   a rank's slice, parameter by parameter
+                             [ w2a ]|[w2b][    w1    ]  a rank's slice, parameter by parameter
 
 An optimizer over a rank's pieces keeps states for 1/N of the elements. It must work element by
 element (SGD, Adam, AdamW, …), since a piece has neither its parameter's shape nor its other

@@ -2,7 +2,7 @@
 parameter.
 
     SGD      gradient + decay·w ──→ buffer = momentum·buffer + gradient ──→ w −= lr·buffer
-    AdamW    w ·= 1 − lr·decay;  mean and mean square of the gradients ──→ w −= lr·mean / (√square + eps)
+    AdamW    w ·= 1 − lr·decay;  mean, mean square of gradients ──→ w −= lr·mean / (√square + eps)
 
 Weight decay is part of SGD's gradient, and so of its momentum. AdamW decays the weight itself
 ("decoupled"), as a division by √square would otherwise undo the decay of weights with large

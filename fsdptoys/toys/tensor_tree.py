@@ -9,8 +9,7 @@ from torch import Tensor
 
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Replace tensors in nested dicts, lists, tuples and dataclasses; those without a change are
-    returned."""
+    """Replace tensors in nested dicts, lists, tuples and dataclasses; return these if unchanged."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):
@@ -25,14 +24,9 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if all(mapped[key] is value for key, value in children.items()):
         return tree
     if isinstance(tree, list | tuple):
-        return (
-            type(tree)(*mapped.values())
-            if hasattr(tree, "_fields")
-            else type(tree)(mapped.values())
-        )
-    made = copy.copy(
-        tree
-    )  # keeps the class of a dict, and fields that a dataclass's __init__ does not take
+        values = mapped.values()
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    made = copy.copy(tree)  # keeps a dict's class, and fields that no __init__ takes
     for key, value in mapped.items():
         if isinstance(tree, dict):
             made[key] = value

@@ -1,7 +1,7 @@
 """ZeRO-2: gradients are reduced to the rank that needs them, and no rank keeps them whole.
 
                  rank 0                             rank 1
-    backward     bucket of gradients ─ reduce-scatter ─ bucket of gradients     freed when it has arrived
+    backward     bucket of gradients ─ reduce-scatter ─ bucket of gradients     freed on arrival
                  slice 0 of their mean                  slice 1 of their mean   gradients: 1/N
     step         update slice 0                         update slice 1          states: 1/N
     publish      slices 0 and 1 ←──── all-gather ────→  slices 0 and 1

@@ -1,8 +1,8 @@
 """ZeRO-3: every tensor is whole on one rank, and on the others only while it is used.
 
-    rank 0 keeps   w1 w4          w1 ─┐ broadcast                          ┌ reduce → gradient of w1 at rank 0
-    rank 1 keeps   w2             w2 ─┼─────────→ w1 w2 w3 on all, forward │ reduce → gradient of w2 at rank 1
-    rank 2 keeps   w3             w3 ─┘           or backward, then freed ─┘ reduce → gradient of w3 at rank 2
+    rank 0 keeps  w1 w4    w1 ─┐ broadcast                            ┌ reduce → gradient of w1 at 0
+    rank 1 keeps  w2       w2 ─┼─────────→ w1 w2 w3 on all, forward   │ reduce → gradient of w2 at 1
+    rank 2 keeps  w3       w3 ─┘           or backward, then freed   ─┘ reduce → gradient of w3 at 2
 
 The model is cut into units: its blocks, and the rest. The tensors of a unit that one rank owns are
 a share, one flat buffer, so a unit takes at most N broadcasts. All shares are broadcast before the
@@ -47,8 +47,7 @@ Fill = Callable[[Tensor, str], None]
 
 
 class Share:
-    """One rank's tensors of a unit, in one buffer; on other ranks it has memory only while the unit
-    is gathered."""
+    """One rank's tensors of a unit, in one buffer; the other ranks free it between uses."""
 
     def __init__(
         self, owner: int, names: list[str], params: list[nn.Parameter], device: torch.device
@@ -151,9 +150,7 @@ class Zero3(nn.Module):
         names = {param: name for name, param in self.module.named_parameters()}
         within = {inner for block in blocks for inner in block.modules()}
         rest = [outer for outer in self.module.modules() if outer not in within]
-        of_rest = dict.fromkeys(
-            param for outer in rest for param in outer.parameters(recurse=False)
-        )
+        of_rest = dict.fromkeys(p for outer in rest for p in outer.parameters(recurse=False))
         parts = [list(of_rest), *(list(block.parameters()) for block in blocks)]
         units_of = Counter(itertools.chain(*parts))
         if shared := [name for param, name in names.items() if units_of[param] > 1]:
@@ -161,22 +158,15 @@ class Zero3(nn.Module):
                 f"two units have the parameter {shared[0]!r}; make one block of all that have "
                 "it, or none"
             )
-        owners = assign_owners(
-            [[param.numel() * param.element_size() for param in part] for part in parts],
-            self.ranks,
-            evenness,
-        )
+        sizes = [[param.nbytes for param in part] for part in parts]
+        owners = assign_owners(sizes, self.ranks, evenness)
         units = []
         for number, (part, ranks) in enumerate(zip(parts, owners, strict=True)):
             shares = []
-            for rank, dtype in dict.fromkeys(
-                (rank, param.dtype) for param, rank in zip(part, ranks, strict=True)
-            ):
-                mine = [
-                    p
-                    for p, owner in zip(part, ranks, strict=True)
-                    if owner == rank and p.dtype == dtype
-                ]
+            kinds = [(rank, param.dtype) for rank, param in zip(ranks, part, strict=True)]
+            for kind in dict.fromkeys(kinds):
+                mine = [param for param, own in zip(part, kinds, strict=True) if own == kind]
+                rank = kind[0]
                 share = Share(rank, [names[param] for param in mine], mine, device)
                 share.params = [self._install(share, slot, fill) for slot in range(len(mine))]
                 share.resize(rank == self.rank)
@@ -256,8 +246,7 @@ class Zero3(nn.Module):
 
     @torch.no_grad()
     def _take(self, param: Tensor) -> None:
-        """Move a gradient into its share's buffer; free the parameters and send the gradients of
-        finished units."""
+        """Move a gradient into its share's buffer; free and send what is finished."""
         unit, share, slot = self._places[param]  # type: ignore[index]
         assert param.grad is not None
         into = views_like(self._gradients_of(share), share.params)[slot]
@@ -275,8 +264,7 @@ class Zero3(nn.Module):
         return share.gradients
 
     def _send_next(self) -> None:
-        """Reduce a unit's gradients to their owners, in the fixed order from the last unit to the
-        first."""
+        """Reduce a unit's gradients to their owners, from the last unit to the first."""
         unit = self.units[self._next]
         self._next -= 1
         while len(self._in_flight) >= IN_FLIGHT:
@@ -284,9 +272,8 @@ class Zero3(nn.Module):
         works = []
         for share in unit.shares if unit.trainable else []:
             target = dist.get_global_rank(self.group, share.owner)
-            works.append(
-                dist.reduce(self._gradients_of(share), target, group=self.group, async_op=True)
-            )
+            gradients = self._gradients_of(share)
+            works.append(dist.reduce(gradients, target, group=self.group, async_op=True))
         self._in_flight.append((unit, works))
 
     def _receive(self) -> None:

@@ -50,16 +50,17 @@ MAX_RANKS_NAMED = 8
 """Maximum number of ranks that a message names."""
 
 LOST_PEER = re.compile(
-    r"closed by peer|reset by peer|broken pipe|socket closed|remote process exited|communicator was aborted"
-    r"|failed to recv, got 0 bytes|ncclRemoteError",
+    r"closed by peer|reset by peer|broken pipe|socket closed|remote process exited"
+    r"|communicator was aborted|failed to recv, got 0 bytes|ncclRemoteError",
     re.I,
 )
 """Errors of a collective that broke because another rank was gone."""
 
 TIMED_OUT = re.compile(
     # gloo; the rendezvous stores; NCCL and torch_npu, if they raise in Python at all; HCCL (EI0002)
-    r"timed out waiting \d+ ?ms|wait timeout|socket timeout|timed out after \d+ seconds waiting for clients"
-    r"|collective operation timeout|milliseconds before timing out|notify register times out",
+    r"timed out waiting \d+ ?ms|wait timeout|socket timeout"
+    r"|timed out after \d+ seconds waiting for clients|collective operation timeout"
+    r"|milliseconds before timing out|notify register times out",
     re.I,
 )
 """Errors of a collective that another rank did not join in time."""

@@ -9,7 +9,8 @@ the micro-batches, one more forward of each routes the full step first.
 
 Over the tokens of a step, padding included, and a layer's E experts:
 
-    load balancing  E · Σ_e f_e · P_e     f_e: tokens sent to expert e / tokens; P_e: mean probability of expert e
+    load balancing  E · Σ_e f_e · P_e     f_e: tokens sent to expert e / tokens;
+                                          P_e: mean probability of expert e
     z-loss          mean of logsumexp(logits)²
 
 Both are averaged over the MoE layers and weighted with ``model.router_aux_loss_coef`` and

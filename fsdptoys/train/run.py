@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdptoys.checkpoint import WEIGHTS_FOLDER, Checkpoint, Checkpointer, save_weights
-from fsdptoys.checkpoint.adapter_folder import ADAPTER_FOLDER, merged, write_adapter
+from fsdptoys.checkpoint.adapter_export import ADAPTER_FOLDER, merged, write_adapter
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import GivenUpError
 from fsdptoys.metrics import (
@@ -143,20 +143,19 @@ class Run:
         reason, sample = stop.reason, None
         if stop.signal or stop.gave_up:
             newest = self.checkpoints.last_step
-            reason += (
-                "; nothing is saved"
-                if newest is None
-                else f"; the newest checkpoint is that of step {newest}"
-            )
+            if newest is None:
+                reason += "; nothing is saved"
+            else:
+                reason += f"; the newest checkpoint is that of step {newest}"
             if stop.signal and newest is not None:
-                words = {"checkpoint.resume=auto": self.config.checkpoint.resumes,
-                         f"metrics.run_dir={self.run_dir}": self.config.metrics.run_dir is not None}  # fmt: skip
+                named = self.config.metrics.run_dir is not None
+                words = {
+                    "checkpoint.resume=auto": self.config.checkpoint.resumes,
+                    f"metrics.run_dir={self.run_dir}": named,
+                }
                 missing = " and ".join(word for word, typed in words.items() if not typed)
-                self._say(
-                    "the same command"
-                    + (f" with {missing}" if missing else "")
-                    + " continues the run"
-                )
+                added = f" with {missing}" if missing else ""
+                self._say(f"the same command{added} continues the run")
         try:
             if not (stop.signal or stop.gave_up):
                 if self.config.checkpoint.final_weights:
@@ -176,11 +175,9 @@ class Run:
                 "at the data of these steps, and to go back to an older checkpoint, move the "
                 "newer ones away"
             )
-        return (
-            None
-            if self._saved
-            else self._broadcast(self._problem) or "the last checkpoint was not saved"
-        )
+        if self._saved:
+            return None
+        return self._broadcast(self._problem) or "the last checkpoint was not saved"
 
     def _claim_run_dir(self) -> Path:
         """Choose and lock the run directory on rank 0, and broadcast it."""
@@ -339,19 +336,15 @@ class Run:
         facts = run_facts(self.config, self.world_size) | trainer.state_dict()
         facts["metrics"] = self._recorder.offsets() if self._recorder else {}
         tensors = trainer.strategy.state_tensors(trainer.optimizer)
-        prunes = (
-            stop is None or not stop.gave_up
-        )  # the cause may be older than the oldest checkpoint kept
+        # The cause may be older than the oldest checkpoint kept.
+        prunes = stop is None or not stop.gave_up
         self._saved = self.checkpoints.save(
             trainer.steps_done, tensors, facts, random_states(trainer.world.device), prunes
         )
         if self._saved:
             seconds = time.perf_counter() - started
-            how = (
-                "being written; training paused for"
-                if self.config.checkpoint.async_save
-                else "saved in"
-            )
+            paused = self.config.checkpoint.async_save
+            how = "being written; training paused for" if paused else "saved in"
             self._say(f"checkpoint of step {trainer.steps_done} {how} {seconds:.2f} s")
 
     def _save_weights(self) -> None:
@@ -361,9 +354,8 @@ class Run:
         if isinstance(tune, LoRAConfig):
             parameters = merged(parameters, tune.alpha / tune.rank, adapters)
         folder = self.run_dir / WEIGHTS_FOLDER
-        if (
-            self.rank == 0 and not folder.exists()
-        ):  # existing weights are current: no step was taken since
+        # Existing weights are current: no step was taken since.
+        if self.rank == 0 and not folder.exists():
             save_weights(folder, parameters)
             if isinstance(tune, LoRAConfig):
                 write_adapter(

@@ -1,15 +1,8 @@
-"""No kill, power loss or OSError at any operation loses a complete checkpoint or ends in a
-traceback."""
+"""No OSError at any operation loses a complete checkpoint or ends in a traceback."""
 
-import copy
 import errno
 import itertools
 import os
-import shutil
-import signal
-import tempfile
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +14,10 @@ from fsdptoys.checkpoint import checkpointer as keeper
 from fsdptoys.checkpoint import select as choice
 from fsdptoys.checkpoint.storage import LocalStorage, Storage, open_storage
 from fsdptoys.errors import ConfigError
-from tests.harness.disks import (
-    FaultyStorage,
-    LossyDisk,
-    PowerLoss,
-    ending_storage,
-    in_child,
-    kill_self,
-    refusing,
-)
+from tests.checkpoint.saves import KEEP, save
+from tests.harness.disks import FaultyStorage, refusing
+
+pytestmark = pytest.mark.usefixtures("without_retry_pauses")
 
 UNREADABLE = (errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE, errno.EINTR)
 """Errors that leave a folder's content unknown; the tests alternate between them."""
@@ -37,32 +25,8 @@ UNREADABLE = (errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE, errno.EINTR)
 READING = ("names", "exists", "size", "reading", "read")
 """Operations that may fail with a missing file; the others may fail with a full disk."""
 
-KEEP = 2
 
 numbers = itertools.count()
-
-
-@pytest.fixture(autouse=True)
-def without_retry_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry without pauses."""
-    monkeypatch.setattr(manifest, "RETRY_PAUSES_SECONDS", (0.0, 0.0))
-
-
-@pytest.fixture
-def memory_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory, where syncs are free; a killed process needs no syncs."""
-    memory = Path("/dev/shm")
-    place = memory if os.access(memory, os.W_OK) else tmp_path
-    with tempfile.TemporaryDirectory(dir=place) as folder:
-        yield Path(folder)
-
-
-def save(checkpoints: Checkpointer, step: int, value: float) -> bool:
-    tensors = {
-        "model.a": torch.full((3, 5), float(value)),
-        "optim.a.step": torch.tensor(float(value)),
-    }
-    return checkpoints.save(step, tensors, {"value": value}, {"own": value})
 
 
 def read(storage: Storage, path: str) -> bytes:
@@ -315,133 +279,3 @@ def test_full_disk_is_freed_of_expired_checkpoints(
             f"checkpoint of step 4 was not saved: No space left on device in {tmp_path}; the "
             "newest one is step-00000003; free space or set checkpoint.folder to another disk"
         ]
-
-
-def make_checkpoints(storage: Any, monkeypatch: pytest.MonkeyPatch) -> Checkpointer:
-    monkeypatch.setattr(keeper, "open_storage", lambda where: storage)
-    return Checkpointer(CheckpointConfig(every=1, keep=KEEP, resume="auto"), storage.where)
-
-
-def save_and_check(checkpoints: Checkpointer, step: int, value: float) -> None:
-    assert save(checkpoints, step, value)
-
-
-def newest(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> tuple[int, float] | None:
-    """Resume; return step and value of the checkpoint, whose parts must all come from one save."""
-    found = make_checkpoints(storage, monkeypatch).resume()
-    if found is None:
-        return None
-    tensors = {"model.a": torch.zeros(3, 5), "optim.a.step": torch.zeros(())}
-    found.load(tensors)
-    values = {*tensors["model.a"].flatten().tolist(), tensors["optim.a.step"].item()}
-    assert found.own_facts is not None
-    values |= {found.facts["value"], found.own_facts["own"]}
-    assert len(values) == 1
-    return found.step, values.pop()
-
-
-def after_crash(
-    storage: Storage, allowed: list[tuple[int, float] | None], monkeypatch: pytest.MonkeyPatch
-) -> tuple[int, float] | None:
-    """Return the newest checkpoint; check that saves succeed after the crash and that no leftovers
-    of it remain."""
-    found = newest(storage, monkeypatch)
-    assert found in allowed
-    checkpoints = make_checkpoints(storage, monkeypatch)
-    checkpoints.resume()
-    step = 1 + (found[0] if found else 0)
-    assert save(checkpoints, step, -1.0) and save(checkpoints, step + 1, -2.0)
-    assert newest(storage, monkeypatch) == (step + 1, -2.0)
-    names = [name for name in storage.names() if not name.endswith(".replaced-1")]
-    assert names == ["latest", f"step-{step:08d}", f"step-{step + 1:08d}"]
-    return found
-
-
-# Earlier saves as (step, value), the save during the crash, and the possible checkpoints
-# afterwards.
-CASES: dict[
-    str, tuple[list[tuple[int, float]], tuple[int, float], list[tuple[int, float] | None]]
-] = {
-    "the first": ([], (1, 1.0), [None, (1, 1.0)]),
-    "one that deletes another": ([(1, 1.0), (2, 2.0)], (3, 3.0), [(2, 2.0), (3, 3.0)]),
-    "one that replaces another": ([(1, 1.0), (2, 2.0)], (2, 9.0), [(2, 2.0), (2, 9.0)]),
-}
-
-
-@pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("case", CASES)
-def test_kill_at_any_operation_preserves_the_newest_checkpoint(
-    case: str, memory_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: the saved values; a forked process sends itself SIGKILL within each of its
-    operations."""
-    before, saving, allowed = CASES[case]
-    start = memory_folder / "start"
-    start.mkdir()
-    for step, value in before:
-        assert save(make_checkpoints(LocalStorage(str(start)), monkeypatch), step, value)
-    outcomes = []
-    for moment in itertools.count():
-        place = memory_folder / str(moment)
-        shutil.copytree(start, place)
-        checkpoints = make_checkpoints(
-            ending_storage(LocalStorage(str(place)), moment, kill_self), monkeypatch
-        )
-        code = in_child(save_and_check, checkpoints, *saving)
-        assert code in (0, -signal.SIGKILL)
-        outcomes.append(after_crash(LocalStorage(str(place)), allowed, monkeypatch))
-        if code == 0:
-            break
-    _check_outcomes(outcomes, allowed)
-
-
-@pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize(
-    "keeps",
-    [
-        "none",
-        pytest.param("all", marks=pytest.mark.extended),
-        pytest.param("any", marks=pytest.mark.extended),
-    ],
-)
-@pytest.mark.parametrize("case", CASES)
-def test_power_loss_at_any_operation_preserves_the_newest_checkpoint(
-    case: str, keeps: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: the saved values; the disk keeps none, all or any of the unsynced data."""
-    before, saving, allowed = CASES[case]
-    start = LossyDisk()
-    for step, value in before:
-        assert save(make_checkpoints(start, monkeypatch), step, value)
-
-    def lose_power() -> None:
-        raise PowerLoss
-
-    outcomes: list[tuple[int, float] | None] = []
-    for seed in range(3 if keeps == "any" else 1):
-        done = False
-        for moment in itertools.count():
-            disk = copy.deepcopy(start)
-            with suppress(PowerLoss):
-                done = save(
-                    make_checkpoints(ending_storage(disk, moment, lose_power), monkeypatch), *saving
-                )
-                assert done
-            outcomes.append(
-                after_crash(disk.after_power_loss(keeps, seed + 10 * moment), allowed, monkeypatch)
-            )
-            assert not done or outcomes[-1] == saving
-            if done:
-                break
-    if keeps != "any":
-        _check_outcomes(outcomes, allowed)
-
-
-def _check_outcomes(
-    outcomes: list[tuple[int, float] | None], allowed: list[tuple[int, float] | None]
-) -> None:
-    """Check that outcomes switch once, from the old checkpoint to the new one, with many moments of
-    each."""
-    turn = outcomes.index(allowed[1])
-    assert outcomes == [allowed[0]] * turn + [allowed[1]] * (len(outcomes) - turn)
-    assert turn > 15 and len(outcomes) - turn > 3

@@ -101,8 +101,8 @@ def test_full_disk_is_reported_in_one_sentence_and_leaves_no_files(tmp_path: Pat
         (tmp_path / "sentences").read_text().split("\n"), ("weights", "export"), strict=True
     ):
         assert re.fullmatch(
-            rf"{tmp_path}/run/{name} cannot be written \(.*File too large.*\), and nothing is left there; name a "
-            "folder on a disk with room",
+            rf"{tmp_path}/run/{name} cannot be written \(.*File too large.*\), and nothing is left "
+            "there; name a folder on a disk with room",
             sentence,
         )
 
@@ -198,6 +198,6 @@ def test_runs_with_incomplete_weights_are_refused(tmp_path: Path) -> None:
     )
     (run / "config.yaml").unlink()
     assert refusal(run) == (
-        "{}/run/config.yaml cannot be read (No such file or directory), and should describe the model of the weights; "
-        "restore it"
+        "{}/run/config.yaml cannot be read (No such file or directory), and should describe the "
+        "model of the weights; restore it"
     )

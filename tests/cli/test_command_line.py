@@ -16,10 +16,11 @@ import yaml
 import fsdptoys
 from fsdptoys.cli.commands import command_names, parse
 from fsdptoys.cli.main import main
+from fsdptoys.config.choices import list_choices
 from fsdptoys.config.compose import compose_config, compose_presets
+from fsdptoys.config.fixes import list_options
 from fsdptoys.config.kernel_choice import KernelConfig
 from fsdptoys.config.launch_config import LaunchConfig
-from fsdptoys.config.overrides import list_choices, list_options
 from fsdptoys.config.schema import SCHEMAS
 from fsdptoys.config.train_config import TrainConfig
 from fsdptoys.models import MODELS

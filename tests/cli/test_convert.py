@@ -19,8 +19,8 @@ from fsdptoys.checkpoint import (
     verify_checksums,
 )
 from fsdptoys.cli.convert import convert_command
+from fsdptoys.config.choices import list_choices
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig, whole
 from tests.harness.chat_files import CONVERSATIONS, GENERATED, save_chat_tokenizer

@@ -13,8 +13,8 @@ from rich.cells import cell_len
 
 from fsdptoys.cli.main import main
 from fsdptoys.cli.models import ModelFacts, human_count, human_flops, measure, print_table
+from fsdptoys.config.choices import list_choices
 from fsdptoys.config.compose import compose_config, compose_presets
-from fsdptoys.config.overrides import list_choices
 from fsdptoys.report.runs_table import gather
 from fsdptoys.report.table import make_table
 from fsdptoys.report.table_export import to_csv, to_json, to_markdown

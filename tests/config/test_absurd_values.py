@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from fsdptoys.config.choices import list_choices, schema_name
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.familiar_names import familiar_names
+from fsdptoys.config.fixes import list_options
 from fsdptoys.config.option_values import SWITCHES
-from fsdptoys.config.overrides import HELP, list_choices, list_options, schema_name
+from fsdptoys.config.overrides import HELP
 from fsdptoys.config.schema import SCHEMAS, Config
 from fsdptoys.errors import ConfigError
 from tests.harness.message_lines import Row, corrected

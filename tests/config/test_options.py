@@ -21,9 +21,9 @@ import torch
 
 import fsdptoys
 from fsdptoys.cli.main import main
-from fsdptoys.config import compose, overrides
+from fsdptoys.config import choices, compose
+from fsdptoys.config.choices import list_choices
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.overrides import list_choices
 from fsdptoys.config.rules import RULES
 from fsdptoys.config.schema import SCHEMAS, Config
 from fsdptoys.config.schema_docs import collect_keys, read_classes
@@ -100,8 +100,8 @@ def test_generated_files_are_up_to_date() -> None:
 def test_options_page_names_every_choice_and_every_key() -> None:
     """Oracle: the YAML files of each group, and the fields of all dataclasses."""
     page = (CONFIGS.parent / "docs" / "options.md").read_text(encoding="utf-8")
-    for group, choices in list_choices().items():
-        assert all(f"- `{group}={choice}`: " in page for choice in choices)
+    for group, names in list_choices().items():
+        assert all(f"- `{group}={choice}`: " in page for choice in names)
     for section, schema in HINTS.items():
         for kind in SCHEMAS.get(section, {"": schema}).values():
             for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
@@ -284,13 +284,13 @@ def test_booleans_choose_full_or_none_in_yaml_files(
     """Oracle: the same table, in a copy of ``configs/`` with an experiment per value; other values
     are refused."""
     folder = tmp_path / "copied_configs"
-    shutil.copytree(overrides.CONFIGS, folder)
+    shutil.copytree(choices.CONFIGS, folder)
     for index, typed in enumerate([*IN_FILES, "maybe"]):
         text = (
             f"# @package _global_\ndefaults: [_self_]\nmemory:\n  gradient_checkpointing: {typed}\n"
         )
         (folder / "experiment" / f"typed{index}.yaml").write_text(text)
-    monkeypatch.setattr(overrides, "CONFIGS", folder)
+    monkeypatch.setattr(choices, "CONFIGS", folder)
     monkeypatch.setattr(compose, "CONFIG_MODULE", folder.name)
     monkeypatch.syspath_prepend(tmp_path)
     try:

@@ -161,39 +161,52 @@ def test_tables_and_lines_are_read_alike(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 CALLS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n"
-    "</think>\n\n{% endif %}{{ m.content }}{% for c in m.tool_calls %}\n<call>\n{{ c.function | tojson(FORMAT) }}\n"
-    "</call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls %}\n<call>\n{{ c.function | tojson(FORMAT) }}\n"
+    "</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TEMPLATES = {
-    "plain": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
+    "plain": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    ),
     "calls": CALLS.replace("FORMAT", ""),
     "ascii": CALLS.replace("FORMAT", "true, indent=2"),
     "by keyword": CALLS.replace("FORMAT", "ensure_ascii=False"),
     "documents": "{% if documents is none %}none{% endif %}" + CALLS.replace("FORMAT", ""),
     "objects only": CALLS.replace(
         "{{ c.function | tojson(FORMAT) }}",
-        "{% for k, v in c.function.arguments.items() %}{{ c.function.name }}({{ k }}={{ v }}){% endfor %}",
+        "{% for k, v in c.function.arguments.items() %}"
+        "{{ c.function.name }}({{ k }}={{ v }}){% endfor %}",
     ),
     "summed": (
         "{% set ns = namespace(out='') %}{% for m in messages %}"
-        "{% set ns.out = ns.out ~ '<|im_start|>' ~ m.role ~ '\n' ~ (m.content or '') ~ '<|im_end|>\n' %}{% endfor %}"
+        "{% set ns.out = ns.out ~ '<|im_start|>' ~ m.role ~ '\n' "
+        "~ (m.content or '') ~ '<|im_end|>\n' %}{% endfor %}"
         "{{ ns.out }}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     "joined": (
-        "{% for m in messages %}{% set name = m.role ~ ':' %}{% if name == 'user:' %}Q{% else %}{{ name }}{% endif %}"
-        "{{ (m.content or '') + '' }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+        "{% for m in messages %}{% set name = m.role ~ ':' %}"
+        "{% if name == 'user:' %}Q{% else %}{{ name }}{% endif %}"
+        "{{ (m.content or '') + '' }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
     ),
     "last apart": (
-        "{% for m in messages[:-1] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% for m in messages[:-1] %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
         "<|im_start|>{{ messages[-1].role }}\n{{ messages[-1].content }}<|im_end|>\n"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     "results within answers": (
-        "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}"
-        "{{ m.tool_calls[0].function.name }}{{ m.tool_calls[0].function.arguments | tojson }}<|start|>"
-        "{% for r in messages[loop.index0 + 1:] if r.role == 'tool' %}{{ r.content }}{% endfor %}{% endif %}"
-        "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}{% if m.tool_calls %}"
+        "{{ m.tool_calls[0].function.name }}"
+        "{{ m.tool_calls[0].function.arguments | tojson }}<|start|>"
+        "{% for r in messages[loop.index0 + 1:] if r.role == 'tool' %}{{ r.content }}"
+        "{% endfor %}{% endif %}"
+        "<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
 }
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start|>"]
@@ -276,7 +289,8 @@ LOSSES: dict[str, tuple[str, list[str]]] = {
         ["the reasoning of message 2 (assistant)"],
     ),
     "call, content empty": (
-        "{% for m in messages if m.role != 'tool' %}[{{ m.content }}{{ m.tool_calls }}]{% endfor %}",
+        "{% for m in messages if m.role != 'tool' %}"
+        "[{{ m.content }}{{ m.tool_calls }}]{% endfor %}",
         ["the content of message 3 (tool)"],
     ),
 }

@@ -217,8 +217,8 @@ def test_full_shared_memory_is_reported_in_one_sentence(size, reason):
         text=True,
     )
     assert re.fullmatch(
-        rf"data\.workers=1 passes batches through /dev/shm, which takes no more \({reason}\); set data\.workers=0, or "
-        r"give /dev/shm more memory \(docker run --shm-size\)\n",
+        rf"data\.workers=1 passes batches through /dev/shm, which takes no more \({reason}\); set "
+        r"data\.workers=0, or give /dev/shm more memory \(docker run --shm-size\)\n",
         done.stdout,
     ), done.stdout + done.stderr
     assert done.stderr == ""
@@ -230,8 +230,9 @@ def test_shared_memory_is_checked_before_workers_start():
     are no mistake."""
     with pytest.raises(
         ConfigError,
-        match=r"^data\.workers=2 passes batches through /dev/shm, which has [\d.e+]+ MiB free, and 4 ranks need "
-        r"2\.147e\+10 MiB; set data\.workers=0, or give /dev/shm more memory \(docker run --shm-size\)$",
+        match=r"^data\.workers=2 passes batches through /dev/shm, which has [\d.e+]+ MiB free, and "
+        r"4 ranks need 2\.147e\+10 MiB; set data\.workers=0, or give /dev/shm more memory "
+        r"\(docker run --shm-size\)$",
     ):
         check_shared_memory(2, 2**50, 4)
     check_shared_memory(2, 1, 1)

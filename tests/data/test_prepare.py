@@ -156,7 +156,7 @@ def test_failed_index_leaves_the_progress(tmp_path, monkeypatch):
         prepare_folder(wanted)
     resumed = []
     prepare_folder(wanted, lambda advance: resumed.append(advance.documents))
-    assert resumed[0] >= 200 and (tmp_path / "out" / "index.json").exists()
+    assert all(done > 200 for done in resumed) and (tmp_path / "out" / "index.json").exists()
 
 
 def test_pickled_tokenizer_encodes_special_tokens_as_text(tmp_path):

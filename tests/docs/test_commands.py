@@ -28,7 +28,10 @@ NOT_RUN = {
 """Page → requirements of the blocks that no test runs, in order."""
 ABSENT = r"(data\.(folder|sources|files|tokenizer)|model\.init_from|tune\.adapter)="
 """Beginnings of the errors of settings that name a file or a folder."""
-FEW_DEVICES = r"launch\.nproc_per_node=\d+ is over the number of|mesh\.fsdp_size=\d+ must divide the world size"
+FEW_DEVICES = (
+    r"launch\.nproc_per_node=\d+ is over the number of|"
+    r"mesh\.fsdp_size=\d+ must divide the world size"
+)
 TINY = {
     "model": "llama_debug",
     "data.sample_tokens": "4",

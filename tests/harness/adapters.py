@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fsdptoys.checkpoint.adapter_folder import write_adapter
+from fsdptoys.checkpoint.adapter_export import write_adapter
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.lora import Samples, add_adapters, is_adapter
 

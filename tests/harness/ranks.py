@@ -108,10 +108,8 @@ def run_rank(
     # The parent's objects stay for good; scanning them again takes a fifth of the time.
     gc.freeze()
     if rank > 0 or not any(name.startswith("COVERAGE_PROCESS_") for name in os.environ):
-        sys.settrace(
-            None
-            # coverage gets the same lines from rank 0 or another test, and slows down the traced code
-        )
+        # Coverage gets the same lines from rank 0 or another test, and slows down the traced code.
+        sys.settrace(None)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:

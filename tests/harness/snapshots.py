@@ -38,7 +38,8 @@ def block(address: int, mib: int, *frames: dict[str, Any], unused: int = 0) -> d
     state = "active_allocated" if frames else "inactive"
     requested = mib * MIB - unused if frames else 0
     return {
-        "address": address, "size": mib * MIB, "requested_size": requested, "state": state, "frames": list(frames)
+        "address": address, "size": mib * MIB, "requested_size": requested,
+        "state": state, "frames": list(frames),
     }  # fmt: skip
 
 

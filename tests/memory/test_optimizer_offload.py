@@ -23,7 +23,8 @@ from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.cpu_offload_cast import Mirror, mirror_parameters
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
-from fsdptoys.parallel.fsdp2 import FSDP2, gathering_stream
+from fsdptoys.parallel.fsdp2 import FSDP2
+from fsdptoys.parallel.fsdp2_internals import gathering_stream
 from fsdptoys.parallel.precision import DType
 from tests.harness.offloaded_runs import OVERLAPPED, offloaded, take_steps, train_all, trainer
 from tests.harness.ranks import run_ranks

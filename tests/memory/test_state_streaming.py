@@ -253,10 +253,8 @@ def test_parameters_without_a_gradient_are_unchanged() -> None:
     """Oracle: the plain optimizer, whose state for them stays empty; ours stays zero."""
     for how in (PIPELINED, LAZY):
         models = Stack(), Stack()
-        optimizers = (
-            torch.optim.AdamW(models[0].parameters(), lr=1e-2),
-            offload_stack(models[1], how),
-        )
+        plain = torch.optim.AdamW(models[0].parameters(), lr=1e-2)
+        optimizers = (plain, offload_stack(models[1], how))
         for model, optimizer in zip(models, optimizers, strict=True):
             for _ in range(2):
                 model.layers[1](model.layers[0](torch.ones(1, 8))).sum().backward()
@@ -281,9 +279,8 @@ def test_first_step_of_sgd_keeps_the_sign_of_zero() -> None:
             for param in model.parameters():
                 param.grad = torch.full_like(param, -0.0)
             optimizer.step()
-            signs += [
-                bool(state["momentum_buffer"].signbit().all()) for state in optimizer.state.values()
-            ]
+            buffers = [state["momentum_buffer"] for state in optimizer.state.values()]
+            signs += [bool(buffer.signbit().all()) for buffer in buffers]
     assert signs == [True] * 8
 
 
@@ -292,9 +289,8 @@ def test_offload_fraction_moves_the_last_buckets_to_the_host(fraction: float) ->
     """Oracle: six equal buckets; the last ceil(6 · fraction) of them are moved."""
     optimizer = offload_stack(Stack(), PIPELINED, offload_fraction=fraction)
     moved = -(-6 * fraction // 1)
-    assert [bucket.on_host for bucket in optimizer.buckets] == [
-        number >= 6 - moved for number in range(6)
-    ]
+    on_host = [bucket.on_host for bucket in optimizer.buckets]
+    assert on_host == [number >= 6 - moved for number in range(6)]
 
 
 def test_bucket_exceeds_the_requested_size_only_for_one_large_parameter(
@@ -328,9 +324,8 @@ def test_streams_are_created_once_and_wait_for_each_other(monkeypatch: pytest.Mo
 
     class Unpinned(StreamTransfers):
         def host_tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(
-                elements, dtype=dtype
-            )  # nothing can be pinned without an accelerator
+            # Nothing can be pinned without an accelerator.
+            return torch.zeros(elements, dtype=dtype)
 
     model, plain = Stack(1), Stack(1)
     optimizer = offload_stack(model, SERIAL, Unpinned(Device("cpu")))

@@ -23,7 +23,8 @@ GPU_STEP = StepMetrics(
     100, 2.5, 0.75, 3e-4, 0.1234, 65536, 531_100.0, 456.7, 0.4567, 112.34, 123.45, 131.25, 4.5
 )  # fmt: skip
 EXTREME_STEP = StepMetrics(
-    100000, 12345.678, 1.5e10, 3e-14, 12345.6, 10**9, 1.5e9, 98765.4, 1.0, 1000.5, 1000.5, 1000.5, 4.5
+    100000, 12345.678, 1.5e10, 3e-14, 12345.6, 10**9, 1.5e9, 98765.4, 1.0, 1000.5, 1000.5, 1000.5,
+    4.5,
 )  # fmt: skip
 NAN = float("nan")
 BROKEN_STEP = replace(GPU_STEP, loss=NAN, grad_norm=float("inf"), eval_loss=NAN)

@@ -263,9 +263,9 @@ RESUME |= {"world_size_before": 2, "world_size": 2}
 
 @pytest.mark.parametrize(
     "change",
-    [{"changed": "x"}, {"changed": {"a": 1}}, {"changed": {"a": [1]}}, {"time": 5}, {"step": -1}, {"step": 10**30},
-     {"step": "x"}, {"step": None}, {"step": 1.5}, {"world_size": "x"}, {"moved_to": 3}, {"checkpoint": []},
-     {"more": 1}],
+    [{"changed": "x"}, {"changed": {"a": 1}}, {"changed": {"a": [1]}}, {"time": 5}, {"step": -1},
+     {"step": 10**30}, {"step": "x"}, {"step": None}, {"step": 1.5}, {"world_size": "x"},
+     {"moved_to": 3}, {"checkpoint": []}, {"more": 1}],
     ids=str,
 )  # fmt: skip
 def test_invalid_resume_line_is_omitted(change: dict, resumed: ResumePoint) -> None:

@@ -17,10 +17,11 @@ from fsdptoys.metrics.loss_spikes import FEWEST, LEAST_SIGMA_NATS, WINDOW
 from tests.harness.recording import ROUTING
 
 KEYS = [
-    "step", "loss", "grad_norm", "learning_rate", "step_time_seconds", "valid_tokens", "tokens_per_second",
-    "tflops_per_second_per_rank", "mfu", "memory_allocated_gib", "memory_peak_gib", "memory_reserved_gib",
-    "resident_set_gib", "resident_set_peak_gib", "eval_loss", "skipped", "skipped_steps", "loss_spike",
-    "data_wait_seconds", "memory_parameters_gib", "memory_gradients_gib", "memory_optimizer_gib", "memory_rest_gib",
+    "step", "loss", "grad_norm", "learning_rate", "step_time_seconds", "valid_tokens",
+    "tokens_per_second", "tflops_per_second_per_rank", "mfu", "memory_allocated_gib",
+    "memory_peak_gib", "memory_reserved_gib", "resident_set_gib", "resident_set_peak_gib",
+    "eval_loss", "skipped", "skipped_steps", "loss_spike", "data_wait_seconds",
+    "memory_parameters_gib", "memory_gradients_gib", "memory_optimizer_gib", "memory_rest_gib",
     "memory_host_gib", "memory_counted_step",
 ]  # fmt: skip
 ROUTING_KEYS = [
@@ -199,8 +200,8 @@ def test_lines_of_other_versions_are_read():
 @pytest.mark.parametrize(
     "change",
     [
-        {"step": None}, {"step": 1.5}, {"step": True}, {"loss": "2"}, {"loss": None}, {"mfu": [1]}, {"skipped": 1},
-        {"non_finite": 1}, {"router_z_loss": 1.0},
+        {"step": None}, {"step": 1.5}, {"step": True}, {"loss": "2"}, {"loss": None},
+        {"mfu": [1]}, {"skipped": 1}, {"non_finite": 1}, {"router_z_loss": 1.0},
     ],
     ids=str,
 )  # fmt: skip

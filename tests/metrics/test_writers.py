@@ -183,7 +183,10 @@ def test_wandb_has_both_starts_under_one_id(outcome: Outcome) -> None:
         config = {item.key: json.loads(item.value_json) for item in run.config.update}
         assert config["model"] == TREE["model"] and config["title"] == "tiny"
         histories.append([
-            {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
+            {
+                (item.key or item.nested_key[0]): json.loads(item.value_json)
+                for item in record.history.item
+            }
             for record in records
             if record.HasField("history")
         ])  # fmt: skip

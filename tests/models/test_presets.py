@@ -6,8 +6,8 @@ import pytest
 import torch
 import yaml
 
+from fsdptoys.config.choices import CONFIGS
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.overrides import CONFIGS
 from fsdptoys.models import DecoderModel, Llama4Config, RotaryConfig
 from tests.harness.transformers_oracle import import_transformers
 

@@ -18,10 +18,10 @@ from fsdptoys.models.generate import Draw, generate
 from fsdptoys.models.ops import Ops, choose_ops
 from fsdptoys.parallel import STRATEGIES, FSDP2Config, SingleConfig, ToyCPConfig
 from fsdptoys.parallel.capabilities import CAPABILITIES
+from fsdptoys.parallel.config import ReducingConfig
 from fsdptoys.parallel.context import ContextForm, build_context
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.precision import DType
-from fsdptoys.parallel.strategy import ReducingConfig
 from fsdptoys.train import parallelize as prepare_module
 from fsdptoys.train.compile import compile_blocks
 from fsdptoys.train.trainer import Trainer

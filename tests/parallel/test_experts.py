@@ -11,7 +11,7 @@ from fsdptoys.models.moe import Router
 from fsdptoys.optim import SGDConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
 from fsdptoys.parallel.fsdp import TORCH
-from fsdptoys.parallel.fsdp2 import placement
+from fsdptoys.parallel.placement import placement
 from fsdptoys.train.trainer import Trainer
 from tests.harness.offloaded_runs import outcome
 from tests.harness.outcomes import Outcome

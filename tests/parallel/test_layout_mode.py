@@ -253,14 +253,8 @@ def layouts() -> dict[str, Row]:
 
 ROWS = layouts()
 SHORT = {
-    *(
-        "ddp, selective",
-        "fsdp1, chunked loss",
-        "fsdp2, chunked loss",
-        "ddp, documents",
-        "fsdp2, documents",
-        "hsdp",
-    ),
+    *("ddp, selective", "fsdp1, chunked loss", "fsdp2, chunked loss", "ddp, documents"),
+    *("fsdp2, documents", "hsdp"),
     *("cp on 2", "cp gathered on 2", "ep on 2", "tp on 2", "pp on 2", "llama4, full", "gpt2 1 x 4"),
     "qwen3_moe 2 x 2 of 2 ranks",
 }
@@ -327,9 +321,8 @@ def test_a_run_resumed_on_other_layouts_has_the_bits_of_an_uninterrupted_one(
     chain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: one process in one piece; the other run is resumed under each layout of the chain."""
-    monkeypatch.setattr(
-        "fsdptoys.metrics.figures.draw_loss", lambda *_: None
-    )  # most of the time of such small runs
+    # Most of the time of such small runs.
+    monkeypatch.setattr("fsdptoys.metrics.figures.draw_loss", lambda *_: None)
     model, options, parts = CHAINS[chain]
     options = {"steps": 4, "eval_every": 2, "eval_batches": 1, **options}
 

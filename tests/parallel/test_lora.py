@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdptoys.checkpoint.adapter_folder import write_adapter
+from fsdptoys.checkpoint.adapter_export import write_adapter
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models.lora import is_adapter

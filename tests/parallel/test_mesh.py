@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
-from fsdptoys.parallel.mesh import MeshConfig, build_mesh, straddling
+from fsdptoys.parallel.device_mesh import build_mesh
+from fsdptoys.parallel.mesh import MeshConfig, straddling
 from tests.harness.ranks import run_ranks
 
 
@@ -78,8 +79,8 @@ def test_node_fsdp_size_needs_equal_ranks_per_node() -> None:
 
 @pytest.mark.parametrize(
     ("shard_ranks", "world_size", "node_ranks", "warns"),
-    [(4, 12, 6, True), (12, 24, 8, True), (3, 12, 6, False), (12, 24, 6, False), (12, 12, 8, False), (2, 6, 6, False),
-     (1, 12, 6, False)],
+    [(4, 12, 6, True), (12, 24, 8, True), (3, 12, 6, False), (12, 24, 6, False), (12, 12, 8, False),
+     (2, 6, 6, False), (1, 12, 6, False)],
 )  # fmt: skip
 def test_shard_group_across_nodes_is_reported(
     shard_ranks: int, world_size: int, node_ranks: int, warns: bool

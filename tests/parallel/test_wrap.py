@@ -16,13 +16,8 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.parallel import FSDP1Config, FSDP2Config, FSDPConfig, ToyFSDPConfig
 from fsdptoys.parallel.wrap import inside_out
-from fsdptoys.plan.search.switches import (
-    EVERYTHING,
-    Combinations,
-    overrides_between,
-    validate_switches,
-    vary,
-)
+from fsdptoys.plan.search.combinations import EVERYTHING, Combinations
+from fsdptoys.plan.search.switches import overrides_between, validate_switches, vary
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import FAMILIES, tiny_model
 

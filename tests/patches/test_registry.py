@@ -195,8 +195,8 @@ def test_invalid_and_ineffective_patch_names_are_refused(
 
 @pytest.mark.parametrize(
     ("version", "numbers"),
-    [("2.13.0+cpu", (2, 13)), ("2.12.0a0+git3f1b2c4", (2, 12)), ("2.7.1", (2, 7)), ("2.10", (2, 10)),
-     ("2.8.0.dev20250601+cu128", (2, 8)), ("3.0.0rc1", (3, 0))],
+    [("2.13.0+cpu", (2, 13)), ("2.12.0a0+git3f1b2c4", (2, 12)), ("2.7.1", (2, 7)),
+     ("2.10", (2, 10)), ("2.8.0.dev20250601+cu128", (2, 8)), ("3.0.0rc1", (3, 0))],
 )  # fmt: skip
 def test_torch_versions_parse_to_numbers(version: str, numbers: tuple[int, int]) -> None:
     """Oracle: written by hand; as text 2.10 would come before 2.7."""

@@ -10,8 +10,9 @@ from fsdptoys.device.profile import Hardware
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing
 from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
 from fsdptoys.parallel.fsdp import Wrap
+from fsdptoys.plan.search.combinations import EVERYTHING, Space
 from fsdptoys.plan.search.search import SearchResult, search
-from fsdptoys.plan.search.switches import EVERYTHING, Space, read
+from fsdptoys.plan.search.switches import read
 from fsdptoys.utils.text import value_text
 from tests.harness.traced_runs import imagined_hardware
 

@@ -58,8 +58,8 @@ def changed(hardware: Hardware, **factors: float) -> Hardware:
 
 
 def step_of(
-    *, tflops: float = 1, gb: float = 1, small: int = 0, gathered_gb: float = 0, size: int = 8, copied_gb: float = 0,
-    copies: int = 1, updated: int = 0,
+    *, tflops: float = 1, gb: float = 1, small: int = 0, gathered_gb: float = 0, size: int = 8,
+    copied_gb: float = 0, copies: int = 1, updated: int = 0,
 ) -> Callable[[Hardware], float]:  # fmt: skip
     """Seconds of one step as a replay of a made-up trace: matmuls, traffic, small kernels, a
     gather, copies, AdamW."""
@@ -94,9 +94,10 @@ RUNS = {
     "host": step_of(updated=3_000_000_000),
 }
 TRUTH = changed(
-    H100, matmul_efficiency=0.8, attention_efficiency=0.8, memory_efficiency=1.1, host_operator_seconds=1.7,
-    host_collective_seconds=1.7, intra_node_efficiency=0.9, inter_node_efficiency=0.6, transfer_bandwidth=0.5,
-    transfer_latency_seconds=4.0, cpu_adam_parameters_per_second=0.3,
+    H100, matmul_efficiency=0.8, attention_efficiency=0.8, memory_efficiency=1.1,
+    host_operator_seconds=1.7, host_collective_seconds=1.7, intra_node_efficiency=0.9,
+    inter_node_efficiency=0.6, transfer_bandwidth=0.5, transfer_latency_seconds=4.0,
+    cpu_adam_parameters_per_second=0.3,
 )  # fmt: skip
 
 

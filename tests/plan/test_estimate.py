@@ -1,25 +1,18 @@
 """Estimates against formulas and published tables, and what each switch changes."""
 
 import functools
-import os
-import signal
-from pathlib import Path
 
 import pytest
 import torch
 
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import AttentionKind, load_hardware
-from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import Category, Prediction
-from fsdptoys.plan.estimate import estimate
 from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.estimate.unit_traces import segments_of
 from fsdptoys.plan.simulator.events import Alloc, Free
-from fsdptoys.plan.trace import tracing_process
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 from fsdptoys.utils.torchao import torchao_fault
-from tests.harness.plan_processes import in_fresh_process
 from tests.harness.traced_runs import configured
 
 needs_torchao = pytest.mark.skipif(torchao_fault() is not None, reason=f"torchao {torchao_fault()}")
@@ -370,53 +363,6 @@ def test_units_by_class_and_by_size_are_gathered_twice_and_reduced_once(
     }
     left = 2 * sum(param.numel() for param in model.parameters() if param not in inside)
     assert prediction.memory.peak_bytes > left + 12 * model.parameter_counts().total / 8
-
-
-OUT_OF_HOST_MEMORY = (
-    "the tracing process was killed, most likely for lack of host memory; free memory"
-)
-
-
-def test_autograd_prevents_forks_that_trace() -> None:
-    """Oracle: a process that has computed nothing can fork; after a backward, whose threads a fork
-    lacks, it cannot."""
-    assert in_fresh_process(_can_fork) == (True, False)
-
-
-def _can_fork() -> tuple[bool, bool]:
-    before = tracing_process.can_fork()
-    torch.ones(1, requires_grad=True).sum().backward()
-    return before, tracing_process.can_fork()
-
-
-@pytest.mark.parametrize(
-    ("number", "error", "message"),
-    [
-        (signal.SIGKILL, ConfigError, OUT_OF_HOST_MEMORY),
-        pytest.param(
-            signal.SIGTERM,
-            RuntimeError,
-            "the tracing process ended with status -15:\n",
-            marks=extended,
-        ),
-    ],
-)
-def test_lost_tracing_process_is_reported_and_replaced(
-    number: int, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: the full message; the next prediction has the numbers of the one before the loss."""
-    words = (*LLAMA, "model.n_layers=3", f"optim.beta1=0.{number}")  # others have not traced these
-    before = _predict(*words)
-    estimate.TRACED.clear()
-    parent = tracing_process.start_tracing("cuda").parent
-    workers = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-    assert len(workers) == tracing_process.WORKERS
-    os.kill(int(workers[0]), number)
-    parent.wait()
-    with pytest.raises(error) as raised:
-        _predict(*words)
-    assert str(raised.value) == message
-    assert _predict(*words) == before
 
 
 @pytest.mark.parametrize("hardware", ["cpu", pytest.param("a2", marks=extended)])

@@ -18,8 +18,9 @@ BF16 = "parallel.param_dtype=bfloat16"
 extended = pytest.mark.extended
 LAYERS, DIM, HEADS, WIDTH, TOKENS, VOCAB = 2, 256, 8, 32, 512, 1024
 LLAMA = (
-    "model=llama_debug", "parallel=fsdp2", BF16, "train.batch_size=1", f"train.seq_len={TOKENS}", "model.ffn_dim=512",
-    f"model.n_layers={LAYERS}", f"model.dim={DIM}", f"model.n_heads={HEADS}", f"model.vocab_size={VOCAB}",
+    "model=llama_debug", "parallel=fsdp2", BF16, "train.batch_size=1", f"train.seq_len={TOKENS}",
+    "model.ffn_dim=512", f"model.n_layers={LAYERS}", f"model.dim={DIM}", f"model.n_heads={HEADS}",
+    f"model.vocab_size={VOCAB}",
 )  # fmt: skip
 CONTEXTS = {
     "ulysses": ("mesh.cp_size=4",),
@@ -28,9 +29,9 @@ CONTEXTS = {
 }
 EXPERTS, TOP_K, EXPERT_FFN = 8, 2, 64
 MOE = (
-    "model=qwen3_moe_debug", "parallel=fsdp2", BF16, "train.batch_size=1", f"train.seq_len={TOKENS}",
-    f"model.n_layers={LAYERS}", f"model.dim={DIM}", f"model.n_experts={EXPERTS}", f"model.top_k={TOP_K}",
-    f"model.expert_ffn_dim={EXPERT_FFN}",
+    "model=qwen3_moe_debug", "parallel=fsdp2", BF16, "train.batch_size=1",
+    f"train.seq_len={TOKENS}", f"model.n_layers={LAYERS}", f"model.dim={DIM}",
+    f"model.n_experts={EXPERTS}", f"model.top_k={TOP_K}", f"model.expert_ffn_dim={EXPERT_FFN}",
 )  # fmt: skip
 
 

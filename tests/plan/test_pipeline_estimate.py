@@ -1,4 +1,4 @@
-"""Plans of pipelines: waits, messages and memory of their schedules, estimates, and searches.
+"""Plans of pipelines: waits, messages and memory of their schedules, and estimates.
 
 Traces of all stages are replayed together.
 """
@@ -7,36 +7,20 @@ import dataclasses
 import functools
 import io
 import math
-from types import SimpleNamespace
 
 import pytest
-import torch
 from rich.console import Console
-from torch.distributed import pipelining
 
-from fsdptoys.config.compose import compose_config
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.rules.pipeline import SCHEDULES_SINCE, ZERO_BUBBLE_SINCE
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware, load_hardware
 from fsdptoys.metrics.prediction import Category, Prediction
-from fsdptoys.models.stages import Stage
 from fsdptoys.parallel.fsdp import TORCH
-from fsdptoys.parallel.pipeline import PipelineSchedule
 from fsdptoys.plan.estimate import estimate
 from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.estimate.pipeline import layers_of_ranks
 from fsdptoys.plan.predict import caveats, predict
-from fsdptoys.plan.search.effects import effects
-from fsdptoys.plan.search.ranking import label
-from fsdptoys.plan.search.search import SearchResult, search
-from fsdptoys.plan.search.switches import (
-    EVERYTHING,
-    Combinations,
-    count_parameters,
-    fixed_keys,
-    validate_switches,
-)
 from fsdptoys.plan.simulator import costs
 from fsdptoys.plan.simulator.allocator import Allocator, build_allocator
 from fsdptoys.plan.simulator.events import (
@@ -48,7 +32,6 @@ from fsdptoys.plan.simulator.events import (
     Messages,
     Trace,
 )
-from fsdptoys.plan.simulator.pipeline_schedules import Action, duration, most_in_flight, order_of
 from fsdptoys.plan.simulator.replay import Replay
 from fsdptoys.plan.text_report import print_prediction
 from tests.harness.full_trace import predict_in_full, trace_all
@@ -270,7 +253,6 @@ def test_layers_of_a_rank_are_named() -> None:
     assert layers_of_ranks(config_of("gpipe")) == ["0", "1", "2", "3"]
 
 
-ONE_BY_ONE, INTERLEAVED = PipelineSchedule("1f1b"), PipelineSchedule.interleaved
 WORDS = ["model=llama3_1b", "model.tie_embeddings=false", "model.n_layers=6", "train.seq_len=2048"]
 WORDS += ["train.batch_size=2", "parallel=fsdp2", "data=synthetic", "plan.hardware=h100"]
 ONE_FORWARD = ("parallel.schedule=1f1b", "train.grad_accum=5")
@@ -341,149 +323,6 @@ def test_a_prediction_does_not_depend_on_those_before_it() -> None:
     found = fast_estimate(muon, hardware, ranks)
     estimate.TRACED.clear()
     assert fast_estimate(muon, hardware, ranks) == found
-
-
-@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (2, 6), (4, 4), (4, 8), (3, 9)])
-def test_interleaved_order_is_pytorchs(ranks: int, count: int) -> None:
-    """Oracle: ``ScheduleInterleaved1F1B.pipeline_order``, without slots in which a rank does
-    nothing."""
-    common = {
-        "num_stages": 2 * ranks,
-        "group_size": ranks,
-        "group_rank": 0,
-        "group": None,
-        "is_last": False,
-    }
-    common |= {"has_backward": True, "submod": None, "device": torch.device("cpu")}
-    stages = [
-        SimpleNamespace(stage_index=index, is_first=index == 0, **common) for index in (0, ranks)
-    ]
-    schedule = pipelining.ScheduleInterleaved1F1B(stages, count)  # type: ignore[arg-type]
-    for rank, actions in schedule.pipeline_order.items():
-        theirs = [
-            Action(
-                each.computation_type.name == "FORWARD",
-                each.stage_index,
-                each.microbatch_index or 0,
-            )
-            for each in actions
-            if each is not None
-        ]
-        assert list(order_of(INTERLEAVED, ranks, rank, count)) == theirs
-
-
-@pytest.mark.parametrize(
-    ("schedule", "ranks", "count"),
-    [
-        (PipelineSchedule.gpipe, 4, 4),
-        (ONE_BY_ONE, 2, 4),
-        (ONE_BY_ONE, 4, 12),
-        (INTERLEAVED, 2, 2),
-        (INTERLEAVED, 2, 8),
-    ],
-)
-def test_equal_stages_wait_for_the_published_share(
-    schedule: PipelineSchedule, ranks: int, count: int
-) -> None:
-    """Oracle: (p − 1) / (v·m + p − 1) of a step, with v stages on each of p ranks
-    (arXiv:2104.04473, section 2.2).
-
-    With more ranks PyTorch's order of messages makes interleaved slower: those tests compare with
-    traces.
-    """
-    per_rank = schedule.stages_per_rank
-    orders = [list(order_of(schedule, ranks, rank, count)) for rank in range(ranks)]
-    seconds = duration(orders, [(1.0, 2.0)] * ranks * per_rank)
-    assert seconds == pytest.approx(3.0 * (per_rank * count + ranks - 1))
-
-
-def test_a_slow_stage_determines_the_time() -> None:
-    """Oracle: two stages of 1 and 3 seconds, worked by hand: the slow one begins after a forward of
-    the other."""
-    orders = [list(order_of(ONE_BY_ONE, 2, rank, 4)) for rank in range(2)]
-    assert duration(orders, [(0.25, 0.75), (1.0, 2.0)]) == pytest.approx(0.25 + 4 * 3.0 + 0.75)
-
-
-def test_micro_batches_in_flight_are_those_of_the_schedule() -> None:
-    """Oracle: all m of gpipe; p − r of 1f1b; 3 p − 1 forwards of half of rank 0's layers, p + 1 of
-    the last's."""
-    stages = [Stage(place, place + 1, place == 0, place == 7) for place in range(8)]
-    for schedule, expected in (
-        (PipelineSchedule.gpipe, [8, 8, 8, 8]),
-        (ONE_BY_ONE, [4, 3, 2, 1]),
-        (INTERLEAVED, [11, 9, 7, 5]),
-    ):
-        orders = [list(order_of(schedule, 4, rank, 8)) for rank in range(4)]
-        assert [most_in_flight(order, stages) for order in orders] == expected
-
-
-@functools.cache
-def found() -> SearchResult:
-    """A search on two nodes that varies the shard axis and stages."""
-    fixed = [
-        "mesh.cp_size=1",
-        "mesh.tp_size=1",
-        "parallel.wrap=block",
-        "parallel.reshard_after_forward=default",
-    ]
-    fixed += [
-        "memory.activation_offload=false",
-        "memory.optimizer_offload=false",
-        "memory.cpu_offload=false",
-    ]
-    fixed += ["memory.gradient_checkpointing=none", "memory.chunk_loss=true", "train.batch_size=1"]
-    words = [*WORDS, *fixed, "parallel.param_dtype=bfloat16"]
-    return search(
-        compose_config(words), words, load_hardware("h100"), 16, 64 * 2**30, fast_estimate
-    )
-
-
-@pytest.mark.extended
-def test_a_search_on_several_nodes_tries_stages_with_both_schedules() -> None:
-    """Oracle: the settings of the predicted candidates, which validate, and have eight
-    micro-batches for each stage."""
-    configs = [one.config for one in found().candidates if one.config.mesh.pp_size > 1]
-    assert {one.parallel.schedule for one in configs} == {ONE_BY_ONE, INTERLEAVED}  # type: ignore[attr-defined]
-    assert {one.mesh.pp_size for one in configs} == {2}  # as many as nodes
-    names = {label(config) for config in configs}
-    assert {"pp2 b1 1f1b", "pp2 b1 interleaved"} <= {" ".join(name.split()[1:4]) for name in names}
-    for config in configs:
-        assert config.train.grad_accum == 8 * config.mesh.pp_size
-        validate_switches(config, 16, "cuda")
-
-
-@pytest.mark.extended
-def test_stages_count_as_one_setting_of_the_best() -> None:
-    """Oracle: the number of micro-batches follows from that of stages, so that nothing else
-    differs."""
-    result = found()
-    settings = {
-        each.setting.partition("=")[0]
-        for each in effects(result.best, result.candidates, result.over)
-    }
-    assert "mesh.pp_size" in settings and "train.grad_accum" not in settings
-
-
-def test_typed_stages_stay() -> None:
-    """Oracle: the command line, whose keys no combination has."""
-    words = [*WORDS, "mesh.pp_size=2", "train.grad_accum=4", "parallel.schedule=1f1b"]
-    combinations = Combinations(compose_config(words), fixed_keys(words), EVERYTHING, 16, 8)
-    seed = next(combinations.all())
-    for changes in (seed, *combinations.neighbors(seed, 1, faster=True)):
-        assert not changes.keys() & {"mesh.pp_size", "train.grad_accum", "parallel.schedule"}
-
-
-@pytest.mark.parametrize(("tp", "stages"), [(1, {4, 8}), (2, {2, 4})])
-def test_first_stages_are_the_fewest_with_which_gathered_parameters_and_gradients_fit(
-    tp: int, stages: set[int]
-) -> None:
-    """Oracle: three devices hold them, so two stages do not suffice; with features in two parts,
-    two do."""
-    base = compose_config(["model=llama3_1b", "parallel=fsdp2", "parallel.param_dtype=bfloat16"])
-    gathered = count_parameters(base.model) * (2 + 4)
-    combinations = Combinations(base, {"parallel"}, EVERYTHING, 64, 8, memory_bytes=gathered / 3)
-    neighbors = combinations.neighbors({"mesh.tp_size": tp} if tp > 1 else {}, 1, faster=True)
-    assert {changes["mesh.pp_size"] for changes in neighbors if "mesh.pp_size" in changes} == stages
 
 
 @pytest.mark.extended

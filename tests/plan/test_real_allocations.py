@@ -272,8 +272,8 @@ def test_trace_has_the_allocations_of_a_real_run_in_order(group: str, case: str)
 
 
 ADAPTERS = (
-    "model=llama_debug", "model.ffn_dim=192", "model.n_layers=12", "tune=lora", "train.batch_size=1",
-    "train.seq_len=128",
+    "model=llama_debug", "model.ffn_dim=192", "model.n_layers=12", "tune=lora",
+    "train.batch_size=1", "train.seq_len=128",
 )  # fmt: skip
 COUNTED = {1: ("parallel=single", ("plain",)), 2: ("parallel=fsdp2", ("plain", "nf4"))}
 """Number of ranks → strategy, and bases."""

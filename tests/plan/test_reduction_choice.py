@@ -6,11 +6,13 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.search.advice import advise
+from fsdptoys.plan.search.combinations import SENSIBLE
 from fsdptoys.plan.search.search import search
-from fsdptoys.plan.search.switches import SENSIBLE, count_parameters
+from fsdptoys.plan.search.switches import count_parameters
 
-WORDS = ["model=llama_debug", "model.dim=512", "model.n_layers=2", "parallel=fsdp2", "train.seq_len=32", "memory=lean",
-         "train.batch_size=1", "train.grad_accum=2", "data=synthetic", "mesh.fsdp_size=-1", "parallel.wrap=block",
+WORDS = ["model=llama_debug", "model.dim=512", "model.n_layers=2", "parallel=fsdp2",
+         "train.seq_len=32", "memory=lean", "train.batch_size=1", "train.grad_accum=2",
+         "data=synthetic", "mesh.fsdp_size=-1", "parallel.wrap=block",
          "parallel.reshard_after_forward=default"]  # fmt: skip
 EACH = "parallel.reduce_each_microbatch=true"
 

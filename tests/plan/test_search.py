@@ -1,6 +1,5 @@
 """The search over combinations, compared with brute force over a formula of a prediction."""
 
-import copy
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
@@ -16,15 +15,13 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
+from fsdptoys.plan.search.combinations import SENSIBLE
 from fsdptoys.plan.search.effects import effects
 from fsdptoys.plan.search.ranking import Candidate, frontier, label
 from fsdptoys.plan.search.search import largest_preset
 from fsdptoys.plan.search.switches import (
-    SENSIBLE,
     fixed_keys,
-    overrides_between,
     read,
-    shard_sizes,
     validate_switches,
     vary,
 )
@@ -182,44 +179,6 @@ def test_settings_of_an_experiment_are_varied() -> None:
     assert "memory.gradient_checkpointing=none" in list(result.best.words)
 
 
-def test_switches_are_reversible() -> None:
-    """Oracle: a configuration changed twice equals the first, without overrides between them;
-    settings of a switch that is off have their defaults."""
-    base = compose([*MODEL, "memory.optimizer_offload=true", "memory.offload_bucket_mib=64"])
-    untouched = copy.deepcopy(base)
-    off = vary(base, {"memory.optimizer_offload": False})
-    assert overrides_between(base, off) == [
-        "memory.optimizer_offload=false",
-        "memory.offload_bucket_mib=256",
-    ]
-    on = vary(off, {"memory.optimizer_offload": True, "memory.offload_bucket_mib": 64})
-    assert on == base == untouched and overrides_between(base, on) == []
-    validate_switches(on, 8, "cuda")
-    assert base == untouched
-    with pytest.raises(ConfigError, match="offload_bucket_mib=64 has no effect"):
-        vary(base, {"memory.optimizer_offload": False}, fixed=["memory.offload_bucket_mib"])
-
-
-@pytest.mark.parametrize(
-    ("world_size", "devices", "every", "sizes"),
-    [
-        (1, 8, True, [1]),
-        (6, 8, True, [2, 6]),
-        (7, 8, True, [7]),
-        (16, 8, True, [8, 16]),
-        (8, 8, True, [2, 4, 8]),
-        (15, 8, True, [15]),
-        (64, 8, True, [8, 16, 32, 64]),
-        (16, 8, False, [8, 16]),
-        (48, 6, True, [6, 8, 12, 16, 24, 48]),
-    ],
-)
-def test_shard_axis_sizes(world_size: int, devices: int, every: bool, sizes: list[int]) -> None:
-    """Oracle: computed by hand; powers of two, the machine and its doubles, as far as they divide
-    the world."""
-    assert shard_sizes(world_size, devices, every) == sizes
-
-
 @pytest.mark.parametrize(
     ("words", "world_size", "gib", "sentence"),
     [
@@ -227,14 +186,16 @@ def test_shard_axis_sizes(world_size: int, devices: int, every: bool, sizes: lis
             ["parallel=fsdp2", "memory.cpu_offload=false", "train.batch_size=4"],
             2,
             2,
-            r"plan.memory_gib=2 holds no combination on 2 ranks: the smallest takes \d+\.\d\d GiB with "
-            r".*memory.optimizer_offload=true.*; set plan.world_size=\d+ or plan.memory_gib=\d+",
+            r"plan.memory_gib=2 holds no combination on 2 ranks: the smallest takes \d+\.\d\d GiB "
+            r"with .*memory.optimizer_offload=true.*; "
+            r"set plan.world_size=\d+ or plan.memory_gib=\d+",
         ),
         (
             ["parallel=ddp", "train.batch_size=1"],
             2,
             1,
-            r"plan.memory_gib=1 holds no combination on 2 ranks: the smallest takes .*; set plan.memory_gib=\d+",
+            r"plan.memory_gib=1 holds no combination on 2 ranks: the smallest takes .*; "
+            r"set plan.memory_gib=\d+",
         ),
         (
             ["mesh.fsdp_size=4"],

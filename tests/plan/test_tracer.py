@@ -37,7 +37,8 @@ BF16 = "parallel.param_dtype=bfloat16"
 DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, TOKENS = 256, 3, 4, 2, 64, 512, 1024, 512
 LLAMA = (
     "model=llama_debug", f"model.dim={DIM}", f"model.n_layers={LAYERS}", f"model.n_heads={HEADS}",
-    f"model.n_kv_heads={KV_HEADS}", f"model.ffn_dim={FFN}", f"model.vocab_size={VOCAB}", f"train.seq_len={TOKENS}",
+    f"model.n_kv_heads={KV_HEADS}", f"model.ffn_dim={FFN}", f"model.vocab_size={VOCAB}",
+    f"train.seq_len={TOKENS}",
 )  # fmt: skip
 ADAMW_BYTES = {Category.parameters: 4, Category.optimizer_states: 8}
 extended = pytest.mark.extended
@@ -51,8 +52,10 @@ PARAMETERS = LAYERS * BLOCK + 2 * VOCAB * DIM + DIM
     [
         (("parallel=fsdp2",), 8, ADAMW_BYTES),
         pytest.param(("parallel=fsdp2", "mesh.fsdp_size=2"), 2, ADAMW_BYTES, marks=extended),
-        pytest.param(("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"), 8, ADAMW_BYTES,
-                     marks=extended),
+        pytest.param(
+            ("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"),
+            8, ADAMW_BYTES, marks=extended,
+        ),
         (("parallel=fsdp1",), 8, ADAMW_BYTES),
         pytest.param(
             ("parallel=ddp", "optim=sgd"), 1,
@@ -110,8 +113,8 @@ def test_collective_volumes_match_zero_3(strategy: str, param_bytes: int) -> Non
 def test_replicas_all_reduce_each_shard() -> None:
     """Oracle: with two shards on eight ranks, four replicas two ranks apart reduce half of the
     gradients."""
-    reduced = [e for e in of_step(traced([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=2"]), Collective)
-               if e.axis == "replicate"]  # fmt: skip
+    found = of_step(traced([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=2"]), Collective)
+    reduced = [event for event in found if event.axis == "replicate"]
     assert {(event.name, event.group_size, event.group_stride) for event in reduced} == {
         ("all_reduce", 4, 2)
     }
@@ -271,12 +274,15 @@ def test_flops_of_a_traced_step_match_the_model() -> None:
         ("model=qwen3_moe_debug", "parallel=fsdp1", "model.router_aux_loss_coef=0.1"),
         ("model=llama4_debug", BF16, "memory.gradient_checkpointing=selective"),
         ("model=gpt2_debug", BF16, "memory.chunk_loss=true"),
-        ("model=qwen3_debug", "parallel=fsdp1", "memory.cpu_offload=true", BF16, "train.grad_accum=2"),
+        ("model=qwen3_debug", "parallel=fsdp1", "memory.cpu_offload=true", BF16,
+         "train.grad_accum=2"),
         ("model=llama_debug", "train.deterministic=true", "optim=sgd", "train.max_grad_norm=null"),
         *(pytest.param(words, marks=extended) for words in (
             ("model=qwen3_moe_debug", BF16),
-            ("model=llama_debug", "memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped", BF16),
-            ("model=llama_debug", "memory.optimizer_offload=true", "memory.offload_state_dtype=bfloat16"),
+            ("model=llama_debug", "memory.cpu_offload=true",
+             "memory.cpu_offload_executor=overlapped", BF16),
+            ("model=llama_debug", "memory.optimizer_offload=true",
+             "memory.offload_state_dtype=bfloat16"),
             ("model=llama_debug", "parallel=ddp", BF16, "parallel.reduce_dtype=bfloat16"),
             ("model=gpt2_debug", "train.deterministic=layout", BF16),
             ("model=qwen3_moe_debug", "train.deterministic=layout", BF16),

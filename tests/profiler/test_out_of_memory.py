@@ -31,8 +31,8 @@ from tests.harness.ranks import run_ranks
 GIB, MIB = 2**30, 2**20
 
 DDP = Switches(
-    shards_parameters=False, takes_cpu_offload=False, world_size=4, fsdp_size=1, batch_size=4, seq_len=1024,
-    grad_accum=2, dim=512, n_layers=8, vocab_size=32_000, param_dtype="float32",
+    shards_parameters=False, takes_cpu_offload=False, world_size=4, fsdp_size=1, batch_size=4,
+    seq_len=1024, grad_accum=2, dim=512, n_layers=8, vocab_size=32_000, param_dtype="float32",
 )  # fmt: skip
 FSDP = dataclasses.replace(
     DDP, shards_parameters=True, takes_cpu_offload=True, fsdp_size=4, param_dtype="bfloat16"

@@ -342,7 +342,9 @@ def test_invalid_comparisons_are_refused_in_a_sentence(tmp_path: Path) -> None:
             f"{tmp_path}/sweep is a sweep, and two runs are compared; give one of its jobs, as "
             f"{tmp_path}/sweep/jobs/01"
         ),
-        "none": f"{tmp_path}/none has no step that could be compared; give a run that has taken some",
+        "none": (
+            f"{tmp_path}/none has no step that could be compared; give a run that has taken some"
+        ),
     }.items():
         with pytest.raises(ConfigError) as refused:
             open_run(tmp_path / name)

@@ -20,8 +20,6 @@ from fsdptoys.report import live_reader
 from fsdptoys.report.live import follow
 from fsdptoys.report.live_reader import FollowedRun, State
 from fsdptoys.report.live_view import CHART_LINES, draw_chart, draw_run, fact_rows
-from fsdptoys.sweep import Job, JobStatus, Sweep
-from fsdptoys.sweep.folder import write_job
 from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, heartbeat_path
 from fsdptoys.utils.file_lock import is_locked
 from tests.harness.processes import wait_until
@@ -323,63 +321,6 @@ def test_chart_spans_the_range_of_the_values() -> None:
     many = draw_chart([1.0] * 5000 + [9.0] * 5000, 60, "loss")
     assert max(map(len, many)) <= 60 and many[0].count("█") == pytest.approx((60 - 6) / 2, abs=1)
     assert draw_chart([3.0] * 4, 80, "loss")[2] == "loss ▄▄▄▄"
-
-
-def sweep_of(path: Path, statuses: list[JobStatus]) -> Sweep:
-    """A sweep's folder with jobs in the given states."""
-    jobs = [
-        Job(f"{number:02}", ("train.steps=20",), {"parallel": name}, name, status)
-        for number, (name, status) in enumerate(zip(("fsdp1", "fsdp2"), statuses, strict=False), 1)
-    ]
-    sweep = Sweep(path, "debug", "fsdptoys sweep debug", jobs, [], None)
-    sweep.write()
-    return sweep
-
-
-def test_sweep_is_followed_job_by_job(tmp_path: Path) -> None:
-    """Oracle: the jobs' own steps in their order, the end of each, and the count at the end."""
-    sweep = sweep_of(tmp_path / "sweep", [JobStatus.running, JobStatus.waiting])
-    first, second = sweep.jobs
-    watching = Watching(sweep.path)
-    watching.wait_for_text("job 01 of 2, parallel=fsdp1: ")
-    written = WrittenRun(sweep.run_dir(first))
-    written.add(step_of(1))
-    watching.wait_for_text("step  1/20")
-    written.finish()
-    write_job(sweep.job_folder(first), dataclasses.replace(first, status=JobStatus.done))
-    watching.wait_for_text("job 01 of 2, parallel=fsdp1: done")
-    watching.wait_for_text("no job is running: 1 waiting, 1 done")
-    write_job(sweep.job_folder(second), dataclasses.replace(second, status=JobStatus.running))
-    written = WrittenRun(sweep.run_dir(second))
-    written.add(step_of(1), step_of(2))
-    watching.wait_for_text("job 02 of 2, parallel=fsdp2: ")
-    watching.wait_for_text("step  2/20")
-    written.die()
-    write_job(
-        sweep.job_folder(second),
-        dataclasses.replace(second, status=JobStatus.failed, reason="rank 1 failed"),
-    )
-    assert watching.end() == 0
-    assert watching.lines()[-2:] == [
-        "job 02 of 2, parallel=fsdp2: failed: rank 1 failed",
-        f"the sweep has ended: 1 done, 1 failed; {sweep.path}",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("status", "exit_status"), [(JobStatus.done, 0), (JobStatus.out_of_memory, 1)]
-)
-def test_single_job_of_a_sweep_is_followed(
-    tmp_path: Path, status: JobStatus, exit_status: int
-) -> None:
-    """Oracle: the end recorded in the job's own file."""
-    sweep = sweep_of(tmp_path / "sweep", [JobStatus.waiting])
-    (job,) = sweep.jobs
-    watching = Watching(sweep.job_folder(job))
-    watching.wait_for_text("waits to start")
-    write_job(sweep.job_folder(job), dataclasses.replace(job, status=status))
-    assert watching.end() == exit_status
-    assert watching.lines()[-1] == status.value
 
 
 @pytest.mark.launcher

@@ -25,11 +25,13 @@ PATIENCE_MS = 120_000
 OVERLAPS = """() => {
   const found = [];
   for (const plot of document.querySelectorAll('.plot')) {
-    const texts = [...plot.querySelectorAll('text')].filter((t) => t.textContent.trim() && t.getClientRects().length);
+    const texts = [...plot.querySelectorAll('text')]
+      .filter((t) => t.textContent.trim() && t.getClientRects().length);
     const boxes = texts.map((t) => [t.textContent, t.getBoundingClientRect()]);
     const frame = plot.getBoundingClientRect();
     for (const [text, box] of boxes)
-      if (box.left < frame.left - 1 || box.right > frame.right + 1) found.push([plot.id, text, 'leaves its picture']);
+      if (box.left < frame.left - 1 || box.right > frame.right + 1)
+        found.push([plot.id, text, 'leaves its picture']);
     for (let i = 0; i < boxes.length; i++) for (let j = i + 1; j < boxes.length; j++) {
       const [a, b] = [boxes[i][1], boxes[j][1]];
       const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
@@ -270,8 +272,9 @@ def test_run_page_has_the_files_of_the_run(files: dict[str, list[Path]]) -> None
     """Oracle: the text written into the run's files, in the page as written."""
     page = files["run"][0].read_text()
     assert re.findall(r"<h2[^>]*>([^<]*)", page) == [
-        "At a glance", "Curves", "Memory by category", "Predicted and measured", "Where the time goes",
-        "Starts and checkpoints", "Settings", "Environment", "How the numbers are measured",
+        "At a glance", "Curves", "Memory by category", "Predicted and measured",
+        "Where the time goes", "Starts and checkpoints", "Settings", "Environment",
+        "How the numbers are measured",
     ]  # fmt: skip
     assert page.count('id="memory_timeline"') == 1
     operators = page[page.index('id="operators-table"') :].split("</table>")[0]

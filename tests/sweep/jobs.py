@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fsdptoys.config.overrides import list_choices
+from fsdptoys.config.choices import list_choices
 from fsdptoys.sweep.axes import Axis, read_axes
 from fsdptoys.sweep.folder import Job, Sweep
 from fsdptoys.sweep.slurm_queue import SLURM, begin_submission

@@ -10,8 +10,8 @@ import pytest
 
 import fsdptoys
 from fsdptoys.cli.commands import help_page
+from fsdptoys.config.choices import list_choices
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.overrides import list_choices
 from fsdptoys.config.schema import Config
 from fsdptoys.launch.launch import resolve_run
 from fsdptoys.sweep import validate as module

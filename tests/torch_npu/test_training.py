@@ -22,7 +22,9 @@ EXACT = {
     "fsdp1": ["parallel=fsdp1"],
     "fsdp2": PLAIN,
     "fsdp2, hsdp": [*PLAIN, "mesh.fsdp_size=1"],
-    "fsdp2, attention and mlp": [*PLAIN, "parallel.wrap=block_attn_mlp", "parallel.forward_prefetch=1"],
+    "fsdp2, attention and mlp": [
+        *PLAIN, "parallel.wrap=block_attn_mlp", "parallel.forward_prefetch=1"
+    ],
     "toy_ddp": ["parallel=toy_ddp"],
     "toy_zero1": ["parallel=toy_zero1"],
     "toy_zero2": ["parallel=toy_zero2"],
@@ -30,12 +32,16 @@ EXACT = {
     "toy_fsdp": ["parallel=toy_fsdp"],
     "full checkpointing": [*PLAIN, "memory.gradient_checkpointing=full"],
     "selective checkpointing": [*PLAIN, "memory.gradient_checkpointing=selective"],
-    "optimizer offload, lazy": [*PLAIN, "memory.optimizer_offload=true", "memory.offload_schedule=lazy"],
+    "optimizer offload, lazy": [
+        *PLAIN, "memory.optimizer_offload=true", "memory.offload_schedule=lazy"
+    ],
     "optimizer offload, pipelined": [
         "parallel=fsdp1", "memory.optimizer_offload=true", "memory.offload_schedule=pipelined"
     ],
     "cpu offload": [*PLAIN, "memory.cpu_offload=true"],
-    "cpu offload, overlapped": [*PLAIN, "memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped"],
+    "cpu offload, overlapped": [
+        *PLAIN, "memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped"
+    ],
 }  # fmt: skip
 OWN = {
     "single": ["parallel=single"],

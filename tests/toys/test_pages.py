@@ -51,7 +51,9 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
     "owners": ({", key=lambda number: -sizes[number]": ""}, "on a rank for"),
     "linear": (
         {
-            "ctx.save_for_backward(inputs, shard)": "ctx.save_for_backward(inputs, shard, gather(shard))",
+            "ctx.save_for_backward(inputs, shard)": (
+                "ctx.save_for_backward(inputs, shard, gather(shard))"
+            ),
             "inputs, shard = ctx": "inputs, shard, _ = ctx",
         },
         "is kept for the backward",

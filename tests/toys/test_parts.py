@@ -1,5 +1,5 @@
-"""Context and expert parallelism: slices of sequences and spread experts, compared with one
-process."""
+"""Context parallelism: slices of sequences, compared with one process; and parts of either toy that
+do not divide evenly."""
 
 import copy
 import itertools
@@ -19,49 +19,12 @@ from fsdptoys.toys.cp import (
     seen_parts,
     ulysses_attention,
 )
-from fsdptoys.toys.ep import Experts, MoE, make_groups, plan_routes, sum_gradients
+from fsdptoys.toys.ep import Experts, make_groups
 from tests.harness.ranks import run_ranks
+from tests.toys.part_runs import DTYPES, TOLERANCES, descend, relative
 
-TOLERANCES = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2}
-DTYPES = (torch.float64, torch.float32)
 KINDS = ("ulysses", "ring", "unbalanced_ring")
 BATCH, LENGTH, WIDTH, WORDS = 2, 24, 16, 11
-
-
-def relative(found: Tensor | None, expected: Tensor | None) -> float:
-    """Return the largest difference, divided by the largest expected number."""
-    assert found is not None and expected is not None
-    return ((found - expected).abs().max() / expected.abs().max().clamp_min(1e-300)).item()
-
-
-def descend(
-    model: nn.Module,
-    loss_of: Callable[[], Tensor],
-    rate: float,
-    exchange: Callable[[], object] | None,
-) -> list[float]:
-    """Take three steps of gradient descent, and return the losses; gradients of the last step
-    remain.
-
-    Args:
-        model: with the parameters.
-        loss_of: computes this rank's part of the loss.
-        rate: learning rate.
-        exchange: sums the gradients over ranks; None for one process.
-    """
-    losses = []
-    for _ in range(3):
-        model.zero_grad()
-        loss = loss_of()
-        loss.backward()
-        if exchange is not None:
-            exchange()
-            dist.all_reduce(loss.detach())
-        losses.append(loss.item())
-        with torch.no_grad():
-            for param in model.parameters():
-                param -= rate * param.grad
-    return losses
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -225,165 +188,6 @@ def test_parts_are_all_pairs_that_a_causal_mask_leaves(ranks: int, balanced: boo
         assert not balanced or seen.sum() == length**2 // 2
     for positions in own:  # so the own block's mask is the plain causal one
         assert positions.equal(positions.sort().values)
-
-
-TOKENS, DIM, HIDDEN, EXPERTS, TOP_K = 12, 8, 6, 8, 2
-LABELS = 30
-"""Of 4 sequences of 8 labels, those that count."""
-
-
-class OneProcess(nn.Module):
-    """All experts applied to all tokens, one by one, without sorting; the names of parameters are
-    those of the toy."""
-
-    def __init__(self, gate_up_EHD: Tensor, down_EDF: Tensor) -> None:
-        super().__init__()
-        self.gate_up_LHD, self.down_LDF = (
-            nn.Parameter(gate_up_EHD.clone()),
-            nn.Parameter(down_EDF.clone()),
-        )
-
-    def forward(self, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """Weighted sum over all experts, with weight 0 for those that are not chosen."""
-        out = torch.zeros_like(hidden_ND)
-        for expert in range(EXPERTS):
-            gate, up = (hidden_ND @ self.gate_up_LHD[expert].T).chunk(2, dim=-1)
-            weight_N = (weights_NK * (experts_NK == expert)).sum(1)
-            out = out + weight_N[:, None] * ((F.silu(gate) * up) @ self.down_LDF[expert].T)
-        return out
-
-
-def matrices(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gate, up and down of all experts."""
-    torch.manual_seed(0)
-    gate_up_EHD = torch.randn(EXPERTS, 2 * HIDDEN, DIM, dtype=dtype) / DIM**0.5
-    return gate_up_EHD, torch.randn(EXPERTS, DIM, HIDDEN, dtype=dtype) / HIDDEN**0.5
-
-
-def choose(routing: str, ranks: int) -> Tensor:
-    """Experts of the tokens of all ranks, (ranks * TOKENS, TOP_K)."""
-    if routing == "random":
-        scores = torch.rand(ranks * TOKENS, EXPERTS, generator=torch.Generator().manual_seed(1))
-        return scores.topk(TOP_K, dim=1).indices
-    first = 0 if routing == "first rank's" else EXPERTS - TOP_K
-    return torch.arange(first, first + TOP_K).expand(ranks * TOKENS, TOP_K)
-
-
-def layer_errors(routing: str, dtype: torch.dtype) -> tuple[float, int]:
-    """Largest error of the result and all gradients of this rank, and the number of rows that it
-    received."""
-    group: Any = dist.group.WORLD
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    stacks = matrices(dtype)
-    hidden, grad = torch.randn(2, ranks * TOKENS, DIM, dtype=dtype)
-    weights, chosen = torch.rand(ranks * TOKENS, TOP_K, dtype=dtype), choose(routing, ranks)
-    rows = slice(rank * TOKENS, (rank + 1) * TOKENS)
-    found: list[Any] = []
-    for layer, own in ((OneProcess(*stacks), slice(None)), (Experts(*stacks, group), rows)):
-        inputs = [tensor[own].clone().requires_grad_() for tensor in (hidden, weights)]
-        out = layer(inputs[0], chosen[own], inputs[1])
-        out.backward(grad[own])
-        found.append((layer, [out, *(tensor.grad for tensor in inputs)]))
-    (whole, expected), (spread, results) = found
-    errors = [
-        relative(result, all_rows[rows]) for result, all_rows in zip(results, expected, strict=True)
-    ]
-    for name, param in spread.named_parameters():
-        own_experts = getattr(whole, name).grad.chunk(ranks)[rank]
-        if own_experts.any():
-            errors.append(relative(param.grad, own_experts))
-        else:
-            assert torch.equal(param.grad, own_experts)
-    return max(errors), sum(plan_routes(chosen[rows], EXPERTS // ranks, group).received)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("routing", ["random", "first rank's", "last rank's"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_spread_experts_equal_all_experts_on_one_process(
-    dtype: torch.dtype, routing: str, ranks: int
-) -> None:
-    """Oracle: every expert on every token, results and gradients; experts without tokens have zero
-    gradients."""
-    errors, received = zip(*run_ranks(ranks, layer_errors, routing, dtype), strict=True)
-    assert max(errors) < TOLERANCES[dtype]
-    assert sum(received) == ranks * TOKENS * TOP_K
-    if routing == "first rank's":
-        assert received[0] == sum(received)
-
-
-class SpreadModel(nn.Module):
-    """A dense layer and experts, twice, and a classifier."""
-
-    def __init__(self, experts: list[Any], dtype: torch.dtype) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.dense = nn.ModuleList(nn.Linear(DIM, DIM, dtype=dtype) for _ in experts)
-        self.moes = nn.ModuleList(
-            MoE(torch.randn(EXPERTS, DIM, dtype=dtype), each, TOP_K) for each in experts
-        )
-        self.head = nn.Linear(DIM, 5, dtype=dtype)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Logits."""
-        for dense, moe in zip(self.dense, self.moes, strict=True):
-            hidden = hidden + moe(torch.tanh(dense(hidden)))
-        return self.head(hidden)
-
-
-def train_experts(
-    model: SpreadModel, hidden: Tensor, labels: Tensor, same: dist.ProcessGroup | None
-) -> list[float]:
-    """Losses of three steps, sums over all ranks. Gradients of the last step remain."""
-
-    def loss() -> Tensor:
-        return (
-            F.cross_entropy(model(hidden).flatten(0, -2), labels.flatten(), reduction="sum")
-            / LABELS
-        )
-
-    return descend(model, loss, 0.3, None if same is None else lambda: sum_gradients(model, same))
-
-
-def training_errors(dtype: torch.dtype, size: int) -> float:
-    """Largest error of losses and gradients; ``size`` ranks share all experts."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    together, same = make_groups(size)
-    stacks = matrices(dtype)
-    hidden, labels = torch.randn(4, 8, DIM, dtype=dtype), torch.randint(5, (4, 8))
-    labels[0, :2] = -100
-    whole = SpreadModel([OneProcess(*stacks) for _ in range(2)], dtype)
-    losses = torch.tensor(train_experts(whole, hidden, labels, None), dtype=torch.float64)
-    own = slice(4 * rank // ranks, 4 * (rank + 1) // ranks)
-    spread = SpreadModel([Experts(*stacks, together) for _ in range(2)], dtype)
-    own_losses = torch.tensor(
-        train_experts(spread, hidden[own], labels[own], same), dtype=torch.float64
-    )
-    errors = [relative(own_losses, losses)]
-    for (name, param), expected in zip(spread.named_parameters(), whole.parameters(), strict=True):
-        grad: Any = expected.grad
-        errors.append(
-            relative(param.grad, grad.chunk(size)[together.rank()] if ".experts." in name else grad)
-        )
-    return max(errors)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "size"),
-    [
-        (2, 1),
-        (2, 2),
-        pytest.param(4, 2, marks=pytest.mark.extended),
-        pytest.param(4, 4, marks=pytest.mark.extended),
-    ],
-)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_training_with_spread_experts_equals_one_process(
-    dtype: torch.dtype, ranks: int, size: int
-) -> None:
-    """Oracle: losses and gradients of three steps of one process, also where several ranks have the
-    same experts."""
-    assert max(run_ranks(ranks, training_errors, dtype, size)) < 10 * TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize(

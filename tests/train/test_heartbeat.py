@@ -113,8 +113,8 @@ MESSAGES = [
     "wait timeout after 2000ms, keys: /default_pg/0//cpu//0/1",
     "Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
     (
-        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
-        "Timeout(ms)=600000) ran for 600012 milliseconds before timing out."
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
+        "OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600012 milliseconds before timing out."
     ),
     (
         "[Rank 5] Watchdog caught collective operation timeout: WorkHCCL(SeqNum=11, "
@@ -177,21 +177,25 @@ def lose_ranks(folder: Path, how: str) -> str:
     [
         (
             "late",
-            r"^a collective timed out \(launch.timeout_seconds=3\); this rank is in step 7 \(backward\); "
-            r"rank 1 did not arrive; its last heartbeat is of step 7 \(forward\), \d+ s ago, pid \d+ on \S+; rank 2 "
-            r"did not arrive; .*; no heartbeat of rank 3 \[.*Timed out waiting 3000ms",
+            r"^a collective timed out \(launch.timeout_seconds=3\); this rank is in step 7 "
+            r"\(backward\); rank 1 did not arrive; its last heartbeat is of step 7 \(forward\), "
+            r"\d+ s ago, pid \d+ on \S+; rank 2 did not arrive; .*; "
+            r"no heartbeat of rank 3 \[.*Timed out waiting 3000ms",
         ),
         (
             "SIGKILL",
-            r"; rank 1 has ended; its last heartbeat is of step 7 \(forward\), \d+ s ago, pid \d+ on \S+; rank 2 did",
+            r"; rank 1 has ended; its last heartbeat is of step 7 \(forward\), "
+            r"\d+ s ago, pid \d+ on \S+; rank 2 did",
         ),
         (
             "SIGSTOP",
-            r"; rank 1 is stopped \(SIGSTOP\); its last heartbeat is of step 7 \(forward\), \d+ s ago, pid",
+            r"; rank 1 is stopped \(SIGSTOP\); its last heartbeat is of step 7 \(forward\), "
+            r"\d+ s ago, pid",
         ),
         (
             "together",
-            r"; the last heartbeat of all 4 ranks is of step 7 \(backward\): the network .* hangs within",
+            r"; the last heartbeat of all 4 ranks is of step 7 \(backward\): "
+            r"the network .* hangs within",
         ),
     ],
 )
@@ -224,7 +228,8 @@ def test_timeout_is_named_by_its_option_behind_other_errors(
     """Oracle: the option whose value the message of gloo names; pipelines wrap that error in
     another one."""
     limits = {"launch.timeout_seconds": 600.0, "checkpoint.timeout_seconds": 7200.0}
-    says = rf"^a collective timed out \({option}\.timeout_seconds={limits[f'{option}.timeout_seconds']:g}\); "
+    limit = limits[f"{option}.timeout_seconds"]
+    says = rf"^a collective timed out \({option}\.timeout_seconds={limit:g}\); "
     with pytest.raises(LostRanksError, match=says), explain_lost_ranks(tmp_path, 0, 1, limits):
         try:
             raise RuntimeError(f"Timed out waiting {milliseconds}ms for recv operation to complete")

@@ -39,12 +39,7 @@ from tests.harness.ranks import run_ranks
 from tests.harness.tiny import make_config
 
 FILES = {
-    "config.yaml",
-    "environment.json",
-    "loss.png",
-    "metrics.jsonl",
-    "result.json",
-    "summary.md",
+    *("config.yaml", "environment.json", "loss.png", "metrics.jsonl", "result.json", "summary.md")
 }
 
 
@@ -322,19 +317,9 @@ def test_invalid_run_files_are_named(
 
 
 SMALL = [
-    *(
-        "experiment=null",
-        "parallel=single",
-        "model=llama_debug",
-        "train.batch_size=1",
-        "train.seq_len=16",
-    ),
-    *(
-        "launch.device=cpu",
-        "launch.nproc_per_node=1",
-        "metrics.console=plain",
-        "metrics.log_every=1",
-    ),
+    *("experiment=null", "parallel=single", "model=llama_debug", "train.batch_size=1"),
+    *("train.seq_len=16", "launch.device=cpu", "launch.nproc_per_node=1"),
+    *("metrics.console=plain", "metrics.log_every=1"),
     *("checkpoint.every=1", "checkpoint.resume=auto"),
 ]
 

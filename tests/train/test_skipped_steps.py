@@ -170,12 +170,8 @@ def test_infinities_of_one_rank_follow_grad_scaler_on_all_ranks(
     """Oracle: ``torch.amp.GradScaler`` on one process with the same overflows, which count for no
     limit."""
     infinite = [True, True, False, False, True, False, True]
-    options: dict[str, Any] = {
-        "initial": 256.0,
-        "interval": 2,
-        "steps": len(infinite),
-        "seq_len": 8,
-    }
+    options: dict[str, Any] = {"initial": 256.0, "interval": 2, "steps": len(infinite)}
+    options |= {"seq_len": 8}
     config = half(kind(**HALF), 2, **options, max_skipped=2, max_skipped_in_a_row=2)
     first, second = run_ranks(2, overflow, kept(config, tmp_path, every=0), {1, 2, 5, 7})
     expected = list(zip(grad_scaler_scales(infinite, 256.0, 2.0, 0.5, 2), infinite, strict=True))
@@ -274,13 +270,8 @@ def test_float16_losses_are_closer_to_float32_than_bfloat16s(memory: MemoryConfi
     A scale of 2**-20 in the last run loses small gradients, so that the loss scale is seen to
     matter.
     """
-    options: dict[str, Any] = {
-        "steps": 8,
-        "batch_size": 1,
-        "seq_len": 16,
-        "deterministic": False,
-        "memory": memory,
-    }
+    options: dict[str, Any] = {"steps": 8, "batch_size": 1, "seq_len": 16, "memory": memory}
+    options["deterministic"] = False
     options["optim"] = SGDConfig(lr=1.0)  # Adam turns rounding of small gradients into full updates
     configs = [
         make_config(SingleConfig(param_dtype=dtype), 1, **options)
@@ -307,9 +298,8 @@ def skip(config: Config, steps: set[int]) -> tuple[list[bool], list[bool], str]:
         Which steps were skipped, whether these left the parameters unchanged, and a hash of the
         parameters at the end.
     """
-    warnings.simplefilter(
-        "error"
-    )  # PyTorch's schedules warn about a first step without an optimizer step
+    # PyTorch's schedules warn about a first step without an optimizer step.
+    warnings.simplefilter("error")
     trainer = Trainer(config)
     unchanged, hashes = [], [""]
 

@@ -22,8 +22,9 @@ ROWS = [
     }
     for n in range(23)
 ]
-MODEL = ["model=llama_bytes", "model.dim=32", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=2",
-         "model.ffn_dim=48", "model.vocab_size=256", "model.max_seq_len=64", "model.init_from=folder"]  # fmt: skip
+MODEL = ["model=llama_bytes", "model.dim=32", "model.n_layers=2", "model.n_heads=4",
+         "model.n_kv_heads=2", "model.ffn_dim=48", "model.vocab_size=256", "model.max_seq_len=64",
+         "model.init_from=folder"]  # fmt: skip
 DATA = [
     "data=chat",
     "data.files=[rows.jsonl]",

@@ -13,17 +13,13 @@ class Averaged:
     """Averages the gradients of each module over the ranks, in one fixed order."""
 
     def __init__(self, modules):
-        self.units = [
-            [param for param in module.parameters() if param.requires_grad] for module in modules
-        ]
+        self.units = [[p for p in module.parameters() if p.requires_grad] for module in modules]
         self.enabled, self.in_flight = True, []
         self.missing = []
         """Parameters without a gradient in this backward, unit by unit; empty between backwards."""
         for number, unit in enumerate(self.units):
             for param in unit:
-                param.register_post_accumulate_grad_hook(
-                    lambda param, number=number: self.on_gradient(number, param)
-                )
+                param.register_post_accumulate_grad_hook(lambda p, n=number: self.on_gradient(n, p))
 
     def on_gradient(self, number, param):
         """Note a gradient; send the units that are complete, in their order."""
@@ -39,22 +35,19 @@ class Averaged:
     def send(self):
         """All-reduce the next unit."""
         unit = self.units[len(self.in_flight)]
-        flat = torch.cat(
-            [torch.zeros(p.numel()) if p.grad is None else p.grad.view(-1) for p in unit]
-        )
+        parts = [torch.zeros(p.numel()) if p.grad is None else p.grad.view(-1) for p in unit]
+        flat = torch.cat(parts)
         flat /= dist.get_world_size()
         self.in_flight.append((unit, flat, dist.all_reduce(flat, async_op=True)))
 
     def finish(self):
-        """Send the modules that this rank has not used, since others may have; then wait for
-        all."""
+        """Send the modules that this rank has not used, as others may have; wait for all."""
         while len(self.in_flight) < len(self.units):
             self.send()
         for unit, flat, work in self.in_flight:
             work.wait()
-            for param, mean in zip(
-                unit, flat.split([param.numel() for param in unit]), strict=True
-            ):
+            means = flat.split([param.numel() for param in unit])
+            for param, mean in zip(unit, means, strict=True):
                 param.grad = mean.view_as(param)
         self.in_flight, self.missing = [], []
 

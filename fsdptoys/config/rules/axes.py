@@ -61,25 +61,26 @@ def ranks_divide_tokens(config: Sections, where: Where) -> str | None:
 AXES.exclude(
     "mesh.tp_size",
     "train.float8",
-    says="{train.float8} scales by the largest number of a full matrix, which {mesh.tp_size} splits; set "
-    "train.float8=none or mesh.tp_size=1",
+    says="{train.float8} scales by the largest number of a full matrix, which {mesh.tp_size} "
+    "splits; set train.float8=none or mesh.tp_size=1",
 )
 AXES.exclude(
     "mesh.tp_size",
     "optim.exchanges_matrices=true",
-    says="{optim} orthogonalizes full matrices, which {mesh.tp_size} splits; set optim=adamw or mesh.tp_size=1",
+    says="{optim} orthogonalizes full matrices, which {mesh.tp_size} splits; set optim=adamw or "
+    "mesh.tp_size=1",
 )
 AXES.exclude(
     "mesh.tp_size",
     "optim.low_bit_format!=null",
-    says="{optim.state_dtype} keeps a scale for each part of a full row, which {mesh.tp_size} splits; set "
-    "optim.state_dtype=bfloat16 or mesh.tp_size=1",
+    says="{optim.state_dtype} keeps a scale for each part of a full row, which {mesh.tp_size} "
+    "splits; set optim.state_dtype=bfloat16 or mesh.tp_size=1",
 )
 AXES.exclude(
     "mesh.tp_size",
     when=lambda config, where: isinstance(config.model, MoEConfig) and not fsdp2_can_sum(),
-    says="{model} has experts, for which FSDP2 must sum gradients (torch 2.11 and later can), and tokens, which "
-    "{mesh.tp_size} splits; set parallel=ddp or mesh.tp_size=1",
+    says="{model} has experts, for which FSDP2 must sum gradients (torch 2.11 and later can), and "
+    "tokens, which {mesh.tp_size} splits; set parallel=ddp or mesh.tp_size=1",
 )
 
 
@@ -125,7 +126,8 @@ def pieces_divide_sequences(config: Sections, where: Where) -> str | None:
     return (
         f"train.seq_len={seq_len} must be a multiple of {pieces}, the pieces into which "
         f"parallel.context={form.value} cuts a sequence with mesh.cp_size={ranks}; set "
-        f"train.seq_len={max(1, seq_len // pieces) * pieces}{' or parallel.context=ulysses' * fits_ulysses}"
+        f"train.seq_len={max(1, seq_len // pieces) * pieces}"
+        f"{' or parallel.context=ulysses' * fits_ulysses}"
     )
 
 
@@ -143,8 +145,8 @@ AXES.exclude(
     "kernels.document_attention=flex",
     "data.mask_documents=true",
     "parallel.context!=ulysses",
-    says="kernels.document_attention=flex computes full sequences, of which {parallel.context} leaves each rank some "
-    "rows; set kernels.document_attention=torch or parallel.context=ulysses",
+    says="kernels.document_attention=flex computes full sequences, of which {parallel.context} "
+    "leaves each rank some rows; set kernels.document_attention=torch or parallel.context=ulysses",
 )
 PARTIAL = {
     ContextForm.ring: (AttentionKernel.torch, AttentionKernel.flash, AttentionKernel.math),
@@ -184,8 +186,8 @@ AXES.exclude(
     "parallel.context=ring",
     "model.attention_chunk_len!=null",
     when=lambda config, where: config.model.attention_chunk_len < config.train.seq_len,  # type: ignore[attr-defined]
-    says="{model.attention_chunk_len} is not an option of {parallel} parallel.context=ring, which has causal "
-    "attention of its own; set parallel.context=ulysses",
+    says="{model.attention_chunk_len} is not an option of {parallel} parallel.context=ring, which "
+    "has causal attention of its own; set parallel.context=ulysses",
 )
 
 

@@ -110,8 +110,8 @@ def ranks_have_whole_slices(config: Sections, where: Where) -> str | None:
 LAYOUT_MODE.exclude(
     LAYOUT,
     when=lambda config, where: not float64_collectives(where.device_type),
-    says="{launch.device} has no collectives of float64, which train.deterministic=layout rules out; set "
-    "train.deterministic=false",
+    says="{launch.device} has no collectives of float64, which train.deterministic=layout rules "
+    "out; set train.deterministic=false",
 )
 LAYOUT_MODE.exclude(
     LAYOUT,
@@ -124,8 +124,8 @@ LAYOUT_MODE.exclude(
 LAYOUT_MODE.exclude(
     LAYOUT,
     "train.float8",
-    says="{train.float8} scales by the largest number of a batch, which train.deterministic=layout rules out; set "
-    "train.float8=none",
+    says="{train.float8} scales by the largest number of a batch, which "
+    "train.deterministic=layout rules out; set train.float8=none",
 )
 LAYOUT_MODE.exclude(
     LAYOUT,
@@ -161,13 +161,14 @@ LAYOUT_MODE.exclude(
     "train.grad_accum",
     # torch refuses to assign its unreduced float64 gradient to each of its float32 names.
     when=lambda config, where: where.world_size == 1,
-    says="model.tie_embeddings=true makes {parallel} on one rank round the gradients of each micro-batch, which "
-    "train.deterministic=layout rules out; set parallel=single",
+    says="model.tie_embeddings=true makes {parallel} on one rank round the gradients of each "
+    "micro-batch, which train.deterministic=layout rules out; set parallel=single",
 )
 LAYOUT_MODE.exclude(
     LAYOUT,
     "memory.optimizer_in_backward=true",
     "parallel.capabilities.shards_parameters=false",
-    says="memory.optimizer_in_backward=true needs gradients in the backward, and {parallel} adds float64 ones up until "
-    "its end, which train.deterministic=layout rules out; set parallel=fsdp2 or memory.optimizer_in_backward=false",
+    says="memory.optimizer_in_backward=true needs gradients in the backward, and {parallel} adds "
+    "float64 ones up until its end, which train.deterministic=layout rules out; set "
+    "parallel=fsdp2 or memory.optimizer_in_backward=false",
 )

@@ -12,8 +12,9 @@ MEMORY = Rules()
 MEMORY.exclude(
     "memory.optimizer_in_backward=true",
     "parallel.simulated_ranks",
-    says="memory.optimizer_in_backward=true frees gradients as they come, and {parallel} adds them up with "
-    "{parallel.simulated_ranks}; set parallel=fsdp2 or memory.optimizer_in_backward=false",
+    says="memory.optimizer_in_backward=true frees gradients as they come, and {parallel} adds "
+    "them up with {parallel.simulated_ranks}; set parallel=fsdp2 or "
+    "memory.optimizer_in_backward=false",
 )
 MEMORY.exclude(
     "memory.optimizer_in_backward=true",
@@ -22,14 +23,15 @@ MEMORY.exclude(
     when=lambda config, where: (
         config.mesh.shard_ranks(where.world_size) < config.mesh.stage_ranks(where.world_size)
     ),
-    says="memory.optimizer_in_backward=true saves nothing with {mesh.fsdp_size}, since FSDP2 holds gradients that go "
-    "to replicas until the backward ends; set mesh.fsdp_size=-1 or memory.optimizer_in_backward=false",
+    says="memory.optimizer_in_backward=true saves nothing with {mesh.fsdp_size}, since FSDP2 "
+    "holds gradients that go to replicas until the backward ends; set mesh.fsdp_size=-1 or "
+    "memory.optimizer_in_backward=false",
 )
 MEMORY.exclude(
     "memory.optimizer_in_backward=true",
     "optim.exchanges_matrices=true",
-    says="memory.optimizer_in_backward=true updates parameter by parameter, and {optim} exchanges several at a time; "
-    "set optim=adamw or memory.optimizer_in_backward=false",
+    says="memory.optimizer_in_backward=true updates parameter by parameter, and {optim} exchanges "
+    "several at a time; set optim=adamw or memory.optimizer_in_backward=false",
 )
 MEMORY.exclude(
     "memory.optimizer_in_backward=true",
@@ -52,14 +54,15 @@ MEMORY.exclude(
 MEMORY.exclude(
     "memory.optimizer_in_backward=true",
     "train.grad_accum",
-    says="memory.optimizer_in_backward=true leaves no gradients to add to, as {train.grad_accum} needs; set "
-    "train.grad_accum=1 or memory.optimizer_in_backward=false",
+    says="memory.optimizer_in_backward=true leaves no gradients to add to, as {train.grad_accum} "
+    "needs; set train.grad_accum=1 or memory.optimizer_in_backward=false",
 )
 MEMORY.exclude(
     "memory.optimizer_in_backward=true",
     "train.max_grad_norm!=null",
-    says="memory.optimizer_in_backward=true updates before the norm of all gradients is known, by which "
-    "{train.max_grad_norm} scales them; set train.max_grad_norm=null or memory.optimizer_in_backward=false",
+    says="memory.optimizer_in_backward=true updates before the norm of all gradients is known, by "
+    "which {train.max_grad_norm} scales them; set train.max_grad_norm=null or "
+    "memory.optimizer_in_backward=false",
 )
 MEMORY.exclude(
     "memory.optimizer_in_backward=true",
@@ -73,8 +76,8 @@ MEMORY.exclude(
 MEMORY.exclude(
     "memory.offload_state_dtype=bfloat16",
     "train.deterministic!=false",
-    says="memory.offload_state_dtype=bfloat16 draws random numbers on each rank, which {train.deterministic} rules "
-    "out; set memory.offload_state_dtype=float32",
+    says="memory.offload_state_dtype=bfloat16 draws random numbers on each rank, which "
+    "{train.deterministic} rules out; set memory.offload_state_dtype=float32",
 )
 
 
@@ -93,8 +96,8 @@ def threads_have_cores(config: Sections, where: Where) -> str | None:
 MEMORY.exclude(
     "memory.optimizer_offload=true",
     "optim.state_widths=[]",
-    says="memory.optimizer_offload=true moves states, of which {optim} keeps none as set; leave it out or set "
-    "optim.momentum=0.9",
+    says="memory.optimizer_offload=true moves states, of which {optim} keeps none as set; leave "
+    "it out or set optim.momentum=0.9",
 )
 MEMORY.exclude(
     "train.compile=true",

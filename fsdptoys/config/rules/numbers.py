@@ -11,15 +11,15 @@ NUMBERS = Rules()
 NUMBERS.exclude(
     "train.sum_dtype=float64",
     when=lambda config, where: not float64_collectives(where.device_type),
-    says="train.sum_dtype=float64 needs collectives of float64, which {launch.device} does not have; set "
-    "train.sum_dtype=float32",
+    says="train.sum_dtype=float64 needs collectives of float64, which {launch.device} does not "
+    "have; set train.sum_dtype=float32",
 )
 NUMBERS.exclude(
     "train.sum_dtype=float32",
     "train.deterministic!=false",
     when=lambda config, where: float64_collectives(where.device_type),
-    says="train.sum_dtype=float32 contradicts {train.deterministic}, whose norms and losses have the same bits on any "
-    "layout, for which they are added up in float64; set train.sum_dtype=auto",
+    says="train.sum_dtype=float32 contradicts {train.deterministic}, whose norms and losses have "
+    "the same bits on any layout, for which they are added up in float64; set train.sum_dtype=auto",
 )
 NUMBERS.exclude(
     "train.float8_all_gather=true",
@@ -51,14 +51,15 @@ NUMBERS.exclude(
 NUMBERS.exclude(
     "train.float8",
     "launch.device=npu",
-    says="{train.float8} needs CUDA's float8 matmuls, which an NPU does not have; set train.float8=none",
+    says="{train.float8} needs CUDA's float8 matmuls, which an NPU does not have; set "
+    "train.float8=none",
 )
 NUMBERS.exclude(
     "train.float8",
     "parallel.param_dtype!=bfloat16",
     "launch.device=cuda",
-    says="{train.float8} replaces matmuls of bfloat16 on a GPU, and {parallel.param_dtype} has none; set "
-    "parallel.param_dtype=bfloat16",
+    says="{train.float8} replaces matmuls of bfloat16 on a GPU, and {parallel.param_dtype} has "
+    "none; set parallel.param_dtype=bfloat16",
 )
 
 

@@ -5,7 +5,7 @@ import torch
 from fsdptoys.config.sections import Sections
 from fsdptoys.models import MoEConfig
 from fsdptoys.optim import low_bit_adamw
-from fsdptoys.parallel.fsdp2 import sharding
+from fsdptoys.parallel.placement import sharding
 from fsdptoys.utils.torchao import torchao_fault
 
 from .rule import Rules, Where
@@ -22,14 +22,15 @@ OPTIMIZER.exclude(
     "memory.cpu_offload=true",
     "parallel.capabilities.flattens_parameters=true",
     # Each reduction would overwrite the offloaded gradient of the previous one.
-    says="{train.grad_accum} with train.deterministic=true reduces after every micro-batch, which FSDP1 cannot add up "
-    "under memory.cpu_offload=true; set parallel=fsdp2",
+    says="{train.grad_accum} with train.deterministic=true reduces after every micro-batch, which "
+    "FSDP1 cannot add up under memory.cpu_offload=true; set parallel=fsdp2",
 )
 OPTIMIZER.exclude(
     "optim.state_dtype!=float32",
     "memory.optimizer_offload=true",
-    says="{optim.state_dtype} applies to states on the device, and memory.optimizer_offload=true keeps them in host "
-    "memory; set memory.offload_state_dtype=bfloat16 and optim.state_dtype=float32",
+    says="{optim.state_dtype} applies to states on the device, and memory.optimizer_offload=true "
+    "keeps them in host memory; set memory.offload_state_dtype=bfloat16 and "
+    "optim.state_dtype=float32",
 )
 OPTIMIZER.exclude(
     "optim.state_dtype!=float32",
@@ -55,15 +56,15 @@ def low_bit_states_need_torchao(config: Sections, where: Where) -> str | None:
 OPTIMIZER.exclude(
     LOW_BITS,
     "optim.implementation=foreach",
-    says="optim.implementation=foreach is not an option of {optim.state_dtype}; set optim.implementation=fused, which "
-    "compiles the update, or optim.implementation=for_loop",
+    says="optim.implementation=foreach is not an option of {optim.state_dtype}; set "
+    "optim.implementation=fused, which compiles the update, or optim.implementation=for_loop",
 )
 OPTIMIZER.exclude(
     LOW_BITS,
     "optim.implementation=fused",
     "train.deterministic!=false",
-    says="optim.implementation=fused compiles updates for each size with {optim.state_dtype}, and rounds by it, which "
-    "{train.deterministic} rules out; set optim.implementation=auto",
+    says="optim.implementation=fused compiles updates for each size with {optim.state_dtype}, and "
+    "rounds by it, which {train.deterministic} rules out; set optim.implementation=auto",
 )
 for _switch in ("memory.optimizer_offload", "memory.cpu_offload"):
     OPTIMIZER.exclude(
@@ -86,8 +87,8 @@ OPTIMIZER.exclude(
     "optim.fused_takes_shards=false",
     "train.deterministic!=false",
     when=lambda config, where: where.device_type == "cpu" or config.memory.cpu_offload,
-    says="optim.implementation=fused of {optim} rounds by a shard's size on a CPU, which {train.deterministic} rules "
-    "out; set optim.implementation=auto",
+    says="optim.implementation=fused of {optim} rounds by a shard's size on a CPU, which "
+    "{train.deterministic} rules out; set optim.implementation=auto",
 )
 OPTIMIZER.exclude(
     "optim.weight_decay_on=matrices",

@@ -74,29 +74,32 @@ def micro_batches_fit_the_schedule(config: Sections, where: Where) -> str | None
 PIPELINE.exclude(
     "mesh.pp_size",
     "model.tie_embeddings=true",
-    says="model.tie_embeddings=true shares a weight of the first and the last of {mesh.pp_size} stages; set "
-    "model.tie_embeddings=false or mesh.pp_size=1",
+    says="model.tie_embeddings=true shares a weight of the first and the last of {mesh.pp_size} "
+    "stages; set model.tie_embeddings=false or mesh.pp_size=1",
 )
 PIPELINE.exclude(
     "mesh.pp_size",
     "tune=lora",
-    says="tune=lora has not been tried with the stages of {mesh.pp_size}; set tune=full or mesh.pp_size=1",
+    says="tune=lora has not been tried with the stages of {mesh.pp_size}; set tune=full or "
+    "mesh.pp_size=1",
 )
 PIPELINE.exclude(
     "mesh.pp_size",
     "train.deterministic=true",
-    says="train.deterministic=true reduces gradients after each micro-batch, of which {mesh.pp_size} has several under "
-    "way; set train.deterministic=layout or mesh.pp_size=1",
+    says="train.deterministic=true reduces gradients after each micro-batch, of which "
+    "{mesh.pp_size} has several under way; set train.deterministic=layout or mesh.pp_size=1",
 )
 PIPELINE.exclude(
     "mesh.pp_size",
     "train.compile=true",
-    says="train.compile=true cannot compile the stages of {mesh.pp_size}; set train.compile=false or mesh.pp_size=1",
+    says="train.compile=true cannot compile the stages of {mesh.pp_size}; set train.compile=false "
+    "or mesh.pp_size=1",
 )
 PIPELINE.exclude(
     "mesh.pp_size",
     "train.float8",
-    says="{train.float8} has not been tried with the stages of {mesh.pp_size}; set train.float8=none or mesh.pp_size=1",
+    says="{train.float8} has not been tried with the stages of {mesh.pp_size}; set "
+    "train.float8=none or mesh.pp_size=1",
 )
 for _switch in ("cpu_offload", "optimizer_offload", "activation_offload", "optimizer_in_backward"):
     PIPELINE.exclude(
@@ -111,20 +114,20 @@ for _switch in ("cpu_offload", "optimizer_offload", "activation_offload", "optim
 PIPELINE.exclude(
     "mesh.pp_size",
     "optim.exchanges_matrices=true",
-    says="{optim} exchanges matrices of all layers, of which a rank of {mesh.pp_size} has some; set optim=adamw or "
-    "mesh.pp_size=1",
+    says="{optim} exchanges matrices of all layers, of which a rank of {mesh.pp_size} has some; "
+    "set optim=adamw or mesh.pp_size=1",
 )
 PIPELINE.exclude(
     "mesh.pp_size",
     "parallel.wrap_classes",
-    says="{parallel.wrap_classes} may name no module of a stage of {mesh.pp_size}; set parallel.wrap_classes=[] or "
-    "mesh.pp_size=1",
+    says="{parallel.wrap_classes} may name no module of a stage of {mesh.pp_size}; set "
+    "parallel.wrap_classes=[] or mesh.pp_size=1",
 )
 PIPELINE.exclude(
     "mesh.pp_size",
     "parallel.reshard_after_forward=always",
-    says="parallel.reshard_after_forward=always would gather parameters again for each micro-batch of {mesh.pp_size}; "
-    "set parallel.reshard_after_forward=never or mesh.pp_size=1",
+    says="parallel.reshard_after_forward=always would gather parameters again for each "
+    "micro-batch of {mesh.pp_size}; set parallel.reshard_after_forward=never or mesh.pp_size=1",
 )
 PIPELINE.exclude(
     "mesh.pp_size",
@@ -139,13 +142,13 @@ PIPELINE.exclude(
 PIPELINE.exclude(
     "mesh.pp_size",
     "checkpoint.form=full",
-    says="checkpoint.form=full gathers tensors that all ranks have, of which a rank of {mesh.pp_size} has some; set "
-    "checkpoint.form=sharded or mesh.pp_size=1",
+    says="checkpoint.form=full gathers tensors that all ranks have, of which a rank of "
+    "{mesh.pp_size} has some; set checkpoint.form=sharded or mesh.pp_size=1",
 )
 PIPELINE.exclude(
     "mesh.pp_size",
     "parallel.reduce_each_microbatch=true",
     unused=True,
-    says="parallel.reduce_each_microbatch=true has no effect with the stages of {mesh.pp_size}, which reduce once a "
-    "step; leave it out",
+    says="parallel.reduce_each_microbatch=true has no effect with the stages of {mesh.pp_size}, "
+    "which reduce once a step; leave it out",
 )

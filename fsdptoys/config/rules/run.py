@@ -68,11 +68,12 @@ CONTINUATION.exclude(
     "checkpoint.folder=null",
     "metrics.run_dir=null",
     when=lambda config, where: config.checkpoint.resume in ("auto", "must"),
-    says="{checkpoint.resume} looks for checkpoints in the run directory, which is a new one each time; set "
-    "metrics.run_dir=runs/NAME",
+    says="{checkpoint.resume} looks for checkpoints in the run directory, which is a new one each "
+    "time; set metrics.run_dir=runs/NAME",
 )
 CONTINUATION.exclude(
     "launch.max_restarts",
     "checkpoint.every=0",
-    says="{launch.max_restarts} would start from step 1 each time without checkpoints; set checkpoint.every=100",
+    says="{launch.max_restarts} would start from step 1 each time without checkpoints; set "
+    "checkpoint.every=100",
 )

@@ -26,9 +26,9 @@ from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.stages import Stage
 from fsdptoys.parallel import DDPConfig, gradient_norms
+from fsdptoys.parallel.config import ReducingConfig
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.pipeline import Pipeline
-from fsdptoys.parallel.strategy import ReducingConfig
 from fsdptoys.parallel.toy_ddp import ToyDDPConfig
 from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.plan.trace.fake_device import registers_devices, replaced

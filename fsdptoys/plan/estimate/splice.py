@@ -21,7 +21,8 @@ from fsdptoys.plan.simulator.events import (
     Mark,
     Trace,
 )
-from fsdptoys.plan.trace.op_recorder import EXCHANGE, FIRST_MATMUL
+from fsdptoys.plan.trace.exchanges import EXCHANGE
+from fsdptoys.plan.trace.op_recorder import FIRST_MATMUL
 
 from .segment import GRADIENT, STAGE, Piece, Segment
 from .skeleton import TOKENS, Note

@@ -104,30 +104,25 @@ def segments_of(
         config.mesh.tp_size,
     )
     shape = vars(config.model) | {"name": "", "init_from": None, "n_layers": 0}
-    key = repr(
-        (type(config.model), shape, config.tune, config.parallel.capabilities.packed_weights)
-    )
-    chosen = set(
-        range(model.config.n_layers)[memory.checkpointing_start_index :: memory.checkpointing_every]
-    )
+    packed = config.parallel.capabilities.packed_weights
+    key = repr((type(config.model), shape, config.tune, packed))
+    first, every = memory.checkpointing_start_index, memory.checkpointing_every
+    chosen = range(model.config.n_layers)[first::every]
     blocks = []
     for index, kind in enumerate(_kinds(model)):
         mode = memory.gradient_checkpointing if index in chosen else GradientCheckpointing.none
         save = tuple(memory.checkpointing_save) if mode is GradientCheckpointing.selective else ()
         prefix = f"layers.{index}."
-        parts = tuple(
-            sorted(name.removeprefix(prefix) for name in units if name.startswith(prefix))
+        parts = (name.removeprefix(prefix) for name in units if name.startswith(prefix))
+        blocks.append(
+            _block(key, kind, tuple(sorted(parts)), common, mode, save, Uncached((model, index)))
         )
-        blocks.append(_block(key, kind, parts, common, mode, save, Uncached((model, index))))
     chunks = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
     objective = Objective(train.label_smoothing, train.z_loss_coef)
     loss = (memory.chunk_loss, chunks, memory.chunk_grad_dtype.torch, objective)
     tables = tuple(sorted(name for name in units if name.startswith("embed")))
-    embedding, head = (
-        _embedding(key, tables, common, Uncached(model)),
-        _head(key, common, loss, Uncached(model)),
-    )
-    return [embedding, *blocks, head]
+    embedding = _embedding(key, tables, common, Uncached(model))
+    return [embedding, *blocks, _head(key, common, loss, Uncached(model))]
 
 
 @dataclass(frozen=True)
@@ -171,9 +166,8 @@ def _block(
     block = cast(RunnableBlock, copy.deepcopy(model.layers[index]).to(common.dtype))
     recorder = OpRecorder("meta", common.attention)
     for part in parts:
-        _cut_part(
-            block.get_submodule(part), part, innermost(part.rpartition(".")[0], parts), recorder
-        )
+        outside = innermost(part.rpartition(".")[0], parts)
+        _cut_part(block.get_submodule(part), part, outside, recorder)
     block.execute = functools.partial(_begun, block.compute, recorder)
     if mode is not GradientCheckpointing.none:
         checkpoint_blocks([block], mode, save=save)
@@ -187,9 +181,9 @@ def _block(
                 module.context = context
     run = functools.partial(_run_block, block, rotations)
     segment = _trace_unit(block, run, model.config.dim, common, recorder, rotations or ())
-    return (
-        segment if mode is not GradientCheckpointing.none else dataclasses.replace(segment, kept={})
-    )
+    if mode is GradientCheckpointing.none:
+        return dataclasses.replace(segment, kept={})
+    return segment
 
 
 def _begun(forward: Callable[..., Any], recorder: OpRecorder, *args: Any) -> Any:
@@ -246,10 +240,8 @@ def _head(
     source: Uncached[DecoderModel],
 ) -> Segment:
     group = cast(Any, PlannedGroup(TENSOR_AXIS, common.features)) if common.features > 1 else None
-    model, loss_fn = (
-        source.value,
-        build_loss(*loss, vocabulary=Vocabulary(group) if group is not None else None),
-    )
+    vocabulary = Vocabulary(group) if group is not None else None
+    model, loss_fn = source.value, build_loss(*loss, vocabulary=vocabulary)
     both = nn.ModuleDict(
         {name: copy.deepcopy(model.get_submodule(name)).to(common.dtype) for name in HEAD}
     )
@@ -330,18 +322,13 @@ def _trace_unit(
     anchor = torch.empty((), device="meta", requires_grad=True)
     with kernels_of(common.attention), fake_exchanges(recorder, common.imbalance), recorder.watch():
         use_ops(module, choose_ops(dict(common.kernels)))
-        for tensor in (
-            anchor,
-            *module.parameters(),
-            *others,
-            npu_kernels.causal_mask(anchor.device),
-        ):
+        causal = npu_kernels.causal_mask(anchor.device)
+        for tensor in (anchor, *module.parameters(), *others, causal):
             recorder.see(tensor.detach())
-        hidden = (
-            anchor
-            if dim is None
-            else _End.apply(anchor, (common.batch, common.part, dim), common.dtype, see_input)
-        )
+        hidden = anchor
+        if dim is not None:
+            shape = common.batch, common.part, dim
+            hidden = _End.apply(anchor, shape, common.dtype, see_input)
         given = number(hidden) if dim is not None else 0
         before = recorder.blocks
         recorder.mark(0, "forward")
@@ -404,11 +391,5 @@ def _trace_unit(
         [Piece(mark, join_kernels(events)) for mark, events in passes[name]]
         for name in ("forward", "backward")
     )
-    tokens, blocks, device_events = (
-        common.batch * common.part,
-        recorder.blocks,
-        recorder.device_events,
-    )
-    return Segment(
-        forward, backward, blocks, device_events, *ends, kept, numbers, frozenset(views), tokens
-    )
+    last, tokens = (recorder.blocks, recorder.device_events), common.batch * common.part
+    return Segment(forward, backward, *last, *ends, kept, numbers, frozenset(views), tokens)

@@ -17,15 +17,8 @@ from fsdptoys.models import MoEConfig
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
 
-from .switches import (
-    OFFLOADS,
-    REDUCES_OFTEN,
-    Changes,
-    overrides_between,
-    read,
-    validate_switches,
-    vary,
-)
+from .combinations import OFFLOADS, REDUCES_OFTEN
+from .switches import Changes, overrides_between, read, validate_switches, vary
 
 MAX_ADVICE = 5
 WORTHWHILE = 0.02  # Smallest reported gain in tokens per second

@@ -8,8 +8,9 @@ from typing import Any
 from fsdptoys.config.schema import Config
 from fsdptoys.utils.text import value_text
 
+from .combinations import PIPELINE, REDUCES_OFTEN
 from .ranking import Candidate
-from .switches import PIPELINE, REDUCES_OFTEN, read
+from .switches import read
 
 KEYS = (
     "parallel",

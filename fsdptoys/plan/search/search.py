@@ -25,13 +25,10 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.models import ModelConfig
 
+from .combinations import EVERYTHING, SENSIBLE, Combinations, Space
 from .ranking import TIE, Candidate, frontier, rank
 from .switches import (
-    EVERYTHING,
-    SENSIBLE,
     Changes,
-    Combinations,
-    Space,
     count_parameters,
     count_switches,
     fixed_keys,
@@ -298,7 +295,8 @@ class _Exploration:
             f"{self.world_size} rank{'s' * (self.world_size != 1)}: the smallest takes "
             f"{least.reserved_bytes / GIB:.2f} GiB with "
             f"{' '.join(least.words[len(self.words) :]) or 'no change'}; set "
-            f"{f'plan.world_size={ranks} or ' if ranks else ''}plan.memory_gib={-(-least.reserved_bytes // GIB)}"
+            f"{f'plan.world_size={ranks} or ' if ranks else ''}"
+            f"plan.memory_gib={-(-least.reserved_bytes // GIB)}"
         )
 
     def _enough_ranks(self, least: Candidate) -> int | None:

@@ -1,19 +1,15 @@
-"""An accelerator's kernels for the fake device, and worker threads' jobs run inline.
+"""An accelerator's kernels for the fake device.
 
 The device chooses some operators: attention, normalization, grouped matmuls of experts, the loss's
-kernel. They are replaced by the choice of CUDA or an NPU, with stand-ins for fused kernels: shapes
-of their results, and the tensors kept for the backward. torch_npu's kernels have its names and
-signatures, so that ``models.npu_kernels`` runs unchanged; functions that ``torch.compile`` fuses
-are assumed to read their inputs once and to keep these rather than intermediate results. Sources:
-PyTorch's ``sdp_utils.cpp`` (choice of attention), torch_npu's ``npu_fusion_attention``
-(github.com/Ascend/op-plugin, ``scaled_dot_product_attention``).
+kernel. They are replaced by the choice of CUDA or an NPU, with stand-ins for fused kernels
+(``planned_operators``), and worker threads' jobs run inline. Source: PyTorch's ``sdp_utils.cpp``
+(choice of attention).
 """
 
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -32,183 +28,15 @@ from fsdptoys.loss.head_products import DeviceProducts
 from fsdptoys.memory import cpu_offload
 from fsdptoys.memory.activation_checkpointing import SAVED_OPERATORS
 from fsdptoys.models import block_attention, grouped, npu_kernels
-from fsdptoys.models.kernels import IMPLEMENTATIONS, DocumentAttention, Pairs
+from fsdptoys.models.kernels import IMPLEMENTATIONS, DocumentAttention
 from fsdptoys.optim import low_bit_adamw
-from fsdptoys.plan.simulator.events import HostWaitWorkers
 
 from .fake_device import Listener, replaced
+from .inline_executor import InlineExecutor
 from .op_costs import fuses_rms_norm
+from .planned_operators import COMPILED, NPU_OPERATORS, npu_attention, rms_norm, update_low_bit
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-_library = torch.library.Library("planned", "DEF")
-
-
-def _alike(*like: int) -> Callable[..., Any]:
-    """Results with the shapes of the arguments at these places."""
-    return lambda *tensors: tuple(tensors[i].new_empty(tensors[i].shape) for i in like)
-
-
-def _rms_norm(input: Tensor, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    output = torch.empty_like(input, memory_format=torch.contiguous_format)
-    return output, input.new_empty((*input.shape[:-1], 1), dtype=torch.float32)
-
-
-def _rms_norm_backward(
-    grad: Tensor, input: Tensor, rstd: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    grad_input = torch.empty_like(input, memory_format=torch.contiguous_format)
-    return grad_input, torch.empty_like(weight) if weight is not None else grad.new_empty(0)
-
-
-def _npu_fusion_attention(
-    query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = [query.new_empty((*query.shape[:3], 8), dtype=torch.float32) for _ in range(2)]
-    return query.new_empty(query.shape), statistics[0], statistics[1]
-
-
-def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
-    groups = () if right.ndim == 3 else (len(offs),)
-    return left.new_empty((*groups, left.shape[0], right.shape[-1]))
-
-
-SHAPES: dict[str, Callable[..., Any]] = {
-    "rms_norm(Tensor input, Tensor? weight, float? eps) -> (Tensor, Tensor)": _rms_norm,
-    (
-        "rms_norm_backward(Tensor grad, Tensor input, Tensor rstd, Tensor? weight) -> (Tensor, "
-        "Tensor)"
-    ): _rms_norm_backward,
-    "npu_fusion_attention(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor, Tensor)": _npu_fusion_attention,
-    (
-        "npu_fusion_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor "
-        "output, Tensor maximum, Tensor sum) -> (Tensor, Tensor, Tensor)"
-    ): _alike(1, 2, 3),
-    "grouped_mm(Tensor left, Tensor right, Tensor offs) -> Tensor": _grouped_mm,
-    "rotary(Tensor input, Tensor cos, Tensor sin) -> Tensor": lambda input, *_: torch.empty_like(
-        input
-    ),
-    "npu_swiglu(Tensor input) -> Tensor": lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
-    "npu_swiglu_backward(Tensor grad, Tensor input) -> Tensor": lambda _, input: input.new_empty(
-        input.shape
-    ),
-    "swiglu(Tensor gate, Tensor up) -> Tensor": lambda gate, _: gate.new_empty(gate.shape),
-    "swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)": _alike(1, 2),
-    (
-        "low_bit_adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) codes, Tensor(c!) scales, "
-        "Tensor(d!) more_codes, Tensor(e!) more_scales, Tensor(f!) copies) -> ()"
-    ): lambda *_: None,
-    "softmax_gradient_(Tensor(a!) logits, Tensor labels, Tensor(b!) losses) -> ()": lambda *_: None,
-    "addmm_to_float32_(Tensor(a!) sum, Tensor left, Tensor right) -> ()": lambda *_: None,
-}
-"""Schema of an operator → the function that makes its results."""
-for _schema, _shape in SHAPES.items():
-    _library.define(_schema)
-    _library.impl(_schema.partition("(")[0], _shape, "Meta")
-
-
-class _RMSNorm(torch.autograd.Function):
-    """Fused normalization; keeps its input and one number per row."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
-        output, rstd = torch.ops.planned.rms_norm(input, weight, eps)
-        ctx.save_for_backward(input, weight, rstd)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        input, weight, rstd = ctx.saved_tensors
-        grad_input, grad_weight = torch.ops.planned.rms_norm_backward(grads[0], input, rstd, weight)
-        return grad_input, None if weight is None else grad_weight, None
-
-
-class _NPUAttention(torch.autograd.Function):
-    """torch_npu's fused attention; keeps its inputs, its result, and two statistics per row, eight
-    times each.
-
-    Results and gradients are contiguous for any inputs.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        results = torch.ops.planned.npu_fusion_attention(query, key, value)
-        ctx.save_for_backward(mask, query, key, value, *results)
-        output: Tensor = results[0]
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value = torch.ops.planned.npu_fusion_attention_backward(
-            grads[0], *ctx.saved_tensors[1:]
-        )
-        return query, key, value, None
-
-
-class _KeepsInputs(torch.autograd.Function):
-    """An operator that keeps its inputs for ``NAME_backward``, such as torch_npu's and the compiled
-    SwiGLU."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, *tensors: Tensor) -> Tensor:
-        ctx.name = name
-        ctx.save_for_backward(*tensors)
-        output: Tensor = getattr(torch.ops.planned, name)(*tensors)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        made = getattr(torch.ops.planned, f"{ctx.name}_backward")(grads[0], *ctx.saved_tensors)
-        return None, *([made] if isinstance(made, Tensor) else made)
-
-
-class _Rotary(torch.autograd.Function):
-    """A compiled rotation; keeps the tables."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        output: Tensor = torch.ops.planned.rotary(input, cos, sin)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return torch.ops.planned.rotary(grads[0], *ctx.saved_tensors), None, None, None
-
-
-def update_low_bit(
-    param: Tensor, grad: Tensor, step: Tensor, mean: Any, square: Any, *_: Any
-) -> None:
-    """A compiled update of low-bit states; on a CPU the compiler makes float32 copies of both
-    moments."""
-    copies = param.new_empty((2, *param.shape))
-    torch.ops.planned.low_bit_adamw_(
-        param, grad, mean.codes, mean.scale, square.codes, square.scale, copies
-    )
-
-
-rms_norm: Callable[..., Tensor] = _RMSNorm.apply
-npu_attention: Callable[..., Tensor] = _NPUAttention.apply
-
-
-NPU_OPERATORS: dict[str, Callable[..., Any]] = {
-    "npu_fusion_attention": lambda query, key, value, *_, atten_mask, **__: (
-        npu_attention(query, key, value, atten_mask),
-    ),
-    "npu_rms_norm": lambda input, gamma, epsilon: (rms_norm(input, gamma, epsilon),),
-    "npu_rotary_mul": lambda input, cos, sin, mode: torch.ops.planned.rotary(input, cos, sin),
-    "npu_swiglu": lambda input, dim: _KeepsInputs.apply("npu_swiglu", input),
-    "npu_grouped_matmul": lambda left, right, *, group_list, **_: [
-        torch.ops.planned.grouped_mm(left[0], right[0], group_list)
-    ],
-}
-"""torch_npu's operator → its stand-in."""
-
-COMPILED: dict[str, Callable[..., Tensor]] = {
-    "rms_norm": rms_norm,
-    "rotary": _Rotary.apply,
-    "swiglu": functools.partial(_KeepsInputs.apply, "swiglu"),
-}
-"""Operation → the stand-in for its compiled implementation."""
 
 
 def planned_kernels(config: Config) -> KernelConfig:
@@ -352,41 +180,6 @@ class PlannedGrouped(grouped.Grouped):
             return (in_bfloat16 if native else torch.ops.planned.grouped_mm)(left, right, offs=offs)
 
         self.grouped_mm = grouped_mm
-
-
-class _Done(Future[Any]):
-    """A finished job; reading its result would have waited for it."""
-
-    jobs: int
-    listener: Listener
-
-    def result(self, timeout: float | None = None) -> Any:
-        self.listener.add(HostWaitWorkers(self.jobs))
-        return super().result(timeout)
-
-
-class InlineExecutor:
-    """A ``ThreadPoolExecutor`` that runs each job in the calling thread, since dispatch modes
-    belong to a thread."""
-
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
-
-    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run a job now."""
-        done = _Done()
-        with replaced((self._listener, "in_worker", True)):
-            try:
-                done.set_result(function(*args))
-            except BaseException as error:
-                done.set_exception(error)
-        done.jobs, done.listener = self._listener.worker_jobs, self._listener
-        return done
-
-    def map(self, function: Callable[..., Any], parts: Iterable[Any]) -> Iterator[Any]:
-        """Run jobs now; wait for each result in turn."""
-        futures = [self.submit(function, part) for part in parts]
-        return (future.result() for future in futures)
 
 
 @contextmanager

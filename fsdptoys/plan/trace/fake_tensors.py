@@ -24,7 +24,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.parallel import distributed as ddp
 
-import fsdptoys.parallel.mesh
+import fsdptoys.parallel.device_mesh
 
 from .fake_device import MODULE, Stream, replaced
 
@@ -209,15 +209,19 @@ def fake_tensors(device_type: str) -> Iterator[None]:
         (DeviceMesh, "__init__", _really(DeviceMesh.__init__)),
         (DeviceMesh, "__getitem__", _really(DeviceMesh.__getitem__)),
         (
-            fsdptoys.parallel.mesh,
+            fsdptoys.parallel.device_mesh,
             "init_device_mesh",
-            _really(fsdptoys.parallel.mesh.init_device_mesh),
+            _really(fsdptoys.parallel.device_mesh.init_device_mesh),
         ),
-        (fsdptoys.parallel.mesh, "named_mesh", _really(fsdptoys.parallel.mesh.named_mesh)),
         (
-            fsdptoys.parallel.mesh,
+            fsdptoys.parallel.device_mesh,
+            "named_mesh",
+            _really(fsdptoys.parallel.device_mesh.named_mesh),
+        ),
+        (
+            fsdptoys.parallel.device_mesh,
             "tensor_axis_first",
-            _really(fsdptoys.parallel.mesh.tensor_axis_first),
+            _really(fsdptoys.parallel.device_mesh.tensor_axis_first),
         ),
     ]
     if device_type != "cpu":

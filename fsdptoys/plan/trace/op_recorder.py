@@ -6,7 +6,7 @@ themselves (``fake_device``). Not covered: tensors that a kernel of this project
 the dispatcher; numbers read from tensors are not real.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,13 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptoys.device.profile import AttentionKind
 from fsdptoys.metrics.prediction import Category
-from fsdptoys.parallel.mesh import EXCHANGING_AXES
 from fsdptoys.plan.simulator import events as simulated
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, KernelKind, Mark, Trace
 from fsdptoys.profiler.dispatch import COLLECTIVES, arguments_of, dtype_name, given, tensors_in
 
+from .exchanges import Exchanges
 from .fake_device import MODULE, replaced, stream_purposes
-from .groups import place_of
 from .op_costs import (
     COPIES,
     TRAFFIC,
@@ -39,17 +38,11 @@ from .op_costs import (
 )
 from .storages import Storage, Storages
 
-EXCHANGE = -3  # Stream of exchanges on the meta device and on CPUs, which have no streams
 FIRST_MATMUL = -2
-"""``Mark.step`` before a thread's first matmul on the meta device; the phase is ``forward``'s or not."""
+"""``Mark.step`` before a thread's first matmul on the meta device; the phase is ``forward``'s or
+not."""
 DEVICE = torch.ops.prim.device.default  # Asked everywhere in C++
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-PURPOSES = {
-    "all_gather": Category.gathered_parameters,
-    "reduce_scatter": Category.reduction_buffers,
-    "all_reduce": Category.reduction_buffers,
-}
-"""Collective → purpose of its buffers."""
 
 
 class OpRecorder(TorchDispatchMode):
@@ -65,27 +58,22 @@ class OpRecorder(TorchDispatchMode):
         super().__init__()
         self.trace = Trace(events=[])
         self.device_type = device_type
-        self._shapes_only = (
-            "" if device_type == "meta" else "meta"
-        )  # Device type of tensors that no device computes
+        self._shapes_only = "" if device_type == "meta" else "meta"
+        """Device type of tensors that no device computes."""
         self.objects: Callable[[], Iterable[tuple[Category, Tensor]]] = tuple
         """Returns tensors of known purpose; called at the start and end of a step, and before the
         optimizer step."""
         self.in_worker = False  # Whether the current work belongs to a worker thread
         self.worker_jobs = 0  # ``HostWork`` events of worker threads so far
-        self.device_events = 0  # Events on the streams of a meta device
         self._attention, self._workspace_bytes = attention, workspace_bytes
         self._multiplied: set[tuple[bool, int]] = set()
         self._storages = Storages(device_type, self.trace.events, self.stream)
         self._recording, self._silent = True, False
         self._handlers: dict[Any, Handler] = {}
-        self._groups: dict[str, Any] = {}  # Group → its own stream
-        self._named: set[int] | None = (
-            None  # Streams that were live when their purposes were looked up
-        )
-        self._pending: dict[
-            int, int
-        ] = {}  # Stream of a group → event at the end of its last work without a wait
+        self._named: set[int] | None = None
+        """Streams that were live when their purposes were looked up."""
+        self._exchanges = Exchanges(device_type, self._storages, self.add, self.stream)
+        self.communicate, self.exchange = self._exchanges.communicate, self._exchanges.exchange
         self.memory, self.categorize = self._storages.memory, self._storages.categorize
         self.find, self.see = self._storages.find, self._storages.see
 
@@ -99,23 +87,18 @@ class OpRecorder(TorchDispatchMode):
 
     def mark(self, step: int, phase: str) -> None:
         """Start a phase."""
-        for event in self._pending.values():
-            self.add(simulated.WaitEvent(event, COMPUTE_STREAM))
-        self._pending.clear()
+        self._exchanges.wait()
         self._storages.begin_phase(phase)
         if phase in ("data", "optimizer", "end"):  # in other phases FSDP1 shows full parameters
             for category, tensor in self.objects():
                 self.categorize(tensor, category)
         if phase == "end":
             self.trace.host_bytes = self._storages.host_bytes
-            own = [stream.number for stream in self._groups.values()]
             live = {stream.number for stream in MODULE.live_streams}
             if self._named is None or live - self._named:
-                self._named, self.trace.streams = (
-                    live,
-                    stream_purposes(),
-                )  # visits every object of the process
-            self.trace.streams |= dict.fromkeys(own, "communication")
+                # Visits every object of the process.
+                self._named, self.trace.streams = live, stream_purposes()
+            self.trace.streams |= dict.fromkeys(self._exchanges.streams, "communication")
         self.add(Mark(step, phase))
 
     def begin_part(self, phase: str) -> None:
@@ -125,6 +108,11 @@ class OpRecorder(TorchDispatchMode):
     def enter_region(self, category: Category | None) -> None:
         """Set the purpose of all later allocations; None for unknown."""
         self._storages.region = category
+
+    @property
+    def device_events(self) -> int:
+        """Events on the streams of a meta device."""
+        return self._exchanges.device_events
 
     @property
     def blocks(self) -> int:
@@ -346,61 +334,6 @@ class OpRecorder(TorchDispatchMode):
             name, tensors, largest, group, asynchronous=named.get("async_op", by_default)
         )
         return result
-
-    def communicate(
-        self, name: str, tensors: Iterable[Tensor], size: int, group: Any, *, asynchronous: bool
-    ) -> Callable[[], None]:
-        """Record a collective of ``size`` bytes, and return a function with which the current
-        stream waits for it."""
-        place, axis = place_of(group, name)
-        purpose = Category.exchange_buffers if axis in EXCHANGING_AXES else PURPOSES.get(name)
-        for tensor in tensors:
-            self._storages.see(tensor)
-            if purpose is not None:
-                self.categorize(tensor, purpose)
-        if not asynchronous or self.device_type == "cpu":
-            self.add(simulated.Collective(name, self.stream(), size, *place, axis))
-            return lambda: None
-        return self._issue(
-            lambda stream: simulated.Collective(name, stream, size, *place, axis), group
-        )
-
-    def exchange(self, parts: Sequence[tuple[bool, Tensor, int]], group: Any) -> Callable[[], None]:
-        """Record messages that are issued together, and return a function with which the current
-        stream waits for them.
-
-        Each is sent or received: whether it is sent, its tensor, and the other rank in the group.
-        """
-        place, axis = place_of(group, "send")
-        for _, tensor, _ in parts:
-            self._storages.see(tensor)
-            self.categorize(tensor, Category.exchange_buffers)
-        messages = tuple(
-            simulated.Message(peer, tensor.nbytes, sends) for sends, tensor, peer in parts
-        )
-        return self._issue(
-            lambda stream: simulated.Messages(stream, messages, group.rank(), *place, axis), group
-        )
-
-    def _issue(self, event_on: Callable[[int], simulated.Event], group: Any) -> Callable[[], None]:
-        """Add an event on the stream of a group; the compute stream waits for it with the work."""
-        if self.device_type in ("cpu", "meta"):
-            self.device_events += 2
-            begun, done = self.device_events - 1, self.device_events
-            self.add(simulated.RecordEvent(begun, COMPUTE_STREAM))
-            self.add(simulated.WaitEvent(begun, EXCHANGE))
-            self.add(event_on(EXCHANGE))
-            self.add(simulated.RecordEvent(done, EXCHANGE))
-            return lambda: self.add(simulated.WaitEvent(done, COMPUTE_STREAM))
-        own = self._groups.get(group.group_name) or self._groups.setdefault(
-            group.group_name, MODULE.Stream()
-        )
-        own.wait_stream(MODULE.current)
-        self.add(event_on(own.number))
-        event = own.record_event()
-        assert event.number is not None
-        self._pending[own.number] = event.number
-        return lambda: MODULE.current.wait_event(event)
 
     # Events
 

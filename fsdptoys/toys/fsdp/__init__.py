@@ -14,7 +14,7 @@ is gathered while one computes, and the last one's gradients are reduced meanwhi
 
 docs/toys/fsdp.md counts the bytes that a rank sends and holds.
 
-The core, to be read in this order, is below 500 lines and imports no other file of the package:
+The core, to be read in this order, has 500 lines and imports no other file of the package:
 
     layout    position of each parameter in a flat tensor
     core      units, hooks and ``fully_shard``

@@ -1,21 +1,15 @@
-"""The core of FSDP: each rank keeps 1/R of a unit's parameters, and gathers the rest while the unit
-computes.
+"""The core of FSDP: each rank keeps 1/R of a unit's parameters, and gathers the others to compute.
 
-    forward    pre_forward ── gather, wait ──────────────────── module ──── post_forward: reshard
-    backward   pre_backward ─ gather, wait, gather the next ─── autograd ── post_backward: reshard, reduce
-               (first gradient of an output)                               (the inputs have their gradients)
+    forward    pre_forward ── gather, wait ────────────────── module ──── post_forward: reshard
+    backward   pre_backward ─ gather, wait, gather next ─ autograd ── post_backward: reshard, reduce
 
 1. ``FSDPUnit``: a rank's part of a unit is one flat tensor, which an all-gather sends as it is.
-   Modules have sharded parameters (DTensors, views of the flat shard) or whole ones (views of one
-   block of memory). Resharding resizes the block's storage to nothing and gathering resizes it
-   back, since tensors that autograd saved are views of it.
-2. ``FSDPUnit.reduce``, from whole gradients to sharded ones, is a generator that yields where it
-   would wait. The next unit's backward resumes it (``Reductions``), so that its collective overlaps
-   with that unit's computation.
-3. ``UnitHooks`` calls both from hooks. In the backward, the next unit is the one whose forward
-   ended before.
-4. ``fully_shard`` makes a unit of a module's parameters. Other files of this package extend it by
-   subclasses.
+   Modules have sharded parameters (DTensors, views of it) or whole ones (views of one block, whose
+   storage is resized to nothing and back, since tensors that autograd saved are views of it).
+2. ``FSDPUnit.reduce`` is a generator that yields where it would wait. The next unit's backward
+   resumes it (``Reductions``), so that its collective overlaps with that unit's computation.
+3. ``UnitHooks`` calls both. The backward's next unit is the one whose forward ended before.
+4. ``fully_shard`` makes a unit of a module's parameters; other files extend it by subclasses.
 
 All collectives are asynchronous; ``wait`` orders the current stream (on a CPU, the thread) after
 them. Shapes: R ranks, S elements of a shard, padding included.
@@ -37,19 +31,13 @@ from ..tensor_tree import map_tensors, tensors_in
 from .layout import Piece, lay_out
 
 # torch 2.13 renamed both; the old names warn there.
-ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-REDUCE_SCATTER = (
-    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-)
-ALIGNMENT_BYTES = (
-    512  # of whole parameters, as if each were allocated by itself: kernels are slower elsewhere
-)
-Homes = list[
-    tuple[nn.Module, str]
-]  # modules that have a parameter, and its names there; several if it is shared
+RENAMED = hasattr(dist, "all_gather_single")
+ALL_GATHER = "all_gather_single" if RENAMED else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if RENAMED else "reduce_scatter_tensor"
+ALIGNMENT_BYTES = 512  # of whole parameters, as if allocated alone: kernels are slower elsewhere
+Homes = list[tuple[nn.Module, str]]  # modules that have a parameter, and its names there
 Phase = Literal["idle", "forward", "pre_backward", "post_backward"]
-"""Of a unit: "pre_backward" from the first gradient of an output, "post_backward" after the last of
-a parameter."""
+"""Of a unit; "pre_backward" begins with an output's gradient, "post_backward" after all inputs'."""
 
 
 @dataclass
@@ -59,38 +47,26 @@ class UnitParameter:
     homes: Homes
     sharded: nn.Parameter  # for the optimizer and state dicts
     whole: nn.Parameter | None = None  # for forward and backward; the same object in every step
-    memory: Tensor | None = (
-        None  # of ``whole``, with a version counter of its own: autograd watches that of ``whole``
-    )
+    memory: Tensor | None = None  # of ``whole``, without the version counter that autograd watches
 
     def register(self, param: nn.Parameter) -> None:
         """Put one of its forms into all its homes."""
         for module, name in self.homes:
-            module._parameters[name] = (
-                param  # the checks of setattr cost more than the rest of resharding
-            )
+            module._parameters[name] = param  # setattr costs more than the rest of resharding
 
 
 class FSDPUnit:
-    """Parameters gathered together.
+    """Parameters gathered together: their homes, in the order of the flat shard, and dims to cut.
 
-    Args:
-        homes: parameter → its homes, in the order of the flat shard.
-        dims: dim along which each is sharded.
-        mesh: ranks to shard over, along its last axis.
-        reshards_after_forward: free whole parameters between forward and backward.
+    The mesh's last axis has the ranks; ``reshards`` frees whole parameters after the forward.
     """
 
     gathers_in_backward = reshards_after_backward = True
 
     def __init__(
-        self,
-        homes: dict[nn.Parameter, Homes],
-        dims: Sequence[int],
-        mesh: DeviceMesh,
-        reshards_after_forward: bool,
+        self, homes: dict[nn.Parameter, Homes], dims: list[int], mesh: DeviceMesh, reshards: bool
     ) -> None:
-        self.mesh, self.dims, self.reshards_after_forward = mesh, dims, reshards_after_forward
+        self.mesh, self.dims, self.reshards_after_forward = mesh, dims, reshards
         self.group = mesh.get_group(mesh.ndim - 1)
         self.ranks, self.rank = self.group.size(), self.group.rank()
         wholes = [param.detach() for param in homes]
@@ -102,12 +78,9 @@ class FSDPUnit:
             local = self.pieces[index].local_view(self.shard_S, self.rank)
             if not param.is_meta:
                 local.copy_(self.pieces[index].local_part(wholes[index], self.rank))
-            self.params.append(
-                UnitParameter(
-                    places, nn.Parameter(self.show_shard(index, local), param.requires_grad)
-                )
-            )
-            self.params[-1].register(self.params[-1].sharded)
+            sharded = nn.Parameter(self.show_shard(index, local), param.requires_grad)
+            self.params.append(UnitParameter(places, sharded))
+            self.params[-1].register(sharded)
         self.block: Tensor | None = None  # memory of all whole parameters
         self.is_whole = False
         self.gathering: tuple[Tensor, list[Piece], dist.Work | None, Tensor] | None = None
@@ -116,16 +89,9 @@ class FSDPUnit:
     def show_shard(self, index: int, local: Tensor) -> Tensor:
         """Return a chunk of a parameter, or of its gradient, as the optimizer sees it."""
         whole = torch.empty(self.shapes[index], device="meta")
-        placements = [*[Replicate()] * (self.mesh.ndim - 1), Shard(self.dims[index])]
+        where = self.mesh, [*[Replicate()] * (self.mesh.ndim - 1), Shard(self.dims[index])]
         with torch.no_grad():  # keeps the conversion out of autograd's graph
-            return DTensor.from_local(
-                local,
-                self.mesh,
-                placements,
-                run_check=False,
-                shape=whole.shape,
-                stride=whole.stride(),
-            )
+            return DTensor.from_local(local, *where, shape=whole.shape, stride=whole.stride())
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -133,12 +99,11 @@ class FSDPUnit:
         if not self.params or self.is_whole or self.gathering is not None:
             return
         shard_S, pieces, group = self.gather_source()
-        if group.size() == 1:
-            self.gathering = shard_S.view(1, -1), pieces, None, shard_S
-            return
-        flat = shard_S.new_empty(group.size() * shard_S.numel())
-        work = getattr(dist, ALL_GATHER)(flat, shard_S, group=group, async_op=True)
-        self.gathering = flat.view(group.size(), -1), pieces, work, shard_S
+        flat_RS, work = shard_S.view(1, -1), None
+        if group.size() > 1:
+            flat_RS = shard_S.new_empty(group.size(), shard_S.numel())
+            work = getattr(dist, ALL_GATHER)(flat_RS.view(-1), shard_S, group=group, async_op=True)
+        self.gathering = flat_RS, pieces, work, shard_S
 
     def gather_source(self) -> tuple[Tensor, list[Piece], dist.ProcessGroup]:
         """Return the shard to send, its layout, and the ranks that have the other shards."""
@@ -157,8 +122,7 @@ class FSDPUnit:
     @torch.no_grad()
     def wait(self) -> None:
         """Make the parameters whole, if ``gather`` has begun to."""
-        gathered = self.end_gathering()
-        if gathered is None:
+        if (gathered := self.end_gathering()) is None:
             return
         flat_RS, pieces = gathered
         self.allocate(flat_RS.dtype)
@@ -170,10 +134,8 @@ class FSDPUnit:
 
     def allocate(self, dtype: torch.dtype) -> None:
         """Allocate the memory of whole parameters, which are created with it the first time."""
-        if self.block is not None and (self.block.dtype, self.block.device) == (
-            dtype,
-            self.shard_S.device,
-        ):
+        kind = dtype, self.shard_S.device
+        if self.block is not None and (self.block.dtype, self.block.device) == kind:
             self.block.untyped_storage().resize_(self.block.nbytes)
             return
         step = ALIGNMENT_BYTES // dtype.itemsize
@@ -208,9 +170,8 @@ class FSDPUnit:
         indices = list(grads)
         flat_RS, pieces = self.flatten(grads, grads[indices[0]].dtype)
         reduced_S = flat_RS.new_empty(flat_RS.shape[1])
-        work = getattr(dist, REDUCE_SCATTER)(
-            reduced_S, flat_RS.view(-1), group=self.group, async_op=True
-        )
+        scatter = getattr(dist, REDUCE_SCATTER)
+        work = scatter(reduced_S, flat_RS.view(-1), group=self.group, async_op=True)
         del flat_RS  # the work keeps it as long as it reads it; gloo's has a copy
         yield
         work.wait()
@@ -218,9 +179,9 @@ class FSDPUnit:
 
     def flatten(self, grads: dict[int, Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Piece]]:
         """Move whole gradients into one flat tensor; return it and its layout."""
-        pieces, numel = lay_out(
-            [self.shapes[i] for i in grads], [self.dims[i] for i in grads], self.ranks
-        )
+        shapes = [self.shapes[index] for index in grads]
+        dims = [self.dims[index] for index in grads]
+        pieces, numel = lay_out(shapes, dims, self.ranks)
         flat_RS = self.shard_S.new_empty(self.ranks, numel, dtype=dtype)
         for index, piece in zip(list(grads), pieces, strict=True):
             piece.write(grads.pop(index), flat_RS)
@@ -244,9 +205,8 @@ class Reductions:
 
     def advance(self, *begun: Iterator[None]) -> None:
         """Resume all up to their next wait, then start the new ones."""
-        self.in_flight = [
-            step for step in (*self.in_flight, *begun) if next(step, "complete") is None
-        ]
+        steps = (*self.in_flight, *begun)
+        self.in_flight = [step for step in steps if next(step, "complete") is None]
 
     def finish(self) -> None:
         """Complete all."""
@@ -264,8 +224,7 @@ class Iteration:
         self.reductions = Reductions()
 
     def end_backward(self) -> None:
-        """Catch up on units whose inputs had no gradient, such as an embedding; then end the
-        step."""
+        """Catch up on units whose inputs had no gradient (an embedding); then end the step."""
         for hooks in self.hooks:
             hooks.end_backward()
         self.awaits_end = False
@@ -292,8 +251,7 @@ class UnitHooks:
             module.register_forward_hook(self.post_forward, always_call=len(self.modules) > 1)
 
     def become_root(self) -> None:
-        """Share one iteration with all units within this one; the outermost is the first to
-        compute."""
+        """Share one iteration with all units within this one, which computes first."""
         found = dict.fromkeys(hooks_of(module) for module in self.modules[0].modules())
         self.iteration.hooks = [hooks for hooks in found if hooks is not None]
         for hooks in self.iteration.hooks:
@@ -314,9 +272,7 @@ class UnitHooks:
         if not (inputs and self.unit.params and torch.is_grad_enabled()):
             return args, kwargs
         passed = iter(_AfterBackward.apply(self.post_backward, *inputs))
-        return map_tensors(
-            (args, kwargs), lambda tensor: next(passed) if tensor.requires_grad else tensor
-        )
+        return map_tensors((args, kwargs), lambda x: next(passed) if x.requires_grad else x)
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard; have the first gradient of the output call ``pre_backward``."""
@@ -403,9 +359,7 @@ def take_parameters(modules: Sequence[nn.Module]) -> dict[nn.Parameter, Homes]:
     return homes
 
 
-def fully_shard(
-    module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool = True
-) -> nn.Module:
+def fully_shard(module: Any, mesh: DeviceMesh, reshard_after_forward: bool = True) -> Any:
     """Make a unit of a module's parameters, except those of units within it.
 
     Call it bottom-up. The root, whose backward comes next, needs ``reshard_after_forward=False``.

@@ -1,20 +1,19 @@
 """Layout of a unit's parameters in the flat tensors that ranks send.
 
-A flat tensor has R shards of S elements, one a rank, as a matrix ``flat_RS``. Each parameter is cut
-into R chunks along one dim, as ``torch.chunk`` and DTensor's ``Shard`` cut; its chunks are in the
-same columns of all rows:
+A flat tensor has R shards of S elements, one a rank: ``flat_RS``. Each parameter is cut into R
+chunks along one dim, as DTensor's ``Shard`` cuts; its chunks are in the same columns of all rows:
 
         rank 0 |  w chunk 0  |  b chunk 0  |        w: 6 rows over 4 ranks, 2 rows a chunk:
         rank 1 |  w chunk 1  |  b chunk 1  |           rows 0-1, 2-3, 4-5, none
         rank 2 |  w chunk 2  |  (padding)  |        b: 2 rows over 4 ranks, 1 row a chunk
         rank 3 |  (padding)  |  (padding)  |
 
-Collectives need rows of one length, so the last chunks along dim 0 are padded. Other dims must
-divide evenly.
+Collectives need equal rows, so last chunks along dim 0 are padded; other dims must divide evenly.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -24,10 +23,8 @@ class Piece:
 
     def __init__(self, shape: Sequence[int], dim: int, ranks: int, offset: int) -> None:
         self.shape, self.dim, self.ranks, self.offset = tuple(shape), dim, ranks, offset
-        self.chunk = -(-self.shape[dim] // ranks)
-        """Size of a chunk along ``dim``, with padding."""
-        self.numel = math.prod(self._chunk_shape(self.chunk))
-        """Number of columns, with padding."""
+        self.chunk = -(-self.shape[dim] // ranks)  # along ``dim``, with padding
+        self.numel = math.prod(self._chunk_shape(self.chunk))  # columns, with padding
 
     def local_part(self, whole: Tensor, rank: int) -> Tensor:
         """Return a rank's chunk as a view of the whole parameter."""
@@ -51,20 +48,15 @@ class Piece:
             part.copy_(columns)
 
     def _pairs(self, whole: Tensor, flat_RS: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of the whole tensor and of its columns that hold the same elements, at most
-        two pairs."""
+        """Yield views of the whole tensor and of columns with the same elements, two at most."""
         columns_RN = flat_RS[:, self.offset : self.offset + self.numel]
         full, rest = self.ranks, 0
         if self.dim == 0 and self.chunk:
             full, rest = divmod(self.shape[0], self.chunk)
         if full:
-            cut = whole.narrow(self.dim, 0, full * self.chunk).unflatten(
-                self.dim, (full, self.chunk)
-            )
-            yield (
-                cut.movedim(self.dim, 0),
-                columns_RN[:full].unflatten(1, self._chunk_shape(self.chunk)),
-            )
+            cut = whole.narrow(self.dim, 0, full * self.chunk)
+            chunks = cut.unflatten(self.dim, (full, self.chunk)).movedim(self.dim, 0)
+            yield chunks, columns_RN[:full].unflatten(1, self._chunk_shape(self.chunk))
         if rest:
             shape = self._chunk_shape(rest)
             yield whole[full * self.chunk :], columns_RN[full, : math.prod(shape)].view(shape)
@@ -77,11 +69,8 @@ class Piece:
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
 
-def lay_out(
-    shapes: Sequence[Sequence[int]], dims: Sequence[int], ranks: int
-) -> tuple[list[Piece], int]:
-    """Place parameters one after the other; return their pieces and the number of elements of a
-    shard."""
+def lay_out(shapes: Sequence[Any], dims: Sequence[int], ranks: int) -> tuple[list[Piece], int]:
+    """Place parameters one after the other; return their pieces and a shard's size in elements."""
     pieces: list[Piece] = []
     offset = 0
     for shape, dim in zip(shapes, dims, strict=True):

@@ -5,7 +5,7 @@ unit 3               reduce-scatter ─▶ all-reduce (HSDP) ──▶ .grad
 unit 2                                reduce-scatter ──────▶ all-reduce ▶ .grad
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ class FullUnit(FSDPUnit):
     """A unit with a policy and options for its reduction.
 
     Args:
-        homes, dims, reshards_after_forward: as for ``FSDPUnit``.
+        homes, dims, reshards: as for ``FSDPUnit``.
         mesh: of one axis, or of two: replicate, shard.
         policy: dtypes.
     """
@@ -78,9 +78,9 @@ class FullUnit(FSDPUnit):
     def __init__(
         self,
         homes: dict[nn.Parameter, Homes],
-        dims: Sequence[int],
+        dims: list[int],
         mesh: DeviceMesh,
-        reshards_after_forward: bool,
+        reshards: bool,
         policy: MixedPrecisionPolicy,
     ) -> None:
         kinds = sorted({_kind(param) for param in homes})
@@ -92,7 +92,7 @@ class FullUnit(FSDPUnit):
         self.policy = policy
         self._accumulated: dict[int, Tensor] = {}
         """Whole gradients of earlier micro-batches in ``reduce_dtype``."""
-        super().__init__(homes, dims, mesh, reshards_after_forward)
+        super().__init__(homes, dims, mesh, reshards)
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:

@@ -3,7 +3,7 @@
                  rank 0                          rank 1
     backward     all gradients  ←─ all-reduce ─→ all gradients           as DDP
     step         update slice 0                  update slice 1          states: 1/N
-    publish      slices 0 and 1 ←─ all-gather ─→ slices 0 and 1          all parameters, again the same
+    publish      slices 0 and 1 ←─ all-gather ─→ slices 0 and 1          all parameters, the same
 
 Under DDP all ranks compute the same update, each with its own states: for AdamW 8 bytes an element,
 twice the parameters. Here each rank does its share of the work, keeps its share of the states, and

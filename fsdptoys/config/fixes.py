@@ -1,0 +1,167 @@
+"""Overrides to type in place of a name that is no setting: a familiar name of another framework, a
+key without its section, or a misspelled one."""
+
+import contextlib
+import dataclasses
+import functools
+import typing
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from fsdptoys.utils.bounds import bounds_of
+from fsdptoys.utils.text import near_miss
+
+from .choices import Choices, list_choices, list_defaults, schema_name
+from .familiar_names import find_familiar
+from .option_values import SWITCHES, Option, example, mismatch, read_value
+
+
+class Fix(NamedTuple):
+    """Words for a name that is no key."""
+
+    words: str
+    reason: str = ""  # why they do not mean the same
+    verb: str = ""  # "" for that of the caller
+    sets_part: bool = False  # the name is a section, of which they set one key
+
+    def clause(self, verb: str, command: str = "") -> str:
+        """The end of the sentence; ``command`` comes before the words."""
+        if not self.words:
+            return f"{self.reason}, leave it out"
+        verb = self.verb or verb
+        return (
+            f"{self.reason}{', ' * bool(self.reason)}{verb} "
+            f"{command}{self.words}{'?' * (verb == 'did you mean')}"
+        )
+
+
+def find_fix(
+    name: str, raw: str | None, choices: Choices, chosen: Mapping[str, str | None]
+) -> Fix | None:
+    """Return the overrides that an unknown name stands for; None if nothing is close.
+
+    Args:
+        name: a familiar name of another framework, a key without its section, a misspelled key, a
+            section or a choice.
+        raw: its value; None if none was typed.
+        chosen: group → chosen YAML file, if not the default.
+    """
+    options, needed = all_options(tuple(chosen.items()))
+    name = name.lower().replace("-", "_")
+    state = "true" if raw is None else SWITCHES.get(raw.strip("'\"").lower(), raw)
+
+    def assign(key: str) -> str:
+        return (
+            _assign(key, raw, state, options[key])
+            if key in options
+            else _choose(key, raw, choices[key])
+        )
+
+    found = find_familiar(name, state)
+    if found is None and name not in options:
+        found = find_familiar(name.rpartition(".")[2], state)
+    if found is not None:
+        words, reason = found
+        if reason and (state == "false" or not words):
+            return Fix("", reason)
+        key, star, rest = words.partition("=*")
+        if star and (key in options or key in choices):
+            words = assign(key)
+            words += rest.replace("*", words.partition("=")[2])
+        words = words.replace("*", (raw or "VALUE").strip("[]"))
+        return Fix(needed.get(words.partition("=")[0], "") + words, reason, "write")
+    below = next((key for key in options if key.startswith(f"{name}.")), None)
+    if name not in choices and below is not None:
+        return Fix(
+            assign(below) if options[below].annotation is bool else example(below, options[below]),
+            "",
+            "",
+            True,
+        )
+    known = [*(key for key in options if key not in needed), *choices]
+    for keys in (known, list(options)):
+        if same := [key for key in keys if key.rpartition(".")[2] == name.rpartition(".")[2]]:
+            key = str(near_miss(name, same, cutoff=0.0))
+            return Fix(needed.get(key, "") + assign(key))
+    group = next((group for group, names in choices.items() if name in names), None)
+    if state == "true" and group is not None:
+        return Fix(f"{group}={name}")
+    near = _nearest_key(name, known)
+    return None if near is None else Fix(assign(near), "", "did you mean")
+
+
+def list_options(schema: type, prefix: str) -> dict[str, Option]:
+    """All keys of a dataclass, including those of nested dataclasses."""
+    hints = typing.get_type_hints(schema)
+    options: dict[str, Option] = {}
+    for field in dataclasses.fields(schema):
+        key, annotation = f"{prefix}.{field.name}", hints[field.name]
+        if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+            options |= list_options(annotation, key)
+        else:
+            factory = field.default_factory
+            default = field.default if factory is dataclasses.MISSING else factory()
+            options[key] = Option(annotation, default, bounds_of(field))
+    return options
+
+
+@functools.cache
+def all_options(
+    chosen: tuple[tuple[str, str | None], ...],
+) -> tuple[dict[str, Option], dict[str, str]]:
+    """Return all keys of all choices, and key → the words before it that choose what has it, unless
+    chosen already."""
+    from .schema import ROOT_OPTIONS, SCHEMAS, Config  # imports torch, which help does without
+
+    options, needed = dict(ROOT_OPTIONS), dict[str, str]()
+    choices, first_choices = list_choices(), list_defaults() | dict(chosen)
+    for section, kind in typing.get_type_hints(Config).items():
+        if section in SCHEMAS:
+            first = str(first_choices[section])
+            for choice in (first, *choices[section]):
+                of_choice = list_options(SCHEMAS[section][schema_name(section, choice)], section)
+                new = [key for key in of_choice if key not in options]
+                options |= {key: of_choice[key] for key in new}
+                needed |= {key: f"{section}={choice} " for key in new if choice != first}
+        elif dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            options |= list_options(kind, section)
+    return options, needed
+
+
+def _assign(key: str, raw: str | None, state: str, option: Option) -> str:
+    """``key=value`` with the typed value where it is valid, else a corrected one."""
+    if found := find_familiar(key, state):
+        return found[0]
+    if raw is None:
+        words, is_enum = example(key, option, "true"), isinstance(option.default, Enum)
+        return words if option.wanted is bool or is_enum else f"{words}, for example"
+    override = None
+    with contextlib.suppress(HydraException, ValueError):
+        override = OverridesParser.create().parse_override(f"{key}={raw}")
+    if override is None or override.is_sweep_override():
+        return f"{key}={raw}"
+    expected, corrected = mismatch(option, read_value(key, override.value()), raw)
+    if expected is None:
+        return f"{key}={raw}"
+    return f"{key}={corrected}" if corrected is not None else example(key, option, state)
+
+
+def _choose(group: str, raw: str | None, names: Sequence[str]) -> str:
+    if raw is not None and (raw in names or "," in raw):
+        return f"{group}={raw}"
+    return f"{group}={near_miss(raw or '', names) or list_defaults()[group] or names[0]}"
+
+
+def _nearest_key(key: str, known: Sequence[str]) -> str | None:
+    """Closest key: one with a similar last part in the same section, else anywhere."""
+    section, _, last = key.rpartition(".")
+    parts = {name: name.rpartition(".")[2] for name in known}
+    in_section = [name for name in known if name.rpartition(".")[0] == section]
+    for names in (in_section, known):
+        if word := near_miss(last, [parts[name] for name in names], cutoff=0.7):
+            return near_miss(key, [name for name in names if parts[name] == word], cutoff=0.0)
+    return near_miss(key, known, cutoff=0.75)

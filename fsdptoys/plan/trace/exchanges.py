@@ -1,0 +1,110 @@
+"""Collectives and messages of a recorded program, on the streams of their groups."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fsdptoys.metrics.prediction import Category
+from fsdptoys.parallel.mesh import EXCHANGING_AXES
+from fsdptoys.plan.simulator import events as simulated
+from fsdptoys.plan.simulator.events import COMPUTE_STREAM
+
+from .fake_device import MODULE
+from .groups import place_of
+from .storages import Storages
+
+EXCHANGE = -3  # Stream of exchanges on the meta device and on CPUs, which have no streams
+PURPOSES = {
+    "all_gather": Category.gathered_parameters,
+    "reduce_scatter": Category.reduction_buffers,
+    "all_reduce": Category.reduction_buffers,
+}
+"""Collective → purpose of its buffers."""
+
+
+class Exchanges:
+    """Adds a program's exchanges to its trace, and the waits of the compute stream for them.
+
+    ``stream`` returns the number of the current stream.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        storages: Storages,
+        add: Callable[[simulated.Event], None],
+        stream: Callable[[], int],
+    ) -> None:
+        self._device_type, self._storages = device_type, storages
+        self._add, self._stream = add, stream
+        self._groups: dict[str, Any] = {}  # Group → its own stream
+        self._pending: dict[int, int] = {}
+        """Stream of a group → event at the end of its last work without a wait."""
+        self.device_events = 0  # Events on the streams of a meta device
+
+    @property
+    def streams(self) -> list[int]:
+        """Numbers of the streams of groups."""
+        return [stream.number for stream in self._groups.values()]
+
+    def wait(self) -> None:
+        """Let the compute stream wait for all work that nothing has waited for."""
+        for event in self._pending.values():
+            self._add(simulated.WaitEvent(event, COMPUTE_STREAM))
+        self._pending.clear()
+
+    def communicate(
+        self, name: str, tensors: Iterable[Tensor], size: int, group: Any, *, asynchronous: bool
+    ) -> Callable[[], None]:
+        """Record a collective of ``size`` bytes, and return a function with which the current
+        stream waits for it."""
+        place, axis = place_of(group, name)
+        purpose = Category.exchange_buffers if axis in EXCHANGING_AXES else PURPOSES.get(name)
+        for tensor in tensors:
+            self._storages.see(tensor)
+            if purpose is not None:
+                self._storages.categorize(tensor, purpose)
+        if not asynchronous or self._device_type == "cpu":
+            self._add(simulated.Collective(name, self._stream(), size, *place, axis))
+            return lambda: None
+        return self._issue(
+            lambda stream: simulated.Collective(name, stream, size, *place, axis), group
+        )
+
+    def exchange(self, parts: Sequence[tuple[bool, Tensor, int]], group: Any) -> Callable[[], None]:
+        """Record messages that are issued together, and return a function with which the current
+        stream waits for them.
+
+        Each is sent or received: whether it is sent, its tensor, and the other rank in the group.
+        """
+        place, axis = place_of(group, "send")
+        for _, tensor, _ in parts:
+            self._storages.see(tensor)
+            self._storages.categorize(tensor, Category.exchange_buffers)
+        messages = tuple(
+            simulated.Message(peer, tensor.nbytes, sends) for sends, tensor, peer in parts
+        )
+        return self._issue(
+            lambda stream: simulated.Messages(stream, messages, group.rank(), *place, axis), group
+        )
+
+    def _issue(self, event_on: Callable[[int], simulated.Event], group: Any) -> Callable[[], None]:
+        """Add an event on the stream of a group; the compute stream waits for it with the work."""
+        if self._device_type in ("cpu", "meta"):
+            self.device_events += 2
+            begun, done = self.device_events - 1, self.device_events
+            self._add(simulated.RecordEvent(begun, COMPUTE_STREAM))
+            self._add(simulated.WaitEvent(begun, EXCHANGE))
+            self._add(event_on(EXCHANGE))
+            self._add(simulated.RecordEvent(done, EXCHANGE))
+            return lambda: self._add(simulated.WaitEvent(done, COMPUTE_STREAM))
+        own = self._groups.get(group.group_name) or self._groups.setdefault(
+            group.group_name, MODULE.Stream()
+        )
+        own.wait_stream(MODULE.current)
+        self._add(event_on(own.number))
+        event = own.record_event()
+        assert event.number is not None
+        self._pending[own.number] = event.number
+        return lambda: MODULE.current.wait_event(event)

@@ -1,0 +1,16 @@
+"""The folder of tests of conversations."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.data.chats import GOOD
+from tests.harness.chat_files import GENERATED, save_chat_tokenizer, without_blocks, write_rows
+
+
+@pytest.fixture
+def chat_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer with a template, and a file of one conversation."""
+    monkeypatch.chdir(tmp_path)
+    save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
+    write_rows(Path("a.jsonl"), [GOOD])

@@ -1,0 +1,66 @@
+"""The process that traces for estimates: who may fork it, and its loss."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdptoys.device.profile import load_hardware
+from fsdptoys.errors import ConfigError
+from fsdptoys.plan.estimate import estimate
+from fsdptoys.plan.estimate.estimate import fast_estimate
+from fsdptoys.plan.trace import tracing_process
+from tests.harness.plan_processes import in_fresh_process
+from tests.harness.traced_runs import configured
+
+extended = pytest.mark.extended
+
+WORDS = ("model=llama2_7b", "model.n_layers=3", "parallel.param_dtype=bfloat16")
+OUT_OF_HOST_MEMORY = (
+    "the tracing process was killed, most likely for lack of host memory; free memory"
+)
+
+
+def test_autograd_prevents_forks_that_trace() -> None:
+    """Oracle: a process that has computed nothing can fork; after a backward, whose threads a fork
+    lacks, it cannot."""
+    assert in_fresh_process(_can_fork) == (True, False)
+
+
+def _can_fork() -> tuple[bool, bool]:
+    before = tracing_process.can_fork()
+    torch.ones(1, requires_grad=True).sum().backward()
+    return before, tracing_process.can_fork()
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "message"),
+    [
+        (signal.SIGKILL, ConfigError, OUT_OF_HOST_MEMORY),
+        pytest.param(
+            signal.SIGTERM,
+            RuntimeError,
+            "the tracing process ended with status -15:\n",
+            marks=extended,
+        ),
+    ],
+)
+def test_lost_tracing_process_is_reported_and_replaced(
+    number: int, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the full message; the next prediction has the numbers of the one before the loss."""
+    words = (*WORDS, "train.seq_len=4096", f"optim.beta1=0.{number}")  # not traced by others
+    config, hardware = configured(words, 8, "cuda"), load_hardware("h100")
+    before = fast_estimate(config, hardware, 8)
+    estimate.TRACED.clear()
+    parent = tracing_process.start_tracing("cuda").parent
+    workers = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    assert len(workers) == tracing_process.WORKERS
+    os.kill(int(workers[0]), number)
+    parent.wait()
+    with pytest.raises(error) as raised:
+        fast_estimate(config, hardware, 8)
+    assert str(raised.value) == message
+    assert fast_estimate(config, hardware, 8) == before
