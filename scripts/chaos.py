@@ -314,11 +314,9 @@ def disturb(
         with unit(f"{campaign.name}, kill {number + 1}") as done:
             done.note = f"went on after {tally.seconds[-1]:.1f} s"
         print(
-            (
-                f"  kill {tally.resumes}: {'all' if everybody else 'one rank'} during {moment} "
-                f"(wanted {wanted}), step {seen} done, newest whole {whole}, went on from {resumed}, "
-                f"{tally.seconds[-1]:.1f} s"
-            ),
+            f"  kill {tally.resumes}: {'all' if everybody else 'one rank'} during {moment} "
+            f"(wanted {wanted}), step {seen} done, newest whole {whole}, went on from "
+            f"{resumed}, {tally.seconds[-1]:.1f} s",
             flush=True,
         )
     with unit(f"{campaign.name}, the rest of the run"):
@@ -369,13 +367,8 @@ def main() -> int:
             disturb(campaign, disturbed, steps, kills, chance, tally)
             wrong = count_wrong(reference, disturbed, steps)
             tally.wrong += wrong
-            print(
-                (
-                    "  "
-                    f"{'every bit as undisturbed' if not wrong else f'{wrong} WRONG, kept in {folder}'}"
-                ),
-                flush=True,
-            )
+            outcome = f"{wrong} WRONG, kept in {folder}" if wrong else "every bit as undisturbed"
+            print(f"  {outcome}", flush=True)
     print("\n| killed during | one rank | all |\n|---|---:|---:|")
     for moment in MOMENTS:
         print(f"| {moment} | {tally.kills[moment, 'one rank']} | {tally.kills[moment, 'all']} |")

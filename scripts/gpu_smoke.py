@@ -1,10 +1,10 @@
 """Does this device train correctly? Checks in the order of their risk, each against an oracle, in
 under ten minutes.
 
-    python scripts/gpu_smoke.py --out smoke                       # smoke/smoke.jsonl and smoke/smoke.md
+    python scripts/gpu_smoke.py --out smoke           # smoke/smoke.jsonl and smoke/smoke.md
     python scripts/gpu_smoke.py --checks device loss attention
-    python scripts/gpu_smoke.py --out smoke --jobs 6              # six checks at a time, except those that measure
-    python scripts/gpu_smoke.py --device cpu                      # a small form of every check that a CPU has
+    python scripts/gpu_smoke.py --out smoke --jobs 6  # checks at a time, except measuring ones
+    python scripts/gpu_smoke.py --device cpu          # a small form of each check that a CPU has
     python scripts/gpu_smoke.py --list
 
 Each check runs in a process of its own with a time limit, since an error on a device poisons its

@@ -59,8 +59,8 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device import device_count, float64_collectives, missing_device
 from fsdptoys.errors import ConfigError
 from scripts.common.progress import doing, progress, unit
+from scripts.equality.layout_table import LAYOUTS
 from scripts.equality.parity_bugs import BUGS, compare_all
-from scripts.equality.parity_layouts import LAYOUTS
 from scripts.equality.parity_rows import (
     FLOAT32_ONLY,
     FSDP2_ON_THE_SAME_MESH,
@@ -381,7 +381,8 @@ def main() -> int:
         print(f"parity: {error}", file=sys.stderr)
         return 2
     print(
-        'Rows with "last bits !=" are not counted: their sums are added in another order (see --help).'
+        'Rows with "last bits !=" are not counted: '
+        "their sums are added in another order (see --help)."
     )
     return report(breaches)
 

@@ -1,8 +1,8 @@
 """Tests and commands under the installed PyTorch, and the page that compares versions: see
 ``versions.sh``.
 
-    python scripts/versions.py run RESULT.json [--quick] python scripts/versions.py page
-    benchmarks/versions.md --command COMMAND RESULT.json...
+    python scripts/versions.py run RESULT.json [--quick]
+    python scripts/versions.py page benchmarks/versions.md --command COMMAND RESULT.json...
 
 A command fails if its status is not 0 or if it prints a traceback. A refusal (status 2 and one
 sentence) counts as skipped where the command names a feature that old versions lack.

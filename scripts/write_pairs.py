@@ -1,7 +1,8 @@
 """Write two tables into ``docs/strategies.md``: what each strategy can do, and which settings
 exclude one another.
 
-    python scripts/write_pairs.py python scripts/write_pairs.py --check
+    python scripts/write_pairs.py
+    python scripts/write_pairs.py --check
 
 The first is ``fsdptoys/parallel/capabilities.py``. For the second, every pair of ``SETTINGS`` is
 validated as a run on 8 CUDA devices under ``parallel=fsdp2``, with the models, sizes and further

@@ -17,9 +17,8 @@ Under a causal mask all would wait for the last slice, which attends to everythi
 2·N chunks, and rank r has chunks r and 2·N−1−r: on every rank every turn is half a square.
 
 Labels are shifted before the cut, the loss is a sum divided by the number of labels on all ranks,
-and gradients are summed over all ranks, also those with other sequences. Left out: padding,
-windows, masks of documents, fused kernels (a block's scores take (T/N)² numbers a head). Sources:
-arXiv:2309.14509 (Ulysses), 2310.01889 (ring), 2311.09431 (balance by stripes), Megatron-LM
+and gradients are summed over all ranks. Left out: padding, windows, masks, fused kernels.
+Sources: arXiv:2309.14509 (Ulysses), 2310.01889 (ring), 2311.09431 (stripes), Megatron-LM
 
 Shapes: B batch, T own tokens, S keys of a block, H query heads, G key heads, R = H/G, K width.
 """
@@ -141,9 +140,8 @@ class RingAttention(torch.autograd.Function):
             arrival = pass_on(kv, group) if turn < ranks - 1 else None
             queries, keys = seen_parts(rank, (rank - turn) % ranks, q.shape[2], balanced)
             k_block, v_block = kv[..., keys, :].to(wide)
-            q_part = q_BGRTK[..., queries, :]
+            q_part, old_lse = q_BGRTK[..., queries, :], lse[..., queries, :]
             block_out, block_lse = attend_block(q_part, k_block, v_block, turn == 0)
-            old_lse = lse[..., queries, :]
             new_lse = torch.logaddexp(old_lse, block_lse)
             out[..., queries, :] *= (old_lse - new_lse).exp_()
             out[..., queries, :] += block_out.mul_((block_lse - new_lse).exp_())
@@ -166,12 +164,10 @@ class RingAttention(torch.autograd.Function):
         for turn in range(ranks):
             arrival = pass_on(kv, group) if turn < ranks - 1 else None
             queries, keys = seen_parts(rank, (rank - turn) % ranks, q.shape[3], ctx.balanced)
-            q_part, grad_part = q[..., queries, :], grad[..., queries, :]
-            sums = lse[..., queries, :], delta[..., queries, :]
+            at = (..., queries, slice(None))
+            own = q[at], grad[at], lse[at], delta[at]
             k_block, v_block = kv[..., keys, :].to(wide)
-            block_q, block_kv = block_gradients(
-                q_part, grad_part, *sums, k_block, v_block, turn == 0
-            )
+            block_q, block_kv = block_gradients(*own, k_block, v_block, turn == 0)
             grad_q[..., queries, :] += block_q
             grad_kv = sum_arrival()
             grad_kv[..., keys, :] += block_kv

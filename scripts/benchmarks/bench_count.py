@@ -1,8 +1,8 @@
 """Cost of counting a CPU's memory: every other step of one run is counted, and the two kinds are
 compared.
 
-    python scripts/benchmarks/bench_count.py python scripts/benchmarks/bench_count.py --steps 80
-    model=gpt2_debug parallel=ddp
+    python scripts/benchmarks/bench_count.py
+    python scripts/benchmarks/bench_count.py --steps 80 model=gpt2_debug parallel=ddp
 
 Prints the median time of counted and of other steps on rank 0, the median over pairs of neighbors
 of their ratio, the time that a count takes between the steps, and the number of steps after which

@@ -53,9 +53,10 @@ def main() -> None:
         "model.ffn_dim=384",
     ]
     common = [
-        "experiment=cpu_text", *shape, "parallel=single", "parallel.param_dtype=bfloat16", "train.batch_size=4",
-        "train.seq_len=128", "train.max_seconds=null", f"train.steps={args.steps}", f"train.eval_every={args.steps}",
-        "train.eval_batches=32", "metrics.console=none",
+        "experiment=cpu_text", *shape, "parallel=single", "parallel.param_dtype=bfloat16",
+        "train.batch_size=4", "train.seq_len=128", "train.max_seconds=null",
+        f"train.steps={args.steps}", f"train.eval_every={args.steps}", "train.eval_batches=32",
+        "metrics.console=none",
     ]  # fmt: skip
     found: dict[str, list[tuple[list[float], float]]] = {}
     with progress(len(FORMATS) * args.seeds):

@@ -1,9 +1,9 @@
 """How fast is training on one GPU: eager, compiled, in float8, and next to others? All of it in one
 call.
 
-    python scripts/benchmarks/bench_gpu.py --write benchmarks/gpu             # gpu.md, gpu.json: ten minutes
+    python scripts/benchmarks/bench_gpu.py --write benchmarks/gpu  # gpu.md, gpu.json: ten minutes
     python scripts/benchmarks/bench_gpu.py --shapes llama3_8b-8192 --seconds 300
-    python scripts/benchmarks/bench_gpu.py --write benchmarks/gpu --resume    # rows that are still missing
+    python scripts/benchmarks/bench_gpu.py --write benchmarks/gpu --resume  # rows still missing
     python scripts/benchmarks/bench_gpu.py --device cpu --tiny --seconds 120  # the script itself
 
 Contestants train the same shapes on the same batches, one after the other, each in a fresh process.
@@ -48,7 +48,7 @@ from fsdptoys.device.profile import load_hardware
 from fsdptoys.metrics.prediction import MemoryPrediction
 from fsdptoys.models import ModelConfig
 from fsdptoys.plan.estimate.estimate import fast_estimate
-from scripts.benchmarks.bench_peers import DATA_SEED, PEERS, ROOT, write_batches, write_tokens
+from scripts.benchmarks.bench_peers import PEERS, ROOT
 from scripts.benchmarks.gpu_page import (
     ACCELERATE,
     BARE,
@@ -72,6 +72,7 @@ from scripts.benchmarks.peers.work import (
     WEIGHT_DECAY,
     Work,
 )
+from scripts.benchmarks.peers_inputs import DATA_SEED, write_batches, write_tokens
 from scripts.common.child_environment import child_environment
 from scripts.common.finished_rows import ROWS_LEFT, FinishedRows
 from scripts.common.machine import machine, without_clocks
@@ -124,9 +125,11 @@ class Bench:
     def work(self, shape: Shape, contestant: str) -> Work:
         """Arguments of a peer."""
         return Work(
-            weights=str(self.folder / shape.name), batches=str(self.folder / shape.name / "batches.bin"), ranks=1,
-            batch_size=shape.batch_size, seq_len=shape.seq_len, steps=STEPS, dtype="bfloat16", device=self.device,
-            compiles=int(contestant == BARE), checkpoints=int(shape.checkpoints), half=int(shape.half),
+            weights=str(self.folder / shape.name),
+            batches=str(self.folder / shape.name / "batches.bin"), ranks=1,
+            batch_size=shape.batch_size, seq_len=shape.seq_len, steps=STEPS, dtype="bfloat16",
+            device=self.device, compiles=int(contestant == BARE),
+            checkpoints=int(shape.checkpoints), half=int(shape.half),
         )  # fmt: skip
 
     def words(self, shape: Shape, contestant: str) -> list[str]:
@@ -134,13 +137,15 @@ class Bench:
         added = CONTESTANTS[contestant]
         assert not isinstance(added, str)
         return [
-            "experiment=null", f"model={shape.model}", "parallel=single", "parallel.param_dtype=bfloat16",
-            LOSS, "data=bin", f"data.files=[{self.folder / shape.name / 'tokens.bin'}]",
-            "data.dtype=uint32", f"train.data_seed={DATA_SEED}", f"train.batch_size={shape.batch_size}",
-            f"train.seq_len={shape.seq_len}", f"train.steps={STEPS}", f"train.max_grad_norm={MAX_GRAD_NORM}",
-            "optim=adamw", "optim.implementation=fused", f"optim.lr={LEARNING_RATE}", f"optim.beta1={BETAS[0]}",
-            f"optim.beta2={BETAS[1]}", f"optim.eps={EPS}", f"optim.weight_decay={WEIGHT_DECAY}",
-            "optim.schedule=constant", f"launch.device={self.device}", "metrics.console=none", "metrics.log_every=1",
+            "experiment=null", f"model={shape.model}", "parallel=single",
+            "parallel.param_dtype=bfloat16", LOSS, "data=bin",
+            f"data.files=[{self.folder / shape.name / 'tokens.bin'}]", "data.dtype=uint32",
+            f"train.data_seed={DATA_SEED}", f"train.batch_size={shape.batch_size}",
+            f"train.seq_len={shape.seq_len}", f"train.steps={STEPS}",
+            f"train.max_grad_norm={MAX_GRAD_NORM}", "optim=adamw", "optim.implementation=fused",
+            f"optim.lr={LEARNING_RATE}", f"optim.beta1={BETAS[0]}", f"optim.beta2={BETAS[1]}",
+            f"optim.eps={EPS}", f"optim.weight_decay={WEIGHT_DECAY}", "optim.schedule=constant",
+            f"launch.device={self.device}", "metrics.console=none", "metrics.log_every=1",
             *shape.words, *added,
         ]  # fmt: skip
 
@@ -246,7 +251,8 @@ def peers_versions(python: str) -> str:
     """Installed versions of the peers' packages."""
     ask = (
         "import importlib.metadata as m, importlib.util as u\n"
-        "print(*(f'{n} {m.version(n)}' for n in ('torch', 'transformers', 'accelerate') if u.find_spec(n)), sep=', ')"
+        "print(*(f'{n} {m.version(n)}' for n in ('torch', 'transformers', 'accelerate') "
+        "if u.find_spec(n)), sep=', ')"
     )
     return subprocess.run(
         [python, "-c", ask], check=True, capture_output=True, text=True

@@ -1,8 +1,8 @@
 """Measure the price of ``train.deterministic``: CPU time of a step in one process under each mode,
 and with slices.
 
-    python scripts/benchmarks/bench_layout_mode.py python scripts/benchmarks/bench_layout_mode.py
-    --grains 4 --dtype bfloat16
+    python scripts/benchmarks/bench_layout_mode.py
+    python scripts/benchmarks/bench_layout_mode.py --grains 4 --dtype bfloat16
 
 The model is a Llama of width 512 with 4 blocks and 4,096 classes, on 4 sequences of 512 tokens. The
 modes take turns, each in a process of its own; a mode's time is the median over its rounds of the

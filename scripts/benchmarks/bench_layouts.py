@@ -1,8 +1,8 @@
 """Cost of sharing sequences and splitting experts: CPU time of a step, and bytes that a rank sends,
 on four gloo ranks.
 
-    python scripts/benchmarks/bench_layouts.py python scripts/benchmarks/bench_layouts.py --only
-    experts --steps 5
+    python scripts/benchmarks/bench_layouts.py
+    python scripts/benchmarks/bench_layouts.py --only experts --steps 5
 
 - context: one Llama, the same global batch, ``mesh.cp_size`` 1, 2 and 4 in each form of
   ``parallel.context``, and the peak of a rank's tensors. Bytes are those of attention's exchanges
@@ -254,10 +254,8 @@ def bench_experts(steps: int) -> list[str]:
             ratio, share = row.cpu_seconds / rows[0].cpu_seconds, sent / whole[0]
             exchanged = f"{row.exchanged_bytes / 1e6:.3f} ({even / 1e6:.3f})" if ep > 1 else ""
             print(
-                (
-                    f"| {tokens} | {name} | {ratio:.2f} | {exchanged} | {sent / 1e6:.3f} | "
-                    f"{share:.2f} |"
-                ),
+                f"| {tokens} | {name} | {ratio:.2f} | {exchanged} | {sent / 1e6:.3f} | "
+                f"{share:.2f} |",
                 flush=True,
             )
             if ep > 1 and tokens < 0.8 * break_even_tokens(config, ep) and share >= 1:

@@ -1,9 +1,9 @@
 """Time and peak memory of the head's loss with its gradients, compared with other implementations
 of the same loss.
 
-    python scripts/benchmarks/bench_loss.py python scripts/benchmarks/bench_loss.py --threads 1
-    --dtypes bfloat16 --repeats 9 python scripts/benchmarks/bench_loss.py --device cuda --write
-    benchmarks/loss.md
+    python scripts/benchmarks/bench_loss.py
+    python scripts/benchmarks/bench_loss.py --threads 1 --dtypes bfloat16 --repeats 9
+    python scripts/benchmarks/bench_loss.py --device cuda --write benchmarks/loss.md
 
 Contestants, all from hidden states, weight and labels to the gradients of the first two: the plain
 loss over whole logits; torch's own chunked ``F.linear_cross_entropy`` with its default options,

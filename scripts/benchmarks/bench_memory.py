@@ -2,7 +2,7 @@
 ranks.
 
     python scripts/benchmarks/bench_memory.py --write benchmarks/memory_h200.md
-    python scripts/benchmarks/bench_memory.py --write benchmarks/memory_h200.md --resume --seconds 570  # while 75
+    python scripts/benchmarks/bench_memory.py --write PAGE.md --resume --seconds 570  # while 75
     python scripts/benchmarks/bench_memory.py --strategies fsdp2 --rows plain gc "gc chunk oo"
     python scripts/benchmarks/bench_memory.py --device cpu --model llama_debug --seq-len 64
 
@@ -28,12 +28,10 @@ last lines, which are an accelerator's, is missed.
 
 import argparse
 import json
-import shlex
 import subprocess
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -44,15 +42,15 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.device import (
     DEVICE_TYPES,
     Device,
-    available_cores,
     available_device_type,
-    device_count,
 )
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import hardware_environment
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.train.trainer import Trainer
 from scripts.benchmarks.fake_collectives import reduce_to_zeros
+from scripts.benchmarks.memory_page import gib, judge, render
+from scripts.benchmarks.memory_rows import CLASSIC, ROWS, Result, row_cores
 from scripts.benchmarks.peers.ours import fill
 from scripts.benchmarks.step_counts import pretend
 from scripts.common.child_environment import child_environment
@@ -60,105 +58,10 @@ from scripts.common.finished_rows import ROWS_LEFT, FinishedRows
 from scripts.common.machine import machine, without_clocks
 from scripts.common.progress import progress, unit
 
-GC = "memory.gradient_checkpointing=full"
-CHUNK = "memory.chunk_loss=true"
-OO = "memory.optimizer_offload=true"
-CO = "memory.cpu_offload=true"
-PARTS = "parallel.wrap=block_attn_mlp"
-
-OPTIMIZER_OFFLOAD_TARGET = 1.10
-"""Time of the quickest optimizer offload over that of the same row without."""
-CPU_OFFLOAD_TARGET = 1.5
-CHUNK_SAVES_GIB = 0.5
-NO_COST = 1.02
-"""Ratio of times that counts as equal, given the noise of two runs."""
 LEAST_SECONDS = 20.0
 """A row is not begun with less."""
 ROW_OPTIONS = ("device", "model", "world_size", "seq_len", "steps", "warmup_steps")
 """Arguments on which a row's figures depend."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One combination of switches."""
-
-    words: tuple[str, ...]
-    base: str | None = None
-    """The row that its time is divided by."""
-    published_end_gib: dict[str, float] = field(default_factory=dict)
-    """Allocated after a step in the classic table, by strategy."""
-    published_reserved_gib: dict[str, float] = field(default_factory=dict)
-    only: str | None = None
-    """The one strategy that has it."""
-    target: float | None = None
-    """Most that its time may be over that of ``base``."""
-
-
-def published(fsdp1: float, fsdp2: float) -> dict[str, float]:
-    """One cell of the classic table for both strategies."""
-    return {"fsdp1": fsdp1, "fsdp2": fsdp2}
-
-
-ROWS = {
-    "plain": Row((), None, published(9.72, 9.72), published(44.92, 40.78)),
-    "gc": Row((GC,), None, published(9.72, 9.72), published(21.90, 18.17)),
-    "gc chunk": Row(
-        (GC, CHUNK), "gc", published(9.48, 9.48), published(21.59, 17.78), target=NO_COST
-    ),
-    "gc chunk oo": Row(
-        (GC, CHUNK, OO),
-        "gc chunk",
-        published(3.20, 3.20),
-        published(20.20, 13.62),
-        target=OPTIMIZER_OFFLOAD_TARGET,
-    ),
-    "gc chunk co": Row(
-        (GC, CHUNK, CO),
-        "gc chunk",
-        published(0.06, 0.06),
-        published(12.31, 8.44),
-        target=CPU_OFFLOAD_TARGET,
-    ),
-    "parts gc chunk co": Row(
-        (PARTS, GC, CHUNK, CO), "parts gc", published(0.06, 0.06), published(9.36, 7.64)
-    ),
-    "parts": Row((PARTS,), None, published(9.72, 9.72), published(42.80, 40.36)),
-    "parts gc": Row((PARTS, GC), None, published(9.72, 9.72), published(19.85, 17.45)),
-    # Not in the classic table.
-    "gc chunk oo serial": Row((GC, CHUNK, OO, "memory.offload_schedule=serial"), "gc chunk"),
-    "gc chunk oo pipelined": Row(
-        (GC, CHUNK, OO, "memory.offload_schedule=pipelined"),
-        "gc chunk",
-        published(3.20, 3.20),
-        published(20.20, 13.62),
-    ),
-    "gc chunk oo half": Row((GC, CHUNK, OO, "memory.offload_fraction=0.5"), "gc chunk"),
-    "gc chunk co overlapped": Row(
-        (GC, CHUNK, CO, "memory.cpu_offload_executor=overlapped"),
-        "gc chunk",
-        only="fsdp2",
-        target=CPU_OFFLOAD_TARGET,
-    ),
-    "gc chunk ao": Row((GC, CHUNK, "memory.activation_offload=true"), "gc chunk"),
-    "selective chunk": Row(("memory.gradient_checkpointing=selective", CHUNK), "gc chunk"),
-}
-"""Name → switches; the first eight are those of the classic table, in its order."""
-
-CLASSIC = ("llama2_7b", 8, 4096)
-"""Model, ranks and sequence of the classic table, beside which alone its figures stand."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """Measurements of one row, or the reason why there are none."""
-
-    seconds: float | None = None
-    end_gib: float | None = None
-    peak_gib: float | None = None
-    reserved_gib: float | None = None
-    failure: str | None = None
-    refused: bool = False
-    """Whether the configuration says that this cannot be."""
 
 
 def main() -> int:
@@ -295,12 +198,6 @@ class MeasuredRows:
         return result
 
 
-def row_cores(args: argparse.Namespace) -> int:
-    """CPU cores of the one rank: its share of this machine, by devices, or on a CPU by ranks."""
-    ranks = args.world_size if args.device == "cpu" else max(1, device_count(args.device))
-    return args.cores or max(1, available_cores() // ranks)
-
-
 def too_long(seconds: float) -> str:
     """The failure of a row that ran out of time."""
     return f"not done after {seconds:.0f} s"
@@ -389,125 +286,6 @@ def measure(args: argparse.Namespace) -> Result:
         peak_gib=last.memory_peak_gib,
         reserved_gib=last.memory_reserved_gib,
     )
-
-
-def judge(results: dict[tuple[str, str], Result], classic: bool) -> list[str]:
-    """Each target, met or missed, as far as the rows for it were measured; ``classic``: as in the
-    classic table."""
-    verdicts: list[str] = []
-
-    def verdict(met: bool, text: str) -> None:
-        verdicts.append(f"{'met' if met else 'missed'}: {text}")
-
-    for (strategy, name), result in results.items():
-        if result.failure and not result.refused and ROWS[name].target:
-            verdict(False, f"{strategy} {name} failed: {result.failure}")
-    for strategy in sorted({strategy for strategy, _ in results}):
-        of = {
-            name: result
-            for (owner, name), result in results.items()
-            if owner == strategy and not result.failure
-        }
-        for name, result in of.items():
-            base, target = ROWS[name].base, ROWS[name].target
-            if target and base in of:
-                ratio = result.seconds / of[base].seconds
-                verdict(
-                    ratio <= target,
-                    f"{strategy} {name} takes {ratio:.2f} times as long as {base}, bar {target}",
-                )
-        if classic and "gc" in of and "gc chunk" in of and of["gc"].peak_gib is not None:
-            saved = of["gc"].peak_gib - of["gc chunk"].peak_gib
-            verdict(
-                saved >= CHUNK_SAVES_GIB,
-                f"{strategy} chunked loss saves {saved:.2f} GiB, {CHUNK_SAVES_GIB}",
-            )
-        for name, result in of.items() if classic else ():
-            for what, got, wanted in (
-                ("allocated at the end", result.end_gib, ROWS[name].published_end_gib),
-                ("reserved", result.reserved_gib, ROWS[name].published_reserved_gib),
-            ):
-                if got is not None and strategy in wanted:
-                    verdict_text = (
-                        f"{strategy} {name}: {got:.2f} GiB {what}, published {wanted[strategy]:.2f}"
-                    )
-                    verdict(got <= wanted[strategy] + 0.005, verdict_text)
-    return verdicts
-
-
-def render(
-    args: argparse.Namespace,
-    results: dict[tuple[str, str], Result],
-    verdicts: list[str],
-    classic: bool,
-) -> str:
-    """The page as Markdown."""
-    cores = row_cores(args)
-    lines = [
-        (
-            f"# Memory switches: {args.model}, rank 0 of {args.world_size}, batch 1, sequence "
-            f"{args.seq_len}"
-        ),
-        "",
-        (
-            "gc: gradient checkpointing; chunk: chunked loss; oo: optimizer offload; co: CPU "
-            "offload; ao: activation"
-        ),
-        (
-            "offload; parts: `parallel.wrap=block_attn_mlp`. The collectives are fake: nothing is "
-            "sent, a gather copies"
-        ),
-        (
-            "the rank's own shard into each part of its output, a reduce-scatter writes zeros; "
-            "losses have no meaning."
-        ),
-        "",
-        f"- Command: `python {shlex.join(sys.argv)}`",
-        f"- {machine(args.device)}",
-        (
-            f"- The rank has {cores} of {available_cores()} cores, on which the time of CPU offload "
-            "depends."
-        ),
-        (
-            "- Lazy optimizer offload (oo alone) holds the gradients until the next forward, and so "
-            "at the end of a step."
-        ),
-        (
-            "- Published: the first README of this project (8 Ascend A2 NPUs, torch 2.7.1), where it "
-            "ran the same."
-        ),
-        "",
-        (
-            "| strategy | row | s a step | × row without | GiB at end | GiB peak | GiB reserved | "
-            "published reserved |"
-        ),
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for (strategy, name), result in results.items():
-        if result.failure:
-            lines.append(f"| {strategy} | {name} | not run: {result.failure} | | | | | |")
-            continue
-        base = results.get((strategy, ROWS[name].base or ""))
-        ratio = (
-            f"{result.seconds / base.seconds:.2f} of {ROWS[name].base}"
-            if base and base.seconds
-            else ""
-        )
-        wanted = ROWS[name].published_reserved_gib if classic else {}
-        cells = [
-            f"{result.seconds:.3f}",
-            ratio,
-            gib(result.end_gib),
-            gib(result.peak_gib),
-            gib(result.reserved_gib),
-        ]
-        lines.append(f"| {strategy} | {name} | {' | '.join(cells)} | {gib(wanted.get(strategy))} |")
-    return "\n".join([*lines, "", *(f"- {verdict}" for verdict in verdicts)]) + "\n"
-
-
-def gib(value: float | None) -> str:
-    """A cell of memory."""
-    return "" if value is None else f"{value:.2f}"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """How fast is a mixture-of-experts block? Against transformers' block and a dense block of equal
 active FLOPs.
 
-    python scripts/benchmarks/bench_moe.py python scripts/benchmarks/bench_moe.py --dim 1024
-    --ffn-dim 512 --threads 1 python scripts/benchmarks/bench_moe.py --device cuda --write
-    benchmarks/moe_h200.md
+    python scripts/benchmarks/bench_moe.py
+    python scripts/benchmarks/bench_moe.py --dim 1024 --ffn-dim 512 --threads 1
+    python scripts/benchmarks/bench_moe.py --device cuda --write benchmarks/moe_h200.md
 
 One run, one set of weights, the same inputs: this project's router and experts; transformers'
 Qwen3MoeSparseMoeBlock in both its implementations, the loop over experts (``eager``) and

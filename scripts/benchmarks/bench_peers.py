@@ -1,9 +1,9 @@
 """How fast is training next to others? The same Llama, batches and AdamW on two ranks, under five
 ways to train it.
 
-    python scripts/benchmarks/bench_peers.py          # CPU, gloo, 2 ranks; twelve minutes on two cores
+    python scripts/benchmarks/bench_peers.py  # CPU, gloo, 2 ranks; twelve minutes on 2 cores
     python scripts/benchmarks/bench_peers.py --only float32 --rounds 1
-    python scripts/benchmarks/bench_peers.py --gpu    # one CUDA device, world size 1
+    python scripts/benchmarks/bench_peers.py --gpu  # one CUDA device, world size 1
 
 Against (a) Hugging Face accelerate with transformers' Llama, (b) Lightning Fabric with LitGPT's
 model, (c) a plain script around PyTorch's ``fully_shard`` and transformers' Llama. Each is one
@@ -33,15 +33,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from fsdptoys.checkpoint import write_hugging_face
-from fsdptoys.data import BatchStream, BinConfig
-from fsdptoys.data.bin import TokenDType
 from fsdptoys.models import LlamaConfig
-from fsdptoys.models.huggingface import Bounds
 from scripts.benchmarks.peers.measure import Measured, Run, take_turns
 from scripts.benchmarks.peers.work import (
     BETAS,
@@ -51,6 +45,8 @@ from scripts.benchmarks.peers.work import (
     WEIGHT_DECAY,
     Work,
 )
+from scripts.benchmarks.peers_inputs import DATA_SEED, write_batches, write_inputs
+from scripts.benchmarks.peers_targets import Pair, judge, speed_ratio
 from scripts.common.child_environment import child_environment
 from scripts.common.machine import machine
 from scripts.common.progress import doing, progress
@@ -66,13 +62,10 @@ REQUIREMENTS = (
 UNRESOLVED = "litgpt==0.5.13"
 """Installed without its dependencies: it wants an older huggingface-hub than transformers, and its
 model none."""
-DATA_SEED = 0
 FASTER = 1.15
 """Of the tokens/s of accelerate and of Fabric."""
 AS_FAST = 1.0
 """Of the tokens/s of the plain script."""
-LOSS_TOLERANCE = 1e-3
-"""Relative, of the first step."""
 LIMIT_SECONDS = 300.0
 
 
@@ -112,15 +105,6 @@ def contestants(gpu: bool) -> list[Contestant]:
         chunked = (*words, "memory.chunk_loss=true")
         found.append(Contestant(f"FSDPToys {strategy}, chunked loss", words=chunked, group=group))
     return found
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A judged pair: one row of ours and one of theirs."""
-
-    ours: str
-    theirs: str
-    target: float
 
 
 def pairs(gpu: bool) -> list[Pair]:
@@ -179,12 +163,14 @@ class Bench:
         """Our command line without the strategy and the loss."""
         work, model = self.work, self.model
         return [
-            "experiment=null", "model=llama_bytes", f"model.dim={model.dim}", f"model.n_layers={model.n_layers}",
-            f"model.n_heads={model.n_heads}", f"model.n_kv_heads={model.n_kv_heads}", f"model.ffn_dim={model.ffn_dim}",
+            "experiment=null", "model=llama_bytes", f"model.dim={model.dim}",
+            f"model.n_layers={model.n_layers}", f"model.n_heads={model.n_heads}",
+            f"model.n_kv_heads={model.n_kv_heads}", f"model.ffn_dim={model.ffn_dim}",
             f"model.vocab_size={model.vocab_size}", f"model.max_seq_len={model.max_seq_len}",
             f"model.init_from={work.weights}",
-            "data=bin", f"data.files=[{self.folder / 'tokens.bin'}]", f"train.data_seed={DATA_SEED}",
-            f"train.batch_size={work.batch_size}", f"train.seq_len={work.seq_len}", f"train.steps={work.steps}",
+            "data=bin", f"data.files=[{self.folder / 'tokens.bin'}]",
+            f"train.data_seed={DATA_SEED}", f"train.batch_size={work.batch_size}",
+            f"train.seq_len={work.seq_len}", f"train.steps={work.steps}",
             f"train.max_grad_norm={MAX_GRAD_NORM}", "optim=adamw", f"optim.lr={LEARNING_RATE}",
             f"optim.beta1={BETAS[0]}", f"optim.beta2={BETAS[1]}", f"optim.eps={EPS}",
             f"optim.weight_decay={WEIGHT_DECAY}", "optim.schedule=constant",
@@ -206,44 +192,6 @@ class Bench:
         )  # the console rounds
         command = self.command(contestant, run_dir)
         return Run(command, environment, self.folder, self.work.steps, LIMIT_SECONDS, exact)
-
-
-def write_inputs(folder: Path, model: LlamaConfig) -> None:
-    """Weights in Hugging Face format, and tokens."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(name: str, region: Bounds) -> Tensor:
-        shape = [last - first for first, last in region]
-        if name.endswith("norm.weight"):
-            return torch.ones(shape)
-        return torch.empty(shape).normal_(0.0, model.init_std, generator=generator)
-
-    write_hugging_face(folder / "weights", model, draw, torch.float32, 2**31)
-    write_tokens(folder, model.vocab_size)
-
-
-def write_tokens(folder: Path, vocab_size: int, kind: TokenDType = TokenDType.uint16) -> None:
-    """Tokens of a skewed distribution, so that there is something to learn."""
-    tokens = vocab_size * np.random.default_rng(0).random(2**18) ** 3
-    tokens.astype(kind.value).tofile(folder / "tokens.bin")
-
-
-def write_batches(
-    folder: Path, work: Work, vocab_size: int, kind: TokenDType = TokenDType.uint16
-) -> None:
-    """The batches that our data room makes of the tokens, in one file for the peers."""
-    dataset = BinConfig(files=[str(folder / "tokens.bin")], dtype=kind).build(
-        work.seq_len, vocab_size, DATA_SEED
-    )
-    streams = [
-        BatchStream(dataset.train, work.batch_size, 1, range(rank, rank + 1), work.ranks, DATA_SEED)
-        for rank in range(work.ranks)
-    ]
-    steps = [
-        [torch.stack(stream.next_step()[0]).numpy() for stream in streams]
-        for _ in range(work.steps)
-    ]
-    np.array(steps, dtype=np.int32).tofile(work.batches)
 
 
 def peers_bin(named: Path | None) -> Path:
@@ -294,79 +242,6 @@ def measure(bench: Bench, entrants: Sequence[Contestant], rounds: int) -> dict[s
                     flush=True,
                 )
     return results
-
-
-def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median of the ratios within a round."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-
-
-def speed_ratio(ours: Sequence[Measured], theirs: Sequence[Measured], warmup: int) -> float:
-    """Tokens/s of ours over theirs: the median of the ratios within a turn."""
-    turns = [
-        (b, a)
-        for own, other in zip(ours, theirs, strict=True)
-        for a, b in zip(own.seconds[max(1, warmup) :], other.seconds[max(1, warmup) :], strict=True)
-    ]
-    return statistics.median(b / a for b, a in turns)
-
-
-def losses_agree(results: dict[str, list[Measured]]) -> list[str]:
-    """A sentence for each contestant whose first loss is another than the first one's."""
-    names = list(results)
-    reference = results[names[0]][0].losses[0]
-    wrong = []
-    for name in names:
-        first = results[name][0].losses[0]
-        if not abs(first - reference) <= LOSS_TOLERANCE * abs(reference):
-            wrong.append(
-                f"{name} begins with the loss {first:.6f}, {names[0]} with {reference:.6f}"
-            )
-    return wrong
-
-
-def judge(
-    results: dict[str, list[Measured]], judged: Sequence[Pair], warmup: int, peers: Sequence[str]
-) -> list[str]:
-    """One sentence per target; missed ones begin with ``missed``."""
-    failed = [
-        f"missed: {name} failed: {run.failure}"
-        for name, runs in results.items()
-        for run in runs
-        if run.failure
-    ]
-    if failed:
-        return failed
-    if wrong := losses_agree(results):
-        return [f"missed: not the same work: {sentence}" for sentence in wrong]
-    verdicts = []
-
-    def add(met: bool, sentence: str) -> None:
-        verdicts.append(sentence if met else f"missed: {sentence}")
-
-    for pair in judged:
-        ours, theirs = results[pair.ours], results[pair.theirs]
-        speed = speed_ratio(ours, theirs, warmup)
-        add(
-            speed >= pair.target,
-            f"{pair.ours} has {speed:.2f} of the tokens/s of {pair.theirs}, target {pair.target}",
-        )
-        memory = median_ratio([r.peak_bytes for r in ours], [r.peak_bytes for r in theirs])
-        add(
-            memory <= 1,
-            f"{pair.ours} takes {memory:.2f} of the memory of {pair.theirs}, target 1.0",
-        )
-    fastest = min(statistics.median(r.startup_seconds for r in results[name]) for name in peers)
-    for name in dict.fromkeys(pair.ours for pair in judged):
-        seconds = statistics.median(r.startup_seconds for r in results[name])
-        add(
-            seconds <= fastest,
-            (
-                f"{name} is through its first step after {seconds:.1f} s, the fastest peer "
-                f"{fastest:.1f} s"
-            ),
-        )
-    return verdicts
 
 
 def render(results: dict[str, list[Measured]], work: Work, warmup: int, gpu: bool) -> str:
@@ -483,9 +358,9 @@ def main() -> int:
             for dtype in dtypes:
                 batch_size, seq_len, steps = shapes[dtype]
                 work = Work(
-                    weights=str(folder / "weights"), batches=str(folder / "batches.bin"), ranks=1 if args.gpu else 2,
-                    batch_size=batch_size, seq_len=seq_len, steps=args.steps or steps, dtype=dtype,
-                    device="cuda" if args.gpu else "cpu",
+                    weights=str(folder / "weights"), batches=str(folder / "batches.bin"),
+                    ranks=1 if args.gpu else 2, batch_size=batch_size, seq_len=seq_len,
+                    steps=args.steps or steps, dtype=dtype, device="cuda" if args.gpu else "cpu",
                 )  # fmt: skip
                 write_batches(folder, work, model.vocab_size)
                 bench = Bench(work, model, folder, programs, args.warmup)

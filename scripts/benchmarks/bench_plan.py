@@ -1,9 +1,8 @@
 """Compare the planner with a real device, on the rows of the memory benchmark.
 
-    python scripts/benchmarks/bench_plan.py --write benchmarks/plan_h200.md python
-    scripts/benchmarks/bench_plan.py --write benchmarks/plan_h200.md --measured
-    benchmarks/memory_h200.json python scripts/benchmarks/bench_plan.py --device cpu --model
-    llama_debug --seq-len 64 --rows plain gc
+    python scripts/benchmarks/bench_plan.py --write benchmarks/plan_h200.md
+    python scripts/benchmarks/bench_plan.py --measured benchmarks/memory_h200.json
+    python scripts/benchmarks/bench_plan.py --device cpu --model llama_debug --seq-len 64 --rows gc
 
 Each row is measured as ``bench_memory.py`` measures it: the project's trainer on one device that
 stands for one of ``--world-size`` ranks that send nothing and copy instead. It is predicted from a
@@ -43,13 +42,12 @@ from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
 from fsdptoys.plan.predict import predict
 from scripts.benchmarks.bench_memory import (
     ROW_OPTIONS,
-    ROWS,
     MeasuredRows,
-    Result,
     add_row_arguments,
     row_words,
     rows_of,
 )
+from scripts.benchmarks.memory_rows import ROWS, Result
 from scripts.common.finished_rows import ROWS_LEFT
 from scripts.common.machine import device_name, machine
 from scripts.common.progress import progress, unit

@@ -1,7 +1,7 @@
 """Costs that grow with the number of ranks: measured on a few, counted among thousands, planned for
 16,384.
 
-    python scripts/benchmarks/bench_scaling.py --write benchmarks/scaling.md        # about five minutes on two cores
+    python scripts/benchmarks/bench_scaling.py --write benchmarks/scaling.md  # five minutes
 
 1. Measured: 1, 2, 4 and 8 real ranks on this machine's CPU (gloo), each with the same model and
    batch, FSDP2 with a copy for two ranks (``mesh.fsdp_size=2``). Ranks share the cores, so that
@@ -312,9 +312,9 @@ def main(words: Sequence[str] | None = None) -> int:
     tables: list[tuple[str, str, Callable[[], Iterator[str]]]] = [
         (
             (
-                f"## Measured: `{' '.join(MEASURED)}`, FSDP2, a copy for two ranks\n\nEach cell: on "
-                "the clock, slowest rank / CPU time of a rank, mean. The command in seconds, else "
-                "ms.\n"
+                f"## Measured: `{' '.join(MEASURED)}`, FSDP2, a copy for two ranks\n\n"
+                "Each cell: on the clock, slowest rank / CPU time of a rank, mean. The command in "
+                "seconds, else ms.\n"
             ),
             "| ranks | command with one step | initialize | step | save | load |",
             lambda: measured_rows(args.ranks, args.steps),
@@ -333,9 +333,9 @@ def main(words: Sequence[str] | None = None) -> int:
                 "not measured\n"
             ),
             (
-                "| ranks | `mesh.fsdp_size` | GiB peak | GiB reserved | ms a step | of which waiting "
-                "for the network | GiB sent by a rank | collectives | messages on rings | tokens/s a "
-                "device |"
+                "| ranks | `mesh.fsdp_size` | GiB peak | GiB reserved | ms a step | of which "
+                "waiting for the network | GiB sent by a rank | collectives | messages on rings | "
+                "tokens/s a device |"
             ),
             lambda: planned_rows(args.model, args.hardware, args.planned),
         ),

@@ -1,7 +1,7 @@
 """Benchmark the toys against PyTorch's own classes: the same GPT-2 on two ranks, step times and
 overlap.
 
-    python scripts/benchmarks/bench_toys.py      # CPU, gloo, 2 ranks; under five minutes on two cores
+    python scripts/benchmarks/bench_toys.py  # CPU, gloo, 2 ranks; under five minutes on 2 cores
     python scripts/benchmarks/bench_toys.py --only fsdp --rounds 4
 
 A step is forward, backward, clipping and AdamW, as in ``fsdptoys train``. The contestants of a
@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdptoys.config.compose import compose_config
@@ -288,11 +288,12 @@ def render(group: list[Contestant], rounds: list[list[Measured]]) -> tuple[list[
             statistics.quantiles(every, n=4, method="inclusive") if len(every) > 1 else every * 3
         )
         traced = results[-1]
+        cpu_seconds = itertools.chain(*(result.cpu_seconds for result in results))
         cells = [
             f"{statistics.median(itertools.chain(*(result.seconds for result in results))):.3f}",
             f"{statistics.median(every):.3f} ({low:.3f} to {high:.3f})" if number else "",
             ", ".join(f"{statistics.median(each):.3f}" for each in by_round) if number else "",
-            f"{statistics.median(itertools.chain(*(result.cpu_seconds for result in results))):.2f}",
+            f"{statistics.median(cpu_seconds):.2f}",
             f"{traced.collective_seconds:.3f}",
             f"{traced.hidden_seconds / traced.collective_seconds:.0%}"
             if traced.collective_seconds
@@ -339,15 +340,10 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def compose(args: argparse.Namespace, contestant: Contestant) -> Config:
     """Return a contestant's configuration."""
-    model = [
-        f"model.dim={args.dim}",
-        f"model.n_layers={args.layers}",
-        f"model.n_heads={args.heads}",
-    ]
-    words = ["experiment=null", "model=gpt2", *model, f"model.vocab_size={args.vocab_size}"]
-    config = compose_config(
-        [*words, f"parallel={contestant.strategy}", f"train.seq_len={args.seq_len}"]
-    )
+    words = ["experiment=null", "model=gpt2", f"parallel={contestant.strategy}"]
+    words += [f"model.dim={args.dim}", f"model.n_layers={args.layers}"]
+    words += [f"model.n_heads={args.heads}", f"model.vocab_size={args.vocab_size}"]
+    config = compose_config([*words, f"train.seq_len={args.seq_len}"])
     config.validate(RANKS, "cpu")
     return config
 
@@ -359,18 +355,16 @@ def main(words: list[str] | None = None) -> int:
     some = compose(args, GROUPS["ddp"][0]).model
     assert isinstance(some, GPT2Config)
     with torch.device("meta"):
-        parameters = parameter_count(some.build())
+        parameters = sum(param.numel() for param in some.build().parameters())
     shown = " ".join(
         ["python scripts/benchmarks/bench_toys.py", *(sys.argv[1:] if words is None else words)]
     )
     print(f"# The toys next to PyTorch's own\n\nCommand: `{shown}`\n")
     print(
-        (
-            f"{machine('cpu')}.\n\nA GPT-2 of {parameters / 1e6:.1f}M parameters (dim {args.dim}, "
-            f"{args.layers} layers, vocabulary {args.vocab_size}, tied), {args.batch_size} × "
-            f"{args.seq_len} tokens a rank and step, float32, {RANKS} ranks of one thread; "
-            f"{args.rounds} rounds of {args.turns} turns.\n"
-        ),
+        f"{machine('cpu')}.\n\nA GPT-2 of {parameters / 1e6:.1f}M parameters (dim {args.dim}, "
+        f"{args.layers} layers, vocabulary {args.vocab_size}, tied), {args.batch_size} × "
+        f"{args.seq_len} tokens a rank and step, float32, {RANKS} ranks of one thread; "
+        f"{args.rounds} rounds of {args.turns} turns.\n",
         flush=True,
     )
     missed = False
@@ -382,11 +376,9 @@ def main(words: list[str] | None = None) -> int:
             configs = [compose(args, contestant) for contestant in group]
             rounds = []
             for number in range(args.rounds):
-                rounds.append(
-                    over_ranks(
-                        run_ranks(RANKS, compete, args, group, configs, number == args.rounds - 1)
-                    )
-                )
+                traced = number == args.rounds - 1
+                measured = run_ranks(RANKS, compete, args, group, configs, traced)
+                rounds.append(over_ranks(measured))
                 check_losses(group, rounds[-1])
             for contestant, config, last in zip(group, configs, rounds[-1], strict=True):
                 with unit(f"memory of {contestant.name}"):
@@ -397,11 +389,6 @@ def main(words: list[str] | None = None) -> int:
             missed |= group_missed
             print("\n".join([f"## {name}", "", *lines, ""]), flush=True)
     return 1 if missed else 0
-
-
-def parameter_count(model: nn.Module) -> int:
-    """Count the parameters, shared ones once."""
-    return sum(param.numel() for param in model.parameters())
 
 
 if __name__ == "__main__":

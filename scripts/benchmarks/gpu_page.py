@@ -131,8 +131,9 @@ def render(
         verdicts: of ``judge``.
     """
     peak = f"{peak_flops / 1e12:,.0f} TFLOP/s" if peak_flops else "not known, so no MFU is given"
+    trial = "# A trial of the script on a CPU, whose figures mean nothing"
     lines = [
-        "# One GPU" if device == "cuda" else "# A trial of the script on a CPU, whose figures mean nothing",
+        "# One GPU" if device == "cuda" else trial,
         "", f"Command: `python {shlex.join(sys.argv)}`", "", f"{on}. Peak in bf16: {peak}.", "",
         (f"Medians of {STEPS - WARMUP} steps after {WARMUP} warm-up steps. Each row is a new "
         "process, and rows run one after the other; the loss is read after each step. Peak: "

@@ -28,9 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.exact.slices import SlicedOps
 from fsdptoys.loss.objective import IGNORE_INDEX
-from fsdptoys.loss.vocabulary import Vocabulary
 from fsdptoys.models.block_attention import Block, GradientsOfBlocks
 from fsdptoys.models.decoder import DecoderModel
 from fsdptoys.models.moe import Experts, Router
@@ -38,15 +36,14 @@ from fsdptoys.models.rotary import RotaryModel
 from fsdptoys.parallel import gathered
 from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.parallel.strategy import Strategy
-from fsdptoys.parallel.tensor_parallel import TensorExchange
 from fsdptoys.train import moe_balance, step_data, trainer
 from fsdptoys.train.gradient_scale import GradientScale, StepScale
 from scripts.common.progress import progress
+from scripts.equality.layout_table import LAYOUTS
 from scripts.equality.parity_compare import Comparison, Trajectory
 from scripts.equality.parity_layouts import (
     GRADIENT_TOLERANCE,
     LAYOUT_MODES,
-    LAYOUTS,
     compare_layouts,
     count_rows,
     layout_configs,
@@ -58,6 +55,13 @@ from scripts.equality.parity_stage_bugs import (
     forget_other_stages_in_the_norm,
     keep_the_last_micro_batch,
     send_another_micro_batch,
+)
+from scripts.equality.parity_tensor_bugs import (
+    add_biases_on_every_rank,
+    count_norm_weights_on_every_rank,
+    divide_gradients_of_biases,
+    keep_gradients_of_own_tokens,
+    shift_classes,
 )
 from tests.harness.ranks import run_ranks
 
@@ -72,7 +76,7 @@ class Bug:
     patch: Callable[[], Any]
     """Returns a context in which ranks are forked."""
     layout: str
-    """Of ``parity_layouts.LAYOUTS``."""
+    """Of ``layout_table.LAYOUTS``."""
     model: str = "llama_debug"
     world_size: int = 4
     mode: str = "layout"
@@ -189,69 +193,6 @@ def accumulate_in_bf16() -> Any:
             grad.copy_(grad.bfloat16())
 
     return mock.patch.object(GradientsOfBlocks, "add", rounded)
-
-
-def shift_classes() -> Any:
-    """All ranks but the first take their classes to begin one later."""
-    local_labels = Vocabulary.local_labels
-    return mock.patch.object(
-        Vocabulary,
-        "local_labels",
-        lambda self, labels, classes: local_labels(self, labels - int(self.rank > 0), classes),
-    )
-
-
-def count_norm_weights_on_every_rank() -> Any:
-    """The gradient norm counts parameters that all ranks of tp have once for each of them."""
-    return mock.patch.object(FSDP2, "local_norms", Strategy.local_norms)
-
-
-def keep_gradients_of_own_tokens() -> Any:
-    """Gradients of norms' weights are those of the rank's own tokens."""
-    return mock.patch.object(
-        TensorExchange, "sum_gradient", lambda self, param: param.view_as(param)
-    )
-
-
-def add_biases_on_every_rank() -> Any:
-    """Each rank adds the bias of rows to its partial sum, and its gradient, of all tokens, is
-    summed over ranks."""
-
-    def linear_rows(
-        self: SlicedOps,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        exchange: TensorExchange,
-    ) -> Tensor:
-        sums = self.sum_slices(input, weight)
-        return exchange.leave(
-            sums if bias is None else self.add_bias(sums, exchange.sum_gradient(bias))
-        )
-
-    return mock.patch.object(SlicedOps, "linear_rows", linear_rows)
-
-
-def divide_gradients_of_biases() -> Any:
-    """The bias of rows is divided by the ranks before they sum it up, and so is its gradient."""
-    sum_gradient = TensorExchange.sum_gradient
-
-    def divided(self: TensorExchange, param: Tensor) -> Tensor:
-        bias = sum_gradient(self, param)
-        return bias.detach() + (bias - bias.detach()) / self.ranks
-
-    def linear_rows(
-        self: SlicedOps,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        exchange: TensorExchange,
-    ) -> Tensor:
-        with mock.patch.object(TensorExchange, "sum_gradient", divided):
-            return right_rows(self, input, weight, bias, exchange)
-
-    right_rows = SlicedOps.linear_rows
-    return mock.patch.object(SlicedOps, "linear_rows", linear_rows)
 
 
 @contextmanager

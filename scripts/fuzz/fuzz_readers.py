@@ -1,8 +1,8 @@
 """Mutate every kind of file that fsdptoys reads, and check that each reader returns a result or
 raises its own error.
 
-    python scripts/fuzz/fuzz_readers.py --cases 2000 --seed 0 python scripts/fuzz/fuzz_readers.py
-    --only "sweep folder" --cases 500
+    python scripts/fuzz/fuzz_readers.py --cases 2000 --seed 0
+    python scripts/fuzz/fuzz_readers.py --only "sweep folder" --cases 500
     python scripts/fuzz/fuzz_readers.py --case "compare:17"        # once more, with its traceback
 
 In a case a copy of a valid specimen is mutated once (a value, a structure, bytes, or something
@@ -288,10 +288,8 @@ def fuzz(
                 reported, total = now, sum(done.values())
                 left = (len(cases) - total) * (now - began) / total
                 print(
-                    (
-                        f"{total:,} of {len(cases):,} cases, {len(failed)} failed, about {left:.0f} "
-                        "s left"
-                    ),
+                    f"{total:,} of {len(cases):,} cases, {len(failed)} failed, about "
+                    f"{left:.0f} s left",
                     flush=True,
                 )
     return done, failed

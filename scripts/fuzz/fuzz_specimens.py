@@ -74,11 +74,15 @@ def make_specimens(folder: Path) -> None:
 
 
 CHAT_TEMPLATE = (
-    "{% set ns = namespace(out='') %}{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson(indent=1) }}"
-    "{% endfor %}{% endif %}{% for m in messages %}{% if m.role == 'assistant' and loop.last %}{% generation %}"
-    "{{ m.content | trim }}{% endgeneration %}{% else %}{{ m['role'] + ': ' + (m.content or '') }}{% endif %}"
+    "{% set ns = namespace(out='') %}{{ bos_token }}{% if tools %}{% for tool in tools %}"
+    "{{ tool | tojson(indent=1) }}"
+    "{% endfor %}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'assistant' and loop.last %}{% generation %}"
+    "{{ m.content | trim }}{% endgeneration %}{% else %}"
+    "{{ m['role'] + ': ' + (m.content or '') }}{% endif %}"
     "{% for call in m.tool_calls or [] %}{% set ns.out = ns.out ~ call.function.name %}"
-    "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value | string | length }}{% endfor %}"
+    "{% for key, value in call.function.arguments.items() %}"
+    "{{ key }}={{ value | string | length }}{% endfor %}"
     "{% endfor %}<|endoftext|>{{ messages[loop.index0 - 1].role[:3] }}{% endfor %}{{ ns.out }}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )

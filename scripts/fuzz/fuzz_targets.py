@@ -280,7 +280,8 @@ def read_measured(copy: Path) -> None:
 
 
 RUN_FILES = (
-    "config.yaml", "environment.json", "metrics.jsonl", "resumes.jsonl", "prediction.json", "result.json", "summary.md",
+    "config.yaml", "environment.json", "metrics.jsonl", "resumes.jsonl", "prediction.json",
+    "result.json", "summary.md",
 )  # fmt: skip
 STEP = "checkpoints/step-00000003"
 

@@ -22,9 +22,9 @@ def write_report(
         ),
         "",
         (
-            f"Of {len(rows)} broken lines, the short level catches {counts['short']} and everything "
-            f"(`--all`) {counts['all']}; {undecided} are not decided. Drawn lines that no test "
-            f"executes: {len(passed_over)}."
+            f"Of {len(rows)} broken lines, the short level catches {counts['short']} and "
+            f"everything (`--all`) {counts['all']}; {undecided} are not decided. Drawn "
+            f"lines that no test executes: {len(passed_over)}."
         ),
         "",
         note,

@@ -79,14 +79,16 @@ def hit(site):
         return
     _seen.add((site, test))
     try:
-        file = _open({folder!r} + str(site), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        file = _open({folder!r} + str(site), flags, 0o666)
         _write(file, (test + "\\n").encode())
         _close(file)
     except OSError:
         pass
 
 
-hit._dynamo_marked_constant = True  # torch.compile calls it while it traces, and compiles nothing of it
+# torch.compile calls it while it traces, and compiles nothing of it
+hit._dynamo_marked_constant = True
 '''
 """A module of the recorded copy. It names its folder itself, since tests replace the
 environment."""

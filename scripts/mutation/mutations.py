@@ -1,13 +1,12 @@
 """How many broken lines the tests catch: break one line of the product at a time, and run the tests
 that execute it.
 
-    python scripts/mutation/mutations.py --report benchmarks/mutations.md    # after an interruption: --resume
+    python scripts/mutation/mutations.py --report benchmarks/mutations.md  # or go on: --resume
 
 1. Draw sites (``mutation_sites.py``), the same for the same seed and product.
 2. Record: run all tests once on a copy of the checkout with probes in front of the sites.
 3. For every site, break its line in a new copy and run the tests that executed it, the quickest
-   first, until one
-   fails: first those of the short level, then those that only ``--all`` runs.
+   first, until one fails: first those of the short level, then those that only ``--all`` runs.
 4. Write the report.
 
 A site that no test executes is reported apart, and the next one of its package takes its turn. What
@@ -25,17 +24,13 @@ import argparse
 import hashlib
 import json
 import os
-import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,189 +38,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.common.finished_rows import FinishedRows
 from scripts.common.progress import progress, unit
+from scripts.mutation.mutation_recording import (
+    NO_TEST_FOUND,
+    Recording,
+    copy_checkout,
+    list_tests,
+    named_tests,
+    record,
+    run_pytest,
+)
 from scripts.mutation.mutation_report import write_report
 from scripts.mutation.mutation_sites import (
-    PROBE,
     Site,
-    add_probes,
     digest,
     draw_sites,
     product_files,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_COPIED = (".venv*", "__pycache__", ".*_cache", "build", "runs", "sweeps")
 BATCH_CPU_SECONDS = (10.0, 60.0)
 """Sums of tests after which another call of pytest runs the next ones."""
-NO_TEST_FOUND = 4
-"""Exit status of pytest if a named test is gone, or if it cannot start."""
 NO_TEST_RUN = 5
 PYTEST_ITSELF = "(pytest)"
 """Failed if it names no test: its own process ended, or could not start."""
-
-
-def copy_checkout(source: Path, target: Path) -> Path:
-    """Copy a checkout with its links, without environments and outputs."""
-    return shutil.copytree(
-        source, target, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED)
-    )
-
-
-def run_pytest(
-    folder: Path, arguments: Sequence[object], seconds: float | None = None
-) -> tuple[int, str]:
-    """Run pytest in a copy, and return its status and output; at the limit of ``seconds``, kill
-    it."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "--color=no",
-        *map(str, arguments),
-    ]
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    environment.pop("PYTEST_CURRENT_TEST", None)  # of a test that runs this script
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        finally:
-            kill_processes(folder)
-            status = process.wait()
-        output.seek(0)
-        return status, output.read()
-
-
-def kill_processes(folder: Path) -> None:
-    """Kill all processes that were started for the modules of a copy, such as ranks that wait for a
-    broken one."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if str(folder).encode() in path.read_bytes():
-                os.kill(int(path.parent.name), signal.SIGKILL)
-
-
-def list_tests(folder: Path, arguments: Sequence[str]) -> list[str]:
-    """Return the names of the tests that pytest would run."""
-    status, output = run_pytest(folder, ["--collect-only", *arguments])
-    if status:
-        raise SystemExit(f"pytest cannot collect {' '.join(arguments)}:\n{_end(output)}")
-    return [line for line in output.splitlines() if "::" in line]
-
-
-def _end(output: str) -> str:
-    return "\n".join(output.splitlines()[-30:])
-
-
-@dataclass
-class Recording:
-    """What one run of all tests executes.
-
-    Tests are numbers in ``tests``.
-    """
-
-    tests: list[str]
-    short: list[int]
-    cpu_seconds: list[float]
-    called: dict[str, list[int]] = field(default_factory=dict)
-    """Name of a site → tests that execute it."""
-    prepared: dict[str, list[int]] = field(default_factory=dict)
-    """Name of a site → tests of a module of which one executes it in its set-up."""
-    collected: list[str] = field(default_factory=list)
-    """Names of sites that are executed while tests are collected."""
-    failures: list[str] = field(default_factory=list)
-    """Tests that failed on the unbroken lines, possibly because of the probes."""
-
-    def tests_of(self, site: Site) -> list[int]:
-        """Return the tests that may notice a break, the most promising first, without those that
-        failed before it.
-
-        A line executed during collection counts for all tests; those of its package are the most
-        promising. The others follow module by module, the quickest module first: a module's
-        fixtures take longer than most of its tests.
-        """
-        called = self.called.get(site.name, [])
-        tests = set(range(len(self.tests))) if site.name in self.collected else set(called)
-        tests.update(self.prepared.get(site.name, []))
-        failures = set(self.failures)
-        tests = {test for test in tests if self.tests[test] not in failures}
-        own = f"tests/{site.package.removeprefix('fsdptoys/').partition('/')[0]}/"
-        near = {test for test in tests if self.tests[test].startswith(own)} | set(called)
-        module_seconds: dict[str, float] = {}
-        for test in tests - near:
-            module_seconds[self._module(test)] = (
-                module_seconds.get(self._module(test), 0.0) + self.cpu_seconds[test]
-            )
-        far = sorted(
-            tests - near,
-            key=lambda test: (module_seconds[self._module(test)], self._module(test), test),
-        )
-        return [*sorted(near, key=lambda test: (self.cpu_seconds[test], test)), *far]
-
-    def _module(self, test: int) -> str:
-        return self.tests[test].partition("::")[0]
-
-
-def record(
-    checkout: Path, sites: Sequence[Site], arguments: Sequence[str], workers: int, scratch: Path
-) -> Recording:
-    """Run all tests on a copy with probes."""
-    folder = copy_checkout(checkout, scratch / "recorded")
-    tests = list_tests(folder, ["--all", *arguments])
-    short = set(list_tests(folder, arguments))
-    recording = Recording(
-        tests, [number for number, test in enumerate(tests) if test in short], [60.0] * len(tests)
-    )
-    for path in {site.path for site in sites}:
-        numbered = {number: site for number, site in enumerate(sites) if site.path == path}
-        file = folder / path
-        file.write_text(add_probes(file.read_text(encoding="utf-8"), numbered), encoding="utf-8")
-    hits = scratch / "hits"
-    hits.mkdir()
-    (folder / "mutation_probe.py").write_text(PROBE.replace("{folder!r}", repr(f"{hits}/")))
-    times = scratch / "times.tsv"
-    status, output = run_pytest(
-        folder, ["--all", "--workers", workers, "--times", times, *arguments]
-    )
-    if status not in (0, 1):
-        raise SystemExit(f"the recording ended with status {status}:\n{_end(output)}")
-    recording.failures = list(_named_tests("FAILED|ERROR", output, tests))
-    numbers = {test: number for number, test in enumerate(tests)}
-    for line in times.read_text(encoding="utf-8").splitlines():
-        seconds, _, test = line.split("\t", maxsplit=2)
-        if test in numbers:
-            recording.cpu_seconds[numbers[test]] = float(seconds)
-    modules: dict[str, list[int]] = {}
-    for number, test in enumerate(tests):
-        modules.setdefault(test.partition("::")[0], []).append(number)
-    for number, site in enumerate(sites):
-        if not (hits / str(number)).exists():
-            continue
-        called: set[int] = set()
-        prepared: set[int] = set()
-        for line in set((hits / str(number)).read_text(encoding="utf-8").splitlines()):
-            test, _, phase = line.rpartition(" ")
-            if line == "(import)":
-                recording.collected.append(site.name)
-            elif phase == "(setup)":
-                prepared.update(modules.get(test.partition("::")[0], []))
-            elif test in numbers:
-                called.add(numbers[test])
-        recording.called[site.name] = sorted(called)
-        recording.prepared[site.name] = sorted(prepared)
-    shutil.rmtree(folder)
-    return recording
 
 
 def batches(
@@ -327,10 +162,10 @@ class Breaker:
             if status == 0 and tests:
                 names.write_text("".join(f"{test}\n" for test in tests), encoding="utf-8")
                 status, output = run_pytest(folder, [*options, f"@{names}"], seconds)
-        passed = list(_named_tests("PASSED", output, tests))
+        passed = list(named_tests("PASSED", output, tests))
         if status in (0, NO_TEST_RUN):
             return [], passed
-        return list(_named_tests("FAILED|ERROR", output, tests)) or [PYTEST_ITSELF], passed
+        return list(named_tests("FAILED|ERROR", output, tests)) or [PYTEST_ITSELF], passed
 
     def _fails_unbroken(self, test: str, tests: Sequence[str]) -> bool:
         chosen = tuple(tests) if test == PYTEST_ITSELF else (test,)
@@ -343,20 +178,6 @@ class Breaker:
                 else:
                     self._unsound[chosen] = bool(self._run(self.unbroken, chosen)[0])
             return self._unsound[chosen]
-
-
-def _named_tests(results: str, output: str, tests: Sequence[str]) -> Iterator[str]:
-    """Yield the tests of pytest's summary with these results, or modules that it could not
-    collect."""
-    for line in output.splitlines():
-        match = re.match(
-            rf"(?:{results}) (\S.*)", line
-        )  # in captured logs more spaces follow ERROR
-        if match:
-            named = [
-                test for test in tests if match[1] == test or match[1].startswith(f"{test} - ")
-            ]
-            yield max(named, key=len) if named else match[1].partition(" - ")[0]
 
 
 def check_sites(breaker: Breaker, sites: Sequence[Site], finished: FinishedRows, jobs: int) -> None:

@@ -296,8 +296,8 @@ def render(errors: Sequence[Error], searches: Sequence[Searched]) -> tuple[list[
         lines += ["", "### Random searches, all candidates traced", ""]
         lines += [
             (
-                f"- In {len(searches) - len(wrong)} of {len(searches)} the best, or a tie of 1%, is "
-                f"among the planner's first three; in {first} the best itself."
+                f"- In {len(searches) - len(wrong)} of {len(searches)} the best, or a tie of 1%, "
+                f"is among the planner's first three; in {first} the best itself."
             ),
             f"- {sum(one.candidates for one in searches)} candidates traced.",
         ]

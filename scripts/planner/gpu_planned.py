@@ -1,8 +1,7 @@
 """Compare the memory and time that ``gpu_smoke.py`` has measured with the planner's predictions.
 Needs no GPU.
 
-    python scripts/planner/gpu_planned.py smoke/smoke.jsonl --hardware h200 --write
-    benchmarks/gpu_planned.md
+    python scripts/planner/gpu_planned.py smoke/smoke.jsonl --hardware h200 --write PAGE.md
 
 Every row of the file that a fresh or emptied process trained alone is traced with the same words.
 Peak is the highest sum of tensors on the device in the steps after the first, to the byte of
@@ -86,8 +85,9 @@ def compare(lines: list[dict[str, Any]], hardware: str) -> Iterator[Compared]:
                 config.validate(1, line["device"])
                 found = predict(config, profile, 1)
             memory = found.memory
-            yield Compared(line["check"], name, measured, memory.peak_bytes / GIB, memory.reserved_bytes / GIB,
-                           1e3 * found.time.step_seconds)  # fmt: skip
+            peak_gib, reserved_gib = memory.peak_bytes / GIB, memory.reserved_bytes / GIB
+            milliseconds = 1e3 * found.time.step_seconds
+            yield Compared(line["check"], name, measured, peak_gib, reserved_gib, milliseconds)
 
 
 def render(rows: list[Compared], command: str, machine: str, hardware: str) -> str:

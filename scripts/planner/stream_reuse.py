@@ -1,6 +1,6 @@
 """Predict the memory that the stream-reuse patches save, by the number of FSDP roots in a process.
 
-    python scripts/planner/stream_reuse.py                                 # every case, FSDP1 and FSDP2
+    python scripts/planner/stream_reuse.py  # every case, FSDP1 and FSDP2
     python scripts/planner/stream_reuse.py --case "frozen reference" --hardware a2
 
 Each case is traced twice on a device that does not exist, without and with the patch, and replayed

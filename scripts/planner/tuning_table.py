@@ -1,8 +1,8 @@
 """Predict memory and time of tuning a model: all parameters, adapters, adapters beside four-bit
 weights.
 
-    python scripts/planner/tuning_table.py python scripts/planner/tuning_table.py --models llama3_8b
-    --write docs/tuning.png
+    python scripts/planner/tuning_table.py
+    python scripts/planner/tuning_table.py --models llama3_8b --write docs/tuning.png
 
 Each is planned under DDP, FSDP2 and FSDP2 with CPU offload, on 1 to 8 devices of 24, 48 and 80 GiB,
 with the planner's planner: bfloat16, full checkpointing, chunked loss, one sequence a device.

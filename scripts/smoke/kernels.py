@@ -269,8 +269,9 @@ def _check_block(report: Report, device: str, dtype: torch.dtype) -> None:
         inputs = hidden_ND.clone().to(where, kind).requires_grad_()
         outputs = each(inputs)
         outputs.backward(grad_ND.to(where, kind))
-        results.append({"output": outputs, "input gradient": inputs.grad, "experts": each.router.counts_E}
-                       | {f"{name} gradient": param.grad for name, param in each.named_parameters()})  # fmt: skip
+        gradients = {f"{name} gradient": param.grad for name, param in each.named_parameters()}
+        values = {"output": outputs, "input gradient": inputs.grad}
+        results.append(values | {"experts": each.router.counts_E} | gradients)
     got, expected = results
     report.fact(f"tokens of the experts, {dtype}", got.pop("experts").tolist())
     expected.pop("experts")

@@ -1,6 +1,6 @@
 """Small training runs of the checks, on a device and on a CPU as its oracle.
 
-    python scripts/smoke/runs.py DEVICE '{"row": ["parallel=fsdp2"]}'    # prints each row's numbers as JSON
+    python scripts/smoke/runs.py DEVICE '{"row": ["parallel=fsdp2"]}'  # each row's numbers as JSON
 
 Initial values are a function of a parameter's name, drawn on the CPU, so that every device begins
 with the same.

@@ -314,9 +314,11 @@ def fsdptoys(words: list[str], folder: Path, launcher: list[str] | None = None) 
 def train_command(device: str, run_dir: str, *words: str) -> list[str]:
     """A command line of a small run."""
     common = [word for word in COMMON if not word.startswith(("train.steps", "metrics.console"))]
-    return ["train", *common, *small_model(device), f"launch.device={device}", "launch.nproc_per_node=1",
-            "parallel=fsdp2", "parallel.param_dtype=float32", "metrics.console=plain", f"metrics.run_dir={run_dir}",
-            *words]  # fmt: skip
+    return [
+        "train", *common, *small_model(device), f"launch.device={device}",
+        "launch.nproc_per_node=1", "parallel=fsdp2", "parallel.param_dtype=float32",
+        "metrics.console=plain", f"metrics.run_dir={run_dir}", *words,
+    ]  # fmt: skip
 
 
 def losses_of(run_dir: Path) -> list[float]:

@@ -224,7 +224,8 @@ def _draw(axes: Any, bar: Bar, top: float, height: float) -> None:
     if WIDTH_INCHES * width / axes.get_xlim()[1] > LETTER_INCHES * (len(bar.label) + 1):
         color = "white" if bar.kind in DARK else "black"
         axes.text(
-            begin + width / 2, top + height / 2, bar.label, ha="center", va="center", fontsize=7, color=color
+            begin + width / 2, top + height / 2, bar.label,
+            ha="center", va="center", fontsize=7, color=color,
         )  # fmt: skip
 
 

@@ -10,9 +10,11 @@ import pytest
 from fsdptoys.config.compose import compose_config
 from fsdptoys.models import LlamaConfig
 from scripts.benchmarks import bench_peers
-from scripts.benchmarks.bench_peers import ACCELERATE, FABRIC, PLAIN, Bench, contestants, judge
+from scripts.benchmarks.bench_peers import ACCELERATE, FABRIC, PLAIN, Bench, contestants
 from scripts.benchmarks.peers.measure import Measured, Run, take_turns
 from scripts.benchmarks.peers.work import Work
+from scripts.benchmarks.peers_inputs import write_batches, write_inputs
+from scripts.benchmarks.peers_targets import judge
 from tests.harness.outcomes import train_all
 from tests.harness.ranks import run_ranks
 
@@ -160,11 +162,11 @@ def test_fsdp2_losses_equal_those_of_the_plain_script(tmp_path: Path) -> None:
         "vocab_size": 64,
     }
     model = LlamaConfig(name="peers", max_seq_len=64, **sizes)
-    bench_peers.write_inputs(tmp_path, model)
+    write_inputs(tmp_path, model)
     work = Work(
         str(tmp_path / "weights"), str(tmp_path / "batches.bin"), 2, 2, 16, 3, "float32", "cpu"
     )
-    bench_peers.write_batches(tmp_path, work, model.vocab_size)
+    write_batches(tmp_path, work, model.vocab_size)
     (ours,) = (each for each in contestants(gpu=False) if each.name == OURS_FSDP2)
     words = [
         *Bench(work, model, tmp_path, Path("bin"), warmup=1).words(),

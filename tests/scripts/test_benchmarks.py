@@ -21,10 +21,11 @@ from scripts.benchmarks import (
     bench_memory,
     bench_plan,
     bench_toys,
+    memory_page,
 )
-from scripts.benchmarks.bench_memory import Result
 from scripts.benchmarks.bench_plan import Compared
 from scripts.benchmarks.bench_toys import Contestant, Measured
+from scripts.benchmarks.memory_rows import Result
 from tests.harness.ranks import run_ranks
 
 DATA = [
@@ -164,7 +165,7 @@ def test_verdicts_follow_from_ratios_and_published_memory() -> None:
         "gc chunk co": Result(2.9, 0.05, 5.0, 8.0),
         "gc chunk co overlapped": Result(failure="OutOfMemoryError"),
     }
-    verdicts = bench_memory.judge(
+    verdicts = memory_page.judge(
         {("fsdp2", name): result for name, result in measured.items()}, True
     )
     assert len(verdicts) == 13

@@ -27,10 +27,11 @@ from scripts.planner.planned_layouts import (
     render_layouts,
 )
 from scripts.planner.planned_rows import PlannedRow, planned_config, planned_table
+from scripts.planner.published_findings import Rows, a2
 from scripts.planner.published_layouts import MACHINES, PublishedLayout, read_layouts
 from scripts.planner.published_programs import ROWS, first_program
 from scripts.planner.trainer_rows import NAMES, TrainerRow, row_words
-from scripts.planner.validate_plan import a2, trace_row
+from scripts.planner.validate_plan import trace_row
 from tests.harness.plan_processes import in_fresh_process
 from tests.harness.ranks import run_ranks
 from tests.harness.traced_runs import newer_torch
@@ -127,7 +128,7 @@ def test_row_with_offloaded_states_ends_with_parameters(tmp_path: Path) -> None:
     row = "trainer fsdp1 block gc chunk oo"
     block, rest = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 2 * 32000 * 4096 + 4096
     trace = in_fresh_process(trace_row, row, 2)
-    rows = validate_plan.Rows(tmp_path, [])
+    rows = Rows(tmp_path, [])
     rows.traces[row] = trace
     end_bytes = rows.replay(row, a2()).memory().end_bytes
     expected = 4 * (2 * block + rest) / 8

@@ -9,21 +9,16 @@ from fsdptoys.toys.optim import AdamW
 
 
 def train(model, batches):
-    """Take a step for each batch, of which every rank has its rows; return the losses and the
-    parameters."""
+    """Take a step for each batch, of which every rank has its rows; return losses and parameters."""
     together, same = make_groups(dist.get_world_size())
     model.moe.experts = Experts(model.moe.experts.gate_up_LHD, model.moe.experts.down_LDF, together)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     losses = []
-    for tokens, labels in batches:
-        own_tokens, own_labels = (
-            rows.chunk(dist.get_world_size())[dist.get_rank()] for rows in (tokens, labels)
-        )
-        logits = model(own_tokens)
-        loss = (
-            nn.functional.cross_entropy(logits.flatten(0, 1), own_labels.flatten(), reduction="sum")
-            / labels.numel()
-        )
+    for batch in batches:
+        tokens, labels = (rows.chunk(dist.get_world_size())[dist.get_rank()] for rows in batch)
+        logits = model(tokens).flatten(0, 1)
+        loss_sum = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+        loss = loss_sum / batch[1].numel()
         loss.backward()
         sum_gradients(model, same)
         optimizer.step()

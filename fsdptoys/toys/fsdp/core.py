@@ -179,8 +179,7 @@ class FSDPUnit:
 
     def flatten(self, grads: dict[int, Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Piece]]:
         """Move whole gradients into one flat tensor; return it and its layout."""
-        shapes = [self.shapes[index] for index in grads]
-        dims = [self.dims[index] for index in grads]
+        shapes, dims = [self.shapes[i] for i in grads], [self.dims[i] for i in grads]
         pieces, numel = lay_out(shapes, dims, self.ranks)
         flat_RS = self.shard_S.new_empty(self.ranks, numel, dtype=dtype)
         for index, piece in zip(list(grads), pieces, strict=True):

@@ -1,0 +1,92 @@
+"""Ratios between contestants, and the targets that they are held to."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scripts.benchmarks.peers.measure import Measured
+
+LOSS_TOLERANCE = 1e-3
+"""Relative, of the first step."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A judged pair: one row of ours and one of theirs."""
+
+    ours: str
+    theirs: str
+    target: float
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median of the ratios within a round."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def speed_ratio(ours: Sequence[Measured], theirs: Sequence[Measured], warmup: int) -> float:
+    """Tokens/s of ours over theirs: the median of the ratios within a turn."""
+    turns = [
+        (b, a)
+        for own, other in zip(ours, theirs, strict=True)
+        for a, b in zip(own.seconds[max(1, warmup) :], other.seconds[max(1, warmup) :], strict=True)
+    ]
+    return statistics.median(b / a for b, a in turns)
+
+
+def losses_agree(results: dict[str, list[Measured]]) -> list[str]:
+    """A sentence for each contestant whose first loss is another than the first one's."""
+    names = list(results)
+    reference = results[names[0]][0].losses[0]
+    wrong = []
+    for name in names:
+        first = results[name][0].losses[0]
+        if not abs(first - reference) <= LOSS_TOLERANCE * abs(reference):
+            wrong.append(
+                f"{name} begins with the loss {first:.6f}, {names[0]} with {reference:.6f}"
+            )
+    return wrong
+
+
+def judge(
+    results: dict[str, list[Measured]], judged: Sequence[Pair], warmup: int, peers: Sequence[str]
+) -> list[str]:
+    """One sentence per target; missed ones begin with ``missed``."""
+    failed = [
+        f"missed: {name} failed: {run.failure}"
+        for name, runs in results.items()
+        for run in runs
+        if run.failure
+    ]
+    if failed:
+        return failed
+    if wrong := losses_agree(results):
+        return [f"missed: not the same work: {sentence}" for sentence in wrong]
+    verdicts = []
+
+    def add(met: bool, sentence: str) -> None:
+        verdicts.append(sentence if met else f"missed: {sentence}")
+
+    for pair in judged:
+        ours, theirs = results[pair.ours], results[pair.theirs]
+        speed = speed_ratio(ours, theirs, warmup)
+        add(
+            speed >= pair.target,
+            f"{pair.ours} has {speed:.2f} of the tokens/s of {pair.theirs}, target {pair.target}",
+        )
+        memory = median_ratio([r.peak_bytes for r in ours], [r.peak_bytes for r in theirs])
+        add(
+            memory <= 1,
+            f"{pair.ours} takes {memory:.2f} of the memory of {pair.theirs}, target 1.0",
+        )
+    fastest = min(statistics.median(r.startup_seconds for r in results[name]) for name in peers)
+    for name in dict.fromkeys(pair.ours for pair in judged):
+        seconds = statistics.median(r.startup_seconds for r in results[name])
+        add(
+            seconds <= fastest,
+            (
+                f"{name} is through its first step after {seconds:.1f} s, the fastest peer "
+                f"{fastest:.1f} s"
+            ),
+        )
+    return verdicts

@@ -1,0 +1,201 @@
+"""Replays of traced rows, and how far they are from the published measurements."""
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from fsdptoys.config.plan_config import AllocatorKind
+from fsdptoys.device.profile import Hardware, load_hardware
+from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
+from fsdptoys.plan.simulator.allocator import build_allocator
+from fsdptoys.plan.simulator.events import Trace
+from fsdptoys.plan.simulator.replay import Replay, replay
+from scripts.planner import (
+    planned_rows,
+    published_torchtitan,
+    trainer_rows,
+)
+from scripts.planner.finding import Finding
+from scripts.planner.planned_rows import PlannedRow, planned_config
+from scripts.planner.published_programs import ROWS
+from scripts.planner.published_torchtitan import h100
+from scripts.planner.trainer_rows import TrainerRow
+
+GIB = 2**30
+END_BAR_GIB = 0.01
+RESERVED_BARS = {"fsdp1": 0.10, "fsdp2": 0.04}
+SECONDS_BAR, OFFLOAD_SECONDS_BAR = 0.08, 0.15
+TORCHTITAN_RESERVED_BAR, TORCHTITAN_SECONDS_BAR = 0.04, 0.06
+FITTED_ROW = "block"
+TRANSFER_ROW, ADAM_ROW = ("fsdp2", "block gc chunk oo"), ("fsdp2", "block gc chunk co")
+TORCHTITAN = {
+    8: published_torchtitan.Published(5762, 82.4),
+    128: published_torchtitan.Published(5605, 67.0),
+}
+
+
+def a2() -> Hardware:
+    """Hardware of the first table."""
+    return load_hardware("a2")
+
+
+def file_name(row: str) -> str:
+    """File name of a row's trace."""
+    return row.replace(" ", "_") + ".pickle"
+
+
+class Rows:
+    """Traced rows and their replays.
+
+    Args:
+        folder: contains the traces.
+        names: of the rows.
+    """
+
+    def __init__(self, folder: Path, names: Iterable[str]) -> None:
+        self.traces: dict[str, Trace] = {}
+        for name in names:
+            with open(folder / file_name(name), "rb") as file:
+                self.traces[name] = pickle.load(file)
+
+    def replay(
+        self, name: str, hardware: Hardware, allocator: AllocatorKind = AllocatorKind.expandable
+    ) -> Replay:
+        """Replay a row; both programs asked for expandable segments."""
+        return replay(
+            self.traces[name],
+            hardware,
+            build_allocator(allocator, device_type=hardware.device_type),
+        )
+
+    def seconds(self, name: str) -> Callable[[Hardware], float]:
+        """Seconds of a row's step, as a function of the hardware."""
+        return lambda hardware: self.replay(name, hardware).time().step_seconds
+
+    def fit(self, name: str, published: float, hardware: Hardware, parameter: str) -> Hardware:
+        """Fit one rate to a row's time."""
+        return calibrate(
+            [Case(self.seconds(name), published, name)], hardware, choose_parameters([parameter])
+        ).hardware
+
+
+def trainers_rows(rows: Rows) -> list[TrainerRow]:
+    """The first table's rows, as today's trainer runs them."""
+    made = []
+    for row, key in trainer_rows.NAMES.items():
+        if row in rows.traces:
+            replayed = rows.replay(row, a2())
+            memory, seconds = replayed.memory(), replayed.time().step_seconds
+            made.append(
+                TrainerRow(
+                    row, ROWS[key][1], memory.end_bytes / GIB, memory.reserved_bytes / GIB, seconds
+                )
+            )
+    return made
+
+
+def rows_of_h200(rows: Rows) -> list[PlannedRow]:
+    """Today's trainer on one H200."""
+    hardware = load_hardware(planned_rows.HARDWARE)
+    names = [name for name in planned_rows.NAMES if name in rows.traces]
+    return [PlannedRow(name, planned_config(name), rows.replay(name, hardware)) for name in names]
+
+
+def classic_memory(rows: Rows) -> list[Finding]:
+    """The first table: allocated at the end of a step, and reserved."""
+    hardware, findings = a2(), []
+    for (strategy, name), (_, published) in ROWS.items():
+        row = f"{strategy} {name}"
+        if row in rows.traces:
+            memory = rows.replay(row, hardware).memory()
+            end, reserved = memory.end_bytes / GIB, memory.reserved_bytes / GIB
+            findings.append(
+                Finding(row, "GiB at end", published.end_gib, end, END_BAR_GIB, relative=False)
+            )
+            bar = RESERVED_BARS[strategy]
+            findings.append(Finding(row, "GiB reserved", published.reserved_gib, reserved, bar))
+    return findings
+
+
+def classic_time(rows: Rows, fit_host: bool) -> tuple[list[Finding], list[str]]:
+    """The first table: step times of all rows outside the fit.
+
+    Args:
+        rows: traced.
+        fit_host: whether to fit the two rates that only offload depends on.
+
+    Returns:
+        The findings; notes on fitted rates.
+    """
+    findings, fitted = [], []
+    for strategy in ("fsdp2", "fsdp1"):
+        base = f"{strategy} {FITTED_ROW}"
+        if base not in rows.traces:
+            continue
+        hardware = rows.fit(base, ROWS[strategy, FITTED_ROW][1].seconds, a2(), "compute")
+        used = {base}
+        fitted.append(
+            f"{strategy}: {hardware.matmul_efficiency.value:.3f} of the peak in matmuls, from "
+            f"“{base}”"
+        )
+        if fit_host and all(" ".join(key) in rows.traces for key in (TRANSFER_ROW, ADAM_ROW)):
+            # FSDP2's rows give both rates, on a node with FSDP2's matmul speed.
+            theirs = rows.fit(
+                f"fsdp2 {FITTED_ROW}", ROWS["fsdp2", FITTED_ROW][1].seconds, a2(), "compute"
+            )
+            for key, parameter in (
+                (TRANSFER_ROW, "latency of transfers"),
+                (ADAM_ROW, "AdamW on the host"),
+            ):
+                theirs = rows.fit(" ".join(key), ROWS[key][1].seconds, theirs, parameter)
+                used.add(" ".join(key))
+            hardware = dataclasses.replace(
+                hardware,
+                transfer_latency_seconds=theirs.transfer_latency_seconds,
+                cpu_adam_parameters_per_second=theirs.cpu_adam_parameters_per_second,
+            )
+            if strategy == "fsdp2":
+                latency, rate = (
+                    theirs.transfer_latency_seconds.value,
+                    theirs.cpu_adam_parameters_per_second.value,
+                )
+                fitted.append(
+                    f"both: {latency * 1e3:.2f} ms a transfer, {rate / 1e6:.0f} million "
+                    "parameters a second"
+                )
+        for (owner, name), (switches, published) in ROWS.items():
+            row = f"{owner} {name}"
+            if owner == strategy and row in rows.traces and row not in used:
+                offload = switches.optimizer_offload or switches.cpu_offload
+                bar = OFFLOAD_SECONDS_BAR if offload else SECONDS_BAR
+                findings.append(
+                    Finding(row, "s a step", published.seconds, rows.seconds(row)(hardware), bar)
+                )
+    return findings, fitted
+
+
+def torchtitan(rows: Rows) -> tuple[list[Finding], list[str]]:
+    """torchtitan's table: reserved memory, and tokens per second on the larger number of ranks."""
+    findings, notes = [], []
+    for ranks, published in TORCHTITAN.items():
+        row = f"torchtitan {ranks}"
+        if row in rows.traces:
+            reserved = rows.replay(row, h100()).memory().reserved_bytes / GIB
+            native = rows.replay(row, h100(), AllocatorKind.native).memory().reserved_bytes / GIB
+            bar = TORCHTITAN_RESERVED_BAR
+            findings.append(Finding(row, "GiB reserved", published.reserved_gib, reserved, bar))
+            notes.append(f"{row}: {native:.2f} GiB with native segments")
+            seconds, before = published.step_seconds, rows.seconds(row)(h100())
+            notes.append(
+                f"{row}: {seconds:.2f} s a step, {seconds / before:.2f} times the {before:.2f} s "
+                "without a fit"
+            )
+    few, many = (f"torchtitan {ranks}" for ranks in TORCHTITAN)
+    if few in rows.traces and many in rows.traces:
+        hardware = rows.fit(few, TORCHTITAN[8].step_seconds, h100(), "compute")
+        notes.append(f"{hardware.matmul_efficiency.value:.3f} of the peak in matmuls, from “{few}”")
+        predicted = TORCHTITAN[128].tokens / rows.seconds(many)(hardware)
+        rate = TORCHTITAN[128].tokens_per_second
+        findings.append(Finding(many, "tokens/s a GPU", rate, predicted, TORCHTITAN_SECONDS_BAR))
+    return findings, notes
