@@ -15,8 +15,9 @@ expert's output is saved. Likewise ``scale_input`` scales the gate and up projec
 gathered input.
 
 Not covered: second derivatives; ``torch.compile`` breaks the graph here; fake tensors, whose loads
-are unknown. Sources: arXiv:1701.06538 (experts), arXiv:2211.15841 (without dropping tokens),
-arXiv:2002.05202 (gated feed-forward).
+are unknown.
+Sources: arXiv:1701.06538 (experts), arXiv:2211.15841 (without dropping tokens), arXiv:2002.05202
+(gated feed-forward).
 
 Shapes: N tokens, D width, E experts, K experts of a token, F width of an expert's hidden layer, R =
 N·K rows, M rows of a piece.

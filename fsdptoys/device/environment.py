@@ -1,10 +1,11 @@
 """Environment variables of a device's libraries, to be set before a rank starts, unless the user
 has set them.
 
-docs/ascend.md lists the defaults kept for NPUs, with reasons. Sources:
-https://docs.pytorch.org/docs/stable/notes/cuda.html, https://docs.nvidia.com/cuda/cublas/, the
-headers and messages of the torch_npu 2.13.0 wheel, and CANN's reference of environment variables on
-hiascend.com. Those for NPUs have not been tried on one.
+docs/ascend.md lists the defaults kept for NPUs, with reasons.
+Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html,
+https://docs.nvidia.com/cuda/cublas/, the headers and messages of the torch_npu 2.13.0 wheel, and
+CANN's reference of environment variables on hiascend.com. Those for NPUs have not been tried on
+one.
 """
 
 from collections.abc import Mapping

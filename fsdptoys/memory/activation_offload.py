@@ -11,7 +11,8 @@ last checkpointed block, which the backward needs at once. Host buffers are reus
 sizes are powers of two, to which PyTorch's pinned allocator rounds anyway.
 
 Not covered: tensors other than inputs that a compiled block saves. Writing to kept results in place
-is refused. Sources: https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks-doc;
+is refused.
+Sources: https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks-doc;
 arXiv:1602.08124 (offload with prefetch); arXiv:2104.07857 (offload of checkpoints).
 """
 

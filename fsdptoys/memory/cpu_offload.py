@@ -11,7 +11,8 @@ FSDP itself uploads parameters and downloads gradients. One of two executors upd
   (``parallel.cpu_offload_cast``).
 
 torchrun's ``OMP_NUM_THREADS=1`` would leave the optimizer one thread, so both set the number:
-``native`` around the step, ``overlapped`` in the workers. Source: ZeRO-Offload (arXiv:2101.06840).
+``native`` around the step, ``overlapped`` in the workers.
+Source: ZeRO-Offload (arXiv:2101.06840).
 """
 
 import threading

@@ -10,8 +10,8 @@ because another one is not finite, or accumulated. The norm is still reported, f
 squares of each gradient.
 
 Not covered: strategies that hold gradients until the backward ends (DDP's buckets, FSDP1, replicas
-of FSDP2), Muon, offload of states or parameters. Source:
-https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
+of FSDP2), Muon, offload of states or parameters.
+Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
 """
 
 from collections.abc import Callable, Iterable

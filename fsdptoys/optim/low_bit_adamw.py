@@ -12,7 +12,8 @@ not fit another number of ranks. Vectors, small matrices and those whose rows ha
 keep float32 moments, in PyTorch's AdamW.
 
 Not covered: parameters sharded within rows, AMSGrad, stochastic rounding, torchao's states in host
-memory. Source: https://github.com/pytorch/ao/tree/main/torchao/optim
+memory.
+Source: https://github.com/pytorch/ao/tree/main/torchao/optim
 """
 
 import functools

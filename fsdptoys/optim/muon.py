@@ -13,8 +13,9 @@ each replica repeats the work.
 
 Not covered: parameters not sharded along a dim (FSDP1, the toys' ZeRO), matrices that only some
 ranks have gradients for, overlap of exchange and matmuls, batched matmuls for matrices of one
-shape. Sources: https://kellerjordan.github.io/posts/muon/; Moonlight (arXiv:2502.16982) for decay
-and scale.
+shape.
+Sources: https://kellerjordan.github.io/posts/muon/; Moonlight (arXiv:2502.16982) for decay and
+scale.
 """
 
 import math
@@ -307,7 +308,8 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     at 1.
 
     ``matrix`` is 2-D and in the dtype to compute in; returns a contiguous one of its shape and
-    dtype. Source: https://kellerjordan.github.io/posts/muon/
+    dtype.
+    Source: https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = COEFFICIENTS
     tall = matrix.size(0) > matrix.size(1)

@@ -20,7 +20,8 @@ where activation checkpointing recomputes the forward. Therefore the next unit i
 the sync.
 
 Not covered: capacity limits; one row for several experts of the same rank; overlap of exchange and
-matmuls. Sources: arXiv:2006.16668 (GShard), arXiv:2211.15841 (without dropping tokens).
+matmuls.
+Sources: arXiv:2006.16668 (GShard), arXiv:2211.15841 (without dropping tokens).
 
 Shapes: N tokens, K experts of a token, E experts, D width, R = N·K rows sent, M rows received, W
 width of a row.

@@ -9,8 +9,8 @@ them. A rate without effect on any prediction is left alone, and all factors are
 weights and checkpoints of a run may be gone.
 
 Not covered: memory (no rate decides it), the spread between steps, rates that depend on message
-size. Source: Levenberg-Marquardt (https://doi.org/10.1137/0111030) in the logarithms of the
-factors.
+size.
+Source: Levenberg-Marquardt (https://doi.org/10.1137/0111030) in the logarithms of the factors.
 """
 
 import dataclasses

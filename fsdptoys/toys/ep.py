@@ -21,8 +21,8 @@ gradients n times too large.
 
 A rank keeps E/n experts, with gradients and optimizer states. For N tokens of width D it sends
 about 4·K·N·D·(n−1)/n numbers a layer and step, however large the experts are. Left out: capacity
-limits, losses that balance the router, overlap of rows and computation, grouped matmuls. Sources:
-arXiv:2006.16668 (GShard), arXiv:2211.15841 (MegaBlocks: without dropping tokens)
+limits, losses that balance the router, overlap of rows and computation, grouped matmuls.
+Sources: arXiv:2006.16668 (GShard), arXiv:2211.15841 (MegaBlocks: without dropping tokens)
 
 Shapes: N tokens of this rank, K experts of a token, D width, F width of an expert's hidden layer, E
 experts, L = E/n experts of this rank, P = N·K pairs of a token and an expert, R received rows.

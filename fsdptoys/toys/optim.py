@@ -12,8 +12,8 @@ Both work element by element: a rank that holds a slice of a parameter computes 
 which ZeRO and FSDP rest on. SGD keeps 4 bytes a float32 element (none without momentum), AdamW 8.
 
 Operators and their order are those of ``torch.optim`` with ``foreach=False``, hence the bits. Left
-out: dampening, AMSGrad, maximizing, sparse gradients, fused and multi-tensor forms. Sources:
-arXiv:1412.6980 (Adam), arXiv:1711.05101 (decoupled decay)
+out: dampening, AMSGrad, maximizing, sparse gradients, fused and multi-tensor forms.
+Sources: arXiv:1412.6980 (Adam), arXiv:1711.05101 (decoupled decay)
 """
 
 from collections.abc import Callable

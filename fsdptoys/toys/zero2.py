@@ -23,7 +23,8 @@ P·(N−1)/N to reduce-scatter in each backward and P·(N−1)/N to all-gather i
 
 Left out: buckets in the order of the first backward (slices would have to move), reentrant backward
 passes, None as the gradient of parameters that no rank uses (it is zero). The optimizer must work
-element by element. Source: arXiv:1910.02054 (P_os+g)
+element by element.
+Source: arXiv:1910.02054 (P_os+g)
 """
 
 from collections.abc import Iterator

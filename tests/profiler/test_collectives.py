@@ -213,7 +213,7 @@ def test_trainer_collectives_are_labeled_with_phase_and_call_site(
     """Oracle: the trainer: the count of labels, the norm of shards, and the loss are reduced."""
     small = [(call.phase, call.site) for call in outcomes[label][0] if not call.parameters]
     clips = [("clip", "strategy.total_norm")] if "ddp" not in label else []
-    assert small == [("other", "trainer.train_step"), *clips, ("other", "trainer.train_step")]
+    assert small == [("other", "trainer.train_step"), *clips, ("other", "trainer._agree")]
 
 
 def call_of(number: int, collective: str, name: str, ranks: int = 2) -> Call:

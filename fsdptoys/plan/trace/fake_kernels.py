@@ -2,8 +2,8 @@
 
 The device chooses some operators: attention, normalization, grouped matmuls of experts, the loss's
 kernel. They are replaced by the choice of CUDA or an NPU, with stand-ins for fused kernels
-(``planned_operators``), and worker threads' jobs run inline. Source: PyTorch's ``sdp_utils.cpp``
-(choice of attention).
+(``planned_operators``), and worker threads' jobs run inline.
+Source: PyTorch's ``sdp_utils.cpp`` (choice of attention).
 """
 
 import copy

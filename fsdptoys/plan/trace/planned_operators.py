@@ -3,8 +3,9 @@ the tensors of the backward.
 
 torch_npu's kernels have its names and signatures, so that ``models.npu_kernels`` runs unchanged;
 functions that ``torch.compile`` fuses are assumed to read their inputs once and to keep these
-rather than intermediate results. Source: torch_npu's ``npu_fusion_attention``
-(github.com/Ascend/op-plugin, ``scaled_dot_product_attention``).
+rather than intermediate results.
+Source: torch_npu's ``npu_fusion_attention`` (github.com/Ascend/op-plugin,
+``scaled_dot_product_attention``).
 """
 
 import functools
