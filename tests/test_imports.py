@@ -104,3 +104,12 @@ def test_nested_imports_count_toward_cycles(
         ["cyclic.b", "cyclic.a", "cyclic.b"],
     )
     assert find_cycle({"p.a": {"p.b"}, "p.b": set()}) == []
+
+
+def test_no_file_has_more_than_400_lines() -> None:
+    """Oracle: the limit in CONTRIBUTING.md."""
+    folders = ("fsdptoys", "models", "patches", "scripts", "tests", "docs")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    lengths = {str(file): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+    assert len(lengths) > 600
+    assert not {file: length for file, length in lengths.items() if length > 400}
