@@ -99,7 +99,7 @@ def frozen_reference(config: Config, recorder: OpRecorder, hardware: Hardware) -
 
     def run_reference(_: Any) -> None:
         with torch.no_grad():
-            reference.strategy.model(tokens_BT, tokens_BT, reference.eval_loss_fn)
+            reference.strategy.model(tokens_BT, tokens_BT, reference.scale.loss_fn)
 
     trainer.train(on_step=run_reference)
 
