@@ -168,6 +168,14 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
         "train.sum_dtype",
     }  # set by the deterministic mode and the device
     left_out |= {"memory.cpu_offload"} if device_type == "cpu" else set()
+    # Which elements a collective adds together; float64 sums do not depend on it.
+    left_out |= {
+        "parallel.bucket_cap_mb",
+        "parallel.evenness",
+        "parallel.min_params",
+        "parallel.wrap",
+        "parallel.wrap_classes",
+    }
     by_grains = {
         "train.batch_size",
         "train.grad_accum",
