@@ -190,6 +190,7 @@ def train(config: Config) -> Trajectory:
     found: dict[int, Arrays] = {}
     trainer = recorder(config, lambda step, named: found.update({step: arrays(named)}))
     trainer.train()
+    assert found, "no gradients to compare with"
     steps = trainer.history
     losses, norms = [step.loss for step in steps], [step.grad_norm for step in steps]
     return Trajectory(losses, norms, found, arrays(trainer.strategy.full_parameters()))

@@ -11,8 +11,7 @@
 3. ``UnitHooks`` calls both. The backward's next unit is the one whose forward ended before.
 4. ``fully_shard`` makes a unit of a module's parameters; other files extend it by subclasses.
 
-All collectives are asynchronous; ``wait`` orders the current stream (on a CPU, the thread) after
-them. Shapes: R ranks, S elements of a shard, padding included.
+All collectives are asynchronous. Shapes: R ranks, S elements of a shard, padding included.
 """
 
 import itertools
@@ -99,11 +98,12 @@ class FSDPUnit:
         if not self.params or self.is_whole or self.gathering is not None:
             return
         shard_S, pieces, group = self.gather_source()
-        flat_RS, work = shard_S.view(1, -1), None
-        if group.size() > 1:
-            flat_RS = shard_S.new_empty(group.size(), shard_S.numel())
-            work = getattr(dist, ALL_GATHER)(flat_RS.view(-1), shard_S, group=group, async_op=True)
-        self.gathering = flat_RS, pieces, work, shard_S
+        if group.size() == 1:
+            self.gathering = shard_S.view(1, -1), pieces, None, shard_S
+            return
+        flat = shard_S.new_empty(group.size() * shard_S.numel())
+        work = getattr(dist, ALL_GATHER)(flat, shard_S, group=group, async_op=True)
+        self.gathering = flat.view(group.size(), -1), pieces, work, shard_S
 
     def gather_source(self) -> tuple[Tensor, list[Piece], dist.ProcessGroup]:
         """Return the shard to send, its layout, and the ranks that have the other shards."""
