@@ -240,9 +240,8 @@ class Attention(Layer):
         if start == 0:
             out_BHTK = FULL_SEQUENCES.attend(q_BHTK, k_BGTK, v_BGTK, self.ops, self.chunk_len)
         elif T == 1:
-            out_BHTK = masked_attention(
-                q_BHTK, k_BGSK, v_BGSK, None
-            )  # one token sees all kept keys
+            # One token sees all kept keys
+            out_BHTK = masked_attention(q_BHTK, k_BGSK, v_BGSK, None)
         else:
             queries_T1 = torch.arange(start, end, device=q_BHTK.device).unsqueeze(1)
             keys_S = torch.arange(end - S, end, device=q_BHTK.device)

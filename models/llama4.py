@@ -68,9 +68,8 @@ class Llama4Format(RotaryFormat):
             ValueError: also for a list that is not every N-th block.
         """
         fields = super().read_config(tree)
-        fields["attention_temperature"] = bool(
-            fields["attention_temperature"]
-        )  # Scout's value is 4
+        # Scout's value is 4
+        fields["attention_temperature"] = bool(fields["attention_temperature"])
         for key, expected in _layer_lists(Llama4Config(**fields)).items():
             if tree.get(key, expected) != expected:
                 raise ValueError(
@@ -217,9 +216,8 @@ def _feed_forward(config: Llama4Config, layer: int) -> nn.Module:
 def _layer_lists(config: Llama4Config) -> dict[str, list[Any]]:
     layers = range(config.n_layers)
     return {
-        "no_rope_layers": [
-            int(config.rotates(layer)) for layer in layers
-        ],  # 1 where positions are rotated
+        # 1 where positions are rotated
+        "no_rope_layers": [int(config.rotates(layer)) for layer in layers],
         "moe_layers": [layer for layer in layers if config.has_experts(layer)],
         "layer_types": [
             "chunked_attention" if config.rotates(layer) else "full_attention" for layer in layers

@@ -56,7 +56,6 @@ def has_other_roots(model: nn.Module) -> bool:
 def _priority_of(stream: Any) -> object:
     try:
         return getattr(stream, "priority", None)
-    except (
-        RuntimeError
-    ):  # torch_npu's, "NPU dose not support Stream.get_priority() currently": 2.7.1 and 2.13.0
+    except RuntimeError:
+        # Torch_npu's, "NPU dose not support Stream.get_priority() currently": 2.7.1 and 2.13.0
         return None

@@ -157,9 +157,8 @@ def judge(
     if outcome == reference:
         return Verdict("every bit")
     tolerance = LOSS_TOLERANCE if dtype == "float32" else BF16_LOSS_TOLERANCE
-    if (
-        mode == "deterministic" or not max_loss_difference(outcome, reference) <= tolerance
-    ):  # nan is a breach too
+    # Nan is a breach too
+    if mode == "deterministic" or not max_loss_difference(outcome, reference) <= tolerance:
         return Verdict("BREACH", f"{where}: {name} differs from one process")
     within = f"loss within {tolerance:g}"
     twin = (FSDP2_ON_THE_SAME_MESH | NATIVE | REDUCES_OFTENER).get(name)

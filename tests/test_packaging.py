@@ -125,9 +125,8 @@ def test_every_distribution_contains_models_patches_and_configs(
         make_source_zip(tmp_path / "source.zip")
         unpack(tmp_path / "source.zip", tree, links)
     if form == "wheel":
-        run(
-            "-m", "pip", "install", *NO_NETWORK, "--target", str(installed), str(tree)
-        )  # by way of a wheel
+        # By way of a wheel
+        run("-m", "pip", "install", *NO_NETWORK, "--target", str(installed), str(tree))
     elif form == "editable":
         run(
             "-m", "pip", "install", *NO_NETWORK, "--target", str(installed), "--editable", str(tree)

@@ -295,9 +295,8 @@ class AdapterFolder:
                     f"{where} names layers by the expression {one_line(part)} in {pattern}, and "
                     "only names are read here; write the names in its place"
                 )
-            if re.fullmatch(
-                rf"(.*\.)?{part}", module
-            ):  # as PEFT does, for which a dot is any character
+            # As PEFT does, for which a dot is any character
+            if re.fullmatch(rf"(.*\.)?{part}", module):
                 value = special
                 break
         if type(value) not in (int, float) or not 0 < value < 1e9:

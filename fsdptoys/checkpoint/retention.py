@@ -39,12 +39,10 @@ class Series:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self.damaged: set[str] = (
-            set()
-        )  # names of checkpoints to ignore even if their file sizes match
-        self.aside: list[
-            str
-        ] = []  # sentences on folders renamed to make way for a checkpoint; the caller clears it
+        # Names of checkpoints to ignore even if their file sizes match
+        self.damaged: set[str] = set()
+        # Sentences on folders renamed to make way for a checkpoint; the caller clears it
+        self.aside: list[str] = []
         self._written: set[str] = set()
         self._resumed: set[str] = set()
         self._reported: set[str] = set()

@@ -27,9 +27,8 @@ from .manifest import STATE_FILE, Manifest, UnreadableError, rank_file, reason_o
 from .retention import LATEST_FILE, Series, write_file
 from .storage import Storage
 
-Put = Callable[
-    [Storage, str], object
-]  # writes this rank's tensors into a folder of a storage; collective
+# Writes this rank's tensors into a folder of a storage; collective
+Put = Callable[[Storage, str], object]
 
 FULL = {os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 """The system's messages for a full disk or quota."""
@@ -52,9 +51,8 @@ class Saver:
     def __init__(
         self, ranks: Ranks, series: Series, config: CheckpointConfig, report: Callable[[str], None]
     ) -> None:
-        self.committed: int | None = (
-            None  # step of this run's newest checkpoint, which is not saved again
-        )
+        # Step of this run's newest checkpoint, which is not saved again
+        self.committed: int | None = None
         self._ranks = ranks
         self._series = series
         self._storage = series.storage

@@ -67,9 +67,8 @@ def peek(
     if storage is not None:
         if config.every or config.on_signal:
             check_writable(storage)
-        if (
-            listing(Series(storage).newest_complete, storage) is None
-        ):  # otherwise another run may be saving right now
+        # Otherwise another run may be saving right now
+        if listing(Series(storage).newest_complete, storage) is None:
             Series(storage).recover()
     if (
         restarted

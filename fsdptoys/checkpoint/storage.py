@@ -206,9 +206,8 @@ class UrlStorage(Storage):
         self.where = where.rstrip("/")
         try:
             parts = urlsplit(where)
-            if (
-                parts.scheme in PORTS and parts.hostname
-            ):  # these constructors would wait much longer for a server
+            # These constructors would wait much longer for a server
+            if parts.scheme in PORTS and parts.hostname:
                 address = parts.hostname, parts.port or PORTS[parts.scheme]
                 socket.create_connection(address, CONNECT_SECONDS).close()
             self._files, self._root = url_to_fs(where, use_listings_cache=False)
@@ -222,9 +221,8 @@ class UrlStorage(Storage):
                 f"{where} is of a kind unknown to fsspec ({error}); name a local folder, or a "
                 "URL such as s3://bucket/folder"
             ) from error
-        except (
-            Exception
-        ) as error:  # some file systems connect in their constructor and raise their own errors
+        except Exception as error:
+            # Some file systems connect in their constructor and raise their own errors
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise ConfigError(
                 f"{where} cannot be reached ({one_line(reason) or type(error).__name__}); start "

@@ -84,12 +84,10 @@ class Composition:
     """A configuration and the choices from which it was composed."""
 
     config: Config
-    choices: dict[
-        str, str | None
-    ]  # Group → name of the chosen YAML file; ``experiment`` may be None
-    reasons: dict[
-        str, str
-    ]  # Key that nobody set, and that model or data decided → why it has its value
+    # Group → name of the chosen YAML file; ``experiment`` may be None
+    choices: dict[str, str | None]
+    # Key that nobody set, and that model or data decided → why it has its value
+    reasons: dict[str, str]
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
@@ -118,9 +116,8 @@ def compose(overrides: Sequence[str]) -> Composition:
         for override in parsed:
             if override.key_or_group not in choices:
                 key = override.key_or_group
-                OmegaConf.update(
-                    tree, key, read_value(key, override.value()), merge=True
-                )  # as Hydra does
+                # As Hydra does
+                OmegaConf.update(tree, key, read_value(key, override.value()), merge=True)
     except OmegaConfBaseException as error:
         raise _not_composed(overrides, error) from error
     reasons = _choose_lengths(tree)
@@ -134,9 +131,8 @@ def _choose_lengths(tree: DictConfig) -> dict[str, str]:
     In a run that tunes a model, the prepared data decide the others (``Config.count_steps``).
     """
     reasons = {}
-    with contextlib.suppress(
-        OmegaConfBaseException
-    ):  # an invalid reference, which ``_to_config`` reports
+    # An invalid reference, which ``_to_config`` reports
+    with contextlib.suppress(OmegaConfBaseException):
         longest = tree.model.max_seq_len
         if tree.train.seq_len == -1:
             tree.train.seq_len = min(longest, SEQ_LEN)

@@ -162,9 +162,8 @@ class KernelConfig:
             if name == "auto":
                 plain = seen or bool(deterministic)
                 compiled = device_type == "cuda" and fuses and operation in COMPILED_ON_CUDA
-                if (
-                    compiled and available_device_type() == "cuda"
-                ):  # assumed when planning on another machine
+                # Assumed when planning on another machine
+                if compiled and available_device_type() == "cuda":
                     compiled = triton_works()
                 fused = device_type == "npu" and operation in npu_kernels.OPERATORS
                 if fused and available_device_type() == "npu":  # which may be an older torch_npu

@@ -102,9 +102,8 @@ class Config(Sections):
         self.debug.validate(self.train.compile, self.kernels.compiles)
         try:
             check_patches(self.patches, self.parallel.name)
-        except (
-            ValueError
-        ) as mistake:  # patches do not import ConfigError, but word their messages alike
+        except ValueError as mistake:
+            # Patches do not import ConfigError, but word their messages alike
             raise ConfigError(str(mistake)) from mistake
         if self.model.init_from is not None or self.tune.freezes:
             with torch.device("meta"):
@@ -143,9 +142,8 @@ class Config(Sections):
             device_type, deterministic=bool(train.deterministic), on_host=memory.cpu_offload
         )
         if memory.optimizer_offload and memory.offload_schedule is OffloadSchedule.auto:
-            memory.offload_schedule = (
-                OffloadSchedule.pipelined
-            )  # the fastest that keeps no gradients between steps
+            # The fastest that keeps no gradients between steps
+            memory.offload_schedule = OffloadSchedule.pipelined
         return Where(world_size, device_type, axes)
 
     def check_evaluation(self) -> None:

@@ -22,9 +22,8 @@ class Declaration:
     bases: list[str]
     doc: str
     fields: list[tuple[str, str, str]] = field(default_factory=list)  # Name, annotation and default
-    docs: dict[str, str] = field(
-        default_factory=dict
-    )  # Docstrings of fields, and of an enum's members
+    # Docstrings of fields, and of an enum's members
+    docs: dict[str, str] = field(default_factory=dict)
     bounds: dict[str, bounds_module.Bounds] = field(default_factory=dict)
     family: str | None = None
     """Of a model's configuration: the suffix of the ``base_<family>`` schema that its presets start
@@ -71,9 +70,8 @@ def read_classes(root: Path, quote: str = "") -> dict[str, Declaration]:
     ``quote`` replaces the double backticks of docstrings.
     """
     aliases: dict[str, str] = {}
-    names = dict(
-        vars(bounds_module)
-    )  # with the constants of all modules, to evaluate the fields' metadata
+    # With the constants of all modules, to evaluate the fields' metadata
+    names = dict(vars(bounds_module))
     nodes: list[ast.ClassDef] = []
     for path in sorted(root.glob("*.py")) + sorted(root.glob("*/*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -89,9 +87,8 @@ def read_classes(root: Path, quote: str = "") -> dict[str, Declaration]:
 
 
 def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
-    return eval(
-        compile(ast.Expression(node), "<config>", "eval"), {}, names
-    )  # of this package's own source
+    # Of this package's own source
+    return eval(compile(ast.Expression(node), "<config>", "eval"), {}, names)
 
 
 def _read_class(node: ast.ClassDef, names: dict[str, Any], quote: str) -> Declaration:

@@ -8,9 +8,8 @@ from fsdptoys.parallel.precision import SumDType
 from fsdptoys.utils.bounds import MOST_STEPS, MOST_TOKENS, above, at_least, between
 from fsdptoys.utils.options import Effect, Stage, check_options, option
 
-MOST_BATCHES = (
-    2**20
-)  # upper bound of a batch's sequences, and of the batches of a step or an evaluation
+# Upper bound of a batch's sequences, and of the batches of a step or an evaluation
+MOST_BATCHES = 2**20
 MOST_SEED = 2**63 - 1
 MOST_SLICES = 2**10
 

@@ -228,9 +228,8 @@ def _compile(source: str, owner: str, *, marks: bool) -> tuple[Any, Any]:
         return environment.from_string(tree), loops
     except MemoryError:
         raise
-    except (
-        Exception
-    ) as error:  # SyntaxError for too many nested blocks, LookupError for an unknown filter, …
+    except Exception as error:
+        # SyntaxError for too many nested blocks, LookupError for an unknown filter, …
         reason = one_line(error) or type(error).__name__
         raise ConfigError(f"{owner} is no Jinja template ({reason}); name another") from error
 

@@ -81,9 +81,8 @@ class ChatTemplate:
             refused = None
         except BadRowError as error:
             messages, marked, lost, refused = [], MarkedText(""), [], error
-        if parsed != row.messages and (
-            refused or lost
-        ):  # the template wants objects, or writes the text as a string
+        # The template wants objects, or writes the text as a string
+        if parsed != row.messages and (refused or lost):
             messages, marked = self._run(parsed, row)
             lost = lost_parts(messages, marked)
         elif refused:
@@ -219,9 +218,8 @@ class _AnswerSearch:
     def _turn(self, number: int) -> tuple[int, int]:
         """Start and stop of the text of a message, without results of tools in it."""
         turns, text = self._turns, self._marked.text
-        if (
-            number not in turns
-        ):  # perhaps written outside of a loop, behind the last message with a text
+        # Perhaps written outside of a loop, behind the last message with a text
+        if number not in turns:
             first = max((stop for _, stop in turns.values()), default=0)
             if number + 1 < len(self._messages) or not turns or not text[first:].strip():
                 raise BadRowError(

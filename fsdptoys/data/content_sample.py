@@ -41,9 +41,8 @@ class SampledFiles:
         self._fix = fix
         count = min(len(files), MOST_DIGESTS)
         edges = [len(files) * number // count for number in range(count + 1)] if files else []
-        self._groups = [
-            range(first, stop) for first, stop in itertools.pairwise(edges)
-        ]  # each shares a digest
+        # Each shares a digest
+        self._groups = [range(first, stop) for first, stop in itertools.pairwise(edges)]
         digests = _digests(key, files)
         self._sums = [
             hashlib.sha256(b"".join(itertools.islice(digests, len(group)))).hexdigest()[

@@ -108,9 +108,8 @@ class Index:
     tokenizer_file_sha256: str | None = None
     """Of the folder's copy of the tokenizer's file; None where it has none."""
     field: str  # field of a record with the text
-    eval_fraction: float = dataclasses.field(
-        metadata=between(0, 1)
-    )  # requested share of held-out documents
+    # Requested share of held-out documents
+    eval_fraction: float = dataclasses.field(metadata=between(0, 1))
     left_out: int = dataclasses.field(metadata=between(0, MOST_COUNT))  # documents without text
     sources: tuple[Source, ...]
     shards: tuple[Shard, ...]

@@ -196,9 +196,8 @@ def no_memory(owner: str) -> ConfigError:
 def _text(owner: str, source: SourceFile, long_texts: bool) -> Read:
     content = bytearray()
     with _open(source)[0] as file:
-        while block := file.read(
-            BLOCK_BYTES
-        ):  # reading a gzip file at once holds its content twice
+        # Reading a gzip file at once holds its content twice
+        while block := file.read(BLOCK_BYTES):
             content += block
     decoder, start, pending = codecs.getincrementaldecoder("utf-8")(), 0, 0
     try:
@@ -208,9 +207,8 @@ def _text(owner: str, source: SourceFile, long_texts: bool) -> Read:
             yield text, 1.0
             return
         for start in range(0, len(content), BLOCK_BYTES):
-            pending = len(
-                decoder.getstate()[0]
-            )  # bytes of a character that the last block has begun
+            # Bytes of a character that the last block has begun
+            pending = len(decoder.getstate()[0])
             decoder.decode(
                 content[start : start + BLOCK_BYTES], final=start + BLOCK_BYTES >= len(content)
             )

@@ -146,9 +146,8 @@ class StepPrefetcher:
                 multiprocessing.get_context("forkserver").Event() for _ in range(1 + 2 * workers)
             ]
             del semaphores
-            signal.pthread_sigmask(
-                signal.SIG_BLOCK, RANK_SIGNALS
-            )  # the tracker's start unblocks some
+            # The tracker's start unblocks some
+            signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)
             with warnings.catch_warnings():
                 # More workers than cores help where they wait for a disk or a network.
                 warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
@@ -253,7 +252,6 @@ def _wait_for_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    shutil.rmtree(
-        util.get_temp_dir(), ignore_errors=True
-    )  # of this process alone: its tensors' socket
+    # Of this process alone: its tensors' socket
+    shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
     os._exit(1)

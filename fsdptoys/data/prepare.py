@@ -368,9 +368,8 @@ def _bad_rows(sentences: list[str], skip_fix: str) -> ConfigError:
 
 def is_held_out(text: str, fraction: float) -> bool:
     """Whether a document is held out."""
-    return bool(fraction) and _is_drawn(
-        [text.encode().replace(b"\0", b"")], fraction
-    )  # as in byte ids, without zeros
+    # As in byte ids, without zeros
+    return bool(fraction) and _is_drawn([text.encode().replace(b"\0", b"")], fraction)
 
 
 def _is_drawn(blocks: Iterable[bytes], fraction: float) -> bool:

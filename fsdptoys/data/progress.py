@@ -14,9 +14,8 @@ class Display:
 
     def __init__(self, title: str, stream: IO[str] | None = None) -> None:
         self.title = title
-        self._stream: IO[str] | None = (
-            stream or sys.stderr
-        )  # None if it was closed when this process started
+        # None if it was closed when this process started
+        self._stream: IO[str] | None = stream or sys.stderr
         self._bar: Any = None
         self._task: Any = None
         self._begun = self._shown = monotonic()

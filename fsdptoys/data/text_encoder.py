@@ -61,9 +61,8 @@ class Encoder(ABC):
     """Whether only some ids are learned."""
     learns_ends = False
     """Whether answers should end with a special token."""
-    template_sha256: str | None = (
-        None  # of how conversations become texts, if documents are conversations
-    )
+    # Of how conversations become texts, if documents are conversations
+    template_sha256: str | None = None
 
     @property
     def dtype(self) -> str:

@@ -181,9 +181,8 @@ class _Share(torch.autograd.Function):
         ctx.settings = x_BGSK.shape, x_BGSK.dtype, share, ends
         B, G, S, K = x_BGSK.shape
         heads = x_BGSK.to(dtype).repeat_interleave(share, 1).view(B * G * share, 1, S, K)
-        heads = F.pad(
-            heads, (0, 0, 0, _padding(S, K, dtype))
-        ).contiguous()  # every head begins aligned
+        # Every head begins aligned
+        heads = F.pad(heads, (0, 0, 0, _padding(S, K, dtype))).contiguous()
         return tuple(heads[:, :, :end] for end in ends)
 
     @staticmethod

@@ -101,9 +101,8 @@ class _GrainLoss(torch.autograd.Function):
                 add_weight_gradient(grad_weight_VD, grad_CV, hidden_ND[rows], grain)
             else:
                 grad_NV[rows] = grad_CV
-        if (
-            grad_NV is not None
-        ):  # all grains at once: each block of the sum is read and written once
+        # All grains at once: each block of the sum is read and written once
+        if grad_NV is not None:
             add_weight_gradient(grad_weight_VD, grad_NV, hidden_ND, grain)
         return grad_hidden_ND, grad_weight_VD, None, None, None, None
 

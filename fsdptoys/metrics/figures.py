@@ -154,9 +154,8 @@ def step_series(
 ) -> Series:
     """Line of a (dotted) attribute of the steps; missing values leave gaps."""
     read = operator.attrgetter(attribute)
-    values = (
-        np.array([read(metrics) for metrics in steps], dtype=float) * factor
-    )  # None becomes NaN
+    # None becomes NaN
+    values = np.array([read(metrics) for metrics in steps], dtype=float) * factor
     return thinned_line(name, np.array([metrics.step for metrics in steps]), values, look)
 
 

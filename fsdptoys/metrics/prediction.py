@@ -15,9 +15,8 @@ from fsdptoys.utils.text import gib_text, size_text
 class Category(Enum):
     """Purpose of a block of device memory."""
 
-    __hash__ = (
-        object.__hash__
-    )  # A replay counts by category at every block: an Enum's own hash takes a call
+    # A replay counts by category at every block: an Enum's own hash takes a call
+    __hash__ = object.__hash__
 
     parameters = "parameters"
     """Shards of this rank, in the dtype that the optimizer updates."""

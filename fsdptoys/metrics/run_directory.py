@@ -174,9 +174,8 @@ class RunDirectory:
         sizes = dict.fromkeys(LINE_FILES, 0)
         with writing(self.path):
             for name in filter(lambda name: (self.path / name).exists(), LINE_FILES):
-                with open(
-                    open_descriptor(self.path / name, os.O_RDONLY), "rb"
-                ) as file:  # follows no link
+                # Follows no link
+                with open(open_descriptor(self.path / name, os.O_RDONLY), "rb") as file:
                     os.fsync(file.fileno())
                     sizes[name] = os.fstat(file.fileno()).st_size
             sync_to_disk(self.path)

@@ -57,9 +57,8 @@ def environment(device: Device, world_size: int, command: Sequence[str]) -> dict
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "hip": torch.version.hip,
-            "cann": getattr(
-                torch.version, "cann", None
-            ),  # set by torch_npu where CANN is installed
+            # Set by torch_npu where CANN is installed
+            "cann": getattr(torch.version, "cann", None),
             **{name.replace("-", "_"): _package_version(name) for name in PACKAGES},
         },
         "machine": {
@@ -93,9 +92,8 @@ def hardware_line(environment: dict[str, Any]) -> str:
 def checkout_commit(root: Path) -> str | None:
     """Commit of a git checkout, with ``-dirty`` for changed tracked files; None if ``root`` is no
     checkout."""
-    if not (
-        root / ".git"
-    ).exists():  # an install inside another project's checkout must not report that
+    # An install inside another project's checkout must not report that
+    if not (root / ".git").exists():
         return None
     command = [
         "git",

@@ -267,9 +267,8 @@ def _checked(values: dict[str, Any], name: str, kind: Any) -> Any:
     value = values[name]
     valid = type(value) in kinds or (float in kinds and type(value) is int)
     if valid and type(value) in (int, float):
-        valid = (
-            not math.isinf(value) if float in kinds else 0 <= value < 2**63
-        )  # JSON's 1e999 is infinite
+        # JSON's 1e999 is infinite
+        valid = not math.isinf(value) if float in kinds else 0 <= value < 2**63
     if not valid:
         raise ValueError(f"{name} is {value!r}")
     return value

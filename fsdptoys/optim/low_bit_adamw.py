@@ -34,9 +34,8 @@ from .matrix_optimizer import MATRICES, Groups, MatrixOptimizer
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name of a state → whether it is signed
 SMALLEST_ELEMENTS = 4096  # smaller parameters keep float32 states, as in torchao
 SMALLEST_BLOCK = 32  # with smaller blocks, scales would take more than an eighth of the savings
-ELEMENTS_AT_A_TIME = (
-    2**23
-)  # of a parameter in one update: bounds its scratch and the sizes to compile for
+# Of a parameter in one update: bounds its scratch and the sizes to compile for
+ELEMENTS_AT_A_TIME = 2**23
 
 
 class Format(NamedTuple):
@@ -168,9 +167,8 @@ class TorchaoOptim(NamedTuple):
 
     update: Callable[..., None]  # AdamW for one parameter, in operators that the states implement
     states: dict[str, Any]  # Format → the class of its tensors
-    many_sizes: Callable[
-        [], AbstractContextManager[None]
-    ]  # Context without the compiler's limit on recompilations
+    # Context without the compiler's limit on recompilations
+    many_sizes: Callable[[], AbstractContextManager[None]]
 
 
 @functools.cache

@@ -143,9 +143,8 @@ class Matrix:
     grad: Tensor
     buffer: Tensor
     dim: int | None  # Sharded dim; None where each rank of the group has the matrix in full
-    group: (
-        dist.ProcessGroup | None
-    )  # The ranks that share the work; None where this rank works alone
+    # The ranks that share the work; None where this rank works alone
+    group: dist.ProcessGroup | None
 
     @property
     def ranks(self) -> int:
@@ -191,9 +190,8 @@ class Muon(MatrixOptimizer):
                 self._apply(
                     matrix, orthogonalize(self._momentum_step(matrix), self.config.ns_steps), group
                 )
-        for shared_by in dict.fromkeys(
-            matrix.group for matrix in dealt
-        ):  # those of experts may be others
+        # Those of experts may be others
+        for shared_by in dict.fromkeys(matrix.group for matrix in dealt):
             self._step_together([matrix for matrix in dealt if matrix.group is shared_by], group)
 
     def _step_together(self, dealt: list[Matrix], group: dict[str, Any]) -> None:

@@ -141,9 +141,8 @@ class ExpertExchange:
         ranks, counts = self.group.size(), counts_EG.flatten()
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self.group)
-        sent, came = (
-            torch.stack([counts, coming]).view(2, ranks, -1, counts_EG.shape[1]).tolist()
-        )  # one device sync
+        # One device sync
+        sent, came = torch.stack([counts, coming]).view(2, ranks, -1, counts_EG.shape[1]).tolist()
         sends, gets = ([sum(map(sum, of_rank)) for of_rank in each] for each in (sent, came))
         route = Route(self.group, sends, gets)
         out_MD = multiply(

@@ -117,9 +117,8 @@ def prepare_all_gathers(model: nn.Module) -> None:
 
 def _torchao() -> Any:
     disabled = logging.root.manager.disable
-    logging.disable(
-        logging.WARNING
-    )  # ABI warnings about prebuilt kernels, which float8 training does not use
+    # ABI warnings about prebuilt kernels, which float8 training does not use
+    logging.disable(logging.WARNING)
     try:
         import torchao.float8
     finally:

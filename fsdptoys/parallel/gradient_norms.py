@@ -58,9 +58,8 @@ def scale_gradients(grads: list[Tensor], factor: Tensor) -> None:
     ``torch._foreach_mul_`` is private; PyTorch's own clipping uses it (seen in torch 2.7 to 2.15).
     """
     if grads:
-        torch._foreach_mul_(
-            grads, factor.to(grads[0].device)
-        )  # a device sync where gradients are offloaded
+        # A device sync where gradients are offloaded
+        torch._foreach_mul_(grads, factor.to(grads[0].device))
 
 
 def grad_parts(grad: Tensor) -> list[Tensor]:

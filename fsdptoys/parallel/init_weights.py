@@ -63,9 +63,8 @@ def initialize(param: Tensor, name: str, init_rows: InitRows, seed: int, threads
     local_rows = local.view(-1, last_column - first_column)
     rows_per_block = max(1, BLOCK_ELEMENTS // columns)
     row_count = param.numel() // columns
-    parts: dict[
-        int, list[tuple[slice, Tensor]]
-    ] = {}  # by block: rows of it, and their place in the shard
+    # By block: rows of it, and their place in the shard
+    parts: dict[int, list[tuple[slice, Tensor]]] = {}
     filled = 0
     for first, last in _row_intervals(tuple(param.shape), bounds):
         for block in range(first // rows_per_block, (last - 1) // rows_per_block + 1):
@@ -80,9 +79,8 @@ def initialize(param: Tensor, name: str, init_rows: InitRows, seed: int, threads
         and local.device.type == "cpu"
     )
 
-    scratch = (
-        threading.local()
-    )  # one block for each thread: new memory for each would cost page faults
+    # One block for each thread: new memory for each would cost page faults
+    scratch = threading.local()
 
     @torch.no_grad()  # threads have modes of their own
     def draw(block: int) -> None:

@@ -316,9 +316,8 @@ class StageModule(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(stage.modules(pipelined.model))
         self.stage = stage
-        self._run = (
-            pipelined.run_stage
-        )  # a bound method, since a module would be a child with all stages' parameters
+        # A bound method, since a module would be a child with all stages' parameters
+        self._run = pipelined.run_stage
 
     def forward(self, received: Tensor, place: Tensor) -> Tensor:
         """Run the micro-batch at ``place`` on hidden states of the stage before; the first stage

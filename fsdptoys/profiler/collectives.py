@@ -86,9 +86,8 @@ class Call:
     ranks: int
     group: str  # The description of the process group
     site: str  # Innermost calling function outside torch.distributed
-    parameters: list[str] = field(
-        default_factory=list
-    )  # Parameters whose values or gradients it moves, if known
+    # Parameters whose values or gradients it moves, if known
+    parameters: list[str] = field(default_factory=list)
 
 
 class Origins:

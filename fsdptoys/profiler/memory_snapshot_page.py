@@ -152,9 +152,8 @@ def _live_blocks(
             continue
         address = segment["address"]
         for block in segment["blocks"]:
-            if (
-                block["state"] != "inactive"
-            ):  # a block that waits for another stream is not free yet
+            # A block that waits for another stream is not free yet
+            if block["state"] != "inactive":
                 size = block.get("requested_size", block["size"])
                 yield block.get("address", address), (size, block.get("frames", []))
             address += block["size"]

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from .live_bytes import LiveBytes
 
-LOGITS_BYTES = (
-    12  # Peak bytes of a logit in the unchunked loss, measured with bf16 and float32 parameters
-)
+# Peak bytes of a logit in the unchunked loss, measured with bf16 and float32 parameters
+LOGITS_BYTES = 12
 
 
 @dataclass(frozen=True)

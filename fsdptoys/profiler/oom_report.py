@@ -53,9 +53,8 @@ class Failure:
     on_host: bool  # Whether host memory ran out, as always on a CPU
     asked_bytes: int | None
     total_bytes: int | None  # Of the device, or of the node
-    allocated_bytes: (
-        int | None
-    )  # In tensors at the failure; for host memory the largest resident set of this process
+    # In tensors at the failure; for host memory the largest resident set of this process
+    allocated_bytes: int | None
     reserved_bytes: int | None  # By the device's allocator at the failure
 
 

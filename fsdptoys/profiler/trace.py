@@ -35,9 +35,8 @@ class TopOp:
     self_cpu_us: float | None  # Without its callees
     cpu_us: float | None
     self_device_us: float | None  # Of its own kernels; None on a CPU
-    self_memory_bytes: (
-        int | None
-    )  # Allocated minus freed, on the device or on a CPU; None unless memory was recorded
+    # Allocated minus freed, on the device or on a CPU; None unless memory was recorded
+    self_memory_bytes: int | None
 
 
 class Trace:
@@ -74,9 +73,8 @@ class Trace:
         self._worker_name = f"rank{rank}"
         self.path: Path | None = None  # The written trace: a file, or torch_npu's folder
         self.traced_steps: tuple[int, int] | None = None  # First and last step of the written trace
-        self.top_ops: list[
-            TopOp
-        ] = []  # Operators of the written trace with the largest self time, descending
+        # Operators of the written trace with the largest self time, descending
+        self.top_ops: list[TopOp] = []
 
     def start(self) -> None:
         """Start the profiler, in the phase of ``first_step``."""

@@ -302,9 +302,8 @@ def _loss_cell(value: float | None) -> TableCell:
 def _digits(values: Sequence[float | None], factor: float) -> int:
     """Decimals that give the smallest number three significant digits, at most six."""
     sizes = (abs(value * factor) for value in values if value)
-    smallest = (
-        min(filter(math.isfinite, sizes), default=1.0) or 1.0
-    )  # products may overflow, or be zero
+    # Products may overflow, or be zero
+    smallest = min(filter(math.isfinite, sizes), default=1.0) or 1.0
     return min(6, max(0, 2 - math.floor(math.log10(smallest))))
 
 

@@ -63,9 +63,8 @@ class Course:
     steps: int  # Number of steps compared
     differing: int  # Number of steps beyond the tolerance
     first: Difference | None
-    largest: (
-        Difference | None
-    )  # Largest relative difference over all steps; None if all are bitwise equal
+    # Largest relative difference over all steps; None if all are bitwise equal
+    largest: Difference | None
     not_finite: tuple[int, int]  # Number of NaN or infinite values of the first and the second run
 
 

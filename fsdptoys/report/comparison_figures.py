@@ -21,9 +21,8 @@ from fsdptoys.utils.text import fitting_unit
 from .breakdown_figures import PlottedRun, draw_memory_split, draw_time_split
 from .run_figures import step_times
 
-SAME_WORK = (
-    0.01  # Relative difference in tokens a step up to which step times are compared directly
-)
+# Relative difference in tokens a step up to which step times are compared directly
+SAME_WORK = 0.01
 
 MEASURES = {
     "memory_reserved_gib": (

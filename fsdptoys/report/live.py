@@ -182,9 +182,8 @@ class _Follower:
     ) -> State:
         with Live(console=self.console, auto_refresh=False, vertical_overflow="crop") as live:
             while True:
-                state = (
-                    run.state()
-                )  # read before the steps, so that no step is missed once the end is seen
+                # Read before the steps, so that no step is missed once the end is seen
+                state = run.state()
                 run.poll()
                 live.update(draw_run(run, state, self.console, heading), refresh=True)
                 if state in (State.ended, State.gone) and not may_restart(run):

@@ -34,9 +34,8 @@ from fsdptoys.utils.regular_file import open_regular
 
 LARGEST_READ_BYTES = 2**26  # Bytes read at once, and the limit of a line's length
 MOST_STEPS = 2**53
-LATE_SECONDS = (
-    5.0  # A rank is late if it stays behind the others for this long and for three step times
-)
+# A rank is late if it stays behind the others for this long and for three step times
+LATE_SECONDS = 5.0
 
 
 class State(Enum):
@@ -163,9 +162,8 @@ class FollowedRun:
                     f"rank {rank} is late; its last heartbeat is of {sign.describe(now)}"
                 )
         silent = [rank for rank in range(self.settings.world_size or 0) if rank not in signs]
-        ending = any(
-            sign.phase == "end" for sign in signs.values()
-        )  # ranks remove their files when they end
+        # Ranks remove their files when they end
+        ending = any(sign.phase == "end" for sign in signs.values())
         if silent and not ending and now - max(sign.time for sign in signs.values()) > patience:
             late["silent", len(silent)] = f"no heartbeat yet of {format_ranks(silent)}"
         return late

@@ -117,16 +117,14 @@ class _Row:
 
     name: str
     steps: dict[int, StepMetrics]
-    bits: (
-        str | None
-    )  # Equal for rows that must be bitwise equal; None without ``train.deterministic``
+    # Equal for rows that must be bitwise equal; None without ``train.deterministic``
+    bits: str | None
     quantities: tuple[str, ...]
     numbers: npt.NDArray[np.int64]  # Step numbers, ascending
     values: npt.NDArray[np.float64]  # [steps, quantities]; NaN for a missing value
     known: npt.NDArray[np.bool_]  # [steps, quantities]: whether there is a value
-    allowed: npt.NDArray[
-        np.float64
-    ]  # [steps, quantities]: tolerance for rows that need not be bitwise equal
+    # [steps, quantities]: tolerance for rows that need not be bitwise equal
+    allowed: npt.NDArray[np.float64]
 
 
 def find_disagreements(records: Sequence[Record]) -> list[Disagreement]:
@@ -206,9 +204,8 @@ def _row(name: str, run: RecordedRun, quantities: tuple[str, ...]) -> _Row:
 
 def _in_group(group: Sequence[_Row]) -> list[Disagreement]:
     """Compare rows that should all agree with the one that most others agree with."""
-    alike: dict[
-        tuple[object, ...], list[_Row]
-    ] = {}  # rows with identical comparisons to all others
+    # Rows with identical comparisons to all others
+    alike: dict[tuple[object, ...], list[_Row]] = {}
     for row in group:
         content = row.bits, row.numbers.tobytes(), row.values.tobytes(), row.known.tobytes()
         alike.setdefault(content, []).append(row)

@@ -112,9 +112,8 @@ def read_trace(path: Path, device_type: str) -> Timeline | None:
         if len(text) > LARGEST_UNPACKED_BYTES:
             raise ValueError(f"it holds more than {LARGEST_UNPACKED_BYTES // 2**20} MiB")
         events = parse_json(text, non_finite=True)["traceEvents"]
-        wanted = (
-            0 if device_type == "cpu" else 1
-        )  # c10's device type numbers; NPUs write no such trace
+        # C10's device type numbers; NPUs write no such trace
+        wanted = 0 if device_type == "cpu" else 1
         memory = sorted(
             (
                 e

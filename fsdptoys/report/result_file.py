@@ -18,9 +18,8 @@ from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line
 
 LARGEST_FILE_BYTES = 2**24
-RESULTS_HEADINGS = (
-    "Results|What came out"  # Heading in ``summary.md`` of this version, and of earlier ones
-)
+# Heading in ``summary.md`` of this version, and of earlier ones
+RESULTS_HEADINGS = "Results|What came out"
 PROFILE_HEADINGS = "Profile|Where the time and the memory went"
 
 STEPS = re.compile(r"(?P<done>[0-9]{1,16}) of (?P<planned>[0-9]{1,16}); (?P<why>.+)")

@@ -15,9 +15,8 @@ from .columns import STAYS, TableCell, TableColumn
 from .setting_diff import as_word
 from .table import Table
 
-LEAST_WORDS = (
-    32  # Minimum width in characters of the merged column of settings, if its texts are that long
-)
+# Minimum width in characters of the merged column of settings, if its texts are that long
+LEAST_WORDS = 32
 WANTED = 70  # Columns of this weight or more are kept in preference to one column per setting
 SETTINGS = "settings"
 

@@ -194,9 +194,8 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
                 f"{key}={own} is not {saved}, in which {where} holds the optimizer's states; set "
                 f"{key}={saved}{switch}"
             )
-    if (
-        config.train.steps == -1
-    ):  # counted from the data, which are not prepared yet; the ranks check again
+    # Counted from the data, which are not prepared yet; the ranks check again
+    if config.train.steps == -1:
         return []
     if facts["step"] > config.train.steps:
         raise ConfigError(

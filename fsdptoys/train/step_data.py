@@ -139,9 +139,8 @@ class DocumentCounter:
     def __init__(self, model: DecoderModel, document_end: int, seq_len: int) -> None:
         model.document_end = document_end
         with torch.device("meta"):
-            self._model: DecoderModel = (
-                model.config.build()
-            )  # ranks may have a part of the given one
+            # Ranks may have a part of the given one
+            self._model: DecoderModel = model.config.build()
         self._document_end = document_end
         self._seq_len = seq_len
 

@@ -199,9 +199,8 @@ class Trainer:
                         self._enter(step, "checkpoint")
                         save(stop)
                 except BaseException:
-                    with suppress(
-                        Exception
-                    ):  # a device that failed may not answer, a full disk takes no record
+                    # A device that failed may not answer, a full disk takes no record
+                    with suppress(Exception):
                         self._record(self.readings.finish_done(), on_step)
                     raise
                 collect_garbage(step)

@@ -34,9 +34,8 @@ def tune_model(model: DecoderModel, config: Config) -> Samples | None:
         # to add updates to.
         for param in model.parameters():
             if not param.requires_grad:
-                param.data = param.data.to(
-                    config.parallel.param_dtype.torch
-                )  # keeps shared weights shared
+                # Keeps shared weights shared
+                param.data = param.data.to(config.parallel.param_dtype.torch)
     return samples if tune.dropout else None
 
 

@@ -148,9 +148,8 @@ class Picture:
     x: Axis
     y: Axis
     series: tuple[Series, ...]
-    rules: tuple[
-        tuple[float, str], ...
-    ] = ()  # Place on the y axis and text of each horizontal line
+    # Place on the y axis and text of each horizontal line
+    rules: tuple[tuple[float, str], ...] = ()
     bands: tuple[tuple[float, float], ...] = ()  # Ends of each shaded interval of the x axis
     bands_text: str = ""  # Legend of the bands
     labels: tuple[Label, ...] = ()

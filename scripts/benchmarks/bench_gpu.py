@@ -166,9 +166,8 @@ class Bench:
             del kept["PYTHONPATH"]  # another environment, which packages of this one would shadow
         if self.device == "cuda":
             kept["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-        if (
-            contestant == ACCELERATE
-        ):  # reads ranks from its launcher's variables; there is no launcher here
+        # Reads ranks from its launcher's variables; there is no launcher here
+        if contestant == ACCELERATE:
             kept = {
                 name: value
                 for name, value in kept.items()

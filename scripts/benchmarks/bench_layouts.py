@@ -115,9 +115,8 @@ def _measure_one(config: Config, axis: str) -> Row:
         starts.append(time.process_time()) if phase == "data" else None
     )
     trainer.train(on_step=lambda metrics: times.append(time.process_time()))
-    seconds = [end - start for start, end in zip(starts, times, strict=True)][
-        2:-1
-    ]  # the last one was traced
+    # The last one was traced
+    seconds = [end - start for start, end in zip(starts, times, strict=True)][2:-1]
     peaks = [step.memory_peak_gib for step in trainer.history if step.memory_peak_gib is not None]
     own = [call.sends_bytes for call in traced if call.group == f"mesh_{axis}"]
     return Row(

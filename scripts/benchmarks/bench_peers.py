@@ -187,9 +187,8 @@ class Bench:
         # Peers have an environment of their own, which packages of this one would shadow.
         for name in ("VIRTUAL_ENV", *(("PYTHONPATH",) if contestant.script else ())):
             environment.pop(name, None)
-        exact = (
-            run_dir / "metrics.jsonl" if contestant.script is None else None
-        )  # the console rounds
+        # The console rounds
+        exact = run_dir / "metrics.jsonl" if contestant.script is None else None
         command = self.command(contestant, run_dir)
         return Run(command, environment, self.folder, self.work.steps, LIMIT_SECONDS, exact)
 

@@ -74,9 +74,8 @@ def main() -> int:
     """Measure, predict, print and write the table; 0 if every bar is met."""
     args = parse_arguments()
     saved = read_measured(args) if args.measured else None
-    name = (
-        args.machine if args.measured else device_name(args.device)
-    )  # the rows may be another machine's
+    # The rows may be another machine's
+    name = args.machine if args.measured else device_name(args.device)
     profile = args.hardware or hardware_for(name, args.device)
     if profile is None:
         print(f"no profile of {name}; name one with --hardware", file=sys.stderr)

@@ -127,9 +127,8 @@ def count_step(
     trainer = Trainer(
         configured([*words, "train.steps=3", "train.eval_every=0"], world_size, node_ranks)
     )
-    trainer.memory.enabled = (
-        False  # of a CPU alone, in few steps, and with as many calls as there are objects
-    )
+    # Of a CPU alone, in few steps, and with as many calls as there are objects
+    trainer.memory.enabled = False
     counts: list[Counted] = []
     collectives: list[Call] = []
     watched = CollectiveTrace(3, trainer.strategy.model, {}, collectives.extend)

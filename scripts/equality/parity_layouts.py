@@ -120,9 +120,8 @@ def row_overrides(
 def recorder(config: Config, on_gradients: Callable[[int, Named], None]) -> Trainer:
     """Return a trainer that passes the gradients of some steps on before they are clipped."""
     trainer = Trainer(config)
-    trainer.memory.enabled = (
-        False  # counting it takes a tenth of a row's time on rank 0, for which the others wait
-    )
+    # Counting it takes a tenth of a row's time on rank 0, for which the others wait
+    trainer.memory.enabled = False
 
     def look(step: int, phase: str) -> None:
         if phase == "optimizer" and step in recorded_steps(config.train.steps):

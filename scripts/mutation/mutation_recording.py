@@ -191,9 +191,8 @@ def named_tests(results: str, output: str, tests: Sequence[str]) -> Iterator[str
     """Yield the tests of pytest's summary with these results, or modules that it could not
     collect."""
     for line in output.splitlines():
-        match = re.match(
-            rf"(?:{results}) (\S.*)", line
-        )  # in captured logs more spaces follow ERROR
+        # In captured logs more spaces follow ERROR
+        match = re.match(rf"(?:{results}) (\S.*)", line)
         if match:
             named = [
                 test for test in tests if match[1] == test or match[1].startswith(f"{test} - ")

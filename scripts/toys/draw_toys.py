@@ -90,9 +90,8 @@ def main(words: list[str] | None = None) -> int:
     strategies = [] if arguments.only == "layers" else STRATEGIES
     layers = {} if arguments.only == "strategies" else LAYERS
     pictures: dict[str, Figure] = {}
-    with progress(
-        2 * len(strategies) + sum(map(len, layers.values())) + 1
-    ):  # ``record`` has two for each
+    # ``record`` has two for each
+    with progress(2 * len(strategies) + sum(map(len, layers.values())) + 1):
         if strategies:
             per_rank = run_ranks(
                 RANKS, record, [[f"parallel={name}"] for name in strategies], arguments.bucket_mb

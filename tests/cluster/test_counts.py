@@ -79,9 +79,8 @@ def test_work_of_a_step_does_not_depend_on_the_world_size(name: str) -> None:
     ((many, more_calls, more_collectives),) = run_ranks(1, numbers_of_a_step, words, large)
     assert differences(few, many) == differences(calls, more_calls) == {}
     assert sum(calls.values()) > 1000 and sum(few.values()) > 500
-    if (
-        "mesh.fsdp_size=node" not in words
-    ):  # parameters are padded to a multiple of the number of ranks
+    # Parameters are padded to a multiple of the number of ranks
+    if "mesh.fsdp_size=node" not in words:
         collectives, more_collectives = (
             [each[:2] for each in listed] for listed in (collectives, more_collectives)
         )

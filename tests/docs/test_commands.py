@@ -53,9 +53,8 @@ def run_block(block: Block, folder: Path) -> None:
         words = shlex.split(line)
         if words[0] == "fsdptoys":
             words[:1] = [sys.executable, "-m", "fsdptoys"]
-        elif (
-            words[:2] == ["bash", "run_fsdp.sh"] and len(words) > 2
-        ):  # the script itself ran for the README
+        elif words[:2] == ["bash", "run_fsdp.sh"] and len(words) > 2:
+            # The script itself ran for the README
             words[:2] = [sys.executable, "-m", "fsdptoys", "train"]
         if {"run_fsdp.sh", "train", "sweep"} & set(words) and "--cfg" not in words:
             settings = [word.partition("=") for word in words]
@@ -66,9 +65,8 @@ def run_block(block: Block, folder: Path) -> None:
             is_default = not any(
                 word.startswith(("experiment=", "model=", "data=")) for word in words
             )
-            words += [
-                "experiment=cpu_text"
-            ] * is_default  # which it would be without the settings below
+            # Which it would be without the settings below
+            words += ["experiment=cpu_text"] * is_default
             absent -= (
                 set()
                 if {"data=text", "experiment=cpu_text"} & set(words)

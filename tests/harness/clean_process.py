@@ -71,9 +71,8 @@ def clean_process() -> None:
         number = getattr(signal, name)
         signal.signal(number, signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    home = (
-        Path(tempfile.gettempdir()) / f"fsdptoys-tests-{os.getuid()}"
-    )  # kept: matplotlib caches its fonts there
+    # Kept: matplotlib caches its fonts there
+    home = Path(tempfile.gettempdir()) / f"fsdptoys-tests-{os.getuid()}"
     home.mkdir(mode=0o700, exist_ok=True)
     environment = clean_environment(os.environ, str(home))
     os.environ.clear()

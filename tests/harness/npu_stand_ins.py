@@ -188,9 +188,8 @@ def _grouped_matmul(x: list[Tensor], weight: list[Tensor], **given: Any) -> list
         )
         made = [(left[piece].float() @ right[i].float()) for i, piece in enumerate(pieces)]
         return [torch.cat(made).to(left.dtype)]
-    assert (
-        given["group_type"] == 2
-    )  # the inner dim is split, of which the left factor is a transposed view
+    # The inner dim is split, of which the left factor is a transposed view
+    assert given["group_type"] == 2
     assert (
         ends[-1] == left.shape[1] == right.shape[0] and left.t().is_contiguous() and right.ndim == 2
     )

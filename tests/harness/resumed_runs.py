@@ -122,9 +122,8 @@ def check_resumed_run(label: str, row: Row, folder: Path) -> None:
     alone = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=0))
 
     def body() -> tuple[int, dict[str, str], dict[str, str]]:
-        torch.compiler.set_stance(
-            "force_eager"
-        )  # torchao's optimizers take half a minute to compile
+        # Torchao's optimizers take half a minute to compile
+        torch.compiler.set_stance("force_eager")
         uninterrupted = run_to_the_end(kept(alone, folder / "whole", every=0))
         run_until(killed, SHORT)
         resumed = run_to_the_end(killed)

@@ -161,9 +161,8 @@ def test_older_or_removed_state_is_refused(store: Any) -> None:
     store.set(KEY, "nothing")
     with pytest.raises(ForeignStateError, match="its state was removed"):
         node.get_state()
-    store.delete_key(
-        KEY
-    )  # a query of a missing key would wait for the store's timeout, and all others with it
+    # A query of a missing key would wait for the store's timeout, and all others with it
+    store.delete_key(KEY)
     with pytest.raises(ForeignStateError, match="its state was removed"):
         node.get_state()
 
@@ -251,9 +250,8 @@ def test_node_without_the_address_waits_for_the_first_node(monkeypatch: pytest.M
     other = RendezvousEndpoint(endpoint)
     listen = RendezvousEndpoint._listen
     monkeypatch.setattr(RendezvousEndpoint, "_listen", lambda self, *where: listen(first, *where))
-    monkeypatch.setattr(
-        other, "_addresses", [(socket.AF_INET, ("192.0.2.1", first.port))]
-    )  # of no machine
+    # Of no machine
+    monkeypatch.setattr(other, "_addresses", [(socket.AF_INET, ("192.0.2.1", first.port))])
     assert other._serve() is None
     monkeypatch.setattr(other, "_addresses", first._addresses)
     monkeypatch.setattr(other, "_tried_to_serve", True)
@@ -295,9 +293,8 @@ def test_service_that_is_no_store_is_refused(
     """Oracle: the message; only silence and half an answer take until the limit, which may be an
     hour."""
     monkeypatch.setattr(endpoint_module, "ANSWER_SECONDS", seconds)
-    monkeypatch.setattr(
-        os, "getpid", lambda: 256
-    )  # the number that the store returns starts with a zero
+    # The number that the store returns starts with a zero
+    monkeypatch.setattr(os, "getpid", lambda: 256)
     with (
         service(answer) as port,
         pytest.raises(RendezvousConnectionError, match=r"^something else has that port$"),

@@ -74,9 +74,8 @@ def test_first_selective_step_saves_nothing_of_the_matmul_probe(
 ) -> None:
     """Oracle: the same model without checkpointing, bitwise, with the trial inside a checkpointed
     block."""
-    monkeypatch.setattr(
-        torch.backends.cpu, "get_cpu_capability", lambda: "AVX512"
-    )  # the trial runs only there
+    # The trial runs only there
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     results = []
     for mode in (SELECTIVE, NONE):
         grouped._fastest.cache_clear()

@@ -252,9 +252,8 @@ def test_heads_are_joined_after_attention_on_cuda_without_a_copy(
         return out
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", flash)
-    monkeypatch.setattr(
-        nn.Linear, "reset_parameters", lambda _: None
-    )  # a CPU's torch has no random numbers of CUDA
+    # A CPU's torch has no random numbers of CUDA
+    monkeypatch.setattr(nn.Linear, "reset_parameters", lambda _: None)
     views: list[bool] = []
     with torch.no_grad(), FakeTensorMode():
         with torch.device("cuda"):

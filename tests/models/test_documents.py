@@ -66,9 +66,8 @@ def test_packed_documents_have_the_logits_and_gradients_of_separate_ones(case: s
     scale = alone_BTV.abs().amax()
     assert (together_BTV.detach() - alone_BTV).abs().amax() < 1e-5 * scale
     assert (unmasked_BTV - alone_BTV).abs().amax() > 1e-2 * scale
-    largest = max(
-        float(wanted.abs().amax()) for wanted in expected
-    )  # a bias of keys has none but roundings
+    # A bias of keys has none but roundings
+    largest = max(float(wanted.abs().amax()) for wanted in expected)
     for grad, wanted in zip(gradients(), expected, strict=True):
         assert (grad - wanted).abs().amax() < 1e-5 * largest
 

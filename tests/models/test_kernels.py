@@ -266,9 +266,8 @@ def test_selective_checkpointing_recomputes_neither_attention_nor_matmuls(
     ):
         kept = (*SAVED_OPERATORS[name], getattr(torch.ops.npu, operator).default)
         monkeypatch.setitem(SAVED_OPERATORS, name, kept)
-    _loss_and_gradients(
-        "qwen3_moe", NPU, torch.float32, GradientCheckpointing.none
-    )  # probes the matmul
+    # Probes the matmul
+    _loss_and_gradients("qwen3_moe", NPU, torch.float32, GradientCheckpointing.none)
     CALLS.clear()
     _loss_and_gradients("qwen3_moe", NPU, torch.float32, mode)
     layers = SMALL["qwen3_moe"].n_layers
@@ -300,9 +299,8 @@ def test_layers_of_two_models_have_their_own_kernels() -> None:
     other(tokens_BT)
     assert not CALLS
     one(tokens_BT)
-    layers = SMALL[
-        "qwen3"
-    ].n_layers  # with two norms each and one of queries and of keys, and one after all
+    # With two norms each and one of queries and of keys, and one after all
+    layers = SMALL["qwen3"].n_layers
     assert dict(CALLS) == {
         "npu_fusion_attention": layers,
         "npu_rms_norm": 4 * layers + 1,

@@ -86,9 +86,8 @@ def test_codes_and_scales_are_those_of_torchao() -> None:
         .repeat_interleave(2)
         .view_as(weight)
     )
-    assert (
-        equal.float().mean().item() > 0.999
-    )  # torchao rounds the codebook to four digits, which moves the middles
+    # Torchao rounds the codebook to four digits, which moves the middles
+    assert equal.float().mean().item() > 0.999
     scales = ours[:, 128:].contiguous().view(torch.float32).flatten()
     found = theirs.dequantize_scalers(theirs.quantized_scalers, theirs.quantization_factor, 256)
     torch.testing.assert_close(

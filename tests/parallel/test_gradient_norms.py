@@ -76,6 +76,5 @@ def test_accelerators_take_norms_in_float32_outside_the_deterministic_mode(
         assert {norm.dtype for norm in norms} == {dtype}
         assert {norm.device.type for norm in norms} == {device}
     if dtype is torch.float32:
-        assert (
-            operators.count == 2 * 3 + 1
-        )  # one for each large gradient, and one for all small ones
+        # One for each large gradient, and one for all small ones
+        assert operators.count == 2 * 3 + 1

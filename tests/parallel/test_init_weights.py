@@ -96,9 +96,8 @@ def test_seeds_depend_on_seed_name_and_block() -> None:
 def peak_and_sizes_bytes() -> tuple[int, int, int]:
     """Growth of the resident set's peak from building a 25M-parameter model; bytes of its shard;
     bytes of the model."""
-    Trainer(
-        make_config(FSDP2Config(), 2)
-    )  # loads lazily imported modules, and warms up the allocator
+    # Loads lazily imported modules, and warms up the allocator
+    Trainer(make_config(FSDP2Config(), 2))
     config = make_config(FSDP2Config(), 2)
     config.model = LlamaConfig(
         dim=512, n_layers=6, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=6000, max_seq_len=64

@@ -76,9 +76,8 @@ def test_policies_choose_the_units_of_pytorchs(name: str) -> None:
     ]
     expected = run_ranks(1, pytorchs_units, name, policies)[0]
     assert [set(names_of(config, model)) for config in configs] == expected
-    assert (
-        len({len(names) for names in expected}) > len(SIZES) // 2
-    )  # the sizes differ in their units
+    # The sizes differ in their units
+    assert len({len(names) for names in expected}) > len(SIZES) // 2
 
 
 def test_tied_weights_belong_to_the_root() -> None:

@@ -83,9 +83,8 @@ def test_undo_keeps_later_replacements_by_other_libraries(monkeypatch: pytest.Mo
     def around(*args: object) -> None:
         """Stands for another library's replacement."""
 
-    monkeypatch.setattr(
-        FSDPCommContext, "lazy_init", FSDPCommContext.lazy_init
-    )  # comes back after this test
+    # Comes back after this test
+    monkeypatch.setattr(FSDPCommContext, "lazy_init", FSDPCommContext.lazy_init)
     patches = apply_patches(["fsdp2_stream_reuse"], "fsdp2")
     monkeypatch.setattr(FSDPCommContext, "lazy_init", around)
     patches.undo()

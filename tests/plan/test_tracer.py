@@ -103,9 +103,8 @@ def test_collective_volumes_match_zero_3(strategy: str, param_bytes: int) -> Non
     embedding = VOCAB * DIM
     gathered = 2 * LAYERS * BLOCK + embedding + embedding + DIM
     if strategy == "fsdp1":
-        gathered += (
-            DIM + embedding - DIM
-        )  # the norm, alone in the root, stays; the embedding is gathered again
+        # The norm, alone in the root, stays; the embedding is gathered again
+        gathered += DIM + embedding - DIM
     assert moved["all_gather", "shard"] == pytest.approx(gathered * param_bytes, rel=0.001)
     assert moved["reduce_scatter", "shard"] == pytest.approx(PARAMETERS * 4, rel=0.001)
 

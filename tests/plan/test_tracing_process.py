@@ -2,7 +2,10 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
+from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -23,16 +26,18 @@ OUT_OF_HOST_MEMORY = (
 )
 
 
-def test_autograd_prevents_forks_that_trace() -> None:
-    """Oracle: a process that has computed nothing can fork; after a backward, whose threads a fork
-    lacks, it cannot."""
-    assert in_fresh_process(_can_fork) == (True, False)
+def test_autograd_and_torch_npu_prevent_forks_that_trace() -> None:
+    """Oracle: a process that has computed nothing can fork. With torch_npu, which takes the fake
+    device's place, it cannot; nor after a backward, whose threads a fork lacks."""
+    assert in_fresh_process(_can_fork) == (True, False, False)
 
 
-def _can_fork() -> tuple[bool, bool]:
+def _can_fork() -> tuple[bool, bool, bool]:
     before = tracing_process.can_fork()
+    with mock.patch.dict(sys.modules, torch_npu=ModuleType("torch_npu")):
+        with_npu = tracing_process.can_fork()
     torch.ones(1, requires_grad=True).sum().backward()
-    return before, tracing_process.can_fork()
+    return before, with_npu, tracing_process.can_fork()
 
 
 @pytest.mark.parametrize(

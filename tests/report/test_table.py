@@ -221,9 +221,8 @@ def test_table_fits_its_terminal_and_names_omitted_columns(two: list[Record], wi
     for row, time in {"plain": "155", "lean": "145", "third": "145"}.items():
         assert re.search(rf"^{row} .*{time}", text, re.MULTILINE)
     assert ("155 (135–175)" in text) == (missing is None) == (width >= 140)
-    assert ("memory.gradient_checkpointing=full" in text) == (
-        width == 60
-    )  # in words, where columns are too many
+    # In words, where columns are too many
+    assert ("memory.gradient_checkpointing=full" in text) == (width == 60)
 
 
 def test_markdown_shows_special_characters_literally(tmp_path: Path) -> None:

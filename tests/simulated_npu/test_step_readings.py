@@ -92,9 +92,8 @@ def count_waits(name: str) -> list[Counter[str]]:
 
     def count() -> list[Counter[str]]:
         extension = simulated_npu.extension
-        fused_adamw.IGNORED_ON = (
-            frozenset()
-        )  # the simulated kernel is the CPU's, which skips as CUDA's does
+        # The simulated kernel is the CPU's, which skips as CUDA's does
+        fused_adamw.IGNORED_ON = frozenset()
         trainer = Trainer(config)
         steps: list[Counter[str]] = []
 

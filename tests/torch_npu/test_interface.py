@@ -70,9 +70,8 @@ def wheel(environment: Path, request: pytest.FixtureRequest) -> Wheel:
 def uses() -> Uses:
     """What our sources use."""
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    own = [
-        path for path in paths if path.resolve() == path
-    ]  # models, patches and configs are linked to
+    # Models, patches and configs are linked to
+    own = [path for path in paths if path.resolve() == path]
     return uses_of({str(path.relative_to(ROOT)): path for path in own}, HANDED)
 
 

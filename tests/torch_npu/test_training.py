@@ -97,9 +97,8 @@ def test_training_on_an_npu_matches_the_cpu_bitwise(
     npu = run(environment, tmp_path / "npu", "npu", words, ranks_of(words))
     assert differences(npu.weights(), on_cpu(oracle).weights()) == []
     assert npu.losses() == on_cpu(oracle).losses()
-    assert npu.norms() == pytest.approx(
-        on_cpu(oracle).norms(), rel=1e-6
-    )  # over shards of another partition
+    # Over shards of another partition
+    assert npu.norms() == pytest.approx(on_cpu(oracle).norms(), rel=1e-6)
 
 
 @pytest.mark.parametrize("words", CLOSE.values(), ids=CLOSE)

@@ -147,9 +147,8 @@ def lose_ranks(folder: Path, how: str) -> str:
         write(folder, rank, (7, "forward"), (7, "backward"), (7, "forward"), (7, "backward"))
     pid = 0
     if rank == 1 and how in ("SIGKILL", "SIGSTOP"):
-        pid = (
-            os.fork()
-        )  # this process would read its own heartbeat as alive, so another process stands for it
+        # This process would read its own heartbeat as alive, so another process stands for it
+        pid = os.fork()
         if pid == 0:
             HeartbeatWriter(folder, 1).beat(7, "forward")
             os.kill(os.getpid(), signal.Signals[how])
@@ -201,9 +200,8 @@ def lose_ranks(folder: Path, how: str) -> str:
 )
 def test_ranks_missing_from_a_collective_are_named(tmp_path: Path, how: str, expected: str) -> None:
     """Oracle: the missing ranks, in phases that repeat within a step, under gloo's real timeout."""
-    write(
-        tmp_path, 3, (9, "forward"), start="another"
-    )  # a rank of an earlier start of the run was further on
+    # A rank of an earlier start of the run was further on
+    write(tmp_path, 3, (9, "forward"), start="another")
     message = run_ranks(4, lose_ranks, tmp_path, how)[0]
     assert re.search(expected, message), message
 

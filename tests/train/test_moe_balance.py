@@ -171,9 +171,8 @@ def test_load_balancing_loss_of_a_layer_equals_transformers() -> None:
     assert (8 * (shares_E * router.sums[:-1] / 50).sum()).item() == pytest.approx(
         loss.item(), rel=1e-6
     )
-    router.sums_grad.copy_(
-        torch.cat([8 * shares_E / 50, torch.zeros(1)])
-    )  # after the forward, as in training
+    # After the forward, as in training
+    router.sums_grad.copy_(torch.cat([8 * shares_E / 50, torch.zeros(1)]))
     (gradient,) = torch.autograd.grad(weights_NK.sum() * 0, router.weight)
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
 
@@ -196,9 +195,8 @@ def test_token_counts_sum_over_ranks_and_micro_batches(aux_coef: float) -> None:
         assert [step.counts for step in metrics] == [step.counts for step in expected]
     for step in expected:
         assert step is not None
-        assert [sum(layer) for layer in step.counts] == [
-            2 * 2 * 2 * 24 * 2
-        ] * 2  # ranks, micro-batches, batch, T, K
+        # Ranks, micro-batches, batch, T, K
+        assert [sum(layer) for layer in step.counts] == [2 * 2 * 2 * 24 * 2] * 2
         loads = [[count * 3 / sum(layer) for count in layer] for layer in step.counts]
         assert step.max_load == pytest.approx(max(map(max, loads)))
         assert step.min_load == pytest.approx(min(map(min, loads)))

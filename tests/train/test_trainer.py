@@ -5,7 +5,9 @@ import gc
 import math
 import sys
 import weakref
+from contextlib import closing
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from fsdptoys.memory import MemoryConfig
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.optim import AdamWConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.train import step_data
 from fsdptoys.train.distributed import deterministic_kernels
 from fsdptoys.train.garbage import FULL, collection_between_steps
 from fsdptoys.train.trainer import Trainer
@@ -352,3 +355,26 @@ def test_cycles_of_old_objects_are_collected_by_the_full_passes() -> None:
             collect(step)
             lived.append(reference() is not None)
     assert gc.isenabled() and lived == [True] * (FULL - 1) + [False]
+
+
+def events_of_next_step(config: Config) -> list[str]:
+    trainer, events = Trainer(config), []
+    upload = step_data.upload_inputs
+
+    def recorded(*inputs: Any) -> step_data.StepInputs:
+        events.append("upload")
+        return upload(*inputs)
+
+    def wait_of(seconds: float) -> float:
+        events.append("wait")
+        return 0.0
+
+    with mock.patch.object(step_data, "upload_inputs", recorded), closing(trainer.data.batches):
+        assert trainer.data.next_step(wait_of).wait_seconds == 0.0
+    return events
+
+
+def test_wait_for_data_ends_before_the_upload() -> None:
+    """Oracle: the definition: while the host copies batches, the device may finish earlier steps,
+    and has not waited for data."""
+    assert run_ranks(1, events_of_next_step, make_config(SingleConfig(), 1)) == [["wait", "upload"]]

@@ -62,9 +62,8 @@ def train(name: str) -> tuple[list[float], list[Any]]:
     ]
     mine = batches if name == "single" else [of_all[dist.get_rank()] for of_all in batches]
     losses, params = load(name).train(model, mine)
-    return losses, [
-        param.numpy() for param in params
-    ]  # the ranks' processes end, and their tensors with them
+    # The ranks' processes end, and their tensors with them
+    return losses, [param.numpy() for param in params]
 
 
 def main(words: list[str] | None = None) -> int:

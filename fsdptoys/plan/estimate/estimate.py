@@ -138,9 +138,8 @@ def _replays(
             deep.mesh = dataclasses.replace(config.mesh, pp_size=part.ranks)
             deep.parallel = dataclasses.replace(config.parallel, schedule=part.schedule)  # type: ignore[call-arg]
         if isinstance(config.parallel, SingleConfig):
-            deep.parallel = dataclasses.replace(
-                config.parallel, simulated_ranks=1
-            )  # in turn, as micro-batches
+            # In turn, as micro-batches
+            deep.parallel = dataclasses.replace(config.parallel, simulated_ranks=1)
         model = _built(_model_key(deep), Uncached(deep), axes.ep, axes.tp)
         sparse = axes.ep > 1 or (
             axes.tp > 1 and any(isinstance(module, Experts) for module in model.modules())

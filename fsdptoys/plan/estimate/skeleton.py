@@ -57,12 +57,10 @@ class Layout:
     """The parts of a segment's contents that the trainer depends on."""
 
     stages: tuple[str, ...]  # Names of modules, in the order of the forward; empty outside of these
-    gradients: tuple[
-        tuple[str, bool], ...
-    ]  # Parameters in the order of the backward, and whether theirs are views
-    kept: tuple[
-        int, ...
-    ] = ()  # Bytes of a token of each tensor that activation offload takes besides the input
+    # Parameters in the order of the backward, and whether theirs are views
+    gradients: tuple[tuple[str, bool], ...]
+    # Bytes of a token of each tensor that activation offload takes besides the input
+    kept: tuple[int, ...] = ()
 
 
 def trace_skeleton(
@@ -90,9 +88,8 @@ def reduced(config: Config, inner_units: bool) -> Config:
     memory, train = copy.copy(config.memory), copy.copy(config.train)
     train.batch_size, train.seq_len, train.gc_every = 1, TOKENS, 0
     train.label_smoothing = train.z_loss_coef = 0.0
-    if (
-        train.deterministic.covers_layouts
-    ):  # one reduction a step as without, of forwards that stand-ins replace
+    # One reduction a step as without, of forwards that stand-ins replace
+    if train.deterministic.covers_layouts:
         train.deterministic, train.slices = Deterministic.false, 1
     if (
         memory.gradient_checkpointing is not GradientCheckpointing.none
@@ -115,9 +112,8 @@ def reduced(config: Config, inner_units: bool) -> Config:
             for field in dataclasses.fields(config.parallel)
         }
         config.parallel = ToyDDPConfig(**shared)
-    config.mesh = dataclasses.replace(
-        config.mesh, cp_size=1
-    )  # Ranks that share sequences are among the shards
+    # Ranks that share sequences are among the shards
+    config.mesh = dataclasses.replace(config.mesh, cp_size=1)
     config.memory, config.train = memory, train
     return config
 

@@ -39,9 +39,8 @@ class _Instance:
     event: int  # Added to numbers of device events
     first: int  # Visit with which the forward begins and the backward ends
     pieces: list[Piece]
-    known: dict[int, int] = field(
-        default_factory=dict
-    )  # Numbers of blocks that another segment allocates
+    # Numbers of blocks that another segment allocates
+    known: dict[int, int] = field(default_factory=dict)
     place: int = 0
     done: bool = False  # Whether the pass that has begun is over
 
@@ -165,9 +164,8 @@ class _Splicer:
             self.next = instance.block + segment.output
         elif note.visit == instance.first:
             self._end(instance)
-            if (
-                note.segment and note.segment - 1 not in self.forwards
-            ):  # The gradient was sent to another rank.
+            # The gradient was sent to another rank.
+            if note.segment and note.segment - 1 not in self.forwards:
                 self.add(Free(instance.block + segment.input_gradient))
         else:
             stages = (

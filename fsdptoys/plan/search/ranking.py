@@ -77,9 +77,8 @@ TIE = 0.01  # Relative difference in tokens per second that counts as a tie
 class Candidate:
     """A predicted combination."""
 
-    words: tuple[
-        str, ...
-    ]  # All overrides that compose it: the command line's without ``plan.*``, and the changes
+    # All overrides that compose it: the command line's without ``plan.*``, and the changes
+    words: tuple[str, ...]
     config: Config  # Validated; its section ``plan`` is as composed
     prediction: Prediction
     switches: int  # Number of sharding and memory settings that differ from their defaults

@@ -56,9 +56,8 @@ class SearchResult:
     memory_bytes: float
     candidates: list[Candidate]
     over: list[Candidate]
-    refused: dict[
-        str, int
-    ]  # Message of the configuration's checks → number of refused combinations
+    # Message of the configuration's checks → number of refused combinations
+    refused: dict[str, int]
 
     @property
     def best(self) -> Candidate:

@@ -75,9 +75,8 @@ class Pool:
         self.stream, self.is_small = stream, is_small
         self.free: list[tuple[int, int, Block]] = []  # (size, address, block), sorted
         self.unmapped: list[tuple[int, Block]] = []  # (address, block), sorted
-        self.allocated = self.highest = (
-            0  # Bytes of blocks in use: now, and the most since ``take_most_used``
-        )
+        # Bytes of blocks in use: now, and the most since ``take_most_used``
+        self.allocated = self.highest = 0
 
     @property
     def segment_bytes(self) -> int:
@@ -126,9 +125,8 @@ class Allocator(ABC):
         self.peak_reserved_bytes = 0
         self.releases = 0  # How often cached memory was given back for lack of memory
         self._pools: dict[int, tuple[Pool, Pool]] = {}
-        self.reserved_by_stream: defaultdict[int, int] = defaultdict(
-            int
-        )  # Of each stream with a request
+        # Of each stream with a request
+        self.reserved_by_stream: defaultdict[int, int] = defaultdict(int)
         self._next_address = ADDRESSES
 
     def allocate(self, bytes: int, stream: int) -> Block:

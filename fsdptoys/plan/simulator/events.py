@@ -16,9 +16,8 @@ COMPUTE_STREAM = 0
 class KernelKind(Enum):
     """Device speed that bounds an operator."""
 
-    __hash__ = (
-        object.__hash__
-    )  # A clock counts by kind at every kernel: an Enum's own hash takes a call
+    # A clock counts by kind at every kernel: an Enum's own hash takes a call
+    __hash__ = object.__hash__
 
     matmul = "matrix products"
     attention = "attention"
@@ -88,15 +87,13 @@ class Transfer(NamedTuple):
 class Collective(NamedTuple):
     """A collective among ranks."""
 
-    name: (
-        str  # ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``, …
-    )
+    # ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``, …
+    name: str
     stream: int
     bytes: int  # The full buffer to gather, scatter or reduce
     group_size: int
-    group_stride: (
-        int  # Distance between the group's neighbors in the global rank order: 1 for a shard axis
-    )
+    # Distance between the group's neighbors in the global rank order: 1 for a shard axis
+    group_stride: int
     axis: str  # ``shard``, ``replicate``, ``efsdp``, ``cp``, ``tp``, ``ep``, ``pp`` or ``world``
 
 

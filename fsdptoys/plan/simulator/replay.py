@@ -55,9 +55,8 @@ class Replay:
     volumes: dict[tuple[str, str, int], Volume] = field(default_factory=dict)
     """Collectives of the last step, by name, axis and group size."""
     host_bytes: int = 0
-    releases: int = (
-        0  # How often the allocator gave cached memory back, after which nothing is linear
-    )
+    # How often the allocator gave cached memory back, after which nothing is linear
+    releases: int = 0
 
     @property
     def last_step(self) -> list[Phase]:
@@ -128,9 +127,8 @@ def begin_replay(
     try:
         return (yield from _Replaying(trace, hardware, allocator).run(axes))
     finally:
-        allocator.wait_for_device = lambda: (
-            None
-        )  # no cycle, so that the trace's events are freed at once
+        # No cycle, so that the trace's events are freed at once
+        allocator.wait_for_device = lambda: None
 
 
 class _Replaying:
@@ -147,9 +145,8 @@ class _Replaying:
         self.peak_bytes = 0
         self.most_used: dict[str, int] = {}  # By stream, until the last mark
         self.at_peak = dict(self.by_category)
-        self.rising = (
-            True  # Whether nothing was freed since the peak, whose categories are not yet saved
-        )
+        # Whether nothing was freed since the peak, whose categories are not yet saved
+        self.rising = True
         self.phases: list[Phase] = []
         self.phase_begins = 0.0
 

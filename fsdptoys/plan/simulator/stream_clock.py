@@ -38,9 +38,8 @@ class Work(NamedTuple):
     start: float  # Earliest start, without others on the same link
     end: float
     cause: Cause
-    parent: Optional[
-        "Work"
-    ]  # The dependency that ended last; None for the host or the compute stream itself
+    # The dependency that ended last; None for the host or the compute stream itself
+    parent: Optional["Work"]
 
 
 @dataclass
@@ -51,9 +50,8 @@ class Parts:
     """Compute, by kind of kernel."""
     waits: dict[Cause, float] = field(default_factory=lambda: dict.fromkeys(Cause, 0.0))
     """Waits, and its own part in collectives and copies."""
-    volumes: dict[tuple[str, str, int], Volume] = field(
-        default_factory=dict
-    )  # By name, axis and group size
+    # By name, axis and group size
+    volumes: dict[tuple[str, str, int], Volume] = field(default_factory=dict)
 
 
 class Lane:

@@ -22,9 +22,8 @@ from fsdptoys.config.schema import Config
 from fsdptoys.models import DecoderModel
 
 LEAST_LAYERS = 8  # Fewest layers of the shallower trace
-IN_FULL = (
-    16  # Layers up to which none are extrapolated: with few layers a step may wait for other things
-)
+# Layers up to which none are extrapolated: with few layers a step may wait for other things
+IN_FULL = 16
 APART_SHARE = 64
 """The difference is at least ``least`` × all layers / ``APART_SHARE``, which bounds how far a line
 is stretched."""

@@ -65,9 +65,8 @@ class Stream:
 
     _numbers = itertools.count()
     query = staticmethod(lambda: True)  # lets the host continue
-    is_capturing = staticmethod(
-        lambda: False
-    )  # no CUDA graphs; read by torch 2.15, like the next two
+    # No CUDA graphs; read by torch 2.15, like the next two
+    is_capturing = staticmethod(lambda: False)
     device_index = 0
     device_type = 1  # CUDA's number, an argument of an operator that does nothing here
 

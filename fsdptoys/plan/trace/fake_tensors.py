@@ -67,18 +67,16 @@ class _FakeMode(FakeTensorMode):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._direct: dict[Any, bool] = {}
-        self._attributes: dict[
-            torch.device, dict[str, Any]
-        ] = {}  # Of the results on a device, all alike
+        # Of the results on a device, all alike
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # as ``OpRecorder``
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func is torch.ops.prim.device.default and type(args[0]) is FakeTensor
-        ):  # asked everywhere in C++
+        # Asked everywhere in C++
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return META if self.in_kernel_invocation else args[0].fake_device
         if func.namespace == "profiler":
             return func(*args, **(kwargs or {}))

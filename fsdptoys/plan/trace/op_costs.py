@@ -48,9 +48,8 @@ HOPPER_WORKSPACE_BYTES = 32 * MIB
 WORKSPACE_BYTES = 8 * MIB + 128 * 1024
 HOPPERS = ("H100", "H200", "H800", "H20", "GH200")
 
-EMBEDDING_SORTS_ABOVE = (
-    3072  # Number of indices above which CUDA sorts them for a lookup's gradient
-)
+# Number of indices above which CUDA sorts them for a lookup's gradient
+EMBEDDING_SORTS_ABOVE = 3072
 EMBEDDING_ROWS_PER_THREAD = 10
 
 COPIES = (
@@ -116,9 +115,8 @@ def attention_of(config: Config, hardware: Hardware) -> AttentionKind:
     """The kind of fused attention in a run's steps; cuDNN's is not deterministic, nor preferred
     before torch 2.11."""
     older = tuple(int(part) for part in torch.__version__.split(".")[:2]) < PREFERS_CUDNN
-    older |= (
-        int((torch.version.cuda or "13").split(".")[0]) < 13
-    )  # builds without CUDA plan for another machine
+    # Builds without CUDA plan for another machine
+    older |= int((torch.version.cuda or "13").split(".")[0]) < 13
     cudnn = hardware.attention is AttentionKind.cudnn
     return (
         AttentionKind.flash

@@ -19,9 +19,8 @@ from fsdptoys.device import MemoryStats
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator.events import Alloc, Event, Free, RecordStream, Trace
 
-ALIGNMENT = (
-    512  # Rounding of allocators, for the count of ``memory`` only; a trace has the requested sizes
-)
+# Rounding of allocators, for the count of ``memory`` only; a trace has the requested sizes
+ALIGNMENT = 512
 
 _CERTAINTY = (
     "temporary exchange_buffers activations gathered_parameters reduction_buffers logits buffers "

@@ -39,9 +39,8 @@ from .tracer import tracing_environment
 WORKERS = 2  # The two depths of an extrapolation are traced concurrently
 COLLECTED = 20  # Requests from one garbage collection to the next
 
-Request = tuple[
-    int, Callable[..., Trace], tuple[Any, ...]
-]  # A rank, a function of a module and its arguments
+# A rank, a function of a module and its arguments
+Request = tuple[int, Callable[..., Trace], tuple[Any, ...]]
 
 
 @dataclass

@@ -94,9 +94,8 @@ class FullHooks(UnitHooks):
                 (args, kwargs),
                 lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
             )
-        if (
-            self.recomputes or self.phase == "forward"
-        ):  # another module of the unit watches its inputs
+        # Another module of the unit watches its inputs
+        if self.recomputes or self.phase == "forward":
             self.unit.gather()
             self.unit.wait()
         else:

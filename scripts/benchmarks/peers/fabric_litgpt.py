@@ -70,9 +70,8 @@ optimizer = fabric.setup_optimizers(
 model.train()
 
 for step, (tokens, labels) in enumerate(work.batches_of(fabric.global_rank), 1):
-    loss = chunked_cross_entropy(
-        model(tokens), labels
-    )  # in chunks of 128 rows, as LitGPT's own pretraining
+    # In chunks of 128 rows, as LitGPT's own pretraining
+    loss = chunked_cross_entropy(model(tokens), labels)
     fabric.backward(loss)
     fabric.clip_gradients(model, optimizer, max_norm=MAX_GRAD_NORM)
     optimizer.step()

@@ -248,9 +248,8 @@ def _check(allocator: Allocator, live: list[Block]) -> None:
     for block in live + free + holes:
         if block.next is not None:
             assert block.next.previous is block and block.next.address == block.address + block.size
-            assert (
-                block.in_use or block.next.in_use or block.mapped != block.next.mapped
-            )  # else they had been merged
+            # Else they had been merged
+            assert block.in_use or block.next.in_use or block.mapped != block.next.mapped
 
 
 class _SlowNative:

@@ -235,9 +235,8 @@ def test_phases_of_the_last_step_have_peak_end_and_categories() -> None:
         Category.activations: 20 * MIB,
         Category.gradients: 50 * MIB,
     }
-    assert (
-        memory.reserved_bytes == 140 * MIB
-    )  # 40, 20, 30 and 50: native segments of 30 and 50 do not fit into others
+    # 40, 20, 30 and 50: native segments of 30 and 50 do not fit into others
+    assert memory.reserved_bytes == 140 * MIB
 
 
 @pytest.mark.parametrize(("waits", "segments"), [(False, 2), (True, 1)])
