@@ -278,8 +278,8 @@ class SwiGLU(Layer):
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Apply to the last dim; any leading shape."""
         hidden_BTD = self.exchange.enter(hidden_BTD)
-        gate, up = self.gate_proj(hidden_BTD), self.up_proj(hidden_BTD)
-        return self.down_proj(self.ops.swiglu(gate, up))
+        # Without names for the two wide results, which would keep them until the end of ``down``.
+        return self.down_proj(self.ops.swiglu(self.gate_proj(hidden_BTD), self.up_proj(hidden_BTD)))
 
 
 class GELUFeedForward(Layer):
@@ -292,8 +292,7 @@ class GELUFeedForward(Layer):
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Apply to the last dim; any leading shape."""
-        up = self.up_proj(self.exchange.enter(hidden_BTD))
-        return self.down_proj(self.ops.gelu(up))
+        return self.down_proj(self.ops.gelu(self.up_proj(self.exchange.enter(hidden_BTD))))
 
 
 class RunnableBlock(nn.Module):

@@ -1,13 +1,16 @@
 """Linear layers computed in float32: the values of torch's own bf16 matmuls, forward and
-backward."""
+backward; and the memory of feed-forwards."""
+
+import weakref
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from fsdptoys.loss import build_loss
 from fsdptoys.models import linear as linear_module
 from fsdptoys.models.grouped import LoopedFloat32, works
-from fsdptoys.models.layers import Attention, Linear
+from fsdptoys.models.layers import Attention, GELUFeedForward, Linear, SwiGLU
 
 
 @pytest.fixture
@@ -82,3 +85,25 @@ def test_plain_loss_multiplies_in_float32(monkeypatch: pytest.MonkeyPatch) -> No
     hidden_ND, weight_VD = torch.randn(4, 8).bfloat16(), torch.randn(16, 8).bfloat16()
     build_loss(chunk_loss=False)(hidden_ND, weight_VD, torch.arange(4))
     assert asked == [torch.float32]
+
+
+@pytest.mark.parametrize("layer", [SwiGLU(8, 16), GELUFeedForward(8, 16)], ids=["swiglu", "gelu"])
+def test_wide_results_are_freed_before_the_last_product(layer: nn.Module) -> None:
+    """Oracle: references to the results of the first products, where no backward needs them."""
+    results: list[weakref.ref[Tensor]] = []
+    alive: list[list[bool]] = []
+
+    def note(module: nn.Module, args: object, result: Tensor) -> None:
+        results.append(weakref.ref(result))
+
+    def look(module: nn.Module, args: object) -> None:
+        alive.append([result() is not None for result in results])
+
+    for name, part in layer.named_children():
+        if name == "down_proj":
+            part.register_forward_pre_hook(look)
+        else:
+            part.register_forward_hook(note)
+    with torch.no_grad():
+        layer(torch.zeros(2, 3, 8))
+    assert alive == [[False] * len(results)] and results
