@@ -38,7 +38,6 @@ EXCEPTIONS = {
         "fsdptoys/plan/estimate/unit_traces.py",
         "forward",
     ): "marks around a copy's parts, in traces only",
-    ("fsdptoys/plan/simulator/replay.py", "wait_for_device"): "a callback of the allocator",
     ("fsdptoys/sweep/slurm_submit.py", "update"): "submitit's watcher, which would poll sacct",
 }
 """File and name of the method, or ``setattr`` → reason."""

@@ -12,7 +12,6 @@ https://docs.pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html
 """
 
 import heapq
-import math
 from collections import Counter
 from collections.abc import Container, Generator
 from dataclasses import dataclass, field
@@ -55,8 +54,6 @@ class Replay:
     volumes: dict[tuple[str, str, int], Volume] = field(default_factory=dict)
     """Collectives of the last step, by name, axis and group size."""
     host_bytes: int = 0
-    # How often the allocator gave cached memory back, after which nothing is linear
-    releases: int = 0
 
     @property
     def last_step(self) -> list[Phase]:
@@ -102,11 +99,8 @@ Replaying = Generator[tuple[Messages | Collective, float], float, Replay]
 
 
 def replay(trace: Trace, hardware: Hardware, allocator: Allocator) -> Replay:
-    """Replay a trace; events before its first mark belong to the construction.
-
-    Raises:
-        allocator.OutOfMemory: if the allocator, a new one, has a limit and the trace does not fit.
-    """
+    """Replay a trace on a new allocator; events before its first mark belong to the
+    construction."""
     try:
         next(begin_replay(trace, hardware, allocator, ()))
     except StopIteration as done:
@@ -124,17 +118,12 @@ def begin_replay(
     Yields each such event and the time at which this rank reaches it; the answer is the time at
     which all have.
     """
-    try:
-        return (yield from _Replaying(trace, hardware, allocator).run(axes))
-    finally:
-        # No cycle, so that the trace's events are freed at once
-        allocator.wait_for_device = lambda: None
+    return _Replaying(trace, hardware, allocator).run(axes)
 
 
 class _Replaying:
     def __init__(self, trace: Trace, hardware: Hardware, allocator: Allocator) -> None:
         self.trace, self.allocator, self.clock = trace, allocator, Clock(hardware)
-        allocator.wait_for_device = self.wait_for_device
         self.blocks: dict[int, tuple[Block, Category]] = {}
         self.own_stream_counts = hardware.device_type == "npu"
         self.uses: dict[int, set[int]] = {}  # Number → streams that it was recorded on
@@ -183,13 +172,14 @@ class _Replaying:
             waits={cause.name: seconds for cause, seconds in parts.waits.items()},
             volumes=parts.volumes,
             host_bytes=self.trace.host_bytes,
-            releases=self.allocator.releases,
         )
 
     def allocate(self, event: Alloc) -> None:
         """Allocate a block, after reclaiming those that other streams have finished with."""
-        if self.pending:
-            self.reuse(self.clock.host)
+        while self.pending and self.pending[0][0] <= self.clock.host:
+            reusable = heapq.heappop(self.pending)[2]
+            self.pending_bytes -= reusable.size
+            self.allocator.free(reusable)
         block = self.allocator.allocate(event.bytes, event.stream)
         category = self.trace.categories.get(event.block, event.category)
         self.blocks[event.block] = block, category
@@ -220,18 +210,6 @@ class _Replaying:
             self.pending_bytes += block.size
         else:
             self.allocator.free(block)
-
-    def reuse(self, until: float) -> None:
-        """Return the pending blocks that are reusable at a time to the allocator."""
-        while self.pending and self.pending[0][0] <= until:
-            block = heapq.heappop(self.pending)[2]
-            self.pending_bytes -= block.size
-            self.allocator.free(block)
-
-    def wait_for_device(self) -> None:
-        """Wait for the device, as the allocator does before it gives memory back."""
-        self.clock.wait_for_device()
-        self.reuse(math.inf)
 
     def end_phase(self, mark: Mark) -> None:
         """Save the numbers of the phase that started with a mark, and start the next."""

@@ -144,11 +144,6 @@ class Clock:
         """Time at which a stream's work so far is done."""
         return self._ready[stream]
 
-    def wait_for_device(self) -> None:
-        """Let the host wait for all streams."""
-        for stream in list(self._ready):
-            self._host_until(self._ready[stream], self._last[stream])
-
     def begin_window(self) -> None:
         """Reset ``parts``."""
         self._computed = self.now
@@ -304,10 +299,9 @@ class Clock:
             self._ready[event.stream], self._last[event.stream] = happens, work
 
     def _host_wait_stream(self, event: events.HostWaitStream) -> None:
-        if event.stream is None:
-            self.wait_for_device()
-        else:
-            self._host_until(self._ready[event.stream], self._last[event.stream])
+        streams = list(self._ready) if event.stream is None else [event.stream]
+        for stream in streams:
+            self._host_until(self._ready[stream], self._last[stream])
 
     def _host_wait_workers(self, event: events.HostWaitWorkers) -> None:
         if event.works:

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.metrics.prediction import Category
-from fsdptoys.plan.simulator.allocator import NativeAllocator, OutOfMemory, build_allocator
+from fsdptoys.plan.simulator.allocator import NativeAllocator
 from fsdptoys.plan.simulator.events import (
     Alloc,
     Collective,
@@ -276,26 +275,6 @@ def test_only_work_issued_before_the_free_delays_reuse(later: Kernel) -> None:
         block(1, 30, stream=1),
     )
     assert result.memory().reserved_bytes == 30 * MIB
-
-
-def test_replay_waits_for_the_device_before_out_of_memory() -> None:
-    """Oracle: PyTorch waits for the device and frees blocks in use by streams before it fails,
-    which takes time."""
-    events = [
-        Mark(1, "forward"),
-        block(0, 30, stream=1),
-        RecordStream(0, 0),
-        compute(10),
-        Free(0),
-        block(1, 40, stream=1),
-        compute(1),
-    ]
-    trace, hardware = Trace(events, STREAMS), imagined_hardware(host_operator_seconds=1)
-    result = replay(trace, hardware, build_allocator(AllocatorKind.native, 60 * MIB))
-    assert result.releases == 1 and result.memory().reserved_bytes == 40 * MIB
-    assert result.time().step_seconds == 13  # 1 + 10, then the host issues again
-    with pytest.raises(OutOfMemory):
-        replay(trace, hardware, build_allocator(AllocatorKind.native, 35 * MIB))
 
 
 def test_step_time_is_that_of_the_last_step_with_matching_parts() -> None:
