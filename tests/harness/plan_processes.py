@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from fsdptoys.plan.trace import tracing_process
+from fsdptoys.plan.trace.tracer import tracing_environment
 from tests.harness import full_trace
 
 FORK = multiprocessing.get_context("fork")
@@ -57,7 +58,7 @@ class Zygote:
 
     def close(self) -> None:
         """End the tracing processes and the zygote."""
-        tracing_process._process.cache_clear()  # closes the pipes of their requests
+        tracing_process._workers.cache_clear()  # closes the pipes of their requests
         self._channel.close()
         self._process.join(EXIT_SECONDS)
 
@@ -127,29 +128,23 @@ def run_tracer(command: Sequence[str]) -> str:
     return ""
 
 
-class ForkedTracer:
-    """What ``tracing_process`` uses of ``subprocess.Popen``, without an interpreter."""
+class ForkedWorker:
+    """What ``tracing_process`` uses of a process, without an interpreter."""
+
+    exitcode: int
 
     def __init__(
-        self, command: list[str], *, stdout: IO[bytes], env: Any, pass_fds: Sequence[int], **_: Any
+        self, forks: bool, device_type: str, pipe: Connection, errors_path: str, _: object
     ) -> None:
-        descriptors = [stdout.fileno(), *pass_fds]
-        self.pid = zygotes[-1].fork(_trace, command[3], dict(env), descriptors=descriptors)
+        self.pid = zygotes[-1].fork(_trace, device_type, errors_path, descriptors=[pipe.fileno()])
 
-    def wait(self) -> int:
+    def join(self) -> None:
         """Wait for the end of the process."""
-        self.returncode = zygotes[-1].wait(self.pid)
-        return self.returncode
-
-    def kill(self) -> None:
-        """Do nothing: the process ends with its pipes."""
+        self.exitcode = zygotes[-1].wait(self.pid)
 
 
-def _trace(descriptors: Sequence[int], device_type: str, environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    if not any(name.startswith("COVERAGE_PROCESS_") for name in environment):
+def _trace(descriptors: Sequence[int], device_type: str, errors_path: str) -> None:
+    os.environ.update(tracing_environment())
+    if not any(name.startswith("COVERAGE_PROCESS_") for name in os.environ):
         sys.settrace(None)
-    errors, *pipes = map(os.dup, descriptors)
-    os.dup2(errors, 1)
-    os.dup2(errors, 2)
-    tracing_process.main(device_type, pipes)
+    tracing_process.serve(device_type, Connection(os.dup(descriptors[0])), errors_path, ())

@@ -22,9 +22,6 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from fsdptoys.launch.forked_process import MOST_FILES, become_interpreter, run_module
 
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-COLD = {"fsdptoys.plan.trace.tracing_process"}
-"""Modules that install a fake device, for which autograd's engine, in use in this process, has no
-queue."""
 SLOW_IMPORTS = (
     *(
         "fsdptoys.launch.launch",
@@ -58,7 +55,7 @@ class WarmPopen(subprocess.Popen):
         )
         if words[1:2] == ["-u"]:  # as torchrun starts its ranks
             del words[1]
-        if words[:2] != [sys.executable, "-m"] or words[2] in COLD:
+        if words[:2] != [sys.executable, "-m"]:
             super()._execute_child(*given)  # type: ignore[misc]
             return
         ready, started = os.pipe()

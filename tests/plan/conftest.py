@@ -1,14 +1,12 @@
 """Forks in place of the interpreters in which plans trace."""
 
-import subprocess
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
 from fsdptoys.plan.trace import tracing_process
 from tests.harness import full_trace
-from tests.harness.plan_processes import ForkedTracer, Zygote, run_tracer, zygotes
+from tests.harness.plan_processes import ForkedWorker, Zygote, run_tracer, zygotes
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,10 +19,6 @@ def zygote(request: pytest.FixtureRequest) -> Iterator[None]:
     zygotes.append(Zygote())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(full_trace, "run_tracer", run_tracer)
-        patch.setattr(
-            tracing_process,
-            "subprocess",
-            SimpleNamespace(Popen=ForkedTracer, DEVNULL=subprocess.DEVNULL),
-        )
+        patch.setattr(tracing_process, "start_worker", ForkedWorker)
         yield
     zygotes.pop().close()

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
@@ -60,11 +59,10 @@ def test_lost_tracing_process_is_reported_and_replaced(
     config, hardware = configured(words, 8, "cuda"), load_hardware("h100")
     before = fast_estimate(config, hardware, 8)
     estimate.TRACED.clear()
-    parent = tracing_process.start_tracing("cuda").parent
-    workers = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-    assert len(workers) == tracing_process.WORKERS
-    os.kill(int(workers[0]), number)
-    parent.wait()
+    process = tracing_process.start_tracing("cuda")[0].process
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    process.join()
     with pytest.raises(error) as raised:
         fast_estimate(config, hardware, 8)
     assert str(raised.value) == message

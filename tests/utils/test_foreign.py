@@ -196,9 +196,6 @@ OWN_FILES = {
         "one field of a row of bounded length, eight times as fast; errors name the row"
     ),
     "launch/failures.py": "written by this launcher's ranks into a folder of mode 0700",
-    "plan/trace/tracing_process.py": (
-        "exchanged between a process and its child, over their own pipes"
-    ),
     "train/launch_env.py": "an environment variable that this rank's launcher has set",
     "launch/rendezvous/signed_state.py": (
         "the state that torch's rendezvous pickled in this process"

@@ -1,22 +1,16 @@
 """Processes that trace one request after the other, since a process that traces cannot be used
 otherwise.
 
-They live as long as this one and keep PyTorch's caches: a skeleton takes 0.3 s. One process forks
-the workers, and ends with the first of them that ends. It is a fork of this process. Where a fork
-could not trace it is a new interpreter, which imports everything again in 3 s: ``python -m
-fsdptoys.plan.trace.tracing_process DEVICE_TYPE READ WRITE ...`` reads pickled requests and writes
-answers, on a pair of descriptors for each worker.
+They live as long as this one and keep PyTorch's caches: a skeleton takes 0.3 s. They are forks of
+this process. Where a fork could not trace they are new interpreters, which import everything again
+in 3 s.
 """
 
-import atexit
 import functools
 import gc
 import multiprocessing
-import multiprocessing.process
 import os
-import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,8 +18,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.pool import ThreadPool
-from typing import IO, Any, Protocol
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from types import SimpleNamespace
+from typing import IO, Any
+from unittest import mock
 
 import torch
 
@@ -34,6 +32,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.plan.simulator.events import Trace
 
 from . import fake_device
+from .fake_device import replaced
 from .tracer import tracing_environment
 
 WORKERS = 2  # The two depths of an extrapolation are traced concurrently
@@ -44,29 +43,12 @@ Request = tuple[int, Callable[..., Trace], tuple[Any, ...]]
 
 
 @dataclass
-class _Worker:
-    requests: IO[bytes]
-    answers: IO[bytes]
+class Worker:
+    """A process that traces."""
 
-
-class _Parent(Protocol):
-    """The process that forks the workers."""
-
-    pid: int
-
-    def wait(self) -> int:
-        """Wait for its end; return its exit status, or the negative number of the signal that
-        killed it."""
-
-    def kill(self) -> None:
-        """Kill it."""
-
-
-@dataclass
-class _Process:
-    parent: "_Parent"
-    errors: IO[bytes]
-    workers: list[_Worker]
+    process: BaseProcess
+    pipe: Connection
+    errors: IO[bytes]  # File with what it has printed
 
 
 def traced(device_type: str, world_size: int, requests: Sequence[Request]) -> list[Trace]:
@@ -76,18 +58,14 @@ def traced(device_type: str, world_size: int, requests: Sequence[Request]) -> li
         ConfigError: of the run itself.
         RuntimeError: for any other failure, with the process's traceback.
     """
-    if not requests:
-        return []
-    process = start_tracing(device_type)
     answers: list[Any] = []
-    with ThreadPool(WORKERS) as pool:
-        for start in range(0, len(requests), WORKERS):
-            together = zip(process.workers, requests[start : start + WORKERS], strict=False)
-            answers += pool.starmap(
-                _ask, [(worker, (world_size, *request)) for worker, request in together]
-            )
-    if None in answers:
-        answers = [_loss(process)]
+    for start in range(0, len(requests), WORKERS):
+        batch = requests[start : start + WORKERS]
+        workers = start_tracing(device_type)[: len(batch)]
+        for worker, request in zip(workers, batch, strict=True):
+            with suppress(OSError):  # of a lost worker, which does not answer
+                worker.pipe.send((world_size, *request))
+        answers += map(_answer_of, workers)
     for answer in answers:
         if not isinstance(answer, Trace):
             kind, message = answer
@@ -95,44 +73,41 @@ def traced(device_type: str, world_size: int, requests: Sequence[Request]) -> li
     return answers
 
 
-def start_tracing(device_type: str) -> _Process:
+def start_tracing(device_type: str) -> list[Worker]:
     """Start the processes that trace for a type of device, before this one has used autograd;
     once."""
-    return _process(device_type, os.getpid())
+    return _workers(device_type, os.getpid())
 
 
 @functools.cache
-def _process(device_type: str, owner: int) -> _Process:
-    ours: list[_Worker] = []
-    theirs: list[int] = []
+def _workers(device_type: str, owner: int) -> list[Worker]:
+    forks = can_fork()
+    workers: list[Worker] = []
     for _ in range(WORKERS):
-        (read, requests), (answers, write) = os.pipe(), os.pipe()
-        ours.append(_Worker(os.fdopen(requests, "wb"), os.fdopen(answers, "rb")))
-        theirs += [read, write]
-    errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
-    parent: _Parent
-    if can_fork():
-        parent = _Fork(device_type, errors.fileno(), theirs, ours)
-    else:
-        command = [
-            sys.executable,
-            "-m",
-            "fsdptoys.plan.trace.tracing_process",
-            device_type,
-            *map(str, theirs),
-        ]
-        parent = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=errors,
-            stderr=errors,
-            env=tracing_environment(),
-            pass_fds=theirs,
-        )
-    atexit.register(parent.kill)
-    for descriptor in theirs:
-        os.close(descriptor)
-    return _Process(parent, errors, ours)
+        ours, theirs = multiprocessing.Pipe()
+        errors = tempfile.NamedTemporaryFile()  # noqa: SIM115  # lives as long as the process
+        # A fork closes our ends, so that it ends with this process.
+        inherited = [ours, *(worker.pipe for worker in workers)] if forks else []
+        process = start_worker(forks, device_type, theirs, errors.name, inherited)
+        theirs.close()
+        workers.append(Worker(process, ours, errors))
+    return workers
+
+
+def start_worker(
+    forks: bool, device_type: str, pipe: Connection, errors_path: str, inherited: list[Connection]
+) -> BaseProcess:
+    """Start a process that answers: a fork, or a new interpreter."""
+    context: ForkContext | SpawnContext = multiprocessing.get_context("spawn")
+    if forks:
+        context = multiprocessing.get_context("fork")
+    arguments = (device_type, pipe, errors_path, inherited)
+    process = context.Process(target=serve, args=arguments, daemon=True)
+    # A new interpreter would import the main module by this name.
+    unnamed = (sys.modules["__main__"], "__spec__", SimpleNamespace(name="__main__"))
+    with replaced(unnamed), mock.patch.dict(os.environ, tracing_environment()):
+        process.start()
+    return process
 
 
 def can_fork() -> bool:
@@ -153,108 +128,54 @@ def can_fork() -> bool:
     return is_alone and nodes is not None and nodes() == 0
 
 
-class _Fork:
-    """A fork of this process that forks the workers."""
-
-    def __init__(
-        self, device_type: str, errors: int, theirs: list[int], ours: list[_Worker]
-    ) -> None:
-        def body() -> None:
-            for worker in ours:
-                worker.requests.close()
-                worker.answers.close()
-            for stream in (1, 2):
-                os.dup2(errors, stream)
-            torch.set_num_threads(1)
-            main(device_type, theirs)
-
-        self._process = multiprocessing.get_context("fork").Process(target=body)
-        self._process.start()
-        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # waited for only here
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-        self.kill = self._process.kill
-
-    def wait(self) -> int:
-        """Wait for its end, and return its exit status."""
-        self._process.join()
-        status = self._process.exitcode
-        assert status is not None
-        return status
-
-
-def _ask(worker: _Worker, request: Any) -> Any:
-    """The answer, or None if the worker is lost."""
-    with suppress(BrokenPipeError, EOFError):
-        pickle.dump(request, worker.requests, protocol=pickle.HIGHEST_PROTOCOL)
-        worker.requests.flush()
-        return pickle.load(worker.answers)
-    return None
-
-
-def _loss(process: _Process) -> tuple[type[Exception], str]:
-    _process.cache_clear()
-    status = process.parent.wait()
+def _answer_of(worker: Worker) -> Any:
+    try:
+        return worker.pipe.recv()
+    except (EOFError, ConnectionResetError):
+        _workers.cache_clear()
+    worker.process.join()
+    status = worker.process.exitcode
     if status == -signal.SIGKILL:
-        return (
-            ConfigError,
-            "the tracing process was killed, most likely for lack of host memory; free memory",
+        raise ConfigError(
+            "the tracing process was killed, most likely for lack of host memory; free memory"
         )
-    process.errors.seek(0)
-    message = f"the tracing process ended with status {status}:\n{process.errors.read().decode()}"
-    return RuntimeError, message
+    printed = worker.errors.read().decode()
+    raise RuntimeError(f"the tracing process ended with status {status}:\n{printed}")
 
 
-def main(device_type: str, descriptors: Sequence[int]) -> None:
-    """Fork the workers, and end as the first of them does."""
-    workers = []
-    for place in range(0, len(descriptors), 2):
-        worker = os.fork()
-        if worker == 0:
-            requests, answers = descriptors[place : place + 2]
-            for other in set(descriptors) - {requests, answers}:
-                os.close(other)
-            answer(device_type, os.fdopen(requests, "rb"), os.fdopen(answers, "wb"))
-            return
-        workers.append(worker)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    ended, status = os.wait()
-    for other in set(workers) - {ended}:
-        os.kill(other, signal.SIGKILL)
-    if os.WIFSIGNALED(status):
-        os.kill(os.getpid(), os.WTERMSIG(status))
-    sys.exit(os.waitstatus_to_exitcode(status))
-
-
-def answer(device_type: str, requests: IO[bytes], answers: IO[bytes]) -> None:
+def serve(
+    device_type: str, pipe: Connection, errors_path: str, inherited: Sequence[Connection]
+) -> None:
     """Answer requests until they end."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the parent ends it at its own end
+    for connection in inherited:
+        connection.close()
+    descriptor = os.open(errors_path, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    torch.set_num_threads(1)
     gc.disable()
     gc.freeze()
-    count, place = 0, (0, 0)
+    count = 0
+    place = (0, 0)
     while True:
         try:
-            ranks, rank, function, arguments = pickle.load(requests)
+            ranks, rank, function, arguments = pipe.recv()
         except EOFError:
             return
-        made: Any
+        answer: Any
         try:
             if (ranks, rank) != place:
                 fake_device.install(device_type, ranks, rank)
                 place = ranks, rank
-            made = function(*arguments)
+            answer = function(*arguments)
         except ConfigError as mistake:
-            made = ConfigError, str(mistake)
+            answer = ConfigError, str(mistake)
         except Exception:
-            made = RuntimeError, f"the trainer could not be traced:\n{traceback.format_exc()}"
-        pickle.dump(made, answers, protocol=pickle.HIGHEST_PROTOCOL)
-        answers.flush()
+            answer = RuntimeError, f"the trainer could not be traced:\n{traceback.format_exc()}"
+        pipe.send(answer)
         count += 1
         if count == 1:
             gc.freeze()
         elif count % COLLECTED == 0:
             gc.collect()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], list(map(int, sys.argv[2:])))
