@@ -71,12 +71,8 @@ def trace_skeleton(
 
     def program(recorder: OpRecorder) -> None:
         segments = _Segments(config, recorder, layouts)
-        whole = (
-            gradient_norms,
-            "CPU_NORM_ELEMENTS",
-            2**62,
-        )  # one of the host's norms rather than hundreds
-        with replaced(whole):
+        # One of the host's norms rather than hundreds
+        with replaced((gradient_norms, "CPU_NORM_ELEMENTS", 2**62)):
             trainer_program(config, hardware, stand_ins=segments)(recorder)
 
     return record(program, attention=attention)
@@ -107,11 +103,7 @@ def reduced(config: Config, inner_units: bool) -> Config:
         )
     if type(config.parallel) is DDPConfig and not registers_devices():
         # PyTorch's reducer needs the device's own code; the toy has the same buckets.
-        shared = {
-            field.name: getattr(config.parallel, field.name)
-            for field in dataclasses.fields(config.parallel)
-        }
-        config.parallel = ToyDDPConfig(**shared)
+        config.parallel = ToyDDPConfig(**vars(config.parallel))
     # Ranks that share sequences are among the shards
     config.mesh = dataclasses.replace(config.mesh, cp_size=1)
     config.memory, config.train = memory, train
@@ -220,16 +212,15 @@ class _StandIn:
         stages, visit = self.layout.stages, self.place
         self.place += 1
         kept = [self._keep(*each) for each in enumerate(self.layout.kept)] if visit == 0 else []
-        hidden = _Enter.apply(
-            hidden, self._note("forward", part, visit), self._note("end", part, visit), *kept
-        )
+        begin = self._note("forward", part, visit)
+        hidden = Notice.apply(hidden, begin, self._note("end", part, visit), hidden, *kept)
         if visit == stages.index(part):
             for owner in self.own:
                 if innermost(owner, stages) == part:
                     hidden = (
                         self.take(owner, hidden) if owner == part else self._module(owner)(hidden)
                     )
-        left: Tensor = _Leave.apply(hidden, self._note("backward", part, visit))
+        left: Tensor = Notice.apply(hidden, lambda: None, self._note("backward", part, visit))
         return left
 
     def take(self, owner: str, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -287,34 +278,24 @@ def _within(name: str, part: str) -> bool:
     return not part or f"{name}.".startswith(f"{part}.")
 
 
-class _Enter(torch.autograd.Function):
-    """Begins a stage, and holds its kept tensors until the end of its backward."""
+class Notice(torch.autograd.Function):
+    """Identity that calls a function in its forward and one in its backward, until which it keeps
+    tensors."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, note: Any, end: Any, *kept: Tensor) -> Tensor:
-        ctx.end, ctx.count = end, len(kept)
-        ctx.save_for_backward(hidden, *kept)
-        note()
+    def forward(ctx: Any, hidden: Tensor, begin: Any, end: Any, *kept: Tensor) -> Tensor:
+        """Call ``begin``."""
+        ctx.end = end
+        ctx.count = len(kept)
+        ctx.save_for_backward(*kept)
+        begin()
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Call ``end``."""
         ctx.end()
         return (grads[0], *[None] * (2 + ctx.count))
-
-
-class _Leave(torch.autograd.Function):
-    """Begins a stage's backward."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, note: Any) -> Tensor:
-        ctx.note = note
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.note()
-        return grads[0], None
 
 
 class _Parameter(torch.autograd.Function):

@@ -14,7 +14,6 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -44,45 +43,24 @@ from fsdptoys.plan.trace.op_recorder import OpRecorder
 from fsdptoys.utils.uncached import Uncached
 
 from .segment import GRADIENT, STAGE, Piece, Segment, join_kernels
-from .skeleton import Root, innermost
+from .skeleton import Notice, Root, innermost
 
 HEAD = ("norm", "lm_head")
 
 
-class _Cut(torch.autograd.Function):
-    """Identity that begins a stage in forward and backward, between one part and another."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, recorder: OpRecorder, before: str, after: str) -> Tensor:
-        ctx.recorder, ctx.before = recorder, before
-        recorder.add(Mark(STAGE, after))
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.recorder.add(Mark(STAGE, ctx.before))
-        return grads[0], None, None, None
-
-
 class _End(torch.autograd.Function):
     """The beginning or end of a unit: an output of another shape, and a gradient of the input's,
-    that share nothing.
-
-    ``see`` is called with the gradient that arrives and the one that leaves.
-    """
+    that share nothing."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, see: Any
-    ) -> Tensor:
-        ctx.shape, ctx.dtype, ctx.see = tensor.shape, tensor.dtype, see
+    def forward(ctx: Any, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        ctx.shape = tensor.shape
+        ctx.dtype = tensor.dtype
         return tensor.new_empty(shape, dtype=dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        made = grads[0].new_empty(ctx.shape, dtype=ctx.dtype)
-        ctx.see(grads[0], made)
-        return made, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].new_empty(ctx.shape, dtype=ctx.dtype), None, None
 
 
 def segments_of(
@@ -196,14 +174,17 @@ def _run_block(block: nn.Module, rotations: Any, hidden_BTD: Tensor) -> Any:
 
 
 def _cut_part(module: nn.Module, part: str, outside: str, recorder: OpRecorder) -> None:
+    """Mark where a part begins and ends, in forward and backward."""
     forward = module.forward
+    inside = functools.partial(recorder.add, Mark(STAGE, part))
+    around = functools.partial(recorder.add, Mark(STAGE, outside))
 
     def cut(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        made = forward(_Cut.apply(hidden, recorder, outside, part), *args, **kwargs)
+        made = forward(Notice.apply(hidden, inside, around), *args, **kwargs)
         if isinstance(made, Tensor):
-            return _Cut.apply(made, recorder, part, outside)
+            return Notice.apply(made, around, inside)
         *others, last = made  # a router's experts, which have no gradient, and their weights
-        return (*others, _Cut.apply(last, recorder, part, outside))
+        return (*others, Notice.apply(last, around, inside))
 
     module.forward = cut
 
@@ -311,13 +292,10 @@ def _trace_unit(
         storage = recorder.find(tensor)
         return storage.block if storage is not None else 0
 
-    seen = SimpleNamespace(input_gradient=0, output_gradient=0)
+    seen: dict[str, int] = {}
 
-    def see_input(arrived: Tensor, _: Tensor) -> None:
-        seen.input_gradient = number(arrived)
-
-    def see_output(_: Tensor, made: Tensor) -> None:
-        seen.output_gradient = number(made)
+    def note(name: str, gradient: Tensor) -> None:
+        seen[name] = number(gradient)
 
     anchor = torch.empty((), device="meta", requires_grad=True)
     with kernels_of(common.attention), fake_exchanges(recorder, common.imbalance), recorder.watch():
@@ -328,7 +306,8 @@ def _trace_unit(
         hidden = anchor
         if dim is not None:
             shape = common.batch, common.part, dim
-            hidden = _End.apply(anchor, shape, common.dtype, see_input)
+            hidden = _End.apply(anchor, shape, common.dtype)
+            hidden.register_hook(functools.partial(note, "input"))
         given = number(hidden) if dim is not None else 0
         before = recorder.blocks
         recorder.mark(0, "forward")
@@ -337,7 +316,10 @@ def _trace_unit(
         made = number(output)
         recorder.categorize(output, Category.activations)
         recorder.mark(0, "turn")
-        loss = output if output.ndim == 0 else _End.apply(output, (), torch.float32, see_output)
+        loss = output
+        if output.ndim:
+            output.register_hook(functools.partial(note, "output"))
+            loss = _End.apply(output, (), torch.float32)
         del output
         recorder.mark(0, "backward")
         views: set[str] = set()
@@ -356,8 +338,10 @@ def _trace_unit(
         numbers = {name: number(gradient) for name, gradient in gradients.items()}
         recorder.mark(0, "end")
         trace = recorder.finish()
-    ends = given, made, seen.output_gradient, seen.input_gradient
-    handed_on = {given, made, seen.input_gradient}
+    output_gradient = seen.get("output", 0)
+    input_gradient = seen.get("input", 0)
+    ends = given, made, output_gradient, input_gradient
+    handed_on = {given, made, input_gradient}
     passes: dict[str, list[Piece]] = {"forward": [], "turn": [], "backward": [], "end": []}
     current, live, kept = passes["end"], dict[int, int](), dict[int, int]()
     current.append(Piece(Mark(0, ""), []))
@@ -374,7 +358,7 @@ def _trace_unit(
                     if size >= MIN_BYTES and block not in (given, made)
                 }
         elif isinstance(event, Alloc):
-            if event.block == seen.output_gradient:
+            if event.block == output_gradient:
                 current[-1].events.clear()  # of the sink
             elif event.block > before:
                 live[event.block] = event.bytes
