@@ -343,16 +343,12 @@ def calibrate_command(words: Sequence[str], predict: Predict, console: Console) 
         )
     hardware = load_hardware(options["hardware"]) if "hardware" in options else None
     out = Path(options["out"]) if "out" in options else None
-    if out is not None and (out.exists() or out.suffix not in (".yaml", ".yml")):
-        raise ConfigError(f"out={out} must be a new YAML file; set out={out.stem}_new.yaml")
-    if out is not None and not out.parent.is_dir():
-        fix = f"set out={out.name} or create the folder"
-        raise ConfigError(f"out={out} is in {out.parent}, which is not a folder; {fix}")
+    if out is not None:
+        _check_new(out)
     result = calibrate_runs(paths, hardware, predict)
     if out is None:
         out = Path(f"{result.hardware.name}_calibrated.yaml")
-        if out.exists():
-            raise ConfigError(f"{out} exists; delete it or set out={out.stem}_new.yaml")
+        _check_new(out)
     print_calibration(result, console)
     try:
         out.write_text(dump_hardware(result.hardware), encoding="utf-8")
@@ -364,6 +360,16 @@ def calibrate_command(words: Sequence[str], predict: Predict, console: Console) 
         f"Written to {out}; plan with plan.hardware={out}.", highlight=False, soft_wrap=True
     )
     return 0
+
+
+def _check_new(out: Path) -> None:
+    if out.exists() or out.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"out={out} must be a new YAML file; set out={out.stem}_new.yaml")
+    if not out.parent.is_dir():
+        raise ConfigError(
+            f"out={out} is in {out.parent}, which is not a folder; set out={out.name} or create "
+            "the folder"
+        )
 
 
 def print_calibration(result: Calibration, console: Console) -> None:

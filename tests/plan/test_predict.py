@@ -80,6 +80,7 @@ SHARED_NODES = (
     "gather waits for the network between them; mesh.fsdp_size=node keeps each within one; the "
     "prediction assumes that each group starts at a node's first rank"
 )
+CUDNN = "plan.hardware=h200 assumes attention by cuDNN"
 ONE_BY_ONE = "experts are assumed to be one matmul, but are multiplied one by one"
 
 
@@ -129,6 +130,8 @@ ONE_BY_ONE = "experts are assumed to be one matmul, but are multiplied one by on
         # NPUs use torch_npu's grouped matmul by default; CUDA has a kernel for bfloat16.
         ("a2", (MOE, "kernels.grouped_matmul=torch"), 8, ONE_BY_ONE),
         ("h100", (MOE, "parallel.param_dtype=float32"), 8, ONE_BY_ONE),
+        ("h200", (BF16,), 8, CUDNN),
+        ("h200", (BF16, "kernels.attention=cudnn"), 8, CUDNN),
         # The costs start every group at a node.
         ("h100", ("mesh.fsdp_size=12",), 24, SHARED_NODES),
     ],
@@ -142,7 +145,8 @@ def test_caveats_are_reported_only_where_they_apply(
         composed(*words, device_type=profile.device_type, world_size=ranks), profile, ranks
     )
     assert sum(sentence.startswith(expected) for sentence in found) == 1
-    for plain in ((), (MOE, BF16) if expected == ONE_BY_ONE else ()):
+    plain_words = {ONE_BY_ONE: (MOE, BF16), CUDNN: (BF16, "kernels.attention=flash")}
+    for plain in ((), plain_words.get(expected, ())):
         sentences = caveats(composed(*plain, device_type=profile.device_type), profile, 8)
         assert not any(sentence.startswith(expected) for sentence in sentences)
 
@@ -222,7 +226,7 @@ def test_traced_depths_differ_by_full_periods_of_the_model(
     """Oracle: the table; the last depth and the model's differ by full periods."""
     config = compose_config(words)
     with torch.device("meta"):
-        assert depths_of(config, config.model.build()) == depths
+        assert depths_of(config, config.model.build(), 8) == depths
 
 
 @dataclass(frozen=True)

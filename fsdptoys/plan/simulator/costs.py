@@ -60,16 +60,11 @@ def transfer_seconds(hardware: Hardware, bytes: int) -> float:
 
 
 def host_work_seconds(hardware: Hardware, bytes: int, elements: int = 0) -> float:
-    """Time of an operator on host memory: the update of ``elements`` parameters, or else ``bytes``
-    of traffic."""
-    return (
-        cpu_update_seconds(hardware, elements) if elements else bytes / hardware.cpu_bandwidth.value
-    )
-
-
-def cpu_update_seconds(hardware: Hardware, parameters: int) -> float:
-    """Time of AdamW over float32 parameters on one device's share of the cores."""
-    return parameters / hardware.cpu_adam_parameters_per_second.value
+    """Time of an operator on host memory, on one device's share of the cores: AdamW over
+    ``elements`` float32 parameters, or else ``bytes`` of traffic."""
+    if elements:
+        return elements / hardware.cpu_adam_parameters_per_second.value
+    return bytes / hardware.cpu_bandwidth.value
 
 
 def sent_bytes(name: str, bytes: int, group_size: int) -> float:
@@ -108,17 +103,19 @@ def collective_seconds(
         leaving = bytes * (group_size - local) / group_size
         return max((sent - leaving) / intra, leaving / inter) + intra_latency + inter_latency
     if name == "send":
-        return sent / (inter if nodes > 1 else intra) + (
-            inter_latency if nodes > 1 else intra_latency
-        )
-    bandwidth = (
-        min(intra, local * inter) if nodes > 1 and local > 1 else inter if nodes > 1 else intra
-    )
+        if nodes > 1:
+            return sent / inter + inter_latency
+        return sent / intra + intra_latency
+    links = []
+    if local > 1:
+        links.append(intra)
+    if nodes > 1:
+        links.append(local * inter)
     if name == "all_reduce":
         latency = 2 * (math.log2(nodes) * inter_latency + (local - 1) * intra_latency)
     else:
         latency = (nodes - 1) * inter_latency + (group_size - nodes) * intra_latency
-    return sent / bandwidth + latency
+    return sent / min(links) + latency
 
 
 def messages_seconds(hardware: Hardware, event: Messages) -> float:

@@ -60,7 +60,7 @@ class Replay:
         """Phases of the last step."""
         return [phase for phase in self.phases if phase.step == self.phases[-1].step]
 
-    def memory(self, host_bytes: int | None = None) -> MemoryPrediction:
+    def memory(self) -> MemoryPrediction:
         """End and peak of the last step, and the highest reserved memory since the construction."""
         peak = max(self.last_step, key=lambda phase: phase.peak_bytes)
         used: dict[str, int] = {}
@@ -77,7 +77,7 @@ class Replay:
             peak_phase=peak.name,
             categories={category: bytes for category, bytes in peak.categories.items() if bytes},
             streams=reserved,
-            host_bytes=self.host_bytes if host_bytes is None else host_bytes,
+            host_bytes=self.host_bytes,
         )
 
     def time(self) -> TimePrediction:

@@ -21,7 +21,6 @@ from torch import nn
 from fsdptoys.config.schema import Config
 from fsdptoys.models import DecoderModel
 
-LEAST_LAYERS = 8  # Fewest layers of the shallower trace
 # Layers up to which none are extrapolated: with few layers a step may wait for other things
 IN_FULL = 16
 APART_SHARE = 64
@@ -31,11 +30,11 @@ is stretched."""
 T = TypeVar("T")
 
 
-def depths_of(config: Config, model: DecoderModel, least: int = LEAST_LAYERS) -> list[int]:
+def depths_of(config: Config, model: DecoderModel, least: int) -> list[int]:
     """Numbers of layers from which those of a model can be extrapolated, or all if two depths would
     not be fewer.
 
-    ``least`` is that of the shallower one; the difference of the depths is in proportion.
+    ``least`` is the fewest of the shallower one; the difference of the depths is in proportion.
     """
     n_layers = config.model.n_layers
     turn = math.lcm(layers_in_turn(model), config.memory.checkpointing_every)

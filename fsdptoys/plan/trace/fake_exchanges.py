@@ -9,9 +9,9 @@ Messages of ring attention travel on their group's stream, which the compute str
 they are used.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,79 +32,69 @@ from .op_recorder import OpRecorder
 def fake_exchanges(recorder: OpRecorder, imbalance: float) -> Iterator[None]:
     """Let the traced rank receive ``imbalance`` times the mean of all ranks' rows, and messages as
     large as its own."""
+    fake = _FakeExchanges(recorder, imbalance)
     replacements: list[tuple[Any, str, Any]] = [
-        (expert_parallel, "read_splits", functools.partial(_read_splits, recorder, imbalance)),
-        (ring, "_pass_on", functools.partial(_pass_on, recorder)),
+        (expert_parallel, "read_splits", fake.read_splits),
+        (ring, "_pass_on", fake.pass_on),
     ]
     if recorder.device_type == "meta":  # there are no process groups
-
-        def communicate(name: str) -> Callable[..., None]:
-            return functools.partial(_communicate, recorder, name)
-
+        all_to_all = SimpleNamespace(all_to_all_single=fake.collective("all_to_all"))
+        all_reduce = SimpleNamespace(all_reduce=fake.all_reduce, ReduceOp=dist.ReduceOp)
         replacements += [
-            (ulysses, "_exchange", functools.partial(_exchange, recorder)),
-            (gathered, "_all_gather", communicate("all_gather")),
-            (gathered, "_reduce_scatter", communicate("reduce_scatter")),
-            (expert_parallel, "dist", SimpleNamespace(all_to_all_single=communicate("all_to_all"))),
-            (tensor_parallel, "_all_gather", communicate("all_gather")),
-            (tensor_parallel, "_reduce_scatter", communicate("reduce_scatter")),
-            (
-                tensor_parallel,
-                "dist",
-                SimpleNamespace(all_reduce=functools.partial(_all_reduce, recorder)),
-            ),
-            (
-                vocabulary,
-                "dist",
-                SimpleNamespace(
-                    all_reduce=functools.partial(_all_reduce, recorder), ReduceOp=dist.ReduceOp
-                ),
-            ),
+            (ulysses, "_exchange", fake.exchange),
+            (gathered, "_all_gather", fake.collective("all_gather")),
+            (gathered, "_reduce_scatter", fake.collective("reduce_scatter")),
+            (expert_parallel, "dist", all_to_all),
+            (tensor_parallel, "_all_gather", fake.collective("all_gather")),
+            (tensor_parallel, "_reduce_scatter", fake.collective("reduce_scatter")),
+            (tensor_parallel, "dist", all_reduce),
+            (vocabulary, "dist", all_reduce),
         ]
     with replaced(*replacements):
         yield
 
 
-def _communicate(
-    recorder: OpRecorder, name: str, received: Tensor, sent: Tensor, *_: Any, group: Any
-) -> None:
-    size = max(touched_bytes(received), touched_bytes(sent))
-    recorder.communicate(name, (received, sent), size, group, asynchronous=False)
+@dataclass
+class _FakeExchanges:
+    recorder: OpRecorder
+    imbalance: float
 
+    def collective(self, name: str) -> Callable[..., None]:
+        def communicate(received: Tensor, sent: Tensor, *_: Any, group: Any) -> None:
+            size = max(touched_bytes(received), touched_bytes(sent))
+            self.recorder.communicate(name, (received, sent), size, group, asynchronous=False)
 
-def _all_reduce(recorder: OpRecorder, tensor: Tensor, *_: Any, group: Any) -> None:
-    _communicate(recorder, "all_reduce", tensor, tensor, group=group)
+        return communicate
 
+    def all_reduce(self, tensor: Tensor, *_: Any, group: Any) -> None:
+        self.collective("all_reduce")(tensor, tensor, group=group)
 
-def _exchange(recorder: OpRecorder, sent: Tensor, group: Any) -> Tensor:
-    received = torch.empty_like(sent)
-    _communicate(recorder, "all_to_all", received, sent, group=group)
-    return received
-
-
-def _pass_on(recorder: OpRecorder, tensor: Tensor, group: Any) -> Callable[[], Tensor]:
-    sent = tensor.contiguous()
-    received = torch.empty_like(sent)
-    wait = recorder.communicate(
-        "send", (sent, received), touched_bytes(sent), group, asynchronous=True
-    )
-
-    def arrive() -> Tensor:
-        nonlocal sent
-        wait()
-        del sent  # kept until the message has left
+    def exchange(self, sent: Tensor, group: Any) -> Tensor:
+        received = torch.empty_like(sent)
+        self.collective("all_to_all")(received, sent, group=group)
         return received
 
-    return arrive
+    def pass_on(self, tensor: Tensor, group: Any) -> Callable[[], Tensor]:
+        sent = tensor.contiguous()
+        received = torch.empty_like(sent)
+        wait = self.recorder.communicate(
+            "send", (sent, received), touched_bytes(sent), group, asynchronous=True
+        )
 
+        def arrive() -> Tensor:
+            nonlocal sent
+            wait()
+            del sent  # kept until the message has left
+            return received
 
-def _read_splits(
-    recorder: OpRecorder, imbalance: float, splits_2N: Tensor, rows: int
-) -> tuple[list[int], list[int]]:
-    if recorder.device_type != "cpu":
-        recorder.add(HostWaitStream(recorder.stream()))
-    ranks = splits_2N.shape[1]
-    return _even(rows, ranks), _even(min(round(rows * imbalance), rows * ranks), ranks)
+        return arrive
+
+    def read_splits(self, splits_2N: Tensor, rows: int) -> tuple[list[int], list[int]]:
+        if self.recorder.device_type != "cpu":
+            self.recorder.add(HostWaitStream(self.recorder.stream()))
+        ranks = splits_2N.shape[1]
+        received = min(round(rows * self.imbalance), rows * ranks)
+        return _even(rows, ranks), _even(received, ranks)
 
 
 def _even(rows: int, ranks: int) -> list[int]:

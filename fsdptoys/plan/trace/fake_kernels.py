@@ -212,25 +212,30 @@ def replace_kernels(attention: AttentionKind, listener: Listener | None = None) 
     if attention is AttentionKind.cpu:
         for dtype in (torch.float32, torch.bfloat16):
             grouped.choose_product("cpu", dtype)  # fills a cache by trials, which take real tensors
+    # No trial, which takes real tensors.
+    planned = dict.fromkeys(("torch", "looped"), lambda *args: PlannedGrouped())
+    # A block mask is small, and flex_attention keeps the same tensors as FlashAttention.
+    causal = functools.partial(attention_cuda, is_causal=True)
+    flex = DocumentAttention(
+        lambda segments, dtype: segments.new_empty(segments.shape[0], 1),
+        lambda query, key, value, mask: causal(query, key, value),
+    )
+    entries: list[tuple[Any, dict[str, Any]]] = [
+        (
+            IMPLEMENTATIONS["grouped_matmul"],
+            {**planned, "npu": lambda *args: npu_kernels.NPUGrouped()},
+        ),
+        (IMPLEMENTATIONS["attention"], {"flex": causal}),
+        (IMPLEMENTATIONS["document_attention"], {"flex": flex}),
+    ]
+    for operation, function in COMPILED.items():
+        entries.append((IMPLEMENTATIONS[operation], {"compiled": function}))
     if attention is AttentionKind.npu:
         replacements.append((F, "scaled_dot_product_attention", attention_npu))
+        kept = (*SAVED_OPERATORS["attention"], torch.ops.planned.npu_fusion_attention.default)
+        entries.append((SAVED_OPERATORS, {"attention": kept}))
     with replaced(*replacements), ExitStack() as stack:
-        if attention is AttentionKind.npu:
-            kept = (*SAVED_OPERATORS["attention"], torch.ops.planned.npu_fusion_attention.default)
-            stack.enter_context(mock.patch.dict(SAVED_OPERATORS, attention=kept))
-        # No trial, which takes real tensors.
-        planned = dict.fromkeys(("torch", "looped"), lambda *args: PlannedGrouped())
-        products = {**planned, "npu": lambda *args: npu_kernels.NPUGrouped()}
-        stack.enter_context(mock.patch.dict(IMPLEMENTATIONS["grouped_matmul"], products))
-        # A block mask is small, and flex_attention keeps the same tensors as FlashAttention.
-        causal = functools.partial(attention_cuda, is_causal=True)
-        flex = DocumentAttention(
-            lambda segments, dtype: segments.new_empty(segments.shape[0], 1),
-            lambda query, key, value, mask: causal(query, key, value),
-        )
-        stack.enter_context(mock.patch.dict(IMPLEMENTATIONS["attention"], flex=causal))
-        stack.enter_context(mock.patch.dict(IMPLEMENTATIONS["document_attention"], flex=flex))
-        for operation, function in COMPILED.items():
-            stack.enter_context(mock.patch.dict(IMPLEMENTATIONS[operation], compiled=function))
+        for table, values in entries:
+            stack.enter_context(mock.patch.dict(table, values))
         stack.callback(npu_kernels.causal_mask.cache_clear)
         yield

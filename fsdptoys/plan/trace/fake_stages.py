@@ -31,20 +31,15 @@ class FakeWork:
     """Messages under way, which hold their tensors until something waits for them."""
 
     def __init__(
-        self,
-        recorder: OpRecorder,
-        sends: Sequence[bool],
-        tensors: Sequence[Tensor],
-        peers: Sequence[int],
-        group: Any,
+        self, recorder: OpRecorder, parts: Sequence[tuple[bool, Tensor, int]], group: Any
     ) -> None:
-        self._tensors: tuple[Tensor, ...] = tuple(tensors)
-        self._wait = recorder.exchange(list(zip(sends, tensors, peers, strict=True)), group)
+        self._parts = parts
+        self._wait = recorder.exchange(parts, group)
 
     def wait(self, *_: Any) -> bool:
         """Let the current stream wait."""
         self._wait()
-        self._tensors = ()
+        self._parts = ()
         return True
 
 
@@ -53,37 +48,15 @@ def fake_stages(recorder: OpRecorder) -> Iterator[None]:
     """Let a stage's messages be recorded instead of sent."""
     from torch.distributed.pipelining import _utils, schedules  # takes a second to import
 
-    def place(group: Any, peer: int | None, group_peer: int | None) -> int:
-        if group_peer is not None:
-            return group_peer
-        assert peer is not None
-        return dist.get_group_rank(group, peer)
+    def isend(tensor: Tensor, *, group: Any, tag: int, group_dst: int) -> FakeWork:
+        return FakeWork(recorder, [(True, tensor, group_dst)], group)
 
-    def isend(
-        tensor: Tensor,
-        dst: int | None = None,
-        group: Any = None,
-        tag: int = 0,
-        group_dst: int | None = None,
-    ) -> FakeWork:
-        return FakeWork(recorder, [True], [tensor], [place(group, dst, group_dst)], group)
-
-    def irecv(
-        tensor: Tensor,
-        src: int | None = None,
-        group: Any = None,
-        tag: int = 0,
-        group_src: int | None = None,
-    ) -> FakeWork:
-        return FakeWork(recorder, [False], [tensor], [place(group, src, group_src)], group)
+    def irecv(tensor: Tensor, *, group: Any, tag: int, group_src: int) -> FakeWork:
+        return FakeWork(recorder, [(False, tensor, group_src)], group)
 
     def batch_isend_irecv(ops: Sequence[dist.P2POp]) -> list[FakeWork]:
-        group, peers = ops[0].group, [op.group_peer for op in ops]
-        return [
-            FakeWork(
-                recorder, [op.op is isend for op in ops], [op.tensor for op in ops], peers, group
-            )
-        ]
+        parts = [(op.op is isend, op.tensor, op.group_peer) for op in ops]
+        return [FakeWork(recorder, parts, ops[0].group)]
 
     run_stage = PipelinedModel.run_stage
 
