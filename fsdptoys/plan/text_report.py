@@ -21,7 +21,7 @@ from fsdptoys.plan.search.frontier_plot import spread_out
 from fsdptoys.plan.search.ranking import Candidate, frontier, layout, traits
 from fsdptoys.plan.search.search import SearchResult
 from fsdptoys.plan.search.switches import count_parameters, node_ranks_of
-from fsdptoys.utils.tables import GAP, print_grid
+from fsdptoys.utils.tables import print_grid
 
 BAR = 24  # Characters of the longest bar
 MOST_ROWS_OF_FRONTIER = 12
@@ -62,14 +62,10 @@ def print_search(result: SearchResult, rows: int, caveats: Sequence[str], consol
     fit, over = len(result.candidates), len(result.over)
     fits, does = f"combination{'s fit' if fit != 1 else ' fits'}", "does" if over == 1 else "do"
     _line(f"{fit:,} {fits}, {over:,} {does} not{refused}", console)
-    _heading("Fastest", console)
-    _print_candidates(result.leading(rows), console)
+    _print_candidates("Fastest", result.leading(rows), console)
     best = frontier(result.candidates)
-    _heading("Pareto front: least memory for each speed", console)
-    span = (best[-1].reserved_bytes / GIB, best[-1].tokens_per_second)
-    _print_candidates(
-        list(reversed(spread_out(best, MOST_ROWS_OF_FRONTIER, span, least=0.01))), console
-    )
+    rows_of_frontier = list(reversed(spread_out(best, MOST_ROWS_OF_FRONTIER)))
+    _print_candidates("Pareto front: least memory for each speed", rows_of_frontier, console)
     _print_effects(effects(result.best, result.candidates, result.over), console)
     _print_caveats(caveats, console)
     _heading("Command of the best", console)
@@ -127,25 +123,27 @@ def candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
 def _print_header(
     config: Config, prediction: Prediction, hardware: Hardware, console: Console
 ) -> None:
-    train, parallel = config.train, config.parallel
+    train, parallel, mesh = config.train, config.parallel, config.mesh
     _print_model(config, console)
     _line(f"{_ranks(prediction.world_size)} on {hardware.title}; {prediction.method}", console)
-    shards = (
-        config.mesh.shard_ranks(prediction.world_size)
-        if parallel.capabilities.shards_parameters
-        else 1
-    )
-    replicas = config.mesh.stage_ranks(prediction.world_size) // shards
-    sharding = f"shards over {_ranks(shards)}" if shards > 1 else "full parameters on each rank"
-    replicating = f", {replicas} replicas" if replicas > 1 and shards > 1 else ""
-    mesh = config.mesh
-    sharing = f", sequences over {mesh.cp_size}" if mesh.cp_size > 1 else ""
-    splitting = f", experts over {mesh.ep_size}" if mesh.ep_size > 1 else ""
-    splitting += f", features over {mesh.tp_size}" if mesh.tp_size > 1 else ""
-    splitting += f", layers over {mesh.pp_size}" if mesh.pp_size > 1 else ""
-    on = f"; {', '.join(traits(config))}" if traits(config) else ""
-    axes = f"{sharding}{replicating}{sharing}{splitting}"
-    _line(f"{parallel.name}: {axes}, {parallel.param_dtype.value}{on}", console)
+    parts = ["full parameters on each rank"]
+    shards = mesh.shard_ranks(prediction.world_size)
+    replicas = mesh.stage_ranks(prediction.world_size) // shards
+    if parallel.capabilities.shards_parameters and shards > 1:
+        parts = [f"shards over {_ranks(shards)}"]
+        if replicas > 1:
+            parts.append(f"{replicas} replicas")
+    for name, ranks in (
+        ("sequences", mesh.cp_size),
+        ("experts", mesh.ep_size),
+        ("features", mesh.tp_size),
+        ("layers", mesh.pp_size),
+    ):
+        if ranks > 1:
+            parts.append(f"{name} over {ranks}")
+    parts.append(parallel.param_dtype.value)
+    switches = f"; {', '.join(traits(config))}" if traits(config) else ""
+    _line(f"{parallel.name}: {', '.join(parts)}{switches}", console)
     accumulated = f" x {train.grad_accum} micro-batches" if train.grad_accum > 1 else ""
     per_rank = f"{train.batch_size} x {train.seq_len:,} tokens{accumulated}"
     sharing_ranks = mesh.cp_size * mesh.tp_size * mesh.pp_size
@@ -194,8 +192,7 @@ def _print_communication(time: TimePrediction, console: Console) -> None:
             (volume.collective, volume.axis, *counts, _gib(volume.bytes), _seconds(volume.seconds))
         )
     if time.volumes:
-        _heading("Communication in a step", console)
-        print_grid(rows, "llrrrr", console, headed=True)
+        _table("Communication in a step", rows, "llrrrr", console)
 
 
 def _print_time(prediction: Prediction, console: Console) -> None:
@@ -239,27 +236,24 @@ def _print_stages(prediction: Prediction, console: Console) -> None:
         waits = _seconds(stage.wait_seconds), f"{stage.wait_seconds / step:.1%}"
         rows.append((str(index), stage.layers, *memory, _seconds(stage.compute_seconds), *waits))
     if prediction.stages:
-        _heading("Pipeline ranks", console)
-        print_grid(rows, "llrrrrr", console, headed=True)
+        _table("Pipeline ranks", rows, "llrrrrr", console)
 
 
 def _print_advice(advice: Sequence[Advice], fits: bool, console: Console) -> None:
     heading = "Largest savings; no two changes make it fit, so try fsdptoys plan search"
     if fits or any(one.fits for one in advice):
         heading = "Faster settings" if fits else "Changes that make it fit"
-    _heading(heading, console)
     rows = [("reserved", "tokens/s", "change", "type")]
     for one in advice:
         speed = f"{one.tokens_per_second:,.0f}", f"{one.speed_change:+.1%}"
         rows.append((_gib(one.reserved_bytes), *speed, " ".join(one.words)))
-    print_grid(rows, "rrrl", console, headed=True)
+    _table(heading, rows, "rrrl", console)
 
 
 def _print_effects(found: Sequence[Effect], console: Console) -> None:
     """Print the cost and gain of each setting of the best."""
     if not found:
         return
-    _heading("Why the best: its settings against others, all else equal", console)
     rows = [("memory", "step", "tokens/s", "setting", "instead of")]
     for one in found:
         signs = "-" if one.saved_bytes > 0 else "+", "-" if one.added_seconds < 0 else "+"
@@ -268,7 +262,8 @@ def _print_effects(found: Sequence[Effect], console: Console) -> None:
         rows.append(
             (signs[0] + _gib(abs(one.saved_bytes)), step, f"{one.speedup:+.1%}", one.setting, other)
         )
-    print_grid(rows, "rrrll", console, headed=True)
+    heading = "Why the best: its settings against others, all else equal"
+    _table(heading, rows, "rrrll", console)
 
 
 def _print_caveats(sentences: Sequence[str], console: Console) -> None:
@@ -278,7 +273,7 @@ def _print_caveats(sentences: Sequence[str], console: Console) -> None:
             _bullet(sentence, console)
 
 
-def _print_candidates(candidates: Sequence[Candidate], console: Console) -> None:
+def _print_candidates(heading: str, candidates: Sequence[Candidate], console: Console) -> None:
     rows: list[tuple[str, ...]] = [
         ("tokens/s", "MFU", "reserved", "host", "batch", "strategy", "switches")
     ]
@@ -291,7 +286,7 @@ def _print_candidates(candidates: Sequence[Candidate], console: Console) -> None
         rows.append((f"{prediction.tokens_per_second:,.0f}", mfu, *memory, *setting))
     if all(row[3] == "-" for row in rows[1:]):
         rows = [(*row[:3], *row[4:]) for row in rows]
-    print_grid(rows, "r" * (len(rows[0]) - 2) + "ll", console, headed=True)
+    _table(heading, rows, "r" * (len(rows[0]) - 2) + "ll", console)
 
 
 def _print_model(config: Config, console: Console) -> None:
@@ -335,6 +330,11 @@ def _heading(text: str, console: Console) -> None:
     _line(text, console, style="bold")
 
 
+def _table(heading: str, rows: Sequence[tuple[str, ...]], justify: str, console: Console) -> None:
+    _heading(heading, console)
+    print_grid(rows, justify, console, headed=True)
+
+
 def _line(text: str, console: Console, style: str | None = None) -> None:
     console.print(text, style=style, highlight=False, markup=False, emoji=False)
 
@@ -352,15 +352,8 @@ def _bars(heading: str, sizes: dict[str, int], console: Console) -> None:
     _heading(heading, console)
     mark = "#" if console.options.ascii_only else "█"
     most, total = max(sizes.values()), sum(sizes.values())
-    columns = (
-        max(map(len, sizes))
-        + max(len(_gib(size)) for size in sizes.values())
-        + len("100.0%")
-        + 3 * GAP
-    )
-    longest = max(1, min(BAR, console.width - columns))
     rows = [
-        (name, _gib(size), f"{size / total:.1%}", mark * round(longest * size / most))
+        (name, _gib(size), f"{size / total:.1%}", mark * round(BAR * size / most))
         for name, size in sorted(sizes.items(), key=lambda item: -item[1])
     ]
     print_grid(rows, "lrrl", console)

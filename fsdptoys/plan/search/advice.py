@@ -5,14 +5,14 @@ that common errors cancel.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing
-from fsdptoys.metrics.prediction import Prediction, TimePrediction
+from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.models import MoEConfig
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
@@ -83,9 +83,11 @@ def advise(
             changes for changes in changes_of_one if not any("offload" in key for key in changes)
         ]
     if fits:
-        return _faster(config, changes_of_one, evaluate, before.time)
+        changes_of_one = [changes for changes in changes_of_one if not _only_saves(config, changes)]
     alone = [(changes, evaluate(changes)) for changes in changes_of_one]
     advice = [one for _, one in alone if one is not None]
+    if fits:
+        return _fastest(one for one in advice if one.fits and one.speed_change >= WORTHWHILE)
     savers = [
         changes for changes, one in alone if one is not None and one.reserved_change_bytes < 0
     ]
@@ -101,28 +103,6 @@ def advise(
     if enough:
         return _fastest(dict.fromkeys(enough))
     return sorted(advice, key=lambda one: one.reserved_bytes)[:MAX_ADVICE]
-
-
-def _faster(
-    config: Config,
-    alternatives: Sequence[Changes],
-    evaluate: Callable[[Changes], Advice | None],
-    time: TimePrediction,
-) -> list[Advice]:
-    """Evaluate the alternatives that can make a run faster that fits and takes ``time``."""
-
-    def best(changes: Iterable[Changes], advice: Sequence[Advice] = ()) -> list[Advice]:
-        candidates = [*advice, *filter(None, map(evaluate, changes))]
-        return _fastest(one for one in candidates if one.fits and one.speed_change >= WORTHWHILE)
-
-    alternatives = [changes for changes in alternatives if not _only_saves(config, changes)]
-    advice = best(changes for changes in alternatives if "parallel.wrap" not in changes)
-    # Other units compute the same, so they gain at most the waits.
-    waits = time.step_seconds / time.compute_seconds - 1
-    least = advice[-1].speed_change if len(advice) == MAX_ADVICE else WORTHWHILE
-    if waits < least:
-        return advice
-    return best((changes for changes in alternatives if "parallel.wrap" in changes), advice)
 
 
 def _only_saves(config: Config, changes: Changes) -> bool:

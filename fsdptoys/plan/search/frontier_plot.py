@@ -10,7 +10,7 @@ from fsdptoys.utils.figures import Axis, Picture, Series, Shape, label_points
 from .ranking import Candidate, frontier, label
 from .search import SearchResult
 
-MOST_LABELS = 9  # Labels in the plot, on the points of the frontier furthest apart
+MOST_LABELS = 9  # Labels of points of the frontier
 
 
 def draw_frontier(path: Path, title: str, result: SearchResult) -> None:
@@ -39,7 +39,7 @@ def draw_frontier(path: Path, title: str, result: SearchResult) -> None:
         bands=((limit, 1.25 * limit),),
         bands_text=f"beyond the memory limit of {limit:.4g} GiB",
     )
-    points = spread_out(best, MOST_LABELS, (1.35 * limit, top), least=0.0)
+    points = spread_out(best, MOST_LABELS)
     labels = [(*_place(candidate), label(candidate.config)) for candidate in points]
     draw_png(path, label_points(picture, labels), heights=[5.6])
 
@@ -49,25 +49,9 @@ def _place(candidate: Candidate) -> tuple[float, float]:
     return candidate.reserved_bytes / GIB, candidate.tokens_per_second
 
 
-def spread_out(
-    best: Sequence[Candidate], most: int, span: tuple[float, float], least: float
-) -> list[Candidate]:
-    """At most ``most`` points of a frontier: the fastest, the smallest, then the furthest from
-    those chosen.
-
-    ``span`` are the GiB and tokens per second that count as equally far; points nearer than
-    ``least`` spans are left out.
-    """
-    places = [(gib / span[0], speed / span[1]) for gib, speed in map(_place, best)]
-    chosen = list(dict.fromkeys([len(best) - 1, 0]))
-    while len(chosen) < min(most, len(best)):
-        # Labels are wide and low, so vertical distance counts more.
-        distance = [
-            min(abs(x - places[c][0]) / 4 + abs(y - places[c][1]) for c in chosen)
-            for x, y in places
-        ]
-        furthest = max(range(len(best)), key=distance.__getitem__)
-        if distance[furthest] < least:
-            break
-        chosen.append(furthest)
-    return [best[index] for index in sorted(chosen)]
+def spread_out(best: Sequence[Candidate], most: int) -> list[Candidate]:
+    """At most ``most`` points of a frontier at equal distances, the smallest and the fastest among
+    them."""
+    count = min(most, len(best))
+    steps = max(1, count - 1)
+    return [best[round(index * (len(best) - 1) / steps)] for index in range(count)]
