@@ -6,17 +6,10 @@ by brute force.
 2. Random searches over few layers: every candidate is traced in full, and a search counts as right
    if one of the first three of the planner is the fastest that fits, or ties with it (within the 1%
    that the planner counts as a tie).
-
-Traces are made by forks of a process that has done nothing but import.
 """
 
-import multiprocessing
-import os
-import pickle
 import random
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -24,21 +17,22 @@ from pathlib import Path
 import yaml
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
+from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware, load_hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import MemoryPrediction, TimePrediction
 from fsdptoys.plan.estimate.estimate import fast_estimate
-from fsdptoys.plan.search.ranking import TIE, Candidate, label
+from fsdptoys.plan.search.ranking import TIE, label
 from fsdptoys.plan.search.search import SearchResult, search
 from fsdptoys.plan.search.switches import validate_switches
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.replay import replay
+from fsdptoys.utils.tables import markdown_table
 from scripts.common.progress import unit
-from tests.harness.full_trace import answer_one, predict_in_full
+from tests.harness.full_trace import predict_in_full, trace_run
+from tests.harness.plan_processes import in_fresh_process
 
-GIB = 2**30
 MODELS = ("llama3_1b", "llama3_8b", "llama2_7b", "qwen3_0.6b", "qwen3_moe_mini")
 ERROR_BAR = 0.10
 SEARCHES_BAR = 0.95
@@ -113,42 +107,20 @@ class Searched:
         return self.loss <= TIE
 
 
-@contextmanager
-def _tracing(jobs: int) -> Iterator[Callable[[Sequence[Run]], list[Traced | None]]]:
-    """Yield a function that traces runs at full depth, and replays them; None for a run that a
-    trace refuses."""
-    os.environ |= {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    }
-    context = multiprocessing.get_context("forkserver")
-    # A child imports the main script again, and the strategy and the fake process group where it
-    # builds them.
-    modules = [f"fsdptoys.parallel.{name}" for name in ("single", "ddp", "fsdp1", "fsdp2")]
-    context.set_forkserver_preload(
-        ["scripts.planner.validate_plan", "torch.testing._internal.distributed.fake_pg", *modules]
-    )
+def trace_in_full(runs: Sequence[Run], jobs: int) -> list[Traced]:
+    """Trace runs at full depth, and replay them."""
+    with ThreadPool(jobs) as pool:
+        return pool.starmap(_trace_one, runs, chunksize=1)
 
-    with tempfile.TemporaryDirectory() as name, ThreadPool(jobs) as pool:
 
-        def one(numbered: tuple[int, Run]) -> Traced | None:
-            number, (config, hardware, world_size) = numbered
-            path = Path(name) / f"{number}.pickle"
-            process = context.Process(target=answer_one, args=(path, config, hardware, world_size))
-            process.start()
-            process.join()
-            answer = pickle.loads(path.read_bytes())
-            path.unlink()
-            if isinstance(answer, tuple):
-                if answer[0] is ConfigError:
-                    return None
-                raise RuntimeError(answer[1])
-            allocator = build_allocator(AllocatorKind.expandable, device_type=hardware.device_type)
-            made = replay(answer, hardware, allocator)
-            return made.memory(), made.time()
-
-        yield lambda runs: pool.map(one, enumerate(runs), chunksize=1)
+def _trace_one(config: Config, hardware: Hardware, world_size: int) -> Traced:
+    if config.mesh.pp_size > 1:
+        prediction = predict_in_full(config, hardware, world_size)
+        return prediction.memory, prediction.time
+    trace = in_fresh_process(trace_run, config, hardware, world_size)
+    allocator = build_allocator(config.plan.allocator, hardware.device_type)
+    replayed = replay(trace, hardware, allocator)
+    return replayed.memory(), replayed.time()
 
 
 def configured(hardware: Hardware, world_size: int, words: Sequence[str]) -> Config:
@@ -165,12 +137,10 @@ def estimate_errors(jobs: int, count: int | None = None) -> list[Error]:
     for run in planned:
         hardware = load_hardware(run.profile)
         runs.append((configured(hardware, run.ranks, run.words), hardware, run.ranks))
-    with unit(f"traces of {len(runs)} runs"), _tracing(jobs) as trace:
-        traced = iter(trace([run for run in runs if run[0].mesh.pp_size == 1]))
-        full = [next(traced) if run[0].mesh.pp_size == 1 else _of_pipeline(*run) for run in runs]
+    with unit(f"traces of {len(runs)} runs"):
+        full = trace_in_full(runs, jobs)
     errors = []
     for run, (config, hardware, ranks), prediction in zip(planned, runs, full, strict=True):
-        assert prediction is not None
         memory, time = prediction
         estimate = fast_estimate(config, hardware, ranks)
         errors.append(
@@ -184,47 +154,37 @@ def estimate_errors(jobs: int, count: int | None = None) -> list[Error]:
     return errors
 
 
-def _of_pipeline(config: Config, hardware: Hardware, world_size: int) -> Traced:
-    """Of all ranks' traces: memory of the largest, time of the busiest."""
-    prediction = predict_in_full(config, hardware, world_size)
-    return prediction.memory, prediction.time
-
-
 def random_search(draw: random.Random) -> tuple[str, Hardware, int, float, list[str]]:
     """A name, and profile, ranks, memory and overrides of a search over two kinds of settings."""
-    profile, world_size = (
-        draw.choice(["h100", "h200", "a100", "4090", "a2"]),
-        draw.choice([1, 2, 8, 8, 16]),
-    )
-    model, layers = draw.choice([*MODELS, "gpt2"]), draw.choice([2, 3])
-    seq_len = draw.choice([512, 1024]) if model == "gpt2" else draw.choice([1024, 2048, 4096])
-    words = [
-        f"model={model}",
-        f"model.n_layers={layers}",
-        f"train.seq_len={seq_len}",
-        "parallel.param_dtype=bfloat16",
-    ]
-    words += ["experiment=null", "mesh.pp_size=1"]  # one rank is traced
-    words += draw.choice(
-        [[], [], ["optim=sgd"], ["optim.state_dtype=bfloat16"], ["optim.implementation=foreach"]]
-    )
+    profile = draw.choice(["h100", "h200", "a100", "4090", "a2"])
+    world_size = draw.choice([1, 2, 8, 8, 16])
+    model = draw.choice([*MODELS, "gpt2"])
+    seq_len = draw.choice([512, 1024] if model == "gpt2" else [1024, 2048, 4096])
     settings = {
-        "checkpointing": [f"memory.gradient_checkpointing={draw.choice(['none', 'full'])}"],
-        "loss": [f"memory.chunk_loss={draw.choice(['true', 'false'])}"],
-        "offload": ["memory.optimizer_offload=false", "memory.cpu_offload=false"],
-        "batch": [f"train.batch_size={draw.choice([1, 2, 4])}"],
+        "checkpointing": f"memory.gradient_checkpointing={draw.choice(['none', 'full'])}",
+        "loss": f"memory.chunk_loss={draw.choice(['true', 'false'])}",
+        "offload": "memory.optimizer_offload=false memory.cpu_offload=false",
+        "batch": f"train.batch_size={draw.choice([1, 2, 4])}",
     }
-    if world_size == 1:
-        words.append("parallel=single")
-    else:
+    if world_size > 1:
         settings |= {
-            "strategy": ["parallel=fsdp2"],
-            "units": ["parallel.reshard_after_forward=default", "parallel.wrap=block"],
-            "shards": ["mesh.fsdp_size=-1"],
-            "exchanges": ["mesh.cp_size=1", "mesh.ep_size=1"],
+            "strategy": "parallel=fsdp2",
+            "units": "parallel.reshard_after_forward=default parallel.wrap=block",
+            "shards": "mesh.fsdp_size=-1",
+            "exchanges": "mesh.cp_size=1 mesh.ep_size=1",
         }
     varied = draw.sample(sorted(settings), 2)
-    words += [word for name, fixed in settings.items() if name not in varied for word in fixed]
+    words = [
+        "experiment=null",
+        f"model={model}",
+        f"model.n_layers={draw.choice([2, 3])}",
+        f"train.seq_len={seq_len}",
+        "parallel.param_dtype=bfloat16",
+        "mesh.pp_size=1",  # one rank is traced
+        *draw.choice([[], ["optim=sgd"], ["optim.state_dtype=bfloat16"]]),
+        *(["parallel=single"] if world_size == 1 else []),
+        *" ".join(text for name, text in settings.items() if name not in varied).split(),
+    ]
     if "checkpointing" not in varied or draw.random() < 0.5:
         words.append("memory.activation_offload=false")
     gib = draw.choice([4, 8, 12, 16, 24, 40, 76])
@@ -232,48 +192,37 @@ def random_search(draw: random.Random) -> tuple[str, Hardware, int, float, list[
     return name, load_hardware(profile), world_size, gib * GIB, words
 
 
-def run_searches(count: int, jobs: int, seed: int = 0) -> list[Searched]:
+def run_searches(count: int, jobs: int) -> list[Searched]:
     """Search, and trace every candidate; searches with too few that fit, or too many, are drawn
     again."""
-    draw, done = random.Random(seed), []
-    with _tracing(jobs) as trace:
-        while len(done) < count:
-            name, hardware, world_size, memory_bytes, words = random_search(draw)
-            try:
-                base = compose_config(words)
-                result = search(base, words, hardware, world_size, memory_bytes, fast_estimate)
-            except ConfigError:
-                continue
-            if (
-                len(result.candidates) <= CHECKED
-                or len(result.candidates) + len(result.over) > MOST_CANDIDATES
-            ):
-                continue
-            with unit(
-                f"search {len(done) + 1} of {len([*result.candidates, *result.over])} candidates"
-            ) as note:
-                done.append(_judge(name, result, trace))
-                note.note = f"place {done[-1].place}"
+    draw = random.Random(0)
+    done: list[Searched] = []
+    while len(done) < count:
+        name, hardware, world_size, memory_bytes, words = random_search(draw)
+        try:
+            base = compose_config(words)
+            result = search(base, words, hardware, world_size, memory_bytes, fast_estimate)
+        except ConfigError:
+            continue
+        every = [*result.candidates, *result.over]
+        if len(result.candidates) > CHECKED and len(every) <= MOST_CANDIDATES:
+            with unit(f"search {len(done) + 1} of {len(every)} candidates"):
+                runs = [(one.config, hardware, world_size) for one in every]
+                done.append(judge(name, result, trace_in_full(runs, jobs)))
     return done
 
 
-def _judge(
-    name: str, result: SearchResult, trace: Callable[[Sequence[Run]], list[Traced | None]]
-) -> Searched:
+def judge(name: str, result: SearchResult, traced: Sequence[Traced]) -> Searched:
+    """Compare the first candidates of a search with all, whose traces are given."""
     every = [*result.candidates, *result.over]
-    found = trace([(one.config, result.hardware, result.world_size) for one in every])
     speeds: dict[str, float] = {}
-    for one, made in zip(every, found, strict=True):
-        if made is not None:
-            memory, time = made
-            fits = memory.reserved_bytes <= result.memory_bytes
-            speeds[label(one.config)] = fits * one.prediction.tokens_per_step / time.step_seconds
+    for one, (memory, time) in zip(every, traced, strict=True):
+        fits = memory.reserved_bytes <= result.memory_bytes
+        speeds[label(one.config)] = fits * one.prediction.tokens_per_step / time.step_seconds
     order = sorted(speeds.values(), reverse=True)
-    chosen: list[Candidate] = result.leading(CHECKED)
-    best = max(speeds.get(label(one.config), 0.0) for one in chosen)
-    return Searched(
-        name, len(every), order.index(best) + 1, 1 - best / order[0] if order[0] else 0.0
-    )
+    best = max(speeds[label(one.config)] for one in result.leading(CHECKED))
+    loss = 1 - best / order[0] if order[0] else 0.0
+    return Searched(name, len(every), order.index(best) + 1, loss)
 
 
 def render(errors: Sequence[Error], searches: Sequence[Searched]) -> tuple[list[str], bool]:
@@ -281,29 +230,24 @@ def render(errors: Sequence[Error], searches: Sequence[Searched]) -> tuple[list[
     lines = ["## Estimates against full traces", ""]
     missed = [error for error in errors if error.worst > ERROR_BAR]
     if errors:
-        lines += [
-            f"Layers as given, else 4; {len(missed)} of {len(errors)} runs over {ERROR_BAR:.0%}.",
-            "",
-        ]
-        lines += ["| profile, ranks: overrides | peak | reserved | step |", "|---|---:|---:|---:|"]
-        lines += [
-            f"| {one.name} | {one.peak:+.1%} | {one.reserved:+.1%} | {one.step:+.1%} |"
+        cells = [["profile, ranks: overrides", "peak", "reserved", "step"]]
+        cells += [
+            [one.name, f"{one.peak:+.1%}", f"{one.reserved:+.1%}", f"{one.step:+.1%}"]
             for one in errors
         ]
+        lines += [f"{len(missed)} of {len(errors)} runs over {ERROR_BAR:.0%}.", ""]
+        lines += [markdown_table(cells, right=(1, 2, 3)), ""]
     wrong = [one for one in searches if not one.right]
     if searches:
         first = sum(one.place == 1 for one in searches)
-        lines += ["", "### Random searches, all candidates traced", ""]
         lines += [
-            (
-                f"- In {len(searches) - len(wrong)} of {len(searches)} the best, or a tie of 1%, "
-                f"is among the planner's first three; in {first} the best itself."
-            ),
+            "### Random searches, all candidates traced",
+            "",
+            f"- In {len(searches) - len(wrong)} of {len(searches)} the best, or a tie of 1%, is "
+            f"among the planner's first three; in {first} the best itself.",
             f"- {sum(one.candidates for one in searches)} candidates traced.",
         ]
-        lines += [
-            f"- Place {one.place} of {one.candidates}, {one.loss:.1%} slower: {one.name}"
-            for one in wrong
-        ]
+    for one in wrong:
+        lines.append(f"- Place {one.place} of {one.candidates}, {one.loss:.1%} slower: {one.name}")
     met = not missed and len(wrong) <= (1 - SEARCHES_BAR) * len(searches)
     return lines, met

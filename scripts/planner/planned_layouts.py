@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware
 from fsdptoys.loss import vocabulary
 from fsdptoys.memory import activation_checkpointing
@@ -28,51 +29,32 @@ from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
 from fsdptoys.plan.estimate import unit_traces
 from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.trace.fake_device import replaced
+from fsdptoys.utils.tables import markdown_table
 from scripts.common.progress import unit
 from scripts.planner.loss_parallel import LossParallel
 from scripts.planner.published_layouts import MACHINES, PublishedLayout, machine
 from scripts.planner.published_torchtitan import keep_every_other_product
 
-GIB = 2**30
 MEMORY_BAR, RANK_BAR = 0.08, 0.8
 LEAST_ROWS = 3
 """Fewest layouts with a rank correlation."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A row's layout."""
-
-    row: PublishedLayout
-
-    def predict(self, hardware: Hardware) -> Prediction:
-        """Predict on a machine; caches of blocks and heads would take the row's for the trainer's,
-        and are emptied."""
-        loss = [(vocabulary, "_LogitsLoss", LossParallel)] if self.row.loss_parallel else []
-        every_other = (
-            activation_checkpointing,
-            "create_selective_checkpoint_contexts",
-            _keep_every_other,
-        )
-        kept = [every_other] if self.row.checkpointing == "selective_torchtitan" else []
-        with replaced(*loss, *kept):
+def predict_row(row: PublishedLayout, hardware: Hardware) -> Prediction:
+    """Predict a row on a machine; caches of blocks and heads would take the row's for the
+    trainer's, and are emptied."""
+    parts: list[tuple[Any, str, Any]] = []
+    if row.loss_parallel:
+        parts.append((vocabulary, "_LogitsLoss", LossParallel))
+    if row.checkpointing == "selective_torchtitan":
+        contexts = "create_selective_checkpoint_contexts"
+        parts.append((activation_checkpointing, contexts, lambda _: keep_every_other_product()))
+    with replaced(*parts):
+        _forget()
+        try:
+            return fast_estimate(row.config(), hardware, row.gpus)
+        finally:
             _forget()
-            try:
-                return fast_estimate(self.row.config(), hardware, self.row.gpus)
-            finally:
-                _forget()
-
-    def seconds(self, hardware: Hardware) -> float:
-        """Seconds of a step."""
-        return self.predict(hardware).time.step_seconds
-
-    def reserved_bytes(self, hardware: Hardware) -> int:
-        """Reserved memory of the rank that has most."""
-        return self.predict(hardware).memory.reserved_bytes
-
-
-def _keep_every_other(_: Any) -> Any:
-    return keep_every_other_product()
 
 
 def _forget() -> None:
@@ -101,30 +83,19 @@ class PlannedLayout:
     def cells(self) -> list[str]:
         """Cells of the table."""
         row = self.row
-        sizes = f"{row.batch_size} × {row.seq_len:,}" + (
-            f" × {row.micro_batches}" if row.micro_batches > 1 else ""
-        )
+        sizes = f"{row.batch_size} × {row.seq_len:,}"
+        if row.micro_batches > 1:
+            sizes += f" × {row.micro_batches}"
         memory = ["", f"{self.memory_gib:.1f}", "", ""]
         if row.memory_gib is not None:
-            verdict = "met" if self.memory_met else "**missed**"
-            memory = [
-                f"{row.memory_gib:.1f}",
-                f"{self.memory_gib:.1f}",
-                f"{self.memory_gib / row.memory_gib:.2f}",
-                verdict,
-            ]
-        published = row.speed
-        speeds = [
-            f"{published:,.0f}",
-            f"{self.tokens_per_second:,.0f}",
-            f"{self.tokens_per_second / published:.2f}",
-        ]
-        fitted = (
-            ["fit" if row.fit else ""]
-            if self.fitted is None
-            else [f"{self.fitted / published:.2f}"]
-        )
-        return [row.name, row.layout, sizes, *memory, *speeds, *fitted, ", ".join(row.missing)]
+            memory[0] = f"{row.memory_gib:.1f}"
+            memory[2] = f"{self.memory_gib / row.memory_gib:.2f}"
+            memory[3] = "met" if self.memory_met else "**missed**"
+        speeds = [f"{row.speed:,.0f}", f"{self.tokens_per_second:,.0f}"]
+        speeds += [f"{self.tokens_per_second / row.speed:.2f}", "fit" if row.fit else ""]
+        if self.fitted is not None:
+            speeds[3] = f"{self.fitted / row.speed:.2f}"
+        return [row.name, row.layout, sizes, *memory, *speeds, ", ".join(row.missing)]
 
 
 @dataclass
@@ -137,45 +108,55 @@ class LayoutResults:
 
 def count_traces(rows: Sequence[PublishedLayout]) -> int:
     """Number of different layouts to trace."""
-    return len({row.trace_key for row in rows if not row.obstacle})
+    return len({row.trace_key for row in rows if not row.unplanned})
 
 
 def plan_layouts(rows: Sequence[PublishedLayout]) -> LayoutResults:
     """Predict the rows that can be planned, those with the fit of a machine first."""
-    results, fits = LayoutResults(), {}
-    made: dict[tuple[str, ...], tuple[float, float, float | None]] = {}
-    for row in sorted((row for row in rows if not row.obstacle), key=lambda row: not row.fit):
-        if (key := row.trace_key) not in made:
+    results = LayoutResults()
+    fits: dict[str, Hardware] = {}
+    predictions: dict[tuple[str, ...], tuple[float, float, float | None]] = {}
+    planned: dict[str, PlannedLayout] = {}
+    for row in sorted((row for row in rows if not row.unplanned), key=lambda row: not row.fit):
+        key = row.trace_key
+        if key not in predictions:
             with unit(row.name):
-                traced = Layout(row)
                 hardware = machine(row.machine)
                 if row.fit:
-                    case = Case(traced.seconds, row.tokens / row.speed, row.name)
-                    fits[row.machine] = calibrate(
-                        [case], hardware, choose_parameters(["compute"])
-                    ).hardware
+                    fits[row.machine] = fit_compute(row, hardware)
                     share = fits[row.machine].matmul_efficiency.value
                     results.notes.append(
                         f"{MACHINES[row.machine]}: {share:.3f} of the peak in matmuls, from "
                         f"“{row.name}”"
                     )
-                seconds = traced.seconds(fits[row.machine]) if row.machine in fits else None
-                made[key] = traced.reserved_bytes(hardware) / GIB, traced.seconds(hardware), seconds
-        memory, plain, seconds = made[key]
+                plain = predict_row(row, hardware)
+                seconds = None
+                if row.machine in fits:
+                    seconds = predict_row(row, fits[row.machine]).time.step_seconds
+                memory = plain.memory.reserved_bytes / GIB
+                predictions[key] = memory, plain.time.step_seconds, seconds
+        memory, plain_seconds, seconds = predictions[key]
         fitted = None if row.fit or seconds is None else row.tokens / seconds
-        results.planned.append(PlannedLayout(row, memory, row.tokens / plain, fitted))
-    order = {row.name: index for index, row in enumerate(rows)}
-    results.planned.sort(key=lambda planned: order[planned.row.name])
+        planned[row.name] = PlannedLayout(row, memory, row.tokens / plain_seconds, fitted)
+    results.planned = [planned[row.name] for row in rows if row.name in planned]
     return results
+
+
+def fit_compute(row: PublishedLayout, hardware: Hardware) -> Hardware:
+    """Fit the speed of matmuls to a row."""
+
+    def seconds(changed: Hardware) -> float:
+        return predict_row(row, changed).time.step_seconds
+
+    case = Case(seconds, row.tokens / row.speed, row.name)
+    return calibrate([case], hardware, choose_parameters(["compute"])).hardware
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's rank correlation; equal values share the mean of their ranks. NaN if all values of
     one are equal."""
-    ranks = np.array([_ranks(first), _ranks(second)])
-    apart = ranks - ranks.mean(1, keepdims=True)
-    scale = float(np.sqrt((apart[0] ** 2).sum() * (apart[1] ** 2).sum()))
-    return float(apart[0] @ apart[1]) / scale if scale else float("nan")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
@@ -198,12 +179,10 @@ class Ranking:
         """Whether it is at least its bar."""
         return self.value >= RANK_BAR
 
-    def line(self) -> str:
+    def cells(self) -> list[str]:
         """Cells of the table."""
-        return (
-            f"| {self.title} | {self.rows} | {self.value:.2f} | {RANK_BAR} | "
-            f"{'met' if self.met else '**missed**'} |"
-        )
+        verdict = "met" if self.met else "**missed**"
+        return [self.title, str(self.rows), f"{self.value:.2f}", str(RANK_BAR), verdict]
 
 
 def rankings(planned: Sequence[PlannedLayout]) -> list[Ranking]:
@@ -223,58 +202,37 @@ def rankings(planned: Sequence[PlannedLayout]) -> list[Ranking]:
     return found
 
 
-def render_layouts(
-    rows: Sequence[PublishedLayout], results: LayoutResults
-) -> tuple[list[str], bool]:
-    """Lines of the section, and whether every bar was met."""
-    header = [
-        "row",
-        "layout",
-        "batch × tokens (× micro-batches)",
-        "GiB: published",
-        "predicted",
-        "ratio",
-        "",
-    ]
-    header += ["tokens/s: published", "predicted", "ratio", "ratio with fit", "not in the trace"]
-    lines = [*(f"- Fitted: {note}" for note in results.notes), ""]
+HEADER = ["row", "layout", "batch × tokens (× micro-batches)", "GiB: published", "predicted"]
+HEADER += ["ratio", "", "tokens/s: published", "predicted", "ratio", "ratio with fit"]
+HEADER += ["not in the trace"]
+
+
+def render_layouts(rows: Sequence[PublishedLayout], results: LayoutResults) -> tuple[str, bool]:
+    """The section, and whether every bar was met."""
+    parts = ["\n".join(f"- Fitted: {note}" for note in results.notes)]
     for key, title in MACHINES.items():
-        members = [each for each in results.planned if each.row.machine == key]
-        if members:
-            lines += [f"### {title}", "", f"| {' | '.join(header)} |"]
-            lines += [
-                "| --- | --- | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: | --- |"
-            ]
-            lines += [*(f"| {' | '.join(each.cells())} |" for each in members), ""]
+        cells = [each.cells() for each in results.planned if each.row.machine == key]
+        if cells:
+            right = (2, 3, 4, 5, 7, 8, 9, 10)
+            parts += [f"### {title}", markdown_table([HEADER, *cells], right)]
     ranked = rankings(results.planned)
     if ranked:
-        lines += ["### Rank correlation of tokens/s", "", "| rows | number | Spearman | bar | |"]
-        lines += ["| --- | ---: | ---: | ---: | --- |", *(each.line() for each in ranked), ""]
-    lines += unplanned_table([row for row in rows if row.obstacle])
-    lines += ["### Sources", ""]
-    lines += [
-        f"- {source}, {date}"
-        for source, date in dict.fromkeys((row.source, row.date) for row in rows)
-    ]
-    missed = sum(each.memory_met is False for each in results.planned)
-    count = sum(each.memory_met is not None for each in results.planned)
-    lines += ["", f"{missed} of {count} memories are off by more than {MEMORY_BAR:.0%}."]
-    return lines, not missed and all(each.met for each in ranked)
+        cells = [["rows", "number", "Spearman", "bar", ""], *map(Ranking.cells, ranked)]
+        parts += ["### Rank correlation of tokens/s", markdown_table(cells, right=(1, 2, 3))]
+    unplanned = [_unplanned_cells(row) for row in rows if row.unplanned]
+    if unplanned:
+        cells = [["row", "machine", "layout", "tokens/s", "GiB", "reason"], *unplanned]
+        parts += ["### Not planned", markdown_table(cells, right=(3, 4))]
+    sources = dict.fromkeys(f"- {row.source}, {row.date}" for row in rows)
+    met = [each.memory_met for each in results.planned if each.memory_met is not None]
+    parts += ["### Sources", "\n".join(sources)]
+    parts += [f"{met.count(False)} of {len(met)} memories are off by more than {MEMORY_BAR:.0%}."]
+    return "\n\n".join(filter(None, parts)), all(met) and all(each.met for each in ranked)
 
 
-def unplanned_table(rows: Sequence[PublishedLayout]) -> list[str]:
-    """Published rows without a prediction."""
-    if not rows:
-        return []
-    lines = ["### Not planned", "", "| row | machine | layout | tokens/s | GiB | reason |"]
-    lines += ["| --- | --- | --- | ---: | ---: | --- |"]
-    for row in rows:
-        speed = (
-            f"{row.mfu:.0%} MFU"
-            if row.tokens_per_second is None
-            else f"{row.tokens_per_second:,.0f}"
-        )
-        memory = "" if row.memory_gib is None else f"{row.memory_gib:.1f}"
-        cells = [row.name, MACHINES[row.machine], row.layout, speed, memory, row.obstacle]
-        lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, ""]
+def _unplanned_cells(row: PublishedLayout) -> list[str]:
+    speed = f"{row.mfu:.0%} MFU" if row.mfu is not None else ""
+    if row.tokens_per_second is not None:
+        speed = f"{row.tokens_per_second:,.0f}"
+    memory = "" if row.memory_gib is None else f"{row.memory_gib:.1f}"
+    return [row.name, MACHINES[row.machine], row.layout, speed, memory, row.unplanned]

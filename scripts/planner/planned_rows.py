@@ -13,13 +13,14 @@ import torch
 
 from fsdptoys.cli.plan import compose_hypothetical
 from fsdptoys.config.schema import Config
+from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware, Quantity, load_hardware
 from fsdptoys.plan.search.switches import validate_switches
 from fsdptoys.plan.simulator.events import KernelKind
 from fsdptoys.plan.simulator.replay import Replay
 from fsdptoys.plan.trace.tracer import Program, trainer_program
+from fsdptoys.utils.tables import markdown_table
 
-GIB = 2**30
 HARDWARE = "h200"
 PREFIX = "h200"
 _SHAPE = ("experiment=null", "parallel.param_dtype=bfloat16", "memory.chunk_loss=true")
@@ -34,6 +35,9 @@ _ROWS: dict[str, tuple[str, ...]] = {
 }
 NAMES = {f"{PREFIX} {row}": words for row, words in _ROWS.items()}
 """Row → overrides."""
+KINDS = [kind.value for kind in (KernelKind.matmul, KernelKind.attention, KernelKind.memory)]
+HEADER = ["row", "step, ms", "tokens/s", "MFU", "peak, GiB", "reserved, GiB"]
+HEADER += ["matmul, ms", "attention", "element-wise", "collectives, copies", "host"]
 
 
 def planned_config(row: str, n_layers: int | None = None) -> Config:
@@ -66,41 +70,29 @@ class PlannedRow:
         with torch.device("meta"):
             flops = tokens * config.model.build().flops_per_token(config.train.seq_len)
         mfu = flops / time.step_seconds / hardware.peak_flops["bfloat16"].value
-        kinds = [
-            f"{1e3 * time.kinds[kind.value]:.1f}"
-            for kind in (KernelKind.matmul, KernelKind.attention, KernelKind.memory)
-        ]
-        waits = [
+        milliseconds = [time.kinds[kind] for kind in KINDS]
+        milliseconds += [
             time.exposed_communication_seconds + time.exposed_transfer_seconds,
             time.host_seconds,
         ]
-        figures = [
+        return [
+            self.row.removeprefix(f"{PREFIX} "),
             f"{1e3 * time.step_seconds:.1f}",
             f"{tokens / time.step_seconds:,.0f}",
             f"{mfu:.1%}",
-        ]
-        figures += [f"{memory.peak_bytes / GIB:.1f}", f"{memory.reserved_bytes / GIB:.1f}", *kinds]
-        return [
-            self.row.removeprefix(f"{PREFIX} "),
-            *figures,
-            *(f"{1e3 * wait:.1f}" for wait in waits),
+            f"{memory.peak_bytes / GIB:.1f}",
+            f"{memory.reserved_bytes / GIB:.1f}",
+            *(f"{1e3 * seconds:.1f}" for seconds in milliseconds),
         ]
 
 
-def planned_table(rows: Sequence[PlannedRow]) -> list[str]:
-    """Lines of the table, and the profile's rates that are assumed."""
+def planned_table(rows: Sequence[PlannedRow]) -> str:
+    """The table, and the profile's rates that are assumed."""
     hardware = load_hardware(HARDWARE)
-    quantities = {
-        name: value for name, value in vars(hardware).items() if isinstance(value, Quantity)
-    }
-    assumed = ", ".join(
-        name for name, quantity in quantities.items() if "assumed" in quantity.source
-    )
-    header = ["row", "step, ms", "tokens/s", "MFU", "peak, GiB", "reserved, GiB"]
-    header += ["matmul, ms", "attention", "element-wise", "collectives, copies", "host"]
-    cells = [header, ["---", *["---:"] * (len(header) - 1)], *(row.cells(hardware) for row in rows)]
-    return [
-        *(f"| {' | '.join(line)} |" for line in cells),
-        "",
-        f"Assumed in the profile: {assumed}.",
+    assumed = [
+        name
+        for name, value in vars(hardware).items()
+        if isinstance(value, Quantity) and "assumed" in value.source
     ]
+    table = markdown_table([HEADER, *(row.cells(hardware) for row in rows)], right=range(1, 11))
+    return f"{table}\n\nAssumed in the profile: {', '.join(assumed)}."

@@ -1,9 +1,8 @@
 """Replays of traced rows, and how far they are from the published measurements."""
 
 import dataclasses
-import pickle
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.device.profile import Hardware, load_hardware
@@ -11,12 +10,7 @@ from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
-from scripts.planner import (
-    planned_rows,
-    published_torchtitan,
-    trainer_rows,
-)
-from scripts.planner.finding import Finding
+from scripts.planner import planned_rows, published_torchtitan, trainer_rows
 from scripts.planner.planned_rows import PlannedRow, planned_config
 from scripts.planner.published_programs import ROWS
 from scripts.planner.published_torchtitan import h100
@@ -28,7 +22,11 @@ RESERVED_BARS = {"fsdp1": 0.10, "fsdp2": 0.04}
 SECONDS_BAR, OFFLOAD_SECONDS_BAR = 0.08, 0.15
 TORCHTITAN_RESERVED_BAR, TORCHTITAN_SECONDS_BAR = 0.04, 0.06
 FITTED_ROW = "block"
-TRANSFER_ROW, ADAM_ROW = ("fsdp2", "block gc chunk oo"), ("fsdp2", "block gc chunk co")
+HOST_ROWS = {
+    ("fsdp2", "block gc chunk oo"): "latency of transfers",
+    ("fsdp2", "block gc chunk co"): "AdamW on the host",
+}
+"""Row → the rate that is fitted to it."""
 TORCHTITAN = {
     8: published_torchtitan.Published(5762, 82.4),
     128: published_torchtitan.Published(5605, 67.0),
@@ -40,24 +38,42 @@ def a2() -> Hardware:
     return load_hardware("a2")
 
 
-def file_name(row: str) -> str:
-    """File name of a row's trace."""
-    return row.replace(" ", "_") + ".pickle"
+@dataclass(frozen=True)
+class Finding:
+    """A prediction and its published value."""
+
+    row: str
+    what: str
+    published: float
+    predicted: float
+    bar: float
+    relative: bool = True
+
+    @property
+    def error(self) -> float:
+        """Relative error, or the difference in GiB."""
+        difference = self.predicted - self.published
+        return difference / self.published if self.relative else difference
+
+    @property
+    def met(self) -> bool:
+        """Whether the error is within the bar; published values have two digits after the point."""
+        return abs(self.error) <= self.bar + (0 if self.relative else 0.005)
+
+    def cells(self) -> list[str]:
+        """Cells of the table."""
+        figures = [f"{self.published:.2f}", f"{self.predicted:.2f}"]
+        figures += [f"{self.error:+.3f}", f"{self.bar}"]
+        if self.relative:
+            figures[2:] = [f"{self.error:+.1%}", f"{self.bar:.0%}"]
+        return [self.row, self.what, *figures, "met" if self.met else "**missed**"]
 
 
+@dataclass
 class Rows:
-    """Traced rows and their replays.
+    """Traced rows and their replays."""
 
-    Args:
-        folder: contains the traces.
-        names: of the rows.
-    """
-
-    def __init__(self, folder: Path, names: Iterable[str]) -> None:
-        self.traces: dict[str, Trace] = {}
-        for name in names:
-            with open(folder / file_name(name), "rb") as file:
-                self.traces[name] = pickle.load(file)
+    traces: dict[str, Trace]
 
     def replay(
         self, name: str, hardware: Hardware, allocator: AllocatorKind = AllocatorKind.expandable
@@ -82,17 +98,11 @@ class Rows:
 
 def trainers_rows(rows: Rows) -> list[TrainerRow]:
     """The first table's rows, as today's trainer runs them."""
-    made = []
-    for row, key in trainer_rows.NAMES.items():
-        if row in rows.traces:
-            replayed = rows.replay(row, a2())
-            memory, seconds = replayed.memory(), replayed.time().step_seconds
-            made.append(
-                TrainerRow(
-                    row, ROWS[key][1], memory.end_bytes / GIB, memory.reserved_bytes / GIB, seconds
-                )
-            )
-    return made
+    return [
+        TrainerRow(row, ROWS[key][1], rows.replay(row, a2()))
+        for row, key in trainer_rows.NAMES.items()
+        if row in rows.traces
+    ]
 
 
 def rows_of_h200(rows: Rows) -> list[PlannedRow]:
@@ -136,42 +146,33 @@ def classic_time(rows: Rows, fit_host: bool) -> tuple[list[Finding], list[str]]:
         hardware = rows.fit(base, ROWS[strategy, FITTED_ROW][1].seconds, a2(), "compute")
         used = {base}
         fitted.append(
-            f"{strategy}: {hardware.matmul_efficiency.value:.3f} of the peak in matmuls, from "
-            f"“{base}”"
+            f"Fitted: {strategy}: {hardware.matmul_efficiency.value:.3f} of the peak in matmuls, "
+            f"from “{base}”"
         )
-        if fit_host and all(" ".join(key) in rows.traces for key in (TRANSFER_ROW, ADAM_ROW)):
+        if fit_host and all(" ".join(key) in rows.traces for key in HOST_ROWS):
             # FSDP2's rows give both rates, on a node with FSDP2's matmul speed.
-            theirs = rows.fit(
-                f"fsdp2 {FITTED_ROW}", ROWS["fsdp2", FITTED_ROW][1].seconds, a2(), "compute"
-            )
-            for key, parameter in (
-                (TRANSFER_ROW, "latency of transfers"),
-                (ADAM_ROW, "AdamW on the host"),
-            ):
+            seconds = ROWS["fsdp2", FITTED_ROW][1].seconds
+            theirs = rows.fit(f"fsdp2 {FITTED_ROW}", seconds, a2(), "compute")
+            for key, parameter in HOST_ROWS.items():
                 theirs = rows.fit(" ".join(key), ROWS[key][1].seconds, theirs, parameter)
                 used.add(" ".join(key))
+            latency = theirs.transfer_latency_seconds
+            rate = theirs.cpu_adam_parameters_per_second
             hardware = dataclasses.replace(
-                hardware,
-                transfer_latency_seconds=theirs.transfer_latency_seconds,
-                cpu_adam_parameters_per_second=theirs.cpu_adam_parameters_per_second,
+                hardware, transfer_latency_seconds=latency, cpu_adam_parameters_per_second=rate
             )
             if strategy == "fsdp2":
-                latency, rate = (
-                    theirs.transfer_latency_seconds.value,
-                    theirs.cpu_adam_parameters_per_second.value,
-                )
                 fitted.append(
-                    f"both: {latency * 1e3:.2f} ms a transfer, {rate / 1e6:.0f} million "
-                    "parameters a second"
+                    f"Fitted: both: {latency.value * 1e3:.2f} ms a transfer, "
+                    f"{rate.value / 1e6:.0f} million parameters a second"
                 )
         for (owner, name), (switches, published) in ROWS.items():
             row = f"{owner} {name}"
             if owner == strategy and row in rows.traces and row not in used:
                 offload = switches.optimizer_offload or switches.cpu_offload
                 bar = OFFLOAD_SECONDS_BAR if offload else SECONDS_BAR
-                findings.append(
-                    Finding(row, "s a step", published.seconds, rows.seconds(row)(hardware), bar)
-                )
+                seconds = rows.seconds(row)(hardware)
+                findings.append(Finding(row, "s a step", published.seconds, seconds, bar))
     return findings, fitted
 
 
@@ -194,7 +195,8 @@ def torchtitan(rows: Rows) -> tuple[list[Finding], list[str]]:
     few, many = (f"torchtitan {ranks}" for ranks in TORCHTITAN)
     if few in rows.traces and many in rows.traces:
         hardware = rows.fit(few, TORCHTITAN[8].step_seconds, h100(), "compute")
-        notes.append(f"{hardware.matmul_efficiency.value:.3f} of the peak in matmuls, from “{few}”")
+        share = hardware.matmul_efficiency.value
+        notes.append(f"Fitted: {share:.3f} of the peak in matmuls, from “{few}”")
         predicted = TORCHTITAN[128].tokens / rows.seconds(many)(hardware)
         rate = TORCHTITAN[128].tokens_per_second
         findings.append(Finding(many, "tokens/s a GPU", rate, predicted, TORCHTITAN_SECONDS_BAR))

@@ -7,10 +7,8 @@ overrides on one machine share a trace.
 """
 
 import functools
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -73,17 +71,6 @@ class PublishedLayout:
     fit: bool = False
     """Whether the speed of matmuls is fitted to this row, one of its machine."""
 
-    def __post_init__(self) -> None:
-        if self.machine not in MACHINES:
-            raise ValueError(f"{self.name}: unknown machine {self.machine}")
-        if self.gpus % self.ranks_of_copy:
-            raise ValueError(
-                f"{self.name}: {self.gpus} GPUs are no multiple of {self.ranks_of_copy}, the "
-                "axes' product"
-            )
-        if self.tokens_per_second is None and self.mfu is None:
-            raise ValueError(f"{self.name}: no published speed")
-
     @property
     def ranks_of_copy(self) -> int:
         """Ranks that share one copy of the parameters, in all stages."""
@@ -119,11 +106,6 @@ class PublishedLayout:
         return ", ".join(name for name, applies in names.items() if applies) or "eager"
 
     @property
-    def obstacle(self) -> str:
-        """Reason for which the planner cannot trace the row, or nothing."""
-        return self.unplanned
-
-    @property
     def missing(self) -> list[str]:
         """Parts of the run that its trace does not have."""
         missing = [name for name in self.numerics.split(", ") if name != "eager"]
@@ -136,20 +118,20 @@ class PublishedLayout:
             f"model={self.model}",
             "parallel=fsdp2",
             "parallel.param_dtype=bfloat16",
-        ]
-        words += [
             "parallel.reduce_dtype=float32",
             f"mesh.fsdp_size={self.ranks_of_copy // self.pp}",
-        ]
-        for axis, size in {"tp": self.tp, "cp": self.cp, "ep": self.ep, "pp": self.pp}.items():
-            words += [f"mesh.{axis}_size={size}"] * (size > 1)
-        words += ["parallel.context=gathered"] * (self.cp > 1)
-        words += [] if self.schedule is None else [f"parallel.schedule={self.schedule}"]
-        words += [
             f"memory.gradient_checkpointing={self.checkpointing.split('_')[0]}",
             f"train.batch_size={self.batch_size}",
+            f"train.seq_len={self.seq_len}",
+            f"train.grad_accum={self.micro_batches}",
         ]
-        words += [f"train.seq_len={self.seq_len}", f"train.grad_accum={self.micro_batches}"]
+        for axis, size in {"tp": self.tp, "cp": self.cp, "ep": self.ep, "pp": self.pp}.items():
+            if size > 1:
+                words.append(f"mesh.{axis}_size={size}")
+        if self.cp > 1:
+            words.append("parallel.context=gathered")
+        if self.schedule is not None:
+            words.append(f"parallel.schedule={self.schedule}")
         return [*words, *self.words]
 
     @property
@@ -168,37 +150,17 @@ class PublishedLayout:
         return config
 
 
-def parse_tables(tables: Iterable[Mapping[str, Any]]) -> list[PublishedLayout]:
-    """Rows of the tables, each with its table's source, machine and common settings.
-
-    Raises:
-        TypeError: for an unknown or a missing key.
-        ValueError: for a row that contradicts itself, a name that is taken, or a second fit on one
-            machine.
-    """
+def read_layouts() -> list[PublishedLayout]:
+    """Rows of the file's tables, each with its table's source, machine and common settings."""
     rows = []
-    for table in tables:
-        shared = {
-            key: value for key, value in table.items() if key not in ("common", "rows")
-        } | table.get("common", {})
-        for given in table["rows"]:
-            lists = {
-                key: (*shared.get(key, ()), *given.get(key, ())) for key in ("words", "absent")
-            }
-            values = shared | given | lists
+    for table in yaml.safe_load(TABLES.read_text(encoding="utf-8")):
+        common = table.pop("common", {})
+        for row in table.pop("rows"):
+            values = table | common | row
+            for key in ("words", "absent"):
+                values[key] = (*common.get(key, ()), *row.get(key, ()))
             rows.append(PublishedLayout(**values | {"date": str(values["date"])}))
-    for kind, names in (
-        ("name", [row.name for row in rows]),
-        ("fit on", [row.machine for row in rows if row.fit]),
-    ):
-        if taken := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"{kind} {', '.join(sorted(taken))} more than once")
     return rows
-
-
-def read_layouts(path: Path = TABLES) -> list[PublishedLayout]:
-    """All rows of the file."""
-    return parse_tables(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 def machine(key: str) -> Hardware:

@@ -13,12 +13,14 @@ can. Each fact that affects memory or time has a comment with the commit at whic
 One difference: at a2304c9 the vocabulary has 100,000 tokens, which makes 7.3 billion parameters;
 the table's 9.72 GiB are those of 32,000.
 
+The table's two FSDP2 rows with finer wrapping and checkpointing were made with
+``accelerate/fsdp2_patch.py`` (cbab1de), whose fix is in torch from 2.10 on.
+
 The programs follow rank 0, whose numbers were printed. They run on any device: a planned one, or a
 CPU with tiny sizes (FSDP1's CPU offload and its broadcast need an accelerator).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,7 +38,6 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, TrainingState
 from torch.distributed.fsdp.api import BackwardPrefetch
 from torch.distributed.tensor import DTensor
 
@@ -65,8 +66,6 @@ class Switches:
     chunk_loss: bool = False
     optimizer_offload: bool = False
     cpu_offload: bool = False
-    stock_order: bool = False
-    """FSDP2 of torch 2.7.1 without the patch; see ``stock_order``."""
 
 
 @dataclass(frozen=True)
@@ -202,31 +201,6 @@ def shard_with_fsdp1(
     return FullyShardedDataParallel(model, **settings)
 
 
-@contextmanager
-def stock_order() -> Iterator[None]:
-    """Let FSDP2 reshard and note its order after a recomputed forward too, as torch 2.7.1 does.
-
-    If a checkpointed block has a unit before its last module, prefetching then guesses wrong, and
-    the parameters gathered in vain stay until the backward ends. The table's two rows that this
-    concerns were not made so: traced with it they need 20.7 and 10.9 GiB (torch 2.7.1 itself and
-    2.13 in this guise give the same trace). They were made with ``accelerate/fsdp2_patch.py``
-    (cbab1de), then, whose fix is in torch from 2.10 on.
-    """
-    newer = FSDPParamGroup.post_forward
-
-    def post_forward(self: FSDPParamGroup, module: nn.Module, input: Any, output: Any) -> Any:
-        self.reshard()
-        self._record_post_forward()
-        self._training_state = TrainingState.IDLE
-        return output
-
-    FSDPParamGroup.post_forward = post_forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        FSDPParamGroup.post_forward = newer  # type: ignore[method-assign]
-
-
 def offload_states(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Move all states at once, to the device before a step and to the host after it (a2304c9)."""
 
@@ -259,7 +233,7 @@ def first_program(
         steps: number of steps.
         fill: fills parameters; None on a planned device.
     """
-    with stock_order() if switches.stock_order else apply_patches(AUTO, switches.strategy):
+    with apply_patches(AUTO, switches.strategy):
         return _train(switches, recorder, device, sizes or Sizes(), steps, fill)
 
 

@@ -1,10 +1,11 @@
 """Predict the memory that the stream-reuse patches save, by the number of FSDP roots in a process.
 
-    python scripts/planner/stream_reuse.py  # every case, FSDP1 and FSDP2
-    python scripts/planner/stream_reuse.py --case "frozen reference" --hardware a2
+    python scripts/planner/stream_reuse.py
+    python scripts/planner/stream_reuse.py model=llama3_8b --hardware a2
 
-Each case is traced twice on a device that does not exist, without and with the patch, and replayed
-on the planner's allocator, which keeps a pool of freed memory for each stream, as PyTorch's does.
+Each case is traced with FSDP1 and FSDP2, without and with the patch, on a device that does not
+exist. It is replayed on the planner's allocator, which keeps a pool of freed memory for each
+stream, as PyTorch's does.
 The runs are those of the trainer:
 
 - one root: a training run;
@@ -16,11 +17,9 @@ The runs are those of the trainer:
 """
 
 import argparse
+import itertools
 import os
-import pickle
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from torch.distributed.fsdp import (
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
+from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware, load_hardware
 from fsdptoys.loss import build_loss
 from fsdptoys.patches import apply_patches
@@ -49,25 +49,24 @@ from fsdptoys.plan.simulator.replay import replay
 from fsdptoys.plan.trace.fake_device import PlannedDevice
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 from fsdptoys.plan.trace.op_recorder import OpRecorder
+from fsdptoys.plan.trace.tracer import tracing_environment
 from fsdptoys.train.trainer import Trainer
+from fsdptoys.utils.tables import markdown_table
 from scripts.common.progress import progress, unit
 from tests.harness.full_trace import trace_here
+from tests.harness.plan_processes import in_fresh_process
 
 RANKS, STEPS = 8, 2
 STRATEGIES = ("fsdp1", "fsdp2")
 SETTINGS = (
-    *(
-        "experiment=null",
-        "model=llama3_1b",
-        "train.seq_len=4096",
-        "train.batch_size=1",
-        f"train.steps={STEPS}",
-    ),
-    *(
-        "parallel.param_dtype=bfloat16",
-        "memory.gradient_checkpointing=full",
-        "memory.chunk_loss=true",
-    ),
+    "experiment=null",
+    "model=llama3_1b",
+    "train.seq_len=4096",
+    "train.batch_size=1",
+    f"train.steps={STEPS}",
+    "parallel.param_dtype=bfloat16",
+    "memory.gradient_checkpointing=full",
+    "memory.chunk_loss=true",
 )
 
 
@@ -193,28 +192,6 @@ def measure(
     return streams, peak, replayed.memory().reserved_bytes
 
 
-def measure_elsewhere(
-    case: str, strategy: str, patched: bool, hardware: str, words: list[str]
-) -> tuple[int, int, int]:
-    """``measure`` in a process of its own."""
-    hidden = {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "answer.pickle")
-        command = [sys.executable, __file__, "--one", case, strategy, str(patched), str(answer)]
-        command += ["--hardware", hardware, *words]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=os.environ | hidden, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"{case} could not be traced:\n{done.stderr}")
-        figures: tuple[int, int, int] = pickle.loads(answer.read_bytes())
-        return figures
-
-
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(
@@ -223,40 +200,23 @@ def main() -> None:
     parser.add_argument(
         "words", nargs="*", help="KEY=VALUE settings of the run, in place of the ones above"
     )
-    parser.add_argument(
-        "--case", action="append", choices=CASES, help="repeat it for several; default: all"
-    )
-    parser.add_argument("--strategy", action="append", choices=STRATEGIES, help="likewise")
     parser.add_argument("--hardware", default="h100", help="a profile of fsdptoys plan")
-    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     asked = parser.parse_intermixed_args()
-    if asked.one:
-        case, strategy, patched, answer = asked.one
-        figures = measure(
-            case, strategy, patched == "True", load_hardware(asked.hardware), asked.words
-        )
-        Path(answer).write_bytes(pickle.dumps(figures))
-        return
-    cases, strategies = asked.case or list(CASES), asked.strategy or STRATEGIES
+    os.environ.update(tracing_environment())
+    hardware = load_hardware(asked.hardware)
     print(f"{asked.hardware}, {RANKS} ranks: {' '.join(settings(asked.words))}")
-    print(
-        "| strategy | case | patched | streams with memory | peak allocated (GiB) | reserved "
-        "(GiB) |"
-    )
-    print("|---|---|---|---|---|---|")
-    with progress(2 * len(strategies) * len(cases)):
-        for strategy in strategies:
-            for case in cases:
-                for patched in (False, True):
-                    with unit(f"{strategy}, {case}"):
-                        streams, peak, reserved = measure_elsewhere(
-                            case, strategy, patched, asked.hardware, asked.words
-                        )
-                    figures = f"{streams} | {peak / 2**30:.2f} | {reserved / 2**30:.2f}"
-                    print(
-                        f"| {strategy} | {case} | {'yes' if patched else 'no'} | {figures} |",
-                        flush=True,
-                    )
+    cells = [["strategy", "case", "patched", "streams with memory"]]
+    cells[0] += ["peak allocated (GiB)", "reserved (GiB)"]
+    rows = list(itertools.product(STRATEGIES, CASES, (False, True)))
+    with progress(len(rows)):
+        for strategy, case, patched in rows:
+            with unit(f"{strategy}, {case}"):
+                streams, peak, reserved = in_fresh_process(
+                    measure, case, strategy, patched, hardware, asked.words
+                )
+            figures = [str(streams), f"{peak / GIB:.2f}", f"{reserved / GIB:.2f}"]
+            cells.append([strategy, case, "yes" if patched else "no", *figures])
+    print(markdown_table(cells))
 
 
 if __name__ == "__main__":

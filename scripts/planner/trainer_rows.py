@@ -6,14 +6,17 @@ sweep`` runs them, traced at full depth for eight Ascend A2 NPUs. Their memory m
 published one; nothing is fitted.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
+from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware
+from fsdptoys.plan.simulator.replay import Replay
 from fsdptoys.plan.trace.tracer import Program, trainer_program
 from fsdptoys.sweep.definition import read_definition
+from fsdptoys.utils.tables import markdown_table
 from scripts.planner.published_programs import ROWS, Published
 
 RANKS = 8
@@ -47,42 +50,44 @@ class TrainerRow:
 
     row: str
     published: Published
-    end_gib: float
-    reserved_gib: float
-    seconds: float
+    replay: Replay
 
     @property
     def held(self) -> tuple[bool, bool]:
         """Whether the end of a step and the reserved memory are at most the published ones."""
+        memory = self.replay.memory()
         return (
-            self.end_gib <= self.published.end_gib + ROUNDING_GIB,
-            self.reserved_gib <= self.published.reserved_gib + ROUNDING_GIB,
+            memory.end_bytes / GIB <= self.published.end_gib + ROUNDING_GIB,
+            memory.reserved_bytes / GIB <= self.published.reserved_gib + ROUNDING_GIB,
         )
 
     def cells(self) -> list[str]:
         """Cells of the table."""
         end, reserved = ("pass" if held else "**fail**" for held in self.held)
         published = self.published
-        memory = [f"{published.end_gib:.2f}", f"{self.end_gib:.2f}", end]
-        memory += [f"{published.reserved_gib:.2f}", f"{self.reserved_gib:.2f}", reserved]
-        times = [
+        memory = self.replay.memory()
+        seconds = self.replay.time().step_seconds
+        return [
+            self.row.removeprefix(f"{PREFIX} "),
+            f"{published.end_gib:.2f}",
+            f"{memory.end_bytes / GIB:.2f}",
+            end,
+            f"{published.reserved_gib:.2f}",
+            f"{memory.reserved_bytes / GIB:.2f}",
+            reserved,
             f"{published.seconds:.2f}",
-            f"{self.seconds:.2f}",
-            f"{published.seconds / self.seconds:.2f}",
+            f"{seconds:.2f}",
+            f"{published.seconds / seconds:.2f}",
         ]
-        return [self.row.removeprefix(f"{PREFIX} "), *memory, *times]
 
 
-def trainer_table(rows: Sequence[TrainerRow]) -> list[str]:
-    """Lines of the table."""
-    header = ["row", "end of step: published", "today", "", "reserved: published", "today", ""]
-    header += ["step: published", "predicted", "published / predicted"]
-    cells: Iterable[list[str]] = [
-        header,
-        ["---", *["---:", "---:", "---"] * 2, *["---:"] * 3],
-        *map(TrainerRow.cells, rows),
-    ]
-    return [f"| {' | '.join(line)} |" for line in cells]
+HEADER = ["row", "end of step: published", "today", "", "reserved: published", "today", ""]
+HEADER += ["step: published", "predicted", "published / predicted"]
+
+
+def trainer_table(rows: Sequence[TrainerRow]) -> str:
+    """The table of memory and time."""
+    return markdown_table([HEADER, *map(TrainerRow.cells, rows)], right=(1, 2, 4, 5, 7, 8, 9))
 
 
 def failures(rows: Sequence[TrainerRow]) -> int:

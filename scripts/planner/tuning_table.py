@@ -10,6 +10,7 @@ Nothing is trained.
 """
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -135,16 +136,10 @@ def print_table(model: str, table: dict[tuple[str, str, int], dict[str, Cell]]) 
     print(f"|---|---|---:|---:|---:|{'---:|' * len(names)}")
     for (tune, strategy, ranks), cells in table.items():
         known = [cell.prediction.memory for cell in cells.values() if cell.prediction is not None]
-        low, high = (
-            f(memory.reserved_bytes / GIB for memory in known) if known else 0.0 for f in (min, max)
-        )
-        reserved = (
-            "refused"
-            if not known
-            else f"{high:.1f}"
-            if high - low < 0.05
-            else f"{low:.1f}–{high:.1f}"
-        )
+        reserved = "refused"
+        if known:
+            sizes = sorted({f"{memory.reserved_bytes / GIB:.1f}" for memory in known}, key=float)
+            reserved = "–".join(dict.fromkeys([sizes[0], sizes[-1]]))
         host = f"{max(memory.host_bytes for memory in known) / GIB:.1f}" if known else ""
         steps = " | ".join(text_of(cell) if known else "" for cell in cells.values())
         print(f"| {tune} | {strategy} | {ranks} | {reserved} | {host} | {steps} |")
@@ -152,51 +147,43 @@ def print_table(model: str, table: dict[tuple[str, str, int], dict[str, Cell]]) 
 
 def draw(tables: dict[str, dict[tuple[str, str, int], dict[str, Cell]]], path: Path) -> None:
     """Draw which combinations fit, and the memory of a device."""
+    from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.patches import Patch
 
-    rows = [(tune, strategy) for tune in TUNES for strategy in STRATEGIES]
-    columns = [(name, ranks) for name in DEVICES for ranks in RANKS]
+    rows = list(itertools.product(TUNES, STRATEGIES))
+    columns = list(itertools.product(DEVICES, RANKS))
+    states = list(COLORS)
     figure = Figure(figsize=(12, 0.6 + 3.9 * len(tables)), layout="constrained")
-    for axes, (model, table) in zip(
-        figure.subplots(len(tables), squeeze=False).flat, tables.items(), strict=True
-    ):
-        for y, (tune, strategy) in enumerate(rows):
-            for x, (name, ranks) in enumerate(columns):
-                cell = table[tune, strategy, ranks][name]
-                axes.add_patch(
-                    Rectangle(
-                        (x, y), 1, 1, facecolor=COLORS[cell.state], edgecolor="white", linewidth=2
-                    )
+    panels = figure.subplots(len(tables), squeeze=False).flat
+    for axes, (model, table) in zip(panels, tables.items(), strict=True):
+        cells = [[table[(*row, ranks)][name] for name, ranks in columns] for row in rows]
+        colors = [[states.index(cell.state) for cell in line] for line in cells]
+        axes.pcolormesh(
+            colors,
+            cmap=ListedColormap(list(COLORS.values())),
+            vmin=0,
+            vmax=3,
+            edgecolor="white",
+            linewidth=2,
+        )
+        for y, x in itertools.product(range(len(rows)), range(len(columns))):
+            cell = cells[y][x]
+            if cell.prediction is not None:
+                label = f"{cell.prediction.memory.reserved_bytes / GIB:.0f} GiB"
+                if cell.state == "fits":
+                    label += f"\n{cell.prediction.time.step_seconds:.2g} s"
+                color = "white" if cell.state == "fits" else "#555555"
+                axes.text(
+                    x + 0.5, y + 0.5, label, ha="center", va="center", fontsize=7.5, color=color
                 )
-                if cell.prediction is not None:
-                    reserved = cell.prediction.memory.reserved_bytes / GIB
-                    seconds = cell.prediction.time.step_seconds
-                    label = f"{reserved:.0f} GiB" + (
-                        f"\n{seconds:.2g} s" if cell.state == "fits" else ""
-                    )
-                    color = "white" if cell.state == "fits" else "#555555"
-                    axes.text(
-                        x + 0.5, y + 0.5, label, ha="center", va="center", fontsize=7.5, color=color
-                    )
-        axes.set_xlim(0, len(columns))
-        axes.set_ylim(len(rows), 0)
-        for edge in (len(RANKS), 2 * len(RANKS)):
-            axes.axvline(edge, color="#555555", linewidth=1)
-        for edge in (len(STRATEGIES), 2 * len(STRATEGIES)):
-            axes.axhline(edge, color="#555555", linewidth=1)
+        axes.invert_yaxis()
         axes.set_xticks(
-            [x + 0.5 for x in range(len(columns))], [str(ranks) for _, ranks in columns]
+            [x + 0.5 for x in range(len(columns))],
+            [f"{ranks}\n{name}" for name, ranks in columns],
         )
-        axes.set_yticks(
-            [y + 0.5 for y in range(len(rows))], [f"{tune}, {strategy}" for tune, strategy in rows]
-        )
+        axes.set_yticks([y + 0.5 for y in range(len(rows))], [", ".join(row) for row in rows])
         axes.tick_params(length=0)
-        groups = axes.secondary_xaxis("top")
-        places = [len(RANKS) * (number + 0.5) for number in range(len(DEVICES))]
-        groups.set_xticks(places, [load_hardware(name).title for name in DEVICES])
-        groups.tick_params(length=0)
-        axes.set_xlabel("devices")
         axes.set_title(model, loc="left", fontweight="bold")
     meanings = {"fits": "fits", "host": "too little host memory", "no": "does not fit"}
     handles = [

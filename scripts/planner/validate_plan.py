@@ -36,13 +36,10 @@ Reserved memory settles after three steps, so three are traced; the numbers are 
 
 import argparse
 import os
-import pickle
 import platform
 import shlex
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import date
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -55,6 +52,8 @@ from fsdptoys.device.profile import load_hardware
 from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 from fsdptoys.plan.trace.op_recorder import OpRecorder
+from fsdptoys.plan.trace.tracer import tracing_environment
+from fsdptoys.utils.tables import markdown_table
 from scripts.common.progress import progress, unit
 from scripts.planner import (
     estimate_errors,
@@ -63,15 +62,14 @@ from scripts.planner import (
     published_torchtitan,
     trainer_rows,
 )
-from scripts.planner.finding import Finding
 from scripts.planner.planned_rows import planned_table
 from scripts.planner.published_findings import (
     TORCHTITAN,
+    Finding,
     Rows,
     a2,
     classic_memory,
     classic_time,
-    file_name,
     rows_of_h200,
     torchtitan,
     trainers_rows,
@@ -82,16 +80,15 @@ from scripts.planner.published_programs import ROWS, first_program
 from scripts.planner.published_torchtitan import h100
 from scripts.planner.trainer_rows import failures, trainer_table
 from tests.harness.full_trace import trace_here
+from tests.harness.plan_processes import in_fresh_process
 
 STEPS = 3
-TIMEOUT_SECONDS = 900.0
-
-
+HEADER = ["row", "", "published", "predicted", "error", "bar", ""]
 PUBLISHED = [*(" ".join(key) for key in ROWS), *(f"torchtitan {ranks}" for ranks in TORCHTITAN)]
 NAMES = [*trainer_rows.NAMES, *PUBLISHED, *planned_rows.NAMES]
 
 
-def trace_row(name: str, n_layers: int | None) -> Trace:
+def trace_row(name: str, n_layers: int | None = None) -> Trace:
     """Trace a row in this process, which cannot be used afterwards.
 
     Args:
@@ -99,60 +96,46 @@ def trace_row(name: str, n_layers: int | None) -> Trace:
         n_layers: of the model; None for all.
     """
     family, _, rest = name.partition(" ")
-    titan, trainer, planned = (
-        family == "torchtitan",
-        name in trainer_rows.NAMES,
-        name in planned_rows.NAMES,
-    )
-    hardware = h100() if titan else load_hardware(planned_rows.HARDWARE) if planned else a2()
-
-    def published(recorder: OpRecorder) -> None:
-        device = torch.device(recorder.device_type, 0)
-        depth = {} if n_layers is None else {"n_layers": n_layers}
-        if titan:
-            sizes = published_torchtitan.Sizes(**depth)
-            published_torchtitan.torchtitan_program(recorder, device, sizes, STEPS)
-        else:
-            first_program(ROWS[family, rest][0], recorder, device, Sizes(**depth), STEPS)
-
-    program = published
-    if trainer:
+    hardware = a2()
+    ranks = trainer_rows.RANKS
+    if name in trainer_rows.NAMES:
         program = trainer_rows.trainer_row(name, hardware, STEPS, n_layers)
-    elif planned:
+    elif name in planned_rows.NAMES:
+        hardware = load_hardware(planned_rows.HARDWARE)
+        ranks = 1
         program = planned_rows.planned_row(name, STEPS, n_layers)
+    else:
+        depth = {} if n_layers is None else {"n_layers": n_layers}
+        if family == "torchtitan":
+            hardware = h100()
+            ranks = int(rest)
+
+        def program(recorder: OpRecorder) -> None:
+            device = torch.device(recorder.device_type, 0)
+            if family == "torchtitan":
+                sizes = published_torchtitan.Sizes(**depth)
+                published_torchtitan.torchtitan_program(recorder, device, sizes, STEPS)
+            else:
+                first_program(ROWS[family, rest][0], recorder, device, Sizes(**depth), STEPS)
+
     return trace_here(
         program,
         attention=hardware.attention,
-        world_size=int(rest) if titan else 1 if planned else trainer_rows.RANKS,
+        world_size=ranks,
         workspace_bytes=matmul_workspace_bytes(hardware),
     )
 
 
-def make_traces(names: Iterable[str], folder: Path, jobs: int, n_layers: int | None) -> None:
-    """Trace the rows that have no trace in the folder yet, each in its own process."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    }
+def make_traces(names: Sequence[str], jobs: int) -> dict[str, Trace]:
+    """Trace rows, each in a process of its own."""
 
-    def make(name: str) -> None:
-        words = [sys.executable, __file__, "--trace", name, "--keep", str(folder)]
-        words += [] if n_layers is None else ["--layers", str(n_layers)]
+    def make(name: str) -> Trace:
         with unit(f"trace of {name}"):
-            done = subprocess.run(
-                words, capture_output=True, text=True, env=environment, timeout=TIMEOUT_SECONDS
-            )
-        if done.returncode:
-            raise RuntimeError(f"{name} could not be traced:\n{done.stderr}")
+            trace: Trace = in_fresh_process(trace_row, name)
+        return trace
 
     with ThreadPool(jobs) as pool:
-        pool.map(make, missing_traces(names, folder), chunksize=1)
-
-
-def missing_traces(names: Iterable[str], folder: Path) -> list[str]:
-    """Rows without a trace in the folder."""
-    return [name for name in names if not (folder / file_name(name)).exists()]
+        return dict(zip(names, pool.map(make, names, chunksize=1), strict=True))
 
 
 def named(words: Iterable[str]) -> list[str]:
@@ -168,6 +151,8 @@ def named(words: Iterable[str]) -> list[str]:
 
 def render(rows: Rows) -> tuple[str, bool]:
     """The page, and whether every bar was met."""
+    today = trainers_rows(rows)
+    planned = rows_of_h200(rows)
     sections: list[tuple[str, list[Finding], list[str]]] = [
         ("2. The first table: memory, nothing fitted", classic_memory(rows), []),
         (
@@ -180,55 +165,26 @@ def render(rows: Rows) -> tuple[str, bool]:
         ),
         ("4. torchtitan: Llama 3.1 8B on H100s", *torchtitan(rows)),
     ]
-    lines = ["# The planner against published runs", "", *about(), ""]
-    today = trainers_rows(rows)
+    parts = ["# The planner against published runs", "\n".join(about())]
     if today:
-        lines += [
-            "## 1. Today's trainer with the switches of the first table",
-            "",
-            *trainer_table(today),
-            "",
-        ]
+        parts += ["## 1. Today's trainer with the switches of the first table"]
+        parts += [trainer_table(today)]
     for title, findings, notes in sections:
         if findings:
-            lines += [f"## {title}", ""]
-            lines += [
-                f"- Fitted: {note}" if "from “" in note or note.startswith("both") else f"- {note}"
-                for note in notes
-            ]
-            lines += [""] * bool(notes)
-            lines += [
-                "| row | | published | predicted | error | bar | |",
-                "|---|---|---:|---:|---:|---:|---|",
-            ]
-            lines += [f"| {' | '.join(finding.cells())} |" for finding in findings] + [""]
-    planned = rows_of_h200(rows)
+            cells = [HEADER, *(finding.cells() for finding in findings)]
+            parts += [f"## {title}", "\n".join(f"- {note}" for note in notes)]
+            parts += [markdown_table(cells, right=(2, 3, 4, 5))]
     if planned:
-        lines += [
-            "## 5. Today's trainer on one H200: predicted, not measured",
-            "",
-            *planned_table(planned),
-            "",
-        ]
-    missed = [finding for _, findings, _ in sections for finding in findings if not finding.met]
-    lines += [
-        "## 8. Other validation",
-        "",
-        (
-            "- Real allocations on a CPU, in order, against those of a trace: "
-            "`tests/plan/test_real_allocations.py`."
-        ),
-        "- Memory and steps of one H200: `benchmarks/gpu_planned.md`.",
-        "",
-        f"{len(missed)} of {sum(len(findings) for _, findings, _ in sections)} bars missed.",
-    ]
+        parts += ["## 5. Today's trainer on one H200: predicted, not measured"]
+        parts += [planned_table(planned)]
+    met = [finding.met for _, findings, _ in sections for finding in findings]
+    parts += [f"{met.count(False)} of {len(met)} bars missed."]
     above = failures(today)
     if today:
-        lines += [
-            "",
-            f"{above} of {2 * len(today)} cells of today's trainer are above the published value.",
+        parts += [
+            f"{above} of {2 * len(today)} cells of today's trainer are above the published value."
         ]
-    return "\n".join(lines) + "\n", not missed and not above
+    return "\n\n".join(filter(None, parts)) + "\n", all(met) and not above
 
 
 def check_estimate(runs: int, searches: int, jobs: int) -> int:
@@ -246,10 +202,10 @@ def check_estimate(runs: int, searches: int, jobs: int) -> int:
 def check_layouts(names: list[str]) -> int:
     """Compare published rows of several axes with the planner; 0 if the bars are met."""
     rows = [row for row in read_layouts() if not names or row.name in names]
-    with progress(planned_layouts.count_traces(rows)):
+    with progress(len({row.trace_key for row in rows if not row.unplanned})):
         results = planned_layouts.plan_layouts(rows)
-    lines, met = planned_layouts.render_layouts(rows, results)
-    print("\n".join([*about()[:2], *lines]))
+    page, met = planned_layouts.render_layouts(rows, results)
+    print("\n".join([*about()[:2], "", page]))
     return 0 if met else 1
 
 
@@ -282,13 +238,7 @@ def main() -> int:
         "--rows", nargs="+", default=NAMES, metavar="ROW", help="names of rows, or their first word"
     )
     parser.add_argument("--write", type=Path, help="Markdown file for the page")
-    parser.add_argument("--keep", type=Path, help="folder for new and existing traces")
     parser.add_argument("--jobs", type=int, default=1, help="rows to trace concurrently")
-    parser.add_argument(
-        "--layers",
-        type=int,
-        help="blocks of the model, for a quick run; the published models have 32",
-    )
     parser.add_argument(
         "--errors", type=int, metavar="N", help="compare estimates with N runs' full traces only"
     )
@@ -298,29 +248,19 @@ def main() -> int:
     parser.add_argument(
         "--layouts", nargs="*", metavar="ROW", help="published layouts only, all or those named"
     )
-    parser.add_argument(
-        "--trace", choices=NAMES, metavar="ROW", help="trace one row into --keep and exit"
-    )
     args = parser.parse_args()
     if not all(map(named, ([word] for word in args.rows))):
         parser.error(f"--rows must be of: {', '.join(NAMES)}")
-    args.rows = named(args.rows)
-    if args.trace:
-        made = trace_row(args.trace, args.layers)
-        with open(args.keep / file_name(args.trace), "wb") as file:
-            pickle.dump(made, file, protocol=pickle.HIGHEST_PROTOCOL)
-        return 0
+    os.environ.update(tracing_environment())
     if args.errors is not None or args.searches is not None:
         return check_estimate(args.errors or 0, args.searches or 0, args.jobs)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = args.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        if args.layouts is not None:
-            return check_layouts(args.layouts)
-        with progress(len(missing_traces(args.rows, folder)) + 1):
-            make_traces(args.rows, folder, args.jobs, args.layers)
-            with unit("replays and fits"):
-                page, met = render(Rows(folder, args.rows))
+    if args.layouts is not None:
+        return check_layouts(args.layouts)
+    names = named(args.rows)
+    with progress(len(names) + 1):
+        rows = Rows(make_traces(names, args.jobs))
+        with unit("replays and fits"):
+            page, met = render(rows)
     print(page)
     if args.write:
         args.write.write_text(page)

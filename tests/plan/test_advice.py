@@ -1,22 +1,17 @@
 """Advice on single switches, the plot of a search, and the script that compares estimates with full
 traces."""
 
-import math
-from pathlib import Path
-
 import pytest
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
-from fsdptoys.device.profile import Hardware
-from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.metrics.prediction import Prediction, TimePrediction
 from fsdptoys.plan.search.advice import advise
-from fsdptoys.plan.search.frontier_plot import draw_frontier
 from fsdptoys.plan.search.switches import vary
 from scripts.planner import estimate_errors
 from scripts.planner.estimate_errors import Error, Searched, render
-from tests.plan.formula_search import HARDWARE, MODEL, SMALL, compose, find, find_once, formula
+from tests.plan.formula_search import HARDWARE, MODEL, SMALL, compose, find, formula
 
 
 def advised(config: Config, gib: float, world_size: int = 8) -> list[tuple[str, bool]]:
@@ -80,16 +75,6 @@ def test_advice_falls_back_to_pairs_and_then_to_the_largest_savings() -> None:
     assert hopeless and not any(fits for _, fits in hopeless)
 
 
-@pytest.mark.usefixtures("unmeasured")
-def test_frontier_plot_has_the_documented_size(tmp_path: Path) -> None:
-    """Oracle: a PNG of the requested size; its content is not compared."""
-    path = tmp_path / "frontier.png"
-    draw_frontier(path, "llama2_7b on 64 ranks of an imagined device", find_once(64, 40))
-    head = path.read_bytes()[:24]
-    assert head.startswith(b"\x89PNG") and int.from_bytes(head[16:20], "big") == 1350
-    assert math.isclose(int.from_bytes(head[20:24], "big"), 840, abs_tol=2)
-
-
 @pytest.mark.extended
 def test_sgd_on_one_rank_agrees_with_its_trace() -> None:
     """Oracle: the trace of all 30 layers: SGD's decayed gradients are temporaries of the
@@ -105,23 +90,14 @@ def test_search_is_wrong_if_another_candidate_is_faster_by_more_than_a_tie(
     """Oracle: traces that equal the formula, except that the three chosen combinations take
     longer."""
     result = find(MODEL, 8, 40, SMALL)
-    chosen = {id(one.config) for one in result.leading(3)}
-
-    def trace(runs: list[tuple[Config, Hardware, int]]) -> list[object]:
-        predictions: dict[int, Prediction] = {
-            id(one.config): one.prediction for one in [*result.candidates, *result.over]
-        }
-        made = []
-        for config, _, _ in runs:
-            found = predictions[id(config)]
-            time = found.time.__class__(
-                found.time.step_seconds * (slowdown if id(config) in chosen else 1), 0, 0, 0, 0
-            )
-            made.append((found.memory, time))
-        return made
-
-    judged = estimate_errors._judge("search", result, trace)  # type: ignore[arg-type]
-    assert judged.right is right and judged.candidates == len(result.candidates) + len(result.over)
+    chosen = result.leading(3)
+    traced = []
+    for one in [*result.candidates, *result.over]:
+        slower = slowdown if one in chosen else 1.0
+        seconds = one.prediction.time.step_seconds * slower
+        traced.append((one.prediction.memory, TimePrediction(seconds, 0, 0, 0, 0)))
+    judged = estimate_errors.judge("search", result, traced)
+    assert judged.right is right and judged.candidates == len(traced)
 
 
 def test_page_counts_runs_over_the_bar_and_wrong_searches() -> None:

@@ -3,7 +3,6 @@ rows."""
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fsdptoys.config.plan_config import AllocatorKind
-from fsdptoys.metrics.prediction import TimePrediction
+from fsdptoys.device.profile import load_hardware
+from fsdptoys.metrics.prediction import MemoryPrediction, TimePrediction
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import KernelKind
 from fsdptoys.plan.simulator.replay import replay
@@ -21,7 +21,6 @@ from scripts.planner import published_llama2, stream_reuse, validate_plan
 from scripts.planner.planned_layouts import (
     LayoutResults,
     PlannedLayout,
-    count_traces,
     rank_correlation,
     rankings,
     render_layouts,
@@ -38,6 +37,7 @@ from tests.harness.traced_runs import newer_torch
 
 TINY = {"dim": 32, "n_layers": 2, "n_heads": 4, "ffn_dim": 64, "vocab_size": 96, "seq_len": 16}
 CPU = torch.device("cpu")
+GIB = 2**30
 
 
 class Unmarked:
@@ -122,15 +122,13 @@ def test_rows_have_the_published_switches(row: str) -> None:
 
 @pytest.mark.extended
 @newer_torch
-def test_row_with_offloaded_states_ends_with_parameters(tmp_path: Path) -> None:
+def test_row_with_offloaded_states_ends_with_parameters() -> None:
     """Oracle: bytes of two blocks and the rest over 8 ranks, by hand, 4 an element: no gradients
     and no buckets."""
     row = "trainer fsdp1 block gc chunk oo"
     block, rest = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 2 * 32000 * 4096 + 4096
     trace = in_fresh_process(trace_row, row, 2)
-    rows = Rows(tmp_path, [])
-    rows.traces[row] = trace
-    end_bytes = rows.replay(row, a2()).memory().end_bytes
+    end_bytes = Rows({row: trace}).replay(row, a2()).memory().end_bytes
     expected = 4 * (2 * block + rest) / 8
     # Also the table of rotations, the mask of attention, and the step's few numbers.
     assert 0 <= end_bytes - expected < 8 * 2**20
@@ -144,9 +142,11 @@ def test_a_cell_above_the_published_value_fails_the_script(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Oracle: the published 18.17 GiB."""
-    row = TrainerRow("trainer fsdp2 block gc", ROWS["fsdp2", "block gc"][1], 9.4, reserved, 1.13)
-    monkeypatch.setattr(validate_plan, "make_traces", lambda *_: None)
-    monkeypatch.setattr(validate_plan, "Rows", lambda folder, names: SimpleNamespace(traces={}))
+    memory = MemoryPrediction(int(9.4 * GIB), 0, int(reserved * GIB), "forward")
+    time = TimePrediction(1.13, 1.13, 0.0, 0.0, 0.0)
+    replayed = cast(Any, SimpleNamespace(memory=lambda: memory, time=lambda: time))
+    row = TrainerRow("trainer fsdp2 block gc", ROWS["fsdp2", "block gc"][1], replayed)
+    monkeypatch.setattr(validate_plan, "make_traces", lambda *_: {})
     monkeypatch.setattr(validate_plan, "trainers_rows", lambda rows: [row])
     monkeypatch.setattr("sys.argv", ["validate_plan.py", "--rows", "trainer fsdp2 block gc"])
     assert validate_plan.main() == status
@@ -169,15 +169,15 @@ def test_every_row_has_a_source_and_sizes_and_can_be_planned_or_says_why() -> No
     rows = read_layouts()
     for row in rows:
         assert row.source and row.date and row.gpus % (row.fsdp * row.cp * row.tp * row.pp) == 0
-        if not row.obstacle:
+        if not row.unplanned:
             axes = (config := row.config()).parallel.axes(row.gpus, config.mesh)
             assert (axes.replicate, axes.shard) == (
                 row.gpus // row.ranks_of_copy,
                 row.fsdp * row.cp,
             )
             assert (axes.cp, axes.tp, axes.ep, axes.pp) == (row.cp, row.tp, row.ep, row.pp)
-    assert {row.machine for row in rows} == set(MACHINES) and 0 < count_traces(rows) < len(rows)
-    assert {row.pp for row in rows if not row.obstacle} == {1, 8, 16}
+    assert {row.machine for row in rows} == set(MACHINES)
+    assert {row.pp for row in rows if not row.unplanned} == {1, 8, 16}
 
 
 @pytest.mark.parametrize(
@@ -215,17 +215,13 @@ def test_page_has_every_row_with_its_verdict_or_its_obstacle() -> None:
         planned("far", 100, 50, memory_gib=60.0, compile=True),
     ]
     pipeline = planned("deep", 10, 0, pp=8, unplanned="no batch").row
-    lines, met = render_layouts(
+    page, met = render_layouts(
         [*(each.row for each in members), pipeline], LayoutResults(members, [])
     )
-    page = "\n".join(lines)
     assert "| 52.0 | 50.0 | 0.96 | met | 100 | 125 | 1.25 |  |  |" in page
     assert "| 60.0 | 50.0 | 0.83 | **missed** | 100 | 50 | 0.50 |  | compile |" in page
     assert "| deep | H100 | PP 8 | 10 |  | no batch |" in page and "- a page, 2025" in page
     assert not met and "1 of 2 memories" in page
-
-
-GIB = 2**30
 
 
 def test_table_shows_speed_and_parts_of_the_step() -> None:
@@ -240,7 +236,7 @@ def test_table_shows_speed_and_parts_of_the_step() -> None:
     memory = SimpleNamespace(peak_bytes=40 * GIB, reserved_bytes=41 * GIB)
     replay = cast(Any, SimpleNamespace(time=lambda: time, memory=lambda: memory))
     name = "h200 1B 4x4096"
-    line = planned_table([PlannedRow(name, planned_config(name), replay)])[2]
+    line = planned_table([PlannedRow(name, planned_config(name), replay)]).splitlines()[2]
     weights, attention = 1_235_814_400 - 2048 * 33, 6 * 16 * 2048 * 4096
     mfu = (6 * weights + attention) * 16384 / 0.5 / 989.4e12
     expected = (
@@ -261,7 +257,7 @@ def test_sharing_streams_changes_reserved_memory_only_with_a_second_root(
     """Oracle: equal tensors, so an equal peak; a root's two streams with memory are used by the
     second one too."""
     own, shared = (
-        stream_reuse.measure_elsewhere(case, "fsdp2", patched, "h100", SMALL)
+        in_fresh_process(stream_reuse.measure, case, "fsdp2", patched, load_hardware("h100"), SMALL)
         for patched in (False, True)
     )
     assert own[1] == shared[1]
