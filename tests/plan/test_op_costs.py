@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device.profile import AttentionKind, load_hardware
 from fsdptoys.plan.estimate.estimate import fast_estimate
-from fsdptoys.plan.predict import caveats
 from fsdptoys.plan.simulator.events import Alloc, Kernel, KernelKind, Mark, RecordStream, Trace
 from fsdptoys.plan.trace.fake_kernels import replace_kernels
 from fsdptoys.plan.trace.op_costs import PREFERS_CUDNN, attention_of
@@ -165,25 +164,6 @@ def test_closed_form_prices_attention_by_backend_and_head_width() -> None:
     object.__setattr__(slow, "attention", AttentionKind.cudnn)
     seconds = fast_estimate(config, slow, 1).time.kinds[KernelKind.attention.value]
     assert seconds == pytest.approx(flops / hardware.attention_backends["cudnn 64"].value, rel=1e-6)
-
-
-@pytest.mark.skipif(TORCH < PREFERS_CUDNN, reason="this torch prefers FlashAttention")
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (("parallel.param_dtype=bfloat16",), True),
-        (("parallel.param_dtype=bfloat16", "kernels.attention=flash"), False),
-        (("parallel.param_dtype=bfloat16", "kernels.attention=cudnn"), True),
-        (("parallel.param_dtype=float32",), False),
-    ],
-)
-def test_plans_state_that_they_assume_cudnn(words: Sequence[str], expected: bool) -> None:
-    """Oracle: 16-bit causal attention whose backend is not another one; a named backend is no
-    unmeasured kernel."""
-    config = configured(["model=llama_debug", "parallel=single", *words], 1, "cuda")
-    sentences = caveats(config, load_hardware("h200"), 1)
-    assert any("assumes attention by cuDNN" in sentence for sentence in sentences) is expected
-    assert not any("attention=" in sentence for sentence in sentences)
 
 
 @pytest.mark.parametrize(

@@ -168,16 +168,6 @@ def test_a_message_waits_for_its_later_rank_and_takes_the_time_of_its_link() -> 
     assert found[1].time().step_seconds == 2 + 2
 
 
-def test_ranks_that_wait_for_one_another_are_reported() -> None:
-    """Oracle: the definition of a deadlock."""
-    traces = [
-        Trace([Mark(1, "forward"), messages(rank, (1 - rank, False)), Mark(1, "end")])
-        for rank in range(2)
-    ]
-    with pytest.raises(RuntimeError, match="these ranks wait for one another"):
-        replay_together(traces, imagined_hardware(), two_allocators())
-
-
 @pytest.mark.parametrize(
     ("stride", "rank", "peer", "leaves"),
     [
@@ -200,50 +190,6 @@ def test_messages_leave_a_node_between_ranks_of_different_nodes(
     )
 
 
-@functools.cache
-def extrapolated() -> tuple[Config, Prediction]:
-    """Of twelve micro-batches."""
-    words = (
-        "model.n_layers=2",
-        "parallel.schedule=1f1b",
-        "train.grad_accum=12",
-        "plan.hardware=h100",
-    )
-    config = config_of("interleaved", *words)
-    return config, predict(config, load_hardware("h100"), 2)
-
-
-@pytest.mark.extended
-def test_extrapolated_micro_batches_agree_with_all_of_them() -> None:
-    """Oracle: a trace of all micro-batches."""
-    config, found = extrapolated()
-    full = predict_in_full(config, load_hardware("h100"), 2)
-    assert found.memory.peak_bytes == pytest.approx(full.memory.peak_bytes, rel=0.05)
-    assert found.memory.reserved_bytes == pytest.approx(full.memory.reserved_bytes, rel=0.08)
-    assert found.time.step_seconds == pytest.approx(full.time.step_seconds, rel=0.08)
-    for one, other in zip(found.stages, full.stages, strict=True):
-        assert one.layers == other.layers
-        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.12)
-
-
-def test_a_plan_prints_its_pipeline_ranks() -> None:
-    """Oracle: the fields of the prediction."""
-    config, prediction = extrapolated()
-    assert prediction.tokens_per_step == B * T * 12
-    console = Console(file=io.StringIO(), width=80)
-    print_prediction(config, prediction, load_hardware("h100"), 2**30, [], console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    for words in (
-        "layers over 2",
-        "64 tokens x 12 micro-batches per 2 ranks",
-        "Pipeline ranks",
-        "waiting for",
-    ):
-        assert words in text, text
-    for stage in prediction.stages:
-        assert f" {stage.layers} " in text
-
-
 def test_layers_of_a_rank_are_named() -> None:
     """Oracle: stage s of the model is on rank s mod N."""
     assert layers_of_ranks(config_of("interleaved", "model.n_layers=8", "model.dim=256")) == [
@@ -262,6 +208,7 @@ RUNS = {
     "1f1b": (6, "mesh.pp_size=3", *ONE_FORWARD),
     "gpipe": (3, "mesh.pp_size=3", "train.grad_accum=5", "memory.chunk_loss=true"),
     "tp": (8, "mesh.pp_size=2", "mesh.tp_size=2", "parallel.schedule=1f1b", "train.grad_accum=4"),
+    "many": (2, "mesh.pp_size=2", "parallel.schedule=1f1b", "train.grad_accum=12"),
     "checkpointing": (8, *REPLICAS, *ONE_FORWARD, "memory.gradient_checkpointing=full"),
 }
 """Run → ranks and overrides."""
@@ -296,10 +243,10 @@ def test_estimate_of_a_pipeline_agrees_with_the_traces_of_its_ranks(name: str) -
         assert mine.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.12)
 
 
-@pytest.mark.parametrize("name", [*each_run.args[1], "extrapolated"])
+@each_run
 def test_parts_of_a_prediction_add_up_and_survive_json(name: str) -> None:
     """Oracle: the definitions of the fields."""
-    prediction = extrapolated()[1] if name == "extrapolated" else both(name)[1]
+    prediction = both(name)[1]
     time, memory, stages = prediction.time, prediction.memory, prediction.stages
     waits = time.exposed_communication_seconds + time.exposed_transfer_seconds + time.host_seconds
     assert time.compute_seconds + waits + time.stage_seconds == pytest.approx(time.step_seconds)
@@ -311,6 +258,23 @@ def test_parts_of_a_prediction_add_up_and_survive_json(name: str) -> None:
     assert Prediction.from_dict(tree) == prediction
     tree["doubts"] = tree.pop("caveats")  # as earlier versions wrote it
     assert Prediction.from_dict(tree) == prediction
+
+
+def test_a_plan_prints_its_pipeline_ranks() -> None:
+    """Oracle: the fields of the prediction."""
+    config, prediction, _ = both("interleaved")
+    console = Console(file=io.StringIO(), width=80)
+    print_prediction(config, prediction, load_hardware("h100"), 2**30, [], console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for words in (
+        "layers over 2",
+        "2,048 tokens x 4 micro-batches per 2 ranks",
+        "Pipeline ranks",
+        "waiting for",
+    ):
+        assert words in text, text
+    for stage in prediction.stages:
+        assert f" {stage.layers} " in text
 
 
 @pytest.mark.extended

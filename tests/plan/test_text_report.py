@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -22,11 +21,9 @@ from fsdptoys.plan.search.advice import Advice
 from fsdptoys.plan.search.ranking import Candidate
 from fsdptoys.plan.search.search import SearchResult
 from fsdptoys.plan.text_report import (
-    advice_to_dict,
     print_command,
     print_prediction,
     print_search,
-    search_to_dict,
 )
 from tests.harness.traced_runs import imagined_hardware
 
@@ -137,16 +134,6 @@ def test_excess_memory_and_advice_are_printed(config: Config) -> None:
     assert "Faster settings" not in prediction_page(config, advice=[])
 
 
-def test_narrow_terminal_wraps_text_without_truncating_numbers(config: Config) -> None:
-    """Oracle: every number of the wide page is complete in the narrow one; no line is wider than
-    the terminal."""
-    narrow = prediction_page(config, width=60)
-    assert all(len(line) <= 60 for line in narrow.splitlines())
-    assert set(PAGE.replace("#", "").split()) - set(narrow.split()) <= {
-        "memory.gradient_checkpointing=none"
-    }
-
-
 def test_single_rank_and_an_unknown_peak_are_reported(config: Config) -> None:
     """Oracle: the lines, word for word; no communication, no host memory, no bars where there is
     nothing."""
@@ -235,27 +222,3 @@ def test_printed_command_starts_the_predicted_number_of_ranks(
     candidate = Candidate((*WORDS, *words), config, prediction, 0)
     line = printed(lambda console: print_command(candidate, HARDWARE, console)).splitlines()[-1]
     assert line == " ".join(["bash run_fsdp.sh", *WORDS, *words, *more.split()])
-
-
-def test_colors_are_printed_to_terminals_only(config: Config) -> None:
-    """Oracle: escape sequences on a terminal, and none otherwise."""
-    assert "\x1b" not in prediction_page(config)
-    colored = prediction_page(config, force_terminal=True, color_system="standard")
-    assert "\x1b[1mMemory of a rank\x1b[0m" in colored
-
-
-def test_search_and_advice_serialize_to_json(config: Config) -> None:
-    """Oracle: the JSON read back."""
-    read = json.loads(json.dumps(search_to_dict(search_result(config), ("a caveat",))))
-    assert read["best"]["words"][3] == "mesh.fsdp_size=8"
-    assert (
-        read["caveats"] == ["a caveat"]
-        and read["fitting"] == 3
-        and read["refused"] == {"a sentence": 2}
-    )
-    assert [row["prediction"]["memory"]["reserved_bytes"] / GIB for row in read["frontier"]] == [
-        6,
-        12,
-        60,
-    ]
-    assert json.loads(json.dumps(advice_to_dict(ADVICE)))[1]["words"] == ["train.batch_size=4"]
