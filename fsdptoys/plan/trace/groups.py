@@ -25,18 +25,16 @@ class PlannedGroup:
 
 
 def place_of(group: Any, name: str) -> tuple[tuple[int, int], str]:
-    """Size and stride of a group, and its axis."""
+    """Size and stride of a group, and its mesh axis, by its mesh's description; the group of a
+    one-axis mesh has none."""
     if isinstance(group, PlannedGroup):
         return (group.ranks, 1), group.axis
     ranks = dist.get_process_group_ranks(group)
-    size, stride = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    return (size, stride), axis_of(group.group_desc, name, stride, size == dist.get_world_size())
-
-
-def axis_of(description: str, name: str, stride: int, everyone: bool) -> str:
-    """Mesh axis of a group, by its mesh's description; the group of a one-axis mesh has none."""
-    if (axis := description.removeprefix("mesh_")) in AXES:
-        return axis
-    if everyone and name not in ("all_gather", "reduce_scatter"):
-        return "world"
-    return "shard" if stride == 1 else "replicate"
+    size = len(ranks)
+    stride = ranks[1] - ranks[0] if size > 1 else 1
+    axis = group.group_desc.removeprefix("mesh_")
+    if axis not in AXES:
+        axis = "shard" if stride == 1 else "replicate"
+        if size == dist.get_world_size() and name not in ("all_gather", "reduce_scatter"):
+            axis = "world"
+    return (size, stride), axis
