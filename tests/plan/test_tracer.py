@@ -88,19 +88,6 @@ def test_ddp_all_reduces_concurrently_with_the_backward() -> None:
     reduced = [event for event in of_step(trace, Collective) if event.stream != 0]
     assert sum(event.bytes for event in reduced) == PARAMETERS * 4
     assert {trace.streams[event.stream] for event in reduced} == {"communication"}
-    # The model fits one bucket of 25 MiB; of several 1 MiB buckets the first is reduced during the
-    # backward.
-    small = traced([*LLAMA, "parallel=ddp", "parallel.bucket_cap_mb=1"])
-    buckets = [
-        index
-        for index, event in enumerate(small.events)
-        if isinstance(event, Collective) and event.stream != 0
-    ]
-    in_step = [index for index in buckets if index > small.events.index(Mark(2, "backward"))]
-    rest = small.events[in_step[0] : small.events.index(Mark(2, "optimizer"))]
-    assert len(in_step) > 2 and any(
-        isinstance(e, Kernel) and e.kind is KernelKind.matmul for e in rest
-    )
     last = max(index for index, event in enumerate(trace.events) if event in reduced)
     before_update = trace.events[last : trace.events.index(Mark(2, "optimizer"))]
     done = {

@@ -247,7 +247,8 @@ def _without(time: TimePrediction, part: TimePrediction) -> TimePrediction:
 def _changed(memory: MemoryPrediction, by: dict[Category, int]) -> MemoryPrediction:
     """Memory with more or less of some categories; one that a line has made negative is taken from
     activations."""
-    more, kinds = sum(by.values()), {Category.activations, *memory.categories, *by}
+    more = sum(by.values())
+    kinds = dict.fromkeys([*memory.categories, *by, Category.activations])
     categories = {each: max(0, memory.categories.get(each, 0) + by.get(each, 0)) for each in kinds}
     peak = memory.peak_bytes + more
     categories[Category.activations] += peak - sum(categories.values())
