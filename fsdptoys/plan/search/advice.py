@@ -1,8 +1,4 @@
-"""Advice: the predicted effect of changing single switches, or pairs of them.
-
-The same quick prediction is made before and after a change, and only the difference is reported, so
-that common errors cancel.
-"""
+"""Advice: the predicted effect of changing single switches, or pairs of them."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -48,16 +44,11 @@ def advise(
 
     Args:
         config: as composed; if validated, changes of resolved ``auto`` values are included.
-        predict: predicts a validated configuration quickly, as ``fast_estimate`` does.
-        prediction: the displayed prediction of ``config``.
+        predict: predicts a validated configuration, as ``fast_estimate`` does.
+        prediction: that of ``config``.
         memory_bytes: usable memory of a device.
     """
-
-    def validated(one: Config) -> Prediction:
-        validate_switches(one, prediction.world_size, prediction.device_type, node_ranks)
-        return predict(one)
-
-    before = validated(vary(config, {}))
+    world_size = prediction.world_size
     fits = prediction.memory.reserved_bytes <= memory_bytes
 
     def evaluate(changes: Changes) -> Advice | None:
@@ -66,18 +57,17 @@ def advise(
             words = overrides_between(config, varied)
             if not words:
                 return None
-            after = validated(varied)
+            validate_switches(varied, world_size, prediction.device_type, node_ranks)
+            after = predict(varied)
         except ConfigError:
             return None
-        saved = after.memory.reserved_bytes - before.memory.reserved_bytes
-        ratio = after.tokens_per_second / before.tokens_per_second
-        reserved, speed = (
-            prediction.memory.reserved_bytes + saved,
-            prediction.tokens_per_second * ratio,
-        )
+        reserved = after.memory.reserved_bytes
+        saved = reserved - prediction.memory.reserved_bytes
+        ratio = after.tokens_per_second / prediction.tokens_per_second
+        speed = prediction.tokens_per_second * ratio
         return Advice(tuple(words), reserved, speed, saved, ratio - 1, reserved <= memory_bytes)
 
-    changes_of_one = list(_changes(config, prediction.world_size, node_ranks))
+    changes_of_one = list(_changes(config, world_size, node_ranks))
     if prediction.device_type == "cpu":  # everything is in host memory already
         changes_of_one = [
             changes for changes in changes_of_one if not any("offload" in key for key in changes)
@@ -148,19 +138,17 @@ def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[
         sizes = (-1, node_ranks) if node_ranks < config.mesh.stage_ranks(world_size) else (-1,)
         alternatives += [{"mesh.fsdp_size": size} for size in sizes]
         alternatives += [{REDUCES_OFTEN: not parallel.reduces_often}]
-    for key, size, has in (
-        ("mesh.cp_size", config.mesh.cp_size, bool(can.context_forms) and batch == 1),
-        (
-            "mesh.ep_size",
-            config.mesh.ep_size,
-            can.splits_experts and isinstance(config.model, MoEConfig),
-        ),
-        ("mesh.tp_size", config.mesh.tp_size, can.splits_features),
-    ):
-        if has:
-            alternatives += [
-                {key: other} for other in (2 * size, max(1, size // 2)) if world_size % other == 0
-            ]
+    axes: dict[str, int] = {}
+    if can.context_forms and batch == 1:
+        axes["mesh.cp_size"] = config.mesh.cp_size
+    if can.splits_experts and isinstance(config.model, MoEConfig):
+        axes["mesh.ep_size"] = config.mesh.ep_size
+    if can.splits_features:
+        axes["mesh.tp_size"] = config.mesh.tp_size
+    for key, size in axes.items():
+        alternatives += [
+            {key: other} for other in (2 * size, max(1, size // 2)) if world_size % other == 0
+        ]
     if world_size > 1:
         alternatives.append({"parallel": "fsdp2"})
     for changes in alternatives:
