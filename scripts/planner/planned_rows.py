@@ -9,16 +9,13 @@ are assumptions, named on the page.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from fsdptoys.cli.plan import compose_hypothetical
-from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
-from fsdptoys.device.profile import Hardware, Quantity, load_hardware
+from fsdptoys.device.profile import Quantity, load_hardware
+from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.search.switches import validate_switches
 from fsdptoys.plan.simulator.events import KernelKind
-from fsdptoys.plan.simulator.replay import Replay
-from fsdptoys.plan.trace.tracer import Program, trainer_program
 from fsdptoys.utils.tables import markdown_table
 
 HARDWARE = "h200"
@@ -40,36 +37,16 @@ HEADER = ["row", "step, ms", "tokens/s", "MFU", "peak, GiB", "reserved, GiB"]
 HEADER += ["matmul, ms", "attention", "element-wise", "collectives, copies", "host"]
 
 
-def planned_config(row: str, n_layers: int | None = None) -> Config:
-    """The validated configuration of a row."""
-    depth = [] if n_layers is None else [f"model.n_layers={n_layers}"]
-    run = compose_hypothetical(
-        [*NAMES[row], *depth, f"plan.hardware={HARDWARE}", "plan.world_size=1"], searches=False
-    )
-    validate_switches(run.config, run.world_size, run.hardware.device_type, 1)
-    return run.config
-
-
-def planned_row(row: str, steps: int, n_layers: int | None) -> Program:
-    """The trainer's steps of a row as a program to trace."""
-    return trainer_program(planned_config(row, n_layers), load_hardware(HARDWARE), steps)
-
-
 @dataclass(frozen=True)
 class PlannedRow:
     """Predicted memory and time of a row on one device."""
 
     row: str
-    config: Config
-    replay: Replay
+    prediction: Prediction
 
-    def cells(self, hardware: Hardware) -> list[str]:
+    def cells(self) -> list[str]:
         """Cells of the table."""
-        config, memory, time = self.config, self.replay.memory(), self.replay.time()
-        tokens = config.train.batch_size * config.train.seq_len * config.train.grad_accum
-        with torch.device("meta"):
-            flops = tokens * config.model.build().flops_per_token(config.train.seq_len)
-        mfu = flops / time.step_seconds / hardware.peak_flops["bfloat16"].value
+        memory, time = self.prediction.memory, self.prediction.time
         milliseconds = [time.kinds[kind] for kind in KINDS]
         milliseconds += [
             time.exposed_communication_seconds + time.exposed_transfer_seconds,
@@ -78,12 +55,20 @@ class PlannedRow:
         return [
             self.row.removeprefix(f"{PREFIX} "),
             f"{1e3 * time.step_seconds:.1f}",
-            f"{tokens / time.step_seconds:,.0f}",
-            f"{mfu:.1%}",
+            f"{self.prediction.tokens_per_second:,.0f}",
+            f"{self.prediction.mfu:.1%}",
             f"{memory.peak_bytes / GIB:.1f}",
             f"{memory.reserved_bytes / GIB:.1f}",
             *(f"{1e3 * seconds:.1f}" for seconds in milliseconds),
         ]
+
+
+def predict_planned_row(row: str) -> PlannedRow:
+    """Predict a row."""
+    words = [*NAMES[row], f"plan.hardware={HARDWARE}", "plan.world_size=1"]
+    run = compose_hypothetical(words, searches=False)
+    validate_switches(run.config, 1, run.hardware.device_type, 1)
+    return PlannedRow(row, fast_estimate(run.config, run.hardware, 1))
 
 
 def planned_table(rows: Sequence[PlannedRow]) -> str:
@@ -94,5 +79,5 @@ def planned_table(rows: Sequence[PlannedRow]) -> str:
         for name, value in vars(hardware).items()
         if isinstance(value, Quantity) and "assumed" in value.source
     ]
-    table = markdown_table([HEADER, *(row.cells(hardware) for row in rows)], right=range(1, 11))
+    table = markdown_table([HEADER, *map(PlannedRow.cells, rows)], right=range(1, 11))
     return f"{table}\n\nAssumed in the profile: {', '.join(assumed)}."

@@ -10,11 +10,9 @@ from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
-from scripts.planner import planned_rows, published_torchtitan, trainer_rows
-from scripts.planner.planned_rows import PlannedRow, planned_config
+from scripts.planner import published_torchtitan
 from scripts.planner.published_programs import ROWS
 from scripts.planner.published_torchtitan import h100
-from scripts.planner.trainer_rows import TrainerRow
 
 GIB = 2**30
 END_BAR_GIB = 0.01
@@ -94,22 +92,6 @@ class Rows:
         return calibrate(
             [Case(self.seconds(name), published, name)], hardware, choose_parameters([parameter])
         ).hardware
-
-
-def trainers_rows(rows: Rows) -> list[TrainerRow]:
-    """The first table's rows, as today's trainer runs them."""
-    return [
-        TrainerRow(row, ROWS[key][1], rows.replay(row, a2()))
-        for row, key in trainer_rows.NAMES.items()
-        if row in rows.traces
-    ]
-
-
-def rows_of_h200(rows: Rows) -> list[PlannedRow]:
-    """Today's trainer on one H200."""
-    hardware = load_hardware(planned_rows.HARDWARE)
-    names = [name for name in planned_rows.NAMES if name in rows.traces]
-    return [PlannedRow(name, planned_config(name), rows.replay(name, hardware)) for name in names]
 
 
 def classic_memory(rows: Rows) -> list[Finding]:

@@ -2,19 +2,18 @@
 ``validate_plan``.
 
 The rows are those of ``configs/sweep/classic_fsdp1.yaml`` and ``classic_fsdp2.yaml``, as ``fsdptoys
-sweep`` runs them, traced at full depth for eight Ascend A2 NPUs. Their memory must be at most the
-published one; nothing is fitted.
+sweep`` runs them, predicted for eight Ascend A2 NPUs. Their memory must be at most the published
+one; nothing is fitted.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
-from fsdptoys.device.profile import Hardware
-from fsdptoys.plan.simulator.replay import Replay
-from fsdptoys.plan.trace.tracer import Program, trainer_program
+from fsdptoys.device.profile import load_hardware
+from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.sweep.definition import read_definition
 from fsdptoys.utils.tables import markdown_table
 from scripts.planner.published_programs import ROWS, Published
@@ -36,26 +35,18 @@ def row_words(row: str) -> list[str]:
     return list({word.partition("=")[0]: word for word in (*definition.base, *words)}.values())
 
 
-def trainer_row(row: str, hardware: Hardware, steps: int, n_layers: int | None) -> Program:
-    """The trainer's steps of a row as a program to trace."""
-    depth = [] if n_layers is None else [f"model.n_layers={n_layers}"]
-    config: Config = compose_config([*row_words(row), *depth])
-    config.validate(RANKS, hardware.device_type)
-    return trainer_program(config, hardware, steps)
-
-
 @dataclass(frozen=True)
 class TrainerRow:
     """Today's memory and time of a row with the published ones."""
 
     row: str
     published: Published
-    replay: Replay
+    prediction: Prediction
 
     @property
     def held(self) -> tuple[bool, bool]:
         """Whether the end of a step and the reserved memory are at most the published ones."""
-        memory = self.replay.memory()
+        memory = self.prediction.memory
         return (
             memory.end_bytes / GIB <= self.published.end_gib + ROUNDING_GIB,
             memory.reserved_bytes / GIB <= self.published.reserved_gib + ROUNDING_GIB,
@@ -65,8 +56,8 @@ class TrainerRow:
         """Cells of the table."""
         end, reserved = ("pass" if held else "**fail**" for held in self.held)
         published = self.published
-        memory = self.replay.memory()
-        seconds = self.replay.time().step_seconds
+        memory = self.prediction.memory
+        seconds = self.prediction.time.step_seconds
         return [
             self.row.removeprefix(f"{PREFIX} "),
             f"{published.end_gib:.2f}",
@@ -79,6 +70,14 @@ class TrainerRow:
             f"{seconds:.2f}",
             f"{published.seconds / seconds:.2f}",
         ]
+
+
+def predict_trainer_row(row: str) -> TrainerRow:
+    """Predict a row."""
+    hardware = load_hardware("a2")
+    config = compose_config(row_words(row))
+    config.validate(RANKS, hardware.device_type)
+    return TrainerRow(row, ROWS[NAMES[row]][1], fast_estimate(config, hardware, RANKS))
 
 
 HEADER = ["row", "end of step: published", "today", "", "reserved: published", "today", ""]

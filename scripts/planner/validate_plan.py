@@ -7,9 +7,9 @@ bar.
     python scripts/planner/validate_plan.py --write benchmarks/plan.md --jobs 2
     python scripts/planner/validate_plan.py --errors 60 --searches 100 --jobs 2
 
-Every row is traced at full depth and replayed. Today's trainer did not make the published runs:
-sections 2 to 4 trace programs that do the same as the published ones (``published_programs``,
-``published_torchtitan``).
+Today's trainer is predicted. It did not make the published runs: sections 2 to 4 trace programs at
+full depth that do the same as the published ones (``published_programs``,
+``published_torchtitan``), and replay them.
 
 1. Today's trainer with the switches of the first README of this project (``trainer_rows``): memory
    allocated at the end of a step, and reserved, each at most the published value. Predicted step
@@ -32,6 +32,7 @@ sections 2 to 4 trace programs that do the same as the published ones (``publish
 brute force (``estimate_errors``).
 
 Reserved memory settles after three steps, so three are traced; the numbers are of the last one.
+A prediction has two.
 """
 
 import argparse
@@ -48,7 +49,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from fsdptoys.device.profile import load_hardware
 from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 from fsdptoys.plan.trace.op_recorder import OpRecorder
@@ -62,7 +62,7 @@ from scripts.planner import (
     published_torchtitan,
     trainer_rows,
 )
-from scripts.planner.planned_rows import planned_table
+from scripts.planner.planned_rows import PlannedRow, planned_table, predict_planned_row
 from scripts.planner.published_findings import (
     TORCHTITAN,
     Finding,
@@ -70,15 +70,18 @@ from scripts.planner.published_findings import (
     a2,
     classic_memory,
     classic_time,
-    rows_of_h200,
     torchtitan,
-    trainers_rows,
 )
 from scripts.planner.published_layouts import read_layouts
 from scripts.planner.published_llama2 import Sizes
 from scripts.planner.published_programs import ROWS, first_program
 from scripts.planner.published_torchtitan import h100
-from scripts.planner.trainer_rows import failures, trainer_table
+from scripts.planner.trainer_rows import (
+    TrainerRow,
+    failures,
+    predict_trainer_row,
+    trainer_table,
+)
 from tests.harness.full_trace import trace_here
 from tests.harness.plan_processes import in_fresh_process
 
@@ -92,36 +95,26 @@ def trace_row(name: str, n_layers: int | None = None) -> Trace:
     """Trace a row in this process, which cannot be used afterwards.
 
     Args:
-        name: one of ``NAMES``.
+        name: one of ``PUBLISHED``.
         n_layers: of the model; None for all.
     """
     family, _, rest = name.partition(" ")
-    hardware = a2()
-    ranks = trainer_rows.RANKS
-    if name in trainer_rows.NAMES:
-        program = trainer_rows.trainer_row(name, hardware, STEPS, n_layers)
-    elif name in planned_rows.NAMES:
-        hardware = load_hardware(planned_rows.HARDWARE)
-        ranks = 1
-        program = planned_rows.planned_row(name, STEPS, n_layers)
-    else:
-        depth = {} if n_layers is None else {"n_layers": n_layers}
-        if family == "torchtitan":
-            hardware = h100()
-            ranks = int(rest)
+    depth = {} if n_layers is None else {"n_layers": n_layers}
+    is_titan = family == "torchtitan"
+    hardware = h100() if is_titan else a2()
 
-        def program(recorder: OpRecorder) -> None:
-            device = torch.device(recorder.device_type, 0)
-            if family == "torchtitan":
-                sizes = published_torchtitan.Sizes(**depth)
-                published_torchtitan.torchtitan_program(recorder, device, sizes, STEPS)
-            else:
-                first_program(ROWS[family, rest][0], recorder, device, Sizes(**depth), STEPS)
+    def program(recorder: OpRecorder) -> None:
+        device = torch.device(recorder.device_type, 0)
+        if is_titan:
+            sizes = published_torchtitan.Sizes(**depth)
+            published_torchtitan.torchtitan_program(recorder, device, sizes, STEPS)
+        else:
+            first_program(ROWS[family, rest][0], recorder, device, Sizes(**depth), STEPS)
 
     return trace_here(
         program,
         attention=hardware.attention,
-        world_size=ranks,
+        world_size=int(rest) if is_titan else trainer_rows.RANKS,
         workspace_bytes=matmul_workspace_bytes(hardware),
     )
 
@@ -149,10 +142,10 @@ def named(words: Iterable[str]) -> list[str]:
     return [name for name in NAMES if name in chosen]
 
 
-def render(rows: Rows) -> tuple[str, bool]:
+def render(
+    today: Sequence[TrainerRow], rows: Rows, planned: Sequence[PlannedRow]
+) -> tuple[str, bool]:
     """The page, and whether every bar was met."""
-    today = trainers_rows(rows)
-    planned = rows_of_h200(rows)
     sections: list[tuple[str, list[Finding], list[str]]] = [
         ("2. The first table: memory, nothing fitted", classic_memory(rows), []),
         (
@@ -257,10 +250,13 @@ def main() -> int:
     if args.layouts is not None:
         return check_layouts(args.layouts)
     names = named(args.rows)
-    with progress(len(names) + 1):
-        rows = Rows(make_traces(names, args.jobs))
-        with unit("replays and fits"):
-            page, met = render(rows)
+    traced = [name for name in names if name in PUBLISHED]
+    with progress(len(traced) + 1):
+        rows = Rows(make_traces(traced, args.jobs))
+        with unit("predictions, replays and fits"):
+            today = [predict_trainer_row(name) for name in names if name in trainer_rows.NAMES]
+            planned = [predict_planned_row(name) for name in names if name in planned_rows.NAMES]
+            page, met = render(today, rows, planned)
     print(page)
     if args.write:
         args.write.write_text(page)

@@ -3,8 +3,7 @@ rows."""
 
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.device.profile import load_hardware
-from fsdptoys.metrics.prediction import MemoryPrediction, TimePrediction
+from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import KernelKind
 from fsdptoys.plan.simulator.replay import replay
@@ -25,11 +24,11 @@ from scripts.planner.planned_layouts import (
     rankings,
     render_layouts,
 )
-from scripts.planner.planned_rows import PlannedRow, planned_config, planned_table
-from scripts.planner.published_findings import Rows, a2
+from scripts.planner.planned_rows import PlannedRow, planned_table
+from scripts.planner.published_findings import a2
 from scripts.planner.published_layouts import MACHINES, PublishedLayout, read_layouts
 from scripts.planner.published_programs import ROWS, first_program
-from scripts.planner.trainer_rows import NAMES, TrainerRow, row_words
+from scripts.planner.trainer_rows import NAMES, TrainerRow, predict_trainer_row, row_words
 from scripts.planner.validate_plan import trace_row
 from tests.harness.plan_processes import in_fresh_process
 from tests.harness.ranks import run_ranks
@@ -123,13 +122,12 @@ def test_rows_have_the_published_switches(row: str) -> None:
 @pytest.mark.extended
 @newer_torch
 def test_row_with_offloaded_states_ends_with_parameters() -> None:
-    """Oracle: bytes of two blocks and the rest over 8 ranks, by hand, 4 an element: no gradients
+    """Oracle: bytes of the blocks and the rest over 8 ranks, by hand, 4 an element: no gradients
     and no buckets."""
-    row = "trainer fsdp1 block gc chunk oo"
     block, rest = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 2 * 32000 * 4096 + 4096
-    trace = in_fresh_process(trace_row, row, 2)
-    end_bytes = Rows({row: trace}).replay(row, a2()).memory().end_bytes
-    expected = 4 * (2 * block + rest) / 8
+    row = predict_trainer_row("trainer fsdp1 block gc chunk oo")
+    end_bytes = row.prediction.memory.end_bytes
+    expected = 4 * (32 * block + rest) / 8
     # Also the table of rotations, the mask of attention, and the step's few numbers.
     assert 0 <= end_bytes - expected < 8 * 2**20
 
@@ -144,10 +142,9 @@ def test_a_cell_above_the_published_value_fails_the_script(
     """Oracle: the published 18.17 GiB."""
     memory = MemoryPrediction(int(9.4 * GIB), 0, int(reserved * GIB), "forward")
     time = TimePrediction(1.13, 1.13, 0.0, 0.0, 0.0)
-    replayed = cast(Any, SimpleNamespace(memory=lambda: memory, time=lambda: time))
-    row = TrainerRow("trainer fsdp2 block gc", ROWS["fsdp2", "block gc"][1], replayed)
-    monkeypatch.setattr(validate_plan, "make_traces", lambda *_: {})
-    monkeypatch.setattr(validate_plan, "trainers_rows", lambda rows: [row])
+    prediction = Prediction("test", "a2", 8, 1, 1.0, None, memory, time)
+    row = TrainerRow("trainer fsdp2 block gc", ROWS["fsdp2", "block gc"][1], prediction)
+    monkeypatch.setattr(validate_plan, "predict_trainer_row", lambda name: row)
     monkeypatch.setattr("sys.argv", ["validate_plan.py", "--rows", "trainer fsdp2 block gc"])
     assert validate_plan.main() == status
     page = capsys.readouterr().out
@@ -225,20 +222,18 @@ def test_page_has_every_row_with_its_verdict_or_its_obstacle() -> None:
 
 
 def test_table_shows_speed_and_parts_of_the_step() -> None:
-    """Oracle: 16,384 tokens in half a second; FLOPs of the 1B model by 6 a weight and token and
-    attention's."""
+    """Oracle: 16,384 tokens in half a second."""
     kinds = {
         KernelKind.matmul.value: 0.3,
         KernelKind.attention.value: 0.1,
         KernelKind.memory.value: 0.05,
     }
     time = TimePrediction(0.5, 0.45, 0.01, 0.02, 0.02, kinds)
-    memory = SimpleNamespace(peak_bytes=40 * GIB, reserved_bytes=41 * GIB)
-    replay = cast(Any, SimpleNamespace(time=lambda: time, memory=lambda: memory))
-    name = "h200 1B 4x4096"
-    line = planned_table([PlannedRow(name, planned_config(name), replay)]).splitlines()[2]
-    weights, attention = 1_235_814_400 - 2048 * 33, 6 * 16 * 2048 * 4096
-    mfu = (6 * weights + attention) * 16384 / 0.5 / 989.4e12
+    memory = MemoryPrediction(0, 40 * GIB, 41 * GIB, "forward")
+    flops, peak = 1.5e14, 9.894e14
+    prediction = Prediction("test", "h200", 1, 16384, flops, peak, memory, time)
+    line = planned_table([PlannedRow("h200 1B 4x4096", prediction)]).splitlines()[2]
+    mfu = flops / 0.5 / peak
     expected = (
         f"| 1B 4x4096 | 500.0 | 32,768 | {mfu:.1%} | 40.0 | 41.0 | 300.0 | 100.0 | 50.0 | 30.0 | "
         "20.0 |"
