@@ -260,13 +260,6 @@ class _Exploration:
     def _candidate(self, changes: Changes, batch: int) -> Candidate:
         varied = vary(self.base, {**changes, "train.batch_size": batch}, self.fixed)
         words = (*self.words, *overrides_between(self.base, varied))
-        missing = [
-            key for key in self.fixed if key.startswith("parallel.") and read(varied, key) is None
-        ]
-        if missing:
-            raise ConfigError(
-                f"{missing[0]} is not an option of parallel={varied.parallel.name}; leave it out"
-            )
         validate_switches(varied, self.world_size, self.hardware.device_type, self.node_ranks)
         prediction = self.quick(varied, self.hardware, self.world_size)
         return Candidate(words, varied, prediction, count_switches(varied), changes)

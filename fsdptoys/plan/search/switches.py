@@ -37,8 +37,9 @@ def vary(config: Config, changes: Changes, fixed: Collection[str] = ()) -> Confi
     """A composed configuration with changed switches; settings that lose their effect return to
     their defaults.
 
-    Keys in ``fixed`` keep their values even without effect. A validated configuration would keep
-    replaced values. A section that refuses its new values raises a ConfigError.
+    Keys in ``fixed`` keep their values even without effect, and must exist. A validated
+    configuration would keep replaced values. A section that refuses its new values raises a
+    ConfigError.
     """
     # ``validate`` replaces values in place in these sections, and in the optimizer's and the
     # kernels'.
@@ -54,13 +55,14 @@ def vary(config: Config, changes: Changes, fixed: Collection[str] = ()) -> Confi
             if key.startswith(f"{section}.")
         }
         kind: type[Any] = type(old)
-        if section == "parallel" and "parallel" in changes:
-            kind = STRATEGIES[changes["parallel"]]
-        missing = [f"parallel.{name}" for name in mine if name not in _names(kind)]
-        if missing:
-            raise ConfigError(
-                f"{missing[0]} is not an option of parallel={changes.get('parallel')}; leave it out"
-            )
+        if section == "parallel":
+            if "parallel" in changes:
+                kind = STRATEGIES[changes["parallel"]]
+            for key in (*changes, *fixed):
+                if key.startswith("parallel.") and key.partition(".")[2] not in _names(kind):
+                    raise ConfigError(
+                        f"{key} is not an option of parallel={kind.name}; leave it out"
+                    )
         values = _shared(old, kind) | mine
         if section == "memory":
             values |= _idle(values, {key.partition(".")[2] for key in fixed})

@@ -70,9 +70,9 @@ def record(program: Program, *, attention: AttentionKind, workspace_bytes: int =
 
 
 def trainer_program(
-    config: Config, hardware: Hardware, steps: int = STEPS, stand_ins: StandIns | None = None
+    config: Config, hardware: Hardware, stand_ins: StandIns | None = None
 ) -> Program:
-    """Return steps of the project's trainer as a program to trace; settings outside a step are
+    """Return two steps of the project's trainer as a program to trace; settings outside a step are
     ignored."""
 
     def run(recorder: OpRecorder) -> None:
@@ -81,7 +81,7 @@ def trainer_program(
         )
         recorder.mark(0, "construction")
         trainer = Trainer(
-            _steps_only(config, steps),
+            _steps_only(config),
             device,
             param_init=lambda param, name: None,
             stand_ins=stand_ins,
@@ -116,9 +116,9 @@ def _ended(recorder: OpRecorder, step: int) -> Iterator[None]:
     recorder.mark(step, "end")
 
 
-def _steps_only(config: Config, steps: int) -> Config:
+def _steps_only(config: Config) -> Config:
     train = dataclasses.replace(
-        config.train, steps=steps, eval_every=0, max_seconds=None, compile=False
+        config.train, steps=STEPS, eval_every=0, max_seconds=None, compile=False
     )
     train.float8, train.float8_all_gather = Float8.none, False
     if train.deterministic.covers_layouts and isinstance(config.model, MoEConfig):
