@@ -9,7 +9,6 @@ Shapes: B batch, T sequence, D width.
 """
 
 import copy
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -158,10 +157,8 @@ def _block(
             if isinstance(module, Attention):
                 module.context = context
     run = functools.partial(_run_block, block, rotations)
-    segment = _trace_unit(block, run, model.config.dim, common, recorder, rotations or ())
-    if mode is GradientCheckpointing.none:
-        return dataclasses.replace(segment, kept={})
-    return segment
+    keeps = mode is not GradientCheckpointing.none
+    return _trace_unit(block, run, model.config.dim, common, recorder, rotations or (), keeps)
 
 
 def _begun(forward: Callable[..., Any], recorder: OpRecorder, *args: Any) -> Any:
@@ -210,7 +207,7 @@ def _embedding(
         return hidden_BTD if trained else Root.apply(anchor, hidden_BTD)
 
     run = functools.partial(_begun, embed, recorder)
-    return dataclasses.replace(_trace_unit(tables, run, None, common, recorder), kept={})
+    return _trace_unit(tables, run, None, common, recorder)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -239,8 +236,7 @@ def _head(
         recorder.enter_region(None)
         return loss
 
-    segment = _trace_unit(both, run, model.config.dim, common, recorder, [labels_BT])
-    return dataclasses.replace(segment, kept={})
+    return _trace_unit(both, run, model.config.dim, common, recorder, [labels_BT])
 
 
 def _note_gradient(recorder: OpRecorder, name: str, param: Tensor) -> None:
@@ -284,9 +280,10 @@ def _trace_unit(
     common: _Common,
     recorder: OpRecorder,
     others: Sequence[Tensor] = (),
+    keeps: bool = False,
 ) -> Segment:
     """Run a unit, with an input of width ``dim`` if any; its parameters and ``others`` are not part
-    of its memory."""
+    of its memory. ``keeps`` notes the tensors that its forward keeps."""
 
     def number(tensor: Tensor) -> int:
         storage = recorder.find(tensor)
@@ -351,7 +348,7 @@ def _trace_unit(
                 current = passes[event.phase]
             # The backward begins outside of parts.
             current.append(Piece(Mark(STAGE, "") if event.phase == "backward" else event, []))
-            if event.phase == "turn":
+            if event.phase == "turn" and keeps:
                 kept = {
                     block: size
                     for block, size in live.items()
