@@ -24,7 +24,7 @@ from fsdptoys.utils.text import one_line
 from .chat_jinja import MARKS
 from .chat_rows import BadRowError, ChatRecords, ChatRow, texts_of
 from .chat_template import ChatTemplate, Rendered, open_template
-from .text_encoder import Encoded, Encoder, FileEncoder, open_encoder
+from .text_encoder import Encoded, Encoder, Located, open_encoder
 
 
 @dataclass(frozen=True)
@@ -61,52 +61,56 @@ class ChatEncoder(Encoder):
         texts = sorted((name, source.text) for name, source in template.sources.items())
         decides = (READING, texts, sorted(template.tokens.items()))
         self.template_sha256 = hashlib.sha256(repr(decides).encode()).hexdigest()
-        self._special = encoder.special_tokens if isinstance(encoder, FileEncoder) else []
-        self.learns_ends = bool(self._special)
-        self._refused = re.compile("|".join(map(re.escape, [*self._special, *MARKS])))
+        self.special_tokens = sorted(encoder.special_tokens, key=len, reverse=True)
+        self._refused = re.compile("|".join(map(re.escape, [*self.special_tokens, *MARKS])))
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Ids of texts that hold no special tokens."""
+        """See ``Encoder``."""
         return self._encoder.encode(texts)
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[Located]:
+        """See ``Encoder``."""
+        return self._encoder.encode_with_offsets(texts)
 
     def encode_documents(self, documents: Sequence[ChatRow]) -> list[Encoded | str]:
         """See ``Encoder``."""
         rendered = [self._render(row) for row in documents]
-        good = [each for each in rendered if isinstance(each, Rendered)]
-        encoded = self._encode(good)
-        made: list[Encoded | str] = []
-        for row, each in zip(documents, rendered, strict=True):
-            if isinstance(each, str):
-                made.append(f"{row.where} {each}")
+        texts = [
+            conversation.text for conversation in rendered if isinstance(conversation, Rendered)
+        ]
+        located = self._encoder.encode_with_offsets(texts)
+        encoded: list[Encoded | str] = []
+        for row, conversation in zip(documents, rendered, strict=True):
+            if isinstance(conversation, str):
+                encoded.append(f"{row.where} {conversation}")
                 continue
-            ids, learned = next(encoded)
+            ids, offsets = next(located)
             if (ids == self.document_end).any():
                 raise ConfigError(
                     f"{row.where} holds id {self.document_end} by its chat template, which must "
                     f"separate conversations; set {self._end_owner} to a special token that the "
                     "template does not write"
                 )
+            learned = _within(offsets, conversation.answers)
             if not learned.any():
-                made.append(f"{row.where} has answers without a token")
+                encoded.append(f"{row.where} has answers without a token")
                 continue
-            loss = f"{row.where} {losing(each.lost)}" if each.lost else None
-            ends = any(each.text.endswith(tuple(self._special), *answer) for answer in each.answers)
-            made.append(Encoded(each.text, ids, learned, loss, ends))
-        return made
+            text, lost = conversation.text, conversation.lost
+            loss = f"{row.where} {losing(lost)}" if lost else None
+            special = tuple(self.special_tokens)
+            ends = any(text.endswith(special, *answer) for answer in conversation.answers)
+            encoded.append(Encoded(text, ids, learned, loss, ends))
+        return encoded
 
     def shown(self, row: ChatRow) -> "ShownRow":
         """The row's text in pieces; ConfigError if it is of no use."""
         rendered = self._render(row)
         if isinstance(rendered, str):
             raise ConfigError(f"{row.where} {rendered}; repair it, or show another row")
-        ((ids, learned),) = self._encode([rendered])
+        ((ids, offsets),) = self._encoder.encode_with_offsets([rendered.text])
+        learned = _within(offsets, rendered.answers)
         marks = np.zeros(len(rendered.text), bool)
-        if isinstance(self._encoder, FileEncoder):
-            ((_, offsets),) = self._encoder.encode_with_offsets([rendered.text])
-            spans = offsets[learned].tolist()
-        else:
-            spans = rendered.answers
-        for start, stop in spans:
+        for start, stop in offsets[learned].tolist():
             marks[start:stop] = True
         borders = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(marks)]
         pieces = [
@@ -123,7 +127,7 @@ class ChatEncoder(Encoder):
                 found = self._refused.search(text)
                 if found:
                     raise BadRowError(f"spells the special token {found.group()} within a message")
-            rendered = self._template.render(row, self._special)
+            rendered = self._template.render(row, self.special_tokens)
             # JSON can hold half of a surrogate pair, which UTF-8 cannot; its replacement is one
             # character too.
             return dataclasses.replace(
@@ -132,24 +136,6 @@ class ChatEncoder(Encoder):
         except BadRowError as error:
             return one_line(error)
 
-    def _encode(self, rendered: Sequence[Rendered]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        """Ids, and whether each is learned: whether it has a character of an answer."""
-        if not isinstance(self._encoder, FileEncoder):
-            for each in rendered:
-                # Zero bytes are dropped, and a character is one to four bytes.
-                widths = [len(character.encode().replace(b"\0", b"")) for character in each.text]
-                starts = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])
-                spans = [(starts[start], starts[stop]) for start, stop in each.answers]
-                (ids,) = self._encoder.encode([each.text])
-                yield ids, _within(np.arange(len(ids)), np.arange(1, len(ids) + 1), spans)
-            return
-        for each, (ids, offsets) in zip(
-            rendered,
-            self._encoder.encode_with_offsets([each.text for each in rendered]),
-            strict=True,
-        ):
-            yield ids, _within(offsets[:, 0], offsets[:, 1], each.answers)
-
 
 def losing(lost: Sequence[str]) -> str:
     """A sentence on what a row loses, without its place."""
@@ -157,14 +143,12 @@ def losing(lost: Sequence[str]) -> str:
     return f"loses {lost[0]}{more}, which the chat template does not write"
 
 
-def _within(
-    starts: NDArray[Any], stops: NDArray[Any], spans: Sequence[tuple[int, int]]
-) -> NDArray[Any]:
-    """Whether each token, from start to stop, overlaps a span."""
-    found = np.zeros(len(starts), bool)
+def _within(offsets: NDArray[Any], spans: Sequence[tuple[int, int]]) -> NDArray[Any]:
+    """Whether each token has a character of a span."""
+    inside = np.zeros(len(offsets), bool)
     for first, last in spans:
-        found |= (starts < last) & (stops > first)
-    return found
+        inside |= (offsets[:, 0] < last) & (offsets[:, 1] > first)
+    return inside
 
 
 def open_chat_encoder(
@@ -187,8 +171,5 @@ def open_chat_encoder(
     if tokenizer != "bytes" and not Path(tokenizer).expanduser().exists():
         raise ConfigError(f"{owner} does not exist; name a tokenizer.json, its folder, or bytes")
     opened = open_template(template, tokenizer, template_key, missing)
-    if tokenizer == "bytes":
-        return ChatEncoder(open_encoder(tokenizer, end, owner, end_owner), opened, end_owner)
-    return ChatEncoder(
-        FileEncoder(tokenizer, end, owner, end_owner, writes=opened.may_write), opened, end_owner
-    )
+    encoder = open_encoder(tokenizer, end, owner, end_owner, writes=opened.may_write)
+    return ChatEncoder(encoder, opened, end_owner)

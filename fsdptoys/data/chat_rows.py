@@ -10,6 +10,7 @@ images, sound, files.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,7 @@ class ChatRow:
 class ChatRecords(Records):
     """Reads records as ``ChatRow``."""
 
+    plain_files = False
     optional_fields = ("tools", "functions", "system", "chat_template_kwargs")
 
     def read(self, owner: str, name: str, record: Mapping[str, Any], where: str) -> ChatRow:
@@ -67,8 +69,8 @@ class ChatRecords(Records):
         messages."""
         try:
             if name not in record:
-                found = one_line(", ".join(map(str, record))[:200])
-                raise BadRowError(f"has no field {name!r} (it has {found or 'none'})")
+                has = one_line(", ".join(map(str, record))[:200])
+                raise BadRowError(f"has no field {name!r} (it has {has})")
             used = {key: record.get(key) for key in (name, *self.optional_fields)}
             if any(level > MOST_LEVELS for level, _ in _walk(used)):
                 raise BadRowError(f"nests more than {MOST_LEVELS} lists and objects")
@@ -81,8 +83,7 @@ class ChatRecords(Records):
             ]
             if not learned:
                 raise BadRowError(f"has no message of role {ANSWERS!r} to learn from")
-            variables = _variables(used.get("chat_template_kwargs"))
-            return ChatRow(f"{owner}{where}", messages, learned, _tools(used), variables)
+            return ChatRow(f"{owner}{where}", messages, learned, _tools(used), _variables(used))
         except BadRowError as error:
             return ChatRow(f"{owner}{where}", problem=str(error))
 
@@ -92,6 +93,12 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _require(value: Any, kind: type, name: str, noun: str) -> None:
+    """Refuse a value of another type, which is no ``noun``."""
+    if not isinstance(value, kind):
+        raise BadRowError(f"has {short_text(value)} as {name}, which is no {noun}")
 
 
 def _messages(value: Any, name: str) -> list[dict[str, Any]]:
@@ -104,8 +111,7 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, 
     """Put the text of a row's field ``system`` before its messages."""
     if system in (None, ""):
         return messages
-    if not isinstance(system, str):
-        raise BadRowError(f"has {short_text(system)} as system, which is no text")
+    _require(system, str, "system", "text")
     if messages[0]["role"] == "system":
         if messages[0].get("content") == system:
             return messages
@@ -114,65 +120,55 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, 
 
 
 def _message(value: Any, number: int) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise BadRowError(f"has {short_text(value)} as message {number}, which is no object")
-    message = (
-        _from_sharegpt(value, number)
-        if "role" not in value and isinstance(value.get("from"), str)
-        else value
-    )
+    _require(value, dict, f"message {number}", "object")
+    message = dict(value)
+    if "role" not in message and isinstance(message.get("from"), str):
+        message = _from_sharegpt(message, number)
     if not isinstance(message.get("role"), str):
         raise BadRowError(f"has no role in message {number}")
-    message = _with_tool_calls(message, number)
+    _rename_calls(message, number)
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_part(part, number) for part in content)
-    if content is None and not message.get("tool_calls"):
+        message["content"] = content
+    if content is None and message.get("tool_calls"):
+        return message
+    if content is None:
         raise BadRowError(f"has no content in message {number}")
-    if not isinstance(content, str | None):
-        raise BadRowError(
-            f"has {short_text(content)} as the content of message {number}, which is no text"
-        )
-    return message if content is None else {**message, "content": content}
+    _require(content, str, f"the content of message {number}", "text")
+    return message
 
 
-def _from_sharegpt(value: Mapping[str, Any], number: int) -> dict[str, Any]:
+def _from_sharegpt(message: dict[str, Any], number: int) -> dict[str, Any]:
     """A message of ``from`` and ``value``."""
-    speaker, text = value["from"], value.get("value")
+    speaker = message.pop("from")
+    text = message.pop("value", None)
     if speaker not in SHAREGPT_ROLES:
         known = ", ".join(SHAREGPT_ROLES)
         raise BadRowError(
             f"has {short_text(speaker)} as 'from' of message {number}, which is none of {known}"
         )
-    rest = {key: each for key, each in value.items() if key not in ("from", "value")}
-    message = {"role": SHAREGPT_ROLES[speaker], "content": text} | rest
+    role = {"role": SHAREGPT_ROLES[speaker]}
     if speaker != "function_call":
-        return message
+        return role | {"content": text} | message
     call = _parsed(text, f"a function_call in message {number}")
     calls = call if isinstance(call, list) else [call]
-    del message["content"]
-    return message | {"tool_calls": [_call(each, number) for each in calls]}
+    return role | message | {"tool_calls": [_call(function, number) for function in calls]}
 
 
-def _with_tool_calls(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A message whose ``function_call`` and role ``function`` are today's ``tool_calls`` and
-    ``tool``."""
-    message = dict(message)
+def _rename_calls(message: dict[str, Any], number: int) -> None:
+    """Turn ``function_call`` and role ``function`` into today's ``tool_calls`` and ``tool``."""
     if "function_call" in message:
         if message.get("tool_calls"):
             raise BadRowError(f"has tool_calls and a function_call in message {number}")
         message["tool_calls"] = [_call(message.pop("function_call"), number)]
     if message["role"] == "function":
         message["role"] = "tool"
-    calls = message.get("tool_calls")
-    if calls is not None and not (
-        isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
-    ):
-        raise BadRowError(
-            f"has {short_text(calls)} as tool_calls of message {number}, which is no list of "
-            "objects"
-        )
-    return message
+    name = f"tool_calls of message {number}"
+    calls = message.get("tool_calls", [])
+    _require(calls, list, name, "list of objects")
+    for call in calls:
+        _require(call, dict, name, "list of objects")
 
 
 def _call(function: Any, number: int) -> dict[str, Any]:
@@ -190,27 +186,31 @@ def _part(part: Any, number: int) -> str:
 
 
 def _tools(used: Mapping[str, Any]) -> list[Any] | None:
-    name = "tools" if used.get("tools") not in (None, "", []) else "functions"
-    value = used.get(name)
-    if isinstance(value, str) and value:  # tables often hold them as text
-        value = _parsed(value, name)
-    if value in (None, "", []):
+    tools = _parsed_field(used, "tools", list, "list")
+    if tools is not None:
+        return tools
+    functions = _parsed_field(used, "functions", list, "list")
+    if functions is None:
         return None
-    if not isinstance(value, list):
-        raise BadRowError(f"has {short_text(value)} as {name}, which is no list")
-    return value if name == "tools" else [{"type": "function", "function": each} for each in value]
+    return [{"type": "function", "function": function} for function in functions]
 
 
-def _variables(value: Any) -> dict[str, Any]:
-    if isinstance(value, str) and value:
-        value = _parsed(value, "chat_template_kwargs")
-    if value in (None, ""):
-        return {}
-    if not isinstance(value, dict):
-        raise BadRowError(f"has {short_text(value)} as chat_template_kwargs, which is no object")
+def _variables(used: Mapping[str, Any]) -> dict[str, Any]:
+    variables = _parsed_field(used, "chat_template_kwargs", dict, "object") or {}
     for name in OWN_NAMES:
-        if name in value:
+        if name in variables:
             raise BadRowError(f"sets {name} in chat_template_kwargs, which has a field of its own")
+    return variables
+
+
+def _parsed_field(used: Mapping[str, Any], name: str, kind: type, noun: str) -> Any:
+    """A field's value, which tables often hold as text; None if it is empty."""
+    value = used.get(name)
+    if isinstance(value, str) and value:
+        value = _parsed(value, name)
+    if value in (None, "", [], {}):
+        return None
+    _require(value, kind, name, noun)
     return value
 
 
@@ -228,13 +228,13 @@ def with_parsed_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]
 
     Equal to ``messages`` if there are none.
     """
-    found = []
+    parsed = []
     for message in messages:
         calls = message.get("tool_calls")
-        found.append(
-            {**message, "tool_calls": list(map(_with_arguments, calls))} if calls else message
-        )
-    return found
+        if calls:
+            message = {**message, "tool_calls": [_with_arguments(call) for call in calls]}
+        parsed.append(message)
+    return parsed
 
 
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
@@ -242,14 +242,12 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(arguments, str):
         return call
-    try:
+    with suppress(BadRowError):
         parsed = _parsed(arguments, "arguments")
-    except BadRowError:
-        return call
-    if not isinstance(parsed, dict):
-        return call
-    changed = {**function, "arguments": parsed}
-    return {**call, "function": changed} if "function" in call else changed
+        if isinstance(parsed, dict):
+            changed = {**function, "arguments": parsed}
+            return {**call, "function": changed} if "function" in call else changed
+    return call
 
 
 def texts_of(row: ChatRow) -> Iterator[str]:

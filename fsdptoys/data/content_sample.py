@@ -37,19 +37,16 @@ class SampledFiles:
 
     def __init__(self, key: str, files: Sequence[SourceFile], fix: str = "restore it") -> None:
         self._key = key
-        self._files = files
         self._fix = fix
         count = min(len(files), MOST_DIGESTS)
-        edges = [len(files) * number // count for number in range(count + 1)] if files else []
-        # Each shares a digest
-        self._groups = [range(first, stop) for first, stop in itertools.pairwise(edges)]
+        edges = [len(files) * number // max(1, count) for number in range(count + 1)]
         digests = _digests(key, files)
-        self._sums = [
-            hashlib.sha256(b"".join(itertools.islice(digests, len(group)))).hexdigest()[
-                :DIGEST_CHARACTERS
-            ]
-            for group in self._groups
-        ]
+        self._groups: list[Sequence[SourceFile]] = []  # a group has one digest
+        self._sums: list[str] = []
+        for first, stop in itertools.pairwise(edges):
+            contents = b"".join(itertools.islice(digests, stop - first))
+            self._groups.append(files[first:stop])
+            self._sums.append(hashlib.sha256(contents).hexdigest()[:DIGEST_CHARACTERS])
 
     def state_dict(self) -> dict[str, Any]:
         """Digests for a checkpoint, as JSON values."""
@@ -69,10 +66,9 @@ class SampledFiles:
             return
         for group, before, now in zip(self._groups, sums, self._sums, strict=True):
             if before != now:
-                first, last = self._files[group[0]].path, self._files[group[-1]].path
-                named = f"{self._key}=[{first}]"
+                named = f"{self._key}=[{group[0].path}]"
                 if len(group) > 1:
-                    named = f"one of the {len(group)} files from {named} to {last}"
+                    named = f"one of the {len(group)} files from {named} to {group[-1].path}"
                 raise ConfigError(
                     f"{named} has changed since the checkpoint, so that the run cannot continue "
                     f"as it began; {self._fix}, or start a new run"

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
 from fsdptoys.utils.sealed_folder import sum_bytes, sum_path
 
 from .dataset import hash_of
+from .token_files import map_file
 
 INDEX_FILE = "index.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -57,10 +58,6 @@ class UnusableFolderError(ConfigError):
     """A folder lacks files or is damaged, so that preparing it again helps; errors of the system
     are others."""
 
-    def __init__(self, owner: str, reason: str, fix: str) -> None:
-        super().__init__(f"{owner} {reason}; {fix}")
-        self.reason = reason  # predicate of a sentence about the folder
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -74,16 +71,19 @@ class Shard:
     ends_sha256: str
     learned_sha256: str | None = None
 
-    def files(self) -> list[tuple[str, int, str]]:
-        """Name, number of items and SHA-256 of each file."""
-        counts, sums = (
-            (self.tokens, self.documents, self.tokens),
-            (self.sha256, self.ends_sha256, self.learned_sha256),
-        )
-        named = zip(
-            shard_files(self.name, self.learned_sha256 is not None), counts, sums, strict=False
-        )
-        return [(file, count, sha256 or "") for file, count, sha256 in named]
+
+class ShardFile(NamedTuple):
+    """A file of a shard."""
+
+    name: str
+    items: int
+    dtype: "np.dtype[Any]"
+    sha256: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file."""
+        return self.items * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,18 @@ class Index:
     left_out: int = dataclasses.field(metadata=between(0, MOST_COUNT))  # documents without text
     sources: tuple[Source, ...]
     shards: tuple[Shard, ...]
+
+    def files(self, shard: Shard) -> list[ShardFile]:
+        """A shard's files: ids, ends of documents, and perhaps which ids are learned."""
+        name, dtype = shard.name, DTYPES[self.dtype]
+        files = [
+            ShardFile(f"{name}.bin", shard.tokens, dtype, shard.sha256),
+            ShardFile(f"{name}.ends", shard.documents, ENDS_DTYPE, shard.ends_sha256),
+        ]
+        if shard.learned_sha256 is not None:
+            sha256 = shard.learned_sha256
+            files.append(ShardFile(f"{name}.learned", shard.tokens, LEARNED_DTYPE, sha256))
+        return files
 
     def of(self, split: str) -> list[Shard]:
         """A split's shards, in order."""
@@ -156,66 +168,50 @@ def read_index(folder: str, owner: str) -> Index:
     read it.
     """
     root = Path(folder).expanduser()
-    path = root / INDEX_FILE
+    file = INDEX_FILE
     try:
-        index = _from_tree(parse_json(read_regular(path, MOST_INDEX_BYTES), surrogates=True))
+        index = _from_tree(parse_json(read_regular(root / file, MOST_INDEX_BYTES), surrogates=True))
+        for file, size in files_of(index):
+            facts = (root / file).stat()
+            if not stat.S_ISREG(facts.st_mode) or facts.st_size != size:
+                raise UnusableFolderError(
+                    f"{owner} has {facts.st_size} bytes in {file}, where its index says {size}; "
+                    "restore the file or prepare the folder again"
+                )
+        return index
+    except UnusableFolderError:
+        raise
     except (FileNotFoundError, NotADirectoryError):
-        what = "holds no" if root.is_dir() else "is no folder with an"
+        if file == INDEX_FILE:
+            what = "holds no" if root.is_dir() else "is no folder with an"
+            raise UnusableFolderError(
+                f"{owner} {what} {file}; make one with fsdptoys data prepare FILE ... --out "
+                f"{folder} --tokenizer T"
+            ) from None
         raise UnusableFolderError(
-            owner,
-            f"{what} {INDEX_FILE}",
-            f"make one with fsdptoys data prepare FILE ... --out {folder} --tokenizer T",
+            f"{owner} lacks its file {file}; restore it or prepare the folder again"
         ) from None
     except (NotRegularFileError, ValueError) as error:
         reason = getattr(error, "strerror", error)
         raise UnusableFolderError(
-            owner, f"has an {INDEX_FILE} that cannot be used ({reason})", "prepare the folder again"
+            f"{owner} has an {file} that cannot be used ({reason}); prepare the folder again"
         ) from error
-    except OSError as error:
+    except OSError as error:  # says nothing of the files' content
         raise ConfigError(
-            f"{owner} cannot be read ({error.strerror}); change its permissions or name another"
+            f"{owner} cannot be read ({file}: {error.strerror}); change its permissions or name "
+            "another"
         ) from error
-    for file, size in files_of(index):
-        try:
-            facts = (root / file).stat()
-        except (FileNotFoundError, NotADirectoryError):
-            raise UnusableFolderError(
-                owner, f"lacks its file {file}", "restore it or prepare the folder again"
-            ) from None
-        except OSError as error:  # says nothing of the file's content
-            raise ConfigError(
-                f"{owner} cannot be read ({file}: {error.strerror}); change its permissions or "
-                "name another"
-            ) from error
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size != size:
-            raise UnusableFolderError(
-                owner,
-                f"has {facts.st_size} bytes in {file}, where its index says {size}",
-                "restore the file or prepare the folder again",
-            )
-    return index
 
 
 def files_of(index: Index) -> list[tuple[str, int]]:
     """Names and sizes of a folder's files, without the index."""
-    sizes = DTYPES[index.dtype].itemsize, ENDS_DTYPE.itemsize, LEARNED_DTYPE.itemsize
-    return [
-        (file, count * size)
-        for shard in index.shards
-        for (file, count, _), size in zip(shard.files(), sizes, strict=False)
-    ]
-
-
-def shard_files(shard: str, learned: bool = False) -> list[str]:
-    """Names of a shard's files: ids, documents' ends, and with ``learned`` which ids are
-    learned."""
-    return [f"{shard}.bin", f"{shard}.ends", *([f"{shard}.learned"] if learned else [])]
+    return [(file.name, file.size_bytes) for shard in index.shards for file in index.files(shard)]
 
 
 def read_ends(folder: str, shard: Shard) -> NDArray[np.int64]:
     """Position behind each document of a shard, mapped rather than read."""
-    path = Path(folder).expanduser() / shard_files(shard.name)[1]
-    return np.memmap(path, ENDS_DTYPE, "r") if shard.documents else np.empty(0, ENDS_DTYPE)
+    path = Path(folder).expanduser() / f"{shard.name}.ends"
+    return map_file(str(path), ENDS_DTYPE, shard.documents)
 
 
 def check_folder(
@@ -239,33 +235,33 @@ def _check_shard(
     root: Path, index: Index, shard: Shard, advance: Callable[[int], None]
 ) -> Iterator[str]:
     """Yield a sentence for every damaged file of a shard."""
+    files = index.files(shard)
+    ids_file, ends_file = files[:2]
     highest = 0
-    ids_file, ends_file = shard_files(shard.name)
 
     def visit(block: bytes) -> None:
         nonlocal highest
-        if file == ids_file:
-            highest = max(highest, int(np.frombuffer(block, DTYPES[index.dtype]).max()))
+        if file is ids_file:
+            highest = max(highest, int(np.frombuffer(block, file.dtype).max()))
         advance(len(block))
 
-    for file, _, expected in shard.files():
+    for file in files:
         try:
-            digest = sum_path(root / file, visit).sha256
+            digest = sum_path(root / file.name, visit).sha256
         except OSError as error:
-            yield f"{file} cannot be read ({error.strerror or error})"
+            yield f"{file.name} cannot be read ({error.strerror or error})"
             continue
-        if digest != expected:
-            yield f"{file} differs from its index: its SHA-256 is {digest[:12]}…"
-        elif file == ids_file and highest >= index.vocab_size:
-            yield (
-                f"{file} has id {highest}, and the index says that all are below {index.vocab_size}"
-            )
+        if digest != file.sha256:
+            yield f"{file.name} differs from its index: its SHA-256 is {digest[:12]}…"
+    if highest >= index.vocab_size:
+        yield (
+            f"{ids_file.name} has id {highest}, and the index says that all are below "
+            f"{index.vocab_size}"
+        )
     with suppress(OSError):  # reported above
         ends = read_ends(str(root), shard)
-        if len(ends) and not (
-            ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(ends) > 0).all()
-        ):
-            yield f"{ends_file} does not fit its {shard.tokens} ids"
+        if not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(ends) > 0).all()):
+            yield f"{ends_file.name} does not fit its {shard.tokens} ids"
 
 
 def kept_tokenizer(folder: str, index: Index) -> Path | None:
@@ -284,13 +280,11 @@ def _check_tokenizer(root: Path, index: Index) -> str | None:
         return None
     path = root / TOKENIZER_FILE
     try:
-        found = sum_bytes(read_regular(path, MOST_TOKENIZER_BYTES)).sha256
-    except OSError as error:
-        return f"{path} cannot be read ({error.strerror or error})"
-    except ValueError as error:
-        return f"{path} differs from its index: {error}"
-    if found != index.tokenizer_file_sha256:
-        return f"{path} differs from its index: its SHA-256 is {found[:12]}…"
+        digest = sum_bytes(read_regular(path, MOST_TOKENIZER_BYTES)).sha256
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read ({getattr(error, 'strerror', error)})"
+    if digest != index.tokenizer_file_sha256:
+        return f"{path} differs from its index: its SHA-256 is {digest[:12]}…"
     return None
 
 
@@ -304,19 +298,20 @@ def _from_tree(tree: Any) -> Index:
             f"it is of version {tree.get('version')}, and this program reads {known}"
         )
     index = build(Index, tree, skip_unknown=True)
-    if index.dtype not in DTYPES or index.document_end >= index.vocab_size:
-        raise ForeignError("dtype, vocabulary and end of document do not fit each other")
-    if index.eval_fraction == 1:
-        raise ForeignError("eval_fraction is 1")
-    if any((shard.learned_sha256 is None) == index.has_learned for shard in index.shards):
-        raise ForeignError("some of its shards say which ids are learned, and others do not")
-    if len({shard.name for shard in index.shards}) < len(index.shards):
-        raise ForeignError("it lists a shard twice")
+    names = {shard.name for shard in index.shards}
+    if (
+        index.dtype not in DTYPES
+        or index.document_end >= index.vocab_size
+        or index.eval_fraction == 1
+        or len(names) < len(index.shards)
+    ):
+        raise ForeignError("its entries do not fit each other")
     for shard in index.shards:
         if (
             not SHARD_NAME.fullmatch(shard.name)
             or shard.split not in SPLITS
             or shard.documents > shard.tokens
+            or (shard.learned_sha256 is None) == index.has_learned
         ):
             raise ForeignError(f"it describes shard {shard.name!r:.40} wrongly")
     return index

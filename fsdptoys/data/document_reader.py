@@ -11,12 +11,11 @@ Not covered: one JSON array a file, nested fields, compressed tables.
 import codecs
 import gzip
 import io
-import itertools
 import json
 import os
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -29,7 +28,7 @@ from .token_files import SourceFile, match_files, without_repeats
 
 LINES = (".jsonl", ".ndjson", ".json")
 TABLES = (".parquet", ".arrow")
-SAVED_MARKS = ("state.json", "dataset_info.json")
+SAVED_MARK = "dataset_info.json"
 DICT_MARK = "dataset_dict.json"
 ROWS = 1000  # rows of a table read at a time
 LONG_BYTES = 8 * 2**20  # a longer text is held once, as bytes, if the encoder takes bytes
@@ -57,27 +56,17 @@ Read = Iterator[tuple[Any, float]]
 far."""
 
 
-class Records(ABC):
-    """A reader of records."""
+class Records:
+    """Reads documents that are one text: a ``str``, None or empty for a record without text."""
 
     optional_fields: tuple[str, ...] = ()
     """Fields besides the one that the user names."""
-    plain_files = False
+    plain_files = True
     """Whether other files are one document of text each."""
 
-    @abstractmethod
     def read(self, owner: str, name: str, record: Mapping[str, Any], where: str) -> Any:
-        """The document in field ``name``; ``owner`` and ``where`` are file and line for
-        messages."""
-
-
-class TextRecords(Records):
-    """Documents that are one text: a ``str``, None or empty for a record without text."""
-
-    plain_files = True
-
-    def read(self, owner: str, name: str, record: Mapping[str, Any], where: str) -> str | None:
-        """The text; ConfigError if there is none in that field."""
+        """The document in field ``name``, of which ``owner`` and ``where`` are file and line for
+        messages; ConfigError if it is of no use."""
         if name not in record:
             raise _no_field(owner, name, sorted(record), where)
         value = record[name]
@@ -89,7 +78,7 @@ class TextRecords(Records):
         )
 
 
-TEXTS = TextRecords()
+TEXTS = Records()
 
 
 def kind_of(source: SourceFile) -> str:
@@ -108,24 +97,22 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceFile]:
     files: list[SourceFile] = []
     for pattern in patterns:
         folder = Path(pattern).expanduser()
-        if pattern == STDLIB and not os.path.exists(folder):
+        if pattern == STDLIB and not folder.exists():
             files += stdlib_files()
-        elif os.path.isfile(folder / DICT_MARK):
-            splits = sorted(
-                path.name for path in folder.iterdir() if (path / SAVED_MARKS[0]).is_file()
-            )
+        elif (folder / DICT_MARK).is_file():
             raise ConfigError(
-                f"{key}=[{pattern}] holds several parts ({', '.join(splits)}); "
-                f"name one of them, {os.path.join(pattern, splits[0] if splits else 'train')}"
+                f"{key}=[{pattern}] holds several data sets; name one of its folders, such as "
+                f"{os.path.join(pattern, 'train')}"
             )
-        elif all(os.path.isfile(folder / mark) for mark in SAVED_MARKS):
+        elif (folder / SAVED_MARK).is_file():
+            size = 0
             for path in folder.iterdir():
                 if not path.is_file():  # datasets would block on a pipe
                     raise ConfigError(
                         f"{key}=[{pattern}] holds {path.name}, which is no regular file; take it "
                         "out"
                     )
-            size = sum(path.stat().st_size for path in folder.glob("*.arrow"))
+                size += path.stat().st_size * (path.suffix == ".arrow")
             files.append(SourceFile(str(folder), folder.name, size, is_folder=True))
         else:
             files += match_files(key, pattern)
@@ -135,20 +122,13 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceFile]:
             f"{key}=[{','.join(patterns)}] finds nothing to read; name files that hold text"
         )
     sources = without_repeats(files)
-    tables = (
-        file
-        for file in sources
-        if file.path.endswith(".zst") or kind_of(file) not in ("lines", "text")
-    )
-    needing = next(tables, None)
-    if needing is not None:
-        try:
-            import datasets  # noqa: F401
-        except ImportError as error:
+    for file in sources:
+        is_plain = kind_of(file) in ("lines", "text") and not file.path.endswith(".zst")
+        if not is_plain and find_spec("datasets") is None:
             raise ConfigError(
-                f"{key}=[{needing.path}] needs the package datasets, which is not installed; pip "
+                f"{key}=[{file.path}] needs the package datasets, which is not installed; pip "
                 "install -e '.[data]'"
-            ) from error
+            )
     return sources
 
 
@@ -238,13 +218,11 @@ def _lines(owner: str, source: SourceFile, field: str, records: Records) -> Read
                     "object a line"
                 ) from error
             del line  # or a long document would be held twice
-            if isinstance(record, list):
-                raise ConfigError(
-                    f"{owner} holds a JSON array in line {number}, not an object; write one "
-                    "object a line"
-                )
             if not isinstance(record, dict):
-                raise _no_field(owner, field, [], f" in line {number}")
+                raise ConfigError(
+                    f"{owner} has {short_text(record)} in line {number}, which is no object; write "
+                    "one object a line"
+                )
             yield (
                 records.read(owner, field, record, f" in line {number}"),
                 raw.tell() / source.size_bytes,
@@ -259,8 +237,8 @@ def _parquet(owner: str, source: SourceFile, field: str, records: Records) -> Re
         with pyarrow.parquet.ParquetFile(source.path) as file:
             names = _columns(owner, field, file.schema_arrow.names, records)
             batches = file.iter_batches(batch_size=ROWS, columns=names)
-            columns = ([batch.column(name).to_pylist() for name in names] for batch in batches)
-            yield from _rows(owner, names, columns, file.metadata.num_rows, records)
+            rows = (row for batch in batches for row in batch.to_pylist())
+            yield from _rows(owner, field, rows, file.metadata.num_rows, records)
     except pyarrow.ArrowException as error:
         raise ConfigError(
             f"{owner} cannot be read as Parquet ({error}); write it again or leave it out"
@@ -275,13 +253,13 @@ def _arrow(owner: str, source: SourceFile, field: str, records: Records) -> Read
         table = cast(Any, load(source.path))
         names = _columns(owner, field, table.column_names, records)
         batches = table.select_columns(names).with_format(None).iter(batch_size=ROWS)
-        yield from _rows(
-            owner,
-            names,
-            ([batch[name] for name in names] for batch in batches),
-            len(table),
-            records,
+        columns = ([batch[name] for name in names] for batch in batches)
+        rows = (
+            dict(zip(names, values, strict=True))
+            for batch in columns
+            for values in zip(*batch, strict=True)
         )
+        yield from _rows(owner, field, rows, len(table), records)
     except ConfigError:
         raise
     except Exception as error:  # pyarrow's, datasets' and the system's own
@@ -290,24 +268,18 @@ def _arrow(owner: str, source: SourceFile, field: str, records: Records) -> Read
         ) from error
 
 
-def _columns(owner: str, field: str, found: Sequence[str], records: Records) -> list[str]:
-    """The columns to read, the field first."""
-    if field not in found:
-        raise _no_field(owner, field, found)
-    return [field, *(name for name in records.optional_fields if name in found)]
+def _columns(owner: str, field: str, columns: Sequence[str], records: Records) -> list[str]:
+    """The columns to read."""
+    if field not in columns:
+        raise _no_field(owner, field, columns)
+    return [field, *(name for name in records.optional_fields if name in columns)]
 
 
 def _rows(
-    owner: str, names: list[str], batches: Iterable[list[list[Any]]], rows: int, records: Records
+    owner: str, field: str, rows: Iterable[dict[str, Any]], count: int, records: Records
 ) -> Read:
-    values_of_rows = itertools.chain.from_iterable(
-        zip(*columns, strict=True) for columns in batches
-    )
-    for row, values in enumerate(values_of_rows, 1):
-        yield (
-            records.read(owner, names[0], dict(zip(names, values, strict=True)), f" in row {row}"),
-            row / rows,
-        )
+    for number, row in enumerate(rows, 1):
+        yield records.read(owner, field, row, f" in row {number}"), number / count
 
 
 def _open(source: SourceFile) -> tuple[IO[bytes], IO[bytes]]:
@@ -323,7 +295,7 @@ def _open(source: SourceFile) -> tuple[IO[bytes], IO[bytes]]:
 
 
 def _no_field(owner: str, field: str, found: Sequence[str], where: str = "") -> ConfigError:
-    has = f"it has {one_line(', '.join(map(str, found))[:200])}" if found else "there is no object"
+    has = one_line(", ".join(map(str, found))[:200])
     return ConfigError(
-        f"{owner} has no field {field!r}{where}: {has}; name the one that holds the text"
+        f"{owner} has no field {field!r}{where}: it has {has}; name the one that holds the text"
     )

@@ -16,7 +16,7 @@ from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import at_least, between
 from fsdptoys.utils.options import Effect, option
-from fsdptoys.utils.text import one_line, print_status
+from fsdptoys.utils.text import print_status
 
 from .dataset import DataConfig, TokenDataset
 from .dataset_index import (
@@ -29,17 +29,11 @@ from .dataset_index import (
 from .document_reader import find_sources
 from .packing import Packing
 from .prepare import MOST_PROCESSES, Request, cache_folder, prepare_folder
-from .prepared import Fixes, PreparedConfig
+from .prepared import PreparedConfig
 from .progress import Display
 from .text_encoder import ByteEncoder, Encoder, open_encoder
 
 KEY_LENGTH = 24
-FIXES = Fixes(
-    "name more text",
-    "set data.eval_fraction lower",
-    "set data.eval_fraction higher, or to 0 for none",
-    "remove its folder, so that the data is prepared again",
-)
 
 
 @dataclass(kw_only=True)
@@ -126,17 +120,7 @@ class TokenizedConfig(DataConfig):
         request = self._request()
         if not _is_prepared(request):
             with Display("preparing the data") as display:
-                index = prepare_folder(
-                    request,
-                    display.show,
-                    wait=lambda holder: print_status(
-                        f"process {holder} prepares the data; waiting"
-                    ),
-                    replace=lambda reason: print_status(
-                        f"{request.folder} {one_line(reason)}; the data is prepared again"
-                    ),
-                    report=print_status,
-                )
+                index = prepare_folder(request, display.show, print_status, reuse=True)
             print_status(
                 f"{index.documents('train'):,} documents to train on, prepared in {request.folder}"
             )
@@ -183,7 +167,7 @@ class TokenizedConfig(DataConfig):
         prepared = PreparedConfig(
             folder=str(request.folder), packing=self.packing, cache=self.cache
         )
-        prepared.known_as, prepared.fixes = "data.files", FIXES
+        prepared.known_as = "data.files"
         return prepared
 
 

@@ -12,6 +12,7 @@ result is kept in the cache, in files that all ranks map: once for a folder, a s
 12 bytes a document and 8 a row.
 """
 
+import dataclasses
 import itertools
 import json
 import os
@@ -33,11 +34,10 @@ from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
 from fsdptoys.utils.sealed_folder import seal_folder
-from fsdptoys.utils.text import one_line
 
 from .dataset import IGNORE_INDEX, Tokens, hash_of
-from .dataset_index import MOST_COUNT, Index, read_ends, shard_files
-from .token_files import FileStream
+from .dataset_index import MOST_COUNT, Index, read_ends
+from .token_files import FileStream, map_file
 
 GROUP = 2**16  # documents fitted together
 ROWS_VERSION = 2
@@ -113,39 +113,28 @@ class PackedRows:
     """The ids of each row, mapped from a folder made by ``pack_rows``; ValueError if its files do
     not fit."""
 
-    _maps: tuple[NDArray[Any], ...] | None = None
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        counts = build(
-            _Counts,
-            parse_json(read_regular(folder / COUNTS_FILE, MOST_COUNTS_BYTES)),
-            skip_unknown=True,
-        )
-        self.ids = counts.ids
-        self._lengths = {"starts": counts.pieces, "lengths": counts.pieces, "rows": counts.rows}
+        tree = parse_json(read_regular(folder / COUNTS_FILE, MOST_COUNTS_BYTES))
+        self.counts = build(_Counts, tree, skip_unknown=True)
+        self._items = {"starts": self.counts.pieces, "lengths": self.counts.pieces}
+        self._items["rows"] = self.counts.rows
         for name, dtype in FILES.items():
-            if (folder / name).stat().st_size != self._lengths[name] * dtype.itemsize:
+            if (folder / name).stat().st_size != self._items[name] * dtype.itemsize:
                 raise ValueError(f"{name} does not have the size that {COUNTS_FILE} gives")
 
     def __len__(self) -> int:
-        return self._lengths["rows"]
+        return self.counts.rows
 
     def row(self, number: int) -> list[tuple[int, int]]:
         """Position in the stream and length of each piece of a row."""
-        if self._maps is None:
-            self._maps = tuple(
-                np.memmap(self.folder / name, dtype, "r", shape=(self._lengths[name],)).view(
-                    np.ndarray
-                )
-                for name, dtype in FILES.items()
-            )
-        starts, lengths, rows = self._maps
-        first, last = int(rows[number - 1]) if number else 0, int(rows[number])
-        return list(zip(starts[first:last].tolist(), lengths[first:last].tolist(), strict=True))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_maps"}
+        starts, lengths, rows = (
+            map_file(str(self.folder / name), dtype, self._items[name])
+            for name, dtype in FILES.items()
+        )
+        first = int(rows[number - 1]) if number else 0
+        pieces = slice(first, int(rows[number]))
+        return list(zip(starts[pieces].tolist(), lengths[pieces].tolist(), strict=True))
 
 
 @dataclass
@@ -201,7 +190,7 @@ def pack_rows(
     sums = [[shard.ends_sha256, shard.learned_sha256] for shard in index.of(split)]
     place = cache / f"packing-{hash_of(ROWS_VERSION, GROUP, seq_len, sums)[:KEY_LENGTH]}"
     try:
-        rows, _ = _open_rows(place)
+        rows = _open_rows(place)
         if rows is not None:
             return rows
         cache.mkdir(parents=True, exist_ok=True)
@@ -211,11 +200,11 @@ def pack_rows(
             str(place),
             lambda pid: report(waiting.format(pid)),
         ):
-            rows, damage = _open_rows(place)
+            rows = _open_rows(place)
             if rows is not None:
                 return rows
-            if damage:
-                report(f"{place} is damaged ({damage}); {folder} is packed again")
+            if os.path.lexists(place):
+                report(f"{place} is damaged; {folder} is packed again")
             left_out = _write_rows(place, folder, index, split, seq_len, learned)
             rows = PackedRows(place)
             if left_out:
@@ -223,7 +212,7 @@ def pack_rows(
                     f"left out {left_out:,} parts without an answer, of documents longer than "
                     f"{seq_len} tokens"
                 )
-            padded = 1 - rows.ids / (len(rows) * (seq_len + 1))
+            padded = 1 - rows.counts.ids / (len(rows) * (seq_len + 1))
             report(
                 f"packed the {split} part of {folder} into {len(rows):,} rows, {padded:.2%} of "
                 "them padding"
@@ -238,16 +227,12 @@ def pack_rows(
         ) from error
 
 
-def _open_rows(place: Path) -> tuple[PackedRows | None, str | None]:
-    """The rows in a folder, or the damage; neither if the folder does not exist."""
+def _open_rows(place: Path) -> PackedRows | None:
+    """The rows in a folder; None if it is missing or damaged."""
     try:
-        return PackedRows(place), None
-    except (FileNotFoundError, NotADirectoryError):
-        return None, "files are missing" if os.path.lexists(place) else None
-    except NotRegularFileError as error:
-        return None, error.strerror
-    except ValueError as error:
-        return None, one_line(error)
+        return PackedRows(place)
+    except (FileNotFoundError, NotADirectoryError, NotRegularFileError, ValueError):
+        return None
 
 
 def _write_rows(
@@ -257,34 +242,30 @@ def _write_rows(
     part = place.with_name(f"{place.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    pieces = rows_before = ids = left_out = 0
+    counts = _Counts(0, 0, 0)
+    left_out = 0
     with ExitStack() as stack:
         files: list[BinaryIO] = [stack.enter_context(open(part / name, "wb")) for name in FILES]
         for starts, lengths, are_cut in _groups(folder, index, split, seq_len):
             if learned is not None:
                 kept = ~are_cut
-                for piece in np.flatnonzero(are_cut):  # the first id of a piece is no label
-                    kept[piece] = learned.read(
-                        int(starts[piece]) + 1, int(lengths[piece]) - 1
-                    ).any()
+                for piece in np.flatnonzero(are_cut):
+                    start = int(starts[piece]) + 1  # the first id of a piece is no label
+                    kept[piece] = learned.read(start, int(lengths[piece]) - 1).any()
                 left_out += len(kept) - int(kept.sum())
-                starts, lengths = starts[kept], lengths[kept]
+                starts = starts[kept]
+                lengths = lengths[kept]
             rows = best_fit(lengths, seq_len + 1)
             order = np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(lengths))
-            stops = pieces + np.cumsum([len(row) for row in rows])
-            for file, dtype, values in zip(
-                files, FILES.values(), (starts[order], lengths[order], stops), strict=True
-            ):
+            stops = counts.pieces + np.cumsum([len(row) for row in rows])
+            columns = (starts[order], lengths[order], stops)
+            for file, dtype, values in zip(files, FILES.values(), columns, strict=True):
                 file.write(values.astype(dtype).data)
-            pieces, rows_before, ids = (
-                pieces + len(order),
-                rows_before + len(rows),
-                ids + int(lengths.sum()),
-            )
+            counts.rows += len(rows)
+            counts.pieces += len(order)
+            counts.ids += int(lengths.sum())
     shutil.rmtree(place, ignore_errors=True)
-    seal_folder(
-        part, place, COUNTS_FILE, json.dumps({"rows": rows_before, "pieces": pieces, "ids": ids})
-    )
+    seal_folder(part, place, COUNTS_FILE, json.dumps(dataclasses.asdict(counts)))
     return left_out
 
 
@@ -293,26 +274,20 @@ def _groups(
 ) -> Iterator[tuple[Tokens, Tokens, NDArray[Any]]]:
     """Starts in the stream and lengths of the documents' pieces, and which are cut, one group at a
     time."""
-    waiting, last, before = np.empty(0, np.int64), 0, 0
+    waiting = np.empty(0, np.int64)
+    last = before = 0
     for shard in index.of(split):
-        try:
-            ends = read_ends(folder, shard)
-        except OSError as error:
+        ends = read_ends(folder, shard)
+        if not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(ends) > 0).all()):
             raise ConfigError(
-                f"{folder} cannot be read ({error.strerror or error}); make it readable"
-            ) from error
-        for first in range(0, len(ends), GROUP):
-            group = ends[max(0, first - 1) : first + GROUP]
-            if not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(group) > 0).all()):
-                raise ConfigError(
-                    f"{os.path.join(folder, shard_files(shard.name)[1])} does not fit the "
-                    f"{shard.tokens} ids of its shard; remove {folder} and prepare it again"
-                )
-            waiting = np.concatenate([waiting, before + ends[first : first + GROUP]])
-            if len(waiting) >= GROUP:
-                stops, waiting = waiting[:GROUP], waiting[GROUP:]
-                yield _pieces(last, stops, seq_len)
-                last = int(stops[-1])
+                f"{os.path.join(folder, shard.name)}.ends does not fit the {shard.tokens} ids of "
+                f"its shard; remove {folder} and prepare it again"
+            )
+        waiting = np.concatenate([waiting, before + ends])
+        while len(waiting) >= GROUP:
+            yield _pieces(last, waiting[:GROUP], seq_len)
+            last = int(waiting[GROUP - 1])
+            waiting = waiting[GROUP:]
         before += shard.tokens
     if len(waiting):
         yield _pieces(last, waiting, seq_len)

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,19 +100,19 @@ class Advance:
 
 @dataclass(frozen=True)
 class _Group:
-    """Documents encoded together."""
+    """Documents encoded together, or one long text, which this process writes itself."""
 
     documents: list[Any]
-    count: int  # including those without text
     done_bytes: float
-    long: LongText | None = None  # a document behind the others, which this process writes itself
 
 
 @dataclass
 class _Encoded:
     """Ids of a group's documents."""
 
-    splits: dict[str, tuple[NDArray[Any], Tokens, NDArray[Any] | None]]
+    splits: dict[str, tuple[NDArray[Any], Tokens, NDArray[Any] | None]] = field(
+        default_factory=dict
+    )
     """By split, the ids of all documents, the length of each, and which ids are learned."""
     empty: int = 0  # documents without ids
     bad: list[str] = field(default_factory=list)  # a sentence on each that is of no use
@@ -124,37 +123,37 @@ class _Encoded:
 def prepare_folder(
     request: Request,
     advance: Callable[[Advance], None] = lambda advance: None,
-    wait: Callable[[str], object] | None = None,
-    replace: Callable[[str], object] | None = None,
     report: Callable[[str], object] = lambda sentence: None,
+    reuse: bool = False,
 ) -> Index:
     """Prepare a folder, or continue an interrupted preparation.
 
-    ``advance`` receives the progress; ``wait`` the id of a process that prepares the folder
-    already, before waiting for its end (None to refuse instead); ``replace`` the damage of an
-    existing folder, before a new one replaces it (an undamaged one is used; None to refuse an
-    existing folder); ``report`` a sentence on each of the first rows that are left out, with
-    ``request.skip_bad_rows``, or whose text lacks something. ConfigError if a document cannot be
-    read, the folder cannot be written, or another process writes it.
+    ``advance`` receives the progress, and ``report`` a sentence on each of the first rows that are
+    left out, with ``request.skip_bad_rows``, or whose text lacks something. An existing folder, and
+    one that another process prepares, are refused. With ``reuse`` they are used, and a damaged one
+    is replaced. ConfigError if a document cannot be read or the folder cannot be written.
     """
-    folder, owner = request.folder, str(request.folder)
+    folder = request.folder
+    owner = str(folder)
+
+    def wait(holder: str) -> None:
+        report(f"process {holder} prepares the data; waiting")
+
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with hold_lock(folder.with_name(f"{folder.name}.lock"), owner, wait):
+        with hold_lock(folder.with_name(f"{folder.name}.lock"), owner, wait if reuse else None):
             if os.path.lexists(folder):
-                if replace is None:
+                if not reuse:
                     raise ConfigError(f"{owner} exists already; name another folder, or remove it")
                 try:
                     return read_index(owner, owner)
-                except UnusableFolderError as error:
-                    replace(error.reason)
-                damaged = folder.with_name(f"{folder.name}.damaged")
-                _remove(damaged)
-                folder.rename(damaged)
-            index = _write(request, advance, report)
-            if replace is not None:
-                _remove(folder.with_name(f"{folder.name}.damaged"))
-            return index
+                except UnusableFolderError:
+                    report(f"{owner} is damaged; the data is prepared again")
+                if folder.is_dir() and not folder.is_symlink():
+                    shutil.rmtree(folder)
+                else:
+                    folder.unlink()
+            return _write(request, advance, report)
     except OSError as error:
         raise ConfigError(
             f"{owner} cannot be written ({error.strerror or error}); make room or name another "
@@ -162,51 +161,45 @@ def prepare_folder(
         ) from error
 
 
-def _remove(path: Path) -> None:
-    """Remove a file, a link or a folder, if possible."""
-    with suppress(OSError):
-        path.unlink()
-        return
-    shutil.rmtree(path, ignore_errors=True)
-
-
 def _write(
     request: Request, advance: Callable[[Advance], None], report: Callable[[str], object]
 ) -> Index:
-    encoder, total = request.encoder, sum(source.size_bytes for source in request.sources)
-    fingerprint, learned = request.fingerprint, encoder.marks_learned
-    writer = ShardsWriter(request.folder, fingerprint, encoder.dtype, request.shard_tokens, learned)
-    left_out, losing = (
-        _Sentences("left out: ", "left out", report),
-        _Sentences("", "lose parts", report),
+    encoder = request.encoder
+    total = sum(source.size_bytes for source in request.sources)
+    writer = ShardsWriter(
+        request.folder,
+        request.fingerprint,
+        encoder.dtype,
+        request.shard_tokens,
+        encoder.marks_learned,
     )
-    ends = documents = 0
+    left_out = losing = ends = documents = 0
     try:
         groups = _groups(request, skip=writer.progress.documents)
         for group, encoded in _encode_all(groups, request):
-            if encoded.bad and not request.skip_bad_rows:
-                raise _bad_rows(encoded.bad, request.skip_fix)
-            left_out.add(encoded.bad)
-            losing.add(encoded.losses)
-            ends += encoded.ends
-            documents += sum(len(lengths) for _, lengths, _ in encoded.splits.values())
-            splits, long, long_split = encoded.splits, group.long, None
-            if long is not None and any(long.blocks()):
-                long_split = "eval" if _is_drawn(long.blocks(), request.eval_fraction) else "train"
-            for split in dict.fromkeys([*splits, long_split] if long_split else splits):
-                if split in splits:
-                    writer.add(split, *splits[split])
-                if long is not None and split == long_split:
-                    blocks = itertools.chain(long.blocks(), [bytes([encoder.document_end])])
-                    writer.add_long(split, (np.frombuffer(block, np.uint8) for block in blocks))
-            if long is not None:
-                long.release()
-            unused = encoded.empty + len(encoded.bad) + (long is not None and long_split is None)
-            writer.read(group.count, unused)
+            if isinstance(encoded, LongText):
+                written = _write_long(encoded, writer, request)
+                writer.read(1, int(not written))
+            else:
+                if encoded.bad and not request.skip_bad_rows:
+                    raise ConfigError(f"{encoded.bad[0]}; repair it, or {request.skip_fix}")
+                for sentence in encoded.bad[: max(0, MOST_SENTENCES - left_out)]:
+                    report(f"left out: {sentence}")
+                for sentence in encoded.losses[: max(0, MOST_SENTENCES - losing)]:
+                    report(sentence)
+                left_out += len(encoded.bad)
+                losing += len(encoded.losses)
+                ends += encoded.ends
+                for split, columns in encoded.splits.items():
+                    documents += len(columns[1])
+                    writer.add(split, *columns)
+                writer.read(len(group.documents), encoded.empty + len(encoded.bad))
             advance(Advance(group.done_bytes, total, writer.progress.documents, writer.tokens))
-        left_out.finish()
-        losing.finish()
-        if encoder.learns_ends and documents and not ends:
+        if left_out > MOST_SENTENCES:
+            report(f"{left_out:,} rows in all left out")
+        if losing > MOST_SENTENCES:
+            report(f"{losing:,} rows in all lose parts")
+        if encoder.special_tokens and encoder.marks_learned and documents and not ends:
             report(
                 "no answer ends with a special token, so the model does not learn to end its turn"
             )
@@ -236,58 +229,60 @@ def _write(
         writer.close()
 
 
-class _Sentences:
-    """Reports the first sentences of a kind, and the number of all."""
-
-    def __init__(self, prefix: str, what: str, report: Callable[[str], object]) -> None:
-        self._prefix, self._what, self._report, self._count = prefix, what, report, 0
-
-    def add(self, sentences: list[str]) -> None:
-        """Report what is among the first ``MOST_SENTENCES``."""
-        for sentence in sentences[: max(0, MOST_SENTENCES - self._count)]:
-            self._report(f"{self._prefix}{sentence}")
-        self._count += len(sentences)
-
-    def finish(self) -> None:
-        """Report the number, if it is higher."""
-        if self._count > MOST_SENTENCES:
-            self._report(f"{self._count:,} rows in all {self._what}")
+def _write_long(long: LongText, writer: ShardsWriter, request: Request) -> bool:
+    """Write a long text in parts, unless it has no ids; return whether it has."""
+    has_ids = any(long.blocks())
+    if has_ids:
+        split = "eval" if _is_drawn(long.blocks(), request.eval_fraction) else "train"
+        blocks = itertools.chain(long.blocks(), [bytes([request.encoder.document_end])])
+        writer.add_long(split, (np.frombuffer(block, np.uint8) for block in blocks))
+    long.release()
+    return has_ids
 
 
 def _groups(request: Request, skip: int) -> Iterator[_Group]:
     """Group all documents except the first ``skip``."""
     documents: list[Any] = []
-    count = characters = 0
-    before = 0.0
+    characters = 0
+    before = done = 0.0
     for source in request.sources:
-        long_texts = request.encoder.ids_are_bytes
-        records = request.encoder.records
         for document, share in read_documents(
-            request.key, source, request.field, long_texts=long_texts, records=records
+            request.key,
+            source,
+            request.field,
+            long_texts=request.encoder.ids_are_bytes,
+            records=request.encoder.records,
         ):
+            is_long = isinstance(document, LongText)
             if skip:
                 skip -= 1
-                if isinstance(document, LongText):
+                if is_long:
                     document.release()
                 continue
-            count += 1
-            long = document if isinstance(document, LongText) else None
-            if long is None:
+            if documents and (is_long or characters >= GROUP_CHARACTERS):
+                yield _Group(documents, done)
+                documents = []
+                characters = 0
+            done = before + share * source.size_bytes
+            if is_long:
+                yield _Group([document], done)
+            else:
                 documents.append(document or "")
                 characters += len(documents[-1])
-            if long is not None or characters >= GROUP_CHARACTERS:
-                yield _Group(documents, count, before + share * source.size_bytes, long)
-                documents, count, characters = [], 0, 0
         before += source.size_bytes
-    if count:
-        yield _Group(documents, count, before)
+    if documents:
+        yield _Group(documents, before)
 
 
-def _encode_all(groups: Iterable[_Group], request: Request) -> Iterator[tuple[_Group, _Encoded]]:
-    """Each group with its ids, in order."""
+def _encode_all(
+    groups: Iterable[_Group], request: Request
+) -> Iterator[tuple[_Group, _Encoded | LongText]]:
+    """Each group with its ids, in order; a long text as it is."""
     encoder, fraction = request.encoder, request.eval_fraction
     if request.processes == 1:
-        yield from ((group, _encode(encoder, fraction, group.documents)) for group in groups)
+        for group in groups:
+            long = _long_text(group)
+            yield group, long or _encode(encoder, fraction, group.documents)
         return
     # A fork has the tokenizer and all modules at once; this process has no threads and no
     # accelerator context.
@@ -295,18 +290,20 @@ def _encode_all(groups: Iterable[_Group], request: Request) -> Iterator[tuple[_G
     executor = ProcessPoolExecutor(request.processes, context, _begin_process, (encoder, fraction))
     under_way: deque[tuple[_Group, Future[_Encoded]]] = deque()
     try:
-        for group in itertools.chain(groups, [None]):
-            if group is not None:
-                under_way.append((group, executor.submit(_encode_here, group.documents)))
+        for group in groups:
+            long = _long_text(group)
+            if long is None:
+                future = executor.submit(_encode_here, group.documents)
+                under_way.append((group, future))
             # Two long texts at once could exceed the memory.
-            most = (
-                0
-                if group is None or group.long is not None
-                else GROUPS_AHEAD * request.processes - 1
-            )
+            most = GROUPS_AHEAD * request.processes - 1 if long is None else 0
             while len(under_way) > most:
                 first, future = under_way.popleft()
                 yield first, future.result()
+            if long is not None:
+                yield group, long
+        for first, future in under_way:
+            yield first, future.result()
     except BrokenProcessPool as error:
         fewer = max(1, request.processes // 2)
         raise ConfigError(
@@ -316,6 +313,11 @@ def _encode_all(groups: Iterable[_Group], request: Request) -> Iterator[tuple[_G
         ) from error
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _long_text(group: _Group) -> LongText | None:
+    document = group.documents[0]
+    return document if isinstance(document, LongText) else None
 
 
 _encoder_here: Encoder
@@ -340,7 +342,7 @@ def _encode(encoder: Encoder, fraction: float, documents: list[Any]) -> _Encoded
     parts: dict[str, list[NDArray[Any]]] = {}
     learned: dict[str, list[NDArray[Any]]] = {}
     end, no_label = np.array([encoder.document_end], dtype), np.zeros(1, bool)
-    encoded = _Encoded({})
+    encoded = _Encoded()
     for document in encoder.encode_documents(documents):
         if isinstance(document, str):
             encoded.bad.append(document)
@@ -361,15 +363,10 @@ def _encode(encoder: Encoder, fraction: float, documents: list[Any]) -> _Encoded
     return encoded
 
 
-def _bad_rows(sentences: list[str], skip_fix: str) -> ConfigError:
-    more = f"; so do {len(sentences) - 1:,} of the rows after it" if len(sentences) > 1 else ""
-    return ConfigError(f"{sentences[0]}{more}; repair it, or {skip_fix}")
-
-
 def is_held_out(text: str, fraction: float) -> bool:
     """Whether a document is held out."""
     # As in byte ids, without zeros
-    return bool(fraction) and _is_drawn([text.encode().replace(b"\0", b"")], fraction)
+    return _is_drawn([text.encode().replace(b"\0", b"")], fraction)
 
 
 def _is_drawn(blocks: Iterable[bytes], fraction: float) -> bool:

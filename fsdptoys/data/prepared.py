@@ -2,21 +2,17 @@
 (``mixture``).
 
 A split's shards are one stream, cut into windows of ``seq_len`` that may cross from one document
-into the next, or packed into rows of whole documents (``packing``). Shards are mapped, not read;
-each rank or worker keeps up to ``MOST_MAPS`` maps open. Truncating a mapped file kills the run
-(SIGBUS): make a new folder instead.
+into the next, or packed into rows of whole documents (``packing``). Shards are mapped, not read.
+Truncating a mapped file kills the run (SIGBUS): make a new folder instead.
 """
 
 import math
 import os
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.options import Effect, option
@@ -24,7 +20,7 @@ from fsdptoys.utils.text import print_status
 
 from .content_sample import SampledFiles
 from .dataset import DataConfig, Samples, TokenDataset, hash_of
-from .dataset_index import DTYPES, LEARNED_DTYPE, Index, kept_tokenizer, read_index
+from .dataset_index import Index, kept_tokenizer, read_index
 from .mixture import MixedHeldOut, MixedSamples, Pattern
 from .packing import PackedSamples, Packing, pack_rows
 from .permutation import ORDER
@@ -33,19 +29,8 @@ from .text_encoder import ByteEncoder
 from .token_files import FileStream, SourceFile
 from .token_windows import LearnedWindows, WindowSamples, entropy_nats, token_shares
 
-MOST_MAPS = 256
-"""Shards of all sources mapped at a time; each map takes a file descriptor, of which a process may
-have 1024."""
-
-
-@dataclass(frozen=True)
-class Fixes:
-    """Ends of error messages; ``data=hf`` has others."""
-
-    more_text: str = "prepare more text"
-    hold_out_less: str = "prepare it with a lower --eval-fraction"
-    hold_out_more: str = "prepare it with a higher --eval-fraction"
-    restore: str = "restore it, or prepare the folder again from the same text"
+HOLD_OUT_LESS = "hold out a smaller share (data.eval_fraction, or prepare it with --eval-fraction)"
+HOLD_OUT_MORE = "hold out a larger share (data.eval_fraction, or prepare it with --eval-fraction)"
 
 
 @dataclass
@@ -56,8 +41,7 @@ class PreparedConfig(DataConfig):
     eval_fix = "data.folder to one that was prepared with --eval-fraction 0.01"
     plain_texts = True
     known_as = ""
-    """The folder's name in messages, if not its path; not a setting, as ``fixes``."""
-    fixes = Fixes()
+    """The folder's name in messages, if not its path; not a setting."""
 
     folder: str | None = option(None, effect=Effect.training)
     """The folder; null if several are mixed."""
@@ -115,31 +99,30 @@ class PreparedConfig(DataConfig):
     def validate(self, seq_len: int, vocab_size: int) -> None:
         """Check that the folders are complete, compatible, long enough and fit the vocabulary; and
         the weights."""
-        parts = self._open(seq_len, vocab_size)
-        Pattern(self._shares(parts))
+        Pattern(self._shares(self._open(seq_len, vocab_size)))
 
     def prepare(self, seq_len: int, vocab_size: int) -> None:
         """Pack documents into rows, unless the cache has them, and say how many sequences have
         nothing to learn."""
-        for part in self._open_packed(seq_len, vocab_size):
+        for part in self._open_samples(seq_len, vocab_size):
             if part.left_out:
                 share = f"{part.left_out:,} of {len(part.windows):,}"
                 print_status(f"left out {share} sequences of {part.owner}, which have no answer")
 
     def build(self, seq_len: int, vocab_size: int, seed: int) -> "PreparedDataset":
         """Map the folders."""
-        parts = self._open_packed(seq_len, vocab_size)
-        return PreparedDataset(parts, self._shares(parts), seq_len, seed, self.packing, self.fixes)
+        parts = self._open_samples(seq_len, vocab_size)
+        return PreparedDataset(parts, self._shares(parts), seq_len, seed, self.packing)
 
     def _shares(self, parts: Sequence["Part"]) -> list[float]:
         return self.weights or [float(len(part.train)) or 1.0 for part in parts]
 
-    def _open_packed(self, seq_len: int, vocab_size: int) -> list["Part"]:
+    def _open_samples(self, seq_len: int, vocab_size: int) -> list["Part"]:
         parts = self._open(seq_len, vocab_size)
         for part in parts:
             if self.packing is Packing.best_fit:
-                part.pack(cache_folder(self.cache), seq_len)
-            else:
+                part.pack(cache_folder(self.cache))
+            elif part.index.has_learned:
                 part.keep_learned()
         return parts
 
@@ -161,33 +144,21 @@ class PreparedConfig(DataConfig):
         ]
 
     def _open(self, seq_len: int, vocab_size: int) -> list["Part"]:
-        found = self._read()
-        parts = [
-            Part(self, *each, seq_len, vocab_size, max(1, MOST_MAPS // len(found)))
-            for each in found
-        ]
-        first, *others = parts
+        windows = self.packing is Packing.none
+        parts = [Part(*named, seq_len, vocab_size, windows) for named in self._read()]
+        first = parts[0]
         own = first.index
-        for part in others:
+        for part in parts[1:]:
             index = part.index
-            same_file = (
-                index.tokenizer_file_sha256 is not None
-                and index.tokenizer_file_sha256 == own.tokenizer_file_sha256
-            )
-            if same_file and index.document_end != own.document_end:
-                raise ConfigError(
-                    f"{part.owner} ends documents with id {index.document_end}, and "
-                    f"{first.owner} with id {own.document_end}; prepare one of them again with "
-                    "the token of the other (--document-end)"
-                )
             if (index.tokenizer_sha256, index.document_end) != (
                 own.tokenizer_sha256,
                 own.document_end,
             ):
                 raise ConfigError(
-                    f"{part.owner} was prepared with another tokenizer ({index.tokenizer}) than "
-                    f"{first.owner} ({own.tokenizer}), so their ids do not mean the same; "
-                    "prepare one of them again"
+                    f"{part.owner} was prepared with another tokenizer or end of documents "
+                    f"({index.tokenizer}, id {index.document_end}) than {first.owner} "
+                    f"({own.tokenizer}, id {own.document_end}), so their ids do not mean the "
+                    "same; prepare one of them again (--tokenizer, --document-end)"
                 )
         return parts
 
@@ -195,21 +166,20 @@ class PreparedConfig(DataConfig):
 class Part:
     """One folder's samples: windows, which ``pack`` replaces by rows.
 
-    ConfigError if its ids do not fit the vocabulary, or a split is shorter than a window.
+    ConfigError if its ids do not fit the vocabulary, or, with ``windows``, a split is shorter than
+    a window.
     """
 
     def __init__(
         self,
-        config: PreparedConfig,
         owner: str,
         folder: str,
         index: Index,
         seq_len: int,
         vocab_size: int,
-        maps: int,
+        windows: bool,
     ) -> None:
         self.owner = owner
-        self.fixes = config.fixes
         self.folder = folder
         self.index = index
         if index.vocab_size > vocab_size:
@@ -218,131 +188,60 @@ class Part:
                 f"model.vocab_size={vocab_size}; set model.vocab_size={index.vocab_size} or "
                 "prepare it with the model's tokenizer"
             )
-        train = self._windows("train", seq_len, vocab_size, maps)
-        held_out = self._windows("eval", seq_len, vocab_size, maps)
-        if train is None:
-            raise ConfigError(
-                f"{owner} holds no document to train on; {config.fixes.hold_out_less}"
-            )
-        if config.packing is Packing.none:
-            train.require_one(f"the training part of {owner}", config.fixes.more_text)
-            if held_out is not None:
-                held_out.require_one(f"the held-out part of {owner}", config.fixes.hold_out_more)
-        self.windows = train
+        if not index.of("train"):
+            raise ConfigError(f"{owner} holds no document to train on; {HOLD_OUT_LESS}")
+        self.windows = self._windows("train", seq_len, vocab_size)
+        self.eval_windows = self._windows("eval", seq_len, vocab_size) if index.of("eval") else None
+        if windows:
+            self.windows.require_one(f"the training part of {owner}", "prepare more text")
+            if self.eval_windows is not None:
+                self.eval_windows.require_one(f"the held-out part of {owner}", HOLD_OUT_MORE)
         self.left_out = 0
         """Training windows without a learned token."""
-        self.train: Samples = train
-        self.eval: Samples | None = held_out
+        self.train: Samples = self.windows
+        self.eval: Samples | None = self.eval_windows
 
     def keep_learned(self) -> None:
         """Leave out windows in which nothing is learned."""
-        if not self.index.has_learned:
-            return
         train = LearnedWindows(self.windows)
+        self.train = train
+        self.left_out = len(self.windows) - len(train)
         if not len(train):
             raise ConfigError(
                 f"{self.owner} has no answer in its {len(self.windows)} training sequences; "
                 "prepare rows with answers"
             )
-        self.train, self.left_out = train, train.left_out
-        if isinstance(self.eval, WindowSamples):
-            self.eval = LearnedWindows(self.eval)
+        if self.eval_windows is not None:
+            self.eval = LearnedWindows(self.eval_windows)
             if not len(self.eval):
                 raise ConfigError(
-                    f"{self.owner} has no answer in its held-out part; {self.fixes.hold_out_more}"
+                    f"{self.owner} has no answer in its held-out part; {HOLD_OUT_MORE}"
                 )
 
-    def pack(self, cache: Path, seq_len: int) -> None:
+    def pack(self, cache: Path) -> None:
         """Replace windows by rows of whole documents."""
-        self.train = self._rows(cache, "train", self.windows, seq_len)
-        if isinstance(self.eval, WindowSamples):
-            self.eval = self._rows(cache, "eval", self.eval, seq_len)
+        self.train = self._rows(cache, "train", self.windows)
+        if self.eval_windows is not None:
+            self.eval = self._rows(cache, "eval", self.eval_windows)
 
-    def _rows(self, cache: Path, split: str, windows: WindowSamples, seq_len: int) -> PackedSamples:
-        rows = pack_rows(
-            cache, self.folder, self.index, split, seq_len, print_status, windows.learned
-        )
-        return PackedSamples(
-            windows.stream, rows, seq_len, self.index.document_end, windows.learned
-        )
+    def _rows(self, cache: Path, split: str, windows: WindowSamples) -> PackedSamples:
+        seq_len = windows.seq_len
+        learned = windows.learned
+        rows = pack_rows(cache, self.folder, self.index, split, seq_len, print_status, learned)
+        return PackedSamples(windows.stream, rows, seq_len, self.index.document_end, learned)
 
-    def _windows(
-        self, split: str, seq_len: int, vocab_size: int, maps: int
-    ) -> WindowSamples | None:
-        if not self.index.of(split):
-            return None
-        stream = self._stream(MappedStream, split, 0, DTYPES[self.index.dtype], vocab_size, maps)
-        learned = None
-        if self.index.has_learned:
-            learned = self._stream(LearnedStream, split, 2, LEARNED_DTYPE, 2, maps)
+    def _windows(self, split: str, seq_len: int, vocab_size: int) -> WindowSamples:
+        stream = self._stream(split, 0, vocab_size)
+        learned = self._stream(split, 2, vocab_size) if self.index.has_learned else None
         return WindowSamples(stream, 0, len(stream), seq_len, learned)
 
-    def _stream(
-        self,
-        kind: "type[MappedStream]",
-        split: str,
-        file: int,
-        dtype: "np.dtype[Any]",
-        values: int,
-        maps: int,
-    ) -> "MappedStream":
-        """One of the files of every shard; its items are below ``values``."""
-        root, files = Path(self.folder).expanduser(), []
-        for shard in self.index.of(split):
-            name, count, _ = shard.files()[file]
-            files.append(SourceFile(str(root / name), name, count * dtype.itemsize))
-        stream = kind(self.owner.partition("=")[0], files, dtype, values)
-        stream.most_maps = maps
-        return stream
-
-
-class MappedStream(FileStream):
-    """Tokens of mapped files; each is mapped at its first read."""
-
-    most_maps = MOST_MAPS
-    _maps: "OrderedDict[int, NDArray[Any]] | None" = None
-
-    def _read_file(self, index: int, offset: int, count: int) -> NDArray[Any]:
-        tokens = self._map(index)[offset : offset + count]
-        self.check_tokens(index, offset, tokens)
-        return tokens
-
-    def _map(self, index: int) -> NDArray[Any]:
-        if self._maps is None:
-            self._maps = OrderedDict()
-        found = self._maps.get(index)
-        if found is not None:
-            self._maps.move_to_end(index)
-            return found
-        file = self.files[index]
-        try:
-            found = np.memmap(file.path, self.dtype, "r", shape=(self.file_tokens[index],)).view(
-                np.ndarray
-            )
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{self.key}=[{file.path}] can no longer be read ({error}); restore it or change "
-                f"{self.key}"
-            ) from error
-        self._maps[index] = found
-        if len(self._maps) > self.most_maps:
-            self._maps.popitem(last=False)
-        return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_maps"}
-
-
-class LearnedStream(MappedStream):
-    """For each token, 1 if it counts as a label, else 0."""
-
-    def check_tokens(self, index: int, offset: int, tokens: NDArray[Any]) -> None:
-        """Check that there are only zeros and ones."""
-        if len(tokens) and int(tokens.max()) > 1:
-            raise ConfigError(
-                f"{self.key}=[{self.files[index].path}] has {int(tokens.max())}, where 0 and 1 "
-                "say which tokens are learned; restore it, or prepare the folder again"
-            )
+    def _stream(self, split: str, number: int, vocab_size: int) -> FileStream:
+        """The file of that number of every shard."""
+        root = Path(self.folder).expanduser()
+        shards = [self.index.files(shard)[number] for shard in self.index.of(split)]
+        files = [SourceFile(str(root / file.name), file.name, file.size_bytes) for file in shards]
+        key = self.owner.partition("=")[0]
+        return FileStream(key, files, shards[0].dtype, vocab_size, mapped=True)
 
 
 class PreparedDataset(TokenDataset):
@@ -355,7 +254,6 @@ class PreparedDataset(TokenDataset):
         seq_len: int,
         seed: int,
         packing: Packing,
-        fixes: Fixes,
     ) -> None:
         contents = [packing.value, *(part.index.fingerprint("train") for part in parts)]
         contents += [f"{part.left_out} left out" for part in parts if part.left_out]
@@ -373,7 +271,6 @@ class PreparedDataset(TokenDataset):
             self.answers_end = self.document_end
         self._parts = parts
         self._weights = weights
-        self._fixes = fixes
 
     def sample_files(self) -> SampledFiles:
         """See ``TokenDataset``."""
@@ -381,7 +278,7 @@ class PreparedDataset(TokenDataset):
         return SampledFiles(
             streams[0].key,
             [file for stream in streams for file in stream.files],
-            self._fixes.restore,
+            "restore it, or prepare the folder again from the same text",
         )
 
     def _unigram_entropy_nats(self) -> float:

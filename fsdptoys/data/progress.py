@@ -7,6 +7,7 @@ from typing import IO, Any
 from .prepare import Advance
 
 LINE_SECONDS = 10.0  # between two lines without a terminal
+BAR_SECONDS = 0.2  # between two states of the bar
 
 
 class Display:
@@ -17,31 +18,23 @@ class Display:
         # None if it was closed when this process started
         self._stream: IO[str] | None = stream or sys.stderr
         self._bar: Any = None
-        self._task: Any = None
         self._begun = self._shown = monotonic()
 
     def __enter__(self) -> "Display":
         if self._stream is not None and self._stream.isatty():
-            from rich import progress
             from rich.console import Console
-            from rich.table import Column
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-            console, whole = Console(file=self._stream), Column(no_wrap=True)
             columns = (
-                progress.TextColumn("{task.description}", table_column=whole),
-                progress.BarColumn(bar_width=None, table_column=Column(ratio=1)),
-                progress.DownloadColumn(table_column=whole),
-                progress.TransferSpeedColumn(table_column=whole),
-                progress.TextColumn("{task.fields[detail]}", table_column=whole),
-                progress.TimeRemainingColumn(table_column=whole),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(),
+                TextColumn("{task.fields[detail]}"),
             )
             # Refreshed by the caller: a thread must not run when processes are forked.
-            self._bar = progress.Progress(
-                *columns, console=console, auto_refresh=False, expand=True
-            )
-            self._task = self._bar.add_task(self.title, total=None, detail="")
+            self._bar = Progress(*columns, console=Console(file=self._stream), auto_refresh=False)
+            self._bar.add_task(self.title, total=None, detail="")
             self._bar.start()
-            console.show_cursor(True)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -56,21 +49,15 @@ class Display:
     def show_bytes(self, done: float, total: int, detail: str = "") -> None:
         """Show progress in bytes."""
         now = monotonic()
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total, detail=detail)
-            if now - self._shown >= 0.2 or done >= total:
-                self._shown = now
-                self._bar.refresh()
-        elif self._stream is not None and now - self._shown >= LINE_SECONDS:
+        waited = now - self._shown
+        if self._bar is not None and (waited >= BAR_SECONDS or done >= total):
+            self._shown = now
+            self._bar.update(0, completed=done, total=total, detail=detail, refresh=True)
+        elif self._bar is None and self._stream is not None and waited >= LINE_SECONDS:
             self._shown = now
             speed = done / (now - self._begun) / 1e6
-            more = f", {detail}" if detail else ""
-            share = done / max(1, total)
+            line = f"{self.title}: {done / max(1, total):.0%}, {speed:.1f} MB/s {detail}"
             try:
-                print(
-                    f"{self.title}: {share:.0%}, {speed:.1f} MB/s{more}",
-                    file=self._stream,
-                    flush=True,
-                )
+                print(line.rstrip(), file=self._stream, flush=True)
             except (OSError, ValueError):  # the log's disk is full, or its reader is gone
                 self._stream = None

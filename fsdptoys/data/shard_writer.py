@@ -3,7 +3,7 @@
 Everything goes into ``NAME.part``, which is renamed to ``NAME`` once its index is on the disk.
 Every few MiB a ``progress.json`` records the documents read and the length of each file; the next
 start cuts the files to that length and continues after these documents, so that the result has the
-bytes of an uninterrupted one.
+bytes of an uninterrupted one. Checksums are of the finished files, read again at the end.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from fsdptoys.utils.bounds import between
 from fsdptoys.utils.foreign import ForeignError, parse_json
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import open_regular, read_regular
-from fsdptoys.utils.sealed_folder import RunningSum, seal_folder, sum_bytes
+from fsdptoys.utils.sealed_folder import seal_folder, sum_bytes, sum_path
 
 from . import dataset_index as layout
 from .dataset import Tokens
@@ -35,13 +35,12 @@ SAVE_TOKENS = 2**24  # ids between two records of the progress
 
 @dataclass
 class ShardProgress:
-    """A shard as far as it is on the disk."""
+    """A shard so far."""
 
     name: str
     split: str
-    tokens: int = field(metadata=between(0, MOST_COUNT))
-    documents: int = field(metadata=between(0, MOST_COUNT))
-    closed: bool
+    tokens: int = field(default=0, metadata=between(0, MOST_COUNT))
+    documents: int = field(default=0, metadata=between(0, MOST_COUNT))
 
     def __post_init__(self) -> None:
         if not (layout.SHARD_NAME.fullmatch(self.name) and self.split in layout.SPLITS):
@@ -56,7 +55,7 @@ class Progress:
     documents: int = field(metadata=between(0, MOST_COUNT))
     """Documents read, of all sources, from the first on."""
     left_out: int = field(metadata=between(0, MOST_COUNT))  # documents without text among them
-    shards: list[ShardProgress]  # as of the last ``save``
+    shards: list[ShardProgress]
 
 
 class ShardsWriter:
@@ -75,19 +74,17 @@ class ShardsWriter:
         self.part = folder.with_name(folder.name + ".part")
         self.shard_tokens = shard_tokens
         self.progress = Progress(request, 0, 0, [])
-        self._dtypes = [
-            layout.DTYPES[dtype],
-            layout.ENDS_DTYPE,
-            *([layout.LEARNED_DTYPE] if learned else []),
-        ]
-        self._shards: list[_OpenShard] = []
-        self._unsaved = 0
+        self._dtypes = {".bin": layout.DTYPES[dtype], ".ends": layout.ENDS_DTYPE}
+        if learned:
+            self._dtypes[".learned"] = layout.LEARNED_DTYPE
+        self._files: dict[str, list[IO[bytes]]] = {}  # open files by the shard's name
         self.resumed = self._resume()  # whether an interrupted writing continues
+        self._saved_tokens = self.tokens
 
     @property
     def tokens(self) -> int:
         """Ids so far, over all splits."""
-        return sum(shard.tokens for shard in self._shards)
+        return sum(shard.tokens for shard in self.progress.shards)
 
     def add(
         self, split: str, ids: NDArray[Any], lengths: Tokens, learned: NDArray[Any] | None = None
@@ -102,38 +99,29 @@ class ShardsWriter:
             filled = int(np.searchsorted(stops, start + self.shard_tokens - shard.tokens))
             last = min(filled, len(lengths) - 1)
             own = slice(start, int(stops[last]))
-            shard.append(
-                ids[own], stops[first : last + 1] - start, None if learned is None else learned[own]
-            )
-            if shard.tokens >= self.shard_tokens:
-                shard.close()
+            marks = None if learned is None else learned[own]
+            self._append(shard, ids[own], stops[first : last + 1] - start, marks)
             first = last + 1
-        self._unsaved += len(ids)
 
     def add_long(self, split: str, blocks: Iterable[NDArray[Any]]) -> None:
         """Append one document to a split: its ids in parts, with the end of the document."""
         shard = self._open(split)
-        before = shard.tokens
         for ids in blocks:
-            shard.append(ids, np.empty(0, np.int64))
-        shard.append(np.empty(0, np.int64), np.zeros(1, np.int64))
-        if shard.tokens >= self.shard_tokens:
-            shard.close()
-        self._unsaved += shard.tokens - before
+            self._append(shard, ids, np.empty(0, np.int64))
+        self._append(shard, np.empty(0, np.int64), np.zeros(1, np.int64))
 
     def read(self, documents: int, left_out: int) -> None:
         """Count documents as done: everything added so far came from these and earlier ones."""
         self.progress.documents += documents
         self.progress.left_out += left_out
-        if self._unsaved >= SAVE_TOKENS:
+        if self.tokens - self._saved_tokens >= SAVE_TOKENS:
             self.save()
 
     def save(self) -> None:
         """Flush everything added so far to the disk and record it as progress."""
-        for shard in self._shards:
-            shard.flush()
-        self._unsaved = 0
-        self.progress.shards = [shard.progress() for shard in self._shards]
+        for files in self._files.values():
+            _sync(files)
+        self._saved_tokens = self.tokens
         write_atomically(
             self.part / PROGRESS_FILE, json.dumps(dataclasses.asdict(self.progress)), sync=True
         )
@@ -144,44 +132,82 @@ class ShardsWriter:
         if tokenizer is not None:
             write_atomically(self.part / layout.TOKENIZER_FILE, tokenizer)
             index = dataclasses.replace(index, tokenizer_file_sha256=sum_bytes(tokenizer).sha256)
-        for shard in self._shards:
-            shard.close()
-        shards = tuple(shard.entry() for shard in self._shards)
-        index = dataclasses.replace(index, left_out=self.progress.left_out, shards=shards)
+        self.close()
+        shards = []
+        for shard in self.progress.shards:
+            sums = [sum_path(path).sha256 for path in self._paths(shard)]
+            shards.append(Shard(shard.name, shard.split, shard.tokens, shard.documents, *sums))
+        index = dataclasses.replace(index, left_out=self.progress.left_out, shards=tuple(shards))
         content = index.to_json()
         seal_folder(self.part, self.folder, layout.INDEX_FILE, content, drop=[PROGRESS_FILE])
         return index
 
     def close(self) -> None:
-        """Close the files; ids since the last ``save`` may be lost."""
-        for shard in self._shards:
-            shard.abandon()
+        """Close the files; a crash may lose the ids since the last ``save``."""
+        for files in self._files.values():
+            for file in files:
+                file.close()
+        self._files = {}
 
-    def _open(self, split: str) -> "_OpenShard":
-        last = next((shard for shard in reversed(self._shards) if shard.split == split), None)
-        if last is None or last.closed:
-            last = _OpenShard(self.part, f"shard-{len(self._shards):05d}", split, self._dtypes)
-            self._shards.append(last)
-        return last
+    def _paths(self, shard: ShardProgress) -> list[Path]:
+        return [self.part / f"{shard.name}{suffix}" for suffix in self._dtypes]
+
+    def _open(self, split: str) -> ShardProgress:
+        """The split's last shard, or a new one if that is full."""
+        shards = self.progress.shards
+        shard = next((shard for shard in reversed(shards) if shard.split == split), None)
+        if shard is not None and shard.tokens >= self.shard_tokens:
+            files = self._files.pop(shard.name, [])
+            _sync(files)
+            for file in files:
+                file.close()
+            shard = None
+        if shard is None:
+            shard = ShardProgress(f"shard-{len(shards):05d}", split)
+            shards.append(shard)
+        if shard.name not in self._files:
+            self._files[shard.name] = [open_regular(path, "ab") for path in self._paths(shard)]
+        return shard
+
+    def _append(
+        self,
+        shard: ShardProgress,
+        ids: NDArray[Any],
+        stops: Tokens,
+        learned: NDArray[Any] | None = None,
+    ) -> None:
+        """Add ids, the end of each document among these, and which ids are learned."""
+        columns = [ids, stops + shard.tokens]
+        if learned is not None:
+            columns.append(learned)
+        for file, dtype, values in zip(
+            self._files[shard.name], self._dtypes.values(), columns, strict=True
+        ):
+            file.write(values.astype(dtype, copy=False).data)
+        shard.tokens += len(ids)
+        shard.documents += len(stops)
 
     def _resume(self) -> bool:
+        """Continue the recorded progress; without a usable one begin an empty part."""
         try:
-            progress = build(
-                Progress,
-                parse_json(read_regular(self.part / PROGRESS_FILE, layout.MOST_INDEX_BYTES)),
-            )
+            content = read_regular(self.part / PROGRESS_FILE, layout.MOST_INDEX_BYTES)
+            progress = build(Progress, parse_json(content), skip_unknown=True)
             if progress.request == self.progress.request:
-                for noted in progress.shards:
-                    self._shards.append(_OpenShard.reopen(self.part, noted, self._dtypes))
-                kept = {PROGRESS_FILE}.union(*(shard.file_names for shard in self._shards))
+                paths = {self.part / PROGRESS_FILE}
+                for shard in progress.shards:
+                    paths.update(self._paths(shard))
+                    counts = (shard.tokens, shard.documents, shard.tokens)
+                    for path, dtype, count in zip(
+                        self._paths(shard), self._dtypes.values(), counts, strict=False
+                    ):
+                        _shorten(path, count * dtype.itemsize)
                 for path in self.part.iterdir():
-                    if path.name not in kept:
+                    if path not in paths:
                         path.unlink()
                 self.progress = progress
                 return True
         except (OSError, ValueError):
-            self.close()
-            self._shards = []
+            pass
         if self.part.is_symlink():
             self.part.unlink()
         elif self.part.exists():
@@ -190,74 +216,15 @@ class ShardsWriter:
         return False
 
 
-class _OpenShard:
-    """Two or three files, whose items have ``dtypes``, and their checksums so far."""
+def _shorten(path: Path, size: int) -> None:
+    """Cut a file to a size; ValueError if it is shorter."""
+    with open_regular(path, "r+b") as file:
+        if os.fstat(file.fileno()).st_size < size:
+            raise ValueError(f"{path} is shorter than it was")
+        file.truncate(size)
 
-    def __init__(
-        self, folder: Path, name: str, split: str, dtypes: "list[np.dtype[Any]]", mode: str = "xb"
-    ) -> None:
-        self.name, self.split = name, split
-        self.tokens = self.documents = 0
-        self.closed = False
-        self._dtypes = dtypes
-        self.file_names = layout.shard_files(name, learned=len(dtypes) > 2)
-        self._files: list[IO[bytes]] = [
-            open_regular(folder / file, mode) for file in self.file_names
-        ]
-        self._sums = [RunningSum() for _ in dtypes]
 
-    @classmethod
-    def reopen(
-        cls, folder: Path, noted: ShardProgress, dtypes: "list[np.dtype[Any]]"
-    ) -> "_OpenShard":
-        """Restore a shard to its recorded progress; ValueError if its files are shorter."""
-        shard = cls(folder, noted.name, noted.split, dtypes, "r+b")
-        shard.tokens, shard.documents = noted.tokens, noted.documents
-        counts = (shard.tokens, shard.documents, shard.tokens)
-        for file, file_sum, count, dtype in zip(
-            shard._files, shard._sums, counts, dtypes, strict=False
-        ):
-            size = count * dtype.itemsize
-            if os.fstat(file.fileno()).st_size < size:
-                raise ValueError(f"{file.name} is shorter than it was")
-            file.truncate(size)
-            file_sum.read(file)
-        if noted.closed:
-            shard.close()
-        return shard
-
-    def append(self, ids: NDArray[Any], stops: Tokens, learned: NDArray[Any] | None = None) -> None:
-        """Add ids, the end of each document among these, and which ids are learned."""
-        parts = [ids, stops + self.tokens, *([] if learned is None else [learned])]
-        for file, file_sum, dtype, values in zip(
-            self._files, self._sums, self._dtypes, parts, strict=True
-        ):
-            part = values.astype(dtype, copy=False)
-            file.write(part.data)
-            file_sum.update(part.data)
-        self.tokens += len(ids)
-        self.documents += len(stops)
-
-    def flush(self) -> None:
-        for file in self._files:
-            if not file.closed:
-                file.flush()
-                os.fsync(file.fileno())
-
-    def close(self) -> None:
-        """End it; may be called twice."""
-        self.flush()
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Close its files without a flush to the disk."""
-        self.closed = True
-        for file in self._files:
-            file.close()
-
-    def progress(self) -> ShardProgress:
-        return ShardProgress(self.name, self.split, self.tokens, self.documents, self.closed)
-
-    def entry(self) -> Shard:
-        sums = (file_sum.result().sha256 for file_sum in self._sums)
-        return Shard(self.name, self.split, self.tokens, self.documents, *sums)
+def _sync(files: Iterable[IO[bytes]]) -> None:
+    for file in files:
+        file.flush()
+        os.fsync(file.fileno())

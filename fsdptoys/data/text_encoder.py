@@ -18,20 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line
 
 from .byte_text import BYTES, SEPARATOR
 from .dataset_index import DTYPES, MOST_TOKENIZER_BYTES, TOKENIZER_FILE
 from .document_reader import TEXTS, Records
+from .tokenizer_settings import SETTINGS_FILE, read_settings, token_text
 
-SETTINGS_FILE = "tokenizer_config.json"
-MOST_SETTINGS_BYTES = 2**26
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Candidates for the end of a document, if neither the user nor the folder names one."""
 SEPARATORS = (*USUAL_ENDS, "<pad>", "<|pad|>", "[PAD]", "<unk>")
 """Candidates for the id between conversations, after the folder's own end."""
+
+
+Located = tuple[NDArray[Any], NDArray[Any]]
 
 
 class Encoded(NamedTuple):
@@ -59,8 +60,8 @@ class Encoder(ABC):
     """Reads documents."""
     marks_learned = False
     """Whether only some ids are learned."""
-    learns_ends = False
-    """Whether answers should end with a special token."""
+    special_tokens: Sequence[str] = ()
+    """Texts of the special tokens, the lowest id first."""
     # Of how conversations become texts, if documents are conversations
     template_sha256: str | None = None
 
@@ -72,6 +73,10 @@ class Encoder(ABC):
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Ids of each text in the smallest dtype, without the end of the document."""
+
+    @abstractmethod
+    def encode_with_offsets(self, texts: Sequence[str]) -> Iterator["Located"]:
+        """Ids of each text, and their first and last (excluded) character, shape (ids, 2)."""
 
     def encode_documents(self, documents: Sequence[Any]) -> list[Encoded | str]:
         """Documents as ``records`` reads them, or a sentence on each that is of no use."""
@@ -103,6 +108,13 @@ class ByteEncoder(Encoder):
         """See ``Encoder``."""
         raw = (text.encode() for text in texts)
         return [np.frombuffer(each.replace(b"\0", b""), np.uint8) for each in raw]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[Located]:
+        """See ``Encoder``."""
+        for text, ids in zip(texts, self.encode(texts), strict=True):
+            widths = [len(character.encode().replace(b"\0", b"")) for character in text]
+            starts = np.repeat(np.arange(len(text)), widths)
+            yield ids, np.stack([starts, starts + 1], axis=1)
 
 
 class FileEncoder(Encoder):
@@ -142,13 +154,20 @@ class FileEncoder(Encoder):
         self.vocab_size = 1 + max(ids)
         self._texts = writes is None
         self._set_reader()
-        own = None if end else _own_end(file.parent, end_owner)
-        if writes is None:
-            end = end or own or next(filter(self._knows, USUAL_ENDS), None)
-        else:
-            special = set(self.special_tokens)
-            usual = [token for token in (own, *SEPARATORS, *self._by_id()) if token in special]
-            end = end or next(itertools.filterfalse(writes, usual), None)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work, and may fork
+        added = sorted(self._reader.get_added_tokens_decoder().items())
+        self.special_tokens = [
+            token.content for _, token in added if token.special and token.content
+        ]
+        if not end:
+            own = token_text(read_settings(file.parent / SETTINGS_FILE).get("eos_token"))
+            if writes is None:
+                usual = [own] if own else filter(self._knows, USUAL_ENDS)
+            else:
+                named = (own, *SEPARATORS, *self.special_tokens)
+                special = [token for token in named if token in self.special_tokens]
+                usual = itertools.filterfalse(writes, special)
+            end = next(iter(usual), None)
         if end is None or not self._knows(end):
             mistake = f"has no token {end!r}" if end else "names no token that ends a document"
             raise ConfigError(f"{owner} {mistake}; set {end_owner} to one of its tokens")
@@ -162,46 +181,22 @@ class FileEncoder(Encoder):
     def _set_reader(self) -> None:
         self._reader.encode_special_tokens = self._texts  # not part of the pickle
 
-    @property
-    def special_tokens(self) -> list[str]:
-        """Texts of the special tokens, the longest first."""
-        added = self._reader.get_added_tokens_decoder().values()
-        return sorted(
-            (each.content for each in added if each.special and each.content), key=len, reverse=True
-        )
-
-    def _by_id(self) -> list[str]:
-        """Texts of the added tokens, the lowest id first."""
-        return [
-            token.content for _, token in sorted(self._reader.get_added_tokens_decoder().items())
-        ]
-
     def _knows(self, token: str) -> bool:
         return self._reader.token_to_id(token) is not None
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """See ``Encoder``."""
-        with (
-            _one_thread(),
-            explain_package_errors(f"{self._owner} cannot turn a document into ids"),
-        ):
-            found = self._reader.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, DTYPES[self.dtype]) for each in found]
+        with explain_package_errors(f"{self._owner} cannot turn a document into ids"):
+            encodings = self._reader.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, DTYPES[self.dtype]) for encoding in encodings]
 
-    def encode_with_offsets(
-        self, texts: Sequence[str]
-    ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        """Ids of each text, and their first and last (excluded) character, shape (ids, 2)."""
-        with (
-            _one_thread(),
-            explain_package_errors(f"{self._owner} cannot turn a document into ids"),
-        ):
-            found = self._reader.encode_batch(list(texts), add_special_tokens=False)
-        for each in found:
-            yield (
-                np.array(each.ids, DTYPES[self.dtype]),
-                np.array(each.offsets, np.int64).reshape(-1, 2),
-            )
+    def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[Located]:
+        """See ``Encoder``."""
+        with explain_package_errors(f"{self._owner} cannot turn a document into ids"):
+            encodings = self._reader.encode_batch(list(texts), add_special_tokens=False)
+        for encoding in encodings:
+            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            yield np.array(encoding.ids, DTYPES[self.dtype]), offsets
 
 
 @contextmanager
@@ -219,21 +214,6 @@ def explain_package_errors(
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
         raise ConfigError(f"{failure} ({one_line(error) or type(error).__name__}); {fix}") from None
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Disable the package's threads: processes share the work, and ranks may be forked from this
-    one."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def read_tokenizer(
@@ -257,12 +237,9 @@ def read_tokenizer(
         raise ConfigError(missing)
     try:
         content = read_regular(file, MOST_TOKENIZER_BYTES)
-    except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read ({error.strerror or error}); restore it"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{file} cannot be a tokenizer ({error}); name another") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", error)
+        raise ConfigError(f"{file} cannot be read ({reason}); restore it") from error
     with explain_package_errors(f"{file} cannot be read as a tokenizer", "download it again"):
         reader = Tokenizer.from_buffer(content)
     if plain:
@@ -272,7 +249,14 @@ def read_tokenizer(
     return reader, content
 
 
-def open_encoder(choice: str, end: str | None, owner: str, end_owner: str) -> Encoder:
+def open_encoder(
+    choice: str,
+    end: str | None,
+    owner: str,
+    end_owner: str,
+    *,
+    writes: Callable[[str], bool] | None = None,
+) -> Encoder:
     """Open the encoder ``bytes`` or a ``FileEncoder``; ConfigError if it does not exist."""
     if choice == "bytes":
         if end is not None:
@@ -280,23 +264,4 @@ def open_encoder(choice: str, end: str | None, owner: str, end_owner: str) -> En
                 f"{end_owner} names a token, and bytes have none but 0 for the end; leave it out"
             )
         return ByteEncoder()
-    return FileEncoder(choice, end, owner, end_owner)
-
-
-def _own_end(folder: Path, end_owner: str) -> str | None:
-    """The end-of-sequence token of a Hugging Face folder, if any; ConfigError if its settings are
-    unreadable."""
-    path = folder / SETTINGS_FILE
-    try:
-        settings = parse_json(read_regular(path, MOST_SETTINGS_BYTES), non_finite=True)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise ConfigError(
-            f"{path} cannot be read ({reason}), and should name the token that ends a document; "
-            f"download it again, or set {end_owner}"
-        ) from error
-    end = settings.get("eos_token") if isinstance(settings, dict) else None
-    end = end.get("content") if isinstance(end, dict) else end
-    return end if isinstance(end, str) and end else None
+    return FileEncoder(choice, end, owner, end_owner, writes=writes)

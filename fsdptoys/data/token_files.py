@@ -1,11 +1,12 @@
 """Many files as one stream of tokens, none of it held in memory.
 
-A read opens the files that the window crosses and closes them again: no file is kept open, mapped
-or passed through a fork, and the page cache does the rest. Every token read is checked against the
-vocabulary.
+A read of plain files opens those that the window crosses and closes them again: no file is kept
+open or passed through a fork, and the page cache does the rest. Shards of prepared folders are
+mapped instead. Every token read is checked against the vocabulary.
 """
 
 import bisect
+import functools
 import glob
 import itertools
 import os
@@ -21,6 +22,8 @@ from fsdptoys.errors import ConfigError
 
 HEAD_BYTES = 2**20  # start of each file, checked before ranks start
 SAMPLE_BYTES = 4096  # start and end of each file in the fingerprint
+MOST_MAPS = 256
+"""Files mapped at a time; a map takes a file descriptor, of which a process may have 1024."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,10 @@ def source_file(key: str, path: str, root: str) -> SourceFile:
         raise ConfigError(
             f"{key}=[{path}] does not exist; set {key} to files that do, as seen from {os.getcwd()}"
         )
-    if not os.path.isfile(path):
+    if not (os.path.isfile(path) and os.access(path, os.R_OK)):
         raise ConfigError(
-            f"{key}=[{path}] is not a regular file; set {key} to files that are on disk"
-        )
-    if not os.access(path, os.R_OK):
-        raise ConfigError(
-            f"{key}=[{path}] may not be read by this user; change its permissions or take it out "
-            f"of {key}"
+            f"{key}=[{path}] is not a regular file that this user may read; change its "
+            f"permissions or take it out of {key}"
         )
     name = os.path.relpath(path, root or os.curdir).replace(os.sep, "/")
     return SourceFile(path, name, os.path.getsize(path))
@@ -96,12 +95,18 @@ def without_repeats(files: Iterable[SourceFile]) -> list[SourceFile]:
     return list(by_path.values())
 
 
+@functools.lru_cache(MOST_MAPS)
+def map_file(path: str, dtype: "np.dtype[Any]", count: int) -> NDArray[Any]:
+    """Map the ``count`` items of a file; ValueError if it is shorter."""
+    return np.memmap(path, dtype, "r", shape=(count,)).view(np.ndarray)
+
+
 class FileStream:
     """Tokens of several files, one after the other, with the token ``separator`` between two,
     unless None.
 
     ``key`` is the configuration's, for messages. Each file is a whole number of tokens, all below
-    ``vocab_size``.
+    ``vocab_size``. ``mapped`` files stay mapped between reads.
     """
 
     def __init__(
@@ -111,12 +116,14 @@ class FileStream:
         dtype: "np.dtype[Any]",
         vocab_size: int,
         separator: int | None = None,
+        mapped: bool = False,
     ) -> None:
         self.key = key
         self.files = files
         self.dtype = dtype
         self.vocab_size = vocab_size
         self.separator = separator
+        self.mapped = mapped
         self.file_tokens = [file.size_bytes // dtype.itemsize for file in files]
         gap = 0 if separator is None else 1
         self.starts = list(
@@ -162,27 +169,28 @@ class FileStream:
     def _read_file(self, index: int, offset: int, count: int) -> NDArray[Any]:
         path = self.files[index].path
         try:
-            tokens = np.fromfile(path, self.dtype, count, offset=offset * self.dtype.itemsize)
-        except OSError as error:
+            if self.mapped:
+                whole = map_file(path, self.dtype, self.file_tokens[index])
+                tokens = whole[offset : offset + count]
+            else:
+                tokens = np.fromfile(path, self.dtype, count, offset=offset * self.dtype.itemsize)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", error)
             raise ConfigError(
-                f"{self.key}=[{path}] can no longer be read ({error.strerror}); restore it or "
-                f"change {self.key}"
+                f"{self.key}=[{path}] can no longer be read ({reason}); restore it or change "
+                f"{self.key}"
             ) from error
         if len(tokens) < count:
             raise ConfigError(
                 f"{self.key}=[{path}] has fewer than the {self.files[index].size_bytes} bytes it "
                 "had when the run started; restore it"
             )
-        self.check_tokens(index, offset, tokens)
-        return tokens
-
-    def check_tokens(self, index: int, offset: int, tokens: NDArray[Any]) -> None:
-        """Check tokens of a file against the vocabulary; a ConfigError names the first outside."""
         if len(tokens) and int(tokens.max()) >= self.vocab_size:
             first = int(np.flatnonzero(tokens >= self.vocab_size)[0])
             token = int(tokens[first])
             raise ConfigError(
-                f"{self.key}=[{self.files[index].path}] has token {token} at position "
-                f"{offset + first}, outside model.vocab_size={self.vocab_size}; set "
-                f"model.vocab_size to at least {token + 1}, or repair the file or data.dtype"
+                f"{self.key}=[{path}] has token {token} at position {offset + first}, outside "
+                f"model.vocab_size={self.vocab_size}; set model.vocab_size to at least "
+                f"{token + 1}, or repair the file or data.dtype"
             )
+        return tokens

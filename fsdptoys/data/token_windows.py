@@ -91,11 +91,6 @@ class LearnedWindows:
             raise IndexError(index)
         return self.windows[int(self._kept[index])]
 
-    @property
-    def left_out(self) -> int:
-        """Windows without a label."""
-        return len(self.windows) - len(self)
-
 
 def split_windows(
     stream: FileStream, seq_len: int, eval_fraction: float

@@ -22,15 +22,15 @@ from .byte_text import BYTES, decode_bytes, encode_bytes
 from .chat_rows import MOST_LEVELS, BadRowError
 from .chat_template import open_template
 from .dataset_index import MOST_TOKENIZER_BYTES, TOKENIZER_FILE
-from .text_encoder import SETTINGS_FILE, explain_package_errors, read_tokenizer
-from .tokenizer_settings import read_tokens
+from .text_encoder import explain_package_errors, read_tokenizer
+from .tokenizer_settings import SETTINGS_FILE, TEMPLATE_FILE, TOKENS_FILE, read_tokens
 
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
     SETTINGS_FILE,
-    "special_tokens_map.json",
+    TOKENS_FILE,
     "added_tokens.json",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
     "generation_config.json",
 )
 CHOICE = (

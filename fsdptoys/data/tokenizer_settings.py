@@ -13,13 +13,12 @@ from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line
 
-from .text_encoder import MOST_SETTINGS_BYTES, SETTINGS_FILE
-
+SETTINGS_FILE = "tokenizer_config.json"
 TOKENS_FILE = "special_tokens_map.json"
 TEMPLATE_FILE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
-LEGACY_TEMPLATE_FILE = "chat_template.json"
 MOST_TEMPLATE_BYTES = 2**20
+MOST_SETTINGS_BYTES = 2**26
 
 _LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _GPT2 = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
@@ -44,15 +43,16 @@ class TemplateSource(NamedTuple):
 
 def read_tokens(folder: Path) -> dict[str, str]:
     """Name → text of the special tokens; ConfigError if a file cannot be read."""
-    settings, mapped = _read_object(folder / SETTINGS_FILE), _read_object(folder / TOKENS_FILE)
+    settings = read_settings(folder / SETTINGS_FILE)
+    mapped = read_settings(folder / TOKENS_FILE)
     kind = str(settings.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
     tokens = dict(CLASS_TOKENS.get(kind, {}))
     for found in (mapped, settings):
         extra = found.get("extra_special_tokens")
         named = {name: token for name, token in found.items() if name.endswith("_token")}
         for name, token in (named | (extra if isinstance(extra, dict) else {})).items():
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str):
+            text = token_text(token)
+            if text is not None:
                 tokens[name] = text
             elif token is None:
                 tokens.pop(name, None)
@@ -62,7 +62,7 @@ def read_tokens(folder: Path) -> dict[str, str]:
 def read_templates(folder: Path) -> dict[str, TemplateSource]:
     """The folder's templates by name, of which ``default`` may be missing; ConfigError if a file
     cannot be read."""
-    templates = _templates_in(folder / LEGACY_TEMPLATE_FILE) | _templates_in(folder / SETTINGS_FILE)
+    templates = _templates_in(folder / SETTINGS_FILE)
     if (folder / TEMPLATE_FILE).is_file():
         templates["default"] = read_template_file(
             folder / TEMPLATE_FILE, str(folder / TEMPLATE_FILE)
@@ -85,7 +85,7 @@ def read_template_file(path: Path, owner: str) -> TemplateSource:
 
 def _templates_in(path: Path) -> dict[str, TemplateSource]:
     """The value ``chat_template`` of a JSON file: a template, or several as a list or an object."""
-    own = _read_object(path).get("chat_template")
+    own = read_settings(path).get("chat_template")
     if isinstance(own, str):
         own = {"default": own}
     elif isinstance(own, list):
@@ -100,7 +100,14 @@ def _templates_in(path: Path) -> dict[str, TemplateSource]:
     }
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def token_text(token: Any) -> str | None:
+    """The text of a token, which settings name as a text or as an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty without one; ConfigError if the file cannot be read."""
     try:
         settings = parse_json(read_regular(path, MOST_SETTINGS_BYTES), non_finite=True)
     except (FileNotFoundError, NotADirectoryError):

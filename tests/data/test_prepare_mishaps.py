@@ -23,7 +23,6 @@ from fsdptoys.data import (
     find_sources,
     prepare_folder,
 )
-from fsdptoys.data.packing import Packing
 from fsdptoys.errors import ConfigError
 from tests.harness.prepared_data import (
     contents,
@@ -57,21 +56,18 @@ def test_folders_without_permission_are_reported_in_one_sentence(tmp_path: Path)
     lines = write_lines(tmp_path / "a.jsonl", documents(9))
     folder = tmp_path / "out"
     prepare_folder(request(folder, lines))
-    sentence = r"cannot be read \(Permission denied\); change its permissions or name another"
+    sentence = r"cannot be read \(index\.json: Permission denied\); change its permissions or name"
     tmp_path.chmod(0)
     with as_other_user():
-        with pytest.raises(ConfigError, match=rf"^data\.folder={folder} {sentence}$"):
+        with pytest.raises(ConfigError, match=rf"^data\.folder={folder} {sentence}"):
             PreparedConfig(folder=str(folder)).validate(8, 256)
         with pytest.raises(ConfigError, match=r" does not exist; set FILE to files that do"):
             find_sources("FILE", [str(lines)])
     tmp_path.chmod(0o700)
 
 
-@pytest.mark.parametrize(
-    "file", ["shard-00000.bin", pytest.param("shard-00000.ends", marks=pytest.mark.extended)]
-)
 def test_check_continues_past_an_unreadable_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: a sentence for that file, and one for another damaged one."""
     prepare_folder(
@@ -83,46 +79,25 @@ def test_check_continues_past_an_unreadable_file(
         damaged.write(b"\x01\x00\x02\x00")
 
     def refusing(path: Path) -> Any:
-        if path.name == file:
+        if path.name == "shard-00000.bin":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return open(path, "rb")
 
     monkeypatch.setattr("fsdptoys.utils.sealed_folder.open_regular", refusing)
     assert data_command(["check", str(tmp_path / "out")]) == 1
     err = capsys.readouterr().err
-    assert f"{file} cannot be read (Input/output error)\n" in err
+    assert "shard-00000.bin cannot be read (Input/output error)\n" in err
     assert "shard-00001.bin differs from its index: its SHA-256 is " in err
 
 
-def test_unreadable_data_is_not_reported_as_an_unwritable_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: the message names the folder of the data."""
-    folder = str(tmp_path / "out")
-    prepare_folder(request(Path(folder), write_lines(tmp_path / "a.jsonl", documents(99))))
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr("fsdptoys.data.packing.read_ends", refuse)
-    config = PreparedConfig(folder=folder, packing=Packing.best_fit, cache=str(tmp_path / "cache"))
-    with pytest.raises(
-        ConfigError, match=rf"^{folder} cannot be read \(Permission denied\); make it readable$"
-    ):
-        config.prepare(16, 256)
-
-
-@pytest.mark.parametrize(
-    "offset", [300, *(pytest.param(offset, marks=pytest.mark.extended) for offset in (600, 8000))]
-)
-def test_damaged_arrow_file_is_reported_in_one_sentence(tmp_path: Path, offset: int) -> None:
-    """Oracle: the expected message for damage in the header and in parts read later."""
+def test_damaged_arrow_file_is_reported_in_one_sentence(tmp_path: Path) -> None:
+    """Oracle: the expected message for damage in the header."""
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"text": ["a" * 50] * 5000}).save_to_disk(tmp_path / "saved")
     (arrow,) = (tmp_path / "saved").glob("*.arrow")
     content = bytearray(arrow.read_bytes())
-    content[offset : offset + 64] = b"\xff" * 64
+    content[300:364] = b"\xff" * 64
     arrow.write_bytes(content)
     with pytest.raises(
         ConfigError, match=r" cannot be read by datasets \(.*; save it again or leave it out$"
@@ -130,23 +105,7 @@ def test_damaged_arrow_file_is_reported_in_one_sentence(tmp_path: Path, offset: 
         prepare_folder(request(tmp_path / "out", tmp_path / "saved"))
 
 
-def test_texts_with_equal_ids_share_a_split(tmp_path: Path) -> None:
-    """Oracle: sets of documents; half of the texts differ only in a zero byte, which the byte
-    tokenizer omits."""
-    texts: list[str | None] = [
-        f"document {number}" + "\0" * zeros for number in range(200) for zeros in (0, 1)
-    ]
-    prepare_folder(
-        request(tmp_path / "out", write_lines(tmp_path / "a.jsonl", texts), eval_fraction=0.3)
-    )
-    train, held_out = (set(read_split(tmp_path / "out", split)) for split in ("train", "eval"))
-    assert len(train) + len(held_out) == 200 and len(held_out) > 30
-
-
-@pytest.mark.parametrize(
-    "redirection", ["2>&-", pytest.param("2>/dev/full", marks=pytest.mark.extended)]
-)
-def test_data_is_prepared_without_a_stderr(tmp_path: Path, redirection: str) -> None:
+def test_data_is_prepared_without_a_stderr(tmp_path: Path) -> None:
     """Oracle: the folder prepared with a stderr; every group prints a progress line."""
     lines = write_lines(tmp_path / "a.jsonl", documents(30))
     prepare_folder(request(tmp_path / "heard", lines))
@@ -156,7 +115,7 @@ def test_data_is_prepared_without_a_stderr(tmp_path: Path, redirection: str) -> 
         "processes=1).prepare(16, 256)"
     )
     subprocess.run(
-        ["bash", "-c", f"exec {sys.executable} -c {shlex.quote(program)} {redirection}"], check=True
+        ["bash", "-c", f"exec {sys.executable} -c {shlex.quote(program)} 2>&-"], check=True
     )
     (folder,) = (tmp_path / "cache").iterdir()
     assert contents(folder) == contents(tmp_path / "heard")
@@ -193,8 +152,8 @@ def test_streamed_long_texts_produce_the_same_folder(
     assert long == short and long.left_out > 0 and len(long.shards) > 3
 
 
-@pytest.mark.parametrize("place", [0, 63, 64, 65, 700, 998, 999])
-@pytest.mark.parametrize("wrong", [b"\xff", b"\xe2\x82", b"\x82\x82\x82\x82\x82"])
+@pytest.mark.parametrize("place", [0, 63, 64, 65, 999])
+@pytest.mark.parametrize("wrong", [b"\xff", b"\xe2\x82"])
 def test_invalid_utf_8_is_reported_with_its_byte_position(
     place: int, wrong: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,31 +209,13 @@ def test_document_too_large_for_memory_is_reported(
         ).prepare(4, 256)
 
 
-def test_unused_fields_and_lone_surrogates_are_accepted(tmp_path: Path) -> None:
-    """Oracle: Python's own reader; the field's text is all that counts."""
-    rows = [
-        '{"text": "a", "n": 1' + "0" * 400 + "}",
-        '{"text": "b\\ud800"}',
-        '{"text": "c", "x": NaN}',
-    ]
-    (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    (source,) = find_sources("data.files", [str(tmp_path / "a.jsonl")])
-    assert [text for text, _ in document_reader.read_documents("data.files", source, "text")] == [
-        "a",
-        "b\ud800",
-        "c",
-    ]
-    assert prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl")).documents("train") == 3
-
-
 @pytest.mark.parametrize("name", ["pipe", "/dev/zero", "folder", "saved"])
 def test_irregular_files_are_refused_without_blocking(name: str, tmp_path: Path) -> None:
     """Oracle: the expected message; reading would block forever."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "saved").mkdir()
-    for mark in document_reader.SAVED_MARKS:
-        (tmp_path / "saved" / mark).write_text("{}")
+    (tmp_path / "saved" / document_reader.SAVED_MARK).write_text("{}")
     os.mkfifo(tmp_path / "saved" / "data-00000-of-00001.arrow")
     path = str(tmp_path / name)
     with pytest.raises(

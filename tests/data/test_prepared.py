@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdptoys.data import IGNORE_INDEX, PreparedConfig, eval_batches, packing, read_index
+from fsdptoys.data import IGNORE_INDEX, PreparedConfig, eval_batches, packing
 from fsdptoys.data.hf import HFConfig
 from fsdptoys.data.mixture import BLOCK, MixedHeldOut, MixedSamples
 from fsdptoys.data.packing import Packing, best_fit, cut
@@ -28,10 +27,8 @@ def tokens_of(folder: str, split: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seq_len", [1, 16, 1500])
-def test_windows_follow_the_concatenated_shards_of_a_split(tmp_path, monkeypatch, seq_len):
-    """Oracle: ``np.fromfile`` of the shards, joined, with fewer of them mapped at a time than a
-    window crosses."""
-    monkeypatch.setattr("fsdptoys.data.prepared.MOST_MAPS", 2)
+def test_windows_follow_the_concatenated_shards_of_a_split(tmp_path, seq_len):
+    """Oracle: ``np.fromfile`` of the shards, joined."""
     folder = make(tmp_path / "out")
     config = PreparedConfig(folder=folder)
     config.validate(seq_len, 256)
@@ -41,7 +38,6 @@ def test_windows_follow_the_concatenated_shards_of_a_split(tmp_path, monkeypatch
         assert_windows(
             samples, tokens_of(folder, split), seq_len, stride=max(1, len(samples) // 50)
         )
-        assert len(samples.stream._maps) <= 2
 
 
 def test_fingerprint_depends_only_on_contents_and_settings(tmp_path):
@@ -54,8 +50,10 @@ def test_fingerprint_depends_only_on_contents_and_settings(tmp_path):
 
     assert fingerprint(folder=first) == fingerprint(folder=str(copy))
     mixed = {"sources": [first, other], "weights": [3.0, 1.0]}
+    packed = {"packing": Packing.best_fit, "cache": str(tmp_path / "cache")}
     prints = [
         fingerprint(folder=first),
+        fingerprint(folder=first, **packed),
         fingerprint(folder=first, seq_len=9),
         fingerprint(folder=first, seed=1),
         fingerprint(folder=other),
@@ -123,17 +121,6 @@ def test_every_block_has_the_exact_proportions(weights, counts):
         )
 
 
-def test_blocks_are_rotated_randomly():
-    """Oracle: the ten rotations of a block of 7 and 3, all of them in the first hundred blocks."""
-    samples = mixture([0.7, 0.3])
-    blocks = {
-        tuple(samples.locate(10 * block + spot)[0] for spot in range(10)) for block in range(100)
-    }
-    assert len(blocks) == 10
-    (one, *_) = blocks
-    assert blocks == {one[first:] + one[:first] for first in range(10)}
-
-
 def test_every_source_has_its_own_epochs():
     """Oracle: sorted numbers of each source's epochs, of 40 and of 7 samples, in orders of their
     own; two seeds."""
@@ -174,33 +161,6 @@ def test_held_out_samples_keep_the_proportions_until_a_source_ends(weights, size
         tokens_BT.shape == (16, SEQ_LEN)
         and int((labels_BT != IGNORE_INDEX).sum()) == length * SEQ_LEN
     )
-
-
-def test_sources_share_the_limit_on_memory_maps_which_workers_do_not_receive(tmp_path, monkeypatch):
-    """Oracle: the limit of all together, when every sample of both has been read; a pickled
-    mixture's own samples."""
-    monkeypatch.setattr("fsdptoys.data.prepared.MOST_MAPS", 4)
-    train = (
-        PreparedConfig(sources=[make(tmp_path / "a"), make(tmp_path / "b")]).build(64, 256, 0).train
-    )
-    for source in train.sources:
-        assert all(source[number][0].shape == (64,) for number in range(len(source)))
-        assert len(source.stream.files) > 10
-    assert [len(source.stream._maps) for source in train.sources] == [2, 2]
-    sent = pickle.loads(pickle.dumps(train))
-    assert [source.stream._maps for source in sent.sources] == [None, None]
-    for place in range(20):
-        np.testing.assert_array_equal(sent[place], train[place])
-
-
-def test_weights_default_to_the_source_sizes(tmp_path):
-    """Oracle: the numbers of training samples."""
-    folders = [make(tmp_path / "first"), make(tmp_path / "other", count=40)]
-    train = PreparedConfig(sources=folders).build(32, 256, 0).train
-    sizes = [len(source) for source in train.sources]
-    assert sizes[0] > 3 * sizes[1]
-    shares = [count / len(train.pattern) for count in train.pattern.counts]
-    assert shares == pytest.approx([size / sum(sizes) for size in sizes], abs=1 / BLOCK)
 
 
 def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -285,17 +245,6 @@ def test_rows_hold_complete_documents_and_ignored_padding(tmp_path, monkeypatch,
         assert group == 16 or len(samples) == len(plain_best_fit(lengths, seq_len + 1))
 
 
-def test_documents_longer_than_a_row_are_complete(tmp_path):
-    """Oracle: one label for each id of the folder except the first of each document."""
-    folder = make(tmp_path / "out", eval_fraction=0.0)
-    samples = config(folder, tmp_path / "cache").build(50, 256, 0).train
-    index = read_index(folder, "")
-    labels = [samples[number][1] for number in range(len(samples))]
-    joined = sum(len(samples.rows.row(number)) - 1 for number in range(len(samples)))
-    valid = sum(int((labels_T != IGNORE_INDEX).sum()) for labels_T in labels)
-    assert valid - joined == index.tokens("train") - index.documents("train")
-
-
 def build(wanted: PreparedConfig) -> int:
     return len(wanted.build(64, 256, 0).train)
 
@@ -316,20 +265,6 @@ def test_packing_plan_is_built_once_per_sequence_length(tmp_path, monkeypatch):
     assert len(log.read_text().splitlines()) == 1
     wanted.prepare(65, 256)
     assert len(log.read_text().splitlines()) == 2 and len(list((tmp_path / "cache").iterdir())) == 2
-
-
-def test_packing_changes_the_fingerprint_and_pickles_omit_memory_maps(tmp_path):
-    """Oracle: the same folder without packing; a pickled reader gives the same samples."""
-    folder = make(tmp_path / "out")
-    packed, plain = config(folder, tmp_path / "cache"), PreparedConfig(folder=folder)
-    dataset = packed.build(64, 256, 0)
-    assert dataset.fingerprint != plain.build(64, 256, 0).fingerprint
-    dataset.train[0]
-    sent = pickle.loads(pickle.dumps(dataset.train))
-    assert dataset.train.rows._maps is not None and sent.rows._maps is None
-    for part, other in zip(sent[3], dataset.train[3], strict=True):
-        np.testing.assert_array_equal(part, other)
-    assert dataset.unigram_entropy_nats == plain.build(64, 256, 0).unigram_entropy_nats
 
 
 def test_mixed_and_cached_data_can_be_packed(tmp_path):

@@ -83,8 +83,9 @@ def test_other_ends_of_documents_are_named() -> None:
     with pytest.raises(ConfigError) as caught:
         PreparedConfig(sources=["chat", "text"]).validate(16, 512)
     assert str(caught.value) == (
-        "data.sources=[text] ends documents with id 302, and data.sources=[chat] with id 300; "
-        "prepare one of them again with the token of the other (--document-end)"
+        "data.sources=[text] was prepared with another tokenizer or end of documents "
+        "(tokenizer.json, id 302) than data.sources=[chat] (tokenizer.json, id 300), so their ids "
+        "do not mean the same; prepare one of them again (--tokenizer, --document-end)"
     )
 
 
@@ -196,18 +197,6 @@ def test_preparing_reports_what_rows_lose_and_prints_one(
     assert "user: hello\n[[assistant:  hello yourself \n\n]]\n" in out and f"the row {loses}" in out
 
 
-def test_damaged_learned_file_is_named() -> None:
-    """Oracle: the file with a value that is neither 0 nor 1."""
-    config().prepare(WIDE, 512)
-    (path,) = Path("cache").glob("*/*.learned")
-    path.write_bytes(b"\7" * path.stat().st_size)
-    with pytest.raises(
-        ConfigError,
-        match=r"shard-00000.learned\] has 7, where 0 and 1 say which tokens are learned",
-    ):
-        config().build(WIDE, 512, 0).train[0]
-
-
 def test_sequences_without_an_answer_are_left_out_and_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -243,8 +232,7 @@ def test_sequences_without_an_answer_are_left_out_and_counted(
         ),
         (
             "eval",
-            r"data\.files has no answer in its held-out part; set data\.eval_fraction higher, or "
-            r"to 0 for none",
+            r"data\.files has no answer in its held-out part; hold out a larger share \(data\.eval",
         ),
     ],
 )
@@ -256,7 +244,7 @@ def test_parts_without_any_answer_are_refused(part: str, sentence: str) -> None:
     for shard in read_index(str(next(Path("cache").glob("*/index.json")).parent), "data.files").of(
         part
     ):
-        (path,) = Path("cache").glob(f"*/{shard.files()[2][0]}")
+        (path,) = Path("cache").glob(f"*/{shard.name}.learned")
         path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(ConfigError, match=sentence):
         wanted.build(16, 512, 0)
