@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from fsdptoys.utils.text import one_line
 from .chat_jinja import MARKS
 from .chat_rows import BadRowError, ChatRecords, ChatRow, texts_of
 from .chat_template import ChatTemplate, Rendered, open_template
-from .text_encoder import Encoded, Encoder, Located, open_encoder
+from .text_encoder import Encoded, Encoder, TextEncoder, open_encoder
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ChatEncoder(Encoder):
     records = ChatRecords()
     marks_learned = True
 
-    def __init__(self, encoder: Encoder, template: ChatTemplate, end_owner: str) -> None:
+    def __init__(self, encoder: TextEncoder, template: ChatTemplate, end_owner: str) -> None:
         self._encoder, self._template, self._end_owner = encoder, template, end_owner
         self.name, self.sha256, self.file = encoder.name, encoder.sha256, encoder.file
         self.vocab_size, self.document_end = encoder.vocab_size, encoder.document_end
@@ -63,14 +63,6 @@ class ChatEncoder(Encoder):
         self.template_sha256 = hashlib.sha256(repr(decides).encode()).hexdigest()
         self.special_tokens = sorted(encoder.special_tokens, key=len, reverse=True)
         self._refused = re.compile("|".join(map(re.escape, [*self.special_tokens, *MARKS])))
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """See ``Encoder``."""
-        return self._encoder.encode(texts)
-
-    def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[Located]:
-        """See ``Encoder``."""
-        return self._encoder.encode_with_offsets(texts)
 
     def encode_documents(self, documents: Sequence[ChatRow]) -> list[Encoded | str]:
         """See ``Encoder``."""

@@ -14,9 +14,16 @@ in its messages, finds them all.
 import datetime
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.text import one_line
@@ -81,9 +88,28 @@ class JinjaTemplate:
     """
 
     def __init__(self, source: str, owner: str) -> None:
-        self._plain, _ = _compile(source, owner, marks=False)
-        self._marked, self._marker = _compile(source, owner, marks=True)
-        self.has_blocks: bool = self._marker.has_blocks
+        self._loops = _Loops()
+        marked = _environment(MarkedGeneration)
+        marked.globals |= {
+            "_begin_round": self._loops.begin_round,
+            "_leave": self._loops.leave,
+            "_assigned": self._loops.assigned,
+            "_appended": self._loops.appended,
+        }
+        try:
+            self._plain = _environment(Generation).from_string(source)
+            tree = marked.parse(source)
+            self.has_blocks = tree.find(nodes.ExtensionAttribute) is not None
+            _LoopMarker().visit(tree)
+            tree.set_environment(marked)
+            tree.set_lineno(1)  # of the new nodes alone
+            self._marked = marked.from_string(tree)
+        except MemoryError:
+            raise
+        except Exception as error:
+            # SyntaxError for too many nested blocks, LookupError for an unknown filter, …
+            reason = one_line(error) or type(error).__name__
+            raise ConfigError(f"{owner} is no Jinja template ({reason}); name another") from error
 
     def text(self, variables: Mapping[str, Any]) -> str:
         """The text as transformers writes it; BadRowError if the template fails."""
@@ -92,18 +118,52 @@ class JinjaTemplate:
     def marked(self, variables: Mapping[str, Any]) -> MarkedText:
         """The text with the places of its messages, the variable ``messages``; BadRowError if the
         template fails."""
-        self._marker.numbers = {
+        self._loops.numbers = {
             id(message): number for number, message in enumerate(variables["messages"])
         }
-        self._marker.over_messages.clear()
+        self._loops.over_messages.clear()
         return _read_marks(_render(self._marked, variables))
 
 
-def _render(template: Any, variables: Mapping[str, Any]) -> str:
-    from jinja2.exceptions import TemplateError
+class Generation(Extension):
+    """``{% generation %}…{% endgeneration %}`` around generated text."""
 
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """See ``Extension``."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("write"), [], [], body).set_lineno(line)
+
+    def write(self, caller: Callable[[], str]) -> str:
+        """The block's text."""
+        return caller()
+
+
+class MarkedGeneration(Generation):
+    """``Generation`` with marks."""
+
+    def write(self, caller: Callable[[], str]) -> str:
+        """The block's text between marks."""
+        return f"{BEGIN}{caller()}{END}"
+
+
+def _environment(generation: type[Generation]) -> ImmutableSandboxedEnvironment:
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json  # Jinja's own escapes for HTML
+    environment.globals |= {"raise_exception": refuse, "strftime_now": TODAY.strftime}
+    return environment
+
+
+def _render(template: Template, variables: Mapping[str, Any]) -> str:
     try:
-        return str(template.render(variables))
+        return template.render(variables)
     except TemplateError as error:
         raise BadRowError(f"is refused by the chat template ({one_line(error)})") from error
     except MemoryError:
@@ -150,7 +210,6 @@ class _Loops:
         self.numbers: dict[int, int] = {}  # identity of a message → its number
         self.current: dict[int, int | None] = {}  # loop → the message of this round
         self.over_messages: set[int] = set()  # loops that have run over messages
-        self.has_blocks = False
 
     def begin_round(self, target: object, loop: int) -> str:
         """A mark at the beginning of a round of a loop, if its variable is a message."""
@@ -183,57 +242,6 @@ class _Loops:
         return f"{MESSAGE}{'' if number is None else number}{AFTER}"
 
 
-def _compile(source: str, owner: str, *, marks: bool) -> tuple[Any, Any]:
-    """The template, and the object that writes its marks."""
-    try:
-        from jinja2 import nodes
-        from jinja2.exceptions import TemplateError
-        from jinja2.ext import Extension
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise ConfigError(
-            f"{owner} needs the package jinja2, which is not installed; pip install -e '.[data]'"
-        ) from error
-
-    loops = _Loops()
-
-    class Generation(Extension):
-        """``{% generation %}…{% endgeneration %}`` around generated text."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            loops.has_blocks = True
-            return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-        def mark(self, caller: Any) -> str:
-            return f"{BEGIN}{caller()}{END}" if marks else caller()
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json  # Jinja's own escapes for HTML
-    environment.globals |= {"raise_exception": refuse, "strftime_now": TODAY.strftime}
-    environment.globals |= {"_begin_round": loops.begin_round, "_leave": loops.leave}
-    environment.globals |= {"_assigned": loops.assigned, "_appended": loops.appended}
-    try:
-        tree = environment.parse(source)
-        if marks:
-            _mark_loops(tree, nodes)
-        return environment.from_string(tree), loops
-    except MemoryError:
-        raise
-    except Exception as error:
-        # SyntaxError for too many nested blocks, LookupError for an unknown filter, …
-        reason = one_line(error) or type(error).__name__
-        raise ConfigError(f"{owner} is no Jinja template ({reason}); name another") from error
-
-
 def to_json(
     value: Any,
     ensure_ascii: bool = False,
@@ -247,78 +255,68 @@ def to_json(
     )
 
 
-def _mark_loops(tree: Any, nodes: Any) -> None:
+class _LoopMarker(NodeTransformer):
     """Insert the calls of ``_Loops`` into every loop with one variable, and behind it."""
-    count = 0
 
-    def call(function: str, *arguments: Any) -> Any:
-        return nodes.Call(nodes.Name(function, "load"), list(arguments), [], None, None)
+    def __init__(self) -> None:
+        self._count = 0
+        self._around: tuple[nodes.Const, nodes.Name] | None = None
+        """Number and variable of the loop around a statement."""
 
-    def written(function: str, *arguments: Any) -> Any:
-        return nodes.Output([call(function, *arguments)])
+    def visit_For(self, node: nodes.For) -> list[nodes.Node] | nodes.Node:  # noqa: N802
+        """Mark the beginning of a round, and the end of the loop."""
+        if not isinstance(node.target, nodes.Name):
+            return self.generic_visit(node)
+        self._count += 1
+        outer = self._around
+        number = nodes.Const(self._count)
+        variable = nodes.Name(node.target.name, "load")
+        self._around = number, variable
+        self.generic_visit(node)
+        self._around = outer
+        node.body.insert(0, nodes.Output([_call("_begin_round", variable, number)]))
+        behind = _call("_leave", number, outer[1] if outer else nodes.Const(None))
+        return [node, nodes.Output([behind])]
 
-    def mark_sum(assignment: Any, loop: int) -> None:
-        """Mark ``text = text + …`` and ``text = text ~ …``, where both texts are the same
-        variable."""
-        term, parent = assignment.node, None
-        while isinstance(term, nodes.Add):
-            parent, term = term, term.left
-        first = term.nodes[0] if isinstance(term, nodes.Concat) else term
-        target = assignment.target
+    def visit_Macro(self, node: nodes.Node) -> nodes.Node:  # noqa: N802
+        """Forget the loop: the body may run elsewhere."""
+        outer = self._around
+        self._around = None
+        self.generic_visit(node)
+        self._around = outer
+        return node
+
+    visit_CallBlock = visit_Macro
+
+    def visit_Assign(self, node: nodes.Assign) -> list[nodes.Node] | nodes.Node:  # noqa: N802
+        """Mark a message that a round takes by its number, and a text to which it adds."""
+        if self._around is None:
+            return node
+        number, _ = self._around
+        target = node.target
         if isinstance(target, nodes.NSRef):
-            same = isinstance(first, nodes.Getattr) and first.attr == target.attr
-            same = same and isinstance(first.node, nodes.Name) and first.node.name == target.name
-        else:
-            same = (
-                isinstance(first, nodes.Name)
-                and isinstance(target, nodes.Name)
-                and first.name == target.name
-            )
-        marked = call("_appended", first, nodes.Const(loop))
-        if same and isinstance(term, nodes.Concat):
-            term.nodes[0] = marked
-        elif same and parent is not None:
-            parent.left = marked
-
-    def insert(node: Any, loop: int | None, variable: str | None) -> None:
-        """Treat all statements within ``node``; ``loop`` is the one around them, and ``variable``
-        its variable."""
-        nonlocal count
-        for name, body in _bodies(node):
-            changed: list[Any] = []
-            for child in body:
-                changed.append(child)
-                if isinstance(child, nodes.For) and isinstance(child.target, nodes.Name):
-                    count += 1
-                    number = nodes.Const(count)
-                    insert(child, count, child.target.name)
-                    child.body.insert(
-                        0, written("_begin_round", nodes.Name(child.target.name, "load"), number)
-                    )
-                    around = nodes.Const(None) if variable is None else nodes.Name(variable, "load")
-                    changed.append(written("_leave", number, around))
-                elif isinstance(child, (nodes.Macro, nodes.CallBlock)):  # may run elsewhere
-                    insert(child, None, None)
-                else:
-                    insert(child, loop, variable)
-                    if isinstance(child, nodes.Assign) and loop is not None:
-                        mark_sum(child, loop)
-                    is_taken = isinstance(child, nodes.Assign) and isinstance(
-                        child.node, nodes.Getitem
-                    )
-                    if is_taken and loop is not None and isinstance(child.target, nodes.Name):
-                        name_of_it = nodes.Name(child.target.name, "load")
-                        changed.append(written("_assigned", name_of_it, nodes.Const(loop)))
-            setattr(node, name, changed)
-
-    insert(tree, None, None)
-    tree.set_environment(tree.environment)
-    tree.set_lineno(1)  # of the new nodes alone
+            space = nodes.Name(target.name, "load")
+            _mark_sum(node, nodes.Getattr(space, target.attr, "load"), number)
+        elif isinstance(target, nodes.Name):
+            same = nodes.Name(target.name, "load")
+            _mark_sum(node, same, number)
+            if isinstance(node.node, nodes.Getitem):
+                return [node, nodes.Output([_call("_assigned", same, number)])]
+        return node
 
 
-def _bodies(node: Any) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Lists of statements of a node."""
-    for name in ("body", "else_", "elif_"):
-        body = getattr(node, name, None)
-        if isinstance(body, list):
-            yield name, body
+def _call(function: str, *arguments: nodes.Expr) -> nodes.Call:
+    return nodes.Call(nodes.Name(function, "load"), list(arguments), [], None, None)
+
+
+def _mark_sum(node: nodes.Assign, target: nodes.Expr, loop: nodes.Const) -> None:
+    """Mark ``text = text + …`` and ``text = text ~ …``, where both texts are the same variable."""
+    parent = None
+    term = node.node
+    while isinstance(term, nodes.Add):
+        parent = term
+        term = term.left
+    if isinstance(term, nodes.Concat) and term.nodes[0] == target:
+        term.nodes[0] = _call("_appended", target, loop)
+    elif parent is not None and term == target:
+        parent.left = _call("_appended", target, loop)

@@ -18,14 +18,19 @@ from fsdptoys.errors import ConfigError
 from .chat_jinja import JinjaTemplate, MarkedText
 from .chat_losses import lost_parts
 from .chat_rows import ANSWERS, BadRowError, ChatRow, with_parsed_arguments
-from .tokenizer_settings import TemplateSource, read_template_file, read_templates, read_tokens
+from .tokenizer_settings import (
+    TemplateSource,
+    read_template_file,
+    read_templates,
+    read_tokens,
+    tokenizer_path,
+)
 
 CHATML = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-BUILT_IN = {"chatml": CHATML}
 STAND_IN = "\ufdd4answer\ufdd4"  # in place of an answer, to find what closes it
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Fields of a message that hold its reasoning; templates read the first, those of gpt-oss the
@@ -75,18 +80,15 @@ class ChatTemplate:
         ``special`` are the tokenizer's special tokens, of which one ends an answer.
         """
         parsed = with_parsed_arguments(row.messages)
+        retries = parsed != row.messages
         try:
-            messages, marked = self._run(row.messages, row)
-            lost = lost_parts(messages, marked)
-            refused = None
-        except BadRowError as error:
-            messages, marked, lost, refused = [], MarkedText(""), [], error
-        # The template wants objects, or writes the text as a string
-        if parsed != row.messages and (refused or lost):
-            messages, marked = self._run(parsed, row)
-            lost = lost_parts(messages, marked)
-        elif refused:
-            raise refused
+            messages, marked, lost = self._run(row.messages, row)
+            retries = retries and bool(lost)
+        except BadRowError:
+            if not retries:
+                raise
+        if retries:  # the template wants objects, or writes the text as a string
+            messages, marked, lost = self._run(parsed, row)
         if self._template(row).has_blocks:
             learned = frozenset(row.learned)
             owners = [
@@ -148,8 +150,8 @@ class ChatTemplate:
 
     def _run(
         self, messages: Sequence[Mapping[str, Any]], row: ChatRow
-    ) -> tuple[list[dict[str, Any]], MarkedText]:
-        """The messages as the template gets them, and their text."""
+    ) -> tuple[list[dict[str, Any]], MarkedText, list[str]]:
+        """The messages as the template gets them, their text, and what it lacks."""
         messages = _with_reasoning(messages)
         template, variables = self._template(row), self._variables(messages, row, False)
         text, marked = template.text(variables), template.marked(variables)
@@ -157,7 +159,7 @@ class ChatTemplate:
             raise BadRowError(
                 "is written by the chat template in a way in which its messages cannot be found"
             )
-        return messages, marked
+        return messages, marked, lost_parts(messages, marked)
 
     def _variables(
         self, messages: Sequence[Mapping[str, Any]], row: ChatRow, prompt: bool
@@ -307,18 +309,15 @@ def open_template(choice: str | None, tokenizer: str, key: str, missing: str) ->
 
     ``key`` is the option for the choice, and ``missing`` the ConfigError where there is none.
     """
-    place = Path(tokenizer).expanduser()
-    folder = None if tokenizer == "bytes" else place if place.is_dir() else place.parent
-    tokens = read_tokens(folder) if folder is not None else {}
-    if choice in BUILT_IN:
-        return ChatTemplate(
-            {"default": TemplateSource(BUILT_IN[choice], f"{key}={choice}")}, tokens
-        )
-    if choice is not None:
-        return ChatTemplate(
-            {"default": read_template_file(Path(choice).expanduser(), f"{key}={choice}")}, tokens
-        )
-    sources = read_templates(folder) if folder is not None else {}
+    folder = tokenizer_path(tokenizer).parent
+    tokens = {} if tokenizer == "bytes" else read_tokens(folder)
+    if choice == "chatml":
+        sources = {"default": TemplateSource(CHATML, f"{key}=chatml")}
+    elif choice is not None:
+        path = Path(choice).expanduser()
+        sources = {"default": read_template_file(path, f"{key}={choice}")}
+    else:
+        sources = {} if tokenizer == "bytes" else read_templates(folder)
     if "default" not in sources:
         raise ConfigError(missing)
     return ChatTemplate(sources, tokens)

@@ -37,9 +37,9 @@ from fsdptoys.utils.sealed_folder import sum_bytes, sum_path
 
 from .dataset import hash_of
 from .token_files import map_file
+from .tokenizer_settings import TOKENIZER_FILE as TOKENIZER_FILE
 
 INDEX_FILE = "index.json"
-TOKENIZER_FILE = "tokenizer.json"
 FORMAT = "fsdptoys tokens"
 VERSION = 1
 VERSION_WITH_LEARNED = 2  # programs that know version 1 only would train on every id

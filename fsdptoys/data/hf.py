@@ -21,7 +21,6 @@ from fsdptoys.utils.text import print_status
 from .dataset import DataConfig, TokenDataset
 from .dataset_index import (
     INDEX_FILE,
-    TOKENIZER_FILE,
     UnusableFolderError,
     kept_tokenizer,
     read_index,
@@ -32,6 +31,7 @@ from .prepare import MOST_PROCESSES, Request, cache_folder, prepare_folder
 from .prepared import PreparedConfig
 from .progress import Display
 from .text_encoder import ByteEncoder, Encoder, open_encoder
+from .tokenizer_settings import tokenizer_path
 
 KEY_LENGTH = 24
 
@@ -76,11 +76,7 @@ class TokenizedConfig(DataConfig):
 
     def find_tokenizer(self) -> str:
         """The configured file, or else its copy in the cache."""
-        place = Path(self.tokenizer).expanduser()
-        if (
-            self.tokenizer == "bytes"
-            or (place / TOKENIZER_FILE if place.is_dir() else place).is_file()
-        ):
+        if self.tokenizer == "bytes" or tokenizer_path(self.tokenizer).is_file():
             return self.tokenizer
         # A folder's name is a hash of the tokenizer among others, and its index names that
         # tokenizer.
@@ -91,13 +87,10 @@ class TokenizedConfig(DataConfig):
                 with suppress(ConfigError):  # a damaged folder, maybe of other data
                     index = read_index(folder, folder)
                     wanted = request.fingerprint_with(index.tokenizer_sha256, index.document_end)
-                    kept = (
-                        kept_tokenizer(folder, index)
-                        if path.parent.name == wanted[:KEY_LENGTH]
-                        else None
-                    )
-                    if kept is not None:
-                        return str(kept)
+                    if path.parent.name == wanted[:KEY_LENGTH]:
+                        kept = kept_tokenizer(folder, index)
+                        if kept is not None:
+                            return str(kept)
         raise ConfigError(
             f"data.tokenizer={self.tokenizer} does not exist, and the cache has no copy; restore it"
         )

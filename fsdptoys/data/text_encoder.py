@@ -6,7 +6,6 @@ becomes ordinary ids, so that the end-of-document id occurs nowhere else. For by
 """
 
 import hashlib
-import itertools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +21,9 @@ from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line
 
 from .byte_text import BYTES, SEPARATOR
-from .dataset_index import DTYPES, MOST_TOKENIZER_BYTES, TOKENIZER_FILE
+from .dataset_index import DTYPES, MOST_TOKENIZER_BYTES
 from .document_reader import TEXTS, Records
-from .tokenizer_settings import SETTINGS_FILE, read_settings, token_text
+from .tokenizer_settings import SETTINGS_FILE, read_settings, token_text, tokenizer_path
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Candidates for the end of a document, if neither the user nor the folder names one."""
@@ -71,6 +70,14 @@ class Encoder(ABC):
         return "uint16" if self.vocab_size <= 2**16 else "uint32"
 
     @abstractmethod
+    def encode_documents(self, documents: Sequence[Any]) -> list[Encoded | str]:
+        """Documents as ``records`` reads them, or a sentence on each that is of no use."""
+
+
+class TextEncoder(Encoder):
+    """Turns texts into ids."""
+
+    @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Ids of each text in the smallest dtype, without the end of the document."""
 
@@ -78,8 +85,8 @@ class Encoder(ABC):
     def encode_with_offsets(self, texts: Sequence[str]) -> Iterator["Located"]:
         """Ids of each text, and their first and last (excluded) character, shape (ids, 2)."""
 
-    def encode_documents(self, documents: Sequence[Any]) -> list[Encoded | str]:
-        """Documents as ``records`` reads them, or a sentence on each that is of no use."""
+    def encode_documents(self, documents: Sequence[str]) -> list[Encoded | str]:
+        """See ``Encoder``."""
         # JSON can hold half of a surrogate pair, which UTF-8 cannot.
         texts = [
             text if text.isascii() else text.encode("utf-8", "replace").decode()
@@ -95,7 +102,7 @@ class Encoder(ABC):
         return [Encoded(text, ids) for text, ids in zip(texts, all_ids, strict=True)]
 
 
-class ByteEncoder(Encoder):
+class ByteEncoder(TextEncoder):
     """Ids 1 to 255 are bytes of UTF-8, and 0 ends a document."""
 
     name = "bytes"
@@ -105,7 +112,7 @@ class ByteEncoder(Encoder):
     ids_are_bytes = True
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """See ``Encoder``."""
+        """See ``TextEncoder``."""
         raw = (text.encode() for text in texts)
         return [np.frombuffer(each.replace(b"\0", b""), np.uint8) for each in raw]
 
@@ -117,7 +124,7 @@ class ByteEncoder(Encoder):
             yield ids, np.stack([starts, starts + 1], axis=1)
 
 
-class FileEncoder(Encoder):
+class FileEncoder(TextEncoder):
     """A ``tokenizer.json``: the file or its folder.
 
     ``end`` is the token that ends a document; None for the folder's own, or one of ``USUAL_ENDS``.
@@ -136,8 +143,7 @@ class FileEncoder(Encoder):
         *,
         writes: Callable[[str], bool] | None = None,
     ) -> None:
-        path = Path(choice).expanduser()
-        file = path / TOKENIZER_FILE if path.is_dir() else path
+        file = tokenizer_path(choice)
         missing = (
             f"{owner} names no existing tokenizer.json ({file}); name one, its folder, or bytes"
         )
@@ -156,17 +162,14 @@ class FileEncoder(Encoder):
         self._set_reader()
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work, and may fork
         added = sorted(self._reader.get_added_tokens_decoder().items())
-        self.special_tokens = [
-            token.content for _, token in added if token.special and token.content
-        ]
+        special = [token.content for _, token in added if token.special and token.content]
+        self.special_tokens = special
         if not end:
-            own = token_text(read_settings(file.parent / SETTINGS_FILE).get("eos_token"))
-            if writes is None:
-                usual = [own] if own else filter(self._knows, USUAL_ENDS)
-            else:
-                named = (own, *SEPARATORS, *self.special_tokens)
-                special = [token for token in named if token in self.special_tokens]
-                usual = itertools.filterfalse(writes, special)
+            own = token_text(read_settings(file.parent / SETTINGS_FILE).get("eos_token")) or ""
+            usual = [own] if own else [token for token in USUAL_ENDS if self._knows(token)]
+            if writes is not None:
+                named = (own, *SEPARATORS, *special)
+                usual = [token for token in named if token in special and not writes(token)]
             end = next(iter(usual), None)
         if end is None or not self._knows(end):
             mistake = f"has no token {end!r}" if end else "names no token that ends a document"
@@ -256,7 +259,7 @@ def open_encoder(
     end_owner: str,
     *,
     writes: Callable[[str], bool] | None = None,
-) -> Encoder:
+) -> TextEncoder:
     """Open the encoder ``bytes`` or a ``FileEncoder``; ConfigError if it does not exist."""
     if choice == "bytes":
         if end is not None:

@@ -23,7 +23,13 @@ from .chat_rows import MOST_LEVELS, BadRowError
 from .chat_template import open_template
 from .dataset_index import MOST_TOKENIZER_BYTES, TOKENIZER_FILE
 from .text_encoder import explain_package_errors, read_tokenizer
-from .tokenizer_settings import SETTINGS_FILE, TEMPLATE_FILE, TOKENS_FILE, read_tokens
+from .tokenizer_settings import (
+    SETTINGS_FILE,
+    TEMPLATE_FILE,
+    TOKENS_FILE,
+    read_tokens,
+    tokenizer_path,
+)
 
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
@@ -85,8 +91,7 @@ def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Toke
             return encode_bytes(text).tolist()
 
         return Tokenizer(encode_text, decode_bytes, encode_text, is_bytes=True)
-    path = Path(choice).expanduser()
-    file = path / TOKENIZER_FILE if path.is_dir() else path
+    file = tokenizer_path(choice)
     missing = f"{file} is missing, which maps the ids to text; write {CHOICE}"
     reader, _ = read_tokenizer(
         file, str(file), "generate", "write --tokenizer ids", missing, plain=plain

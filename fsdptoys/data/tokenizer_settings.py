@@ -13,6 +13,7 @@ from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line
 
+TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"
 TOKENS_FILE = "special_tokens_map.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -32,6 +33,12 @@ CLASS_TOKENS = {
     "Gemma": _GEMMA,
 }
 """Tokens of a tokenizer's class, the beginning of its name, where the folder names none."""
+
+
+def tokenizer_path(choice: str) -> Path:
+    """The tokenizer's file, which the user names by its path or its folder."""
+    path = Path(choice).expanduser()
+    return path / TOKENIZER_FILE if path.is_dir() else path
 
 
 class TemplateSource(NamedTuple):
