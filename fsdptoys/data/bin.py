@@ -16,7 +16,7 @@ from fsdptoys.utils.options import Effect, option
 
 from .dataset import DataConfig
 from .token_files import FileStream, match_files, require_content, without_repeats
-from .token_windows import FileDataset, WindowSamples, split_windows
+from .token_windows import FileDataset, WindowSamples, split_windows, window_dataset
 
 
 class TokenDType(Enum):
@@ -79,7 +79,9 @@ class BinConfig(DataConfig):
     def build(self, seq_len: int, vocab_size: int, seed: int) -> FileDataset:
         """Open the files."""
         train, held_out = self._open(seq_len, vocab_size)
-        return FileDataset(self.name, train, held_out, seed, self.document_end)
+        dataset = window_dataset(self.name, train, held_out, seed)
+        dataset.document_end = self.document_end
+        return dataset
 
     def _open(self, seq_len: int, vocab_size: int) -> tuple[WindowSamples, WindowSamples | None]:
         if not self.files:

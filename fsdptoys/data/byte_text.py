@@ -19,7 +19,7 @@ from fsdptoys.utils.options import Effect, option
 
 from .dataset import DataConfig, TextSample, Tokens
 from .token_files import FileStream, SourceFile, match_files, source_file, without_repeats
-from .token_windows import FileDataset, split_windows
+from .token_windows import FileDataset, split_windows, window_dataset
 
 BYTES = 256  # ids of a byte-level vocabulary
 SEPARATOR = 0  # byte between two documents, rare in text
@@ -79,7 +79,8 @@ class TextConfig(DataConfig):
     def build(self, seq_len: int, vocab_size: int, seed: int) -> FileDataset:
         """Open the files."""
         train, held_out = split_windows(self._open(vocab_size), seq_len, self.eval_fraction)
-        dataset = FileDataset(self.name, train, held_out, seed, SEPARATOR)
+        dataset = window_dataset(self.name, train, held_out, seed)
+        dataset.document_end = SEPARATOR
         if self.sample_tokens:
             prompt_T = encode_bytes(self.sample_prompt)
             dataset.text_sample = TextSample(
@@ -126,8 +127,7 @@ def decode_bytes(tokens: Sequence[int] | Tokens) -> str:
 
 
 def stdlib_files() -> list[SourceFile]:
-    """Source of the running Python's standard library, without tests and installed packages;
-    ConfigError if none."""
+    """Source of the running Python's standard library, without tests and installed packages."""
     root = sysconfig.get_paths()["stdlib"]
     files = []
     for directory, subdirectories, names in os.walk(root):
@@ -135,9 +135,4 @@ def stdlib_files() -> list[SourceFile]:
         paths = (os.path.join(directory, name) for name in sorted(names) if name.endswith(".py"))
         # Some distributions have dangling links.
         files += [source_file("data.files", path, root) for path in paths if os.path.isfile(path)]
-    if not files:
-        raise ConfigError(
-            f"data.files=[{STDLIB}] finds no source files in {root}; set "
-            "data.files=[path/to/*.txt] to text of your own"
-        )
     return files

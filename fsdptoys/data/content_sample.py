@@ -32,12 +32,10 @@ DIGEST_CHARACTERS = 16
 
 
 class SampledFiles:
-    """Sampled contents of the training files, in the order of the data; ``fix`` ends the message on
-    a changed one."""
+    """Sampled contents of the training files, in the order of the data."""
 
-    def __init__(self, key: str, files: Sequence[SourceFile], fix: str = "restore it") -> None:
+    def __init__(self, key: str, files: Sequence[SourceFile]) -> None:
         self._key = key
-        self._fix = fix
         count = min(len(files), MOST_DIGESTS)
         edges = [len(files) * number // max(1, count) for number in range(count + 1)]
         digests = _digests(key, files)
@@ -71,7 +69,7 @@ class SampledFiles:
                     named = f"one of the {len(group)} files from {named} to {group[-1].path}"
                 raise ConfigError(
                     f"{named} has changed since the checkpoint, so that the run cannot continue "
-                    f"as it began; {self._fix}, or start a new run"
+                    "as it began; restore it, or start a new run"
                 )
 
 

@@ -31,7 +31,9 @@ Tokens = NDArray[np.int64]
 class Samples(Protocol):
     """Numbered samples of one length."""
 
-    endless: bool  # samples are interchangeable and inexhaustible: no epochs, no shuffling
+    @property
+    def endless(self) -> bool:
+        """Whether samples are interchangeable and inexhaustible: no epochs, no shuffling."""
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -94,12 +96,17 @@ class TokenDataset(ABC):
         """Compute ``unigram_entropy_nats``."""
 
 
+@dataclass
 class LabelsWithinDocuments:
     """Samples whose labels after the end of a document are ``IGNORE_INDEX``."""
 
-    def __init__(self, samples: Samples, document_end: int) -> None:
-        self.samples, self.document_end = samples, document_end
-        self.endless = samples.endless
+    samples: Samples
+    document_end: int
+
+    @property
+    def endless(self) -> bool:
+        """See ``Samples``."""
+        return self.samples.endless
 
     def __len__(self) -> int:
         return len(self.samples)

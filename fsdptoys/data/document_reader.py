@@ -112,7 +112,8 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceFile]:
                         f"{key}=[{pattern}] holds {path.name}, which is no regular file; take it "
                         "out"
                     )
-                size += path.stat().st_size * (path.suffix == ".arrow")
+                if path.suffix == ".arrow":
+                    size += path.stat().st_size
             files.append(SourceFile(str(folder), folder.name, size, is_folder=True))
         else:
             files += match_files(key, pattern)
@@ -179,27 +180,21 @@ def _text(owner: str, source: SourceFile, long_texts: bool) -> Read:
         # Reading a gzip file at once holds its content twice
         while block := file.read(BLOCK_BYTES):
             content += block
-    decoder, start, pending = codecs.getincrementaldecoder("utf-8")(), 0, 0
     try:
-        if not long_texts or len(content) < LONG_BYTES:
+        if long_texts and len(content) >= LONG_BYTES:
+            long = LongText(content)
+            del content
+            for _ in codecs.iterdecode(long.blocks(), "utf-8"):
+                pass
+            yield long, 1.0
+        else:
             text = content.decode("utf-8")
             del content
             yield text, 1.0
-            return
-        for start in range(0, len(content), BLOCK_BYTES):
-            # Bytes of a character that the last block has begun
-            pending = len(decoder.getstate()[0])
-            decoder.decode(
-                content[start : start + BLOCK_BYTES], final=start + BLOCK_BYTES >= len(content)
-            )
     except UnicodeDecodeError as error:
-        byte = start - pending + error.start
         raise ConfigError(
-            f"{owner} holds no text in UTF-8 (byte {byte}); write it in UTF-8 or leave it out"
+            f"{owner} holds no text in UTF-8; write it in UTF-8 or leave it out"
         ) from error
-    long = LongText(content)
-    del content
-    yield long, 1.0
 
 
 def _lines(owner: str, source: SourceFile, field: str, records: Records) -> Read:

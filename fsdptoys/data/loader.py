@@ -41,8 +41,6 @@ PRELOADED = ["torch.utils.data", "numpy", "fsdptoys.data"]
 
 SHARED_MEMORY = "/dev/shm"
 
-PAGES = 16, 8  # pages of shared memory for the loader's semaphores, and for those of each worker
-
 
 def check_shared_memory(
     workers: int, step_bytes: int, local_ranks: int, place: str = SHARED_MEMORY
@@ -56,9 +54,8 @@ def check_shared_memory(
         return
     system = os.statvfs(place)
     free_bytes = system.f_bavail * system.f_frsize
-    semaphores = (PAGES[0] + PAGES[1] * workers) * system.f_frsize
     # One step more than are prefetched: the loop holds one while its worker makes the next.
-    needed_bytes = local_ranks * ((workers * STEPS_AHEAD + 1) * step_bytes + semaphores)
+    needed_bytes = local_ranks * (workers * STEPS_AHEAD + 1) * step_bytes
     if needed_bytes > free_bytes:
         free = free_bytes / 2**20
         needed = needed_bytes / 2**20

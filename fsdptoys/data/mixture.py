@@ -8,11 +8,11 @@ goes through its own epochs. Held-out parts are read in the same proportions, in
 until the first of them ends.
 """
 
-import bisect
 import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
 
@@ -23,35 +23,13 @@ BLOCK = 10_000  # largest block
 ENDLESS = 2**62  # more samples than any run takes
 
 
-class Pattern:
-    """Order of the sources in a block, spread evenly by their weights, all above 0."""
-
-    def __init__(self, weights: Sequence[float]) -> None:
-        self.counts = _places(weights)  # positions of each source in a block
-        owners = np.repeat(np.arange(len(self.counts)), self.counts)
-        # The best place for the j-th of n positions of a source is (j + 1/2) / n of the block.
-        best = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts])
-        order = np.argsort(best, kind="stable")
-        self.owners: list[int] = owners[order].tolist()
-        self.ranks: list[int] = np.concatenate([np.arange(count) for count in self.counts])[
-            order
-        ].tolist()
-        """Of each position: the number of earlier ones of the same source."""
-
-        self.spots: list[list[int]] = [[] for _ in self.counts]  # positions of each source
-        for spot, owner in enumerate(self.owners):
-            self.spots[owner].append(spot)
-
-    def __len__(self) -> int:
-        return len(self.owners)
-
-    def rotated(self, first: int, place: int) -> tuple[int, int]:
-        """Source of a place in a block rotated to start at ``first``, and the number of its own
-        earlier places."""
-        spot = (first + place) % len(self)
-        owner = self.owners[spot]
-        skipped = bisect.bisect_left(self.spots[owner], first)
-        return owner, (self.ranks[spot] - skipped) % self.counts[owner]
+def spread(weights: Sequence[float]) -> NDArray[np.int64]:
+    """The source of each position of a block, spread evenly by weights above 0."""
+    counts = _places(weights)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    # The best place for the j-th of n positions of a source is (j + 1/2) / n of the block.
+    best = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    return owners[np.argsort(best, kind="stable")]
 
 
 class MixedSamples:
@@ -62,10 +40,11 @@ class MixedSamples:
 
     def __init__(self, sources: Sequence[Samples], weights: Sequence[float], seed: int) -> None:
         self.sources = sources
-        self.pattern = Pattern(weights)
+        self.owners = spread(weights)
+        self.counts: list[int] = np.bincount(self.owners).tolist()
         self._seed = seed
         self._block = -1
-        self._first = 0
+        self._order = self.owners  # of the block
         self._own = [
             EndlessShuffle(len(source), "source", seed, number)
             for number, source in enumerate(sources)
@@ -76,14 +55,13 @@ class MixedSamples:
 
     def locate(self, place: int) -> tuple[int, int]:
         """Source of a place, and the number of its sample there."""
-        block, place = divmod(place, len(self.pattern))
+        block, spot = divmod(place, len(self.owners))
         if block != self._block:
-            self._first, self._block = (
-                Shuffle(len(self.pattern), "mixture", self._seed, block)[0],
-                block,
-            )
-        owner, rank = self.pattern.rotated(self._first, place)
-        return owner, self._own[owner][block * self.pattern.counts[owner] + rank]
+            first = Shuffle(len(self.owners), "mixture", self._seed, block)[0]
+            self._order = np.roll(self.owners, -first)
+            self._block = block
+        owner, earlier = _owner_at(self._order, spot)
+        return owner, self._own[owner][block * self.counts[owner] + earlier]
 
     def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
         owner, sample = self.locate(index)
@@ -98,11 +76,13 @@ class MixedHeldOut:
 
     def __init__(self, sources: Sequence[Samples], weights: Sequence[float]) -> None:
         self.sources = sources
-        self.pattern = Pattern(weights)
+        self.owners = spread(weights)
+        self.counts: list[int] = np.bincount(self.owners).tolist()
         ends = []
-        for source, own in zip(sources, self.pattern.spots, strict=True):
-            blocks, more = divmod(len(source), len(own))
-            ends.append(blocks * len(self.pattern) + own[more])
+        for number, source in enumerate(sources):
+            blocks, more = divmod(len(source), self.counts[number])
+            spots = np.flatnonzero(self.owners == number)
+            ends.append(blocks * len(self.owners) + int(spots[more]))
         self.length = min(ends)
 
     def __len__(self) -> int:
@@ -111,9 +91,15 @@ class MixedHeldOut:
     def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
         if not 0 <= index < self.length:
             raise IndexError(index)
-        block, spot = divmod(index, len(self.pattern))
-        owner, rank = self.pattern.rotated(0, spot)
-        return self.sources[owner][block * self.pattern.counts[owner] + rank]
+        block, spot = divmod(index, len(self.owners))
+        owner, earlier = _owner_at(self.owners, spot)
+        return self.sources[owner][block * self.counts[owner] + earlier]
+
+
+def _owner_at(owners: NDArray[np.int64], spot: int) -> tuple[int, int]:
+    """The source of a position, and the number of its earlier positions."""
+    owner = int(owners[spot])
+    return owner, int(np.count_nonzero(owners[:spot] == owner))
 
 
 def _places(weights: Sequence[float]) -> list[int]:

@@ -89,9 +89,11 @@ def best_fit(lengths: NDArray[Any], capacity: int) -> list[list[int]]:
     return [sorted(row) for row in rows]
 
 
-def cut(starts: Tokens, lengths: Tokens, seq_len: int) -> tuple[Tokens, Tokens, NDArray[Any]]:
-    """Cut documents into pieces that each fit a row; returns starts and lengths of the pieces, and
-    which are cut."""
+def cut(start: int, stops: Tokens, seq_len: int) -> tuple[Tokens, Tokens, NDArray[Any]]:
+    """Cut adjacent documents, the first of which begins at ``start``, into pieces that each fit a
+    row; returns starts and lengths of the pieces, and which are cut."""
+    starts = np.concatenate([[start], stops[:-1]])
+    lengths = stops - starts
     counts = np.maximum(1, -(-(lengths - 1) // seq_len))
     owners = np.repeat(np.arange(len(lengths)), counts)
     before = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -117,21 +119,19 @@ class PackedRows:
         self.folder = folder
         tree = parse_json(read_regular(folder / COUNTS_FILE, MOST_COUNTS_BYTES))
         self.counts = build(_Counts, tree, skip_unknown=True)
-        self._items = {"starts": self.counts.pieces, "lengths": self.counts.pieces}
-        self._items["rows"] = self.counts.rows
-        for name, dtype in FILES.items():
-            if (folder / name).stat().st_size != self._items[name] * dtype.itemsize:
-                raise ValueError(f"{name} does not have the size that {COUNTS_FILE} gives")
+        pieces = self.counts.pieces
+        items = {"starts": pieces, "lengths": pieces, "rows": self.counts.rows}
+        self._files = [(str(folder / name), dtype, items[name]) for name, dtype in FILES.items()]
+        for path, dtype, count in self._files:
+            if os.path.getsize(path) != count * dtype.itemsize:
+                raise ValueError(f"{path} does not have the size that {COUNTS_FILE} gives")
 
     def __len__(self) -> int:
         return self.counts.rows
 
     def row(self, number: int) -> list[tuple[int, int]]:
         """Position in the stream and length of each piece of a row."""
-        starts, lengths, rows = (
-            map_file(str(self.folder / name), dtype, self._items[name])
-            for name, dtype in FILES.items()
-        )
+        starts, lengths, rows = (map_file(*file) for file in self._files)
         first = int(rows[number - 1]) if number else 0
         pieces = slice(first, int(rows[number]))
         return list(zip(starts[pieces].tolist(), lengths[pieces].tolist(), strict=True))
@@ -285,14 +285,9 @@ def _groups(
             )
         waiting = np.concatenate([waiting, before + ends])
         while len(waiting) >= GROUP:
-            yield _pieces(last, waiting[:GROUP], seq_len)
+            yield cut(last, waiting[:GROUP], seq_len)
             last = int(waiting[GROUP - 1])
             waiting = waiting[GROUP:]
         before += shard.tokens
     if len(waiting):
-        yield _pieces(last, waiting, seq_len)
-
-
-def _pieces(start: int, stops: Tokens, seq_len: int) -> tuple[Tokens, Tokens, NDArray[Any]]:
-    starts = np.concatenate([[start], stops[:-1]])
-    return cut(starts, stops - starts, seq_len)
+        yield cut(last, waiting, seq_len)

@@ -7,30 +7,30 @@ Truncating a mapped file kills the run (SIGBUS): make a new folder instead.
 """
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.options import Effect, option
 from fsdptoys.utils.text import print_status
 
-from .content_sample import SampledFiles
-from .dataset import DataConfig, Samples, TokenDataset, hash_of
-from .dataset_index import Index, kept_tokenizer, read_index
-from .mixture import MixedHeldOut, MixedSamples, Pattern
+from .dataset import DataConfig, Samples, hash_of
+from .dataset_index import SPLITS, Index, kept_tokenizer, read_index
+from .mixture import MixedHeldOut, MixedSamples, spread
 from .packing import PackedSamples, Packing, pack_rows
 from .permutation import ORDER
 from .prepare import cache_folder
 from .text_encoder import ByteEncoder
 from .token_files import FileStream, SourceFile
-from .token_windows import LearnedWindows, WindowSamples, entropy_nats, token_shares
+from .token_windows import FileDataset, LearnedWindows, WindowSamples
 
-HOLD_OUT_LESS = "hold out a smaller share (data.eval_fraction, or prepare it with --eval-fraction)"
-HOLD_OUT_MORE = "hold out a larger share (data.eval_fraction, or prepare it with --eval-fraction)"
+PART_NAMES = {"train": "training", "eval": "held-out"}
+FIXES = {
+    "train": "prepare more text",
+    "eval": "hold out a larger share (data.eval_fraction, or prepare it with --eval-fraction)",
+}
+"""How a split gets longer."""
 
 
 @dataclass
@@ -73,13 +73,6 @@ class PreparedConfig(DataConfig):
                     f"data.weights has {weight}, which must be above 0; leave the source out "
                     "that is to give nothing"
                 )
-        places = [os.path.realpath(os.path.expanduser(source)) for source in self.sources]
-        for number, place in enumerate(places):
-            if place in places[:number]:
-                raise ConfigError(
-                    f"data.sources has {self.sources[number]} twice; give it a higher weight "
-                    "instead"
-                )
 
     @property
     def has_eval(self) -> bool:
@@ -99,23 +92,40 @@ class PreparedConfig(DataConfig):
     def validate(self, seq_len: int, vocab_size: int) -> None:
         """Check that the folders are complete, compatible, long enough and fit the vocabulary; and
         the weights."""
-        Pattern(self._shares(self._open(seq_len, vocab_size)))
+        spread(self._shares(self._open(seq_len, vocab_size)))
 
     def prepare(self, seq_len: int, vocab_size: int) -> None:
         """Pack documents into rows, unless the cache has them, and say how many sequences have
         nothing to learn."""
         for part in self._open_samples(seq_len, vocab_size):
             if part.left_out:
-                share = f"{part.left_out:,} of {len(part.windows):,}"
+                share = f"{part.left_out:,} of {len(part.windows['train']):,}"
                 print_status(f"left out {share} sequences of {part.owner}, which have no answer")
 
-    def build(self, seq_len: int, vocab_size: int, seed: int) -> "PreparedDataset":
+    def build(self, seq_len: int, vocab_size: int, seed: int) -> FileDataset:
         """Map the folders."""
         parts = self._open_samples(seq_len, vocab_size)
-        return PreparedDataset(parts, self._shares(parts), seq_len, seed, self.packing)
+        weights = self._shares(parts)
+        contents = [self.packing.value, *(part.index.fingerprint("train") for part in parts)]
+        contents += [f"{part.left_out} left out" for part in parts if part.left_out]
+        train = parts[0].samples["train"]
+        held_out = parts[0].samples.get("eval")
+        if len(parts) > 1:
+            mixed = MixedSamples([part.samples["train"] for part in parts], weights, seed)
+            contents += [ORDER, *map(str, mixed.counts)]
+            train = mixed
+            evals = [part.samples["eval"] for part in parts if "eval" in part.samples]
+            held_out = MixedHeldOut(evals, weights) if len(evals) == len(parts) else None
+        fingerprint = hash_of(self.name, seq_len, seed, contents)
+        windows = [part.windows["train"] for part in parts]
+        dataset = FileDataset(train, held_out, fingerprint, windows, weights)
+        dataset.document_end = parts[0].index.document_end
+        if any(part.index.has_learned for part in parts):
+            dataset.answers_end = dataset.document_end
+        return dataset
 
     def _shares(self, parts: Sequence["Part"]) -> list[float]:
-        return self.weights or [float(len(part.train)) or 1.0 for part in parts]
+        return self.weights or [float(len(part.samples["train"])) or 1.0 for part in parts]
 
     def _open_samples(self, seq_len: int, vocab_size: int) -> list["Part"]:
         parts = self._open(seq_len, vocab_size)
@@ -188,47 +198,40 @@ class Part:
                 f"model.vocab_size={vocab_size}; set model.vocab_size={index.vocab_size} or "
                 "prepare it with the model's tokenizer"
             )
-        if not index.of("train"):
-            raise ConfigError(f"{owner} holds no document to train on; {HOLD_OUT_LESS}")
-        self.windows = self._windows("train", seq_len, vocab_size)
-        self.eval_windows = self._windows("eval", seq_len, vocab_size) if index.of("eval") else None
-        if windows:
-            self.windows.require_one(f"the training part of {owner}", "prepare more text")
-            if self.eval_windows is not None:
-                self.eval_windows.require_one(f"the held-out part of {owner}", HOLD_OUT_MORE)
+        self.windows = {
+            split: self._windows(split, seq_len, vocab_size) for split in SPLITS if index.of(split)
+        }
+        self.samples: dict[str, Samples] = dict(self.windows)
         self.left_out = 0
         """Training windows without a learned token."""
-        self.train: Samples = self.windows
-        self.eval: Samples | None = self.eval_windows
+        if "train" not in self.windows:
+            raise ConfigError(
+                f"{owner} holds no document to train on; hold out a smaller share "
+                "(data.eval_fraction, or prepare it with --eval-fraction)"
+            )
+        if windows:
+            for split, samples in self.windows.items():
+                samples.require_one(f"the {PART_NAMES[split]} part of {owner}", FIXES[split])
 
     def keep_learned(self) -> None:
         """Leave out windows in which nothing is learned."""
-        train = LearnedWindows(self.windows)
-        self.train = train
-        self.left_out = len(self.windows) - len(train)
-        if not len(train):
-            raise ConfigError(
-                f"{self.owner} has no answer in its {len(self.windows)} training sequences; "
-                "prepare rows with answers"
-            )
-        if self.eval_windows is not None:
-            self.eval = LearnedWindows(self.eval_windows)
-            if not len(self.eval):
+        for split, windows in self.windows.items():
+            samples = LearnedWindows(windows)
+            if not len(samples):
                 raise ConfigError(
-                    f"{self.owner} has no answer in its held-out part; {HOLD_OUT_MORE}"
+                    f"{self.owner} has no answer in the {len(windows)} sequences of its "
+                    f"{PART_NAMES[split]} part; {FIXES[split]}"
                 )
+            self.samples[split] = samples
+        self.left_out = len(self.windows["train"]) - len(self.samples["train"])
 
     def pack(self, cache: Path) -> None:
         """Replace windows by rows of whole documents."""
-        self.train = self._rows(cache, "train", self.windows)
-        if self.eval_windows is not None:
-            self.eval = self._rows(cache, "eval", self.eval_windows)
-
-    def _rows(self, cache: Path, split: str, windows: WindowSamples) -> PackedSamples:
-        seq_len = windows.seq_len
-        learned = windows.learned
-        rows = pack_rows(cache, self.folder, self.index, split, seq_len, print_status, learned)
-        return PackedSamples(windows.stream, rows, seq_len, self.index.document_end, learned)
+        for split, windows in self.windows.items():
+            seq_len, learned = windows.seq_len, windows.learned
+            rows = pack_rows(cache, self.folder, self.index, split, seq_len, print_status, learned)
+            end = self.index.document_end
+            self.samples[split] = PackedSamples(windows.stream, rows, seq_len, end, learned)
 
     def _windows(self, split: str, seq_len: int, vocab_size: int) -> WindowSamples:
         stream = self._stream(split, 0, vocab_size)
@@ -242,49 +245,3 @@ class Part:
         files = [SourceFile(str(root / file.name), file.name, file.size_bytes) for file in shards]
         key = self.owner.partition("=")[0]
         return FileStream(key, files, shards[0].dtype, vocab_size, mapped=True)
-
-
-class PreparedDataset(TokenDataset):
-    """Samples of one or several mixed folders."""
-
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        weights: Sequence[float],
-        seq_len: int,
-        seed: int,
-        packing: Packing,
-    ) -> None:
-        contents = [packing.value, *(part.index.fingerprint("train") for part in parts)]
-        contents += [f"{part.left_out} left out" for part in parts if part.left_out]
-        train: Samples = parts[0].train
-        held_out: Samples | None = parts[0].eval
-        if len(parts) > 1:
-            mixed = MixedSamples([part.train for part in parts], weights, seed)
-            contents += [ORDER, *map(str, mixed.pattern.counts)]
-            train = mixed
-            evals = [part.eval for part in parts if part.eval is not None]
-            held_out = MixedHeldOut(evals, weights) if len(evals) == len(parts) else None
-        super().__init__(train, held_out, hash_of(PreparedConfig.name, seq_len, seed, contents))
-        self.document_end = parts[0].index.document_end
-        if any(part.index.has_learned for part in parts):
-            self.answers_end = self.document_end
-        self._parts = parts
-        self._weights = weights
-
-    def sample_files(self) -> SampledFiles:
-        """See ``TokenDataset``."""
-        streams = [part.windows.stream for part in self._parts]
-        return SampledFiles(
-            streams[0].key,
-            [file for stream in streams for file in stream.files],
-            "restore it, or prepare the folder again from the same text",
-        )
-
-    def _unigram_entropy_nats(self) -> float:
-        shares_V = np.zeros(self._parts[0].windows.stream.vocab_size)
-        for weight, part in zip(self._weights, self._parts, strict=True):
-            shares_V += (
-                weight / math.fsum(self._weights) * token_shares(part.windows, len(self._parts))
-            )
-        return entropy_nats(shares_V)

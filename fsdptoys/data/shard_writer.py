@@ -74,7 +74,10 @@ class ShardsWriter:
         self.part = folder.with_name(folder.name + ".part")
         self.shard_tokens = shard_tokens
         self.progress = Progress(request, 0, 0, [])
-        self._dtypes = {".bin": layout.DTYPES[dtype], ".ends": layout.ENDS_DTYPE}
+        self._dtypes: dict[str, np.dtype[Any]] = {
+            ".bin": layout.DTYPES[dtype],
+            ".ends": layout.ENDS_DTYPE,
+        }
         if learned:
             self._dtypes[".learned"] = layout.LEARNED_DTYPE
         self._files: dict[str, list[IO[bytes]]] = {}  # open files by the shard's name

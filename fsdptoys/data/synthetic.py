@@ -18,10 +18,8 @@ from fsdptoys.utils.options import Effect, option
 from .dataset import IGNORE_INDEX, DataConfig, TokenDataset, Tokens, hash_of
 
 TRAIN_SAMPLES = 2**40  # more than any run takes
-TRAIN, EVAL = (
-    0,
-    1,
-)  # splits; part of the seed of a sample, so that no held-out sample is a training sample
+TRAIN = 0  # part of the seed of a sample, so that no held-out sample is a training sample
+EVAL = 1
 DOCUMENT_END = 0  # taken as the end of a document: about one token in vocab_size
 
 
@@ -64,13 +62,11 @@ class SyntheticDataset(TokenDataset):
 
     def __init__(self, config: SyntheticConfig, seq_len: int, vocab_size: int, seed: int) -> None:
         train = MarkovSamples(config, seq_len, vocab_size, seed, TRAIN)
-        held_out = (
-            MarkovSamples(config, seq_len, vocab_size, seed, EVAL) if config.has_eval else None
-        )
+        held_out = MarkovSamples(config, seq_len, vocab_size, seed, EVAL)
         fingerprint = hash_of(
             config.name, config.branching, config.ragged, seq_len, vocab_size, seed
         )
-        super().__init__(train, held_out, fingerprint)
+        super().__init__(train, held_out if config.has_eval else None, fingerprint)
         self.conditional_entropy_nats = math.log(config.branching)
         self.vocab_size = vocab_size
         self.document_end = DOCUMENT_END
@@ -79,25 +75,26 @@ class SyntheticDataset(TokenDataset):
         return math.log(self.vocab_size)
 
 
+@dataclass
 class MarkovSamples:
     """Samples of the source, each from its own random numbers."""
 
-    def __init__(
-        self, config: SyntheticConfig, seq_len: int, vocab_size: int, seed: int, split: int
-    ) -> None:
-        self.endless = split == TRAIN
-        self.length = TRAIN_SAMPLES if self.endless else config.eval_samples
-        self.config = config
-        self.seq_len = seq_len
-        self.vocab_size = vocab_size
-        self.seed = seed
-        self.split = split
+    config: SyntheticConfig
+    seq_len: int
+    vocab_size: int
+    seed: int
+    split: int
+
+    @property
+    def endless(self) -> bool:
+        """Whether these are the training samples."""
+        return self.split == TRAIN
 
     def __len__(self) -> int:
-        return self.length
+        return TRAIN_SAMPLES if self.endless else self.config.eval_samples
 
     def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
-        if not 0 <= index < self.length:
+        if not 0 <= index < len(self):
             raise IndexError(index)
         seed = np.random.SeedSequence(self.seed, spawn_key=(self.split, index))
         # The remainder of 64 random bits is uniform to within vocab_size / 2**64.

@@ -5,6 +5,8 @@ one sample is the first input of the next. The held-out part is the end of the s
 of its own; no window is in both.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 from fsdptoys.errors import ConfigError
 
 from .content_sample import SampledFiles
-from .dataset import IGNORE_INDEX, TokenDataset, Tokens, hash_of
+from .dataset import IGNORE_INDEX, Samples, TokenDataset, Tokens, hash_of
 from .token_files import FileStream
 
 ENTROPY_BYTES = 256 * 2**20  # start of the training part, in which token frequencies are counted
@@ -111,40 +113,50 @@ def split_windows(
 
 
 class FileDataset(TokenDataset):
-    """Windows of files."""
+    """Samples of files.
+
+    ``windows`` are the training windows of each source, and ``weights`` their shares.
+    """
 
     def __init__(
         self,
-        kind: str,
-        train: WindowSamples,
-        eval: WindowSamples | None,
-        seed: int,
-        document_end: int | None,
+        train: Samples,
+        eval: Samples | None,
+        fingerprint: str,
+        windows: Sequence[WindowSamples],
+        weights: Sequence[float] = (1.0,),
     ) -> None:
-        stream = train.stream
-        files = [[file.name, file.size_bytes] for file in stream.files]
-        fingerprint = hash_of(
-            kind,
-            stream.dtype.str,
-            train.stop,
-            train.seq_len,
-            seed,
-            files,
-            contents=stream.content_sample(),
-        )
         super().__init__(train, eval, fingerprint)
-        self.windows = train
-        self.document_end = document_end
+        self.windows = windows
+        self.weights = weights
 
     def sample_files(self) -> SampledFiles:
         """See ``TokenDataset``."""
-        return SampledFiles(self.windows.stream.key, self.windows.stream.files)
+        streams = [windows.stream for windows in self.windows]
+        files = [file for stream in streams for file in stream.files]
+        return SampledFiles(streams[0].key, files)
 
     def _unigram_entropy_nats(self) -> float:
-        return entropy_nats(token_shares(self.windows))
+        total = math.fsum(self.weights)
+        shares_V = [
+            weight / total * token_shares(windows, len(self.windows))
+            for weight, windows in zip(self.weights, self.windows, strict=True)
+        ]
+        return entropy_nats(np.sum(shares_V, axis=0))
 
 
-def token_shares(windows: WindowSamples, parts: int = 1) -> NDArray[np.float64]:
+def window_dataset(
+    kind: str, train: WindowSamples, eval: WindowSamples | None, seed: int
+) -> FileDataset:
+    """Windows of plain files as a dataset."""
+    stream = train.stream
+    files = [[file.name, file.size_bytes] for file in stream.files]
+    settings = (kind, stream.dtype.str, train.stop, train.seq_len, seed, files)
+    fingerprint = hash_of(*settings, contents=stream.content_sample())
+    return FileDataset(train, eval, fingerprint, [train])
+
+
+def token_shares(windows: WindowSamples, parts: int) -> NDArray[np.float64]:
     """Frequencies of labels, shape (V,), in the first ``ENTROPY_BYTES / parts`` of some windows."""
     stream = windows.stream
     counts = np.zeros(stream.vocab_size, dtype=np.int64)

@@ -15,7 +15,6 @@ import collections
 import dataclasses
 import datetime
 import functools
-import itertools
 import json
 import re
 import sys
@@ -119,6 +118,17 @@ ROWS: dict[str, dict[str, Any]] = {
         "tools": TOOLS,
     },
 }
+
+
+KINDS = (
+    "equal",
+    "equal, loses parts",
+    "equal with objects",
+    "both refuse",
+    "refused here alone",
+    "other text",
+    "other answers",
+)
 
 
 @dataclass
@@ -234,13 +244,11 @@ def compare_answers(
 
 def _pieces(text: str, places: set[int]) -> list[str]:
     """The texts of adjacent places."""
-    return [text[start:stop] for start, stop in _spans(sorted(places))]
-
-
-def _spans(places: list[int]) -> Iterator[tuple[int, int]]:
-    for _, group in itertools.groupby(enumerate(places), lambda pair: pair[1] - pair[0]):
-        adjacent = [place for _, place in group]
-        yield adjacent[0], adjacent[-1] + 1
+    pieces: dict[int, str] = {}
+    for count, place in enumerate(sorted(places)):
+        first = place - count  # the same for adjacent places
+        pieces[first] = pieces.get(first, "") + text[place]
+    return list(pieces.values())
 
 
 def templates_in(folder: Path) -> Iterator[tuple[str, str, str | None]]:
@@ -252,14 +260,11 @@ def templates_in(folder: Path) -> Iterator[tuple[str, str, str | None]]:
             continue
         seen.add(source)
         training = path.with_name(f"{path.stem}_training.jinja")
-        has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", source)
-        blocks = (
-            source
-            if has_blocks
-            else training.read_text(encoding="utf-8")
-            if training.exists()
-            else None
-        )
+        blocks = None
+        if re.search(r"\{%-?\s*generation\s*-?%\}", source):
+            blocks = source
+        elif training.exists():
+            blocks = training.read_text(encoding="utf-8")
         yield str(path.relative_to(folder)), source, blocks
 
 
@@ -279,24 +284,14 @@ def main() -> int:
         for shape, row in rows.items():
             result = compare(oracle, name, source, blocks, row)
             counts[shape][result.kind] += 1
-            if options.details and result.kind != "equal" and result.kind != "both refuse":
+            if options.details and result.kind not in ("equal", "both refuse"):
                 print(f"{result.kind}\t{name}\t{shape}\t{result.detail[:600]}")
-    kinds = [
-        "equal",
-        "equal, loses parts",
-        "equal with objects",
-        "both refuse",
-        "refused here alone",
-    ]
-    kinds += ["other text", "other answers"]
     lines = [
-        f"| row ({len(templates)} templates) | {' | '.join(kinds)} |",
-        "|---|" + "---:|" * len(kinds),
+        f"| row ({len(templates)} templates) | {' | '.join(KINDS)} |",
+        "|---|" + "---:|" * len(KINDS),
     ]
-    lines += [
-        f"| {shape} | {' | '.join(str(found[kind]) for kind in kinds)} |"
-        for shape, found in counts.items()
-    ]
+    for shape, found in counts.items():
+        lines.append(f"| {shape} | {' | '.join(str(found[kind]) for kind in KINDS)} |")
     table = "\n".join(lines)
     print(table)
     if options.report:

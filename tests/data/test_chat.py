@@ -51,10 +51,9 @@ def test_ids_and_learned_tokens_are_those_of_transformers(name: str, blocks: boo
 
 
 def test_bytes_with_a_built_in_template_learn_the_answers() -> None:
-    """Oracle: the texts, written by hand."""
-    write_rows(
-        Path("a.jsonl"), [{"messages": CONVERSATIONS[1]}, {"messages": CONVERSATIONS[0][:3]}]
-    )
+    """Oracle: the texts, written by hand; a message of weight 0 is context only."""
+    context = [*CONVERSATIONS[0][:2], {**CONVERSATIONS[0][2], "weight": 0}, *CONVERSATIONS[1]]
+    write_rows(Path("a.jsonl"), [{"messages": CONVERSATIONS[1]}, {"messages": context}])
     found = rows_of(config(tokenizer="bytes", template="chatml"))
     texts = [(bytes(ids).decode(), bytes(learned).decode()) for ids, learned in found]
     arithmetic = (
@@ -65,34 +64,9 @@ def test_bytes_with_a_built_in_template_learn_the_answers() -> None:
         "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n hello yourself \n<|im_end|>\n"
     )
     assert sorted(texts) == [
-        (arithmetic, "4<|im_end|>"),
+        (arithmetic + greeting, " hello yourself \n<|im_end|>"),
         (greeting, " hello yourself \n<|im_end|>"),
     ]
-
-
-FORMS = {
-    "conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "yes"}],
-    "parts": [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}],
-        },
-        {"role": "assistant", "content": "yes"},
-    ],
-    "weights": [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "yes", "weight": 1},
-    ],
-}
-
-
-@pytest.mark.parametrize("form", sorted(FORMS))
-def test_other_forms_of_messages_give_the_same_tokens(form: str) -> None:
-    """Oracle: plain messages of roles and texts."""
-    plain = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
-    write_rows(Path("a.jsonl"), [{"messages": plain}])
-    write_rows(Path("b.jsonl"), [{"messages": FORMS[form]}])
-    assert rows_of(config(files=["b.jsonl"])) == rows_of(config())
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "tokenizer"])
@@ -112,21 +86,9 @@ def test_half_of_a_surrogate_pair_becomes_a_question_mark(tokenizer: str) -> Non
     assert found == expected
 
 
-def test_messages_of_weight_0_are_context_only() -> None:
-    """Oracle: the learned text."""
-    messages = [dict(message) for message in CONVERSATIONS[0]]
-    messages[2]["weight"] = 0
-    write_rows(Path("a.jsonl"), [{"messages": messages}])
-    ((_, learned),) = rows_of(config(tokenizer="bytes", template="chatml"))
-    assert bytes(learned).decode() == "That is 7, naïvely.\n\nDone<|im_end|>"
-
-
 @pytest.mark.oracle
 def test_tools_and_calls_are_written_by_the_template() -> None:
-    """Oracle: transformers, with tools in JSON lines and, as text, in a table."""
-    import pyarrow
-    import pyarrow.parquet
-
+    """Oracle: transformers."""
     template = (
         "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}"
         "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
@@ -147,10 +109,6 @@ def test_tools_and_calls_are_written_by_the_template() -> None:
     save_chat_tokenizer(Path("tokenizer"), without_blocks(template))
     write_rows(Path("a.jsonl"), [{"messages": messages, "tools": tools}])
     assert rows_of(config()) == expected
-    simple = [message | {"tool_calls": message.get("tool_calls")} for message in messages]
-    table = pyarrow.Table.from_pylist([{"messages": simple, "tools": json.dumps(tools)}])
-    pyarrow.parquet.write_table(table, "b.parquet")
-    assert rows_of(config(files=["b.parquet"])) == expected
 
 
 DEEP = "[" * 200 + "]" * 200
@@ -179,42 +137,8 @@ def test_bad_row_is_named_by_file_and_line_or_left_out(
     assert found == rows_of(config(files=["b.jsonl"]))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"tokenizer": "bytes"},
-            "data.tokenizer=bytes has no chat template; set data.template=chatml, ",
-        ),
-        (
-            {"tokenizer": "bare"},
-            "data.tokenizer=bare has no chat template; set data.template=chatml, ",
-        ),
-        (
-            {"tokenizer": "gone"},
-            "data.tokenizer=gone does not exist; name a tokenizer.json, its folder, or bytes",
-        ),
-        (
-            {"template": "none.jinja"},
-            "data.template=none.jinja cannot be read (No such file or directory); name a ",
-        ),
-        ({"template": "bad.jinja"}, "data.template=bad.jinja is no Jinja template ("),
-        (
-            {"document_end": "<none>"},
-            "data.tokenizer=tokenizer has no token '<none>'; set data.document_end to ",
-        ),
-        (
-            {"files": ["a.txt"]},
-            "data.files=[a.txt] is neither JSON lines nor a table; name files that end in .jsonl, ",
-        ),
-        (
-            {"files": ["a.json"]},
-            "data.files=[a.json] has [{'messages': ",
-        ),
-        ({"document_end": "<|im_end|>"}, "data.files=[a.jsonl] in line 1 holds id "),
-    ],
-)
-def test_mistakes_are_named_with_a_fix(changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("changes", "says"), mistakes("chat settings"))
+def test_mistakes_are_named_with_a_fix(changes: dict[str, Any], says: str) -> None:
     """Oracle: the beginning of the message."""
     save_chat_tokenizer(Path("bare"), None)
     Path("bad.jinja").write_text("{% for %}")
@@ -223,7 +147,7 @@ def test_mistakes_are_named_with_a_fix(changes: dict[str, Any], message: str) ->
     with pytest.raises(ConfigError) as caught:
         config(**changes).validate(WIDE, 512)
         config(**changes).prepare(WIDE, 512)
-    assert str(caught.value).startswith(message)
+    assert str(caught.value).startswith(says)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import errno
 import gzip
-import hashlib
 import os
 import pickle
 import signal
@@ -51,9 +50,6 @@ def test_documents_are_stored_once_in_order_with_their_end_tokens(tmp_path):
         all(2000 <= shard.tokens <= 2000 + longest for shard in index.shards[:-1])
         and len(index.shards) > 5
     )
-    for shard in index.shards:
-        content = (tmp_path / "out" / f"{shard.name}.bin").read_bytes()
-        assert hashlib.sha256(content).hexdigest() == shard.sha256
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
 
 
@@ -300,7 +296,6 @@ NO_OBJECTS = (b'{"te', b"\xff", b"[" * 200_000, b'{"text": "a", "n": ' + b"9" * 
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("a.txt", b"ab\xff", "holds no text in UTF-8 (byte 2); write it in UTF-8 or leave it out"),
         *(
             ("a.jsonl", b'{"text": "a"}\n' + row + b"\n", "has no JSON object in line 2 (")
             for row in NO_OBJECTS

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from fsdptoys.data import IGNORE_INDEX, PreparedConfig, eval_batches, packing
-from fsdptoys.data.hf import HFConfig
 from fsdptoys.data.mixture import BLOCK, MixedHeldOut, MixedSamples
 from fsdptoys.data.packing import Packing, best_fit, cut
 from fsdptoys.errors import ConfigError
 from tests.data.samples import SEQ_LEN, NumberedSamples, assert_windows
-from tests.harness.prepared_data import contents, make, read_split
+from tests.harness.prepared_data import make, read_split
 from tests.harness.ranks import run_ranks
 
 
@@ -75,9 +74,6 @@ def test_unigram_entropy_matches_the_mixture(tmp_path):
     def entropy(shares_V: np.ndarray) -> float:
         return float(-(shares_V[shares_V > 0] * np.log(shares_V[shares_V > 0])).sum())
 
-    assert PreparedConfig(folder=first).build(8, 256, 0).unigram_entropy_nats == pytest.approx(
-        entropy(shares[0])
-    )
     mixed = PreparedConfig(sources=[first, other], weights=[3.0, 1.0]).build(8, 256, 0)
     assert mixed.unigram_entropy_nats == pytest.approx(entropy(0.75 * shares[0] + 0.25 * shares[1]))
 
@@ -108,13 +104,13 @@ def test_every_block_has_the_exact_proportions(weights, counts):
     share."""
     samples = mixture(weights)
     size = sum(counts)
-    assert list(samples.pattern.counts) == counts and size <= BLOCK
+    assert samples.counts == counts and size <= BLOCK
     for block in range(3):
         owners = Counter(
             samples.locate(place)[0] for place in range(block * size, (block + 1) * size)
         )
         assert [owners[number] for number in range(len(weights))] == counts
-    owners_N = np.array(samples.pattern.owners)
+    owners_N = samples.owners
     for number, count in enumerate(counts):
         assert np.all(
             abs(np.cumsum(owners_N == number) - np.arange(1, size + 1) * count / size) < 1.01
@@ -191,26 +187,20 @@ def test_best_fit_fills_rows_like_the_reference_implementation(capacity, seed):
     )
 
 
-def labels_of(starts: np.ndarray, lengths: np.ndarray) -> list[int]:
-    """Positions of all ids but the first of each piece."""
-    return [
-        at
-        for start, length in zip(starts, lengths, strict=True)
-        for at in range(start + 1, start + length)
-    ]
-
-
 @pytest.mark.parametrize("seq_len", [1, 4, 7])
 def test_cut_documents_predict_every_token_once(seq_len):
     """Oracle: the labels of all pieces, which are all ids of a document but its first."""
-    lengths = np.arange(2, 40)
-    starts = np.cumsum(lengths) - lengths
-    piece_starts, piece_lengths, are_cut = cut(starts, lengths, seq_len)
-    assert ((piece_lengths >= 2) & (piece_lengths <= seq_len + 1)).all()
-    assert labels_of(piece_starts, piece_lengths) == labels_of(starts, lengths)
-    whole = lengths <= seq_len + 1
-    assert starts[whole].tolist() == piece_starts[~are_cut].tolist()
-    assert np.isin(starts[whole], piece_starts[np.isin(piece_lengths, lengths[whole])]).all()
+    stops = np.cumsum(np.arange(2, 40))
+    starts, lengths, are_cut = cut(0, stops, seq_len)
+    assert ((lengths >= 2) & (lengths <= seq_len + 1)).all()
+    labels = [
+        label
+        for start, length in zip(starts, lengths, strict=True)
+        for label in range(start + 1, start + length)
+    ]
+    firsts = {0, *stops.tolist()}
+    assert labels == [label for label in range(stops[-1]) if label not in firsts]
+    assert sorted(lengths[~are_cut]) == list(range(2, seq_len + 2))
 
 
 def config(folder: str, cache: Path, **changes) -> PreparedConfig:
@@ -230,10 +220,7 @@ def test_rows_hold_complete_documents_and_ignored_padding(tmp_path, monkeypatch,
         found = []
         for index in range(len(samples)):
             tokens_T, labels_T = samples[index]
-            assert (
-                tokens_T.shape == labels_T.shape == (seq_len,)
-                and tokens_T.dtype == labels_T.dtype == np.int64
-            )
+            assert tokens_T.shape == labels_T.shape == (seq_len,)
             valid = int((labels_T != IGNORE_INDEX).sum())
             assert (labels_T[:valid] != IGNORE_INDEX).all() and labels_T[valid - 1] == 0
             assert (tokens_T[valid:] == 0).all()
@@ -267,8 +254,8 @@ def test_packing_plan_is_built_once_per_sequence_length(tmp_path, monkeypatch):
     assert len(log.read_text().splitlines()) == 2 and len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_mixed_and_cached_data_can_be_packed(tmp_path):
-    """Oracle: rows of the folders without mixing; data=hf packs its cached folder."""
+def test_mixed_data_can_be_packed(tmp_path):
+    """Oracle: rows of the folders without mixing."""
     folders = [make(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "other"))]
     mixed = (
         config(None, tmp_path / "cache", sources=folders, weights=[1.0, 1.0])
@@ -279,14 +266,6 @@ def test_mixed_and_cached_data_can_be_packed(tmp_path):
     owner, number = mixed.locate(5)
     alone = config(folders[owner], tmp_path / "cache").build(64, 256, 0).train
     np.testing.assert_array_equal(mixed[5][1], alone[number][1])
-    hf = HFConfig(
-        files=[str(tmp_path / "first.jsonl")], cache=str(tmp_path / "hf"), packing=Packing.best_fit
-    )
-    hf.prepare(64, 256)
-    (cached,) = [
-        path for path in (tmp_path / "hf").iterdir() if not path.name.startswith("packing-")
-    ]
-    assert "index.json" in contents(cached) and len(list((tmp_path / "hf").iterdir())) == 2
 
 
 def test_unwritable_packing_cache_is_reported(tmp_path):

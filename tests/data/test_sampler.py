@@ -38,18 +38,12 @@ def test_steps_do_not_depend_on_the_number_of_ranks(ranks, batch_size, microbatc
     for _ in range(6):
         (expected, _), *_ = reference.next_step()
         apart = [stream.next_step() for stream in streams]
-        batches = [
-            apart[rank][microbatch] for microbatch in range(microbatches) for rank in range(ranks)
-        ]
+        batches = [steps[number] for number in range(microbatches) for steps in apart]
         assert torch.equal(torch.cat([tokens_BT for tokens_BT, _ in batches]), expected)
-        for (tokens_BT, labels_BT), (one_tokens_BT, one_labels_BT) in zip(
-            together.next_step(), batches, strict=True
-        ):
-            assert (
-                tokens_BT.shape == (batch_size, SEQ_LEN)
-                and tokens_BT.dtype == labels_BT.dtype == torch.int64
-            )
-            assert torch.equal(tokens_BT, one_tokens_BT) and torch.equal(labels_BT, one_labels_BT)
+        for batch, other in zip(together.next_step(), batches, strict=True):
+            tokens_BT, labels_BT = batch
+            assert tokens_BT.dtype == labels_BT.dtype == torch.int64
+            assert torch.equal(tokens_BT, other[0]) and torch.equal(labels_BT, other[1])
             assert torch.equal(labels_BT, tokens_BT + 1)
 
 
@@ -118,36 +112,21 @@ def test_checkpoint_of_another_sample_order_is_refused(order):
 
 
 @pytest.mark.parametrize(
-    ("count", "batches", "data_ranks", "batch_size", "expected_batches"),
-    [
-        (24, 2, 3, 4, 2),
-        (30, 2, 3, 4, 2),
-        (23, 2, 3, 4, 2),
-        (13, 2, 3, 4, 2),
-        (12, 2, 3, 4, 1),
-        (1, 5, 3, 4, 1),
-    ],
+    ("count", "batches", "expected_batches"), [(24, 2, 2), (30, 2, 2), (13, 2, 2), (1, 5, 1)]
 )
 def test_evaluation_has_the_first_samples_in_equal_numbers_of_batches(
-    count, batches, data_ranks, batch_size, expected_batches
+    count, batches, expected_batches
 ):
-    """Oracle: counting; rows past the end have only ignored labels."""
+    """Oracle: counting, for 3 ranks and batches of 4; rows past the end have only ignored
+    labels."""
     samples = NumberedSamples(count)
-    by_rank = [
-        list(eval_batches(samples, batch_size, batches, rank, data_ranks))
-        for rank in range(data_ranks)
-    ]
-    assert [len(rank_batches) for rank_batches in by_rank] == [expected_batches] * data_ranks
-    in_order = [
-        rank_batches[batch] for batch in range(expected_batches) for rank_batches in by_rank
-    ]
-    for tokens_BT, labels_BT in in_order:
-        assert tokens_BT.shape == labels_BT.shape == (batch_size, SEQ_LEN)
-        assert tokens_BT.dtype == labels_BT.dtype == torch.int64
-    taken = min(count, batches * data_ranks * batch_size)
+    by_rank = [list(eval_batches(samples, 4, batches, rank, 3)) for rank in range(3)]
+    assert [len(batches_of_rank) for batches_of_rank in by_rank] == [expected_batches] * 3
+    in_order = [shares[number] for number in range(expected_batches) for shares in by_rank]
     tokens_NT, labels_NT = (torch.cat(tensors) for tensors in zip(*in_order, strict=True))
-    assert (
-        tokens_NT[:taken, 0].tolist() == list(range(taken))
-        and (labels_NT[:taken] != IGNORE_INDEX).all()
-    )
+    assert tokens_NT.shape == labels_NT.shape == (12 * expected_batches, SEQ_LEN)
+    assert tokens_NT.dtype == labels_NT.dtype == torch.int64
+    taken = min(count, 12 * batches)
+    assert tokens_NT[:taken, 0].tolist() == list(range(taken))
+    assert (labels_NT[:taken] != IGNORE_INDEX).all()
     assert (tokens_NT[taken:] == 0).all() and (labels_NT[taken:] == IGNORE_INDEX).all()
