@@ -186,7 +186,7 @@ def _part(part: Any, number: int) -> str:
 
 
 def _tools(used: Mapping[str, Any]) -> list[Any] | None:
-    tools = _parsed_field(used, "tools", list, "list")
+    tools: list[Any] | None = _parsed_field(used, "tools", list, "list")
     if tools is not None:
         return tools
     functions = _parsed_field(used, "functions", list, "list")
@@ -196,7 +196,7 @@ def _tools(used: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _variables(used: Mapping[str, Any]) -> dict[str, Any]:
-    variables = _parsed_field(used, "chat_template_kwargs", dict, "object") or {}
+    variables: dict[str, Any] = _parsed_field(used, "chat_template_kwargs", dict, "object") or {}
     for name in OWN_NAMES:
         if name in variables:
             raise BadRowError(f"sets {name} in chat_template_kwargs, which has a field of its own")

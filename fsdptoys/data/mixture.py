@@ -10,6 +10,7 @@ until the first of them ends.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ BLOCK = 10_000  # largest block
 ENDLESS = 2**62  # more samples than any run takes
 
 
-def spread(weights: Sequence[float]) -> NDArray[np.int64]:
+def spread(weights: Sequence[float]) -> NDArray[Any]:
     """The source of each position of a block, spread evenly by weights above 0."""
     counts = _places(weights)
     owners = np.repeat(np.arange(len(counts)), counts)
@@ -96,7 +97,7 @@ class MixedHeldOut:
         return self.sources[owner][block * self.counts[owner] + earlier]
 
 
-def _owner_at(owners: NDArray[np.int64], spot: int) -> tuple[int, int]:
+def _owner_at(owners: NDArray[Any], spot: int) -> tuple[int, int]:
     """The source of a position, and the number of its earlier positions."""
     owner = int(owners[spot])
     return owner, int(np.count_nonzero(owners[:spot] == owner))
