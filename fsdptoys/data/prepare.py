@@ -339,10 +339,10 @@ def _encode(encoder: Encoder, fraction: float, documents: list[Any]) -> _Encoded
     """Ids of documents by split, each document with its end, which is learned only where everything
     is."""
     dtype = DTYPES[encoder.dtype]
-    parts: dict[str, list[NDArray[Any]]] = {}
-    learned: dict[str, list[NDArray[Any]]] = {}
-    end, no_label = np.array([encoder.document_end], dtype), np.zeros(1, bool)
+    end = np.array([encoder.document_end], dtype)
+    no_label = np.zeros(1, bool)
     encoded = _Encoded()
+    columns: dict[str, tuple[list[NDArray[Any]], list[int], list[NDArray[Any]]]] = {}
     for document in encoder.encode_documents(documents):
         if isinstance(document, str):
             encoded.bad.append(document)
@@ -350,16 +350,17 @@ def _encode(encoder: Encoder, fraction: float, documents: list[Any]) -> _Encoded
             encoded.empty += 1
         else:
             split = "eval" if is_held_out(document.text, fraction) else "train"
-            parts.setdefault(split, []).extend((document.ids.astype(dtype, copy=False), end))
+            ids, lengths, learned = columns.setdefault(split, ([], [], []))
+            ids += [document.ids.astype(dtype, copy=False), end]
+            lengths.append(len(document.ids) + 1)
+            if document.learned is not None:
+                learned += [document.learned, no_label]
             if document.loss is not None:
                 encoded.losses.append(document.loss)
             encoded.ends += document.ends
-            if document.learned is not None:
-                learned.setdefault(split, []).extend((document.learned, no_label))
-    for split, ids in parts.items():
-        lengths = np.array([len(each) + 1 for each in ids[::2]], np.int64)
-        marks = np.concatenate(learned[split]) if encoder.marks_learned else None
-        encoded.splits[split] = np.concatenate(ids), lengths, marks
+    for split, (ids, lengths, learned) in columns.items():
+        marks = np.concatenate(learned) if learned else None
+        encoded.splits[split] = np.concatenate(ids), np.array(lengths, np.int64), marks
     return encoded
 
 
