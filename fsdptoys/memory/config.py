@@ -22,7 +22,7 @@ class GradientDType(Enum):
     @property
     def torch(self) -> torch.dtype:
         """The torch dtype."""
-        return torch.float32 if self is GradientDType.float32 else torch.bfloat16
+        return getattr(torch, self.value)
 
 
 class OffloadSchedule(Enum):
@@ -47,6 +47,11 @@ class OffloadStateDType(Enum):
     bfloat16 = "bfloat16"
     """Half the memory and traffic; rounded stochastically, so that small updates survive on
     average."""
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The torch dtype."""
+        return getattr(torch, self.value)
 
 
 class CPUOffloadExecutor(Enum):

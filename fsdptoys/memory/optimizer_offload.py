@@ -18,7 +18,6 @@ Not covered: other than element-wise optimizers. After ZeRO-Offload (arXiv:2101.
 updates on the host.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,9 +28,9 @@ from fsdptoys.device import Device
 from fsdptoys.utils.dtensor import local_tensor
 
 from .bucketed_optimizer import BucketedOptimizer
-from .config import MemoryConfig, OffloadSchedule, OffloadStateDType
+from .config import MemoryConfig, OffloadSchedule
 from .state_buckets import Bucket, UnitParams, make_buckets
-from .state_streaming import BUFFERS, Streaming, rounding_seed
+from .state_streaming import BUFFERS, Streaming
 from .transfers import StreamTransfers, Transfers
 
 MIB = 2**20
@@ -62,11 +61,7 @@ def offload_optimizer(
     """
     assert schedule is not OffloadSchedule.auto and not optimizer.state
     transfers = transfers or (StreamTransfers if device.is_accelerator else Transfers)(device)
-    dtype = (
-        torch.bfloat16
-        if config.offload_state_dtype is OffloadStateDType.bfloat16
-        else torch.float32
-    )
+    dtype = config.offload_state_dtype.torch
     buckets = make_buckets(optimizer, units, config.offload_bucket_mib * MIB, dtype)
     keep_on_device(buckets, config.offload_fraction)
     for bucket in buckets:
@@ -81,7 +76,7 @@ def offload_optimizer(
         buffers=1 if schedule is OffloadSchedule.serial else BUFFERS,
         defers=lazy,
         dtype=dtype,
-        rounding_seed=functools.partial(rounding_seed, seed, rank),
+        seeds=(seed, rank),
     )
     return BucketedOptimizer(
         optimizer,

@@ -16,27 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from fsdptoys.utils.dtensor import local_tensor
+from fsdptoys.utils.optimizer_states import kept_states
 
 ALIGNMENT = 64
 """Each state's offset is a multiple of so many elements, for aligned vector loads."""
 
 UnitParams = tuple[nn.Module, list[nn.Parameter]]
 """A module, and the parameters that its forward is the first to need."""
-
-
-def kept_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Name → example of each state that an optimizer keeps for a parameter, from a step on two
-    numbers."""
-    first = local_tensor(optimizer.param_groups[0]["params"][0])
-    proxy = nn.Parameter(torch.zeros(2, dtype=first.dtype, device=first.device))
-    proxy.grad = torch.zeros_like(proxy)
-    inner = _same_type(optimizer, {0: [proxy]})
-    inner.step()
-    kept = {name: value for name, value in inner.state[proxy].items() if isinstance(value, Tensor)}
-    assert all(value.shape in ((), proxy.shape) for value in kept.values()), (
-        "not an element-wise optimizer"
-    )
-    return kept
 
 
 def _same_type(
@@ -208,6 +194,9 @@ def make_buckets(
         "units must name every parameter once"
     )
     kept = kept_states(optimizer)
+    assert all(example.ndim == 0 or example.numel() == 2 for example in kept.values()), (
+        "not an element-wise optimizer"
+    )
     state_bytes = dtype.itemsize * sum(example.ndim > 0 for example in kept.values())
     buckets: list[Bucket] = []
     for unit, (_, params) in enumerate(units):

@@ -16,14 +16,14 @@ bfloat16 states are widened into one work buffer that only the compute stream to
 stochastically on the way back.
 """
 
-import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fsdptoys.device import Event
+from fsdptoys.utils.seeds import seed_of
 
 from .bucketed_optimizer import Executor
 from .state_buckets import Bucket
@@ -42,7 +42,7 @@ class Streaming(Executor):
         buffers: buckets on the device at a time.
         defers: whether updates wait for ``finish``, unit by unit.
         dtype: dtype on the host.
-        rounding_seed: (step, bucket) → seed for stochastic rounding.
+        seeds: of stochastic rounding, with the numbers of step and bucket.
     """
 
     lead = 1
@@ -58,12 +58,12 @@ class Streaming(Executor):
         buffers: int,
         defers: bool,
         dtype: torch.dtype,
-        rounding_seed: Callable[[int, int], int],
+        seeds: tuple[int, int],
     ) -> None:
         self.defers = defers
         self._transfers = transfers
         self._numbers = {bucket: number for number, bucket in enumerate(buckets)}
-        self._rounding_seed = rounding_seed
+        self._seeds = seeds
         self._step = 0
         self._largest = max((bucket.elements for bucket in buckets if bucket.on_host), default=0)
         self._buffers, self._dtype = min(buffers, sum(bucket.on_host for bucket in buckets)), dtype
@@ -146,19 +146,14 @@ class Streaming(Executor):
             work.copy_(states)
             bucket.update(work)
             updated = self._transfers.mark()
-            self._generator.manual_seed(self._rounding_seed(self._step, self._numbers[bucket]))
+            number = self._numbers[bucket]
+            self._generator.manual_seed(seed_of(*self._seeds, self._step, number))
             round_stochastically(states, work, self._generator)
             stored_from = self._transfers.mark()
         bucket.stored = self._transfers.store(bucket.slab, states, after=[stored_from])
         self._free.append((buffer, bucket.stored))
         self._updated.append((bucket.unit, updated))
         self._load_ahead()
-
-
-def rounding_seed(seed: int, rank: int, step: int, bucket: int) -> int:
-    """A 63-bit seed, the same in every process."""
-    digest = hashlib.sha256(f"{seed}/{rank}/{step}/{bucket}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 @torch.no_grad()

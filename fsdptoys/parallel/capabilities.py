@@ -104,13 +104,14 @@ class Capabilities:
         "{optim.state_dtype} keeps a scale for each part of a row, and {parallel} does not shard "
         "between rows; set parallel=fsdp2 or optim.state_dtype=bfloat16",
     )
-    packed_weights: bool = refuses(
+    mixed_dtypes: bool = refuses(
         "tune.base=nf4",
         "tune.base=nf4 packs weights into bytes, which {parallel} would cast like other weights "
         f"with torch {torch.__version__}; set parallel={'fsdp2' if MIXES_DTYPES else 'ddp'} or "
         "tune.base=plain",
     )
-    """Frozen parameters can be packed, or kept in ``param_dtype``, beside float32 ones."""
+    """Frozen parameters may have another dtype than trained ones: packed bytes, or
+    ``param_dtype``."""
     compiled_context: bool = refuses(
         "train.compile=true mesh.cp_size",
         "train.compile=true would compile the exchanges of {parallel} with {mesh.cp_size}; set "
@@ -150,10 +151,10 @@ CAPABILITIES = {
     "single": Capabilities(
         single_process=True,
         optimizer_offload=True, lazy_updates=True, optimizer_in_backward=True,
-        float8=True, layout_mode=True, muon=True, low_bit_states=True, packed_weights=True),
+        float8=True, layout_mode=True, muon=True, low_bit_states=True, mixed_dtypes=True),
     "ddp": Capabilities(
         context_forms=FORMS, optimizer_offload=True, lazy_updates=True,
-        float8=True, layout_mode=True, muon=True, low_bit_states=True, packed_weights=True),
+        float8=True, layout_mode=True, muon=True, low_bit_states=True, mixed_dtypes=True),
     "fsdp1": Capabilities(  # its streams wait for updates once a forward, in the root
         shards_parameters=True, flattens_parameters=True,
         context_forms=FORMS, cpu_offload=True, optimizer_offload=True, layout_mode=True),
@@ -163,26 +164,26 @@ CAPABILITIES = {
         cpu_offload=True, overlapped_cpu_offload=True,
         optimizer_offload=True, lazy_updates=True, optimizer_in_backward=True,
         float8=True, float8_all_gather=True, layout_mode=True, muon=True, low_bit_states=True,
-        packed_weights=MIXES_DTYPES),
+        mixed_dtypes=MIXES_DTYPES),
     "toy_cp": Capabilities(
         context_forms=(ContextForm.ulysses, ContextForm.ring),
         compiled_context=False, ring_kernels=False,
         optimizer_offload=True, lazy_updates=True,
-        float8=True, muon=True, low_bit_states=True, packed_weights=True),
+        float8=True, muon=True, low_bit_states=True, mixed_dtypes=True),
     "toy_ddp": Capabilities(
         context_forms=FORMS, optimizer_offload=True, lazy_updates=True,
-        float8=True, muon=True, low_bit_states=True, packed_weights=True),
+        float8=True, muon=True, low_bit_states=True, mixed_dtypes=True),
     "toy_ep": Capabilities(
         splits_experts=True, compiled_experts=False, lazy_updates=True,
-        float8=True, muon=True, low_bit_states=True, packed_weights=True),
+        float8=True, muon=True, low_bit_states=True, mixed_dtypes=True),
     "toy_fsdp": Capabilities(
         shards_parameters=True, uses_dtensor=True,
         context_forms=FORMS, optimizer_offload=True, lazy_updates=True,
         float8=True, muon=True, low_bit_states=True),
     "toy_zero1": Capabilities(
-        context_forms=FORMS, lazy_updates=True, float8=True, packed_weights=True),
+        context_forms=FORMS, lazy_updates=True, float8=True, mixed_dtypes=True),
     "toy_zero2": Capabilities(
-        context_forms=FORMS, lazy_updates=True, float8=True, packed_weights=True),
+        context_forms=FORMS, lazy_updates=True, float8=True, mixed_dtypes=True),
     "toy_zero3": Capabilities(context_forms=FORMS, lazy_updates=True, float8=True),
 }
 """The word after ``parallel=`` → its row."""

@@ -17,7 +17,6 @@ from fsdptoys.utils.options import Effect, Stage, option
 
 from .config import ReducingConfig
 from .mesh import MeshConfig
-from .reduction import Sum
 from .single import UnshardedStrategy
 
 
@@ -45,7 +44,7 @@ class DDP(UnshardedStrategy):
         )
         if self.world.deterministic.uses_float64:
             wrapped.register_comm_hook(None, all_reduce_sum)
-            self.reduces = Sum()
+            self.gradient_divisor = 1
         elif self.config.reduce_dtype.torch != torch.float32:
             wrapped.register_comm_hook(self.config.reduce_dtype.torch, all_reduce_in_dtype)
         return wrapped

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdptoys.device import Device
 
@@ -15,69 +15,33 @@ from .mesh import (
     EXPERT_AXIS,
     EXPERT_SHARD_AXIS,
     PIPE_AXIS,
-    REPLICATE_AXIS,
     SHARD_AXIS,
     TENSOR_AXIS,
     Axes,
-    MeshConfig,
 )
 
 
-def build_mesh(
-    config: MeshConfig, world_size: int, device: Device, timeout: timedelta | None = None
-) -> DeviceMesh:
-    """Lay out the ranks: ``(shard,)``, or ``(replicate, shard)`` where ``mesh.fsdp_size`` is
-    smaller than the world.
-
-    ``timeout`` is for collectives along two axes; a mesh of one axis uses the default group's.
-    """
-    shard = config.shard_ranks(world_size)
-    if shard == world_size:
-        return init_device_mesh(device.type, (shard,), mesh_dim_names=(SHARD_AXIS,))
-    return hybrid_mesh(world_size // shard, shard, device, timeout)
+def dense_mesh(axes: Axes, device: Device, timeout: timedelta | None) -> DeviceMesh:
+    """Lay out the ranks of a stage as all parameters but those of experts see them: ``([replicate,]
+    shard[, tp])``."""
+    features = {TENSOR_AXIS: axes.tp} if axes.tp > 1 else {}
+    return named_mesh(axes.copies | {SHARD_AXIS: axes.shard} | features, device, timeout, axes.pp)
 
 
-def hybrid_mesh(replicas: int, shard: int, device: Device, timeout: timedelta | None) -> DeviceMesh:
-    """A mesh ``(replicate, shard)`` as of ``init_device_mesh``, which has no argument for the
-    timeout."""
-    names = (REPLICATE_AXIS, SHARD_AXIS)
-    return named_mesh(dict(zip(names, (replicas, shard), strict=True)), device, timeout)
-
-
-def build_tensor_meshes(
-    axes: Axes, device: Device, timeout: timedelta | None
-) -> tuple[DeviceMesh, DeviceMesh]:
-    """Lay out the ranks as FSDP2 and as full parameters see them: ``([replicate,] shard, tp)``, and
-    with tp first.
-
-    A parameter is split over tp, then each part over shard. In the second mesh that is the order of
-    the axes, so that both may shard one dim with plain placements.
-    """
-    replicas = {REPLICATE_AXIS: axes.replicate} if axes.replicate > 1 else {}
-    mesh = named_mesh(
-        replicas | {SHARD_AXIS: axes.shard, TENSOR_AXIS: axes.tp}, device, timeout, axes.pp
-    )
-    return mesh, tensor_axis_first(mesh, axes, device)
-
-
-def build_stage_mesh(axes: Axes, device: Device, timeout: timedelta | None) -> DeviceMesh:
-    """Lay out the ranks of this rank's stage of a pipeline: ``([replicate,] shard)``."""
-    replicas = {REPLICATE_AXIS: axes.replicate} if axes.replicate > 1 else {}
-    return named_mesh(replicas | {SHARD_AXIS: axes.shard}, device, timeout, axes.pp)
-
-
-def build_sparse_mesh(axes: Axes, device: Device, timeout: timedelta | None) -> DeviceMesh:
-    """Lay out the ranks as parameters of experts see them: ``([replicate,] efsdp, ep)``."""
-    replicas = {REPLICATE_AXIS: axes.replicate} if axes.replicate > 1 else {}
-    return named_mesh(
-        replicas | {EXPERT_SHARD_AXIS: axes.efsdp, EXPERT_AXIS: axes.ep}, device, timeout, axes.pp
-    )
+def sparse_mesh(axes: Axes, device: Device, timeout: timedelta | None) -> DeviceMesh:
+    """Lay out the ranks of a stage as parameters of experts see them: ``([replicate,] efsdp,
+    ep)``."""
+    sizes = axes.copies | {EXPERT_SHARD_AXIS: axes.efsdp, EXPERT_AXIS: axes.ep}
+    return named_mesh(sizes, device, timeout, axes.pp)
 
 
 def tensor_axis_first(mesh: DeviceMesh, axes: Axes, device: Device) -> DeviceMesh:
-    """The mesh with its last two axes exchanged, and the same groups."""
-    replicas = (axes.replicate,) if axes.replicate > 1 else ()
-    ranks = own_stage(axes.pp).reshape(*replicas, axes.shard, axes.tp).swapaxes(-1, -2)
+    """Exchange the last two axes of a dense mesh, which keep their groups.
+
+    A parameter is split over tp, then each part over shard. Here that is the order of the axes, so
+    that both may shard one dim with plain placements.
+    """
+    ranks = own_stage(axes.pp).reshape(*axes.copies.values(), axes.shard, axes.tp).swapaxes(-1, -2)
     assert mesh.mesh_dim_names is not None
     names = (*mesh.mesh_dim_names[:-2], TENSOR_AXIS, SHARD_AXIS)
     groups = [mesh.get_group(name) for name in names]

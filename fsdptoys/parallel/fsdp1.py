@@ -27,7 +27,6 @@ from fsdptoys.utils.options import Effect, option
 from .fsdp import FSDPConfig, ReshardAfterForward
 from .init_weights import ParamInit, init_buffers, shared_parameters
 from .mesh import SHARD_AXIS, MeshConfig
-from .reduction import Sum
 from .state import State, settle, state_tensors
 from .strategy import Strategy, UnitParams, World, own_parameters
 from .wrap import inside_out
@@ -44,7 +43,7 @@ class FSDP1(Strategy):
 
     def __init__(self, config: "FSDP1Config", world: World) -> None:
         super().__init__(config, world)
-        self.mesh = world.build_mesh()
+        self.mesh = self.build_mesh()
 
     def shard(self, model: DecoderModel, param_init: ParamInit) -> None:
         """Wrap from the inside out: materialize, initialize, flatten and shard one unit after the
@@ -83,7 +82,7 @@ class FSDP1(Strategy):
         if self.world.deterministic.uses_float64:
             for unit in self._units:
                 _sum_gradients(unit)
-            self.reduces = Sum()
+            self.gradient_divisor = 1
 
     def _sharding_strategy(self, reshards: bool) -> "ShardingStrategy":
         from torch.distributed.fsdp import ShardingStrategy
@@ -159,19 +158,19 @@ class FSDP1(Strategy):
 
     def unit_names(self) -> list[list[str]]:
         """FSDP1's own units."""
+        return [[name] for name in self._names_of_units().values()]
+
+    def _names_of_units(self) -> dict[nn.Module, str]:
         units = set(self._units)
-        return [
-            [_own_name(f"{name}.").rstrip(".")]
+        return {
+            module: _own_name(f"{name}.").rstrip(".")
             for name, module in self.model.named_modules()
             if module in units
-        ]
+        }
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather one unit at a time."""
-        names = {
-            module: _own_name(name + ".").rstrip(".") for name, module in self.model.named_modules()
-        }
-        units = self._units
+        names, units = self._names_of_units(), self._units
         # The root comes first: a child summoned before its root would become a root itself.
         for unit in units:
             prefix = f"{names[unit]}." if names[unit] else ""

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,8 @@ from fsdptoys.models.moe import Experts
 from fsdptoys.utils.dtensor import full_tensor, is_dtensor, local_tensor, unwrapped
 from fsdptoys.utils.options import Effect, option
 
+from . import device_mesh
 from .cpu_offload_cast import mirror_parameters
-from .device_mesh import (
-    build_pipe_groups,
-    build_sparse_mesh,
-    build_stage_mesh,
-    build_tensor_meshes,
-)
 from .expert_parallel import ExpertExchange, expert_placement, split_experts, sums_gradients
 from .fsdp import TORCH, FSDPConfig
 from .fsdp2_internals import gathering_stream, group_averages, keep_gradient_dtype
@@ -42,7 +37,6 @@ from .init_weights import ParamInit, init_buffers, materialize
 from .mesh import (
     EXPERT_AXIS,
     EXPERT_SHARD_AXIS,
-    REPLICATE_AXIS,
     SHARD_AXIS,
     TENSOR_AXIS,
     MeshConfig,
@@ -50,14 +44,10 @@ from .mesh import (
 from .pipeline import Pipeline, PipelinedModel, PipelineSchedule
 from .placement import placement
 from .precision import DType, ReduceDType
-from .reduction import Mean, Reduction, Sum
 from .state import State, unrounded
 from .strategy import Strategy, UnitParams, World, own_parameters
 from .tensor_parallel import FeatureSplit, TensorExchange
 from .wrap import Unit, inside_out
-
-if TYPE_CHECKING:  # the command line composes configs without loading DTensor
-    pass
 
 
 class FSDP2(Strategy):
@@ -70,30 +60,25 @@ class FSDP2(Strategy):
         self.features: FeatureSplit | None = None
         if self.mesh_axes.pp > 1:
             assert isinstance(config, FSDP2Config)
-            groups = build_pipe_groups(self.mesh_axes, world.timeout)
+            groups = device_mesh.build_pipe_groups(self.mesh_axes, world.timeout)
             loss_dtype = torch.float64 if world.deterministic.covers_layouts else torch.float32
             dtypes = config.param_dtype.torch, loss_dtype
             self.pipeline = Pipeline(
                 config.schedule, groups, self.mesh_axes, dtypes, world.device.torch_device
             )
+        self.mesh = self.build_mesh()
         if self.mesh_axes.tp > 1:
-            mesh, whole = build_tensor_meshes(self.mesh_axes, world.device, world.timeout)
-            self.tensor_group = mesh.get_group(TENSOR_AXIS)
+            whole = device_mesh.tensor_axis_first(self.mesh, self.mesh_axes, world.device)
+            self.tensor_group = self.mesh.get_group(TENSOR_AXIS)
             self.features = FeatureSplit(TensorExchange(self.tensor_group), whole)
-            self.mesh = mesh[
-                (REPLICATE_AXIS, SHARD_AXIS) if self.mesh_axes.replicate > 1 else (SHARD_AXIS,)
-            ]
-        elif self.pipeline is not None:
-            self.mesh = build_stage_mesh(self.mesh_axes, world.device, world.timeout)
-        else:
-            self.mesh = world.build_mesh()
+            self.mesh = self.mesh[(*self.mesh_axes.copies, SHARD_AXIS)]
         self.units_ahead = config.forward_prefetch
         # FSDP2 divides by itself in float64, and asks the collective for the mean otherwise.
         averages = config.reduce_dtype is ReduceDType.float64 or group_averages(self.shard_group())
         if averages and not world.deterministic.uses_float64:
-            self.reduces = Mean(world.world_size // self.mesh_axes.pp // self.mesh_axes.tp)
+            self.gradient_divisor = world.world_size // self.mesh_axes.pp // self.mesh_axes.tp
         else:
-            self.reduces = Sum()
+            self.gradient_divisor = 1
         self.sparse_mesh: DeviceMesh | None = None
         if self.mesh_axes.ep > 1:
             # The host waits for the splits of an exchange, so the device's queue is no help.
@@ -107,13 +92,9 @@ class FSDP2(Strategy):
         return torch.distributed.fsdp
 
     @property
-    def reduces_experts(self) -> Reduction:
-        """Return a mean over the ranks with the same experts, where gradients are averaged."""
-        return (
-            Mean(self.reduces.over // self.mesh_axes.ep)
-            if isinstance(self.reduces, Mean)
-            else self.reduces
-        )
+    def expert_gradient_divisor(self) -> int:
+        """The ranks with the same experts, where gradients are averaged."""
+        return max(1, self.gradient_divisor // self.mesh_axes.ep)
 
     def divide_expert_gradients(self, divisor: int) -> None:
         """Divide them where experts get their parameters."""
@@ -127,7 +108,7 @@ class FSDP2(Strategy):
         # In some stage: all sum gradients, or average them.
         has_experts = isinstance(model.config, MoEConfig)
         if splits_experts or (self.features is not None and has_experts):
-            self.sparse_mesh = build_sparse_mesh(
+            self.sparse_mesh = device_mesh.sparse_mesh(
                 self.mesh_axes, self.world.device, self.world.timeout
             )
         if self.features is not None:
@@ -207,14 +188,9 @@ class FSDP2(Strategy):
         """Mesh and placement of the experts' units."""
         mesh = self.sparse_mesh
         assert mesh is not None
-        axes = (
-            (REPLICATE_AXIS, EXPERT_SHARD_AXIS)
-            if self.mesh_axes.replicate > 1
-            else (EXPERT_SHARD_AXIS,)
-        )
         place = expert_placement if self.mesh_axes.ep > 1 else placement
         return {
-            "mesh": mesh[axes],
+            "mesh": mesh[(*self.mesh_axes.copies, EXPERT_SHARD_AXIS)],
             "shard_placement_fn": functools.partial(place, ranks=self.mesh_axes.efsdp),
         }
 
@@ -223,12 +199,14 @@ class FSDP2(Strategy):
         others inexactly.
 
         Sums also keep the bits of one process on any number of ranks, where averages need a power
-        of two. Where this torch cannot sum, ``reduces_experts`` says by how many ranks experts are
-        divided.
+        of two. Where this torch cannot sum, ``expert_gradient_divisor`` says by how many ranks
+        experts are divided.
         """
         if sums_gradients(units):
-            self.reduces = Sum()
-        assert self.features is None or self.reduces == Sum(), "the configuration was not validated"
+            self.gradient_divisor = 1
+        assert self.features is None or self.gradient_divisor == 1, (
+            "the configuration was not validated"
+        )
 
     def _set_prefetch(self, units: list[Any], tied: bool) -> None:
         ahead, behind = self.config.forward_prefetch, self.config.backward_prefetch

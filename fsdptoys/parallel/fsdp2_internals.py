@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .collectives import reduce_scatter
+
 
 def gathering_stream(module: nn.Module) -> Any:
     """The stream on which FSDP2 reads a unit's shards for an all-gather in the forward; None where
@@ -53,7 +55,5 @@ def group_averages(group: dist.ProcessGroup) -> bool:
     if dist.get_backend(group) != "gloo":
         return True
     mean = torch.empty(1)
-    # Renamed in torch 2.13, where the old name warns.
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     reduce_scatter(mean, torch.ones(group.size()), op=dist.ReduceOp.AVG, group=group)
     return mean.item() == 1.0

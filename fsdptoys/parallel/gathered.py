@@ -29,9 +29,7 @@ from fsdptoys.models.block_attention import (
 from fsdptoys.models.kernels import dense_rows
 from fsdptoys.models.ops import Ops
 
-# Renamed in torch 2.13, where the old names warn.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from .collectives import all_gather, reduce_scatter
 
 
 class HeadTail(Context):
@@ -149,7 +147,7 @@ def gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = group.size()
     # gloo takes an output that is concatenated along the first dim only.
     gathered = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
-    _all_gather(gathered, part.contiguous(), group=group)
+    all_gather(gathered, part.contiguous(), group=group)
     heads, tails = gathered.unflatten(0, (ranks, -1)).unflatten(-2, (2, -1)).unbind(-3)
     return torch.cat((heads, tails.flip(0))).movedim(0, -3).flatten(-3, -2)
 
@@ -161,5 +159,5 @@ def scatter_sequence(full: Tensor, group: dist.ProcessGroup) -> Tensor:
     heads, tails = full.unflatten(-2, (2 * ranks, -1)).movedim(-3, 0).chunk(2)
     parts = torch.stack((heads, tails.flip(0)), dim=-3).flatten(-3, -2)
     part = parts.new_empty(parts.shape[1:])
-    _reduce_scatter(part, parts.flatten(0, 1).contiguous(), group=group)
+    reduce_scatter(part, parts.flatten(0, 1).contiguous(), group=group)
     return part

@@ -29,7 +29,10 @@ FLOAT32_NORM_ELEMENTS = 2**14
 
 def norms_in(dtype: torch.dtype, grads: list[Tensor], map_parts: MapParts = map) -> list[Tensor]:
     """Norms of parts of gradients in ``dtype``."""
-    parts = [part for grad in grads for part in grad_parts(grad)]
+    parts: list[Tensor] = []
+    for grad in grads:
+        elements = CPU_NORM_ELEMENTS if grad.device.type == "cpu" else NORM_ELEMENTS
+        parts += [part for part in grad.flatten().split(elements) if part.numel()]
     return list(map_parts(functools.partial(torch.linalg.vector_norm, dtype=dtype), parts))
 
 
@@ -60,13 +63,3 @@ def scale_gradients(grads: list[Tensor], factor: Tensor) -> None:
     if grads:
         # A device sync where gradients are offloaded
         torch._foreach_mul_(grads, factor.to(grads[0].device))
-
-
-def grad_parts(grad: Tensor) -> list[Tensor]:
-    """Split this rank's part of a gradient into pieces whose norms are taken one by one."""
-    return [part for part in grad.flatten().split(norm_elements(grad.device.type)) if part.numel()]
-
-
-def norm_elements(device_type: str) -> int:
-    """Elements of a gradient whose norm is taken at a time."""
-    return CPU_NORM_ELEMENTS if device_type == "cpu" else NORM_ELEMENTS

@@ -4,11 +4,9 @@ Each parameter, seen as a matrix of its last dim, is split into blocks of consec
 shape alone. The values of a block come from a generator seeded by (seed, parameter name, block), so
 every rank makes only the blocks that overlap its shard, and the same seed gives the same model on 1
 or 1,000 ranks. Threads draw the blocks of a parameter in parallel, as PyTorch releases the GIL
-meanwhile. Beyond its shard, a rank's peak of host memory is one block for each thread; a full block
-of float32 rows on the CPU is drawn in place.
+meanwhile. Beyond its shard, a rank's peak of host memory is one block for each thread.
 """
 
-import hashlib
 import math
 import threading
 from collections import deque
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 
 from fsdptoys.models import DecoderModel
 from fsdptoys.utils.dtensor import is_dtensor, local_bounds
+from fsdptoys.utils.seeds import seed_of
 
 BLOCK_ELEMENTS = 2**22
 """Largest block, unless one row is larger: 16 MiB of float32."""
@@ -37,12 +36,6 @@ rank's shard of it."""
 def seeded(init_rows: InitRows, seed: int, threads: int = 1) -> ParamInit:
     """Draw initial values from the run's seed; see :func:`initialize`."""
     return lambda param, name: initialize(param, name, init_rows, seed, threads)
-
-
-def seed_of(*parts: object) -> int:
-    """A 63-bit seed from any printable parts, the same in every process."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 @torch.no_grad()
@@ -73,11 +66,6 @@ def initialize(param: Tensor, name: str, init_rows: InitRows, seed: int, threads
             count = rows.stop - rows.start
             parts.setdefault(block, []).append((rows, local_rows[filled : filled + count]))
             filled += count
-    in_place = (
-        columns == local_rows.shape[1]
-        and local.dtype is torch.float32
-        and local.device.type == "cpu"
-    )
 
     # One block for each thread: new memory for each would cost page faults
     scratch = threading.local()
@@ -86,10 +74,6 @@ def initialize(param: Tensor, name: str, init_rows: InitRows, seed: int, threads
     def draw(block: int) -> None:
         count = min(rows_per_block, row_count - block * rows_per_block)
         generator = torch.Generator().manual_seed(seed_of(seed, name, block))
-        _, target = parts[block][0]
-        if in_place and len(target) == count:
-            init_rows(name, target, generator)
-            return
         if not hasattr(scratch, "block"):
             scratch.block = torch.empty(
                 min(rows_per_block, row_count), columns, dtype=torch.float32

@@ -228,6 +228,11 @@ class Axes:
     pp: int = 1
 
     @property
+    def copies(self) -> dict[str, int]:
+        """The replicate axis and its size; nothing without replicas."""
+        return {REPLICATE_AXIS: self.replicate} if self.replicate > 1 else {}
+
+    @property
     def stage_ranks(self) -> int:
         """Ranks that have the same layers; those of another stage at the same place have the same
         sequences."""

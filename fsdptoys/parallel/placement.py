@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .expert_parallel import expert_placement
+from .expert_parallel import expert_dim, expert_placement
 from .mesh import Axes
 
 if TYPE_CHECKING:  # the command line composes configs without loading DTensor
@@ -22,7 +22,8 @@ def placement(param: nn.Parameter, ranks: int) -> "Shard | None":
 
     if param.ndim < 3 or param.shape[0] % ranks == 0:
         return None
-    return next((Shard(dim) for dim in range(1, param.ndim) if param.shape[dim] % ranks == 0), None)
+    dim = expert_dim(param.shape, ranks)
+    return None if dim is None else Shard(dim)
 
 
 def sharding(param: nn.Parameter, axes: Axes) -> tuple[int, int]:

@@ -60,7 +60,7 @@ class SumDType(Enum):
     @property
     def torch(self) -> torch.dtype:
         """The torch dtype."""
-        return {SumDType.float32: torch.float32, SumDType.float64: torch.float64}[self]
+        return getattr(torch, self.value)
 
 
 class CastParameters(nn.Module):
@@ -83,7 +83,7 @@ class CastParameters(nn.Module):
         self._copies: dict[Tensor, Tensor] = {}
         for param in module.parameters():
             if not param.requires_grad:
-                continue  # kept in this dtype, so that the cast copies nothing (``packed_weights``)
+                continue  # kept in this dtype, so that the cast copies nothing (``mixed_dtypes``)
             # Through a weak reference: the garbage collector does not see a cycle through a hook of
             # autograd.
             param.register_post_accumulate_grad_hook(functools.partial(_free, weakref.ref(self)))

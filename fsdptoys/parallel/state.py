@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from fsdptoys.device import Streams, in_host_place, is_accelerator
 from fsdptoys.models.nf4 import is_packed
 from fsdptoys.utils.dtensor import full_tensor, is_dtensor, local_tensor, sharded_like, unwrapped
+from fsdptoys.utils.optimizer_states import kept_states
 
 NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 """Returns the optimizer's parameters by name, in the order of the model."""
@@ -147,7 +148,7 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
         param for group in optimizer.param_groups for param in group["params"] if param.numel()
     ]
     without = [param for param in params if not optimizer.state.get(param)]
-    kinds = _kept_states(optimizer) if without else {}
+    kinds = kept_states(optimizer) if without and _is_of_torch(optimizer) else {}
     nothing = 0.0 if any(not example.ndim for example in kinds.values()) else -0.0
     for param in without if kinds else []:
         for kind, example in kinds.items():
@@ -159,20 +160,9 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[param][kind] = state
 
 
-def _kept_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Name → example of each state that an optimizer keeps for a parameter, from a step on two
-    numbers."""
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     bases = (base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer)
-    if not any(base.__module__.startswith("torch.optim.") for base in bases):
-        return {}
-    group = optimizer.param_groups[0]
-    first = local_tensor(group["params"][0])
-    proxy = nn.Parameter(torch.zeros(2, dtype=first.dtype, device=first.device))
-    proxy.grad = torch.zeros_like(proxy)
-    kind: Any = type(optimizer)
-    inner = kind([{**group, "params": [proxy]}])
-    inner.step()
-    return {name: value for name, value in inner.state[proxy].items() if isinstance(value, Tensor)}
+    return any(base.__module__.startswith("torch.optim.") for base in bases)
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:

@@ -12,7 +12,7 @@ Every strategy wraps a model in the same order:
 
 Gradients are summed over ranks and micro-batches, never averaged: the loss is divided by the number
 of valid tokens of the global batch before the backward. A strategy says whether its collectives
-average (``reduces``); the trainer then multiplies the loss by the number of ranks
+average (``gradient_divisor``); the trainer then multiplies the loss by the number of ranks
 (``train.gradient_scale``).
 
 In the deterministic mode gradients are reduced after every micro-batch in float64, rounded to
@@ -31,18 +31,18 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdptoys.models import Context, DecoderModel
 from fsdptoys.utils.dtensor import local_tensor
 from fsdptoys.utils.storages import bytes_beside
 
 from .context import build_context
-from .device_mesh import regular_group
+from .device_mesh import dense_mesh, regular_group
 from .gradient_norms import MapParts, norms_in, norms_in_float32, scale_gradients
 from .init_weights import ParamInit
 from .mesh import CONTEXT_AXIS, Axes
 from .pipeline import Pipeline, PipelinedModel
-from .reduction import Mean, Reduction
 from .state import Load, State
 from .world import World as World
 from .wrap import UnitParams
@@ -81,19 +81,24 @@ class Strategy(ABC):
                 self.mesh_axes.cp, CONTEXT_AXIS, world.timeout, stride
             )
 
-        self.reduces: Reduction = Mean(world.world_size // self.mesh_axes.pp)
-        """What the collectives do with gradients; final after ``shard``."""
+        self.gradient_divisor = world.world_size // self.mesh_axes.pp
+        """Ranks over which the collectives average gradients; 1 where they sum. Final after
+        ``shard``."""
 
     @property
-    def reduces_experts(self) -> Reduction:
-        """Return ``reduces`` of the gradients of experts."""
-        return self.reduces
+    def expert_gradient_divisor(self) -> int:
+        """The same for gradients of experts."""
+        return self.gradient_divisor
 
     def divide_expert_gradients(self, divisor: int) -> None:
         """Divide the gradients of experts by a number in the backward, before they are reduced."""
         raise NotImplementedError(
             f"experts are reduced like other parameters, so divisor={divisor}"
         )
+
+    def build_mesh(self) -> DeviceMesh:
+        """Lay out the ranks of this rank's stage. A collective."""
+        return dense_mesh(self.mesh_axes, self.world.device, self.world.timeout)
 
     def build_context(self, compiles: bool) -> Context:
         """Return the context in which layers see this rank's part of sequences that ranks share."""
@@ -226,6 +231,10 @@ class Strategy(ABC):
             return norms_in_float32(grads)
         return norms_in(self.world.sum_dtype, grads, map_parts)
 
+    def norm_groups(self) -> list[dist.ProcessGroup | None]:
+        """Groups over whose ranks squares of norms are summed, one after the other."""
+        return [self.shard_group(), self.tensor_group, self.pipeline and self.pipeline.group]
+
     def total_norm(self, norms: list[Tensor]) -> Tensor:
         """Norm of all gradients on all ranks, as float32, from norms of this rank's parts. A
         collective."""
@@ -239,7 +248,7 @@ class Strategy(ABC):
                 .sum()
                 .to(device)
             )
-        for group in (self.shard_group(), self.tensor_group, self.pipeline and self.pipeline.group):
+        for group in self.norm_groups():
             if group is not None:
                 dist.all_reduce(total, group=group)
         return total.sqrt().float()

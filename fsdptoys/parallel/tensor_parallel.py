@@ -50,11 +50,8 @@ from fsdptoys.models.moe import Experts
 from fsdptoys.models.ops import Layer, leave_uncompiled, use_exchange, use_ops
 from fsdptoys.utils.dtensor import is_dtensor, local_tensor, sharded_like
 
+from .collectives import all_gather, reduce_scatter
 from .mesh import SHARD_AXIS, TENSOR_AXIS
-
-# Renamed in torch 2.13, where the old names warn.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TensorExchange(Exchange):
@@ -77,7 +74,7 @@ class TensorExchange(Exchange):
         part_BtD = part_BtD.contiguous()
         B, t, D = part_BtD.shape
         gathered = part_BtD.new_empty(self.ranks * B, t, D)
-        _all_gather(gathered, part_BtD, group=self.group)
+        all_gather(gathered, part_BtD, group=self.group)
         return gathered.view(self.ranks, B, t, D).transpose(0, 1).reshape(B, self.ranks * t, D)
 
     def scatter_tokens(self, partial_BTD: Tensor) -> Tensor:
@@ -90,7 +87,7 @@ class TensorExchange(Exchange):
             .contiguous()
         )
         received = sent.new_empty(B, T // self.ranks, D)
-        _reduce_scatter(received, sent, group=self.group)
+        reduce_scatter(received, sent, group=self.group)
         return received
 
     def begin(self, in_full: bool) -> None:
@@ -195,7 +192,7 @@ class FeatureSplit:
 
     Args:
         exchange: of the ranks.
-        whole_mesh: ``mesh.build_tensor_meshes``'s second mesh.
+        whole_mesh: of ``device_mesh.tensor_axis_first``.
     """
 
     def __init__(self, exchange: TensorExchange, whole_mesh: DeviceMesh) -> None:

@@ -100,7 +100,7 @@ class ToyZero1(ToyDDP):
             spans = [bucket.span(slot, rank) for rank in range(slices.ranks)]
             holdings.append(Holding(name, param.shape, spans, bucket.pieces[slot]))
             live[f"model.{name}"] = param.detach()
-        return ShardedState(holdings, optimizer, self.world.build_mesh(), live)
+        return ShardedState(holdings, optimizer, self.build_mesh(), live)
 
 
 class ToyZero2(ToyZero1):

@@ -24,6 +24,7 @@ from fsdptoys.models.experts import apply_experts
 from fsdptoys.models.grouped import Product
 from fsdptoys.models.moe import Experts
 from fsdptoys.toys.ep import apply_elsewhere
+from fsdptoys.utils.dtensor import full_tensor, is_dtensor
 
 from .device_mesh import named_mesh
 from .gradient_norms import MapParts
@@ -52,20 +53,20 @@ class ToyEP(ToyDDP):
             }
             self.mesh = named_mesh(sizes, world.device, world.timeout)
             self.together = self.mesh.get_group(EXPERT_AXIS)
-        self.shapes: dict[nn.Parameter, torch.Size] = {}
-        """This rank's part of a stack → the stack's shape."""
+        self._stacks: dict[str, torch.Size] = {}
+        """Name of a stack → its shape."""
+        self._parts: list[nn.Parameter] = []
+        """This rank's parts of the stacks."""
 
     def split(self, model: DecoderModel, seq_len: int) -> None:
         """Keep a part of each stack of experts."""
-        stacks: dict[str, torch.Size] = {}
         for name, module in model.named_modules():
             if self.expert_ranks > 1 and isinstance(module, Experts):
                 for kind, stack in list(module.named_parameters()):
-                    stacks[f"{name}.{kind}"] = stack.shape
+                    self._stacks[f"{name}.{kind}"] = stack.shape
                     part = stack.detach().chunk(self.expert_ranks)[0]
                     setattr(module, kind, nn.Parameter(part, stack.requires_grad))
                 module.dispatch = partial(_apply, self.together)
-        self._stacks = stacks
 
     def shard(self, model: DecoderModel, param_init: ParamInit) -> None:
         """Initialize with one full stack of experts at a time, then wrap."""
@@ -82,10 +83,8 @@ class ToyEP(ToyDDP):
 
     def _ignored_params(self) -> Collection[nn.Parameter]:
         """Return the stacks."""
-        self.shapes = {
-            self._unwrapped.get_parameter(name): shape for name, shape in self._stacks.items()
-        }
-        return self.shapes
+        self._parts = [self._unwrapped.get_parameter(name) for name in self._stacks]
+        return self._parts
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
@@ -94,78 +93,44 @@ class ToyEP(ToyDDP):
         with super().microbatch(index, count):
             yield
         if index == count - 1:
-            for param in self.shapes:
+            for param in self._parts:
                 assert param.grad is not None
                 total = param.grad.to(self.config.reduce_dtype.torch)
                 dist.all_reduce(total, group=self.mesh.get_group(REPLICATE_AXIS))
-                param.grad = total.div_(self.reduces.divisor).to(param.dtype)
+                param.grad = total.div_(self.gradient_divisor).to(param.dtype)
 
     def local_norms(self, grads: list[Tensor], map_parts: MapParts = map) -> list[Tensor]:
         """Count gradients that all ranks have on one of those with different experts."""
         if self.expert_ranks > 1 and self.together.rank() > 0:
-            of_experts = {param.grad.data_ptr() for param in self.shapes if param.grad is not None}
+            of_experts = {param.grad.data_ptr() for param in self._parts if param.grad is not None}
             grads = [grad for grad in grads if grad.data_ptr() in of_experts]
         return super().local_norms(grads, map_parts)
 
-    def total_norm(self, norms: list[Tensor]) -> Tensor:
-        """Norm over the ranks with different experts."""
-        if self.expert_ranks == 1:
-            return super().total_norm(norms)
-        total = torch.zeros((), dtype=self.world.sum_dtype, device=self.world.device.torch_device)
-        total += torch.cat([norm.flatten() for norm in norms]).to(total.dtype).square().sum()
-        dist.all_reduce(total, group=self.together)
-        return total.sqrt().float()
+    def norm_groups(self) -> list[dist.ProcessGroup | None]:
+        """The ranks with different experts."""
+        return [self.together]
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The model's parameters, and gathered stacks."""
         for name, param in self._unwrapped.named_parameters():
-            full = param.detach()
-            if param in self.shapes:
-                parts = [torch.empty_like(full) for _ in range(self.expert_ranks)]
-                dist.all_gather(parts, full, group=self.together)
-                full = torch.cat(parts)
-            yield name, unrounded(name, full)
+            full = self.spread(name, param.detach())
+            yield name, unrounded(name, full_tensor(full) if is_dtensor(full) else full)
+
+    def spread(self, name: str, tensor: Tensor) -> Tensor:
+        """A stack of experts, or one of its states, as a DTensor sharded between experts."""
+        if name not in self._stacks or not tensor.ndim:
+            return tensor
+        from torch.distributed.tensor import DTensor, Replicate, Shard  # takes a second to import
+
+        shape, stride = self._stacks[name], tensor.stride()
+        placements = [Replicate(), Shard(0)]
+        return DTensor.from_local(
+            tensor, self.mesh, placements, run_check=False, shape=shape, stride=stride
+        )
 
     def state(self, optimizer: torch.optim.Optimizer) -> State:
         """Live tensors; stacks and their states as DTensors."""
-        return (
-            State(self.trainable_parameters, optimizer)
-            if self.expert_ranks == 1
-            else SplitState(self, optimizer)
-        )
-
-
-class SplitState(State):
-    """Live tensors, of which those of stacks are DTensors sharded between experts."""
-
-    def __init__(self, strategy: ToyEP, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(strategy.trainable_parameters, optimizer)
-        self.mesh = strategy.mesh
-        self.stacks = {
-            name: strategy.shapes[param]
-            for name, param in self.named_parameters
-            if param in strategy.shapes
-        }
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors; a state without dims is the same on all ranks."""
-        from torch.distributed.tensor import DTensor, Replicate, Shard  # takes a second to import
-
-        tensors = super().tensors()
-        for key, local in tensors.items():
-            name = key.split(".", 1)[1]
-            name = name if name in self.stacks else name.rpartition(".")[0]
-            if name in self.stacks and local.ndim:
-                shape = self.stacks[name]
-                tensors[key] = DTensor.from_local(
-                    local,
-                    self.mesh,
-                    [Replicate(), Shard(0)],
-                    run_check=False,
-                    shape=shape,
-                    stride=local.stride(),
-                )
-        return tensors
+        return State(self.trainable_parameters, optimizer, self.spread)
 
 
 def _apply(

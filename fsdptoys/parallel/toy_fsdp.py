@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from .fsdp import FSDPConfig
 from .fsdp2 import FSDP2
-from .reduction import Mean
 from .strategy import Strategy, World
 
 
@@ -19,7 +18,7 @@ class ToyFSDP(FSDP2):
     def __init__(self, config: FSDPConfig, world: World) -> None:
         super().__init__(config, world)
         self.units_ahead = max(1, config.forward_prefetch)
-        self.reduces = Mean(world.world_size)  # on every device, with every version of gloo
+        self.gradient_divisor = world.world_size  # on every device, with every version of gloo
 
     gather_after = Strategy.gather_after
     """It gathers on the compute stream."""

@@ -97,7 +97,7 @@ class ToyZero3(Strategy):
     def state(self, optimizer: torch.optim.Optimizer) -> ShardedState:
         """Copies, sharded along their first dim."""
         holdings = [each for each in self._holdings() if each.own.requires_grad]
-        return ShardedState(holdings, optimizer, self.world.build_mesh(), live={})
+        return ShardedState(holdings, optimizer, self.build_mesh(), live={})
 
 
 @dataclass

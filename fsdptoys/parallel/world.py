@@ -5,12 +5,10 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdptoys.device import Device
 
 from .determinism import Deterministic
-from .device_mesh import build_mesh
 from .mesh import MeshConfig
 
 
@@ -29,10 +27,6 @@ class World:
     """For collectives in groups that the strategy creates; None for PyTorch's default."""
     cpu_threads: int = 1
     """Threads of this rank for work in host memory."""
-
-    def build_mesh(self) -> DeviceMesh:
-        """Lay out the ranks by ``mesh``."""
-        return build_mesh(self.mesh, self.world_size, self.device, self.timeout)
 
     def zero(self) -> Tensor:
         """Return a zero for sums over tokens. In float64 their order does not change the result."""

@@ -3,8 +3,8 @@
 The gradient of a step is that of the mean loss over all valid tokens of the global batch:
 
     the backward starts from  a micro-batch's summed loss · factor / valid tokens
-    collectives divide by     ``strategy.reduces.divisor``
-    those of experts by       ``strategy.reduces_experts.divisor``
+    collectives divide by     ``strategy.gradient_divisor``
+    those of experts by       ``strategy.expert_gradient_divisor``
     clipping multiplies by    ``unscale`` = divisor / factor
 
 ``factor`` is the divisor itself, so that ``unscale`` is 1; in float16 it is the loss scale instead.
@@ -52,8 +52,8 @@ class GradientScale:
 
     def __init__(self, config: Config, strategy: Strategy, scaler: LossScaler | None) -> None:
         self._scaler = scaler
-        self._divisor = strategy.reduces.divisor
-        of_experts = strategy.reduces_experts.divisor
+        self._divisor = strategy.gradient_divisor
+        of_experts = strategy.expert_gradient_divisor
         if of_experts != self._divisor:
             strategy.divide_expert_gradients(self._divisor // of_experts)
         self._zero = strategy.world.zero()

@@ -29,7 +29,7 @@ def tune_model(model: DecoderModel, config: Config) -> Samples | None:
         add_adapters(model, tune.targets, tune.rank, tune.alpha, tune.dropout, samples)
     except ValueError as error:
         raise ConfigError(f"tune.targets: {error}; set tune.targets=[q_proj,v_proj]") from error
-    if config.parallel.capabilities.packed_weights and config.train.grain_tokens is None:
+    if config.parallel.capabilities.mixed_dtypes and config.train.grain_tokens is None:
         # The forward computes from these values in any case; a frozen weight needs no float32 copy
         # to add updates to.
         for param in model.parameters():

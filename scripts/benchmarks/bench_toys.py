@@ -138,7 +138,7 @@ class Training:
         count = tokens_BT.numel() * dist.get_world_size()
         with strategy.microbatch(0, 1):
             loss: Tensor = strategy.model(tokens_BT, tokens_BT.roll(-1, 1), self.loss_fn)
-            (loss * (strategy.reduces.divisor / count)).backward()
+            (loss * (strategy.gradient_divisor / count)).backward()
         strategy.clip_grad_norm(MAX_GRAD_NORM)
         self.optimizer.step()
         strategy.zero_grad(self.optimizer)

@@ -53,7 +53,7 @@ def supported(rows: dict[str, Row]) -> dict[str, Row]:
         "int8": torchao_fault() is not None,
         "hsdp2": TORCH < (2, 8),
     }  # FSDP2 replicates on a CPU from 2.8 on
-    lacks["fsdp2, quantized"] = not CAPABILITIES["fsdp2"].packed_weights
+    lacks["fsdp2, quantized"] = not CAPABILITIES["fsdp2"].mixed_dtypes
     return {
         label: row
         for label, row in rows.items()

@@ -8,27 +8,38 @@ import torch.distributed as dist
 
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
-from fsdptoys.parallel.device_mesh import build_mesh
+from fsdptoys.parallel.device_mesh import dense_mesh
 from fsdptoys.parallel.mesh import MeshConfig, straddling
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import GROUP_TIMEOUT, run_ranks
+
+Layout = tuple[tuple[str, ...] | None, tuple[int, ...], list[int], list[timedelta]]
+TIMEOUT = timedelta(seconds=77)
 
 
-def layout(sizes: list[int]) -> list[tuple[tuple[str, ...] | None, tuple[int, ...], list[int]]]:
-    meshes = [build_mesh(MeshConfig(size), 4, Device("cpu")) for size in sizes]
+def layouts(sizes: list[int]) -> list[Layout]:
+    """Return names, sizes, ranks and timeouts of axes; an axis of all ranks has the default
+    group's."""
+    found: list[Layout] = []
+    for size in sizes:
+        axes = MeshConfig(size).axes(4, shards=True)
+        mesh = dense_mesh(axes, Device("cpu"), TIMEOUT)
+        groups = mesh.get_all_groups() if mesh.ndim > 1 else []
+        timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+        ranks = mesh.mesh.flatten().tolist()
+        found.append((mesh.mesh_dim_names, tuple(mesh.shape), ranks, timeouts))
     dist.barrier()  # a rank that ended would break connections that others are still making
-    return [
-        (mesh.mesh_dim_names, tuple(mesh.shape), mesh.mesh.flatten().tolist()) for mesh in meshes
-    ]
+    return found
 
 
-def test_mesh_has_a_second_axis_only_with_replicas() -> None:
-    """Oracle: shapes by hand; neighbors share a copy of the parameters."""
-    for got in run_ranks(4, layout, [-1, 4, 2, 1]):
-        assert got == [
-            (("shard",), (4,), [0, 1, 2, 3]),
-            (("shard",), (4,), [0, 1, 2, 3]),
-            (("replicate", "shard"), (2, 2), [0, 1, 2, 3]),
-            (("replicate", "shard"), (4, 1), [0, 1, 2, 3]),
+def test_mesh_has_a_second_axis_only_with_replicas_and_the_run_timeout() -> None:
+    """Oracle: shapes by hand; neighbors share a copy; PyTorch's own groups would wait for half an
+    hour."""
+    for found in run_ranks(4, layouts, [-1, 4, 2, 1]):
+        assert found == [
+            (("shard",), (4,), [0, 1, 2, 3], []),
+            (("shard",), (4,), [0, 1, 2, 3], []),
+            (("replicate", "shard"), (2, 2), [0, 1, 2, 3], [TIMEOUT] * 2),
+            (("replicate", "shard"), (4, 1), [0, 1, 2, 3], [GROUP_TIMEOUT, TIMEOUT]),
         ]
 
 
@@ -46,24 +57,17 @@ def test_indivisible_fsdp_size_is_refused_with_a_divisor(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "node_ranks", "size"), [(16, 8, 8), (8, 8, 8), (4, 8, 4), (6, 1, 1)]
-)
-def test_node_fsdp_size_is_the_ranks_per_node(world_size: int, node_ranks: int, size: int) -> None:
-    """Oracle: the table; a partially used node has all ranks."""
-    config = MeshConfig("node")
-    config.resolve(world_size, node_ranks)
-    assert config.shard_ranks(world_size) == size
-
-
-@pytest.mark.parametrize(
-    ("world_size", "node_ranks", "size"),
-    [(16, 8, 8), (8, 8, 4), (2, 2, 1), (9, 9, 3), (5, 5, 1), (1, 1, 1), (6, 1, 3), (3, 8, 1)],
-)
-def test_hybrid_fsdp_size_leaves_at_least_two_copies(
-    world_size: int, node_ranks: int, size: int
+    ("word", "world_size", "node_ranks", "size"),
+    [("node", 16, 8, 8), ("node", 8, 8, 8), ("node", 4, 8, 4), ("node", 6, 1, 1),
+     ("hybrid", 16, 8, 8), ("hybrid", 8, 8, 4), ("hybrid", 2, 2, 1), ("hybrid", 9, 9, 3),
+     ("hybrid", 5, 5, 1), ("hybrid", 1, 1, 1), ("hybrid", 6, 1, 3), ("hybrid", 3, 8, 1)],
+)  # fmt: skip
+def test_words_for_fsdp_size_become_numbers(
+    word: str, world_size: int, node_ranks: int, size: int
 ) -> None:
-    """Oracle: the table; a node's ranks, or the largest proper divisor of all ranks on one node."""
-    config = MeshConfig("hybrid")
+    """Oracle: the table: a node's ranks; hybrid takes the largest proper divisor of all ranks on
+    one node."""
+    config = MeshConfig(word)
     config.resolve(world_size, node_ranks)
     assert config.shard_ranks(world_size) == size
 
@@ -92,17 +96,3 @@ def test_shard_group_across_nodes_is_reported(
         shard_ranks < world_size and max(machines) * min(node_ranks, shard_ranks) > shard_ranks
     )
     assert (straddling(shard_ranks, world_size, node_ranks) is not None) == warns
-
-
-def timeouts() -> list[timedelta]:
-    """Return the timeouts of the groups of both axes."""
-    mesh = build_mesh(MeshConfig(2), 4, Device("cpu"), timedelta(seconds=77))
-    groups = [mesh.get_group(axis) for axis in ("shard", "replicate")]
-    assert [group.group_desc for group in groups] == ["mesh_shard", "mesh_replicate"]
-    dist.barrier()
-    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
-
-
-def test_every_mesh_axis_has_the_run_timeout() -> None:
-    """Oracle: the options of the groups; PyTorch's own groups would wait for half an hour."""
-    assert run_ranks(4, timeouts) == [[timedelta(seconds=77)] * 2] * 4

@@ -130,7 +130,7 @@ def test_frozen_parameters_have_neither_gradients_nor_states(name: str) -> None:
     """
     name, _, is_quantized = name.partition(", ")
     kind = STRATEGIES[name]
-    if is_quantized and not CAPABILITIES[name].packed_weights:
+    if is_quantized and not CAPABILITIES[name].mixed_dtypes:
         pytest.skip("this torch shards no mixed dtypes")
     config = config_of(kind(), tune=LoRAConfig(rank=4), model=EVEN)
     if is_quantized:

@@ -214,7 +214,7 @@ def _model_key(config: Config) -> str:
             config.model,
             config.tune,
             config.parallel.param_dtype,
-            config.parallel.capabilities.packed_weights,
+            config.parallel.capabilities.mixed_dtypes,
         )
     )
 

@@ -81,7 +81,7 @@ def segments_of(
         config.mesh.tp_size,
     )
     shape = vars(config.model) | {"name": "", "init_from": None, "n_layers": 0}
-    packed = config.parallel.capabilities.packed_weights
+    packed = config.parallel.capabilities.mixed_dtypes
     key = repr((type(config.model), shape, config.tune, packed))
     first, every = memory.checkpointing_start_index, memory.checkpointing_every
     chosen = range(model.config.n_layers)[first::every]
