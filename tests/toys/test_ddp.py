@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fsdptoys.parallel.ddp import all_reduce_in_dtype
 from fsdptoys.toys import zero2
-from fsdptoys.toys.buckets import assign_buckets, views_like
+from fsdptoys.toys.buckets import assign_buckets
 from fsdptoys.toys.ddp import DDP, Reducer
 from fsdptoys.toys.zero1 import Zero1
 from tests.harness.ranks import run_ranks
@@ -94,48 +93,6 @@ def test_every_setting_equals_native_ddp_bitwise(
     run_ranks(ranks, compare)
 
 
-def native_with_hook(module: nn.Module, state: Any, hook: Any) -> nn.Module:
-    wrapped = DistributedDataParallel(module)
-    wrapped.register_comm_hook(state, hook)
-    return wrapped
-
-
-def native_without(module: Any) -> nn.Module:
-    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    ignore(module, ["first.weight"])
-    return DistributedDataParallel(module)
-
-
-Make = Callable[[Any], nn.Module]
-FEATURES: dict[str, tuple[Make, Make]] = {
-    "sums in bfloat16": (
-        lambda module: DDP(module, reduce_dtype=torch.bfloat16),
-        lambda module: native_with_hook(module, torch.bfloat16, all_reduce_in_dtype),
-    ),
-    "an ignored parameter": (
-        lambda module: DDP(module, ignored_params=[module.first.weight]),
-        native_without,
-    ),
-}
-"""The toy, and PyTorch's class with the same result."""
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_every_reduction_equals_native_ddp_bitwise(feature: str) -> None:
-    """Oracle: PyTorch's class with a communication hook, or with its own list of ignored names."""
-
-    def compare() -> None:
-        torch.manual_seed(0)
-        module = Shared()
-        toy, native = (
-            follow(make(copy.deepcopy(module)), accumulate=False, keep_grads=False)
-            for make in FEATURES[feature]
-        )
-        assert len(toy) == len(native) and all(map(torch.equal, toy, native))
-
-    run_ranks(2, compare)
-
-
 @pytest.mark.parametrize(
     "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(6, 20))]
 )
@@ -148,21 +105,6 @@ def test_bucket_assignment_equals_pytorch(seed: int) -> None:
     limit = int(torch.randint(1, 2000, (), generator=generator))
     expected, _ = dist._compute_bucket_assignment_by_size(tensors, [limit])
     assert assign_buckets(tensors, limit) == sorted(expected, key=max)
-
-
-def test_bucket_views_keep_dense_layouts_and_do_not_overlap() -> None:
-    """Oracle: a number written through each view occurs once per element of its tensor."""
-    tensors = [
-        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.zeros(4, 6)[:, ::2],
-        torch.zeros(()),
-    ]
-    buffer = torch.zeros(sum(tensor.numel() for tensor in tensors))
-    views = views_like(buffer, tensors)
-    for number, view in enumerate(views):
-        view.fill_(number + 1)
-    assert [int((buffer == n + 1).sum()) for n in range(3)] == [t.numel() for t in tensors]
-    assert views[0].stride() == tensors[0].stride() and views[1].is_contiguous()
 
 
 SMALL = 0.0001  # MiB: a bucket a layer

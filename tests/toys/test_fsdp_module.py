@@ -1,13 +1,11 @@
 """The toy FSDP behaves as PyTorch documents its own, and the layout of its flat shards."""
 
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -17,14 +15,11 @@ from tests.toys.fsdp_models import (
     NATIVE,
     TOY,
     Case,
-    Model,
     backward,
     batches,
     build,
     mesh_of,
-    shard_blocks,
     shard_groups,
-    whole,
 )
 
 
@@ -175,34 +170,6 @@ def exchanges_state_dicts_with_pytorch() -> None:
                 assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
 
 
-def exchanges_checkpoints_with_pytorch() -> None:
-    for source, target in BOTH_WAYS:
-        folder = [tempfile.mkdtemp()]
-        dist.broadcast_object_list(folder)
-        trained, fresh = build(source, Case()), build(target, Case())
-        with torch.no_grad():
-            for param in trained.parameters():
-                param.add_(1)
-        dcp.save({"model": trained.state_dict()}, checkpoint_id=folder[0])
-        state = {"model": fresh.state_dict()}
-        dcp.load(state, checkpoint_id=folder[0])
-        fresh.load_state_dict(state["model"])
-        assert all(map(torch.equal, whole(trained).values(), whole(fresh).values()))
-
-
-def initializes_from_the_meta_device() -> None:
-    for shard in (shard_blocks, shard_groups):
-        with torch.device("meta"):
-            model: Any = Model()
-        shard(TOY, model, mesh_of())
-        model.to_empty(device="cpu")
-        expected = build(TOY, Case(shard=shard))
-        with torch.no_grad():
-            for param, values in zip(model.parameters(), expected.parameters(), strict=True):
-                param.copy_(values)
-        assert backward(model, batches(1)[0]) == backward(expected, batches(1)[0])
-
-
 def changes_its_dtype_between_steps() -> None:
     # PyTorch's can before its first step.
     (tokens_BT,) = batches(1)
@@ -241,8 +208,6 @@ def refuses_units_that_one_flat_shard_cannot_hold() -> None:
         trains_after_inference_mode,
         runs_a_submodule_alone,
         exchanges_state_dicts_with_pytorch,
-        exchanges_checkpoints_with_pytorch,
-        initializes_from_the_meta_device,
         changes_its_dtype_between_steps,
         refuses_units_that_one_flat_shard_cannot_hold,
     ],

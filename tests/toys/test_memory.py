@@ -1,20 +1,17 @@
 """Bytes held by a rank of each toy, and the peak of a step compared with PyTorch's FSDP2."""
 
-import json
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.toys import fsdp
 from fsdptoys.toys.ddp import DDP
 from scripts.toys import toys_memory
+from scripts.toys.record_toys import LiveBytes
 from scripts.toys.toys_memory import FLOAT_BYTES, MIB, Held, expected, state_tensors, storage_bytes
 from tests.harness.ranks import run_ranks
 from tests.toys.fsdp_models import NATIVE, Case, Model, backward, batches, build
@@ -22,7 +19,6 @@ from tests.toys.zero_runs import SMALL_BUCKETS, make
 
 KINDS = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 PEAK_TOLERANCE = 1.05
-STEP = "the step"
 
 
 def held_bytes(kind: str) -> Held:
@@ -90,50 +86,28 @@ def test_memory_of_a_gpt2_xl_rank_matches_the_formulas(capsys: pytest.CaptureFix
 
 def step_peak(library: Any) -> tuple[int, int]:
     """Bytes held by this rank before a step, and the step's peak above them, without gloo's
-    threads."""
-    model = build(library, Case(model={"dim": 64, "blocks": 6}))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def step() -> None:
-        with record_function(STEP):
+    memory."""
+    with LiveBytes().watch() as live:
+        model = build(library, Case(model={"dim": 64, "blocks": 6}))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        peaks = []
+        for _ in range(20):
+            held = sum(size for _, size in live.changes)
+            live.changes.clear()
+            live.changes.append((0.0, held))
             backward(model, batches(1)[0])
             optimizer.step()
             optimizer.zero_grad()
-
-    step()
-    step()
+            sizes = itertools.accumulate(size for _, size in live.changes)
+            peaks.append(max(sizes) - held)
     before = storage_bytes(model.parameters()) + storage_bytes(state_tensors(optimizer))
     # A thread of gloo's may free its last reference late.
-    return before, min(peak_of(step) for _ in range(20))
-
-
-def peak_of(step: Callable[[], None]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    with tempfile.TemporaryDirectory() as folder:
-        profiler.export_chrome_trace(f"{folder}/trace.json")
-        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    thread = next(event["tid"] for event in events if event.get("name") == STEP)
-    foreign: set[int] = set()
-    held = most = 0
-    for event in sorted(
-        (each for each in events if each.get("name") == "[memory]"), key=lambda each: each["ts"]
-    ):
-        changed, address = event["args"]["Bytes"], event["args"]["Addr"]
-        if changed > 0 and event["tid"] != thread:
-            foreign.add(address)
-        elif changed < 0 and address in foreign:
-            foreign.remove(address)
-        else:
-            held += changed
-            most = max(most, held)
-    return most
+    return before, min(peaks[2:])
 
 
 @pytest.mark.extended
 def test_peak_memory_of_a_step_is_within_5_percent_of_pytorch() -> None:
-    """Oracle: PyTorch's FSDP2 on the same model, by the allocations and frees that torch's profiler
-    records."""
+    """Oracle: PyTorch's FSDP2 on the same model, by the storages that operators make."""
     for (before, most), (native_before, native_most) in run_ranks(
         2, lambda: (step_peak(fsdp), step_peak(NATIVE))
     ):

@@ -63,29 +63,3 @@ def test_updates_have_the_bits_of_torch_optim(
         train(native, {**settings, "foreach": False}, dtype),
     )
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-
-
-def test_decay_of_adamw_is_decoupled_and_that_of_sgd_is_not() -> None:
-    """Oracle: formulas for a first step with gradient zero: w·(1 − lr·decay) in both, but a buffer
-    in SGD only."""
-    for kind, settings in ((SGD, {"momentum": 0.9}), (AdamW, {})):
-        param = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
-        optimizer = kind([param], lr=0.5, weight_decay=0.1, **settings)
-        for _ in range(2):
-            param.grad = torch.zeros_like(param)
-            optimizer.step()
-        second = 1.9 - 0.5 * (0.9 * 0.2 + 0.1 * 1.9) if kind is SGD else 2 * 0.95**2
-        assert param.item() == pytest.approx(second, rel=1e-12)
-
-
-def test_step_returns_the_loss_of_its_closure() -> None:
-    """Oracle: the closure's gradient, which the step applies."""
-    param = nn.Parameter(torch.tensor([3.0]))
-
-    def closure() -> float:
-        loss = (param**2).sum()
-        loss.backward()
-        return loss.item()
-
-    assert SGD([param], lr=0.25).step(closure) == 9.0
-    assert param.item() == 1.5

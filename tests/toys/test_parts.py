@@ -1,7 +1,9 @@
-"""Context parallelism: slices of sequences, compared with one process; and parts of either toy that
-do not divide evenly."""
+"""Attention over slices of sequences, compared with whole ones; and parts of either toy that do not
+divide evenly.
 
-import copy
+``test_pages.py`` and ``tests/parallel/test_context.py`` train with it.
+"""
+
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdptoys.toys.cp import (
-    ContextParallel,
     RingAttention,
     own_positions,
     seen_parts,
@@ -21,37 +22,15 @@ from fsdptoys.toys.cp import (
 )
 from fsdptoys.toys.ep import Experts, make_groups
 from tests.harness.ranks import run_ranks
-from tests.toys.part_runs import DTYPES, TOLERANCES, descend, relative
+from tests.toys.part_runs import TOLERANCES, relative
 
 KINDS = ("ulysses", "ring", "unbalanced_ring")
-BATCH, LENGTH, WIDTH, WORDS = 2, 24, 16, 11
+BATCH, LENGTH = 2, 24
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """PyTorch's, over whole sequences."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-class Decoder(nn.Module):
-    """Two blocks of attention with 4 query heads, and a classifier."""
-
-    def __init__(self, kv_heads: int) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.qkv = nn.ModuleList(
-            nn.Linear(WIDTH, WIDTH + 2 * kv_heads * WIDTH // 4) for _ in range(2)
-        )
-        self.out = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, tokens_BT: Tensor, positions_T: Tensor, attend: Any) -> Tensor:
-        """Logits of the next word."""
-        hidden = self.words(tokens_BT) + self.places(positions_T)
-        for qkv, out in zip(self.qkv, self.out, strict=True):
-            heads = qkv(hidden).unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2)
-            q, k, v = heads.split([4, *[(heads.shape[1] - 4) // 2] * 2], dim=1)
-            hidden = hidden + out(attend(q, k, v).transpose(1, 2).flatten(2))
-        return self.head(hidden)
 
 
 def attention_errors(kind: str, dtype: torch.dtype, kv_heads: int) -> float:
@@ -94,82 +73,6 @@ def test_attention_over_slices_equals_attention_over_whole_sequences(
     ):
         for error, (dtype, tolerance) in zip(errors, TOLERANCES.items(), strict=True):
             assert error < tolerance, dtype
-
-
-def train_slices(
-    model: ContextParallel | Decoder, tokens: Tensor, labels: Tensor
-) -> tuple[list[float], list[Tensor]]:
-    """Losses of three steps, and the gradients of the last."""
-
-    def loss() -> Tensor:
-        if isinstance(model, ContextParallel):
-            logits, own_labels = model(tokens), model.cut(labels)[0]
-        else:
-            logits, own_labels = model(tokens, torch.arange(LENGTH), causal_attention), labels
-        return (
-            F.cross_entropy(logits.flatten(0, 1), own_labels.flatten(), reduction="sum")
-            / valid_labels()
-        )
-
-    losses = descend(
-        model, loss, 0.5, model.sum_gradients if isinstance(model, ContextParallel) else None
-    )
-    return losses, [param.grad for param in model.parameters()]
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    """Four sequences, and their labels, of which the last slices have few."""
-    generator = torch.Generator().manual_seed(1)
-    words = torch.randint(WORDS, (4, LENGTH + 1), generator=generator)
-    labels = words[:, 1:].clone()
-    labels[0, 5:] = -100
-    return words[:, :-1], labels
-
-
-def valid_labels() -> int:
-    """Labels of the batch that count."""
-    return int((batch()[1] != -100).sum())
-
-
-def training_error(kind: str, dtype: torch.dtype, shared_by: int) -> float:
-    """Largest error of losses and gradients; ``shared_by`` ranks have parts of the same
-    sequences."""
-    tokens, labels = batch()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    groups = [
-        dist.new_group(list(range(first, first + shared_by)))
-        for first in range(0, ranks, shared_by)
-    ]
-    rows = slice(*(4 * (rank // shared_by + step) * shared_by // ranks for step in (0, 1)))
-    torch.manual_seed(0)
-    model = Decoder(kv_heads=2).to(dtype)
-    parallel = ContextParallel(copy.deepcopy(model), groups[rank // shared_by], kind)
-    losses, grads = train_slices(model, tokens, labels)
-    own_losses, own_grads = train_slices(parallel, tokens[rows], labels[rows])
-    return max(
-        relative(
-            torch.tensor(own_losses, dtype=torch.float64), torch.tensor(losses, dtype=torch.float64)
-        ),
-        *(relative(own, grad) for own, grad in zip(own_grads, grads, strict=True)),
-    )
-
-
-@pytest.mark.parametrize(
-    ("ranks", "shared_by"),
-    [
-        (2, 2),
-        pytest.param(4, 4, marks=pytest.mark.extended),
-        pytest.param(4, 2, marks=pytest.mark.extended),
-    ],
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_over_slices_equals_one_process(kind: str, ranks: int, shared_by: int) -> None:
-    """Oracle: losses and gradients of three steps of one process, also with two groups of other
-    sequences."""
-    for dtype in DTYPES:
-        assert (
-            max(run_ranks(ranks, training_error, kind, dtype, shared_by)) < 10 * TOLERANCES[dtype]
-        )
 
 
 @pytest.mark.parametrize("balanced", [False, True])

@@ -1,4 +1,7 @@
-"""Expert parallelism: spread experts, compared with one process that has all of them."""
+"""Expert parallelism: spread experts, compared with one process that has all of them.
+
+``test_pages.py`` and ``tests/parallel/test_expert_parallelism.py`` train with them.
+"""
 
 from typing import Any
 
@@ -8,15 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdptoys.toys.ep import Experts, MoE, make_groups, plan_routes, sum_gradients
+from fsdptoys.toys.ep import Experts, plan_routes
 from tests.harness.ranks import run_ranks
-from tests.toys.part_runs import DTYPES, TOLERANCES, descend, relative
+from tests.toys.part_runs import DTYPES, TOLERANCES, relative
 
 TOKENS, DIM, HIDDEN, EXPERTS, TOP_K = 12, 8, 6, 8, 2
-
-
-LABELS = 30
-"""Of 4 sequences of 8 labels, those that count."""
 
 
 class OneProcess(nn.Module):
@@ -97,77 +96,3 @@ def test_spread_experts_equal_all_experts_on_one_process(
     assert sum(received) == ranks * TOKENS * TOP_K
     if routing == "first rank's":
         assert received[0] == sum(received)
-
-
-class SpreadModel(nn.Module):
-    """A dense layer and experts, twice, and a classifier."""
-
-    def __init__(self, experts: list[Any], dtype: torch.dtype) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.dense = nn.ModuleList(nn.Linear(DIM, DIM, dtype=dtype) for _ in experts)
-        self.moes = nn.ModuleList(
-            MoE(torch.randn(EXPERTS, DIM, dtype=dtype), each, TOP_K) for each in experts
-        )
-        self.head = nn.Linear(DIM, 5, dtype=dtype)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Logits."""
-        for dense, moe in zip(self.dense, self.moes, strict=True):
-            hidden = hidden + moe(torch.tanh(dense(hidden)))
-        return self.head(hidden)
-
-
-def train_experts(
-    model: SpreadModel, hidden: Tensor, labels: Tensor, same: dist.ProcessGroup | None
-) -> list[float]:
-    """Losses of three steps, sums over all ranks. Gradients of the last step remain."""
-
-    def loss() -> Tensor:
-        return (
-            F.cross_entropy(model(hidden).flatten(0, -2), labels.flatten(), reduction="sum")
-            / LABELS
-        )
-
-    return descend(model, loss, 0.3, None if same is None else lambda: sum_gradients(model, same))
-
-
-def training_errors(dtype: torch.dtype, size: int) -> float:
-    """Largest error of losses and gradients; ``size`` ranks share all experts."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    together, same = make_groups(size)
-    stacks = matrices(dtype)
-    hidden, labels = torch.randn(4, 8, DIM, dtype=dtype), torch.randint(5, (4, 8))
-    labels[0, :2] = -100
-    whole = SpreadModel([OneProcess(*stacks) for _ in range(2)], dtype)
-    losses = torch.tensor(train_experts(whole, hidden, labels, None), dtype=torch.float64)
-    own = slice(4 * rank // ranks, 4 * (rank + 1) // ranks)
-    spread = SpreadModel([Experts(*stacks, together) for _ in range(2)], dtype)
-    own_losses = torch.tensor(
-        train_experts(spread, hidden[own], labels[own], same), dtype=torch.float64
-    )
-    errors = [relative(own_losses, losses)]
-    for (name, param), expected in zip(spread.named_parameters(), whole.parameters(), strict=True):
-        grad: Any = expected.grad
-        errors.append(
-            relative(param.grad, grad.chunk(size)[together.rank()] if ".experts." in name else grad)
-        )
-    return max(errors)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "size"),
-    [
-        (2, 1),
-        (2, 2),
-        pytest.param(4, 2, marks=pytest.mark.extended),
-        pytest.param(4, 4, marks=pytest.mark.extended),
-    ],
-)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_training_with_spread_experts_equals_one_process(
-    dtype: torch.dtype, ranks: int, size: int
-) -> None:
-    """Oracle: losses and gradients of three steps of one process, also where several ranks have the
-    same experts."""
-    assert max(run_ranks(ranks, training_errors, dtype, size)) < 10 * TOLERANCES[dtype]
