@@ -41,7 +41,7 @@ TESTS: dict[str, list[str]] = {
     "split features": ["tests/parallel/test_tensor.py"],
     "split layers": ["tests/parallel/test_pipeline_parallelism.py"],
     "layout mode": ["tests/parallel/test_layout_mode.py"],
-    "adapters": ["tests/parallel/test_lora.py", "tests/parallel/test_nf4.py"],
+    "adapters": ["tests/parallel/test_lora.py"],
     "conversations": ["tests/data/test_chat.py", "tests/data/test_prepared_chat.py"],
     "float8, 8-bit AdamW": ["tests/parallel/test_float8.py", "tests/optim/test_low_bit_adamw.py"],
     "configuration": ["tests/config", "tests/messages"],

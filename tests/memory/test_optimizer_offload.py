@@ -10,17 +10,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdptoys.config.schema import Config
-from fsdptoys.loss import cross_entropy_sum
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig, cpu_offload
 from fsdptoys.memory.bucketed_optimizer import BucketedOptimizer
 from fsdptoys.memory.config import OffloadSchedule, OffloadStateDType
 from fsdptoys.memory.cpu_offload import Workers, overlap_cpu_offload, threads_per_rank
 from fsdptoys.memory.optimizer_stepper import cpu_threads
 from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+    ToyFSDPConfig,
+)
 from fsdptoys.parallel.cpu_offload_cast import Mirror, mirror_parameters
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.fsdp2 import FSDP2
@@ -109,6 +114,8 @@ def settings() -> dict[str, Pair]:
             sgd = SGDConfig(lr=0.1, nesterov=nesterov, weight_decay_on=WeightDecayOn.all)
             rows[f"sgd nesterov={nesterov} {how}"] = row(FSDP2_ALONE, how, optim=sgd)
     rows |= {family: row(FSDP2_ALONE, model=TINY[family]) for family in ("qwen3_moe", "gpt2")}
+    rows["ddp gpt2"] = row(DDPConfig(), model=TINY["gpt2"])
+    rows["toy_fsdp size"] = row(ToyFSDPConfig(min_params=1500), model=tied)
     for implementation in Implementation:
         adamw = AdamWConfig(lr=1e-2, implementation=implementation)
         rows[implementation.value] = row(FSDP2_ALONE, optim=adamw, deterministic=False)
@@ -175,6 +182,7 @@ SHORT = {
         "0.5 pipelined",
         "0.1 lazy",
     ),
+    *("ddp gpt2", "toy_fsdp size"),
     *("sgd nesterov=True lazy", "sgd nesterov=False pipelined", "qwen3_moe", "fused"),
     *(
         f"overlapped, {name} bfloat16"
@@ -205,10 +213,9 @@ def test_bfloat16_states_are_close_to_float32_and_independent_of_the_schedule() 
 
 
 def test_auto_schedule_holds_no_gradients_between_steps() -> None:
-    """Oracle: ``pipelined`` under every strategy."""
-    for parallel, ranks, _ in STRATEGIES.values():
-        config = make_config(parallel, ranks, memory=MemoryConfig(optimizer_offload=True))
-        assert config.memory.offload_schedule is OffloadSchedule.pipelined
+    """Oracle: ``pipelined``."""
+    config = make_config(FSDP2_ALONE, 2, memory=MemoryConfig(optimizer_offload=True))
+    assert config.memory.offload_schedule is OffloadSchedule.pipelined
 
 
 def gathered_events(config: Config) -> tuple[int, list[int], bool]:
@@ -237,61 +244,23 @@ def test_every_gather_of_fsdp2_waits_for_the_optimizer_step_of_its_parameters(ah
     assert stream_found
 
 
-def losses_of_written_mirrors(config: Config) -> dict[str, tuple[float, bool]]:
-    """Loss of the same batch, and whether mirror and master agree: unchanged, and after writing to
-    one of them."""
+def parameters_that_travel(config: Config) -> list[tuple[bool, torch.dtype]]:
+    """Whether FSDP2 uploads the mirror of each parameter, and its dtype."""
     made = trainer(config, OVERLAPPED)
-    assert isinstance(made.strategy, FSDP2) and isinstance(made.optimizer, BucketedOptimizer)
+    assert isinstance(made.optimizer, BucketedOptimizer)
     take_steps(made, 1, 2)
-    made.optimizer.flush()
-    tokens_BT, labels_BT = made.data.batches.next_step()[0]
-    refresh = made.optimizer.executor._on_updated  # type: ignore[attr-defined]
-    mirror: Mirror = refresh.__self__
-
-    @torch.no_grad()
-    def loss() -> tuple[float, bool]:
-        value = float(made.strategy.model(tokens_BT, labels_BT, cross_entropy_sum))
-        for module in made.strategy.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # the last unit stays gathered where no backward follows
-        agree = all(
-            torch.equal(entry.mirror, entry.master.to(entry.mirror.dtype)) for entry in entries
-        )
-        return value, agree
-
+    mirror: Mirror = made.optimizer.executor._on_updated.__self__  # type: ignore[attr-defined]
     entries = [entry for unit in mirror._entries for entry in unit]
-    losses = {"as it is": loss()}
-    with torch.no_grad():
-        for entry in entries:
-            assert (
-                entry.fsdp_param._sharded_param_data is entry.mirror
-                and entry.mirror.dtype == torch.bfloat16
-            )
-            entry.mirror.mul_(1.5)
-        losses["mirror written"] = loss()
-        for _, param in made.strategy.named_parameters():
-            param.mul_(1.25)
-        losses["master written"] = loss()
-        state = {name: value / 1.25 for name, value in made.strategy.model.state_dict().items()}
-    made.strategy.model.load_state_dict(state)
-    losses["loaded"] = loss()
-    return losses
+    return [
+        (entry.fsdp_param._sharded_param_data is entry.mirror, entry.mirror.dtype)
+        for entry in entries
+    ]
 
 
-def test_forward_uses_the_mirror_which_follows_the_master() -> None:
-    """Oracle: the loss changes with the mirror alone, also with the master, and back when the
-    weights are loaded.
-    """
-    losses = run_ranks(2, losses_of_written_mirrors, cpu_config())[0]
-    assert [agree for _, agree in losses.values()] == [True, False, True, True]
-    values = {name: value for name, (value, _) in losses.items()}
-    assert (
-        values["as it is"]
-        != values["mirror written"]
-        != values["master written"]
-        != values["as it is"]
-    )
-    assert values["loaded"] == pytest.approx(values["as it is"], rel=1e-3)
+def test_parameters_travel_in_the_dtype_of_the_forward() -> None:
+    """Oracle: the tensors that FSDP2 uploads; their bits are compared above."""
+    found = run_ranks(2, parameters_that_travel, cpu_config())[0]
+    assert found and set(found) == {(True, torch.bfloat16)}
 
 
 def test_unknown_fsdp2_internals_fall_back_to_float32_with_a_warning() -> None:

@@ -25,36 +25,25 @@ from fsdptoys.parallel.precision import DType
 from fsdptoys.train import parallelize as prepare_module
 from fsdptoys.train.compile import compile_blocks
 from fsdptoys.train.trainer import Trainer
+from tests.harness import outcomes
 from tests.harness.folders import build
-from tests.harness.outcomes import train_all
 from tests.harness.ranks import run_ranks
 from tests.harness.run_tables import Pairs, Row, levels, trained_rows
 from tests.harness.tiny import DOCUMENTS, FAMILIES, TINY, make_config, tiny_model
+from tests.parallel.numeric_outcomes import Outcome, assert_close, train_all
 
 ULYSSES, GATHERED, RING = FORMS = tuple(
     form for form in ContextForm if form is not ContextForm.auto
 )
 FULL, SELECTIVE = GradientCheckpointing.full, GradientCheckpointing.selective
 
-Losses = list[tuple[float, float]]
-"""Losses and gradient norms of the steps, and the held-out loss."""
 
-
-def train(configs: list[Config]) -> list[Losses]:
+def train(configs: list[Config]) -> list[Outcome] | None:
     """Train all; activations of any size are offloaded, and the compiler generates no machine
     code."""
     prepare_module.ActivationOffload = functools.partial(ActivationOffload, min_bytes=0)  # type: ignore[attr-defined]
     prepare_module.compile_blocks = functools.partial(compile_blocks, backend="aot_eager")  # type: ignore[attr-defined]
-    results = []
-    for config in configs:
-        trainer = Trainer(config)
-        trainer.train()
-        losses = [(step.loss, step.grad_norm) for step in trainer.history]
-        results.append(
-            losses
-            + [(step.eval_loss, 1.0) for step in trainer.history if step.eval_loss is not None]
-        )
-    return results
+    return train_all(configs)
 
 
 def families() -> dict[str, Row]:
@@ -165,21 +154,13 @@ SHORT = {
 trained = trained_rows(ROWS, train)
 
 
-def assert_alike(found: Losses, expected: Losses, loss: float = 2e-6, norm: float = 1e-5) -> None:
-    for (loss_found, norm_found), (loss_expected, norm_expected) in zip(
-        found, expected, strict=True
-    ):
-        assert loss_found == pytest.approx(loss_expected, rel=loss)
-        assert norm_found == pytest.approx(norm_expected, rel=norm)
-
-
 @pytest.mark.parametrize("row", levels(ROWS, SHORT))
 def test_shared_sequences_train_like_one_process(row: str, trained: Pairs) -> None:
     """Oracle: losses, norms and held-out losses of one process over two micro-batches with ragged
     padding."""
     # A rounding to 16 bits that falls otherwise is 2**-9 of a value; norms add many of them.
     tolerances = (2e-4, 1e-2) if ROWS[row].parallel.param_dtype is DType.bfloat16 else (2e-6, 1e-5)
-    assert_alike(*trained[row], *tolerances)
+    assert_close(*trained[row], *tolerances, tensors=False)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
@@ -194,11 +175,11 @@ def test_strategies_agree_in_every_bit_in_the_deterministic_mode(ranks: int) -> 
     parallels = [kind(context=ULYSSES) for kind in kinds if issubclass(kind, ReducingConfig)]
     assert len(parallels) == len(STRATEGIES) - 3  # without one process and the toys of the two axes
     configs = [make_config(parallel, ranks, cp_size=2, steps=2) for parallel in parallels]
-    first, *others = run_ranks(ranks, train_all, configs)[0]
-    (alone,) = run_ranks(
-        1, train, [make_config(SingleConfig(simulated_ranks=ranks // 2), 1, steps=2)]
-    )[0]
-    assert_alike(list(zip(first.losses, first.grad_norms, strict=True)), alone)
+    first, *others = run_ranks(ranks, outcomes.train_all, configs)[0]
+    single = make_config(SingleConfig(simulated_ranks=ranks // 2), 1, steps=2)
+    (alone,) = run_ranks(1, outcomes.train_all, [single])[0]
+    assert first.losses == pytest.approx(alone.losses, rel=2e-6)
+    assert first.grad_norms == pytest.approx(alone.grad_norms, rel=1e-5)
     assert [
         kind.name for kind, other in zip(parallels[1:], others, strict=True) if other != first
     ] == []
@@ -274,38 +255,20 @@ def test_attention_matches_that_of_full_sequences(ranks: int) -> None:
         assert found < (1e-12 if case[3] is torch.float64 else 0.1), case
 
 
-def parts_of_rows(form: ContextForm) -> bool:
-    """Compare the labels that this rank's loss gets, and its generated tokens, with those of full
-    sequences."""
+def generates_like_a_plain_model(form: ContextForm) -> bool:
     group = dist.group.WORLD
     assert group is not None
-    model, kept = build(TINY["gpt2"]), []
-    tokens_BT = torch.arange(1, 2 * 24 + 1).view(2, 24)
-    labels_BT = torch.cat((tokens_BT[:, 1:], torch.full((2, 1), -100)), dim=1)
-    alone = generate(model, tokens_BT[0, :5], 8, 24, Draw(0.0))
-
-    def loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
-        kept.append(labels_N)
-        return hidden_ND.sum()
-
-    context = build_context(form, group, compiles=False)
-    use_context(model, context)
-    model(tokens_BT, labels_BT, loss)
-    own_BT = context.cut(tokens_BT, 1)
-    # In this order of tokens the next one is the number after it, also where a rank's part ends.
-    next_BT = torch.where(own_BT % 24 == 0, -100, own_BT + 1)
-    return torch.equal(kept[0].view_as(own_BT), next_BT) and torch.equal(
-        generate(model, tokens_BT[0, :5], 8, 24, Draw(0.0)), alone
-    )
+    model = build(TINY["gpt2"])
+    prompt_T = torch.arange(1, 6)
+    alone = generate(model, prompt_T, 8, 24, Draw(0.0))
+    use_context(model, build_context(form, group, compiles=False))
+    return torch.equal(generate(model, prompt_T, 8, 24, Draw(0.0)), alone)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.value)
-def test_labels_of_a_part_follow_its_tokens_and_generation_needs_no_parts(
-    form: ContextForm,
-) -> None:
-    """Oracle: the next token of the full row; the tokens that the same model generates by
-    itself."""
-    assert run_ranks(3, parts_of_rows, form) == [True] * 3
+def test_generation_needs_no_parts_of_sequences(form: ContextForm) -> None:
+    """Oracle: the tokens that the same model generates by itself."""
+    assert run_ranks(3, generates_like_a_plain_model, form) == [True] * 3
 
 
 def activation_bytes(configs: list[Config]) -> list[float]:

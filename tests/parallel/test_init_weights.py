@@ -35,7 +35,7 @@ def shards_unlike_the_full_parameter(shapes: list[tuple[int, ...]], sizes: list[
     for shape, block_elements in product(shapes, sizes):
         initialize.BLOCK_ELEMENTS = block_elements
         whole = initialized(torch.empty(shape))
-        assert whole.std() > 0.5
+        assert len(whole.unique()) > 0.99 * whole.numel()  # other values in each block
         for mesh, placements in [
             (flat, [Shard(0)]),
             (flat, [Shard(1)]),
@@ -59,21 +59,6 @@ def test_shards_are_slices_of_the_full_parameter_for_any_block_size() -> None:
     assert run_ranks(4, shards_unlike_the_full_parameter, shapes, sizes) == [[]] * 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_draw_the_values_of_one_thread(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: each block drawn by itself from its seed."""
-    monkeypatch.setattr(initialize, "BLOCK_ELEMENTS", 5 * 17)
-    got = initialized(torch.nn.Parameter(torch.empty(33, 17, dtype=dtype)), threads=4)
-    blocks = []
-    for block, rows in enumerate([5, 5, 5, 5, 5, 5, 3]):
-        drawn = torch.empty(rows, 17)
-        fill("weight", drawn, torch.Generator().manual_seed(initialize.seed_of(3, "weight", block)))
-        blocks.append(drawn)
-    assert torch.equal(got, torch.cat(blocks).to(dtype))
-
-
 def test_an_error_in_a_thread_is_raised() -> None:
     """Oracle: the exception of the function that draws."""
 
@@ -82,15 +67,6 @@ def test_an_error_in_a_thread_is_raised() -> None:
 
     with pytest.raises(ZeroDivisionError, match="weight"):
         initialize.initialize(torch.empty(2, 2**22), "weight", fail, 3, threads=2)
-
-
-def test_seeds_depend_on_seed_name_and_block() -> None:
-    """Oracle: the same call with one of them changed."""
-    seeds = {
-        initialize.seed_of(*parts) for parts in [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1)]
-    }
-    assert len(seeds) == 4 and all(0 <= seed < 2**63 for seed in seeds)
-    assert initialize.seed_of(0, "a", 0) == initialize.seed_of(0, "a", 0)
 
 
 def peak_and_sizes_bytes() -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -20,14 +21,10 @@ from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
 from fsdptoys.parallel.fsdp import TORCH
-from fsdptoys.parallel.fsdp1 import FSDP1
 from fsdptoys.parallel.pipeline import PipelineSchedule
 from fsdptoys.parallel.precision import DType
 from fsdptoys.report.setting_effects import bits_of
-from fsdptoys.train.trainer import Trainer
-from fsdptoys.utils.dtensor import full_tensor, is_dtensor
-from tests.harness.offloaded_runs import outcome
-from tests.harness.outcomes import Outcome, hash_parameters
+from tests.harness.outcomes import hash_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.resumed_runs import kept, run_to_the_end, run_until
 from tests.harness.run_tables import Pairs, Row, levels, trained_rows
@@ -40,6 +37,7 @@ from tests.harness.tiny import (
     tiny_model,
     with_sizes,
 )
+from tests.parallel.numeric_outcomes import assert_close, train_all
 from tests.parallel.split_models import FEATURES, SELECTIVE, SMOOTH, STAGES, needs_sums
 
 BATCH = 4
@@ -105,46 +103,6 @@ def layout_row(
     alone = settings_of(1, batch_size=BATCH, **shared)
     parallel = dataclasses.replace(parallel, param_dtype=dtype)
     return Row(parallel, ranks, settings_of(ranks, **{**shared, **layout}), shared, alone)
-
-
-def train_with_gradients(configs: list[Config]) -> list[tuple[Outcome, dict[str, Any]]]:
-    """Results of each run, held-out losses after the others, and all gradients of its first step
-    before clipping."""
-    results = []
-    for config in configs:
-        trainer = Trainer(config)
-        trainer.memory.enabled = False
-        gradients: dict[str, Any] = {}
-        clip = trainer.stepper.clip
-
-        def keep_and_clip(
-            *args: Any, trainer: Trainer = trainer, gradients: Any = gradients, clip: Any = clip
-        ) -> Any:
-            if not gradients:
-                gradients.update(full_gradients(trainer))
-            return clip(*args)
-
-        trainer.stepper.clip = keep_and_clip  # type: ignore[method-assign]
-        trainer.train()
-        found = outcome(trainer)
-        found.losses += [step.eval_loss for step in trainer.history if step.eval_loss is not None]
-        results.append((found, gradients))
-    return results
-
-
-def full_gradients(trainer: Trainer) -> dict[str, Any]:
-    strategy = trainer.strategy
-    if isinstance(strategy, FSDP1):
-        with strategy.model.summon_full_params(strategy.model, with_grads=True):
-            return {name: param.grad.numpy().copy() for name, param in strategy.named_parameters()}  # type: ignore[union-attr]
-    grads = {name: strategy.spread(name, param.grad) for name, param in strategy.named_parameters()}  # type: ignore[arg-type]
-    full = {name: (full_tensor(g) if is_dtensor(g) else g) for name, g in grads.items()}  # type: ignore[arg-type]
-    named = (
-        full.items()
-        if strategy.pipeline is None
-        else strategy.pipeline.share_parameters(iter(full.items()))
-    )
-    return {name: grad.numpy().copy() for name, grad in named}
 
 
 def layouts() -> dict[str, Row]:
@@ -258,20 +216,25 @@ SHORT = {
     *("cp on 2", "cp gathered on 2", "ep on 2", "tp on 2", "pp on 2", "llama4, full", "gpt2 1 x 4"),
     "qwen3_moe 2 x 2 of 2 ranks",
 }
-trained = trained_rows(ROWS, train_with_gradients)
+trained = trained_rows(ROWS, train_all)
+
+
+def bits(tensors: dict[str, numpy.ndarray]) -> dict[str, bytes]:
+    return {name: tensor.tobytes() for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("row", levels(ROWS, SHORT))
 def test_layout_has_the_bits_of_one_process(row: str, trained: Pairs) -> None:
     """Oracle: one process, one micro-batch, no checkpointing: losses, held-out losses, norms,
     gradients, parameters."""
-    (found, gradients), (expected, gradients_expected) = trained[row]
-    assert gradients.keys() == gradients_expected.keys() and gradients
+    found, expected = trained[row]
+    assert found.grads.keys() == expected.grads.keys() and found.grads
     assert [
-        name for name in gradients if not (gradients[name] == gradients_expected[name]).all()
+        name for name, grad in found.grads.items() if not (grad == expected.grads[name]).all()
     ] == []
-    assert found == expected
-    assert len(found.losses) > len(found.grad_norms)
+    assert found.losses == expected.losses and found.norms == expected.norms
+    assert bits(found.parameters) == bits(expected.parameters)
+    assert len(found.losses) > len(found.norms)
 
 
 def test_micro_batches_change_last_bits_outside_this_mode() -> None:
@@ -279,9 +242,9 @@ def test_micro_batches_change_last_bits_outside_this_mode() -> None:
     find a difference."""
     control = {"deterministic": True, "steps": 2}
     configs = [config(SingleConfig(), 1, MODELS["llama"], batch_size=n, **control) for n in (1, 4)]
-    (one, _), (other, _) = run_ranks(1, train_with_gradients, configs)[0]
+    one, other = run_ranks(1, train_all, configs)[0]
     assert one.losses == pytest.approx(other.losses, rel=1e-6)
-    assert one.parameters != other.parameters
+    assert bits(one.parameters) != bits(other.parameters)
 
 
 def resume(given: Config, killed_in: int | None) -> dict[str, str]:
@@ -359,25 +322,21 @@ def test_words_and_saved_booleans_name_the_modes(word: str, mode: bool | str) ->
 def test_reports_expect_equal_bits_of_runs_with_the_same_global_batch() -> None:
     """Oracle: equal keys for other ranks and micro-batches in this mode alone, other keys for other
     grains."""
-    one = config(SingleConfig(), 1, MODELS["llama"], batch_size=BATCH)
-    three = make_config(
-        DDPConfig(), 3, model=MODELS["llama"], batch_size=1, deterministic="layout", grains=4
-    )
-    keys = [bits_of(each.to_dict(), ranks, "cpu") for each, ranks in ((one, 1), (three, 3))]
-    assert keys[0] is not None and keys[0] == keys[1]
-    fewer = config(SingleConfig(), 1, MODELS["llama"], batch_size=BATCH, grains=3)
-    assert bits_of(fewer.to_dict(), 1, "cpu") != keys[0]
+    model = MODELS["llama"]
+
+    def key(config: Config, ranks: int, **train: Any) -> object:
+        changed = dataclasses.replace(config, train=dataclasses.replace(config.train, **train))
+        return bits_of(changed.to_dict(), ranks, "cpu")
+
+    one = config(SingleConfig(), 1, model, batch_size=BATCH)
+    three = make_config(DDPConfig(), 3, model=model, batch_size=1, deterministic="layout", grains=4)
+    assert key(one, 1) == key(three, 3) is not None
+    assert key(one, 1, grains=3) != key(one, 1)
     for mode in (True, False):
-        trees = [
-            dataclasses.replace(
-                each, train=dataclasses.replace(each.train, deterministic=mode, grains=8)
-            )
-            for each in (one, three)
-        ]
-        keys = [
-            bits_of(each.to_dict(), ranks, "cpu") for each, ranks in zip(trees, (1, 2), strict=True)
-        ]
-        assert keys[0] != keys[1] or keys == [None, None]
+        first, second = (
+            key(each, ranks, deterministic=mode, grains=8) for each, ranks in ((one, 1), (three, 2))
+        )
+        assert first != second or first is None
 
 
 def test_losses_and_gradients_are_close_to_those_of_the_default_mode() -> None:
@@ -388,13 +347,7 @@ def test_losses_and_gradients_are_close_to_those_of_the_default_mode() -> None:
         for model in MODELS.values()
         for mode in (False, "layout")
     ]
-    found = iter(run_ranks(1, train_with_gradients, rows)[0])
-    for model, (plain, gradients), (by_grains, gradients_found) in zip(
-        MODELS, found, found, strict=True
-    ):
-        assert by_grains.losses == pytest.approx(plain.losses, rel=2e-6), model
-        assert by_grains.grad_norms == pytest.approx(plain.grad_norms, rel=1e-5), model
-        for name in gradients:
-            torch.testing.assert_close(
-                *(torch.from_numpy(g[name]) for g in (gradients_found, gradients))
-            )
+    outcomes = iter(run_ranks(1, train_all, rows)[0])
+    for plain, by_grains in zip(outcomes, outcomes, strict=True):
+        assert_close(by_grains, plain, 2e-6, 1e-5, tensors=False)
+        torch.testing.assert_close(by_grains.grads, plain.grads)

@@ -1,21 +1,35 @@
-"""Low-rank adapters under every strategy, against one process."""
+"""Low-rank adapters of plain and of quantized weights under every strategy, against one process."""
 
+import dataclasses
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fsdptoys.checkpoint.adapter_export import write_adapter
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models.lora import is_adapter
-from fsdptoys.parallel import STRATEGIES, DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig
+from fsdptoys.models.nf4 import Codebook, is_packed, unpack, unquantized_name
+from fsdptoys.parallel import (
+    STRATEGIES,
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+)
 from fsdptoys.parallel.capabilities import CAPABILITIES
 from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
+from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
-from fsdptoys.tune import LoRAConfig
+from fsdptoys.tune import Base, LoRAConfig
+from fsdptoys.utils.dtensor import local_tensor
+from tests.harness.nf4_models import GPT2, LLAMA
 from tests.harness.offloaded_runs import outcome
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import run_ranks
@@ -23,10 +37,12 @@ from tests.harness.run_tables import Pairs, Row, levels, trained_rows
 from tests.harness.tiny import TINY, make_config, tiny_model, with_sizes
 
 LORA = LoRAConfig(rank=4, dropout=0.2)
+NF4 = dataclasses.replace(LORA, base=Base.nf4)
+QUANTIZED: dict[str, Any] = {"tune": NF4, "model": LLAMA, "steps": 2, "deterministic": False}
 
 
 def settings_of(ranks: int, **options: Any) -> dict[str, Any]:
-    """Return three steps of eight sequences."""
+    """Return steps of eight sequences, three unless given."""
     shares = ranks // options.get("cp_size", 1)
     return {"batch_size": 8 // shares, "grad_accum": 1, "steps": 3, "tune": LORA} | options
 
@@ -35,26 +51,46 @@ def config(parallel: ParallelConfig, ranks: int, **options: Any) -> Config:
     return make_config(parallel, ranks, **settings_of(ranks, **options))
 
 
-def train_all(configs: list[Config]) -> list[tuple[Outcome, int, int]]:
-    """Of each run its outcome, and the numbers of tensors that a checkpoint holds, of adapters and
-    of anything else."""
-    found = []
+@dataclass
+class Tuned:
+    """Results of a run."""
+
+    outcome: Outcome
+    adapters: int
+    """Adapters in a checkpoint."""
+    others: int
+    """Other tensors in a checkpoint."""
+    packed: dict[str, str]
+    """Hashes of the packed weights."""
+    packed_bytes: int
+    """Bytes of the packed weights on this rank."""
+
+
+def train_all(configs: list[Config]) -> list[Tuned]:
+    results = []
     for each in configs:
         trainer = Trainer(each)
+        held = trainer.strategy.held_parameters()
+        sizes = [local_tensor(param).nbytes for name, param in held if is_packed(name)]
         trainer.train()
         names = [key.split(".", 1)[1] for key in trainer.strategy.state_tensors(trainer.optimizer)]
         adapters = sum(map(is_adapter, names))
-        found.append((outcome(trainer), adapters, len(names) - adapters))
-    return found
+        found = outcome(trainer)
+        packed = {name: value for name, value in found.parameters.items() if is_packed(name)}
+        results.append(Tuned(found, adapters, len(names) - adapters, packed, sum(sizes)))
+    return results
 
 
 NAMES = [name for name, can in CAPABILITIES.items() if not can.single_process and name != "toy_ep"]
+PACKING = [
+    name for name, can in CAPABILITIES.items() if can.mixed_dtypes and not can.single_process
+]
+OFFLOADED = {"memory": MemoryConfig(optimizer_offload=True)}
+CHECKPOINTED = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, chunk_loss=True)
 SWITCHES: dict[str, dict[str, Any]] = {
     "fsdp2 cpu offload": {"memory": MemoryConfig(cpu_offload=True)},
-    "fsdp2 optimizer offload": {"memory": MemoryConfig(optimizer_offload=True)},
-    "fsdp2 checkpointing": {
-        "memory": MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, chunk_loss=True)
-    },
+    "fsdp2 optimizer offload": OFFLOADED,
+    "fsdp2 checkpointing": {"memory": CHECKPOINTED},
     "fsdp2 cp": {"cp_size": 2},
 }
 MODELS = {"llama": tiny_model(), "qwen3_moe": with_sizes(TINY["qwen3_moe"], n_experts=4)}
@@ -65,6 +101,7 @@ LAYOUTS: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
     "cp": (FSDP2Config(), {"cp_size": 2}),
     "ep": (FSDP2Config(), {"ep_size": 2}),
 }
+BF16, F32 = DType.bfloat16, DType.float32
 
 
 def row(parallel: ParallelConfig, ranks: int, layout: dict[str, Any], **options: Any) -> Row:
@@ -73,9 +110,22 @@ def row(parallel: ParallelConfig, ranks: int, layout: dict[str, Any], **options:
     return Row(parallel, ranks, settings_of(ranks, **layout), settings, settings)
 
 
+def quantized(name: str, dtype: DType = BF16, **layout: Any) -> Row:
+    layout = {**QUANTIZED, **layout}
+    return row(STRATEGIES[name](param_dtype=dtype), 2, layout, **QUANTIZED)
+
+
 CLOSE = {name: row(STRATEGIES[name](), 2, {}, deterministic=False) for name in NAMES}
 CLOSE |= {
     name: row(FSDP2Config(), 2, layout, deterministic=False) for name, layout in SWITCHES.items()
+}
+NF4_ROWS = {f"nf4 {name}": quantized(name) for name in PACKING}
+NF4_ROWS |= {f"nf4 {name} float32": quantized(name, F32) for name in ("ddp", "fsdp2")}
+NF4_ROWS["nf4 fsdp2 cp"] = quantized("fsdp2", cp_size=2)
+NF4_ROWS["nf4 fsdp2 optimizer offload"] = quantized("fsdp2", **OFFLOADED)
+CLOSE |= {label: row for label, row in NF4_ROWS.items() if row.parallel.name in PACKING}
+SHORT = {"ddp", "fsdp1", "fsdp2", "toy_zero3", "fsdp2 cpu offload", "fsdp2 cp"} | {
+    *("nf4 ddp", "nf4 toy_ddp", "nf4 fsdp2", "nf4 fsdp2 float32", "nf4 fsdp2 cp"),
 }
 EXACT = {
     f"{model} {name}": row(
@@ -88,16 +138,27 @@ close = trained_rows(CLOSE, train_all, argument="name")
 exact = trained_rows(EXACT, train_all)
 
 
-@pytest.mark.parametrize(
-    "name", levels(CLOSE, {"ddp", "fsdp1", "fsdp2", "toy_zero3", "fsdp2 cpu offload", "fsdp2 cp"})
-)
+@pytest.mark.parametrize("name", levels(CLOSE, SHORT & CLOSE.keys()))
 def test_every_strategy_trains_adapters_as_one_process(name: str, close: Pairs) -> None:
-    """Oracle: one process of the same sequences, with the same dropped elements; checkpoints hold
-    adapters alone."""
-    (found, *saved), (expected, adapters, rest) = close[name]
-    assert found.losses == pytest.approx(expected.losses, rel=2e-6)
-    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=2e-5)
-    assert saved == [adapters, 0] and adapters > 0 and rest == 0
+    """Oracle: one process of the same sequences, with the same dropped elements; the bytes of
+    quantized weights.
+
+    Under FSDP2 a rank holds half of those: 4.5 bits a weight over two ranks. Checkpoints hold
+    adapters alone.
+    """
+    found, expected = close[name]
+    loss, norm = (2e-6, 2e-5)
+    if name in NF4_ROWS:
+        loss, norm = (2e-5, 1e-4) if CLOSE[name].parallel.param_dtype is F32 else (2e-2, 1e-1)
+        layers = LLAMA.build().layers.named_parameters()
+        weights = sum(param.numel() for key, param in layers if "_proj.weight" in key)
+        ranks = 2 if "fsdp2" in name else 1
+        assert found.packed_bytes * 8 == weights * 4.5 / ranks
+    assert found.outcome.losses == pytest.approx(expected.outcome.losses, rel=loss)
+    assert found.outcome.grad_norms == pytest.approx(expected.outcome.grad_norms, rel=norm)
+    assert found.packed == expected.packed
+    assert found.adapters == expected.adapters > 0
+    assert found.others == expected.others == 0
 
 
 @pytest.mark.skipif(not fsdp2_can_sum(), reason="FSDP2 of this torch cannot sum gradients")
@@ -105,7 +166,47 @@ def test_every_strategy_trains_adapters_as_one_process(name: str, close: Pairs) 
 def test_adapters_have_the_bits_of_one_process_under_every_layout(row: str, exact: Pairs) -> None:
     """Oracle: one process, in the layout mode."""
     found, expected = exact[row]
-    assert found == expected
+    assert found.outcome == expected.outcome
+
+
+def compare_with_plain(configs: list[Config]) -> list[list[Outcome]]:
+    """Losses and norms of each run, and of one with plain weights of the values that its quantized
+    ones stand for."""
+    codebook, results = Codebook(), []
+    codebook.put(torch.device("cpu"))
+    for each in configs:
+        trainer = Trainer(each)
+        values: dict[str, Tensor] = {}
+        for name, param in trainer.strategy.full_parameters():
+            if is_packed(name):
+                values[unquantized_name(name)] = unpack(param, codebook.pairs, param.dtype).float()
+            else:
+                values[name] = param.clone()
+        plain = Trainer(
+            dataclasses.replace(each, tune=LORA),
+            param_init=lambda param, name, values=values: param.data.copy_(values[name]),
+        )
+        runs = []
+        for run in (trainer, plain):
+            run.train()
+            runs.append(dataclasses.replace(outcome(run), parameters={}))
+        results.append(runs)
+    return results
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_run_computes_with_the_values_of_its_packed_weights() -> None:
+    """Oracle: one process with plain weights of the dequantized values: every bit of losses and
+    norms."""
+    bfloat16 = SingleConfig(param_dtype=BF16)
+    runs = [
+        config(SingleConfig(), 1, **QUANTIZED),
+        config(SingleConfig(), 1, **QUANTIZED | {"model": GPT2}),
+        config(bfloat16, 1, **QUANTIZED),
+        config(bfloat16, 1, memory=CHECKPOINTED, **QUANTIZED),
+    ]
+    for found, expected in run_ranks(1, compare_with_plain, runs)[0]:
+        assert found == expected
 
 
 def read_adapters(configs: list[Config]) -> list[dict[str, bytes]]:
@@ -123,21 +224,12 @@ def read_adapters(configs: list[Config]) -> list[dict[str, bytes]]:
 @pytest.mark.usefixtures("unmeasured")
 def test_runs_start_from_the_adapters_of_a_folder(tmp_path: Path) -> None:
     """Oracle: the adapters that were written."""
-    with torch.device("meta"):
-        model = tiny_model().build()
-    shapes = {
-        name: (param.shape, name.removesuffix(".weight"))
-        for name, param in model.layers.named_parameters()
-    }
-    layers = {
-        f"layers.{layer}": shape for shape, layer in shapes.values() if layer.endswith("_proj")
-    }
-    adapters = {
-        f"{layer}.lora_a.weight": torch.randn(4, shape[1]) for layer, shape in layers.items()
-    }
-    adapters |= {
-        f"{layer}.lora_b.weight": torch.randn(shape[0], 4) for layer, shape in layers.items()
-    }
+    adapters = {}
+    for name, param in tiny_model().build().layers.named_parameters():
+        if name.endswith("_proj.weight"):
+            layer = f"layers.{name.removesuffix('.weight')}"
+            adapters[f"{layer}.lora_a.weight"] = torch.randn(4, param.shape[1])
+            adapters[f"{layer}.lora_b.weight"] = torch.randn(param.shape[0], 4)
     write_adapter(tmp_path / "adapter", adapters, tiny_model(), rank=4, alpha=16.0, dropout=0.0)
     lora = LoRAConfig(rank=4, adapter=str(tmp_path / "adapter"))
     kinds = [STRATEGIES[name]() for name in NAMES]

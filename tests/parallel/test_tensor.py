@@ -13,7 +13,6 @@ import torch
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig
 from fsdptoys.models.generate import Draw, generate
-from fsdptoys.optim import AdamWConfig
 from fsdptoys.parallel import FSDP2Config, SingleConfig
 from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.fsdp import Wrap
@@ -24,7 +23,7 @@ from tests.harness.outcomes import hash_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.run_tables import Pairs, Row, levels, trained_rows
 from tests.harness.tiny import DOCUMENTS, EVEN, TINY, make_config, supported, tiny_model, with_sizes
-from tests.parallel.numeric_outcomes import SGD, Outcome, assert_close, split, train_all
+from tests.parallel.numeric_outcomes import SGD, Outcome, assert_close, train_all
 from tests.parallel.split_models import FEATURES, SELECTIVE, SMOOTH, STAGES, needs_sums
 
 MODELS: dict[str, Any] = {
@@ -89,23 +88,6 @@ def test_split_features_train_as_one_process(row: str, trained: Pairs) -> None:
     """Oracle: one process: losses, norms, every gradient and parameter; accumulation, ragged
     padding, clipping."""
     assert_close(*map(without_zeros, trained[row]))
-
-
-@pytest.mark.usefixtures("unmeasured")
-def test_optimizer_steps_in_the_backward_count_norms_once() -> None:
-    """Oracle: the same layout without them: losses and norms, in every bit."""
-    common: dict[str, Any] = {
-        "model": MODELS["llama"],
-        "deterministic": True,
-        "optim": AdamWConfig(lr=1e-2),
-    }
-    common |= {"grad_accum": 1, "max_grad_norm": None, "skip_nonfinite": False, "tp_size": 2}
-    rows = [
-        split(2, 1, **common, memory=MemoryConfig(optimizer_in_backward=within))
-        for within in (False, True)
-    ]
-    after, within = run_ranks(2, train_all, rows)[0]
-    assert (after.losses, after.norms) == (within.losses, within.norms)
 
 
 def initial(configs: list[Config]) -> list[dict[str, str]]:

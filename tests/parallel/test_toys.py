@@ -5,16 +5,11 @@ The toys that share sequences or split experts are rows of ``test_context.py`` a
 ``test_expert_parallelism.py``.
 """
 
-from contextlib import closing
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from fsdptoys.cli.plan import plan_command
-from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.parallel import (
@@ -26,18 +21,11 @@ from fsdptoys.parallel import (
     ToyZero1Config,
     ToyZero2Config,
     ToyZero3Config,
-    full_tensors,
-    host_copy,
 )
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
-from fsdptoys.parallel.precision import DType
+from fsdptoys.parallel.precision import DType, ReduceDType
 from fsdptoys.toys.partition import Evenness
-from fsdptoys.train.distributed import deterministic_kernels
-from fsdptoys.train.trainer import Trainer
-from fsdptoys.utils.dtensor import is_dtensor, local_bounds
-from tests.harness.outcomes import Outcome, hash_parameters
-from tests.harness.ranks import run_ranks
-from tests.harness.run_tables import Run, levels, selected, train_runs
+from tests.harness.run_tables import Pair, Pairs, levels, trained_rows
 from tests.harness.tiny import FAMILIES, make_config, tiny_model
 
 MODELS = {
@@ -58,23 +46,28 @@ DEFAULT = {**SMALL, "deterministic": False}
 ONCE = {**DEFAULT, "grad_accum": 1}
 GPT2 = {"model": MODELS["gpt2"]}
 
-Pair = tuple[ParallelConfig, ParallelConfig, dict[str, Any]]
+Counterparts = tuple[ParallelConfig, ParallelConfig, dict[str, Any]]
 """A native strategy, the toy that must equal it, and their settings."""
 
 
-def pairs_on(ranks: int) -> dict[str, Pair]:
+def pairs_on(ranks: int) -> dict[str, Counterparts]:
     """Return the pairs whose sums have the same order; over four ranks that of small buckets
     differs."""
     half = {"param_dtype": DType.bfloat16}
     tied = {**SMALL, "tie_embeddings": True}
     evaluated = {"memory": CHECKPOINTED, "eval_every": 2, "eval_batches": 1}
-    pairs: dict[str, Pair] = {
+    pairs: dict[str, Counterparts] = {
         f"toy_ddp {name}": (DDPConfig(), ToyDDPConfig(), {"model": model, **DEFAULT})
         for name, model in MODELS.items()
     }
     pairs |= {
         "toy_ddp without overlap": (DDPConfig(), ToyDDPConfig(overlap=False), {**DEFAULT, **GPT2}),
         "toy_ddp deterministic": (DDPConfig(), ToyDDPConfig(), {**SMALL, "memory": CHECKPOINTED}),
+        "toy_ddp reduced in bf16": (
+            DDPConfig(reduce_dtype=ReduceDType.bfloat16),
+            ToyDDPConfig(reduce_dtype=ReduceDType.bfloat16),
+            DEFAULT,
+        ),
         "toy_ddp bf16": (
             DDPConfig(**half),
             ToyDDPConfig(**half),
@@ -125,7 +118,8 @@ def pairs_on(ranks: int) -> dict[str, Pair]:
         }
         offloaded = {"memory": MemoryConfig(optimizer_offload=True)}
         for label, settings, options in (
-            ("deterministic", {}, SMALL),
+            # The evaluation after the last step leaves units gathered.
+            ("deterministic", {}, {**SMALL, "eval_every": 2, "eval_batches": 1}),
             ("bf16", half, DEFAULT),
             ("parts, freed, recomputed", freed, {**SMALL, "memory": CHECKPOINTED}),
             ("not freed, prefetched", ahead, {**SMALL, "memory": MemoryConfig(chunk_loss=True)}),
@@ -139,111 +133,29 @@ def pairs_on(ranks: int) -> dict[str, Pair]:
     return pairs
 
 
-PAIRS = {
-    f"{label} on {ranks}": (ranks, *pair)
+PAIRS: dict[str, Pair] = {
+    f"{label} on {ranks}": (
+        (ranks, make_config(toy, ranks, **options)),
+        (ranks, make_config(native, ranks, **options)),
+    )
     for ranks in (1, 2, 4)
-    for label, pair in pairs_on(ranks).items()
+    for label, (native, toy, options) in pairs_on(ranks).items()
 }
 SHORT = {
-    *(label for label, (ranks, *_) in PAIRS.items() if ranks == 2 and "tied" not in label),
+    *(label for label in PAIRS if label.endswith("on 2") and "tied" not in label),
     "toy_zero1 deterministic on 4",
     "toy_zero3 deterministic on 4",
     "toy_fsdp replicas on 4",
 }
-
-
-@pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest) -> dict[str, tuple[Outcome, Outcome]]:
-    """Train the selected pairs."""
-    labels = selected(request, "label")
-    runs: list[list[Run]] = [[], []]
-    for ranks, native, toy, options in map(PAIRS.__getitem__, labels):
-        for run, parallel in zip(runs, (native, toy), strict=True):
-            run.append((ranks, make_config(parallel, ranks, **options)))
-    return dict(zip(labels, zip(*map(train_runs, runs), strict=True), strict=True))
+trained = trained_rows(PAIRS, argument="label")
 
 
 @pytest.mark.parametrize("label", levels(PAIRS, SHORT))
-def test_toys_match_their_native_counterparts_bitwise(
-    label: str, trained: dict[str, tuple[Outcome, Outcome]]
-) -> None:
+def test_toys_match_their_native_counterparts_bitwise(label: str, trained: Pairs) -> None:
     """Oracle: the native strategy at the same world size, on every family, with accumulation and
     clipping."""
-    native, toy = trained[label]
+    toy, native = trained[label]
     assert toy == native
-
-
-def pass_on(configs: list[Config]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return final parameters of one run, and of one resumed under the next strategy after every
-    step."""
-    whole = Trainer(configs[0])
-    whole.train()
-    facts: dict[str, Any] = {}
-    saved: dict[str, Tensor] = {}
-
-    def load(tensors: dict[str, Tensor]) -> None:
-        assert set(tensors) == set(saved)
-        for name, tensor in tensors.items():
-            if is_dtensor(tensor):
-                rows = tuple(slice(low, high) for low, high in local_bounds(tensor))
-                tensor.to_local().copy_(saved[name][rows])
-            else:
-                tensor.copy_(saved[name])
-
-    for config in configs:
-        trainer = Trainer(config)
-        if facts:
-            trainer.load_state_dict(facts, load)
-        last = trainer.steps_done + 1
-        with closing(trainer.data.batches), deterministic_kernels(True, "cpu"):
-            trainer.train_step(last)
-            trainer.readings.finish(last)
-        trainer.steps_done = last
-        facts = trainer.state_dict()
-        named = [dict(full_tensors(host_copy(trainer.strategy.state_tensors(trainer.optimizer))))]
-        dist.broadcast_object_list(named)
-        saved = named[0]  # type: ignore[assignment]
-    return hash_parameters(whole), hash_parameters(trainer)
-
-
-CHAINS: dict[str, list[ParallelConfig]] = {
-    "ddp": [
-        DDPConfig(),
-        ToyZero1Config(),
-        ToyZero3Config(),
-        ToyZero2Config(),
-        ToyDDPConfig(),
-        ToyZero3Config(),
-    ],
-    "fsdp": [FSDP2Config(), ToyFSDPConfig(), FSDP2Config()],
-}
-
-
-@pytest.mark.parametrize("chain", CHAINS)
-def test_run_resumes_under_any_other_toy_bitwise(chain: str) -> None:
-    """Oracle: the first strategy without interruption; parameters and optimizer states pass from
-    one to the next."""
-    options = {**SMALL, "steps": len(CHAINS[chain]), "tie_embeddings": True}
-    expected, found = run_ranks(
-        2, pass_on, [make_config(parallel, 2, **options) for parallel in CHAINS[chain]]
-    )[0]
-    assert found == expected
-
-
-def full_hashes(config: Config) -> list[dict[str, str]]:
-    """Return parameters before a step and after an evaluation, which has no backward."""
-    trainer = Trainer(config)
-    before = hash_parameters(trainer)
-    trainer.strategy.model.eval()
-    with torch.no_grad():
-        trainer.strategy.model(torch.zeros(1, 4, dtype=torch.long))
-    return [before, hash_parameters(trainer)]
-
-
-def test_parameters_are_visible_in_full_after_a_forward_without_backward() -> None:
-    """Oracle: the parameters before it."""
-    before, after = run_ranks(2, full_hashes, make_config(ToyFSDPConfig(), 2, **SMALL))[0]
-    assert before == after
 
 
 PREDICTED = {

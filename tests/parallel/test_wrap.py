@@ -14,7 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from fsdptoys.config.compose import compose_config
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
-from fsdptoys.parallel import FSDP1Config, FSDP2Config, FSDPConfig, ToyFSDPConfig
+from fsdptoys.parallel import FSDP1Config, FSDP2Config, FSDPConfig
 from fsdptoys.parallel.wrap import inside_out
 from fsdptoys.plan.search.combinations import EVERYTHING, Combinations
 from fsdptoys.plan.search.switches import overrides_between, validate_switches, vary
@@ -126,25 +126,6 @@ def test_units_of_a_users_model_are_modules_whose_forward_runs_in_its_order() ->
     for name in ("ModuleList", "NonDynamicallyQuantizableLinear", "LlamaModel", "Module"):
         with pytest.raises(ConfigError, match=f"names {name}, but"):
             names_of(FSDP2Config(wrap_classes=[name]), model)
-
-
-@pytest.mark.parametrize("kind", [FSDP1Config, FSDP2Config, ToyFSDPConfig])
-def test_sizes_are_typed_as_numbers_of_either_form(kind: type[FSDPConfig]) -> None:
-    """Oracle: equal units."""
-    with torch.device("meta"):
-        model = compose_config(["model=llama_debug"]).model.build()
-    words = [f"parallel={kind.name}", "model=llama_debug"]
-    configs = [
-        compose_config([*words, f"parallel.min_params={size}"]).parallel
-        for size in ("1e5", "100000", "1e+5")
-    ]
-    assert isinstance(configs[0], kind)
-    assert (
-        configs[0].units(model)
-        == configs[1].units(model)
-        == configs[2].units(model)
-        != kind().units(model)
-    )
 
 
 @pytest.mark.parametrize(
