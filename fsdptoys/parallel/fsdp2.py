@@ -71,7 +71,8 @@ class FSDP2(Strategy):
             whole = device_mesh.tensor_axis_first(self.mesh, self.mesh_axes, world.device)
             self.tensor_group = self.mesh.get_group(TENSOR_AXIS)
             self.features = FeatureSplit(TensorExchange(self.tensor_group), whole)
-            self.mesh = self.mesh[(*self.mesh_axes.copies, SHARD_AXIS)]
+            own_axes = (*self.mesh_axes.copies, SHARD_AXIS)
+            self.mesh = self.mesh[own_axes]
         self.units_ahead = config.forward_prefetch
         # FSDP2 divides by itself in float64, and asks the collective for the mean otherwise.
         averages = config.reduce_dtype is ReduceDType.float64 or group_averages(self.shard_group())
@@ -188,9 +189,10 @@ class FSDP2(Strategy):
         """Mesh and placement of the experts' units."""
         mesh = self.sparse_mesh
         assert mesh is not None
+        axes = (*self.mesh_axes.copies, EXPERT_SHARD_AXIS)
         place = expert_placement if self.mesh_axes.ep > 1 else placement
         return {
-            "mesh": mesh[(*self.mesh_axes.copies, EXPERT_SHARD_AXIS)],
+            "mesh": mesh[axes],
             "shard_placement_fn": functools.partial(place, ranks=self.mesh_axes.efsdp),
         }
 

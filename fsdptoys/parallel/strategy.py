@@ -233,7 +233,8 @@ class Strategy(ABC):
 
     def norm_groups(self) -> list[dist.ProcessGroup | None]:
         """Groups over whose ranks squares of norms are summed, one after the other."""
-        return [self.shard_group(), self.tensor_group, self.pipeline and self.pipeline.group]
+        stages = None if self.pipeline is None else self.pipeline.group
+        return [self.shard_group(), self.tensor_group, stages]
 
     def total_norm(self, norms: list[Tensor]) -> Tensor:
         """Norm of all gradients on all ranks, as float32, from norms of this rank's parts. A

@@ -182,10 +182,11 @@ def compare_with_plain(configs: list[Config]) -> list[list[Outcome]]:
                 values[unquantized_name(name)] = unpack(param, codebook.pairs, param.dtype).float()
             else:
                 values[name] = param.clone()
-        plain = Trainer(
-            dataclasses.replace(each, tune=LORA),
-            param_init=lambda param, name, values=values: param.data.copy_(values[name]),
-        )
+
+        def fill(param: Tensor, name: str, values: dict[str, Tensor] = values) -> None:
+            param.data.copy_(values[name])
+
+        plain = Trainer(dataclasses.replace(each, tune=LORA), param_init=fill)
         runs = []
         for run in (trainer, plain):
             run.train()
