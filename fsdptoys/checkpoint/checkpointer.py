@@ -21,14 +21,15 @@ from torch import Tensor
 from fsdptoys.device import HostMemory
 from fsdptoys.errors import ConfigError
 
-from .config import RESUME_WORDS, CheckpointConfig, Form
-from .load import Checkpoint, Ranks, read_checkpoint
-from .manifest import ANY, InvalidCheckpointError, Schema, to_json
+from .config import CheckpointConfig, Form
+from .load import Checkpoint, read_checkpoint
+from .manifest import ANY, Schema, to_json
+from .ranks import Ranks
 from .retention import Series
 from .save import Put, Saver
-from .select import check_not_taken, invalid_checkpoint, listing, locate, no_checkpoint, write_probe
-from .sharded_io import GatherFull, save_full_tensors, save_tensors
-from .storage import open_storage
+from .select import listing, select, write_probe
+from .sharded_io import GatherFull, save_tensors
+from .storage import Storage, open_storage
 
 T = TypeVar("T")
 Tensors = dict[str, Tensor]
@@ -69,9 +70,9 @@ class Checkpointer:
         self._config = config
         self._ranks = Ranks(group)
         self._storage = open_storage(folder)
-        self._series = Series(self._storage)
         self._message = message
         self._pending_messages: SimpleQueue[str] = SimpleQueue()
+        self._series = Series(self._storage, self._pending_messages.put)
         self._saver = Saver(self._ranks, self._series, config, self._pending_messages.put)
         self._copy = copy or (
             lambda tensors, into: {name: each.detach().clone() for name, each in tensors.items()}
@@ -162,36 +163,37 @@ class Checkpointer:
         self._clean()
         if (self._config.every or self._config.on_signal) and self._ranks.size > 1:
             self._check_shared()
-        passed: list[str] = []
-        word = self._config.resume if self._config.resume in RESUME_WORDS else None
-        if restarted or word in ("auto", "must"):
-            found = self._newest_valid(passed)
-            if found is not None:
-                return found
-        if word is None:
-            return self._named()
-        if not restarted:
-            self._ranks.ask_first(lambda: check_not_taken(self._config, self._storage))
-        if word == "must":
-            raise ConfigError(no_checkpoint(self._storage, passed))
-        return None
+        invalid: dict[str, str] = {}
+
+        def read(storage: Storage, name: str) -> Checkpoint:
+            return read_checkpoint(self._ranks, storage, name, self._schema)
+
+        selected = select(self._ranks, self._config, self._storage, restarted, read, invalid)
+        self._series.damaged |= invalid.keys()
+        if self._message is not None and self._ranks.rank == 0:
+            onward = f"resuming from {selected.name}" if selected else "there is no older one"
+            for name, problem in invalid.items():
+                self._message(f"{name} {problem}, in {self._storage.where}; {onward}")
+        if selected is None:
+            return None
+        if selected.own:
+            names = self._ranks.ask_first(lambda: listing(self._series.names, self._storage))
+            self._series.resume_from(selected.name, names)
+            self._saver.committed = self.last_step = selected.content.step
+        return selected.content
 
     def _writer(self, tensors: Tensors, from_copies: bool) -> Put:
-        group, gather_full = self._ranks.group, self._gather_full
-        if self._config.form is Form.full:
-            if from_copies:
-                tensors = {
-                    name: tensor.clone()
-                    for name, tensor in gather_full(tensors)
-                    if tensor is not None
-                }
-                gather_full = _each
-            return lambda storage, folder: save_full_tensors(
-                storage, folder, tensors, gather_full, group
-            )
-        if from_copies:
+        gather_full = self._gather_full if self._config.form is Form.full else None
+        if from_copies and gather_full is not None:
+            tensors = {
+                name: tensor.clone() for name, tensor in gather_full(tensors) if tensor is not None
+            }
+            gather_full = _each
+        elif from_copies:
             tensors = self._copies = self._copy(tensors, self._copies)
-        return lambda storage, folder: save_tensors(storage, folder, tensors, group)
+        return lambda storage, folder: save_tensors(
+            storage, folder, tensors, self._ranks.group, gather_full
+        )
 
     def _settle(self, committed: bool) -> bool:
         """Record a verdict; called on all ranks at the same point."""
@@ -207,46 +209,7 @@ class Checkpointer:
         written."""
         if not self._is_clean and self._ranks.rank == 0:
             self._series.clean()
-            for sentence in self._series.aside:
-                self._pending_messages.put(sentence)
-            self._series.aside.clear()
         self._is_clean = True
-
-    def _newest_valid(self, passed: list[str]) -> Checkpoint | None:
-        """Return the newest complete checkpoint; append the newer damaged ones to ``passed``, with
-        the reasons."""
-        found = None
-        names = self._ranks.ask_first(lambda: listing(self._series.names, self._storage))
-        for name in names:
-            try:
-                found = read_checkpoint(self._ranks, self._storage, name, self._schema)
-                break
-            except InvalidCheckpointError as problem:
-                passed.append(f"{name} {problem}")
-                self._series.damaged.add(name)
-        if found is not None:
-            self._series.resume_from(found.name, names)
-            self._saver.committed = self.last_step = found.step
-        onward = f"resuming from {found.name}" if found is not None else "there is no older one"
-        if self._message is not None and self._ranks.rank == 0:
-            for sentence in passed:
-                self._message(f"{sentence}, in {self._storage.where}; {onward}")
-        return found
-
-    def _named(self) -> Checkpoint:
-        place = self._ranks.ask_first(lambda: locate(self._config, self._storage))
-        try:
-            found = read_checkpoint(
-                self._ranks, open_storage(place.where), place.name, self._schema
-            )
-        except InvalidCheckpointError as problem:
-            sentence = invalid_checkpoint(self._config, place, str(problem))
-            raise ConfigError(self._ranks.broadcast(sentence)) from problem
-        if place.own:
-            names = self._ranks.ask_first(lambda: listing(self._series.names, self._storage))
-            self._series.resume_from(place.name, names)
-            self._saver.committed = self.last_step = found.step
-        return found
 
     def _check_shared(self) -> None:
         """Reject a folder local to one of several nodes, which would otherwise fail at the first

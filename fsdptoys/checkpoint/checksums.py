@@ -1,60 +1,16 @@
-"""Checksums of a checkpoint's files as they are written, and of folders of weights as they are
-read.
+"""Checksums of folders of weights.
 
 safetensors has no checksums: its reader noticed 1 of 300 flipped bits.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.sealed_folder import FileSum, RunningSum, sum_path, sums_from_json
+from fsdptoys.utils.sealed_folder import sum_path, sums_from_json
 
 from .safetensors_io import AGAIN, read_json
-from .storage import Storage
 
 CHECKSUMS_FILE = "checksums.json"  # size and SHA-256 of every file of a folder
-
-
-class SummingStorage:
-    """Wraps a storage and sums every file while it is written.
-
-    Nothing is read back: the sums are of the intended bytes, so they also detect damage on the way
-    to the disk.
-    """
-
-    def __init__(self, storage: Storage) -> None:
-        self.sums: dict[str, FileSum] = {}  # by path, of completely written files
-        self.refused: OSError | None = None  # first write error of the wrapped storage
-        self._storage = storage
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._storage, name)
-
-    @contextmanager
-    def writing(self, path: str) -> Iterator[BinaryIO]:
-        """See ``Storage``. The file must be written sequentially."""
-        try:
-            with self._storage.writing(path) as file:
-                summing = _SummingFile(file)
-                yield cast(BinaryIO, summing)
-        except OSError as error:
-            self.refused = self.refused or error
-            raise
-        self.sums[path] = summing.sum.result()
-
-
-class _SummingFile:
-    def __init__(self, file: BinaryIO) -> None:
-        self.sum = RunningSum()
-        self._file = file
-
-    def write(self, data: Any) -> int:
-        count = self._file.write(data)
-        self.sum.update(data)
-        return count
 
 
 def verify_checksums(path: Path, only_sizes: bool = False) -> int | None:

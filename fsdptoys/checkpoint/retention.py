@@ -13,7 +13,7 @@ the way of a new checkpoint is renamed with the reason, for example to ``step-00
 
 import errno
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from .manifest import (
@@ -28,21 +28,22 @@ from .manifest import (
     step_of,
     with_retries,
 )
-from .storage import Storage
+from .storage import Storage, write_file
 
 LATEST_FILE = "latest"
 PARTIAL, OLD, DELETED = ".partial", ".old", ".deleted"
 
 
 class Series:
-    """The checkpoints of one storage."""
+    """The checkpoints of one storage; ``report`` is called with one sentence at a time."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(
+        self, storage: Storage, report: Callable[[str], object] = lambda sentence: None
+    ) -> None:
         self.storage = storage
+        self._report = report
         # Names of checkpoints to ignore even if their file sizes match
         self.damaged: set[str] = set()
-        # Sentences on folders renamed to make way for a checkpoint; the caller clears it
-        self.aside: list[str] = []
         self._written: set[str] = set()
         self._resumed: set[str] = set()
         self._reported: set[str] = set()
@@ -144,7 +145,7 @@ class Series:
         for path, said in manifest.files.items():
             if storage.size(f"{working}/{path}") != said.size:
                 raise OSError(errno.EIO, "a written file has changed since", f"{working}/{path}")
-        write_file(storage, f"{working}/{MANIFEST_FILE}", manifest.to_bytes())
+        write_file(storage, f"{working}/{MANIFEST_FILE}", [manifest.to_bytes()])
         storage.sync(working)
         if not storage.renames:
             return
@@ -173,30 +174,26 @@ class Series:
     def point_to(self, name: str) -> None:
         """Write the name of the newest checkpoint to ``latest``, for people and tools."""
         temporary = f".{LATEST_FILE}{PARTIAL}" if self.storage.renames else LATEST_FILE
-        write_file(self.storage, temporary, f"{name}\n".encode())
+        write_file(self.storage, temporary, [f"{name}\n".encode()])
         if self.storage.renames:
             self.storage.rename(temporary, LATEST_FILE)
             self.storage.sync("")
 
-    def prune(self, newest: int, keep: int, keep_every: int) -> tuple[list[str], list[str]]:
-        """Delete this run's complete checkpoints beyond those to keep; return their names, and
-        sentences on problems.
+    def prune(self, newest: int, keep: int, keep_every: int) -> bool:
+        """Delete this run's complete checkpoints beyond those to keep; return whether any was
+        deleted.
 
         Kept are the ``keep`` newest up to step ``newest``, newer ones, and those whose step is a
         multiple of ``keep_every``. Checkpoints that cannot be read now are neither counted nor
         deleted, and are left to a later call.
         """
         kept, name, where = 0, "", self.storage.where
-        deleted: list[str] = []
-        problems: list[str] = []
+        is_freed = False
+        deletable = (self._written | self._resumed) - self.damaged
         try:
             for name in self.names():
                 step = known_step(name)
-                if (
-                    step > newest
-                    or name in self.damaged
-                    or name not in self._written | self._resumed
-                ):
+                if step > newest or name not in deletable:
                     continue
                 if kept == keep and keep_every and step % keep_every == 0:
                     continue
@@ -205,7 +202,7 @@ class Series:
                         continue
                 except UnreadableError as problem:
                     if name not in self._reported:
-                        problems.append(
+                        self._report(
                             f"{name} {problem.reason}, in {where}, and is neither counted nor "
                             "deleted"
                         )
@@ -221,12 +218,12 @@ class Series:
                     self.storage.remove(f".{name}{DELETED}")
                 else:
                     self.discard(name)
-                deleted.append(name)
+                is_freed = True
         except OSError as error:
-            problems.append(
+            self._report(
                 f"old checkpoints could not be deleted: {reason_of(error)} at {where}/{name}"
             )
-        return deleted, problems
+        return is_freed
 
     def _reason(self, name: str) -> str:
         if name in self.damaged:
@@ -252,7 +249,7 @@ class Series:
         names = (f"{name}.{reason}-{number}" for number in itertools.count(1))
         free = next(each for each in names if each not in taken and not self.storage.exists(each))
         self.storage.move(entry, free)
-        self.aside.append(f"an earlier {name} in {self.storage.where} was renamed to {free}")
+        self._report(f"an earlier {name} in {self.storage.where} was renamed to {free}")
 
     def _leftovers(self) -> list[str]:
         found = []
@@ -262,10 +259,3 @@ class Series:
             if entry[0] == "." and ours and dot + ending in (PARTIAL, OLD, DELETED):
                 found.append(entry)
         return found
-
-
-def write_file(storage: Storage, path: str, content: bytes) -> None:
-    """Write a small file."""
-    with storage.writing(path) as file:
-        written = file.write(content)
-    assert written == len(content)

@@ -15,33 +15,24 @@ import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import cast
 
 from fsdptoys.utils.sealed_folder import FileSum
 
-from .checksums import SummingStorage
 from .config import CheckpointConfig
-from .load import Ranks
 from .manifest import STATE_FILE, Manifest, UnreadableError, rank_file, reason_of, step_name
-from .retention import LATEST_FILE, Series, write_file
-from .storage import Storage
+from .ranks import Ranks
+from .retention import LATEST_FILE, Series
+from .storage import Storage, write_file
 
-# Writes this rank's tensors into a folder of a storage; collective
-Put = Callable[[Storage, str], object]
+# Writes this rank's tensors into a folder of a storage; returns the sums of its files; collective
+Put = Callable[[Storage, str], dict[str, FileSum]]
 
 FULL = {os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 """The system's messages for a full disk or quota."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A rank's report on its writes."""
-
-    rank: int
-    sums: dict[str, FileSum]  # file name → size and SHA-256
-    problem: str | None  # reason of a failure
-    is_own: bool  # whether the failure is this rank's own, not received from another rank
+Answer = tuple[dict[str, FileSum], str | None]
+"""A rank's files with their sums, and the reason of a failure."""
 
 
 class Saver:
@@ -71,10 +62,6 @@ class Saver:
             has_room = ranks.broadcast(ranks.rank == 0 and self._prune(step))
             if has_room:
                 problems, wrote = self._attempt(step, put, state, own)
-        if ranks.rank == 0:
-            for sentence in self._series.aside:
-                self._report(sentence)
-            self._series.aside.clear()
         if problems:
             if ranks.rank == 0:
                 self._report_failure(step, problems)
@@ -117,26 +104,20 @@ class Saver:
             return None, self._place_of(error)
 
     def _write(self, working: str, put: Put, state: bytes, own: bytes) -> Answer:
-        summing, rank = SummingStorage(self._storage), self._ranks.rank
-        storage = cast(Storage, summing)
-        problem = None
+        storage, rank = self._storage, self._ranks.rank
+        facts = {rank_file(rank): own} | ({STATE_FILE: state} if rank == 0 else {})
         try:
-            put(storage, working)
-            write_file(storage, f"{working}/{rank_file(rank)}", own)
-            if rank == 0:
-                write_file(storage, f"{working}/{STATE_FILE}", state)
+            sums = put(storage, working)
+            for file, text in facts.items():
+                sums[file] = write_file(storage, f"{working}/{file}", [text])
         except OSError as error:
-            problem = self._place_of(summing.refused or error, rank)
-        sums = {path.removeprefix(f"{working}/"): said for path, said in summing.sums.items()}
-        return Answer(rank, sums, problem, summing.refused is not None)
+            return {}, self._place_of(error, rank)
+        return sums, None
 
     def _commit(self, step: int, working: str, answers: list[Answer]) -> list[str]:
-        failed = [answer for answer in answers if answer.problem is not None]
-        problems = [
-            str(answer.problem) for answer in [each for each in failed if each.is_own] or failed[:1]
-        ]
+        problems = [problem for _, problem in answers if problem is not None]
         if not problems:
-            files = {path: said for answer in answers for path, said in answer.sums.items()}
+            files = {path: said for sums, _ in answers for path, said in sums.items()}
             try:
                 self._series.commit(working, Manifest(step_name(step), files))
                 return []
@@ -152,10 +133,7 @@ class Saver:
 
     def _prune(self, step: int) -> bool:
         """Delete old checkpoints; return whether any was deleted."""
-        deleted, problems = self._series.prune(step, self._config.keep, self._config.keep_every)
-        for problem in problems:
-            self._report(problem)
-        return bool(deleted)
+        return self._series.prune(step, self._config.keep, self._config.keep_every)
 
     def _report_failure(self, step: int, problems: list[str]) -> None:
         newest = self._series.newest_readable()

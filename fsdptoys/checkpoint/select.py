@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from fsdptoys.errors import ConfigError
 
@@ -35,8 +35,9 @@ from .manifest import (
     step_of,
     with_retries,
 )
-from .retention import LATEST_FILE, PARTIAL, Series, write_file
-from .storage import LocalStorage, Storage, open_storage
+from .ranks import Ranks
+from .retention import LATEST_FILE, PARTIAL, Series
+from .storage import LocalStorage, Storage, open_storage, write_file
 
 RUN_FOLDER = "checkpoints"  # default checkpoint folder within a run directory
 
@@ -70,28 +71,58 @@ def peek(
         # Otherwise another run may be saving right now
         if listing(Series(storage).newest_complete, storage) is None:
             Series(storage).recover()
-    if (
-        restarted
-        and storage is not None
-        and (facts := _peek_newest(storage, [], schema)) is not None
-    ):
-        return facts
-    if config.resume in RESUME_WORDS:
-        check_not_taken(config, storage)
-        passed: list[str] = []
-        facts = (
-            _peek_newest(storage, passed, schema)
-            if config.resumes and storage is not None
-            else None
-        )
-        if facts is None and config.resume == "must":
-            raise ConfigError(no_checkpoint(storage, passed))
-        return facts
-    place = locate(config, storage)
-    try:
-        return _facts(open_storage(place.where), place.name, schema)
-    except InvalidCheckpointError as problem:
-        raise ConfigError(invalid_checkpoint(config, place, str(problem))) from problem
+
+    def read(storage: Storage, name: str) -> Facts:
+        return read_state(storage, read_manifest(storage, name), schema)
+
+    selected = select(Ranks(None), config, storage, restarted, read, {})
+    return None if selected is None else selected.content
+
+
+@dataclass(frozen=True)
+class Selected(Generic[T]):
+    """The checkpoint to resume from."""
+
+    name: str
+    own: bool  # whether it is in the folder this run saves to
+    content: T  # what was read of it
+
+
+def select(
+    ranks: Ranks,
+    config: CheckpointConfig,
+    storage: Storage | None,
+    restarted: bool,
+    read: Callable[[Storage, str], T],
+    invalid: dict[str, str],
+) -> Selected[T] | None:
+    """Find the checkpoint to resume from, and read it; None to start from scratch. Collective.
+
+    Args:
+        storage: holds the run's checkpoints; None if it is yet to be created.
+        restarted: as for ``peek``.
+        read: reads a checkpoint; InvalidCheckpointError on all ranks if it is incomplete or
+            damaged.
+        invalid: filled with the names of newer ones that are not valid, and the reasons.
+    """
+    if storage is not None and (restarted or config.resume in ("auto", "must")):
+        for name in ranks.ask_first(lambda: listing(Series(storage).names, storage)):
+            try:
+                return Selected(name, True, read(storage, name))
+            except InvalidCheckpointError as problem:
+                invalid[name] = str(problem)
+    if config.resume not in RESUME_WORDS:
+        place = ranks.ask_first(lambda: locate(config, storage))
+        try:
+            return Selected(place.name, place.own, read(open_storage(place.where), place.name))
+        except InvalidCheckpointError as problem:
+            sentence = invalid_checkpoint(config, place, str(problem))
+            raise ConfigError(ranks.broadcast(sentence)) from problem
+    if not restarted:
+        ranks.ask_first(lambda: check_not_taken(config, storage))
+    if config.resume == "must":
+        raise ConfigError(no_checkpoint(storage, invalid))
+    return None
 
 
 def check_not_taken(config: CheckpointConfig, storage: Storage | None) -> None:
@@ -158,12 +189,13 @@ def invalid_checkpoint(config: CheckpointConfig, place: NamedCheckpoint, problem
     )
 
 
-def no_checkpoint(storage: Storage | None, passed: list[str]) -> str:
+def no_checkpoint(storage: Storage | None, invalid: dict[str, str]) -> str:
     """Return the message that rejects ``must`` without a complete checkpoint."""
     where = "the run's new directory" if storage is None else storage.where
-    found = f" ({'; '.join(passed)})" if passed else ""
+    reasons = "; ".join(f"{name} {problem}" for name, problem in invalid.items())
+    details = f" ({reasons})" if invalid else ""
     return (
-        f"checkpoint.resume=must finds no complete checkpoint in {where}{found}; set "
+        f"checkpoint.resume=must finds no complete checkpoint in {where}{details}; set "
         "checkpoint.resume=auto to start from scratch, or checkpoint.folder or metrics.run_dir "
         "to where they are"
     )
@@ -182,8 +214,6 @@ def check_writable(storage: Storage) -> None:
     try:
         if isinstance(storage, LocalStorage):
             path = Path(storage.where).absolute()
-            with suppress(FileNotFoundError, NotADirectoryError):
-                path.lstat()  # raises if a name of a missing folder is too long
             nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
             with tempfile.TemporaryFile(dir=nearest) as local:
                 local.write(b"x")
@@ -199,7 +229,7 @@ def write_probe(storage: Storage) -> str:
     probe = f".{LATEST_FILE}-{secrets.token_hex(4)}{PARTIAL}"
     try:
         storage.make("")
-        write_file(storage, probe, b"x")
+        write_file(storage, probe, [b"x"])
     except OSError as error:
         raise _unwritable(storage, error) from error
     return probe
@@ -215,19 +245,6 @@ def listing(look: Callable[[], T], storage: Storage) -> T:
             f"{storage.where} cannot be read ({reason_of(error)}), and may hold checkpoints; "
             "make it readable, or set checkpoint.folder to another place"
         ) from error
-
-
-def _peek_newest(storage: Storage, passed: list[str], schema: Schema) -> Facts | None:
-    for name in listing(Series(storage).names, storage):
-        try:
-            return _facts(storage, name, schema)
-        except InvalidCheckpointError as problem:
-            passed.append(f"{name} {problem}")
-    return None
-
-
-def _facts(storage: Storage, name: str, schema: Schema) -> Facts:
-    return read_state(storage, read_manifest(storage, name), schema)
 
 
 def find_checkpoint(where: str) -> tuple[Storage, str] | None:

@@ -2,9 +2,8 @@
 of the saving ranks), and ``tensors.json``, which lists the tensors and the files of their chunks.
 
 A checkpoint may be in an object store, so its files are written sequentially, header first, and
-read by seeking. Tensors on an accelerator pass through two pinned buffers (``pinned_copy``). Chunks
-are sorted by descending element size, which aligns each to its dtype. Bytes are little-endian, on
-little-endian hosts only.
+read by seeking. Tensors on an accelerator pass through two pinned buffers (``pinned_copy``). Bytes
+are little-endian, on little-endian hosts only.
 
 The index is plain JSON, read strictly: a hostile index cannot name a file outside its folder, omit
 a part of a tensor, or run code. It takes about 130 bytes per chunk, so 1000 tensors on 1000 ranks
@@ -26,11 +25,12 @@ from torch import Tensor
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.sealed_folder import FileSum
 from fsdptoys.utils.text import one_line
 
 from .pinned_copy import BUFFER_BYTES, PinnedBuffers, byte_view, host_bytes
 from .safetensors_io import DTYPES, LONGEST_HEADER_BYTES, HeaderEntry, parse_header
-from .storage import Storage
+from .storage import Storage, write_file
 
 CHUNK_DTYPES = {
     **DTYPES,
@@ -69,48 +69,41 @@ class ChunkForm:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def in_file_order(forms: Mapping[str, ChunkForm]) -> list[str]:
-    """Return the keys in the order that ``write_chunks`` expects."""
-    return sorted(forms, key=lambda key: (-forms[key].dtype.itemsize, key))
-
-
 def write_chunks(
     storage: Storage,
     path: str,
     forms: Mapping[str, ChunkForm],
-    chunks: Iterable[tuple[str, Tensor]],
-) -> None:
-    """Write one safetensors file; ``chunks`` come in the order of ``in_file_order``, on any
+    contents: Iterable[Tensor | None],
+) -> FileSum:
+    """Write one safetensors file; ``contents`` are the chunks of ``forms`` in order, on any
     device."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end, keys = 0, in_file_order(forms)
-    for key in keys:
+    end = 0
+    for key, form in forms.items():
         assert key != "__metadata__", "a name that the format keeps for itself"
-        start, end = end, end + forms[key].nbytes
-        dtype = DTYPE_NAMES[forms[key].dtype]
+        start, end = end, end + form.nbytes
         header[key] = {
-            "dtype": dtype,
-            "shape": list(forms[key].shape),
+            "dtype": DTYPE_NAMES[form.dtype],
+            "shape": list(form.shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     assert len(text) <= LONGEST_HEADER_BYTES
-    with storage.writing(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        contents = host_bytes(_checked(forms, keys, chunks))
-        written = sum(file.write(piece) for content in contents for piece in _pieces(content))
-        assert written == end
+
+    def pieces() -> Iterator[Any]:
+        yield len(text).to_bytes(8, "little") + text
+        for content in host_bytes(_checked(forms, contents)):
+            yield from _pieces(content)
+
+    return write_file(storage, path, pieces())
 
 
-def _checked(
-    forms: Mapping[str, ChunkForm], keys: list[str], chunks: Iterable[tuple[str, Tensor]]
-) -> Iterator[Tensor]:
-    for key, (given, chunk) in zip(keys, chunks, strict=True):
-        assert given == key and ChunkForm(chunk.dtype, tuple(chunk.shape)) == forms[key], (
-            f"{given} for {key}"
-        )
-        yield chunk
+def _checked(forms: Mapping[str, ChunkForm], contents: Iterable[Tensor | None]) -> Iterator[Tensor]:
+    for form, content in zip(forms.values(), contents, strict=True):
+        assert content is not None
+        assert ChunkForm(content.dtype, tuple(content.shape)) == form, form
+        yield content
 
 
 @dataclass(frozen=True)
@@ -235,7 +228,7 @@ class StoredTensor:
         return ChunkForm(CHUNK_DTYPES[self.dtype], self.shape).nbytes
 
 
-def write_index(storage: Storage, folder: str, tensors: Mapping[str, StoredTensor]) -> None:
+def write_index(storage: Storage, folder: str, tensors: Mapping[str, StoredTensor]) -> FileSum:
     """Write the index of a checkpoint; ConfigError if it exceeds the size limit."""
     # The fields in their order; ``dataclasses.asdict`` would copy each.
     tree = {
@@ -250,8 +243,7 @@ def write_index(storage: Storage, folder: str, tensors: Mapping[str, StoredTenso
             f"the index of {storage.where}/{folder} would take {len(text)} bytes, and at most "
             f"{LARGEST_INDEX_BYTES} are read again; set checkpoint.form=full"
         )
-    with storage.writing(f"{folder}/{INDEX_FILE}") as file:
-        file.write(text)
+    return write_file(storage, f"{folder}/{INDEX_FILE}", [text])
 
 
 def read_index(storage: Storage, folder: str) -> dict[str, StoredTensor]:

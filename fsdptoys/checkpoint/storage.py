@@ -15,23 +15,17 @@ Source: https://filesystem-spec.readthedocs.io
 import io
 import os
 import shutil
-import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
-from urllib.parse import urlsplit
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.atomic_write import sync_to_disk
 from fsdptoys.utils.regular_file import open_regular
+from fsdptoys.utils.sealed_folder import FileSum, RunningSum
 from fsdptoys.utils.text import one_line
-
-CONNECT_SECONDS = 4.0
-
-PORTS = {"ftp": 21, "sftp": 22, "ssh": 22, "smb": 445}
-"""URL scheme → default port, for file systems that connect in their constructor."""
 
 
 class Storage(ABC):
@@ -109,6 +103,20 @@ def read_bytes(file: BinaryIO, size: int) -> bytes:
     while len(content) < size and (block := file.read(size - len(content))):
         content += block
     return content
+
+
+def write_file(storage: Storage, path: str, pieces: Iterable[Any]) -> FileSum:
+    """Write a file piece by piece; return its size and SHA-256.
+
+    The sum is of the bytes that were to be written, so it also detects damage on the way to the
+    disk.
+    """
+    total = RunningSum()
+    with storage.writing(path) as file:
+        for piece in pieces:
+            file.write(piece)
+            total.update(piece)
+    return total.result()
 
 
 class LocalStorage(Storage):
@@ -205,11 +213,6 @@ class UrlStorage(Storage):
 
         self.where = where.rstrip("/")
         try:
-            parts = urlsplit(where)
-            # These constructors would wait much longer for a server
-            if parts.scheme in PORTS and parts.hostname:
-                address = parts.hostname, parts.port or PORTS[parts.scheme]
-                socket.create_connection(address, CONNECT_SECONDS).close()
             self._files, self._root = url_to_fs(where, use_listings_cache=False)
         except ImportError as error:
             raise ConfigError(

@@ -23,9 +23,10 @@ from fsdptoys.utils.text import short_text
 
 from .checksums import CHECKSUMS_FILE
 from .config import CheckpointConfig
-from .load import Ranks, read_checkpoint
+from .load import read_checkpoint
 from .manifest import InvalidCheckpointError
 from .model_config import build_model_config
+from .ranks import Ranks
 from .safetensors_io import MAX_FILE_BYTES, TensorFolder, Written, slices, write_tensors
 from .select import find_checkpoint, locate
 from .storage import open_storage
@@ -79,8 +80,7 @@ class RunWeights:
         self.tensors = TensorFolder(self.path, STEM)
         shapes = _shapes_of(self.config)
         reader = f"the model of {CONFIG_FILE}"
-        self.tensors.require(shapes, reader)
-        self.tensors.refuse_others(shapes, reader, f"use the {CONFIG_FILE} that the run wrote")
+        self.tensors.require(shapes, reader, f"use the {CONFIG_FILE} that the run wrote")
 
     def read(self, name: str, region: Bounds) -> Tensor:
         """Read a part of a parameter. Opens the file on each call, so that pages read do not stay

@@ -29,7 +29,7 @@ SLOW_IMPORTS = (
         "fsdptoys.metrics.figures",
         "matplotlib.figure",
     ),
-    *("fsdptoys.parallel.fsdp1", "fsdptoys.parallel.fsdp2", "fsdptoys.checkpoint.dcp_io"),
+    *("fsdptoys.parallel.fsdp1", "fsdptoys.parallel.fsdp2", "fsdptoys.checkpoint.sharded_io"),
 )
 _parameters = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
 

@@ -44,7 +44,7 @@ from fsdptoys.utils.dtensor import local_bounds, local_tensor
 from fsdptoys.utils.torchao import torchao_fault
 from tests.harness.offloaded_runs import OVERLAPPED, outcome, take_steps, trainer
 from tests.harness.outcomes import Outcome
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import pickled_objects, run_ranks
 from tests.harness.run_tables import levels, selected, train_runs
 from tests.harness.tiny import (
     EXPERTS,
@@ -316,3 +316,153 @@ def test_every_strategy_resumes_from_the_state_of_one_process_bitwise(
     """Oracle: one uninterrupted process; states too, read back right after loading and at the end;
     tied, experts."""
     assert loaded[loading] == {"loaded": [], "same": True, "end": []}
+
+
+@dataclass
+class Row:
+    """An interrupted run."""
+
+    config: Config
+    how: str | None = None
+    offload: dict[str, Any] = field(default_factory=dict)
+    resumes: bool = True
+    """Whether the resumed run has the same offload; if not, it has none."""
+    starts: bool = True
+    """Whether the run has offload before it is interrupted."""
+
+    def trainer(self, offloads: bool) -> Trainer:
+        """Return a trainer."""
+        return (
+            trainer(self.config, self.how, **self.offload)
+            if offloads
+            else trainer(self.config, None)
+        )
+
+
+def rows_on_two_ranks() -> dict[str, Row]:
+    def row(
+        parallel: ParallelConfig,
+        how: str | None = None,
+        offload: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Row:
+        return Row(
+            config(parallel, 2, **{"model": replace(MODELS["llama"], n_layers=1), **more}),
+            how,
+            offload or {},
+        )
+
+    bf16 = {"param_dtype": DType.bfloat16}
+    half = {"offload_state_dtype": OffloadStateDType.bfloat16}
+    sgd = {"optim": SGDConfig(lr=0.1, weight_decay_on=WeightDecayOn.all)}
+    offloaded = {"memory": MemoryConfig(cpu_offload=True)}
+    rows = {
+        "bf16 fsdp1": row(FSDP1Config(**bf16), model=MODELS["tied"], grad_accum=2),
+        "bf16 fsdp2": row(FSDP2Config(**bf16), model=MODELS["tied"], grad_accum=2),
+        "native": row(FSDP2Config(**bf16), **offloaded),
+        "overlapped": row(FSDP2Config(**bf16), OVERLAPPED, **offloaded),
+        "lazy ddp": row(DDPConfig(), "lazy"),
+        "pipelined flat": row(FLAT, "pipelined", half),
+        "pipelined half": row(FSDP1Config(), "pipelined", half),
+        "lazy fsdp2": row(FSDP2Config(), "lazy", half, grad_accum=2),
+        "lazy sgd": row(FSDP2Config(), "lazy", **sgd),
+    }
+    for name, parallel in {"fsdp1": FSDP1Config(), "flat": FLAT, "fsdp2": FSDP2Config()}.items():
+        rows[f"sgd {name}"] = row(parallel, **sgd)
+        implementation = Implementation.foreach if name == "flat" else Implementation.fused
+        adamw = AdamWConfig(
+            lr=1e-2, implementation=implementation, weight_decay_on=WeightDecayOn.all
+        )
+        rows[f"{implementation.value} {name}"] = row(parallel, optim=adamw, deterministic=False)
+    for name, parallel in {"flat": FLAT, "fsdp2": FSDP2Config()}.items():
+        optim = SGDConfig(lr=0.1, momentum=0.0, weight_decay_on=WeightDecayOn.all)
+        rows[f"no momentum {name}"] = row(parallel, optim=optim)
+    for name in ("lazy ddp", "pipelined flat", "lazy sgd", "overlapped"):
+        rows[f"{name} then none"] = replace(rows[name], offload={}, resumes=False)
+        rows[f"none then {name}"] = replace(rows[name], offload={}, starts=False)
+    return rows
+
+
+ROWS = rows_on_two_ranks()
+INTERRUPTED = {
+    *("bf16 fsdp1", "overlapped", "pipelined half", "lazy fsdp2", "foreach flat", "fused fsdp2"),
+    *("sgd flat", "no momentum fsdp2", "pipelined flat then none", "none then lazy sgd"),
+    "none then overlapped",
+}
+
+
+def interrupt(rows: list[Row], folder: Path) -> list[list[Outcome]]:
+    """For each row: a run, the same run copied in its middle, and one resumed from the copies."""
+    outcomes = []
+    for number, row in enumerate(rows):
+        undisturbed, copied, resumed = map(row.trainer, (row.starts, row.starts, row.resumes))
+        take_steps(undisturbed, 1, STEPS)
+        take_steps(copied, 1, 1)
+        copies = host_copy(copied.strategy.state_tensors(copied.optimizer))
+        addresses = {name: address(copy) for name, copy in copies.items()}
+        take_steps(copied, 2, MIDDLE)
+        forward_only(copied)
+        copies = host_copy(copied.strategy.state_tensors(copied.optimizer), into=copies)
+        assert {name: address(copy) for name, copy in copies.items()} == addresses
+        batches = copied.data.batches.state_dict()
+        take_steps(copied, MIDDLE + 1, STEPS)  # must not change the copies
+        where = folder / str(number)
+        with pickled_objects():
+            dcp.save(copies, checkpoint_id=where)
+        take_steps(resumed, 1, 1)  # loading must replace everything
+        resumed.strategy.load_state_tensors(
+            resumed.optimizer, functools.partial(load_unseen, where)
+        )
+        set_schedule(resumed.schedule, MIDDLE)
+        resumed.data.batches.load_state_dict(batches)
+        resumed.history = copied.history[:MIDDLE]
+        take_steps(resumed, MIDDLE + 1, STEPS)
+        outcomes.append([outcome(undisturbed), outcome(copied), outcome(resumed)])
+    return outcomes
+
+
+def forward_only(made: Trainer) -> None:
+    """As an evaluation: FSDP2 leaves units gathered that only a backward would free."""
+    tokens_BT = torch.arange(16).view(2, 8)
+    with torch.no_grad():
+        made.strategy.model(tokens_BT, tokens_BT, made.scale.loss_fn)
+
+
+def load_unseen(where: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill tensors without increasing their version counters, like a file read directly into their
+    memory."""
+    read = host_copy(tensors)
+    with pickled_objects():
+        dcp.load(read, checkpoint_id=where)
+    for name, tensor in tensors.items():
+        local(tensor).data.copy_(local(read[name]))
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def address(tensor: Tensor) -> int:
+    return local(tensor).data_ptr()
+
+
+@pytest.fixture(scope="module")
+def interrupted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Outcome]]:
+    """Interrupt the selected rows."""
+    rows = {row: ROWS[row] for row in selected(request, "row")}
+    folder = tmp_path_factory.mktemp("states")
+    outcomes = run_ranks(2, interrupt, list(rows.values()), folder)[0]
+    return dict(zip(rows, outcomes, strict=True))
+
+
+@pytest.mark.parametrize("row", levels(ROWS, INTERRUPTED))
+def test_optimizers_and_offloads_resume_bitwise(
+    row: str, interrupted: dict[str, list[Outcome]]
+) -> None:
+    """Oracle: the uninterrupted run; through torch's distributed checkpoint, from copies on the
+    host."""
+    run, copied, resumed = interrupted[row]
+    assert copied == run
+    assert resumed == run

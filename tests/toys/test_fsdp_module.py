@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdptoys.toys.fsdp.layout import lay_out
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import pickled_objects, run_ranks
 from tests.toys.fsdp_models import (
     NATIVE,
     TOY,
@@ -168,6 +168,35 @@ def exchanges_state_dicts_with_pytorch() -> None:
             if target is TOY:  # parameters are views of one flat shard again
                 parts = [param.to_local() for param in fresh.blocks[0].parameters()]
                 assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+
+
+def exchanges_checkpoints_with_pytorch() -> None:
+    for source, target in BOTH_WAYS:
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        trained, fresh = build(source, Case()), build(target, Case())
+        with torch.no_grad():
+            for param in trained.parameters():
+                param.add_(1)
+        with pickled_objects():
+            dcp.save({"model": trained.state_dict()}, checkpoint_id=folder[0])
+            state = {"model": fresh.state_dict()}
+            dcp.load(state, checkpoint_id=folder[0])
+        fresh.load_state_dict(state["model"])
+        assert all(map(torch.equal, whole(trained).values(), whole(fresh).values()))
+
+
+def initializes_from_the_meta_device() -> None:
+    for shard in (shard_blocks, shard_groups):
+        with torch.device("meta"):
+            model: Any = Model()
+        shard(TOY, model, mesh_of())
+        model.to_empty(device="cpu")
+        expected = build(TOY, Case(shard=shard))
+        with torch.no_grad():
+            for param, values in zip(model.parameters(), expected.parameters(), strict=True):
+                param.copy_(values)
+        assert backward(model, batches(1)[0]) == backward(expected, batches(1)[0])
 
 
 def changes_its_dtype_between_steps() -> None:
