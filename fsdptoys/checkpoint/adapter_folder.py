@@ -69,10 +69,6 @@ class AdapterLocation:
     """I."""
     total: int
     """Rows of B."""
-    sharing: int
-    """Our layers that have this adapter."""
-    index: int
-    """Of this layer among them."""
 
 
 class AdapterFolder:
@@ -103,6 +99,8 @@ class AdapterFolder:
                 )
         self._tensors = TensorFolder(self.path, STEM)
         self._places: dict[str, AdapterLocation] = {}
+        self._layers: dict[str, list[str]] = {}
+        """Module → our layers that have its adapter, in the order of their rows."""
         self.ranks: dict[str, int] = {}
         """Our layer → rows of its A."""
         self.scales: dict[str, float] = {}
@@ -122,43 +120,28 @@ class AdapterFolder:
     def check(self, model: DecoderModel) -> None:
         """Check from the files' headers that every tensor belongs to a linear layer of a model on
         the meta device."""
-        sharing: dict[str, list[tuple[str, AdapterLocation]]] = {}
         for name, module in model.layers.named_modules():
             if isinstance(module, Linear) and not is_adapter(f"{name}."):
                 layer = f"layers.{name}"
-                place = locate_adapter(
-                    model.config, layer, (module.out_features, module.in_features)
-                )
-                if (
-                    place.module + THEIR_A in self._tensors.stored
-                    or place.module + THEIR_B in self._tensors.stored
-                ):
-                    sharing.setdefault(place.module, []).append((layer, place))
+                shape = (module.out_features, module.in_features)
+                place = locate_adapter(model.config, layer, shape)
+                names = {place.module + THEIR_A, place.module + THEIR_B}
+                if names & self._tensors.stored.keys():
+                    self._places[layer] = place
+                    self._layers.setdefault(place.module, []).append(layer)
         reader = f"the adapter of a {model.config.family} model as configured"
         needed: dict[str, tuple[int, ...]] = {}
-        for module_name, found in sharing.items():
+        for module_name, layers in self._layers.items():
+            layers.sort(key=lambda layer: self._places[layer].rows)
+            place = self._places[layers[0]]
             stored = self._tensors.stored.get(module_name + THEIR_A)
-            rank, first = (stored.shape[:1] or (0,))[0] if stored is not None else 0, found[0][1]
-            rank = rank or 1
-            needed[module_name + THEIR_A], needed[module_name + THEIR_B] = (
-                (rank, first.inner),
-                (first.total, rank),
-            )
+            rank = max([1, *stored.shape[:1]]) if stored is not None else 1
+            needed[module_name + THEIR_A] = (rank, place.inner)
+            needed[module_name + THEIR_B] = (place.total, rank)
             scale = self._scale(module_name.removeprefix(PREFIX), rank)
-            for index, (layer, place) in enumerate(sorted(found, key=lambda each: each[1].rows)):
-                self._places[layer] = AdapterLocation(
-                    place.module,
-                    place.rows,
-                    place.inner,
-                    place.total,
-                    sharing=len(found),
-                    index=index,
-                )
-                self.ranks[layer], self.scales[layer] = rank, scale
-        self._tensors.require(needed, reader)
-        self._tensors.refuse_others(
-            needed, reader, "use one of linear layers of this model's blocks"
-        )
+            self.ranks |= dict.fromkeys(layers, rank)
+            self.scales |= dict.fromkeys(layers, scale)
+        self._tensors.require(needed, reader, "use one of linear layers of this model's blocks")
         if not needed:
             raise ConfigError(f"{self.path} holds no tensor of an adapter; {AGAIN}")
 
@@ -181,14 +164,9 @@ class AdapterFolder:
             targets: last parts of the names of the layers that get adapters.
             model: on the meta device.
         """
-        for layer, place in self._places.items():
-            # Written here from several layers of this rank.
-            if (
-                place.sharing > 1
-                and self.ranks[layer] == rank * place.sharing
-                and self._is_split(layer, rank)
-            ):
-                self.ranks[layer] = rank
+        for layers in self._layers.values():
+            if len(layers) > 1 and all(self._is_split(layer, rank) for layer in layers):
+                self.ranks |= dict.fromkeys(layers, rank)
         where = f"{key}={self.path}"
         ranks = sorted(set(self.ranks.values()))
         if len(ranks) > 1:
@@ -212,21 +190,19 @@ class AdapterFolder:
                 f"tune.alpha={alpha:g} is not {fitting:g}, that of {where}; set "
                 f"tune.alpha={fitting:g}"
             )
-        layers = [
-            f"layers.{name}"
-            for name, module in model.layers.named_modules()
-            if type(module) is Linear
-        ]
-        own = sorted({layer.rpartition(".")[2] for layer in layers} & set(targets))
+        every = [name for name, module in model.layers.named_modules() if type(module) is Linear]
+        own = sorted({name.rpartition(".")[2] for name in every} & set(targets))
         if own != self.targets:
             words = [f"[{','.join(names)}]" for names in (own, self.targets)]
             raise ConfigError(
                 f"tune.targets={words[0]} is not {words[1]}, the layers of {where}; set "
                 f"tune.targets={words[1]}"
             )
-        for layer in layers:
-            if layer.rpartition(".")[2] in own and layer not in self._places:
-                raise ConfigError(f"{where} holds no adapter of {layer}; use one of all blocks")
+        for name in every:
+            if name.rpartition(".")[2] in own and f"layers.{name}" not in self._places:
+                raise ConfigError(
+                    f"{where} holds no adapter of layers.{name}; use one of all blocks"
+                )
 
     def fill(self, param: Tensor, name: str) -> None:
         """Fill A or B of a layer, or this rank's shard of it, in place and in its own dtype.
@@ -235,7 +211,8 @@ class AdapterFolder:
         """
         layer = name.removesuffix(A).removesuffix(B)
         place, rank = self._places[layer], self.ranks[layer]
-        first = rank * place.index if self._stored_rank(layer) != rank else 0
+        index = self._layers[place.module].index(layer)
+        first = rank * index if self._stored_rank(layer) != rank else 0
         (low, high), (left, right) = local_bounds(param)
         with torch.no_grad(), self._tensors.reading() as read:
             if name.endswith(A):
@@ -265,13 +242,16 @@ class AdapterFolder:
         return self._tensors.stored[self._places[layer].module + THEIR_A].shape[0]
 
     def _is_split(self, layer: str, rank: int) -> bool:
-        """Whether a layer's rows of B are zero but in columns of its own."""
+        """Whether this is one of several layers of a rank that were written here: its rows of B are
+        zero but in columns of its own."""
         place = self._places[layer]
+        layers = self._layers[place.module]
+        if self._stored_rank(layer) != rank * len(layers):
+            return False
+        first = rank * layers.index(layer)
         with self._tensors.reading() as read:
-            b_OR = read(place.module + THEIR_B, (place.rows, (0, rank * place.sharing)))
-            others = torch.ones(b_OR.shape[1], dtype=torch.bool)
-            others[rank * place.index : rank * (place.index + 1)] = False
-            return not b_OR[:, others].any()
+            b_OR = read(place.module + THEIR_B, (place.rows, (0, rank * len(layers))))
+            return not b_OR[:, :first].any() and not b_OR[:, first + rank :].any()
 
     def _scale(self, module: str, rank: int) -> float:
         """The factor of an adapter; ConfigError if the configuration has another rank than the
@@ -307,10 +287,8 @@ class AdapterFolder:
 
 
 def locate_adapter(config: ModelConfig, layer: str, shape: tuple[int, int]) -> AdapterLocation:
-    """Where a folder holds the adapter of a layer, if no other layer shares it."""
+    """Where a folder holds the adapter of a layer."""
     (piece,) = config.hugging_face.pieces(f"{layer}.weight", shape)
     dim = -1 if piece.transposed else 0
     module = PREFIX + piece.tensor.removesuffix(".weight")
-    return AdapterLocation(
-        module, piece.tensor_region[dim], shape[1], piece.tensor_shape[dim], sharing=1, index=0
-    )
+    return AdapterLocation(module, piece.tensor_region[dim], shape[1], piece.tensor_shape[dim])

@@ -146,8 +146,6 @@ class HuggingFaceFolder:
             for name, param in model.named_parameters()
             for piece in style.pieces(name, tuple(param.shape))
         }
-        reader = f"a {model.config.family} model as configured"
-        tensors.require(self._needed, reader)
         drops = [
             re.escape(self._stored_name(drop)).replace(r"\{\}", r"\d+") for drop in style.drops
         ]
@@ -156,11 +154,9 @@ class HuggingFaceFolder:
         }
         if model.config.tie_embeddings:
             ignored.add(HEAD)
-        tensors.refuse_others(
-            self._needed.keys() | ignored,
-            reader,
-            f"use a folder whose {CONFIG_FILE} fits its weights",
-        )
+        reader = f"a {model.config.family} model as configured"
+        fix = f"use a folder whose {CONFIG_FILE} fits its weights"
+        tensors.require(self._needed, reader, fix, ignored)
         self.tensors, self.model = tensors, model
 
     def fill(self, param: Tensor, name: str) -> None:

@@ -151,16 +151,22 @@ class TensorFolder:
                     f"not; {AGAIN}"
                 )
 
-    def require(self, shapes: Mapping[str, tuple[int, ...]], owner: str) -> None:
+    def require(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        owner: str,
+        fix: str | None = None,
+        ignored: Collection[str] = (),
+    ) -> None:
         """Check that the tensors that ``owner`` needs exist, with the expected shapes and supported
-        dtypes."""
+        dtypes; with ``fix``, an imperative, that there are no others but those ignored."""
         for name, shape in shapes.items():
-            tensor = self.stored.get(name)
-            if tensor is None:
+            if name not in self.stored:
                 raise ConfigError(
                     f"{self.path} holds no {name}, which {owner} needs in the shape "
                     f"{shape_text(shape)}; {AGAIN}"
                 )
+            tensor = self.stored[name]
             found = f"{self.path / tensor.file} holds {name}"
             if tensor.shape != shape:
                 raise ConfigError(
@@ -172,13 +178,10 @@ class TensorFolder:
                     f"{found} as {one_line(tensor.dtype)}, and weights are read from "
                     f"{', '.join(DTYPES)} alone; convert it to one of these"
                 )
-
-    def refuse_others(self, names: Collection[str], owner: str, fix: str) -> None:
-        """Check that ``owner`` needs or ignores every tensor; ``fix`` is an imperative."""
-        for name, stored in self.stored.items():
-            if name not in names:
+        for name, tensor in self.stored.items():
+            if fix is not None and name not in shapes and name not in ignored:
                 raise ConfigError(
-                    f"{self.path / stored.file} holds {one_line(name)}, for which {owner} has no "
+                    f"{self.path / tensor.file} holds {one_line(name)}, for which {owner} has no "
                     f"place; {fix}"
                 )
 

@@ -1,7 +1,6 @@
 """Adapters in PEFT's format: peft reads ours, we read theirs, and folders that do not fit a run are
 refused."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -268,12 +267,3 @@ def test_incomplete_folders_are_refused(folder: Path) -> None:
     assert refusal(folder).startswith(
         "tune.adapter={} holds no adapter_config.json; name a folder in PEFT's format"
     )
-
-
-def test_dataclass_and_folder_agree_on_a_fitting_run(folder: Path) -> None:
-    """Oracle: no refusal; the default of no adapter opens nothing."""
-    with torch.device("meta"):
-        model = CONFIG.build()
-    fitting = LoRAConfig(**FITTING, adapter=str(folder))
-    assert open_adapter(fitting, model) is not None
-    assert open_adapter(dataclasses.replace(fitting, adapter=None), model) is None
