@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from fsdptoys.device import is_accelerator
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import above, between
 from fsdptoys.utils.dtensor import local_tensor
@@ -18,7 +17,6 @@ from fsdptoys.utils.options import Effect, Stage, option
 from . import low_bit_adamw
 from .config import Implementation, OptimConfig
 from .fused_adamw import FusedAdamW
-from .vector_adamw import VectorAdamW, VectorUpdate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -76,12 +74,9 @@ class AdamWSettings(OptimConfig):
         return (4, 4)
 
     def build_adamw(self, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Construct ``torch.optim.AdamW``; its fused form is :class:`FusedAdamW`, on a CPU
-        :class:`VectorAdamW`."""
-        if self.implementation is not Implementation.fused:
-            return self._construct(torch.optim.AdamW, params)
-        on_cpu = all(param.device.type == "cpu" for group in params for param in group["params"])
-        return self._construct(VectorAdamW if on_cpu else FusedAdamW, params)
+        """Construct ``torch.optim.AdamW``; its fused form is :class:`FusedAdamW`."""
+        is_fused = self.implementation is Implementation.fused
+        return self._construct(FusedAdamW if is_fused else torch.optim.AdamW, params)
 
     def _construct(
         self, kind: type[torch.optim.AdamW], params: list[dict[str, Any]]
@@ -158,11 +153,6 @@ class AdamWConfig(AdamWSettings):
         )
 
 
-def pads(device: torch.device) -> bool:
-    """Whether the fused kernel needs full vectors to round alike (``vector_adamw``)."""
-    return device.type == "cpu"
-
-
 class BFloat16AdamW(FusedAdamW):
     """``torch.optim.AdamW`` with bfloat16 moments, for dense parameters, DTensors included.
 
@@ -179,12 +169,7 @@ class BFloat16AdamW(FusedAdamW):
     def skips_on_device(self) -> bool:
         """With the fused kernel of an accelerator: unchanged float32 copies round to the same
         moments."""
-        group = self.param_groups[0]
-        return (
-            bool(group["fused"])
-            and is_accelerator(group["params"][0].device)
-            and super().skips_on_device
-        )
+        return bool(self.param_groups[0]["fused"]) and super().skips_on_device
 
     def _update(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
         for param in params:
@@ -196,13 +181,8 @@ class BFloat16AdamW(FusedAdamW):
                 )
             kept = [local_tensor(state[name]) for name in MOMENTS]
             moments = [moment.float() for moment in kept]
-            tensors = [local, local_tensor(param.grad), *moments]  # type: ignore[arg-type]
-            if group["fused"] and pads(local.device):
-                updates = VectorUpdate()
-                updates.add(tensors, state["step"])
-                updates.run(group)
-            else:
-                self._run(group, *([each] for each in (*tensors, state["step"])))
+            grad = local_tensor(param.grad)  # type: ignore[arg-type]
+            self._run(group, [local], [grad], *([moment] for moment in moments), [state["step"]])
             for moment, rounded in zip(moments, kept, strict=True):
                 rounded.copy_(moment)
 

@@ -19,6 +19,8 @@ from torch.optim.adamw import AdamW, adamw
 
 from fsdptoys.utils.dtensor import local_tensors
 
+from .vector_adamw import pads, split_vectors
+
 IGNORED_ON = frozenset({"npu"})
 """Devices whose kernel ignores ``grad_scale`` and ``found_inf``.
 
@@ -37,8 +39,10 @@ class FusedAdamW(AdamW):
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether a step obeys ``grad_scale`` and ``found_inf``."""
-        return self.param_groups[0]["params"][0].device.type not in IGNORED_ON
+        """Whether a step obeys ``grad_scale`` and ``found_inf``; on a CPU the host reads a flag
+        without a wait."""
+        device = self.param_groups[0]["params"][0].device
+        return device.type not in IGNORED_ON and not pads(device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -66,16 +70,14 @@ class FusedAdamW(AdamW):
         self.state[param] = {"step": step, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
         return self.state[param]
 
-    def _run(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        averages: list[Tensor],
-        squares: list[Tensor],
-        steps: list[Tensor],
-    ) -> None:
-        """Update local tensors with a group's hyperparameters."""
+    def _run(self, group: dict[str, Any], *columns: list[Tensor]) -> None:
+        """Update local tensors with a group's hyperparameters: parameters, gradients, both moments,
+        step counts."""
+        remainders: list[tuple[Tensor, Tensor]] = []
+        split = list(columns)
+        if group["fused"] and columns[0] and pads(columns[0][0].device):
+            split, remainders = split_vectors(columns)
+        params, grads, averages, squares, steps = split
         beta1, beta2 = group["betas"]
         adamw(
             params, grads, averages, squares, [], steps,
@@ -84,3 +86,5 @@ class FusedAdamW(AdamW):
             amsgrad=False, beta1=beta1, beta2=beta2,
             lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
         )  # fmt: skip
+        for view, copy in remainders:
+            view.copy_(copy[: view.numel()])

@@ -1,84 +1,56 @@
-"""PyTorch's fused AdamW on a CPU, rounding every element alike wherever it is in a tensor.
+"""Padding with which PyTorch's fused AdamW on a CPU rounds every element alike, wherever it is in a
+tensor.
 
 The fused kernel reads parameter, gradient and states once, where PyTorch's default makes ten
 passes. Its loop takes full vectors and then the remaining elements one by one, and the compiler
-rounds the two differently: the last elements of a shard would depend on where the shard ends. Here
-each tensor's full vectors are updated in place, and the remainder in a copy padded to full vectors,
-so that bits do not depend on sharding.
+rounds the two differently: the last elements of a shard would depend on where the shard ends. So
+each tensor's full vectors are updated in place, and the remainder in a copy padded to full vectors:
+bits do not depend on sharding.
 
-Cost: a copy of fewer than ``VECTOR_ELEMENTS`` elements per tensor. Not covered: AMSGrad, and
-gradient scalers.
+Cost: a copy of fewer than ``VECTOR_ELEMENTS`` elements per tensor.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
-
-from .fused_adamw import FusedAdamW
 
 VECTOR_ELEMENTS = 64
 """A multiple of the vector length of any dtype, and of the kernel's split of work among threads."""
 
 
-class VectorAdamW(FusedAdamW):
-    """``torch.optim.AdamW(fused=True)`` for dense parameters on a CPU, DTensors included."""
-
-    @property
-    def skips_on_device(self) -> bool:
-        """Never: the host reads a flag of the CPU without a wait, and ``VectorUpdate`` pads
-        gradients."""
-        return False
-
-    def _run(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        averages: list[Tensor],
-        squares: list[Tensor],
-        steps: list[Tensor],
-    ) -> None:
-        updates = VectorUpdate()
-        for *tensors, step in zip(params, grads, averages, squares, steps, strict=True):
-            updates.add(tensors, step)
-        updates.run(group)
+def pads(device: torch.device) -> bool:
+    """Return whether the fused kernel needs full vectors to round alike."""
+    return device.type == "cpu"
 
 
-class VectorUpdate:
-    """One group's tensors, split into full vectors and padded remainders."""
+def split_vectors(
+    columns: Sequence[list[Tensor]],
+) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
+    """Split tensors into full vectors and padded copies of the rest.
 
-    def __init__(self) -> None:
-        self._parts: list[list[Tensor]] = []
-        """Parameter, gradient, both moments, step count."""
-        self._padded: list[tuple[list[Tensor], list[Tensor]]] = []
-        """Remainders and their padded copies."""
+    Args:
+        columns: parameters, gradients, both moments, and step counts, which the update increments.
 
-    def add(self, tensors: list[Tensor], step: Tensor) -> None:
-        """Add one parameter's four tensors, and its step count, which the update increments."""
-        flat = [each.reshape(-1) if each is tensors[1] else each.view(-1) for each in tensors]
-        whole = flat[0].numel() // VECTOR_ELEMENTS * VECTOR_ELEMENTS
-        if whole < flat[0].numel() or whole == 0:
+    Returns:
+        Columns of the parts, and pairs of a remainder and its copy, which must be copied back after
+        the update.
+    """
+    parts: list[list[Tensor]] = []
+    remainders: list[tuple[Tensor, Tensor]] = []
+    for param, grad, *moments, step in zip(*columns, strict=True):
+        flat = [param.view(-1), grad.reshape(-1), *(moment.view(-1) for moment in moments)]
+        whole = param.numel() // VECTOR_ELEMENTS * VECTOR_ELEMENTS
+        if whole < param.numel() or whole == 0:
             views = [each[whole:] for each in flat]
             copies = [each.new_zeros(VECTOR_ELEMENTS) for each in views]
             for copy, view in zip(copies, views, strict=True):
                 copy[: view.numel()] = view
-            self._padded.append((views, copies))
-            self._parts.append([*copies, step.clone() if whole else step])
+            # All but the gradient change.
+            del views[1]
+            outputs = [copies[0], *copies[2:]]
+            remainders += zip(views, outputs, strict=True)
+            parts.append([*copies, step.clone() if whole else step])
         if whole:
-            self._parts.append([*(each[:whole] for each in flat), step])
-
-    def run(self, group: dict[str, Any]) -> None:
-        """Update all with a group's hyperparameters."""
-        if not self._parts:
-            return
-        params, grads, averages, squares, steps = map(list, zip(*self._parts, strict=True))
-        beta1, beta2 = group["betas"]
-        adamw(
-            params, grads, averages, squares, [], steps,
-            fused=True, amsgrad=False, beta1=beta1, beta2=beta2,
-            lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-        )  # fmt: skip
-        for (param, _, *states), (param_copy, _, *state_copies) in self._padded:
-            for view, copy in zip((param, *states), (param_copy, *state_copies), strict=True):
-                view.copy_(copy[: view.numel()])
+            parts.append([*(each[:whole] for each in flat), step])
+    return [list(column) for column in zip(*parts, strict=True)], remainders

@@ -20,11 +20,16 @@ from fsdptoys.optim import (
 )
 from fsdptoys.optim.adamw import BFloat16AdamW
 from fsdptoys.optim.fused_adamw import FusedAdamW
-from fsdptoys.optim.vector_adamw import VECTOR_ELEMENTS, VectorAdamW
+from fsdptoys.optim.vector_adamw import VECTOR_ELEMENTS
 from fsdptoys.parallel.strategy import Strategy
-from tests.harness.ranks import run_ranks
 
 SHAPES = ((33, 7), (64,), (5,))
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernel of a CPU stand for that of an accelerator, which needs no full vectors."""
+    monkeypatch.setattr("fsdptoys.optim.fused_adamw.pads", lambda device: False)
 
 
 def made(kind: type[torch.optim.AdamW], **options: Any) -> tuple[list[nn.Parameter], Any]:
@@ -62,6 +67,7 @@ class Norms:
         self.named_parameters: Any = lambda: enumerate(params)
 
 
+@pytest.mark.usefixtures("on_device")
 def test_steps_equal_pytorchs_bitwise() -> None:
     """Oracle: torch.optim.AdamW(fused=True): parameters and states; a state dict goes both ways."""
     ours, optimizer = made(FusedAdamW)
@@ -81,14 +87,13 @@ def test_steps_equal_pytorchs_bitwise() -> None:
             oracle.load_state_dict(state)
 
 
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("kind", [FusedAdamW, BFloat16AdamW])
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_a_skipped_step_changes_no_bit(
     kind: type[FusedAdamW], when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracles: parameters, moments and step counts before the step of NaN; the run without it."""
-    monkeypatch.setattr(BFloat16AdamW, "skips_on_device", True)  # as on an accelerator
-    monkeypatch.setattr("fsdptoys.optim.adamw.pads", lambda device: False)
     params, optimizer = made(kind)
     oracle_params, oracle = made(kind)
     updates, skip = OptimizerStepper(optimizer), torch.tensor(1.0)
@@ -112,6 +117,7 @@ def test_a_skipped_step_changes_no_bit(
     assert optimizer.found_inf is None
 
 
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("max_norm", [0.5, 1e9], ids=["clipped", "below"])
 def test_a_clipped_step_equals_scaling_then_stepping(max_norm: float) -> None:
     """Oracle: gradients multiplied by the factor, then the same kernel: gradients to 2**-22,
@@ -161,45 +167,17 @@ def test_auto_is_fused_where_it_is_faster(device: str, deterministic: bool) -> N
     assert chosen(AdamWConfig(), on_host=True) is offloaded
 
 
+@pytest.mark.parametrize("kept", [OptimStateDType.float32, OptimStateDType.bfloat16])
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize("implementation", [Implementation.fused, Implementation.foreach])
-def test_the_class_follows_device_and_implementation(
-    implementation: Implementation, device: str
+def test_fused_steps_of_accelerators_skip_on_the_device(
+    implementation: Implementation, device: str, kept: OptimStateDType
 ) -> None:
-    """Oracle: the classes by hand; the meta device stands for an accelerator."""
+    """Oracle: the rule by hand; the meta device stands for an accelerator."""
     groups = [{"params": [nn.Parameter(torch.empty(3, device=device))]}]
-    found = AdamWConfig(implementation=implementation).build(groups)
-    fused = FusedAdamW if device == "meta" else VectorAdamW
-    assert type(found) is (fused if implementation is Implementation.fused else torch.optim.AdamW)
-    assert OptimizerStepper(found).skips_on_device is (type(found) is FusedAdamW)
-    half = AdamWConfig(implementation=implementation, state_dtype=OptimStateDType.bfloat16)
-    assert OptimizerStepper(half.build(groups)).skips_on_device is (type(found) is FusedAdamW)
-
-
-def shard_steps() -> bool:
-    """Whether DTensors and their local tensors get the same bits, and states are DTensors."""
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    whole = [torch.randn(6, 5), torch.randn(3)]
-    params = [nn.Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in whole]
-    locals_ = [nn.Parameter(param.to_local().detach().clone()) for param in params]
-    ours, oracle = (FusedAdamW(each, lr=1e-2, fused=True) for each in (params, locals_))
-    for _ in range(2):
-        for param, local in zip(params, locals_, strict=True):
-            param.grad, local.grad = torch.ones_like(param), torch.ones_like(local)
-        ours.step()
-        oracle.step()
-    pairs = zip(params, locals_, strict=True)
-    equal = all(torch.equal(param.to_local(), local) for param, local in pairs)  # type: ignore[attr-defined]
-    return equal and all(isinstance(ours.state[param]["exp_avg"], DTensor) for param in params)
-
-
-def test_dtensors_are_updated_through_their_local_tensors() -> None:
-    """Oracle: the optimizer over the local tensors, bitwise; states of DTensors are DTensors, as
-    checkpoints need."""
-    assert run_ranks(2, shard_steps) == [True, True]
+    found = AdamWConfig(implementation=implementation, state_dtype=kept).build(groups)
+    skips = device == "meta" and implementation is Implementation.fused
+    assert OptimizerStepper(found).skips_on_device is skips
 
 
 ELEMENTS = 20_003
@@ -229,13 +207,13 @@ def train_parts(
 def test_results_do_not_depend_on_tensor_splits_or_threads(dtype: torch.dtype) -> None:
     """Oracle: one tensor of all elements; PyTorch's own fused step is equal up to its last
     vector."""
-    whole = train_parts(VectorAdamW, [], dtype, fused=True)
+    whole = train_parts(FusedAdamW, [], dtype, fused=True)
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
             for sizes in ([0], [1] * 50, [3] * 50, [VECTOR_ELEMENTS], [65, 127, 1000], [10_001]):
-                assert torch.equal(train_parts(VectorAdamW, sizes, dtype, fused=True), whole)
+                assert torch.equal(train_parts(FusedAdamW, sizes, dtype, fused=True), whole)
     finally:
         torch.set_num_threads(before)
     pytorchs = train_parts(torch.optim.AdamW, [], dtype, fused=True)
@@ -243,18 +221,10 @@ def test_results_do_not_depend_on_tensor_splits_or_threads(dtype: torch.dtype) -
     assert torch.equal(pytorchs[:vectors], whole[:vectors])
 
 
-def test_fused_step_matches_the_for_loop_implementation() -> None:
-    """Oracle: ``torch.optim.AdamW``, for-loop form, to the rounding of float32."""
-    plain = train_parts(torch.optim.AdamW, [777], torch.float32, foreach=False)
-    torch.testing.assert_close(
-        train_parts(VectorAdamW, [777], torch.float32, fused=True), plain, rtol=2e-6, atol=1e-7
-    )
-
-
 def test_parameters_without_a_gradient_are_unchanged() -> None:
     """Oracle: ``torch.optim.AdamW``'s states, and a closure's value."""
     params = [nn.Parameter(torch.ones(size)) for size in (3, 70, 5)]
-    optimizer = VectorAdamW(params, fused=True)
+    optimizer = FusedAdamW(params, fused=True)
     for _ in range(2):
         params[0].grad, params[1].grad = torch.ones(3), torch.ones(70)
         assert optimizer.step(lambda: 4.0) == 4.0
