@@ -1,4 +1,4 @@
-"""Choose how a trainer's optimizer steps, and when the numbers of steps are read."""
+"""Choose the ranks of a trainer, and how its optimizer steps."""
 
 import functools
 import os
@@ -19,17 +19,11 @@ from fsdptoys.memory import (
     overlap_cpu_offload,
     threads_per_rank,
 )
-from fsdptoys.metrics import SpikeDetector
 from fsdptoys.parallel import Strategy, World
 from fsdptoys.parallel.float8 import prepare_all_gathers
-from fsdptoys.parallel.precision import DType
 from fsdptoys.utils.dtensor import local_tensor
 
 from .distributed import device_of
-from .parallelize import Parallelized
-from .skipped_steps import SkippedSteps
-from .step_data import DocumentCounter
-from .step_readings import StepReadings
 
 
 def build_world(config: Config, device: Device | None = None) -> World:
@@ -107,30 +101,3 @@ def _choose_stepper(
             optimizer, (param for _, param in strategy.trainable_parameters()), measure
         )
     return OptimizerStepper(optimizer, world.cpu_threads if memory.cpu_offload else None)
-
-
-def build_readings(
-    config: Config,
-    built: Parallelized,
-    stepper: OptimizerStepper,
-    skipped: SkippedSteps,
-    spikes: SpikeDetector,
-    documents: DocumentCounter | None,
-) -> StepReadings:
-    """Choose when the numbers of steps are read, and the parts that interpret them."""
-    world, scaled = built.strategy.world, skipped.scaler is not None
-    return StepReadings(
-        config.train,
-        world.device,
-        skipped,
-        spikes,
-        in_step=config.train.skip_nonfinite and (scaled or not stepper.skips_on_device),
-        log_every=config.metrics.log_every,
-        flops_per_token=documents.flops_per_token if documents else lambda _: built.flops_per_token,
-        routing=built.routing.metrics if built.routing else None,
-        world_size=world.world_size,
-        # Published peak FLOPs are for bfloat16; data sheets state the same for float16.
-        peak_flops=world.device.peak_flops
-        if config.parallel.param_dtype is not DType.float32
-        else None,
-    )

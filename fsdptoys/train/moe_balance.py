@@ -20,7 +20,7 @@ counts over layers before it multiplies, so two unbalanced layers can look balan
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,39 +30,41 @@ from torch import Tensor, nn
 from fsdptoys.metrics.step import RoutingMetrics
 from fsdptoys.models import DecoderModel, MoEConfig, Router, routers
 from fsdptoys.parallel import Strategy
-from fsdptoys.parallel.pipeline import Pipeline
 
 
 class RoutingBalance:
     """Balances the routers of a model; methods are listed in the order in which a step calls them.
 
     Args:
-        rows: this rank's routers → their places among those of the full model.
-        n_layers: routers of the full model.
-        local_ranks: simulated ranks whose micro-batches this process runs in turn.
-        sum_dtype: of the sums over ranks.
-        routes_first: route all micro-batches of a step before its first backward.
-        pipeline: the stages of the model; None where each rank has all layers.
+        model: of MoE blocks, of which a rank may have some; split, and not yet sharded.
+        strategy: of the model.
     """
 
-    def __init__(
-        self,
-        rows: Mapping[Router, int],
-        n_layers: int,
-        config: MoEConfig,
-        device: torch.device,
-        local_ranks: int,
-        sum_dtype: torch.dtype,
-        routes_first: bool,
-        pipeline: Pipeline | None = None,
-    ) -> None:
-        self._rows, self._n_layers, self._n_experts = rows, n_layers, config.n_experts
+    def __init__(self, model: DecoderModel, strategy: Strategy) -> None:
+        config = model.config
+        world = strategy.world
+        pipeline = strategy.pipeline
+        assert isinstance(config, MoEConfig)
+        layers = [layer for layer in range(config.n_layers) if config.has_experts(layer)]
+        blocks = dict(model.layers.named_children())
+        self._rows: dict[Router, int] = {}
+        """Routers of this rank → their places among those of the full model."""
+        for row, layer in enumerate(layers):
+            if str(layer) in blocks:
+                self._rows |= dict.fromkeys(routers(blocks[str(layer)]), row)
+        self._n_layers = len(layers)
+        self._n_experts = config.n_experts
+        self._top_k = config.top_k
+        self._aux_coef = config.router_aux_loss_coef
+        self._z_coef = config.router_z_loss_coef
         self._stage_group = pipeline.stage_group if pipeline else None
         self._pipe_group = pipeline.group if pipeline else None
-        self._aux_coef, self._z_coef = config.router_aux_loss_coef, config.router_z_loss_coef
-        self._top_k = config.top_k
-        self._device, self._local_ranks, self._sum_dtype = device, local_ranks, sum_dtype
-        self._routes_first = routes_first and config.router_aux_loss_coef != 0
+        self._device = world.device.torch_device
+        self._sum_dtype = world.sum_dtype
+        self._local_ranks = strategy.local_data_ranks
+        """Simulated ranks whose micro-batches this process runs in turn."""
+        self._routes_first = world.deterministic.covers_layouts and self._aux_coef != 0
+        """Whether all micro-batches of a step are routed before its first backward."""
         self._counted = False
         """Whether ``before_forward`` has counted the next micro-batch."""
 
@@ -178,30 +180,3 @@ class RoutingBalance:
 
 def _no_loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     return hidden_ND.new_zeros(())
-
-
-def build_routing_balance(model: DecoderModel, strategy: Strategy) -> RoutingBalance | None:
-    """Return the ``RoutingBalance`` of an MoE model, of which a rank may have some layers; None for
-    a dense one.
-
-    Args:
-        model: split, and not yet sharded.
-        strategy: of the model.
-    """
-    config = model.config
-    if not isinstance(config, MoEConfig):
-        return None
-    layers = [layer for layer in range(config.n_layers) if config.has_experts(layer)]
-    blocks = dict(model.layers.named_children())
-    held = [(row, blocks[str(layer)]) for row, layer in enumerate(layers) if str(layer) in blocks]
-    rows = {router: row for row, block in held for router in routers(block)}
-    return RoutingBalance(
-        rows,
-        len(layers),
-        config,
-        strategy.world.device.torch_device,
-        strategy.local_data_ranks,
-        strategy.world.sum_dtype,
-        strategy.world.deterministic.covers_layouts,
-        strategy.pipeline,
-    )

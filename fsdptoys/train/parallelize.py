@@ -17,7 +17,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device import Device
 from fsdptoys.exact import Float64Context, use_exact_ops
 from fsdptoys.memory import ActivationOffload, checkpoint_blocks
-from fsdptoys.models import DecoderModel, use_context
+from fsdptoys.models import DecoderModel, MoEConfig, use_context
 from fsdptoys.models.lora import Samples
 from fsdptoys.parallel import ParamInit, Strategy, World
 from fsdptoys.parallel.float8 import convert_to_float8
@@ -26,7 +26,7 @@ from fsdptoys.profiler import explain_out_of_memory
 
 from .compile import compile_blocks
 from .initial_values import InitialValues
-from .moe_balance import RoutingBalance, build_routing_balance
+from .moe_balance import RoutingBalance
 from .oom_context import construction_context
 from .tuning import quantize_base, tune_model
 
@@ -111,7 +111,8 @@ def parallelize(
         stand_ins.prepare(strategy.pipeline)
     strategy.split(model, train.seq_len)
     share_sequences(model, config, strategy, samples)
-    routing = None if stand_ins else build_routing_balance(model, strategy)
+    has_routers = isinstance(config.model, MoEConfig) and not stand_ins
+    routing = RoutingBalance(model, strategy) if has_routers else None
 
     # 4. Shards with memory and values.
     sizes = {name: shape.numel() for name, shape in shapes.items()}

@@ -209,7 +209,12 @@ class TrainedModel:
     def _fill(self, param: Tensor, name: str) -> None:
         if self._adapter is not None and self._adapter.adapts(name):
             param.copy_(self._whole(name))
-        elif isinstance(self._weights, HuggingFaceFolder):
+        else:
+            self._fill_alone(param, name)
+
+    def _fill_alone(self, param: Tensor, name: str) -> None:
+        """Fill a parameter without its adapter."""
+        if isinstance(self._weights, HuggingFaceFolder):
             self._weights.fill(param, name)
         else:
             param.copy_(self._weights.read(name, whole(tuple(param.shape))))
@@ -217,15 +222,11 @@ class TrainedModel:
     @torch.no_grad()
     def _whole(self, name: str) -> Tensor:
         if name not in self._cached:
-            shape = self._build().get_parameter(name).shape
-            found = torch.empty(shape)
-            if isinstance(self._weights, HuggingFaceFolder):
-                self._weights.fill(found, name)
-            else:
-                found.copy_(self._weights.read(name, whole(tuple(shape))))
+            param = torch.empty(self._build().get_parameter(name).shape)
+            self._fill_alone(param, name)
             if self._adapter is not None:
-                self._adapter.merge(found, name)
-            self._cached = {name: found}
+                self._adapter.merge(param, name)
+            self._cached = {name: param}
         return self._cached[name]
 
     def _setting(self, section: str, key: str) -> Any:

@@ -160,39 +160,15 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
     before = facts["config"]
     wanted = model_config_of(before["model"], where, "start a new run in another folder")
     check_same(config.model, wanted, where, "the config.yaml of its run")
-    if before["optim"]["name"] != config.optim.name:
-        raise ConfigError(
-            f"optim={config.optim.name} has other states than optim={before['optim']['name']}, "
-            f"with which {where} was made; set optim={before['optim']['name']} or start a new "
-            "run in another folder"
-        )
-    trees = before, config.to_dict()
-    tuned = [dict(tree.get("tune", {"name": "full"})) for tree in trees]
-    for key in ("name", "rank", "alpha", "targets", "base"):
-        saved, own = (each.get(key) for each in tuned)
+    settings = _settings_of_states(config.to_dict())
+    for key, saved in _settings_of_states(before).items():
+        own = settings[key]
         if saved != own:
-            shown = "tune" if key == "name" else f"tune.{key}"
+            offloads = key == "memory.offload_state_dtype" and saved != "float32"
             raise ConfigError(
-                f"{shown}={_word(own)} is not {_word(saved)}, with which {where} was made; set "
-                f"{shown}={_word(saved)} or start a new run in another folder"
-            )
-    offloaded = [
-        tree["memory"]["optimizer_offload"] and tree["memory"]["offload_state_dtype"]
-        for tree in trees
-    ]
-    kept = [tree["optim"].get("state_dtype") for tree in trees]
-    for key, (saved, own) in {
-        "memory.offload_state_dtype": offloaded,
-        "optim.state_dtype": kept,
-    }.items():
-        saved, own = saved or "float32", own or "float32"
-        if saved != own:
-            switch = " and memory.optimizer_offload=true" * (
-                key.startswith("memory") and saved != "float32"
-            )
-            raise ConfigError(
-                f"{key}={own} is not {saved}, in which {where} holds the optimizer's states; set "
-                f"{key}={saved}{switch}"
+                f"{key}={_word(own)} is not {_word(saved)}, with which {where} was made; set "
+                f"{key}={_word(saved)}{' memory.optimizer_offload=true' * offloads} or start a new "
+                "run in another folder"
             )
     # Counted from the data, which are not prepared yet; the ranks check again
     if config.train.steps == -1:
@@ -208,6 +184,19 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
         f"train.steps was {before['train']['steps']} and is {config.train.steps}: the schedule "
         "continues as if it had been so from the start"
     ]
+
+
+def _settings_of_states(tree: dict[str, Any]) -> dict[str, Any]:
+    """Settings on which parameters and optimizer states depend, by key."""
+    optim, memory, tune = tree["optim"], tree["memory"], tree.get("tune", {"name": "full"})
+    offloaded = memory["offload_state_dtype"] if memory["optimizer_offload"] else "float32"
+    return {
+        "optim": optim["name"],
+        "tune": tune["name"],
+        **{f"tune.{key}": tune.get(key) for key in ("rank", "alpha", "targets", "base")},
+        "memory.offload_state_dtype": offloaded,
+        "optim.state_dtype": optim.get("state_dtype") or "float32",
+    }
 
 
 def restore_position(batches: BatchStream, state: dict[str, Any], config: Config) -> None:

@@ -20,20 +20,21 @@ same step.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdptoys.config.train_config import TrainConfig
-from fsdptoys.device import Device, Event
+from fsdptoys.config.schema import Config
+from fsdptoys.device import Event
 from fsdptoys.metrics import SpikeDetector, StepMetrics, step_rates
-from fsdptoys.metrics.step import RoutingMetrics
+from fsdptoys.parallel.precision import DType
 
 from .named_tensors import NamedTensors
+from .parallelize import Parallelized
 from .skipped_steps import SkippedSteps
+from .step_data import DocumentCounter
 from .stop import Stop, agreed_stop
 
 MOST_UNREAD = 100
@@ -74,34 +75,38 @@ class StepReadings:
     steps' order.
 
     Args:
+        config: of the run.
+        built: the model over ranks.
         skipped: counts the skipped steps.
         spikes: scores the losses.
-        in_step: whether the host needs the numbers before the update.
-        log_every: steps between reads without ``train.skip_nonfinite``.
-        flops_per_token: model FLOPs per token, from the counts of documents.
-        routing: makes routing metrics of sums and counts, None for a dense model.
-        world_size: ranks.
-        peak_flops: peak FLOP/s of one device in the dtype of the run; None if unknown.
+        skips_on_device: whether the optimizer can leave out an update without the host.
+        documents: counts what the tokens of documents attend to; None for causal attention.
     """
 
     def __init__(
         self,
-        train: TrainConfig,
-        device: Device,
+        config: Config,
+        built: Parallelized,
         skipped: SkippedSteps,
         spikes: SpikeDetector,
         *,
-        in_step: bool,
-        log_every: int,
-        flops_per_token: Callable[[Sequence[int]], float],
-        routing: Callable[[Tensor, Tensor], RoutingMetrics] | None,
-        world_size: int,
-        peak_flops: float | None,
+        skips_on_device: bool,
+        documents: DocumentCounter | None,
     ) -> None:
-        self._train, self._device, self._skipped, self._spikes = train, device, skipped, spikes
-        self.in_step = in_step
-        self._log_every, self._flops_per_token, self._routing = log_every, flops_per_token, routing
-        self._world_size, self._peak_flops = world_size, peak_flops
+        self._train = config.train
+        self._log_every = config.metrics.log_every
+        self._built = built
+        self._skipped = skipped
+        self._spikes = spikes
+        self._documents = documents
+        self._device = built.strategy.world.device
+        self._world_size = built.strategy.world.world_size
+        # Published peak FLOPs are for bfloat16; data sheets state the same for float16.
+        is_half = config.parallel.param_dtype is not DType.float32
+        self._peak_flops = self._device.peak_flops if is_half else None
+        needs_host = skipped.scaler is not None or not skips_on_device
+        self.in_step = config.train.skip_nonfinite and needs_host
+        """Whether the host needs the numbers before the update."""
         self._queue: deque[StepStats] = deque()
         self.stop: Stop | None = None
         """The first reason to stop of a resolved step; the same on all ranks."""
@@ -238,13 +243,16 @@ class StepReadings:
             seconds = stats.started.elapsed_time(stats.ended) / 1e3
         valid, tokens, *in_documents = stats.counts["inputs"].tolist()
         routing = None
-        if self._routing is not None:
-            routing = self._routing(stats.sums["routing"], stats.counts["experts"])
+        flops_per_token = self._built.flops_per_token
+        if self._built.routing is not None:
+            routing = self._built.routing.metrics(stats.sums["routing"], stats.counts["experts"])
+        if self._documents is not None:
+            flops_per_token = self._documents.flops_per_token(in_documents)
         rates = step_rates(
             step_time_seconds=seconds,
             valid_tokens=valid,
             tokens=tokens,
-            flops_per_token=self._flops_per_token(in_documents),
+            flops_per_token=flops_per_token,
             world_size=self._world_size,
             peak_flops=self._peak_flops,
         )

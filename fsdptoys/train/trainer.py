@@ -27,7 +27,7 @@ from fsdptoys.parallel import ParamInit
 from fsdptoys.patches import apply_patches
 from fsdptoys.profiler import OOMContext, Profiler, explain_out_of_memory
 
-from .build import build_readings, build_stepper, build_world
+from .build import build_stepper, build_world
 from .distributed import deterministic_kernels
 from .evaluation import held_out_loss
 from .forward_backward import forward_backward
@@ -40,6 +40,7 @@ from .resume import restore_position
 from .skipped_steps import SkippedSteps
 from .step_data import StepData
 from .step_memory import StepMemory
+from .step_readings import StepReadings
 from .stop import Stop, Stopping, StopRequest, saves_after
 from .text_sample import continued
 
@@ -90,8 +91,13 @@ class Trainer:
         self.skipped = SkippedSteps(scaler)
         self.spikes = SpikeDetector(config.metrics.spike_threshold)
         self.memory = StepMemory(self.strategy, self.stepper, enabled=self.world.rank == 0)
-        self.readings = build_readings(
-            config, self.built, self.stepper, self.skipped, self.spikes, self.data.documents
+        self.readings = StepReadings(
+            config,
+            self.built,
+            self.skipped,
+            self.spikes,
+            skips_on_device=self.stepper.skips_on_device,
+            documents=self.data.documents,
         )
         """Numbers of the steps taken, until they are read."""
         self.history: list[StepMetrics] = []

@@ -20,7 +20,7 @@ from fsdptoys.parallel.capabilities import CAPABILITIES
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.plan.estimate.estimate import fast_estimate
-from fsdptoys.train.layout import measure_layout, unit_sizes
+from fsdptoys.train.layout import measure_layout
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import Base, LoRAConfig
 from fsdptoys.utils.storages import storage_bytes
@@ -193,32 +193,9 @@ def test_four_ranks_print_mesh_units_and_bytes(
     assert layout.largest_unit == Unit("layers.0", block, 4 * block)
 
 
-def test_a_parameter_belongs_to_the_innermost_unit() -> None:
-    """Oracle: by hand; a unit of several modules, nested ones, and one whose parameters are all in
-    others."""
-    sizes = {
-        "embed.weight": 5,
-        "layers.1.attn.wq.weight": 3,
-        "layers.1.mlp.w": 4,
-        "layers.10.w": 6,
-        "norm.weight": 1,
-    }
-    units = [[""], ["embed", "norm"], ["layers.1"], ["layers.1.attn"], ["layers.10"]]
-    assert unit_sizes(units, sizes) == {
-        "embed, norm": 6,
-        "layers.1": 4,
-        "layers.1.attn": 3,
-        "layers.10": 6,
-    }
-    assert unit_sizes([], sizes) == {}
-
-
 @pytest.mark.parametrize(
     ("mesh", "sharded", "expected"),
     [
-        ({}, "", "one rank"),
-        ({"replicate": 2}, "all", "replicate=2: 2 ranks with full copies"),
-        ({"shard": 4}, "optimizer states", "shard=4: optimizer states split over 4 ranks"),
         (
             {"replicate": 4, "cp": 2},
             "all",

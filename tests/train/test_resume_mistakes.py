@@ -36,31 +36,22 @@ def edit_state(key: str, value: object) -> None:
 
 UNREADABLE: list[tuple[str, object, str]] = [
     ("config", MISSING, "config is missing"),
-    ("config.optim", [], "config.optim is [], not a mapping"),
     (
         "config.optim.name",
         "\x1b]0;x",
         "config.optim.name is '\\x1b]0;x', not a line of at most 1000 printable characters",
     ),
     (
-        "config.train.steps",
-        "3",
-        "config.train.steps is '3', not an integer from 1 to 999999999999999",
-    ),
-    (
         "config.memory.optimizer_offload",
         0,
         "config.memory.optimizer_offload is 0, not true or false",
     ),
-    ("config.tune", "lora", "config.tune is 'lora', not a mapping of at most 1000"),
     ("data", None, "data is null, not a mapping"),
-    ("data.samples", -1, "data.samples is -1, not an integer of at least 0"),
     (
         "data.samples",
         10**200,
         "data.samples is 100000000000000000...0000000000000000000, not an integer of at least 0",
     ),
-    ("global_batch", MISSING, "global_batch is missing"),
     ("skipped_steps", True, "skipped_steps is true, not an integer from 0 to 999999999999999"),
     ("spikes.losses", [1.0, None], "spikes.losses[1] is null, not a finite number"),
     (
@@ -102,21 +93,3 @@ def test_checkpoint_with_invalid_facts_is_refused(key: str, value: object, probl
         "checkpoint.resume=run/checkpoints/step-00000002"
     )
     assert sorted(Path().rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    "typed",
-    [
-        "metrics.run_dir=run checkpoint.resume=auto",
-        "metrics.run_dir=run checkpoint.resume=must train.steps=9",
-        "metrics.run_dir=run checkpoint.resume=run/checkpoints/step-00000003",
-        "metrics.run_dir=new checkpoint.resume=run/checkpoints/step-00000002",
-        "metrics.run_dir=new checkpoint.resume=auto",
-        "metrics.run_dir=new",
-    ],
-)
-def test_valid_resume_settings_are_accepted(typed: str) -> None:
-    """Oracle: no error; the mistakes are changes of these arguments."""
-    config = compose_config([*WORDS, *typed.split()])
-    config.validate(1, "cpu")
-    _check_places(config)

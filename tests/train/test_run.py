@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
-from fsdptoys.cli.main import main
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.data import TextConfig
@@ -34,7 +33,6 @@ from fsdptoys.train import text_sample
 from fsdptoys.train.recorded_run import is_run_dir, read_recorded_run
 from fsdptoys.train.run import Run, train
 from fsdptoys.train.trainer import Trainer
-from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock, is_locked
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import make_config
 
@@ -288,62 +286,12 @@ def test_killed_run_is_read_up_to_its_last_complete_line(tmp_path: Path, config:
     assert is_run_dir(tmp_path / "run") and not (tmp_path / "run" / SUMMARY_FILE).exists()
 
 
-def test_folder_is_locked_while_its_run_holds_the_lock(tmp_path: Path) -> None:
-    """Oracle: the state of the lock before, during and after its use."""
-    before = is_locked(tmp_path)
-    lock = FolderLock(tmp_path)
-    held = is_locked(tmp_path)
-    lock.release()
-    assert (before, held, is_locked(tmp_path)) == (False, True, False)
-
-
-@pytest.mark.parametrize(
-    "name, text, message",
-    [
-        ("environment.json", "{}", "does not describe the machine of the run"),
-        ("environment.json", "[]", "holds no settings"),
-        ("config.yaml", "a: [", "cannot be read"),
-    ],
-)
-def test_invalid_run_files_are_named(
-    tmp_path: Path, config: Config, name: str, text: str, message: str
-) -> None:
-    """Oracle: the message names the file and the fault."""
-    record(tmp_path / "run", config, None, steps=1, finish=False)
-    (tmp_path / "run" / name).write_text(text)
-    with pytest.raises(ConfigError, match=message) as mistake:
-        read_recorded_run(tmp_path / "run")
-    assert name in str(mistake.value)
-
-
 SMALL = [
     *("experiment=null", "parallel=single", "model=llama_debug", "train.batch_size=1"),
     *("train.seq_len=16", "launch.device=cpu", "launch.nproc_per_node=1"),
     *("metrics.console=plain", "metrics.log_every=1"),
     *("checkpoint.every=1", "checkpoint.resume=auto"),
 ]
-
-
-@pytest.mark.parametrize("name", [LOCK_FILE, METRICS_FILE])
-@pytest.mark.parametrize("kind", ["symbolic link", "named pipe"])
-def test_link_or_pipe_in_the_run_directory_stops_the_launch(
-    name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Oracle: status 2 and one sentence, and the file that the link leads to."""
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
-    run = tmp_path / "run"
-    run.mkdir()
-    if kind == "named pipe":
-        os.mkfifo(run / name)
-    else:
-        (run / name).symlink_to(precious)
-    assert main(["train", *SMALL, f"metrics.run_dir={run}"]) == 2
-    assert capsys.readouterr().err == (
-        f"fsdptoys: {run}/{name} is a {kind} and not a regular file; remove it, or set "
-        "metrics.run_dir to another folder\n"
-    )
-    assert precious.read_text() == "precious"
 
 
 @pytest.mark.launcher
