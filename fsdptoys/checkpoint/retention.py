@@ -7,8 +7,8 @@ same name is ``.step-00000120.old`` between the two renames, and is restored aft
 one to delete is first renamed to ``.step-00000040.deleted``. Object stores cannot rename: there the
 manifest is written last and deleted first.
 
-Only checkpoints that this run wrote or resumed from are deleted or replaced. Any other folder in
-the way of a new checkpoint is renamed with the reason, for example to ``step-00000120.damaged-1``.
+Only checkpoints that this run wrote or resumed from are deleted. A folder in the way of a new
+checkpoint is renamed with the reason, for example to ``step-00000120.damaged-1``.
 """
 
 import errno
@@ -120,7 +120,7 @@ class Series:
         working = f".{name}{PARTIAL}" if self.storage.renames else name
         # An incomplete folder at a URL comes from a killed save; if kept, they would accumulate.
         reason = None if self.storage.renames or self._is_incomplete(name) else self._reason(name)
-        if reason is None or (name in self._written and reason != "unreadable"):
+        if reason is None:
             self.discard(working)
         else:
             self._set_aside(name, name, reason)
@@ -136,10 +136,9 @@ class Series:
         self.storage.remove(working)
 
     def commit(self, working: str, manifest: Manifest) -> None:
-        """Turn a filled working folder into a checkpoint; after an OSError either the older or the
-        new one exists.
+        """Turn a filled working folder into a checkpoint, and rename an older one of its name.
 
-        An older checkpoint of the same name is deleted if this run wrote it, otherwise renamed.
+        After an OSError either of them exists.
         """
         storage, name = self.storage, manifest.name
         for path, said in manifest.files.items():
@@ -162,13 +161,10 @@ class Series:
             if reason is not None:
                 storage.rename(old, name)
             raise
-        own = name in self._written and reason != "unreadable"
         self._written.add(name)
         storage.sync("")
-        with suppress(OSError):
-            if reason is not None and own:
-                storage.remove(old)
-            elif reason is not None:
+        if reason is not None:
+            with suppress(OSError):
                 self._set_aside(old, name, reason)
 
     def point_to(self, name: str) -> None:

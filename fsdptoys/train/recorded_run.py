@@ -152,20 +152,26 @@ def read_recorded_run(path: Path) -> RecordedRun:
         try:
             prediction = Prediction.from_dict(read_tree(path / PREDICTION_FILE))
         except ConfigError as mistake:
-            notes = [*notes, str(mistake)]
+            notes.append(str(mistake))
         except ForeignError:
-            notes = [
-                *notes,
-                f"{path / PREDICTION_FILE} was written by another version and is left out",
-            ]
+            notes.append(f"{path / PREDICTION_FILE} was written by another version and is left out")
     result = None
     try:
         result = read_result(path)
     except ForeignError as mistake:
-        notes = [*notes, f"{path / RESULT_FILE} cannot be read ({mistake}) and is left out"]
-    place = world_size, device_type, device_name
+        notes.append(f"{path / RESULT_FILE} cannot be read ({mistake}) and is left out")
     return RecordedRun(
-        path, tree, environment, *place, steps, results, prediction, result, tuple(notes)
+        path,
+        tree,
+        environment,
+        world_size,
+        device_type,
+        device_name,
+        steps,
+        results,
+        prediction,
+        result,
+        tuple(notes),
     )
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fsdptoys.config.schema import Config
 from fsdptoys.data import BatchStream
-from fsdptoys.data.dataset import TokenDataset
 from fsdptoys.device import Device
 from fsdptoys.loss.objective import IGNORE_INDEX
 from fsdptoys.models import DecoderModel, attended_keys
@@ -60,7 +59,11 @@ class StepData:
         self.owns_token_count = place == stage == 0
         """Whether this rank counts the tokens of its sequences, which it may share with others."""
         self.dataset = config.data.build(train.seq_len, config.model.vocab_size, train.data_seed)
-        self.documents = build_document_counter(built.model, config, self.dataset)
+        self.documents: DocumentCounter | None = None
+        """Counts what tokens attend to; None where documents are not kept apart."""
+        if config.data.mask_documents:
+            end = self.dataset.end_labels_with_documents()
+            self.documents = DocumentCounter(built.model, end, train.seq_len)
         self.batches = BatchStream(
             self.dataset.train,
             train.batch_size,
@@ -165,12 +168,3 @@ class DocumentCounter:
             for length, twice in zip(self._model.chunk_lens, keys, strict=True)
         }
         return self._model.flops_per_token_of_documents(self._seq_len, means)
-
-
-def build_document_counter(
-    model: DecoderModel, config: Config, dataset: TokenDataset
-) -> DocumentCounter | None:
-    """The counter of a run; None where documents are not kept apart."""
-    if not config.data.mask_documents:
-        return None
-    return DocumentCounter(model, dataset.end_labels_with_documents(), config.train.seq_len)

@@ -102,28 +102,18 @@ def test_incompatible_states_fall_back_to_the_seed(case: str) -> None:
     assert draws() == found
 
 
-@pytest.mark.parametrize(
-    "position", [625, -5, -1, 100_000, 2 * 10**9, -(10**8), 1.0, True, None, "1"]
-)
-def test_out_of_range_numpy_position_is_refused(position: object) -> None:
-    """Oracle: the expected message; numpy accepts such positions, and crashes or returns foreign
-    memory."""
-    states = random_states(DEVICE)
-    states["numpy"]["position"] = position
-    with pytest.raises(
-        ForeignError, match=r"^numpy\.position is .*, not an integer from 0 to 624$"
-    ):
-        build(RandomStates, states)
+OUTSIDE = r"numpy\.position is .*, not an integer from 0 to 624"
 
 
 @pytest.mark.parametrize(
     ("key", "value", "sentence"),
     [
+        # numpy accepts such positions, and crashes or returns foreign memory.
+        *(("position", position, OUTSIDE) for position in (625, -1, 2 * 10**9, 1.0, True, None)),
         ("keys", "AAAA", r"numpy\.keys holds 3 bytes, not 2496"),
         ("keys", "=!", r"numpy\.keys is not text in base 64 \(.*\)"),
         ("has_gauss", 2, r"numpy\.has_gauss is 2, not an integer from 0 to 1"),
         ("cached", float("nan"), r"numpy\.cached is nan, not a finite number"),
-        ("cached", "\x1b]0;x", r"numpy\.cached is '\\x1b\]0;x', not a finite number"),
     ],
 )
 def test_invalid_numpy_states_are_refused(key: str, value: object, sentence: str) -> None:
