@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fsdptoys.models import ModelConfig
-from fsdptoys.models.layers import Linear
 from fsdptoys.models.lora import is_adapter
 from fsdptoys.models.nf4 import NAME, Codebook, is_packed, unpack
 from fsdptoys.utils.sealed_folder import new_folder
@@ -115,7 +114,8 @@ def write_adapter(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": _shortest_names(set(ranks), model),
+        # Names in full, since PEFT adapts every module that ends with one of them.
+        "target_modules": sorted(ranks),
         "bias": "none",
         "fan_in_fan_out": model.family == "gpt2",
         # The same alpha / rank for every layer.
@@ -127,28 +127,3 @@ def write_adapter(
     with new_folder(folder, CHECKSUMS_FILE) as temporary:
         (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         write_tensors(temporary, STEM, tensors.items())
-
-
-def _shortest_names(modules: set[str], model: ModelConfig) -> list[str]:
-    """Endings of names that mean these modules and no other: PEFT adapts every module that ends
-    so."""
-    with torch.device("meta"):
-        layers = model.build().layers.named_modules()
-    shapes = {
-        f"layers.{name}": (each.out_features, each.in_features)
-        for name, each in layers
-        if type(each) is Linear
-    }
-    others = {
-        locate_adapter(model, layer, shape).module.removeprefix(PREFIX)
-        for layer, shape in shapes.items()
-    } - modules
-
-    def name(module: str) -> str:
-        parts = module.split(".")
-        endings = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
-        return next(
-            end for end in endings if not any(f".{other}".endswith(f".{end}") for other in others)
-        )
-
-    return sorted({name(module) for module in modules})

@@ -171,16 +171,17 @@ class Checkpointer:
         selected = select(self._ranks, self._config, self._storage, restarted, read, invalid)
         self._series.damaged |= invalid.keys()
         if self._message is not None and self._ranks.rank == 0:
-            onward = f"resuming from {selected.name}" if selected else "there is no older one"
+            onward = f"resuming from {selected[0].name}" if selected else "there is no older one"
             for name, problem in invalid.items():
                 self._message(f"{name} {problem}, in {self._storage.where}; {onward}")
         if selected is None:
             return None
-        if selected.own:
+        place, checkpoint = selected
+        if place.own:
             names = self._ranks.ask_first(lambda: listing(self._series.names, self._storage))
-            self._series.resume_from(selected.name, names)
-            self._saver.committed = self.last_step = selected.content.step
-        return selected.content
+            self._series.resume_from(place.name, names)
+            self._saver.committed = self.last_step = checkpoint.step
+        return checkpoint
 
     def _writer(self, tensors: Tensors, from_copies: bool) -> Put:
         gather_full = self._gather_full if self._config.form is Form.full else None

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from fsdptoys.errors import ConfigError
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NamedCheckpoint:
-    """The checkpoint that ``checkpoint.resume`` names."""
+    """The checkpoint to resume from."""
 
     where: str  # path or URL of the folder that holds it
     name: str
@@ -76,16 +76,7 @@ def peek(
         return read_state(storage, read_manifest(storage, name), schema)
 
     selected = select(Ranks(None), config, storage, restarted, read, {})
-    return None if selected is None else selected.content
-
-
-@dataclass(frozen=True)
-class Selected(Generic[T]):
-    """The checkpoint to resume from."""
-
-    name: str
-    own: bool  # whether it is in the folder this run saves to
-    content: T  # what was read of it
+    return None if selected is None else selected[1]
 
 
 def select(
@@ -95,7 +86,7 @@ def select(
     restarted: bool,
     read: Callable[[Storage, str], T],
     invalid: dict[str, str],
-) -> Selected[T] | None:
+) -> tuple[NamedCheckpoint, T] | None:
     """Find the checkpoint to resume from, and read it; None to start from scratch. Collective.
 
     Args:
@@ -108,13 +99,13 @@ def select(
     if storage is not None and (restarted or config.resume in ("auto", "must")):
         for name in ranks.ask_first(lambda: listing(Series(storage).names, storage)):
             try:
-                return Selected(name, True, read(storage, name))
+                return NamedCheckpoint(storage.where, name, own=True), read(storage, name)
             except InvalidCheckpointError as problem:
                 invalid[name] = str(problem)
     if config.resume not in RESUME_WORDS:
         place = ranks.ask_first(lambda: locate(config, storage))
         try:
-            return Selected(place.name, place.own, read(open_storage(place.where), place.name))
+            return place, read(open_storage(place.where), place.name)
         except InvalidCheckpointError as problem:
             sentence = invalid_checkpoint(config, place, str(problem))
             raise ConfigError(ranks.broadcast(sentence)) from problem

@@ -196,18 +196,6 @@ def receive_pickles(pwned: str) -> list[str]:
     return heard
 
 
-def test_use_json_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: no error with the debug level at which torch's functions ask for the backend of the
-    group."""
-    module: Any = dist.distributed_c10d
-    monkeypatch.setattr(module, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
-    monkeypatch.setattr(module, "is_nccl_available", lambda: True)
-    for name in ("_pickler", "_unpickler"):
-        monkeypatch.setattr(module, name, getattr(module, name))
-    use_json()
-    assert (module._pickler, module._unpickler) == (JsonWriter, JsonReader)
-
-
 def test_torch_without_replaceable_picklers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the expected message; without the check ranks would silently use pickles."""
     module: Any = dist.distributed_c10d
