@@ -15,7 +15,8 @@ from .gpt2 import GPT2Config
 from .huggingface import HuggingFaceFormat, Piece, whole
 from .llama import LlamaConfig
 from .llama4 import Llama4Config
-from .moe import MoEConfig, Router, routers
+from .moe import Router, routers
+from .moe_config import MoEConfig
 from .ops import Ops, choose_ops, use_ops
 from .qwen3 import Qwen3Config
 from .qwen3_moe import Qwen3MoEConfig

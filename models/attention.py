@@ -20,6 +20,7 @@ heads, K width of a head.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -123,15 +124,10 @@ def _attend(
         seen = seen.float() if seen is not None and seen.is_floating_point() else seen
     k_BGSK, v_BGSK = _own_heads(q_BHTK, k_BGSK, v_BGSK, seen, backends)
     shares = q_BHTK.shape[1] != k_BGSK.shape[1]
-    if not backends:
+    with sdpa_kernel(list(backends)) if backends else nullcontext():
         attended = F.scaled_dot_product_attention(
             q_BHTK, k_BGSK, v_BGSK, attn_mask=seen, is_causal=is_causal, enable_gqa=shares
         )
-    else:
-        with sdpa_kernel(list(backends)):
-            attended = F.scaled_dot_product_attention(
-                q_BHTK, k_BGSK, v_BGSK, attn_mask=seen, is_causal=is_causal, enable_gqa=shares
-            )
     return attended.to(dtype)
 
 
@@ -144,13 +140,16 @@ def _own_heads(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values, repeated for each query head where only kernels without shared heads would
     take them."""
-    share, device_type = q_BHTK.shape[1] // k_BGSK.shape[1], q_BHTK.device.type
-    on_cpu = device_type == "cpu"
-    masked = seen is not None and not on_cpu
-    efficient = tuple(backends) == (SDPBackend.EFFICIENT_ATTENTION,)
-    wide = device_type == "cuda" and (
-        q_BHTK.dtype not in (torch.bfloat16, torch.float16) or efficient
-    )
-    if share == 1 or not (masked or wide or (on_cpu and not SHARES_ON_CPU)):
+    share = q_BHTK.shape[1] // k_BGSK.shape[1]
+    device_type = q_BHTK.device.type
+    if device_type == "cpu":
+        repeats = not SHARES_ON_CPU
+    elif device_type == "cuda":
+        efficient = tuple(backends) == (SDPBackend.EFFICIENT_ATTENTION,)
+        wide = q_BHTK.dtype not in (torch.bfloat16, torch.float16)
+        repeats = seen is not None or wide or efficient
+    else:
+        repeats = seen is not None
+    if share == 1 or not repeats:
         return k_BGSK, v_BGSK
     return k_BGSK.repeat_interleave(share, dim=1), v_BGSK.repeat_interleave(share, dim=1)

@@ -8,16 +8,15 @@ rectangle, without any mask in memory. The backward of a block needs the result 
 of the full row only.
 
 PyTorch has no public function that returns the log-sum-exp with a backward of its own, so
-``_Flash`` calls the operators behind ``scaled_dot_product_attention``: private API, tried on CPUs
+``FLASH`` calls the operators behind ``scaled_dot_product_attention``: private API, tried on CPUs
 with torch 2.7.1, 2.11, 2.13 and 2.15; those of CUDA have the schema of these versions and were not
-run. ``_Plain`` writes the scores of a block, on every device.
+run. ``PLAIN`` writes the scores of a block, on every device.
 
 Shapes: B batch, P queries, S keys of a block, H query heads, G key/value heads, K width of a head.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,111 +40,95 @@ class Block(NamedTuple):
     causal: bool
 
 
-class BlockKernel(ABC):
+class BlockKernel(NamedTuple):
     """Attention over a block of keys."""
 
-    @abstractmethod
-    def forward(
-        self, q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Result and log-sum-exp of the scores (B, H, P)."""
-
-    @abstractmethod
-    def backward(
-        self,
-        grad_BHPK: Tensor,
-        q_BHPK: Tensor,
-        k_BGSK: Tensor,
-        v_BGSK: Tensor,
-        out_BHPK: Tensor,
-        lse_BHP: Tensor,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values by this block, from result and log-sum-exp over all
-        blocks."""
+    forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+    """``forward(q_BHPK, k_BGSK, v_BGSK, causal)``: result and log-sum-exp of the scores (B, H,
+    P)."""
+    backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]
+    ]
+    """``backward(grad_BHPK, q_BHPK, k_BGSK, v_BGSK, out_BHPK, lse_BHP, causal)``: gradients of
+    queries, keys and values by this block, from result and log-sum-exp over all blocks."""
 
 
-class _Flash(BlockKernel):
-    """PyTorch's flash kernels: memory linear in P and S."""
-
-    def forward(
-        self, q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        k_BGSK, v_BGSK = _own_heads(q_BHPK, k_BGSK), _own_heads(q_BHPK, v_BGSK)
-        out_BHPK, lse_BHP, *_ = _operator(q_BHPK)(q_BHPK, k_BGSK, v_BGSK, 0.0, causal)
-        return out_BHPK, lse_BHP
-
-    def backward(
-        self,
-        grad_BHPK: Tensor,
-        q_BHPK: Tensor,
-        k_BGSK: Tensor,
-        v_BGSK: Tensor,
-        out_BHPK: Tensor,
-        lse_BHP: Tensor,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        k_BHSK, v_BHSK = _own_heads(q_BHPK, k_BGSK), _own_heads(q_BHPK, v_BGSK)
-        operator = _operator(q_BHPK, "_backward")
-        tensors = grad_BHPK, q_BHPK, k_BHSK, v_BHSK, out_BHPK, lse_BHP
-        if q_BHPK.device.type == "cpu":
-            grad_q, grad_k, grad_v = operator(*tensors, 0.0, causal)
-        else:
-            # Random states matter with dropout only.
-            state = torch.empty(2, dtype=torch.uint64, device=q_BHPK.device)
-            lengths = None, None, q_BHPK.shape[2], k_BHSK.shape[2]
-            grad_q, grad_k, grad_v = operator(*tensors, *lengths, 0.0, causal, state, state[:0])
-        return grad_q, _shared_heads(grad_k, k_BGSK), _shared_heads(grad_v, v_BGSK)
+def _flash_forward(
+    q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool
+) -> tuple[Tensor, Tensor]:
+    k_BGSK, v_BGSK = _own_heads(q_BHPK, k_BGSK), _own_heads(q_BHPK, v_BGSK)
+    out_BHPK, lse_BHP, *_ = _operator(q_BHPK)(q_BHPK, k_BGSK, v_BGSK, 0.0, causal)
+    return out_BHPK, lse_BHP
 
 
-class _Plain(BlockKernel):
-    """Matmuls and a softmax in float32 or wider, which write (B, H, P, S) scores."""
-
-    def forward(
-        self, q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        scores, _, _, v = self._scores(q_BHPK, k_BGSK, v_BGSK, causal)
-        lse = scores.logsumexp(-1)
-        out = (scores - lse.unsqueeze(-1)).exp() @ v
-        return out.flatten(1, 2), lse.flatten(1, 2)
-
-    def backward(
-        self,
-        grad_BHPK: Tensor,
-        q_BHPK: Tensor,
-        k_BGSK: Tensor,
-        v_BGSK: Tensor,
-        out_BHPK: Tensor,
-        lse_BHP: Tensor,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        scores, q, k, v = self._scores(q_BHPK, k_BGSK, v_BGSK, causal)
-        share, dtype = (k_BGSK.shape[1], -1), scores.dtype
-        weights = (scores - lse_BHP.unflatten(1, share).unsqueeze(-1)).exp()
-        grad, out = (x.to(dtype).unflatten(1, share) for x in (grad_BHPK, out_BHPK))
-        grad_v = (weights.mT @ grad).sum(2)
-        grad_scores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * _scale(q_BHPK)
-        return (grad_scores @ k).flatten(1, 2), (grad_scores.mT @ q).sum(2), grad_v
-
-    @staticmethod
-    def _scores(
-        q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Scores (B, G, H/G, P, S), and queries, keys and values in their dtype that broadcast with
-        them."""
-        wide = torch.promote_types(q_BHPK.dtype, torch.float32)
-        q = q_BHPK.to(wide).unflatten(1, (k_BGSK.shape[1], -1))
-        k, v = (x.to(wide).unsqueeze(2) for x in (k_BGSK, v_BGSK))
-        scores = q @ k.mT * _scale(q_BHPK)
-        if causal:
-            hidden_PS = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(
-                1
-            )
-            scores = scores.masked_fill_(hidden_PS, -torch.inf)
-        return scores, q, k, v
+def _flash_backward(
+    grad_BHPK: Tensor,
+    q_BHPK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    out_BHPK: Tensor,
+    lse_BHP: Tensor,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    k_BHSK, v_BHSK = _own_heads(q_BHPK, k_BGSK), _own_heads(q_BHPK, v_BGSK)
+    operator = _operator(q_BHPK, "_backward")
+    tensors = grad_BHPK, q_BHPK, k_BHSK, v_BHSK, out_BHPK, lse_BHP
+    if q_BHPK.device.type == "cpu":
+        grad_q, grad_k, grad_v = operator(*tensors, 0.0, causal)
+    else:
+        # Random states matter with dropout only.
+        state = torch.empty(2, dtype=torch.uint64, device=q_BHPK.device)
+        lengths = None, None, q_BHPK.shape[2], k_BHSK.shape[2]
+        grad_q, grad_k, grad_v = operator(*tensors, *lengths, 0.0, causal, state, state[:0])
+    return grad_q, _shared_heads(grad_k, k_BGSK), _shared_heads(grad_v, v_BGSK)
 
 
-FLASH, PLAIN = _Flash(), _Plain()
+def _plain_forward(
+    q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool
+) -> tuple[Tensor, Tensor]:
+    scores, _, _, v = _scores(q_BHPK, k_BGSK, v_BGSK, causal)
+    lse = scores.logsumexp(-1)
+    out = (scores - lse.unsqueeze(-1)).exp() @ v
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def _plain_backward(
+    grad_BHPK: Tensor,
+    q_BHPK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    out_BHPK: Tensor,
+    lse_BHP: Tensor,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scores, q, k, v = _scores(q_BHPK, k_BGSK, v_BGSK, causal)
+    share, dtype = (k_BGSK.shape[1], -1), scores.dtype
+    weights = (scores - lse_BHP.unflatten(1, share).unsqueeze(-1)).exp()
+    grad, out = (x.to(dtype).unflatten(1, share) for x in (grad_BHPK, out_BHPK))
+    grad_v = (weights.mT @ grad).sum(2)
+    grad_scores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * _scale(q_BHPK)
+    return (grad_scores @ k).flatten(1, 2), (grad_scores.mT @ q).sum(2), grad_v
+
+
+def _scores(
+    q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores (B, G, H/G, P, S), and queries, keys and values in their dtype that broadcast with
+    them."""
+    wide = torch.promote_types(q_BHPK.dtype, torch.float32)
+    q = q_BHPK.to(wide).unflatten(1, (k_BGSK.shape[1], -1))
+    k, v = (x.to(wide).unsqueeze(2) for x in (k_BGSK, v_BGSK))
+    scores = q @ k.mT * _scale(q_BHPK)
+    if causal:
+        hidden_PS = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores = scores.masked_fill_(hidden_PS, -torch.inf)
+    return scores, q, k, v
+
+
+FLASH = BlockKernel(_flash_forward, _flash_backward)
+"""PyTorch's flash kernels: memory linear in P and S."""
+PLAIN = BlockKernel(_plain_forward, _plain_backward)
+"""Matmuls and a softmax in float32 or wider, which write (B, H, P, S) scores."""
 
 
 def flash_blocks(ops: Ops, q_BHPK: Tensor) -> BlockKernel | None:

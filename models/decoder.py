@@ -20,7 +20,7 @@ from .cache import KeyValueCache
 from .config import ModelConfig
 from .context import FULL_SEQUENCES, Context
 from .documents import Documents, document_positions, mask_documents
-from .layers import Attention, Block, Embedding, LMHead, LossFn, RMSNorm
+from .layers import Attention, Block, Embedding, LMHead, LossFn
 from .moe import MoE
 from .ops import Layer
 from .stages import Stage
@@ -232,8 +232,3 @@ def use_context(model: DecoderModel, context: Context) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             module.context = context
-
-
-def rms_norm(config: ModelConfig) -> RMSNorm:
-    """Normalization of the residual stream."""
-    return RMSNorm(config.dim, config.norm_eps)

@@ -26,6 +26,7 @@ experts.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -55,11 +56,10 @@ class Segment(NamedTuple):
 class Looped:
     """One ``torch.mm`` per group, written in place."""
 
-    one_pass_sums = True
-    """Whether a CPU may sum a token's rows in one pass, which rounds differently."""
-
-    def __init__(self, row_multiple: int = 1) -> None:
+    def __init__(self, row_multiple: int = 1, one_pass_sums: bool = True) -> None:
         self.row_multiple = row_multiple
+        self.one_pass_sums = one_pass_sums
+        """Whether a CPU may sum a token's rows in one pass, which rounds differently."""
 
     def pieces(self, ends_E: Tensor, rows: int) -> Sequence[Segment]:
         """Split R rows into one piece per expert with rows; syncs with the device.
@@ -106,13 +106,7 @@ class LoopedOneDNN(Looped):
         return self.linear(a_MO.t(), b_MI.t(), piece, out_OI)
 
 
-class LoopedAlike(Looped):
-    """One ``torch.mm`` per group with the same arithmetic on every device, to compare devices."""
-
-    one_pass_sums = False
-
-
-class LoopedFloat32(Looped):
+class LoopedFloat32(LoopedOneDNN):
     """One matmul per group of 16-bit operands in float32, for CPUs without instructions for their
     dtype."""
 
@@ -122,10 +116,6 @@ class LoopedFloat32(Looped):
         """See ``Looped``."""
         product_MO = torch.mm(a_MI.float(), weight_OI.t().float())
         return product_MO.to(a_MI.dtype) if out_MO is None else out_MO.copy_(product_MO)
-
-    def outer(self, a_MO: Tensor, b_MI: Tensor, piece: Segment, out_OI: Tensor | None) -> Tensor:
-        """See ``Looped``."""
-        return self.linear(a_MO.t(), b_MI.t(), piece, out_OI)
 
 
 class Grouped:
@@ -164,7 +154,7 @@ ONEDNN_ROW_MULTIPLE = 32
 
 def loop_alike(device_type: str, dtype: torch.dtype, *widths: int) -> Product:
     """Matmuls with the same arithmetic on every device."""
-    return LoopedAlike()
+    return Looped(one_pass_sums=False)
 
 
 def choose_product(device_type: str, dtype: torch.dtype, *widths: int) -> Product:
@@ -232,51 +222,29 @@ def _without_dispatch_modes() -> AbstractContextManager[Any]:
 
 
 def _is_right(product: Product, device_type: str, dtype: torch.dtype) -> bool:
-    width, ends = 16, (24, 24, 40)
-    a_MI = (
-        torch.linspace(-1, 1, 40 * width, dtype=torch.float32)
-        .cos()
-        .view(40, width)
-        .to(device_type, dtype)
-    )
-    b_MO = (
-        torch.linspace(-2, 3, 40 * width, dtype=torch.float32)
-        .sin()
-        .view(40, width)
-        .to(device_type, dtype)
-    )
-    weight_EOI = (
-        torch.linspace(-3, 3, 3 * width**2, dtype=torch.float32).sin().view(3, width, width)
-    )
-    weight_EOI = weight_EOI.to(device_type, dtype)
+    ends, width = (24, 24, 40), 16
+
+    def make(*shape: int) -> Tensor:
+        elements = torch.linspace(-3, 3, math.prod(shape), dtype=torch.float32)
+        return elements.sin().view(shape).to(device_type, dtype)
+
+    a_MI, b_MO, weight_EOI = make(40, width), make(40, width).flip(1), make(3, width, width)
+    # A matrix of zeros for the empty group.
+    outer_EOI = weight_EOI.new_zeros(weight_EOI.shape)
     for piece in product.pieces(torch.tensor(ends, dtype=torch.int32, device=device_type), 40):
         rows = slice(piece.start, piece.start + piece.length)
-        groups = [piece.experts] if isinstance(piece.experts, int) else range(3)
-        for weight in (
-            weight_EOI,
-            weight_EOI.transpose(1, 2),
-        ):  # as in the forward, as in the backward
-            result = product.linear(a_MI[rows], weight[piece.experts], piece)
-            expected = [_times(a_MI[_group(ends, expert)], weight[expert]) for expert in groups]
-            if not _close(result, torch.cat(expected)):
+        # As in the forward, and as in the backward.
+        for weight in (weight_EOI, weight_EOI.transpose(1, 2)):
+            found_MO = product.linear(a_MI[rows], weight[piece.experts], piece)
+            matrices = [weight[0]] * 24 + [weight[2]] * 16
+            expected_MO = (torch.stack(matrices).float() * a_MI.float()[:, None]).sum(-1)
+            if not _close(found_MO, expected_MO[rows]):
                 return False
-        result = product.outer(b_MO[rows], a_MI[rows], piece, None).view(-1, width, width)
-        expected = [
-            _times(b_MO[_group(ends, expert)].t(), a_MI[_group(ends, expert)].t())
-            for expert in groups
-        ]
-        if not _close(result, torch.stack(expected)):
-            return False
-    return True
-
-
-def _group(ends: Sequence[int], expert: int) -> slice:
-    return slice(ends[expert - 1] if expert else 0, ends[expert])
-
-
-def _times(a_MI: Tensor, weight_OI: Tensor) -> Tensor:
-    """``a @ weight.T`` in float32 without a matmul, whose precision a global switch could lower."""
-    return (a_MI.float()[:, None] * weight_OI.float()[None]).sum(-1)
+        outer_EOI[piece.experts] = product.outer(b_MO[rows], a_MI[rows], piece, None)
+    # Without a matmul, whose precision a global switch could lower.
+    outer_MOI = b_MO.float()[:, :, None] * a_MI.float()[:, None]
+    groups = outer_MOI.split((24, 0, 16))
+    return _close(outer_EOI, torch.stack([group.sum(0) for group in groups]))
 
 
 def _close(result: Tensor, expected: Tensor) -> bool:

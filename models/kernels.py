@@ -17,7 +17,6 @@ heads, K width of a head, F feed-forward width.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,18 +26,10 @@ from torch import Tensor
 from . import npu_kernels
 from .attention import BACKENDS, attention, attention_by, masked_attention
 from .grouped import choose_product, loop_alike
+from .rotations import rotary
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-
-class Pairs(Enum):
-    """The two elements of a head that a rotary angle turns."""
-
-    halves = "halves"
-    """i and i + K/2."""
-    neighbors = "neighbors"
-    """2i and 2i + 1."""
 
 
 def dense_mask(segments_BT: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,32 +51,34 @@ def dense_rows(segments_BT: Tensor, start: int, stop: int, dtype: torch.dtype) -
 
 
 def block_mask(segments_BT: Tensor, dtype: torch.dtype) -> "BlockMask":
-    """Mask of blocks, without those that no token sees.
-
-    Compiled, it is computed block by block; eager ``create_block_mask`` would write (B, T, T)
-    booleans.
-    """
-    from torch.nn.attention.flex_attention import create_block_mask
+    """Mask of blocks, without those that no token sees."""
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (segments_BT[row, query] == segments_BT[row, key])
 
     batch, length = segments_BT.shape
-    create: Any = _compiled(create_block_mask) if _compiles_flex(segments_BT) else create_block_mask
-    blocks: BlockMask = create(sees, batch, None, length, length, device=segments_BT.device)
-    return blocks
+    return _make_blocks(sees, batch, length, segments_BT.device)
 
 
 @functools.lru_cache(maxsize=8)
 def causal_blocks(length: int, device: torch.device) -> "BlockMask":
     """Mask of the blocks up to the diagonal, kept for the last few lengths."""
-    from torch.nn.attention.flex_attention import create_block_mask
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
 
-    create: Any = _compiled(create_block_mask) if device.type != "cpu" else create_block_mask
-    blocks: BlockMask = create(sees, None, None, length, length, device=device)
+    return _make_blocks(sees, None, length, device)
+
+
+def _make_blocks(
+    sees: Callable[..., Tensor], batch: int | None, length: int, device: torch.device
+) -> "BlockMask":
+    """Compiled, a mask is computed block by block; eager ``create_block_mask`` would write (B, T,
+    T) booleans."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    create: Any = _compiled(create_block_mask) if _compiles_flex(device) else create_block_mask
+    blocks: BlockMask = create(sees, batch, None, length, length, device=device)
     return blocks
 
 
@@ -94,9 +87,9 @@ def causal_flex_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Ten
     return flex_attention(q_BHTK, k_BGTK, v_BGTK, causal_blocks(q_BHTK.shape[2], q_BHTK.device))
 
 
-def _compiles_flex(tensor: Tensor) -> bool:
+def _compiles_flex(device: torch.device) -> bool:
     """False on a CPU, where flex_attention has no gradients and is for comparison only."""
-    return tensor.device.type != "cpu"
+    return device.type != "cpu"
 
 
 def flex_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, seen: "BlockMask") -> Tensor:
@@ -104,7 +97,7 @@ def flex_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, seen: "BlockM
     from torch.nn.attention.flex_attention import flex_attention
 
     shares = q_BHTK.shape[1] != k_BGTK.shape[1]
-    attend: Any = _compiled(flex_attention) if _compiles_flex(q_BHTK) else flex_attention
+    attend: Any = _compiled(flex_attention) if _compiles_flex(q_BHTK.device) else flex_attention
     out_BHTK: Tensor = attend(q_BHTK, k_BGTK, v_BGTK, block_mask=seen, enable_gqa=shares)
     return out_BHTK
 
@@ -113,33 +106,6 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Divide by the root of the mean square over the last dim, accumulated in float32
     (arXiv:1910.07467)."""
     return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-def rotary(x_BHTK: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
-    """Turn pairs by their angles, in float32, and return the input's dtype; cosines and sines are
-    (T, K/2).
-
-    On CUDA the result is a view of a contiguous (B, T, H, K), like an input from a projection.
-    Attention kernels write their result in the strides of the queries, so that its heads are joined
-    without a copy. Elsewhere it is contiguous: the strides also change the order of sums, and so
-    the bits, in the gradients of norms of heads.
-    """
-    if x_BHTK.device.type in ("cpu", "npu"):
-        return turn(x_BHTK, cos, sin, pairs)
-    return turn(x_BHTK.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1), pairs).transpose(1, 2)
-
-
-def turn(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
-    """``rotary`` with tables that broadcast to the pairs; the result is contiguous."""
-    wide = x.float()
-    if pairs is Pairs.halves:
-        first, second = wide.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
-            x.dtype
-        )
-    first, second = wide.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.flatten(-2).to(x.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -185,11 +151,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         "flex": DocumentAttention(block_mask, flex_attention),
     },
     "rms_norm": {"torch": rms_norm, "compiled": _compiled(rms_norm), "npu": npu_kernels.rms_norm},
-    "rotary": {
-        "torch": rotary,
-        "compiled": _compiled(rotary),
-        "npu": lambda x, cos, sin, pairs: npu_kernels.rotary(x, cos, sin, pairs is Pairs.neighbors),
-    },
+    "rotary": {"torch": rotary, "compiled": _compiled(rotary), "npu": npu_kernels.rotary},
     "swiglu": {"torch": swiglu, "compiled": _compiled(swiglu), "npu": npu_kernels.swiglu},
     "grouped_matmul": {
         "torch": choose_product,

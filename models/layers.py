@@ -17,8 +17,8 @@ from .cache import KeyValueCache
 from .context import FULL_SEQUENCES, Context
 from .documents import Documents
 from .exchange import Split
-from .kernels import Pairs
 from .ops import Layer
+from .rotations import Pairs
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32

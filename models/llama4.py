@@ -16,22 +16,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torch import nn
-
 from .checks import MOST_LAYERS, MOST_TOKENS, above, at_least
-from .decoder import rms_norm
 from .huggingface import Piece, whole
-from .kernels import Pairs
-from .layers import Attention, AttentionTemperature, Block, SwiGLU
-from .moe import MoE, MoEConfig, Scores
+from .layers import Attention, AttentionTemperature
+from .moe import Scores
+from .moe_config import MoEConfig
 from .rotary import (
     ROTARY_DEFAULTS,
     ROTARY_KEYS,
     ROTARY_NAMES,
-    RotaryConfig,
     RotaryFormat,
-    RotaryModel,
 )
+from .rotations import Pairs
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ class Llama4Format(RotaryFormat):
 
 
 @dataclass
-class Llama4Config(MoEConfig, RotaryConfig):
+class Llama4Config(MoEConfig):
     """A Llama 4 text model."""
 
     family: ClassVar[str] = "llama4"
@@ -104,7 +100,6 @@ class Llama4Config(MoEConfig, RotaryConfig):
         },
         names={**ROTARY_NAMES, "mlp": "feed_forward"},
         fixed={"hidden_act": "silu", "attention_bias": False},
-        written={"attention_dropout": 0.0},
         default_theta=500000.0,
         defaults={
             **ROTARY_DEFAULTS,
@@ -140,13 +135,14 @@ class Llama4Config(MoEConfig, RotaryConfig):
     temperature_floor: int = field(default=8192, metadata=at_least(1, MOST_TOKENS))
     """Tokens before the first growth step, and between two."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_experts(self.n_layers)
-
     def implied(self) -> dict[str, int]:
         """The width of a head, and a chunk of the full context."""
         return super().implied() | {"attention_chunk_len": self.max_seq_len}
+
+    @property
+    def scores(self) -> Scores:
+        """A sigmoid, which scales an expert's input."""
+        return Scores.sigmoid
 
     @property
     def needs_its_context(self) -> bool:
@@ -160,57 +156,30 @@ class Llama4Config(MoEConfig, RotaryConfig):
             return not self.attention_temperature or all(self.rotates(layer) for layer in layers)
         if key in ("attention_chunk_len", "qk_norm"):
             return not any(self.rotates(layer) for layer in layers)
-        return super().is_cosmetic(key) or (
-            key == "ffn_dim" and self.has_experts_everywhere(self.n_layers)
-        )
+        return super().is_cosmetic(key)
 
     def rotates(self, layer: int) -> bool:
         """Whether a block has rotary positions."""
         return (layer + 1) % self.nope_every != 0
 
-    def build(self) -> "Llama4Model":
-        """Construct the model."""
-        return Llama4Model(self)
-
-
-class Llama4Model(RotaryModel):
-    """Llama 4's text model for causal language modeling."""
-
-    def __init__(self, config: Llama4Config) -> None:
-        blocks = [
-            Block(
-                rms_norm(config),
-                _attention(config, layer),
-                rms_norm(config),
-                _feed_forward(config, layer),
+    def attention(self, layer: int) -> Attention:
+        """Construct an attention with rotary positions and chunks, or with a temperature."""
+        heads = self.n_heads, self.n_kv_heads, self.head_width
+        if self.rotates(layer):
+            return Attention(
+                self.dim,
+                *heads,
+                rotation=Pairs.neighbors,
+                rotated_norm_eps=self.norm_eps if self.qk_norm else None,
+                chunk_len=self.attention_chunk_len,
             )
-            for layer in range(config.n_layers)
-        ]
-        super().__init__(config, blocks, rms_norm(config))
-
-
-def _attention(config: Llama4Config, layer: int) -> Attention:
-    rotates = config.rotates(layer)
-    temperature = AttentionTemperature(config.temperature_scale, config.temperature_floor)
-    return Attention(
-        config.dim,
-        config.n_heads,
-        config.n_kv_heads,
-        config.head_width,
-        rotation=Pairs.neighbors if rotates else None,
-        rotated_norm_eps=config.norm_eps if rotates and config.qk_norm else None,
-        temperature=temperature if config.attention_temperature and not rotates else None,
-        chunk_len=config.attention_chunk_len if rotates else None,
-    )
-
-
-def _feed_forward(config: Llama4Config, layer: int) -> nn.Module:
-    if not config.has_experts(layer):
-        return SwiGLU(config.dim, config.ffn_dim)
-    width = config.expert_ffn_dim
-    return MoE(
-        config.dim, width, config.n_experts, config.top_k, Scores.sigmoid, shared_ffn_dim=width
-    )
+        temperature = AttentionTemperature(self.temperature_scale, self.temperature_floor)
+        return Attention(
+            self.dim,
+            *heads,
+            rotation=None,
+            temperature=temperature if self.attention_temperature else None,
+        )
 
 
 def _layer_lists(config: Llama4Config) -> dict[str, list[Any]]:

@@ -19,15 +19,13 @@ Shapes: N tokens, D width, E experts, K experts of a token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import MOST_EXPERTS, MOST_HIDDEN, at_least
 from .exchange import Split
 from .experts import Dispatch
 from .layers import SwiGLU, matmul_flops
@@ -241,56 +239,6 @@ class MoE(Layer):
     def active_expert_parameters(self) -> int:
         """Parameters of one token's experts."""
         return self.expert_parameters // self.router.n_experts * self.router.top_k
-
-
-@dataclass
-class MoEConfig:
-    """Settings of a family with experts."""
-
-    shares_an_expert: ClassVar[bool] = False
-    """Whether every token also goes through an expert of ``expert_ffn_dim`` without routing."""
-
-    n_experts: int = field(default=128, metadata=at_least(1, MOST_EXPERTS))
-    """Experts of a layer."""
-    top_k: int = field(default=8, metadata=at_least(1, MOST_EXPERTS))
-    """Experts of each token."""
-    expert_ffn_dim: int = field(default=768, metadata=at_least(1, MOST_HIDDEN))
-    """Width of an expert's hidden layer."""
-    moe_every: int = field(default=1, metadata=at_least(1))
-    """Every N-th block has experts; the others have one feed-forward of ``ffn_dim``."""
-    router_aux_loss_coef: float = field(default=0.0, metadata=at_least(0, 1e6))
-    """Weight of the load-balancing loss, a mean over the layers with experts.
-
-    The load is counted over all ranks. With ``train.grad_accum`` above 1 it covers the
-    micro-batches so far, and with ``train.deterministic=layout`` the global batch.
-    """
-    router_z_loss_coef: float = field(default=0.0, metadata=at_least(0, 1e6))
-    """Weight of the router's z-loss, a mean over tokens and over the layers with experts."""
-
-    def check_experts(self, n_layers: int) -> None:
-        """Check the experts' settings against each other.
-
-        Raises:
-            ValueError: naming the key, its value and the fix.
-        """
-        if self.top_k > self.n_experts:
-            raise ValueError(
-                f"model.top_k={self.top_k} is more than model.n_experts={self.n_experts}; "
-                f"set model.top_k={self.n_experts}"
-            )
-        if self.moe_every > n_layers:
-            raise ValueError(
-                f"model.moe_every={self.moe_every} leaves none of the model.n_layers={n_layers} "
-                "blocks with experts; set model.moe_every=1"
-            )
-
-    def has_experts_everywhere(self, n_layers: int) -> bool:
-        """Whether no block has a feed-forward of ``ffn_dim``."""
-        return all(self.has_experts(layer) for layer in range(n_layers))
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether a block has experts."""
-        return (layer + 1) % self.moe_every == 0
 
 
 def routers(model: nn.Module) -> Sequence[Router]:

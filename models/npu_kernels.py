@@ -29,7 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import attention as plain
 from .grouped import Grouped, Looped, Product, Segment, works
+from .rotations import Pairs, turn
 
 MASK_ROWS = 2048
 """Rows of the mask that ``sparse_mode=2`` uses for any sequence length."""
@@ -69,10 +71,7 @@ def attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
     """See ``kernels.attention``."""
     _, heads, _, width = q_BHTK.shape
     if heads > ATTENTION_HEADS or width > ATTENTION_WIDTH:
-        shares = heads != k_BGTK.shape[1]
-        return F.scaled_dot_product_attention(
-            q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=shares
-        )
+        return plain.attention(q_BHTK, k_BGTK, v_BGTK)
     out_BHTK: Tensor = operator("npu_fusion_attention")(
         q_BHTK,
         k_BGTK,
@@ -102,9 +101,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return normalized
 
 
-def rotary(x_BHTK: Tensor, cos: Tensor, sin: Tensor, neighbors: bool) -> Tensor:
-    """See ``kernels.rotary``."""
-    turned: Tensor = _Rotary.apply(x_BHTK, cos, sin, neighbors)
+def rotary(x_BHTK: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
+    """See ``rotations.rotary``."""
+    turned: Tensor = _Rotary.apply(x_BHTK, cos, sin, pairs)
     return turned
 
 
@@ -112,41 +111,34 @@ class _Rotary(torch.autograd.Function):
     """A rotation, whose gradient is the opposite rotation."""
 
     @staticmethod
-    def forward(ctx: Any, x_BHTK: Tensor, cos: Tensor, sin: Tensor, neighbors: bool) -> Tensor:
+    def forward(ctx: Any, x_BHTK: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.neighbors = neighbors
-        return _turn(x_BHTK, cos, sin, neighbors)
+        ctx.pairs = pairs
+        return _turn(x_BHTK, cos, sin, pairs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(gradients[0], cos, -sin, ctx.neighbors), None, None, None
+        return _turn(gradients[0], cos, -sin, ctx.pairs), None, None, None
 
 
-def _turn(x_BHTK: Tensor, cos: Tensor, sin: Tensor, neighbors: bool) -> Tensor:
+def _turn(x_BHTK: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
+    batch, heads, _, width = x_BHTK.shape
+    neighbors = pairs is Pairs.neighbors
+    largest = batch * heads if neighbors else max(batch, heads)
+    if largest >= ROTARY_LIMIT or width >= ROTARY_WIDTH_LIMIT:
+        return turn(x_BHTK, cos, sin, pairs)
     if neighbors:
         cos, sin = (table.repeat_interleave(2, dim=-1) for table in (cos, sin))
     else:
         cos, sin = (torch.cat((table, table), dim=-1) for table in (cos, sin))
-    cos, sin = cos[None, None], sin[None, None]
-    wide = x_BHTK.float()  # the kernel needs the dtype of the tables
-    batch, heads, _, width = x_BHTK.shape
-    within = batch * heads < ROTARY_LIMIT if neighbors else max(batch, heads) < ROTARY_LIMIT
-    if within and width < ROTARY_WIDTH_LIMIT:
-        turned: Tensor = operator("npu_rotary_mul")(
-            wide, cos, sin, "interleave" if neighbors else "half"
-        )
-    else:
-        turned = wide * cos + _quarter_turn(wide, neighbors) * sin
+    turned: Tensor = operator("npu_rotary_mul")(
+        x_BHTK.float(),  # the kernel needs the dtype of the tables
+        cos[None, None],
+        sin[None, None],
+        "interleave" if neighbors else "half",
+    )
     return turned.to(x_BHTK.dtype)
-
-
-def _quarter_turn(x: Tensor, neighbors: bool) -> Tensor:
-    if neighbors:
-        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack((-second, first), dim=-1).flatten(-2)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -21,8 +21,9 @@ from .attention import BACKENDS, attention, masked_attention
 from .exchange import ONE_RANK, Exchange, Split
 from .experts import Dispatch, apply_experts
 from .grouped import Product, choose_product
-from .kernels import IMPLEMENTATIONS, DocumentAttention, Pairs, dense_mask, rms_norm, rotary, swiglu
+from .kernels import IMPLEMENTATIONS, DocumentAttention, dense_mask, rms_norm, swiglu
 from .linear import linear
+from .rotations import Pairs, rotary
 
 Score = Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
 """``score(logits_NE)``: experts_NK, weights_NK, and terms (N, E) and (N) of a router's sums."""
@@ -140,15 +141,6 @@ class Layer(nn.Module):
     def own_flops(self, seq_len: int) -> float:
         """FLOPs of forward and backward per token, without those of its children."""
         return 0
-
-    def extra_repr(self) -> str:
-        """Also names operations that are not PyTorch's own, and an exchange."""
-        others = [
-            f"{name}={type(value).__name__}"
-            for name, value in (("ops", self.ops), ("exchange", self.exchange))
-            if type(value) not in (Ops, Exchange)
-        ]
-        return ", ".join(filter(None, [super().extra_repr(), *others]))
 
 
 def leave_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,12 +9,10 @@ windows, biases, dropout, ``mlp_only_layers``.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
-
 from .huggingface import Piece, whole
-from .layers import SwiGLU
-from .moe import MoE, MoEConfig, Scores
-from .qwen3 import QWEN3_FIXED, Qwen3Config, Qwen3Model
+from .moe import Scores
+from .moe_config import MoEConfig
+from .qwen3 import QWEN3_FIXED, Qwen3Config
 from .rotary import ROTARY_DEFAULTS, ROTARY_KEYS, ROTARY_NAMES, RotaryFormat
 
 
@@ -42,7 +40,7 @@ class Qwen3MoEFormat(RotaryFormat):
 
 
 @dataclass
-class Qwen3MoEConfig(MoEConfig, Qwen3Config):
+class Qwen3MoEConfig(Qwen3Config, MoEConfig):
     """A Qwen3 model with experts."""
 
     family: ClassVar[str] = "qwen3_moe"
@@ -61,7 +59,6 @@ class Qwen3MoEConfig(MoEConfig, Qwen3Config):
         names={**ROTARY_NAMES, "router": "gate"},
         aliases={"num_experts": "num_local_experts"},  # as transformers 5 writes it
         fixed={**QWEN3_FIXED, "mlp_only_layers": []},
-        written={"attention_dropout": 0.0},
         defaults={
             **ROTARY_DEFAULTS,
             "moe_every": 1,
@@ -74,23 +71,7 @@ class Qwen3MoEConfig(MoEConfig, Qwen3Config):
     norm_topk_prob: bool = True
     """Divide the weights of a token's experts by their sum."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_experts(self.n_layers)
-
-    def is_cosmetic(self, key: str) -> bool:
-        """Also the width of feed-forwards if all blocks have experts."""
-        return super().is_cosmetic(key) or (
-            key == "ffn_dim" and self.has_experts_everywhere(self.n_layers)
-        )
-
-    def build(self) -> "Qwen3Model":
-        """Construct the model."""
-        scores = Scores.normalized_softmax if self.norm_topk_prob else Scores.softmax
-
-        def feed_forward(layer: int) -> nn.Module:
-            if not self.has_experts(layer):
-                return SwiGLU(self.dim, self.ffn_dim)
-            return MoE(self.dim, self.expert_ffn_dim, self.n_experts, self.top_k, scores)
-
-        return Qwen3Model(self, [feed_forward(layer) for layer in range(self.n_layers)])
+    @property
+    def scores(self) -> Scores:
+        """A softmax, normalized or not."""
+        return Scores.normalized_softmax if self.norm_topk_prob else Scores.softmax

@@ -8,7 +8,7 @@ Shapes: D width, K width of a head.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,32 @@ from .checks import MOST_CHANNELS, MOST_HIDDEN, MOST_TOKENS, above, at_least, ch
 from .config import ModelConfig
 from .decoder import DecoderModel
 from .huggingface import HuggingFaceFormat
-from .layers import Block
+from .layers import Attention, Block, RMSNorm, SwiGLU
+
+ROTARY_KEYS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+"""Field → key of ``config.json``, in all families with rotary positions."""
+
+ROTARY_NAMES = {
+    "": "model.",
+    "attn_norm": "input_layernorm",
+    "attn": "self_attn",
+    "mlp_norm": "post_attention_layernorm",
+}
+"""Part of our parameters' names → part of theirs."""
+
+ROTARY_DEFAULTS = {"head_dim": None, "tie_embeddings": False, "init_std": 0.02}
 
 
 @dataclass
@@ -99,6 +124,18 @@ class RotaryConfig(ModelConfig):
         """Channels of a head."""
         return self.head_dim or self.implied()["head_dim"]
 
+    def attention(self, layer: int) -> Attention:
+        """Construct the attention of a block."""
+        return Attention(self.dim, self.n_heads, self.n_kv_heads, self.head_width)
+
+    def feed_forward(self, layer: int) -> nn.Module:
+        """Construct the feed-forward of a block."""
+        return SwiGLU(self.dim, self.ffn_dim)
+
+    def build(self) -> "RotaryModel":
+        """Construct the model."""
+        return RotaryModel(self)
+
 
 def rope_inv_freq(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
     """Rotary frequencies in radians a token, float32, shape (K/2,), with Llama 3's scaling
@@ -125,8 +162,15 @@ class RotaryModel(DecoderModel):
     config: RotaryConfig
     inv_freq: Tensor
 
-    def __init__(self, config: RotaryConfig, blocks: Sequence[Block], norm: nn.Module) -> None:
-        super().__init__(config, blocks, norm)
+    def __init__(self, config: RotaryConfig) -> None:
+        def norm() -> RMSNorm:
+            return RMSNorm(config.dim, config.norm_eps)
+
+        blocks = [
+            Block(norm(), config.attention(layer), norm(), config.feed_forward(layer))
+            for layer in range(config.n_layers)
+        ]
+        super().__init__(config, blocks, norm())
         self.register_buffer("inv_freq", torch.empty(config.head_width // 2), persistent=False)
 
     def rotations(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,31 +186,6 @@ class RotaryModel(DecoderModel):
         )
 
 
-ROTARY_KEYS = {
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ffn_dim": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "max_seq_len": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-    "init_std": "initializer_range",
-}
-"""Field → key of ``config.json``, in all families with rotary positions."""
-
-ROTARY_NAMES = {
-    "": "model.",
-    "attn_norm": "input_layernorm",
-    "attn": "self_attn",
-    "mlp_norm": "post_attention_layernorm",
-}
-"""Part of our parameters' names → part of theirs."""
-
-ROTARY_DEFAULTS = {"head_dim": None, "tie_embeddings": False, "init_std": 0.02}
-
 _SCALING_KEYS = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -180,6 +199,9 @@ class RotaryFormat(HuggingFaceFormat):
     """Adds the rotary settings, which transformers 5 keeps in ``rope_parameters``, transformers 4
     in two other keys."""
 
+    keys: Mapping[str, str] = field(default_factory=ROTARY_KEYS.copy)
+    names: Mapping[str, str] = field(default_factory=ROTARY_NAMES.copy)
+    written: Mapping[str, Any] = field(default_factory=lambda: {"attention_dropout": 0.0})
     default_theta: float = 10000.0
     """Base of the frequencies if ``config.json`` has none."""
 

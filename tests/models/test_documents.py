@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fsdptoys.models import Ops, attended_keys, choose_ops, use_ops
 from fsdptoys.models.documents import document_positions
-from fsdptoys.models.kernels import causal_flex_attention, dense_mask
+from fsdptoys.models.kernels import causal_flex_attention
 from tests.harness.families import SMALL
 from tests.harness.folders import build
 
@@ -85,21 +85,6 @@ def test_positions_and_attended_keys_restart_at_documents() -> None:
     assert attended_keys(tokens_BT, END, 24) == sum(in_chunks)
 
 
-@pytest.mark.parametrize("heads", [4, 2])
-@torch.no_grad()
-def test_flex_attention_equals_the_dense_mask(heads: int) -> None:
-    """Oracle: the dense mask; without gradients, which PyTorch's flex_attention has on no CPU."""
-    tokens_BT = packed(20)
-    segments_BT = torch.arange(tokens_BT.shape[1]) - document_positions(tokens_BT, END)
-    q, k, v = (torch.randn(2, n, tokens_BT.shape[1], 16) for n in (4, heads, heads))
-    dense, flex = (
-        choose_ops({"document_attention": name}).document_attention for name in ("torch", "flex")
-    )
-    mask = flex.mask(segments_BT, q.dtype)
-    expected = dense.attend(q, k, v, dense.mask(segments_BT, q.dtype))
-    torch.testing.assert_close(flex.attend(q, k, v, mask), expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("documents", [True, False])
 @pytest.mark.parametrize("operation", ["document_attention", "attention"])
 @torch.no_grad()
@@ -114,11 +99,3 @@ def test_model_uses_flex_attention_if_configured(operation: str, documents: bool
     assert (model.ops.attention is causal_flex_attention) is (operation == "attention")
     assert model.ops.document_attention is not Ops().document_attention
     torch.testing.assert_close(model(tokens_BT), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_dense_mask_is_zero_or_minus_infinity() -> None:
-    """Oracle: three segments written out."""
-    added = dense_mask(torch.tensor([[0, 0, 2, 3]]), torch.bfloat16)
-    seen = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]], dtype=torch.bool)
-    assert added.dtype is torch.bfloat16 and added.shape == (1, 1, 4, 4)
-    assert torch.equal(added[0, 0] == 0, seen) and torch.equal(added[0, 0] == -torch.inf, ~seen)

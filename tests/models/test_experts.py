@@ -10,7 +10,7 @@ from fsdptoys.models.experts import apply_experts
 from fsdptoys.models.grouped import (
     Grouped,
     Looped,
-    LoopedAlike,
+    LoopedFloat32,
     LoopedOneDNN,
     Product,
     choose_product,
@@ -21,9 +21,10 @@ from fsdptoys.models.moe import Experts
 DIM, FFN_DIM = 16, 8
 PRODUCTS = {
     "loop": (Looped(), torch.float64),
-    "loop as on every device": (LoopedAlike(), torch.float64),
+    "loop as on every device": (Looped(one_pass_sums=False), torch.float64),
     "padded loop": (Looped(row_multiple=5), torch.float64),
     "loop, float32": (Looped(), torch.float32),
+    "loop through float32": (LoopedFloat32(), torch.float32),
     "onednn": (LoopedOneDNN(), torch.float32),
     "padded onednn": (LoopedOneDNN(row_multiple=32), torch.float32),
     "torch's grouped": (Grouped, torch.float32),
@@ -137,23 +138,6 @@ def test_every_implementation_equals_the_formula(
     assert not actual[4][unused].any()
 
 
-@pytest.mark.parametrize("scale_input", [False, True])
-def test_module_passes_gradcheck(scale_input: bool) -> None:
-    """Oracle: torch.autograd.gradcheck, by finite differences."""
-    hidden_ND, experts_NK, weights_NK, *matrices = make_inputs(5, 2, 4)
-    experts = build((hidden_ND, experts_NK, weights_NK, *matrices))
-
-    def call(
-        hidden_ND: Tensor, weights_NK: Tensor, gate_up_EHD: Tensor, down_EDF: Tensor
-    ) -> Tensor:
-        params = {"gate_up_proj": gate_up_EHD, "down_proj": down_EDF}
-        return torch.func.functional_call(
-            experts, params, (hidden_ND, experts_NK, weights_NK), {"scale_input": scale_input}
-        )
-
-    assert torch.autograd.gradcheck(call, (hidden_ND, weights_NK, *matrices))
-
-
 @pytest.mark.parametrize("wanted", range(4))
 def test_each_gradient_can_be_computed_alone(wanted: int) -> None:
     """Oracle: the same gradient computed together with the others."""
@@ -164,22 +148,6 @@ def test_each_gradient_can_be_computed_alone(wanted: int) -> None:
         tensor.requires_grad_(tensor is floats[wanted])
     (actual,) = value_and_gradients(apply_experts(*inputs, Looped()), inputs)[1:]
     assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("scale_input", [False, True])
-def test_bfloat16_error_is_at_most_twice_that_of_the_plain_formula(scale_input: bool) -> None:
-    """Oracle: the formula in float64; the yardstick is the error of the same formula computed in
-    bfloat16."""
-    inputs = make_inputs(64, 4, 8, dtype=torch.bfloat16)
-    exact: Inputs = tuple(
-        t.detach().double().requires_grad_() if t.requires_grad else t for t in inputs
-    )  # type: ignore[assignment]
-    expected = value_and_gradients(formula(exact, scale_input), exact)
-    plain = value_and_gradients(formula(inputs, scale_input), inputs)
-    product = choose_product("cpu", torch.bfloat16)
-    actual = value_and_gradients(apply_experts(*inputs, product, scale_input=scale_input), inputs)
-    for result, loop, reference in zip(actual, plain, expected, strict=True):
-        assert (result.double() - reference).norm() <= 2 * (loop.double() - reference).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -232,37 +200,6 @@ def test_saved_tensors_have_the_documented_size() -> None:
     assert sum(t.numel() for t in kept if not t.is_floating_point()) == 3 * tokens * top_k
 
 
-def test_uneven_loads_allocate_no_larger_tensors() -> None:
-    """Oracle: the same layer with even loads; the largest tensor of the forward and backward, by a
-    dispatch mode."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            out = func(*args, **(kwargs or {}))
-            self.numel = max(
-                [
-                    self.numel,
-                    *(
-                        t.numel()
-                        for t in torch.utils._pytree.tree_leaves(out)
-                        if isinstance(t, Tensor)
-                    ),
-                ]
-            )
-            return out
-
-    sizes = []
-    for load in ("random", "the same experts"):
-        inputs = make_inputs(256, 1, 8, load)
-        with Largest() as largest:
-            value_and_gradients(apply_experts(*inputs, Looped()), inputs)
-        sizes.append(largest.numel)
-    assert sizes[0] == sizes[1]
-
-
 def test_empty_batch_gives_zero_gradients() -> None:
     """Oracle: zeros; a rank may get an empty batch, and its parameters still need a gradient."""
     products: list[Product] = [Looped(), LoopedOneDNN(32)]
@@ -273,17 +210,6 @@ def test_empty_batch_gives_zero_gradients() -> None:
         out_ND, *grads = value_and_gradients(apply_experts(*inputs, product), inputs)
         assert out_ND.shape == (0, DIM)
         assert not any(grad.any() for grad in grads)
-
-
-def test_compiled_module_equals_the_plain_one() -> None:
-    """Oracle: the module without torch.compile; the graph breaks at the experts and continues after
-    them."""
-    inputs = make_inputs(9, 2, 4)
-    experts = build(inputs)
-    compiled = torch.compile(lambda *args: experts(*args) * 2, backend="eager")
-    expected = value_and_gradients(experts(*inputs[:3]) * 2, inputs[:3])  # type: ignore[arg-type]
-    for a, b in zip(value_and_gradients(compiled(*inputs[:3]), inputs[:3]), expected, strict=True):  # type: ignore[arg-type]
-        assert torch.equal(a, b)
 
 
 def test_meta_device_gives_shapes() -> None:

@@ -22,8 +22,9 @@ from fsdptoys.loss import cross_entropy_sum
 from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.memory.activation_checkpointing import SAVED_OPERATORS
 from fsdptoys.models import Ops, choose_ops, kernels, npu_kernels, use_ops
-from fsdptoys.models.grouped import Looped, works
-from fsdptoys.models.kernels import IMPLEMENTATIONS, Pairs
+from fsdptoys.models.grouped import Looped
+from fsdptoys.models.kernels import IMPLEMENTATIONS
+from fsdptoys.models.rotations import Pairs
 from tests.harness.families import SMALL
 from tests.harness.folders import build
 from tests.harness.npu_stand_ins import CALLS, DEVICE, npu_operators
@@ -174,15 +175,6 @@ def test_kernels_save_the_documented_number_of_tensors(
     # Two tables of half a head's width are small compared with all heads.
     assert sum(nbytes // size for nbytes in saved.values()) == kept
     assert sum(nbytes % size for nbytes in saved.values()) <= size / 4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_npu_grouped_matmul_is_correct_and_chosen(dtype: torch.dtype) -> None:
-    """Oracle: multiply-adds one by one, with an empty group (``works``)."""
-    assert works(npu_kernels.NPUGrouped(), DEVICE.type, dtype)
-    assert isinstance(
-        npu_kernels.choose_product(DEVICE.type, dtype, 16, 24), npu_kernels.NPUGrouped
-    )
 
 
 def test_wrong_grouped_matmul_falls_back_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from fsdptoys.loss import build_loss
 from fsdptoys.models import linear as linear_module
-from fsdptoys.models.grouped import LoopedFloat32, works
 from fsdptoys.models.layers import Attention, GELUFeedForward, Linear, SwiGLU
 
 
@@ -64,11 +63,6 @@ def test_attention_computed_in_float32_equals_torch_bfloat16(
         results.append(gradients(attention, hidden_BTD, None))
     for a, b in zip(*results, strict=True):
         assert (a - b).float().norm() <= 0.02 * b.float().norm()
-
-
-def test_float32_loop_of_expert_matmuls_is_correct() -> None:
-    """Oracle: multiply-adds, with an empty group."""
-    assert works(LoopedFloat32(), "cpu", torch.bfloat16)
 
 
 @pytest.mark.usefixtures("no_bfloat16")

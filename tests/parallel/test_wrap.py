@@ -123,7 +123,7 @@ def test_units_of_a_users_model_are_modules_whose_forward_runs_in_its_order() ->
     assert mlp == ["mlp", "mlp.late", "mlp.heads.0", "mlp.heads.1"]
     assert inside_out(mlp) == ["mlp.late", "mlp.heads.0", "mlp.heads.1", "mlp"]
     assert "layers.0.mlp.pytorchs" in names_of(FSDP1Config(min_params=36 * 36 * 4), model)
-    for name in ("ModuleList", "NonDynamicallyQuantizableLinear", "LlamaModel", "Module"):
+    for name in ("ModuleList", "NonDynamicallyQuantizableLinear", "RotaryModel", "Module"):
         with pytest.raises(ConfigError, match=f"names {name}, but"):
             names_of(FSDP2Config(wrap_classes=[name]), model)
 

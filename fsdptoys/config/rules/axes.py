@@ -19,7 +19,7 @@ AXES = Rules()
 def split_sizes(model: ModelConfig) -> dict[str, int]:
     """Key → size of everything that tensor parallelism splits."""
     sizes = {"n_heads": model.n_heads, "n_kv_heads": getattr(model, "n_kv_heads", model.n_heads)}
-    if not (isinstance(model, MoEConfig) and model.has_experts_everywhere(model.n_layers)):
+    if not (isinstance(model, MoEConfig) and model.has_experts_everywhere()):
         sizes["ffn_dim"] = getattr(model, "ffn_dim", None) or model.implied()["ffn_dim"]
     if isinstance(model, MoEConfig) and model.shares_an_expert:
         sizes["expert_ffn_dim"] = model.expert_ffn_dim

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdptoys.models.kernels import Pairs
+from fsdptoys.models.rotations import Pairs
 
 _library = torch.library.Library("planned", "DEF")
 
