@@ -6,7 +6,6 @@ before the model is wrapped; several holders may apply the same one, and the las
 PyTorch's attribute. A root keeps the streams of its first forward.
 """
 
-import difflib
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
@@ -25,15 +24,6 @@ PATCHES: dict[str, Patch] = {
     for module in (fsdp1_stream_reuse, fsdp2_stream_reuse, fsdp2_backward_prefetch)
 }
 """All patches, in the order of application."""
-
-NEVER_NEEDED: dict[str, str] = {
-    "fsdp2_cpu_offload_clip": (
-        "is needed by no torch: PyTorch's clip_grad_norm_ wants a process group that can reduce "
-        "host tensors when gradients are offloaded, and FSDPToys does not call it, but sums up "
-        "the norm on the accelerator"
-    )
-}
-"""Names of patches found elsewhere → why there is none here."""
 
 _holders: Counter[str] = Counter()
 _undo: dict[str, Undo] = {}
@@ -124,16 +114,17 @@ def check_patches(names: Sequence[str] | str, strategy: str) -> None:
     if names == AUTO:
         return
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        fix = (
-            f"patches=[{names}]"
-            if isinstance(names, str) and names in PATCHES
-            else "patches=auto, or patches=[] for none"
+        raise ValueError(
+            f"patches={names} must be auto or a list of names; set patches=auto, or patches=[] "
+            "for none"
         )
-        raise ValueError(f"patches={names} must be auto or a list of names; set {fix}")
     for name in names:
         patch = PATCHES.get(name)
         if patch is None:
-            raise ValueError(_unknown(name))
+            raise ValueError(
+                f"patches=[{name}] is not the name of a patch; choose from {', '.join(PATCHES)}, "
+                "or set patches=auto"
+            )
         if patch.strategy != strategy:
             raise ValueError(
                 f"patches=[{name}] concerns parallel={patch.strategy}, and parallel={strategy} "
@@ -145,17 +136,3 @@ def check_patches(names: Sequence[str] | str, strategy: str) -> None:
                 f"patches=[{name}] applies to {patch.versions}, and is {reason}; leave it out or "
                 "set patches=auto"
             )
-
-
-def _unknown(name: str) -> str:
-    if name in NEVER_NEEDED:
-        return f"patches=[{name}] {NEVER_NEEDED[name]}; leave it out or set patches=auto"
-    if name == AUTO:
-        return "patches=[auto] lists auto, which is a value of its own; set patches=auto"
-    near = difflib.get_close_matches(name, [*PATCHES, *NEVER_NEEDED], n=1)
-    hint = (
-        f"did you mean {near[0]}?"
-        if near
-        else f"choose from {', '.join(PATCHES)}, or set patches=auto"
-    )
-    return f"patches=[{name}] is not the name of a patch; {hint}"

@@ -96,6 +96,7 @@ ORDER = "applied: recomputed forwards do not disturb the order of backward prefe
 NOT_NEEDED = (
     "not needed because torch {} keeps recomputed forwards out of the prefetch order itself"
 )
+TOO_OLD = "not applied because torch 2.6.0 is older than 2.7"
 TOO_NEW = "not applied because torch 2.16.0 is newer than the versions it was written against"
 
 
@@ -117,6 +118,8 @@ TOO_NEW = "not applied because torch 2.16.0 is newer than the versions it was wr
             },
         ),
         ("fsdp1", "2.16.0", {"fsdp1_stream_reuse": TOO_NEW}),
+        ("fsdp1", "2.6.0", {"fsdp1_stream_reuse": TOO_OLD}),
+        ("fsdp1", "2.15.0", {"fsdp1_stream_reuse": SHARED.format("FSDP1")}),
         ("ddp", "2.13.0+cpu", {}),
         ("single", "2.7.0", {}),
     ],
@@ -148,10 +151,7 @@ def test_only_named_patches_are_applied(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
-        (["fsdp2_steam_reuse"], "is not the name of a patch; did you mean fsdp2_stream_reuse?"),
         (["x"], f"is not the name of a patch; choose from {', '.join(ALL)}, or set patches=auto"),
-        (["auto"], "lists auto, which is a value of its own; set patches=auto"),
-        ("fsdp2_stream_reuse", "must be auto or a list of names; set patches=[fsdp2_stream_reuse]"),
         (3, "must be auto or a list of names; set patches=auto, or patches=[] for none"),
         ([3], "must be auto or a list of names; set patches=auto, or patches=[] for none"),
         (
@@ -166,14 +166,6 @@ def test_only_named_patches_are_applied(monkeypatch: pytest.MonkeyPatch) -> None
             (
                 f"applies to torch >=2.7,<2.10, and is {NOT_NEEDED.format('2.13.0+cpu')}; leave it "
                 "out or set patches=auto"
-            ),
-        ),
-        (
-            ["fsdp2_cpu_offload_clip"],
-            (
-                "is needed by no torch: PyTorch's clip_grad_norm_ wants a process group that can "
-                "reduce host tensors when gradients are offloaded, and FSDPToys does not call it, "
-                "but sums up the norm on the accelerator; leave it out or set patches=auto"
             ),
         ),
     ],
@@ -200,14 +192,7 @@ def test_invalid_and_ineffective_patch_names_are_refused(
 def test_torch_versions_parse_to_numbers(version: str, numbers: tuple[int, int]) -> None:
     """Oracle: written by hand; as text 2.10 would come before 2.7."""
     assert parse_version(version) == numbers
-
-
-def test_versions_outside_the_range_are_reported() -> None:
-    """Oracle: written by hand."""
-    patch = PATCHES["fsdp2_stream_reuse"]
-    assert patch.reason_against("2.6.0") == "not applied because torch 2.6.0 is older than 2.7"
-    assert patch.reason_against("2.7.0") is None and patch.reason_against("2.15.0") is None
     with pytest.raises(
         ValueError, match=r"torch.__version__='unknown' does not start with two numbers"
     ):
-        patch.reason_against("unknown")
+        parse_version("unknown")
