@@ -111,11 +111,7 @@ class CompilationWatch:
             return
         self._reported += 1
         if self._reported <= MAX_REPORTED:
-            self._sentences.append(
-                f"{where} recompiled {worst.function}: {worst.reason}"
-                + "; further recompilations are counted in the summary"
-                * (self._reported == MAX_REPORTED)
-            )
+            self._sentences.append(f"{where} recompiled {worst.function}: {worst.reason}")
 
 
 def _reason(record: Any) -> str:

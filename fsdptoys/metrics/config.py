@@ -52,9 +52,6 @@ RUN_FILES = {
 RUN_FOLDERS = (PROFILE_FOLDER, TENSORBOARD_FOLDER, WANDB_FOLDER)
 """Folders in ``RUN_FILES``, or links to one; the other entries are regular files."""
 
-EXPERT_FILES = (ROUTING_FILE, EXPERTS_FILE)
-"""Files written only by runs of models with experts."""
-
 WRITERS = (TENSORBOARD_FOLDER, WANDB_FOLDER)
 """Names of the optional writers; each is also the name of a folder and of a package."""
 

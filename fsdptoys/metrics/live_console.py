@@ -1,6 +1,5 @@
 """Live display: rich's progress bar above a row with the numbers of the latest step."""
 
-import math
 from collections.abc import Iterable
 
 from rich.console import Console, RenderableType
@@ -77,13 +76,5 @@ def metrics_table(metrics: StepMetrics, width: int) -> Table:
         table.add_column(justify="right", no_wrap=True, width=widths[column])
     for line in range(2):
         table.add_row(*(Text(headings[column][line], style="dim") for column in columns))
-    table.add_row(*(Text(cells[column], style=_style(cells[column])) for column in columns))
+    table.add_row(*(Text(cells[column], style="bold") for column in columns))
     return table
-
-
-def _style(cell: str) -> str:
-    number = cell.split(" ")[0].rstrip("%Mx").replace(",", "")
-    try:
-        return "bold" if math.isfinite(float(number)) else "bold red"
-    except ValueError:
-        return "bold"

@@ -3,7 +3,7 @@ directory and writers."""
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,28 +14,22 @@ from fsdptoys.utils.text import print_status
 from . import figures
 from .compilation import Compilations, compilation_line
 from .config import (
-    COLLECTIVES_FILE,
-    EXPERT_FILES,
     EXPERTS_FILE,
     LOSS_FILE,
     METRICS_FILE,
     PREDICTION_FILE,
-    PROFILE_FOLDER,
     RESULT_FILE,
-    RESUMES_FILE,
     ROUTING_FILE,
     RUN_FILES,
     SUMMARY_FILE,
-    WRITERS,
     MetricsConfig,
 )
 from .console import Reporter, build_reporter
 from .layout import Layout, layout_lines, layout_rows
-from .prediction import Prediction, PredictionError
+from .prediction import Prediction
 from .results import (
     ProfileResult,
     RunResult,
-    RunResults,
     RunStatus,
     plain_tree,
     prediction_errors,
@@ -193,7 +187,7 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
             profile=profile,
             sample=sample,
             lost_output=self._lost_output,
-            files=self._files(results, profile, errors),
+            files=self._files(),
             definitions=definitions(
                 [results],
                 predicted=bool(errors),
@@ -222,23 +216,13 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         )
         self.message("\n".join([*closing_lines(result), f"run directory: {self.run_dir}{note}"]))
 
-    def _files(
-        self, results: RunResults, profile: ProfileResult | None, errors: Sequence[PredictionError]
-    ) -> dict[str, str]:
-        """File of the run directory → its content."""
-        absent = {
-            *(EXPERT_FILES if results.routing is None else ()),
-            *((PROFILE_FOLDER,) if profile is None else ()),
-            *(
-                ()
-                if self._config_tree.get("debug", {}).get("trace_collectives")
-                else (COLLECTIVES_FILE,)
-            ),
-            *(() if self._directory.resumes else (RESUMES_FILE,)),
-            *(() if errors else (PREDICTION_FILE,)),
-            *(name for name in WRITERS if name not in self._config.writers),
+    def _files(self) -> dict[str, str]:
+        """Entry of the run directory → its content; the last two are about to be written."""
+        return {
+            name: content
+            for name, content in RUN_FILES.items()
+            if name in (RESULT_FILE, SUMMARY_FILE) or (self.run_dir / name).exists()
         }
-        return {name: content for name, content in RUN_FILES.items() if name not in absent}
 
     def _watch_console(self) -> None:
         """Report lost console output once, on stderr and in the summary; the run continues without

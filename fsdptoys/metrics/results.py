@@ -138,34 +138,34 @@ def summarize(
         mean_last_steps=len(last),
         eval_loss=evaluated[-1].eval_loss if evaluated else None,
         eval_step=evaluated[-1].step if evaluated else None,
-        step_time_seconds=_spread([metrics.step_time_seconds for metrics in measured]),
-        tokens_per_second=_spread([metrics.tokens_per_second for metrics in measured]),
-        tflops_per_second_per_rank=_spread(
-            [metrics.tflops_per_second_per_rank for metrics in measured]
-        ),
-        mfu=_spread([metrics.mfu for metrics in measured if metrics.mfu is not None]),
-        memory_peak_gib=_highest([metrics.memory_peak_gib for metrics in steps]),
+        step_time_seconds=_spread(measured, "step_time_seconds"),
+        tokens_per_second=_spread(measured, "tokens_per_second"),
+        tflops_per_second_per_rank=_spread(measured, "tflops_per_second_per_rank"),
+        mfu=_spread(measured, "mfu"),
+        memory_peak_gib=_highest(steps, "memory_peak_gib"),
         memory_allocated_gib=steps[-1].memory_allocated_gib if steps else None,
-        memory_reserved_gib=_highest([metrics.memory_reserved_gib for metrics in steps]),
-        resident_set_gib=_highest([metrics.resident_set_gib for metrics in steps]),
-        resident_set_peak_gib=_highest([metrics.resident_set_peak_gib for metrics in steps]),
+        memory_reserved_gib=_highest(steps, "memory_reserved_gib"),
+        resident_set_gib=_highest(steps, "resident_set_gib"),
+        resident_set_peak_gib=_highest(steps, "resident_set_peak_gib"),
         routing=steps[-1].routing if steps else None,
         skipped_steps=len(steps) - len(updated),
         spikes=sum(metrics.loss_spike is not None for metrics in steps),
         data_stall=_stall(measured),
         loss_scale=steps[-1].loss_scale if steps else None,
-        lowest_loss_scale=min(
-            (m.loss_scale for m in steps if m.loss_scale is not None), default=None
-        ),
+        lowest_loss_scale=min(_values(steps, "loss_scale"), default=None),
         **_split_of_peak(steps),
-        memory_host_gib=_highest([metrics.memory_host_gib for metrics in steps]),
+        memory_host_gib=_highest(steps, "memory_host_gib"),
     )
 
 
-def _spread(values: list[float]) -> Spread | None:
-    return (
-        Spread(*(float(value) for value in np.percentile(values, [10, 50, 90]))) if values else None
-    )
+def _values(steps: Sequence[StepMetrics], name: str) -> list[float]:
+    values = [getattr(metrics, name) for metrics in steps]
+    return [value for value in values if value is not None]
+
+
+def _spread(steps: Sequence[StepMetrics], name: str) -> Spread | None:
+    values = _values(steps, name)
+    return Spread(*map(float, np.percentile(values, [10, 50, 90]))) if values else None
 
 
 def _stall(steps: Sequence[StepMetrics]) -> float | None:
@@ -183,8 +183,8 @@ def _split_of_peak(steps: Sequence[StepMetrics]) -> dict[str, float | None]:
     return {key: getattr(highest, key, None) for key in PURPOSE_KEYS.values()}
 
 
-def _highest(values: Sequence[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
+def _highest(steps: Sequence[StepMetrics], name: str) -> float | None:
+    return max(_values(steps, name), default=None)
 
 
 def prediction_errors(prediction: Prediction, results: RunResults) -> list[PredictionError]:

@@ -23,7 +23,7 @@ from fsdptoys.metrics import (
     StepMetrics,
     check_run_dir,
 )
-from fsdptoys.metrics.config import RUN_FILES, WandbMode
+from fsdptoys.metrics.config import WandbMode
 from fsdptoys.metrics.preflight import check_writers, wandb_mode
 from fsdptoys.metrics.writers import Writers
 from tests.harness.recording import ROUTING, STEP, TREE, open_recorder
@@ -214,40 +214,6 @@ def test_offline_makes_no_request_and_prints_nothing(outcome: Outcome) -> None:
     assert outcome.requests == 0
     assert "wandb" not in outcome.printed.lower() and "tensorboard" not in outcome.printed.lower()
     assert "resuming after step 4" in outcome.printed
-
-
-def test_summary_lists_only_the_folders_of_configured_writers(
-    outcome: Outcome, tmp_path: Path
-) -> None:
-    """Oracle: rows of the pages."""
-    page = (outcome.folder / "summary.md").read_text()
-    assert "\n| `tensorboard` | " in page and "\n| `wandb` | " in page
-    with recorder_with(tmp_path / "plain", []) as recorder:
-        recorder.finish("done")
-    page = (tmp_path / "plain" / "summary.md").read_text()
-    assert "`tensorboard`" not in page and "`wandb` |" not in page
-    assert {"tensorboard", "wandb"} <= set(RUN_FILES)
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_writer_that_cannot_open_its_folder_is_reported_and_disabled(
-    name: str, tmp_path: Path, capsys
-) -> None:
-    """Oracle: a file in the folder's place; one sentence, and a complete run without the writer."""
-    pytest.importorskip(name)
-    (tmp_path / name).write_text("no folder")
-    with recorder_with(tmp_path, [name], ResumePoint(2, {}, "step-00000002")) as recorder:
-        recorder.step(step_of(3))
-        recorder.finish("all steps done")
-    label = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}[name]
-    (message,) = [line for line in capsys.readouterr().out.splitlines() if label in line]
-    assert message.startswith(f"{label} failed after step 2 (") and message.endswith(
-        "metrics.jsonl has every step"
-    )
-    assert (tmp_path / "summary.md").exists() and len(
-        (tmp_path / "metrics.jsonl").read_text().splitlines()
-    ) == 1
-    assert (tmp_path / name).read_text() == "no folder"
 
 
 class Fragile:
