@@ -250,19 +250,6 @@ def test_files_of_another_run_are_moved_not_truncated(capsys):
     ) in capsys.readouterr().out
 
 
-def test_unreadable_line_is_kept_and_reported(capsys):
-    """Oracle: the file's bytes, the sentence, and the results without it."""
-    resumed = saved_run(10)
-    content = METRICS.read_bytes().replace(b'"step": 4,', b'"step": x,')
-    METRICS.write_bytes(content)
-    with start(resumed, console=Console.plain) as recorder:
-        recorder.finish("stopped")
-    assert METRICS.read_bytes() == content
-    out = capsys.readouterr().out
-    assert "run/metrics.jsonl cannot be read in line 4; results and plots omit it\n" in out
-    assert "10 of 40 steps; stopped" in out
-
-
 def test_resumed_run_has_no_results_until_it_ends_again():
     """Oracle: the files of the folder, after a start that ended, in the next one, and after that
     one was killed."""
