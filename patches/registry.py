@@ -8,7 +8,7 @@ PyTorch's attribute. A root keeps the streams of its first forward.
 
 from collections import Counter
 from collections.abc import Sequence
-from types import TracebackType
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ _holders: Counter[str] = Counter()
 _undo: dict[str, Undo] = {}
 
 
-class AppliedPatches:
+class AppliedPatches(ExitStack):
     """The patches of one holder; a context manager that undoes them."""
 
     report: list[tuple[str, str]]
@@ -37,42 +37,41 @@ class AppliedPatches:
     because ..." or "not applied because ..."."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.report = []
-        self._held: list[str] = []
 
     def outcomes(self, model: nn.Module) -> dict[str, str]:
         """``report``, with a note on patches that do nothing for this wrapped model; before its
         first forward."""
-        between = [name for name in self._held if PATCHES[name].between_roots]
-        alone = bool(between) and not has_other_roots(model)
-        note = ", no effect in this run: one root"
-        return {name: outcome + note * (alone and name in between) for name, outcome in self.report}
+        outcomes = dict(self.report)
+        between = [
+            name
+            for name, outcome in self.report
+            if PATCHES[name].between_roots and outcome.startswith("applied")
+        ]
+        if between and not has_other_roots(model):
+            outcomes |= {
+                name: f"{outcomes[name]}, no effect in this run: one root" for name in between
+            }
+        return outcomes
 
     def undo(self) -> None:
         """Release the patches; the last holder restores PyTorch's attributes. May be called
         twice."""
-        while self._held:
-            name = self._held.pop()
-            _holders[name] -= 1
-            if not _holders[name]:
-                _undo.pop(name)()
+        self.close()
 
-    def _hold(self, patch: Patch) -> None:
+    def hold(self, patch: Patch) -> None:
+        """Apply a patch, unless another holder has."""
         if not _holders[patch.name]:
             _undo[patch.name] = patch.install()
         _holders[patch.name] += 1
-        self._held.append(patch.name)
+        self.callback(_release, patch.name)
 
-    def __enter__(self) -> "AppliedPatches":
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.undo()
+def _release(name: str) -> None:
+    _holders[name] -= 1
+    if not _holders[name]:
+        _undo.pop(name)()
 
 
 def apply_patches(names: Sequence[str] | str, strategy: str) -> AppliedPatches:
@@ -93,7 +92,7 @@ def apply_patches(names: Sequence[str] | str, strategy: str) -> AppliedPatches:
                 continue
             reason = patch.reason_against(torch.__version__)
             if reason is None:
-                applied._hold(patch)
+                applied.hold(patch)
             applied.report.append((patch.name, reason or f"applied: {patch.effect}"))
     except BaseException:
         applied.undo()

@@ -10,6 +10,7 @@ N·K rows, M rows of a group.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -132,32 +133,23 @@ def list_groups(counts: Sequence[Sequence[Sequence[int]]]) -> list[Group]:
     return groups
 
 
-class _Gather(torch.autograd.Function):
-    """A row for each pair; the gradient adds a token's K rows in the order of its choices."""
+class _Pairs(torch.autograd.Function):
+    """A row for each pair, or if ``adds`` the sum of each token's K rows.
+
+    Each is the gradient of the other.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, routes: Routes) -> Tensor:
-        ctx.routes = routes
-        return hidden_ND[routes.tokens_R]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
-        return sum_choices(grad_RD, ctx.routes.rows_NK), None
-
-
-class _Combine(torch.autograd.Function):
-    """The sum of each token's K rows, in the order of its choices."""
-
-    @staticmethod
-    def forward(ctx: Any, out_RD: Tensor, routes: Routes) -> Tensor:
-        ctx.routes = routes
-        return sum_choices(out_RD, routes.rows_NK)
+    def forward(ctx: Any, rows: Tensor, routes: Routes, adds: bool) -> Tensor:
+        ctx.settings = routes, adds
+        return sum_choices(rows, routes.rows_NK) if adds else rows[routes.tokens_R]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
-        return grad_ND[ctx.routes.tokens_R], None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        routes, adds = ctx.settings
+        grad_rows = grad[routes.tokens_R] if adds else sum_choices(grad, routes.rows_NK)
+        return grad_rows, None, None
 
 
 def sum_choices(rows_RD: Tensor, rows_NK: Tensor) -> Tensor:
@@ -224,17 +216,18 @@ class _JoinedProducts(torch.autograd.Function):
 
 def _pad_groups(groups: Sequence[Group], grain: int) -> tuple[Tensor, list[Group]]:
     """The padded row of each row, and each expert's padded rows."""
-    slots: list[Tensor | None] = [None] * len(groups)
-    parts: list[Group] = []
-    for place, index in enumerate(
-        sorted(range(len(groups)), key=lambda index: groups[index].expert)
-    ):
-        (expert, rows), start = groups[index], place * grain
-        slots[index] = torch.arange(start, start + rows.stop - rows.start)
-        if parts and parts[-1].expert == expert:
-            start = parts.pop().rows.start
-        parts.append(Group(expert, slice(start, (place + 1) * grain)))
-    return torch.cat([each for each in slots if each is not None]), parts
+    # Stable: an expert's groups keep their order.
+    order = sorted(range(len(groups)), key=lambda index: groups[index].expert)
+    starts = {index: place * grain for place, index in enumerate(order)}
+    slots = [
+        torch.arange(starts[index], starts[index] + rows.stop - rows.start)
+        for index, (_, rows) in enumerate(groups)
+    ]
+    parts, start = [], 0
+    for expert, count in sorted(Counter(group.expert for group in groups).items()):
+        parts.append(Group(expert, slice(start, start + count * grain)))
+        start += count * grain
+    return torch.cat(slots), parts
 
 
 def _multiply_parts(
@@ -307,7 +300,7 @@ def apply_experts(
     """See ``Ops.experts``; ``dispatch`` has a method for groups of rows."""
     routes = sort_rows(experts_NK, gate_up_EHD.shape[0], grain)
     weights_R1 = weights_NK.flatten()[routes.pairs_R, None]
-    rows_RD = _Gather.apply(hidden_ND, routes)
+    rows_RD = _Pairs.apply(hidden_ND, routes, False)
     if scale_input:
         rows_RD = rows_RD * weights_R1
     stacks = gate_up_EHD, down_EDF
@@ -319,7 +312,7 @@ def apply_experts(
         out_RD = exchange.multiply_groups(rows_RD, routes.counts_EG, *stacks, multiply_rows)
     if not scale_input:
         out_RD = out_RD * weights_R1
-    out_ND: Tensor = _Combine.apply(out_RD, routes)
+    out_ND: Tensor = _Pairs.apply(out_RD, routes, True)
     return out_ND
 
 

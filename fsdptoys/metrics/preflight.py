@@ -3,12 +3,10 @@ writers."""
 
 import configparser
 import importlib.util
-import netrc
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import check_length
@@ -151,24 +149,18 @@ def wandb_mode(config: MetricsConfig, environment: Mapping[str, str]) -> WandbMo
 
 
 def _has_wandb_key(environment: Mapping[str, str]) -> bool:
-    """Whether credentials exist where wandb looks for them; does not import wandb."""
+    """Whether credentials exist where wandb looks for them; imports what wandb needs, not wandb."""
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    home = Path(environment.get("HOME") or Path.home())
-    named = environment.get("NETRC")
-    names = [Path(named).expanduser()] if named else [home / ".netrc", home / "_netrc"]
-    host = urlsplit(environment.get("WANDB_BASE_URL") or _wandb_url(home, environment)).netloc
-    for name in names:
-        with suppress(OSError, netrc.NetrcParseError):
-            if netrc.netrc(name).authenticators(host):
-                return True
-    return False
+    from requests.utils import get_netrc_auth
+
+    return get_netrc_auth(environment.get("WANDB_BASE_URL") or _wandb_url(environment)) is not None
 
 
-def _wandb_url(home: Path, environment: Mapping[str, str]) -> str:
+def _wandb_url(environment: Mapping[str, str]) -> str:
     """The server saved by ``wandb login --host``."""
     settings = configparser.ConfigParser(interpolation=None)
-    folder = Path(environment.get("WANDB_CONFIG_DIR") or home / ".config" / "wandb")
+    folder = Path(environment.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
     with suppress(OSError, configparser.Error, UnicodeDecodeError):
         settings.read(folder / "settings")
         return settings.get("default", "base_url", fallback=WANDB_URL)

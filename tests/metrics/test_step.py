@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdptoys.device import GIB, CountedBytes, Device, MemoryStats, resident_set_bytes
+from fsdptoys.device import GIB, Device, MemoryStats
 from fsdptoys.metrics import SpikeDetector, StepMetrics, measure_memory, step_rates
 from fsdptoys.metrics.loss_spikes import FEWEST, LEAST_SIGMA_NATS, WINDOW
 from tests.harness.recording import ROUTING
@@ -66,32 +66,6 @@ def test_rates_and_memory_follow_their_formulas(peak_flops, mfu):
     assert metrics.tokens_per_second == 8000
     assert metrics.tflops_per_second_per_rank == pytest.approx(6.0)
     assert metrics.mfu == mfu
-
-
-def test_cpu_reports_counted_memory_and_the_resident_set():
-    """Oracle: the count; the process's resident set as the kernel reports it, within the growth
-    between readings."""
-    device = Device("cpu")
-    metrics = measure(device, peak_flops=None)
-    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_rest_gib) == (
-        None,
-        None,
-        None,
-    )
-    device.record(CountedBytes(0, 2 * GIB, 7 * GIB, {"parameters": 3 * GIB, "rest": 4 * GIB}, GIB))
-    metrics = measure(device, peak_flops=None)
-    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_reserved_gib) == (
-        2,
-        7,
-        None,
-    )
-    assert (
-        metrics.memory_parameters_gib,
-        metrics.memory_gradients_gib,
-        metrics.memory_rest_gib,
-    ) == (3, 0, 4)
-    assert metrics.memory_host_gib == 1
-    assert metrics.resident_set_gib == pytest.approx(resident_set_bytes() / GIB, rel=0.2)
 
 
 @pytest.mark.parametrize("routing", [None, ROUTING])

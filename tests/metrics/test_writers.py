@@ -293,12 +293,12 @@ NO_MODE = (
         (None, {"WANDB_MODE": "shared"}, "", NO_MODE),
     ],
 )
-def test_going_online_needs_a_key(mode, variables, netrc, sentence, tmp_path) -> None:
+def test_going_online_needs_a_key(mode, variables, netrc, sentence, tmp_path, monkeypatch) -> None:
     """Oracle: the expected message, or none, over the places in which wandb keeps keys."""
     pytest.importorskip("wandb")
-    present = {"HOME": str(tmp_path)} | {
-        name: value for name, value in variables.items() if name.isupper()
-    }
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("NETRC", raising=False)
+    present = {name: value for name, value in variables.items() if name.isupper()}
     (tmp_path / ".netrc").write_text(netrc)
     if "settings" in variables:
         (tmp_path / ".config" / "wandb").mkdir(parents=True)
