@@ -31,12 +31,6 @@ class Counting(nn.Module):
         return self.certainty * nn.functional.one_hot(sums_BT % 10, 10).float()
 
 
-def test_temperature_zero_takes_the_most_likely_token() -> None:
-    """Oracle: sums by hand, over the last two tokens."""
-    tokens = generate(Counting(1.0), torch.tensor([1, 2]), 4, context=2, draw=GREEDY)
-    assert tokens.tolist() == [1, 2, 3, 5, 8, 3]
-
-
 def test_tokens_within_the_context_are_read_once() -> None:
     """Oracle: sums by hand, and the number of the model's input tokens; beyond the context, two per
     token."""

@@ -5,11 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdptoys.models.layers import Linear
 from fsdptoys.models.nf4 import (
     CODEBOOK,
     Codebook,
-    NF4Linear,
     pack,
     packed_columns,
     quantize_linears,
@@ -97,39 +95,6 @@ def test_codes_and_scales_are_those_of_torchao() -> None:
     torch.testing.assert_close(
         values[equal], theirs.get_original_weight()[equal], rtol=0, atol=0.05
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_multiply_by_the_dequantized_weight(dtype: torch.dtype) -> None:
-    """Oracle: a plain layer with the dequantized weight, in output and gradient, bit for bit."""
-    with torch.device("meta"):
-        model = SMALL["gpt2"].build().to(dtype)
-    model.requires_grad_(False)
-    quantize_linears(model)
-    model.init_buffers(torch.device("cpu"))
-    layer = model.layers[0].attn.o_proj
-    assert isinstance(layer, NF4Linear) and not hasattr(layer, "weight")
-    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    layer.nf4 = torch.nn.Parameter(packed(weight, dtype), requires_grad=False)
-    layer.bias = torch.nn.Parameter(torch.randn(64, dtype=dtype), requires_grad=False)
-    plain = Linear(64, 64, dtype=dtype)
-    with torch.no_grad():
-        plain.weight.copy_(nearest(weight))
-        plain.bias.copy_(layer.bias)
-    results = []
-    for each in (layer, plain):
-        input = (
-            torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(1))
-            .to(dtype)
-            .requires_grad_()
-        )
-        output = each(input)
-        output.float().square().sum().backward()
-        results.append((output, input.grad))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(
-            found, expected, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-4
-        )
 
 
 def test_widths_that_no_block_divides_are_refused() -> None:
