@@ -116,7 +116,7 @@ class _Experts(torch.autograd.Function):
                     gate_up_MH * weights_R[rows] if scale_input else gate_up_MH
                 ).chunk(2, dim=1)
                 act_MF = F.silu(gate_MF).mul_(up_MF)
-                out_RD = _put(out_RD, rows, product, act_MF, down_EDF[piece.experts], piece)
+                out_RD = product.linear(act_MF, down_EDF[piece.experts], piece, out_RD)
             out_ND = gather_sum(
                 out_RD, routes.rows_NK, product, None if scale_input else weights_NK
             )
@@ -164,7 +164,7 @@ class _Experts(torch.autograd.Function):
                     grad_act_MF.mul_(weights_M)
                     act_MF.mul_(weights_M)
                 if grad_down_EDF is not None:
-                    grad_down_EDF = _put_outer(grad_down_EDF, product, grad_MD, act_MF, piece)
+                    grad_down_EDF = product.outer(grad_MD, act_MF, piece, grad_down_EDF)
 
                 grad_gate_up_MH = torch.empty_like(gate_up_MH)
                 grad_gate_MF, grad_up_MF = grad_gate_up_MH.chunk(2, dim=1)
@@ -179,13 +179,11 @@ class _Experts(torch.autograd.Function):
                     grad_gate_up_MH.mul_(weights_M)
                 if ctx.needs_input_grad[0]:
                     weight_HD = gate_up_EHD[piece.experts].transpose(-2, -1)
-                    grad_input_RD = _put(
-                        grad_input_RD, rows, product, grad_gate_up_MH, weight_HD, piece
-                    )
+                    grad_input_RD = product.linear(grad_gate_up_MH, weight_HD, piece, grad_input_RD)
                 if grad_gate_up_EHD is not None:
                     input_MD = _gather(hidden_ND, tokens[rows], piece)
-                    grad_gate_up_EHD = _put_outer(
-                        grad_gate_up_EHD, product, grad_gate_up_MH, input_MD, piece
+                    grad_gate_up_EHD = product.outer(
+                        grad_gate_up_MH, input_MD, piece, grad_gate_up_EHD
                     )
             grad_hidden_ND = (
                 gather_sum(grad_input_RD, rows_NK, product) if ctx.needs_input_grad[0] else None
@@ -228,15 +226,6 @@ def _rows_like(source_ND: Tensor, routes: _Routes, product: Product) -> Tensor:
     return source_ND.new_empty(length, source_ND.shape[1])
 
 
-def _put(
-    out_RD: Tensor, rows: slice, product: Product, a_MI: Tensor, weight: Tensor, piece: Segment
-) -> Tensor:
-    if isinstance(product, Grouped):
-        return product.linear(a_MI, weight, piece)
-    product.linear(a_MI, weight, piece, out_RD[rows])
-    return out_RD
-
-
 def _matrices_like(weight: Tensor, routes: _Routes, product: Product) -> Tensor:
     """Output for the gradients of all matrices; zero for experts without tokens."""
     if not routes.pieces:
@@ -246,15 +235,6 @@ def _matrices_like(weight: Tensor, routes: _Routes, product: Product) -> Tensor:
     grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for expert in set(range(weight.shape[0])).difference(piece.experts for piece in routes.pieces):
         grad[expert].zero_()
-    return grad
-
-
-def _put_outer(
-    grad: Tensor, product: Product, a_MO: Tensor, b_MI: Tensor, piece: Segment
-) -> Tensor:
-    if isinstance(product, Grouped):
-        return product.outer(a_MO, b_MI, piece, None)
-    product.outer(a_MO, b_MI, piece, grad[piece.experts])
     return grad
 
 

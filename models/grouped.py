@@ -80,39 +80,45 @@ class Looped:
         ]
 
     def linear(
-        self, a_MI: Tensor, weight_OI: Tensor, piece: Segment, out_MO: Tensor | None = None
+        self, a_MI: Tensor, weight_OI: Tensor, piece: Segment, out_RO: Tensor | None = None
     ) -> Tensor:
-        """``a @ weight.T``, like ``torch.nn.functional.linear``, into ``out_MO`` if given."""
-        return torch.mm(a_MI, weight_OI.t(), out=out_MO)
+        """``a @ weight.T``, like ``torch.nn.functional.linear``; into the rows of the piece in
+        ``out_RO``, which is returned, if given."""
+        if out_RO is None:
+            return self.multiply(a_MI, weight_OI)
+        self.multiply(a_MI, weight_OI, out_RO[piece.start : piece.start + piece.padded])
+        return out_RO
 
-    def outer(self, a_MO: Tensor, b_MI: Tensor, piece: Segment, out_OI: Tensor | None) -> Tensor:
-        """``a.T @ b``: the gradient of the weight of ``linear``."""
-        return torch.mm(a_MO.t(), b_MI, out=out_OI)
+    def outer(
+        self, a_MO: Tensor, b_MI: Tensor, piece: Segment, out_EOI: Tensor | None = None
+    ) -> Tensor:
+        """``a.T @ b``: the gradient of the weight of ``linear``; into the matrix of the piece in
+        ``out_EOI``, which is returned, if given."""
+        if out_EOI is None:
+            return self.multiply(a_MO.t(), b_MI.t())
+        self.multiply(a_MO.t(), b_MI.t(), out_EOI[piece.experts])
+        return out_EOI
+
+    def multiply(self, a_MI: Tensor, weight_OI: Tensor, out_MO: Tensor | None = None) -> Tensor:
+        """One matmul, ``a @ weight.T``."""
+        return torch.mm(a_MI, weight_OI.t(), out=out_MO)
 
 
 class LoopedOneDNN(Looped):
     """One float32 matmul per group by oneDNN, through the operator that torch.compile uses on
     CPUs."""
 
-    def linear(
-        self, a_MI: Tensor, weight_OI: Tensor, piece: Segment, out_MO: Tensor | None = None
-    ) -> Tensor:
+    def multiply(self, a_MI: Tensor, weight_OI: Tensor, out_MO: Tensor | None = None) -> Tensor:
         """See ``Looped``."""
         product_MO = torch.ops.mkldnn._linear_pointwise(a_MI, weight_OI, None, "none", [], "")
         return product_MO if out_MO is None else out_MO.copy_(product_MO)
 
-    def outer(self, a_MO: Tensor, b_MI: Tensor, piece: Segment, out_OI: Tensor | None) -> Tensor:
-        """See ``Looped``."""
-        return self.linear(a_MO.t(), b_MI.t(), piece, out_OI)
 
-
-class LoopedFloat32(LoopedOneDNN):
+class LoopedFloat32(Looped):
     """One matmul per group of 16-bit operands in float32, for CPUs without instructions for their
     dtype."""
 
-    def linear(
-        self, a_MI: Tensor, weight_OI: Tensor, piece: Segment, out_MO: Tensor | None = None
-    ) -> Tensor:
+    def multiply(self, a_MI: Tensor, weight_OI: Tensor, out_MO: Tensor | None = None) -> Tensor:
         """See ``Looped``."""
         product_MO = torch.mm(a_MI.float(), weight_OI.t().float())
         return product_MO.to(a_MI.dtype) if out_MO is None else out_MO.copy_(product_MO)
@@ -132,12 +138,14 @@ class Grouped:
         return [Segment(slice(None), 0, rows, rows, ends_E)] if rows else []
 
     def linear(
-        self, a_MI: Tensor, weight_EOI: Tensor, piece: Segment, out_MO: Tensor | None = None
+        self, a_MI: Tensor, weight_EOI: Tensor, piece: Segment, out_RO: Tensor | None = None
     ) -> Tensor:
         """``a @ weight.T`` of each row with its own expert's weight."""
         return self.grouped_mm(a_MI, weight_EOI.transpose(1, 2), offs=piece.ends_E)
 
-    def outer(self, a_MO: Tensor, b_MI: Tensor, piece: Segment, out_EOI: Tensor | None) -> Tensor:
+    def outer(
+        self, a_MO: Tensor, b_MI: Tensor, piece: Segment, out_EOI: Tensor | None = None
+    ) -> Tensor:
         """``a.T @ b`` within each group; zero for a group without rows."""
         return self.grouped_mm(a_MO.t(), b_MI, offs=piece.ends_E)
 
@@ -240,7 +248,7 @@ def _is_right(product: Product, device_type: str, dtype: torch.dtype) -> bool:
             expected_MO = (torch.stack(matrices).float() * a_MI.float()[:, None]).sum(-1)
             if not _close(found_MO, expected_MO[rows]):
                 return False
-        outer_EOI[piece.experts] = product.outer(b_MO[rows], a_MI[rows], piece, None)
+        outer_EOI[piece.experts] = product.outer(b_MO[rows], a_MI[rows], piece)
     # Without a matmul, whose precision a global switch could lower.
     outer_MOI = b_MO.float()[:, :, None] * a_MI.float()[:, None]
     groups = outer_MOI.split((24, 0, 16))

@@ -154,12 +154,14 @@ class NPUGrouped(Grouped):
         self.grouped_matmul = operator("npu_grouped_matmul")
 
     def linear(
-        self, a_MI: Tensor, weight_EOI: Tensor, piece: Segment, out_MO: Tensor | None = None
+        self, a_MI: Tensor, weight_EOI: Tensor, piece: Segment, out_RO: Tensor | None = None
     ) -> Tensor:
         """See ``Grouped``."""
         return self._multiply(a_MI, weight_EOI.transpose(1, 2), piece, group_type=0)  # splits rows
 
-    def outer(self, a_MO: Tensor, b_MI: Tensor, piece: Segment, out_EOI: Tensor | None) -> Tensor:
+    def outer(
+        self, a_MO: Tensor, b_MI: Tensor, piece: Segment, out_EOI: Tensor | None = None
+    ) -> Tensor:
         """See ``Grouped``."""
         return self._multiply(a_MO.t(), b_MI, piece, group_type=2)  # splits the inner dim
 
