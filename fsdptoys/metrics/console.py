@@ -60,10 +60,7 @@ class PlainReporter(Reporter):
         metrics, self._unprinted = self._unprinted, None
         assert metrics is not None
         width = len(str(self._steps))
-        cells = [
-            f"{column.label} {text}{column.unit}"
-            for column, text in render_columns(metrics).items()
-        ]
+        cells = [f"{label} {text}" for label, text in render_columns(metrics).items()]
         mark = "  skipped" * metrics.skipped
         self.message(f"step {metrics.step:>{width}}/{self._steps}{mark}  " + "  ".join(cells))
 

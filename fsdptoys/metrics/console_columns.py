@@ -2,30 +2,11 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from fsdptoys.device import GIB
 from fsdptoys.utils.text import fitting_unit
 
 from .step import StepMetrics
-
-
-@dataclass(frozen=True)
-class ConsoleColumn:
-    """Format of one number of a step on both consoles."""
-
-    heading: tuple[str, str]
-    """Two short lines above the column of the live table; ``{unit}`` takes the unit out of the
-    values."""
-    label: str
-    """Text before the value in a plain line; ``unit`` follows the value."""
-    unit: str
-    width: int
-    """Characters in the live table."""
-    importance: int
-    """A narrow terminal omits the columns of lowest importance."""
-    render: Callable[[StepMetrics], str | None]
-    """Text of the value; None if the step does not have it, which depends on device and model."""
 
 
 def _time(seconds: float) -> str:
@@ -67,68 +48,37 @@ def _sizes(*gib: float | None) -> str:
     )
 
 
-def _device_memory(metrics: StepMetrics) -> str | None:
-    allocated, reserved = metrics.memory_allocated_gib, metrics.memory_reserved_gib
-    return None if reserved is None else _sizes(allocated, metrics.memory_peak_gib, reserved)
-
-
-def _counted_memory(metrics: StepMetrics) -> str | None:
-    allocated, reserved = metrics.memory_allocated_gib, metrics.memory_reserved_gib
-    return (
-        None
-        if allocated is None or reserved is not None
-        else _sizes(allocated, metrics.memory_peak_gib)
-    )
+def _memory(metrics: StepMetrics) -> str | None:
+    allocated, peak = metrics.memory_allocated_gib, metrics.memory_peak_gib
+    if metrics.memory_reserved_gib is not None:
+        return f"{_sizes(allocated, peak, metrics.memory_reserved_gib)} allocated/peak/reserved"
+    return None if allocated is None else f"{_sizes(allocated, peak)} allocated/peak"
 
 
 def _resident_set(metrics: StepMetrics) -> str | None:
     return _sizes(metrics.resident_set_gib) if metrics.memory_reserved_gib is None else None
 
 
-COLUMNS = (
-    ConsoleColumn(("", "loss"), "loss", "", 7, 10, lambda m: f"{m.loss:.4f}"),
-    ConsoleColumn(("grad", "norm"), "grad norm", "", 7, 8, lambda m: f"{m.grad_norm:.4g}"),
-    ConsoleColumn(("learning", "rate"), "lr", "", 8, 4, lambda m: f"{m.learning_rate:.2e}"),
-    ConsoleColumn(("step", "time"), "time", "", 8, 9, lambda m: _time(m.step_time_seconds)),
-    ConsoleColumn(("tokens", "/s"), "tokens/s", "", 7, 7, lambda m: _count(m.tokens_per_second)),
-    ConsoleColumn(
-        ("TFLOP/s", "/rank"),
-        "TFLOP/s per rank",
-        "",
-        7,
-        3,
-        lambda m: _flops(m.tflops_per_second_per_rank),
-    ),
-    ConsoleColumn(("data", "wait"), "data wait", "", 5, 2, _stall),
-    ConsoleColumn(
-        ("", "MFU"), "MFU", "", 5, 2, lambda m: None if m.mfu is None else f"{m.mfu:.1%}"
-    ),
-    ConsoleColumn(("MoE", "load"), "busiest expert", "", 5, 5, _load),
-    ConsoleColumn(
-        ("MoE", "entropy"),
-        "entropy",
-        "",
-        7,
-        1,
-        lambda m: f"{m.routing.entropy:.3f}" if m.routing else None,
-    ),
-    ConsoleColumn(("loss", "scale"), "loss scale", "", 7, 3, lambda m: _power(m.loss_scale)),
-    ConsoleColumn(
-        ("{unit} allocated/", "peak/reserved"),
-        "memory",
-        " allocated/peak/reserved",
-        17,
-        6,
-        _device_memory,
-    ),
-    ConsoleColumn(
-        ("{unit} allocated", "/peak"), "memory", " allocated/peak", 17, 6, _counted_memory
-    ),
-    ConsoleColumn(("resident", "set"), "resident set", "", 9, 5, _resident_set),
+COLUMNS: tuple[tuple[str, Callable[[StepMetrics], str | None]], ...] = (
+    ("loss", lambda m: f"{m.loss:.4f}"),
+    ("grad norm", lambda m: f"{m.grad_norm:.4g}"),
+    ("lr", lambda m: f"{m.learning_rate:.2e}"),
+    ("time", lambda m: _time(m.step_time_seconds)),
+    ("tokens/s", lambda m: _count(m.tokens_per_second)),
+    ("TFLOP/s per rank", lambda m: _flops(m.tflops_per_second_per_rank)),
+    ("data wait", _stall),
+    ("MFU", lambda m: None if m.mfu is None else f"{m.mfu:.1%}"),
+    ("busiest expert", _load),
+    ("entropy", lambda m: f"{m.routing.entropy:.3f}" if m.routing else None),
+    ("loss scale", lambda m: _power(m.loss_scale)),
+    ("memory", _memory),
+    ("resident set", _resident_set),
 )
+"""Label of a number, and its text; None if the step does not have it, which depends on device and
+model."""
 
 
-def render_columns(metrics: StepMetrics) -> dict[ConsoleColumn, str]:
-    """Column → text, for the numbers that a step has."""
-    texts = {column: column.render(metrics) for column in COLUMNS}
-    return {column: text for column, text in texts.items() if text is not None}
+def render_columns(metrics: StepMetrics) -> dict[str, str]:
+    """Label → text, for the numbers that a step has."""
+    texts = {label: render(metrics) for label, render in COLUMNS}
+    return {label: text for label, text in texts.items() if text is not None}

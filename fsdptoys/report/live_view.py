@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fsdptoys.metrics.live_console import metrics_table
+from fsdptoys.metrics.live_console import metrics_columns
 from fsdptoys.metrics.prediction import prediction_rows
 from fsdptoys.metrics.results import RunResults, Spread, prediction_errors
 from fsdptoys.train.heartbeat import Heartbeat, format_ranks
@@ -53,7 +53,7 @@ def draw_run(run: FollowedRun, state: State, console: Console, heading: str = ""
         facts.columns[0].style, facts.columns[0].no_wrap = "dim", True
         for name, text in fact_rows(run, run.results()):
             facts.add_row(name, line(text))
-        parts += [_bar(run), Text(), metrics_table(run.steps[-1], width), Text()]
+        parts += [_bar(run), Text(), metrics_columns(run.steps[-1]), Text()]
         parts += map(line, draw_chart([metrics.loss for metrics in run.steps], width, "loss"))
         parts += [Text(), facts]
     else:
