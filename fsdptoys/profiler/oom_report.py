@@ -143,10 +143,6 @@ def out_of_memory_report(failure: Failure, context: OOMContext, device_type: str
         f"{'planned' if constructing else 'live'} in {memory} of this rank:",
         *(f"  {row}" for row in align_columns([(size_text(count), name) for count, name in rows])),
     ]
-    if not failure.on_host and live.on_host().device_bytes:
-        lines.append(
-            f"  and in host memory {size_text(live.on_host().device_bytes)} for the first three"
-        )
     if context.phase != "optimizer" and switches.states_bytes > (
         live.states.device_bytes or held.states.device_bytes
     ):

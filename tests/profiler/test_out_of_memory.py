@@ -198,26 +198,16 @@ def test_error_without_numbers_uses_device_statistics():
     assert failure == Failure(False, None, 24 * GIB, GIB, 21 * GIB)
 
 
-def report_with_offloaded_states(failure: Failure) -> str:
+@pytest.mark.parametrize(("on_host", "advised"), [(False, False), (True, True)])
+def test_exhausted_host_memory_advises_disabling_offload(on_host, advised):
+    """Oracle: the states in host memory, which would fill the device."""
     live = LiveBytes(PlacedBytes(GIB), PlacedBytes(GIB), PlacedBytes(0, 4 * GIB))
     switches = dataclasses.replace(FSDP, optimizer_offload=True)
-    return out_of_memory_report(failure, oom_context(switches, live=live), "cuda")
-
-
-def test_host_memory_is_reported_separately():
-    """Oracle: the line of the report."""
-    report = report_with_offloaded_states(Failure(False, None, None, 3 * GIB, None))
-    assert (
-        "and in host memory 4.00 GiB for the first three" in report
-        and OPTIMIZER_OFFLOAD not in report
-    )
-
-
-def test_exhausted_host_memory_advises_disabling_offload():
-    """Oracle: the states in host memory."""
-    report = report_with_offloaded_states(Failure(True, None, None, 6 * GIB, None))
-    (advice,) = report.split("switch alone:\n")[1].splitlines()
-    assert advice.split()[:3] == ["4.00", "GiB", "memory.optimizer_offload=false"]
+    failure = Failure(on_host, None, None, 6 * GIB, None)
+    report = out_of_memory_report(failure, oom_context(switches, live=live), "cuda")
+    advice = [line.split()[:3] for line in report.split("switch alone:\n")[1].splitlines()]
+    assert (advice == [["4.00", "GiB", "memory.optimizer_offload=false"]]) is advised
+    assert OPTIMIZER_OFFLOAD not in report
 
 
 def test_report_without_advice_is_explicit():
