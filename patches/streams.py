@@ -40,17 +40,12 @@ def has_other_roots(model: nn.Module) -> bool:
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # half a second
 
-    units = {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, (FSDPModule, FullyShardedDataParallel))
-    }
-    inner = {
-        name
-        for name in units
-        if any(name.startswith(f"{unit}.") or not unit for unit in units - {name})
-    }
-    return bool(_kept) or len(units - inner) > 1
+    roots: list[str] = []
+    for name, module in model.named_modules():  # outer modules come first
+        is_inner = bool(roots) and (not roots[-1] or name.startswith(f"{roots[-1]}."))
+        if isinstance(module, (FSDPModule, FullyShardedDataParallel)) and not is_inner:
+            roots.append(name)
+    return bool(_kept) or len(roots) > 1
 
 
 def _priority_of(stream: Any) -> object:
