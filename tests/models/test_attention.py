@@ -116,22 +116,29 @@ def test_backends_of_a_cpu_have_the_values_and_gradients_of_the_default(
 
 
 @pytest.mark.parametrize("mode", list(GradientCheckpointing))
+@pytest.mark.parametrize("compiles", [False, True])
 def test_recomputation_uses_the_backend_of_the_forward(
-    mode: GradientCheckpointing, calls: list[Any]
+    mode: GradientCheckpointing, compiles: bool, calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: enabled backends of every call, one a layer and one more in a recomputation; loss of
     the default."""
+    if compiles:
+        monkeypatch.undo()  # the compiler would trace the record
     torch.manual_seed(0)
     model, tokens_BT = build(SMALL["llama2"]), torch.arange(40).view(2, 20)
     expected = model(tokens_BT).sum().item()
     calls.clear()
     use_ops(model, choose_ops({"attention": "math"}))
     checkpoint_blocks(model.layers, mode)
+    if compiles:
+        for layer in model.layers:
+            layer.compile(backend="aot_eager", fullgraph=mode is GradientCheckpointing.none)
     loss = model(tokens_BT).sum()
     loss.backward()
     assert loss.item() == pytest.approx(expected, rel=1e-4)
-    again = mode is not GradientCheckpointing.none
-    assert [enabled for enabled, *_ in calls] == [{"math"}] * len(model.layers) * (1 + again)
+    if not compiles:
+        again = mode is not GradientCheckpointing.none
+        assert [enabled for enabled, *_ in calls] == [{"math"}] * len(model.layers) * (1 + again)
 
 
 @pytest.mark.parametrize(
