@@ -1,5 +1,5 @@
-"""Write the keys of ``configs/`` with their defaults, and ``docs/options.md``, from the config
-dataclasses.
+"""Write the keys of ``configs/`` with their defaults, ``docs/options.md``, and the keys of
+``fsdptoys train --help``, from the config dataclasses.
 
 ``--check`` writes nothing, and exits with status 1 if a file would change. Presets
 (``configs/model``, ``configs/experiment``, ``configs/metrics/wandb.yaml``, ...) set only some keys
@@ -7,7 +7,6 @@ and are left alone.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
@@ -22,13 +21,15 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import fsdptoys
 from fsdptoys.config.choices import list_choices, list_defaults, schema_name
 from fsdptoys.config.schema import SCHEMAS, Config
-from fsdptoys.config.schema_docs import Declaration, collect_keys, read_classes
+from fsdptoys.config.sections import Sections
+from fsdptoys.models import MODELS
 from fsdptoys.report.setting_effects import BATCH, effect_of
+from fsdptoys.utils.bounds import bounds_of
 from fsdptoys.utils.options import Declared, Effect, declared_of
 from fsdptoys.utils.text import value_text
+from scripts.common.option_docs import read_docs
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 120
@@ -83,15 +84,9 @@ class Key:
         return ", ".join(each.name for each in self.enum) if self.enum else self.bounds
 
 
-@functools.cache
-def declarations() -> dict[str, Declaration]:
-    """All classes of the package."""
-    return read_classes(Path(fsdptoys.__file__).parent, quote="`")
-
-
 def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
     """Keys of a dataclass in their order, with those of nested dataclasses."""
-    hints, docs = typing.get_type_hints(schema), collect_keys(declarations(), schema.__name__)
+    hints, docs = typing.get_type_hints(schema), read_docs(schema).fields
     for field in dataclasses.fields(schema):
         annotation = hints[field.name]
         if dataclasses.is_dataclass(annotation):
@@ -100,10 +95,11 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
         default = (
             field.default if callable(field.default_factory) is False else field.default_factory()
         )
-        about = docs[field.name]
-        yield Key(
-            prefix + field.name, annotation, default, about.bounds, about.doc, declared_of(field)
-        )
+        # A subclass that changes a default keeps the bounds
+        owners = [vars(owner).get("__dataclass_fields__", {}) for owner in schema.__mro__]
+        declared = [str(bounds_of(of[field.name])) for of in owners if field.name in of]
+        bounds, doc = next(filter(None, declared), ""), docs.get(field.name, "")
+        yield Key(prefix + field.name, annotation, default, bounds, doc, declared_of(field))
 
 
 def yaml_value(value: Any) -> str:
@@ -146,7 +142,7 @@ def root_file() -> str:
 
 def root_keys() -> list[Key]:
     """Keys outside of any section."""
-    docs, hints = declarations()["Sections"].docs, typing.get_type_hints(Config)
+    docs, hints = read_docs(Sections).fields, typing.get_type_hints(Config)
     fields = [
         field
         for field in dataclasses.fields(Config)
@@ -198,7 +194,7 @@ def table(keys: list[Key], section: str) -> list[str]:
         f"- `{section}.{key.name}={member}`: {doc}"
         for key in keys
         if key.enum
-        for member, doc in declarations()[key.enum.__name__].docs.items()
+        for member, doc in read_docs(key.enum).fields.items()
     ]
     return [*lines, *(["", *meanings] if meanings else [])]
 
@@ -244,7 +240,7 @@ def section_lines(section: str, kind: type) -> list[str]:
         "",
         f"## {section}",
         "",
-        declarations()[kind.__name__].doc.partition(". ")[0].rstrip(".") + ".",
+        read_docs(kind).doc.partition(". ")[0].rstrip(".") + ".",
     ]
     choices = list_choices().get(section, [])
     if choices:
@@ -267,11 +263,45 @@ def section_lines(section: str, kind: type) -> list[str]:
     return lines
 
 
+def help_line(key: Key, section: str) -> str:
+    """A key of ``fsdptoys train --help``, with its default, meaning, and choices or bounds."""
+    name = f"{section}.{key.name}" if section else key.name
+    values = f" [{key.values}]" if key.values else ""
+    setting = f"{name}={value_text(key.default, quote=True)}"
+    return f"  {setting:<42} {key.doc.replace('`', '')}{values}"
+
+
+def help_keys() -> str:
+    """The keys of ``fsdptoys train --help``."""
+    lines = [help_line(key, "") for key in root_keys()]
+    choices = list_choices()
+    for section, kind in typing.get_type_hints(Config).items():
+        if not dataclasses.is_dataclass(kind):
+            continue
+        shared = list(keys_of(kind))  # type: ignore[arg-type]
+        lines += ["", f"{section}: {plain_doc(kind)}", *(help_line(key, section) for key in shared)]  # type: ignore[arg-type]
+        for name, schema in sorted(SCHEMAS.get(section, {}).items()):
+            own = [help_line(key, section) for key in keys_of(schema) if key not in shared]
+            heading = f"{section}={name}"
+            if schema in MODELS.values():
+                named = [each for each in choices[section] if schema_name(section, each) == name]
+                heading = f"a {name} model ({', '.join(named)})"
+            if own:
+                lines += [f" with {heading}: {plain_doc(schema)}", *own]
+    return "\n".join(lines) + "\n"
+
+
+def plain_doc(kind: type) -> str:
+    """A class's docstring without quotes."""
+    return read_docs(kind).doc.replace("`", "")
+
+
 def generated_files() -> dict[Path, str]:
     """Path → contents of every file that this script writes."""
     files = {
         ROOT / "configs" / "config.yaml": root_file(),
         ROOT / "docs" / "options.md": options_page(),
+        ROOT / "fsdptoys" / "cli" / "train_keys.txt": help_keys(),
     }
     for group, schemas in SCHEMAS.items():
         for choice in schemas if group != "model" else ():

@@ -8,19 +8,18 @@ files.
 """
 
 import dataclasses
-import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 import fsdptoys.configs
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.foreign import parse_yaml
+from fsdptoys.utils.bounds import above
+from fsdptoys.utils.foreign import ForeignError, parse_yaml
+from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line, suggestion
 
@@ -51,7 +50,7 @@ class AttentionKind(Enum):
 class Quantity:
     """A number and its source."""
 
-    value: float
+    value: float = field(metadata=above(0))
     source: str
 
 
@@ -59,7 +58,6 @@ class Quantity:
 class Hardware:
     """One kind of device in its nodes. Rates are bytes or operations per second."""
 
-    name: str
     title: str  # Display name
     device_type: str  # ``cuda``, ``npu`` or ``cpu``
     attention: AttentionKind
@@ -92,6 +90,7 @@ class Hardware:
     attention_backends: dict[str, Quantity] = field(default_factory=dict)
     """Backend (``cudnn``, ``flash 64`` for heads of up to 64) → efficiency other than
     ``attention_efficiency``."""
+    name: str = ""  # That of the file
 
     @property
     def usable_bytes(self) -> float:
@@ -108,71 +107,26 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     """Read a profile, a name of ``list_hardware()`` or a YAML file; a ConfigError names an invalid
     key."""
     text = str(name_or_path)
-    if not (isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or "/" in text):
-        if text not in list_hardware():
-            raise ConfigError(
-                f"plan.hardware={text} is not a profile; "
-                f"{_fix('plan.hardware=', text, list_hardware())}"
-            )
-        name_or_path = PROFILES / f"{text}.yaml"
     path = Path(name_or_path)
-    tree = _read(path)
-    where = f"the hardware profile {path}"
-    fields = {
-        field.name: field.type for field in dataclasses.fields(Hardware) if field.name != "name"
-    }
-    tree.setdefault("attention_backends", {})
-    _check_keys(tree, fields, where)
-    values = {**tree, "name": path.stem}
-    for key, kind in fields.items():
-        value = tree[key]
-        if kind is Quantity:
-            values[key] = _quantity(value, key, where)
-        elif key == "peak_flops":
-            if not isinstance(value, dict) or not value:
-                raise ConfigError(
-                    f"{where} has peak_flops={value}; give a number for each dtype, bfloat16 at "
-                    "least"
-                )
-            values[key] = {
-                str(dtype): _quantity(peak, f"peak_flops.{dtype}", where)
-                for dtype, peak in value.items()
-            }
-        elif key == "attention_backends":
-            if not isinstance(value, dict):
-                raise ConfigError(
-                    f"{where} has {key}={value}; give an efficiency for each backend, such as cudnn"
-                )
-            for backend in value:
-                _choice(backend, key, BACKENDS, where)
-            values[key] = {
-                backend: _quantity(share, f"{key}.{backend}", where)
-                for backend, share in value.items()
-            }
-        elif key == "attention":
-            values[key] = AttentionKind(
-                _choice(value, key, [choice.value for choice in AttentionKind], where)
+    if not (isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or "/" in text):
+        names = list_hardware()
+        if text not in names:
+            fix = suggestion(
+                text, names, f"set plan.hardware={' | '.join(names)}", "plan.hardware="
             )
-        elif key == "device_type":
-            values[key] = _choice(value, key, DEVICE_TYPES, where)
-        elif key == "matches":
-            if not isinstance(value, list) or not all(
-                isinstance(words, str) and words.strip() for words in value
-            ):
-                raise ConfigError(
-                    f"{where} has matches={value}; give a list of words, which may be empty: []"
-                )
-            values[key] = tuple(value)
-        elif not isinstance(value, str) or not value.strip():
-            raise ConfigError(f"{where} has {key}={value}; give a text")
-    hardware = Hardware(**values)
-    if hardware.usable_bytes <= 0:
+            raise ConfigError(f"plan.hardware={text} is not a profile; {fix}")
+        path = PROFILES / f"{text}.yaml"
+    try:
+        hardware = build(Hardware, parse_yaml(read_regular(path, LARGEST_PROFILE_BYTES)))
+        _check(hardware)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{where} has outside_allocator_bytes={hardware.outside_allocator_bytes.value:g}, "
-            f"which leaves nothing of memory_bytes={hardware.memory_bytes.value:g}; correct one "
-            "of them"
-        )
-    return hardware
+            f"plan.hardware={path} cannot be used ({one_line(reason)}); correct it by the profiles "
+            "of configs/hardware, which write a large number as 3.35e+12, or set plan.hardware to "
+            f"one of {', '.join(list_hardware())}"
+        ) from error
+    return dataclasses.replace(hardware, name=path.stem)
 
 
 def hardware_for(device_name: str, device_type: str) -> str | None:
@@ -202,73 +156,26 @@ def dump_hardware(hardware: Hardware) -> str:
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        tree = parse_yaml(read_regular(path, LARGEST_PROFILE_BYTES))
-    except OSError as error:
-        fix = f"set plan.hardware to one of {', '.join(list_hardware())}, or to a YAML file"
-        raise ConfigError(
-            f"plan.hardware={path} cannot be read ({error.strerror or error}); {fix}"
-        ) from error
-    except ValueError as error:
-        fix = "start from a copy of a profile"
-        raise ConfigError(
-            f"plan.hardware={path} cannot be read as YAML ({one_line(error)}); {fix}"
-        ) from error
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"plan.hardware={path} is not a profile; start from a copy of one in configs/hardware"
+def _check(hardware: Hardware) -> None:
+    """Check what the types do not say; a ForeignError otherwise."""
+    if hardware.device_type not in DEVICE_TYPES:
+        raise ForeignError(f"device_type is {hardware.device_type}, not {' | '.join(DEVICE_TYPES)}")
+    shares = {key: value for key, value in vars(hardware).items() if key.endswith("_efficiency")}
+    for backend, share in hardware.attention_backends.items():
+        if backend not in BACKENDS:
+            raise ForeignError(f"attention_backends has {backend}, not {' | '.join(BACKENDS)}")
+        shares[f"attention_backends.{backend}"] = share
+    for key, share in shares.items():
+        if share.value > 1:
+            raise ForeignError(f"{key}.value is {share.value:g}, not an efficiency up to 1")
+    if hardware.devices_per_node.value % 1:
+        raise ForeignError(
+            f"devices_per_node.value is {hardware.devices_per_node.value:g}, not a whole number"
         )
-    return tree
-
-
-def _check_keys(tree: dict[str, Any], fields: dict[str, Any], where: str) -> None:
-    unknown = [key for key in tree if key not in fields]
-    missing = [key for key in fields if key not in tree]
-    if unknown:
-        fix = suggestion(str(unknown[0]), missing or list(fields), "delete it")
-        raise ConfigError(f"{where} has an unknown key {unknown[0]}; {fix}")
-    if missing:
-        raise ConfigError(
-            f"{where} lacks {missing[0]}; add it as in the profiles of configs/hardware"
+    if not hardware.peak_flops:
+        raise ForeignError("peak_flops is {}, not a number for each dtype")
+    if hardware.usable_bytes <= 0:
+        raise ForeignError(
+            f"outside_allocator_bytes.value is {hardware.outside_allocator_bytes.value:g}, which "
+            f"leaves nothing of memory_bytes.value={hardware.memory_bytes.value:g}"
         )
-
-
-def _quantity(value: object, key: str, where: str) -> Quantity:
-    if not isinstance(value, dict) or set(value) != {"value", "source"}:
-        raise ConfigError(
-            f"{where} has {key}={value}; write {{value: NUMBER, source: WHERE IT IS FROM}}"
-        )
-    number = value["value"]
-    source = value["source"]
-    if not isinstance(source, str) or not source.strip():
-        raise ConfigError(
-            f"{where} has no source for {key}; write the source of its value {number}, or "
-            "'assumed: WHY'"
-        )
-    if isinstance(number, str) and re.fullmatch(r"[\d.]+[eE]\d+", number):
-        # YAML 1.1 reads 3.35e12 as text.
-        raise ConfigError(
-            f"{where} has {key}.value={number}, which YAML reads as text; write {float(number):.6e}"
-        )
-    if (
-        isinstance(number, bool)
-        or not isinstance(number, (int, float))
-        or not (math.isfinite(number) and number > 0)
-    ):
-        raise ConfigError(f"{where} has {key}.value={number}; give a finite number above 0")
-    if number > 1 and (key.endswith("_efficiency") or key.startswith("attention_backends.")):
-        raise ConfigError(f"{where} has {key}.value={number}, an efficiency; give a number up to 1")
-    if key == "devices_per_node" and number != int(number):
-        raise ConfigError(f"{where} has {key}.value={number}; give a whole number")
-    return Quantity(float(number), source)
-
-
-def _choice(value: object, key: str, choices: Sequence[str], where: str) -> str:
-    if value not in choices:
-        raise ConfigError(f"{where} has {key}={value}; {_fix(f'{key}: ', str(value), choices)}")
-    return str(value)
-
-
-def _fix(prefix: str, value: str, choices: Sequence[str]) -> str:
-    return suggestion(value, choices, f"set {prefix}{' | '.join(choices)}", prefix)

@@ -1,8 +1,6 @@
 """The command line, compared with the dataclasses and the YAML folder. Mistakes are in
 ``tests/messages``."""
 
-import contextlib
-import io
 import multiprocessing
 import os
 import shlex
@@ -17,15 +15,7 @@ import fsdptoys
 from fsdptoys.cli.commands import command_names, parse
 from fsdptoys.cli.main import main
 from fsdptoys.config.choices import list_choices
-from fsdptoys.config.compose import compose_config, compose_presets
-from fsdptoys.config.fixes import list_options
-from fsdptoys.config.kernel_choice import KernelConfig
-from fsdptoys.config.launch_config import LaunchConfig
-from fsdptoys.config.schema import SCHEMAS
-from fsdptoys.config.train_config import TrainConfig
-from fsdptoys.models import MODELS
-from fsdptoys.profiler import DebugConfig, ProfileConfig
-from fsdptoys.utils.text import value_text
+from fsdptoys.config.compose import compose_config
 from tests.harness.levels import by_level
 
 ROOT = Path(__file__).parents[2]
@@ -126,67 +116,13 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == f"fsdptoys {fsdptoys.__version__}\n"
 
 
-@pytest.fixture(scope="module")
-def page() -> str:
-    """What ``fsdptoys train --help`` prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert main(["train", "--help"]) == 0
-    return printed.getvalue()
-
-
-def test_help_lists_every_key_with_its_default(page: str) -> None:
-    """Oracle: the dataclasses themselves, where the help reads their source."""
-    schemas = [(group, schema) for group, named in SCHEMAS.items() for schema in named.values()]
-    sections = [
-        ("train", TrainConfig),
-        ("profile", ProfileConfig),
-        ("debug", DebugConfig),
-        ("launch", LaunchConfig),
-    ]
-    sections.append(("kernels", KernelConfig))
-    for section, schema in [*schemas, *sections]:
-        for key, option in list_options(schema, section).items():
-            long = key in ("data.files", "tune.targets") and option.default
-            value = "[...]" if long else value_text(option.default, quote=True)
-            lines = [line for line in page.splitlines() if line.startswith(f"  {key}={value} ")]
-            assert lines and all(len(line.split(maxsplit=1)) == 2 for line in lines), (
-                f"{key}={value}"
-            )
-
-
-def test_help_lists_each_model_family_with_its_presets_and_each_key_once(page: str) -> None:
-    """Oracle: the dataclasses of the families, and the configurations that the presets compose
-    to."""
-    section = page.partition("\nmodel: ")[2].partition("\n\n")[0]
-    base, *parts = section.split("\n with a ")
-    presets = {config.name: config.family for config in compose_presets(list_choices()["model"])}
-    assert sorted(part.split()[0] for part in parts) == sorted(MODELS)
-    for part in parts:
-        heading, *lines = part.splitlines()
-        family = heading.split()[0]
-        names = ", ".join(name for name, of in presets.items() if of == family)
-        assert heading == f"{family} model ({names}): {MODELS[family].__doc__}"
-        shown = dict(line.split()[0].split("=") for line in lines)
-        assert len(shown) == len(lines)
-        options = {
-            key: value_text(option.default, quote=True)
-            for key, option in list_options(MODELS[family], "model").items()
-        }
-        assert dict(line.split()[0].split("=") for line in base.splitlines()[1:]) | shown == options
-
-
-def test_help_lists_every_choice(page: str) -> None:
-    """Oracle: the names of the YAML files."""
-    shown = page.replace("*", "").replace(",", "").splitlines()
+def test_help_lists_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the names of the YAML files; the keys are a generated file."""
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out.replace("*", "").replace(",", "").splitlines()
     for group, names in list_choices().items():
         (line,) = [line for line in shown if line.startswith(f"  {group}= ")]
         assert set(names) <= set(line.split())
-    own = [
-        line.split()[1].partition("=")[2].rstrip(":")
-        for line in shown
-        if line.startswith(" with parallel=")
-    ]
-    assert own == list_choices()["parallel"]
 
 
 @pytest.mark.usefixtures("unmeasured")

@@ -92,13 +92,11 @@ MISTAKES = yaml.safe_load(
 )
 
 
-@pytest.mark.parametrize(
-    "mistake", MISTAKES, ids=[mistake["says"].split(";")[0] for mistake in MISTAKES]
-)
+@pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake["says"] for mistake in MISTAKES])
 def test_mistakes_in_a_profile_are_reported_in_one_sentence(
     tmp_path: Path, mistake: dict[str, Any]
 ) -> None:
-    """Oracle: the exact message: it names file, key, value and fix."""
+    """Oracle: the reason by hand, which names key and value."""
     tree = yaml.safe_load((PROFILES / "h100.yaml").read_text(encoding="utf-8")) | mistake["changes"]
     path = tmp_path / "mine.yaml"
     path.write_text(
@@ -106,40 +104,28 @@ def test_mistakes_in_a_profile_are_reported_in_one_sentence(
     )
     with pytest.raises(ConfigError) as caught:
         load_hardware(str(path))
-    assert str(caught.value) == f"the hardware profile {path} {mistake['says']}"
-
-
-def test_unknown_and_missing_profiles_are_refused(tmp_path: Path) -> None:
-    """Oracle: the exact messages."""
-    with pytest.raises(
-        ConfigError,
-        match=r"^plan.hardware=h1000 is not a profile; did you mean plan.hardware=h100\?$",
-    ):
-        load_hardware("h1000")
-    with pytest.raises(
-        ConfigError,
-        match=r"^plan.hardware=xyz is not a profile; set plan.hardware=4090 \| a100 \| ",
-    ):
-        load_hardware("xyz")
-    path = tmp_path / "mine.yaml"
-    message = r"mine.yaml cannot be read \(No such file or directory\); set plan.hardware to"
-    with pytest.raises(ConfigError, match=message):
-        load_hardware(str(path))
+    assert str(caught.value).startswith(
+        f"plan.hardware={path} cannot be used ({mistake['says']}); correct it by the profiles of"
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("name", "sentence"),
     [
-        ("a: [", "cannot be read as YAML"),
-        ("- 1", "is not a profile; start from a copy"),
-        ("[" * 5000, "cannot be read as YAML"),
-        ("# " + "x" * 2**16, r"cannot be read as YAML \(it is longer than 65536 bytes\)"),
+        ("h1000", "is not a profile; did you mean plan.hardware=h100?"),
+        ("xyz", "is not a profile; set plan.hardware=4090 | a100 | "),
+        ("missing.yaml", "cannot be used (No such file or directory); correct it "),
+        ("list.yaml", "cannot be used (it is [1], not a mapping); "),
+        ("long.yaml", "cannot be used (it is longer than 65536 bytes); "),
     ],
-    ids=["cut", "list", "deep", "long"],
 )
-def test_unreadable_profile_is_refused(tmp_path: Path, text: str, reason: str) -> None:
-    """Oracle: the exact messages."""
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=reason):
-        load_hardware(path)
+def test_unknown_and_unreadable_profiles_are_refused(
+    name: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the message by hand."""
+    monkeypatch.chdir(tmp_path)
+    Path("list.yaml").write_text("- 1")
+    Path("long.yaml").write_text("# " + "x" * 2**16)
+    with pytest.raises(ConfigError) as caught:
+        load_hardware(name)
+    assert str(caught.value).startswith(f"plan.hardware={name} {sentence}")
