@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ import torch
 from fsdptoys.cli.evaluate import evaluate_command
 from fsdptoys.config.schema import Config
 from fsdptoys.data import (
-    BinConfig,
     DataConfig,
-    HFConfig,
     PreparedConfig,
     SyntheticConfig,
     TextConfig,
@@ -26,10 +23,10 @@ from fsdptoys.parallel import SingleConfig
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
 from tests.harness import prepared_data as prepared
-from tests.harness.byte_model import BYTES, edit_settings, save_tokenizer
+from tests.harness.byte_model import BYTES, save_tokenizer
 from tests.harness.families import SMALL
 from tests.harness.folders import build, write
-from tests.harness.levels import by_level, extended
+from tests.harness.levels import by_level
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import make_config, tiny_model
 from tests.harness.transformers_oracle import import_transformers
@@ -60,16 +57,9 @@ def test_loss_equals_transformers(
         window_BT = ids_T[None, start : start + 41]
         with torch.no_grad():
             total += oracle(window_BT, labels=window_BT).loss.item() * (window_BT.shape[1] - 1)
-    words = [
-        str(tmp_path / "folder"),
-        "--text",
-        str(tmp_path / "ids"),
-        "--tokenizer",
-        "ids",
-        "--context",
-        "40",
-    ]
-    found = output_of(capsys, *words, "--batch", str(batch))
+    words = [str(tmp_path / "folder"), "--text", str(tmp_path / "ids")]
+    words += f"--tokenizer ids --context 40 --batch {batch}".split()
+    found = output_of(capsys, *words)
     assert found["loss"] == pytest.approx(total / 149, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(total / 149), rel=1e-4)
     assert (found["predicted_tokens"], found["context"], found["bits_per_byte"]) == (149, 40, None)
@@ -81,26 +71,17 @@ def data_of(kind: str, folder: Path) -> DataConfig:
     if kind == "text":
         (folder / "text").write_bytes(bytes(torch.randint(32, 127, (2000,)).tolist()))
         return TextConfig(files=[str(folder / "text")], sample_tokens=0, eval_fraction=0.2)
-    if kind == "bin":
-        torch.randint(1, 67, (1500,), dtype=torch.int16).numpy().tofile(folder / "ids.bin")
-        return BinConfig(
-            files=[str(folder / "ids.bin")], eval_fraction=0.2, document_end=7, mask_documents=True
-        )
     if kind == "synthetic":
         return SyntheticConfig(branching=4, ragged=True, eval_samples=21)
     pytest.importorskip("tokenizers")
     lines = prepared.write_lines(folder / "a.jsonl", prepared.documents(80))
-    tokenizer = (
-        "bytes" if kind == "prepared" else prepared.save_tokenizer(folder / "tokenizer", None)
-    )
-    cache = str(folder / "cache")
-    if kind == "hf":
-        return HFConfig(files=[str(lines)], tokenizer=tokenizer, eval_fraction=0.3, cache=cache)
+    tokenizer = prepared.save_tokenizer(folder / "tokenizer", None)
     prepare_folder(prepared.request(folder / "data", lines, tokenizer=tokenizer, eval_fraction=0.3))
-    if kind == "prepared":
-        return PreparedConfig(folder=str(folder / "data"))
     return PreparedConfig(
-        folder=str(folder / "data"), packing=Packing.best_fit, cache=cache, mask_documents=True
+        folder=str(folder / "data"),
+        packing=Packing.best_fit,
+        cache=str(folder / "cache"),
+        mask_documents=True,
     )
 
 
@@ -145,58 +126,20 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, folder, losses
 
 
-KINDS = by_level(
-    ("text", "synthetic", "packed", "bin", "prepared", "hf"), ("text", "synthetic", "packed")
-)
-
-
-@pytest.mark.parametrize("runs", KINDS, indirect=True)
+@pytest.mark.parametrize("runs", ["text", "synthetic", "packed"], indirect=True)
 def test_default_data_is_the_held_out_part_of_the_run(
     runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the run's own evaluation of all held-out samples; only data of bytes has bits per
-    byte."""
+    """Oracle: the run's own evaluation of all held-out samples, and of the first three; only data
+    of bytes has bits per byte."""
     kind, folder, losses = runs
     found = output_of(capsys, str(folder / "final"))
     assert found["loss"] == pytest.approx(losses["final"], rel=1e-6)
-    in_bytes = found["loss"] / math.log(2) if kind in ("text", "prepared") else None
+    in_bytes = found["loss"] / math.log(2) if kind == "text" else None
     assert found["bits_per_byte"] == pytest.approx(in_bytes)
-
-
-@pytest.mark.parametrize("runs", KINDS, indirect=True)
-def test_windows_limit_the_held_out_part(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the evaluation of a run that reads the first three samples only."""
-    _, folder, losses = runs
     found = output_of(capsys, str(folder / "saved"), "--windows", "3", "--batch", "2")
     assert found["loss"] == pytest.approx(losses["saved"], rel=1e-6)
     assert found["predicted_tokens"] <= 3 * 24 and found["context"] == 24
-
-
-@pytest.mark.parametrize("runs", ["packed", extended("bin")], indirect=True)
-def test_documents_are_kept_apart_as_in_the_run(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Oracle: another loss for the same run without ``data.mask_documents``."""
-    _, folder, losses = runs
-    run = shutil.copytree(folder / "final", tmp_path / "run")
-    edit_settings(run, "data", {"mask_documents": False})
-    assert output_of(capsys, str(run))["loss"] != pytest.approx(losses["final"], rel=1e-6)
-
-
-@pytest.mark.parametrize("runs", ["text"], indirect=True)
-@pytest.mark.parametrize("name", ["final", "saved"])
-@pytest.mark.parametrize("context", [24, 10])
-def test_held_out_text_may_be_given_as_a_file(
-    name: str, context: int, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Oracle: the result for the run's own held-out part, in the same windows."""
-    _, folder, _ = runs
-    text = tmp_path / "held out"
-    text.write_bytes((folder / "text").read_bytes()[1600 : 1600 + 399 // context * context + 1])
-    words = [str(folder / name), "--context", str(context)]
-    assert output_of(capsys, *words, "--text", str(text)) == pytest.approx(
-        output_of(capsys, *words)
-    )
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokens(

@@ -115,26 +115,6 @@ def test_backend_of_the_run_is_found(attention: str, masks: bool, expected: str)
     )
 
 
-def test_backend_is_unknown_where_the_private_function_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Oracle: a torch whose function raises, and one without it; PyTorch's own choice may run all
-    the same."""
-
-    def fails(*_: Any, **__: Any) -> int:
-        raise RuntimeError("changed")
-
-    model, cpu = build(SMALL["qwen3"]), torch.device("cpu")
-    monkeypatch.setattr(torch, "_fused_sdp_choice", fails)
-    assert (
-        find_attention_backend(model, KernelConfig(), cpu, torch.float32, 20, masks=False) is None
-    )
-    monkeypatch.delattr(torch, "_fused_sdp_choice")
-    assert (
-        find_attention_backend(model, KernelConfig(), cpu, torch.float32, 20, masks=False) is None
-    )
-
-
 def test_backend_that_the_device_refuses_is_reported_in_one_sentence() -> None:
     """Oracle: the expected message, with PyTorch's reason."""
     config = KernelConfig(attention=AttentionKernel.cudnn)
@@ -147,17 +127,6 @@ def test_backend_that_the_device_refuses_is_reported_in_one_sentence() -> None:
         "kernels.attention=cudnn cannot run here, with 4 heads of 32 channels in torch.float32 ("
     )
     assert message.endswith("; set kernels.attention=auto") and "No viable backend" in message
-
-
-@pytest.mark.skipif(IS_REAL, reason="torch_npu is here")
-def test_auto_is_pytorch_if_torch_npu_lacks_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: an NPU without registered operators; explicit settings stay."""
-    monkeypatch.setattr(kernels, "available_device_type", lambda: "npu")
-    config = compose_config(["experiment=null", "kernels.swiglu=npu"])
-    config.validate(2, "npu")
-    assert config.kernels.names() == {
-        name: "npu" if name == "swiglu" else "torch" for name in IMPLEMENTATIONS
-    }
 
 
 @pytest.mark.skipif(IS_REAL, reason="torch_npu is here")

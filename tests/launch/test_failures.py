@@ -234,15 +234,6 @@ def test_joint_decision_of_all_ranks_names_no_rank(
     )
 
 
-def test_message_suffix_is_appended_to_the_headline() -> None:
-    """Oracle: the exact messages."""
-    assert (
-        FirstFailure(1, "rank 0 failed", "x", "a\nb").message(", late")
-        == "rank 0 failed, late:\na\nb"
-    )
-    assert FirstFailure(1, "rank 0 was lost", "x").message(", late") == "rank 0 was lost, late"
-
-
 NCCL = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 HCCL = {"TORCH_HCCL_DUMP_ON_TIMEOUT": "1"}
 
@@ -282,14 +273,6 @@ def test_recordings_are_kept_in_the_run_directory(
     assert ("torchfrtrace" in message) == (present != HCCL)
 
 
-def test_user_defined_location_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the environment."""
-    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    monkeypatch.setenv(FILE_NAMES[1], "/elsewhere/rank_")
-    name_recordings(tmp_path)
-    assert [os.environ.get(name) for name in FILE_NAMES] == [None, "/elsewhere/rank_"]
-
-
 def test_signal_is_reported_even_with_exit_status_0() -> None:
     """Oracle: a run that ends with status 0 after a request to stop is not complete."""
     assert make_exit_record(0, None, signal.SIGTERM, None).stopped_by == "SIGTERM"
@@ -314,12 +297,3 @@ def test_outcome_round_trips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert read_exit_record(path) == outcome and list(tmp_path.iterdir()) == [path]
     path.write_text("{")
     assert read_exit_record(path) is None
-
-
-def test_unwritable_outcome_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: no exception and no partial file, for a missing folder and for a path of a folder."""
-    (tmp_path / "taken").mkdir()
-    for path in (tmp_path / "gone" / "outcome.json", tmp_path / "taken"):
-        monkeypatch.setenv(EXIT_RECORD_VARIABLE, str(path))
-        write_exit_record(ExitRecord(0))
-    assert [path.name for path in tmp_path.iterdir()] == ["taken"]

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fsdptoys.config.launch_config import DeviceChoice
-from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import find_hardware, hardware_environment
 from fsdptoys.train.distributed import deterministic_kernels
@@ -162,8 +161,3 @@ def test_torchrun_rank_sets_the_allocator_before_it_queries_the_device(
     done = subprocess.run(command, env=os.environ | rank, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     assert ast.literal_eval(done.stdout) == expected
-
-
-def test_available_cores_are_within_the_system_count() -> None:
-    """Oracle: the system's own count."""
-    assert 1 <= available_cores() <= (os.cpu_count() or 1)

@@ -3,16 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
-import hydra
 import pytest
 
 from fsdptoys.cli.train import _work
-from fsdptoys.config.compose import _compose_groups
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import FoundHardware
 from fsdptoys.launch.launch import (
     check_master,
-    check_threads,
     choose_experiment,
     describe_run,
     print_run,
@@ -167,13 +164,6 @@ def test_invalid_settings_and_variables_are_refused(given: str) -> None:
         )
 
 
-@pytest.mark.parametrize("threads", ["1", " 8 ", "4,2", "", "016"])
-def test_valid_openmp_thread_counts_are_accepted(threads: str) -> None:
-    """Oracle: the specification of OMP_NUM_THREADS, a list of positive numbers; empty counts as
-    unset."""
-    check_threads({"OMP_NUM_THREADS": threads})
-
-
 @pytest.mark.parametrize(
     ("present", "sentence"),
     [
@@ -193,40 +183,6 @@ def test_invalid_master_address_or_port_is_refused(present: str, sentence: str) 
     with pytest.raises(ConfigError, match=f"^{sentence}"):
         check_master(TORCHRUN | variables)
     check_master({"WORLD_SIZE": "1"} | variables)
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["", "model=llama_debug launch.nproc_per_node=3", "experiment=cpu_text", "experiment=null"],
-)
-def test_launch_composes_the_config_once(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the calls of ``hydra.compose``."""
-    calls = []
-    original = hydra.compose
-    monkeypatch.setattr(
-        hydra, "compose", lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs)
-    )
-    _compose_groups.cache_clear()
-    resolve_run([*line.split(), "launch.device=cpu"], {})
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize(
-    "words, experiment, model",
-    [
-        ([], "cpu_text", "llama_bytes"),
-        (["train.steps=3"], "cpu_text", "llama_bytes"),
-        (["model=llama_debug"], None, "llama_debug"),
-        (["experiment=null"], None, "llama_debug"),
-        (["experiment=llama3_1b"], "llama3_1b", "llama3_1b"),
-    ],
-)
-def test_overrides_precede_the_experiment(
-    words: list[str], experiment: str | None, model: str
-) -> None:
-    """Oracle: the table."""
-    choices = resolve_run([*words, "launch.device=cpu"], {}).composition.choices
-    assert (choices["experiment"], choices["model"]) == (experiment, model)
 
 
 def test_run_description_names_hardware_and_choices() -> None:

@@ -3,17 +3,14 @@ launcher that serves."""
 
 import contextlib
 import errno
-import multiprocessing
 import os
 import pickle
 import re
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,44 +223,6 @@ def test_every_server_of_torch_is_recognized(use_libuv: bool) -> None:
     assert RendezvousEndpoint(f"127.0.0.1:{store.port}").connect().num_keys() >= 1
 
 
-def test_store_is_joined_once_its_node_has_marked_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the key that the serving node sets between two queries of the joining one, which
-    never creates it."""
-    store = open_store()
-    seen = []
-
-    def open_later(_: float) -> None:
-        seen.append(store.num_keys())
-        open_state(store)
-
-    monkeypatch.setattr(
-        endpoint_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=open_later)
-    )
-    RendezvousEndpoint(f"127.0.0.1:{store.port}").connect()
-    assert len(seen) == 1
-
-
-def test_node_without_the_address_waits_for_the_first_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a store that opens after the first refused connection."""
-    endpoint = f"127.0.0.1:{free_port()}"
-    first = RendezvousEndpoint(endpoint)
-    other = RendezvousEndpoint(endpoint)
-    listen = RendezvousEndpoint._listen
-    monkeypatch.setattr(RendezvousEndpoint, "_listen", lambda self, *where: listen(first, *where))
-    # Of no machine
-    monkeypatch.setattr(other, "_addresses", [(socket.AF_INET, ("192.0.2.1", first.port))])
-    assert other._serve() is None
-    monkeypatch.setattr(other, "_addresses", first._addresses)
-    monkeypatch.setattr(other, "_tried_to_serve", True)
-    opened = []
-    clock = SimpleNamespace(
-        monotonic=time.monotonic, sleep=lambda _: opened.append(first.connect())
-    )
-    monkeypatch.setattr(endpoint_module, "time", clock)
-    assert other.connect().num_keys() >= 1
-    assert len(opened) == 1
-
-
 @contextlib.contextmanager
 def service(answer: bytes | None) -> Iterator[int]:
     """Port of a service that answers every connection, or stays silent with None, or closes it with
@@ -344,46 +303,3 @@ def test_loopback_host_name_listens_on_all_interfaces(
     assert capsys.readouterr().err.startswith(
         "fsdptoys: own is 127.0.1.1 on this machine, so launch.rdzv_endpoint=own:"
     )
-
-
-def spin() -> None:
-    while True:
-        pass
-
-
-@pytest.fixture
-def busy_machine() -> Iterator[None]:
-    """Six processes that compute without end."""
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=spin, daemon=True) for _ in range(6)]
-    for process in processes:
-        process.start()
-    yield
-    for process in processes:
-        process.kill()
-        process.join()
-
-
-@pytest.mark.extended
-@pytest.mark.limit(900)
-def test_launchers_started_together_on_a_busy_machine_meet(
-    launched: Callable[..., Any], busy_machine: None
-) -> None:
-    """Oracle: the status and sentences of both, six times; the port of a rendezvous was free before
-    it."""
-    sentence = (
-        "fsdptoys: no launch.rdzv_token_file is set, so any machine of this network can join or "
-        "stop the run"
-    )
-    for _ in range(6):
-        options = {
-            "ranks": 1,
-            "nnodes": 2,
-            "rdzv_endpoint": f"127.0.0.1:{free_port()}",
-            "forks": True,
-        }
-        runs = [launched("nothing", **options) for _ in range(2)]
-        for status, stderr in [run.result() for run in runs]:
-            # PyTorch's store warns where the other launcher has left first.
-            sentences = [line for line in stderr.splitlines() if line.startswith("fsdptoys: ")]
-            assert (status, sentences) == (0, [sentence]), stderr
