@@ -3,6 +3,7 @@ weights."""
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -32,16 +33,15 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def made(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[int]]:
+def made(capsys: pytest.CaptureFixture[str], line: str) -> list[list[int]]:
     """Ids generated for each prompt."""
-    assert generate_command([*words, "--device", "cpu", "--json"]) == 0
+    assert generate_command([*shlex.split(line), "--device", "cpu", "--json"]) == 0
     return [entry["ids"] for entry in json.loads(capsys.readouterr().out)]
 
 
 def expected(prompt: list[int], count: int, context: int, draw: Draw) -> list[int]:
-    return generate(build(BYTES), torch.tensor(prompt), count, context, draw)[
-        len(prompt) :
-    ].tolist()
+    tokens_T = generate(build(BYTES), torch.tensor(prompt), count, context, draw)
+    return tokens_T[len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("source", ["run", "run/weights", "folder"])
@@ -49,18 +49,8 @@ def test_every_source_generates_the_text_of_its_weights(
     source: str, places: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the loop of ``sampling`` with the saved model, one prompt at a time."""
-    words = [
-        "--prompt",
-        "ab",
-        "--prompt=--c",
-        "--tokens",
-        "8",
-        "--context",
-        "16",
-        "--temperature",
-        "0",
-    ]
-    found = made(capsys, source, *words, "--tokenizer", "bytes")
+    line = f"{source} --prompt ab --prompt=--c --tokens 8 --context 16 --temperature 0"
+    found = made(capsys, f"{line} --tokenizer bytes")
     assert found == [expected(list(text), 8, 16, Draw(0.0)) for text in (b"ab", b"--c")]
 
 
@@ -68,18 +58,16 @@ def test_each_option_has_its_effect(places: Path, capsys: pytest.CaptureFixture[
     """Oracle: the loop of ``sampling`` with the same settings, each of which gives different
     text."""
     seen = set()
-    for words, context, draw in [
-        ([], 16, Draw()),  # the run's train.seq_len
-        (["--context", "3"], 3, Draw()),
-        (["--temperature", "0.5"], 16, Draw(0.5)),
-        (["--top-k", "3"], 16, Draw(top_k=3)),
-        (["--top-p", "0.4"], 16, Draw(top_p=0.4)),
-        (["--seed", "7"], 16, Draw(seed=7)),
+    for options, context, draw in [
+        ("", 16, Draw()),  # the run's train.seq_len
+        ("--context 3", 3, Draw()),
+        ("--temperature 0.5", 16, Draw(0.5)),
+        ("--top-k 3", 16, Draw(top_k=3)),
+        ("--top-p 0.4", 16, Draw(top_p=0.4)),
+        ("--seed 7", 16, Draw(seed=7)),
     ]:
-        (found,) = made(
-            capsys, "run", "--prompt", "97 98", "--tokenizer", "ids", "--tokens", "20", *words
-        )
-        assert found == expected([97, 98], 20, context, draw), words
+        (found,) = made(capsys, f"run --prompt '97 98' --tokenizer ids --tokens 20 {options}")
+        assert found == expected([97, 98], 20, context, draw), options
         seen.add(tuple(found))
     assert len(seen) == 6
 
@@ -88,30 +76,23 @@ def test_generation_runs_in_the_requested_dtype(
     places: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the loop with the model cast to bfloat16, except its rotary frequencies."""
-    words = [
-        "folder",
-        "--prompt",
-        "97 98",
-        *["--tokenizer", "ids", "--tokens", "12", "--dtype", "bfloat16"],
-    ]
     model = build(BYTES).to(torch.bfloat16)
     model.init_buffers(torch.device("cpu"))
     tokens_T = generate(model, torch.tensor([97, 98]), 12, 64, Draw())
-    assert made(capsys, *words) == [tokens_T[2:].tolist()]
+    line = "folder --prompt '97 98' --tokenizer ids --tokens 12 --dtype bfloat16"
+    assert made(capsys, line) == [tokens_T[2:].tolist()]
 
 
 def test_texts_are_printed_with_their_prompts(
     places: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the ids, as the tokenizer of ids writes them; without the speed."""
-    line = "generate run --prompt 1 --prompt 3 --tokens 4 --tokenizer ids --device cpu"
-    assert main(line.split()) == 0
+    line = "generate run --prompt '1 2' --prompt 3 --tokens 4 --tokenizer ids --device cpu"
+    assert main(shlex.split(line)) == 0
     printed = capsys.readouterr()
-    lines = [" ".join(map(str, [*ids, *expected(ids, 4, 16, Draw())])) for ids in ([1], [3])]
+    lines = [" ".join(map(str, [*ids, *expected(ids, 4, 16, Draw())])) for ids in ([1, 2], [3])]
     assert printed.out == "\n\n".join(lines) + "\n"
-    assert printed.err.startswith("fsdptoys: 8 tokens in ") and printed.err.endswith(
-        " a second, on cpu in float32\n"
-    )
+    assert printed.err.startswith("fsdptoys: 8 tokens in ")
 
 
 def test_text_ends_at_the_end_token_of_the_folder(
@@ -119,23 +100,13 @@ def test_text_ends_at_the_end_token_of_the_folder(
 ) -> None:
     """Oracle: the same text cut after its third token, which the folder declares as the end
     token."""
-    words = [
-        "folder",
-        "--prompt",
-        "ab",
-        "--tokenizer",
-        "bytes",
-        "--tokens",
-        "8",
-        "--temperature",
-        "0",
-    ]
-    (whole,) = made(capsys, *words)
+    line = "folder --prompt ab --tokenizer bytes --tokens 8 --temperature 0"
+    (whole,) = made(capsys, line)
     (places / "folder" / "checksums.json").unlink()
     (places / "folder" / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [whole[2]]})
     )
-    assert made(capsys, *words) == [whole[: whole.index(whole[2]) + 1]]
+    assert made(capsys, line) == [whole[: whole.index(whole[2]) + 1]]
 
 
 def test_diverged_model_is_reported(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,9 +115,8 @@ def test_diverged_model_is_reported(places: Path, capsys: pytest.CaptureFixture[
     with torch.no_grad():
         model.get_parameter("norm.weight").fill_(3e38)
     write(places / "broken", model)
-    assert (
-        generate_command(["broken", "--prompt", "1", "--tokenizer", "ids", "--device", "cpu"]) == 1
-    )
+    line = "generate broken --prompt 1 --tokenizer ids --device cpu"
+    assert main(shlex.split(line)) == 1
     printed = capsys.readouterr()
     assert printed.out == "1\n" and "the model's logits were not finite" in printed.err
 
@@ -158,18 +128,13 @@ def test_greedy_text_equals_transformers(
 ) -> None:
     """Oracle: transformers' own generation, with its own cache, from the same folder."""
     transformers = import_transformers()
-    write(tmp_path / "folder", build(SMALL[case]))
-    ids = [5, 17, 80, 3, 44]
-    words = [
-        "--prompt",
-        "5 17 80 3 44",
-        *["--tokenizer", "ids", "--tokens", "40", "--temperature", "0"],
-    ]
-    found = made(capsys, str(tmp_path / "folder"), *words)
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
-    assert found == [
-        oracle.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[0, 5:].tolist()
-    ]
+    folder = tmp_path / "folder"
+    write(folder, build(SMALL[case]))
+    line = f"{folder} --prompt '5 17 80 3 44' --tokenizer ids --tokens 40 --temperature 0"
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids_BT = torch.tensor([[5, 17, 80, 3, 44]])
+    wanted_BT = oracle.generate(ids_BT, max_new_tokens=40, do_sample=False)
+    assert made(capsys, line) == [wanted_BT[0, 5:].tolist()]
 
 
 def test_tokenizer_of_the_folder_is_the_default(
@@ -178,10 +143,10 @@ def test_tokenizer_of_the_folder_is_the_default(
     """Oracle: the ids of the words, by hand; a run may be given the same one."""
     save_tokenizer(places / "folder")
     (places / "folder" / "checksums.json").unlink()
-    words = ["--prompt", "two one", "--tokens", "5", "--context", "16"]
-    plain = ["--prompt", "1 0", "--tokens", "5", "--context", "16", "--tokenizer", "ids"]
-    assert made(capsys, "folder", *words) == made(capsys, "folder", *plain)
-    assert made(capsys, "run", *words, "--tokenizer", "folder") == made(capsys, "run", *plain)
+    words = "--prompt 'two one' --tokens 5 --context 16"
+    ids = "--prompt '1 0' --tokens 5 --context 16 --tokenizer ids"
+    assert made(capsys, f"folder {words}") == made(capsys, f"folder {ids}")
+    assert made(capsys, f"run {words} --tokenizer folder") == made(capsys, f"run {ids}")
 
 
 @pytest.mark.oracle
@@ -192,20 +157,19 @@ def test_chat_prompt_is_that_of_transformers(
     """Oracle: ids of ``apply_chat_template`` with the prompt of an answer, continued by the loop of
     ``sampling``."""
     transformers = import_transformers()
-    config = dataclasses.replace(BYTES, vocab_size=320)
-    model = build(config)
-    write(tmp_path / "folder", model)
-    save_chat_tokenizer(tmp_path / "folder", without_blocks(GENERATED["headers"]))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    model = build(dataclasses.replace(BYTES, vocab_size=320))
+    folder = tmp_path / "folder"
+    write(folder, model)
+    save_chat_tokenizer(folder, without_blocks(GENERATED["headers"]))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": "hello é"})
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     end = frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")])
     wanted = generate(model, torch.tensor(prompt), 12, 64, Draw(0.0), end)[len(prompt) :].tolist()
-    words = [str(tmp_path / "folder"), "--chat", "--prompt", "hello é"]
-    words += ["--tokens", "12", "--temperature", "0"]
-    words += ["--system", system] if system is not None else []
-    assert made(capsys, *words) == [wanted]
+    option = f"--system '{system}'" if system is not None else ""
+    line = f"{folder} --chat --prompt 'hello é' --tokens 12 --temperature 0 {option}"
+    assert made(capsys, line) == [wanted]
 
 
 @pytest.mark.parametrize(
@@ -248,9 +212,9 @@ def test_tokenizer_of_the_run_is_the_default(
         data.prepare(1, 256)
     (tokenizer / "tokenizer.json").unlink()
     train_on(places / "run", data)
-    words = ["run", "--tokens", "5", "--prompt"]
-    plain = [*words, "2 3 2 5 7 6", "--tokenizer", "ids"]
-    assert made(capsys, *words, "one two one <|endoftext|>") == made(capsys, *plain)
+    words = "run --tokens 5 --prompt 'one two one <|endoftext|>'"
+    ids = "run --tokens 5 --prompt '2 3 2 5 7 6' --tokenizer ids"
+    assert made(capsys, words) == made(capsys, ids)
 
 
 def test_runs_trained_on_bytes_default_to_bytes(
@@ -259,11 +223,11 @@ def test_runs_trained_on_bytes_default_to_bytes(
     """Oracle: the same command with an explicit tokenizer, for every kind of byte data."""
     prepared.write_lines(places / "a.jsonl", ["one two"])
     prepare_folder(prepared.request(places / "out", "a.jsonl"))
-    words = ["run", "--tokens", "5", "--prompt", "abc"]
-    wanted = made(capsys, *words, "--tokenizer", "bytes")
+    line = "run --tokens 5 --prompt abc"
+    wanted = made(capsys, f"{line} --tokenizer bytes")
     for data in (TextConfig(), PreparedConfig(folder="out"), HFConfig(files=["gone"])):
         train_on(places / "run", data)
-        assert made(capsys, *words) == wanted
+        assert made(capsys, line) == wanted
 
 
 def test_adapters_are_added_to_the_weights_of_every_command(
@@ -282,15 +246,7 @@ def test_adapters_are_added_to_the_weights_of_every_command(
         answers = []
         for source in ("folder", "folder --adapter adapter", "merged"):
             capsys.readouterr()
-            words = line.replace("SOURCE", source).split()
-            assert (
-                main(
-                    [
-                        *words,
-                        *["--device", "cpu", "--tokenizer", "bytes", "--context", "16", "--json"],
-                    ]
-                )
-                == 0
-            )
+            typed = f"{line} --device cpu --tokenizer bytes --context 16 --json"
+            assert main(typed.replace("SOURCE", source).split()) == 0
             answers.append(json.loads(capsys.readouterr().out))
         assert answers[1] == answers[2] != answers[0]
