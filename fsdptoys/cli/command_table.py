@@ -192,9 +192,9 @@ row that does not, with the step at which it first differs and the difference.
             "--markdown": "print it as Markdown",
             "--csv": "print one line per row: raw numbers, with units in the column names",
             "--json": "print all that is known of each row",
+            "--live": "follow a run, or the running job of a sweep, until it ends or Ctrl-C",
         }
     )
-    report.flag("--live", "follow a run, or the running job of a sweep, until it ends or Ctrl-C")
 
     compare = add(
         "compare RUN_A RUN_B [--tolerance X]",

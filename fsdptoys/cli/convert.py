@@ -8,6 +8,7 @@ check the folder and prints the command.
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,52 +29,31 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
 from fsdptoys.train.pretrained import DTYPES, TrainedModel, open_weights
 from fsdptoys.utils.sealed_folder import check_new_folder
-from fsdptoys.utils.text import printable, suggestion, value_text
+from fsdptoys.utils.text import printable, value_text
 
-TO_HF = (
-    "fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16] [tokenizer=DIR] "
-    "[adapter=DIR]"
-)
-FROM_HF = "fsdptoys convert from-hf DIR"
+from .commands import check_count, parse, run_part
 
 
-def convert_command(words: list[str]) -> int:
+def convert_command(words: Sequence[str]) -> int:
     """Run the command with the words after ``convert``, at least one; return the exit status 0."""
-    direction, *rest = words
-    if direction == "to-hf":
-        _to_hf(rest)
-    elif direction == "from-hf":
-        if len(rest) != 1 or rest[0].startswith("-"):
-            raise ConfigError(
-                f"fsdptoys convert from-hf takes one folder, not {_joined(rest)}; write {FROM_HF}"
-            )
-        _from_hf(rest[0])
-    else:
-        fix = suggestion(
-            direction, ["to-hf", "from-hf"], f"write {TO_HF} or {FROM_HF}", "fsdptoys convert "
-        )
-        raise ConfigError(f"{direction} is not a command of fsdptoys convert; {fix}")
-    return 0
+    return run_part("convert", words, {"to-hf": _to_hf, "from-hf": _from_hf})
 
 
-def _to_hf(words: list[str]) -> None:
+def _to_hf(words: Sequence[str]) -> int:
+    words = parse("convert to-hf", words).words
     options = [word for word in words if re.match(r"\w+=", word)]
     paths = [word for word in words if word not in options]
-    if len(paths) != 2 or any(path.startswith("-") for path in paths):
-        raise ConfigError(
-            f"fsdptoys convert to-hf takes a run and a new folder, not {_joined(paths)}; write "
-            f"{TO_HF}"
-        )
+    check_count("convert to-hf", paths, 2, "a run and a new folder", "RUN OUT_DIR")
     settings = {"dtype": "float32", "tokenizer": "", "adapter": ""}
     for word in options:
         key, _, value = word.partition("=")
         if key not in settings:
-            raise ConfigError(f"{word} is not a setting of fsdptoys convert to-hf; write {TO_HF}")
+            raise ConfigError(
+                f"{word} is not a setting of fsdptoys convert to-hf; leave it out, or set dtype, "
+                "tokenizer or adapter"
+            )
         if key == "dtype" and value not in DTYPES:
             raise ConfigError(f"{word} must be one of {', '.join(DTYPES)}; set dtype=float32")
-        same = [other for other in options if other.startswith(f"{key}=")]
-        if len(same) > 1:
-            raise ConfigError(f"{' and '.join(same)} exclude each other; keep one of them")
         settings[key] = value
     out_dir = Path(paths[1]).expanduser()
     dtype = DTYPES[settings["dtype"]]
@@ -101,15 +81,19 @@ def _to_hf(words: list[str]) -> None:
             else "a tokenizer is not in it"
         )
     )
+    return 0
 
 
-def _from_hf(path: str) -> None:
+def _from_hf(words: Sequence[str]) -> int:
+    paths = parse("convert from-hf", words).words
+    check_count("convert from-hf", paths, 1, "one folder", "DIR")
+    (path,) = paths
     folder = HuggingFaceFolder(path)
     config = folder.model_config()
     with torch.device("meta"):
         model = config.build()
     folder.check(model)
-    words = training_words(config, path)
+    command = shlex.join(training_words(config, path))
     verified = verify_checksums(folder.path)
     folder.check_values()
     checksums = (
@@ -124,7 +108,8 @@ def _from_hf(path: str) -> None:
     }
     for label, value in facts.items():
         print(printable(f"{label:<12}{value}", sys.stdout))
-    print(printable(f"\ntrain from it with:\n  {shlex.join(words)}", sys.stdout))
+    print(printable(f"\ntrain from it with:\n  {command}", sys.stdout))
+    return 0
 
 
 def training_words(config: ModelConfig, path: str) -> list[str]:
@@ -157,7 +142,3 @@ def training_words(config: ModelConfig, path: str) -> list[str]:
         value_text(path, quote=True) if "'" not in path else "'" + path.replace("'", "\\'") + "'"
     )
     return ["fsdptoys", "train", f"model={preset}", *settings, f"model.init_from={quoted}"]
-
-
-def _joined(words: list[str]) -> str:
-    return " ".join(words) or "nothing"

@@ -20,7 +20,6 @@ from fsdptoys.utils.text import near_miss, print_status
 
 from .system_errors import (
     check_current_folder,
-    check_log_level,
     explain_autoload,
     explain_environment,
 )
@@ -49,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # message.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        check_log_level(os.environ)
         status = _run(words)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -93,32 +91,22 @@ def _explain_missing_command(word: str, later: list[str]) -> str:
 
     key, equals, value = word.partition("=")
     option = key if key.startswith("-") else None
-    if option in ("-c", "--cfg", *MULTIRUN):
-        return (
-            f"{word} is an option of fsdptoys train; write fsdptoys train "
-            f"{' '.join([word, *later])}"
-        )
-    if word == "version":
-        return f"{word} is not a command; write fsdptoys --version"
     if option is None and not equals and (near := near_miss(word, command_names())):
         return f"{word} is not a command; did you mean fsdptoys {near}?"
     check_current_folder()
-    from fsdptoys.config.choices import explain_file, list_choices
+    from fsdptoys.config.choices import explain_file
     from fsdptoys.config.fixes import find_fix
     from fsdptoys.config.overrides import without_dashes
 
     if option is None and not equals and (file := explain_file(word, command="fsdptoys train ")):
         return f"{word} is a file and not a command; {file}"
-    choices = list_choices()
-    fix = find_fix(key.lstrip("-"), value if equals else None, choices, {})
+    fix = find_fix(key.lstrip("-"), value if equals else None, {})
     takers = [name for name, parser in make_parsers()[1].items() if option in parser.examples]
-    if fix is None and takers:
-        return (
-            f"{word} is an option of fsdptoys {takers[0]}; write fsdptoys {takers[0]} "
-            f"{' '.join([word, *later])}"
-        )
+    if option in ("-c", *MULTIRUN) or (fix is None and takers):
+        command = f"fsdptoys {(takers or ['train'])[0]}"
+        return f"{word} is an option of {command}; write {command} {' '.join([word, *later])}"
     if option is not None:
-        return without_dashes(word, later, choices, {}, "fsdptoys train ")
+        return without_dashes(word, later, {}, "fsdptoys train ")
     if fix is None or (not equals and fix.verb):
         return f"{word} is not a command; write fsdptoys train{f' {word}' * bool(equals)}"
     return f"{word} is not a command; {fix.clause('write', 'fsdptoys train ')}"

@@ -4,22 +4,29 @@ device."""
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from fsdptoys.config.choices import list_choices
 from fsdptoys.config.compose import compose_presets
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
+from fsdptoys.utils.tables import align_columns
 from fsdptoys.utils.text import suggestion
 
 from .commands import parse
 
-GAP = 2
-"""Spaces between columns."""
+HEADINGS = (
+    *("model", "family", "parameters", "active", "embedding", "routed experts"),
+    *("layers", "width", "context", "FLOPs a token"),
+)
+NOTES = """
+Parameters: a weight that is shared counts once. Active: those that one token meets, all but the
+experts that it is not sent to. Embedding: look-ups of tokens and positions, and the head where it
+shares their weight.
+FLOPs: forward and backward of one token in a sequence of the whole context, 6 for each weight of a
+matrix product (of experts only the active), and attention over half of the square, since it is
+causal. Look-ups count nothing, nor does recomputation."""
 
 
 @dataclass(frozen=True)
@@ -44,30 +51,6 @@ class ModelFacts:
     """FLOPs of forward and backward, in sequences of ``max_seq_len``."""
 
 
-@dataclass(frozen=True)
-class _Column:
-    heading: tuple[str, str]
-    importance: int
-    """A narrow terminal drops the least important columns first."""
-    cells: list[str]
-    justify: Literal["left", "right"] = "right"
-
-    @property
-    def width(self) -> int:
-        return max(map(len, [*self.heading, *self.cells]))
-
-
-NOTES = (
-    "Parameters: a weight that is shared counts once. Active: those that one token meets, all "
-    "but the experts that it is not sent to. Embedding: look-ups of tokens and positions, and "
-    "the head where it shares their weight.\nFLOPs: forward and backward of one token in a "
-    "sequence of the whole context, 6 for each weight of a matrix product (of experts only the "
-    "active), and attention over half of the square, since it is causal. Look-ups count nothing, "
-    "nor does recomputation."
-)
-"""Explanation below the table."""
-
-
 def models_command(words: Sequence[str]) -> int:
     """Run ``fsdptoys models``; return the exit status."""
     options = parse("models", words)
@@ -85,7 +68,7 @@ def models_command(words: Sequence[str]) -> int:
     if options.json:
         print(json.dumps([asdict(fact) for fact in facts], indent=2))
     else:
-        print_table(facts, Console())
+        print_table(facts)
     return 0
 
 
@@ -109,57 +92,33 @@ def measure(config: ModelConfig) -> ModelFacts:
     )
 
 
-def print_table(facts: Sequence[ModelFacts], console: Console) -> None:
-    """Print one row per model, in as many columns as fit, and the explanation."""
-    columns = [
-        _Column(("", "model"), 10, [fact.name for fact in facts], "left"),
-        _Column(("", "family"), 3, [fact.family for fact in facts], "left"),
-        _Column(("", "parameters"), 9, [human_count(fact.parameters) for fact in facts]),
-        _Column(("", "active"), 7, [human_count(fact.active_parameters) for fact in facts]),
-        _Column(("", "embedding"), 1, [human_count(fact.embedding_parameters) for fact in facts]),
-        _Column(("routed", "experts"), 5, [human_count(fact.expert_parameters) for fact in facts]),
-        _Column(("", "layers"), 4, [str(fact.n_layers) for fact in facts]),
-        _Column(("", "width"), 2, [str(fact.dim) for fact in facts]),
-        _Column(("", "context"), 6, [f"{fact.max_seq_len:,}" for fact in facts]),
-        _Column(("FLOPs", "a token"), 8, [human_flops(fact.flops_per_token) for fact in facts]),
-    ]
-    left_out = []
-    while len(columns) > 1 and sum(column.width + GAP for column in columns) - GAP > console.width:
-        least = min(columns, key=lambda column: column.importance)
-        columns.remove(least)
-        left_out.append(" ".join(least.heading).strip())
-    table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
-    for column in columns:
-        table.add_column(justify=column.justify, no_wrap=True, min_width=column.width)
-    for number, row in enumerate(
-        zip(*((*column.heading, *column.cells) for column in columns), strict=True)
-    ):
-        if any(row):
-            table.add_row(*row, style="dim" if number < 2 else None)
-    console.print(table, highlight=False)
-    console.print()
-    if left_out:
-        console.print(
-            f"Left out for want of width: {', '.join(left_out)}; --json has all numbers.",
-            highlight=False,
+def print_table(facts: Sequence[ModelFacts]) -> None:
+    """Print one row per model, and the explanation."""
+    rows = [
+        (
+            fact.name,
+            fact.family,
+            human_count(fact.parameters),
+            human_count(fact.active_parameters),
+            human_count(fact.embedding_parameters),
+            human_count(fact.expert_parameters),
+            str(fact.n_layers),
+            str(fact.dim),
+            f"{fact.max_seq_len:,}",
+            f"{human_count(fact.flops_per_token).replace('B', 'G')}FLOP",
         )
-    console.print(NOTES, highlight=False, markup=False)
+        for fact in facts
+    ]
+    print(*align_columns([HEADINGS, *rows], range(2, len(HEADINGS))), NOTES, sep="\n")
 
 
 def human_count(value: float) -> str:
     """Format a count with three digits and a unit, as 8.03B; a dash for 0."""
-    return "-" if value == 0 else "{}{}".format(*_scale(value, ("", "K", "M", "B", "T")))
-
-
-def human_flops(value: float) -> str:
-    """Format FLOPs with three digits and a unit, as 46.2 GFLOP."""
-    return "{} {}FLOP".format(*_scale(value, ("", "K", "M", "G", "T", "P")))
-
-
-def _scale(value: float, units: Sequence[str]) -> tuple[str, str]:
-    steps = 0
-    while value >= 999.5 and steps < len(units) - 1:
+    if value == 0:
+        return "-"
+    units = ["", "K", "M", "B", "T", "P"]
+    while value >= 999.5 and len(units) > 1:
         value /= 1000
-        steps += 1
-    number = f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
-    return (f"{value:.0f}" if steps == 0 else number), units[steps]
+        units.pop(0)
+    digits = f"{value:#.3g}".rstrip(".") if len(units) < 6 else f"{value:.0f}"
+    return digits + units[0]

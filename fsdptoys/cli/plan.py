@@ -36,9 +36,8 @@ from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
 from fsdptoys.plan.text_report import advice_to_dict, print_prediction, print_search, search_to_dict
 from fsdptoys.utils.atomic_write import check_output
 from fsdptoys.utils.signal_handlers import handle_signals
-from fsdptoys.utils.text import suggestion
 
-from .commands import parse
+from .commands import parse, run_part
 from .planned import AUTO_MEMORY, fastest_switches, with_margin
 
 
@@ -77,9 +76,7 @@ def compose_hypothetical(words: Sequence[str], *, searches: bool) -> Hypothetica
     if searches:  # a search chooses the switches by itself
         words = [word for word in words if word != AUTO_MEMORY]
     elif AUTO_MEMORY in words and hardware.device_type != "cpu":
-        words += fastest_switches(
-            words, config, with_margin(hardware, memory_bytes), world_size, stdout=False
-        )
+        words += fastest_switches(words, config, with_margin(hardware, memory_bytes), world_size)
         config = compose_config(words)
     return HypotheticalRun(config, hardware, world_size, memory_bytes, words)
 
@@ -113,22 +110,11 @@ def plan_command(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    if words and words[0] == "calibrate":
-        return calibrate_command(words[1:], predict, Console())
-    if words and words[0] == "search":
-        return _search(words[1:])
     if words and "=" not in words[0] and not words[0].startswith("-"):
-        fix = suggestion(
-            words[0], ("search", "calibrate"), "write fsdptoys plan --help", "fsdptoys plan "
-        )
-        raise ConfigError(f"{words[0]} is not a command of fsdptoys plan; {fix}")
+        return run_part("plan", words, {"search": _search, "calibrate": _calibrate})
     options = parse("plan", words)
     words = options.words
     _refuse(words, "plan.predict", "plan.rows")
-    if any(word.partition("=")[0] == "--png" for word in words):
-        raise ConfigError(
-            "--png draws the result of a search; write fsdptoys plan search --png FILE"
-        )
     run = compose_hypothetical(words, searches=False)
     config = copy.deepcopy(run.config)
     hardware = run.hardware
@@ -154,6 +140,10 @@ def _run(words: Sequence[str]) -> int:
         return 0
     print_prediction(config, prediction, hardware, run.memory_bytes, advice, Console())
     return 0
+
+
+def _calibrate(words: Sequence[str]) -> int:
+    return calibrate_command(words, predict, Console())
 
 
 def _search(words: Sequence[str]) -> int:

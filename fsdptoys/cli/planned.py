@@ -83,9 +83,7 @@ def with_margin(hardware: Hardware, available_bytes: float) -> DeviceMemory:
     return DeviceMemory(hardware, available_bytes, MARGIN if is_assumed else MEASURED_MARGIN)
 
 
-def choose_largest(
-    experiment: str, device_type: str, world_size: int, *, stdout: bool = True
-) -> list[str]:
+def choose_largest(experiment: str, device_type: str, world_size: int) -> list[str]:
     """Return the overrides of the largest preset predicted to fit, on an accelerator with a known
     profile.
 
@@ -93,7 +91,6 @@ def choose_largest(
         experiment: the override returned alone on other devices.
         device_type: the run's device type.
         world_size: number of ranks, all on this machine.
-        stdout: print the choice to stdout rather than stderr.
     """
     memory = device_memory(device_type, world_size)
     if memory is None:
@@ -112,7 +109,7 @@ def choose_largest(
     best = largest_preset(
         presets, base, [experiment], memory.hardware, world_size, limit, fast_estimate
     )
-    _say(f"{' '.join(best.words)} is {memory.describe(best.reserved_bytes)}", stdout)
+    _say(f"{' '.join(best.words)} is {memory.describe(best.reserved_bytes)}")
     return list(best.words)
 
 
@@ -122,8 +119,6 @@ def choose_switches(
     device_type: str,
     world_size: int,
     local_ranks: int,
-    *,
-    stdout: bool = True,
 ) -> list[str]:
     """Return overrides of ``memory``, to append to those with ``memory=auto``, with which a run is
     fastest and fits.
@@ -136,14 +131,13 @@ def choose_switches(
         device_type: the run's device type.
         world_size: number of ranks.
         local_ranks: those on this machine.
-        stdout: print the choice to stdout rather than stderr.
     """
     memory = device_memory(device_type, local_ranks, base.plan.hardware)
     if memory is None:
         reason = "a CPU" if device_type == "cpu" else "this device, which has no hardware profile,"
-        _say(f"memory=auto chooses nothing on {reason} and leaves the switches off", stdout)
+        _say(f"memory=auto chooses nothing on {reason} and leaves the switches off")
         return []
-    return fastest_switches(words, base, memory, world_size, stdout=stdout)
+    return fastest_switches(words, base, memory, world_size)
 
 
 def fastest_switches(
@@ -151,8 +145,6 @@ def fastest_switches(
     base: Config,
     memory: DeviceMemory,
     world_size: int,
-    *,
-    stdout: bool = True,
 ) -> list[str]:
     """Return the overrides of :func:`choose_switches` for devices with the given memory."""
     from fsdptoys.plan.estimate.estimate import fast_estimate
@@ -181,15 +173,14 @@ def fastest_switches(
             space=space,
         ).best
     except ConfigError as error:
-        _say(f"memory=auto leaves the switches off: {error}", stdout)
+        _say(f"memory=auto leaves the switches off: {error}")
         return []
     changed = [word for word in best.words if word not in overrides]
     seconds = time.perf_counter() - started
     _say(
         f"memory=auto: {' '.join(changed) or 'the switches as they are'}, the fastest of those "
         f"that fit, {memory.describe(best.reserved_bytes)}; {best.tokens_per_second:,.0f} "
-        f"tokens/s predicted, chosen in {seconds:.1f} s",
-        stdout,
+        f"tokens/s predicted, chosen in {seconds:.1f} s"
     )
     return changed
 
@@ -198,6 +189,6 @@ OWN = (("wraps", "wrap"), ("reshards", "reshard_after_forward"))
 """Field of a search's space → the strategy's setting that a choice of memory switches keeps."""
 
 
-def _say(sentence: str, stdout: bool) -> None:
+def _say(sentence: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print_status(sentence, stdout=stdout)
+        print_status(sentence)

@@ -30,9 +30,6 @@ def report_command(words: Sequence[str]) -> int:
     options = parse("report", words)
     paths = options.words
     form = options.form
-    _check_names(paths)
-    if options.live:
-        return _follow(paths, form or ("--out" if options.out is not None else None))
     if not paths:
         raise ConfigError("fsdptoys report needs a run or a sweep; write fsdptoys report runs/NAME")
     if form and options.out is not None:
@@ -40,12 +37,19 @@ def report_command(words: Sequence[str]) -> int:
             f"--out names the page, and {form} prints to the terminal; leave one of them out, or "
             f"write fsdptoys report {paths[0]} {form} > FILE"
         )
+    if form == "--live":
+        check_count("report --live", paths, 1, "one run", "runs/NAME")
+        from fsdptoys.report.live import follow
+
+        return follow(Path(paths[0]), Console())
     # in the reported folder, or in the current one
     page = Path(paths[0] if len(paths) == 1 else "", PAGE)
     if options.out is not None:
         page = Path(os.path.expanduser(options.out))
-    if not form:
-        _check_page(page, typed=options.out is not None)
+    if not form and (options.out is not None or page.absolute().parent.is_dir()):
+        from fsdptoys.report.html_page import check_page
+
+        check_page(page, "--out" if options.out is not None else "the page")
     from fsdptoys.report.runs_table import gather
 
     try:
@@ -78,61 +82,14 @@ def compare_command(words: Sequence[str]) -> int:
     incomplete."""
     options = parse("compare", words)
     paths = options.words
-    _check_names(paths)
     check_count("compare", paths, 2, "two runs", "RUN_A RUN_B")
     first, second = paths
     from fsdptoys.report.compare import compare_runs, open_run
     from fsdptoys.report.compare_text import print_comparison
 
-    try:
-        comparison = compare_runs(open_run(Path(first)), open_run(Path(second)), options.tolerance)
-        print_comparison(comparison, (first, second), _console())
-    except (ConfigError, BrokenPipeError):
-        raise
-    except Exception as mistake:
-        # A traceback would exit with status 1, which means that the runs differ.
-        reason = one_line(f"{type(mistake).__name__}: {mistake}")
-        raise ConfigError(
-            f"{first} and {second} cannot be compared ({reason}); check the files of both"
-        ) from mistake
+    comparison = compare_runs(open_run(Path(first)), open_run(Path(second)), options.tolerance)
+    print_comparison(comparison, (first, second), _console())
     return 0 if comparison.same else 1
-
-
-def _check_names(paths: Sequence[str]) -> None:
-    """Reject names that the system cannot look up; missing files are reported later."""
-    for path in paths:
-        try:
-            Path(path).stat()
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except (OSError, ValueError) as mistake:
-            raise ConfigError(
-                f"{one_line(path)} cannot be read ({one_line(mistake)}); name a run"
-            ) from mistake
-
-
-def _follow(paths: Sequence[str], other: str | None) -> int:
-    if other:
-        raise ConfigError(f"--live shows a run as it goes, without {other}; leave one of them out")
-    if len(paths) != 1:
-        how = "one run" if not paths else f"one run at a time, and {len(paths)} were given"
-        raise ConfigError(f"--live follows {how}; write fsdptoys report --live runs/NAME")
-    from fsdptoys.report.live import follow
-
-    return follow(Path(paths[0]), Console())
-
-
-def _check_page(page: Path, typed: bool) -> None:
-    """Check that the page can be written, before anything is read."""
-    from fsdptoys.report.html_page import check_page
-
-    folder = page.absolute().parent
-    if typed or folder.is_dir():  # a missing run is reported later
-        check_page(page, "--out" if typed else "the page")
-    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"the page would go into {folder}, where this user may not write; write --out {PAGE}"
-        )
 
 
 def _console() -> Console:

@@ -7,10 +7,8 @@ an invalid ``LOGLEVEL``.
 """
 
 import errno
-import logging
 import os
 import re
-from collections.abc import Mapping
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.text import one_line
@@ -30,6 +28,9 @@ FIXES = {
     errno.ESTALE: "mount the network disk again",
 }
 """Error caused by the machine → fix."""
+
+REFUSED_VARIABLE = re.compile(r"TORCH_DISTRIBUTED_DEBUG|Invalid log settings|Unknown level")
+"""Part of PyTorch's message on an environment variable with an invalid value."""
 
 
 def check_current_folder() -> None:
@@ -62,35 +63,17 @@ def explain_environment(error: Exception) -> str | None:
         return f"the system refuses{target}: {error.strerror}; {FIXES[error.errno]}"
     if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # tempfile's
         return f"{error.strerror}; set TMPDIR to a folder that can be written"
-    if isinstance(error, ValueError) and "TORCH_DISTRIBUTED_DEBUG" in str(error):
-        value = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "")
+    if isinstance(error, ValueError) and REFUSED_VARIABLE.search(str(error)):
         return (
-            f"TORCH_DISTRIBUTED_DEBUG={one_line(value)} in the environment must be OFF, INFO or "
-            "DETAIL; unset it"
+            f"PyTorch refuses a variable of the environment ({one_line(error)}); unset "
+            "TORCH_DISTRIBUTED_DEBUG, TORCH_LOGS or LOGLEVEL"
         )
-    if isinstance(error, ValueError) and str(error).strip().startswith("Invalid log settings"):
-        value = os.environ.get("TORCH_LOGS", "")
-        return f"TORCH_LOGS={one_line(value)} in the environment names no log of PyTorch; unset it"
     if isinstance(error, RuntimeError) and "determine home directory" in str(error):  # pathlib's
         return (
             "the home folder is unknown, so ~ cannot be expanded; set HOME, or write the path "
             "without ~"
         )
     return None
-
-
-def check_log_level(environment: Mapping[str, str]) -> None:
-    """Check ``LOGLEVEL``, which torch's elastic agent uses at import.
-
-    Raises:
-        ConfigError: if logging has no such level.
-    """
-    level = environment.get("LOGLEVEL")
-    if level is not None and not isinstance(logging.getLevelName(level), int):
-        raise ConfigError(
-            f"LOGLEVEL={one_line(level)} in the environment is no level; set it to DEBUG, INFO, "
-            "WARNING or ERROR, or unset it"
-        )
 
 
 def explain_autoload(error: BaseException) -> str | None:
@@ -100,13 +83,8 @@ def explain_autoload(error: BaseException) -> str | None:
         return None
     backend = named[1]
     reason = (str(error.__cause__).strip().splitlines() or [type(error.__cause__).__name__])[0]
-    choice = "to do without it"
-    missing = "the CANN that it is made for and source its set_env.sh"
-    if "npu" in backend:
-        # torch_npu rejects a CUDA build of PyTorch before it looks for CANN.
-        missing = "PyTorch's build for CPUs" if "Two accelerators" in reason else missing
-        choice = f"to use NPUs install {missing}, and to do without them"
     return (
         f"PyTorch cannot be imported, since the installed {backend} cannot be loaded [{reason}]; "
-        f"{choice} set TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment"
+        "install what it needs (torch_npu: CANN, whose set_env.sh is sourced), or set "
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment to do without it"
     )

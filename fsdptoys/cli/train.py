@@ -1,7 +1,6 @@
 """``fsdptoys train``: resolve the run, check its folders, weights and data, and start or be its
 ranks."""
 
-import functools
 import os
 import re
 import shlex
@@ -36,11 +35,7 @@ def train_command(words: list[str]) -> int:
 
 def _train(words: list[str], cfg: str | None) -> int:
     if cfg is not None:
-        # The choices are printed to stderr: stdout is the configuration.
-        choosers = [
-            functools.partial(choose, stdout=False) for choose in (choose_largest, choose_switches)
-        ]
-        run = resolve_run(words, os.environ, *choosers)
+        run = resolve_run(words, os.environ, choose_largest, choose_switches)
         _check_places(run.composition.config)
         choices = " ".join(
             f"{group}={name or 'null'}" for group, name in run.composition.choices.items()

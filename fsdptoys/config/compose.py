@@ -21,15 +21,13 @@ from omegaconf.errors import OmegaConfBaseException
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModelConfig
-from fsdptoys.parallel.capabilities import CAPABILITIES
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.utils.bounds import check_home, check_text
 
-from .choices import list_choices, list_defaults, schema_name
-from .launch_config import LaunchConfig
+from .choices import list_choices
 from .option_values import SWITCHED_CHOICES, read_value
 from .overrides import check_groups, check_names, check_values, parse_overrides
-from .schema import ROOT_OPTIONS, SCHEMAS, Config
+from .schema import SCHEMAS, Config
 from .train_config import TrainConfig
 
 CONFIG_MODULE = "fsdptoys.configs"
@@ -37,22 +35,9 @@ SEQ_LEN = 4096  # default length of a sequence, where the model's maximum is lon
 STEPS = 10  # default length of a run, except where a model is tuned
 
 PATHS = (
-    *(
-        "metrics.run_dir",
-        "checkpoint.folder",
-        "checkpoint.resume",
-        "model.init_from",
-        "plan.hardware",
-        "tune.adapter",
-    ),
-    *(
-        "data.files",
-        "data.eval_files",
-        "data.folder",
-        "data.sources",
-        "data.cache",
-        "data.tokenizer",
-    ),
+    *("metrics.run_dir", "checkpoint.folder", "checkpoint.resume", "model.init_from"),
+    *("plan.hardware", "tune.adapter", "data.files", "data.eval_files", "data.folder"),
+    *("data.sources", "data.cache", "data.tokenizer"),
 )
 """Keys that name files or folders, in which ``~`` is the home directory."""
 
@@ -102,16 +87,13 @@ def compose_config(overrides: Sequence[str]) -> Config:
 def compose(overrides: Sequence[str]) -> Composition:
     """Compose a configuration, and return it with its choices; see :func:`compose_config`."""
     choices = list_choices()
-    check_names(overrides, choices)
+    check_names(overrides)
     parsed = parse_overrides(overrides, choices)
-    check_groups(parsed, choices, list_defaults())
+    check_groups(parsed)
     groups = [str(override.input_line) for override in parsed if override.key_or_group in choices]
     composed, chosen = _compose_groups(tuple(groups))
     tree = copy.deepcopy(composed)
-    sections: dict[str, Any] = {
-        str(key): OmegaConf.get_type(tree, str(key)) for key in tree if key not in ROOT_OPTIONS
-    }
-    check_values(parsed, sections, ROOT_OPTIONS, choices, chosen, SCHEMAS)
+    check_values(parsed, chosen)
     try:
         for override in parsed:
             if override.key_or_group not in choices:
@@ -147,33 +129,6 @@ def _choose_lengths(tree: DictConfig) -> dict[str, str]:
                 tree.train[key] = value
                 reasons[f"train.{key}"] = "the default"
     return reasons
-
-
-def read_launch(overrides: Sequence[str]) -> tuple[LaunchConfig, bool]:
-    """Read the section ``launch``, and whether the strategy runs in a single process, without an
-    experiment.
-
-    Both follow from the overrides and the dataclasses, so Hydra composes nothing. ConfigError for
-    the first mistake.
-    """
-    choices, defaults = list_choices(), list_defaults()
-    words = [word for word in overrides if word.startswith(("launch.", "parallel="))]
-    name, tree = str(defaults["parallel"]), OmegaConf.structured({"launch": LaunchConfig})
-    try:
-        parsed = parse_overrides(words, choices)
-        check_groups(parsed, choices, defaults)
-        check_values(parsed, {"launch": LaunchConfig}, {}, choices, {}, {})
-        for override in parsed:
-            if override.key_or_group == "parallel":
-                name = str(override.value())
-            else:
-                OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
-        launch = OmegaConf.to_object(tree.launch)
-    except (ConfigError, OmegaConfBaseException):  # a mistake, or a reference to another section
-        config = compose([word for word in overrides if not word.startswith("experiment=")]).config
-        return config.launch, config.parallel.capabilities.single_process
-    assert isinstance(launch, LaunchConfig)
-    return launch, CAPABILITIES[schema_name("parallel", name)].single_process
 
 
 def compose_presets(names: Sequence[str]) -> list[ModelConfig]:

@@ -13,9 +13,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from fsdptoys.utils.bounds import bounds_of
+from fsdptoys.utils.options import default_of
 from fsdptoys.utils.text import near_miss
 
-from .choices import Choices, list_choices, list_defaults, schema_name
+from .choices import list_choices, list_defaults, schema_name
 from .familiar_names import find_familiar
 from .option_values import SWITCHES, Option, example, mismatch, read_value
 
@@ -26,7 +27,6 @@ class Fix(NamedTuple):
     words: str
     reason: str = ""  # why they do not mean the same
     verb: str = ""  # "" for that of the caller
-    sets_part: bool = False  # the name is a section, of which they set one key
 
     def clause(self, verb: str, command: str = "") -> str:
         """The end of the sentence; ``command`` comes before the words."""
@@ -39,9 +39,7 @@ class Fix(NamedTuple):
         )
 
 
-def find_fix(
-    name: str, raw: str | None, choices: Choices, chosen: Mapping[str, str | None]
-) -> Fix | None:
+def find_fix(name: str, raw: str | None, chosen: Mapping[str, str | None]) -> Fix | None:
     """Return the overrides that an unknown name stands for; None if nothing is close.
 
     Args:
@@ -50,6 +48,7 @@ def find_fix(
         raw: its value; None if none was typed.
         chosen: group → chosen YAML file, if not the default.
     """
+    choices = list_choices()
     options, needed = all_options(tuple(chosen.items()))
     name = name.lower().replace("-", "_")
     state = "true" if raw is None else SWITCHES.get(raw.strip("'\"").lower(), raw)
@@ -76,12 +75,7 @@ def find_fix(
         return Fix(needed.get(words.partition("=")[0], "") + words, reason, "write")
     below = next((key for key in options if key.startswith(f"{name}.")), None)
     if name not in choices and below is not None:
-        return Fix(
-            assign(below) if options[below].annotation is bool else example(below, options[below]),
-            "",
-            "",
-            True,
-        )
+        return Fix(example(below, options[below]), verb="set for example")
     known = [*(key for key in options if key not in needed), *choices]
     for keys in (known, list(options)):
         if same := [key for key in keys if key.rpartition(".")[2] == name.rpartition(".")[2]]:
@@ -91,7 +85,7 @@ def find_fix(
     if state == "true" and group is not None:
         return Fix(f"{group}={name}")
     near = _nearest_key(name, known)
-    return None if near is None else Fix(assign(near), "", "did you mean")
+    return None if near is None else Fix(assign(near), verb="did you mean")
 
 
 def list_options(schema: type, prefix: str) -> dict[str, Option]:
@@ -99,13 +93,12 @@ def list_options(schema: type, prefix: str) -> dict[str, Option]:
     hints = typing.get_type_hints(schema)
     options: dict[str, Option] = {}
     for field in dataclasses.fields(schema):
-        key, annotation = f"{prefix}.{field.name}", hints[field.name]
+        key = f"{prefix}.{field.name}"
+        annotation = hints[field.name]
         if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
             options |= list_options(annotation, key)
         else:
-            factory = field.default_factory
-            default = field.default if factory is dataclasses.MISSING else factory()
-            options[key] = Option(annotation, default, bounds_of(field))
+            options[key] = Option(annotation, default_of(field), bounds_of(field))
     return options
 
 

@@ -31,10 +31,6 @@ COMPILED_ON_CUDA = ("rotary", "swiglu")
 """Operations that ``auto`` compiles on CUDA."""
 TRITON_CAPABILITY = (7, 0)
 """Oldest compute capability for which ``torch.compile`` generates Triton kernels."""
-FLASH_WIDTH = 256
-"""Widest head of FlashAttention in PyTorch."""
-CPU_BACKENDS = ("flash", "math")
-"""Backends of ``scaled_dot_product_attention`` on a CPU."""
 
 
 class AttentionKernel(Enum):
@@ -125,133 +121,28 @@ class KernelConfig:
     def resolve(
         self, device_type: str, *, compiles: bool, deterministic: Deterministic | bool, fuses: bool
     ) -> None:
-        """Replace every ``auto``, and check the choices against the device, compiled blocks and
-        deterministic mode.
-
-        ``fuses``: whether ``auto`` may compile operations by themselves.
-        """
-        for operation, name in self.names().items():
-            # Experts are not compiled.
-            seen, fix = compiles and operation != "grouped_matmul", f"set kernels.{operation}=auto"
-            if name == "npu" and device_type != "npu":
-                raise ConfigError(
-                    f"kernels.{operation}=npu is torch_npu's, and this run is on {device_type}; "
-                    f"{fix}"
-                )
-            if name == "npu" and seen:
-                raise ConfigError(
-                    f"kernels.{operation}=npu is a kernel that train.compile=true cannot see "
-                    f"into, which torch_npu documents for attention as not to be compiled; {fix}"
-                )
-            mode = Deterministic(deterministic).word
-            if name == "flex" and (device_type != "cuda" or deterministic):
-                where = (
-                    f"this run is on {device_type}"
-                    if device_type != "cuda"
-                    else f"train.deterministic={mode}"
-                )
-                raise ConfigError(
-                    f"kernels.{operation}=flex is PyTorch's flex_attention, which trains on CUDA "
-                    f"alone and is not known to be deterministic, and {where}; {fix}"
-                )
-            if name == "flex" and operation == "attention" and compiles:
-                raise ConfigError(
-                    "kernels.attention=flex is compiled by itself, and train.compile=true "
-                    f"compiles whole blocks; {fix} or train.compile=false"
-                )
-            if name == "auto":
-                plain = seen or bool(deterministic)
-                compiled = device_type == "cuda" and fuses and operation in COMPILED_ON_CUDA
-                # Assumed when planning on another machine
-                if compiled and available_device_type() == "cuda":
-                    compiled = triton_works()
-                fused = device_type == "npu" and operation in npu_kernels.OPERATORS
-                if fused and available_device_type() == "npu":  # which may be an older torch_npu
-                    fused = npu_kernels.is_there(operation)
-                chosen = (
-                    "torch" if plain else "compiled" if compiled else "npu" if fused else "torch"
-                )
-                setattr(self, operation, type(getattr(self, operation))(chosen))
-
-    def check_attention(
-        self,
-        device_type: str,
-        dtype: torch.dtype,
-        head_width: int,
-        *,
-        masks: bool,
-        deterministic: Deterministic | bool,
-    ) -> None:
-        """Refuse a backend of attention that the device, dtype, head or mask rules out.
+        """Replace every ``auto``; ``rules/kernels.py`` has the rules of the others.
 
         Args:
             device_type: of the run.
-            dtype: of queries, keys and values.
-            head_width: channels of a head.
-            masks: whether documents are kept apart.
+            compiles: whether blocks are compiled, experts left out.
             deterministic: whether kernels must be deterministic.
+            fuses: whether ``auto`` may compile operations by themselves.
         """
-        name = self.attention.value
-        if name not in BACKENDS:
-            return
-        if device_type == "npu" or (device_type == "cpu" and name not in CPU_BACKENDS):
-            has = (
-                f"has {' and '.join(CPU_BACKENDS)} only"
-                if device_type == "cpu"
-                else "chooses by itself"
-            )
-            raise ConfigError(
-                f"kernels.attention={name} is a backend that this run's device lacks: attention "
-                f"on {device_type} {has}; set kernels.attention=auto"
-            )
-        if masks and self.document_attention is DocumentKernel.flex:
-            raise ConfigError(
-                f"kernels.attention={name} has no effect with kernels.document_attention=flex, "
-                "which computes all attention under data.mask_documents=true; set "
-                "kernels.attention=auto"
-            )
-        if device_type == "cpu":
-            return
-        narrow = name in ("cudnn", "flash")
-        if narrow and dtype not in (torch.bfloat16, torch.float16):
-            raise ConfigError(
-                f"kernels.attention={name} takes bfloat16 and float16 only on CUDA, and "
-                f"parallel.param_dtype={str(dtype).removeprefix('torch.')}; set "
-                "parallel.param_dtype=bfloat16 or kernels.attention=auto"
-            )
-        if narrow and masks:
-            raise ConfigError(
-                f"kernels.attention={name} cannot train with the mask of "
-                "data.mask_documents=true: flash takes none, and cuDNN returned NaN gradients "
-                "(github.com/pytorch/pytorch/issues/196678); set kernels.attention=auto"
-            )
-        if (name == "flash" and head_width > FLASH_WIDTH) or (name == "cudnn" and head_width % 8):
-            limit = f"at most {FLASH_WIDTH}" if name == "flash" else "a multiple of 8"
-            raise ConfigError(
-                f"kernels.attention={name} needs heads whose width is {limit}, and those of this "
-                f"model have {head_width} channels; set kernels.attention=auto"
-            )
-        if name == "cudnn" and deterministic:
-            raise ConfigError(
-                "kernels.attention=cudnn is not deterministic, and train.deterministic="
-                f"{Deterministic(deterministic).word}; set kernels.attention=auto"
-            )
-
-    def check_documents(self, masks: bool, selective: bool) -> None:
-        """Refuse flex_attention of documents without any, and flex_attention with selective
-        checkpointing."""
-        flexes = [operation for operation, name in self.names().items() if name == "flex"]
-        if self.document_attention is DocumentKernel.flex and not masks:
-            raise ConfigError(
-                "kernels.document_attention=flex is for sequences whose documents are kept "
-                "apart; set data.mask_documents=true or kernels.document_attention=auto"
-            )
-        if selective and flexes:
-            raise ConfigError(
-                "memory.gradient_checkpointing=selective knows no operator of "
-                f"kernels.{flexes[0]}=flex whose result it could keep; set "
-                "memory.gradient_checkpointing=full"
-            )
+        for operation, name in self.names().items():
+            if name != "auto":
+                continue
+            chosen = "torch"
+            is_here = available_device_type() == device_type  # else it is planned for
+            if deterministic or (compiles and operation != "grouped_matmul"):
+                pass
+            elif device_type == "cuda" and operation in COMPILED_ON_CUDA:
+                if fuses and (not is_here or triton_works()):
+                    chosen = "compiled"
+            elif device_type == "npu" and operation in npu_kernels.OPERATORS:
+                # An older torch_npu may lack it
+                chosen = "npu" if not is_here or npu_kernels.is_there(operation) else "torch"
+            setattr(self, operation, type(getattr(self, operation))(chosen))
 
 
 def put_kernels(model: DecoderModel, config: KernelConfig) -> None:

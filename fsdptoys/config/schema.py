@@ -13,7 +13,7 @@ from fsdptoys.checkpoint import CheckpointConfig, open_init_from
 from fsdptoys.data import DATASETS, DataConfig
 from fsdptoys.device import DEVICE_TYPES, float64_collectives
 from fsdptoys.errors import ConfigError
-from fsdptoys.memory import GradientCheckpointing, MemoryConfig, OffloadSchedule
+from fsdptoys.memory import MemoryConfig, OffloadSchedule
 from fsdptoys.metrics import MetricsConfig
 from fsdptoys.models import MODELS, ModelConfig
 from fsdptoys.optim import OPTIMIZERS, OptimConfig
@@ -81,19 +81,10 @@ class Config(Sections):
         for section in sections:
             refuse_unused(sections, section)
         where = self._resolve(world_size, device_type, node_ranks or world_size)
-        self.kernels.check_attention(
-            device_type,
-            self.parallel.param_dtype.torch,
-            self.model.head_width,
-            masks=self.data.mask_documents,
-            deterministic=self.train.deterministic,
-        )
         self.parallel.check_model(self.model)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
         check_experts(self.model, where.axes)
         check_rules(RULES, self, where)
-        selective = self.memory.gradient_checkpointing is GradientCheckpointing.selective
-        self.kernels.check_documents(self.data.mask_documents, selective)
         self.data.check_documents()
         self.data.validate(self.train.seq_len, self.model.vocab_size)
         self.check_evaluation()

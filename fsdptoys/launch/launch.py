@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdptoys.config.choices import list_defaults
-from fsdptoys.config.compose import Composition, compose, read_launch
+from fsdptoys.config.compose import Composition, compose
 from fsdptoys.config.launch_config import DeviceChoice, LaunchConfig
 from fsdptoys.config.plan_config import PlanConfig
 from fsdptoys.config.schema import Config
@@ -78,13 +78,10 @@ def resolve_run(
             ranks in all and on this machine.
     """
     words = list(words)
-    composition = None
-    if names_training(words):
-        composition = compose(words)
-        launch = composition.config.launch
-        single_process = composition.config.parallel.capabilities.single_process
-    else:  # the number of ranks decides the experiment
-        launch, single_process = read_launch(words)
+    by_hardware = not names_training(words)
+    composition = compose(words)
+    launch = composition.config.launch
+    single_process = composition.config.parallel.capabilities.single_process
     hardware = find_hardware(launch.device)
     check_threads(present)
     if "RANK" in present and "WORLD_SIZE" in present:
@@ -93,8 +90,7 @@ def resolve_run(
         local_ranks = ranks_on_this_machine(launch, hardware, single_process)
         world_size = local_ranks * launch.nnodes
     typed = bool(words)
-    by_hardware = composition is None
-    if composition is None:
+    if by_hardware:  # by the number of ranks
         experiment = f"experiment={choose_experiment(hardware.device_type, world_size)}"
         words = (
             [experiment, *words]

@@ -1,6 +1,7 @@
 """Which settings exclude one another, by topic; ``rule.py`` says how a rule is written."""
 
 from .axes import AXES
+from .kernels import KERNELS
 from .layout_mode import LAYOUT_MODE
 from .memory import MEMORY
 from .numbers import NUMBERS
@@ -14,6 +15,7 @@ from .tune import TUNE
 RULES = [
     rule
     for topic in (
+        KERNELS,
         SIZES,
         STRATEGIES,
         NUMBERS,
