@@ -80,14 +80,12 @@ class FirstFailure:
             else "it hung, or waited for one that did"
         )
         lines = []
-        for rank in self.hung[: heartbeat.MAX_RANKS_NAMED]:
+        for rank in self.hung:
             sign = heartbeat.describe_heartbeat(heartbeats, rank, pids[rank])
             last = f"last heartbeat {sign}" if sign else "without a known heartbeat"
             lines.append(
                 f"rank {rank} raised no exception and had to be terminated: {what}, {last}"
             )
-        if more := self.hung[heartbeat.MAX_RANKS_NAMED :]:
-            lines.append(f"so did {heartbeat.format_ranks(list(more))}")
         return lines
 
     def post_mortem(self, pids: Mapping[int, int], folder: Path) -> str:
@@ -216,13 +214,9 @@ def _recorded(record: dict[str, Any], hung: tuple[int, ...]) -> FirstFailure:
 def _remoteness(message: str) -> int:
     """0 for a rank's own failure, 1 for a timeout waiting for others, 2 for a lost connection to
     another rank."""
-    return (
-        1
-        if heartbeat.TIMED_OUT.search(message)
-        else 2
-        if heartbeat.LOST_PEER.search(message)
-        else 0
-    )
+    if heartbeat.TIMED_OUT.search(message):
+        return 1
+    return 2 if heartbeat.LOST_PEER.search(message) else 0
 
 
 def name_recordings(folder: Path) -> None:
@@ -251,9 +245,7 @@ def keep_recordings(folder: Path, run_dir: Path) -> str | None:
             # a move across file systems would write through a link
             (target / path.name).unlink(missing_ok=True)
         shutil.move(path, target / path.name)
-    message = f"the last collectives of each rank are in {target}"
     return (
-        message
-        if HCCL_FILE_NAME in os.environ
-        else f"{message}; torchfrtrace {target} compares them"
+        f"the last collectives of each rank are in {target}; torchfrtrace {target} compares those "
+        "of NCCL"
     )

@@ -24,8 +24,6 @@ from .worker import WorkerRequest
 
 CPU_RANKS = 2  # on a machine without an accelerator: the smallest number that shards
 MOST_RANKS_PER_CORE = 32
-MOST_THREADS = 1024
-"""Above any machine's core count; OpenMP ends a process whose threads it cannot create."""
 MOST_RANKS = 2**24
 SINGLE = "parallel=single"
 AUTO = "auto"  # The file of ``memory`` whose switches the planner chooses
@@ -176,16 +174,13 @@ def check_plan_settings(plan: PlanConfig, device_type: str) -> None:
 
 def check_threads(present: Mapping[str, str]) -> None:
     """Check that OMP_NUM_THREADS lists numbers above 0; PyTorch would reject others only in the
-    ranks."""
+    ranks, and OpenMP ends a process whose threads it cannot create."""
     value = present.get("OMP_NUM_THREADS", "").strip()
-    levels = [level.strip() for level in value.split(",")]
-    if value and not all(
-        re.fullmatch(r"0*[1-9]\d{0,3}", level, re.ASCII) and int(level) <= MOST_THREADS
-        for level in levels
-    ):
+    level = r"\s*0*[1-9]\d{0,2}\s*"
+    if value and not re.fullmatch(f"{level}(,{level})*", value, re.ASCII):
         raise ConfigError(
             f"OMP_NUM_THREADS={one_line(value)} in the environment must be a number of threads, "
-            f"1 to {MOST_THREADS}; unset it, which gives each rank its share of the cores"
+            "1 to 999; unset it, which gives each rank its share of the cores"
         )
 
 
@@ -193,15 +188,12 @@ def _read_ranks(present: Mapping[str, str]) -> tuple[int, int]:
     """Return the launcher's number of ranks on all nodes and on this one; wrong ones would wait
     forever."""
     world_size = _read_rank_variable(present, "WORLD_SIZE", 1, MOST_RANKS)
-    of_world = f" with WORLD_SIZE={world_size}"
     local_ranks = world_size
     if "LOCAL_WORLD_SIZE" in present:
-        local_ranks = _read_rank_variable(present, "LOCAL_WORLD_SIZE", 1, world_size, of_world)
-    _read_rank_variable(present, "RANK", 0, world_size - 1, of_world)
+        local_ranks = _read_rank_variable(present, "LOCAL_WORLD_SIZE", 1, world_size)
+    _read_rank_variable(present, "RANK", 0, world_size - 1)
     if world_size > 1 or "LOCAL_RANK" in present:
-        _read_rank_variable(
-            present, "LOCAL_RANK", 0, local_ranks - 1, f" with {local_ranks} ranks on this machine"
-        )
+        _read_rank_variable(present, "LOCAL_RANK", 0, local_ranks - 1)
     return world_size, local_ranks
 
 
@@ -217,14 +209,14 @@ def check_master(present: Mapping[str, str]) -> None:
 
 
 def _read_rank_variable(
-    present: Mapping[str, str], name: str, least: int = 0, most: int = MOST_RANKS, where: str = ""
+    present: Mapping[str, str], name: str, least: int = 0, most: int = MOST_RANKS
 ) -> int:
     value = present.get(name, "")
-    typed = f"{name}={one_line(value) or 'nothing'} in the environment"
-    if not re.fullmatch(r"\d+", value, re.ASCII):
-        raise ConfigError(f"{typed} must be a number, as torchrun sets it; {AS_TORCHRUN}")
-    if len(value) > 9 or not least <= int(value) <= most:
-        raise ConfigError(f"{typed} must be from {least} to {most}{where}; {AS_TORCHRUN}")
+    if not re.fullmatch(r"\d{1,9}", value, re.ASCII) or not least <= int(value) <= most:
+        raise ConfigError(
+            f"{name}={one_line(value) or 'nothing'} in the environment must be a number from "
+            f"{least} to {most}; {AS_TORCHRUN}"
+        )
     return int(value)
 
 
@@ -303,10 +295,17 @@ def describe_run(run: ResolvedRun, environment: Mapping[str, str]) -> str:
 
 def print_run(run: ResolvedRun, environment: Mapping[str, str]) -> None:
     """Print the found hardware and the chosen run."""
-    for sentence in filter(
-        None, (describe_run(run, environment), strategy_note(run), straddling_note(run))
-    ):
-        print_status(sentence, stdout=True)
+    print_status(describe_run(run, environment), stdout=True)
+    if run.strategy_chosen:
+        print_status(
+            f"{SINGLE} since one rank has no ranks to shard over; type parallel=fsdp2 for FSDP2",
+            stdout=True,
+        )
+    config = run.composition.config
+    if config.parallel.capabilities.shards_parameters:
+        size = config.mesh.shard_ranks(run.world_size)
+        if (sentence := straddling(size, run.world_size, run.local_ranks)) is not None:
+            print_status(sentence, stdout=True)
 
 
 def describe_choices(run: ResolvedRun) -> list[str]:
@@ -342,21 +341,6 @@ def describe_choices(run: ResolvedRun) -> list[str]:
     if "param_dtype" in values and run.hardware.device_type != "cpu":
         parts.append("parallel.param_dtype=bfloat16 is usually faster on an accelerator")
     return parts
-
-
-def strategy_note(run: ResolvedRun) -> str | None:
-    """Return a sentence on a strategy that the number of ranks decided, or None."""
-    if not run.strategy_chosen:
-        return None
-    return f"{SINGLE} since one rank has no ranks to shard over; type parallel=fsdp2 for FSDP2"
-
-
-def straddling_note(run: ResolvedRun) -> str | None:
-    """Return a sentence on shards that straddle nodes, or None."""
-    config = run.composition.config
-    if not config.parallel.capabilities.shards_parameters:
-        return None
-    return straddling(config.mesh.shard_ranks(run.world_size), run.world_size, run.local_ranks)
 
 
 def launch(run: ResolvedRun) -> int:

@@ -4,8 +4,6 @@ PyTorch's elastic agent runs in a thread, and calls back for each start and fail
 handles signals and kills ranks that do not end. ``supervisor`` says which signal does what.
 """
 
-# ruff: noqa: D102  # the callbacks are those of Watcher
-
 import contextlib
 import dataclasses
 import os
@@ -34,7 +32,6 @@ from fsdptoys.utils.text import print_status
 from .elastic_agent import Agent, EndedError, group_runs, runs
 from .exit_record import write_exit_record
 from .failures import FirstFailure, first_failure, make_exit_record, own_failure_is_recorded
-from .hardware import is_out_of_files, too_few_files
 from .rendezvous import LocalRendezvous, describe_rendezvous_error, make_rendezvous
 
 SHUTDOWN_SECONDS = 5  # workers still running so long after the signal are killed
@@ -199,8 +196,6 @@ class LocalRanks:
             return first.status, message + first.post_mortem(self._pids, self.folder)
         if self._error is None:
             return 1, "another machine ended the run; its output says why"
-        if is_out_of_files(self._error):
-            return 2, too_few_files()
         if isinstance(self._error, RendezvousError) or not self._starts:
             return 2, describe_rendezvous_error(self._error, self.launch)
         raise self._error
@@ -239,7 +234,7 @@ class LocalRanks:
                 local_addr=launch.local_addr,
                 **options,
             )
-            result = Agent(self, spec, DefaultLogsSpecs(log_dir=str(self.folder)), self.forks).run()
+            result = Agent(self, spec, DefaultLogsSpecs(log_dir=str(self.folder))).run()
             self._succeeded = result is not None and not result.is_failed()
         except EndedError:
             pass
@@ -251,6 +246,7 @@ class LocalRanks:
             self._events.put(None)
 
     def before_start(self) -> None:
+        """Note that workers are about to start; ``EndedError`` prevents it."""
         if self._stop is not None or self._end is not None:
             raise EndedError
         if self._starts > self._failed_starts:
@@ -267,6 +263,7 @@ class LocalRanks:
             path.unlink()
 
     def after_start(self, pids: dict[int, int]) -> None:
+        """Note that workers have started, with these process ids by rank."""
         with self._lock:
             self._pids = pids
             self._starting = False
@@ -276,7 +273,7 @@ class LocalRanks:
                 raise EndedError  # the agent ends them; none is in its training loop yet
 
     def before_close(self) -> None:
-        # The ranks that the agent is about to end get time to record a failure of their own.
+        """Give the ranks that the agent is about to end time to record a failure of their own."""
         deadline = time.monotonic() + OTHERS_SECONDS
         while (
             own_failure_is_recorded(self.folder) is False
@@ -292,6 +289,8 @@ class LocalRanks:
         return {rank for rank, pid in self._pids.items() if runs(pid)}
 
     def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
+        """Note these failures by rank, when all workers have ended; ``EndedError`` prevents a
+        restart."""
         self._failures = failures
         again = (
             self._failed_starts < self.launch.max_restarts
@@ -313,6 +312,7 @@ class LocalRanks:
 
     @contextlib.contextmanager
     def bounded_wait(self) -> Iterator[None]:
+        """Return a context of a call that may wait for workers to end."""
         self._busy_since = time.monotonic()
         try:
             yield

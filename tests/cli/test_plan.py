@@ -119,7 +119,7 @@ def test_default_run_trains_the_largest_model_that_fits(
     assert (
         f"is predicted to need {reserved_gib:.1f} GiB of 77.6 GiB available on each device, with "
         "a margin of 6.3 GiB (8% of its memory until outside_allocator_bytes of h100 is measured)"
-    ) in capsys.readouterr().out
+    ) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -193,19 +193,19 @@ def test_memory_auto_takes_the_fastest_switches_that_fit(
     )
     assert speed(*chosen) >= 0.99 * best > speed()
     said = f"memory=auto: {' '.join(chosen)}, the fastest of those that fit, predicted to need"
-    assert said in capsys.readouterr().out
+    assert said in capsys.readouterr().err
     assert not any(
         "chunk_loss" in word for word in choose("memory=auto", "memory.chunk_loss=false")
     )
     assert choose("parallel=toy_fsdp") == []
     assert (
         "memory=auto leaves the switches off: parallel=toy_fsdp cannot be predicted"
-        in capsys.readouterr().out
+        in capsys.readouterr().err
     )
     monkeypatch.setattr("fsdptoys.cli.planned.profile_of_this_machine", lambda: None)
     assert choose("plan.hardware=h200") == chosen
     assert choose() == []
     assert (
         "memory=auto chooses nothing on this device, which has no hardware profile,"
-        in capsys.readouterr().out
+        in capsys.readouterr().err
     )

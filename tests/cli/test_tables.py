@@ -81,7 +81,7 @@ def test_requested_presets_have_one_row_each_with_explained_numbers(
     """Oracle: the output."""
     assert main(["models", "gpt2", "qwen3_moe_debug"]) == 0
     shown = capsys.readouterr().out
-    assert [line.split()[0] for line in shown.splitlines()[2:4]] == ["gpt2", "qwen3_moe_debug"]
+    assert [line.split()[0] for line in shown.splitlines()[1:3]] == ["gpt2", "qwen3_moe_debug"]
     assert "124M" in shown and "6 for each weight of a matrix" in " ".join(shown.split())
 
 

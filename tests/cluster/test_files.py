@@ -146,16 +146,6 @@ def test_run_at_its_time_limit_saves_and_is_requeued(
     assert (status, log[3:]) == ((0, ["scontrol requeue 123456"]) if requeued else (asked, []))
 
 
-@pytest.mark.parametrize("cores, message", [("1", True), ("4", False)])
-def test_ranks_that_share_cores_are_reported(cores: str, message: bool, tmp_path: Path) -> None:
-    """Oracle: the expected message, where SLURM gives a node fewer cores than it has ranks."""
-    job = Job(tmp_path, ENDS="0", SLURM_CPUS_ON_NODE=cores)
-    assert job.end()[0] == 0
-    assert (
-        "4 ranks share 1 core(s) on each node; sbatch --cpus-per-task=N gives more" in job.output
-    ) == message
-
-
 def test_manifest_is_valid_for_kubeflow_trainer() -> None:
     """Oracle: models generated from the resources' definitions, which drop unknown keys; overrides
     that train."""

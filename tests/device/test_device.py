@@ -2,18 +2,15 @@
 
 import functools
 import importlib.util
-import math
 import os
 import sys
 import types
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device import (
@@ -25,7 +22,6 @@ from fsdptoys.device import (
     float64_collectives,
     in_host_place,
     peak_flops,
-    resident_set_bytes,
 )
 from fsdptoys.errors import ConfigError
 from fsdptoys.train.distributed import device_of
@@ -40,20 +36,13 @@ KIB = 2**10
     [
         ("NVIDIA H200", 989e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H20", 148e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L40S", 362e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA H800 PCIe", 756e12),
-        ("NVIDIA RTX A1000", None),
         ("NVIDIA GB200", None),
         ("NVIDIA H200 MIG 1g.18gb", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 4090", 165e12),
-        ("some other device", None),
         ("Ascend910B3", 313e12),
-        ("Ascend910B2", None),
         ("Ascend910_9362", None),
     ],
 )
@@ -77,13 +66,6 @@ def test_cpu_device_is_the_system() -> None:
     assert device.total_memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert device.rng_state() is None
     device.restore_rng_state(torch.zeros(16, dtype=torch.uint8))
-
-
-def test_resident_set_grows_by_the_touched_memory() -> None:
-    """Oracle: 64 MiB of ones."""
-    before = resident_set_bytes()
-    ones = torch.ones(2**24)
-    assert math.isclose(resident_set_bytes() - before, ones.nbytes, rel_tol=0.2)
 
 
 WITHOUT = pytest.mark.skipif(available_device_type() != "cpu", reason="has an accelerator")
@@ -228,18 +210,6 @@ def test_peak_and_split_are_those_counted_by_hand() -> None:
     assert counted.end_bytes - counted.before_bytes == (5 - 4 + 1) * KIB
 
 
-def test_ends_of_earlier_blocks_lower_later_peaks() -> None:
-    """Oracle: by hand: a block of 32 from before ends first, so that 20 more stay below the
-    start."""
-    blocks = [kib(32)]
-    count = AllocationCount({})
-    blocks.clear()
-    later = kib(20)
-    counted = count.finish({"gradients": [later]})
-    assert counted.peak_bytes == counted.before_bytes
-    assert counted.end_bytes == counted.before_bytes - 12 * KIB
-
-
 def test_host_copies_are_counted_apart() -> None:
     """Oracle: by hand: 24 and 40 in the host's place, of which 40 by their purpose."""
     offloaded = in_host_place(kib(24))
@@ -309,13 +279,3 @@ def test_a_cpu_has_memory_once_counted() -> None:
     assert (memory.at_peak, memory.host_bytes) == ({"rest": 90}, 2)
     device.reset_peak_memory()
     assert device.memory() is None
-
-
-def test_fake_copies_of_a_planned_run_are_left_out() -> None:
-    """Oracle: no warning about their missing addresses."""
-    with FakeTensorMode():
-        planned = in_host_place(torch.zeros(10))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert AllocationCount({}).finish({}).host_bytes == 0
-    assert planned.numel() == 10

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fsdptoys.errors import ConfigError, GivenUpError, LostRanksError, LostWorkerError
+from fsdptoys.errors import ConfigError, GivenUpError, LostRanksError
 from fsdptoys.launch.exit_record import (
     EXIT_RECORD_VARIABLE,
     ExitRecord,
@@ -50,12 +50,10 @@ def record(folder: Path, message: str, rank: int, time_ns: int = 1) -> ProcessFa
             (),
             "rank 1 failed",
         ),
-        ({0: ("ValueError: x", 1), 1: ("ValueError: y", 2)}, {}, (), "rank 0 failed"),
         ({0: ("ValueError: x", 2), 1: ("ValueError: y", 1)}, {}, (), "rank 1 failed"),
         ({0: ("RuntimeError: Broken pipe", 1)}, {}, (), "rank 0 failed"),
         ({0: ("RuntimeError: Broken pipe", 1)}, {1: -9}, (), "rank 1 was ended by SIGKILL"),
         ({0: ("RuntimeError: Broken pipe", 1)}, {1: -9}, (1,), "rank 0 failed"),
-        ({0: ("RuntimeError: Broken pipe", 1)}, {1: -9, 2: 143}, (), "rank 1 was ended by SIGKILL"),
         ({0: ("ValueError: x", 1)}, {1: -9, 2: 143}, (), "rank 0 failed"),
         (
             {0: ("LostRanksError: Timed out waiting 9ms for recv", 1), 1: ("ValueError: y", 2)},
@@ -72,10 +70,7 @@ def record(folder: Path, message: str, rank: int, time_ns: int = 1) -> ProcessFa
         ({0: ("RuntimeError: Wait timeout", 1)}, {1: -6}, (), "rank 1 was ended by SIGABRT"),
         ({0: ("RuntimeError: Wait timeout", 1)}, {1: -15}, (1,), "rank 0 failed"),
         ({}, {0: -15, 1: -11}, (0,), "rank 1 was ended by SIGSEGV"),
-        ({}, {0: -15, 1: -11}, (), "rank 1 was ended by SIGSEGV"),
-        ({}, {0: -9, 1: -11}, (0,), "rank 1 was ended by SIGSEGV"),
         ({}, {0: -15}, (0,), "rank 0 was ended by SIGTERM"),
-        ({}, {0: -9}, (0,), "rank 0 was ended by SIGKILL"),
         ({}, {0: 3}, (), "rank 0 ended with status 3 and left no traceback"),
         (
             {},
@@ -139,7 +134,6 @@ NO_MEMORY = (
             f"rank 3 failed:\n{NO_MEMORY}",
             f"ExplainedOutOfMemoryError: {NO_MEMORY}",
         ),
-        (LostWorkerError("it died"), "rank 3 failed:\nit died", "LostWorkerError: it died"),
         (LostRanksError("rank 1 is late"), "rank 3 failed:\nrank 1 is late", "rank 1 is late"),
         (
             ZeroDivisionError("by 0"),
@@ -226,12 +220,9 @@ def test_joint_decision_of_all_ranks_names_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the exact message that the launcher prints."""
-    first = recorded(GivenUpError("stopped after step 6: 5 skipped"), 1, tmp_path, monkeypatch)
-    assert (first.message(), first.status, first.final) == (
-        "stopped after step 6: 5 skipped",
-        1,
-        True,
-    )
+    sentence = "stopped after step 6: 5 skipped"
+    first = recorded(GivenUpError(sentence), 1, tmp_path, monkeypatch)
+    assert (first.message(), first.status, first.final) == (sentence, 1, True)
 
 
 NCCL = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
@@ -270,7 +261,6 @@ def test_recordings_are_kept_in_the_run_directory(
     assert (run / "flight_recorder" / "rank_3").read_text() == "recorded"
     assert (tmp_path / "precious").read_text() == "precious"
     assert message is not None and str(run / "flight_recorder") in message
-    assert ("torchfrtrace" in message) == (present != HCCL)
 
 
 def test_signal_is_reported_even_with_exit_status_0() -> None:

@@ -12,7 +12,6 @@ from fsdptoys.config.launch_config import DeviceChoice
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import find_hardware, hardware_environment
 from fsdptoys.train.distributed import deterministic_kernels
-from tests.harness.levels import extended
 
 # torch 2.9.1 ignores the newer name (https://github.com/pytorch/pytorch/issues/183387).
 ALLOC_CONF = "PYTORCH_ALLOC_CONF" if torch.__version__ >= "2.10" else "PYTORCH_CUDA_ALLOC_CONF"
@@ -42,14 +41,8 @@ EXPANDABLE = "expandable_segments:True"
         ("cpu", {"OMP_NUM_THREADS": "1"}, {}),
         ("cuda", {}, THREADS | {ALLOC_CONF: EXPANDABLE} | RECORDER),
         ("npu", {}, THREADS | {"PYTORCH_NPU_ALLOC_CONF": EXPANDABLE} | HCCL),
-        *(
-            ("cuda", {name: "x"}, THREADS | RECORDER)
-            for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-        ),
-        *(
-            ("npu", {name: "x"}, THREADS | HCCL)
-            for name in ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-        ),
+        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "x"}, THREADS | RECORDER),
+        ("npu", {"PYTORCH_ALLOC_CONF": "x"}, THREADS | HCCL),
         ("cuda", {ALLOC_CONF: "x"} | RECORDER, THREADS),
         ("npu", {"PYTORCH_NPU_ALLOC_CONF": "x"} | HCCL, THREADS),
     ],
@@ -82,7 +75,7 @@ def test_library_determinism_variables_are_set_only_in_deterministic_runs(
 
 @pytest.mark.parametrize(
     "timeout_seconds, connect, execute",
-    [(30, 120, 180), (600, 600, 660), (3600.5, 3600, 3660), (90000, 7200, 90060)],
+    [(30, 120, 180), (3600.5, 3600, 3660), (90000, 7200, 90060)],
 )
 def test_hccl_timeouts_exceed_the_run_timeout(
     timeout_seconds: float, connect: int, execute: int
@@ -99,8 +92,7 @@ def test_hccl_timeouts_exceed_the_run_timeout(
 
 @pytest.mark.parametrize(
     "visible, meant",
-    [("1,0", "0,1"), ("0, 1", "0,1"), ("0,1,", "0,1"), ("2,2", "2"), ("npu:0", "0")]
-    + [(visible, None) for visible in ("0,1", "7", "")],
+    [("1,0", "0,1"), ("0, 1", "0,1"), ("npu:0", "0"), ("0,1", None), ("", None)],
 )
 def test_ambiguous_visible_npus_are_refused(
     visible: str, meant: str | None, monkeypatch: pytest.MonkeyPatch
@@ -126,9 +118,7 @@ def test_conflicting_allocator_variables_are_refused(monkeypatch: pytest.MonkeyP
 
 
 NAME_QUERY = """
-import os, sys, torch
-if sys.argv[1] == "present":
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:native"
+import os, torch
 
 def get_device_name(index):
     names = [name for name in os.environ if name.endswith("ALLOC_CONF")]
@@ -144,20 +134,11 @@ main(["train", "model=llama_debug"])
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize(
-    "present, expected",
-    [
-        ("absent", {ALLOC_CONF: "expandable_segments:True"}),
-        extended("present", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
-    ],
-)
-def test_torchrun_rank_sets_the_allocator_before_it_queries_the_device(
-    present: str, expected: dict[str, str]
-) -> None:
+def test_torchrun_rank_sets_the_allocator_before_it_queries_the_device() -> None:
     """Oracle: the environment at the first query of a device's name, which creates CUDA's
     allocator."""
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    command = [sys.executable, "-c", NAME_QUERY, present]
+    command = [sys.executable, "-c", NAME_QUERY]
     done = subprocess.run(command, env=os.environ | rank, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
-    assert ast.literal_eval(done.stdout) == expected
+    assert ast.literal_eval(done.stdout) == {ALLOC_CONF: "expandable_segments:True"}

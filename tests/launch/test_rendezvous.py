@@ -102,23 +102,18 @@ def test_token_mismatch_is_refused(store: Any, writes: Any, reads: Any, message:
 
 FOREIGN_STATES = [
     "",
-    "[]",
     "{}",
     "[" * 100_000,
     '{"message": 1, "hmac": null}',
     '{"message": "[]", "hmac": null}',
 ]
 CHANGES = [
-    ('1, \\"state', 'null, \\"state'),
     ('1, \\"state', '-1, \\"state'),
     ('round\\": 3', 'round\\": 1e999'),
-    ('round\\": 3', 'round\\": true'),
     ('complete\\": true', 'complete\\": 1'),
     ("1500000000.25", "1e30"),
-    ("1500000000.25", "NaN"),
     ('"node1\\"', '"\\\\u001b[2J\\"'),
     ('pid\\": 2', 'pid\\": -2'),
-    (', \\"pid\\": 2', ""),
     ('closed\\"', 'close\\"'),
     ('wait_list\\": [{', 'wait_list\\": [[], {'),
 ]

@@ -17,7 +17,6 @@ long as the others wait.
 # ruff: noqa: D102  # the methods are those of RendezvousHandler
 
 import re
-import sys
 import threading
 import time
 import uuid
@@ -33,6 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.launcher import LaunchConfig
 
 from fsdptoys.train.launch_env import name_file_store, name_network_store
+from fsdptoys.utils.text import print_status
 
 from .endpoint import RendezvousEndpoint
 from .signed_state import ForeignStateError, SignedBackend
@@ -126,9 +126,7 @@ class NetworkRendezvous(LocalRendezvous):
         launch = self._launch
         # Machines of a run start at different times; a lost connection is tried again in
         # ``next_rendezvous``.
-        store = (
-            self._point.connect() if self._complete else self._point.connect(self._timeout.seconds)
-        )
+        store = self._point.connect(None if self._complete else self._timeout.seconds)
         self._backend = SignedBackend(store, launch.run_id, self._token, launch.rdzv_endpoint)
         self._handler = DynamicRendezvousHandler.from_backend(
             launch.run_id,
@@ -238,11 +236,7 @@ class NetworkRendezvous(LocalRendezvous):
         )
 
     def _warn_no_answer(self) -> None:
-        print(
-            f"fsdptoys: launch.rdzv_endpoint={self._point.endpoint} does not answer",
-            file=sys.stderr,
-            flush=True,
-        )
+        print_status(f"launch.rdzv_endpoint={self._point.endpoint} does not answer")
 
 
 def make_rendezvous(launch: LaunchConfig, folder: Path, token: bytes | None) -> LocalRendezvous:
