@@ -32,7 +32,7 @@ from fsdptoys.data import Display
 from fsdptoys.errors import ConfigError
 from fsdptoys.train.resume import FACTS
 from fsdptoys.utils.tables import align_columns
-from fsdptoys.utils.text import one_line, printable, size_text, suggestion
+from fsdptoys.utils.text import counted, one_line, printable, size_text
 
 from .commands import check_count, parse, run_part
 
@@ -57,25 +57,15 @@ def _ls(words: Sequence[str]) -> int:
     if options.json:
         resumes = auto.name if auto is not None and auto.condition is Condition.complete else None
         checkpoints = [_facts(checkpoint) for checkpoint in descriptions]
-        _print_json(
-            {
-                "folder": storage.where,
-                "auto": resumes,
-                "checkpoints": checkpoints,
-                "never_loaded": others,
-            }
-        )
+        facts = {"folder": storage.where, "auto": resumes, "checkpoints": checkpoints}
+        print(json.dumps(facts | {"never_loaded": others}, indent=2))
     else:
         heading = ("step", "state", "saved", "layout", "tensors", "size", "checksums", "")
         rows = [heading, *(_row(checkpoint, checkpoint is auto) for checkpoint in descriptions)]
         _say(storage.where, *align_columns(rows, (0, 4, 5)))
-        _say(
-            *(
-                f"{checkpoint.name} {checkpoint.problem}"
-                for checkpoint in descriptions
-                if checkpoint.problem is not None
-            )
-        )
+        for checkpoint in descriptions:
+            if checkpoint.problem is not None:
+                _say(f"{checkpoint.name} {checkpoint.problem}")
         if any(checkpoint.verified is None for checkpoint in complete):
             _say(
                 f"checksums are not read; fsdptoys checkpoint ls {where} --verify reads "
@@ -90,56 +80,44 @@ def _ls(words: Sequence[str]) -> int:
 
 def _show(words: Sequence[str]) -> int:
     options = parse("checkpoint show", words)
-    where, *patterns = options.words or [""]
-    if not where or len(patterns) > 1:
-        check_count(
-            "checkpoint show",
-            options.words,
-            1,
-            "one run or checkpoint, and at most one PATTERN",
-            "PATH",
-        )
+    if len(options.words) not in (1, 2):
+        needed = "one run or checkpoint, and at most one PATTERN"
+        check_count("checkpoint show", options.words, 1, needed, "PATH [PATTERN]")
+    where, pattern = (*options.words, None)[:2]
     storage, names, _ = _open(where)
     checkpoint = _newest_complete(storage, names)
     assert checkpoint.manifest is not None
-    pattern = patterns[0] if patterns else None
     tensors = {
         name: tensor
         for name, tensor in checkpoint.tensors.items()
         if fnmatch.fnmatchcase(name, pattern or "*")
     }
     if not tensors and pattern is not None:
-        fix = one_line(
-            suggestion(
-                pattern, list(checkpoint.tensors), f"write '*{pattern}*' for a part of a name"
-            )
-        )
         raise ConfigError(
-            f"{pattern} is the name of no tensor in {storage.where}/{checkpoint.name}; {fix}"
+            f"{pattern} is the name of no tensor in {storage.where}/{checkpoint.name}; write "
+            f"'*{pattern}*' for a part of a name"
         )
     if options.json:
-        files = {name: tensor.size for name, tensor in checkpoint.manifest.files.items()}
-        contents = {name: _tensor_facts(tensor) for name, tensor in tensors.items()}
+        files = {name: file.size for name, file in checkpoint.manifest.files.items()}
+        contents = {
+            name: {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "bytes": tensor.nbytes,
+                "shards": len(tensor.chunks),
+            }
+            for name, tensor in tensors.items()
+        }
         facts = {"files": files, "state": checkpoint.facts, "contents": contents}
-        _print_json({"folder": storage.where} | _facts(checkpoint) | facts)
+        print(json.dumps({"folder": storage.where} | _facts(checkpoint) | facts, indent=2))
         return 0
-    listed = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if pattern is not None or not name.startswith("optim.")
-    }
+    if pattern is None:
+        tensors = {name: each for name, each in tensors.items() if not name.startswith("optim.")}
     rows = [("tensor", "dtype", "shape", "shards", "size")]
-    for name, tensor in listed.items():
+    for name, tensor in tensors.items():
         shape = " × ".join(map(str, tensor.shape)) or "one number"
-        rows.append(
-            (
-                one_line(name, 120),
-                tensor.dtype,
-                shape,
-                str(len(tensor.chunks)),
-                size_text(tensor.nbytes),
-            )
-        )
+        size = size_text(tensor.nbytes)
+        rows.append((one_line(name, 120), tensor.dtype, shape, str(len(tensor.chunks)), size))
     _say(
         f"{storage.where}/{checkpoint.name}",
         *align_columns(_summary(checkpoint), ()),
@@ -147,11 +125,12 @@ def _show(words: Sequence[str]) -> int:
         *align_columns(rows, (3, 4)),
         "",
     )
-    totals = [("all of these" if pattern else "parameters", *_total(listed.values()))]
-    for kind, of_kind in states_by_kind(checkpoint.tensors).items() if pattern is None else ():
-        totals.append((f"optimizer state {one_line(kind, 60)}", *_total(of_kind)))
+    totals = [("all of these" if pattern else "parameters", *_total(tensors.values()))]
+    if pattern is None:
+        for kind, of_kind in states_by_kind(checkpoint.tensors).items():
+            totals.append((f"optimizer state {one_line(kind, 60)}", *_total(of_kind)))
     _say(*align_columns(totals, (1, 2, 3)))
-    if pattern is None and len(totals) > 1:
+    if len(totals) > 1:
         _say(f"fsdptoys checkpoint show {where} 'optim.*' lists the tensors of the optimizer")
     return 0
 
@@ -239,42 +218,31 @@ def _summary(checkpoint: Description) -> list[tuple[str, str]]:
     assert checkpoint.manifest is not None
     facts = checkpoint.facts
     files = checkpoint.manifest.files
-    ranks = facts["world_size"]
+    config = facts["config"]
     versions = facts.get("versions")
-    skipped = facts["skipped_steps"]
     random_bytes = sum(file.size for name, file in files.items() if name.startswith("rank-"))
-    rows = [
-        ("step", f"{checkpoint.step:,}" + f", of which {skipped:,} skipped" * bool(skipped)),
-        ("saved", _time(checkpoint)),
-        ("layout", checkpoint.layout),
-        (
-            "model",
-            f"{facts['config']['model'].get('name', 'unknown')}, optimizer "
-            f"{facts['config']['optim']['name']}",
+    rows = {
+        "step": f"{checkpoint.step:,}, of which {facts['skipped_steps']:,} skipped",
+        "saved": _time(checkpoint),
+        "layout": checkpoint.layout,
+        "model": f"{config['model'].get('name')}, optimizer {config['optim']['name']}",
+        "data": f"{facts['data']['samples']:,} sequences seen, {facts['global_batch']:,} a step",
+        "random states": f"of {counted(facts['world_size'], 'rank')}, {size_text(random_bytes)}",
+        "files": (
+            f"{len(files):,}, {size_text(checkpoint.bytes)}; checksums "
+            f"{'hold' if checkpoint.verified else 'not read'}"
         ),
-        ("data", f"{facts['data']['samples']:,} sequences seen, {facts['global_batch']:,} a step"),
-        ("random states", f"of {ranks:,} rank{'s' * (ranks != 1)}, {size_text(random_bytes)}"),
-        (
-            "files",
-            (
-                f"{len(files):,}, {size_text(checkpoint.bytes)}; checksums "
-                f"{'hold' if checkpoint.verified else 'not read'}"
-            ),
-        ),
-        (
-            "versions",
-            ", ".join(f"{k} {v}" for k, v in versions.items())
-            if isinstance(versions, dict)
-            else "unknown",
-        ),
-    ]
-    return [(label, one_line(text)) for label, text in rows]
+        "versions": "unknown",
+    }
+    if isinstance(versions, dict):
+        rows["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return [(label, one_line(text)) for label, text in rows.items()]
 
 
 def _total(tensors: Collection[StoredTensor]) -> tuple[str, str, str]:
     elements = sum(math.prod(tensor.shape) for tensor in tensors)
-    count = f"{len(tensors):,} tensor{'s' * (len(tensors) != 1)}"
-    return count, f"{elements:,} elements", size_text(sum(tensor.nbytes for tensor in tensors))
+    total_bytes = sum(tensor.nbytes for tensor in tensors)
+    return counted(len(tensors), "tensor"), f"{elements:,} elements", size_text(total_bytes)
 
 
 def _facts(checkpoint: Description) -> dict[str, Any]:
@@ -292,23 +260,10 @@ def _facts(checkpoint: Description) -> dict[str, Any]:
     }
 
 
-def _tensor_facts(tensor: StoredTensor) -> dict[str, Any]:
-    return {
-        "dtype": tensor.dtype,
-        "shape": tensor.shape,
-        "bytes": tensor.nbytes,
-        "shards": len(tensor.chunks),
-    }
-
-
 def _time(checkpoint: Description) -> str:
     if checkpoint.saved_at is None:
         return ""
     return datetime.fromtimestamp(checkpoint.saved_at).isoformat(" ", "seconds")
-
-
-def _print_json(tree: dict[str, Any]) -> None:
-    print(json.dumps(tree, indent=2))
 
 
 def _say(*lines: str) -> None:

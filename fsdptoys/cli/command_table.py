@@ -263,14 +263,12 @@ eos_token_id, if it has one.
         action="append",
         default=[],
     )
-    generate.any_text.add("--prompt")
     generate.flag(
         "--chat", "each prompt is a user's message, to which the chat template has the model answer"
     )
     generate.value(
         "--system TEXT", "with --chat: the system's message before each prompt", "'Answer briefly.'"
     )
-    generate.any_text.add("--system")
     generate.value(
         "--tokens N", "tokens to add; default: 200", "200", type=integer(200), default=200
     )
@@ -336,7 +334,7 @@ read too. Tables, such folders and .zst need pip install -e '.[data]'.
         "share of the documents to hold out, by a hash of their text; default: 0",
         "0.01",
         default=0.0,
-        type=number("number of at least 0 and at most 1", "0", lambda value: 0 <= value <= 1),
+        type=number("number of at least 0 and below 1", "0.01", lambda value: 0 <= value < 1),
     )
     prepare.value(
         "--processes N", "tokenizing processes; default: one per core", "2", type=integer(1)

@@ -44,7 +44,7 @@ from fsdptoys.data.document_reader import read_documents
 from fsdptoys.data.text_encoder import Encoder
 from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.text import print_status, printable
+from fsdptoys.utils.text import counted, print_status, printable
 
 from .commands import parse, run_part
 
@@ -61,32 +61,25 @@ def _prepare(words: Sequence[str]) -> int:
             "fsdptoys data prepare has nothing to read; write fsdptoys data prepare FILE ... "
             "--out DIR"
         )
-    if options.out is None:
-        raise ConfigError("fsdptoys data prepare needs --out; write --out DIR")
-    if options.tokenizer is None:
-        raise ConfigError(
-            "fsdptoys data prepare needs --tokenizer; write --tokenizer bytes, or a tokenizer.json"
-        )
-    if options.eval_fraction == 1:
-        raise ConfigError(
-            "--eval-fraction 1 leaves nothing to train on; write --eval-fraction 0.01"
-        )
+    for name, example in (("out", "DIR"), ("tokenizer", "bytes, or a tokenizer.json")):
+        if getattr(options, name) is None:
+            raise ConfigError(f"fsdptoys data prepare needs --{name}; write --{name} {example}")
     processes = options.processes or min(available_cores(), MOST_PROCESSES)
     if processes > MOST_PROCESSES:
         raise ConfigError(
             f"--processes {processes} is over {MOST_PROCESSES}; write --processes "
             f"{available_cores()}"
         )
-    choice = options.tokenizer
-    ends = options.document_end, f"--tokenizer {choice}", "--document-end"
     chat = _open_chat(options) if options.chat else None
-    if chat is not None:
-        encoder: Encoder = chat
-    elif options.template is not None or options.skip_bad_rows:
+    if chat is None and (options.template is not None or options.skip_bad_rows):
         option = "--skip-bad-rows" if options.template is None else f"--template {options.template}"
         raise ConfigError(f"{option} is for conversations; add --chat, or leave it out")
-    else:
-        encoder = open_encoder(choice, *ends)
+    encoder: Encoder = chat or open_encoder(
+        options.tokenizer,
+        options.document_end,
+        f"--tokenizer {options.tokenizer}",
+        "--document-end",
+    )
     out = Path(options.out).expanduser()
     if os.path.lexists(out):
         raise ConfigError(f"--out {options.out} exists already; name another folder, or remove it")
@@ -115,10 +108,13 @@ def _prepare(words: Sequence[str]) -> int:
 
 
 def _open_chat(options: Any) -> ChatEncoder:
-    owner = f"--tokenizer {options.tokenizer}"
-    end_owner = "--document-end"
     return open_chat_encoder(
-        options.tokenizer, options.template, options.document_end, owner, "--template", end_owner
+        options.tokenizer,
+        options.template,
+        options.document_end,
+        f"--tokenizer {options.tokenizer}",
+        "--template",
+        "--document-end",
     )
 
 
@@ -164,11 +160,10 @@ def _check(words: Sequence[str]) -> int:
             for sentence in damages:
                 print(f"{folder}: {sentence}", file=sys.stderr)
             if not damages:
-                several = "s" * (len(index.shards) != 1)
                 tokenizer = f" and {TOKENIZER_FILE}" if index.tokenizer_file_sha256 else ""
                 print(
-                    f"{folder}: {len(index.shards):,} shard{several}{tokenizer}, every byte as "
-                    "it was written"
+                    f"{folder}: {counted(len(index.shards), 'shard')}{tokenizer}, every byte as it "
+                    "was written"
                 )
     return int(damaged)
 
@@ -233,20 +228,17 @@ def _folders(command: str, words: list[str]) -> list[str]:
 def _describe(folder: str, index: Index) -> str:
     facts = {"folder": folder}
     for split in SPLITS:
-        documents = index.documents(split)
-        tokens = index.tokens(split)
         shards = len(index.of(split))
-        several = "s" * (shards != 1)
         content = (
-            f"{documents:,} documents, {tokens:,} tokens in {shards:,} shard{several} of "
-            f"{index.dtype}"
+            f"{index.documents(split):,} documents, {index.tokens(split):,} tokens in "
+            f"{counted(shards, 'shard')} of {index.dtype}"
         )
         facts[split] = content if shards else "nothing"
     source_bytes = sum(source.bytes for source in index.sources)
     tokens = sum(map(index.tokens, SPLITS))
     facts["sources"] = (
-        f"{len(index.sources):,} file{'s' * (len(index.sources) != 1)}, {source_bytes:,} bytes "
-        f"as they lie there, {source_bytes / tokens:.2f} a token"
+        f"{counted(len(index.sources), 'file')}, {source_bytes:,} bytes as they lie there, "
+        f"{source_bytes / tokens:.2f} a token"
     )
     facts["tokenizer"] = (
         f"{index.tokenizer}, {index.vocab_size:,} ids, {index.document_end} ends a document; "
