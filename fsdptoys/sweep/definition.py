@@ -72,7 +72,7 @@ def read_definition(name: str) -> SweepDefinition:
         )
         raise ConfigError(f"{name} is neither a sweep nor KEY=VALUE; {fix}")
     try:
-        tree = parse_yaml(read_regular(path, LARGEST_FILE_BYTES), unique_keys=True)
+        tree = parse_yaml(read_regular(path, LARGEST_FILE_BYTES))
     except (OSError, ValueError) as mistake:
         raise ConfigError(f"{path} cannot be read ({one_line(mistake)}); correct it") from mistake
     if not isinstance(tree, dict):

@@ -77,16 +77,15 @@ def parse_json(
     return tree
 
 
-def parse_yaml(text: "str | bytes", *, unique_keys: bool = False) -> Any:
+def parse_yaml(text: "str | bytes") -> Any:
     """Parse YAML without tags and aliases; dates and numbers in base 60 are returned as text.
 
     Args:
         text: UTF-8 if bytes; at most ``MAX_YAML_BYTES``.
-        unique_keys: reject repeated keys instead of keeping the last.
 
     Raises:
-        ForeignError: for invalid YAML, tags, aliases, or more than ``MAX_DEPTH`` levels or
-            ``MAX_YAML_BYTES``.
+        ForeignError: for invalid YAML, tags, aliases, repeated keys, or more than ``MAX_DEPTH``
+            levels or ``MAX_YAML_BYTES``.
     """
     if len(text) > MAX_YAML_BYTES:
         raise ForeignError(f"it is longer than {MAX_YAML_BYTES} bytes")
@@ -106,7 +105,7 @@ def parse_yaml(text: "str | bytes", *, unique_keys: bool = False) -> Any:
                     raise ForeignError(f"it is nested more than {MAX_DEPTH} deep")
             elif isinstance(event, yaml.CollectionEndEvent):
                 depth -= 1
-        tree = yaml.load(text, _UniqueLoader if unique_keys else _Loader)
+        tree = yaml.load(text, _Loader)
         _check_numbers(tree, non_finite=True)
         return tree
     except ForeignError:
@@ -174,22 +173,14 @@ def _line_of(event: yaml.Event) -> int:
 
 
 class _Loader(_LibYaml):
-    """The safe loader without dates and numbers in base 60: ``1:30`` is text."""
-
-
-class _UniqueLoader(_Loader):
-    """Rejects repeated keys in a mapping."""
+    """The safe loader without repeated keys, dates, and numbers in base 60: ``1:30`` is text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in keys:
-                    raise ForeignError(
-                        one_line(
-                            f"{key.value} occurs twice in one mapping, which keeps one of them"
-                        )
-                    )
+                    raise ForeignError(f"{one_line(key.value)} occurs twice in one mapping")
                 keys.add(key.value)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
         return mapping

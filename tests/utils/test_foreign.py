@@ -55,17 +55,14 @@ def test_hostile_text_raises_one_printable_sentence(
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize(
-    ("parse", "text", "key"),
-    [(parse_json, '{"a": 1, "a": 2}', "a"), (parse_yaml, "{x: {b: 1, b: 2}}", "b")],
-)
-def test_duplicate_keys_are_refused_on_request(
-    parse: Callable[..., Any], text: str, key: str
-) -> None:
-    """Oracle: the message; without the option the last value wins, as in Python and PyYAML."""
-    parse(text)
-    with pytest.raises(ForeignError, match=f"{key} occurs twice"):
-        parse(text, unique_keys=True)
+def test_duplicate_keys_are_refused() -> None:
+    """Oracle: the message; in JSON the last value wins without the option, as in Python."""
+    text = '{"a": 1, "a": 2}'
+    assert parse_json(text) == {"a": 2}
+    with pytest.raises(ForeignError, match="a occurs twice"):
+        parse_json(text, unique_keys=True)
+    with pytest.raises(ForeignError, match="b occurs twice"):
+        parse_yaml("{x: {b: 1, b: 2}}")
 
 
 def test_valid_json_is_parsed_like_python() -> None:
