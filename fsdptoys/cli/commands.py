@@ -18,10 +18,9 @@ def check_count(command: str, words: Sequence[str], count: int, needed: str, for
     """Check the number of a command's words without dashes; ``needed`` and ``form`` describe them
     in the message."""
     if len(words) != count:
-        count_text = {0: "none was", 1: "one was"}.get(len(words), f"{len(words)} were")
         raise ConfigError(
-            f"fsdptoys {command} needs {needed}, and {count_text} given; write fsdptoys "
-            f"{command} {form}"
+            f"fsdptoys {command} needs {needed}, not {' '.join(words) or 'nothing'}; write "
+            f"fsdptoys {command} {form}"
         )
 
 

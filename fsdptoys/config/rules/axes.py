@@ -166,21 +166,16 @@ AXES.exclude(
 )
 
 
-@AXES.rule(
-    "mesh.cp_size", "parallel.context!=ulysses", "kernels.attention=flash", "launch.device=cuda"
+AXES.exclude(
+    "mesh.cp_size",
+    "parallel.context!=ulysses",
+    "kernels.attention=flash",
+    "launch.device=cuda",
+    when=lambda config, where: config.model.head_width % 8 > 0,
+    says="kernels.attention=flash takes heads whose width is a multiple of 8 with "
+    "{parallel.context}, and this model's have {model.head_width}; set kernels.attention=torch or "
+    "parallel.context=ulysses",
 )
-def flash_takes_widths_of_eight(config: Sections, where: Where) -> str | None:
-    """Flash attention over parts of a sequence pads no heads."""
-    form, width = _form(config), config.model.head_width
-    if width % 8 == 0:
-        return None
-    return (
-        "kernels.attention=flash takes heads whose width is a multiple of 8 with "
-        f"parallel.context={form.value}, and those of this model have {width} channels; set "
-        "kernels.attention=torch or parallel.context=ulysses"
-    )
-
-
 AXES.exclude(
     "parallel.capabilities.ring_kernels=false",
     "parallel.context=ring",

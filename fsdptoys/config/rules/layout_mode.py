@@ -26,15 +26,13 @@ LAYOUT_MODE.exclude(
 )
 
 
-@LAYOUT_MODE.rule(LAYOUT, "parallel.capabilities.uses_dtensor=true")
-def this_torch_sums(config: Sections, where: Where) -> str | None:
-    """FSDP2 sums gradients from torch 2.11 on."""
-    if fsdp2_can_sum():
-        return None
-    return (
-        f"train.deterministic=layout sums gradients, which FSDP2 of torch {torch.__version__} "
-        "only averages; set parallel=ddp or parallel=fsdp1"
-    )
+LAYOUT_MODE.exclude(
+    LAYOUT,
+    "parallel.capabilities.uses_dtensor=true",
+    when=lambda config, where: not fsdp2_can_sum(),
+    says=f"train.deterministic=layout sums gradients, which FSDP2 of torch {torch.__version__} "
+    "only averages; set parallel=ddp or parallel=fsdp1",
+)
 
 
 @LAYOUT_MODE.rule(LAYOUT)

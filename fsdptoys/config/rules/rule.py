@@ -5,7 +5,7 @@ the words of a message finds it. Rules are checked in the order of their files, 
 group or allocation; the first sentence is the message.
 
 A setting is ``KEY=VALUE``, ``KEY!=VALUE``, or ``KEY`` for any other value than the default;
-``{KEY}`` in a sentence stands for ``KEY=`` and its value. Groups (``parallel``, ``optim``,
+``{KEY}`` in a sentence stands for ``KEY=`` and its value, ``{=KEY}`` for the value. Groups (``parallel``, ``optim``,
 ``tune``, ``model``) stand for what they chose, ``launch.device`` for the type of the device, and
 keys like ``optim.exchanges_matrices`` for facts about a choice.
 """
@@ -129,9 +129,11 @@ def read(config: Sections, where: Where, key: str) -> Any:
 
 
 def fill(sentence: str, config: Sections, where: Where) -> str:
-    """Replace each ``{KEY}`` of a sentence with ``KEY=`` and its value."""
+    """Replace each ``{KEY}`` of a sentence with ``KEY=`` and its value, ``{=KEY}`` with the
+    value."""
 
     def setting(found: re.Match[str]) -> str:
-        return f"{found[1]}={value_text(read(config, where, found[1]))}"
+        value = value_text(read(config, where, found[2]))
+        return value if found[1] else f"{found[2]}={value}"
 
-    return re.sub(r"\{([\w.]+)\}", setting, sentence)
+    return re.sub(r"\{(=?)([\w.]+)\}", setting, sentence)
