@@ -5,9 +5,9 @@ the words of a message finds it. Rules are checked in the order of their files, 
 group or allocation; the first sentence is the message.
 
 A setting is ``KEY=VALUE``, ``KEY!=VALUE``, or ``KEY`` for any other value than the default;
-``{KEY}`` in a sentence stands for ``KEY=`` and its value, ``{=KEY}`` for the value. Groups (``parallel``, ``optim``,
-``tune``, ``model``) stand for what they chose, ``launch.device`` for the type of the device, and
-keys like ``optim.exchanges_matrices`` for facts about a choice.
+``{KEY}`` in a sentence stands for ``KEY=`` and its value, ``{=KEY}`` for the value. Groups
+(``parallel``, ``optim``, ``tune``, ``model``) stand for what they chose, ``launch.device`` for the
+type of the device, and keys like ``optim.exchanges_matrices`` for facts about a choice.
 """
 
 import functools
