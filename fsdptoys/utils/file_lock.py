@@ -1,11 +1,12 @@
 """Advisory locks (flock) on files and folders, released by the system when their process ends.
 
 Deletion of the file loses the lock, so ``FolderLock`` locks the folder itself, too; the file names
-the holder, and works on network file systems that lock no folders. Without flock, ``FolderLock``
-locks nothing, and ``hold_lock`` raises an error.
+the holder, and works on network file systems that lock no folders. On a file system without flock,
+``FolderLock`` locks nothing, and ``hold_lock`` raises an error.
 """
 
 import contextlib
+import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +15,6 @@ from pathlib import Path
 from fsdptoys.errors import ConfigError
 
 from .regular_file import NotRegularFileError, open_descriptor
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 LOCK_FILE = ".lock"  # lock file of a run or sweep, with the process id of its writer
 
@@ -151,8 +147,6 @@ def unlock_file(path: Path, descriptor: int) -> None:
 def lock_folder(path: Path) -> int | None:
     """Lock a folder itself until the returned descriptor is closed; None without flock for folders,
     as on NFS."""
-    if fcntl is None:
-        return None
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     with contextlib.ExitStack() as stack, contextlib.suppress(NoLocksError):
         stack.callback(os.close, descriptor)
@@ -165,8 +159,6 @@ def lock_folder(path: Path) -> int | None:
 def is_held(path: Path) -> bool:
     """Return whether another process holds the lock of a file or folder; takes a shared lock for an
     instant."""
-    if fcntl is None:
-        return False
     try:
         folder = path.is_dir()
         descriptor = (
@@ -186,8 +178,6 @@ def is_held(path: Path) -> bool:
 
 
 def _lock(descriptor: int, *, shared: bool = False) -> None:
-    if fcntl is None:
-        raise NoLocksError("no flock")
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -55,10 +55,9 @@ def open_descriptor(
         follow: whether the last part of the path may be a symbolic link.
         permissions: of a new file, before the umask.
     """
-    # Windows has none of these flags, and no FIFOs in folders.
-    flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC
     if not follow:
-        flags |= getattr(os, "O_NOFOLLOW", 0)
+        flags |= os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags, permissions)
     except OSError as error:
