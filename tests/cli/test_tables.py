@@ -51,16 +51,6 @@ def test_numbers_of_llama2_7b_equal_the_published_ones_and_the_formula() -> None
     assert facts.flops_per_token == 6 * weights + 32 * 12 * 4096 * 4096 / 2
 
 
-def test_active_parameters_count_only_the_experts_of_a_token() -> None:
-    """Oracle: Scout's 24·2 layers of 16 experts with three matrices of 5120·8192, one of which is
-    used."""
-    (config,) = compose_presets(["llama4_scout"])
-    facts = measure(config)
-    expert = 3 * 5120 * 8192
-    assert facts.expert_parameters == 48 * 16 * expert
-    assert facts.active_parameters == facts.parameters - 48 * 15 * expert
-
-
 def test_json_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the model's own counts, for all presets and for the requested ones, each once."""
     assert main(["models", "--json"]) == 0

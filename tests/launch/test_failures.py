@@ -41,72 +41,52 @@ def record(folder: Path, message: str, rank: int, time_ns: int = 1) -> ProcessFa
     return ProcessFailure(rank, 100 + rank, 1, str(folder / "error.json"))
 
 
+LOST = "RuntimeError: Connection closed by peer"
+TIMED_OUT = "RuntimeError: Wait timeout"
+
+
 @pytest.mark.parametrize(
-    "records, exitcodes, by_us, shown",
+    "ends, by_us, shown",
     [
-        (
-            {0: ("RuntimeError: Connection closed by peer", 1), 1: ("ValueError: x", 2)},
-            {},
-            (),
-            "rank 1 failed",
-        ),
-        ({0: ("ValueError: x", 2), 1: ("ValueError: y", 1)}, {}, (), "rank 1 failed"),
-        ({0: ("RuntimeError: Broken pipe", 1)}, {}, (), "rank 0 failed"),
-        ({0: ("RuntimeError: Broken pipe", 1)}, {1: -9}, (), "rank 1 was ended by SIGKILL"),
-        ({0: ("RuntimeError: Broken pipe", 1)}, {1: -9}, (1,), "rank 0 failed"),
-        ({0: ("ValueError: x", 1)}, {1: -9, 2: 143}, (), "rank 0 failed"),
-        (
-            {0: ("LostRanksError: Timed out waiting 9ms for recv", 1), 1: ("ValueError: y", 2)},
-            {},
-            (),
-            "rank 1 failed",
-        ),
-        (
-            {0: ("RuntimeError: Broken pipe", 1), 1: ("RuntimeError: Wait timeout", 2)},
-            {},
-            (),
-            "rank 1 failed",
-        ),
-        ({0: ("RuntimeError: Wait timeout", 1)}, {1: -6}, (), "rank 1 was ended by SIGABRT"),
-        ({0: ("RuntimeError: Wait timeout", 1)}, {1: -15}, (1,), "rank 0 failed"),
-        ({}, {0: -15, 1: -11}, (0,), "rank 1 was ended by SIGSEGV"),
-        ({}, {0: -15}, (0,), "rank 0 was ended by SIGTERM"),
-        ({}, {0: 3}, (), "rank 0 ended with status 3 and left no traceback"),
-        (
-            {},
-            {2: -9},
-            (),
-            "rank 2 was ended by SIGKILL, as the system does where host memory runs out",
-        ),
+        ({0: LOST, 1: "ValueError: x"}, (), "rank 1 failed"),
+        ({1: "ValueError: y", 0: "ValueError: x"}, (), "rank 1 failed"),
+        ({0: LOST}, (), "rank 0 failed"),
+        ({0: LOST, 1: -9}, (), "rank 1 was ended by SIGKILL"),
+        ({0: LOST, 1: -9}, (1,), "rank 0 failed"),
+        ({0: "ValueError: x", 1: -9, 2: 143}, (), "rank 0 failed"),
+        ({0: f"LostRanksError: {TIMED_OUT}", 1: "ValueError: y"}, (), "rank 1 failed"),
+        ({0: LOST, 1: TIMED_OUT}, (), "rank 1 failed"),
+        ({0: TIMED_OUT, 1: -6}, (), "rank 1 was ended by SIGABRT"),
+        ({0: TIMED_OUT, 1: -15}, (1,), "rank 0 failed"),
+        ({0: -15, 1: -11}, (0,), "rank 1 was ended by SIGSEGV"),
+        ({0: -15}, (0,), "rank 0 was ended by SIGTERM"),
+        ({0: 3}, (), "rank 0 ended with status 3 and left no traceback"),
+        ({2: -9}, (), "rank 2 was ended by SIGKILL, as the system does where host memory runs out"),
     ],
 )
 def test_root_cause_is_distinguished_from_its_consequences(
-    records: dict[int, tuple[str, int]],
-    exitcodes: dict[int, int],
-    by_us: tuple[int, ...],
-    shown: str,
-    tmp_path: Path,
+    ends: dict[int, str | int], by_us: tuple[int, ...], shown: str, tmp_path: Path
 ) -> None:
     """Oracle: the rank that failed on its own, regardless of the order in which the launcher saw
     failures.
 
-    Memory ran out where the system has sent SIGKILL, as far as known, and not the launcher.
+    A rank ends with an exception, in the order of time, or with a status. Memory ran out where the
+    system has sent SIGKILL, as far as known, and not the launcher.
     """
-    failures = {
-        rank: record(tmp_path / str(rank), message, rank=rank, time_ns=time_ns)
-        for rank, (message, time_ns) in records.items()
-    }
-    failures |= {
-        rank: ProcessFailure(rank, 100 + rank, code, "nowhere") for rank, code in exitcodes.items()
-    }
-    terminated = [rank for rank in by_us if exitcodes[rank] == -signal.SIGTERM]
+    failures = {}
+    for time_ns, (rank, end) in enumerate(ends.items()):
+        if isinstance(end, int):
+            failures[rank] = ProcessFailure(rank, 100 + rank, end, "nowhere")
+        else:
+            failures[rank] = record(tmp_path / str(rank), end, rank=rank, time_ns=time_ns)
+    terminated = [rank for rank in by_us if ends[rank] == -signal.SIGTERM]
     first = first_failure(failures, tmp_path, set(by_us) - set(terminated), terminated)
     assert first.status == 1 and first.message().startswith(shown) and "\n" not in first.in_short
     assert not first.stopped
     assert first.silent == ("ended" in shown)
     assert not first.silent or first.reason == first.headline
     rank = int(shown.split()[1])
-    assert first.out_of_memory == (exitcodes.get(rank) == -signal.SIGKILL and rank not in by_us)
+    assert first.out_of_memory == (ends[rank] == -signal.SIGKILL and rank not in by_us)
 
 
 NO_ROOM = "Unable to allocate 8.00 TiB for an array"
