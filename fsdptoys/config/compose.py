@@ -71,8 +71,6 @@ class Composition:
     config: Config
     # Group → name of the chosen YAML file; ``experiment`` may be None
     choices: dict[str, str | None]
-    # Key that nobody set, and that model or data decided → why it has its value
-    reasons: dict[str, str]
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
@@ -102,33 +100,25 @@ def compose(overrides: Sequence[str]) -> Composition:
                 OmegaConf.update(tree, key, read_value(key, override.value()), merge=True)
     except OmegaConfBaseException as error:
         raise _not_composed(overrides, error) from error
-    reasons = _choose_lengths(tree)
-    return Composition(_to_config(tree), dict(chosen), reasons)
+    _choose_lengths(tree)
+    return Composition(_to_config(tree), dict(chosen))
 
 
-def _choose_lengths(tree: DictConfig) -> dict[str, str]:
-    """Replace each -1 of ``train`` that model and kind of data decide; return the reason of each by
-    its key.
+def _choose_lengths(tree: DictConfig) -> None:
+    """Replace each -1 of ``train`` that model and kind of data decide.
 
     In a run that tunes a model, the prepared data decide the others (``Config.count_steps``).
     """
-    reasons = {}
     # An invalid reference, which ``_to_config`` reports
     with contextlib.suppress(OmegaConfBaseException):
-        longest = tree.model.max_seq_len
         if tree.train.seq_len == -1:
-            tree.train.seq_len = min(longest, SEQ_LEN)
-            reasons["train.seq_len"] = (
-                "the model's maximum" if longest <= SEQ_LEN else f"the model's is {longest:,}"
-            )
+            tree.train.seq_len = min(tree.model.max_seq_len, SEQ_LEN)
         tune, data = (OmegaConf.get_type(tree, section) for section in ("tune", "data"))
         continues = tree.model.init_from is not None or getattr(tune, "freezes", False)
         tunes = continues and getattr(data, "reads_files", False)
         for key, value in () if tunes else (("steps", STEPS), ("eval_every", 0)):
             if tree.train[key] == -1:
                 tree.train[key] = value
-                reasons[f"train.{key}"] = "the default"
-    return reasons
 
 
 def compose_presets(names: Sequence[str]) -> list[ModelConfig]:

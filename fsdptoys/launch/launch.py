@@ -1,10 +1,10 @@
 """From one command to N ranks: compose the run for this machine's hardware and start its
 workers."""
 
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fsdptoys.config.choices import list_defaults
 from fsdptoys.config.compose import Composition, compose
@@ -16,7 +16,7 @@ from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.parallel.float8 import check_float8_here
 from fsdptoys.parallel.mesh import HYBRID, NODE, straddling
-from fsdptoys.utils.text import one_line, print_status, value_text
+from fsdptoys.utils.text import counted, one_line, print_status, value_text
 
 from .hardware import FoundHardware, find_hardware
 from .supervisor import run_workers
@@ -30,6 +30,15 @@ AUTO = "auto"  # The file of ``memory`` whose switches the planner chooses
 NAMES_TRAINING = re.compile(r"[+~]*((experiment|model|data|tune)=|(model|data|tune)\.)")
 """Overrides that name an experiment, or a part of one: an experiment chosen by the hardware would
 make the rest another training on other hardware."""
+
+TOLD_DEFAULTS = (
+    "train.seq_len",
+    "train.steps",
+    "train.batch_size",
+    "optim.lr",
+    "parallel.param_dtype",
+)
+"""Options whose values are printed where nobody typed them."""
 
 AS_TORCHRUN = "start the ranks with torchrun, or unset RANK and WORLD_SIZE"
 
@@ -267,30 +276,45 @@ def ranks_on_this_machine(launch: LaunchConfig, hardware: FoundHardware, single:
 
 
 def describe_run(run: ResolvedRun, environment: Mapping[str, str]) -> str:
-    """Describe the found hardware and the run in one line, with what decided each setting that
-    nobody typed."""
+    """Describe the found hardware and the run in one line, with the settings that nobody typed."""
     hardware = run.hardware
     choices = run.composition.choices
-    cores = f"{hardware.cores} core{'s' * (hardware.cores != 1)}"
-    if hardware.devices:
-        devices = f"found {hardware.devices} × {hardware.name}, {cores}"
-    else:
-        reason = (
-            "found no accelerator" if available_device_type() == "cpu" else "using the CPU as set"
-        )
-        devices = f"{reason}, {cores} ({hardware.name})"
-    experiment = f"experiment={choices['experiment']} " if choices["experiment"] else ""
-    ranks = f"{run.world_size} rank{'s' * (run.world_size != 1)}"
-    defaults = list_defaults()
-    others = "".join(
-        f"{name}={choices[name]} " for name in ("memory", "mesh") if choices[name] != defaults[name]
-    )
+    found = f"found {hardware.devices} × {hardware.name}, {counted(hardware.cores, 'core')}"
+    if not hardware.devices:
+        is_set = available_device_type() != "cpu"
+        reason = "using the CPU as set" if is_set else "found no accelerator"
+        found = f"{reason}, {counted(hardware.cores, 'core')} ({hardware.name})"
+    defaults = list_defaults() | {"model": None, "data": None}
+    chosen = [
+        f"{group}={choices[group]}"
+        for group in ("experiment", "model", "data", "memory", "mesh")
+        if choices[group] != defaults[group]
+    ]
     running = (
-        f"running {experiment}model={choices['model']} data={choices['data']} {others}with "
-        f"{choices['parallel']} on {ranks}"
+        f"running {' '.join(chosen)} with {choices['parallel']} on "
+        f"{counted(run.world_size, 'rank')}"
     )
-    running = ", ".join([running, *(f"{name}={value}" for name, value in environment.items())])
-    return "; ".join([devices, running, *describe_choices(run)])
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    return "; ".join([found, ", ".join([running, *variables]), *_describe_defaults(run)])
+
+
+def _describe_defaults(run: ResolvedRun) -> list[str]:
+    """Describe the settings that the command line left open."""
+    experiment = run.composition.choices["experiment"]
+    if run.by_hardware:
+        return [
+            f"experiment={experiment}: the default of this hardware, since neither model nor data "
+            "are named"
+        ]
+    typed = {word.lstrip("+").partition("=")[0] for word in run.words}
+    settings = []
+    for key in TOLD_DEFAULTS if experiment is None else ():
+        value = operator.attrgetter(key)(run.composition.config)
+        # A run that tunes a model counts its steps from its data later
+        if key not in typed and value != -1:
+            text = f"{value:,}" if isinstance(value, int) else value_text(value)
+            settings.append(f"{key.partition('.')[2]} {text}")
+    return [f"{', '.join(settings)}: the defaults on every machine"] if settings else []
 
 
 def print_run(run: ResolvedRun, environment: Mapping[str, str]) -> None:
@@ -306,41 +330,6 @@ def print_run(run: ResolvedRun, environment: Mapping[str, str]) -> None:
         size = config.mesh.shard_ranks(run.world_size)
         if (sentence := straddling(size, run.world_size, run.local_ranks)) is not None:
             print_status(sentence, stdout=True)
-
-
-def describe_choices(run: ResolvedRun) -> list[str]:
-    """Describe the settings that the command line left open, with what decided them."""
-    config = run.composition.config
-    choices = run.composition.choices
-    if run.by_hardware:
-        devices = "an accelerator" if run.world_size == 1 else f"{run.world_size} devices"
-        where = "without an accelerator" if run.hardware.device_type == "cpu" else f"with {devices}"
-        return [
-            f"experiment={choices['experiment']}: the default {where}, since neither model nor "
-            "data are named"
-        ]
-    if choices["experiment"]:
-        return []
-    parts = []
-    if (reason := run.composition.reasons.get("train.seq_len")) is not None:
-        parts.append(f"seq_len {config.train.seq_len:,}: {reason}")
-    named = {word.lstrip("+").partition("=")[0] for word in run.words}
-    # A run that tunes a model has another sentence on the steps, which are counted from its data.
-    values: dict[str, Any] = (
-        {"steps": config.train.steps} if "train.steps" in run.composition.reasons else {}
-    )
-    others = (("train", "batch_size"), ("optim", "lr"), ("parallel", "param_dtype"))
-    values |= {
-        key: getattr(getattr(config, section), key)
-        for section, key in others
-        if f"{section}.{key}" not in named
-    }
-    if values:
-        settings = ", ".join(f"{key} {value_text(value)}" for key, value in values.items())
-        parts.append(f"{settings}: the default{'s' * (len(values) > 1)} on every machine")
-    if "param_dtype" in values and run.hardware.device_type != "cpu":
-        parts.append("parallel.param_dtype=bfloat16 is usually faster on an accelerator")
-    return parts
 
 
 def launch(run: ResolvedRun) -> int:
