@@ -1,5 +1,6 @@
 """Groups of settings, and their choices: the YAML files of ``configs/``."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ def list_choices() -> dict[str, list[str]]:
     }
 
 
+@functools.cache
 def schema_name(group: str, choice: str) -> str:
     """Name of the schema of a group's YAML file: ``llama`` if its defaults begin with
     ``base_llama``."""
