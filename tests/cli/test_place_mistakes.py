@@ -186,23 +186,6 @@ def test_system_error_is_reported_in_one_sentence(
     assert capsys.readouterr() == ("", f"fsdptoys: {sentence}\n")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        FileNotFoundError(errno.ENOENT, "gone", "x"),
-        RuntimeError("Failed to load the model"),
-        ValueError("Failed to load the backend extension: torch_npu. You can"),
-    ],
-)
-def test_internal_errors_keep_their_traceback(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: the same object."""
-    with pytest.raises(type(error)) as caught:
-        fail_with(error, monkeypatch)
-    assert caught.value is error
-
-
 def test_unwritable_temporary_folder_is_reported_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
