@@ -61,15 +61,6 @@ def test_world_size_follows_device_settings_and_torchrun(
     )
 
 
-@pytest.mark.parametrize("words", [[], ["experiment=cpu_text"]])
-def test_reference_to_the_device_has_its_final_value(words: list[str]) -> None:
-    """Oracle: the device of the run."""
-    run = resolve_run(
-        [*words, "metrics.run_dir=runs/${launch.device}", "launch.nproc_per_node=1"], {}
-    )
-    assert run.composition.config.metrics.run_dir == f"runs/DeviceChoice.{run.hardware.device_type}"
-
-
 @pytest.mark.parametrize(
     "words, present, size",
     [
