@@ -263,12 +263,14 @@ eos_token_id, if it has one.
         action="append",
         default=[],
     )
+    generate.any_text.add("--prompt")
     generate.flag(
         "--chat", "each prompt is a user's message, to which the chat template has the model answer"
     )
     generate.value(
         "--system TEXT", "with --chat: the system's message before each prompt", "'Answer briefly.'"
     )
+    generate.any_text.add("--system")
     generate.value(
         "--tokens N", "tokens to add; default: 200", "200", type=integer(200), default=200
     )

@@ -29,6 +29,8 @@ class Parser(argparse.ArgumentParser):
         self.page = page
         self.strict = strict
         self.examples: dict[str, str] = {}
+        self.any_text: set[str] = set()
+        """Options whose values may be empty, or begin with dashes after an equals sign."""
         super().__init__(
             formatter_class=functools.partial(
                 argparse.RawDescriptionHelpFormatter, width=120, max_help_position=30
@@ -94,10 +96,13 @@ class Parser(argparse.ArgumentParser):
                     f"{word} gives a value to {option}, which takes none; write {option}"
                 )
             if example:
-                if not equals:
-                    if not queue or queue[0].startswith("--"):
-                        raise ConfigError(f"{option} has no value; write {option} {example}")
+                missing = not equals and (not queue or queue[0].startswith("--"))
+                if not equals and not missing:
                     value = queue.pop(0)
+                if missing or (
+                    option not in self.any_text and (not value or value.startswith("--"))
+                ):
+                    raise ConfigError(f"{option} has no value; write {option} {example}")
                 word = f"{option}={value}"
             joined.append(word)
         return joined

@@ -75,7 +75,8 @@ def find_fix(name: str, raw: str | None, chosen: Mapping[str, str | None]) -> Fi
         return Fix(needed.get(words.partition("=")[0], "") + words, reason, "write")
     below = next((key for key in options if key.startswith(f"{name}.")), None)
     if name not in choices and below is not None:
-        return Fix(example(below, options[below]), verb="set for example")
+        is_flag = options[below].annotation is bool
+        return Fix(assign(below) if is_flag else example(below, options[below]))
     known = [*(key for key in options if key not in needed), *choices]
     for keys in (known, list(options)):
         if same := [key for key in keys if key.rpartition(".")[2] == name.rpartition(".")[2]]:

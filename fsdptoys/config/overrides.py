@@ -109,6 +109,11 @@ def _parse(word: str, later: Sequence[str], chosen: Mapping[str, str | None]) ->
             word,
             meant(value),
         )
+    if override.package is not None:
+        raise ConfigError(
+            f"{word} names a package, and every group has its fixed place; write "
+            f"{key.partition('@')[0]}={value}"
+        )
     return override
 
 
@@ -156,8 +161,8 @@ def check_groups(overrides: Sequence[Override]) -> None:
 
 
 def _refuse_sign(override: Override) -> None:
-    """Refuse ``+key``, ``~key`` and ``group@package``, by which Hydra adds and takes away keys."""
-    if override.type is not OverrideType.CHANGE or override.package is not None:
+    """Refuse ``+key`` and ``~key``, by which Hydra adds and takes away keys."""
+    if override.type is not OverrideType.CHANGE:
         typed = str(override.input_line)
         raise ConfigError(
             f"{typed} would add or take away a key, and every run has the same; write "
