@@ -89,7 +89,6 @@ def find_fix(name: str, raw: str | None, chosen: Mapping[str, str | None]) -> Fi
     return None if near is None else Fix(assign(near), verb="did you mean")
 
 
-@functools.cache
 def list_options(schema: type, prefix: str) -> dict[str, Option]:
     """All keys of a dataclass, including those of nested dataclasses."""
     hints = typing.get_type_hints(schema)
