@@ -6,7 +6,10 @@ with other settings stops instead of mixing the two.
 """
 
 import json
+import math
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +25,23 @@ class FinishedRows:
         path: of the file; None to keep the rows in memory alone.
         settings: arguments, versions and machine on which the rows depend; plain JSON values.
         resume: whether to keep the rows of a present file; otherwise the first row replaces it.
+        seconds: of the call; by default no limit.
 
     Raises:
         SystemExit: if the file was written with other settings.
     """
 
-    def __init__(self, path: Path | None, settings: dict[str, Any], resume: bool) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        settings: dict[str, Any],
+        resume: bool,
+        seconds: float | None = None,
+    ) -> None:
         self.path, self.settings = path, settings
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+        self.left = 0
+        """Rows that no time was left for."""
         self.rows: dict[str, dict[str, Any]] = {}
         if resume and path is not None and path.exists():
             tree = json.loads(path.read_text())
@@ -43,6 +56,34 @@ class FinishedRows:
     def get(self, key: str) -> dict[str, Any] | None:
         """The row, or None if it has not been measured."""
         return self.rows.get(key)
+
+    def measure(
+        self,
+        key: str,
+        measure: Callable[[float], dict[str, Any]],
+        limit_seconds: float,
+        least_seconds: float,
+    ) -> dict[str, Any] | None:
+        """The row of an earlier call, or a new one; None if the call has no time left for it.
+
+        Args:
+            key: of the row.
+            measure: measures it within these seconds.
+            limit_seconds: for the row.
+            least_seconds: it is not begun with less.
+        """
+        if key in self.rows:
+            return self.rows[key]
+        left = self._end - time.monotonic()
+        if left < least_seconds:
+            self.left += 1
+            return None
+        row = measure(min(limit_seconds, left))
+        if time.monotonic() < self._end:
+            self.put(key, row)
+        else:
+            self.left += 1  # a later call has more time for it
+        return row
 
     def put(self, key: str, row: dict[str, Any]) -> None:
         """Add a row and write the file; a call killed meanwhile leaves the previous file."""

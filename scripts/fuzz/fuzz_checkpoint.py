@@ -1,371 +1,175 @@
 """Damage checkpoints in every way a disk or a user may, and check that no damage is loaded
-unnoticed.
+unnoticed; for ``fuzz_readers.py``.
 
-    python scripts/fuzz/fuzz_checkpoint.py --damages 1000 --seed 0
-
-Checkpoints of several steps are saved by one process and by two ranks, into one folder. Then,
-repeatedly, a copy of it is damaged once, and a run resumes from the copy with
-``checkpoint.resume=auto``. The loaded values must be equal in every bit to those saved at the step
-that it reports. A damage is
-
-- *detected* if an older checkpoint is taken, or none, with a sentence;
-- *harmless* if the newest is taken with all its values;
-- *missed* if other values are loaded. Then this exits with status 1.
-
-The newest checkpoint is damaged, since older ones are read only if it is damaged. All kinds of
-damage take turns, also the edits of ``fuzz_edits``, whose checksums are right.
+- Damaged: files and folders of checkpoints of several steps are flipped, cut, swapped, copied,
+  renamed or deleted. A resumed run must load exactly the values of the step that it reports, or
+  none.
+- Edited: values of a checkpoint of a real run are exchanged, and its checksums are rewritten, so
+  that no checksum shows the edit. A resumed run must refuse it in a sentence, or load exactly what
+  the files say: checksums do not prove who wrote them.
 """
 
-import argparse
-import itertools
+import base64
+import json
 import os
 import random
 import shutil
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdptoys.checkpoint import CheckpointConfig, Checkpointer
-from fsdptoys.errors import ConfigError
-from scripts.fuzz.fuzz_edits import EDITS, edits
+from fsdptoys.checkpoint.manifest import MANIFEST_FILE
+from fsdptoys.config.compose import compose_config
+from fsdptoys.train.pretrained import open_weights
+from fsdptoys.train.random_states import restore_random_states
+from fsdptoys.train.resume import FACTS, check_same_run
+from fsdptoys.train.trainer import Trainer
+from scripts.fuzz.fuzz_mutations import mutate_file
+from tests.harness.folders import (
+    check_tensors,
+    distributed,
+    facts,
+    full_tensors,
+    own_facts,
+    resume,
+    seal,
+)
 from tests.harness.ranks import run_ranks
-
-PROGRESS_SECONDS = 5.0
 
 STEPS = 5
 """Those with odd numbers are saved by two ranks."""
-
-Damage = Callable[[Path, random.Random], str]
-"""Damages a folder of checkpoints, and says how."""
-
-
-def tensors_of(step: int) -> dict[str, Tensor]:
-    """Tensors saved at a step."""
-    generator = torch.Generator().manual_seed(step)
-    return {
-        "model.embed.weight": torch.randn(9, 6, generator=generator),
-        "model.norm.weight": torch.randn(6, generator=generator).bfloat16(),
-        "optim.embed.weight.exp_avg": torch.randn(9, 6, generator=generator),
-        "optim.embed.weight.step": torch.tensor(float(step)),
-    }
-
-
-def facts_of(step: int) -> dict[str, Any]:
-    """Other values saved at a step."""
-    return {"loss": 1 / step, "seen_tokens": 2**40 + step}
+DRAWS = 700
+"""Random numbers drawn after a resume: more than a generator keeps ahead."""
+POSITIONS = (-(10**8), -5, -1, 0, 1, 2, 623, 624, 625, 100_000, 2 * 10**9, 2**31, 2**32 - 1)
+"""Positions of a generator in its numbers, of which there are 624."""
+DAMAGES = (
+    "file", "file", "file", "delete file", "swap within", "swap between", "mix", "swap folders",
+    "rename folder", "copy folder", "delete folder", "latest",
+)  # fmt: skip
 
 
 def save_steps(folder: Path) -> None:
     """Save the checkpoints to damage."""
-    config = CheckpointConfig(every=1, keep=STEPS)
     for step in range(1, STEPS + 1):
-
-        def save(step: int = step) -> None:
-            tensors = tensors_of(step)
-            group = None
-            if dist.is_initialized():
-                group, mesh = (
-                    dist.new_group(backend="gloo"),
-                    init_device_mesh("cpu", (dist.get_world_size(),)),
-                )
-                tensors = {
-                    name: distribute_tensor(tensor, mesh, [Shard(0)]) if tensor.ndim else tensor
-                    for name, tensor in tensors.items()
-                }
-            own = {"rng": f"{step} {group and dist.get_rank(group)}"}
-            assert Checkpointer(config, str(folder), group).save(step, tensors, facts_of(step), own)
-
-        if step % 2:
-            run_ranks(2, save)
-        else:
-            save()
+        run_ranks(1 + step % 2, _save_step, folder, step)
 
 
-def flip_bit(folder: Path, draw: random.Random) -> str:
-    """One bit of one file."""
-    file = _file(folder, draw)
-    content = bytearray(file.read_bytes())
-    place = draw.randrange(len(content) * 8)
-    content[place // 8] ^= 1 << place % 8
-    file.write_bytes(content)
-    return f"bit {place} of {_name(file)}"
+def _save_step(folder: Path, step: int) -> None:
+    group = dist.new_group(backend="gloo")
+    checkpoints = Checkpointer(CheckpointConfig(every=1, keep=STEPS), str(folder), group)
+    own = own_facts(step, dist.get_rank())
+    assert checkpoints.save(step, distributed(full_tensors(step)), facts(step), own)
 
 
-def truncate(folder: Path, draw: random.Random) -> str:
-    """A file loses its end."""
-    file = _file(folder, draw)
-    size = draw.randrange(file.stat().st_size)
-    os.truncate(file, size)
-    return f"{_name(file)} cut to {size} bytes"
-
-
-def empty(folder: Path, draw: random.Random) -> str:
-    """A file loses all it holds."""
-    file = _file(folder, draw)
-    os.truncate(file, 0)
-    return f"{_name(file)} emptied"
-
-
-def append(folder: Path, draw: random.Random) -> str:
-    """A file gains bytes."""
-    file = _file(folder, draw)
-    with open(file, "ab") as opened:
-        opened.write(draw.choice([b"\n", b" ", b"\0" * 8, draw.randbytes(100)]))
-    return f"{_name(file)} lengthened"
-
-
-def overwrite(folder: Path, draw: random.Random) -> str:
-    """A block of zeros or noise, as after a write that never reached the disk."""
-    file = _file(folder, draw)
-    content = bytearray(file.read_bytes())
-    start = draw.randrange(len(content))
-    stop = min(len(content), start + draw.randrange(1, 64))
-    content[start:stop] = (
-        bytes(stop - start) if draw.random() < 0.5 else draw.randbytes(stop - start)
-    )
-    file.write_bytes(content)
-    return f"bytes {start} to {stop} of {_name(file)}"
-
-
-def delete(folder: Path, draw: random.Random) -> str:
-    """A file is gone."""
-    file = _file(folder, draw)
-    file.unlink()
-    return f"{_name(file)} deleted"
-
-
-def swap_within(folder: Path, draw: random.Random) -> str:
-    """Two files of one checkpoint change places."""
-    place = _newest(folder)
-    return _swap(*draw.sample(sorted(place.iterdir()), 2))
-
-
-def swap_between(folder: Path, draw: random.Random) -> str:
-    """Files of one name change places between two checkpoints."""
-    one, other = draw.choice(_checkpoints(folder)[:-1]), _newest(folder)
-    common = sorted({file.name for file in one.iterdir()} & {file.name for file in other.iterdir()})
-    name = draw.choice(common)
-    return _swap(one / name, other / name)
-
-
-def copy_between(folder: Path, draw: random.Random) -> str:
-    """A file of another checkpoint comes in its place."""
-    one, other = draw.choice(_checkpoints(folder)[:-1]), _newest(folder)
-    file = draw.choice(sorted(one.iterdir()))
-    shutil.copyfile(file, other / file.name)
-    return f"{_name(file)} copied into {other.name}"
-
-
-def mix(folder: Path, draw: random.Random) -> str:
-    """A checkpoint is written over by an older one up to some file."""
-    one, other = draw.choice(_checkpoints(folder)[:-1]), _newest(folder)
-    files = sorted(one.iterdir())
-    draw.shuffle(files)
-    count = draw.randrange(1, len(files))
-    for file in files[:count]:
-        shutil.copyfile(file, other / file.name)
-    return f"{count} files of {one.name} copied into {other.name}"
-
-
-def swap_folders(folder: Path, draw: random.Random) -> str:
-    """Two checkpoints change names."""
-    return _swap(draw.choice(_checkpoints(folder)[:-1]), _newest(folder))
-
-
-def rename_folder(folder: Path, draw: random.Random) -> str:
-    """A checkpoint takes the name of another step."""
-    place = draw.choice(_checkpoints(folder))
-    name = f"step-{draw.choice([0, STEPS + 1, 10**8, 10**9]):08d}"
-    place.rename(folder / name)
-    return f"{place.name} renamed to {name}"
-
-
-def copy_folder(folder: Path, draw: random.Random) -> str:
-    """A checkpoint lies there twice."""
-    place = draw.choice(_checkpoints(folder))
-    name = draw.choice([f"step-{STEPS + 1:08d}", f"{place.name} (copy)", f".{place.name}.partial"])
-    shutil.copytree(place, folder / name)
-    return f"{place.name} copied to {name}"
-
-
-def delete_folder(folder: Path, draw: random.Random) -> str:
-    """A checkpoint is gone."""
-    place = _newest(folder)
-    shutil.rmtree(place)
-    return f"{place.name} deleted"
-
-
-def spoil_latest(folder: Path, draw: random.Random) -> str:
-    """The name of the newest is another, nonsense, or gone."""
-    latest = folder / "latest"
-    text = draw.choice(["step-00000001\n", "../../etc/passwd\n", "", "\0\xff", None])
-    if text is None:
-        latest.unlink()
+def damage_checkpoints(folder: Path, draw: random.Random) -> str:
+    """Damage the newest checkpoint, since older ones are read only if it is damaged."""
+    *older, newest = sorted(path for path in folder.iterdir() if path.is_dir())
+    other = draw.choice(older)
+    files = sorted(newest.iterdir())
+    file = draw.choice(files)
+    kind = draw.choice(DAMAGES)
+    if kind == "file":
+        return f"{file.name} {mutate_file(file, draw)}"
+    if kind == "delete file":
+        file.unlink()
+    elif kind == "swap within":
+        _swap(*draw.sample(files, 2))
+    elif kind == "swap between":
+        common = {path.name for path in other.iterdir()} & {path.name for path in files}
+        name = draw.choice(sorted(common))
+        _swap(other / name, newest / name)
+    elif kind == "mix":
+        sources = sorted(other.iterdir())
+        for source in draw.sample(sources, draw.randrange(1, len(sources))):
+            shutil.copyfile(source, newest / source.name)
+    elif kind == "swap folders":
+        _swap(other, newest)
+    elif kind == "rename folder":
+        newest.rename(folder / f"step-{draw.choice([0, STEPS + 1, 10**8, 10**9]):08d}")
+    elif kind == "copy folder":
+        copies = [f"step-{STEPS + 1:08d}", f"{newest.name} (copy)", f".{newest.name}.partial"]
+        shutil.copytree(newest, folder / draw.choice(copies))
+    elif kind == "delete folder":
+        shutil.rmtree(newest)
     else:
-        latest.write_text(text)
-    return f"latest says {text!r}"
+        texts = ["step-00000001\n", "../../etc/passwd\n", "", "\0\xff"]
+        (folder / "latest").write_text(draw.choice(texts))
+    return f"{kind}: {file.name}, {other.name}"
 
 
-DAMAGES: dict[str, Damage] = {
-    "flipped bit": flip_bit,
-    "truncated": truncate,
-    "emptied": empty,
-    "appended bytes": append,
-    "overwritten block": overwrite,
-    "deleted file": delete,
-    "swapped within": swap_within,
-    "swapped between": swap_between,
-    "copied between": copy_between,
-    "mixed with another": mix,
-    "swapped folders": swap_folders,
-    "renamed folder": rename_folder,
-    "copied folder": copy_folder,
-    "deleted folder": delete_folder,
-    "damaged latest": spoil_latest,
-}
-
-
-def outcome_of(folder: Path) -> tuple[str, str]:
-    """Resume as a run would: detected, harmless or missed, and why."""
-    messages: list[str] = []
-    try:
-        found = Checkpointer(
-            CheckpointConfig(every=1, resume="auto"), str(folder), message=messages.append
-        ).resume()
-        if found is None:
-            return "detected", "; ".join(messages)
-        tensors = {
-            name: torch.full_like(tensor, torch.nan) for name, tensor in tensors_of(1).items()
-        }
-        found.load(tensors)
-    except ConfigError as error:
-        return "detected", str(error)
-    ranks = 2 if found.step % 2 else 1
-    expected = tensors_of(found.step)
-    whole = found.step in range(1, STEPS + 1) and found.facts == facts_of(found.step) | {
-        "step": found.step,
-        "world_size": ranks,
-    }
-    whole = whole and found.own_facts == (None if ranks == 2 else {"rng": f"{found.step} None"})
-    whole = whole and all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
-    if not whole:
-        return "missed", f"{found.name} was loaded with other values"
-    return ("harmless" if found.step == STEPS else "detected"), "; ".join(messages)
-
-
-def fuzz(damages: int, seed: int) -> dict[str, dict[str, int]]:
-    """Damage copies of one folder, one damage each.
-
-    Args:
-        damages: how many; the kinds take turns.
-        seed: of all choices.
-
-    Returns:
-        Kind → outcome → count; missed damages are printed.
-    """
-    kinds = [*DAMAGES, *EDITS]
-    turns = [kinds[turn % len(kinds)] for turn in range(damages)]
-    counts = {kind: dict.fromkeys(("detected", "harmless", "missed"), 0) for kind in kinds}
-    found = itertools.chain(
-        _damaged([kind for kind in turns if kind in DAMAGES], seed),
-        edits([kind for kind in turns if kind in EDITS], seed)
-        if any(kind in EDITS for kind in turns)
-        else (),
-    )
-    started = last = time.monotonic()
-    for done, (kind, outcome, why) in enumerate(found, start=1):
-        counts[kind][outcome] += 1
-        if outcome == "missed":
-            print(f"missed: {kind}: {why}")
-        now = time.monotonic()
-        if now - last >= PROGRESS_SECONDS:
-            last, left = now, (now - started) / done * (damages - done)
-            print(
-                f"{done} of {damages} damages in {now - started:.0f} s, about {left:.0f} s left",
-                file=sys.stderr,
-            )
-    return counts
-
-
-def _damaged(kinds: Sequence[str], seed: int) -> Iterator[tuple[str, str, str]]:
-    """Kind, outcome and reason of each damage."""
-    draw = random.Random(seed)
-    with tempfile.TemporaryDirectory() as place:
-        whole = Path(place) / "whole"
-        save_steps(whole)
-        assert outcome_of(whole)[0] == "harmless"
-        for turn, kind in enumerate(kinds):
-            folder = Path(place) / str(turn)
-            shutil.copytree(whole, folder)
-            done = DAMAGES[kind](folder, draw)
-            outcome, why = outcome_of(folder)
-            yield kind, outcome, f"{done}: {why}"
-            shutil.rmtree(folder)
-
-
-def table(counts: dict[str, dict[str, int]]) -> str:
-    """The counts in Markdown."""
-    lines = ["| damage | count | detected | harmless | missed |", "|---|---|---|---|---|"]
-    rows = [(kind, *of_kind.values()) for kind, of_kind in counts.items()]
-    rows.append(("all", *(sum(row[column] for row in rows) for column in (1, 2, 3))))
-    lines += [
-        f"| {kind} | {sum(numbers)} | {' | '.join(map(str, numbers))} |" for kind, *numbers in rows
-    ]
-    return "\n".join(lines)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the script.
-
-    Returns:
-        The exit status: 1 if a damage was missed.
-    """
-    parser = argparse.ArgumentParser(
-        description="Damage checkpoints and see that none of it is loaded."
-    )
-    parser.add_argument("--damages", type=int, default=200, help="how many")
-    parser.add_argument("--seed", type=int, default=0, help="of all choices")
-    options = parser.parse_args(arguments)
-    counts = fuzz(options.damages, options.seed)
-    print(table(counts))
-    return int(any(of_kind["missed"] for of_kind in counts.values()))
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir())
-
-
-def _newest(folder: Path) -> Path:
-    return _checkpoints(folder)[-1]
-
-
-def _file(folder: Path, draw: random.Random) -> Path:
-    return draw.choice(sorted(_newest(folder).iterdir()))
-
-
-def _swap(one: Path, other: Path) -> str:
+def _swap(one: Path, other: Path) -> None:
     aside = one.with_name("aside")
     one.rename(aside)
     other.rename(one)
     aside.rename(other)
-    return f"{_name(one)} and {_name(other)} swapped"
 
 
-def _name(path: Path) -> str:
-    return f"{path.parent.name}/{path.name}"
+def resume_damaged(folder: Path) -> str:
+    """Resume as a run would, and compare with the values saved at that step."""
+    found, messages = resume(folder)
+    if found is not None:
+        assert 1 <= found.step <= STEPS, f"step {found.step} was never saved"
+        ranks = 1 + found.step % 2
+        saved = facts(found.step) | {"step": found.step, "world_size": ranks}
+        assert found.facts == saved, "other facts"
+        assert found.own_facts == (None if ranks == 2 else own_facts(found.step)), "other own facts"
+        check_tensors(found, found.step)
+    return "\n".join(messages)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def mend_checkpoint(file: Path) -> None:
+    """Write a manifest that knows a mutated file of a checkpoint, except the manifest itself."""
+    is_listed = file.name != MANIFEST_FILE and (file.parent / MANIFEST_FILE).exists()
+    if is_listed and file.is_file() and file.stat().st_size < 2**24:
+        seal(file.parent)
+
+
+def edit_generator(file: Path, draw: random.Random) -> str:
+    """Edit the position of one of the random number generators of a rank."""
+    tree = json.loads(file.read_text())
+    name = draw.choice(("numpy", "python", "torch", "torch"))
+    position = draw.choice(POSITIONS)
+    if name == "numpy":
+        tree["numpy"]["position"] = position
+    elif name == "python":
+        tree["python"]["internal"][-1] = position
+    else:
+        state = bytearray(base64.b64decode(tree["torch"]))
+        start = draw.choice((8, 12, 16, 20, draw.randrange(len(state) - 4)))
+        state[start : start + 4] = (position % 2**32).to_bytes(4, "little")
+        tree["torch"] = base64.b64encode(state).decode()
+    file.write_text(json.dumps(tree))
+    return f"position {position} of {name}"
+
+
+def resume_edited(copy: Path, words: list[str]) -> str:
+    """Resume a trainer as a run would, compare what it loaded with the files, and use it.
+
+    Args:
+        copy: the run directory.
+        words: overrides of the run.
+    """
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    config = compose_config([*words, "checkpoint.resume=auto"])
+    config.validate(1, "cpu")
+    trainer = Trainer(config)
+    messages: list[str] = []
+    folder = str(copy / "checkpoints")
+    found = Checkpointer(config.checkpoint, folder, message=messages.append, schema=FACTS).resume()
+    if found is not None:
+        check_same_run(config, found.facts)
+        trainer.load_state_dict(found.facts, found.load)
+        restore_random_states(found.own_facts, trainer.world.device, 0, found.step, 0)
+        drawn = [random.random() for _ in range(DRAWS)]
+        for values in (drawn, np.random.random(DRAWS), torch.rand(DRAWS)):
+            assert all(0 <= float(value) <= 1 for value in values), "draws are no random numbers"
+        loaded = trainer.state_dict()
+        for key in ("step", "skipped_steps", "skipped_in_a_row", "spikes"):
+            assert loaded[key] == found.facts[key], f"loaded with another {key}"
+        assert loaded["data"]["samples"] == found.facts["data"]["samples"], "other samples"
+        open_weights(str(copy)).read("norm.weight", ())
+    return "\n".join(messages)

@@ -32,6 +32,8 @@ from fsdptoys.sweep.slurm_queue import begin_submission
 from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, _encode, heartbeat_path
 from fsdptoys.train.pretrained import TrainedModel
 from scripts.common.child_environment import child_environment
+from scripts.fuzz.fuzz_checkpoint import save_steps
+from tests.harness.chat_files import save_chat_tokenizer, write_rows
 
 RUN_WORDS = (
     "experiment=null model=llama_debug model.n_layers=1 model.dim=16 model.n_heads=2 "
@@ -46,6 +48,7 @@ SEQ_LEN = 16
 def make_specimens(folder: Path) -> None:
     """Write all specimens to mutate, each kind into a folder of its own."""
     _make_run(folder)
+    save_steps(folder / "steps")
     _make_sweep(folder / "sweep")
     _make_model(folder / "hf")
     _make_chat(folder / "chat")
@@ -68,9 +71,7 @@ def make_specimens(folder: Path) -> None:
     (small / "outcome.json").write_text(
         json.dumps(dataclasses.asdict(ExitRecord(1, "why", True, "SIGTERM")))
     )
-    (small / "lines.jsonl").write_text(
-        "".join(json.dumps({"text": f"text {n}", "id": n}) + "\n" for n in range(5))
-    )
+    write_rows(small / "lines.jsonl", [{"text": f"text {n}", "id": n} for n in range(5)])
 
 
 CHAT_TEMPLATE = (
@@ -83,7 +84,7 @@ CHAT_TEMPLATE = (
     "{% for call in m.tool_calls or [] %}{% set ns.out = ns.out ~ call.function.name %}"
     "{% for key, value in call.function.arguments.items() %}"
     "{{ key }}={{ value | string | length }}{% endfor %}"
-    "{% endfor %}<|endoftext|>{{ messages[loop.index0 - 1].role[:3] }}{% endfor %}{{ ns.out }}"
+    "{% endfor %}<|im_end|>{{ messages[loop.index0 - 1].role[:3] }}{% endfor %}{{ ns.out }}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -161,37 +162,18 @@ def _make_model(folder: Path) -> None:
         return parameters[name].detach()[slices(region)]
 
     write_hugging_face(folder, config, read, torch.float32, max_file_bytes=9000)
-    _make_tokenizer(folder)
+    save_chat_tokenizer(folder, None)
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-
-
-def _make_tokenizer(folder: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-
-    words = {word: number for number, word in enumerate(("[UNK]", "<|endoftext|>", "one", "two"))}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
-    folder.mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": {"content": "<|endoftext|>"}})
-    )
 
 
 def _make_chat(folder: Path) -> None:
     folder.mkdir()
     tokenizer = folder / "tokenizer"
-    _make_tokenizer(tokenizer)
+    save_chat_tokenizer(tokenizer, CHAT_TEMPLATE)
     (tokenizer / "special_tokens_map.json").write_text(
-        json.dumps({"eos_token": "<|endoftext|>", "pad_token": None})
+        json.dumps({"eos_token": "<|im_end|>", "pad_token": None})
     )
     (tokenizer / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    (tokenizer / "tokenizer_config.json").write_text(
-        json.dumps(
-            {"chat_template": [{"name": "tool_use", "template": CHAT_TEMPLATE}], "bos_token": "one"}
-        )
-    )
     call = {
         "id": "a",
         "type": "function",
@@ -212,12 +194,12 @@ def _make_chat(folder: Path) -> None:
         {"messages": messages, "tools": [{"type": "function", "function": {"name": "two"}}]},
         {"messages": turns, "system": "two", "chat_template_kwargs": {"thinks": True}},
     ]
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(folder / "rows.jsonl", rows)
 
 
 def _make_data(folder: Path) -> None:
     folder.mkdir()
-    _make_tokenizer(folder / "tokenizer")
+    save_chat_tokenizer(folder / "tokenizer", None)
     (folder / "a.txt").write_text("one two\n" * 50)
     encoder = open_encoder(str(folder / "tokenizer"), None, "--tokenizer", "--document-end")
     prepare_folder(

@@ -1,9 +1,9 @@
 """Readers of the specimens, for ``fuzz_readers.py``: their functions and documented errors."""
 
-import hashlib
 import io
 import json
 import math
+import random
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from fsdptoys.checkpoint import CheckpointConfig, Checkpointer, HuggingFaceFolder, verify_checksums
-from fsdptoys.checkpoint.manifest import MANIFEST_FILE, Manifest
+from fsdptoys.checkpoint import HuggingFaceFolder, verify_checksums
 from fsdptoys.cli.main import main
 from fsdptoys.cli.sweep import read_words
+from fsdptoys.config.compose import compose_config
 from fsdptoys.config.saved import read_tree
 from fsdptoys.data import find_sources, open_chat_encoder, open_encoder, read_index
 from fsdptoys.data.dataset_index import check_folder
@@ -52,9 +52,16 @@ from fsdptoys.train.heartbeat import (
     describe_last_heartbeats,
     read_heartbeats,
 )
-from fsdptoys.train.pretrained import TrainedModel, open_weights
+from fsdptoys.train.pretrained import TrainedModel
 from fsdptoys.train.resume import check_resume
-from fsdptoys.utils.sealed_folder import sum_bytes
+from scripts.fuzz.fuzz_checkpoint import (
+    damage_checkpoints,
+    edit_generator,
+    mend_checkpoint,
+    resume_damaged,
+    resume_edited,
+)
+from scripts.fuzz.fuzz_mutations import mutate_file
 from scripts.fuzz.fuzz_specimens import RUN_WORDS, SEQ_LEN
 
 
@@ -70,10 +77,20 @@ class Reader:
     """Reads the copy. Text that it returns is checked like text that it prints."""
     errors: tuple[type[BaseException], ...] = (ConfigError,)
     """Its documented errors."""
-    mend: Callable[[Path], None] = lambda folder: None
-    """Makes checksums fit again, so that more than these is tested."""
-    part: float = 1.0
-    """Share of the cases, compared with others."""
+    damage: Callable[[Path, random.Random], str] = mutate_file
+    """Mutates a file, and says how."""
+    mend: Callable[[Path], None] = lambda file: None
+    """Makes checksums of a mutated file fit again, so that more than these is tested."""
+    share: float = 1.0
+    """Of the cases, compared with others."""
+
+    def mutate(self, copy: Path, draw: random.Random) -> str:
+        """Mutate a file of the copy; return which, and how."""
+        pattern = draw.choice(self.files)
+        file = draw.choice([path for path in sorted(copy.glob(pattern)) if path.is_file()])
+        how = self.damage(file, draw)
+        self.mend(file)
+        return f"{file.relative_to(copy)} {how}"
 
 
 def command(*words: str) -> Callable[[Path], None]:
@@ -117,46 +134,14 @@ def read_resumed(copy: Path) -> None:
     RunDirectory(config, "title", {"train": {"steps": 3}}, {"world_size": 1}, resumed).close()
 
 
-def mend_checkpoints(copy: Path) -> None:
-    """Rewrite manifests to fit the files, except a mutated one."""
-    for place in (copy / "checkpoints").glob("step-*"):
-        manifest = place / MANIFEST_FILE
-        try:
-            if manifest.is_symlink() or not manifest.is_file():
-                continue
-            said = json.loads(manifest.read_bytes())
-            own = said.pop("sha256")
-            if own != hashlib.sha256(json.dumps(said).encode()).hexdigest():
-                continue
-            sums = {}
-            for name in said["files"]:
-                if not (place / name).is_file() or (place / name).stat().st_size > 2**24:
-                    raise ValueError
-                content = (place / name).read_bytes()
-                sums[name] = sum_bytes(content)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue
-        manifest.write_bytes(Manifest(place.name, sums).to_bytes())
-
-
-def read_checkpoints(copy: Path) -> None:
-    """Resume, and load every tensor that the newest checkpoint has."""
-    config = CheckpointConfig(every=1, resume="auto")
-    found = Checkpointer(config, str(copy / "checkpoints"), message=print).resume()
-    if found is not None:
-        weights = open_weights(str(copy))
-        for name in ("embed.weight", "norm.weight"):
-            if name in dict(weights.config.build().named_parameters()):
-                weights.read(name, ())
+def run_words(copy: Path) -> list[str]:
+    """Overrides of the run in the copy."""
+    return [*shlex.split(RUN_WORDS)[:-1], f"metrics.run_dir={copy}"]
 
 
 def read_launchers_view(copy: Path) -> None:
     """Files that the launcher reads before any rank starts."""
-    from fsdptoys.config.compose import compose_config
-
-    words = [word for word in shlex.split(RUN_WORDS) if not word.startswith("metrics.run_dir")]
-    config = compose_config([*words, f"metrics.run_dir={copy}", "checkpoint.resume=auto"])
-    check_resume(config, restarted=False)
+    check_resume(compose_config([*run_words(copy), "checkpoint.resume=auto"]), restarted=False)
 
 
 def read_hugging_face(copy: Path) -> None:
@@ -189,7 +174,7 @@ def read_tokenizers(copy: Path) -> None:
     open_encoder(path, None, "data.tokenizer", "data.document_end").encode(
         ["one two three", "", "é<|endoftext|>"]
     )
-    tokenizer = open_tokenizer(path, 100)
+    tokenizer = open_tokenizer(path, 400)
     tokenizer.decode(tokenizer.encode("one two"))
 
 
@@ -228,16 +213,15 @@ def read_sweep_files(copy: Path) -> str:
     return ""
 
 
-def mend_heartbeats(copy: Path) -> None:
-    """Records with checksums of their content."""
-    for path in (copy / HEARTBEATS_FOLDER).glob("*.json"):
-        try:
-            if path.is_file() and path.stat().st_size < 10_000:
-                record = json.loads(path.read_bytes())
-                record.pop("crc32", None)
-                path.write_bytes(_encode(record))
-        except (OSError, ValueError, TypeError, AttributeError):
-            continue
+def mend_heartbeat(file: Path) -> None:
+    """Give a record a checksum of its content."""
+    try:
+        if file.is_file() and file.stat().st_size < 10_000:
+            record = json.loads(file.read_bytes())
+            record.pop("crc32", None)
+            file.write_bytes(_encode(record))
+    except (OSError, ValueError, TypeError, AttributeError):
+        pass  # no record any more
 
 
 def read_signs(copy: Path) -> str:
@@ -287,41 +271,58 @@ STEP = "checkpoints/step-00000003"
 
 READERS: dict[str, Reader] = {
     "report --table": Reader("run", RUN_FILES, command("report", "{}", "--table")),
-    "report --markdown": Reader("run", RUN_FILES, command("report", "{}", "--markdown"), part=0.5),
-    "report --csv": Reader("run", RUN_FILES, command("report", "{}", "--csv"), part=0.5),
-    "report --json": Reader("run", RUN_FILES, command("report", "{}", "--json"), part=0.5),
-    "report page": Reader("run", RUN_FILES, read_page, part=0.2),
+    "report --markdown": Reader("run", RUN_FILES, command("report", "{}", "--markdown"), share=0.5),
+    "report --csv": Reader("run", RUN_FILES, command("report", "{}", "--csv"), share=0.5),
+    "report --json": Reader("run", RUN_FILES, command("report", "{}", "--json"), share=0.5),
+    "report page": Reader("run", RUN_FILES, read_page, share=0.2),
     "report sweep": Reader(
         "sweep",
         ("sweep.json", "jobs/*/job.json", "jobs/01/run/*"),
         command("report", "{}", "--table"),
     ),
-    "report --live": Reader("run", (*RUN_FILES, "heartbeats/*"), read_live, mend=mend_heartbeats),
-    "compare": Reader("run", RUN_FILES, command("compare", "{}", "{}/../../run")),
+    "report --live": Reader("run", (*RUN_FILES, "heartbeats/*"), read_live, mend=mend_heartbeat),
+    "compare": Reader("run", RUN_FILES, command("compare", "{}", "{}/../run")),
     "plan calibrate": Reader("run", RUN_FILES[:4], read_measured),
-    "heartbeats": Reader("run", ("heartbeats/*",), read_signs, mend=mend_heartbeats),
-    "prediction": Reader("run", ("prediction.json",), read_prediction, part=0.5),
-    "results": Reader("run", ("result.json",), read_results, part=0.5),
+    "heartbeats": Reader("run", ("heartbeats/*",), read_signs, mend=mend_heartbeat),
+    "prediction": Reader("run", ("prediction.json",), read_prediction, share=0.5),
+    "results": Reader("run", ("result.json",), read_results, share=0.5),
     "resumed run directory": Reader("run", (*RUN_FILES, "routing.jsonl"), read_resumed),
-    "checkpoints": Reader(
-        "run", (f"{STEP}/*", "checkpoints/latest"), read_checkpoints, mend=mend_checkpoints
+    "damaged checkpoints": Reader(
+        "steps",
+        ("latest",),
+        resume_damaged,
+        damage=lambda file, draw: damage_checkpoints(file.parent, draw),
+    ),
+    "edited checkpoints": Reader(
+        "run",
+        (f"{STEP}/*", "checkpoints/latest"),
+        lambda copy: resume_edited(copy, run_words(copy)),
+        mend=mend_checkpoint,
+    ),
+    "edited generators": Reader(
+        "run",
+        (f"{STEP}/rank-00000.json",),
+        lambda copy: resume_edited(copy, run_words(copy)),
+        damage=edit_generator,
+        mend=mend_checkpoint,
+        share=0.5,
     ),
     "launcher's checkpoints": Reader(
-        "run", (f"{STEP}/*.json",), read_launchers_view, mend=mend_checkpoints, part=0.2
+        "run", (f"{STEP}/*.json",), read_launchers_view, mend=mend_checkpoint, share=0.2
     ),
     "Hugging Face folder": Reader("hf", ("*.json", "*.safetensors"), read_hugging_face),
     "prepared data": Reader("data", ("out/*.json", "cache/*/*.json", "out/*"), read_data),
     "interrupted preparation": Reader(
-        "data", ("half.part/*.json", "half.part/*"), read_half_written, part=0.5
+        "data", ("half.part/*.json", "half.part/*"), read_half_written, share=0.5
     ),
     "tokenizers": Reader("data", ("tokenizer/*",), read_tokenizers),
     "conversations": Reader(
         "chat",
         ("rows.jsonl", "tokenizer/*.jinja", "tokenizer/*.json"),
         read_conversations,
-        part=2.0,
+        share=2.0,
     ),
-    "JSON lines of text": Reader("small", ("lines.jsonl",), read_texts, part=0.5),
+    "JSON lines of text": Reader("small", ("lines.jsonl",), read_texts, share=0.5),
     "hardware": Reader(
         "small", ("hardware.yaml",), lambda copy: load_hardware(copy / "hardware.yaml")
     ),
@@ -329,16 +330,16 @@ READERS: dict[str, Reader] = {
         "small", ("grid.yaml",), lambda copy: read_definition(str(copy / "grid.yaml"))
     ),
     "rows of a sweep": Reader(
-        "small", ("rows.yaml",), lambda copy: read_definition(str(copy / "rows.yaml")), part=0.3
+        "small", ("rows.yaml",), lambda copy: read_definition(str(copy / "rows.yaml")), share=0.3
     ),
     "outcome": Reader(
-        "small", ("outcome.json",), lambda copy: read_exit_record(copy / "outcome.json"), part=0.3
+        "small", ("outcome.json",), lambda copy: read_exit_record(copy / "outcome.json"), share=0.3
     ),
     "sweep folder": Reader(
         "sweep", ("sweep.json", "jobs/*/job.json", "queue/1/jobs.json"), read_sweep_files
     ),
     "trace": Reader("profile", ("trace/*",), lambda copy: read_timeline(copy / "trace", "cpu")),
     "snapshot": Reader(
-        "profile", ("snapshot/*",), lambda copy: read_timeline(copy / "snapshot", "cuda"), part=0.5
+        "profile", ("snapshot/*",), lambda copy: read_timeline(copy / "snapshot", "cuda"), share=0.5
     ),
 }

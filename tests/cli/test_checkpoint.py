@@ -19,7 +19,7 @@ from fsdptoys.cli.main import main
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.train.resume import FACTS
 from fsdptoys.train.run import train
-from scripts.fuzz.fuzz_edits import seal
+from tests.harness.folders import seal
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import make_config
 

@@ -24,10 +24,12 @@ from fsdptoys.checkpoint import (
     peek,
     write_hugging_face,
 )
+from fsdptoys.checkpoint.manifest import MANIFEST_FILE, Manifest
 from fsdptoys.checkpoint.safetensors_io import slices
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.models.huggingface import Bounds
+from fsdptoys.utils.sealed_folder import sum_path
 
 
 def build(config: ModelConfig) -> DecoderModel:
@@ -183,3 +185,9 @@ def refusal(folder: Path | str, word: str) -> str:
 def copied(folder: Path, to: Path) -> Path:
     shutil.copytree(folder, to, symlinks=True)
     return to
+
+
+def seal(folder: Path) -> None:
+    """Write a manifest of a checkpoint that knows its files as they are."""
+    files = {file.name: sum_path(file) for file in folder.iterdir() if file.name != MANIFEST_FILE}
+    (folder / MANIFEST_FILE).write_bytes(Manifest(folder.name, files).to_bytes())

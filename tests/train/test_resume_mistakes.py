@@ -12,7 +12,7 @@ import pytest
 from fsdptoys.cli.train import _check_places
 from fsdptoys.config.compose import compose_config
 from fsdptoys.errors import ConfigError
-from scripts.fuzz.fuzz_edits import seal
+from tests.harness.folders import seal
 from tests.harness.short_runs import WORDS, train_run
 
 NEWEST = Path("run/checkpoints/step-00000003")
