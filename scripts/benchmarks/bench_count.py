@@ -9,7 +9,6 @@ of their ratio, the time that a count takes between the steps, and the number of
 the next one is due (``fsdptoys.train.step_memory``).
 """
 
-import argparse
 import os
 import statistics
 import sys
@@ -18,9 +17,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fsdptoys.config.compose import compose_config
 from fsdptoys.train.step_memory import COST
 from fsdptoys.train.trainer import Trainer
+from scripts.common.configured import configured
+from scripts.common.page import page_parser, publish
 from scripts.common.progress import progress, unit
 from tests.harness.ranks import run_ranks
 
@@ -29,11 +29,7 @@ WARMUP = 4
 
 def train(words: list[str], ranks: int, steps: int) -> tuple[list[float], list[float]]:
     """Train, counting every even step; return the seconds of each step and of each count."""
-    config = compose_config(
-        ["experiment=null", *words, f"train.steps={steps}", "train.eval_every=0"]
-    )
-    config.validate(ranks, "cpu")
-    trainer = Trainer(config)
+    trainer = Trainer(configured([*words, f"train.steps={steps}", "train.eval_every=0"], ranks))
     costs: list[float] = []
     counter, enabled = trainer.memory, trainer.memory.enabled
     seconds: list[float] = []
@@ -52,30 +48,26 @@ def train(words: list[str], ranks: int, steps: int) -> tuple[list[float], list[f
     return seconds[WARMUP:], costs[WARMUP // 2 :]
 
 
-def main(words: list[str] | None = None) -> int:
+def main() -> None:
     """Print the comparison."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = page_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
-    args, overrides = parser.parse_known_args(words)
+    args, overrides = parser.parse_known_args()
     overrides = ["model=llama_debug", "data=synthetic", "train.seq_len=512", *overrides]
     with progress(1), unit(f"{args.steps} steps"):
         seconds, costs = run_ranks(args.ranks, train, overrides, args.ranks, args.steps)[0]
     others, counted = seconds[::2], seconds[1::2]
     pairs = [one / other for one, other in zip(counted, others, strict=True)]
     step, cost = statistics.median(others), statistics.median(costs)
-    print(
-        f"other steps {step * 1e3:.1f} ms, counted steps {statistics.median(counted) * 1e3:.1f} ms"
-    )
-    print(f"ratio {statistics.median(pairs):.3f} (median of {len(pairs)} pairs)")
-    print(
+    publish(
+        f"other steps {step * 1e3:.1f} ms, counted steps {statistics.median(counted) * 1e3:.1f} "
+        f"ms\nratio {statistics.median(pairs):.3f} (median of {len(pairs)} pairs)\n"
         f"a count takes {cost * 1e3:.1f} ms between the steps: due again after "
-        f"{cost / COST / step:.0f} steps"
+        f"{cost / COST / step:.0f} steps",
+        args.write,
     )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,16 +10,17 @@ nothing about speed. The spread over seeds is the scale for differences between 
 Markdown.
 """
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fsdptoys.config.compose import compose_config
 from fsdptoys.train.trainer import Trainer
+from fsdptoys.utils.tables import markdown_table
+from scripts.common.configured import configured
 from scripts.common.machine import machine
+from scripts.common.page import command_line, page_parser, publish
 from scripts.common.progress import progress, unit
 from tests.harness.ranks import run_ranks
 
@@ -28,9 +29,7 @@ FORMATS = ("none", "tensorwise", "rowwise")
 
 def losses(words: list[str]) -> tuple[list[float], float]:
     """Loss of each step, and the last held-out loss."""
-    config = compose_config(words)
-    config.validate(1, "cpu")
-    trainer = Trainer(config)
+    trainer = Trainer(configured(words))
     trainer.train()
     held_out = trainer.history[-1].eval_loss
     assert held_out is not None
@@ -39,21 +38,14 @@ def losses(words: list[str]) -> tuple[list[float], float]:
 
 def main() -> None:
     """Train them all, one after the other."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = page_parser(__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
-    shape = [
-        "model.dim=128",
-        "model.n_layers=4",
-        "model.n_heads=4",
-        "model.n_kv_heads=2",
-        "model.ffn_dim=384",
-    ]
     common = [
-        "experiment=cpu_text", *shape, "parallel=single", "parallel.param_dtype=bfloat16",
+        "experiment=cpu_text", "model.dim=128", "model.n_layers=4", "model.n_heads=4",
+        "model.n_kv_heads=2", "model.ffn_dim=384", "parallel=single",
+        "parallel.param_dtype=bfloat16",
         "train.batch_size=4", "train.seq_len=128", "train.max_seconds=null",
         f"train.steps={args.steps}", f"train.eval_every={args.steps}", "train.eval_batches=32",
         "metrics.console=none",
@@ -69,14 +61,7 @@ def main() -> None:
                     done.note = f"held out {found[kind][-1][1]:.4f}"
     window = max(1, args.steps // 10)
     marks = [args.steps * tenth // 10 for tenth in (1, 2, 4, 6, 8, 10)]
-    print(f"# Float8\n\nCommand: `python {' '.join(sys.argv)}`\n\n{machine('cpu', ['torchao'])}\n")
-    print(f"Settings: `{' '.join(common)}`; one thread; means over {args.seeds} seeds.\n")
-    print(
-        f"Mean loss of the {window} steps up to that one, in nats a byte; standard deviation "
-        "over the seeds at the end:"
-    )
-    print("\n| train.float8 | " + " | ".join(map(str, marks)) + " | held out | deviation |")
-    print("|---|" + "---:|" * (len(marks) + 2))
+    rows = [["train.float8", *map(str, marks), "held out", "deviation"]]
     for kind, runs in found.items():
         cells = [
             statistics.mean(statistics.mean(run[mark - window : mark]) for run, _ in runs)
@@ -84,11 +69,14 @@ def main() -> None:
         ]
         ends = [held_out for _, held_out in runs]
         spread = statistics.stdev(ends) if len(ends) > 1 else 0.0
-        print(
-            f"| {kind} | "
-            + " | ".join(f"{cell:.4f}" for cell in [*cells, statistics.mean(ends), spread])
-            + " |"
-        )
+        rows.append([kind, *(f"{cell:.4f}" for cell in [*cells, statistics.mean(ends), spread])])
+    publish(
+        f"# Float8\n\n{command_line()}\n\n{machine('cpu', ['torchao'])}\n\n"
+        f"Settings: `{' '.join(common)}`; one thread; means over {args.seeds} seeds.\n\n"
+        f"Mean loss of the {window} steps up to that one, in nats a byte; standard deviation "
+        f"over the seeds at the end:\n\n{markdown_table(rows, range(1, 9))}",
+        args.write,
+    )
 
 
 if __name__ == "__main__":

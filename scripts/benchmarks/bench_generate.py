@@ -5,11 +5,10 @@ A preset with random weights goes on greedily from a prompt of one token; both w
 same tokens.
 """
 
-import argparse
+import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -21,7 +20,9 @@ from fsdptoys.config.compose import compose_presets
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.generate import Draw, generate
 from fsdptoys.parallel import seeded
+from fsdptoys.utils.tables import markdown_table
 from scripts.common.machine import machine
+from scripts.common.page import page_parser, publish
 from scripts.common.progress import progress, unit
 
 
@@ -36,7 +37,7 @@ def generate_without(model: DecoderModel, prompt_T: Tensor, count: int) -> Tenso
 
 def main() -> None:
     """Print a row for each length."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = page_parser(__doc__)
     parser.add_argument("--model", default="llama_bytes")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--repeats", type=int, default=3)
@@ -48,30 +49,30 @@ def main() -> None:
     with torch.no_grad():
         for name, param in model.named_parameters():
             fill(param, name)
-    prompt_T = torch.tensor([1])
-    greedy = Draw(temperature=0.0)
-    print(f"{machine('cpu')}; {args.model}, float32, medians of {args.repeats}\n")
-    print("| tokens added | with a cache, tokens/s | without, tokens/s |\n|---|---|---|")
-    with progress(len(args.lengths) * 2 * args.repeats):
+    ways = {
+        "with": functools.partial(
+            generate, model, context=config.max_seq_len, draw=Draw(temperature=0.0)
+        ),
+        "without": functools.partial(generate_without, model),
+    }
+    rows = [["tokens added", "with a cache, tokens/s", "without, tokens/s"]]
+    with progress(len(args.lengths) * len(ways) * args.repeats):
         for count in args.lengths:
-            ways: list[Callable[[], Tensor]] = [
-                lambda count=count: generate(model, prompt_T, count, config.max_seq_len, greedy),
-                lambda count=count: generate_without(model, prompt_T, count),
-            ]
-            texts, rates = [], []
-            for number, way in enumerate(ways):
+            texts = []
+            rates = []
+            for name, way in ways.items():
                 seconds = []
                 for turn in range(args.repeats):
-                    with unit(
-                        f"{count} tokens {('with', 'without')[number]} a cache, turn {turn + 1}"
-                    ):
+                    with unit(f"{count} tokens {name} a cache, turn {turn + 1}"):
                         started = time.perf_counter()
-                        tokens_T = way()
+                        tokens_T = way(prompt_T=torch.tensor([1]), count=count)
                         seconds.append(time.perf_counter() - started)
                 texts.append(tokens_T.tolist())
-                rates.append(count / statistics.median(seconds))
+                rates.append(f"{count / statistics.median(seconds):.0f}")
             assert texts[0] == texts[1]
-            print(f"| {count} | {rates[0]:.0f} | {rates[1]:.0f} |", flush=True)
+            rows.append([str(count), *rates])
+    title = f"{machine('cpu')}; {args.model}, float32, medians of {args.repeats}"
+    publish(f"{title}\n\n{markdown_table(rows)}", args.write)
 
 
 if __name__ == "__main__":

@@ -26,13 +26,13 @@ for another call. Otherwise the status is 1 if a target is missed.
 
 import argparse
 import dataclasses
+import functools
 import json
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,15 +64,8 @@ from scripts.benchmarks.gpu_page import (
     render,
 )
 from scripts.benchmarks.peers.measure import Measured, Run, take_within
-from scripts.benchmarks.peers.work import (
-    BETAS,
-    EPS,
-    LEARNING_RATE,
-    MAX_GRAD_NORM,
-    WEIGHT_DECAY,
-    Work,
-)
-from scripts.benchmarks.peers_inputs import DATA_SEED, write_batches, write_tokens
+from scripts.benchmarks.peers.work import Work
+from scripts.benchmarks.peers_inputs import recipe_words, write_batches, write_tokens
 from scripts.common.child_environment import child_environment
 from scripts.common.finished_rows import ROWS_LEFT, FinishedRows
 from scripts.common.machine import machine, without_clocks
@@ -116,7 +109,6 @@ class Bench:
     peak: float | None
     memory_gib: float | None
     """Of the device; None where it is not known."""
-    row_seconds: float
 
     def holds(self, planned_gib: float | None) -> bool:
         """Whether the device has as much memory as that."""
@@ -136,16 +128,11 @@ class Bench:
         """Overrides for our trainer."""
         added = CONTESTANTS[contestant]
         assert not isinstance(added, str)
+        work = self.work(shape, contestant)
         return [
             "experiment=null", f"model={shape.model}", "parallel=single",
-            "parallel.param_dtype=bfloat16", LOSS, "data=bin",
-            f"data.files=[{self.folder / shape.name / 'tokens.bin'}]", "data.dtype=uint32",
-            f"train.data_seed={DATA_SEED}", f"train.batch_size={shape.batch_size}",
-            f"train.seq_len={shape.seq_len}", f"train.steps={STEPS}",
-            f"train.max_grad_norm={MAX_GRAD_NORM}", "optim=adamw", "optim.implementation=fused",
-            f"optim.lr={LEARNING_RATE}", f"optim.beta1={BETAS[0]}", f"optim.beta2={BETAS[1]}",
-            f"optim.eps={EPS}", f"optim.weight_decay={WEIGHT_DECAY}", "optim.schedule=constant",
-            f"launch.device={self.device}", "metrics.console=none", "metrics.log_every=1",
+            "parallel.param_dtype=bfloat16", LOSS, *recipe_words(work, self.folder / shape.name),
+            "data.dtype=uint32", "optim.implementation=fused", "metrics.console=none",
             *shape.words, *added,
         ]  # fmt: skip
 
@@ -187,7 +174,12 @@ class Bench:
         return model
 
     def run(
-        self, shape: Shape, contestant: str, flops_per_token: float, planned_gib: float | None
+        self,
+        shape: Shape,
+        contestant: str,
+        flops_per_token: float,
+        planned_gib: float | None,
+        seconds: float,
     ) -> Row:
         """One row, in a process of its own."""
         command = self.command(shape, contestant)
@@ -200,12 +192,8 @@ class Bench:
                     f"{self.memory_gib:.0f}"
                 )
                 return dataclasses.replace(row, failure=reason)
-        if self.row_seconds < LEAST_SECONDS:
-            return dataclasses.replace(row, failure=NO_TIME)
-        run = Run(
-            command, self.environment(contestant), self.folder, STEPS, self.row_seconds, stops=False
-        )
-        take_within(run, self.row_seconds)
+        run = Run(command, self.environment(contestant), self.folder, STEPS, seconds, stops=False)
+        take_within(run, seconds)
         result = run.result
         if len(result.seconds) < STEPS:
             return dataclasses.replace(row, failure=why(result))
@@ -228,11 +216,6 @@ def why(result: Measured) -> str:
         return "out of memory"
     if "killed after" in text:
         return f"no end within its time, {len(result.seconds)} of {STEPS} steps done"
-    missing = re.findall(r"No module named '([\w.]+)'", text)
-    if missing:
-        return f"unsupported: {missing[-1]} is not installed"
-    if refused := re.search(r"ConfigError: (.+)", text):
-        return f"unsupported: {refused[1]}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"failed: {lines[-1]}" if lines else "failed without a word"
 
@@ -307,7 +290,6 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Run the rows; 0 if no target is missed."""
     args = parse_arguments()
-    began = time.monotonic()
     on = f"{machine(args.device)}; peers: {peers_versions(args.peers_python)}"
     peak = memory_gib = None
     if args.device == "cuda":
@@ -315,13 +297,13 @@ def main() -> int:
         memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
     rows: list[Row] = []
     settings = {"machine": without_clocks(on), "peak_flops": peak, "steps": STEPS, "warmup": WARMUP}
-    finished = FinishedRows(args.write and args.write.with_suffix(".json"), settings, args.resume)
+    finished = FinishedRows(
+        args.write and args.write.with_suffix(".json"), settings, args.resume, args.seconds
+    )
     units = len(args.shapes) * len(args.contestants)
     with progress(units), tempfile.TemporaryDirectory() as scratch:
         doing("writing inputs and planning")
-        bench = Bench(
-            args.device, Path(scratch), args.peers_python, peak, memory_gib, args.row_seconds
-        )
+        bench = Bench(args.device, Path(scratch), args.peers_python, peak, memory_gib)
         flops, planned = {}, {}
         for shape in args.shapes:
             model = bench.write_inputs(shape)
@@ -332,16 +314,18 @@ def main() -> int:
         args.shapes.sort(key=lambda shape: not bench.holds(planned[shape]))
         for shape in args.shapes:
             for contestant in args.contestants:
-                left = args.seconds - (time.monotonic() - began)
-                timed = dataclasses.replace(bench, row_seconds=min(args.row_seconds, left))
-                with unit(f"{shape.name}, {contestant}") as done:
-                    key = f"{shape.name}, {contestant}"
-                    if earlier := finished.get(key):
-                        row = Row(**earlier)
-                    else:
-                        row = timed.run(shape, contestant, flops[shape], planned[shape])
-                        if row.failure != NO_TIME:
-                            finished.put(key, dataclasses.asdict(row))
+                key = f"{shape.name}, {contestant}"
+                with unit(key) as done:
+                    measure = functools.partial(
+                        bench.run, shape, contestant, flops[shape], planned[shape]
+                    )
+                    found = finished.measure(
+                        key,
+                        lambda seconds, run=measure: dataclasses.asdict(run(seconds)),
+                        args.row_seconds,
+                        LEAST_SECONDS,
+                    )
+                    row = Row(**found) if found else Row(shape.name, contestant, failure=NO_TIME)
                     rows.append(row)
                     done.note = row.failure or f"{row.tokens_per_second:,.0f} tokens/s"
                 verdicts = judge(rows, args.shapes)
@@ -353,7 +337,7 @@ def main() -> int:
                 if args.write:
                     args.write.with_suffix(".md").write_text(page)
     print(page)
-    if args.resume and any(row.failure == NO_TIME for row in rows):
+    if args.resume and finished.left:
         return ROWS_LEFT
     return 1 if any(verdict.startswith("missed") for verdict in verdicts) else 0
 

@@ -11,10 +11,8 @@ operators: two predictions of a host-bound step differ by their number times the
 profile lists separately.
 """
 
-import argparse
 import dataclasses
 import os
-import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -22,11 +20,13 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fsdptoys.config.compose import compose_config
-from fsdptoys.device.profile import Hardware, load_hardware
+from fsdptoys.device.profile import load_hardware
 from fsdptoys.plan.predict import predict
 from fsdptoys.train.trainer import Trainer
+from fsdptoys.utils.tables import markdown_table
+from scripts.common.configured import configured
 from scripts.common.machine import machine
+from scripts.common.page import command_line, page_parser, publish
 from scripts.common.progress import progress, unit
 from tests.harness.ranks import run_ranks
 
@@ -34,33 +34,21 @@ DEPTHS = (4, 16, 32)
 WARMUP = 5
 SLOW = 1e-3
 """Seconds an operator, of a host that bounds every step."""
-NARROW = [
-    "experiment=null",
-    "model=llama_debug",
-    "model.dim=64",
-    "model.n_heads=4",
-    "model.n_kv_heads=2",
-]
-NARROW += [
-    "model.ffn_dim=64",
-    "model.vocab_size=128",
-    "data=synthetic",
-    "train.batch_size=1",
-    "train.seq_len=16",
-]
-NARROW += ["optim.implementation=fused", "metrics.console=none"]
+NARROW = (
+    "experiment=null model=llama_debug model.dim=64 model.n_heads=4 model.n_kv_heads=2 "
+    "model.ffn_dim=64 model.vocab_size=128 data=synthetic train.batch_size=1 train.seq_len=16 "
+    "optim.implementation=fused metrics.console=none launch.device=cpu"
+)
 
 
 def words_of(strategy: str, depth: int) -> list[str]:
     """Overrides of a row."""
-    return [*NARROW, f"model.n_layers={depth}", f"parallel={strategy}"]
+    return f"{NARROW} model.n_layers={depth} parallel={strategy}".split()
 
 
 def measure(words: list[str], steps: int) -> float:
     """Median seconds of a step of one rank."""
-    config = compose_config([*words, "launch.device=cpu", f"train.steps={steps}"])
-    config.validate(1, "cpu")
-    trainer = Trainer(config)
+    trainer = Trainer(configured([*words, f"train.steps={steps}"]))
     trainer.train()
     return statistics.median(step.step_time_seconds for step in trainer.history[WARMUP:])
 
@@ -71,10 +59,8 @@ def operators(words: list[str]) -> float:
 
     def predicted(seconds: float) -> float:
         quantity = dataclasses.replace(hardware.host_operator_seconds, value=seconds)
-        slow: Hardware = dataclasses.replace(hardware, host_operator_seconds=quantity)
-        config = compose_config([*words, "launch.device=cpu"])
-        config.validate(1, "cpu")
-        return predict(config, slow, 1).time.step_seconds
+        slow = dataclasses.replace(hardware, host_operator_seconds=quantity)
+        return predict(configured(words), slow, 1).time.step_seconds
 
     return (predicted(2 * SLOW) - predicted(SLOW)) / SLOW
 
@@ -87,40 +73,31 @@ def slope(values: dict[int, float]) -> float:
 
 def main() -> None:
     """Print a table of the strategies."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = page_parser(__doc__)
     parser.add_argument("--strategies", nargs="+", default=["single", "ddp", "fsdp1", "fsdp2"])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--write", type=Path, metavar="PAGE")
     args = parser.parse_args()
-    page = ["# Host time of an operator", "", f"Command: `python {shlex.join(sys.argv)}`", "", ""]
-    page[-1] = f"One rank and one thread, {machine('cpu')}. Medians of {args.steps - WARMUP} steps."
-    depths = " | ".join(f"{depth} layers, ms" for depth in DEPTHS)
-    page += [
-        "",
-        f"| strategy | {depths} | ms a layer | operators a layer | µs an operator |",
-        "|---|" + "---:|" * 6,
-    ]
+    depths = [f"{depth} layers, ms" for depth in DEPTHS]
+    rows = [["strategy", *depths, "ms a layer", "operators a layer", "µs an operator"]]
     with progress(len(args.strategies)):
         for strategy in args.strategies:
-            rows = {depth: words_of(strategy, depth) for depth in DEPTHS}
+            words = {depth: words_of(strategy, depth) for depth in DEPTHS}
             with unit(strategy) as done:
                 times = {
-                    depth: run_ranks(1, measure, words, args.steps)[0]
-                    for depth, words in rows.items()
+                    depth: run_ranks(1, measure, words[depth], args.steps)[0] for depth in DEPTHS
                 }
-                issued = {depth: operators(rows[depth]) for depth in (DEPTHS[0], DEPTHS[-1])}
-                done.note = f"{1e6 * slope(times) / slope(issued):.1f} µs"
-            steps = " | ".join(f"{1e3 * seconds:.1f}" for seconds in times.values())
-            page.append(
-                f"| {strategy} | {steps} | {1e3 * slope(times):.2f} | {slope(issued):.0f} "
-                f"| {1e6 * slope(times) / slope(issued):.1f} |"
-            )
-    text = "\n".join(page) + "\n"
-    if args.write:
-        args.write.write_text(text)
-    print(text)
+                issued = {depth: operators(words[depth]) for depth in (DEPTHS[0], DEPTHS[-1])}
+                quotient = f"{1e6 * slope(times) / slope(issued):.1f}"
+                done.note = f"{quotient} µs"
+            steps = [f"{1e3 * seconds:.1f}" for seconds in times.values()]
+            layer = [f"{1e3 * slope(times):.2f}", f"{slope(issued):.0f}", quotient]
+            rows.append([strategy, *steps, *layer])
+    publish(
+        f"# Host time of an operator\n\n{command_line()}\n\nOne rank and one thread, "
+        f"{machine('cpu')}. Medians of {args.steps - WARMUP} steps.\n\n"
+        f"{markdown_table(rows, range(1, 7))}",
+        args.write,
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ status 1 if a row's loss differs from the first row's by more than 1e-5, or if e
 sends more bytes where less are predicted.
 """
 
-import argparse
 import os
 import statistics
 import sys
@@ -33,47 +32,32 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch.distributed as dist
 
-from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.models import Qwen3MoEConfig
 from fsdptoys.profiler.collectives import Call, CollectiveTrace
 from fsdptoys.train.trainer import Trainer
+from fsdptoys.utils.tables import markdown_table
+from scripts.common.configured import configured
 from scripts.common.machine import machine
+from scripts.common.page import command_line, page_parser, publish
 from scripts.common.progress import progress, unit
 from tests.harness.ranks import run_ranks
 
 RANKS = 4
 LOSS_TOLERANCE = 1e-5
 """Relative, of every step, from the first row with the same batch."""
-COMMON = [
-    "parallel=fsdp2",
-    "data=synthetic",
-    "optim.lr=1e-4",
-    "metrics.console=none",
-    "launch.device=cpu",
-    "train.max_grad_norm=1.0",
-]
-CONTEXT_MODEL = [
-    "model=llama_debug",
-    "model.dim=256",
-    "model.n_layers=4",
-    "model.n_heads=8",
-    "model.n_kv_heads=4",
-]
-CONTEXT_MODEL += ["model.ffn_dim=688", "model.max_seq_len=4096"]
-EXPERTS_MODEL = [
-    "model=qwen3_moe_debug",
-    "model.dim=128",
-    "model.n_layers=2",
-    "model.n_heads=4",
-    "model.head_dim=32",
-]
-EXPERTS_MODEL += [
-    "model.n_experts=16",
-    "model.top_k=2",
-    "model.expert_ffn_dim=128",
-    "model.max_seq_len=4096",
-]
+COMMON = (
+    "parallel=fsdp2 data=synthetic optim.lr=1e-4 metrics.console=none launch.device=cpu "
+    "train.max_grad_norm=1.0 model.max_seq_len=4096"
+)
+CONTEXT_MODEL = (
+    "model=llama_debug model.dim=256 model.n_layers=4 model.n_heads=8 model.n_kv_heads=4 "
+    "model.ffn_dim=688"
+)
+EXPERTS_MODEL = (
+    "model=qwen3_moe_debug model.dim=128 model.n_layers=2 model.n_heads=4 model.head_dim=32 "
+    "model.n_experts=16 model.top_k=2 model.expert_ffn_dim=128"
+)
 SEQ_LEN = 1024
 """Tokens of a sequence in the table of contexts."""
 EXPERT_TOKENS = (64, 256, 1024, 2048)
@@ -87,8 +71,8 @@ class Row:
     losses: list[float]
     cpu_seconds: float
     """Median over the steps after the first two."""
-    peak_gib: float | None
-    """Most memory of rank 0's tensors at a time, in GiB; None where they were not counted."""
+    peak_gib: float
+    """Most memory of rank 0's tensors at a time, in GiB."""
     exchanged_bytes: float
     """Sent by a rank in a step along the axis of the table."""
     other_bytes: float
@@ -122,56 +106,30 @@ def _measure_one(config: Config, axis: str) -> Row:
     return Row(
         losses=[step.loss for step in trainer.history],
         cpu_seconds=statistics.median(seconds),
-        peak_gib=max(peaks, default=None),
+        peak_gib=max(peaks),
         exchanged_bytes=sum(own),
         other_bytes=sum(call.sends_bytes for call in traced) - sum(own),
     )
 
 
-def context_rows(steps: int) -> tuple[list[str], list[Config]]:
-    """Names and configurations of the table of contexts, all with the same global batch of four
-    sequences."""
-    layouts = [("cp 1", 1, "auto")]
-    layouts += [
-        (f"cp {cp} {form}", cp, form) for cp in (2, 4) for form in ("ulysses", "gathered", "ring")
-    ]
-    configs = []
-    for _, cp, form in layouts:
-        words = [
-            *COMMON,
-            *CONTEXT_MODEL,
-            f"train.seq_len={SEQ_LEN}",
-            f"train.steps={steps}",
-            f"mesh.cp_size={cp}",
-        ]
-        # A micro-batch of cp sequences on RANKS / cp groups of ranks.
-        words += [f"train.batch_size={cp}", *([f"parallel.context={form}"] if cp > 1 else [])]
-        configs.append(composed(words))
-    return [name for name, _, _ in layouts], configs
+def context_rows(steps: int) -> dict[str, Config]:
+    """Configurations of the table of contexts, all with the same global batch of four sequences."""
+    # A micro-batch of cp sequences on RANKS / cp groups of ranks.
+    common = f"{COMMON} {CONTEXT_MODEL} train.seq_len={SEQ_LEN} train.steps={steps}"
+    words = {"cp 1": "train.batch_size=1"}
+    for cp in (2, 4):
+        for form in ("ulysses", "gathered", "ring"):
+            layout = f"mesh.cp_size={cp} train.batch_size={cp} parallel.context={form}"
+            words[f"cp {cp} {form}"] = layout
+    return {name: configured(f"{common} {row}".split(), RANKS) for name, row in words.items()}
 
 
-def expert_rows(tokens: int, steps: int) -> tuple[list[str], list[Config]]:
-    """Names and configurations of the table of experts for this many tokens of a rank and step."""
-    configs = [
-        composed(
-            [
-                *COMMON,
-                *EXPERTS_MODEL,
-                f"train.seq_len={tokens}",
-                f"train.steps={steps}",
-                f"mesh.ep_size={ep}",
-            ]
-        )
-        for ep in (1, 2, 4)
-    ]
-    return [f"ep {ep}" for ep in (1, 2, 4)], configs
-
-
-def composed(words: list[str]) -> Config:
-    """A checked configuration."""
-    config = compose_config(words)
-    config.validate(RANKS, "cpu")
-    return config
+def expert_rows(tokens: int, steps: int) -> dict[str, Config]:
+    """Configurations of the table of experts for this many tokens of a rank and step."""
+    common = f"{COMMON} {EXPERTS_MODEL} train.seq_len={tokens} train.steps={steps}"
+    return {
+        f"ep {ep}": configured(f"{common} mesh.ep_size={ep}".split(), RANKS) for ep in (1, 2, 4)
+    }
 
 
 def expert_bytes(config: Config, ep: int, tokens: int) -> tuple[float, float]:
@@ -200,115 +158,97 @@ def break_even_tokens(config: Config, ep: int) -> float:
     return saved / rows_of_a_token
 
 
-def bench_context(steps: int) -> list[str]:
-    """Print the table of contexts; return what fails."""
-    names, configs = context_rows(steps)
-    rows: list[Row] = run_ranks(RANKS, measure, configs, "cp", names)[0]
-    print(
-        f"## Context\n\n{RANKS} ranks, 4 sequences of {SEQ_LEN} tokens a step, float32, {steps} "
-        "steps\n"
-    )
-    print(
-        "| layout | CPU s a step, of cp 1 | peak GiB, of cp 1 | attention sends MB | others send "
-        "MB |"
-    )
-    print("|---|---:|---:|---:|---:|")
+def bench_context(steps: int) -> tuple[str, list[str]]:
+    """Return the table of contexts, and what fails."""
+    configs = context_rows(steps)
+    names = list(configs)
+    rows: list[Row] = run_ranks(RANKS, measure, list(configs.values()), "cp", names)[0]
     first = rows[0]
+    cells = [
+        ["layout", "CPU s a step, of cp 1", "peak GiB, of cp 1", "attention sends MB",
+         "others send MB"],
+    ]  # fmt: skip
     for name, row in zip(names, rows, strict=True):
-        peak = (
-            ""
-            if row.peak_gib is None or first.peak_gib is None
-            else f"{row.peak_gib / first.peak_gib:.2f}"
+        numbers = (
+            row.cpu_seconds / first.cpu_seconds,
+            row.peak_gib / first.peak_gib,
+            row.exchanged_bytes / 1e6,
+            row.other_bytes / 1e6,
         )
-        ratio = row.cpu_seconds / first.cpu_seconds
-        print(
-            f"| {name} | {ratio:.2f} | {peak} | {row.exchanged_bytes / 1e6:.2f} | "
-            f"{row.other_bytes / 1e6:.2f} |"
-        )
-    print(
-        f"\ncp 1: {first.cpu_seconds:.3f} CPU s a step, peak {first.peak_gib or 0:.3f} GiB\n",
-        flush=True,
+        cells.append([name, *(f"{number:.2f}" for number in numbers)])
+    text = (
+        f"## Context\n\n{RANKS} ranks, 4 sequences of {SEQ_LEN} tokens a step, float32, {steps} "
+        f"steps\n\n{markdown_table(cells, range(1, 5))}\n\ncp 1: {first.cpu_seconds:.3f} CPU s a "
+        f"step, peak {first.peak_gib:.3f} GiB"
     )
-    return other_losses(names, rows)
+    return text, other_losses(names, rows)
 
 
-def bench_experts(steps: int) -> list[str]:
-    """Print the table of experts; return what fails."""
-    print(
-        f"## Experts\n\n{RANKS} ranks, 2 layers of 16 experts of 3 · 128 · 128 weights, 2 a "
-        "token, float32\n"
-    )
-    print(
-        "| tokens of a rank | layout | CPU s a step, of ep 1 | rows sent MB (even load) | all "
-        "sent MB | of ep 1 |"
-    )
-    print("|---:|---|---:|---:|---:|---:|")
+def bench_experts(steps: int) -> tuple[str, list[str]]:
+    """Return the table of experts, and what fails."""
+    cells = [
+        ["tokens of a rank", "layout", "CPU s a step, of ep 1", "rows sent MB (even load)",
+         "all sent MB", "of ep 1"],
+    ]  # fmt: skip
     faults: list[str] = []
     for tokens in EXPERT_TOKENS:
-        names, configs = expert_rows(tokens, steps)
-        rows: list[Row] = run_ranks(RANKS, measure, configs, "ep", names)[0]
+        configs = expert_rows(tokens, steps)
+        names = list(configs)
+        rows: list[Row] = run_ranks(RANKS, measure, list(configs.values()), "ep", names)[0]
         whole = [row.exchanged_bytes + row.other_bytes for row in rows]
-        for ep, name, config, row, sent in zip((1, 2, 4), names, configs, rows, whole, strict=True):
+        for (name, config), row, sent in zip(configs.items(), rows, whole, strict=True):
+            ep = config.mesh.ep_size
             even = expert_bytes(config, ep, tokens)[0]
-            ratio, share = row.cpu_seconds / rows[0].cpu_seconds, sent / whole[0]
             exchanged = f"{row.exchanged_bytes / 1e6:.3f} ({even / 1e6:.3f})" if ep > 1 else ""
-            print(
-                f"| {tokens} | {name} | {ratio:.2f} | {exchanged} | {sent / 1e6:.3f} | "
-                f"{share:.2f} |",
-                flush=True,
-            )
+            ratio = row.cpu_seconds / rows[0].cpu_seconds
+            share = sent / whole[0]
+            numbers = [f"{ratio:.2f}", exchanged, f"{sent / 1e6:.3f}", f"{share:.2f}"]
+            cells.append([str(tokens), name, *numbers])
             if ep > 1 and tokens < 0.8 * break_even_tokens(config, ep) and share >= 1:
                 faults.append(f"{name} with {tokens} tokens sends {share:.2f} of the bytes of ep 1")
         faults += [f"{tokens} tokens, {fault}" for fault in other_losses(names, rows)]
-    breaks = ", ".join(f"ep {ep}: {break_even_tokens(configs[0], ep):,.0f}" for ep in (2, 4))
-    print(
-        f"\nSends less than ep 1, by formula, up to these tokens of a rank and step: {breaks}\n",
-        flush=True,
+    config = configs["ep 1"]
+    breaks = ", ".join(f"ep {ep}: {break_even_tokens(config, ep):,.0f}" for ep in (2, 4))
+    text = (
+        f"## Experts\n\n{RANKS} ranks, 2 layers of 16 experts of 3 · 128 · 128 weights, 2 a "
+        f"token, float32\n\n{markdown_table(cells, (0, 2, 3, 4, 5))}\n\n"
+        f"Sends less than ep 1, by formula, up to these tokens of a rank and step: {breaks}"
     )
-    return faults
+    return text, faults
 
 
 def other_losses(names: Sequence[str], rows: Sequence[Row]) -> list[str]:
     """Rows whose losses differ from the first row's."""
-    pairs = {
-        name: zip(row.losses, rows[0].losses, strict=True)
-        for name, row in zip(names, rows, strict=True)
-    }
-    worst = {
-        name: max(abs(loss - first) / abs(first) for loss, first in each)
-        for name, each in pairs.items()
-    }
-    return [
-        f"{name}: a loss differs by {most:.1e}"
-        for name, most in worst.items()
-        if not most <= LOSS_TOLERANCE
-    ]
+    faults = []
+    for name, row in zip(names, rows, strict=True):
+        pairs = zip(row.losses, rows[0].losses, strict=True)
+        worst = max(abs(loss - first) / abs(first) for loss, first in pairs)
+        if not worst <= LOSS_TOLERANCE:
+            faults.append(f"{name}: a loss differs by {worst:.1e}")
+    return faults
+
+
+TABLES = {"context": (7, bench_context), "experts": (12, bench_experts)}
+"""Table → its number of rows, and its function."""
 
 
 def main() -> int:
     """Print the tables; 1 if a row fails."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", choices=["context", "experts"])
+    parser = page_parser(__doc__)
+    parser.add_argument("--only", choices=list(TABLES))
     parser.add_argument(
         "--steps", type=int, default=6, help="at least 4: two to warm up, and the last is traced"
     )
     args = parser.parse_args()
-    print(
-        (
-            "# Layouts\n\nCommand: `python scripts/benchmarks/bench_layouts.py "
-            f"{' '.join(sys.argv[1:])}`"
-        ).rstrip("` ")
-        + "`\n"
-    )
-    print(f"- {machine('cpu')}\n")
+    tables = [TABLES[args.only]] if args.only else list(TABLES.values())
+    texts = ["# Layouts", command_line(), f"- {machine('cpu')}"]
     faults: list[str] = []
-    with progress((7 if args.only != "experts" else 0) + (12 if args.only != "context" else 0)):
-        faults += bench_context(args.steps) if args.only != "experts" else []
-        faults += bench_experts(args.steps) if args.only != "context" else []
-    for fault in faults:
-        print(f"MISSED: {fault}")
+    with progress(sum(units for units, _ in tables)):
+        for _, bench in tables:
+            text, missed = bench(args.steps)
+            texts.append(text)
+            faults += missed
+    publish("\n\n".join([*texts, *(f"MISSED: {fault}" for fault in faults)]), args.write)
     return 1 if faults else 0
 
 

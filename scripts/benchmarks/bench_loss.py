@@ -22,10 +22,9 @@ for an H200).
 """
 
 import argparse
-import io
+import functools
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,15 +32,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdptoys.device import AllocationCount
+from fsdptoys.device import AllocationCount, Device
 from fsdptoys.loss import LossFn, build_loss, cross_entropy_sum
 from fsdptoys.loss.chunked import auto_chunk_tokens
+from fsdptoys.utils.tables import markdown_table
+from scripts.benchmarks.turns import median_ratio, take_turns
 from scripts.common.machine import machine
+from scripts.common.page import command_line, page_parser, publish
 from scripts.common.progress import progress, unit
 
 SHAPE = (4096, 1024, 32000)
@@ -60,32 +60,6 @@ PLAIN, TORCH, CHECKPOINTED = "plain", "F.linear_cross_entropy", "checkpointed ch
 OURS, OURS_BF16 = "chunked", "chunked, bf16 sum"
 
 
-def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--shapes", nargs="+", metavar="NxDxV", type=shape, help="tokens x width x vocabulary"
-    )
-    parser.add_argument(
-        "--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"]
-    )
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument(
-        "--chunk-tokens", type=int, help="tokens a chunk; chosen by the loss if left out"
-    )
-    parser.add_argument(
-        "--write", type=Path, help="also write what is printed to this file, as Markdown"
-    )
-    args = parser.parse_args(words)
-    if args.shapes is None:
-        args.shapes = [SHAPE, LARGE_SHAPE] if args.device.startswith("cuda") else [SHAPE]
-    return args
-
-
 def shape(word: str) -> tuple[int, ...]:
     """``4096x1024x32000`` as numbers."""
     sizes = tuple(int(size) for size in word.split("x"))
@@ -96,90 +70,71 @@ def shape(word: str) -> tuple[int, ...]:
 
 def main(words: list[str] | None = None) -> int:
     """Run all shapes and dtypes; 0 if every bar is met."""
-    args = parse_arguments(words)
-    torch.set_num_threads(args.threads)
-    copy = io.StringIO()
-    consoles = [Console(width=120), Console(width=120, file=copy)]
-
-    def say(what: Table | str) -> None:
-        for console in consoles:
-            console.print(what, highlight=False, markup=False)
-
-    say(
-        (
-            "python scripts/benchmarks/bench_loss.py "
-            f"{' '.join(sys.argv[1:] if words is None else words)}"
-        ).rstrip()
+    parser = page_parser(__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--shapes", nargs="+", metavar="NxDxV", type=shape, help="tokens x width x vocabulary"
     )
-    say(machine(torch.device(args.device).type))
-    missed = False
-    with progress(len(args.shapes) * len(args.dtypes) * units_of_case(args.repeats)):
-        for sizes in args.shapes:
+    dtypes = ["bfloat16", "float32"]
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--chunk-tokens", type=int, help="tokens a chunk; chosen by the loss if left out"
+    )
+    args = parser.parse_args(words)
+    shapes = args.shapes or ([SHAPE] if args.device == "cpu" else [SHAPE, LARGE_SHAPE])
+    torch.set_num_threads(args.threads)
+    texts = ["# Chunked loss", command_line(words), machine(torch.device(args.device).type)]
+    contestants = 5 if hasattr(F, "linear_cross_entropy") else 4
+    with progress(len(shapes) * len(args.dtypes) * (2 + 2 * contestants + args.repeats)):
+        for sizes in shapes:
             for dtype in args.dtypes:
-                table, bars = run_case(args, sizes, getattr(torch, dtype))
-                say(table)
-                for name, value, limit, suffix in bars:
-                    met = value <= limit
-                    missed |= not met
-                    mark = "met   " if met else "MISSED"
-                    say(f"{mark} {dtype}: {name} {value:.2f}{suffix}, bar {limit:.2f}{suffix}")
-    if args.write is not None:
-        args.write.write_text(f"# Chunked loss\n\n```\n{copy.getvalue().rstrip()}\n```\n")
-    return 1 if missed else 0
+                texts += run_case(args, sizes, getattr(torch, dtype))
+    publish("\n\n".join(texts), args.write)
+    return 1 if any(text.startswith("MISSED") for text in texts) else 0
 
 
-def units_of_case(repeats: int) -> int:
-    """Units of progress: the exact outcome, a check and a peak of each contestant, and the
-    turns."""
-    return 1 + 2 * (5 if hasattr(F, "linear_cross_entropy") else 4) + repeats + 1
-
-
-def run_case(
-    args: argparse.Namespace, sizes: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Table, list[tuple[str, float, float, str]]]:
-    """Check, time and measure one shape in one dtype; returns its table, and bars as (name, value,
-    limit, unit)."""
-    hidden_ND, weight_VD, labels_N = make_inputs(args.device, sizes, dtype)
-    losses = contestants(args, sizes, weight_VD)
-    errors = check(losses, hidden_ND, weight_VD, labels_N)
+def run_case(args: argparse.Namespace, sizes: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+    """Check, time and measure one shape in one dtype; returns its table and its bars."""
+    inputs = make_inputs(args.device, sizes, dtype)
+    losses = contestants(args, sizes, inputs[1])
+    errors = check(losses, *inputs)
     peaks = {}
     for name, loss_fn in losses.items():
         with unit(f"{dtype}, memory of {name}") as done:
-            peaks[name] = peak_bytes(loss_fn, hidden_ND, weight_VD, labels_N)
+            peaks[name] = peak_bytes(loss_fn, *inputs)
             done.note = f"{peaks[name] / MIB:.0f} MiB"
-    seconds = take_turns(losses, hidden_ND, weight_VD, labels_N, args.repeats)
-    ratios = {
-        name: statistics.median(
-            ours / plain for ours, plain in zip(seconds[name], seconds[PLAIN], strict=True)
-        )
-        for name in losses
+    steps = {
+        name: functools.partial(timed_step, loss_fn, inputs) for name, loss_fn in losses.items()
     }
-    table = Table(
-        title=(
-            f"{sizes[0]} tokens, width {sizes[1]}, vocabulary {sizes[2]}, "
-            f"{str(dtype).removeprefix('torch.')}, {args.device}"
-        )
-        + (f", {args.threads} threads" if args.device == "cpu" else ""),
-    )
-    table.add_column("loss and gradients")
-    for column in ("median ms", "× plain", "peak MiB", "× plain", "error of weight's gradient"):
-        table.add_column(column, justify="right")
+    seconds = take_turns(str(dtype), steps, args.repeats, 1, Device(args.device))
+    ratios = {name: median_ratio(seconds, name, PLAIN) for name in losses}
+    milliseconds = {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
+    columns = ["median ms", "× plain", "peak MiB", "× plain", "error of weight's gradient"]
+    rows = [["loss and gradients", *columns]]
     for name in losses:
-        table.add_row(
-            name,
-            f"{statistics.median(seconds[name]) * 1e3:.1f}",
-            f"{ratios[name]:.2f}",
-            f"{peaks[name] / MIB:.0f}",
-            f"{peaks[name] / peaks[PLAIN]:.2f}",
-            f"{errors[name]:.1e}",
-        )
+        rows.append([
+            name, f"{milliseconds[name]:.1f}", f"{ratios[name]:.2f}", f"{peaks[name] / MIB:.0f}",
+            f"{peaks[name] / peaks[PLAIN]:.2f}", f"{errors[name]:.1e}",
+        ])  # fmt: skip
     bars = []
     if args.device == "cpu":
-        bars.append(("time over plain", ratios[OURS], TIME_TARGET, ""))
-        bars.append(("memory over plain", peaks[OURS] / peaks[PLAIN], MEMORY_TARGET, ""))
+        bars.append(("time over plain", ratios[OURS], TIME_TARGET))
+        bars.append(("memory over plain", peaks[OURS] / peaks[PLAIN], MEMORY_TARGET))
     elif sizes == LARGE_SHAPE and dtype == torch.bfloat16:
-        bars.append(("time", statistics.median(seconds[OURS]) * 1e3, LARGE_TARGET_MS, " ms"))
-    return table, bars
+        bars.append(("time in ms", milliseconds[OURS], LARGE_TARGET_MS))
+    n_tokens, dim, vocab_size = sizes
+    threads = f", {args.threads} threads" if args.device == "cpu" else ""
+    return [
+        f"{n_tokens} tokens, width {dim}, vocabulary {vocab_size}, "
+        f"{str(dtype).removeprefix('torch.')}, {args.device}{threads}",
+        markdown_table(rows, range(1, 6)),
+        *(
+            f"{'met' if value <= limit else 'MISSED'}: {dtype}: {name} {value:.2f}, bar {limit:.2f}"
+            for name, value, limit in bars
+        ),
+    ]
 
 
 def make_inputs(
@@ -238,6 +193,11 @@ def step(loss_fn: LossFn, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
     return loss.detach()
 
 
+def timed_step(loss_fn: LossFn, inputs: tuple[Tensor, Tensor, Tensor], turn: int) -> None:
+    """Take a step, the same in each turn."""
+    step(loss_fn, *inputs)
+
+
 def check(
     losses: dict[str, LossFn], hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
 ) -> dict[str, float]:
@@ -286,29 +246,6 @@ def float64_outcome(
     return total, hidden_ND.grad, weight_VD.grad
 
 
-def take_turns(
-    losses: dict[str, LossFn], hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, repeats: int
-) -> dict[str, list[float]]:
-    """Seconds of each contestant in each turn, one contestant after another; the first turn warms
-    up."""
-    seconds: dict[str, list[float]] = {name: [] for name in losses}
-    for turn in range(repeats + 1):
-        with unit(
-            f"{hidden_ND.dtype}, turn {turn} of {repeats}"
-            if turn
-            else f"{hidden_ND.dtype}, warm-up"
-        ):
-            for name, loss_fn in losses.items():
-                synchronize(hidden_ND.device)
-                start = time.perf_counter()
-                step(loss_fn, hidden_ND, weight_VD, labels_N)
-                synchronize(hidden_ND.device)
-                if turn:
-                    seconds[name].append(time.perf_counter() - start)
-                hidden_ND.grad = weight_VD.grad = None
-    return seconds
-
-
 def peak_bytes(
     loss_fn: Callable[..., Tensor], hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
 ) -> int:
@@ -328,12 +265,6 @@ def peak_bytes(
     step(loss_fn, hidden_ND, weight_VD, labels_N)
     counted = count.finish({})
     return counted.peak_bytes - counted.before_bytes
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -73,10 +72,10 @@ def main() -> int:
     results: dict[tuple[str, str], Result] = {}
     wanted = rows_of(args)
     with progress(len(wanted)):
-        measured = MeasuredRows(args)
+        rows = open_rows(args)
         for strategy, name in wanted:
             with unit(f"{strategy} {name}") as done:
-                results[strategy, name] = result = measured.row(strategy, name)
+                results[strategy, name] = result = measured_row(rows, args, strategy, name)
                 done.note = (
                     result.failure
                     or f"{result.seconds:.3f} s, reserved {gib(result.reserved_gib)} GiB"
@@ -92,7 +91,7 @@ def main() -> int:
     print(page)
     if args.write:
         args.write.write_text(page)
-    if args.resume and measured.left:
+    if args.resume and rows.left:
         return ROWS_LEFT
     return 1 if any(verdict.startswith("missed") for verdict in verdicts) else 0
 
@@ -158,49 +157,25 @@ def rows_of(args: argparse.Namespace) -> list[tuple[str, str]]:
     ]
 
 
-class MeasuredRows:
-    """Rows as they are measured, in the order of the calls of ``row``.
-
-    Args:
-        args: of the command line.
-    """
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        settings = {name: getattr(args, name) for name in ROW_OPTIONS}
-        settings |= {"cores": row_cores(args), "machine": without_clocks(machine(args.device))}
-        path = args.write.with_suffix(".json") if args.write else None
-        self._finished = FinishedRows(path, settings, args.resume)
-        self._end = None if args.seconds is None else time.monotonic() + args.seconds
-        self.left = 0
-        """Rows that no time was left for."""
-
-    def row(self, strategy: str, name: str) -> Result:
-        """The row of an earlier call, or a new measurement within the time that is left."""
-        key = f"{strategy} {name}"
-        if (earlier := self._finished.get(key)) is not None:
-            return Result(**earlier)
-        seconds = self.args.row_seconds
-        if self._end is not None:
-            seconds = min(seconds, self._end - time.monotonic())
-        if seconds < LEAST_SECONDS:
-            self.left += 1
-            return Result(failure="left out: the call's time was over", refused=True)
-        result = run_row(self.args, strategy, name, seconds)
-        if (
-            result.failure is not None
-            and seconds < self.args.row_seconds
-            and result.failure == too_long(seconds)
-        ):
-            self.left += 1  # a later call has more time for it
-        else:
-            self._finished.put(key, vars(result))
-        return result
+def open_rows(args: argparse.Namespace) -> FinishedRows:
+    """Return the rows of earlier calls with the same settings."""
+    settings = {name: getattr(args, name) for name in ROW_OPTIONS}
+    settings |= {"cores": row_cores(args), "machine": without_clocks(machine(args.device))}
+    path = args.write.with_suffix(".json") if args.write else None
+    return FinishedRows(path, settings, args.resume, args.seconds)
 
 
-def too_long(seconds: float) -> str:
-    """The failure of a row that ran out of time."""
-    return f"not done after {seconds:.0f} s"
+def measured_row(rows: FinishedRows, args: argparse.Namespace, strategy: str, name: str) -> Result:
+    """Return a row of an earlier call, or measure it within the time that is left."""
+    row = rows.measure(
+        f"{strategy} {name}",
+        lambda seconds: vars(run_row(args, strategy, name, seconds)),
+        args.row_seconds,
+        LEAST_SECONDS,
+    )
+    if row is None:
+        return Result(failure="left out: the call's time was over", refused=True)
+    return Result(**row)
 
 
 def run_row(args: argparse.Namespace, strategy: str, name: str, seconds: float) -> Result:
@@ -215,7 +190,7 @@ def run_row(args: argparse.Namespace, strategy: str, name: str, seconds: float) 
             words, capture_output=True, text=True, env=present | environment, timeout=seconds
         )
     except subprocess.TimeoutExpired:
-        return Result(failure=too_long(seconds))
+        return Result(failure=f"not done after {seconds:.0f} s")
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         return Result(failure=(done.stderr.strip().splitlines() or ["no output"])[-1])
@@ -224,25 +199,13 @@ def run_row(args: argparse.Namespace, strategy: str, name: str, seconds: float) 
 
 def row_words(args: argparse.Namespace, strategy: str, name: str) -> list[str]:
     """Overrides of a row."""
-    words = [
-        f"model={args.model}",
-        f"parallel={strategy}",
-        "experiment=null",
-        f"launch.device={args.device}",
-    ]
-    words += [
-        "parallel.param_dtype=bfloat16",
-        "optim.implementation=auto",
-        "metrics.console=none",
-        "metrics.log_every=1",
-    ]
-    return [
-        *words,
-        f"train.seq_len={args.seq_len}",
-        "train.batch_size=1",
-        f"train.steps={args.steps}",
-        *ROWS[name].words,
-    ]
+    line = (
+        f"model={args.model} parallel={strategy} experiment=null launch.device={args.device} "
+        "parallel.param_dtype=bfloat16 optim.implementation=auto metrics.console=none "
+        f"metrics.log_every=1 train.seq_len={args.seq_len} train.batch_size=1 "
+        f"train.steps={args.steps}"
+    )
+    return [*line.split(), *ROWS[name].words]
 
 
 def measure(args: argparse.Namespace) -> Result:

@@ -20,25 +20,25 @@ grouped kernel as this project, the first target is to be as fast within 5%.
 """
 
 import argparse
+import functools
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from fsdptoys.device import DEVICE_TYPES, Device
 from fsdptoys.models.layers import SwiGLU
 from fsdptoys.models.moe import MoE, Scores
+from fsdptoys.utils.tables import markdown_table
+from scripts.benchmarks.turns import median_ratio, take_turns
 from scripts.common.machine import machine
+from scripts.common.page import command_line, page_parser, publish
 from scripts.common.progress import progress, unit
 
 SIZES = [(1024, 512), (1024, 256), (2048, 768)]
@@ -50,6 +50,8 @@ SAME_KERNEL_TARGET = 0.95
 """The same on an accelerator."""
 DENSE_TARGET = 0.6
 """Forward and backward, against a dense block of equal active FLOPs."""
+WARMUP = 2
+"""Turns that are not measured."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest difference from transformers, relative, in the Frobenius norm."""
 OURS, GROUPED, EAGER, DENSE = (
@@ -84,9 +86,7 @@ class Transformers(nn.Module):
 
 def main() -> int:
     """Run all sizes; 0 if every target is met."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = page_parser(__doc__)
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=4096)
@@ -100,9 +100,6 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", choices=DEVICE_TYPES, default="cpu")
     parser.add_argument("--repeats", type=int, help="turns; 30 by default, 9 on a CPU")
-    parser.add_argument(
-        "--write", type=Path, help="also write the output to this file, as Markdown"
-    )
     args = parser.parse_args()
     if (args.dim is None) != (args.ffn_dim is None):
         parser.error("--dim and --ffn-dim go together")
@@ -110,74 +107,52 @@ def main() -> int:
     args.dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
     args.repeats = args.repeats or (9 if on_cpu else 30)
     torch.set_num_threads(args.threads)
-    console = Console(width=140, record=args.write is not None)
-    console.print(f"python {' '.join(sys.argv)}")
-    console.print(machine(args.device, ["transformers"]))
-    missed = []
     sizes = SIZES if args.dim is None else [(args.dim, args.ffn_dim)]
-    with progress(len(sizes) * (1 + 2 * (args.repeats + 2))):
+    texts = ["# Mixture-of-experts block", command_line(), machine(args.device, ["transformers"])]
+    with progress(len(sizes) * (1 + 2 * (args.repeats + WARMUP))):
         for dim, ffn_dim in sizes:
-            missed += run_size(console, args, dim, ffn_dim)
-    for line in missed:
-        console.print(f"missed: {line}")
-    if args.write is not None:
-        args.write.write_text(
-            f"# Mixture-of-experts block\n\n```\n{console.export_text().rstrip()}\n```\n"
-        )
-    return 1 if missed else 0
+            texts += run_size(args, dim, ffn_dim)
+    publish("\n\n".join(texts), args.write)
+    return 1 if any(text.startswith("missed") for text in texts) else 0
 
 
-def run_size(console: Console, args: argparse.Namespace, dim: int, ffn_dim: int) -> list[str]:
-    """Compare, time and print one size; returns the missed targets."""
+def run_size(args: argparse.Namespace, dim: int, ffn_dim: int) -> list[str]:
+    """Compare and time one size; returns its table and the missed targets."""
     dtype = getattr(torch, args.dtype)
     blocks = build(args, dim, ffn_dim, dtype)
     generator = torch.Generator().manual_seed(1)
-    inputs = [
-        torch.randn(args.tokens, dim, generator=generator).to(args.device, dtype).requires_grad_()
-        for _ in range(args.repeats + 2)
-    ]
-    grad_ND = torch.randn(args.tokens, dim, generator=generator).to(args.device, dtype)
+    *inputs, grad_ND = (
+        torch.randn(args.tokens, dim, generator=generator).to(args.device, dtype)
+        for _ in range(args.repeats + WARMUP + 1)
+    )
+    for hidden_ND in inputs:
+        hidden_ND.requires_grad_()
     with unit(f"dim {dim}, comparison"):
         compare(blocks, inputs[0], grad_ND, TOLERANCE[dtype])
-    times, device = {}, Device(args.device)
+    rows = [["phase", "block", "median ms", "tokens/s", "FSDPToys is … times as fast"]]
     for phase, step in (("forward", forward), ("forward+backward", forward_backward)):
-        name = f"dim {dim}, {phase}"
-        times[phase] = take_turns(
-            name, blocks, inputs, lambda block, x, step=step: step(block, x, grad_ND), device
-        )
-
-    table = Table(
-        title=(
-            f"{args.experts} experts, top-{args.top_k}, {args.tokens} tokens, dim {dim}, ffn_dim "
-            f"{ffn_dim}, {args.dtype}, {args.device}"
-        )
-        + (f", {args.threads} threads" if args.device == "cpu" else "")
-    )
-    for column in ("phase", "block"):
-        table.add_column(column)
-    for column in ("median ms", "tokens/s", "FSDPToys is … times as fast"):
-        table.add_column(column, justify="right")
-    missed = []
-    for phase, seconds in times.items():
-        ratios = {
-            name: statistics.median(
-                a / b for a, b in zip(seconds[name], seconds[OURS], strict=True)
-            )
-            for name in blocks
+        steps = {
+            name: functools.partial(step, block, inputs, grad_ND) for name, block in blocks.items()
         }
-        for name in blocks:
-            median = statistics.median(seconds[name])
+        title = f"dim {dim}, {phase}"
+        seconds = take_turns(title, steps, args.repeats, WARMUP, Device(args.device))
+        ratios = {name: median_ratio(seconds, name, OURS) for name in blocks}
+        for name, times in seconds.items():
+            median = statistics.median(times)
             ratio = "" if name == OURS else f"{ratios[name]:.2f}"
-            table.add_row(phase, name, f"{median * 1e3:.1f}", f"{args.tokens / median:,.0f}", ratio)
-        table.add_section()
+            rows.append([phase, name, f"{median * 1e3:.1f}", f"{args.tokens / median:,.0f}", ratio])
+    threads = f", {args.threads} threads" if args.device == "cpu" else ""
+    title = (
+        f"{args.experts} experts, top-{args.top_k}, {args.tokens} tokens, dim {dim}, ffn_dim "
+        f"{ffn_dim}, {args.dtype}, {args.device}{threads}"
+    )
     speedup = SPEEDUP_TARGET if args.device == "cpu" else SAME_KERNEL_TARGET
-    for name, target in ((GROUPED, speedup), (DENSE, DENSE_TARGET)):
-        if ratios[name] < target:
-            missed.append(
-                f"dim {dim}, ffn_dim {ffn_dim}: {ratios[name]:.2f} of {name}, target {target}"
-            )
-    console.print(table)
-    return missed
+    missed = [
+        f"missed: dim {dim}, ffn_dim {ffn_dim}: {ratios[name]:.2f} of {name}, target {target}"
+        for name, target in ((GROUPED, speedup), (DENSE, DENSE_TARGET))
+        if ratios[name] < target
+    ]
+    return [title, markdown_table(rows, (2, 3, 4)), *missed]
 
 
 def build(
@@ -206,17 +181,17 @@ def _theirs(name: str) -> str:
     return name.replace("router.", "gate.")
 
 
-def forward(block: nn.Module, hidden_ND: Tensor, grad_ND: Tensor) -> Tensor:
+def forward(block: nn.Module, inputs: list[Tensor], grad_ND: Tensor, turn: int) -> Tensor:
     """Forward alone, as in evaluation."""
     with torch.no_grad():
-        return block(hidden_ND)
+        return block(inputs[turn])
 
 
-def forward_backward(block: nn.Module, hidden_ND: Tensor, grad_ND: Tensor) -> Tensor:
+def forward_backward(block: nn.Module, inputs: list[Tensor], grad_ND: Tensor, turn: int) -> Tensor:
     """Forward, and gradients of the input and all parameters, as in training."""
-    hidden_ND.grad = None
+    inputs[turn].grad = None
     block.zero_grad(set_to_none=True)
-    out_ND = block(hidden_ND)
+    out_ND = block(inputs[turn])
     out_ND.backward(grad_ND)
     return out_ND.detach()
 
@@ -231,7 +206,7 @@ def compare(
     """
     results = {}
     for name in (OURS, GROUPED, EAGER):
-        out_ND = forward_backward(blocks[name], hidden_ND, grad_ND)
+        out_ND = forward_backward(blocks[name], [hidden_ND], grad_ND, 0)
         grads = {
             _theirs(key).removeprefix("block."): param.grad
             for key, param in blocks[name].named_parameters()
@@ -247,30 +222,6 @@ def compare(
                 raise SystemExit(
                     f"{key} differs from {name} by {error:.1e} relative, more than {tolerance:.0e}"
                 )
-
-
-def take_turns(
-    title: str,
-    blocks: dict[str, nn.Module],
-    inputs: list[Tensor],
-    step: Callable[[nn.Module, Tensor], Tensor],
-    device: Device,
-) -> dict[str, list[float]]:
-    """Seconds of each block on each input, the blocks one after another; the first two inputs warm
-    up."""
-    seconds: dict[str, list[float]] = {name: [] for name in blocks}
-    for turn, hidden_ND in enumerate(inputs):
-        with unit(f"{title}, turn {turn + 1} of {len(inputs)}"):
-            for name, block in blocks.items():
-                device.synchronize()
-                start = time.perf_counter()
-                step(block, hidden_ND)
-                device.synchronize()
-                if turn >= 2:
-                    seconds[name].append(time.perf_counter() - start)
-                block.zero_grad(set_to_none=True)
-                hidden_ND.grad = None
-    return seconds
 
 
 if __name__ == "__main__":

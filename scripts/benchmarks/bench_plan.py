@@ -42,8 +42,9 @@ from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
 from fsdptoys.plan.predict import predict
 from scripts.benchmarks.bench_memory import (
     ROW_OPTIONS,
-    MeasuredRows,
     add_row_arguments,
+    measured_row,
+    open_rows,
     row_words,
     rows_of,
 )
@@ -85,11 +86,11 @@ def main() -> int:
     predictors: dict[tuple[str, str], Predict] = {}
     wanted = rows_of(args)
     with progress(len(wanted) + 1):
-        rows_of_device = None if saved is not None else MeasuredRows(args)
+        rows_of_device = None if saved is not None else open_rows(args)
         for strategy, name in wanted:
             with unit(f"{strategy} {name}") as done:
                 if rows_of_device is not None:
-                    result = rows_of_device.row(strategy, name)
+                    result = measured_row(rows_of_device, args, strategy, name)
                 else:
                     result = saved.get(f"{strategy} {name}", Result(failure="not measured"))
                 measured[strategy, name] = result

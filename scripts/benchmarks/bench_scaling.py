@@ -16,7 +16,6 @@
 Prints Markdown.
 """
 
-import argparse
 import os
 import resource
 import statistics
@@ -24,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,9 +43,12 @@ from fsdptoys.plan.predict import predict
 from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
-from scripts.benchmarks.step_counts import configured, count_step, pretend
+from fsdptoys.utils.tables import markdown_table
+from scripts.benchmarks.step_counts import count_step, pretend
 from scripts.common.child_environment import child_environment
+from scripts.common.configured import configured
 from scripts.common.machine import machine
+from scripts.common.page import command_line, page_parser, publish
 from scripts.common.progress import progress, unit
 from tests.harness.ranks import run_ranks
 
@@ -54,21 +56,12 @@ WARMUP = 5
 MOST_FLAT = 512
 """Ranks up to which one copy of all of them is planned as well: tracing cuts each parameter into as
 many pieces."""
-MEASURED = [
-    "model=llama_debug",
-    "model.dim=256",
-    "model.ffn_dim=704",
-    "train.batch_size=2",
-    "train.seq_len=128",
-]
-COUNTED = ["model=llama_debug", "train.batch_size=1", "train.seq_len=16", "mesh.fsdp_size=node"]
-PLANNED = [
-    "parallel=fsdp2",
-    "parallel.param_dtype=bfloat16",
-    "memory.chunk_loss=true",
-    "train.seq_len=4096",
-]
-PLANNED += ["memory.gradient_checkpointing=selective", "experiment=null"]
+MEASURED = "model=llama_debug model.dim=256 model.ffn_dim=704 train.batch_size=2 train.seq_len=128"
+COUNTED = "model=llama_debug train.batch_size=1 train.seq_len=16 mesh.fsdp_size=node"
+PLANNED = (
+    "parallel=fsdp2 parallel.param_dtype=bfloat16 memory.chunk_loss=true train.seq_len=4096 "
+    "memory.gradient_checkpointing=selective experiment=null"
+)
 MIB = 2**20
 
 
@@ -135,21 +128,13 @@ def rank_costs(config: Config, resumed: Config) -> dict[str, Cost]:
     return costs
 
 
-def command_cost(words: Sequence[str], ranks: int) -> Cost:
+def command_cost(words: str, ranks: int) -> Cost:
     """Seconds on the clock of ``fsdptoys train`` with one step, and CPU seconds of each rank's
     share of it."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    command = [
-        sys.executable,
-        "-m",
-        "fsdptoys",
-        "train",
-        *words,
-        "train.steps=1",
-        f"launch.nproc_per_node={ranks}",
-    ]
+    line = f"-m fsdptoys train {words} train.steps=1 launch.nproc_per_node={ranks}"
     subprocess.run(
-        command,
+        [sys.executable, *line.split()],
         check=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -160,38 +145,27 @@ def command_cost(words: Sequence[str], ranks: int) -> Cost:
     return Cost(time.perf_counter() - started, cpu / ranks)
 
 
-def measured_rows(worlds: Sequence[int], steps: int) -> Iterator[str]:
-    """A line of the first table for each world."""
+def measured_rows(worlds: Sequence[int], steps: int) -> Iterator[list[str]]:
+    """A row of the first table for each world."""
     for ranks in worlds:
         with tempfile.TemporaryDirectory() as folder:
-            words = [
-                *MEASURED,
-                f"train.steps={steps}",
-                f"checkpoint.every={steps}",
-                "metrics.console=none",
-            ]
-            words += [f"mesh.fsdp_size={min(2, ranks)}", f"metrics.run_dir={folder}/run"]
-            first = configured(words, ranks, ranks)
-            resumed = configured([*words, "checkpoint.resume=must"], ranks, ranks)
+            common = f"{MEASURED} metrics.console=none mesh.fsdp_size={min(2, ranks)}"
+            saves = f"train.steps={steps} checkpoint.every={steps} metrics.run_dir={folder}/run"
+            words = f"{common} {saves}".split()
+            first = configured(words, ranks)
+            resumed = configured([*words, "checkpoint.resume=must"], ranks)
             with unit(f"measured, {ranks} ranks"):
                 found = run_ranks(ranks, rank_costs, first, resumed)
-            plain = [
-                *MEASURED,
-                "experiment=null",
-                "launch.device=cpu",
-                f"metrics.run_dir={folder}/command",
-            ]
+            command = f"{common} experiment=null launch.device=cpu metrics.run_dir={folder}/command"
             with unit(f"command, {ranks} ranks"):
-                start = command_cost(
-                    [*plain, "metrics.console=none", f"mesh.fsdp_size={min(2, ranks)}"], ranks
-                )
+                start = command_cost(command, ranks)
         cells = [f"{start.wall:.1f} / {start.cpu:.1f}"]
         for name in ("initialize", "step", "save", "load"):
             # The slowest rank's clock, and a rank's CPU time on average.
             wall = max(costs[name].wall for costs in found)
             cpu = statistics.mean(costs[name].cpu for costs in found)
             cells.append(f"{1e3 * wall:.0f} / {1e3 * cpu:.0f}")
-        yield f"| {ranks} | " + " | ".join(cells) + " |"
+        yield [str(ranks), *cells]
 
 
 def numbers(words: Sequence[str], world_size: int) -> tuple[int, int, int, float, float]:
@@ -212,17 +186,15 @@ def numbers(words: Sequence[str], world_size: int) -> tuple[int, int, int, float
     return counted.all_lines, sum(counted.calls.values()), len(collectives), sent, seconds
 
 
-def counted_rows(worlds: Sequence[int]) -> Iterator[str]:
-    """A line of the second table for each world."""
+def counted_rows(worlds: Sequence[int]) -> Iterator[list[str]]:
+    """A row of the second table for each world."""
     for world_size in worlds:
         with unit(f"counted, world of {world_size:,}"):
             ((lines, calls, collectives, sent, seconds),) = run_ranks(
-                1, numbers, COUNTED, world_size
+                1, numbers, COUNTED.split(), world_size
             )
-        yield (
-            f"| {world_size:,} | {lines:,} | {calls:,} | {collectives} | {sent:.2f} | "
-            f"{1e3 * seconds:.0f} |"
-        )
+        counts = [f"{world_size:,}", f"{lines:,}", f"{calls:,}", str(collectives)]
+        yield [*counts, f"{sent:.2f}", f"{1e3 * seconds:.0f}"]
 
 
 def messages(volumes: Iterable[Volume]) -> int:
@@ -238,13 +210,13 @@ def planned_sizes(world_size: int) -> tuple[str, ...]:
     return ("node", "-1") if 8 < world_size <= MOST_FLAT else ("node",)
 
 
-def planned_rows(model: str, hardware_name: str, worlds: Sequence[int]) -> Iterator[str]:
-    """Lines of the third table for each world: a copy a machine, and a copy of all ranks where one
+def planned_rows(model: str, hardware_name: str, worlds: Sequence[int]) -> Iterator[list[str]]:
+    """Rows of the third table for each world: a copy a machine, and a copy of all ranks where one
     can be cut so."""
     hardware = load_hardware(hardware_name)
     for world_size in worlds:
         for size in planned_sizes(world_size):
-            config = compose_config([*PLANNED, f"model={model}", f"mesh.fsdp_size={size}"])
+            config = compose_config(f"{PLANNED} model={model} mesh.fsdp_size={size}".split())
             validate_switches(
                 config,
                 world_size,
@@ -254,106 +226,62 @@ def planned_rows(model: str, hardware_name: str, worlds: Sequence[int]) -> Itera
             with unit(f"planned, {world_size:,} ranks, mesh.fsdp_size={size}"):
                 found = predict(config, hardware, world_size)
             volumes = found.time.volumes
-            sent, calls = (
-                sum(volume.bytes for volume in volumes) / GIB,
-                sum(volume.calls for volume in volumes),
-            )
-            cells = [
-                *(f"{world_size:,}", f"`{size}`"),
-                *(
-                    f"{each / GIB:.2f}"
-                    for each in (found.memory.peak_bytes, found.memory.reserved_bytes)
-                ),
+            sent = sum(volume.bytes for volume in volumes) / GIB
+            calls = sum(volume.calls for volume in volumes)
+            yield [
+                f"{world_size:,}", f"`{size}`", f"{found.memory.peak_bytes / GIB:.2f}",
+                f"{found.memory.reserved_bytes / GIB:.2f}",
                 f"{1e3 * found.time.step_seconds:.0f}",
-                f"{1e3 * found.time.exposed_communication_seconds:.0f}",
-                *(f"{sent:.1f}", str(calls), f"{messages(volumes):,}"),
+                f"{1e3 * found.time.exposed_communication_seconds:.0f}", f"{sent:.1f}",
+                str(calls), f"{messages(volumes):,}",
                 f"{found.tokens_per_second / world_size:,.0f}",
-            ]
-            yield f"| {' | '.join(cells)} |"
+            ]  # fmt: skip
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, count and plan, and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--ranks", type=int, nargs="*", default=[1, 2, 4, 8], help="to measure with"
-    )
+    parser = page_parser(__doc__)
+    ints: dict[str, Any] = {"type": int, "nargs": "*"}
+    parser.add_argument("--ranks", **ints, default=[1, 2, 4, 8], help="to measure with")
     parser.add_argument(
         "--steps", type=int, default=30, help=f"of each, the first {WARMUP} not counted"
     )
-    parser.add_argument(
-        "--counted", type=int, nargs="*", default=[16, 128, 1024, 16384], help="worlds to count in"
-    )
-    parser.add_argument(
-        "--planned",
-        type=int,
-        nargs="*",
-        default=[8, 64, 512, 4096, 16384],
-        help="worlds to plan for",
-    )
+    worlds = [16, 128, 1024, 16384]
+    parser.add_argument("--counted", **ints, default=worlds, help="worlds to count in")
+    worlds = [8, 64, 512, 4096, 16384]
+    parser.add_argument("--planned", **ints, default=worlds, help="worlds to plan for")
     parser.add_argument("--model", default="llama3_8b", help="to plan for")
     parser.add_argument("--hardware", default="h100", help="to plan for")
-    parser.add_argument("--write", type=Path, help="a file for what is printed")
     args = parser.parse_args(words)
-    lines: list[str] = []
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        lines.append(line)
-
-    command = " ".join(
-        ["python scripts/benchmarks/bench_scaling.py", *(sys.argv[1:] if words is None else words)]
-    )
-    say("# What grows with the number of ranks\n")
-    say(f"- `{command}` on {time.strftime('%Y-%m-%d')}")
-    say(f"- {machine('cpu')}")
-    tables: list[tuple[str, str, Callable[[], Iterator[str]]]] = [
-        (
-            (
-                f"## Measured: `{' '.join(MEASURED)}`, FSDP2, a copy for two ranks\n\n"
-                "Each cell: on the clock, slowest rank / CPU time of a rank, mean. The command in "
-                "seconds, else ms.\n"
-            ),
-            "| ranks | command with one step | initialize | step | save | load |",
-            lambda: measured_rows(args.ranks, args.steps),
-        ),
-        (
-            f"## Counted: a step of rank 0, `{' '.join(COUNTED)}` on machines of 8\n",
-            (
-                "| ranks | lines of ours that ran | calls of functions | collectives | MiB sent | "
-                "CPU ms to initialize |"
-            ),
-            lambda: counted_rows(args.counted),
-        ),
-        (
-            (
-                f"## Planned: `{' '.join([f'model={args.model}', *PLANNED])}` on {args.hardware}, "
-                "not measured\n"
-            ),
-            (
-                "| ranks | `mesh.fsdp_size` | GiB peak | GiB reserved | ms a step | of which "
-                "waiting for the network | GiB sent by a rank | collectives | messages on rings | "
-                "tokens/s a device |"
-            ),
-            lambda: planned_rows(args.model, args.hardware, args.planned),
-        ),
-    ]
-    units = (
-        2 * len(args.ranks)
-        + len(args.counted)
-        + sum(len(planned_sizes(world)) for world in args.planned)
-    )
+    measured = ["ranks", "command with one step", "initialize", "step", "save", "load"]
+    counted = [
+        "ranks", "lines of ours that ran", "calls of functions", "collectives", "MiB sent",
+        "CPU ms to initialize",
+    ]  # fmt: skip
+    planned = [
+        "ranks", "`mesh.fsdp_size`", "GiB peak", "GiB reserved", "ms a step",
+        "of which waiting for the network", "GiB sent by a rank", "collectives",
+        "messages on rings", "tokens/s a device",
+    ]  # fmt: skip
+    units = 2 * len(args.ranks) + len(args.counted)
+    units += sum(len(planned_sizes(world)) for world in args.planned)
     with progress(units):
-        for title, head, rows in tables:
-            say(f"\n{title}")
-            say(head)
-            say("|" + "---:|" * (head.count("|") - 1))
-            for row in rows():
-                say(row)
-    if args.write:
-        args.write.write_text("\n".join(lines) + "\n")
+        tables = [
+            [measured, *measured_rows(args.ranks, args.steps)],
+            [counted, *counted_rows(args.counted)],
+            [planned, *planned_rows(args.model, args.hardware, args.planned)],
+        ]
+    titles = [
+        f"## Measured: `{MEASURED}`, FSDP2, a copy for two ranks\n\n"
+        "Each cell: on the clock, slowest rank / CPU time of a rank, mean. The command in "
+        "seconds, else ms.",
+        f"## Counted: a step of rank 0, `{COUNTED}` on machines of 8",
+        f"## Planned: `model={args.model} {PLANNED}` on {args.hardware}, not measured",
+    ]
+    texts = ["# What grows with the number of ranks", command_line(words), machine("cpu")]
+    for title, rows in zip(titles, tables, strict=True):
+        texts += [title, markdown_table(rows, range(len(rows[0])))]
+    publish("\n\n".join(texts), args.write)
     return 0
 
 

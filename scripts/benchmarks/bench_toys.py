@@ -43,13 +43,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.device import AllocationCount, CountedBytes, Device
 from fsdptoys.loss import build_loss
-from fsdptoys.models import GPT2Config
 from fsdptoys.parallel import World, seeded
+from fsdptoys.utils.tables import markdown_table
+from scripts.common.configured import configured
 from scripts.common.machine import machine
+from scripts.common.page import command_line, page_parser, publish
 from scripts.common.progress import progress, unit
 from tests.harness.ranks import run_ranks
 
@@ -59,6 +60,7 @@ LOSS_TOLERANCE = 1e-5
 MAX_GRAD_NORM = 1.0
 SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 STEP = "step of a contestant"
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -267,63 +269,51 @@ def ratios(ours: Measured, native: Measured) -> list[float]:
     return [a / b for a, b in zip(ours.seconds, native.seconds, strict=True)]
 
 
-def render(group: list[Contestant], rounds: list[list[Measured]]) -> tuple[list[str], bool]:
-    """Return a group's table and verdicts, and whether a target was missed."""
-    lines = [
-        (
-            "| | s a step | × native, quartiles | × native, by round | CPU s, all ranks | "
-            "collectives, s | under operators | end of a step, MiB a rank | peak, MiB a rank | "
-            "losses' difference |\n|---|"
-        )
-        + "---:|" * 9,
-    ]
-    verdicts, missed = [], False
+def render(group: list[Contestant], rounds: list[list[Measured]]) -> str:
+    """Return a group's table and verdicts."""
+    rows = [
+        [
+            "", "s a step", "× native, quartiles", "× native, by round", "CPU s, all ranks",
+            "collectives, s", "under operators", "end of a step, MiB a rank", "peak, MiB a rank",
+            "losses' difference",
+        ]
+    ]  # fmt: skip
+    verdicts = []
     for number, contestant in enumerate(group):
         results = [measured[number] for measured in rounds]
-        by_round = [
-            ratios(result, measured[0]) for result, measured in zip(results, rounds, strict=True)
-        ]
-        every = list(itertools.chain(*by_round))
-        low, _, high = (
-            statistics.quantiles(every, n=4, method="inclusive") if len(every) > 1 else every * 3
-        )
-        traced = results[-1]
+        by_round = [ratios(result, first[0]) for result, first in zip(results, rounds, strict=True)]
+        every = [*itertools.chain(*by_round)]
+        points = every if len(every) > 1 else every * 2
+        low, ratio, high = statistics.quantiles(points, n=4, method="inclusive")
+        seconds = itertools.chain(*(result.seconds for result in results))
         cpu_seconds = itertools.chain(*(result.cpu_seconds for result in results))
-        cells = [
-            f"{statistics.median(itertools.chain(*(result.seconds for result in results))):.3f}",
-            f"{statistics.median(every):.3f} ({low:.3f} to {high:.3f})" if number else "",
-            ", ".join(f"{statistics.median(each):.3f}" for each in by_round) if number else "",
-            f"{statistics.median(cpu_seconds):.2f}",
-            f"{traced.collective_seconds:.3f}",
-            f"{traced.hidden_seconds / traced.collective_seconds:.0%}"
-            if traced.collective_seconds
-            else "none",
-            f"{traced.kept_bytes / 2**20:.0f}",
-            f"{traced.peak_bytes / 2**20:.0f}",
-            f"{max(loss_difference(ours[number], ours[0]) for ours in rounds):.1e}"
-            if number
-            else "",
-        ]
-        lines.append(f"| {contestant.name} | " + " | ".join(cells) + " |")
+        compared = ["", "", ""]
+        if number:
+            worst = max(loss_difference(ours[number], ours[0]) for ours in rounds)
+            medians = ", ".join(f"{statistics.median(turns):.3f}" for turns in by_round)
+            compared = [f"{ratio:.3f} ({low:.3f} to {high:.3f})", medians, f"{worst:.1e}"]
+        traced = results[-1]
+        hidden = "none"
+        if traced.collective_seconds:
+            hidden = f"{traced.hidden_seconds / traced.collective_seconds:.0%}"
+        rows.append([
+            contestant.name, f"{statistics.median(seconds):.3f}", *compared[:2],
+            f"{statistics.median(cpu_seconds):.2f}", f"{traced.collective_seconds:.3f}", hidden,
+            f"{traced.kept_bytes / MIB:.0f}", f"{traced.peak_bytes / MIB:.0f}", compared[2],
+        ])  # fmt: skip
         if contestant.target is not None:
-            ratio = statistics.median(every)
-            met = ratio <= contestant.target
-            missed |= not met
             verdicts.append(
-                f"- {'met' if met else 'MISSED'}: {contestant.name} takes {ratio:.3f} of the "
-                f"time of {group[0].name}, target {contestant.target}"
+                f"- {'met' if ratio <= contestant.target else 'MISSED'}: {contestant.name} takes "
+                f"{ratio:.3f} of the time of {group[0].name}, target {contestant.target}"
             )
-    return [*lines, "", *verdicts], missed
+    return "\n".join([markdown_table(rows, range(1, 10)), "", *verdicts])
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="groups"
-    )
+    parser = page_parser(__doc__)
+    names = list(GROUPS)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="groups")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--turns", type=int, default=5, help="a round")
     parser.add_argument(
@@ -340,34 +330,30 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def compose(args: argparse.Namespace, contestant: Contestant) -> Config:
     """Return a contestant's configuration."""
-    words = ["experiment=null", "model=gpt2", f"parallel={contestant.strategy}"]
-    words += [f"model.dim={args.dim}", f"model.n_layers={args.layers}"]
-    words += [f"model.n_heads={args.heads}", f"model.vocab_size={args.vocab_size}"]
-    config = compose_config([*words, f"train.seq_len={args.seq_len}"])
-    config.validate(RANKS, "cpu")
-    return config
+    line = (
+        f"experiment=null model=gpt2 parallel={contestant.strategy} model.dim={args.dim} "
+        f"model.n_layers={args.layers} model.n_heads={args.heads} "
+        f"model.vocab_size={args.vocab_size} train.seq_len={args.seq_len}"
+    )
+    return configured(line.split(), RANKS)
 
 
 def main(words: list[str] | None = None) -> int:
     """Run the benchmark; return 0 if every target is met."""
     args = parse_arguments(words)
     torch.set_num_threads(1)
-    some = compose(args, GROUPS["ddp"][0]).model
-    assert isinstance(some, GPT2Config)
     with torch.device("meta"):
-        parameters = sum(param.numel() for param in some.build().parameters())
-    shown = " ".join(
-        ["python scripts/benchmarks/bench_toys.py", *(sys.argv[1:] if words is None else words)]
-    )
-    print(f"# The toys next to PyTorch's own\n\nCommand: `{shown}`\n")
-    print(
-        f"{machine('cpu')}.\n\nA GPT-2 of {parameters / 1e6:.1f}M parameters (dim {args.dim}, "
-        f"{args.layers} layers, vocabulary {args.vocab_size}, tied), {args.batch_size} × "
-        f"{args.seq_len} tokens a rank and step, float32, {RANKS} ranks of one thread; "
-        f"{args.rounds} rounds of {args.turns} turns.\n",
-        flush=True,
-    )
-    missed = False
+        model = compose(args, GROUPS["ddp"][0]).model.build()
+    parameters = sum(param.numel() for param in model.parameters())
+    texts = [
+        "# The toys next to PyTorch's own",
+        command_line(words),
+        f"{machine('cpu')}.",
+        f"A GPT-2 of {parameters / 1e6:.1f}M parameters (dim {args.dim}, {args.layers} layers, "
+        f"vocabulary {args.vocab_size}, tied), {args.batch_size} × {args.seq_len} tokens a rank "
+        f"and step, float32, {RANKS} ranks of one thread; {args.rounds} rounds of {args.turns} "
+        "turns.",
+    ]
     # A turn is a unit, the traces of the last round are another, and so is a contestant's memory.
     contestants = sum(len(GROUPS[name]) for name in args.only)
     with progress(len(args.only) * (args.rounds * (args.warmup + args.turns) + 1) + contestants):
@@ -385,10 +371,9 @@ def main(words: list[str] | None = None) -> int:
                     counts = run_ranks(RANKS, count_bytes, args, contestant, config)
                 last.kept_bytes = max(count.end_bytes for count in counts)
                 last.peak_bytes = max(count.peak_bytes for count in counts)
-            lines, group_missed = render(group, rounds)
-            missed |= group_missed
-            print("\n".join([f"## {name}", "", *lines, ""]), flush=True)
-    return 1 if missed else 0
+            texts += [f"## {name}", render(group, rounds)]
+    publish("\n\n".join(texts), args.write)
+    return 1 if any("- MISSED" in text for text in texts) else 0
 
 
 if __name__ == "__main__":

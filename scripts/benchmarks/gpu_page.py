@@ -44,7 +44,7 @@ class Row:
 
     shape: str
     contestant: str
-    command: str
+    command: str = ""
     tokens_per_second: float | None = None
     mfu: float | None = None
     peak_gib: float | None = None

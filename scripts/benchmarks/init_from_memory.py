@@ -30,6 +30,7 @@ from fsdptoys.models import ModelConfig
 from fsdptoys.models.huggingface import Bounds
 from fsdptoys.parallel import FSDP2Config, World
 from fsdptoys.parallel.mesh import MeshConfig
+from fsdptoys.utils.tables import markdown_table
 from scripts.common.progress import progress, unit
 from tests.harness.ranks import run_ranks
 
@@ -44,45 +45,34 @@ def main(preset: str = "llama3_1b", ranks: str = "2") -> None:
         folder = Path(scratch) / "folder"
         # In a process of its own, or the ranks would inherit free memory.
         with unit("random weights are written"):
-            ((shape, tensor_bytes),) = run_ranks(1, write_folder, preset, folder)
+            (tensor_bytes,) = run_ranks(1, write_folder, preset, folder)
         with unit(f"{world_size} ranks read their shards"):
             results = run_ranks(world_size, fill, folder)
     parameters = sum(elements for _, elements, _ in results)
     print(
         f"{preset}: {parameters:,} parameters, read as bf16 into float32 shards on {world_size} "
-        f"ranks, torch {torch.__version__}"
-    )  # fmt: skip
-    print(
-        f"largest region that a tensor of the files is made of: {tensor_bytes / MIB:,.0f} MiB "
-        f"({shape})\n"
+        f"ranks, torch {torch.__version__}\nlargest region that a tensor of the files is made of: "
+        f"{tensor_bytes / MIB:,.0f} MiB\n"
     )
-    print(
-        "| rank | shard, MiB | peak, MiB | peak beyond the shard, MiB | seconds "
-        "|\n|---|---|---|---|---|"
-    )
+    rows = [["rank", "shard, MiB", "peak, MiB", "peak beyond the shard, MiB", "seconds"]]
     for rank, (growth, elements, seconds) in enumerate(results):
-        shard = 4 * elements / MIB
-        print(
-            f"| {rank} | {shard:,.0f} | {growth / MIB:,.0f} | {growth / MIB - shard:,.0f} | "
-            f"{seconds:.1f} |"
-        )
+        sizes = [4 * elements, growth, growth - 4 * elements]
+        rows.append([str(rank), *(f"{size / MIB:,.0f}" for size in sizes), f"{seconds:.1f}"])
+    print(markdown_table(rows))
 
 
-def write_folder(preset: str, folder: Path) -> tuple[str, int]:
-    """Write random weights; return shape and bytes of the largest tensor."""
+def write_folder(preset: str, folder: Path) -> int:
+    """Write random weights; return bytes of the largest tensor."""
     config: ModelConfig = compose_config([f"model={preset}"]).model
-    largest = ("", 0)
+    sizes = [0]
 
     def draw(name: str, region: Bounds) -> Tensor:
-        nonlocal largest
         shape = [last - first for first, last in region]
-        largest = max(
-            largest, ("×".join(map(str, shape)), 2 * math.prod(shape)), key=lambda pair: pair[1]
-        )
+        sizes.append(2 * math.prod(shape))
         return torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, config.init_std)
 
     write_hugging_face(folder, config, draw, torch.bfloat16, FILE_BYTES)
-    return largest
+    return max(sizes)
 
 
 def fill(folder: Path) -> tuple[int, int, float]:
@@ -106,12 +96,8 @@ def fill(folder: Path) -> tuple[int, int, float]:
 
 def peak_bytes() -> int:
     """Largest resident set of this process since the last reset."""
-    (line,) = (
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("VmHWM:")
-    )
-    return int(line.split()[1]) * 1024
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 if __name__ == "__main__":

@@ -12,6 +12,11 @@ from fsdptoys.data.bin import TokenDType
 from fsdptoys.models import LlamaConfig
 from fsdptoys.models.huggingface import Bounds
 from scripts.benchmarks.peers.work import (
+    BETAS,
+    EPS,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    WEIGHT_DECAY,
     Work,
 )
 
@@ -54,3 +59,15 @@ def write_batches(
         for _ in range(work.steps)
     ]
     np.array(steps, dtype=np.int32).tofile(work.batches)
+
+
+def recipe_words(work: Work, folder: Path) -> list[str]:
+    """Overrides of our trainer for the data, the optimizer and the length that all peers have."""
+    return [
+        "data=bin", f"data.files=[{folder / 'tokens.bin'}]", f"train.data_seed={DATA_SEED}",
+        f"train.batch_size={work.batch_size}", f"train.seq_len={work.seq_len}",
+        f"train.steps={work.steps}", f"train.max_grad_norm={MAX_GRAD_NORM}", "optim=adamw",
+        f"optim.lr={LEARNING_RATE}", f"optim.beta1={BETAS[0]}", f"optim.beta2={BETAS[1]}",
+        f"optim.eps={EPS}", f"optim.weight_decay={WEIGHT_DECAY}", "optim.schedule=constant",
+        f"launch.device={work.device}", "metrics.log_every=1",
+    ]  # fmt: skip

@@ -22,10 +22,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdptoys.config.compose import compose_config
-from fsdptoys.config.schema import Config
 from fsdptoys.profiler.collectives import Call, CollectiveTrace
 from fsdptoys.train.trainer import Trainer
+from scripts.common.configured import configured
 
 OURS = tuple(
     str(Path(__file__).resolve().parents[2] / name) + os.sep
@@ -101,13 +100,6 @@ def pretend(world_size: int, rank: int = 0) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-
-
-def configured(words: Sequence[str], world_size: int, node_ranks: int) -> Config:
-    """A configuration of ranks on CPUs."""
-    config = compose_config(["experiment=null", *words])
-    config.validate(world_size, "cpu", node_ranks)
-    return config
 
 
 def count_step(

@@ -10,7 +10,15 @@ import pytest
 from fsdptoys.config.compose import compose_config
 from fsdptoys.models import LlamaConfig
 from scripts.benchmarks import bench_peers
-from scripts.benchmarks.bench_peers import ACCELERATE, FABRIC, PLAIN, Bench, contestants
+from scripts.benchmarks.bench_peers import (
+    ACCELERATE,
+    CONTESTANTS,
+    FABRIC,
+    OURS_DDP,
+    OURS_FSDP2,
+    PLAIN,
+    Bench,
+)
 from scripts.benchmarks.peers.measure import Measured, Run, take_turns
 from scripts.benchmarks.peers.work import Work
 from scripts.benchmarks.peers_inputs import write_batches, write_inputs
@@ -18,7 +26,6 @@ from scripts.benchmarks.peers_targets import judge
 from tests.harness.outcomes import train_all
 from tests.harness.ranks import run_ranks
 
-OURS_DDP, OURS_FSDP2 = "FSDPToys ddp, chunked loss", "FSDPToys fsdp2, chunked loss"
 MIB = 2**20
 
 
@@ -61,9 +68,8 @@ def test_verdicts_cover_speed_memory_startup_and_first_loss(
 ) -> None:
     """Oracle: verdicts by hand."""
     results = {name: [run, run] for name, run in {**RUNS, **changes}.items()}
-    verdicts = judge(
-        results, bench_peers.pairs(gpu=False), warmup=1, peers=[ACCELERATE, FABRIC, PLAIN]
-    )
+    peers = [ACCELERATE, FABRIC, PLAIN]
+    verdicts = judge(results, bench_peers.PAIRS, warmup=1, peers=peers)
     found = [line for line in verdicts if line.startswith("missed")]
     assert len(found) == len(missed)
     assert all(words in line for words, line in zip(missed, found, strict=True))
@@ -72,9 +78,7 @@ def test_verdicts_cover_speed_memory_startup_and_first_loss(
 def test_tables_show_speeds_and_ratios_within_a_round(tmp_path: Path) -> None:
     """Oracle: 2 ranks × 2 × 8 tokens in 2 seconds are 16 a second."""
     work = Work(str(tmp_path), "", 2, 2, 8, 3, "float32", "cpu")
-    page = bench_peers.render(
-        {name: [run, run] for name, run in RUNS.items()}, work, warmup=1, gpu=False
-    )
+    page = bench_peers.render({name: [run, run] for name, run in RUNS.items()}, work, warmup=1)
     rows = [line for line in page.splitlines() if line.startswith(f"| {OURS_DDP}")]
     assert rows[0] == f"| {OURS_DDP} | 16 | 1.15 | 1.20 |  | 4.00 | 900 | 9.0 |"
     assert rows[1] == f"| {OURS_DDP} | 2.00000 | 2.00000 | 2.00000 |"
@@ -167,9 +171,9 @@ def test_fsdp2_losses_equal_those_of_the_plain_script(tmp_path: Path) -> None:
         str(tmp_path / "weights"), str(tmp_path / "batches.bin"), 2, 2, 16, 3, "float32", "cpu"
     )
     write_batches(tmp_path, work, model.vocab_size)
-    (ours,) = (each for each in contestants(gpu=False) if each.name == OURS_FSDP2)
+    (ours,) = (each for each in CONTESTANTS if each.name == OURS_FSDP2)
     words = [
-        *Bench(work, model, tmp_path, Path("bin"), warmup=1).words(),
+        *Bench(work, model, tmp_path, Path("bin")).words(),
         *ours.words,
         "metrics.console=none",
     ]

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,6 @@ from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePredic
 from fsdptoys.utils.dtensor import local_tensor
 from scripts.benchmarks import (
     bench_data,
-    bench_host,
     bench_loss,
     bench_memory,
     bench_plan,
@@ -28,21 +28,8 @@ from scripts.benchmarks.bench_toys import Contestant, Measured
 from scripts.benchmarks.memory_rows import Result
 from tests.harness.ranks import run_ranks
 
-DATA = [
-    "--tokens",
-    "64000",
-    "--shards",
-    "2",
-    "--seq-lens",
-    "64",
-    "--seconds",
-    "0.01",
-    "--repeats",
-    "1",
-    "--files",
-    "3",
-]
-DATA += ["--vocab-size", "300", "--processes", "1", "--steps", "0"]
+DATA = shlex.split("--tokens 64000 --shards 2 --seq-lens 64 --seconds 0.01 --repeats 1 --files 3")
+DATA += shlex.split("--vocab-size 300 --processes 1 --steps 0")
 
 
 @pytest.mark.parametrize(("bar", "status"), [(0.0, 0), (1e15, 1)])
@@ -68,30 +55,7 @@ def test_read_rate_is_tokens_over_elapsed_seconds(tmp_path: Path, monkeypatch) -
     assert bench_data.read_rate(PreparedConfig(folder=folder), 64, 4.5, 2) == 4 * 8 * 64 / 5
 
 
-def test_page_has_the_quotient_of_time_and_operators(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: the quotient by hand, of steps that take 2 ms and 10 ms more for each layer."""
-    monkeypatch.setattr(
-        bench_host, "run_ranks", lambda ranks, function, words, steps: [2e-3 + 1e-2 * layers(words)]
-    )
-    monkeypatch.setattr(bench_host, "operators", lambda words: 7.0 + 100 * layers(words))
-    monkeypatch.setattr(
-        "sys.argv",
-        ["bench_host.py", "--strategies", "single", "--write", str(tmp_path / "page.md")],
-    )
-    bench_host.main()
-    assert (
-        "| single | 42.0 | 162.0 | 322.0 | 10.00 | 100 | 100.0 |"
-        in (tmp_path / "page.md").read_text()
-    )
-
-
-def layers(words: list[str]) -> int:
-    return next(int(word.split("=")[1]) for word in words if word.startswith("model.n_layers="))
-
-
-LOSS = ["--shapes", "96x16x300", "--repeats", "1", "--threads", "1", "--chunk-tokens", "32"]
+LOSS = shlex.split("--shapes 96x16x300 --repeats 1 --threads 1 --chunk-tokens 32")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +75,7 @@ def test_script_lists_every_loss_and_exit_status_follows_the_targets(
     assert bench_loss.main([*LOSS, "--write", str(path)]) == status
     text = path.read_text()
     for name in (bench_loss.PLAIN, bench_loss.CHECKPOINTED, bench_loss.OURS, bench_loss.OURS_BF16):
-        assert text.count(f"│ {name} ") == 2
+        assert text.count(f"| {name} |") == 2
     assert text.count("MISSED") == 2 * status
 
 
@@ -127,24 +91,11 @@ def test_wrong_loss_ends_the_script_before_timing() -> None:
         bench_loss.check(losses, *inputs)
 
 
-def test_peak_memory_of_a_known_step() -> None:
-    """Oracle: by hand: 6 MiB for a moment, then the gradient of 4 MiB."""
-
-    def step(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        torch.ones(3 * 2**19)
-        return hidden.expand(1).sum()
-
-    peak = bench_loss.peak_bytes(
-        step, torch.zeros(1, requires_grad=True), torch.ones(1), torch.ones(1)
-    )
-    assert 6 * 2**20 <= peak < 6 * 2**20 + 4096
-
-
 @pytest.mark.extended
 def test_rows_run_on_the_cpu_or_give_their_reason(tmp_path: Path) -> None:
     """Oracle: the table of the real command; a CPU cannot run one of its rows."""
     page = tmp_path / "table.md"
-    words = ["--device=cpu", "--model=llama_debug", "--seq-len=32", "--steps=3", "--warmup-steps=1"]
+    words = shlex.split("--device=cpu --model=llama_debug --seq-len=32 --steps=3 --warmup-steps=1")
     words += ["--strategies", "fsdp1", "fsdp2", "--rows", "gc chunk co", "--write", str(page)]
     subprocess.run([sys.executable, bench_memory.__file__, *words], check=True, capture_output=True)
     first, second = (
@@ -227,21 +178,8 @@ def test_verdicts_compare_each_prediction_with_its_tolerance() -> None:
     assert len(bench_plan.judge({("fsdp2", "gc chunk oo"): offload})) == 3
 
 
-TOYS = [
-    "--rounds",
-    "1",
-    "--turns",
-    "2",
-    "--warmup",
-    "1",
-    "--dim",
-    "128",
-    "--layers",
-    "2",
-    "--heads",
-    "2",
-]
-TOYS += ["--vocab-size", "4001", "--batch-size", "1", "--seq-len", "16"]
+TOYS = shlex.split("--rounds 1 --turns 2 --warmup 1 --dim 128 --layers 2 --heads 2")
+TOYS += shlex.split("--vocab-size 4001 --batch-size 1 --seq-len 16")
 
 
 @pytest.mark.parametrize(
@@ -261,7 +199,9 @@ def test_script_lists_every_contestant_and_exit_status_follows_the_targets(
     assert bench_toys.main([*TOYS, "--only", *chosen]) == (0 if target else 1)
     text = capsys.readouterr().out
     rows = [
-        line.split("|") for line in text.splitlines() if line.startswith("| ") and "×" not in line
+        line.split("|")
+        for line in text.splitlines()
+        if line.startswith("| ") and "×" not in line and "---" not in line
     ]
     assert [row[1].strip() for row in rows] == [
         each.name for name in chosen for each in groups[name]
@@ -300,4 +240,3 @@ def test_step_time_is_that_of_the_slower_rank_and_ratios_are_per_turn() -> None:
     assert (native.seconds, toy.seconds) == ([2.0, 4.0], [2.0, 6.0])
     assert native.cpu_seconds == [4.0, 4.0] and native.losses == [4.0, 2.0]
     assert bench_toys.ratios(toy, native) == [1.0, 1.5]
-    assert bench_toys.loss_difference(Measured(losses=[4.0, 2.5]), native) == 0.25

@@ -1,5 +1,4 @@
-"""transformers' Llama under Hugging Face accelerate: DDP on CPUs, FSDP2 on a GPU, set up for
-``accelerate launch``."""
+"""transformers' Llama under Hugging Face accelerate: DDP on CPUs, one process on a GPU."""
 
 from accelerate import Accelerator
 from torch.optim import AdamW

@@ -18,9 +18,8 @@ from work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, Work, decay_groups, r
 
 def open_fabric(work: Work) -> tuple[Fabric, str]:
     """Fabric with FSDP, or with DDP and the error of FSDP."""
-    accelerator = "gpu" if work.device == "cuda" else "cpu"
     precision = "bf16-mixed" if work.bfloat16 else "32-true"
-    settings = {"accelerator": accelerator, "devices": work.ranks, "precision": precision}
+    settings = {"accelerator": "cpu", "devices": work.ranks, "precision": precision}
     try:
         strategy = FSDPStrategy(auto_wrap_policy={Block}, sharding_strategy="FULL_SHARD")
         return Fabric(strategy=strategy, **settings), "FSDPStrategy"
