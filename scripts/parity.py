@@ -54,10 +54,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.device import device_count, float64_collectives, missing_device
 from fsdptoys.errors import ConfigError
+from scripts.common.configured import configured
 from scripts.common.progress import doing, progress, unit
 from scripts.equality.layout_table import LAYOUTS
 from scripts.equality.parity_bugs import BUGS, compare_all
@@ -82,29 +82,19 @@ BF16_LOSS_TOLERANCE = 1e-4
 
 def overrides(args: argparse.Namespace, model: str, mode: str, dtype: str) -> list[str]:
     """Overrides common to all rows of a table."""
-    return [
-        f"model={model}",
-        "data=synthetic",
-        "data.ragged=true",
-        "train.batch_size=2",
-        f"train.seq_len={args.seq_len}",
-        f"train.steps={args.steps}",
-        f"train.grad_accum={args.grad_accum}",
-        "train.max_grad_norm=0.5",
-        *MODES[mode],
-        f"parallel.param_dtype={dtype}",
-        "optim.lr=1e-3",
-        "optim.weight_decay_on=all",
-        "optim.warmup_steps=2",
-        "metrics.console=none",
-    ]
+    line = (
+        f"model={model} data=synthetic data.ragged=true train.batch_size=2 "
+        f"train.seq_len={args.seq_len} train.steps={args.steps} "
+        f"train.grad_accum={args.grad_accum} train.max_grad_norm=0.5 "
+        f"parallel.param_dtype={dtype} optim.lr=1e-3 optim.weight_decay_on=all "
+        "optim.warmup_steps=2 metrics.console=none"
+    )
+    return [*line.split(), *MODES[mode]]
 
 
-def compose_row(overrides: list[str], world_size: int, device: str) -> Config:
+def row_config(words: list[str], world_size: int, device: str) -> Config:
     """Compose and check the configuration of one row."""
-    config = compose_config([*overrides, f"launch.device={device}"])
-    config.validate(world_size, device)
-    return config
+    return configured([*words, f"launch.device={device}"], world_size, device=device)
 
 
 def train_titled(configs: list[Config], titles: list[str]) -> list[Outcome]:
@@ -244,12 +234,13 @@ def compare(
         singles: dict[str, Outcome] = {}
         trained: dict[str, dict[str, Outcome]] = {}
         for device in [args.device, "cpu"] if args.against_cpu else [args.device]:
-            rows = [compose_row(common + STRATEGIES[name], world_size, device) for name in names]
+            rows = [
+                row_config([*common, *STRATEGIES[name].split()], world_size, device)
+                for name in names
+            ]
             title = f"{model}, {dtype}, {mode}"
             single = f"{title}, one process for {world_size}"
-            (singles[device],) = train_rows(
-                [compose_row(simulated, 1, device)], [single], 1, device
-            )
+            (singles[device],) = train_rows([row_config(simulated, 1, device)], [single], 1, device)
             titles = [f"{title}, {name}" for name in names]
             trained[device] = dict(
                 zip(names, train_rows(rows, titles, world_size, device), strict=True)
@@ -320,10 +311,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--grad-accum", type=int, default=2, help="micro-batches a step")
     parser.add_argument("--models", nargs="+", default=PRESETS, help="presets of configs/model")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
-    named: dict[str, Any] = {
-        "nargs": "+",
-        "metavar": "NAME",
-    }  # a wrong name is answered with all of them
+    named: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}  # a wrong one is answered with all
     parser.add_argument(
         "--strategies",
         choices=list(STRATEGIES),

@@ -8,7 +8,7 @@ from fsdptoys.config.train_config import TrainConfig
 from fsdptoys.models import ModelConfig, MoEConfig
 from fsdptoys.parallel.pipeline import PipelineSchedule
 
-EXTRAS = {"llama_debug": ["memory.chunk_loss=true"], "qwen3_debug": ["data.mask_documents=true"]}
+EXTRAS = {"llama_debug": "memory.chunk_loss=true", "qwen3_debug": "data.mask_documents=true"}
 """Preset → overrides of all its rows."""
 
 
@@ -71,7 +71,7 @@ class Layout:
         ranks, model = world_size // self.replicas // self.blocks, model_of(preset)
         shard = ranks // self.features
         if self.rings and (
-            mode == "layout" or "data.mask_documents=true" in EXTRAS.get(preset, ())
+            mode == "layout" or "data.mask_documents=true" in EXTRAS.get(preset, "")
         ):
             return False
         if (model.n_experts if isinstance(model, MoEConfig) else 1) % self.split:

@@ -15,6 +15,7 @@ torchtitan#4332 (biases), transformers#34191 and #34373 (means), pytorch#170862 
 """
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from scripts.equality.parity_compare import Comparison, Trajectory
 from scripts.equality.parity_layouts import (
     GRADIENT_TOLERANCE,
     LAYOUT_MODES,
+    Training,
     compare_layouts,
     count_rows,
     layout_configs,
@@ -267,21 +269,17 @@ class Catch:
         return self.loss_difference <= ORDINARY_TOLERANCE
 
 
-def inject(bug: Bug, name: str, steps: int, seq_len: int, reference: Trajectory) -> Catch:
+def inject(bug: Bug, name: str, training: Training, reference: Trajectory) -> Catch:
     """Train with a bug on fresh ranks, and compare with one process without it."""
-    configs = layout_configs(
-        {bug.layout: 0}, bug.model, "float32", bug.mode, bug.world_size, steps, seq_len
-    )
+    configs = layout_configs({bug.layout: 0}, training, bug.world_size)
     with bug.patch():
         rows: list[Comparison] = run_ranks(
             bug.world_size, train_and_compare, list(configs.values()), [reference], [name]
         )[0]
     (row,) = rows
     # Smaller differences of the default mode may be rounding.
-    return Catch(
-        row.first(step=1, over=0.0 if bug.mode == "layout" else GRADIENT_TOLERANCE),
-        row.loss_difference,
-    )
+    over = 0.0 if bug.mode == "layout" else GRADIENT_TOLERANCE
+    return Catch(row.first(step=1, over=over), row.loss_difference)
 
 
 def inject_all(names: Sequence[str], steps: int, seq_len: int, console: Console) -> list[str]:
@@ -296,15 +294,13 @@ def inject_all(names: Sequence[str], steps: int, seq_len: int, console: Console)
         "loss within 1e-3?",
     ):
         table.add_column(column, justify="right" if "largest" in column else "left")
-    references: dict[tuple[Any, ...], Trajectory] = {}
+    make_reference = functools.cache(reference_of)
     missed, hidden = [], 0
     for name in names:
         bug = BUGS[name]
+        training = Training(bug.model, "float32", bug.mode, steps, seq_len)
         more = LAYOUTS[bug.layout].of_reference(bug.mode, bug.model)
-        key = (bug.model, bug.mode, more)
-        if key not in references:
-            references[key] = reference_of(bug.model, "float32", bug.mode, steps, seq_len, more)
-        catch = inject(bug, name, steps, seq_len, references[key])
+        catch = inject(bug, name, training, make_reference(training, more))
         where = f"{bug.model}, {bug.layout}, {bug.world_size} ranks"
         passes = "yes" if catch.passes_ordinarily else "no"
         table.add_row(
@@ -338,7 +334,7 @@ def compare_all(args: argparse.Namespace, console: Console) -> list[str]:
             f"--layouts and --inject run on CPU ranks only, not on {args.device}; set --device cpu"
         )
     tables = [
-        (model, dtype, mode)
+        Training(model, dtype, mode, args.steps, args.seq_len)
         for model in args.models
         for mode in LAYOUT_MODES
         for dtype in args.dtypes
@@ -346,8 +342,8 @@ def compare_all(args: argparse.Namespace, console: Console) -> list[str]:
     ]
     breaches: list[str] = []
     with progress(count_rows(args, tables) + len(args.inject or [])):
-        for model, dtype, mode in tables if args.layouts else []:
-            breaches += compare_layouts(args, model, dtype, mode, console)
+        for training in tables if args.layouts else []:
+            breaches += compare_layouts(args, training, console)
         if args.inject:
             breaches += inject_all(args.inject, args.steps, args.seq_len, console)
     return breaches

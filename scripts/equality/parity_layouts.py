@@ -26,16 +26,17 @@ import argparse
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.train.trainer import Trainer
+from scripts.common.configured import configured
 from scripts.common.progress import unit
 from scripts.equality.layout_table import EXTRAS, LAYOUTS, Layout
 from scripts.equality.parity_compare import (
@@ -59,24 +60,34 @@ GRADIENT_TOLERANCE = 1e-4
 1e-6."""
 GLOBAL_BATCH = 8
 """Sequences of a step."""
-LAYOUT_MODES = {"layout": ["train.deterministic=layout"], "default": ["train.deterministic=false"]}
-"""Mode → overrides that make it."""
+LAYOUT_MODES = {"layout": "layout", "default": "false"}
+"""Mode → its ``train.deterministic``."""
 PAIRED_IN_FULL = ("llama_debug", "qwen3_moe_debug")
 """Presets that ``--layouts pairs`` trains on every number of ranks, in layout mode and float32."""
 
 
+@dataclass(frozen=True)
+class Training:
+    """What all rows of a table train."""
+
+    model: str
+    dtype: str
+    mode: str
+    steps: int
+    seq_len: int
+
+    @property
+    def title(self) -> str:
+        """For tables and progress."""
+        return f"{self.model}, {self.dtype}, {self.mode}"
+
+
 def row_overrides(
-    layout: Layout | None,
-    model: str,
-    dtype: str,
-    mode: str,
-    world_size: int,
-    steps: int,
-    seq_len: int,
-    place: int,
+    layout: Layout | None, training: Training, world_size: int, place: int
 ) -> list[str]:
     """Overrides of a row, or of the reference without a layout; ``place`` varies what must not
     matter."""
+    model = training.model
     data_ranks = (
         1 if layout is None else world_size // layout.shares // layout.features // layout.blocks
     )
@@ -87,29 +98,22 @@ def row_overrides(
     )
     accumulated = 2 if accumulates and model != "llama4_debug" else 1
     accumulated = layout.blocks if layout is not None and layout.blocks > 1 else accumulated
-    words = [
-        f"model={model}",
-        "data=synthetic",
-        "data.ragged=true",
-        f"train.batch_size={GLOBAL_BATCH // data_ranks // accumulated}",
-        f"train.grad_accum={accumulated}",
-        f"train.seq_len={seq_len}",
-        f"train.steps={steps}",
-        "train.max_grad_norm=0.5",
-        *LAYOUT_MODES[mode],
-        "optim.lr=1e-3",
-        "optim.weight_decay_on=all",
-        "optim.warmup_steps=2",
-        "metrics.console=none",
-        "launch.device=cpu",
-        *EXTRAS.get(model, []),
-    ]
+    line = (
+        f"model={model} data=synthetic data.ragged=true "
+        f"train.batch_size={GLOBAL_BATCH // data_ranks // accumulated} "
+        f"train.grad_accum={accumulated} train.seq_len={training.seq_len} "
+        f"train.steps={training.steps} train.deterministic={LAYOUT_MODES[training.mode]} "
+        "train.max_grad_norm=0.5 optim.lr=1e-3 optim.weight_decay_on=all optim.warmup_steps=2 "
+        "metrics.console=none launch.device=cpu "
+        f"parallel.param_dtype={training.dtype} {EXTRAS.get(model, '')}"
+    )
+    words = line.split()
     if layout is None:
-        return [*words, "parallel=single", f"parallel.param_dtype={dtype}"]
-    words += layout.of_reference(mode, model)
+        return [*words, "parallel=single"]
+    words += layout.of_reference(training.mode, model)
     if not any(word.startswith("parallel=") for word in layout.overrides):
         words.append("parallel=fsdp2")
-    words += [*layout.overrides, f"parallel.param_dtype={dtype}"]
+    words += layout.overrides
     if layout.replicas > 1:
         words.append(f"mesh.fsdp_size={world_size // layout.replicas // layout.blocks}")
     sizes = {"cp": layout.shares, "ep": layout.split, "tp": layout.features, "pp": layout.blocks}
@@ -196,30 +200,20 @@ def train(config: Config) -> Trajectory:
 
 
 def layout_configs(
-    rows: Mapping[str, int],
-    model: str,
-    dtype: str,
-    mode: str,
-    world_size: int,
-    steps: int,
-    seq_len: int,
+    rows: Mapping[str, int], training: Training, world_size: int
 ) -> dict[str, Config]:
     """Configurations of rows, given as layouts with their places."""
-    configs = {}
-    for name, place in rows.items():
-        config = compose_config(
-            row_overrides(LAYOUTS[name], model, dtype, mode, world_size, steps, seq_len, place)
-        )
-        config.validate(world_size, "cpu")
-        configs[name] = config
-    return configs
+    return {
+        name: configured(row_overrides(LAYOUTS[name], training, world_size, place), world_size)
+        for name, place in rows.items()
+    }
 
 
-def rows_of(
-    args: argparse.Namespace, model: str, dtype: str, mode: str, world_size: int
-) -> dict[str, int]:
+def rows_of(args: argparse.Namespace, training: Training, world_size: int) -> dict[str, int]:
     """Layouts, with their places, that are trained on this many ranks."""
-    in_full = not args.pairs or (model in PAIRED_IN_FULL and (mode, dtype) == ("layout", "float32"))
+    model, mode = training.model, training.mode
+    bits = (mode, training.dtype) == ("layout", "float32")
+    in_full = not args.pairs or (model in PAIRED_IN_FULL and bits)
     rows = {}
     for place, (name, layout) in enumerate(LAYOUTS.items()):
         fitting = [size for size in sorted(args.world_sizes) if layout.fits(size, model, mode)]
@@ -229,37 +223,24 @@ def rows_of(
     return rows
 
 
-def count_rows(args: argparse.Namespace, tables: Sequence[tuple[str, str, str]]) -> int:
+def count_rows(args: argparse.Namespace, tables: Sequence[Training]) -> int:
     """Number of rows of all tables."""
-    if not args.layouts:
-        return 0
-    return sum(
-        len(rows_of(args, *table, world_size))
-        for table in tables
-        for world_size in args.world_sizes
-    )
+    sizes = args.world_sizes if args.layouts else []
+    return sum(len(rows_of(args, training, size)) for training in tables for size in sizes)
 
 
-def reference_of(
-    model: str, dtype: str, mode: str, steps: int, seq_len: int, more: Sequence[str] = ()
-) -> Trajectory:
+def reference_of(training: Training, more: Sequence[str] = ()) -> Trajectory:
     """Train one ordinary process."""
-    config = compose_config([*row_overrides(None, model, dtype, mode, 1, steps, seq_len, 0), *more])
-    config.validate(1, "cpu")
+    config = configured([*row_overrides(None, training, 1, 0), *more])
     trained: Trajectory = run_ranks(1, train, config)[0]
     return trained
 
 
-def compare_layouts(
-    args: argparse.Namespace, model: str, dtype: str, mode: str, console: Console
-) -> list[str]:
+def compare_layouts(args: argparse.Namespace, training: Training, console: Console) -> list[str]:
     """Train and print one table; return the breaches."""
-    make_reference = functools.cache(
-        lambda *more: reference_of(model, dtype, mode, args.steps, args.seq_len, more)
-    )
-    table = Table(
-        title=f"{model}, {dtype}, {mode} mode, {args.steps} steps: differences from one process"
-    )
+    model, mode = training.model, training.mode
+    make_reference = functools.cache(lambda *more: reference_of(training, more))
+    table = Table(title=f"{training.title} mode, {args.steps} steps: differences from one process")
     kinds = [
         kind for kind in KINDS if kind in {kind_of(name) for name in make_reference().parameters}
     ]
@@ -275,9 +256,9 @@ def compare_layouts(
         table.add_column(column, justify="left" if column == "layout" else "right")
     breaches = []
     for world_size in args.world_sizes:
-        rows = rows_of(args, model, dtype, mode, world_size)
-        configs = layout_configs(rows, model, dtype, mode, world_size, args.steps, args.seq_len)
-        titles = [f"{model}, {dtype}, {mode}, {name}, {world_size} ranks" for name in configs]
+        rows = rows_of(args, training, world_size)
+        configs = layout_configs(rows, training, world_size)
+        titles = [f"{training.title}, {name}, {world_size} ranks" for name in configs]
         references = [make_reference(*LAYOUTS[name].of_reference(mode, model)) for name in configs]
         found: list[Comparison] = run_ranks(
             world_size, train_and_compare, list(configs.values()), references, titles

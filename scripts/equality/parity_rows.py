@@ -7,17 +7,17 @@ PRESETS = [f"{family}_debug" for family in MODELS]
 """One small model of every family."""
 
 STRATEGIES = {
-    "ddp": ["parallel=ddp"],
-    "fsdp1": ["parallel=fsdp1"],
-    "fsdp1-flat": ["parallel=fsdp1", "parallel.use_orig_params=false"],
-    "fsdp2": ["parallel=fsdp2"],
-    "hsdp1": ["parallel=fsdp1", "mesh.fsdp_size=2"],
-    "hsdp2": ["parallel=fsdp2", "mesh.fsdp_size=2"],
-    "toy-ddp": ["parallel=toy_ddp"],
-    "toy-zero1": ["parallel=toy_zero1"],
-    "toy-zero2": ["parallel=toy_zero2"],
-    "toy-zero3": ["parallel=toy_zero3"],
-    "toy-fsdp": ["parallel=toy_fsdp"],
+    "ddp": "parallel=ddp",
+    "fsdp1": "parallel=fsdp1",
+    "fsdp1-flat": "parallel=fsdp1 parallel.use_orig_params=false",
+    "fsdp2": "parallel=fsdp2",
+    "hsdp1": "parallel=fsdp1 mesh.fsdp_size=2",
+    "hsdp2": "parallel=fsdp2 mesh.fsdp_size=2",
+    "toy-ddp": "parallel=toy_ddp",
+    "toy-zero1": "parallel=toy_zero1",
+    "toy-zero2": "parallel=toy_zero2",
+    "toy-zero3": "parallel=toy_zero3",
+    "toy-fsdp": "parallel=toy_fsdp",
 }
 """Row of the table → overrides that make it."""
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from scripts import parity
 from scripts.equality.parity_bugs import BUGS, inject_all
-from scripts.equality.parity_layouts import compare_layouts
+from scripts.equality.parity_layouts import Training, compare_layouts
 
 FEW = {
     "gpt2_debug": ["ddp", "cp 2 gathered"],
@@ -30,7 +30,8 @@ def test_layouts_have_the_promised_bits(model: str, mode: str, dtype: str) -> No
     args = parity.parse_arguments(
         ["--world-sizes", "4", "--steps", "2", "--seq-len", "32", "--layouts", *FEW[model]]
     )
-    assert compare_layouts(args, model, dtype, mode, console) == []
+    training = Training(model, dtype, mode, args.steps, args.seq_len)
+    assert compare_layouts(args, training, console) == []
     table = console.file.getvalue()
     rows = [
         [cell.strip() for cell in line.split("│")[2:-1]]
