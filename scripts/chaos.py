@@ -110,18 +110,14 @@ class Tally:
 
 def words_of(campaign: Campaign, folder: Path, steps: int) -> list[str]:
     """The overrides of a campaign's runs."""
-    return [
-        *campaign.words,
-        *("model=llama_debug", "train.batch_size=1", "train.seq_len=64", f"train.steps={steps}"),
-        *(f"checkpoint.every={EVERY}", "checkpoint.keep=2", "checkpoint.final_weights=true"),
-        *(f"metrics.run_dir={folder}", "metrics.console=none", "experiment=null"),
-        *(
-            f"launch.nproc_per_node={campaign.ranks}",
-            "launch.timeout_seconds=60",
-            "launch.device=cpu",
-        ),
-        *(["launch.max_restarts=1000"] if campaign.restarts else []),
-    ]
+    restarts = "launch.max_restarts=1000" if campaign.restarts else ""
+    line = (
+        f"model=llama_debug train.batch_size=1 train.seq_len=64 train.steps={steps} "
+        f"checkpoint.every={EVERY} checkpoint.keep=2 checkpoint.final_weights=true "
+        "metrics.console=none experiment=null launch.timeout_seconds=60 launch.device=cpu "
+        f"launch.nproc_per_node={campaign.ranks} {restarts}"
+    )
+    return [*campaign.words, *line.split(), f"metrics.run_dir={folder}"]
 
 
 class Attempt:
@@ -158,7 +154,7 @@ class Attempt:
 
     def last_step(self) -> int:
         """The last step in ``metrics.jsonl``; 0 for none."""
-        steps = read_steps(self.folder)
+        steps = read_lines(self.folder / "metrics.jsonl")
         return steps[-1]["step"] if steps else 0
 
     def rank_pids(self) -> list[int]:
@@ -204,11 +200,6 @@ def read_lines(path: Path) -> list[dict]:
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
-def read_steps(folder: Path) -> list[dict]:
-    """Records of each step."""
-    return read_lines(folder / "metrics.jsonl")
 
 
 def read_resumes(folder: Path) -> list[dict]:
@@ -327,9 +318,12 @@ def disturb(
 def count_wrong(reference: Path, disturbed: Path, steps: int) -> int:
     """Number of stretches between two starts, and final weights, that differ from the undisturbed
     run."""
-    wanted = {line["step"]: [line[name] for name in KEPT] for line in read_steps(reference)}
+    wanted = {
+        line["step"]: [line[name] for name in KEPT]
+        for line in read_lines(reference / "metrics.jsonl")
+    }
     found: dict[int, list[list]] = {}
-    for line in read_steps(disturbed):
+    for line in read_lines(disturbed / "metrics.jsonl"):
         found.setdefault(line["step"], []).append([line[name] for name in KEPT])
     assert sorted(wanted) == list(range(1, steps + 1)), reference
     starts = sorted({0, *(line["step"] for line in read_resumes(disturbed))})

@@ -11,7 +11,6 @@ sentence) counts as skipped where the command names a feature that old versions 
 import argparse
 import datetime
 import json
-import os
 import re
 import subprocess
 import sys
@@ -25,55 +24,39 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.common.child_environment import ROOT, child_environment
 from scripts.common.machine import machine
 from scripts.common.progress import progress, unit
 
-ROOT = Path(__file__).resolve().parents[1]
-
-TESTS: dict[str, list[str]] = {
-    "equality of strategies": ["tests/parallel/test_equality.py"],
-    "collectives, meshes": ["tests/parallel/test_collectives.py", "tests/parallel/test_mesh.py"],
-    "shared sequences": ["tests/parallel/test_context.py"],
-    "split experts": [
-        "tests/parallel/test_expert_parallelism.py",
-        "tests/parallel/test_expert_shards.py",
-    ],
-    "split features": ["tests/parallel/test_tensor.py"],
-    "split layers": ["tests/parallel/test_pipeline_parallelism.py"],
-    "layout mode": ["tests/parallel/test_layout_mode.py"],
-    "adapters": ["tests/parallel/test_lora.py"],
-    "conversations": ["tests/data/test_chat.py", "tests/data/test_prepared_chat.py"],
-    "float8, 8-bit AdamW": ["tests/parallel/test_float8.py", "tests/optim/test_low_bit_adamw.py"],
-    "configuration": ["tests/config", "tests/messages"],
-    "models": ["tests/models"],
-    "loss": ["tests/loss"],
-    "memory switches": [
-        "tests/memory/test_activation_checkpointing.py",
-        "tests/memory/test_activation_offload.py",
-        "tests/memory/test_optimizer_in_backward.py",
-    ],
-    "resume": ["tests/train/test_resume.py"],
-    "checkpoints": [
-        "tests/checkpoint/test_round_trips.py",
-        "tests/checkpoint/test_sharded_io_ranks.py",
-    ],
-    "compiler": ["tests/train/test_compile.py"],
-    "plans": [
-        "tests/plan/test_tracer.py",
-        "tests/plan/test_estimate.py",
-        "tests/plan/test_tracing_process.py",
-        "tests/cli/test_plan.py",
-    ],
-    "toys": [
-        "tests/toys/test_fsdp.py",
-        "tests/toys/test_ddp.py",
-        "tests/toys/test_zero.py",
-        "tests/toys/test_memory.py",
-    ],
-    "patches": ["tests/patches"],
-    "launcher": ["tests/launch/test_failures.py", "tests/train/test_stop.py"],
+TESTS = {
+    "equality of strategies": "parallel/test_equality.py",
+    "collectives, meshes": "parallel/test_collectives.py parallel/test_mesh.py",
+    "shared sequences": "parallel/test_context.py",
+    "split experts": "parallel/test_expert_parallelism.py parallel/test_expert_shards.py",
+    "split features": "parallel/test_tensor.py",
+    "split layers": "parallel/test_pipeline_parallelism.py",
+    "layout mode": "parallel/test_layout_mode.py",
+    "adapters": "parallel/test_lora.py parallel/test_nf4.py",
+    "conversations": "data/test_chat.py data/test_prepared_chat.py",
+    "float8, 8-bit AdamW": "parallel/test_float8.py optim/test_low_bit_adamw.py",
+    "configuration": "config messages",
+    "models": "models",
+    "loss": "loss",
+    "memory switches": (
+        "memory/test_activation_checkpointing.py memory/test_activation_offload.py "
+        "memory/test_optimizer_in_backward.py"
+    ),
+    "resume": "train/test_resume.py",
+    "checkpoints": "checkpoint/test_round_trips.py checkpoint/test_sharded_io_ranks.py",
+    "compiler": "train/test_compile.py",
+    "plans": (
+        "plan/test_tracer.py plan/test_estimate.py plan/test_tracing_process.py cli/test_plan.py"
+    ),
+    "toys": "toys/test_fsdp.py toys/test_ddp.py toys/test_zero.py toys/test_memory.py",
+    "patches": "patches",
+    "launcher": "launch/test_failures.py train/test_stop.py",
 }
-"""Group → its folders and files."""
+"""Group → its folders and files below ``tests``."""
 QUICK = ("equality of strategies", "patches")
 """The groups of ``--quick``."""
 
@@ -154,22 +137,20 @@ class Result:
     commands: list[Row]
 
 
-def run_tests(name: str, paths: list[str]) -> Row:
+def run_tests(name: str) -> Row:
     """Run a group in one process of pytest."""
     row, started = Row(name), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "junit.xml")
-        words = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--all",
-            "--tb=short",
-            f"--junitxml={log}",
-            *paths,
-        ]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, errors="replace")
+        words = ["-m", "pytest", "-q", "--all", "--tb=short", f"--junitxml={log}"]
+        paths = [f"tests/{path}" for path in TESTS[name].split()]
+        done = subprocess.run(
+            [sys.executable, *words, *paths],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
         cases = ElementTree.parse(log).getroot().iter("testcase") if log.exists() else iter(())
         for case in cases:
             skips, faults = (
@@ -195,20 +176,15 @@ def run_tests(name: str, paths: list[str]) -> Row:
 def run_command(arguments: str, may_be_refused: bool, folder: Path) -> Row:
     """Run a command, with the common arguments of its subcommand, in a folder."""
     row, started = Row(f"fsdptoys {arguments}"), time.monotonic()
-    environment = os.environ | {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    }
     subcommand, *rest = arguments.split()
-    words = [
-        sys.executable,
-        "-m",
-        "fsdptoys",
-        subcommand,
-        *COMMON.get(subcommand, "").split(),
-        *rest,
-    ]
+    words = [subcommand, *COMMON.get(subcommand, "").split(), *rest]
     done = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, errors="replace"
+        [sys.executable, "-m", "fsdptoys", *words],
+        cwd=folder,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        errors="replace",
     )
     output = done.stdout + done.stderr
     if done.returncode == 2 and may_be_refused and "Traceback" not in output:
@@ -244,7 +220,7 @@ def measure(groups: Sequence[str]) -> Result:
     with tempfile.TemporaryDirectory() as folder, progress(units=len(groups) + len(COMMANDS)):
         for name in groups:
             with unit(name) as done:
-                result.tests.append(run_tests(name, TESTS[name]))
+                result.tests.append(run_tests(name))
                 done.note = result.tests[-1].outcome
         for arguments, may_be_refused in COMMANDS:
             with unit(arguments) as done:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -35,15 +36,8 @@ def run_pytest(
 ) -> tuple[int, str]:
     """Run pytest in a copy, and return its status and output; at the limit of ``seconds``, kill
     it."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "--color=no",
-        *map(str, arguments),
-    ]
+    options = shlex.split("-m pytest -p no:cacheprovider --color=no")
+    command = [sys.executable, *options, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     environment.pop("PYTEST_CURRENT_TEST", None)  # of a test that runs this script
     with tempfile.TemporaryFile("w+", errors="replace") as output:
@@ -111,29 +105,20 @@ class Recording:
         failed before it.
 
         A line executed during collection counts for all tests; those of its package are the most
-        promising. The others follow module by module, the quickest module first: a module's
-        fixtures take longer than most of its tests.
+        promising, then the quickest.
         """
-        called = self.called.get(site.name, [])
-        tests = set(range(len(self.tests))) if site.name in self.collected else set(called)
-        tests.update(self.prepared.get(site.name, []))
-        failures = set(self.failures)
-        tests = {test for test in tests if self.tests[test] not in failures}
+        called = set(self.called.get(site.name, []))
+        tests = {*called, *self.prepared.get(site.name, [])}
+        if site.name in self.collected:
+            tests.update(range(len(self.tests)))
         own = f"tests/{site.package.removeprefix('fsdptoys/').partition('/')[0]}/"
-        near = {test for test in tests if self.tests[test].startswith(own)} | set(called)
-        module_seconds: dict[str, float] = {}
-        for test in tests - near:
-            module_seconds[self._module(test)] = (
-                module_seconds.get(self._module(test), 0.0) + self.cpu_seconds[test]
-            )
-        far = sorted(
-            tests - near,
-            key=lambda test: (module_seconds[self._module(test)], self._module(test), test),
-        )
-        return [*sorted(near, key=lambda test: (self.cpu_seconds[test], test)), *far]
 
-    def _module(self, test: int) -> str:
-        return self.tests[test].partition("::")[0]
+        def order(test: int) -> tuple[bool, float, int]:
+            near = test in called or self.tests[test].startswith(own)
+            return not near, self.cpu_seconds[test], test
+
+        failures = set(self.failures)
+        return sorted((test for test in tests if self.tests[test] not in failures), key=order)
 
 
 def record(

@@ -22,7 +22,6 @@ in ``--folder``.
 
 import argparse
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -241,10 +240,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--folder", type=Path, default=Path("build/mutations"), help="recording.json and sites.json"
     )
     parser.add_argument("--resume", action="store_true", help="continue with what the folder has")
-    parser.add_argument("--only-record", action="store_true", help="stop after the recording")
-    parser.add_argument(
-        "--sites-of", type=Path, metavar="FOLDER", help="break the lines of this earlier check"
-    )
     parser.add_argument("--report", type=Path, help="Markdown file")
     arguments = parser.parse_args(argv)
     checkout = arguments.checkout.resolve()
@@ -278,17 +273,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 recorded.put("recording", row)
             recording = Recording(**row)
             chosen, passed_over = choose_sites(drawn, recording)
-            if arguments.sites_of:
-                names = json.loads((arguments.sites_of / "sites.json").read_text(encoding="utf-8"))[
-                    "rows"
-                ]
-                chosen, passed_over = [site for site in everything if site.name in names], []
             done.note = (
                 f"{len(recording.tests)} tests, {len(recording.failures)} failures, "
                 f"{len(passed_over)} not executed"
             )
-        if arguments.only_record:
-            return
         rest = [site for site in chosen if finished.get(site.name) is None]
         if rest:
             breaker = Breaker(checkout, recording, arguments.tests, arguments.cap, Path(scratch))

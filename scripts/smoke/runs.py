@@ -10,6 +10,7 @@ import gc
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import traceback
@@ -31,23 +32,15 @@ from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import local_tensor
 from scripts.common.child_environment import child_environment
 
-COMMON = [
-    "experiment=null",
-    "data=synthetic",
-    "metrics.console=none",
-    "metrics.log_every=1",
-    "optim.lr=1e-3",
-]
-COMMON += ["optim.schedule=constant", "train.steps=3"]
-TINY = ["model=llama_debug", "model.n_layers=4", "train.batch_size=2", "train.seq_len=64"]
-SMALL = [
-    "model=llama_debug",
-    "model.dim=512",
-    "model.n_layers=4",
-    "model.n_heads=4",
-    "model.n_kv_heads=2",
-]
-SMALL += ["model.ffn_dim=1408", "model.vocab_size=32000", "train.batch_size=4", "train.seq_len=512"]
+COMMON = shlex.split(
+    "experiment=null data=synthetic metrics.console=none metrics.log_every=1 optim.lr=1e-3 "
+    "optim.schedule=constant train.steps=3"
+)
+TINY = shlex.split("model=llama_debug model.n_layers=4 train.batch_size=2 train.seq_len=64")
+SMALL = shlex.split(
+    "model=llama_debug model.dim=512 model.n_layers=4 model.n_heads=4 model.n_kv_heads=2 "
+    "model.ffn_dim=1408 model.vocab_size=32000 train.batch_size=4 train.seq_len=512"
+)
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -67,6 +60,16 @@ class Trained:
     refused: bool = False
     """Whether the configuration says that this cannot be."""
     error: str = ""
+
+    @property
+    def bits(self) -> tuple[object, ...]:
+        """Everything that is equal in every bit between two equal runs."""
+        return self.losses, self.grad_norms, self.digest
+
+
+def split_rows(rows: dict[str, str]) -> dict[str, list[str]]:
+    """Return the words of each row's line."""
+    return {name: shlex.split(line) for name, line in rows.items()}
 
 
 def small_model(device: str) -> list[str]:

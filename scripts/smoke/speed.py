@@ -4,7 +4,7 @@ time."""
 import gc
 import os
 import pickle
-import re
+import shlex
 import statistics
 import subprocess
 import tempfile
@@ -28,34 +28,25 @@ from fsdptoys.train.trainer import Trainer
 from scripts.benchmarks.peers.ours import fill
 from scripts.common.child_environment import ROOT, child_environment
 from scripts.smoke.report import Report
-from scripts.smoke.runs import COMMON, RANK, TINY
+from scripts.smoke.runs import COMMON, RANK, TINY, split_rows
 from scripts.smoke.training import fsdptoys, losses_of, train_command
 
 STEPS, WARMUP, PROFILED = 9, 3, 2
 """Of a row: all steps, the first ones without figures, and the last ones, which the profiler slows
 down."""
-MODEL = [
-    "model=llama3_1b",
-    "train.batch_size=4",
-    "train.seq_len=4096",
-    "parallel.param_dtype=bfloat16",
-]
-MODEL += ["memory.chunk_loss=true"]
+MODEL = shlex.split(
+    "model=llama3_1b train.batch_size=4 train.seq_len=4096 parallel.param_dtype=bfloat16 "
+    "memory.chunk_loss=true"
+)
 """Of all rows on CUDA."""
-ROWS = {
-    "fsdp2 foreach": ["parallel=fsdp2", "optim.implementation=foreach"],
-    "fsdp2 fused": ["parallel=fsdp2", "optim.implementation=fused"],
-    "single fused": ["parallel=single", "optim.implementation=fused"],
-    "single fused compiled": [
-        "parallel=single",
-        "optim.implementation=fused",
-        "train.compile=true",
-    ],
-}
-KERNELS = 40
-"""Ops listed by name, those of the most time."""
-IDLE_GAP_MICROSECONDS = 20.0
-"""Shorter gaps between kernels are not listed."""
+ROWS = split_rows({
+    "fsdp2 foreach": "parallel=fsdp2 optim.implementation=foreach",
+    "fsdp2 fused": "parallel=fsdp2 optim.implementation=fused",
+    "single fused": "parallel=single optim.implementation=fused",
+    "single fused compiled": (
+        "parallel=single optim.implementation=fused train.compile=true"
+    ),
+})  # fmt: skip
 
 
 def check_speed(report: Report, device: str) -> None:
@@ -134,7 +125,7 @@ def _measure(config: Config) -> tuple[dict[str, Any], list[float]]:
     if profiler is not None:
         profiler.stop()
         kernels = [
-            (event.time_range.start, event.time_range.end, event.name)
+            (event.time_range.start, event.time_range.end)
             for event in profiler.events()
             if event.device_type == torch.autograd.DeviceType.CUDA
         ]
@@ -163,37 +154,19 @@ def _counted_waits(waits: Counter[str]) -> Iterator[None]:
             waits[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
 
 
-GRADIENT_NORM = re.compile("NormTwoOps|LpNorm")
-"""Ops of ``torch.linalg.vector_norm`` and ``torch._foreach_norm``, by the functors in their
-names."""
-
-
-def idle_time(kernels: list[tuple[float, float, str]]) -> dict[str, Any]:
-    """Busy and idle milliseconds of a device, the kernels before its gaps, and those that take the
-    most time.
+def idle_time(kernels: list[tuple[float, float]]) -> dict[str, float]:
+    """Busy and idle milliseconds of a device.
 
     Args:
-        kernels: start, end in microseconds, and name.
+        kernels: start and end in microseconds.
     """
-    busy, gaps, until, before = 0.0, Counter[str](), 0.0, ""
-    seconds = Counter[str]()
-    kernels = sorted(kernels)
-    for start, end, name in kernels:
-        seconds[name] += end - start
-        if before and start - until > IDLE_GAP_MICROSECONDS:
-            gaps[before[:60]] += start - until
+    busy = 0.0
+    until = 0.0
+    for start, end in sorted(kernels):
         busy += max(0.0, end - max(start, until))
-        if end > until:
-            until, before = end, name
-    span = until - kernels[0][0] if kernels else 0.0
-    return {
-        "device_busy_ms": busy / 1e3,
-        "device_idle_ms": (span - busy) / 1e3,
-        "idle_ms_after": {name: time / 1e3 for name, time in gaps.most_common(5)},
-        "kernel_ms": {name[:90]: time / 1e3 for name, time in seconds.most_common(KERNELS)},
-        "norm_kernel_ms": sum(time for name, time in seconds.items() if GRADIENT_NORM.search(name))
-        / 1e3,
-    }
+        until = max(until, end)
+    span = until - min(start for start, _ in kernels)
+    return {"device_busy_ms": busy / 1e3, "device_idle_ms": (span - busy) / 1e3}
 
 
 def _predict(config: Config, device: str) -> dict[str, Any]:
@@ -215,12 +188,10 @@ def check_torchrun(report: Report, device: str) -> None:
         folder = Path(name)
         words = ["train.steps=3"]
         if device != "cpu":
-            words += [
-                "profile.enabled=true",
-                "profile.snapshot=true",
-                "profile.snapshot_first_step=2",
-            ]
-            words += ["profile.skip_steps=0", "profile.active_steps=1", "profile.snapshot_steps=1"]
+            words += shlex.split(
+                "profile.enabled=true profile.snapshot=true profile.snapshot_first_step=2 "
+                "profile.skip_steps=0 profile.active_steps=1 profile.snapshot_steps=1"
+            )
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
         fsdptoys(train_command(device, "own", *words), folder)
         fsdptoys(train_command(device, "torchrun", *words), folder, torchrun)
@@ -243,13 +214,10 @@ def check_torchrun(report: Report, device: str) -> None:
 def check_first_command(report: Report, device: str) -> None:
     """``bash run_fsdp.sh`` with three steps: the model that it chooses fits, and its loss falls."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [
-            "train.steps=3",
-            f"launch.device={device}",
-            f"metrics.run_dir={folder}/run",
-            "metrics.log_every=1",
-        ]
-        words += ["metrics.console=plain"]
+        words = shlex.split(
+            f"train.steps=3 launch.device={device} metrics.run_dir={folder}/run "
+            "metrics.log_every=1 metrics.console=plain"
+        )
         if device != "cuda":
             words += ["experiment=null", *TINY, "launch.nproc_per_node=1"]
         command = ["bash", str(ROOT / "run_fsdp.sh"), *words]

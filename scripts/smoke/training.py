@@ -11,29 +11,30 @@ from pathlib import Path
 
 from scripts.common.child_environment import child_environment
 from scripts.smoke.report import Report
-from scripts.smoke.runs import COMMON, Trained, small_model, train, train_apart
+from scripts.smoke.runs import COMMON, Trained, small_model, split_rows, train, train_apart
 
+Rows = dict[str, list[str]]
+"""Name of a row → its words."""
 LOSS = 1e-5
 """Relative, in float32."""
 BF16_LOSS = 1e-2
-SINGLE = ["parallel=single", "parallel.param_dtype=float32"]
-UNCLIPPED = ["train.max_grad_norm=null", "train.skip_nonfinite=false"]
-MEMORY = {
-    "chunk_loss": ["memory.chunk_loss=true"],
-    "checkpointing full": ["memory.gradient_checkpointing=full"],
-    "checkpointing selective": ["memory.gradient_checkpointing=selective"],
-    "checkpointing every 2": ["memory.gradient_checkpointing=full", "memory.checkpointing_every=2"],
-    "activation_offload": ["memory.gradient_checkpointing=full", "memory.activation_offload=true"],
-    "optimizer_offload serial": ["memory.optimizer_offload=true", "memory.offload_schedule=serial"],
-    "optimizer_offload pipelined": [
-        "memory.optimizer_offload=true",
-        "memory.offload_schedule=pipelined",
-    ],
-    "optimizer_offload lazy": ["memory.optimizer_offload=true", "memory.offload_schedule=lazy"],
-    "cpu_offload native": ["memory.cpu_offload=true"],
-    "cpu_offload overlapped": ["memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped"],
-    "optimizer_in_backward": ["memory.optimizer_in_backward=true", *UNCLIPPED],
-}
+SINGLE = shlex.split("parallel=single parallel.param_dtype=float32")
+UNCLIPPED = "train.max_grad_norm=null train.skip_nonfinite=false"
+CHECKPOINTING = "memory.gradient_checkpointing=full"
+OPTIMIZER_OFFLOAD = "memory.optimizer_offload=true"
+MEMORY = split_rows({
+    "chunk_loss": "memory.chunk_loss=true",
+    "checkpointing full": CHECKPOINTING,
+    "checkpointing selective": "memory.gradient_checkpointing=selective",
+    "checkpointing every 2": f"{CHECKPOINTING} memory.checkpointing_every=2",
+    "activation_offload": f"{CHECKPOINTING} memory.activation_offload=true",
+    "optimizer_offload serial": f"{OPTIMIZER_OFFLOAD} memory.offload_schedule=serial",
+    "optimizer_offload pipelined": f"{OPTIMIZER_OFFLOAD} memory.offload_schedule=pipelined",
+    "optimizer_offload lazy": f"{OPTIMIZER_OFFLOAD} memory.offload_schedule=lazy",
+    "cpu_offload native": "memory.cpu_offload=true",
+    "cpu_offload overlapped": "memory.cpu_offload=true memory.cpu_offload_executor=overlapped",
+    "optimizer_in_backward": f"memory.optimizer_in_backward=true {UNCLIPPED}",
+})  # fmt: skip
 """Row → words added to FSDP2 in float32."""
 LOWERS_PEAK = (
     "checkpointing full",
@@ -42,34 +43,30 @@ LOWERS_PEAK = (
     "cpu_offload native",
 )
 """Rows whose peak must be below the plain run's."""
-COMPILED = {
-    "compile": ["train.compile=true"],
-    "compile, selective": ["train.compile=true", "memory.gradient_checkpointing=selective"],
-    "compiled kernels": [
-        "kernels.rms_norm=compiled",
-        "kernels.rotary=compiled",
-        "kernels.swiglu=compiled",
-    ],
-}
-FLOAT8 = {
-    "float8 tensorwise": ["train.float8=tensorwise"],
-    "float8 rowwise": ["train.float8=rowwise"],
-    "float8 all_gather": ["train.float8=tensorwise", "train.float8_all_gather=true"],
-}
-MOE = ["model=qwen3_moe_debug", "train.batch_size=2", "train.seq_len=64"]
-OPTIMIZERS = {
-    "foreach": ["optim.implementation=foreach"],
-    "fused": ["optim.implementation=fused"],
-    "bf16 states": ["optim.state_dtype=bfloat16"],
-    "muon": ["optim=muon"],
-    "8-bit": ["optim.state_dtype=int8"],
-    "4-bit": ["optim.state_dtype=int4"],
-}
+COMPILED = split_rows({
+    "compile": "train.compile=true",
+    "compile, selective": "train.compile=true memory.gradient_checkpointing=selective",
+    "compiled kernels": (
+        "kernels.rms_norm=compiled kernels.rotary=compiled kernels.swiglu=compiled"
+    ),
+})  # fmt: skip
+FLOAT8 = split_rows({
+    "float8 tensorwise": "train.float8=tensorwise",
+    "float8 rowwise": "train.float8=rowwise",
+    "float8 all_gather": "train.float8=tensorwise train.float8_all_gather=true",
+})  # fmt: skip
+MOE = shlex.split("model=qwen3_moe_debug train.batch_size=2 train.seq_len=64")
+OPTIMIZERS = split_rows({
+    "foreach": "optim.implementation=foreach",
+    "fused": "optim.implementation=fused",
+    "bf16 states": "optim.state_dtype=bfloat16",
+    "muon": "optim=muon",
+    "8-bit": "optim.state_dtype=int8",
+    "4-bit": "optim.state_dtype=int4",
+})  # fmt: skip
 
 
-def compare(
-    report: Report, device: str, name: str, row: Trained, plain: Trained, tolerance: float
-) -> bool:
+def compare(report: Report, name: str, row: Trained, plain: Trained, tolerance: float) -> bool:
     """Compare a row's losses with the oracle's; returns whether there are any.
 
     Refused rows and missing packages are facts: other devices than CUDA lack some switches.
@@ -87,61 +84,72 @@ def compare(
     return True
 
 
+def in_both_dtypes(rows: Rows) -> Rows:
+    """Return rows that compute in float32, and the same in bf16."""
+    return {
+        f"{name} {dtype}": [*words, f"parallel.param_dtype={dtype}"]
+        for name, words in rows.items()
+        for dtype in ("float32", "bfloat16")
+    }
+
+
+def tolerance_of(name: str) -> float:
+    """Return the tolerance of a row by the dtype in its name."""
+    return LOSS if name.endswith("float32") else BF16_LOSS
+
+
+def against_cpu(report: Report, device: str, oracle: list[str], rows: Rows) -> None:
+    """Compare rows in both dtypes with one process on a CPU in float32."""
+    words = [*oracle, "parallel.param_dtype=float32"]
+    plain = train_apart("cpu", {"oracle": words})["oracle"]
+    for name, row in train(device, in_both_dtypes(rows)).items():
+        compare(report, name, row, plain, tolerance_of(name))
+
+
+def against_plain(
+    report: Report, device: str, base: list[str], rows: Rows, tolerance: float
+) -> None:
+    """Compare rows with switches to the plain run in bf16 on the same device."""
+    words = [*base, "parallel=fsdp2", "parallel.param_dtype=bfloat16"]
+    found = train(device, {"eager": words} | {name: [*words, *row] for name, row in rows.items()})
+    eager = found.pop("eager")
+    for name, row in found.items():
+        compare(report, name, row, eager, tolerance)
+
+
 def check_strategies(report: Report, device: str) -> None:
     """Every strategy of one rank in float32 and bf16, against one process on a CPU; two runs in one
     arithmetic."""
     model = small_model(device)
-    oracle = train_apart("cpu", {"single": [*model, *SINGLE]})["single"]
-    strategies = ["single", "ddp", "fsdp1", "fsdp2"]
-    rows = {
-        f"{name} {dtype}": [*model, f"parallel={name}", f"parallel.param_dtype={dtype}"]
-        for name in strategies
-        for dtype in ("float32", "bfloat16")
-    }
-    for name, row in train(device, rows).items():
-        compare(report, device, name, row, oracle, LOSS if name.endswith("float32") else BF16_LOSS)
+    rows = {name: [*model, f"parallel={name}"] for name in ("single", "ddp", "fsdp1", "fsdp2")}
+    against_cpu(report, device, [*model, "parallel=single"], rows)
     exact = [*model, "parallel=fsdp2", "parallel.param_dtype=bfloat16"]
     # NPUs have no float64 sums, which deterministic mode needs.
     exact += ["train.deterministic=true"] if device != "npu" else []
     first, second = (train_apart(device, {"twice": exact})["twice"] for _ in range(2))
-    report.expect(
-        not first.error and bool(first.digest),
-        f"deterministic training runs: {first.error or 'yes'}",
-    )
-    same = (first.losses, first.grad_norms, first.digest) == (
-        second.losses,
-        second.grad_norms,
-        second.digest,
-    )
-    report.expect(
-        same, "two deterministic processes have the same bits of losses, norms and parameters"
-    )
+    report.expect(bool(first.digest), f"deterministic training runs: {first.error or 'yes'}")
+    sentence = "two deterministic processes have the same bits of losses, norms and parameters"
+    report.expect(first.bits == second.bits, sentence)
 
 
 def check_toys(report: Report, device: str) -> None:
     """The from-scratch strategies of one rank in float32 and bf16, against one process on a CPU."""
     model = small_model(device)
-    oracle = train_apart("cpu", {"single": [*model, *SINGLE]})["single"]
-    rows = {
-        f"{name} {dtype}": [*model, f"parallel=toy_{name}", f"parallel.param_dtype={dtype}"]
-        for name in ("ddp", "zero1", "zero2", "zero3", "fsdp")
-        for dtype in ("float32", "bfloat16")
-    }
-    for name, row in train(device, rows).items():
-        compare(report, device, name, row, oracle, LOSS if name.endswith("float32") else BF16_LOSS)
+    names = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+    rows = {name: [*model, f"parallel=toy_{name}"] for name in names}
+    against_cpu(report, device, [*model, "parallel=single"], rows)
 
 
 def check_memory(report: Report, device: str) -> None:
     """Every memory switch against the plain run: the same losses, and a lower peak."""
     base = [*small_model(device), "parallel=fsdp2", "parallel.param_dtype=float32"]
-    rows = {"plain": base} | {name: [*base, *words] for name, words in MEMORY.items()}
-    rows["plain without clipping"] = [*base, *UNCLIPPED]
-    found = train(device, rows)
-    plain, unclipped = found.pop("plain"), found.pop("plain without clipping")
-    compare(report, device, "plain", plain, plain, 0.0)
+    switches = {"plain": [], "plain without clipping": shlex.split(UNCLIPPED)} | MEMORY
+    found = train(device, {name: [*base, *words] for name, words in switches.items()})
+    plain = found["plain"]
+    unclipped = found.pop("plain without clipping")
     for name, row in found.items():
         like = unclipped if name == "optimizer_in_backward" else plain
-        if compare(report, device, name, row, like, LOSS) and name in LOWERS_PEAK:
+        if compare(report, name, row, like, LOSS) and name in LOWERS_PEAK:
             assert row.peak_gib is not None and plain.peak_gib is not None
             sentence = f"{name}: peak {row.peak_gib:.4f} GiB below plain {plain.peak_gib:.4f}"
             report.expect(row.peak_gib < plain.peak_gib, sentence)
@@ -150,20 +158,17 @@ def check_memory(report: Report, device: str) -> None:
 def check_documents(report: Report, device: str) -> None:
     """Training with masked documents, by both implementations on CUDA, against a CPU in float32."""
     base = [*small_model(device), "parallel=single", "data.mask_documents=true"]
+    names = ("torch", "flex") if device == "cuda" else ("torch",)
     oracle = train_apart("cpu", {"torch": [*base, "parallel.param_dtype=float32"]})["torch"]
-    rows = {}
-    for name in ("torch", "flex") if device == "cuda" else ("torch",):
-        for dtype in ("float32", "bfloat16"):
-            words = [*base, f"kernels.document_attention={name}", f"parallel.param_dtype={dtype}"]
-            rows[f"{name} {dtype}"] = words
-    for name, row in train(device, rows).items():
-        compare(report, device, name, row, oracle, LOSS if name == "torch float32" else BF16_LOSS)
+    rows = {name: [*base, f"kernels.document_attention={name}"] for name in names}
+    for name, row in train(device, in_both_dtypes(rows)).items():
+        compare(report, name, row, oracle, LOSS if name == "torch float32" else BF16_LOSS)
 
 
 FAMILIES = ["llama_debug", "gpt2_debug", "qwen3_debug", "qwen3_moe_debug", "llama4_debug"]
 
 
-def layout_models(device: str) -> dict[str, list[str]]:
+def layout_models(device: str) -> Rows:
     """Prefix of a row's name → words of its model; the first is for all strategies."""
     small = ["train.batch_size=2", "train.seq_len=64"]
     return {"": small_model(device)} | {f"{name} ": [f"model={name}", *small] for name in FAMILIES}
@@ -181,48 +186,27 @@ def check_layout_families(report: Report, device: str) -> None:
     _compare_bits(report, device, models, ("fsdp2",))
 
 
-def _compare_bits(
-    report: Report, device: str, models: dict[str, list[str]], strategies: tuple[str, ...]
-) -> None:
-    groups = {}
+def _compare_bits(report: Report, device: str, models: Rows, strategies: tuple[str, ...]) -> None:
+    rows: Rows = {}
     for model, words in models.items():
-        for dtype in ("float32", "bfloat16"):
-            base = [*words, f"parallel.param_dtype={dtype}", "train.deterministic=layout"]
-            half = next(
-                int(word.split("=")[1]) // 2
-                for word in words
-                if word.startswith("train.batch_size=")
-            )
-            rows = {name: [*base, f"parallel={name}"] for name in ("single", *strategies)}
-            rows["two micro-batches"] = [
-                *rows["fsdp2"],
-                f"train.batch_size={half}",
-                "train.grad_accum=2",
-            ]
-            groups[model, dtype] = {f"{model}{name} {dtype}": row for name, row in rows.items()}
-    found = train_apart(
-        device, {name: row for rows in groups.values() for name, row in rows.items()}
-    )
-    for (model, dtype), rows in groups.items():
-        reference = f"{model}single {dtype}"
+        base = [*words, "train.deterministic=layout"]
+        rows |= {f"{model}{name}": [*base, f"parallel={name}"] for name in ("single", *strategies)}
+        size = next(int(word[17:]) for word in words if word.startswith("train.batch_size="))
+        halves = ["parallel=fsdp2", f"train.batch_size={size // 2}", "train.grad_accum=2"]
+        rows[f"{model}two micro-batches"] = [*base, *halves]
+    found = train_apart(device, in_both_dtypes(rows))
+    for name, row in found.items():
+        prefix = next(prefix for prefix in reversed(models) if name.startswith(prefix))
+        reference = f"{prefix}single {name.split()[-1]}"
         single = found[reference]
-        report.expect(not single.error, f"{reference} trains: {single.error or 'yes'}")
-        for name in (name for name in rows if name != reference and single.losses):
-            row = found[name]
-            if compare(
-                report, device, name, row, single, LOSS if dtype == "float32" else BF16_LOSS
-            ):
-                same = (row.losses, row.grad_norms, row.digest) == (
-                    single.losses,
-                    single.grad_norms,
-                    single.digest,
-                )
-                report.expect(
-                    same, f"{name}: losses, norms and parameters have the bits of {model}single"
-                )
+        if name == reference:
+            report.expect(not single.error, f"{reference} trains: {single.error or 'yes'}")
+        elif single.losses and compare(report, name, row, single, tolerance_of(name)):
+            sentence = f"{name}: losses, norms and parameters have the bits of {prefix}single"
+            report.expect(row.bits == single.bits, sentence)
 
 
-def adapter_rows(device: str) -> dict[str, list[str]]:
+def adapter_rows(device: str) -> Rows:
     """Form of the frozen weights → words."""
     base = [*small_model(device), "tune=lora", "memory.gradient_checkpointing=full"]
     return {form: [*base, f"tune.base={form}"] for form in ("plain", "nf4")}
@@ -230,54 +214,26 @@ def adapter_rows(device: str) -> dict[str, list[str]]:
 
 def check_adapters(report: Report, device: str) -> None:
     """Low-rank adapters beside plain and 4-bit weights, against a CPU in float32."""
-    rows = adapter_rows(device)
-    oracles = train_apart("cpu", {form: [*words, *SINGLE] for form, words in rows.items()})
-    for form, words in rows.items():
-        kinds = {f"{form} {dtype}": [*words, "parallel=fsdp2", f"parallel.param_dtype={dtype}"]
-                 for dtype in ("float32", "bfloat16")}  # fmt: skip
-        for name, row in train(device, kinds).items():
-            compare(
-                report,
-                device,
-                name,
-                row,
-                oracles[form],
-                LOSS if name.endswith("float32") else BF16_LOSS,
-            )
+    for form, words in adapter_rows(device).items():
+        oracle = [*words, "parallel=single"]
+        against_cpu(report, device, oracle, {form: [*words, "parallel=fsdp2"]})
 
 
 def check_compile(report: Report, device: str) -> None:
     """Compiled training against eager, in bf16."""
-    base = [*small_model(device), "parallel=fsdp2", "parallel.param_dtype=bfloat16"]
-    found = train(
-        device, {"eager": base} | {name: [*base, *words] for name, words in COMPILED.items()}
-    )
-    eager = found.pop("eager")
-    for name, row in found.items():
-        compare(report, device, name, row, eager, BF16_LOSS)
+    against_plain(report, device, small_model(device), COMPILED, BF16_LOSS)
 
 
 def check_float8(report: Report, device: str) -> None:
     """Compiled float8 training against eager bf16."""
-    base = [*small_model(device), "parallel=fsdp2", "parallel.param_dtype=bfloat16"]
-    rows = {name: [*base, "train.compile=true", *words] for name, words in FLOAT8.items()}
-    found = train(device, {"eager": base} | rows)
-    eager = found.pop("eager")
-    for name, row in found.items():
-        compare(report, device, name, row, eager, 3e-2)
+    rows = {name: ["train.compile=true", *words] for name, words in FLOAT8.items()}
+    against_plain(report, device, small_model(device), rows, 3e-2)
 
 
 def check_experts(report: Report, device: str) -> None:
     """A model with experts, against a CPU in float32."""
-    oracle = train_apart("cpu", {"single": [*MOE, *SINGLE]})["single"]
-    rows = {
-        dtype: [*MOE, "parallel=fsdp2", f"parallel.param_dtype={dtype}"]
-        for dtype in ("float32", "bfloat16")
-    }
-    for name, row in train(device, rows).items():
-        compare(
-            report, device, f"experts {name}", row, oracle, LOSS if name == "float32" else BF16_LOSS
-        )
+    rows = {"experts": [*MOE, "parallel=fsdp2"]}
+    against_cpu(report, device, [*MOE, "parallel=single"], rows)
 
 
 def check_optimizers(report: Report, device: str) -> None:
@@ -291,9 +247,7 @@ def check_optimizers(report: Report, device: str) -> None:
     found = train(device, {name: [*base, *OPTIMIZERS[name]] for name in names})
     for name, row in found.items():
         tolerance = LOSS if name in ("foreach", "fused") else 1e-2
-        compare(
-            report, device, name, row, oracles["muon" if name == "muon" else "adamw"], tolerance
-        )
+        compare(report, name, row, oracles.get(name, oracles["adamw"]), tolerance)
 
 
 def fsdptoys(words: list[str], folder: Path, launcher: list[str] | None = None) -> str:
@@ -347,19 +301,17 @@ def check_commands(report: Report, device: str) -> None:
         trained("run", "train.steps=4", *halves, "checkpoint.resume=must").result()
         whole.result()
         report.close("resumed losses", losses_of(folder / "run"), losses_of(folder / "whole"), 1e-6)
-        evaluate = ["evaluate", "run", "--windows", "8", "--json", "--device"]
-        generate = [
-            "generate",
-            "run",
-            *shlex.split("--tokenizer ids --prompt '1 2 3' --tokens 10 --temperature 0"),
-        ]
+        evaluate = shlex.split("evaluate run --windows 8 --json --device")
+        generate = shlex.split(
+            "generate run --tokenizer ids --prompt '1 2 3' --tokens 10 --temperature 0 --json"
+        )
         evaluated = {
             where: pool.submit(fsdptoys, [*evaluate, where], folder)
             for where in dict.fromkeys(("cpu", device))
         }
         generated = {
             (where, dtype): pool.submit(
-                fsdptoys, [*generate, "--json", "--device", where, "--dtype", dtype], folder
+                fsdptoys, [*generate, "--device", where, "--dtype", dtype], folder
             )
             for where, dtype in {("cpu", "float32"), (device, "float32"), (device, "bfloat16")}
         }

@@ -1,5 +1,6 @@
 """Runs of three steps in this process, with a checkpoint after each."""
 
+import shlex
 from pathlib import Path
 
 from fsdptoys.config.compose import compose_config
@@ -8,13 +9,9 @@ from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
 from tests.harness.ranks import run_ranks
 
-WORDS = [
-    "experiment=null",
-    "parallel=single",
-    "train.seq_len=32",
-    "train.steps=4",
-    "metrics.console=none",
-]
+WORDS = shlex.split(
+    "experiment=null parallel=single train.seq_len=32 train.steps=4 metrics.console=none"
+)
 
 
 def take_three_steps(config: Config) -> None:
