@@ -1,16 +1,14 @@
-"""The patches of streams and prefetching on a device with streams, and FSDP1's settings that need
-one."""
+"""The patches of streams and prefetching on a device with streams."""
 
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 
 from tests.harness.levels import extended
 from tests.harness.ranks import run_ranks
-from tests.harness.roots import WIDTH, gradients_of, make_root, streams_of, train_two
+from tests.harness.roots import streams_of, train_two
 from tests.simulated_npu.ranks import BOTH_MODES, run_npu_ranks, simulated_npu
 
 
@@ -42,46 +40,6 @@ def test_patched_roots_share_streams_with_gradients_of_cpu_ranks(
         (first, second), (same, other) = stock[rank][0], shared[rank][0]
         assert first != second and same == other
         assert len(set(same)) == len(set(first))  # a root's streams stay distinct
-
-
-def prefetch(device: str, options: dict[str, Any]) -> list[Any]:
-    if device == "npu":
-        torch.npu.set_device(dist.get_rank())
-    root = make_root("fsdp1", device=device, **options)
-    optimizer = torch.optim.SGD(root.parameters(), lr=0.1)
-    results = []
-    for index in range(2):
-        torch.manual_seed(10 * index + dist.get_rank())
-        root(torch.randn(4, WIDTH).to(device)).square().sum().backward()
-        results.append(gradients_of(root))
-        optimizer.step()
-        optimizer.zero_grad()
-    return results
-
-
-FSDP1_OPTIONS: dict[str, dict[str, Any]] = {
-    "prefetch before": {
-        "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
-        "forward_prefetch": True,
-    },
-    "prefetch after": {
-        "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
-        "limit_all_gathers": False,
-    },
-    "no prefetch": {"backward_prefetch": None},
-    "parameters on the host": {"cpu_offload": CPUOffload(offload_params=True)},
-}
-
-
-@BOTH_MODES
-@pytest.mark.parametrize("name", FSDP1_OPTIONS)
-def test_fsdp1_prefetching_and_offload_keep_gradients(name: str, mode: str) -> None:
-    """Oracle: CPU ranks without offload, which PyTorch does not support there."""
-    options = FSDP1_OPTIONS[name]
-    ours = run_npu_ranks(2, prefetch, "npu", options, mode=mode)
-    assert ours == run_ranks(
-        2, prefetch, "cpu", {key: options[key] for key in options if key != "cpu_offload"}
-    )
 
 
 def gradients_without_waits(strategy: str) -> list[Any]:

@@ -2,32 +2,25 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
-from torch import Tensor
 
 from fsdptoys.config.schema import Config, SumDType
-from fsdptoys.memory import GradientCheckpointing, MemoryConfig, OptimizerStepper
-from fsdptoys.memory.optimizer_stepper import GradientNorms
+from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, fused_adamw
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.precision import DType
-from fsdptoys.train import trainer as trainer_module
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import LoRAConfig
-from fsdptoys.utils.dtensor import local_tensor
 from tests.harness.levels import by_level
 from tests.harness.outcomes import hash_parameters
-from tests.harness.resumed_runs import kept, run_to_the_end, run_until, steps_of
+from tests.harness.resumed_runs import kept, poison_gradients, run_to_the_end, run_until, steps_of
 from tests.harness.tiny import DOCUMENTS, EVEN, TINY, make_config, tiny_model
 from tests.simulated_npu.ranks import run_npu_ranks, simulated_npu
 
@@ -92,7 +85,7 @@ def count_waits(name: str) -> list[Counter[str]]:
 
     def count() -> list[Counter[str]]:
         extension = simulated_npu.extension
-        # The simulated kernel is the CPU's, which skips as CUDA's does
+        # As in config_of
         fused_adamw.IGNORED_ON = frozenset()
         trainer = Trainer(config)
         steps: list[Counter[str]] = []
@@ -150,68 +143,16 @@ def test_a_step_waits_for_the_device_at_most_once(name: str) -> None:
     assert calls == [0 if "no skipping" in name else 1] * 2, steps
 
 
-class SkipsOnDevice(OptimizerStepper):
-    """An optimizer without states that skips on the device, as fused kernels do."""
-
-    skips_on_device = True
-
-    def clip(self, norms: GradientNorms, max_norm: float, unscale: float = 1.0) -> Tensor:
-        """Clip before the step."""
-        return norms.clip_grad_norm(max_norm, unscale=unscale)
-
-    def _step(self, skip: Tensor | None) -> None:
-        params = [
-            local_tensor(param)
-            for group in self.optimizer.param_groups
-            for param in group["params"]
-        ]
-        before = [param.detach().clone() for param in params]
-        self.optimizer.step()
-        if skip is not None:
-            for param, old in zip(params, before, strict=True):
-                param.detach().copy_(torch.where(skip > 0, old, param.detach()))
-
-
-@contextmanager
-def skipping_on_device() -> Iterator[None]:
-    """Trainers made in this context skip on the device."""
-    with mock.patch.object(
-        trainer_module, "build_stepper", lambda optimizer, *_: SkipsOnDevice(optimizer)
-    ):
-        yield
-
-
 def config_of(log_every: int = 10, **options: Any) -> Config:
     settings = {
         "optim": SGDConfig(lr=0.1, momentum=0.0),
         "deterministic": False,
         "sum_dtype": SumDType.float32,
     }
+    # The simulated kernel is the CPU's, which skips as CUDA's does
+    fused_adamw.IGNORED_ON = frozenset()
     config = make_config(FSDP2Config(), 2, device="npu", seq_len=8, **{**settings, **options})
     return replace(config, metrics=replace(config.metrics, log_every=log_every))
-
-
-def poison(trainer: Trainer, steps: set[int], seen: dict[int, str] | None = None) -> None:
-    """Make a gradient of the last rank infinite in some steps; note the parameters before each step
-    in ``seen``."""
-    clip = trainer.stepper.clip
-
-    def poisoned(*args: Any) -> Tensor:
-        step = trainer.steps_done + 1
-        if seen is not None:
-            seen[step] = hash_parameters(trainer)
-        if step in steps and trainer.world.rank == trainer.world.world_size - 1:
-            grads = [
-                param.grad
-                for _, param in trainer.strategy.named_parameters()
-                if param.grad is not None
-            ]
-            next(grad for grad in map(local_tensor, grads) if grad.numel()).view(-1)[0].fill_(
-                float("inf")
-            )
-        return clip(*args)
-
-    trainer.stepper.clip = poisoned
 
 
 def read_after(trainer: Trainer, **arguments: Any) -> tuple[list[tuple[int, int]], str]:
@@ -226,10 +167,11 @@ def read_after(trainer: Trainer, **arguments: Any) -> tuple[list[tuple[int, int]
 
 def limited() -> tuple[list[tuple[int, int]], str]:
     """Train to the limit of skipped steps."""
-    with skipping_on_device():
-        trainer = Trainer(config_of(steps=8, max_skipped_in_a_row=3))
-    seen: dict[int, str] = {}
-    poison(trainer, {2, 3, 4, 5, 6}, seen)
+    trainer = Trainer(config_of(steps=8, max_skipped_in_a_row=3, optim=FUSED))
+    seen: dict[int, dict[str, str]] = {}
+    poison_gradients(
+        trainer, {2, 3, 4, 5, 6}, 1, lambda step: seen.update({step: hash_parameters(trainer)})
+    )
     read = read_after(trainer)
     counts = [(step.skipped, step.skipped_steps) for step in trainer.history]
     assert counts == [(False, 0), (True, 1), (True, 2), (True, 3), (True, 4)]
@@ -237,12 +179,9 @@ def limited() -> tuple[list[tuple[int, int]], str]:
     return read
 
 
-def signalled(
-    config: Config, step: int, on_device: bool = False
-) -> tuple[list[tuple[int, int]], str]:
+def signalled(config: Config, step: int) -> tuple[list[tuple[int, int]], str]:
     """Train, with a signal to rank 1 before a step."""
-    with skipping_on_device() if on_device else nullcontext():
-        trainer = Trainer(config)
+    trainer = Trainer(config)
     request = SimpleNamespace(received=None)
 
     def on_phase(now: int, phase: str) -> None:
@@ -261,7 +200,7 @@ READS: dict[
     # of ``steps_done``.
     "limit": (limited, [(1, 2), (2, 3), (3, 4), (4, 5), (5, 5)], REACHED),
     "on device": (
-        lambda: signalled(config_of(steps=8), 3, on_device=True),
+        lambda: signalled(config_of(steps=8, optim=FUSED), 3),
         [(1, 2), (2, 3), (3, 4), (4, 4)],
         "SIGTERM received",
     ),
@@ -307,15 +246,15 @@ def test_checkpoint_has_the_counts_of_its_step_and_resumes_bitwise(tmp_path: Pat
         """Return the parameters of a whole run, and of one killed in step 6 and resumed from step
         4."""
         whole, killed = (
-            kept(config_of(steps=8), tmp_path / name, every=4) for name in ("whole", "killed")
+            kept(config_of(steps=8, optim=FUSED), tmp_path / name, every=4)
+            for name in ("whole", "killed")
         )
-        with skipping_on_device():
-            run_until(killed, 6, lambda trainer: poison(trainer, {4, 7}))
-            trainers = [
-                run_to_the_end(config, lambda trainer: poison(trainer, {4, 7}))
-                for config in (whole, killed)
-            ]
-            return hash_parameters(trainers[0]), hash_parameters(trainers[1])
+        run_until(killed, 6, lambda trainer: poison_gradients(trainer, {4, 7}, 1))
+        trainers = [
+            run_to_the_end(config, lambda trainer: poison_gradients(trainer, {4, 7}, 1))
+            for config in (whole, killed)
+        ]
+        return hash_parameters(trainers[0]), hash_parameters(trainers[1])
 
     whole, killed = run_npu_ranks(2, resume)[0]
     assert whole == killed
