@@ -1,11 +1,12 @@
 """Sites at which ``mutations.py`` breaks one line of the product, and probes that record which
 tests execute them.
 
-A break replaces one token or expression within a line: a comparison, an arithmetic or boolean
-operator, a constant, a condition, a returned value, a call statement, min or max, the end of a
-slice. A test cannot tell most breaks of the following from the original, so they are left out:
-messages (f-strings, ``raise``, ``assert``, errors, prints, logs, ``__repr__``), annotations, blocks
-under ``TYPE_CHECKING`` or ``__name__``, time limits, sizes of caches, ``strict=``, ``frozen=``.
+A break replaces one part of a statement, as Python's own unparser writes it: a comparison, an
+arithmetic or boolean operator, a constant, a condition, a returned value, a call statement, min or
+max, the end of a slice. A test cannot tell most breaks of the following from the original, so they
+are left out: messages (f-strings, ``raise``, ``assert``, errors, prints, logs, ``__repr__``),
+annotations, blocks under ``TYPE_CHECKING`` or ``__name__``, time limits, sizes of caches,
+``strict=``, ``frozen=``.
 
 The draw depends on the seed and the product's files only. Every package has its own generator: a
 change in one package does not move the sites of the others.
@@ -25,24 +26,24 @@ PRODUCT = ("fsdptoys", "models", "patches")
 SPARE_FACTOR = 3
 SPARE_SITES = 6  # a package draws 3 n + 6 sites for n breaks, since no test may execute some
 
-OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
-    ast.Lt: ("<", "<="),
-    ast.LtE: ("<=", "<"),
-    ast.Gt: (">", ">="),
-    ast.GtE: (">=", ">"),
-    ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="),
-    ast.Is: ("is", "is not"),
-    ast.IsNot: ("is not", "is"),
-    ast.In: ("in", "not in"),
-    ast.NotIn: ("not in", "in"),
-    ast.Add: ("+", "-"),
-    ast.Sub: ("-", "+"),
-    ast.Mult: ("*", "//"),
-    ast.Div: ("/", "*"),
-    ast.FloorDiv: ("//", "*"),
-    ast.And: ("and", "or"),
-    ast.Or: ("or", "and"),
+OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
 }
 MESSAGES = {
     "print",
@@ -103,6 +104,8 @@ class Site:
     kind: str
     before: str
     after: str
+    number: int
+    """Of the break among those of its file."""
     statement: tuple[int, int]
     """Line and column of the statement in front of which a probe belongs."""
 
@@ -117,38 +120,60 @@ class Site:
         return f"{self.path}:{self.line} {self.after.strip()}"
 
     def break_text(self, text: str) -> str:
-        """Return the text of the file with the line broken.
+        """Return the text of the file with the break, without comments."""
+        tree = ast.parse(text)
+        list(find_breaks(tree))[self.number].swap()
+        return ast.unparse(tree)
 
-        Raises:
-            ValueError: if the file has another text in this line.
-        """
-        lines = text.splitlines(keepends=True)
-        if lines[self.line - 1].rstrip("\n") != self.before:
-            raise ValueError(f"{self.path}:{self.line} has another text")
-        lines[self.line - 1] = self.after + "\n"
-        return "".join(lines)
+
+@dataclass
+class Break:
+    """A replacement in a syntax tree."""
+
+    kind: str
+    node: Any
+    owner: Any
+    """Node or list that has the replaced value."""
+    field: Any
+    """Its attribute or index."""
+    value: Any
+    """What it becomes."""
+    statement: ast.stmt
+    """Executes the node."""
+
+    def swap(self) -> None:
+        """Break the tree, or mend it again."""
+        if isinstance(self.owner, list):
+            old = self.owner[self.field]
+            self.owner[self.field] = self.value
+        else:
+            old = getattr(self.owner, self.field)
+            setattr(self.owner, self.field, self.value)
+        self.value = old
 
 
 def find_sites(path: str, text: str) -> list[Site]:
     """Return all breaks of a file."""
-    lines = text.splitlines()
     sites = []
-    for node, statement in _walk(ast.parse(text), None):
-        for kind, line, start, end, replacement in _breaks(node, lines):
-            before = lines[line - 1]
-            after = before[:start] + replacement + before[end:]
-            sites.append(
-                Site(path, line, kind, before, after, (statement.lineno, statement.col_offset))
-            )
+    for number, found in enumerate(list(find_breaks(ast.parse(text)))):
+        statement = found.statement
+        whole = ast.unparse(statement).splitlines()
+        found.swap()
+        broken = ast.unparse(statement).splitlines()
+        found.swap()
+        changed = [pair for pair in zip(whole, broken, strict=True) if len({*pair}) == 2]
+        if changed:  # a large float plus one is the same
+            place = (statement.lineno, statement.col_offset)
+            line = found.node.lineno
+            sites.append(Site(path, line, found.kind, *changed[0], number, place))
     return sites
 
 
-def changes_code(text: str, site: Site) -> bool:
-    """Return whether the broken text of a file is Python, and other code than before."""
-    try:
-        return ast.dump(ast.parse(site.break_text(text))) != ast.dump(ast.parse(text))
-    except SyntaxError:
-        return False
+def find_breaks(tree: ast.Module) -> Iterator[Break]:
+    """Yield all breaks of a module, in an order that depends on its text only."""
+    for node, statement in _walk(tree, None):
+        for kind, owner, field, value in _breaks(node):
+            yield Break(kind, node, owner, field, value, statement)
 
 
 def _walk(node: ast.AST, statement: ast.stmt | None) -> Iterator[tuple[ast.AST, ast.stmt]]:
@@ -206,85 +231,41 @@ def _called(node: ast.Call) -> str:
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
-def _breaks(node: ast.AST, lines: Sequence[str]) -> Iterator[tuple[str, int, int, int, str]]:
-    """Yield kind, line, first and last column, and the replacement of every break of a node."""
+def _breaks(node: ast.AST) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield kind, owner, field and replacement of every break of a node."""
     if isinstance(node, ast.Compare):
-        sides = [node.left, *node.comparators]
-        for operator, left, right in zip(node.ops, sides, sides[1:], strict=False):
-            yield from _operator_break("comparison", operator, left, right, lines)
-    elif isinstance(node, ast.BinOp) and not {type(node.left), type(node.right)} & {
-        ast.JoinedStr,
-        ast.List,
-        ast.Tuple,
-    }:
-        if not any(
-            isinstance(side, ast.Constant) and isinstance(side.value, str)
-            for side in (node.left, node.right)
-        ):
-            yield from _operator_break("arithmetic", node.op, node.left, node.right, lines)
+        for index, operator in enumerate(node.ops):
+            yield "comparison", node.ops, index, OPERATORS[type(operator)]()
+    elif isinstance(node, ast.BinOp):
+        if type(node.op) in OPERATORS and not any(map(_is_text, (node.left, node.right))):
+            yield "arithmetic", node, "op", OPERATORS[type(node.op)]()
     elif isinstance(node, ast.BoolOp):
-        for left, right in zip(node.values, node.values[1:], strict=False):
-            yield from _operator_break("and, or", node.op, left, right, lines)
+        yield "and, or", node, "op", OPERATORS[type(node.op)]()
     elif isinstance(node, ast.Slice):
-        bound = node.upper or node.lower
+        field = "upper" if node.upper else "lower"
+        bound = getattr(node, field)
         if bound is not None and not isinstance(bound, ast.Constant | ast.UnaryOp):
-            yield from _replacement("slice", bound, "({}) + 1", lines)
+            yield "slice", node, field, ast.BinOp(bound, ast.Add(), ast.Constant(1))
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         changed = not node.value if isinstance(node.value, bool) else node.value + 1
-        yield from _replacement("constant", node, repr(changed), lines)
-    elif (
-        isinstance(node, ast.Return)
-        and node.value is not None
-        and not isinstance(node.value, ast.Constant)
-    ):
-        yield from _replacement("return", node, "return None", lines)
+        yield "constant", node, "value", changed
+    elif isinstance(node, ast.Return) and not isinstance(node.value, ast.Constant | None):
+        yield "return", node, "value", ast.Constant(None)
     elif isinstance(node, ast.If | ast.IfExp):
-        test = node.test
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            yield from _replacement("condition", test, ast.unparse(test.operand), lines)
-        else:
-            yield from _replacement("condition", test, "not ({})", lines)
+        inverted: ast.expr = ast.UnaryOp(ast.Not(), node.test)
+        if isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not):
+            inverted = node.test.operand
+        yield "condition", node, "test", inverted
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        yield from _replacement("call", node, "pass", lines)
+        yield "call", node, "value", ast.Constant(...)
     elif isinstance(node, ast.Name) and node.id in ("min", "max"):
-        yield from _replacement("min, max", node, "max" if node.id == "min" else "min", lines)
+        yield "min, max", node, "id", "max" if node.id == "min" else "min"
 
 
-def _column(node: ast.AST, lines: Sequence[str], *, end: bool) -> int:
-    """Return a position in characters; ``ast`` counts bytes."""
-    line, column = (node.end_lineno, node.end_col_offset) if end else (node.lineno, node.col_offset)  # type: ignore[attr-defined]
-    return len(lines[line - 1].encode()[:column].decode())
-
-
-def _replacement(
-    kind: str, node: ast.expr | ast.stmt, pattern: str, lines: Sequence[str]
-) -> Iterator[tuple[str, int, int, int, str]]:
-    if node.lineno == node.end_lineno:
-        start = _column(node, lines, end=False)
-        end = _column(node, lines, end=True)
-        yield (
-            kind,
-            node.lineno,
-            start,
-            end,
-            pattern.replace("{}", lines[node.lineno - 1][start:end]),
-        )
-
-
-def _operator_break(
-    kind: str, operator: ast.AST, left: ast.expr, right: ast.expr, lines: Sequence[str]
-) -> Iterator[tuple[str, int, int, int, str]]:
-    if type(operator) in OPERATORS and left.end_lineno == right.lineno:
-        old, new = OPERATORS[type(operator)]
-        start = _column(left, lines, end=True)
-        end = _column(right, lines, end=False)
-        yield (
-            kind,
-            right.lineno,
-            start,
-            end,
-            lines[right.lineno - 1][start:end].replace(old, new, 1),
-        )
+def _is_text(node: ast.expr) -> bool:
+    """Whether an operand of ``+`` is no number."""
+    text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return text or isinstance(node, ast.JoinedStr | ast.List | ast.Tuple)
 
 
 def product_files(checkout: Path) -> list[str]:
@@ -357,8 +338,7 @@ def _draw(texts: Mapping[str, str], generator: random.Random) -> Iterator[Site]:
     for line in generator.sample(sorted(by_line), len(by_line)):
         kind = generator.choice(sorted({site.kind for site in by_line[line]}))
         site = generator.choice([site for site in by_line[line] if site.kind == kind])
-        if changes_code(texts[site.path], site):
-            yield site
+        yield site
 
 
 def add_probes(text: str, sites: Mapping[int, Site]) -> str:

@@ -64,12 +64,3 @@ SMALL: dict[str, ModelConfig] = {
     "gpt2 untied": GPT2Config(**SIZES, n_heads=2, ffn_dim=100, tie_embeddings=False),
 }
 """Case → its configuration."""
-
-ONE_OF_EACH = (
-    "llama3 scaled tied",
-    "llama4",
-    "qwen3",
-    "qwen3_moe dense in turn, not normalized",
-    "gpt2",
-)
-"""A case of each family."""
