@@ -26,25 +26,24 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 def speed_ratio(ours: Sequence[Measured], theirs: Sequence[Measured], warmup: int) -> float:
     """Tokens/s of ours over theirs: the median of the ratios within a turn."""
-    turns = [
-        (b, a)
+    first = max(1, warmup)
+    return statistics.median(
+        b / a
         for own, other in zip(ours, theirs, strict=True)
-        for a, b in zip(own.seconds[max(1, warmup) :], other.seconds[max(1, warmup) :], strict=True)
-    ]
-    return statistics.median(b / a for b, a in turns)
+        for a, b in zip(own.seconds[first:], other.seconds[first:], strict=True)
+    )
 
 
 def losses_agree(results: dict[str, list[Measured]]) -> list[str]:
     """A sentence for each contestant whose first loss is another than the first one's."""
-    names = list(results)
-    reference = results[names[0]][0].losses[0]
+    reference, *_ = results
+    expected = results[reference][0].losses[0]
     wrong = []
-    for name in names:
-        first = results[name][0].losses[0]
-        if not abs(first - reference) <= LOSS_TOLERANCE * abs(reference):
-            wrong.append(
-                f"{name} begins with the loss {first:.6f}, {names[0]} with {reference:.6f}"
-            )
+    for name, runs in results.items():
+        loss = runs[0].losses[0]
+        if not abs(loss - expected) <= LOSS_TOLERANCE * abs(expected):
+            sentence = f"{name} begins with the loss {loss:.6f}, {reference} with {expected:.6f}"
+            wrong.append(sentence)
     return wrong
 
 

@@ -10,6 +10,7 @@ import pytest
 from fsdptoys.parallel import ParallelConfig, SingleConfig
 from fsdptoys.parallel.fsdp import TORCH
 from tests.harness.coverage import without_coverage
+from tests.harness.levels import by_level, extended
 from tests.harness.outcomes import train_all
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import make_config, supported
@@ -28,7 +29,7 @@ def levels(rows: Iterable[str], short: Collection[str]) -> list[Any]:
     rows = list(rows)
     unknown = supported(dict.fromkeys(short)).keys() - set(rows)
     assert not unknown or TORCH < (2, 8), unknown  # an older torch lacks more rows
-    return [row if row in short else pytest.param(row, marks=pytest.mark.extended) for row in rows]
+    return by_level(rows, short)
 
 
 def selected(request: pytest.FixtureRequest, argument: str) -> list[Any]:
@@ -114,7 +115,4 @@ def trained_rows(
 
 def one_in(share: int, names: Iterable[str]) -> list[Any]:
     """Return all names as parameters, of which the short level runs one in ``share``."""
-    return [
-        pytest.param(name, marks=pytest.mark.extended if index % share else ())
-        for index, name in enumerate(names)
-    ]
+    return [extended(name) if index % share else name for index, name in enumerate(names)]

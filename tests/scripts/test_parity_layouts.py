@@ -8,6 +8,7 @@ from rich.console import Console
 from scripts import parity
 from scripts.equality.parity_bugs import BUGS, inject_all
 from scripts.equality.parity_layouts import Training, compare_layouts
+from tests.harness.levels import by_level
 
 FEW = {
     "gpt2_debug": ["ddp", "cp 2 gathered"],
@@ -67,9 +68,7 @@ NAMED = {
 SHORT = {"labels shifted after the cut", "wrong divide factor", "norm of the rank's own shard"}
 
 
-@pytest.mark.parametrize(
-    "bug", [pytest.param(bug, marks=() if bug in SHORT else pytest.mark.extended) for bug in BUGS]
-)
+@pytest.mark.parametrize("bug", by_level(BUGS, SHORT))
 def test_injected_bug_is_caught_and_named_at_step_1(bug: str) -> None:
     """Oracle: the part of the training that the bug changes."""
     console = Console(file=io.StringIO(), width=400)

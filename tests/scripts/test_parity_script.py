@@ -9,6 +9,7 @@ from rich.console import Console
 
 from scripts import parity
 from scripts.equality import parity_rows
+from tests.harness.levels import extended
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -26,7 +27,7 @@ TOYS = ["ddp", *(name for name in parity_rows.STRATEGIES if name.startswith("toy
         ("llama_debug", ["fsdp1", "fsdp2"], EXACT),
         ("gpt2_debug", ["ddp", "toy-fsdp"], USUAL),
         *(
-            pytest.param(model, strategies, mode, marks=pytest.mark.extended)
+            extended(model, strategies, mode)
             for model, strategies in {
                 "llama_debug": NATIVES,
                 "qwen3_moe_debug": NATIVES,

@@ -16,6 +16,7 @@ from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfi
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
 from tests.harness import offloaded_runs as offloaded
+from tests.harness.levels import by_level
 from tests.harness.outcomes import Outcome, train_all
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import DOCUMENTS, FAMILIES
@@ -145,10 +146,7 @@ def outcome_of(request: pytest.FixtureRequest) -> OutcomeOf:
 
 
 @BOTH_MODES
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in SHORT else pytest.mark.extended) for name in ROWS],
-)
+@pytest.mark.parametrize("name", by_level(ROWS, SHORT))
 def test_training_on_npus_matches_cpu_ranks(name: str, mode: str, outcome_of: OutcomeOf) -> None:
     """Oracle: the same run on CPU ranks, without offload, bitwise; where a CPU sums otherwise, its
     losses to 1e-6."""
