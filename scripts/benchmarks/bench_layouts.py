@@ -72,7 +72,7 @@ class Row:
     cpu_seconds: float
     """Median over the steps after the first two."""
     peak_gib: float
-    """Most memory of rank 0's tensors at a time, in GiB."""
+    """Most memory of rank 0's tensors at a time, in GiB; other ranks count none."""
     exchanged_bytes: float
     """Sent by a rank in a step along the axis of the table."""
     other_bytes: float
@@ -106,7 +106,7 @@ def _measure_one(config: Config, axis: str) -> Row:
     return Row(
         losses=[step.loss for step in trainer.history],
         cpu_seconds=statistics.median(seconds),
-        peak_gib=max(peaks),
+        peak_gib=max(peaks, default=0.0),
         exchanged_bytes=sum(own),
         other_bytes=sum(call.sends_bytes for call in traced) - sum(own),
     )
