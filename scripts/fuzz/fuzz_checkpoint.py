@@ -27,7 +27,7 @@ from fsdptoys.train.pretrained import open_weights
 from fsdptoys.train.random_states import restore_random_states
 from fsdptoys.train.resume import FACTS, check_same_run
 from fsdptoys.train.trainer import Trainer
-from scripts.fuzz.fuzz_mutations import mutate_file
+from scripts.fuzz.fuzz_mutations import mutate_bytes, replace_file
 from tests.harness.folders import (
     check_tensors,
     distributed,
@@ -46,8 +46,8 @@ DRAWS = 700
 POSITIONS = (-(10**8), -5, -1, 0, 1, 2, 623, 624, 625, 100_000, 2 * 10**9, 2**31, 2**32 - 1)
 """Positions of a generator in its numbers, of which there are 624."""
 DAMAGES = (
-    "file", "file", "file", "delete file", "swap within", "swap between", "mix", "swap folders",
-    "rename folder", "copy folder", "delete folder", "latest",
+    "bytes", "bytes", "bytes", "bytes", "replaced", "delete file", "swap within", "swap between",
+    "mix", "swap folders", "rename folder", "copy folder", "delete folder", "latest",
 )  # fmt: skip
 
 
@@ -71,9 +71,12 @@ def damage_checkpoints(folder: Path, draw: random.Random) -> str:
     files = sorted(newest.iterdir())
     file = draw.choice(files)
     kind = draw.choice(DAMAGES)
-    if kind == "file":
-        return f"{file.name} {mutate_file(file, draw)}"
-    if kind == "delete file":
+    if kind == "bytes":
+        content, kind = mutate_bytes(file.read_bytes(), draw)
+        file.write_bytes(content)
+    elif kind == "replaced":
+        kind = replace_file(file, draw)
+    elif kind == "delete file":
         file.unlink()
     elif kind == "swap within":
         _swap(*draw.sample(files, 2))

@@ -29,7 +29,7 @@ def test_undetected_damage_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     save_steps(specimens / "steps")
     resume_damaged(specimens / "steps")
     monkeypatch.setattr(reading, "verify_file", lambda *args: None)
-    results = run_cases([("damaged checkpoints", number) for number in range(60)], 0, specimens)
+    results = run_cases([("damaged checkpoints", number) for number in range(150)], 0, specimens)
     assert sum(result.failure is not None for result in results) > 2
 
 
