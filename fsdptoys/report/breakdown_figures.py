@@ -4,7 +4,7 @@ A run measures totals only; the parts come from its prediction. Runs without a p
 gray bar.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdptoys.device import GIB
@@ -15,6 +15,9 @@ from fsdptoys.utils.figures import Axis, Picture, Series, Shape
 from fsdptoys.utils.text import fitting_unit
 
 LEAST_SHARE = 1e-6  # Share of the longest bar below which a part is dropped as rounding noise
+NEEDS_PREDICTION = (
+    "a breakdown needs a prediction: plan.predict=true and a profile of the device (plan.hardware)"
+)
 
 
 @dataclass(frozen=True)
@@ -29,20 +32,18 @@ class PlottedRun:
 
 def draw_time_split(runs: Sequence[PlottedRun]) -> Picture | None:
     """Draw predicted compute and wait times of a step as bars, with the measured median."""
-    spreads = [one.run.results.step_time_seconds for one in runs]
+    spreads = {one.name: one.run.results.step_time_seconds for one in runs}
     return _split_picture(
         "time_split",
-        "Breakdown of the step time",
         Axis("step time", "ms", from_zero=True),
         runs,
-        [_time_parts(one.run.prediction.time) if one.run.prediction else None for one in runs],
-        [(s.median * 1e3, s.p10 * 1e3, s.p90 * 1e3) if s else None for s in spreads],
-        "measured median",
-        (
-            "Bars: predicted before the run, by activity of the device. Diamonds: the measured "
-            "median, with the 10th and the 90th percentile; a run does not measure the parts."
-        ),
-        "Bars: the median of the steps after warm-up.",
+        {one.name: _time_parts(one.run.prediction.time) for one in runs if one.run.prediction},
+        {
+            name: (1e3 * spread.median, 1e3 * spread.p10, 1e3 * spread.p90)
+            for name, spread in spreads.items()
+            if spread is not None
+        },
+        "the measured median of the steps after warm-up, with the 10th and the 90th percentile",
     )
 
 
@@ -59,111 +60,86 @@ def _time_parts(time: TimePrediction) -> dict[str, float]:
 
 
 def draw_memory_split(runs: Sequence[PlottedRun]) -> Picture | None:
-    """Draw predicted memory by category at a step's peak as bars, with the measured peak."""
-    predictions = [one.run.prediction.memory if one.run.prediction else None for one in runs]
-    peaks = [one.run.results.memory_peak_gib for one in runs]
-    if not any(predictions) and all(peak is None for peak in peaks):
-        sets = [
-            one.run.results.resident_set_peak_gib or one.run.results.resident_set_gib
+    """Draw predicted memory by category at a step's peak as bars, with the measured peak.
+
+    If no run has either, draw the resident sets.
+    """
+    predicted = {
+        one.name: one.run.prediction.memory.categories for one in runs if one.run.prediction
+    }
+    peaks = {one.name: one.run.results.memory_peak_gib for one in runs}
+    title = "memory in tensors on a rank"
+    text = "the measured peak of allocated memory"
+    if not predicted and not any(peaks.values()):
+        title = "resident set"
+        text = "the resident set of the process, including Python"
+        peaks = {
+            one.name: one.run.results.resident_set_peak_gib or one.run.results.resident_set_gib
             for one in runs
-        ]
-        unit, size = fitting_unit(GIB * max(filter(None, sets), default=0.0))
-        return _split_picture(
-            "memory_split",
-            "Memory",
-            Axis("resident set", unit, from_zero=True),
-            runs,
-            [None] * len(runs),
-            [None if gib is None else (gib * GIB / size,) for gib in sets],
-            "measured, not split",
-            "",
-            "The resident set of the process, including Python.",
-        )
-    highest = max(
-        [sum(memory.categories.values()) for memory in predictions if memory]
-        + [peak * GIB for peak in peaks if peak is not None]
-    )
-    unit, size = fitting_unit(highest)
-    measured = (
-        "The runs did not measure it; the table has the resident set, which includes Python."
-        if all(peak is None for peak in peaks)
-        else "Diamonds: the measured peak of allocated memory."
-    )
+        }
+    measured = {name: gib * GIB for name, gib in peaks.items() if gib is not None}
+    totals = [sum(parts.values()) for parts in predicted.values()]
+    unit, size = fitting_unit(max([*totals, *measured.values()], default=0.0))
     return _split_picture(
         "memory_split",
-        "Breakdown of memory at a step's peak",
-        Axis("memory in tensors on a rank", unit, from_zero=True),
+        Axis(title, unit, from_zero=True),
         runs,
-        [
-            {kind.value: memory.categories.get(kind, 0) / size for kind in Category}
-            if memory
-            else None
-            for memory in predictions
-        ],
-        [None if peak is None else (peak * GIB / size,) for peak in peaks],
-        "measured peak",
-        f"Bars: predicted before the run, by category. {measured}",
-        "Bars: the measured peak of allocated memory.",
+        {
+            name: {kind.value: parts.get(kind, 0) / size for kind in Category}
+            for name, parts in predicted.items()
+        },
+        {name: (total / size,) for name, total in measured.items()},
+        text,
     )
 
 
 def _split_picture(
     name: str,
-    title: str,
     axis: Axis,
     runs: Sequence[PlottedRun],
-    predicted: Sequence[dict[str, float] | None],
-    measured: Sequence[Sequence[float] | None],
-    measured_name: str,
-    caption: str,
-    measured_caption: str,
+    predicted: Mapping[str, Mapping[str, float]],
+    measured: Mapping[str, Sequence[float]],
+    text: str,
 ) -> Picture | None:
     """Draw predictions as stacked bars and measurements as marks, or as bars where a run has no
     prediction.
 
-    ``predicted`` has the parts of each run, ``measured`` its value and the ends of a spread, None
-    if unknown; ``measured_caption`` replaces ``caption`` if no run has a prediction.
+    Args:
+        predicted: run → size of each part.
+        measured: run → value, and the ends of its spread if it has one.
+        text: what is measured.
     """
-    split = {one.name: parts for one, parts in zip(runs, predicted, strict=True) if parts}
-    highest = max((sum(parts.values()) for parts in split.values()), default=0.0)
+    highest = max((sum(parts.values()) for parts in predicted.values()), default=0.0)
     series = []
-    for look, part in enumerate(next(iter(split.values()), ())):
-        sizes = [parts[part] for parts in split.values()]
+    for look, part in enumerate(next(iter(predicted.values()), ())):
+        sizes = [parts[part] for parts in predicted.values()]
         if max(sizes) > LEAST_SHARE * highest:
-            series.append(Series(part, Shape.bars, sizes, list(split), look))
-    values = {one.name: value for one, value in zip(runs, measured, strict=True) if value}
-    bare = {run: value[0] for run, value in values.items() if run not in split}
+            series.append(Series(part, Shape.bars, sizes, list(predicted), look))
+    bare = {run: value[0] for run, value in measured.items() if run not in predicted}
     if bare:
-        series.append(
-            Series("measured, not split", Shape.bars, list(bare.values()), list(bare), None)
-        )
-    marked = {run: value for run, value in values.items() if run in split}
+        sizes = list(bare.values())
+        series.append(Series("measured, not split", Shape.bars, sizes, list(bare), None))
+    marked = {run: value for run, value in measured.items() if run in predicted}
     if marked:
-        marks, *ends = zip(*marked.values(), strict=True)
+        values, *ends = zip(*marked.values(), strict=True)
         low, high = ends or ((), ())
         series.append(
-            Series(measured_name, Shape.points, marks, list(marked), None, (), low, high, ink=True)
+            Series("measured", Shape.points, values, list(marked), None, (), low, high, ink=True)
         )
     if not series:
         return None
-    without = [one.name for one in runs if one.name not in split]
-    why = (
-        "a breakdown needs a prediction: plan.predict=true and a profile of the device "
-        "(plan.hardware)"
-    )
-    rest = (
-        f"{'Gray: measured totals' if bare else 'Omitted: those'} of {', '.join(without)}; {why}."
-        if without
-        else ""
-    )
+    title = f"Breakdown of the {axis.title}"
+    sentences = [f"Bars: predicted before the run, by part. Diamonds: {text}."]
+    if not predicted:
+        title = f"{axis.title[0].upper()}{axis.title[1:]}"
+        sentences = [f"Measured totals; {NEEDS_PREDICTION}.", f"Bars: {text}."]
+    elif bare:
+        sentences.append(f"Gray: measured totals of {', '.join(bare)}; {NEEDS_PREDICTION}.")
     return Picture(
         name,
         title,
-        [caption, rest] if split else [f"Measured totals; {why}.", measured_caption],
-        (
-            f"Bars of the {axis.title} of {len(runs)} "
-            f"runs{', split into predicted parts' if split else ''}."
-        ),
+        sentences,
+        f"Bars of the {axis.title} of {len(runs)} runs, split into parts where these are known.",
         axis,
         Axis("", categories=tuple(one.name for one in runs)),
         tuple(series),

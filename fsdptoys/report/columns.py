@@ -3,7 +3,7 @@ drop them."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdptoys.device import GIB
@@ -15,7 +15,7 @@ from fsdptoys.utils.from_tree import look_up
 from fsdptoys.utils.text import counted, fitting_unit, value_text
 
 from .runs_table import Record
-from .setting_diff import HEADINGS, Settings, own_key
+from .setting_diff import HEADINGS, Settings
 
 STAYS = 100  # Weight of columns that are never dropped
 
@@ -64,40 +64,25 @@ class Measure:
     weight: int
     factor: float = 1.0  # Converts the raw unit to the unit of the heading; memory has its own
     shows_spread: bool = False
+    predict: Callable[[Prediction], float] | None = None
 
     def read(self, run: RecordedRun | None) -> float | Spread | None:
         """The value of a run, in the raw unit."""
         return getattr(run.results, self.name) if run is not None else None
 
-
-@dataclass(frozen=True)
-class PredictedMeasure:
-    """A predicted quantity of a run and its measured counterpart."""
-
-    measure: str  # Name of the measured counterpart
-    heading: str
-    weight: int
-    read: Callable[[Prediction], float]
-    factor: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """Name of the prediction in CSV and JSON."""
-        return f"predicted_{self.measure}"
-
     def predicted(self, run: RecordedRun | None) -> float | None:
         """The prediction for a run; None without one, and for reserved memory on a CPU, whose
         allocator keeps none."""
-        if run is None or run.prediction is None:
+        if self.predict is None or run is None or run.prediction is None:
             return None
-        if self.measure == "memory_reserved_gib" and run.device_type == "cpu":
+        if self.name == "memory_reserved_gib" and run.device_type == "cpu":
             return None
-        return self.read(run.prediction)
+        return self.predict(run.prediction)
 
     def difference(self, run: RecordedRun | None) -> float | None:
         """Relative error, ``predicted / measured - 1``."""
         predicted = self.predicted(run)
-        measured = _median(getattr(run.results, self.measure)) if run is not None else None
+        measured = _median(self.read(run))
         return predicted / measured - 1 if predicted is not None and measured else None
 
 
@@ -115,17 +100,24 @@ MEASURES = (
 )
 
 PREDICTED_MEASURES = (
-    PredictedMeasure(
-        "step_time_seconds", "Predicted step (ms)", 40, lambda each: each.time.step_seconds, 1e3
+    Measure(
+        "step_time_seconds",
+        "Predicted step (ms)",
+        40,
+        1e3,
+        predict=lambda prediction: prediction.time.step_seconds,
     ),
-    PredictedMeasure(
-        "memory_peak_gib", "Predicted peak", 30, lambda each: each.memory.peak_bytes / GIB
+    Measure(
+        "memory_peak_gib",
+        "Predicted peak",
+        30,
+        predict=lambda prediction: prediction.memory.peak_bytes / GIB,
     ),
-    PredictedMeasure(
+    Measure(
         "memory_reserved_gib",
         "Predicted reserved",
         35,
-        lambda each: each.memory.reserved_bytes / GIB,
+        predict=lambda prediction: prediction.memory.reserved_bytes / GIB,
     ),
 )
 
@@ -137,23 +129,15 @@ def text_column(name: str, heading: str, texts: Sequence[str]) -> TableColumn:
     )
 
 
-def setting_column(
-    key: str, settings: Sequence[Settings], records: Sequence[Record]
-) -> TableColumn:
-    """One setting of every row; rows without a recorded run fall back to the overrides of their
-    sweep job."""
+def setting_column(key: str, settings: Sequence[Settings]) -> TableColumn:
+    """One setting of every row."""
     cells = []
-    for row, record in zip(settings, records, strict=True):
-        typed = {own_key(word): text for word, text in (record.varied or {}).items()}
-        value = row.get(key, typed.get(key)) if record.run is None else row.get(key)
-        if value is None and not (record.run is not None and key in row):
-            cells.append(EMPTY)
-        else:
-            text = ("yes" if value else "no") if isinstance(value, bool) else value_text(value)
-            cells.append(TableCell(value if value is not None else "null", text))
-    numeric = all(
-        isinstance(cell.value, (int, float)) and not isinstance(cell.value, bool) for cell in cells
-    )
+    for row in settings:
+        value = row.get(key)
+        text = ("yes" if value else "no") if isinstance(value, bool) else value_text(value)
+        cell = TableCell("null" if value is None else value, text)
+        cells.append(cell if key in row else EMPTY)
+    numeric = all(type(cell.value) in (int, float) for cell in cells)
     heading = HEADINGS.get(key, value_text(key.removesuffix(".name")))
     return TableColumn(key, heading, cells, numeric, STAYS, setting=True)
 
@@ -177,74 +161,46 @@ def measured_columns(records: Sequence[Record]) -> list[TableColumn]:
 
 def predicted_columns(records: Sequence[Record]) -> list[TableColumn]:
     """Predictions, each with its relative error."""
-    runs = [record.run for record in records]
-    return [
-        _number_column(
-            measure, list(map(measure.predicted, runs)), list(map(measure.difference, runs))
-        )
-        for measure in PREDICTED_MEASURES
-    ]
-
-
-def loss_columns(records: Sequence[Record], step: int | None) -> list[TableColumn]:
-    """Loss at ``step`` (from :func:`common_step`; None omits the column), and the held-out loss of
-    a common step.
-
-    Without a common step, each row has its last held-out loss, and the heading says so.
-    """
-    runs = [record.run for record in records]
-    evaluated = [_held_out_losses(run) if run else {} for run in runs]
     columns = []
-    if step is not None:
-        losses = [
-            next((metrics.loss for metrics in run.steps if metrics.step == step), None)
-            if run
-            else None
-            for run in runs
-        ]
-        heading = f"Loss after {counted(step, 'step')}"
-        columns.append(TableColumn("loss", heading, list(map(_loss_cell, losses)), True, 88))
-    last = {max(losses) for losses in evaluated if losses}
-    if len(last) <= 1:
-        heading, held_out = (
-            "Held-out loss",
-            [losses[max(losses)] if losses else None for losses in evaluated],
-        )
-    elif (common := common_eval_step(records)) is not None:
-        heading = f"Held-out loss after {counted(common, 'step')}"
-        held_out = [losses.get(common) for losses in evaluated]
-    else:
-        heading = f"Held-out loss (of steps {min(last)} to {max(last)})"
-        held_out = [losses[max(losses)] if losses else None for losses in evaluated]
-    return [*columns, TableColumn("eval_loss", heading, list(map(_loss_cell, held_out)), True, 50)]
+    for measure in PREDICTED_MEASURES:
+        values = [measure.predicted(record.run) for record in records]
+        differences = [measure.difference(record.run) for record in records]
+        column = _number_column(measure, values, differences)
+        columns.append(replace(column, name=f"predicted_{measure.name}"))
+    return columns
 
 
-def common_eval_step(records: Sequence[Record]) -> int | None:
-    """Last step after which all finished rows, or all rows if none has finished, have a held-out
-    loss."""
-    rows = [
-        (record.status is JobStatus.done, _held_out_losses(record.run))
-        for record in records
-        if record.run
-    ]
-    done = [losses.keys() for finished, losses in rows if finished and losses]
-    steps = done or [losses.keys() for _, losses in rows if losses]
+def loss_columns(records: Sequence[Record]) -> list[TableColumn]:
+    """Loss and held-out loss, each at its last common step.
+
+    Without a common step, each row has its last value, and the heading says so.
+    """
+    columns = []
+    for name, title, weight in (("loss", "Loss", 88), ("eval_loss", "Held-out loss", 50)):
+        losses = [_losses(record, name) for record in records]
+        step = common_step(records, name)
+        where = "of the last step" if step is None else f"after {counted(step, 'step')}"
+        cells = []
+        for by_step in losses:
+            value = by_step.get(step or max(by_step, default=0))
+            cells.append(EMPTY if value is None else TableCell(value, _number(value, 4)))
+        columns.append(TableColumn(name, f"{title} {where}", cells, True, weight))
+    return columns
+
+
+def _losses(record: Record, name: str) -> dict[int, float]:
+    """Step → loss, or held-out loss, of a row."""
+    steps = record.run.steps if record.run is not None else ()
+    losses = {metrics.step: getattr(metrics, name) for metrics in steps}
+    return {step: loss for step, loss in losses.items() if loss is not None}
+
+
+def common_step(records: Sequence[Record], name: str = "loss") -> int | None:
+    """Last step of which all finished rows, or all rows if none has finished, have a loss."""
+    known = [(record.status, losses) for record in records if (losses := _losses(record, name))]
+    done = [losses.keys() for status, losses in known if status is JobStatus.done]
+    steps = done or [losses.keys() for _, losses in known]
     return max(set.intersection(*map(set, steps)), default=None) if steps else None
-
-
-def _held_out_losses(run: RecordedRun) -> dict[int, float]:
-    return {
-        metrics.step: metrics.eval_loss for metrics in run.steps if metrics.eval_loss is not None
-    }
-
-
-def common_step(records: Sequence[Record]) -> int | None:
-    """Last step of the shortest finished row, or of the shortest row if none has finished."""
-    runs = [record.run for record in records if record.run is not None and record.run.steps]
-    done = [
-        record.run for record in records if record.status is JobStatus.done and record.run in runs
-    ]
-    return min((run.steps[-1].step for run in done or runs if run is not None), default=None)
 
 
 def measured_steps(run: RecordedRun) -> int:
@@ -262,7 +218,7 @@ def _offloads(run: RecordedRun) -> bool:
 
 
 def _number_column(
-    measure: Measure | PredictedMeasure,
+    measure: Measure,
     values: Sequence[float | Spread | None],
     differences: Sequence[float | None],
 ) -> TableColumn:
@@ -293,10 +249,6 @@ def _number_column(
 
 def _median(value: float | Spread | None) -> float | None:
     return value.median if isinstance(value, Spread) else value
-
-
-def _loss_cell(value: float | None) -> TableCell:
-    return EMPTY if value is None else TableCell(value, _number(value, 4))
 
 
 def _digits(values: Sequence[float | None], factor: float) -> int:

@@ -24,35 +24,11 @@ from fsdptoys.sweep.folder import RUN_FOLDER
 from fsdptoys.train.recorded_run import RecordedRun, is_run_dir, read_recorded_run
 from fsdptoys.utils.options import Effect, Stage
 
-from .loss_agreement import HELD_OUT, QUANTITIES
+from .loss_agreement import HELD_OUT, QUANTITIES, Difference
 from .setting_diff import EXCLUDED, RANKS, Settings, effective
 from .setting_effects import effect_of, global_batch, held_out_samples, stage_of, usual_formats
 
 EXCLUDED_FROM_ENVIRONMENT = ("started_at", "command", "world_size")
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Values of one quantity at one step."""
-
-    step: int
-    first: float
-    second: float
-
-    @property
-    def absolute(self) -> float:
-        """Absolute difference; infinite unless both values are finite."""
-        apart = abs(self.first - self.second)
-        return apart if math.isfinite(apart) else math.inf
-
-    @property
-    def relative(self) -> float:
-        """Difference relative to the larger magnitude; 0 for two NaNs, infinite if otherwise not
-        both are finite."""
-        if self.first == self.second or (math.isnan(self.first) and math.isnan(self.second)):
-            return 0.0
-        largest = max(abs(self.first), abs(self.second))
-        return self.absolute / largest if math.isfinite(largest) else math.inf
 
 
 @dataclass(frozen=True)
@@ -65,7 +41,7 @@ class Course:
     first: Difference | None
     # Largest relative difference over all steps; None if all are bitwise equal
     largest: Difference | None
-    not_finite: tuple[int, int]  # Number of NaN or infinite values of the first and the second run
+    is_finite: bool  # Whether no value is NaN or infinite
 
 
 @dataclass(frozen=True)
@@ -112,10 +88,6 @@ def open_run(path: Path) -> RecordedRun:
     Raises:
         ConfigError: if the path holds no run, or the run has no step.
     """
-    if not path.exists():
-        raise ConfigError(
-            f"{path} does not exist; give a folder that fsdptoys train has written, as runs/NAME"
-        )
     if is_sweep_dir(path):
         raise ConfigError(
             f"{path} is a sweep, and two runs are compared; give one of its jobs, as {path}/jobs/01"
@@ -148,18 +120,20 @@ def compare_runs(first: RecordedRun, second: RecordedRun, tolerance: float = 0.0
             f"{max(ours)} and {min(theirs)} to {max(theirs)}; compare runs that overlap"
         )
     pairs = [(ours[step], theirs[step]) for step in common]
-    held_out = [held_out_samples(run.tree, run.world_size) for run in (first, second)]
-    same_samples = held_out[0] is not None and held_out[0] == held_out[1]
-    courses = [
-        course
-        for quantity in QUANTITIES
-        if (quantity != HELD_OUT or same_samples)
-        and (course := _course(quantity, pairs, tolerance))
+    courses = [_course(quantity, pairs, tolerance) for quantity in QUANTITIES]
+    courses = [course for course in courses if course.steps]
+    unreadable = [note for run in (first, second) for note in run.notes]
+    notes = [f"{note.removesuffix('.')}." for note in unreadable]
+    samples = held_out_samples(first.tree, first.world_size)
+    if samples is None or samples != held_out_samples(second.tree, second.world_size):
+        if any(course.quantity == HELD_OUT for course in courses):
+            notes.append("Their held-out losses are over different samples and were not compared.")
+        courses = [course for course in courses if course.quantity != HELD_OUT]
+    notes += [
+        f"The {course.quantity} is NaN or infinite in some steps; NaN counts as equal to NaN."
+        for course in courses
+        if not course.is_finite
     ]
-    notes = [f"{note.removesuffix('.')}." for run in (first, second) for note in run.notes]
-    evaluates = [any(pair[run].eval_loss is not None for pair in pairs) for run in (0, 1)]
-    if all(evaluates) and not same_samples:
-        notes.append("Their held-out losses are over different samples and were not compared.")
     environment = changed_settings(first.environment, second.environment)
     return RunComparison(
         tolerance=tolerance,
@@ -173,37 +147,28 @@ def compare_runs(first: RecordedRun, second: RecordedRun, tolerance: float = 0.0
             if key not in EXCLUDED_FROM_ENVIRONMENT
         ],
         notes=list(dict.fromkeys(notes)),
-        unread=any(
-            note.startswith(str(run.path / METRICS_FILE))
-            for run in (first, second)
-            for note in run.notes
-        ),
+        unread=any(METRICS_FILE in note for note in unreadable),
     )
 
 
 def _course(
     quantity: str, pairs: Sequence[tuple[StepMetrics, StepMetrics]], tolerance: float
-) -> Course | None:
-    """Compare one quantity; None if no step has it in both runs."""
+) -> Course:
+    """Compare one quantity in the steps in which both runs have it."""
     read = QUANTITIES[quantity]
     values = [(one.step, read(one), read(other)) for one, other in pairs]
     differences = [
         Difference(step, a, b) for step, a, b in values if a is not None and b is not None
     ]
-    if not differences:
-        return None
     over = [each for each in differences if each.relative > tolerance]
-    largest = max(differences, key=lambda each: each.relative)
+    largest = max(differences, key=lambda each: each.relative, default=None)
     return Course(
         quantity=quantity,
         steps=len(differences),
         differing=len(over),
         first=over[0] if over else None,
-        largest=largest if largest.relative else None,
-        not_finite=(
-            sum(not math.isfinite(each.first) for each in differences),
-            sum(not math.isfinite(each.second) for each in differences),
-        ),
+        largest=largest if largest is not None and largest.relative else None,
+        is_finite=all(math.isfinite(each.first + each.second) for each in differences),
     )
 
 

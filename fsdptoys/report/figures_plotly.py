@@ -106,17 +106,10 @@ def _trace(go: Any, picture: Picture, series: Series) -> Any:
 
 
 def _hover(picture: Picture, series: Series) -> str:
-    name = html.escape(series.name)
-    if series.shape is Shape.bars or picture.y.categories:
-        return f"%{{y}}<br>{name}: %{{x:,.4~g}} {html.escape(picture.x.unit)}<extra></extra>"
-    x, y = (
-        "%{x:,}" if axis.integer else "%{" + letter + ":,.5~g}"
-        for axis, letter in ((picture.x, "x"), (picture.y, "y"))
-    )
-    return (
-        f"{name}<br>{html.escape(picture.x.text)}: {x}<br>{html.escape(picture.y.text)}: "
-        f"{y}<extra></extra>"
-    )
+    texts = [series.name, picture.x.text, picture.y.text or "row"]
+    name, x, y = map(html.escape, texts)
+    y_format = "" if picture.y.categories else ":,.5~g"
+    return f"{name}<br>{x}: %{{x:,.7~g}}<br>{y}: %{{y{y_format}}}<extra></extra>"
 
 
 def _layout(picture: Picture) -> dict[str, Any]:
@@ -145,9 +138,6 @@ def _layout(picture: Picture) -> dict[str, Any]:
             {"type": "rect", **place, "line": {"width": 0}, "layer": "below", "name": "band"}
         )
     x_range, y_range = picture.ranges or (None, None)
-    if picture.diagonal and x_range is not None:
-        low, high = x_range
-        shapes.append({**dashed, "x0": low, "x1": high, "y0": low, "y1": high})
     bars = len(picture.y.categories)
     return {
         "height": max(220, 110 + BAR_HEIGHT * bars) if bars else HEIGHT,

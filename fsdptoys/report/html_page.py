@@ -9,8 +9,9 @@ captions say so.
 
 import json
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
+
+from markupsafe import Markup
 
 import fsdptoys
 from fsdptoys.errors import ConfigError
@@ -21,7 +22,7 @@ from fsdptoys.utils.from_tree import look_up
 
 from .comparison_page import comparison_page
 from .figures_plotly import check_plotly, figure, plotly_script
-from .page_parts import Section, escape
+from .page_parts import Section, render
 from .run_page import run_page
 from .runs_table import Collection
 
@@ -48,27 +49,21 @@ def pictures_folder(path: Path) -> Path:
     return path.with_name(f"{path.stem}_pictures")
 
 
-def write_page(collection: Collection, path: Path, title: str | None = None) -> list[Path]:
+def write_page(collection: Collection, path: Path) -> list[Path]:
     """Write the page and its PNGs, replacing existing files; a single run with steps gets the page
     of one run.
-
-    Args:
-        path: path of the page, ending in ``.html`` or ``.htm``.
-        title: heading of the page; the collection's title by default.
 
     Raises:
         ConfigError: if plotly is missing, or the files cannot be written.
     """
     check_page(path, "the page")
     folder = pictures_folder(path)
-    first = (
-        collection.records[0] if len(collection.records) == 1 and not collection.skipped else None
-    )
-    if first is not None and first.run is not None and first.run.steps:
+    first = collection.records[0] if len(collection.records) == 1 else None
+    if first and first.run is not None and first.run.steps and not collection.skipped:
         sections, pictures = run_page(first, first.run, folder.name)
     else:
         sections, pictures = comparison_page(collection, folder.name)
-    page = render_page(title or collection.title, _subtitle(collection), sections, pictures)
+    page = render_page(collection.title, _subtitle(collection), sections, pictures)
     written = [path]
     try:
         for picture in pictures:
@@ -88,46 +83,14 @@ def render_page(
     title: str, subtitle: str, sections: Sequence[Section], pictures: Sequence[Picture]
 ) -> str:
     """The page as HTML text."""
-    own = files("fsdptoys.report")
     style, script = (
-        own.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+        Markup(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+        for name in ("page.css", "page.js")
     )
-    figures = [{"name": picture.name, **figure(picture)} for picture in pictures]
-    links = "".join(
-        f'<li><a href="#{part.name}">{escape(part.heading)}</a></li>' for part in sections
-    )
-    body = "".join(
-        f'<section id="{part.name}" aria-labelledby="{part.name}-heading">'
-        f'<h2 id="{part.name}-heading">'
-        f"{escape(part.heading)}</h2>{part.body}</section>"
-        for part in sections
-    )
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title><style>{style}</style></head><body>",
-            f'<header><div class="top"><div><h1>{escape(title)}</h1>'
-            f'<p class="soft">{escape(subtitle)}</p></div>'
-            '<button type="button" id="theme" hidden></button></div>'
-            f'<nav aria-label="Parts of this page"><ul>{links}</ul></nav></header>',
-            (
-                "<main><noscript><p class=note>Figures, sorting and filtering need JavaScript, "
-                "which is off; the PNG next to each figure's title shows the "
-                f"same.</p></noscript>{body}</main>"
-            ),
-            (
-                f"<footer>Written by fsdptoys {escape(fsdptoys.__version__)}. This file is "
-                "complete: it loads nothing.</footer>"
-            ),
-            f'<script type="application/json" id="figures">{embed_json(figures)}</script>',
-            f"<script>{plotly_script()}</script>",
-            f"<script>{script}</script></body></html>",
-            "",
-        ]
-    )
+    figures = embed_json([{"name": picture.name, **figure(picture)} for picture in pictures])
+    scripts = [Markup(plotly_script()), script]
+    texts = title, subtitle, sections, fsdptoys.__version__, Markup(POLICY), style
+    return render("page", *texts, Markup(figures), scripts)
 
 
 def embed_json(value: object) -> str:
@@ -141,5 +104,5 @@ def _subtitle(collection: Collection) -> str:
     devices = sorted({f"{run.device_name} ({run.device_type})" for run in runs})
     models = sorted({str(name) for run in runs if (name := look_up(run.tree, "model.name"))})
     started = sorted(str(run.environment.get("started_at", ""))[:10] for run in runs)
-    dates = " to ".join(dict.fromkeys([started[0], started[-1]])) if started and started[0] else ""
+    dates = " to ".join(dict.fromkeys([*started[:1], *started[-1:]]))
     return " · ".join(filter(None, [", ".join(models), ", ".join(devices), dates]))

@@ -7,7 +7,7 @@ system, a run counts as running while the heartbeats of its ranks are fresh.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,43 +131,29 @@ class _Follower:
 
     def _follow_job(self, folder: Path, heading: str) -> Job:
         """Follow the run of a started job; return the job's final state."""
-        alive = time.monotonic()
-
-        def may_restart(run: FollowedRun) -> bool:
-            nonlocal alive
-            if run.state() in (State.running, State.starting) or is_locked(folder):
-                alive = time.monotonic()
-            return (
-                read_job(folder).status is JobStatus.running
-                and time.monotonic() - alive < GRACE_SECONDS
-            )
-
         if read_job(folder).status is JobStatus.running:
-            self.follow_run(folder / RUN_FOLDER, heading, may_restart)
+            self.follow_run(folder / RUN_FOLDER, heading, folder)
         job = read_job(folder)
         self.print_line(f"{heading}{job.status.value}" + (f": {job.reason}" if job.reason else ""))
         return job
 
-    def follow_run(
-        self,
-        path: Path,
-        heading: str = "",
-        may_restart: Callable[[FollowedRun], bool] = lambda run: False,
-    ) -> int:
+    def follow_run(self, path: Path, heading: str = "", job_folder: Path | None = None) -> int:
         """Follow one run, whose name ``heading`` precedes; return 0 after the planned end, else 1.
 
-        ``may_restart`` is called once no rank is running: whether ranks may still (re)start.
+        While the job of a sweep is running, its ranks may start again.
         """
         run = FollowedRun(path)
         run.poll()
-        redraws = self.console.is_terminal and os.environ.get("TERM") not in ("dumb", "unknown")
-        state = (self._draw if redraws else self._print_lines)(run, heading, may_restart)
-        if state is State.ended:
+        if self.console.is_terminal and os.environ.get("TERM") not in ("dumb", "unknown"):
+            with Live(console=self.console, auto_refresh=False, vertical_overflow="crop") as live:
+                for state in self._polls(run, job_folder):
+                    live.update(draw_run(run, state, self.console, heading), refresh=True)
+        else:
+            self._print_lines(run, heading, job_folder)
+        if run.state() is State.ended:
             ending = read_ending(path)
-            self.print_line(
-                "the run has ended: "
-                f"{'; '.join([*filter(None, [ending.text]), str(path / SUMMARY_FILE)])}"
-            )
+            texts = filter(None, [ending.text, str(path / SUMMARY_FILE)])
+            self.print_line(f"the run has ended: {'; '.join(texts)}")
             return 0 if ending.status is JobStatus.done else 1
         done = run.steps[-1].step if run.steps else 0
         self.print_line(
@@ -177,53 +163,48 @@ class _Follower:
         )
         return 1
 
-    def _draw(
-        self, run: FollowedRun, heading: str, may_restart: Callable[[FollowedRun], bool]
-    ) -> State:
-        with Live(console=self.console, auto_refresh=False, vertical_overflow="crop") as live:
-            while True:
-                # Read before the steps, so that no step is missed once the end is seen
-                state = run.state()
-                run.poll()
-                live.update(draw_run(run, state, self.console, heading), refresh=True)
-                if state in (State.ended, State.gone) and not may_restart(run):
-                    return state
-                time.sleep(self.poll_seconds)
+    def _polls(self, run: FollowedRun, job_folder: Path | None) -> Iterator[State]:
+        """Poll a run until it has ended."""
+        alive = time.monotonic()
+        while True:
+            # Read before the steps, so that no step is missed once the end is seen
+            state = run.state()
+            run.poll()
+            yield state
+            now = time.monotonic()
+            if state in (State.running, State.starting) or (job_folder and is_locked(job_folder)):
+                alive = now
+            elif (
+                job_folder is None
+                or read_job(job_folder).status is not JobStatus.running
+                or now - alive > GRACE_SECONDS
+            ):
+                return
+            time.sleep(self.poll_seconds)
 
-    def _print_lines(
-        self, run: FollowedRun, heading: str, may_restart: Callable[[FollowedRun], bool]
-    ) -> State:
+    def _print_lines(self, run: FollowedRun, heading: str, job_folder: Path | None) -> None:
         """Print the lines of the plain console, starting at the latest step."""
         self.print_line(f"{heading}{run.settings.title} in {run.path}")
         if len(run.steps) > 1:
             self.print_line(
                 f"steps up to {run.steps[-1].step} are done; the console's lines follow"
             )
-        shown = max(0, len(run.steps) - 1)
+        shown = run.steps[-1].step - 1 if run.steps else 0
         reporter: PlainReporter | None = None
         reported: set[object] = set()
-        while True:
-            state = run.state()
-            valid = run.poll()
-            if valid < shown:
-                after = run.steps[valid - 1].step if valid else 0
-                self.print_line(f"the run resumed after step {after}; later steps are repeated")
-            for metrics in run.steps[min(shown, valid) :]:
-                if reporter is None:
+        for state in self._polls(run, job_folder):
+            for metrics in run.steps:
+                if metrics.step > shown:
                     settings = run.settings
-                    reporter = PlainReporter(
+                    reporter = reporter or PlainReporter(
                         settings.planned_steps or 0, settings.log_every, self.console.file
                     )
-                reporter.step(metrics)
-            shown = len(run.steps)
-            for event, text in (
-                run.late_ranks(run.signs(), time.time()).items() if state is State.running else ()
-            ):
+                    reporter.step(metrics)
+                    shown = metrics.step
+            late = run.late_ranks(run.signs(), time.time()) if state is State.running else {}
+            for event, text in late.items():
                 if event not in reported:
                     self.print_line(text)
                 reported.add(event)
-            if state in (State.ended, State.gone) and not may_restart(run):
-                if reporter is not None:
-                    reporter.close()
-                return state
-            time.sleep(self.poll_seconds)
+        if reporter is not None:
+            reporter.close()

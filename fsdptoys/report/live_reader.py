@@ -32,7 +32,7 @@ from fsdptoys.train.recorded_run import MOST_RANKS, is_written, newest_heartbeat
 from fsdptoys.utils.from_tree import look_up
 from fsdptoys.utils.regular_file import open_regular
 
-LARGEST_READ_BYTES = 2**26  # Bytes read at once, and the limit of a line's length
+LONGEST_LINE_BYTES = 2**26
 MOST_STEPS = 2**53
 # A rank is late if it stays behind the others for this long and for three step times
 LATE_SECONDS = 5.0
@@ -72,10 +72,8 @@ class FollowedRun:
         self._offset = 0
         self._last_line = b""
 
-    def poll(self) -> int:
-        """Read new lines; return how many earlier steps remain valid: all, unless the run resumed
-        before the last."""
-        before = self.steps
+    def poll(self) -> None:
+        """Read new lines, or all after the run resumed from an earlier step."""
         self._read_steps()
         # After the steps: a run writes its settings first, so these steps never appear with older
         # settings.
@@ -86,34 +84,29 @@ class FollowedRun:
             self.settings, self.resumes = _read_settings(self.path), []
             with contextlib.suppress(OSError):  # something else than a file, as for the steps
                 self.resumes = read_resumes(self.path / RESUMES_FILE)
-        if self.steps[: len(before)] == before:
-            return len(before)
-        pairs = zip(before, self.steps, strict=False)
-        return next(
-            (index for index, (old, new) in enumerate(pairs) if old != new),
-            min(len(before), len(self.steps)),
-        )
 
     def _read_steps(self) -> None:
-        try:
-            with open_regular(self.path / METRICS_FILE) as file:
-                file.seek(self._offset - len(self._last_line))
-                if file.read(len(self._last_line)) != self._last_line:
-                    self.steps, self._offset, self._last_line = [], 0, b""
-                    file.seek(0)
-                added: list[StepMetrics] = []
-                while complete := (content := file.read(LARGEST_READ_BYTES))[
-                    : content.rfind(b"\n") + 1
-                ]:
-                    lines = complete.splitlines(keepends=True)
-                    added += [step for line in lines if (step := _step_of(line)) is not None]
-                    self._offset += len(complete)
-                    self._last_line = lines[-1]
-                    file.seek(self._offset)
-        except OSError:  # missing, or moved aside by a new start
-            self.steps, self._offset, self._last_line = [], 0, b""
-            return
-        self.steps = self.steps + added if added else self.steps
+        steps = self.steps
+        offset = self._offset
+        last_line = self._last_line
+        self.steps = []
+        self._offset = 0
+        self._last_line = b""
+        # Missing, or moved aside by a new start
+        with contextlib.suppress(OSError), open_regular(self.path / METRICS_FILE) as file:
+            file.seek(offset - len(last_line))
+            if file.read(len(last_line)) == last_line:
+                self.steps = steps.copy()
+                self._offset = offset
+                self._last_line = last_line
+            file.seek(self._offset)
+            for line in iter(lambda: file.readline(LONGEST_LINE_BYTES), b""):
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                self._last_line = line
+                with contextlib.suppress(ValueError):
+                    self.steps.append(StepMetrics.from_json(line.decode()))
 
     def state(self) -> State:
         """Current state of the run."""
@@ -197,13 +190,6 @@ def _read_tree(path: Path) -> dict[str, Any]:
 
 def _number(value: Any, most: int = MOST_STEPS) -> int | None:
     return value if type(value) is int and 0 < value <= most else None
-
-
-def _step_of(line: bytes) -> StepMetrics | None:
-    try:
-        return StepMetrics.from_json(line.decode())
-    except ValueError:
-        return None
 
 
 def _version(path: Path) -> tuple[int, int] | None:

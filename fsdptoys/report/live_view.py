@@ -1,11 +1,11 @@
 """Terminal display of a running run, fitted to the terminal's width."""
 
-import itertools
 import math
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 
+import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -13,11 +13,12 @@ from rich.text import Text
 
 from fsdptoys.metrics.live_console import metrics_columns
 from fsdptoys.metrics.prediction import prediction_rows
-from fsdptoys.metrics.results import RunResults, Spread, prediction_errors
+from fsdptoys.metrics.results import RunResults, prediction_errors
 from fsdptoys.train.heartbeat import Heartbeat, format_ranks
-from fsdptoys.utils.text import counted, gib_text, printable
+from fsdptoys.utils.text import counted, printable
 
 from .live_reader import FollowedRun, State
+from .result_file import main_numbers
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 CHART_LINES = 5
@@ -38,12 +39,12 @@ def draw_run(run: FollowedRun, state: State, console: Console, heading: str = ""
     def line(text: str, style: str = "") -> Text:
         return Text(printable(text, console.file), style=style, no_wrap=False)
 
-    where = counted(settings.world_size, "rank") if settings.world_size else ""
-    about = ", ".join(filter(None, [where, settings.device]))
+    ranks = counted(settings.world_size, "rank") if settings.world_size else ""
+    about = ", ".join(filter(None, [ranks, settings.device]))
     parts: list[RenderableType] = [
         Text.assemble(
-            (printable(f"{heading}{settings.title}", console.file), "bold"),
-            printable(f"  {about}  " if about else "  ", console.file),
+            line(f"{heading}{settings.title}", "bold"),
+            line(f"  {about}  "),
             (state.value, STYLES[state]),
         ),
         line(str(run.path), "dim"),
@@ -57,56 +58,42 @@ def draw_run(run: FollowedRun, state: State, console: Console, heading: str = ""
         parts += map(line, draw_chart([metrics.loss for metrics in run.steps], width, "loss"))
         parts += [Text(), facts]
     else:
-        planned = f" of {settings.planned_steps} steps" if settings.planned_steps else " step"
-        parts.append(
-            line("no step was done" if state is State.ended else f"waiting for the first{planned}")
-        )
-    return Group(*parts, *_rank_lines(run, state, console))
+        parts.append(line("no step was done yet"))
+    signs = run.signs() if state is not State.ended else {}
+    if signs:
+        now = time.time()
+        parts.append(Text(_positions(signs, now)))
+        parts += (line(text, "bold red") for text in run.late_ranks(signs, now).values())
+    return Group(*parts)
 
 
-def draw_chart(values: Sequence[float], width: int, label: str) -> list[str]:
+def draw_chart(losses: Sequence[float], width: int, label: str) -> list[str]:
     """Draw a curve in lines of ``width`` block characters, with its highest and lowest value on the
     left.
 
     If there are more values than columns, each column shows the mean of its part; non-finite values
     leave gaps.
     """
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
+    values = np.array(losses, dtype=float)
+    finite = values[np.isfinite(values)]
+    if not finite.size:
         return [f"{label}: no finite value yet"]
-    margin = max(len(label), *(len(f"{value:.4g}") for value in (max(finite), min(finite)))) + 1
-    columns = max(NARROWEST_CHART, width - margin - 1)
-    means = _means(values, columns)
-    known = [mean for mean in means if mean is not None]
-    low, high = min(known), max(known)
+    margin = max(len(label), *(len(f"{value:.4g}") for value in (finite.max(), finite.min()))) + 1
+    columns = min(len(values), max(NARROWEST_CHART, width - margin - 1))
+    parts = (part[np.isfinite(part)] for part in np.array_split(values, columns))
+    means = np.array([part.mean() if part.size else math.nan for part in parts])
+    low, high = np.nanmin(means), np.nanmax(means)
     eighths = CHART_LINES * 8
-    heights = [
-        0
-        if mean is None
-        else 1 + round((mean - low) / (high - low) * (eighths - 1))
-        if high > low
-        else eighths // 2
-        for mean in means
-    ]
+    shares = (means - low) / (high - low) if high > low else np.where(np.isnan(means), means, 0.5)
+    # A gap has no height
+    heights = np.nan_to_num(1 + np.rint(shares * (eighths - 1))).astype(int)
     names = {0: f"{high:.4g}", CHART_LINES // 2: label, CHART_LINES - 1: f"{low:.4g}"}
     lines = []
     for row in range(CHART_LINES):
         below = (CHART_LINES - 1 - row) * 8
-        blocks = "".join(BLOCKS[min(8, max(0, height - below))] for height in heights)
+        blocks = "".join(BLOCKS[height] for height in np.clip(heights - below, 0, 8))
         lines.append(f"{names.get(row, ''):>{margin - 1}} {blocks}".rstrip())
     return lines
-
-
-def _means(values: Sequence[float], columns: int) -> list[float | None]:
-    """Mean of the finite values in each of at most ``columns`` equal parts; None for a part without
-    any."""
-    count = min(columns, len(values))
-    ends = [index * len(values) // count for index in range(count + 1)]
-    parts = (
-        [v for v in values[start:end] if math.isfinite(v)]
-        for start, end in itertools.pairwise(ends)
-    )
-    return [sum(part) / len(part) if part else None for part in parts]
 
 
 def _bar(run: FollowedRun) -> RenderableType:
@@ -128,83 +115,26 @@ def _bar(run: FollowedRun) -> RenderableType:
 
 def fact_rows(run: FollowedRun, results: RunResults) -> list[tuple[str, str]]:
     """Summary of the steps so far, as rows of name and text."""
-    rows = [
-        ("step time", _spread(results.step_time_seconds, 1e3, 1, " ms")),
-        ("tokens/s", _spread(results.tokens_per_second, 1, 0, "")),
-    ]
-    if results.data_stall is not None:
-        rows.append(("data wait", f"{results.data_stall:.2%} of the step time, on rank 0"))
-    if results.memory_peak_gib is not None:
-        reserved = (
-            f", {gib_text(results.memory_reserved_gib)} reserved"
-            if results.memory_reserved_gib
-            else ""
-        )
-        rows.append(
-            (
-                "memory",
-                f"{gib_text(results.memory_peak_gib)} at the peak{reserved}, on rank 0's device",
-            )
-        )
-    elif results.resident_set_gib is not None:
-        peak = results.resident_set_peak_gib
-        highest = f", {gib_text(peak)} at the peak" if peak is not None else ""
-        rows.append(
-            ("memory", f"{gib_text(results.resident_set_gib)} resident{highest}, on rank 0")
-        )
-    evaluated = [
-        (metrics.eval_loss, metrics.step) for metrics in run.steps if metrics.eval_loss is not None
-    ]
-    if evaluated:
-        latest, finite = evaluated[-1], [each for each in evaluated if math.isfinite(each[0])]
-        lowest = f", lowest {min(finite)[0]:.4f} after {min(finite)[1]}" if finite else ""
-        rows.append(("held-out loss", f"{latest[0]:.4f} after step {latest[1]}{lowest}"))
-    if count := results.skipped_steps:
-        rows.append(("skipped", counted(count, "step")))
-    spikes = [metrics for metrics in run.steps if metrics.loss_spike is not None]
-    if spikes:
-        rows.append(("spikes", f"{len(spikes)} of the loss, the latest in step {spikes[-1].step}"))
-    if count := len(run.resumes):
-        rows.append(
-            ("resumed", f"{counted(count, 'time')}, last after step {run.resumes[-1].step}")
-        )
+    rows = [(title, f"{value} {more}") for title, value, more in main_numbers(results)]
+    if run.resumes:
+        count = counted(len(run.resumes), "time")
+        rows.append(("resumed", f"{count}, last after step {run.resumes[-1].step}"))
     if run.settings.prediction is not None:
         errors = prediction_errors(run.settings.prediction, results)
         for what, predicted, measured, difference in prediction_rows(errors):
-            rows.append(
-                (
-                    "predicted",
-                    f"{what} {predicted}, measured {measured}: {difference.replace('*', '')}",
-                )
-            )
+            text = f"{what} {predicted}, measured {measured}: {difference.replace('*', '')}"
+            rows.append(("predicted", text))
     return rows
 
 
-def _rank_lines(run: FollowedRun, state: State, console: Console) -> list[Text]:
-    """Positions of the ranks, and sentences about late ones; empty after the end."""
-    signs, now = run.signs(), time.time()
-    if state is State.ended or not signs:
-        return []
-    late = run.late_ranks(signs, now).values()
-    return [
-        Text(_places(signs, now)),
-        *(Text(printable(text, console.file), style="bold red") for text in late),
-    ]
-
-
-def _places(signs: dict[int, Heartbeat], now: float) -> str:
-    places: dict[tuple[int, str], list[Heartbeat]] = {}
+def _positions(signs: dict[int, Heartbeat], now: float) -> str:
+    """Ranks at each step and phase, the foremost first."""
+    positions: dict[tuple[int, str], list[Heartbeat]] = {}
     for sign in signs.values():
-        places.setdefault((sign.step, sign.phase), []).append(sign)
+        positions.setdefault((sign.step, sign.phase), []).append(sign)
     parts = [
         f"{format_ranks([sign.rank for sign in there])} in step {step} ({phase}) "
         f"{max(0.0, now - max(sign.time for sign in there)):.0f} s ago"
-        for (step, phase), there in sorted(places.items(), key=lambda place: place[0], reverse=True)
+        for (step, phase), there in sorted(positions.items(), reverse=True)
     ]
     return ", ".join(parts)
-
-
-def _spread(spread: Spread | None, factor: float, digits: int, unit: str) -> str:
-    if spread is None:
-        return "only warm-up steps so far"
-    return f"median {spread.text(factor, digits, unit)}"

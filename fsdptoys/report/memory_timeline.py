@@ -16,6 +16,7 @@ import bisect
 import contextlib
 import gzip
 import itertools
+import operator
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,27 +48,11 @@ class Lifetime(Enum):
     other = "any other"
 
 
-@dataclass(frozen=True)
-class Block:
-    """One allocation."""
+Change = tuple[float, Any, int]
+"""Moment, address and bytes of an allocation; negative bytes for a free."""
 
-    bytes: int
-    begin: float
-    end: float
-    """Infinite if the block outlives the history; ``begin`` is -infinite if it predates it."""
-
-
-@dataclass(frozen=True)
-class Phases:
-    """Start and name of each phase: ``forward``, ``backward``, ``update``."""
-
-    moments: list[float]
-    names: list[str]
-
-    def at(self, moment: float) -> tuple[int, str]:
-        """Index and name of the phase at a moment."""
-        index = max(bisect.bisect_right(self.moments, moment) - 1, 0)
-        return (index, self.names[index]) if self.names else (0, "forward")
+Mark = tuple[float, str]
+"""Start and name of a phase: ``forward``, ``backward``, ``update``."""
 
 
 @dataclass(frozen=True)
@@ -122,19 +107,17 @@ def read_trace(path: Path, device_type: str) -> Timeline | None:
             ),
             key=lambda e: (_checked(e["ts"]), _checked(e["args"].get("Ev Idx", 0))),
         )
-        if memory:
-            start, first = float(memory[0]["ts"]), memory[0]["args"]
-            changes = [
-                ((e["ts"] - start) / 1e3, e["args"]["Addr"], int(_checked(e["args"]["Bytes"])))
-                for e in memory
-            ]
-            phases = _phases(
-                [((moment - start) / 1e3, name) for moment, name in _phase_marks(events)]
-            )
-            before = int(_checked(first["Total Allocated"])) - int(first["Bytes"])
-            kind = "host" if device_type == "cpu" else "device"
-            return _timeline(path.name, changes, "ms", phases, f"{kind} memory in tensors", before)
-    return None
+        if not memory:
+            return None
+        start, first = float(memory[0]["ts"]), memory[0]["args"]
+        changes = [
+            ((e["ts"] - start) / 1e3, e["args"]["Addr"], int(_checked(e["args"]["Bytes"])))
+            for e in memory
+        ]
+        marks = [((moment - start) / 1e3, name) for moment, name in _phase_marks(events)]
+        before = int(_checked(first["Total Allocated"])) - int(first["Bytes"])
+        kind = "host" if device_type == "cpu" else "device"
+        return _timeline(path.name, changes, "ms", marks, f"{kind} memory in tensors", before)
 
 
 def read_snapshot(path: Path) -> Timeline | None:
@@ -161,11 +144,11 @@ def read_snapshot(path: Path) -> Timeline | None:
         marks = [
             (moment, phase_of_stack(frames)) for (moment, _, size), frames in stacks if size > 0
         ]
-        if changes:
-            before = live - sum(size for _, _, size in changes)
-            phases = _phases([(0.0, name) for _, name in marks[:1]] + marks)
-            return _timeline(path.name, changes, "", phases, "device memory in tensors", before)
-    return None
+        if not changes:
+            return None
+        before = live - sum(size for _, _, size in changes)
+        marks[:1] = [(0.0, name) for _, name in marks[:1]]
+        return _timeline(path.name, changes, "", marks, "device memory in tensors", before)
 
 
 @contextlib.contextmanager
@@ -192,9 +175,6 @@ def _checked(value: float) -> float:
 UPDATES = {
     ("memory/optimizer_stepper.py", "step"),
     ("memory/bucketed_optimizer.py", "finish"),
-    # In snapshots of older versions:
-    ("train/trainer.py", "_update"),
-    ("train/trainer.py", "_finish_updates"),
 }
 """Files and functions of the optimizer's updates."""
 
@@ -213,54 +193,42 @@ def phase_of_stack(frames: Sequence[dict[str, Any]]) -> str:
     return "backward" if in_backward or not in_trainer else "forward"
 
 
-def _phase_marks(events: Iterable[dict[str, Any]]) -> list[tuple[float, str]]:
+def _phase_marks(events: Iterable[dict[str, Any]]) -> list[Mark]:
     """Phase starts in a trace: a forward begins with the token embedding, a backward with
     autograd's next function."""
-    marks: list[tuple[float, str]] = []
+    marks: list[Mark] = []
     for event in events:
         name = event.get("name", "")
         if event.get("ph") != "X":
             continue
         if name.startswith("Optimizer.step#"):
             start = _checked(event["ts"])
-            marks += [(start, "update"), (start + _checked(event["dur"]), "updated")]
+            marks += [(start, "update"), (start + _checked(event["dur"]), "forward")]
         elif name.startswith("autograd::engine::evaluate_function"):
             marks.append((_checked(event["ts"]), "backward"))
         elif name == "aten::embedding" or name.startswith("ProfilerStep#"):
             marks.append((_checked(event["ts"]), "forward"))
-    return [
-        (float(moment), "forward" if name == "updated" else name) for moment, name in sorted(marks)
-    ]
+    return sorted(marks)
 
 
-def _phases(marks: Sequence[tuple[float, str]]) -> Phases:
-    """Phases that begin at marks, of which consecutive equal ones are one phase."""
-    firsts = [next(group) for _, group in itertools.groupby(marks, key=lambda mark: mark[1])]
-    return Phases([moment for moment, _ in firsts], [name for _, name in firsts])
+def lifetime(begin: float, end: float, phases: Sequence[Mark]) -> Lifetime:
+    """Classify a block by the phases of its allocation and its free.
 
-
-def _blocks(changes: Sequence[tuple[float, Any, int]]) -> list[Block]:
-    """Pair each allocation with its free, by address."""
-    live: dict[Any, tuple[float, int]] = {}
-    blocks = []
-    for moment, address, bytes in changes:
-        if bytes > 0:
-            live[address] = moment, bytes
-        elif bytes < 0:
-            begin, size = live.pop(address, (-np.inf, -bytes))
-            blocks.append(Block(size, begin, moment))
-    return blocks + [Block(size, begin, np.inf) for begin, size in live.values()]
-
-
-def lifetime(block: Block, phases: Phases) -> Lifetime:
-    """Classify a block by the phases of its allocation and its free."""
-    if block.begin == -np.inf:
+    Args:
+        begin: moment of the allocation; -infinite if it predates the history.
+        end: moment of the free; infinite if the block outlives the history.
+        phases: in their order.
+    """
+    if begin == -np.inf:
         return Lifetime.before
-    begun, first = phases.at(block.begin)
-    if block.end == np.inf:
+    begun, ended = (
+        max(bisect.bisect_right(phases, moment, key=operator.itemgetter(0)) - 1, 0)
+        for moment in (begin, end)
+    )
+    first, last = (phases[index][1] if phases else "forward" for index in (begun, ended))
+    if end == np.inf:
         # Blocks cut off by the end of the history are classified as in earlier steps.
         return {"update": Lifetime.kept, "backward": Lifetime.gradients}.get(first, Lifetime.other)
-    ended, last = phases.at(block.end)
     if begun == ended:
         return Lifetime.temporary
     if first == "forward" and last == "backward":
@@ -272,32 +240,41 @@ def lifetime(block: Block, phases: Phases) -> Lifetime:
 
 def _timeline(
     file: str,
-    changes: Sequence[tuple[float, Any, int]],
+    changes: Sequence[Change],
     unit: str,
-    phases: Phases,
+    marks: Sequence[Mark],
     device: str,
     before: int,
 ) -> Timeline:
-    """Sum blocks by lifetime, from moment, address and bytes (negative for a free) of each event.
+    """Sum blocks by lifetime; ``before`` is the number of bytes live before the first event."""
+    # Consecutive marks of one name are one phase.
+    phases = [next(group) for _, group in itertools.groupby(marks, key=operator.itemgetter(1))]
+    order = np.unique([moment for moment, _, _ in changes])
+    layers = {kind: np.zeros(len(order) + 1) for kind in Lifetime}
 
-    ``before`` is the number of bytes live before the first event.
-    """
-    blocks = _blocks(changes)
-    freed = sum(block.bytes for block in blocks if block.begin == -np.inf)
+    def add(size: int, begin: float, end: float) -> None:
+        layer = layers[lifetime(begin, end, phases)]
+        layer[np.searchsorted(order, begin)] += size
+        layer[np.searchsorted(order, end)] -= size
+
+    live: dict[Any, tuple[float, int]] = {}
+    freed = 0  # Bytes from before the first event
+    for moment, address, size in changes:
+        if size > 0:
+            live[address] = moment, size
+        elif size < 0:
+            begin, allocated = live.pop(address, (-np.inf, -size))
+            add(allocated, begin, moment)
+            freed += allocated * (begin == -np.inf)
     if before > freed:
-        blocks.append(Block(before - freed, -np.inf, np.inf))
-    order = np.unique(np.array([moment for moment, _, _ in changes], dtype=float))
-    sums = {kind: np.zeros(len(order) + 1) for kind in Lifetime}
-    for block in blocks:
-        kind = sums[lifetime(block, phases)]
-        kind[0 if block.begin == -np.inf else np.searchsorted(order, block.begin)] += block.bytes
-        kind[len(order) if block.end == np.inf else np.searchsorted(order, block.end)] -= (
-            block.bytes
-        )
-    layers = {kind: np.cumsum(change)[:-1] for kind, change in sums.items() if np.any(change[:-1])}
-    ends = [*phases.moments[1:], changes[-1][0]]
-    spans = zip(phases.moments, ends, phases.names, strict=True) if phases.names else ()
-    backwards = [(start, end) for start, end, name in spans if name == "backward"]
+        add(before - freed, -np.inf, np.inf)
+    for begin, size in live.values():
+        add(size, begin, np.inf)
+    layers = {kind: np.cumsum(layer[:-1]) for kind, layer in layers.items() if layer[:-1].any()}
+    ends = [*(moment for moment, _ in phases[1:]), changes[-1][0]]
+    backwards = [
+        (start, end) for (start, name), end in zip(phases, ends, strict=False) if name == "backward"
+    ]
     return Timeline(file, order, unit, layers, backwards, device, before > 0)
 
 

@@ -27,8 +27,8 @@ from .memory_timeline import Lifetime, Timeline
 from .result_file import references
 
 
-def draw_run(run: RecordedRun, timeline: Timeline | None) -> list[Picture]:
-    """Draw all figures of a run with at least one step."""
+def draw_run(run: RecordedRun) -> list[Picture]:
+    """Draw the curves of a run with at least one step, the losses first."""
     steps = run.steps
     speed = "Valid tokens of all ranks over the step time."
     pictures = [
@@ -40,7 +40,6 @@ def draw_run(run: RecordedRun, timeline: Timeline | None) -> list[Picture]:
         curve(steps, "tokens_per_second", "Speed", speed, "tokens/s of all ranks"),
         _memory(run),
         *expert_pictures(steps),
-        draw_timeline(timeline) if timeline is not None else None,
     ]
     return [picture for picture in pictures if picture is not None]
 
@@ -61,73 +60,79 @@ def step_times(runs: Sequence[tuple[str, RecordedRun]]) -> Picture | None:
         for start in run.results.starts
         if run.results.warmup_steps and run.steps
     }
-    profiled = [name for name, run in runs if is_profiled(run) and run.steps]
-    log = is_wide(values)
+    sentences = ["Wall time of each step on rank 0, without evaluations."]
+    if bands:
+        sentences.append(
+            "Shaded: the first steps of each start, which include allocation and compilation; "
+            "medians exclude them."
+        )
+    if profiled := [name for name, run in runs if is_profiled(run) and run.steps]:
+        sentences.append(
+            f"Steps under the profiler are slower; medians include them: {', '.join(profiled)}."
+        )
     return Picture(
         "step_time",
         "Step time",
-        [
-            "Wall time of each step on rank 0, without evaluations.",
-            (
-                "Shaded: the first steps of each start, which include allocation and compilation; "
-                "medians exclude them."
-            )
-            if bands
-            else "",
-            f"Steps under the profiler are slower; medians include them: {', '.join(profiled)}."
-            if profiled
-            else "",
-            "The axis is logarithmic." if log else "",
-        ],
+        sentences,
         f"Step time of {counted(len(series), 'run')} against the optimizer step, between "
         f"{values.min():.4g} and {values.max():.4g} milliseconds.",
         STEP,
-        Axis("step time", "ms", log=log),
+        Axis("step time", "ms", log=is_wide(values)),
         tuple(series),
         bands=tuple(sorted(bands)),
         bands_text="warm-up, excluded from medians",
     )
 
 
-def _memory(run: RecordedRun) -> Picture | None:
-    where, sentence = "device memory of rank 0", "As counted by the allocator."
-    attributes = {
-        "reserved by the allocator": "memory_reserved_gib",
-        "peak in tensors so far": "memory_peak_gib",
-        "in tensors after the step": "memory_allocated_gib",
-    }
-    if all(metrics.memory_peak_gib is None for metrics in run.steps):
-        where = "host memory of rank 0"
-        sentence = (
-            "Memory in tensors was not counted: this is the resident set of the process, "
-            "including Python."
-        )
-        attributes = {
+MEMORY = (
+    (
+        "memory_reserved_gib",
+        "device memory of rank 0",
+        "As counted by the allocator.",
+        {
+            "reserved by the allocator": "memory_reserved_gib",
+            "peak in tensors so far": "memory_peak_gib",
+            "in tensors after the step": "memory_allocated_gib",
+        },
+    ),
+    (
+        "memory_peak_gib",
+        "memory in tensors of rank 0",
+        "Counted in some steps; the others repeat the last count.",
+        {
+            "peak in tensors so far": "memory_peak_gib",
+            "in tensors after the step": "memory_allocated_gib",
+        },
+    ),
+    (
+        "resident_set_gib",
+        "resident set of rank 0",
+        "Memory of the process in RAM, including Python.",
+        {
             "peak resident set so far": "resident_set_peak_gib",
             "resident set after the step": "resident_set_gib",
-        }
-    elif all(metrics.memory_reserved_gib is None for metrics in run.steps):
-        where, sentence = (
-            "memory in tensors of rank 0",
-            "Counted in some steps; the others repeat the last count.",
+        },
+    ),
+)
+"""Attribute that a run must have, axis, caption and curves; the first that fits is drawn."""
+
+
+def _memory(run: RecordedRun) -> Picture | None:
+    for needed, axis, sentence, attributes in MEMORY:
+        series = [s for s in all_series(run.steps, attributes) if finite_values([s]).size]
+        if all(getattr(metrics, needed) is None for metrics in run.steps) or not series:
+            continue
+        unit, size = fitting_unit(GIB * finite_values(series).max())
+        return Picture(
+            "memory",
+            "Memory",
+            [sentence],
+            f"The {axis} against the optimizer step: {', '.join(s.name for s in series)}.",
+            STEP,
+            Axis(axis, unit, from_zero=True),
+            tuple(replace(s, y=np.asarray(s.y) * (GIB / size)) for s in series),
         )
-    series = [each for each in all_series(run.steps, attributes) if finite_values([each]).size]
-    if not series:
-        return None
-    unit, size = fitting_unit(GIB * finite_values(series).max())
-    series = [replace(each, y=np.asarray(each.y) * (GIB / size)) for each in series]
-    return Picture(
-        "memory",
-        "Memory",
-        [sentence],
-        (
-            f"{where[0].upper() + where[1:]} against the optimizer step: "
-            f"{', '.join(s.name for s in series)}."
-        ),
-        STEP,
-        Axis(where, unit, from_zero=True),
-        tuple(series),
-    )
+    return None
 
 
 def draw_timeline(timeline: Timeline) -> Picture:

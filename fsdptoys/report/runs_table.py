@@ -1,8 +1,6 @@
 """Rows of tables and figures: single runs and jobs of sweeps, each with its status."""
 
-import dataclasses
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +50,7 @@ def gather(paths: Sequence[Path]) -> Collection:
     commands, titles = [], []
     found = _found(paths)
     for (path, is_named), name in zip(found.items(), _own_names(list(found)), strict=True):
-        title = _parts(path)[-1]
+        title = os.path.basename(os.path.abspath(path))
         try:
             if is_sweep_dir(path):
                 sweep = read_sweep(path)
@@ -68,7 +66,7 @@ def gather(paths: Sequence[Path]) -> Collection:
             records.append(Record(name, path, JobStatus.failed, None, str(mistake)))
         titles.append(title)
     title = titles[0] if len(titles) == 1 else f"{titles[0]} and {len(titles) - 1} more"
-    return Collection(title, _numbered(records), skipped, commands)
+    return Collection(title, records, skipped, commands)
 
 
 def _found(paths: Sequence[Path]) -> dict[Path, bool]:
@@ -126,31 +124,7 @@ def _of_run(path: Path, name: str) -> Record:
 
 
 def _own_names(paths: Sequence[Path]) -> list[str]:
-    """Name of each folder, with as many parent folders as needed to make it unique."""
-    parts = [_parts(path) for path in paths]
-    counts = [1] * len(paths)
-    while True:
-        names = ["/".join(each[-count:]) for each, count in zip(parts, counts, strict=True)]
-        times = Counter(names)
-        longer = [
-            count + (times[name] > 1 and count < len(each))
-            for each, count, name in zip(parts, counts, names, strict=True)
-        ]
-        if longer == counts:
-            return names
-        counts = longer
-
-
-def _parts(path: Path) -> list[str]:
-    return os.path.abspath(path).strip("/").split("/")
-
-
-def _numbered(records: list[Record]) -> list[Record]:
-    """Append numbers to duplicate names, as of a run named like a job."""
-    numbered: dict[str, Record] = {}
-    for record in records:
-        name, number = record.name, 2
-        while name in numbered:
-            name, number = f"{record.name} ({number})", number + 1
-        numbered[name] = dataclasses.replace(record, name=name)
-    return list(numbered.values())
+    """Name of each folder, below the last folder that contains all."""
+    places = [os.path.abspath(path) for path in paths]
+    common = os.path.commonpath(map(os.path.dirname, places))
+    return [os.path.relpath(place, common) for place in places]

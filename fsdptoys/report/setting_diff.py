@@ -38,25 +38,17 @@ HEADINGS = {
 """Settings that every table shows, as columns or above them."""
 
 EXCLUDED = (
-    *(
-        "metrics.run_dir",
-        "launch.device",
-        "launch.nproc_per_node",
-        "launch.nnodes",
-        "launch.rdzv_endpoint",
-    ),
+    "metrics.run_dir",
+    "launch.device",
+    "launch.nproc_per_node",
+    "launch.nnodes",
+    "launch.rdzv_endpoint",
     "launch.rdzv_token_file",
 )
 """Settings left out: unique to each row, or implied by its hardware."""
 
-FOLLOWS = {
-    "parallel.reduce_dtype": "train.deterministic",
-    "optim.implementation": "memory.cpu_offload",
-    "train.init_seed": "train.seed",
-    "train.data_seed": "train.seed",
-    "train.sample_seed": "train.seed",
-}
-"""Setting → the setting that determines its default."""
+SEEDS = ("train.init_seed", "train.data_seed", "train.sample_seed")
+"""Settings whose default is ``train.seed``."""
 
 PARTS = {
     "device": "device.name",
@@ -80,7 +72,8 @@ def settings_of(record: Record) -> Settings:
     """Effective settings of a row; the command-line overrides of its job if no run was recorded."""
     if record.run is not None:
         return {RANKS: record.run.world_size} | effective(record.run.tree)
-    settings = dict(_typed(word) for word in words_of(record) if "=" in word)
+    varied = [f"{key}={text}" for key, text in (record.varied or {}).items()]
+    settings = dict(_typed(word) for word in [*varied, *words_of(record)] if "=" in word)
     ranks = settings.get("launch.nproc_per_node")
     if isinstance(ranks, int) and ranks > 0:
         settings[RANKS] = ranks * settings.get("launch.nnodes", 1)
@@ -105,13 +98,21 @@ def differing(rows: Sequence[Settings], varied: Sequence[str] = ()) -> list[str]
     """Keys with several values among the rows that have them, in the order of the settings.
 
     Settings of models are compared within rows of one model name, since a name stands for dozens of
-    sizes.
-
-    Keys in ``varied`` are included even if a differing setting determines them (``FOLLOWS``).
+    sizes. Seeds that equal ``train.seed`` in all rows are left out, unless they are in ``varied``.
     """
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    found = [key for key in keys if key not in EXCLUDED and _differs(rows, key)]
-    return [key for key in found if key in varied or not _follows(rows, key, found)]
+    keys = []
+    for key in dict.fromkeys(key for row in rows for key in row):
+        of_model = key.startswith("model.") and key != "model.name"
+        groups: dict[str, set[str]] = {}
+        for row in rows:
+            if key in row:
+                model = value_text(row.get("model.name")) if of_model else ""
+                groups.setdefault(model, set()).add(value_text(row[key]))
+        follows = key in SEEDS and all(row.get(key) == row.get("train.seed") for row in rows)
+        differs = any(len(texts) > 1 for texts in groups.values())
+        if differs and key not in EXCLUDED and (key in varied or not follows):
+            keys.append(key)
+    return keys
 
 
 def own_key(key: str) -> str:
@@ -165,33 +166,6 @@ def source_notes(records: Sequence[Record]) -> list[str]:
         "Rows come from different environments, so their times and memory may not be comparable: "
     )
     return [f"{note}{'; '.join(differences)}."] if differences else []
-
-
-def _differs(rows: Sequence[Settings], key: str) -> bool:
-    of_model = key.startswith("model.") and key != "model.name"
-    groups: dict[str, list[Any]] = {}
-    for row in rows:
-        if key in row:
-            groups.setdefault(value_text(row.get("model.name")) if of_model else "", []).append(
-                row[key]
-            )
-    return any(map(_several, groups.values()))
-
-
-def _several(values: Any) -> bool:
-    return len({value_text(value) for value in values}) > 1
-
-
-def _follows(rows: Sequence[Settings], key: str, found: Sequence[str]) -> bool:
-    """Whether a key has one value for each value of the setting that determines it."""
-    leader = FOLLOWS.get(key)
-    if leader is None or leader not in found:
-        return False
-    having = [row for row in rows if key in row and leader in row]
-    values = {value_text(row[leader]) for row in having}
-    return not any(
-        _several(row[key] for row in having if value_text(row[leader]) == value) for value in values
-    )
 
 
 def _typed(word: str) -> tuple[str, Any]:

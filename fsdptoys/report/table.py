@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdptoys.sweep import JobStatus, Skipped
-from fsdptoys.utils.text import counted, value_text
+from fsdptoys.utils.text import value_text
 
 from .columns import (
     TableColumn,
     common_step,
     loss_columns,
     measured_columns,
-    measured_steps,
     predicted_columns,
     setting_column,
     text_column,
@@ -58,7 +57,7 @@ def make_table(collection: Collection) -> Table:
     chosen = _chosen(settings, varied, records)
     measured = [
         *measured_columns(records),
-        *loss_columns(records, step),
+        *loss_columns(records),
         *predicted_columns(records),
     ]
     names = text_column("run", "Run", [record.name for record in records])
@@ -81,7 +80,7 @@ def make_table(collection: Collection) -> Table:
         everywhere=everywhere,
         loss_step=step,
         notes=[
-            *_definitions(records, shown, everywhere, step),
+            *_definitions(records, everything),
             *source_notes(records),
             *(
                 value_text(note)
@@ -112,7 +111,7 @@ def _chosen(
         *HEADINGS,
         *(key for key in [*varied, *differing(known, varied)] if key not in HEADINGS),
     ]
-    columns = [setting_column(key, settings, records) for key in dict.fromkeys(keys)]
+    columns = [setting_column(key, settings) for key in dict.fromkeys(keys)]
     return [column for column in columns if not column.empty]
 
 
@@ -144,70 +143,44 @@ def _fold(
     return shown, [*([" ".join(settings)] if settings else []), *numbers]
 
 
-def _definitions(
-    records: Sequence[Record],
-    shown: Sequence[TableColumn],
-    everywhere: Sequence[str],
-    step: int | None,
-) -> list[str]:
-    """Sentences that define the displayed numbers."""
-    runs = [record.run for record in records if record.run is not None and record.run.steps]
-    timed = [run for run in runs if run.results.step_time_seconds is not None]
-    names, same = {column.name for column in shown}, " ".join(everywhere)
+DEFINITIONS = {
+    "step_time": (
+        "Step time, tokens/s and MFU are medians without the first steps of each start "
+        "(metrics.warmup_steps); in brackets the 10th and the 90th percentile."
+    ),
+    "loss": "A loss is the mean over the global batch of its step, before the update.",
+    "memory_": (
+        "Memory is rank 0's: allocated after the last step, the highest reserved, and the "
+        "allocator's peak. On a CPU it is counted in some steps."
+    ),
+    "resident_set": "Host memory is the resident set of rank 0's process, including Python.",
+    "predicted_": "Predictions are followed by their relative error.",
+}
+"""Beginning of the names of columns → sentence that defines their numbers."""
 
-    def has(prefix: str, heading: str) -> bool:
-        return any(name.startswith(prefix) for name in names) or heading in same
 
-    notes = []
-    if timed:
-        counts = sorted({measured_steps(run) for run in timed})
-        warmups = sorted({run.results.warmup_steps for run in runs})
-        over, first = (
-            " to ".join(dict.fromkeys([f"{each[0]}", f"{each[-1]}"])) for each in (counts, warmups)
-        )
-        notes.append(
-            f"Step time, tokens/s and MFU are medians over {over} step{'s' * (counts[-1] != 1)} "
-            f"of a row, without the first {first} of each start; in brackets the 10th and the "
-            "90th percentile."
-        )
-        profiled = [
-            value_text(each.name) for each in records if each.run in timed and is_profiled(each.run)
-        ]
-        if profiled:
-            notes.append(
-                "Steps under the profiler (profile.enabled=true) are slower; the medians include "
-                f"them: {', '.join(profiled)}."
-            )
-    elif runs:
+def _definitions(records: Sequence[Record], columns: Sequence[TableColumn]) -> list[str]:
+    """Sentences that define the numbers of the rows."""
+    names = [column.name for column in columns if not column.empty]
+    notes = [
+        sentence
+        for prefix, sentence in DEFINITIONS.items()
+        if any(name.startswith(prefix) for name in names)
+    ]
+    if "loss" in names and "step_time_seconds" not in names:
         notes.append(
             "No row has a step after its warm-up (metrics.warmup_steps), so there is no step time."
         )
-    if "loss" in names or "Loss after" in same:
-        assert step is not None
-        notes.append(
-            f"The loss after {counted(step, 'step')} is that of step {step}, before its update."
-        )
-    ends = [
-        record.run.steps[-1].step
+    profiled = [
+        value_text(record.name)
         for record in records
-        if record.run in runs and record.status is JobStatus.done
+        if record.run is not None
+        and record.run.results.step_time_seconds is not None
+        and is_profiled(record.run)
     ]
-    if len(set(ends)) > 1:
+    if profiled:
         notes.append(
-            f"The rows ended after {min(ends)} to {max(ends)} steps; the headings of the losses "
-            "name their steps."
+            "Steps under the profiler (profile.enabled=true) are slower; the medians include "
+            f"them: {', '.join(profiled)}."
         )
-    on_cpu = any(run.device_type == "cpu" for run in runs)
-    if has("memory_", "Memory "):
-        notes.append(
-            (
-                "Memory is rank 0's: allocated after the last step, the highest reserved, and the "
-                "allocator's peak."
-            )
-            + " On a CPU it is counted in some steps." * on_cpu
-        )
-    if has("resident_set", "esident set"):
-        notes.append("Host memory is the resident set of rank 0's process, including Python.")
-    if has("predicted_", "Predicted"):
-        notes.append("Predictions are followed by their relative error.")
     return notes

@@ -87,32 +87,27 @@ def _rows(columns: Sequence[TableColumn]) -> str:
 
 def _flat_row(table: Table, index: int) -> dict[str, Any]:
     record = table.records[index]
-    row: dict[str, Any] = {
+    values = {column.name: column.cells[index].value for column in table.everything}
+    settings = {column.name: values[column.name] for column in table.everything if column.setting}
+    disagreement = table.disagreements.get(record.name)
+    row = {
         "run": record.name,
         "path": str(record.path),
         "status": record.status.value,
-    }
-    row["reason"] = record.reason
-    values = {column.name: column.cells[index].value for column in table.everything}
-    settings = {column.name: values[column.name] for column in table.everything if column.setting}
-    row |= {
-        key: value_text(value) if isinstance(value, (bool, list)) else value
-        for key, value in settings.items()
-    }
-    row |= _measured(record.run)
-    row |= {
+        "reason": record.reason,
+        **{
+            key: value_text(value) if isinstance(value, (bool, list)) else value
+            for key, value in settings.items()
+        },
+        **_measured(record.run),
         "loss_step": table.loss_step,
         "loss": values.get("loss"),
         "eval_loss": values.get("eval_loss"),
+        "disagrees_with": disagreement.reference if disagreement else None,
+        "disagrees_from_step": disagreement.step if disagreement else None,
+        "source": source_fingerprint(record.run.environment) if record.run else None,
     }
-    found = table.disagreements.get(record.name)
-    row["disagrees_with"] = found.reference if found else None
-    row["disagrees_from_step"] = found.step if found else None
-    row["source"] = source_fingerprint(record.run.environment) if record.run else None
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
+    return dict(_finite(row))
 
 
 def _measured(run: RecordedRun | None) -> dict[str, Any]:
@@ -129,26 +124,22 @@ def _measured(run: RecordedRun | None) -> dict[str, Any]:
         else:
             numbers[measure.name] = value
     for predicted in PREDICTED_MEASURES:
-        numbers[predicted.name] = predicted.predicted(run)
-        numbers[f"{predicted.name}_difference"] = predicted.difference(run)
+        numbers[f"predicted_{predicted.name}"] = predicted.predicted(run)
+        numbers[f"predicted_{predicted.name}_difference"] = predicted.difference(run)
     return numbers
 
 
 def _deep_row(table: Table, index: int) -> dict[str, Any]:
-    record, run = table.records[index], table.records[index].run
-    flat = _flat_row(table, index)
-    chosen = {column.name for column in table.everything if column.setting}
-    found = table.disagreements.get(record.name)
+    record = table.records[index]
+    run = record.run
+    settings = {column.name for column in table.everything if column.setting}
+    disagreement = table.disagreements.get(record.name)
     return {
-        **{
-            name: value
-            for name, value in flat.items()
-            if name not in chosen and not name.startswith("disagrees_")
-        },
+        **{key: value for key, value in _flat_row(table, index).items() if key not in settings},
         "varied": record.varied,
         "words": words_of(record),
         "settings": table.settings[index],
-        "disagreement": dataclasses.asdict(found) if found else None,
+        "disagreement": dataclasses.asdict(disagreement) if disagreement else None,
         "prediction": run.prediction.to_dict() if run and run.prediction else None,
         "source_parts": source_of(run.environment) if run else None,
         "environment": run.environment if run else None,

@@ -1,9 +1,7 @@
 """Draw described figures as PNG files with matplotlib, in light colors and with a legend."""
 
-import dataclasses
 import io
-from collections.abc import Sequence
-from itertools import compress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +53,6 @@ def render_png(*pictures: Picture, title: str = "", heights: Sequence[float] = (
     """
     from matplotlib.figure import Figure  # 0.7 s to import
 
-    pictures = tuple(map(_first_bars, pictures))
     heights = heights[: len(pictures)] or [_height(picture) for picture in pictures]
     figure = Figure(figsize=(9, sum(heights)), dpi=150, layout="constrained")
     shares_x = len(pictures) > 1 and len({picture.x for picture in pictures}) == 1
@@ -64,7 +61,7 @@ def render_png(*pictures: Picture, title: str = "", heights: Sequence[float] = (
     for axes, picture in zip(grid[:, 0], pictures, strict=True):
         _draw(axes, picture)
         size = {"fontsize": 10} if title else {"fontsize": 12, "fontweight": "bold"}
-        axes.set_title(picture.title, loc="left", parse_math=False, color=INK, wrap=True, **size)
+        axes.set_title(_title(picture), loc="left", parse_math=False, color=INK, wrap=True, **size)
         if shares_x:
             axes.label_outer()
         named = axes.get_legend_handles_labels()[0]
@@ -87,7 +84,7 @@ def render_png(*pictures: Picture, title: str = "", heights: Sequence[float] = (
 
 def _height(picture: Picture) -> float:
     legend = 0.2 * ((len(picture.series) + bool(picture.bands) + 2) // 3)
-    bars = len(picture.y.categories)
+    bars = min(len(picture.y.categories), MOST_BARS)
     return 1.9 + 0.36 * bars + legend if bars else max(5.2, 5.0 + legend)
 
 
@@ -95,17 +92,18 @@ def _draw(axes: "Axes", picture: Picture) -> None:
     for index, (start, end) in enumerate(picture.bands):
         label = None if index else picture.bands_text
         axes.axvspan(start, end, color=SHADE, zorder=0, label=label)
-    lefts: dict[str, float] = dict.fromkeys(picture.y.categories, 0.0)
-    top: np.ndarray = np.zeros(1)
+    rows = {name: row for row, name in enumerate(picture.y.categories[:MOST_BARS])}
+    lefts = np.zeros(len(rows))
+    top = np.zeros(1)
     for series in picture.series:
         if series.shape is Shape.bars:
-            _draw_bars(axes, series, picture.y.categories, lefts)
+            _draw_bars(axes, series, rows, lefts)
         elif series.shape is Shape.area:
             top = _draw_area(axes, series, top)
         elif series.shape is Shape.cells:
             _draw_cells(axes, series)
         else:
-            _draw_line(axes, series, picture.y.categories)
+            _draw_line(axes, series, rows)
     for index, (height, text) in enumerate(picture.rules):
         color = RULE_COLORS[index % len(RULE_COLORS)]
         axes.axhline(height, color=color, linestyle=DASHED, linewidth=1.3, label=text)
@@ -117,47 +115,26 @@ def _draw(axes: "Axes", picture: Picture) -> None:
         axes.annotate(mark.text, (mark.x, mark.y), parse_math=False, **position, **look)
 
 
-def _first_bars(picture: Picture) -> Picture:
-    """Truncate a bar chart to ``MOST_BARS`` rows, with a note in the title."""
-    rows = picture.y.categories
-    if len(rows) <= MOST_BARS:
-        return picture
-    kept = rows[:MOST_BARS]
-    return dataclasses.replace(
-        picture,
-        title=f"{picture.title} (the first {MOST_BARS:,} of {len(rows):,} rows)",
-        y=dataclasses.replace(picture.y, categories=kept),
-        series=tuple(
-            one
-            for one in (_of_rows(series, frozenset(kept)) for series in picture.series)
-            if len(one.x)
-        ),
-    )
+def _title(picture: Picture) -> str:
+    """Title, with a note if rows of bars are left out."""
+    count = len(picture.y.categories)
+    note = f" (the first {MOST_BARS:,} of {count:,} rows)" if count > MOST_BARS else ""
+    return picture.title + note
 
 
-def _of_rows(series: Series, rows: frozenset[str]) -> Series:
-    kept = [name in rows for name in series.y]
-    by_row = ("x", "y", "hover", "low", "high")
-    parts: dict[str, Any] = {part: tuple(compress(getattr(series, part), kept)) for part in by_row}
-    return dataclasses.replace(series, **parts)
-
-
-def _draw_bars(
-    axes: "Axes", series: Series, categories: tuple[str, ...], lefts: dict[str, float]
-) -> None:
-    names = [str(name) for name in series.y]
-    rows, sizes = [categories.index(name) for name in names], np.asarray(series.x, dtype=float)
+def _draw_bars(axes: "Axes", series: Series, rows: Mapping[str, int], lefts: np.ndarray) -> None:
+    """Draw bars that begin at ``lefts``, and move these to their ends."""
+    shown = [name in rows for name in series.y]
+    places = [rows[str(name)] for name in series.y if name in rows]
+    sizes = np.asarray(series.x, dtype=float)[shown]
     look: dict[str, Any] = {
         "color": series.color,
         "edgecolor": "white",
         "hatch": series.hatch * 2,
         "linewidth": 0.5,
     }
-    axes.barh(
-        rows, sizes, left=[lefts[name] for name in names], height=0.62, label=series.name, **look
-    )
-    for name, size in zip(names, series.x, strict=True):
-        lefts[name] += size
+    axes.barh(places, sizes, left=lefts[places], height=0.62, label=series.name, **look)
+    lefts[places] += sizes
 
 
 def _draw_area(axes: "Axes", series: Series, floor: np.ndarray) -> np.ndarray:
@@ -193,18 +170,18 @@ def _draw_cells(axes: "Axes", series: Series) -> None:
             )
 
 
-def _draw_line(axes: "Axes", series: Series, categories: tuple[str, ...]) -> None:
+def _draw_line(axes: "Axes", series: Series, rows: Mapping[str, int]) -> None:
     x = np.asarray(series.x, dtype=float)
-    y = np.array([categories.index(v) if isinstance(v, str) else v for v in series.y], dtype=float)
+    # A row that is left out becomes NaN
+    y = np.array([rows.get(v) if isinstance(v, str) else v for v in series.y], dtype=float)
     color = INK if series.ink else series.color
     symbol = SYMBOLS[series.marker]
     look: dict[str, Any]
     if series.shape is Shape.points:
         if series.low:
             spread = np.array([x - np.asarray(series.low), np.asarray(series.high) - x])
-            axes.errorbar(
-                x, y, xerr=spread, fmt="none", ecolor=color, elinewidth=1.1, capsize=2.5, zorder=3
-            )
+            look = {"ecolor": color, "elinewidth": 1.1, "capsize": 2.5, "zorder": 3}
+            axes.errorbar(x, y, xerr=spread, fmt="none", **look)
         look = {"markersize": 8, "markeredgecolor": "white", "markeredgewidth": 0.5, "zorder": 4}
         if series.faint:
             look = {"markersize": 3, "markeredgewidth": 0, "alpha": 0.5}
@@ -235,11 +212,9 @@ def _set_axes(axes: "Axes", picture: Picture) -> None:
             axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         elif not given.categories and max(map(abs, axis.get_view_interval())) >= 10_000:
             axis.set_major_formatter("{x:,.0f}")
-    categories = picture.y.categories
+    categories = [one_line(name, LONGEST_NAME) for name in picture.y.categories[:MOST_BARS]]
     if categories:
-        axes.set_yticks(
-            range(len(categories)), [one_line(name, LONGEST_NAME) for name in categories]
-        )
+        axes.set_yticks(range(len(categories)), categories)
         for text in axes.get_yticklabels():
             text.set_parse_math(False)
         axes.set_ylim(len(categories) - 0.4, -0.6)
@@ -252,14 +227,6 @@ def _set_axes(axes: "Axes", picture: Picture) -> None:
         axes.set_xlim(left=0)
     if picture.y.from_zero:
         axes.set_ylim(bottom=0)
-    if picture.diagonal and picture.ranges:
-        axes.plot(
-            *picture.ranges,
-            color=INK,
-            linestyle=DASHED,
-            linewidth=1.1,
-            label="predicted = measured",
-        )
     axes.grid(color=GRID, linewidth=0.6, axis="x" if categories else "both")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -123,8 +123,8 @@ class Series:
 
     @property
     def marked(self) -> bool:
-        """Whether a line shows markers; many of them would hide it."""
-        return len(self.x) <= 30
+        """Whether a line shows markers; many of them would hide it, and gray lines have none."""
+        return len(self.x) <= 30 and self.look is not None
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,6 @@ class Picture:
     bands: tuple[tuple[float, float], ...] = ()  # Ends of each shaded interval of the x axis
     bands_text: str = ""  # Legend of the bands
     labels: tuple[Label, ...] = ()
-    diagonal: bool = False  # Whether to draw the line y = x
 
     def __post_init__(self) -> None:
         rules = tuple(rule for rule in self.rules if math.isfinite(drawable([rule[0]])[0]))
@@ -177,30 +176,25 @@ class Picture:
     @property
     def is_fixed(self) -> bool:
         """Whether the axes span exactly :attr:`ranges`; else the renderer chooses their limits."""
-        return self.ranges is not None and all(
-            each.shape in (Shape.points, Shape.steps) for each in self.series
-        )
+        shapes = {series.shape for series in self.series}
+        return self.ranges is not None and shapes <= {Shape.points, Shape.steps}
 
     @property
     def ranges(self) -> tuple[tuple[float, float], tuple[float, float]] | None:
         """Limits of both axes, padded; None for categories, or without finite values."""
         if self.y.categories:
             return None
+        across = [values for s in self.series for values in (s.x, s.low, s.high)]
         ends = []
-        across = [values for s in self.series for values in (s.x, s.low, s.high)] + list(self.bands)
-        for axis, values in ((self.x, across), (self.y, [s.y for s in self.series])):
-            all_numbers = [float(value) for column in values for value in column]
-            numbers = [
-                number
-                for number in all_numbers
-                if math.isfinite(number) and (number > 0 or not axis.log)
-            ]
-            if not numbers:
+        for axis, columns in (
+            (self.x, [*across, *self.bands]),
+            (self.y, [s.y for s in self.series]),
+        ):
+            numbers = np.concatenate([np.asarray(column, dtype=float) for column in columns])
+            numbers = numbers[np.isfinite(numbers) & ((numbers > 0) | (not axis.log))]
+            if not numbers.size:
                 return None
-            ends.append(padded_range(min(numbers), max(numbers), axis))
-        if self.diagonal:
-            both = (min(ends[0][0], ends[1][0]), max(ends[0][1], ends[1][1]))
-            ends = [both, both]
+            ends.append(padded_range(float(numbers.min()), float(numbers.max()), axis))
         return ends[0], ends[1]
 
 
@@ -252,47 +246,32 @@ Box = tuple[float, float, float, float]  # Left, bottom, right and top
 
 
 def label_points(picture: Picture, texts: Sequence[tuple[float, float, str]]) -> Picture:
-    """Label points where there is room; ``texts`` are x, y and label, the most important first."""
+    """Label points where there is room, without overlaps and inside the figure.
+
+    Args:
+        texts: x, y and label of the points, the most important first.
+    """
     assert picture.ranges is not None
     (left, right), (bottom, top) = picture.ranges
 
     def scaled(x: float, y: float) -> tuple[float, float]:
         return (x - left) / (right - left), (y - bottom) / (top - bottom)
 
-    obstacles: list[Box] = []
+    taken: list[Box] = []
     for series in picture.series:
         corners = [scaled(x, float(y)) for x, y in zip(series.x, series.y, strict=True)]
         for low, high, (_, y) in zip(series.low, series.high, corners, strict=False):
-            obstacles.append((scaled(low, 0)[0], y - 0.008, scaled(high, 0)[0], y + 0.008))
+            taken.append((scaled(low, 0)[0], y - 0.008, scaled(high, 0)[0], y + 0.008))
         if series.shape is Shape.steps:
             for (x0, y0), (x1, y1) in itertools.pairwise(corners):
-                obstacles.append((x0, y0 - 0.008, x1, y0 + 0.008))
-                obstacles.append((x1 - 0.004, min(y0, y1), x1 + 0.004, max(y0, y1)))
+                taken.append((x0, y0 - 0.008, x1, y0 + 0.008))
+                taken.append((x1 - 0.004, min(y0, y1), x1 + 0.004, max(y0, y1)))
     points = [scaled(x, y) for x, y, _ in texts]
-    labels = place_labels(
-        points, [(index, text) for index, (_, _, text) in enumerate(texts)], obstacles
-    )
-    return dataclasses.replace(
-        picture, labels=tuple(Label(*texts[index], side) for index, _, side in labels)
-    )
-
-
-def place_labels(
-    points: Sequence[tuple[float, float]],
-    texts: Sequence[tuple[int, str]],
-    obstacles: Sequence[Box] = (),
-) -> list[tuple[int, str, str]]:
-    """Place labels next to points without overlaps and inside the figure; labels without room are
-    dropped.
-
-    Coordinates are from 0 to 1 across the figure; ``texts`` are indices of points and their labels,
-    the most important first.
-    """
-    taken = [(x - 0.008, y - 0.018, x + 0.008, y + 0.018) for x, y in points] + list(obstacles)
-    placed = []
-    for index, text in texts:
-        x, y = points[index]
-        width, height = 0.0085 * len(text), 0.05
+    taken += [(x - 0.008, y - 0.018, x + 0.008, y + 0.018) for x, y in points]
+    labels = []
+    for (x, y), label in zip(points, texts, strict=True):
+        width = 0.0085 * len(label[2])
+        height = 0.05
         boxes = {
             "above": (x - width / 2, y + 0.022, x + width / 2, y + 0.022 + height),
             "below": (x - width / 2, y - 0.022 - height, x + width / 2, y - 0.022),
@@ -302,9 +281,9 @@ def place_labels(
         for side, box in boxes.items():
             if min(box) >= 0 and max(box) <= 1 and not any(_overlap(box, other) for other in taken):
                 taken.append(box)
-                placed.append((index, text, side))
+                labels.append(Label(*label, side))
                 break
-    return placed
+    return dataclasses.replace(picture, labels=tuple(labels))
 
 
 def _overlap(one: Box, other: Box) -> bool:

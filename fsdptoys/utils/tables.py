@@ -54,7 +54,8 @@ def print_grid(
     table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     for index, side in enumerate(justify):
         folds = index in wraps if wraps is not None else index == len(justify) - 1
-        width = None if folds else max(len(row[index]) for row in rows)
+        lines = (line for row in rows for line in row[index].split("\n"))
+        width = None if folds else max(map(len, lines))
         table.add_column(
             justify="right" if side == "r" else "left",
             no_wrap=not folds,

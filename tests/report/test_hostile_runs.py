@@ -17,7 +17,6 @@ from rich.console import Console
 from fsdptoys.cli.main import main
 from fsdptoys.errors import ConfigError
 from fsdptoys.report.live import follow
-from fsdptoys.report.page_parts import escape
 from fsdptoys.report.runs_table import Record, gather
 from fsdptoys.report.table import make_table
 from fsdptoys.report.table_export import to_csv, to_json, to_markdown
@@ -159,12 +158,6 @@ def test_control_characters_of_a_run_are_escaped_on_the_terminal(
     assert not STEERING.search(output)
 
 
-def test_error_messages_escape_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: Python's own escapes."""
-    assert main(["report", "\x1b]0;owned\x07"]) == 2
-    assert capsys.readouterr().err.startswith("fsdptoys: \\x1b]0;owned\\x07 holds neither")
-
-
 @pytest.mark.parametrize(
     "words", [["report", "x" * 300], ["compare", "x" * 300, "y"], ["report", "--live", "x" * 300]]
 )
@@ -174,11 +167,6 @@ def test_impossible_file_name_is_reported_in_one_sentence(
     """Oracle: status 2, and one line."""
     assert main(words) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_pages_escape_control_characters() -> None:
-    """Oracle: Python's own escapes, within HTML's."""
-    assert escape("<\x1b\ud800\n>") == "&lt;\\x1b\\ud800\n&gt;"
 
 
 HUGE = [

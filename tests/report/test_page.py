@@ -4,7 +4,7 @@ loads nothing."""
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     """Pages of a sweep and of one run, with their pictures."""
     folder = tmp_path_factory.mktemp("pages")
     sweep, run = write_device_sweep(folder / "sweep"), write_device_run(folder / "run")
+    titled = replace(gather([run]), title="One <b>run</b>")
     with without_coverage():
         return {
             "sweep": write_page(gather([sweep]), folder / "sweep.html"),
-            "run": write_page(gather([run]), folder / "run.html", title="One <b>run</b>"),
+            "run": write_page(titled, folder / "run.html"),
         }
 
 

@@ -1,9 +1,8 @@
 """Pictures: their contents, and the agreement of both renderers."""
 
 import dataclasses
-import itertools
+import io
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,19 +10,15 @@ from PIL import Image
 
 from fsdptoys.metrics.results import summarize
 from fsdptoys.plan.search.ranking import pareto_front
-from fsdptoys.report.breakdown_figures import PlottedRun
+from fsdptoys.report.breakdown_figures import PlottedRun, draw_time_split
 from fsdptoys.report.comparison_figures import draw_comparison, draw_tradeoff
 from fsdptoys.report.figures_plotly import figure
-from fsdptoys.report.memory_timeline import read_timeline
-from fsdptoys.report.run_figures import draw_run
 from fsdptoys.train.recorded_run import read_recorded_run
 from fsdptoys.utils import figure_png as png
-from fsdptoys.utils.figure_png import draw_png
-from fsdptoys.utils.figures import COLORS, GRAY, Axis, Picture, Series, place_labels, thin
+from fsdptoys.utils.figures import COLORS, GRAY, Shape, thin
 from tests.harness.recorded_runs import write_run
-from tests.report.device_runs import JOBS, device_prediction, device_steps, write_device_run
+from tests.report.device_runs import JOBS, device_prediction, device_steps
 
-SIX = Axis("", categories=tuple(f"run{n}" for n in range(1, 7)))
 PAPERS = ("#ffffff", "#14181d")
 """Background colors of the page, light and dark."""
 
@@ -45,15 +40,6 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> list[PlottedRun]:
     return found
 
 
-@pytest.fixture(scope="module")
-def pictures(shown: list[PlottedRun], tmp_path_factory: pytest.TempPathFactory) -> list[Picture]:
-    run = read_recorded_run(write_device_run(tmp_path_factory.mktemp("runs") / "one"))
-    return [
-        *draw_comparison(shown),
-        *draw_run(run, read_timeline(run.path / "profile", run.device_type)),
-    ]
-
-
 def luminance(color: str) -> float:
     parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [
@@ -70,13 +56,6 @@ def test_every_color_contrasts_with_the_page(color: str, paper: str) -> None:
     assert (bright + 0.05) / (dark + 0.05) >= 3
 
 
-def test_thirty_series_have_distinct_styles() -> None:
-    """Oracle: color, marker and dashes together; not by color alone."""
-    looks = [Series(str(n), None, [], [], n) for n in range(30)]  # type: ignore[arg-type]
-    assert len({(one.color, one.marker, one.dash) for one in looks}) == 30
-    assert all(a.marker != b.marker for a, b in itertools.pairwise(looks))
-
-
 def test_thinning_keeps_extremes_and_gaps() -> None:
     """Oracle: the lowest and highest of each stretch in the long line itself."""
     x = np.arange(5000)
@@ -90,26 +69,6 @@ def test_thinning_keeps_extremes_and_gaps() -> None:
             assert np.nanmin(part) == np.nanmin(whole) and np.nanmax(part) == np.nanmax(whole)
         assert np.isnan(part).any() == np.isnan(whole).any()
     assert list(few_x) == sorted(few_x) and few_x[-1] == 4999
-
-
-def test_labels_cover_neither_points_nor_one_another() -> None:
-    """Oracle: the boxes, computed here from the chosen sides."""
-    points = [(0.5 + 0.02 * (n % 4), 0.5 + 0.03 * (n // 4)) for n in range(12)] + [
-        (0.995, 0.99),
-        (0.002, 0.01),
-    ]
-    placed = place_labels(points, [(n, f"name {n}") for n in range(len(points))])
-    assert len(placed) >= 4
-    boxes = []
-    for index, text, side in placed:
-        (x, y), wide, high = points[index], 0.0085 * len(text), 0.05
-        left = {"right": x + 0.012, "left": x - 0.012 - wide}.get(side, x - wide / 2)
-        bottom = {"above": y + 0.022, "below": y - 0.022 - high}.get(side, y - high / 2)
-        assert left >= 0 and bottom >= 0 and left + wide <= 1 and bottom + high <= 1
-        assert not any(left < px < left + wide and bottom < py < bottom + high for px, py in points)
-        boxes.append((left, bottom, left + wide, bottom + high))
-    for a, b in itertools.combinations(boxes, 2):
-        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
 
 
 def test_frontier_has_the_undominated_runs(shown: list[PlottedRun]) -> None:
@@ -131,69 +90,46 @@ def test_runs_of_different_batches_are_compared_by_their_tokens(shown: list[Plot
     other = shown[0].run
     halves = [
         dataclasses.replace(
-            m,
-            valid_tokens=m.valid_tokens // 2,
-            step_time_seconds=m.step_time_seconds / 2,
-            tokens_per_second=(m.valid_tokens // 2) / (m.step_time_seconds / 2),
+            m, valid_tokens=m.valid_tokens // 2, step_time_seconds=m.step_time_seconds / 2
         )
         for m in other.steps
     ]
-    half = PlottedRun(
-        "half", dataclasses.replace(other, steps=halves, results=summarize(halves, 2)), ()
-    )
-    picture = draw_tradeoff([shown[0], half])
+    half = dataclasses.replace(other, steps=halves, results=summarize(halves, 2))
+    picture = draw_tradeoff([shown[0], PlottedRun("half", half, ())])
     assert picture is not None
     assert "1,000 tokens" in picture.x.title and "different numbers of tokens" in picture.caption
-    assert half.run.results.step_time_seconds != other.results.step_time_seconds
     assert picture.series[1].x == pytest.approx(picture.series[2].x)
 
 
 def test_bars_add_up_to_the_prediction(shown: list[PlottedRun]) -> None:
-    """Oracle: the predicted peak and step time themselves; a run without a prediction has its
-    measured total."""
-    named = {picture.name: picture for picture in draw_comparison(shown)}
-    for name, of in (
-        ("time_split", lambda p: p.time.step_seconds * 1e3),
-        ("memory_split", lambda p: p.memory.peak_bytes / 2**30),
-    ):
-        for one in shown:
-            parts = [
-                size
-                for series in named[name].series
-                if series.shape.value == "bars"
-                for size, y in zip(series.x, series.y, strict=True)
-                if y == one.name
-            ]
-            prediction = one.run.prediction
-            if prediction is not None:
-                assert sum(parts) == pytest.approx(of(prediction))
-            else:
-                assert len(parts) == 1 and "Gray: measured totals of run3" in named[name].caption
-
-
-def test_bars_beyond_the_height_of_a_png_are_cut_with_a_note(
-    shown: list[PlottedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: the picture's own height, compared with one of the allowed number of rows."""
-    monkeypatch.setattr(png, "MOST_BARS", 3)
-    for name, count in (("many", 6), ("few", 3)):
-        picture = next(one for one in draw_comparison(shown[:count]) if one.name == "time_split")
-        draw_png(tmp_path / f"{name}.png", picture)
-    with Image.open(tmp_path / "many.png") as many, Image.open(tmp_path / "few.png") as few:
-        assert many.height == few.height
-    assert png._first_bars(picture) is picture
-    assert "the first 3 of 6 rows" in png._first_bars(dataclasses.replace(picture, y=SIX)).title
-
-
-def test_every_series_becomes_a_trace(pictures: list[Picture]) -> None:
-    """Oracle: plotly's own validation, and the names of the series."""
-    assert len(pictures) == 14
-    for picture in pictures:
-        made = figure(picture)
-        assert [trace["meta"] for trace in made["data"]] == [
-            series.name for series in picture.series
+    """Oracle: the predicted step time itself; a run without a prediction has its measured total."""
+    picture = draw_time_split(shown)
+    assert picture is not None and "Gray: measured totals of run3" in picture.caption
+    for one in shown:
+        parts = [
+            size
+            for series in picture.series
+            if series.shape is Shape.bars
+            for size, name in zip(series.x, series.y, strict=True)
+            if name == one.name
         ]
-        assert picture.alt and picture.caption and picture.title
+        if one.run.prediction is not None:
+            assert sum(parts) == pytest.approx(one.run.prediction.time.step_seconds * 1e3)
+        else:
+            assert len(parts) == 1
+
+
+def test_bars_beyond_the_height_of_a_png_are_cut(
+    shown: list[PlottedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the height of a picture with the allowed number of rows."""
+    monkeypatch.setattr(png, "MOST_BARS", 3)
+    heights = []
+    for count in (6, 3):
+        picture = draw_time_split(shown[:count])
+        assert picture is not None
+        heights.append(Image.open(io.BytesIO(png.render_png(picture))).height)
+    assert heights[0] == heights[1]
 
 
 def test_twenty_runs_of_five_thousand_steps_stay_small(shown: list[PlottedRun]) -> None:
