@@ -115,7 +115,7 @@ def read_base(
         grid = [
             Axis(
                 key,
-                tuple(value for text in values for value in _one_value(f"{key}={text}", choices)),
+                tuple(_one_value(f"{key}={text}", choices) for text in values),
             )
             for key, values in definition.grid.items()
         ]
@@ -132,7 +132,7 @@ def read_base(
     return [*base, *grid], rows
 
 
-def _one_value(word: str, choices: Choices) -> tuple[str, ...]:
+def _one_value(word: str, choices: Choices) -> str:
     axis = _read_axis(word, (), choices)
     if len(axis.values) > 1:
         text = word.partition("=")[2]
@@ -140,7 +140,7 @@ def _one_value(word: str, choices: Choices) -> tuple[str, ...]:
             f"{word} gives several values where one is expected; write them one by one, or "
             f"'\"{text}\"' for one text"
         )
-    return axis.values
+    return axis.values[0]
 
 
 def _read_axis(word: str, later: Sequence[str], choices: Choices) -> Axis:
@@ -177,24 +177,16 @@ def _values(override: Override, key: str, word: str, choices: Choices) -> list[s
             f"{word} has no values that could be counted; write {key}=range(START,STOP,STEP) or "
             f"{key}=VALUE,VALUE"
         )
+    most = MOST_COMBINATIONS
     if isinstance(typed, RangeSweep):
-        if not typed.step:
-            raise ConfigError(
-                f"{word} has steps of 0, which never end; write {key}=range(START,STOP)"
-            )
         # Counted first, since shuffling a range materializes it.
-        if (
-            sum(1 for _ in itertools.islice(typed.range(), MOST_COMBINATIONS + 1))
-            > MOST_COMBINATIONS
-        ):
+        count = len(list(itertools.islice(typed.range(), most + 1))) if typed.step else 0
+        if not 0 < count <= most:
             raise ConfigError(
-                f"{word} has more than the {MOST_COMBINATIONS} values that a sweep may have; write "
-                f"{key}=range(START,STOP,STEP) with fewer"
+                f"{word} has no value, or more than the {most} that a sweep may have; write "
+                f"{key}=range(START,STOP,STEP)"
             )
-    values = [_as_typed(value) for value in override.sweep_iterator()]
-    if not values:
-        raise ConfigError(f"{word} holds no value; write {key}=VALUE,VALUE")
-    return values
+    return [_as_typed(value) for value in override.sweep_iterator()]
 
 
 def _as_typed(value: Any) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.bounds import above, at_least
 from fsdptoys.utils.foreign import ForeignError, parse_json
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import read_regular
@@ -80,7 +81,7 @@ class Job:
     """One sentence on why the job is not done."""
     started_at: str | None = None
     """UTC, ISO 8601."""
-    seconds: float | None = None
+    seconds: float | None = dataclasses.field(default=None, metadata=at_least(0))
     """Duration from the launcher's start to its end."""
 
     def restarted(self) -> "Job":
@@ -147,7 +148,7 @@ class _SweepFile:
 
     title: str
     command: str
-    time_limit_seconds: float | None
+    time_limit_seconds: float | None = dataclasses.field(metadata=above(0))
     jobs: list[str]
     skipped: list[Skipped]
     words: tuple[str, ...] = ()
@@ -167,8 +168,6 @@ def read_sweep(path: Path) -> Sweep:
     tree = _read(path / SWEEP_FILE)
     try:
         definition = build(_SweepFile, tree)
-        if definition.time_limit_seconds is not None and definition.time_limit_seconds <= 0:
-            raise ForeignError(f"time_limit_seconds is {definition.time_limit_seconds:g}")
         for name in definition.jobs:
             _check_name(name)
         if len(set(definition.jobs)) < len(definition.jobs):
@@ -212,8 +211,6 @@ def read_job(folder: Path) -> Job:
     try:
         job = build(Job, tree)
         _check_name(job.name)
-        if job.seconds is not None and job.seconds < 0:
-            raise ForeignError(f"seconds is {job.seconds:g}")
         return job
     except ForeignError as mistake:
         raise ConfigError(

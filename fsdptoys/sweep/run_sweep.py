@@ -22,11 +22,10 @@ from rich.console import Console
 
 from fsdptoys.config.choices import list_choices
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock, is_locked
-from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
+from fsdptoys.utils.file_lock import FolderLock, is_locked
 
 from .axes import Combination, combine, read_axes, read_base
-from .definition import is_file_name, list_sweeps, read_definition
+from .definition import is_file_name, read_definition
 from .folder import SWEEP_FILE, Job, JobStatus, Skipped, Sweep, is_sweep_dir, read_sweep
 from .job_list import Arrangement, arrange, still_running, write_arrangement
 from .runner import TRAIN, duration, print_line, run_jobs
@@ -71,23 +70,11 @@ class SweepArguments:
 
 
 def split_words(words: Sequence[str]) -> SweepArguments:
-    """Split the arguments without dashed options into name, settings and launcher words.
-
-    Raises:
-        ConfigError: for a misplaced name.
-    """
+    """Split the arguments without dashed options into name, settings and launcher words."""
     settings, launcher_words = split_launcher_words(words)
-    name = (
-        settings.pop(0)
-        if settings and "=" not in settings[0] and not settings[0].startswith("-")
-        else None
-    )
-    if name is not None and settings and settings[0].startswith("="):
-        value = settings[0][1:] or "".join(settings[1:2]) or "VALUE"
-        raise ConfigError(f"{name} has no value; write {name}={value} without spaces")
-    for word in settings:
-        if "=" not in word and (is_file_name(word) or word in list_sweeps()):
-            raise ConfigError(f"{word} names a sweep; put it first, and only one")
+    name = None
+    if settings and "=" not in settings[0] and not settings[0].startswith("-"):
+        name = settings.pop(0)
     absolute = [
         os.path.abspath(word) if word == name and is_file_name(word) else word for word in words
     ]
@@ -268,47 +255,29 @@ def _refuse_used(out: Path) -> None:
 def _new_folder(out: Path | None, title: str) -> Path:
     """Make the folder of a new sweep."""
     slug = re.sub(r"[^A-Za-z0-9._]+", "-", title).strip("-.")[:60] or "sweep"
-    name = f"{datetime.now():%Y%m%d-%H%M%S}-{slug}"
-    path = out or SWEEPS_FOLDER / name
-    number = 1
+    path = out or SWEEPS_FOLDER / f"{datetime.now():%Y%m%d-%H%M%S}-{slug}"
     try:
-        if out is not None:
-            _refuse_used(out)
-            out.mkdir(parents=True, exist_ok=True)
-            return out
-        while True:
-            try:
-                path.mkdir(parents=True)
-                return path
-            except FileExistsError:
-                number += 1
-                path = SWEEPS_FOLDER / f"{name}-{number}"
+        _refuse_used(path)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"--out {path} cannot be made ({error.strerror or error}); name a folder that can be "
             "written"
         ) from error
+    return path
 
 
 def _lock(path: Path) -> FolderLock:
     try:
         return FolderLock(path)
     except ConfigError:
-        holder = ""
-        with contextlib.suppress(OSError, ValueError):
-            holder = read_regular(path / LOCK_FILE, 100).decode().strip()
-        who = f" (pid {holder})" if holder else ""
         raise ConfigError(
-            f"{path} is being worked on by another fsdptoys sweep{who}; wait for its end, or name "
+            f"{path} is being worked on by another fsdptoys sweep; wait for its end, or name "
             "another with --out DIR"
         ) from None
-    except NotRegularFileError as error:
-        raise ConfigError(
-            f"{error.sentence}; remove it, or name another folder with --out DIR"
-        ) from error
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written ({error.strerror or error}); name another with --out DIR"
+            f"{path} cannot be locked ({error.strerror or error}); name another with --out DIR"
         ) from error
 
 

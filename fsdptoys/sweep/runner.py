@@ -19,19 +19,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from fsdptoys.errors import ConfigError
 from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, ExitRecord, read_exit_record
-from fsdptoys.train.recorded_run import is_run_dir, read_recorded_run
 from fsdptoys.train.stop import SAME_REQUEST_SECONDS
 from fsdptoys.utils.parent_death import end_with_parent
 from fsdptoys.utils.regular_file import open_regular
 from fsdptoys.utils.signal_handlers import handle_signals
-from fsdptoys.utils.text import gib_text, printable
+from fsdptoys.utils.text import printable
 
 from .folder import JOB_FILE, LOG_FILE, RUN_FOLDER, Job, JobStatus, Sweep, read_job, write_job
 
@@ -107,19 +105,13 @@ def run_jobs(
     Returns:
         Number of the interrupting signal, or None.
     """
-    seconds: list[float] = []
     with Interruption() as interruption:
         for index, job in enumerate(jobs, start=1):
             print_line(f"[{index}/{len(jobs)}] {job.name} {job.label}")
             folder = sweep.job_folder(job)
             job = run_job(folder, sweep.time_limit_seconds, interruption=interruption, train=train)
             after_job()
-            seconds.append(job.seconds or 0.0)
-            message = describe_end(sweep, job)
-            left = len(jobs) - index
-            if left and interruption.number is None:
-                message += f"; about {duration(left * sum(seconds) / len(seconds))} left"
-            print_line(f"[{index}/{len(jobs)}] {job.name} {message}")
+            print_line(f"[{index}/{len(jobs)}] {job.name} {describe_end(sweep, job)}")
             if interruption.number is not None:
                 break
     return interruption.number
@@ -300,40 +292,12 @@ def print_line(text: str) -> None:
 
 def describe_end(sweep: Sweep, job: Job) -> str:
     """Describe a job's outcome in one line."""
-    seconds = duration(job.seconds or 0.0)
-    if job.status is not JobStatus.done:
-        log = sweep.job_folder(job) / LOG_FILE
-        where = f" ({log})" if job.status in (JobStatus.failed, JobStatus.out_of_memory) else ""
-        return f"{job.status.value} after {seconds}: {job.reason}{where}"
-    return ", ".join([f"done in {seconds}", *_numbers(sweep, job)])
+    text = f"{job.status.value} after {duration(job.seconds or 0.0)}"
+    if job.status in (JobStatus.failed, JobStatus.out_of_memory):
+        return f"{text}: {job.reason} ({sweep.job_folder(job) / LOG_FILE})"
+    return f"{text}: {job.reason}" if job.reason else text
 
 
 def duration(seconds: float) -> str:
-    """Format a duration: 8.2 s, 4 min 10 s, 2 h 5 min."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
-
-
-def _numbers(sweep: Sweep, job: Job) -> list[str]:
-    """Return the recorded step time, peak memory and loss of a finished job."""
-    run_dir = sweep.run_dir(job)
-    try:
-        results = read_recorded_run(run_dir).results if is_run_dir(run_dir) else None
-    except ConfigError:
-        results = None
-    if results is None:
-        return []
-    parts = []
-    if results.step_time_seconds is not None:
-        parts.append(f"{results.step_time_seconds.median:.3g} s a step")
-    if results.memory_peak_gib is not None:
-        parts.append(f"{gib_text(results.memory_peak_gib)} at the peak")
-    elif results.resident_set_peak_gib is not None:
-        parts.append(f"{gib_text(results.resident_set_peak_gib)} of host memory at the peak")
-    if results.last_loss is not None:
-        parts.append(f"loss {results.last_loss:.4f}")
-    return parts
+    """Format a duration as hours, minutes and seconds."""
+    return str(timedelta(seconds=round(seconds)))

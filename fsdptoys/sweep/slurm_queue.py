@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.atomic_write import write_atomically
@@ -33,7 +32,7 @@ from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line, printable
 
-from .folder import Job, JobStatus, Sweep, read_job, write_job
+from .folder import JOBS_FOLDER, Job, JobStatus, Sweep, read_job, write_job
 from .runner import describe_end
 
 SLURM = "submitit_slurm"
@@ -74,6 +73,15 @@ class Submission:
     jobs: tuple[str, ...]
     """Names, in the queue's order."""
     folder: Path = field(default=Path(), init=False)
+    thread: threading.Thread | None = field(default=None, init=False)
+    """Thread inside the plugin, which waits for the jobs; None for another command's submission."""
+    error: BaseException | None = field(default=None, init=False)
+    """The plugin's exception."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the plugin has stopped waiting."""
+        return self.thread is not None and not self.thread.is_alive()
 
     def ids(self) -> dict[str, str]:
         """Return job → queue id of the accepted jobs."""
@@ -192,109 +200,63 @@ def ask_queue(ids: Iterable[str]) -> dict[str, str] | None:
     return None
 
 
-@dataclass
-class WatchedSubmission:
-    """A submission being watched."""
-
-    submission: Submission
-    jobs: tuple[str, ...]
-    """Its watched jobs."""
-    thread: threading.Thread | None = None
-    """Thread inside the plugin, which waits for the jobs; None for another command's submission."""
-    returns: list[Any] | None = None
-    """The plugin's results: an object with ``return_value`` for each job."""
-    error: BaseException | None = None
-    """The plugin's exception."""
-
-    @property
-    def ids(self) -> dict[str, str]:
-        """Job → id of the watched jobs."""
-        return {
-            name: identity for name, identity in self.submission.ids().items() if name in self.jobs
-        }
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the plugin has stopped waiting."""
-        return self.thread is not None and not self.thread.is_alive()
-
-    def error_of(self, name: str) -> str | None:
-        """Return the plugin's error for a job, or None."""
-        error = self.error
-        if error is None and self.returns is not None:
-            try:
-                _ = self.returns[self.submission.jobs.index(name)].return_value
-            except Exception as raised:
-                error = raised
-        return None if error is None else first_line(error)
-
-
-def still_queued(sweep: Sweep, queued: Mapping[str, str]) -> list[WatchedSubmission]:
-    """Return earlier commands' submissions with jobs still ``queued``, the result of
+def still_queued(sweep: Sweep, queued: Mapping[str, str]) -> dict[str, Submission]:
+    """Return job → submission of earlier commands' jobs that are still ``queued``, the result of
     :func:`jobs_in_queue`."""
-    watched = [
-        WatchedSubmission(
-            submission,
-            tuple(
-                name for name, identity in submission.ids().items() if queued.get(name) == identity
-            ),
-        )
+    return {
+        name: submission
         for submission in read_submissions(sweep)
-    ]
-    return [submission for submission in watched if submission.jobs]
+        for name, identity in submission.ids().items()
+        if queued.get(name) == identity
+    }
 
 
 def watch_jobs(
-    sweep: Sweep, submissions: Sequence[WatchedSubmission], after_job: Callable[[], None]
+    sweep: Sweep, submissions: Mapping[str, Submission], after_job: Callable[[], None]
 ) -> None:
     """Watch jobs through their folders until all have ended; record an outcome for jobs that wrote
-    none."""
-    watched = {job.name: job for job in sweep.jobs}
-    open_jobs = {name: submission for submission in submissions for name in submission.jobs}
+    none.
+
+    Args:
+        submissions: job → its submission.
+        after_job: called after the end of each job.
+    """
+    open_jobs = dict(submissions)
     printed = dict.fromkeys(open_jobs, JobStatus.waiting)
     absences = dict.fromkeys(open_jobs, 0)
     states: dict[str, str] = {}
     asked_at = time.monotonic()
     while open_jobs:
         hurry = any(submission.is_over for submission in open_jobs.values())
-        ask = time.monotonic() - asked_at > (HURRY_SECONDS if hurry else ASK_EVERY_SECONDS)
-        if ask and any(
-            submission.submission.launcher == SLURM for submission in open_jobs.values()
-        ):
+        if time.monotonic() - asked_at > (HURRY_SECONDS if hurry else ASK_EVERY_SECONDS):
             asked_at = time.monotonic()
-            answer = ask_queue(
-                identity
-                for submission in open_jobs.values()
-                for identity in submission.ids.values()
-            )
+            ids = {
+                name: submission.ids().get(name, "")
+                for name, submission in open_jobs.items()
+                if submission.launcher == SLURM
+            }
+            answer = ask_queue(ids.values()) if ids else None
             if answer is not None:
                 states = answer
-                for name, submission in open_jobs.items():
-                    absences[name] = (
-                        0 if in_queue(states, submission.ids.get(name, "")) else absences[name] + 1
-                    )
+                for name, identity in ids.items():
+                    absences[name] = 0 if in_queue(states, identity) else absences[name] + 1
         for name, submission in list(open_jobs.items()):
             # A node's files may appear here with a delay, so the queue is asked twice.
-            gone = (
-                absences[name] >= 2
-                if submission.submission.launcher == SLURM
-                else submission.is_over
-            )
-            folder = sweep.job_folder(watched[name])
+            gone = submission.is_over
+            if submission.launcher == SLURM:
+                gone = absences[name] >= 2
+            folder = sweep.path / JOBS_FOLDER / name
             job = read_job(folder)
             if gone and job.status in (JobStatus.waiting, JobStatus.running):
-                job = _close(sweep, job, states.get(submission.ids.get(name, "")), submission)
+                job = _close(folder, job, states, submission)
             # While its node holds the lock, the reason may still change with the other nodes'
             # outcomes.
             settled = job.status.ended and not is_locked(folder)
             if job.status is not printed[name] and (settled or not job.status.ended):
                 printed[name] = job.status
-                what = (
-                    f"runs {job.label}"
-                    if job.status is JobStatus.running
-                    else describe_end(sweep, job)
-                )
-                print(printable(f"{name} {what}"), flush=True)
+                runs = job.status is JobStatus.running
+                text = f"runs {job.label}" if runs else describe_end(sweep, job)
+                print(printable(f"{name} {text}"), flush=True)
             if settled or gone:
                 del open_jobs[name]
                 after_job()
@@ -302,20 +264,18 @@ def watch_jobs(
             time.sleep(POLL_SECONDS)
 
 
-def _close(sweep: Sweep, job: Job, state: str | None, submission: WatchedSubmission) -> Job:
+def _close(folder: Path, job: Job, states: Mapping[str, str], submission: Submission) -> Job:
     """Record the outcome of a job that left the queue without recording one."""
-    how = (
-        f"SLURM says {state}" if state else submission.error_of(job.name) or "it has left the queue"
+    state = states.get(submission.ids().get(job.name, ""))
+    how = f"SLURM says {state}" if state else "it has left the queue"
+    status = JobStatus.stopped if submission.launcher == SLURM else JobStatus.failed
+    closed = dataclasses.replace(
+        job,
+        status=ENDED_STATES.get(state or "", status),
+        exit_status=None,
+        reason=f"it ended without recording an outcome ({how}); see {submission.log(job.name)}",
     )
-    status = ENDED_STATES.get(
-        state or "",
-        JobStatus.stopped if submission.submission.launcher == SLURM else JobStatus.failed,
-    )
-    reason = (
-        f"it ended without recording an outcome ({how}); see {submission.submission.log(job.name)}"
-    )
-    closed = dataclasses.replace(job, status=status, exit_status=None, reason=reason)
-    write_job(sweep.job_folder(job), closed)
+    write_job(folder, closed)
     return closed
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -114,30 +113,13 @@ def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
     Raises:
         ConfigError: for the first mistake.
     """
-    parsed = []
-    for word in words:
-        try:
-            parsed.append(OverridesParser.create().parse_override(word))
-        except HydraException as error:
-            raise ConfigError(
-                f"{word} cannot be read ({first_line(error)}); put quotes around the value"
-            ) from error
-    if several := [override.input_line for override in parsed if override.is_sweep_override()]:
-        raise ConfigError(
-            f"{several[0]} gives several values, but all jobs go to one launcher; keep one of them"
-        )
-    selections = [override for override in parsed if override.key_or_group == LAUNCHER_GROUP]
-    if not selections:
+    pairs = [word.lstrip("+").partition("=")[::2] for word in words]
+    names = [value for key, value in pairs if key == LAUNCHER_GROUP]
+    if not names:
         raise ConfigError(
             f"{words[0]} is of no use without a launcher; add {LAUNCHER_GROUP}={SLURM}"
         )
-    if len(selections) > 1:
-        launchers = " ".join(str(override.input_line) for override in selections)
-        raise ConfigError(
-            f"{launchers} names {len(selections)} launchers, but all jobs go to one; keep one of "
-            "them"
-        )
-    name = str(selections[0].value())
+    name = names[-1]
     if name not in (SLURM, LOCAL):
         fix = suggestion(
             name, (SLURM, LOCAL), "leave it out to run the jobs here, one after another"
@@ -158,24 +140,9 @@ def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
             f"from a login node of the cluster, or leave {LAUNCHER_GROUP} out to run the jobs "
             "here"
         )
-    plugin_keys = set(_compose_launcher((f"{LAUNCHER_GROUP}={name}",)))
-    typed: dict[str, Any] = {}
-    for override in parsed:
-        key = override.key_or_group.removeprefix(LAUNCHER_SECTION)
-        if override in selections:
-            continue
-        if key.partition(".")[0] not in plugin_keys:
-            fix = suggestion(
-                key,
-                sorted(plugin_keys),
-                "hydra-submitit-launcher lists its options",
-                LAUNCHER_SECTION,
-            )
-            raise ConfigError(
-                f"{override.input_line} is no option of {LAUNCHER_GROUP}={name}; {fix}"
-            )
-        typed[key] = override.value()
     options = _compose_launcher(words)
+    keys = [key.removeprefix(LAUNCHER_SECTION) for key, _ in pairs if key != LAUNCHER_GROUP]
+    typed = {key: options.get(key) for key in keys}
     for key, (allowed, why) in FIXED_OPTIONS.items():
         if key in typed and typed[key] not in allowed:
             raise ConfigError(
@@ -266,34 +233,21 @@ def plugin_options(
             f"{LAUNCHER_SECTION}nodes={typed['nodes']} and launch.nnodes={needs.nodes} "
             f"contradict each other; leave out {LAUNCHER_SECTION}nodes"
         )
-    accelerated = needs.device_type != "cpu"
-    if accelerated and (typed.get("gpus_per_node") or needs.ranks) < needs.ranks:
-        raise ConfigError(
-            f"{LAUNCHER_SECTION}gpus_per_node={typed['gpus_per_node']} is under "
-            f"launch.nproc_per_node={needs.ranks}; leave out {LAUNCHER_SECTION}gpus_per_node"
-        )
     options: dict[str, Any] = {"nodes": needs.nodes, "tasks_per_node": 1}
     if needs.device_type == "cuda" and not any(typed.get(key) for key in ("gpus_per_task", "gres")):
         options["gpus_per_node"] = needs.ranks
-    if not accelerated:
+    if needs.device_type == "cpu":
         options["cpus_per_task"] = needs.ranks
     # The queue's signal precedes its limit by this much, which lets a run save and stop.
     signal_seconds = int(launcher.options.get("signal_delay_s", 30))
     if time_limit_seconds is not None:
-        needed = math.ceil((time_limit_seconds + START_SECONDS + signal_seconds) / 60)
-        if typed.get("timeout_min", needed) * 60 < time_limit_seconds:
-            raise ConfigError(
-                f"{LAUNCHER_SECTION}timeout_min={typed['timeout_min']} ends jobs before their "
-                f"own limit of {time_limit_seconds:g} s; set "
-                f"{LAUNCHER_SECTION}timeout_min={needed}"
-            )
-        options["timeout_min"] = needed
+        seconds = time_limit_seconds + START_SECONDS + signal_seconds
+        options["timeout_min"] = math.ceil(seconds / 60)
     if launcher.name == SLURM:
         options["setup"] = [*SLURM_SETUP, *(launcher.options.get("setup") or [])]
-        # submitit's default, SIGUSR2, kills a run; SIGUSR1 asks it to finish its step.
-        signals = {"signal": f"USR1@{signal_seconds}"}
         options["additional_parameters"] = {
-            **signals,
+            # submitit's default, SIGUSR2, kills a run; SIGUSR1 asks it to finish its step.
+            "signal": f"USR1@{signal_seconds}",
             **(launcher.options.get("additional_parameters") or {}),
         }
     merged = ("setup", "additional_parameters")
@@ -305,8 +259,9 @@ def _compose_launcher(words: tuple[str, ...]) -> dict[str, Any]:
         with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
             tree = hydra.compose(None, list(words), return_hydra_config=True).hydra.launcher
     except (HydraException, OmegaConfBaseException) as error:
+        listed = [word for word in words if not word.startswith(LAUNCHER_GROUP)]
         raise ConfigError(
-            f"{' '.join(words)} cannot be composed ({first_line(error)}); "
+            f"{' '.join(listed)} cannot be composed ({first_line(error)}); "
             "hydra-submitit-launcher lists its options"
         ) from error
     options = OmegaConf.to_container(tree, resolve=True)

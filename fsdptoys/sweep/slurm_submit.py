@@ -46,8 +46,9 @@ from .job_list import still_running
 from .runner import heeded_signals, quote, set_aside
 from .slurm_node import run_on_node
 from .slurm_queue import (
+    QUEUE_FOLDER,
     SLURM,
-    WatchedSubmission,
+    Submission,
     begin_submission,
     first_line,
     jobs_in_queue,
@@ -125,53 +126,49 @@ def submit(
         with handle_signals(
             {number: _leave for number in heeded_signals() if number != signal.SIGINT}
         ):
-            for item in watched:
-                _print_ids(item)
+            _print_ids(sweep, watched)
             for members, options in batches:
-                _submit_jobs(sweep, members, launcher, options, watched)
-                if launcher.name == SLURM:
-                    _print_ids(watched[-1])
+                submission = _submit_jobs(sweep, members, launcher, options, watched)
+                its_jobs = dict.fromkeys(submission.jobs, submission)
+                if launcher.name == LOCAL:
+                    watch_jobs(sweep, its_jobs, after_job)
                 else:
-                    watch_jobs(sweep, watched[-1:], after_job)
-            watch_jobs(
-                sweep, [item for item in watched if item.submission.launcher == SLURM], after_job
-            )
+                    _print_ids(sweep, its_jobs)
+            watch_jobs(sweep, _on_slurm(watched), after_job)
     except KeyboardInterrupt:
-        ids = [
-            identity
-            for item in watched
-            if item.submission.launcher == SLURM
-            for identity in item.ids.values()
-        ]
-        if ids:
-            numbers = sorted({identity.partition("_")[0] for identity in ids})
+        ids = [submission.ids().get(name, "") for name, submission in _on_slurm(watched).items()]
+        numbers = sorted({identity.partition("_")[0] for identity in ids if identity})
+        if numbers:
             print_status(
                 f"the jobs in the queue continue; scancel {' '.join(numbers)} ends them, and "
                 f"fsdptoys sweep --resume {shlex.quote(str(sweep.path))} collects finished ones"
             )
-        for item in watched:
-            if item.submission.launcher == LOCAL:
-                _end_local(sweep, item)
+        for name, submission in watched.items():
+            if submission.launcher == LOCAL:
+                _end_local(sweep, name, submission)
         raise
+
+
+def _on_slurm(watched: Mapping[str, Submission]) -> dict[str, Submission]:
+    return {name: one for name, one in watched.items() if one.launcher == SLURM}
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
     raise EndRequest(number)
 
 
-def _end_local(sweep: Sweep, watched: WatchedSubmission) -> None:
+def _end_local(sweep: Sweep, name: str, submission: Submission) -> None:
     """End a local launcher's job, and record that it was stopped if its process could not."""
-    (name,) = watched.jobs
     folder = sweep.path / JOBS_FOLDER / name
     began = time.monotonic()
     last_request = None
     while True:
         locked = is_locked(folder)
-        controller = 0 if watched.is_over else int(watched.ids.get(name, 0))
+        controller = 0 if submission.is_over else int(submission.ids().get(name, 0))
         if (
             not locked
             and not is_locked(folder / RUN_FOLDER)
-            and (watched.is_over or _has_ended(controller))
+            and (submission.is_over or _has_ended(controller))
         ):
             break
         waited = time.monotonic() - began
@@ -213,12 +210,14 @@ def _has_ended(process: int) -> bool:
     return False
 
 
-def _print_ids(watched: WatchedSubmission) -> None:
-    ids = ", ".join(f"{name} as {identity}" for name, identity in watched.ids.items())
-    print(
-        f"fsdptoys: SLURM has the jobs {ids}; their files are in {watched.submission.folder}",
-        flush=True,
-    )
+def _print_ids(sweep: Sweep, watched: Mapping[str, Submission]) -> None:
+    """Print the queue's ids of jobs."""
+    if watched:
+        ids = ", ".join(f"{name} as {one.ids().get(name)}" for name, one in watched.items())
+        print(
+            f"fsdptoys: SLURM has the jobs {ids}; their files are in {sweep.path / QUEUE_FOLDER}",
+            flush=True,
+        )
 
 
 def _submit_jobs(
@@ -226,9 +225,9 @@ def _submit_jobs(
     jobs: Sequence[Job],
     launcher: QueueLauncher,
     options: Mapping[str, Any],
-    every: list[WatchedSubmission],
-) -> None:
-    """Submit jobs through the plugin; append them to ``every`` at once, so that an interrupted
+    watched: dict[str, Submission],
+) -> Submission:
+    """Submit jobs through the plugin; add them to ``watched`` at once, so that an interrupted
     caller knows them.
 
     Raises:
@@ -243,28 +242,30 @@ def _submit_jobs(
         sweep, launcher, {**options, "submitit_folder": str(submission.folder / "%j")}
     )
     overrides = [[f"hydra.sweep.subdir={JOBS_FOLDER}/{job.name}"] for job in jobs]
-    watched = WatchedSubmission(submission, submission.jobs)
 
     def launch() -> None:
         try:
-            watched.returns = list(plugin.launch(overrides, 0))
+            plugin.launch(overrides, 0)
         except BaseException as error:
-            watched.error = error
+            submission.error = error
 
     # The plugin blocks until its jobs end, and fails for all of them if one has no result. So it
     # runs in a thread, and the jobs are watched through their folders.
-    watched.thread = threading.Thread(target=launch, daemon=True)
-    every.append(watched)
+    submission.thread = threading.Thread(target=launch, daemon=True)
+    watched |= dict.fromkeys(submission.jobs, submission)
     with contextlib.redirect_stderr(io.StringIO()):  # sbatch's error is reported below
-        watched.thread.start()
-        while watched.thread.is_alive() and len(watched.ids) < len(jobs):
+        submission.thread.start()
+        while submission.thread.is_alive() and len(submission.ids()) < len(jobs):
             time.sleep(0.05)
-    if not watched.ids:
-        message = first_line(watched.error) if watched.error is not None else "it took none of them"
+    if not submission.ids():
+        message = (
+            first_line(submission.error) if submission.error is not None else "it took none of them"
+        )
         raise ConfigError(
             f"hydra/launcher={launcher.name} refuses the jobs ({message}); change "
             "hydra.launcher.KEY"
         )
+    return submission
 
 
 def _make_launcher(sweep: Sweep, launcher: QueueLauncher, options: Mapping[str, Any]) -> Any:

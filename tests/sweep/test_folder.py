@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from fsdptoys.cli.main import main
 from fsdptoys.config.overrides import parse_overrides
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, read_exit_record
 from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep, read_sweep, runner
 from fsdptoys.sweep.axes import Combination
 from fsdptoys.sweep.folder import read_job, write_job
@@ -96,38 +94,6 @@ def test_exception_of_the_caller_ends_the_job(tmp_path: Path) -> None:
     assert read_job(folder).status is JobStatus.stopped
 
 
-def test_files_of_earlier_attempts_are_moved_aside(tmp_path: Path) -> None:
-    """Oracle: log, run directory and outcome of each earlier attempt, with the file that records
-    its end."""
-    folder = make_job(tmp_path / "01", 1)
-    for _ in range(3):
-        run_job(folder, None, train=STANDIN)
-    for name in ("attempt-1", "attempt-2"):
-        assert sorted(path.name for path in (folder / name).iterdir()) == [
-            "job.json",
-            "log.txt",
-            "outcome.json",
-            "run",
-        ]
-        assert json.loads((folder / name / "job.json").read_text())["status"] == "failed"
-    assert not (folder / "attempt-3").exists()
-    assert (folder / "run").is_dir()
-
-
-def test_mistake_before_the_start_is_recorded_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: the expected message on stderr."""
-    monkeypatch.setenv(EXIT_RECORD_VARIABLE, str(tmp_path / "outcome.json"))
-    assert main(["train", "train.step=1"]) == 2
-    outcome = read_exit_record(tmp_path / "outcome.json")
-    assert outcome is not None and outcome.status == 2
-    assert (
-        outcome.reason
-        == "train.step=1 names a key that does not exist; did you mean train.steps=1?"
-    )
-
-
 @pytest.fixture
 def sweep(tmp_path: Path) -> Sweep:
     """Two jobs and a skipped combination."""
@@ -201,19 +167,6 @@ def test_job_runs_with_the_validated_arguments(sweep: Sweep) -> None:
     asked = [(Combination(("a=1",), {"a": "1"}), "f1"), (Combination(("a=2",), {"a": "2"}), "f2")]
     arrangement = arrange(asked, [], read_sweep(sweep.path))
     assert [job.words for job in arrangement.to_run] == [("a=1",)]
-
-
-def test_symbolic_link_in_place_of_a_temporary_file_is_replaced(sweep: Sweep) -> None:
-    """Oracle: the content of the link's target and the sweep read back."""
-    precious = sweep.path / "precious"
-    precious.write_text("precious")
-    (sweep.path / f".sweep.json.{os.getpid()}.part").symlink_to(precious)
-    sweep.write()
-    assert read_sweep(sweep.path) == sweep and not list(sweep.path.glob(".*.part"))
-    assert (
-        precious.read_text() == "precious"
-        and read_job(sweep.job_folder(sweep.jobs[0])).name == "01"
-    )
 
 
 @pytest.mark.parametrize("place", ["jobs", "jobs/02"])
