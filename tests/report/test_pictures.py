@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 from fsdptoys.metrics.results import summarize
-from fsdptoys.plan.search.ranking import pareto_front
 from fsdptoys.report.breakdown_figures import PlottedRun, draw_time_split
 from fsdptoys.report.comparison_figures import draw_comparison, draw_tradeoff
 from fsdptoys.report.figures_plotly import figure
@@ -69,20 +68,6 @@ def test_thinning_keeps_extremes_and_gaps() -> None:
             assert np.nanmin(part) == np.nanmin(whole) and np.nanmax(part) == np.nanmax(whole)
         assert np.isnan(part).any() == np.isnan(whole).any()
     assert list(few_x) == sorted(few_x) and few_x[-1] == 4999
-
-
-def test_frontier_has_the_undominated_runs(shown: list[PlottedRun]) -> None:
-    """Oracle: comparing every pair of runs."""
-    picture = draw_tradeoff(shown)
-    assert picture is not None
-    places = [(1e3 * seconds, gib) for _, _, _, seconds, gib in JOBS]
-    beaten = {
-        i for i, a in enumerate(places) for b in places if b != a and b[0] <= a[0] and b[1] <= a[1]
-    }
-    assert set(pareto_front(places)) == set(range(len(places))) - beaten
-    assert set(picture.series[0].hover) == {
-        f"run{n + 1}" for n in range(len(places)) if n not in beaten
-    }
 
 
 def test_runs_of_different_batches_are_compared_by_their_tokens(shown: list[PlottedRun]) -> None:
