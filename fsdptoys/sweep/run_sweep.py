@@ -25,7 +25,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.utils.file_lock import FolderLock, is_locked
 
 from .axes import Combination, combine, read_axes, read_base
-from .definition import is_file_name, read_definition
+from .definition import is_file_name, list_sweeps, read_definition
 from .folder import SWEEP_FILE, Job, JobStatus, Skipped, Sweep, is_sweep_dir, read_sweep
 from .job_list import Arrangement, arrange, still_running, write_arrangement
 from .runner import TRAIN, duration, print_line, run_jobs
@@ -70,11 +70,18 @@ class SweepArguments:
 
 
 def split_words(words: Sequence[str]) -> SweepArguments:
-    """Split the arguments without dashed options into name, settings and launcher words."""
+    """Split the arguments without dashed options into name, settings and launcher words.
+
+    Raises:
+        ConfigError: for a misplaced name.
+    """
     settings, launcher_words = split_launcher_words(words)
     name = None
     if settings and "=" not in settings[0] and not settings[0].startswith("-"):
         name = settings.pop(0)
+    for word in settings:
+        if "=" not in word and (is_file_name(word) or word in list_sweeps()):
+            raise ConfigError(f"{word} names a sweep; put it first, and only one")
     absolute = [
         os.path.abspath(word) if word == name and is_file_name(word) else word for word in words
     ]

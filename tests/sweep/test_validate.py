@@ -83,22 +83,13 @@ def test_every_combination_of_a_shipped_sweep_is_valid_or_skipped_with_a_reason(
 def test_classic_sweep_has_the_rows_of_the_published_table(strategy: str) -> None:
     """Oracle: the first table's columns: wrap, gradient checkpointing, chunked loss, optimizer
     offload, CPU offload."""
-    validated = validate_combinations(of_sweep(f"classic_{strategy}"), Imagined())
     rows = []
-    for one in validated:
-        assert isinstance(one, ValidJob)
+    for one in validate_combinations(of_sweep(f"classic_{strategy}"), Imagined()):
+        assert isinstance(one, ValidJob) and one.config.parallel.name == strategy
         memory = one.config.memory
-        config = one.config
         checkpointed = memory.gradient_checkpointing.value == "full"
         switches = (memory.chunk_loss, memory.optimizer_offload, memory.cpu_offload)
-        rows.append((config.parallel.wrap.value, checkpointed, *switches))
-        assert (config.train.batch_size, config.train.seq_len) == (1, 4096)
-        assert config.model.name == "llama2_7b"
-        assert config.parallel.name == strategy
-        assert (config.parallel.param_dtype.value, config.parallel.reduce_dtype.value) == (
-            "bfloat16",
-            "float32",
-        )
+        rows.append((one.config.parallel.wrap.value, checkpointed, *switches))
     assert rows == [
         ("block", False, False, False, False),
         ("block", True, False, False, False),
