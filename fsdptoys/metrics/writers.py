@@ -123,7 +123,7 @@ def build_writers(config: MetricsConfig) -> list[Writer]:
     return found
 
 
-class TensorBoardWriter(Writer):
+class TensorBoardWriter:
     """Writes event files into ``tensorboard/``: scalars of each step, the settings as text, and the
     plot of the loss.
 
@@ -179,12 +179,9 @@ class TensorBoardWriter(Writer):
             self._writer = None
 
 
-class WandbWriter(Writer):
+class WandbWriter:
     """Writes steps and results to Weights & Biases; ``project`` and ``entity`` are None for wandb's
-    defaults.
-
-    It has nothing to flush: wandb's service process has every step, and outlives this process.
-    """
+    defaults."""
 
     label = "Weights & Biases"
 
@@ -232,6 +229,9 @@ class WandbWriter(Writer):
         """Log the numbers of ``metrics.jsonl``, under the same names."""
         assert self._run is not None
         self._run.log(metrics.numbers())
+
+    def flush(self) -> None:
+        """Do nothing: wandb's service process has every step already, and outlives this process."""
 
     def finish(self, results: RunResults, stop_reason: str, picture: Path) -> None:
         """Write the results into the run's summary; wandb draws its own charts instead of
