@@ -110,11 +110,11 @@ def _glance(collection: Collection, shown: Sequence[PlottedRun]) -> Markup:
         pairs = zip(memories, ranked, strict=True)
         least, name = min((memory, one.name) for memory, one in pairs if memory is not None)
         cards.append((f"least memory: {MEASURES[measure][0]}", gib_text(least), name))
-    losses = [(one.run.results.mean_last_loss, one.name, one.run.results) for one in ranked]
-    known = [(loss, *more) for loss, *more in losses if loss is not None and not math.isnan(loss)]
+    losses = [(one.run.results.mean_last_loss, one) for one in ranked]
+    known = [(loss, one) for loss, one in losses if loss is not None and not math.isnan(loss)]
     if known:
-        loss, name, results = min(known, key=lambda entry: entry[0])
-        over = f"{name}, mean of its last {results.mean_last_steps} steps"
+        loss, best = min(known, key=lambda pair: pair[0])
+        over = f"{best.name}, mean of its last {best.run.results.mean_last_steps} steps"
         cards.append(("lowest loss", f"{loss:.4f}", over))
     return render("cards", cards) + render("commands", collection.commands)
 

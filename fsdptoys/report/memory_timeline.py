@@ -250,10 +250,10 @@ def _timeline(
     # Consecutive marks of one name are one phase.
     phases = [next(group) for _, group in itertools.groupby(marks, key=operator.itemgetter(1))]
     order = np.unique([moment for moment, _, _ in changes])
-    layers = {kind: np.zeros(len(order) + 1) for kind in Lifetime}
+    sums = {kind: np.zeros(len(order) + 1) for kind in Lifetime}
 
     def add(size: int, begin: float, end: float) -> None:
-        layer = layers[lifetime(begin, end, phases)]
+        layer = sums[lifetime(begin, end, phases)]
         layer[np.searchsorted(order, begin)] += size
         layer[np.searchsorted(order, end)] -= size
 
@@ -270,7 +270,7 @@ def _timeline(
         add(before - freed, -np.inf, np.inf)
     for begin, size in live.values():
         add(size, begin, np.inf)
-    layers = {kind: np.cumsum(layer[:-1]) for kind, layer in layers.items() if layer[:-1].any()}
+    layers = {kind: np.cumsum(layer[:-1]) for kind, layer in sums.items() if layer[:-1].any()}
     ends = [*(moment for moment, _ in phases[1:]), changes[-1][0]]
     backwards = [
         (start, end) for (start, name), end in zip(phases, ends, strict=False) if name == "backward"

@@ -94,7 +94,7 @@ def _draw(axes: "Axes", picture: Picture) -> None:
         axes.axvspan(start, end, color=SHADE, zorder=0, label=label)
     rows = {name: row for row, name in enumerate(picture.y.categories[:MOST_BARS])}
     lefts = np.zeros(len(rows))
-    top = np.zeros(1)
+    top: np.ndarray = np.zeros(1)
     for series in picture.series:
         if series.shape is Shape.bars:
             _draw_bars(axes, series, rows, lefts)
