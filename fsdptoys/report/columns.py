@@ -2,12 +2,11 @@
 drop them."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fsdptoys.device import GIB
-from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.metrics.results import Spread
 from fsdptoys.sweep import JobStatus
 from fsdptoys.train.recorded_run import RecordedRun
@@ -64,26 +63,10 @@ class Measure:
     weight: int
     factor: float = 1.0  # Converts the raw unit to the unit of the heading; memory has its own
     shows_spread: bool = False
-    predict: Callable[[Prediction], float] | None = None
 
     def read(self, run: RecordedRun | None) -> float | Spread | None:
         """The value of a run, in the raw unit."""
         return getattr(run.results, self.name) if run is not None else None
-
-    def predicted(self, run: RecordedRun | None) -> float | None:
-        """The prediction for a run; None without one, and for reserved memory on a CPU, whose
-        allocator keeps none."""
-        if self.predict is None or run is None or run.prediction is None:
-            return None
-        if self.name == "memory_reserved_gib" and run.device_type == "cpu":
-            return None
-        return self.predict(run.prediction)
-
-    def difference(self, run: RecordedRun | None) -> float | None:
-        """Relative error, ``predicted / measured - 1``."""
-        predicted = self.predicted(run)
-        measured = _median(self.read(run))
-        return predicted / measured - 1 if predicted is not None and measured else None
 
 
 MEASURES = (
@@ -97,28 +80,6 @@ MEASURES = (
     Measure("tokens_per_second", "tokens/s", 70),
     Measure("mfu", "MFU (%)", 65, 100.0),
     Measure("data_stall", "Data stall (%)", 25, 100.0),
-)
-
-PREDICTED_MEASURES = (
-    Measure(
-        "step_time_seconds",
-        "Predicted step (ms)",
-        40,
-        1e3,
-        predict=lambda prediction: prediction.time.step_seconds,
-    ),
-    Measure(
-        "memory_peak_gib",
-        "Predicted peak",
-        30,
-        predict=lambda prediction: prediction.memory.peak_bytes / GIB,
-    ),
-    Measure(
-        "memory_reserved_gib",
-        "Predicted reserved",
-        35,
-        predict=lambda prediction: prediction.memory.reserved_bytes / GIB,
-    ),
 )
 
 
@@ -144,11 +105,10 @@ def setting_column(key: str, settings: Sequence[Settings]) -> TableColumn:
 
 def measured_columns(records: Sequence[Record]) -> list[TableColumn]:
     """Medians and memory; columns of host memory only if a run uses a CPU device or offloads."""
-    columns = {}
-    for measure in MEASURES:
-        values = [measure.read(record.run) for record in records]
-        values = values if measure.shows_spread else list(map(_median, values))
-        columns[measure.name] = _number_column(measure, values, [None] * len(values))
+    columns = {
+        measure.name: _number_column(measure, [measure.read(record.run) for record in records])
+        for measure in MEASURES
+    }
     runs = [record.run for record in records if record.run is not None]
     if not any(run.device_type == "cpu" or _offloads(run) for run in runs):
         del columns["resident_set_gib"], columns["resident_set_peak_gib"]
@@ -157,17 +117,6 @@ def measured_columns(records: Sequence[Record]) -> list[TableColumn]:
     if not any(run.results.memory_host_gib for run in runs):
         del columns["memory_host_gib"]
     return list(columns.values())
-
-
-def predicted_columns(records: Sequence[Record]) -> list[TableColumn]:
-    """Predictions, each with its relative error."""
-    columns = []
-    for measure in PREDICTED_MEASURES:
-        values = [measure.predicted(record.run) for record in records]
-        differences = [measure.difference(record.run) for record in records]
-        column = _number_column(measure, values, differences)
-        columns.append(replace(column, name=f"predicted_{measure.name}"))
-    return columns
 
 
 def loss_columns(records: Sequence[Record]) -> list[TableColumn]:
@@ -217,13 +166,8 @@ def _offloads(run: RecordedRun) -> bool:
     return any(look_up(run.tree, f"memory.{switch}") is True for switch in switches)
 
 
-def _number_column(
-    measure: Measure,
-    values: Sequence[float | Spread | None],
-    differences: Sequence[float | None],
-) -> TableColumn:
-    """Numbers or medians, each followed by the ends of its spread or its relative difference in
-    brackets."""
+def _number_column(measure: Measure, values: Sequence[float | Spread | None]) -> TableColumn:
+    """Numbers or medians, of which some are followed by the ends of the spread in brackets."""
     medians = list(map(_median, values))
     heading, factor = measure.heading, measure.factor
     if measure.name.endswith("_gib"):
@@ -233,17 +177,16 @@ def _number_column(
         heading, factor = f"{heading} ({unit})", GIB / size
     digits = _digits(medians, factor)
     cells = []
-    for value, median, difference in zip(values, medians, differences, strict=True):
+    for value, median in zip(values, medians, strict=True):
         if median is None:
             cells.append(EMPTY)
             continue
-        brief, bracket = _number(median * factor, digits), ""
-        if isinstance(value, Spread):
+        brief = _number(median * factor, digits)
+        text = brief
+        if measure.shows_spread and isinstance(value, Spread):
             low, high = (_number(part * factor, digits) for part in (value.p10, value.p90))
-            bracket = f" ({low}–{high})"
-        elif difference is not None:
-            bracket = f" ({difference:+.0%})"
-        cells.append(TableCell(median, brief + bracket, brief))
+            text = f"{brief} ({low}–{high})"
+        cells.append(TableCell(median, text, brief))
     return TableColumn(measure.name, heading, cells, True, measure.weight)
 
 

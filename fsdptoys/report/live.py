@@ -185,10 +185,6 @@ class _Follower:
     def _print_lines(self, run: FollowedRun, heading: str, job_folder: Path | None) -> None:
         """Print the lines of the plain console, starting at the latest step."""
         self.print_line(f"{heading}{run.settings.title} in {run.path}")
-        if len(run.steps) > 1:
-            self.print_line(
-                f"steps up to {run.steps[-1].step} are done; the console's lines follow"
-            )
         shown = run.steps[-1].step - 1 if run.steps else 0
         reporter: PlainReporter | None = None
         reported: set[object] = set()

@@ -27,7 +27,7 @@ from fsdptoys.metrics.config import (
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.metrics.results import RunResults, summarize
 from fsdptoys.metrics.resume_log import Resume, read_resumes, starts
-from fsdptoys.train.heartbeat import Heartbeat, format_ranks
+from fsdptoys.train.heartbeat import Heartbeat
 from fsdptoys.train.recorded_run import MOST_RANKS, is_written, newest_heartbeats, read_warmup
 from fsdptoys.utils.from_tree import look_up
 from fsdptoys.utils.regular_file import open_regular
@@ -132,8 +132,7 @@ class FollowedRun:
         return max(0, planned - self.steps[-1].step) * times[len(times) // 2]
 
     def late_ranks(self, signs: dict[int, Heartbeat], now: float) -> dict[object, str]:
-        """Describe each rank that has ended, is stopped, or is late, and the ranks without a
-        heartbeat.
+        """Describe each rank that has ended, is stopped, or is late.
 
         The key identifies the event, so that it is printed once; the sentence includes its age.
         """
@@ -154,11 +153,6 @@ class FollowedRun:
                 late[rank, sign.progress] = (
                     f"rank {rank} is late; its last heartbeat is of {sign.describe(now)}"
                 )
-        silent = [rank for rank in range(self.settings.world_size or 0) if rank not in signs]
-        # Ranks remove their files when they end
-        ending = any(sign.phase == "end" for sign in signs.values())
-        if silent and not ending and now - max(sign.time for sign in signs.values()) > patience:
-            late["silent", len(silent)] = f"no heartbeat yet of {format_ranks(silent)}"
         return late
 
 

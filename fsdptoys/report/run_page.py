@@ -8,9 +8,9 @@ from fsdptoys.metrics.resume_log import RESUME_HEADINGS, flatten, read_resumes, 
 from fsdptoys.metrics.run_environment import hardware_line
 from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.figures import Picture
-from fsdptoys.utils.from_tree import look_up
 from fsdptoys.utils.text import UNITS, value_text
 
+from .breakdown_figures import PlottedRun, draw_memory_split
 from .memory_timeline import read_timeline
 from .page_parts import (
     HtmlCell,
@@ -31,25 +31,28 @@ def run_page(record: Record, run: RecordedRun, folder: str) -> tuple[list[Sectio
     """Build the sections and figures of a run with at least one step; ``folder`` is the relative
     path of the PNGs."""
     memory: list[Picture] = []
+    timeline = None
     problem = []
     try:
         timeline = read_timeline(run.path / PROFILE_FOLDER, run.device_type)
         memory = [draw_timeline(timeline)] if timeline is not None else []
     except ConfigError as mistake:
         problem = [f"{mistake}."]
+    if run.prediction is not None and (split := draw_memory_split([PlottedRun("run", run, ())])):
+        memory.append(split)
     curves = draw_run(run)
     curves_html = render("figures", curves[:1], folder)
     curves_html += render("pair", render("figures", curves[1:], folder))
     memory_html = render("paragraphs", problem, "note") + render("figures", memory, folder)
-    if not memory:
+    if not timeline:
         memory_html += render("paragraphs", [_how_to_record_memory(run)])
     sections = [
         Section("glance", "At a glance", _glance(record, run) + notes_html([run])),
         Section("curves", "Curves", curves_html),
-        Section("memory-by-category", "Memory by category", memory_html + _memory_table(run)),
+        Section("memory-by-category", "Memory by category", memory_html),
         prediction_section([(record.name, run)]),
         Section("operators", "Where the time goes", _operators(run)),
-        Section("starts", "Starts and checkpoints", _starts(run)),
+        Section("starts", "Starts", _starts(run)),
         Section("settings", "Settings", _settings(run)),
         environment_section([(record.name, run)]),
         definitions_section([run]),
@@ -70,27 +73,6 @@ def _how_to_record_memory(run: RecordedRun) -> str:
     on_cpu = run.device_type == "cpu"
     how = "profile.enabled=true profile.memory=true" if on_cpu else "profile.snapshot=true"
     return f"There is no memory history: {how} records one around a few steps."
-
-
-def _memory_table(run: RecordedRun) -> Markup:
-    """Table of the predicted memory by category; empty without a prediction."""
-    if run.prediction is None:
-        return Markup()
-    memory = run.prediction.memory
-    total = sum(memory.categories.values()) or 1
-    rows = [
-        [
-            kind.value,
-            HtmlCell(f"{size / 2**20:,.2f}", size),
-            HtmlCell(f"{size / total:.1%}", size / total),
-        ]
-        for kind, size in sorted(memory.categories.items(), key=lambda item: -item[1])
-    ]
-    caption = (
-        "Predicted before the run: bytes on a rank at the peak of a step, which falls into its "
-        f"{memory.peak_phase}; {memory.peak_bytes / 2**20:,.2f} MiB in all."
-    )
-    return table("categories", caption, ("category", "MiB", "share"), rows, sortable=True)
 
 
 def _operators(run: RecordedRun) -> Markup:
@@ -124,13 +106,7 @@ def _starts(run: RecordedRun) -> Markup:
     if rows := [resume_row(resume) for resume in read_resumes(run.path / RESUMES_FILE)]:
         caption = "Each time that the run resumed, or restarted over earlier files."
         html = table("resumes", caption, RESUME_HEADINGS, rows)
-    every = look_up(run.tree, "checkpoint.every")
-    if not isinstance(every, int):
-        return html
-    text = "only on a signal (checkpoint.every=0)"
-    if every:
-        text = f"every {every:,} steps, {value_text(look_up(run.tree, 'checkpoint.form'))}"
-    return html + render("paragraphs", [f"Checkpoints: {text}."])
+    return html
 
 
 def _settings(run: RecordedRun) -> Markup:

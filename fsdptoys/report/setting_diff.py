@@ -4,9 +4,6 @@ A setting whose switch is off, such as the buckets of a disabled offload, counts
 """
 
 import contextlib
-import hashlib
-import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +11,7 @@ from fsdptoys.config.declared_options import without_switched_off
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.resume_log import flatten
 from fsdptoys.sweep.folder import JOB_FILE, read_job
+from fsdptoys.utils.from_tree import look_up
 from fsdptoys.utils.text import value_text
 
 from .runs_table import Record
@@ -129,39 +127,18 @@ def as_word(key: str, value: Any) -> str:
     return f"{value_text(key.removesuffix('.name'))}={value_text(value)}"
 
 
-def source_of(environment: dict[str, Any]) -> dict[str, Any]:
-    """Values of ``PARTS`` in an environment; None for missing ones."""
-    flat = dict(flatten(environment))
-    found = {name: flat.get(key) for name, key in PARTS.items()}
-    if isinstance(found["commit"], str):
-        found["commit"] = re.sub(r"^([0-9a-f]{12})[0-9a-f]{28}", r"\1", found["commit"])
-    return found
-
-
-def source_fingerprint(environment: dict[str, Any]) -> str:
-    """Hash of :func:`source_of`, equal for rows with comparable times and memory."""
-    return hashlib.sha256(json.dumps(source_of(environment), sort_keys=True).encode()).hexdigest()[
-        :12
-    ]
-
-
 def source_notes(records: Sequence[Record]) -> list[str]:
     """One sentence listing the differences between the sources of rows; empty if there are none."""
-    sources = {
-        record.name: source_of(record.run.environment)
-        for record in records
-        if record.run is not None
-    }
     differences = []
-    for part in PARTS:
+    for part, key in PARTS.items():
         values: dict[str, list[str]] = {}
-        for name, source in sources.items():
-            values.setdefault(value_text(str(source[part])), []).append(name)
+        for record in records:
+            if record.run is not None:
+                value = value_text(str(look_up(record.run.environment, key)))
+                values.setdefault(value, []).append(record.name)
         if len(values) > 1:
-            differences.append(
-                f"{part} "
-                + ", ".join(f"{value} ({', '.join(rows)})" for value, rows in values.items())
-            )
+            listed = ", ".join(f"{value} ({', '.join(rows)})" for value, rows in values.items())
+            differences.append(f"{part} {listed}")
     note = (
         "Rows come from different environments, so their times and memory may not be comparable: "
     )

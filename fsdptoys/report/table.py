@@ -17,7 +17,6 @@ from .columns import (
     common_step,
     loss_columns,
     measured_columns,
-    predicted_columns,
     setting_column,
     text_column,
 )
@@ -55,14 +54,15 @@ def make_table(collection: Collection) -> Table:
     disagreements = {found.name: found for found in find_disagreements(records)}
     varied = list(dict.fromkeys(own_key(key) for record in records for key in record.varied or {}))
     chosen = _chosen(settings, varied, records)
-    measured = [
-        *measured_columns(records),
-        *loss_columns(records),
-        *predicted_columns(records),
-    ]
     names = text_column("run", "Run", [record.name for record in records])
     statuses = text_column("status", "Status", [record.status.value for record in records])
-    everything = [names, *chosen, statuses, *measured]
+    everything = [
+        names,
+        *chosen,
+        statuses,
+        *measured_columns(records),
+        *loss_columns(records),
+    ]
     shown, everywhere = _fold(everything, records)
     shown[0] = replace(
         names,
@@ -154,7 +154,6 @@ DEFINITIONS = {
         "allocator's peak. On a CPU it is counted in some steps."
     ),
     "resident_set": "Host memory is the resident set of rank 0's process, including Python.",
-    "predicted_": "Predictions are followed by their relative error.",
 }
 """Beginning of the names of columns → sentence that defines their numbers."""
 

@@ -13,8 +13,8 @@ from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.tables import markdown_table
 from fsdptoys.utils.text import printable, value_text
 
-from .columns import MEASURES, PREDICTED_MEASURES, TableColumn, measured_steps
-from .setting_diff import as_word, source_fingerprint, source_of, words_of
+from .columns import MEASURES, TableColumn, measured_steps
+from .setting_diff import as_word, words_of
 from .table import Table
 
 WITH_SPREAD = ("step_time_seconds", "tokens_per_second", "mfu")  # Measures with percentiles
@@ -105,7 +105,6 @@ def _flat_row(table: Table, index: int) -> dict[str, Any]:
         "eval_loss": values.get("eval_loss"),
         "disagrees_with": disagreement.reference if disagreement else None,
         "disagrees_from_step": disagreement.step if disagreement else None,
-        "source": source_fingerprint(record.run.environment) if record.run else None,
     }
     return dict(_finite(row))
 
@@ -123,9 +122,6 @@ def _measured(run: RecordedRun | None) -> dict[str, Any]:
                 numbers[f"{measure.name}_{part}"] = getattr(value, part, None)
         else:
             numbers[measure.name] = value
-    for predicted in PREDICTED_MEASURES:
-        numbers[f"predicted_{predicted.name}"] = predicted.predicted(run)
-        numbers[f"predicted_{predicted.name}_difference"] = predicted.difference(run)
     return numbers
 
 
@@ -141,7 +137,6 @@ def _deep_row(table: Table, index: int) -> dict[str, Any]:
         "settings": table.settings[index],
         "disagreement": dataclasses.asdict(disagreement) if disagreement else None,
         "prediction": run.prediction.to_dict() if run and run.prediction else None,
-        "source_parts": source_of(run.environment) if run else None,
         "environment": run.environment if run else None,
     }
 

@@ -259,7 +259,7 @@ def test_run_page_has_the_files_of_the_run(files: dict[str, list[Path]]) -> None
     page = files["run"][0].read_text()
     assert re.findall(r"<h2[^>]*>([^<]*)", page) == [
         "At a glance", "Curves", "Memory by category", "Predicted and measured",
-        "Where the time goes", "Starts and checkpoints", "Settings", "Environment",
+        "Where the time goes", "Starts", "Settings", "Environment",
         "How the numbers are measured",
     ]  # fmt: skip
     assert page.count('id="memory_timeline"') == 1

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fsdptoys.device import GIB
-from fsdptoys.metrics.prediction import MemoryPrediction, TimePrediction
 from fsdptoys.report.runs_table import Collection, Record
 from fsdptoys.report.table import Table, make_table
 from fsdptoys.report.table_export import to_csv, to_json, to_markdown
@@ -20,15 +18,8 @@ from fsdptoys.report.table_terminal import print_table
 from fsdptoys.sweep import Job, JobStatus, Skipped
 from fsdptoys.sweep.folder import write_job
 from tests.harness.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_records, write_run
-from tests.report.device_runs import device_prediction
 
 GPU = {"device.type": "cuda", "device.name": "A device"}
-
-PREDICTION = replace(
-    device_prediction(0.07, 4.0),
-    memory=MemoryPrediction(GIB, 3 * GIB, 4 * GIB, "backward"),
-    time=TimePrediction(0.07, 0.07, 0.0, 0.0, 0.0),
-)
 
 
 def table_of(
@@ -55,14 +46,13 @@ def two(tmp_path: Path) -> list[Record]:
     checkpointed = {"memory.gradient_checkpointing": "full", "optim.lr": 0.02}
     return write_records(
         tmp_path,
-        plain=(run_of(8, GPU_STEP), None, GPU, True, PREDICTION),
+        plain=(run_of(8, GPU_STEP), None, GPU),
         lean=(run_of(6, lean), checkpointed, GPU),
     )
 
 
 def test_columns_are_differing_settings_and_results(two: list[Record]) -> None:
-    """Oracle: by hand: medians of 0.13 to 0.18 s and 0.13 to 0.16 s, the loss of step 6, 70 ms over
-    155 - 1."""
+    """Oracle: by hand: medians of 0.13 to 0.18 s and 0.13 to 0.16 s, and the loss of step 6."""
     table = table_of(two)
     assert cells(table) == {
         "Run": ["plain", "lean"],
@@ -72,9 +62,6 @@ def test_columns_are_differing_settings_and_results(two: list[Record]) -> None:
         "Memory Reserved (GiB)": ["3.00", "2.25"],
         "Peak memory (GiB)": ["2.00", "1.50"],
         "Loss after 6 steps": ["4.4000", "5.4000"],
-        "Predicted step (ms)": ["70.0 (-55%)", "–"],
-        "Predicted peak (GiB)": ["3.00 (+50%)", "–"],
-        "Predicted reserved (GiB)": ["4.00 (+33%)", "–"],
     }
     assert (
         "model=tiny parallel=fsdp2 ranks=2" in table.everywhere[0]
@@ -259,7 +246,6 @@ def test_json_has_everything_of_a_row(mixed: Table) -> None:
     assert failed["words"] == ["parallel=fsdp1", "train.seq_len=4096", "launch.nproc_per_node=2"]
     assert failed["settings"]["train.seq_len"] == 4096 and failed["settings"]["ranks"] == 2
     assert failed["varied"] == {"parallel": "fsdp1"} and failed["environment"] is None
-    assert done["source"] == full["source"] and len(done["source"]) == 12
 
 
 def test_nan_loss_is_null_in_json_and_shown(tmp_path: Path) -> None:
@@ -278,11 +264,9 @@ def test_differing_places_of_rows_are_reported(tmp_path: Path) -> None:
     records = write_records(tmp_path, a=[run_of(3)], b=[run_of(3), None, other], c=[run_of(3)])
     assert (
         "Rows come from different environments, so their times and memory may not be comparable: "
-        "torch 2.13.0 (a, c), 2.7.1 (b); commit None (a, c), 0123456789ab-dirty (b)."
+        f"torch 2.13.0 (a, c), 2.7.1 (b); commit None (a, c), {commit} (b)."
     ) in table_of(records).notes
     assert not any("different places" in note for note in table_of([records[0], records[2]]).notes)
-    rows = json.loads(to_json(table_of(records)))["rows"]
-    assert rows[0]["source"] == rows[2]["source"] != rows[1]["source"]
 
 
 def test_row_whose_losses_disagree_is_marked_and_explained(tmp_path: Path) -> None:
