@@ -73,7 +73,7 @@ class Ranks:
             if anywhere.item():  # saves the all-gather of objects otherwise
                 failures *= self.size
                 dist.all_gather_object(failures, failure, group=self.group)
-        for error in failures:
-            if error is not None:
-                raise error
+        for first in failures:
+            if first is not None:
+                raise first
         return result
