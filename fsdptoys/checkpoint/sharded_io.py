@@ -59,7 +59,8 @@ def save_tensors(
         for name, tensor in tensors.items():
             offers[name] = _offer(file, name, tensor, in_full=gather_full is not None)
     index, shares = _choose(ranks.gather(offers), ranks.size)
-    names = _in_file_order(tensors, ranks.scatter(shares))
+    share: list[str] = ranks.scatter(shares)
+    names = _in_file_order(tensors, share)
     forms = {}
     for name in names:
         chunk = offers[name].chunks[0]
