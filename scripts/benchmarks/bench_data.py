@@ -12,7 +12,7 @@ Not covered: disks, networks, more cores than this machine has.
 """
 
 import argparse
-import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -140,8 +140,8 @@ def prepare_seconds(
 
 def _cpu_seconds() -> float:
     """Of this process and of those that have worked for it."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in usage)
 
 
 def stall_share(folder: str, run_dir: Path, workers: int, steps: int) -> tuple[float, float]:
