@@ -30,6 +30,7 @@ def report_command(words: Sequence[str]) -> int:
     options = parse("report", words)
     paths = options.words
     form = options.form
+    _check_names(paths)
     if not paths:
         raise ConfigError("fsdptoys report needs a run or a sweep; write fsdptoys report runs/NAME")
     if form and options.out is not None:
@@ -82,14 +83,37 @@ def compare_command(words: Sequence[str]) -> int:
     incomplete."""
     options = parse("compare", words)
     paths = options.words
+    _check_names(paths)
     check_count("compare", paths, 2, "two runs", "RUN_A RUN_B")
     first, second = paths
     from fsdptoys.report.compare import compare_runs, open_run
     from fsdptoys.report.compare_text import print_comparison
 
-    comparison = compare_runs(open_run(Path(first)), open_run(Path(second)), options.tolerance)
-    print_comparison(comparison, (first, second), _console())
+    try:
+        comparison = compare_runs(open_run(Path(first)), open_run(Path(second)), options.tolerance)
+        print_comparison(comparison, (first, second), _console())
+    except (ConfigError, BrokenPipeError):
+        raise
+    except Exception as mistake:
+        # A traceback would exit with status 1, which means that the runs differ.
+        reason = one_line(f"{type(mistake).__name__}: {mistake}")
+        raise ConfigError(
+            f"{first} and {second} cannot be compared ({reason}); check the files of both"
+        ) from mistake
     return 0 if comparison.same else 1
+
+
+def _check_names(paths: Sequence[str]) -> None:
+    """Reject names that the system cannot look up; missing files are reported later."""
+    for path in paths:
+        try:
+            Path(path).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as mistake:
+            raise ConfigError(
+                f"{one_line(path)} cannot be read ({one_line(mistake)}); name a run"
+            ) from mistake
 
 
 def _console() -> Console:

@@ -7,51 +7,73 @@ import contextlib
 import os
 import sysconfig
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from .forked_process import ForkedProcess
-
-if TYPE_CHECKING:
-    from .local_ranks import LocalRanks
 
 
 class EndedError(Exception):
     """All workers have ended, and no new ones may start."""
 
 
-class Agent(LocalElasticAgent):
-    """Torch's agent with callbacks to the ranks that it starts, from the agent's thread.
+class Watcher(Protocol):
+    """Receives the agent's callbacks, from the agent's thread; owns the signal handlers."""
 
-    With ``ranks.forks``, workers are forks of this process instead of new interpreters; their
-    arguments start with ``-m``.
+    def before_start(self) -> None:
+        """Workers are about to start; ``EndedError`` prevents it."""
+
+    def after_start(self, pids: dict[int, int]) -> None:
+        """Workers have started, with these process ids by rank."""
+
+    def before_close(self) -> None:
+        """Return the remaining workers are about to be terminated."""
+
+    def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
+        """All workers have ended, after these failures by rank; ``EndedError`` prevents a
+        restart."""
+
+    def bounded_wait(self) -> AbstractContextManager[None]:
+        """Context of a call that may wait for workers to end."""
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent with callbacks to a watcher.
+
+    With ``forks``, workers are forks of this process instead of new interpreters; their arguments
+    start with ``-m``.
     """
 
-    def __init__(self, ranks: "LocalRanks", spec: WorkerSpec, logs_specs: DefaultLogsSpecs) -> None:
+    def __init__(
+        self, watcher: Watcher, spec: WorkerSpec, logs_specs: DefaultLogsSpecs, forks: bool
+    ) -> None:
         super().__init__(spec, logs_specs)
-        self._ranks = ranks
+        self._watcher = watcher
+        self._forks = forks
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._ranks.before_start()
-        with _forked_workers() if self._ranks.forks else contextlib.nullcontext():
+        self._watcher.before_start()
+        with _forked_workers() if self._forks else contextlib.nullcontext():
             pids = super()._start_workers(worker_group)
         assert self._pcontext is not None
         close = self._pcontext.close
 
         def noted_close(*args: Any, **options: Any) -> None:
-            self._ranks.before_close()
+            self._watcher.before_close()
             close(*args, **options)
 
         # The workers' context terminates the others in the same call that finds a failed one.
         self._pcontext.close = noted_close  # type: ignore[method-assign]
-        self._ranks.after_start(
+        self._watcher.after_start(
             {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}
         )
         return pids
@@ -66,14 +88,14 @@ class Agent(LocalElasticAgent):
             ) from error
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        with self._ranks.bounded_wait():
+        with self._watcher.bounded_wait():
             result = super()._monitor_workers(worker_group)
         if result.is_failed():
-            self._ranks.after_failure(result.failures)
+            self._watcher.after_failure(result.failures)
         return result
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
-        with self._ranks.bounded_wait():
+        with self._watcher.bounded_wait():
             super()._shutdown(*args, **options)
 
 

@@ -234,7 +234,7 @@ class LocalRanks:
                 local_addr=launch.local_addr,
                 **options,
             )
-            result = Agent(self, spec, DefaultLogsSpecs(log_dir=str(self.folder))).run()
+            result = Agent(self, spec, DefaultLogsSpecs(log_dir=str(self.folder)), self.forks).run()
             self._succeeded = result is not None and not result.is_failed()
         except EndedError:
             pass

@@ -38,11 +38,14 @@ from fsdptoys.data.permutation import EndlessShuffle
 from fsdptoys.data.shard_writer import ShardsWriter
 from fsdptoys.train.recorded_run import read_recorded_run
 from scripts.common.machine import machine
+from scripts.common.progress import doing, progress, unit
 
 BAR = 20e6
 """Tokens that one core must read in a second."""
 BATCH = 8
 VOCAB = 50_000
+READING_KINDS = 5
+"""Rows of the reader for each length."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -146,14 +149,28 @@ def _cpu_seconds() -> float:
 
 def stall_share(folder: str, run_dir: Path, workers: int, steps: int) -> tuple[float, float]:
     """The stall share of a training of two ranks, and its median step in seconds."""
-    settings = (
-        f"experiment=cpu_text data=prepared data.workers={workers} train.steps={steps} "
-        "train.eval_every=0 train.max_seconds=null checkpoint.every=0 metrics.warmup_steps=5 "
-        "metrics.console=none launch.device=cpu"
-    )
-    places = [f"data.folder={folder}", f"metrics.run_dir={run_dir}"]
+    words = [
+        *(
+            "experiment=cpu_text",
+            "data=prepared",
+            f"data.folder={folder}",
+            f"data.workers={workers}",
+        ),
+        *(
+            f"train.steps={steps}",
+            "train.eval_every=0",
+            "train.max_seconds=null",
+            "checkpoint.every=0",
+        ),
+        *(
+            "metrics.warmup_steps=5",
+            "metrics.console=none",
+            f"metrics.run_dir={run_dir}",
+            "launch.device=cpu",
+        ),
+    ]
     subprocess.run(
-        [sys.executable, "-m", "fsdptoys", "train", *settings.split(), *places],
+        [sys.executable, "-m", "fsdptoys", "train", *words],
         cwd=ROOT,
         check=True,
         stdout=subprocess.DEVNULL,
@@ -165,6 +182,7 @@ def stall_share(folder: str, run_dir: Path, workers: int, steps: int) -> tuple[f
 
 def reading_table(folder: Path, args: argparse.Namespace) -> tuple[list[str], float]:
     """Rows of the reader, and the slowest of them in tokens for a second of CPU time."""
+    doing("writing shards")
     narrow = write_shards(folder / "narrow", args.tokens, args.shards, wide=False)
     wide = write_shards(folder / "wide", args.tokens // 2, args.shards, wide=True)
     other = write_shards(folder / "other", args.tokens // 4, 1, wide=False)
@@ -177,30 +195,39 @@ def reading_table(folder: Path, args: argparse.Namespace) -> tuple[list[str], fl
             folder=narrow, packing=Packing.best_fit, cache=str(folder / "cache")
         ),
     }
+    assert len(kinds) == READING_KINDS
     lines = ["| data | seq_len | M tokens/CPU s |", "|---|---:|---:|"]
-    rates = []
+    slowest = float("inf")
     for name, config in kinds.items():
         for seq_len in args.seq_lens:
-            rates.append(read_rate(config, seq_len, args.seconds, args.repeats))
-            lines.append(f"| {name} | {seq_len} | {rates[-1] / 1e6:.0f} |")
-    return lines, min(rates)
+            with unit(f"reading, {name}, {seq_len}") as done:
+                rate = read_rate(config, seq_len, args.seconds, args.repeats)
+                done.note = f"{rate / 1e6:.0f} M tokens/CPU s"
+            slowest = min(slowest, rate)
+            lines.append(f"| {name} | {seq_len} | {rate / 1e6:.0f} |")
+    return lines, slowest
 
 
 def preparing_table(folder: Path, args: argparse.Namespace) -> list[str]:
     """Rows of tokenizing the standard library's source."""
-    files = [source.path for source in find_sources("files", ["stdlib"])][: args.files]
-    texts = [Path(path).read_text(encoding="utf-8") for path in files]
+    files = [source.path for source in find_sources("files", ["stdlib"])]
+    texts = [Path(path).read_text(encoding="utf-8") for path in files[: args.files]]
+    doing("training a tokenizer")
     train_tokenizer(folder / "tokenizer.json", texts[:100], args.vocab_size)
     size = sum(len(text.encode()) for text in texts)
     lines = [
         "| tokenizer | processes | MB of text/s | MB of text/CPU s | bytes an id |",
         "|---|---:|---:|---:|---:|",
     ]
-    names = {"bytes": "bytes", str(folder / "tokenizer.json"): f"BPE, {args.vocab_size} ids"}
-    for tokenizer, name in names.items():
+    for tokenizer in ("bytes", str(folder / "tokenizer.json")):
         for processes in args.processes:
             place = folder / f"prepared-{Path(tokenizer).stem}"
-            took, cpu, ids = prepare_seconds(place, files, tokenizer, processes, args.repeats)
+            with unit(f"preparing, {Path(tokenizer).stem}, {processes} processes") as done:
+                took, cpu, ids = prepare_seconds(
+                    place, files[: args.files], tokenizer, processes, args.repeats
+                )
+                done.note = f"{size / took / 1e6:.1f} MB/s"
+            name = "bytes" if tokenizer == "bytes" else f"BPE, {args.vocab_size} ids"
             rates = f"{size / took / 1e6:.1f} | {size / cpu / 1e6:.1f}"
             lines.append(f"| {name} | {processes} | {rates} | {size / ids:.2f} |")
     return lines
@@ -208,12 +235,15 @@ def preparing_table(folder: Path, args: argparse.Namespace) -> list[str]:
 
 def waiting_table(folder: Path, args: argparse.Namespace) -> list[str]:
     """Rows of a training on the bytes of the standard library."""
-    text = folder / "text"
-    encoder = open_encoder("bytes", None, "", "")
-    prepare_folder(Request("files", find_sources("files", ["stdlib"]), encoder, text))
+    sources, encoder = find_sources("files", ["stdlib"]), open_encoder("bytes", None, "", "")
+    prepare_folder(Request("files", sources, encoder, folder / "text"))
     lines = ["| data.workers | median step, ms | waiting for data |", "|---:|---:|---:|"]
     for workers in (0, 1):
-        stall, step = stall_share(str(text), folder / f"run{workers}", workers, args.steps)
+        with unit(f"waiting, data.workers={workers}") as done:
+            stall, step = stall_share(
+                str(folder / "text"), folder / f"run{workers}", workers, args.steps
+            )
+            done.note = f"{stall:.2%}"
         lines.append(f"| {workers} | {step * 1e3:.0f} | {stall:.2%} |")
     return lines
 
@@ -236,7 +266,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30, help="of the training; 0 for none")
     parser.add_argument("--write", type=Path, default=None, help="page to write the tables to")
     args = parser.parse_args(words)
-    with tempfile.TemporaryDirectory() as temporary:
+    units = READING_KINDS * len(args.seq_lens) + 2 * len(args.processes) + (2 if args.steps else 0)
+    with progress(units), tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         reading, slowest = reading_table(folder, args)
         verdict = "reached" if slowest >= BAR else "MISSED"

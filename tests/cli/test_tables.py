@@ -141,6 +141,25 @@ def test_compare_reports_differences_by_its_exit_status(
     assert main(["compare", "a", "b", "--tolerance=1e-6"]) == 1
 
 
+def test_comparison_error_is_a_mistake_not_a_difference(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: status 2 and a message, since status 1 means that the runs differ."""
+
+    def stumble(*_: object) -> None:
+        raise TypeError("'<' not supported")
+
+    monkeypatch.setattr("fsdptoys.report.compare.compare_runs", stumble)
+    assert main(["compare", "a", "b"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        (
+            "fsdptoys: a and b cannot be compared (TypeError: '<' not supported); check the "
+            "files of both\n"
+        ),
+    )
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 @pytest.mark.parametrize(
     "typed",

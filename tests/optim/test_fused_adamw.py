@@ -58,6 +58,7 @@ class Norms:
     total_norm = Strategy.total_norm
     local_norms = Strategy.local_norms
     shard_group = Strategy.shard_group
+    norm_groups = Strategy.norm_groups
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         device = SimpleNamespace(torch_device=torch.device("cpu"), is_accelerator=False)
