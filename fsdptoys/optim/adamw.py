@@ -138,7 +138,14 @@ class AdamWConfig(AdamWSettings):
         if self.low_bit_format is not None:
             for group in params:
                 group["lr"] = self.lr
-            return low_bit_adamw.LowBitAdamW(params, self)
+            return low_bit_adamw.LowBitAdamW(
+                params,
+                format=self.low_bit_format,
+                betas=(self.beta1, self.beta2),
+                eps=self.eps,
+                compiles=self.implementation is not Implementation.for_loop,
+                build_adamw=self.build_adamw,
+            )
         return (
             self._construct(BFloat16AdamW, params)
             if self.updates_float32_copies

@@ -22,18 +22,14 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fsdptoys.utils.dtensor import is_dtensor, local_tensor
 
-from .config import Implementation
 from .matrix_optimizer import MATRICES, Groups, MatrixOptimizer
-
-if TYPE_CHECKING:
-    from .adamw import AdamWConfig
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name of a state → whether it is signed
 SMALLEST_ELEMENTS = 4096  # smaller parameters keep float32 states, as in torchao
@@ -73,12 +69,18 @@ class LowBitAdamW(MatrixOptimizer):
     """AdamW with states of one of ``FORMATS`` over groups with ``MATRICES``, PyTorch's over the
     others."""
 
-    def __init__(self, groups: Groups, config: "AdamWConfig") -> None:
-        super().__init__(groups, config.build_adamw)
-        self.format = config.state_dtype.value
-        self.betas = (config.beta1, config.beta2)
-        self.eps = config.eps
-        self.compiles = config.implementation is not Implementation.for_loop
+    def __init__(
+        self,
+        groups: Groups,
+        *,
+        format: str,
+        betas: tuple[float, float],
+        eps: float,
+        compiles: bool,
+        build_adamw: Callable[[Groups], torch.optim.Optimizer],
+    ) -> None:
+        super().__init__(groups, build_adamw)
+        self.format, self.betas, self.eps, self.compiles = format, betas, eps, compiles
         self._tables: dict[tuple[torch.device, bool], Tensor] = {}
 
     def make_matrix_states(self, param: nn.Parameter) -> dict[str, Any]:
