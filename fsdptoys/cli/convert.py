@@ -54,6 +54,9 @@ def _to_hf(words: Sequence[str]) -> int:
             )
         if key == "dtype" and value not in DTYPES:
             raise ConfigError(f"{word} must be one of {', '.join(DTYPES)}; set dtype=float32")
+        same = [other for other in options if other.startswith(f"{key}=")]
+        if len(same) > 1:
+            raise ConfigError(f"{' and '.join(same)} exclude each other; keep one of them")
         settings[key] = value
     out_dir = Path(paths[1]).expanduser()
     dtype = DTYPES[settings["dtype"]]

@@ -91,6 +91,8 @@ def _explain_missing_command(word: str, later: list[str]) -> str:
 
     key, equals, value = word.partition("=")
     option = key if key.startswith("-") else None
+    if word == "version":
+        return f"{word} is not a command; write fsdptoys --version"
     if option is None and not equals and (near := near_miss(word, command_names())):
         return f"{word} is not a command; did you mean fsdptoys {near}?"
     check_current_folder()

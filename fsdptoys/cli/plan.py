@@ -115,6 +115,10 @@ def _run(words: Sequence[str]) -> int:
     options = parse("plan", words)
     words = options.words
     _refuse(words, "plan.predict", "plan.rows")
+    if any(word.partition("=")[0] == "--png" for word in words):
+        raise ConfigError(
+            "--png draws the result of a search; write fsdptoys plan search --png FILE"
+        )
     run = compose_hypothetical(words, searches=False)
     config = copy.deepcopy(run.config)
     hardware = run.hardware

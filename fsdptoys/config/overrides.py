@@ -104,6 +104,8 @@ def _parse(word: str, later: Sequence[str], chosen: Mapping[str, str | None]) ->
         ) from error
     if override.is_sweep_override():
         first = re.split(r"[,)]", value.rpartition("(")[2])[0].strip()
+        if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", value):
+            first = value.replace(",", "")  # thousands separators
         raise SeveralValuesError(
             f"{word} gives several values, a run takes one; write {meant(first or 'VALUE')}",
             word,
@@ -157,7 +159,8 @@ def check_groups(overrides: Sequence[Override]) -> None:
         else:
             fix = f"set {group}={value_text(list_defaults()[group], quote=True)}"
         listed = "a preset that fsdptoys models lists" if group == "model" else one_of(names)
-        raise ConfigError(f"{typed} must be {listed}; {fix}")
+        or_null = " or null" if group == "experiment" else ""
+        raise ConfigError(f"{typed} must be {listed}{or_null}; {fix}")
 
 
 def _refuse_sign(override: Override) -> None:

@@ -121,6 +121,8 @@ def resolve_run(
         if more:
             words, composition = [*words, *more], compose([*words, *more])
     words.append(f"launch.device={hardware.device_type}")
+    if any("${" in word for word in words):
+        composition = compose(words)  # a reference to launch.device has its final value
     composition.config.launch.device = DeviceChoice(hardware.device_type)
     if composition.config.mesh.fsdp_size in (NODE, HYBRID):
         _check_machines(present, composition.config.mesh.fsdp_size)

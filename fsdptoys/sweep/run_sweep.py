@@ -79,6 +79,9 @@ def split_words(words: Sequence[str]) -> SweepArguments:
     name = None
     if settings and "=" not in settings[0] and not settings[0].startswith("-"):
         name = settings.pop(0)
+    if name is not None and settings and settings[0].startswith("="):
+        value = settings[0][1:] or "".join(settings[1:2]) or "VALUE"
+        raise ConfigError(f"{name} has no value; write {name}={value} without spaces")
     for word in settings:
         if "=" not in word and (is_file_name(word) or word in list_sweeps()):
             raise ConfigError(f"{word} names a sweep; put it first, and only one")

@@ -119,7 +119,12 @@ def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
         raise ConfigError(
             f"{words[0]} is of no use without a launcher; add {LAUNCHER_GROUP}={SLURM}"
         )
-    name = names[-1]
+    if len(names) > 1:
+        launchers = " ".join(f"{LAUNCHER_GROUP}={name}" for name in names)
+        raise ConfigError(
+            f"{launchers} names {len(names)} launchers, but all jobs go to one; keep one of them"
+        )
+    (name,) = names
     if name not in (SLURM, LOCAL):
         fix = suggestion(
             name, (SLURM, LOCAL), "leave it out to run the jobs here, one after another"
@@ -233,6 +238,11 @@ def plugin_options(
             f"{LAUNCHER_SECTION}nodes={typed['nodes']} and launch.nnodes={needs.nodes} "
             f"contradict each other; leave out {LAUNCHER_SECTION}nodes"
         )
+    if needs.device_type != "cpu" and (typed.get("gpus_per_node") or needs.ranks) < needs.ranks:
+        raise ConfigError(
+            f"{LAUNCHER_SECTION}gpus_per_node={typed['gpus_per_node']} is under "
+            f"launch.nproc_per_node={needs.ranks}; leave out {LAUNCHER_SECTION}gpus_per_node"
+        )
     options: dict[str, Any] = {"nodes": needs.nodes, "tasks_per_node": 1}
     if needs.device_type == "cuda" and not any(typed.get(key) for key in ("gpus_per_task", "gres")):
         options["gpus_per_node"] = needs.ranks
@@ -242,7 +252,14 @@ def plugin_options(
     signal_seconds = int(launcher.options.get("signal_delay_s", 30))
     if time_limit_seconds is not None:
         seconds = time_limit_seconds + START_SECONDS + signal_seconds
-        options["timeout_min"] = math.ceil(seconds / 60)
+        needed = math.ceil(seconds / 60)
+        if (typed.get("timeout_min") or needed) * 60 < time_limit_seconds:
+            raise ConfigError(
+                f"{LAUNCHER_SECTION}timeout_min={typed['timeout_min']} ends jobs before their "
+                f"own limit of {time_limit_seconds:g} s; set "
+                f"{LAUNCHER_SECTION}timeout_min={needed}"
+            )
+        options["timeout_min"] = needed
     if launcher.name == SLURM:
         options["setup"] = [*SLURM_SETUP, *(launcher.options.get("setup") or [])]
         options["additional_parameters"] = {

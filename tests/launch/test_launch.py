@@ -293,3 +293,13 @@ def test_unexpected_world_size_across_nodes_is_refused(monkeypatch: pytest.Monke
         "launch.nnodes=2 machines of 2 ranks were expected, and 3 ranks have come; set "
         "launch.nproc_per_node to the same on each"
     )
+
+
+@pytest.mark.parametrize("words", [[], ["experiment=cpu_text"]])
+def test_reference_to_the_device_has_its_final_value(words: list[str]) -> None:
+    """Oracle: the device of the run."""
+    run = resolve_run(
+        [*words, "metrics.run_dir=runs/${launch.device}", "launch.nproc_per_node=1"], {}
+    )
+    assert run.composition.config.metrics.run_dir == f"runs/DeviceChoice.{run.hardware.device_type}"
+
