@@ -1,7 +1,9 @@
 """Devices, cores and limits of this machine, and the environment variables that its hardware
 needs."""
 
+import errno
 import os
+import re
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +12,13 @@ from fsdptoys import device
 from fsdptoys.config.launch_config import DeviceChoice, LaunchConfig
 from fsdptoys.device.profile import hardware_for
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.causes import with_causes
 
 VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
 LEAST_FILES = 32
 """Limit of open files (``ulimit -n``) with which a launcher of two CPU ranks starts; it fails with
 24."""
+_SPENT = re.compile(r"too many open files|failed to init uv loop", re.I)
 
 
 @dataclass(frozen=True)
@@ -82,9 +86,22 @@ def hardware_environment(
 
 def check_open_files() -> None:
     """Raise a ConfigError if this process may not open enough files to start ranks."""
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < LEAST_FILES:
+        raise ConfigError(too_few_files())
+
+
+def is_out_of_files(error: BaseException) -> bool:
+    """Return whether an error, or one of its causes, reports that no more files may be opened."""
+    return any(
+        getattr(cause, "errno", None) in (errno.EMFILE, errno.ENFILE) or _SPENT.search(str(cause))
+        for cause in with_causes(error)
+    )
+
+
+def too_few_files() -> str:
+    """Return one sentence on the limit and how to raise it."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if 0 <= limit < LEAST_FILES:
-        raise ConfigError(
-            f"ulimit -n is {limit}, which is too few open files for a run; set it higher, as with: "
-            "ulimit -n 1024"
-        )
+    return (
+        f"ulimit -n is {limit}, which is too few open files for a run; set it higher, as with: "
+        "ulimit -n 1024"
+    )

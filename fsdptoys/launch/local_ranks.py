@@ -32,6 +32,7 @@ from fsdptoys.utils.text import print_status
 from .elastic_agent import Agent, EndedError, group_runs, runs
 from .exit_record import write_exit_record
 from .failures import FirstFailure, first_failure, make_exit_record, own_failure_is_recorded
+from .hardware import is_out_of_files, too_few_files
 from .rendezvous import LocalRendezvous, describe_rendezvous_error, make_rendezvous
 
 SHUTDOWN_SECONDS = 5  # workers still running so long after the signal are killed
@@ -196,6 +197,8 @@ class LocalRanks:
             return first.status, message + first.post_mortem(self._pids, self.folder)
         if self._error is None:
             return 1, "another machine ended the run; its output says why"
+        if is_out_of_files(self._error):
+            return 2, too_few_files()
         if isinstance(self._error, RendezvousError) or not self._starts:
             return 2, describe_rendezvous_error(self._error, self.launch)
         raise self._error

@@ -1,6 +1,7 @@
 """Hardware of a machine, and its environment variables."""
 
 import ast
+import errno
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import torch
 
 from fsdptoys.config.launch_config import DeviceChoice
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.hardware import find_hardware, hardware_environment
+from fsdptoys.launch.hardware import find_hardware, hardware_environment, is_out_of_files
 from fsdptoys.train.distributed import deterministic_kernels
 
 # torch 2.9.1 ignores the newer name (https://github.com/pytorch/pytorch/issues/183387).
@@ -142,3 +143,14 @@ def test_torchrun_rank_sets_the_allocator_before_it_queries_the_device() -> None
     done = subprocess.run(command, env=os.environ | rank, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     assert ast.literal_eval(done.stdout) == {ALLOC_CONF: "expandable_segments:True"}
+
+
+@pytest.mark.parametrize(
+    "cause", [OSError(errno.EMFILE, "x"), RuntimeError("failed to init uv loop")], ids=str
+)
+def test_spent_open_files_are_found_among_causes(cause: Exception) -> None:
+    """Oracle: the system's error number, and the text of PyTorch's store."""
+    error = RuntimeError("no rendezvous")
+    assert not is_out_of_files(error)
+    error.__cause__ = cause
+    assert is_out_of_files(error)
