@@ -168,7 +168,9 @@ def _course(
         differing=len(over),
         first=over[0] if over else None,
         largest=largest if largest is not None and largest.relative else None,
-        is_finite=all(math.isfinite(each.first + each.second) for each in differences),
+        is_finite=all(
+            math.isfinite(value) for each in differences for value in (each.first, each.second)
+        ),
     )
 
 
