@@ -115,8 +115,8 @@ def run(*command: str) -> str:
 def test_every_distribution_contains_models_patches_and_configs(
     form: str, links: bool, tmp_path: Path
 ) -> None:
-    """Oracle: the Python and YAML files of the source tree; nothing but fsdptoys may be
-    installed."""
+    """Oracle: the Python, YAML and other data files of the source tree; nothing but fsdptoys
+    may be installed."""
     pytest.importorskip("pip")
     tree, installed = tmp_path / "tree", tmp_path / "installed"
     if form == "checkout":
@@ -158,6 +158,9 @@ def test_every_distribution_contains_models_patches_and_configs(
         path.relative_to(configs).as_posix() for path in configs.rglob("*.yaml")
     )
     assert "config.yaml" in found["yaml"]
+    for path in (tree / "fsdptoys").rglob("*"):
+        if path.suffix in (".css", ".html", ".js", ".txt"):
+            assert (home / path.relative_to(tree)).is_file()
 
 
 def test_constraints_pin_every_dependency_of_pyproject() -> None:
