@@ -17,11 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.metrics.config import RESUMES_FILE
 from fsdptoys.metrics.resume_log import read_resumes
 from fsdptoys.train.recorded_run import RecordedRun
-from fsdptoys.utils.from_tree import look_up
 from fsdptoys.utils.options import Effect
 from fsdptoys.utils.text import value_text
 
@@ -135,48 +137,52 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Row:
+    """A row with arrays computed once for all pairs."""
+
     name: str
     steps: dict[int, StepMetrics]
-    bits: str | None  # Equal for rows that must be bitwise equal; None if they need not be
-    tolerance: Tolerance
-    samples: tuple[Any, Any] | None  # Equal for rows that evaluate the same held-out samples
+    # Equal for rows that must be bitwise equal; None without ``train.deterministic``
+    bits: str | None
+    quantities: tuple[str, ...]
+    numbers: npt.NDArray[np.int64]  # Step numbers, ascending
+    values: npt.NDArray[np.float64]  # [steps, quantities]; NaN for a missing value
+    known: npt.NDArray[np.bool_]  # [steps, quantities]: whether there is a value
+    # [steps, quantities]: tolerance for rows that need not be bitwise equal
+    allowed: npt.NDArray[np.float64]
 
 
 def find_disagreements(records: Sequence[Record]) -> list[Disagreement]:
     """Find every row that differs from its reference, in the order of the records."""
+    groups: dict[str, list[_Row]] = {}
+    held_out: dict[tuple[str, tuple[Any, Any]], list[_Row]] = {}
     training = tuple(quantity for quantity in QUANTITIES if quantity != HELD_OUT)
-    groups: dict[tuple[object, ...], list[_Row]] = {}
     for record in records:
         run = record.run
-        settings = _settings_of_comparable(run) if run is not None else None
-        if run is None or settings is None:
+        if run is None or not run.steps or (key := _key(run)) is None:
             continue
-        row = _row(record.name, run, settings)
-        key = _key(run, settings)
-        groups.setdefault((key, training), []).append(row)
-        # Grouped separately: a row without held-out losses would agree with all rows.
-        if row.samples is not None and any(m.eval_loss is not None for m in run.steps):
-            groups.setdefault((key, (HELD_OUT,), row.samples), []).append(row)
-    found: dict[str, Disagreement] = {}
-    for (_, quantities, *_), rows in groups.items():
-        assert isinstance(quantities, tuple)
-        # A row that has been reported is no reference for another quantity.
-        rows = [row for row in rows if row.name not in found]
-        found |= {each.name: each for each in _in_group(rows, quantities)}
+        groups.setdefault(key, []).append(_row(record.name, run, training))
+        samples = held_out_samples(run.tree, run.world_size)
+        if samples is not None and any(metrics.eval_loss is not None for metrics in run.steps):
+            held_out.setdefault((key, samples), []).append(_row(record.name, run, (HELD_OUT,)))
+    found = {each.name: each for group in groups.values() for each in _in_group(group)}
+    for rows in held_out.values():
+        # Grouped separately: a row without held-out losses on these samples would agree with all
+        # rows.
+        rest = [row for row in rows if row.name not in found]
+        found |= {each.name: each for each in (_in_group(rest) if rest else [])}
     return [found[record.name] for record in records if record.name in found]
 
 
-def _settings_of_comparable(run: RecordedRun) -> Settings | None:
-    """Settings that determine a run's losses; None for a run with an unknown past."""
-    if not run.steps or run.steps[0].step != 1 or not _keeps_its_training(run):
+def _key(run: RecordedRun) -> str | None:
+    """Equal for runs that should agree; None for a run with an unknown past."""
+    settings = training_of(run.tree, run.world_size)
+    if settings is None or run.steps[0].step != 1 or not _keeps_its_training(run):
         return None
-    return training_of(run.tree, run.world_size)
-
-
-def _key(run: RecordedRun, settings: Settings) -> str:
-    """Equal for runs that should agree."""
+    versions = run.environment.get("versions")
     # Python's version matters because its library can be training data (data.files=[stdlib]).
-    parts = [look_up(run.environment, f"versions.{name}") for name in ("torch", "python")]
+    parts = (
+        [versions.get(name) for name in ("torch", "python")] if isinstance(versions, dict) else []
+    )
     return repr((_texts(settings), run.device_type, run.device_name, parts))
 
 
@@ -196,38 +202,78 @@ def _keeps_its_training(run: RecordedRun) -> bool:
     return True
 
 
-def _row(name: str, run: RecordedRun, settings: Settings) -> _Row:
-    steps = {metrics.step: metrics for metrics in run.steps}
+def _row(name: str, run: RecordedRun, quantities: tuple[str, ...]) -> _Row:
+    steps = {
+        metrics.step: metrics for metrics in sorted(run.steps, key=lambda metrics: metrics.step)
+    }
+    read = [
+        [QUANTITIES[quantity](metrics) for quantity in quantities] for metrics in steps.values()
+    ]
     bits = bits_of(run.tree, run.world_size, run.device_type)
-    tolerance = COARSE if rounds_coarsely(settings) else FINE
-    samples = held_out_samples(run.tree, run.world_size)
-    return _Row(name, steps, repr(_texts(bits)) if bits is not None else None, tolerance, samples)
+    settings = training_of(run.tree, run.world_size)
+    tolerance = COARSE if settings is not None and rounds_coarsely(settings) else FINE
+    return _Row(
+        name=name,
+        steps=steps,
+        bits=repr(_texts(bits)) if bits is not None else None,
+        quantities=quantities,
+        numbers=np.array(list(steps), dtype=np.int64),
+        values=np.array(read, dtype=np.float64),  # None becomes NaN
+        known=np.array([[value is not None for value in line] for line in read], dtype=np.bool_),
+        allowed=np.array(
+            [[tolerance.at(quantity, step) for quantity in quantities] for step in steps]
+        ),
+    )
 
 
-def _in_group(rows: Sequence[_Row], quantities: Sequence[str]) -> list[Disagreement]:
+def _in_group(group: Sequence[_Row]) -> list[Disagreement]:
     """Compare rows that should all agree with the one that most others agree with."""
+    # Rows with identical comparisons to all others
+    alike: dict[tuple[object, ...], list[_Row]] = {}
+    for row in group:
+        content = row.bits, row.numbers.tobytes(), row.values.tobytes(), row.known.tobytes()
+        alike.setdefault(content, []).append(row)
+    classes = list(alike.values())
+    agreeing = [len(each) for each in classes]
+    for one, rows in enumerate(classes):
+        for other in range(one):
+            if _first_difference(rows[0], classes[other][0]) is None:
+                agreeing[one] += len(classes[other])
+                agreeing[other] += len(rows)
+    reference = classes[agreeing.index(max(agreeing))][0]
+    found = [_first_difference(row, reference) for row in group if row is not reference]
+    return [each for each in found if each is not None]
 
-    def others_of(reference: _Row) -> list[Disagreement]:
-        pairs = (_first_difference(row, reference, quantities) for row in rows)
-        return [each for each in pairs if each is not None]
 
-    if not rows or not (found := others_of(rows[0])):
-        return []
-    return min([found, *map(others_of, rows[1:])], key=len)
-
-
-def _first_difference(row: _Row, reference: _Row, quantities: Sequence[str]) -> Disagreement | None:
+def _first_difference(row: _Row, reference: _Row) -> Disagreement | None:
+    common = row.numbers
+    ours = theirs = np.arange(len(common))
+    if not np.array_equal(common, reference.numbers):
+        common, ours, theirs = np.intersect1d(
+            row.numbers, reference.numbers, assume_unique=True, return_indices=True
+        )
     exact = row.bits is not None and row.bits == reference.bits
-    for step in sorted(row.steps.keys() & reference.steps.keys()):
-        for quantity in quantities:
-            read = QUANTITIES[quantity]
-            value = read(row.steps[step])
-            expected = read(reference.steps[step])
-            if value is None or expected is None or value == expected:
-                continue
-            apart = Difference(step, value, expected).relative
-            allowed = 0.0 if exact else row.tolerance.at(quantity, step)
-            if apart > allowed:
-                names = row.name, reference.name
-                return Disagreement(*names, quantity, step, value, expected, apart, allowed)
-    return None
+    allowed = np.zeros_like(row.allowed[ours]) if exact else row.allowed[ours]
+    known = row.known[ours] & reference.known[theirs]
+    differences = _relative_differences(row.values[ours], reference.values[theirs])
+    over = known & (differences > allowed)
+    if not over.any():
+        return None
+    line, column = divmod(int(over.argmax()), len(row.quantities))
+    step, quantity = int(common[line]), row.quantities[column]
+    value, expected = (QUANTITIES[quantity](each.steps[step]) for each in (row, reference))
+    assert value is not None and expected is not None
+    sizes = float(differences[line, column]), float(allowed[line, column])
+    return Disagreement(row.name, reference.name, quantity, step, value, expected, *sizes)
+
+
+def _relative_differences(
+    values: npt.NDArray[np.float64], expected: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Relative to the larger magnitudes; 0 for two NaNs, infinite if otherwise not both are
+    finite."""
+    with np.errstate(all="ignore"):
+        shares = np.abs(values - expected) / np.maximum(np.abs(values), np.abs(expected))
+    shares[~(np.isfinite(values) & np.isfinite(expected))] = math.inf
+    shares[(values == expected) | (np.isnan(values) & np.isnan(expected))] = 0.0
+    return shares

@@ -13,6 +13,7 @@ import ipaddress
 import os
 import socket
 import struct
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,7 @@ DEFAULT_PORT = 29400  # torch's default port, for an endpoint without one
 ANSWER_SECONDS = 60.0
 """Timeout of the proof that the listener is a store of ours; a busy machine may take long."""
 RETRY_SECONDS = 0.1  # between attempts to connect to a node that does not listen yet
+RESOLVE_SECONDS = 4.5  # timeout of resolving the endpoint's name
 CONNECT_TIMEOUT = timedelta(seconds=60)  # of connecting to the store, and of each answer
 
 
@@ -148,15 +150,23 @@ def _open_server(host: str, port: int, listening: socket.socket) -> TCPStore:
 
 
 def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
-    """Return families and socket addresses."""
-    try:
-        answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RendezvousConnectionError(f"{host} has no address: {reason}") from None
-    addresses: list[tuple[int, Any]] = [
-        (int(family), address) for family, _, _, _, address in answers
-    ]
+    """Return families and socket addresses; in a thread, since a silent name server blocks for 30
+    seconds."""
+    addresses: list[tuple[int, Any]] = []
+    problem = [f"{host} was not resolved within {RESOLVE_SECONDS} s"]
+
+    def look() -> None:
+        try:
+            answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            addresses.extend((int(family), address) for family, _, _, _, address in answers)
+        except (OSError, UnicodeError) as error:
+            problem[0] = f"{host} has no address: {getattr(error, 'strerror', None) or error}"
+
+    thread = threading.Thread(target=look, name="resolve", daemon=True)
+    thread.start()
+    thread.join(RESOLVE_SECONDS)
+    if not addresses:
+        raise RendezvousConnectionError(problem[0])
     # IPv4 first: the other nodes may have no IPv6; if they do, a refused IPv6 connection fails
     # fast.
     return sorted(addresses, key=lambda pair: pair[0] != socket.AF_INET)
