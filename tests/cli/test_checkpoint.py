@@ -14,7 +14,8 @@ import pytest
 
 from fsdptoys.checkpoint import CheckpointConfig, Checkpointer
 from fsdptoys.checkpoint import inspect as inspect_module
-from fsdptoys.checkpoint.inspect import Description
+from fsdptoys.checkpoint.inspect import Condition, Description, describe
+from fsdptoys.checkpoint.storage import LocalStorage
 from fsdptoys.cli.main import main
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.train.resume import FACTS
@@ -248,3 +249,27 @@ def test_layout_counts_the_copies_of_hybrid_sharding(size: int, expected: str) -
     """Oracle: four ranks in shards of two are two copies."""
     config = {"parallel": {"name": "fsdp2"}, "mesh": {"fsdp_size": size}}
     assert Description(NEWEST, facts={"config": config, "world_size": 4}).layout == expected
+
+
+def test_a_folder_that_the_system_refuses_to_read_stops_auto(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the permission error of one file; root may read everything, so reading raises it."""
+    reading = LocalStorage.reading
+
+    def refuse(storage: LocalStorage, path: str) -> Any:
+        if path == f"{NEWEST}/state.json":
+            raise PermissionError(13, "Permission denied")
+        return reading(storage, path)
+
+    monkeypatch.setattr(LocalStorage, "reading", refuse)
+    monkeypatch.setattr("fsdptoys.checkpoint.manifest.RETRY_PAUSES_SECONDS", ())
+    assert (
+        describe(LocalStorage(str(run_dir / "checkpoints")), NEWEST).condition
+        is Condition.unreadable
+    )
+    assert main(["checkpoint", "ls", str(run_dir)]) == 0
+    text = capsys.readouterr().out
+    assert f"{NEWEST} cannot be read (state.json: Permission denied)" in text
+    assert f"checkpoint.resume=auto stops at {NEWEST}" in text
+    assert listed(capsys, "ls", str(run_dir))["auto"] is None

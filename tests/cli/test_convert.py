@@ -12,13 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fsdptoys.checkpoint import (
+    HuggingFaceFolder,
+    RunWeights,
+    check_same,
     differences,
     verify_checksums,
 )
 from fsdptoys.cli.convert import convert_command
 from fsdptoys.config.compose import compose_config
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import ModelConfig
+from fsdptoys.models import ModelConfig, whole
 from tests.harness.chat_files import CONVERSATIONS, GENERATED, save_chat_tokenizer
 from tests.harness.families import SMALL
 from tests.harness.folders import build, load, write
@@ -203,3 +206,36 @@ def test_absurd_model_sizes_are_refused_before_modules_are_built(
         ConfigError, match=r"^[^\n]*1000000000000(, not an integer from| must be at most) [^\n]*$"
     ):
         convert_command(["from-hf", str(tmp_path / "folder")])
+
+
+def test_folder_round_trips_through_a_run_byte_for_byte(tmp_path: Path) -> None:
+    """Oracle: the bytes of the first folder."""
+    model = build(SMALL["qwen3_moe"])
+    write(tmp_path / "first", model)
+    again = load(tmp_path / "first")
+    parameters = save_run(tmp_path / "run", SMALL["qwen3_moe"])
+    for name, param in again.named_parameters():
+        assert torch.equal(parameters[name], param)
+        assert torch.equal(
+            RunWeights(tmp_path / "run").read(name, whole(tuple(param.shape))), param
+        )
+    output_of("to-hf", str(tmp_path / "run"), str(tmp_path / "second"))
+    for name in ("config.json", "model.safetensors", "checksums.json"):
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+    assert json.loads((tmp_path / "first" / "config.json").read_text())["model_type"] == "qwen3_moe"
+
+
+@pytest.mark.parametrize("chunk_len", [None, 16, 64, 512])
+def test_attention_chunk_length_round_trips(chunk_len: int | None, tmp_path: Path) -> None:
+    """Oracle: equal configurations, including chunks as long as the context of 128 tokens."""
+    config = dataclasses.replace(SMALL["llama4"], attention_chunk_len=chunk_len)
+    write(tmp_path / "folder", build(config))
+    wanted = HuggingFaceFolder(tmp_path / "folder").model_config()
+    assert differences(config, wanted) == {}
+    longer = dataclasses.replace(config, max_seq_len=4096)
+    with (
+        contextlib.nullcontext()
+        if chunk_len
+        else pytest.raises(ConfigError, match=r"set model\.max_seq_len=128")
+    ):
+        check_same(longer, wanted, "the folder", "nobody")

@@ -14,6 +14,7 @@ from fsdptoys.cli.main import main
 from fsdptoys.data import DataConfig, HFConfig, PreparedConfig, TextConfig
 from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.errors import ConfigError
+from fsdptoys.models import LlamaConfig
 from fsdptoys.models.generate import Draw, generate
 from tests.harness import prepared_data as prepared
 from tests.harness.adapters import adapted, draw_adapters, write_own
@@ -250,3 +251,20 @@ def test_adapters_are_added_to_the_weights_of_every_command(
             assert main(typed.replace("SOURCE", source).split()) == 0
             answers.append(json.loads(capsys.readouterr().out))
         assert answers[1] == answers[2] != answers[0]
+
+
+def test_adapters_of_another_model_are_refused(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: status 2 and the message."""
+    model = adapted(build(BYTES))
+    write_own(places / "adapter", model, draw_adapters(model))
+    write(places / "wide", build(LlamaConfig(**vars(BYTES) | {"dim": 64, "head_dim": 8})))
+    assert (
+        main(["generate", "wide", "--adapter", "adapter", "--prompt", "a", "--tokenizer", "bytes"])
+        == 2
+    )
+    assert (
+        "lora_A.weight in the shape 4×32, and the adapter of a llama model as configured needs 4×64"
+        in (capsys.readouterr().err)
+    )

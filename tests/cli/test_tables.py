@@ -183,3 +183,13 @@ def test_output_fits_the_encoding_of_its_stream(
         assert ("é" in text) == (encoding != "ascii")
     if typed.endswith("--table"):
         assert ("(131–139)" in text) == (encoding == "utf-8") != ("(131-139)" in text)
+
+
+def test_active_parameters_count_only_the_experts_of_a_token() -> None:
+    """Oracle: Scout's 24·2 layers of 16 experts with three matrices of 5120·8192, one of which is
+    used."""
+    (config,) = compose_presets(["llama4_scout"])
+    facts = measure(config)
+    expert = 3 * 5120 * 8192
+    assert facts.expert_parameters == 48 * 16 * expert
+    assert facts.active_parameters == facts.parameters - 48 * 15 * expert

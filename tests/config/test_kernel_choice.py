@@ -1,5 +1,6 @@
 """Kernel implementations of a run: by device, by setting, and through to the trained parameters."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,3 +170,38 @@ def test_compiled_kernels_match_one_process_bitwise_and_pytorch_closely() -> Non
     assert sharded == single
     assert sharded.losses == pytest.approx(plain.losses, rel=1e-5)
     assert sharded.parameters != plain.parameters  # others' roundings
+
+
+@pytest.mark.parametrize("missing", [None, "triton", "compiler", "headers", "capability"])
+def test_nothing_is_compiled_on_a_cuda_machine_without_a_part_of_triton(
+    missing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the parts one by one; a configuration without any of them is PyTorch's own."""
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(kernels, "available_device_type", lambda: "cuda")
+    monkeypatch.setattr(
+        kernels.importlib.util, "find_spec", lambda _: None if missing == "triton" else object()
+    )
+    monkeypatch.setattr(
+        kernels.shutil, "which", lambda _: None if missing == "compiler" else "/usr/bin/gcc"
+    )
+    folder = tmp_path / ("lost" if missing == "headers" else "")
+    monkeypatch.setattr(kernels.sysconfig, "get_path", lambda _: str(folder))
+    capability = (6, 1) if missing == "capability" else (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    kernels.triton_works.cache_clear()
+    config = KernelConfig()
+    config.resolve("cuda", compiles=False, deterministic=False, fuses=True)
+    kernels.triton_works.cache_clear()
+    assert config.rotary is config.swiglu is (Kernel.torch if missing else Kernel.compiled)
+
+
+@pytest.mark.skipif(IS_REAL, reason="torch_npu is here")
+def test_auto_is_pytorch_if_torch_npu_lacks_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: an NPU without registered operators; explicit settings stay."""
+    monkeypatch.setattr(kernels, "available_device_type", lambda: "npu")
+    config = compose_config(["experiment=null", "kernels.swiglu=npu"])
+    config.validate(2, "npu")
+    assert config.kernels.names() == {
+        name: "npu" if name == "swiglu" else "torch" for name in IMPLEMENTATIONS
+    }

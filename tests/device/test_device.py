@@ -5,12 +5,14 @@ import importlib.util
 import os
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device import (
@@ -279,3 +281,25 @@ def test_a_cpu_has_memory_once_counted() -> None:
     assert (memory.at_peak, memory.host_bytes) == ({"rest": 90}, 2)
     device.reset_peak_memory()
     assert device.memory() is None
+
+
+def test_ends_of_earlier_blocks_lower_later_peaks() -> None:
+    """Oracle: by hand: a block of 32 from before ends first, so that 20 more stay below the
+    start."""
+    blocks = [kib(32)]
+    count = AllocationCount({})
+    blocks.clear()
+    later = kib(20)
+    counted = count.finish({"gradients": [later]})
+    assert counted.peak_bytes == counted.before_bytes
+    assert counted.end_bytes == counted.before_bytes - 12 * KIB
+
+
+def test_fake_copies_of_a_planned_run_are_left_out() -> None:
+    """Oracle: no warning about their missing addresses."""
+    with FakeTensorMode():
+        planned = in_host_place(torch.zeros(10))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert AllocationCount({}).finish({}).host_bytes == 0
+    assert planned.numel() == 10

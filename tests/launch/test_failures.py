@@ -267,3 +267,20 @@ def test_outcome_round_trips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert read_exit_record(path) == outcome and list(tmp_path.iterdir()) == [path]
     path.write_text("{")
     assert read_exit_record(path) is None
+
+
+def test_user_defined_location_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the environment."""
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    monkeypatch.setenv(FILE_NAMES[1], "/elsewhere/rank_")
+    name_recordings(tmp_path)
+    assert [os.environ.get(name) for name in FILE_NAMES] == [None, "/elsewhere/rank_"]
+
+
+def test_unwritable_outcome_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: no exception and no partial file, for a missing folder and for a path of a folder."""
+    (tmp_path / "taken").mkdir()
+    for path in (tmp_path / "gone" / "outcome.json", tmp_path / "taken"):
+        monkeypatch.setenv(EXIT_RECORD_VARIABLE, str(path))
+        write_exit_record(ExitRecord(0))
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]

@@ -8,9 +8,11 @@ import pickle
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -298,3 +300,41 @@ def test_loopback_host_name_listens_on_all_interfaces(
     assert capsys.readouterr().err.startswith(
         "fsdptoys: own is 127.0.1.1 on this machine, so launch.rdzv_endpoint=own:"
     )
+
+
+def test_store_is_joined_once_its_node_has_marked_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the key that the serving node sets between two queries of the joining one, which
+    never creates it."""
+    store = open_store()
+    seen = []
+
+    def open_later(_: float) -> None:
+        seen.append(store.num_keys())
+        open_state(store)
+
+    monkeypatch.setattr(
+        endpoint_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=open_later)
+    )
+    RendezvousEndpoint(f"127.0.0.1:{store.port}").connect()
+    assert len(seen) == 1
+
+
+def test_node_without_the_address_waits_for_the_first_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a store that opens after the first refused connection."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    first = RendezvousEndpoint(endpoint)
+    other = RendezvousEndpoint(endpoint)
+    listen = RendezvousEndpoint._listen
+    monkeypatch.setattr(RendezvousEndpoint, "_listen", lambda self, *where: listen(first, *where))
+    # Of no machine
+    monkeypatch.setattr(other, "_addresses", [(socket.AF_INET, ("192.0.2.1", first.port))])
+    assert other._serve() is None
+    monkeypatch.setattr(other, "_addresses", first._addresses)
+    monkeypatch.setattr(other, "_tried_to_serve", True)
+    opened = []
+    clock = SimpleNamespace(
+        monotonic=time.monotonic, sleep=lambda _: opened.append(first.connect())
+    )
+    monkeypatch.setattr(endpoint_module, "time", clock)
+    assert other.connect().num_keys() >= 1
+    assert len(opened) == 1

@@ -321,3 +321,25 @@ def test_removed_folder_becomes_a_config_error(tmp_path):
         shutil.rmtree(tmp_path / "run")
         with pytest.raises(ConfigError, match=message):
             recorder.finish("done")
+
+
+def test_medians_include_all_steps_without_a_warmup():
+    """Oracle: thirteen steps of 0.3 to 1.5 s and two of 9 s: median 1.0."""
+    times = summarize(run_of(15), warmup_steps=0).step_time_seconds
+    assert times is not None and times.median == pytest.approx(1.0)
+
+
+def test_results_follow_their_formulas():
+    """Oracle: the formula of each, over fifteen steps with losses 5.49 to 5.35."""
+    results = summarize(run_of(15, GPU_STEP), warmup_steps=2)
+    assert (results.first_loss, results.last_loss) == (pytest.approx(5.49), pytest.approx(5.35))
+    assert results.mean_last_loss == pytest.approx(sum(5.5 - 0.01 * n for n in range(6, 16)) / 10)
+    assert (results.eval_loss, results.eval_step) == (5.0, 10)
+    assert (results.memory_peak_gib, results.resident_set_gib, results.resident_set_peak_gib) == (
+        2.0,
+        0.5,
+        0.75,
+    )
+    old = run_of(3, replace(STEP, resident_set_peak_gib=None))
+    assert summarize(old, warmup_steps=2).resident_set_peak_gib is None
+    assert results.mfu is not None and results.mfu.median == pytest.approx(0.4)

@@ -351,3 +351,16 @@ def test_skipped_steps_and_spikes_are_reported(capsys):
     assert not [row for row in rows if f"\n| {row} |\n" not in page]
     assert "- Skipped steps: " in page and "- Loss spike: " in page
     assert summarize(steps, 2).step_time_seconds.median == pytest.approx(0.8)
+
+
+def test_unreadable_line_is_kept_and_reported(capsys):
+    """Oracle: the file's bytes, the sentence, and the results without it."""
+    resumed = saved_run(10)
+    content = METRICS.read_bytes().replace(b'"step": 4,', b'"step": x,')
+    METRICS.write_bytes(content)
+    with start(resumed, console=Console.plain) as recorder:
+        recorder.finish("stopped")
+    assert METRICS.read_bytes() == content
+    out = capsys.readouterr().out
+    assert "run/metrics.jsonl cannot be read in line 4; results and plots omit it\n" in out
+    assert "10 of 40 steps; stopped" in out

@@ -236,3 +236,13 @@ def test_queued_steps_are_written_completely_once_there_is_space(
     directory.close()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert lines == first + "".join(replace(STEP, step=step).to_json() + "\n" for step in (2, 3))
+
+
+def test_each_step_is_on_disk_before_the_next():
+    """Oracle: the file, read while the run still holds it open."""
+    directory = RunDirectory(MetricsConfig(run_dir="run"), "tiny", TREE, {})
+    for number in (1, 2):
+        append(directory, number)
+        lines = Path("run/metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, number + 1))
+    directory.close()

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from fsdptoys.device import GIB, Device, MemoryStats
+from fsdptoys.device import GIB, CountedBytes, Device, MemoryStats, resident_set_bytes
 from fsdptoys.metrics import SpikeDetector, StepMetrics, measure_memory, step_rates
 from fsdptoys.metrics.loss_spikes import FEWEST, LEAST_SIGMA_NATS, WINDOW
 from tests.harness.recording import ROUTING
@@ -245,3 +246,42 @@ def test_resumed_detector_equals_an_uninterrupted_one(steps):
     before = [stopped.score(loss) for loss in losses[:steps]]
     resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
     assert before + [resumed.score(loss) for loss in losses[steps:]] == expected
+
+
+def test_cpu_reports_counted_memory_and_the_resident_set():
+    """Oracle: the count; the process's resident set as the kernel reports it, within the growth
+    between readings."""
+    device = Device("cpu")
+    metrics = measure(device, peak_flops=None)
+    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_rest_gib) == (
+        None,
+        None,
+        None,
+    )
+    device.record(CountedBytes(0, 2 * GIB, 7 * GIB, {"parameters": 3 * GIB, "rest": 4 * GIB}, GIB))
+    metrics = measure(device, peak_flops=None)
+    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_reserved_gib) == (
+        2,
+        7,
+        None,
+    )
+    assert (
+        metrics.memory_parameters_gib,
+        metrics.memory_gradients_gib,
+        metrics.memory_rest_gib,
+    ) == (3, 0, 4)
+    assert metrics.memory_host_gib == 1
+    assert metrics.resident_set_gib == pytest.approx(resident_set_bytes() / GIB, rel=0.2)
+
+
+def test_resident_set_peak_includes_freed_memory():
+    """Oracle: 64 MiB of ones above the previous resident set, freed before the step is measured."""
+    before = resident_set_bytes()
+    ones = torch.ones(2**24)
+    expected = before + 0.8 * ones.nbytes
+    del ones
+    metrics = measure(Device("cpu"), peak_flops=None)
+    assert (
+        metrics.resident_set_peak_gib is not None
+        and metrics.resident_set_peak_gib * GIB >= expected
+    )

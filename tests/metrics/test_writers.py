@@ -343,3 +343,24 @@ def test_disabled_wandb_writes_nothing(tmp_path: Path) -> None:
         recorder.step(STEP)
         recorder.finish("done")
     assert not (tmp_path / "run" / "wandb").exists()
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_writer_that_cannot_open_its_folder_is_reported_and_disabled(
+    name: str, tmp_path: Path, capsys
+) -> None:
+    """Oracle: a file in the folder's place; one sentence, and a complete run without the writer."""
+    pytest.importorskip(name)
+    (tmp_path / name).write_text("no folder")
+    with recorder_with(tmp_path, [name], ResumePoint(2, {}, "step-00000002")) as recorder:
+        recorder.step(step_of(3))
+        recorder.finish("all steps done")
+    label = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}[name]
+    (message,) = [line for line in capsys.readouterr().out.splitlines() if label in line]
+    assert message.startswith(f"{label} failed after step 2 (") and message.endswith(
+        "metrics.jsonl has every step"
+    )
+    assert (tmp_path / "summary.md").exists() and len(
+        (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ) == 1
+    assert (tmp_path / name).read_text() == "no folder"

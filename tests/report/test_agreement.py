@@ -15,7 +15,7 @@ from fsdptoys.metrics import StepMetrics
 from fsdptoys.optim import AdamWConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.precision import DType
-from fsdptoys.report.loss_agreement import COARSE, FINE, Tolerance, find_disagreements
+from fsdptoys.report.loss_agreement import COARSE, FINE, HELD_OUT, Tolerance, find_disagreements
 from fsdptoys.report.runs_table import Record
 from fsdptoys.train.gradient_scale import GradientScale, StepScale
 from tests.harness.coverage import without_coverage
@@ -289,3 +289,22 @@ def test_optimizer_steps_on_the_host_are_bitwise_equal_on_cpus_only(
         tmp_path, a=[run_of(3), both, environment], b=[steps, offloaded, environment]
     )
     assert len(find_disagreements(records)) == count
+
+
+@pytest.mark.parametrize(
+    ("step", "loss", "grad_norm", "held_out"), [(5, 2e-5, 2e-4, 2.2e-5), (10**6, 0.01, 0.1, 0.01)]
+)
+def test_tolerances_grow_with_the_steps_up_to_their_maximum(
+    step: int, loss: float, grad_norm: float, held_out: float
+) -> None:
+    """Oracle: 1e-5 and 1e-4, once more every five steps, and the maxima; a held-out loss is of the
+    step after it."""
+    quantities = ("loss", "gradient norm", HELD_OUT, "learning rate")
+    allowed = [FINE.at(quantity, step) for quantity in quantities]
+    assert allowed == pytest.approx([loss, grad_norm, held_out, 0.0], rel=1e-12)
+
+
+def test_rows_without_common_steps_are_not_compared(tmp_path: Path) -> None:
+    """Oracle: no common steps to compare."""
+    late = [replace(step, loss=1.0) for step in run_of(5)[2:]]
+    assert find_disagreements(write_records(tmp_path, a=[run_of(5)], none=[[]], late=[late])) == []

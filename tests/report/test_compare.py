@@ -287,3 +287,9 @@ def test_invalid_comparisons_are_refused_in_a_sentence(tmp_path: Path) -> None:
         match="have no step in common: steps 1 to 2 and 3 to 6; compare runs that overlap",
     ):
         compared(tmp_path, run_of(2), run_of(6)[2:])
+
+
+def test_tolerance_is_relative_to_the_larger(tmp_path: Path) -> None:
+    """Oracle: 5 and 4 are 0.2 apart of 5."""
+    assert compared(tmp_path / "x", [STEP], [replace(STEP, loss=4.0)], tolerance=0.2).same
+    assert not compared(tmp_path / "y", [STEP], [replace(STEP, loss=4.0)], tolerance=0.19).same

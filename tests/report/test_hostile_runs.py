@@ -17,6 +17,7 @@ from rich.console import Console
 from fsdptoys.cli.main import main
 from fsdptoys.errors import ConfigError
 from fsdptoys.report.live import follow
+from fsdptoys.report.page_parts import escape
 from fsdptoys.report.runs_table import Record, gather
 from fsdptoys.report.table import make_table
 from fsdptoys.report.table_export import to_csv, to_json, to_markdown
@@ -195,3 +196,14 @@ def test_numbers_near_the_ends_of_floats_do_not_end_the_report(
     assert main(["report", str(runs)]) == 0 and main(["report", str(runs), "--table"]) == 0
     assert (runs / "report.html").exists()
     assert follow(runs / "bad", Console(file=io.StringIO()), poll_seconds=0.0) in (0, 1)
+
+
+def test_error_messages_escape_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: Python's own escapes."""
+    assert main(["report", "\x1b]0;owned\x07"]) == 2
+    assert capsys.readouterr().err.startswith("fsdptoys: \\x1b]0;owned\\x07 holds neither")
+
+
+def test_pages_escape_control_characters() -> None:
+    """Oracle: Python's own escapes, within HTML's."""
+    assert escape("<\x1b\ud800\n>") == "&lt;\\x1b\\ud800\n&gt;"

@@ -14,6 +14,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from fsdptoys.report import live_reader
 from fsdptoys.report.live import follow
 from fsdptoys.report.live_reader import FollowedRun, State
 from fsdptoys.report.live_view import CHART_LINES, draw_chart, draw_run
@@ -247,3 +248,30 @@ def test_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "config.yaml", "environment.json", "loss.png", "metrics.jsonl", "result.json", "summary.md",
     ]  # fmt: skip
+
+
+def test_steps_never_appear_with_settings_older_than_them(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the file's settings, where the run writes them and its first steps while the follower
+    polls."""
+    config = run.path / "config.yaml"
+    text = config.read_text()
+    config.unlink()
+    followed = FollowedRun(run.path)
+    read_tree = live_reader.read_tree
+
+    def read_and_let_the_run_write(path: Path) -> dict[str, object]:
+        try:
+            return read_tree(path)
+        finally:
+            if not config.exists():
+                config.write_text(text)
+                run.add(step_of(1), step_of(2))
+
+    followed.poll()
+    (run.path / "environment.json").write_text("{}")
+    monkeypatch.setattr(live_reader, "read_tree", read_and_let_the_run_write)
+    for _ in range(2):
+        followed.poll()
+        assert not followed.steps or followed.settings.planned_steps == 20

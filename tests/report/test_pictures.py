@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from fsdptoys.metrics.results import summarize
+from fsdptoys.plan.search.ranking import pareto_front
 from fsdptoys.report.breakdown_figures import PlottedRun, draw_time_split
 from fsdptoys.report.comparison_figures import draw_comparison, draw_tradeoff
 from fsdptoys.report.figures_plotly import figure
@@ -128,3 +129,17 @@ def test_twenty_runs_of_five_thousand_steps_stay_small(shown: list[PlottedRun]) 
         for p in pictures
         if p.name in ("losses", "step_time")
     )
+
+
+def test_frontier_has_the_undominated_runs(shown: list[PlottedRun]) -> None:
+    """Oracle: comparing every pair of runs."""
+    picture = draw_tradeoff(shown)
+    assert picture is not None
+    places = [(1e3 * seconds, gib) for _, _, _, seconds, gib in JOBS]
+    beaten = {
+        i for i, a in enumerate(places) for b in places if b != a and b[0] <= a[0] and b[1] <= a[1]
+    }
+    assert set(pareto_front(places)) == set(range(len(places))) - beaten
+    assert set(picture.series[0].hover) == {
+        f"run{n + 1}" for n in range(len(places)) if n not in beaten
+    }

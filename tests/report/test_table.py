@@ -303,3 +303,29 @@ def test_tables_of_one_run_and_of_none_render(tmp_path: Path) -> None:
         and to_csv(empty) == "run\n"
         and "- a=b: no" in to_markdown(empty)
     )
+
+
+def test_stall_share_has_a_column_if_runs_record_it(tmp_path: Path) -> None:
+    """Oracle: a share of the times of steps 3 to 5, which are 0.42 s; a run of an earlier version
+    has none."""
+    waiting = replace(STEP, data_wait_seconds=0.007)
+    table = table_of(write_records(tmp_path, a=[run_of(5, waiting)], b=[run_of(5)]))
+    assert cells(table)["Data stall (%)"] == ["5.00", "–"]
+
+
+def test_csv_has_raw_numbers_with_units_in_their_names(two: list[Record]) -> None:
+    """Oracle: the values in the runs' own results."""
+    rows = list(csv.DictReader(io.StringIO(to_csv(table_of(two)))))
+    for row, record in zip(rows, two, strict=True):
+        assert record.run is not None
+        for part in ("median", "p10", "p90"):
+            assert float(row[f"step_time_seconds_{part}"]) == getattr(
+                record.run.results.step_time_seconds, part
+            )
+        assert float(row["memory_peak_gib"]) == record.run.results.memory_peak_gib
+        assert (
+            row["path"] == str(record.path)
+            and row["model.name"] == "tiny"
+            and row["loss_step"] == "6"
+        )
+    assert [row["measured_steps"] for row in rows] == ["6", "4"]

@@ -180,3 +180,34 @@ def test_link_out_of_the_folder_is_refused(sweep: Sweep, place: str, tmp_path: P
         ConfigError, match=rf"{place} is a link, through which a sweep would write elsewhere; put "
     ):
         read_sweep(sweep.path)
+
+
+def test_files_of_earlier_attempts_are_moved_aside(tmp_path: Path) -> None:
+    """Oracle: log, run directory and outcome of each earlier attempt, with the file that records
+    its end."""
+    folder = make_job(tmp_path / "01", 1)
+    for _ in range(3):
+        run_job(folder, None, train=STANDIN)
+    for name in ("attempt-1", "attempt-2"):
+        assert sorted(path.name for path in (folder / name).iterdir()) == [
+            "job.json",
+            "log.txt",
+            "outcome.json",
+            "run",
+        ]
+        assert json.loads((folder / name / "job.json").read_text())["status"] == "failed"
+    assert not (folder / "attempt-3").exists()
+    assert (folder / "run").is_dir()
+
+
+def test_symbolic_link_in_place_of_a_temporary_file_is_replaced(sweep: Sweep) -> None:
+    """Oracle: the content of the link's target and the sweep read back."""
+    precious = sweep.path / "precious"
+    precious.write_text("precious")
+    (sweep.path / f".sweep.json.{os.getpid()}.part").symlink_to(precious)
+    sweep.write()
+    assert read_sweep(sweep.path) == sweep and not list(sweep.path.glob(".*.part"))
+    assert (
+        precious.read_text() == "precious"
+        and read_job(sweep.job_folder(sweep.jobs[0])).name == "01"
+    )

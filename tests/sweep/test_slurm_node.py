@@ -326,3 +326,14 @@ def test_slurm_runs_a_job_on_all_its_nodes(tmp_path: Path, unmeasured: None) -> 
     environment = json.loads((sweep.run_dir(job) / "environment.json").read_text())
     assert environment["world_size"] == count
     assert jobs_in_queue(read_sweep(sweep.path)) == {}
+
+
+def test_node_with_a_lone_failure_fails_its_task(
+    running: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the exception on which the queue stops all nodes; the first node returns normally."""
+    monkeypatch.setattr(nodes, "FIRST_NODE_SECONDS", 0.5)
+    with pytest.raises(
+        RuntimeError, match="node 1: its launcher ended with status 3; the first node continues"
+    ):
+        run_on_node(running, 1, ["n1", "n2"], 7, stand_in("sys.exit(3)"))

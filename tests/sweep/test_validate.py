@@ -1,6 +1,7 @@
 """Combinations are validated as their jobs would be, and equal runs recognized."""
 
 import copy
+import importlib.util
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -255,3 +256,19 @@ def test_changed_checkout_is_recognized_by_its_files(
         versions.append(module.code_version.__wrapped__())
     assert len(set(versions)) == 3
     assert "-dirty" not in versions[0] and "-dirty" in versions[1]
+
+
+def test_requirements_of_writers_are_checked_before_the_first_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Oracle: without credentials for Weights & Biases only the combination that stays offline is
+    left."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    online, offline = validate_combinations(
+        of_words("model=llama_debug", "metrics=wandb", "metrics.wandb_mode=online,offline")
+    )
+    assert (
+        isinstance(online, InvalidJob) and "needs an API key for Weights & Biases" in online.reason
+    )
+    assert isinstance(offline, ValidJob)
