@@ -15,17 +15,24 @@ Source: https://filesystem-spec.readthedocs.io
 import io
 import os
 import shutil
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+from urllib.parse import urlsplit
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.atomic_write import sync_to_disk
 from fsdptoys.utils.regular_file import open_regular
 from fsdptoys.utils.sealed_folder import FileSum, RunningSum
 from fsdptoys.utils.text import one_line
+
+CONNECT_SECONDS = 4.0
+
+PORTS = {"ftp": 21, "sftp": 22, "ssh": 22, "smb": 445}
+"""URL scheme → default port, for file systems that connect in their constructor."""
 
 
 class Storage(ABC):
@@ -213,6 +220,11 @@ class UrlStorage(Storage):
 
         self.where = where.rstrip("/")
         try:
+            parts = urlsplit(where)
+            # These constructors would wait much longer for a server
+            if parts.scheme in PORTS and parts.hostname:
+                address = parts.hostname, parts.port or PORTS[parts.scheme]
+                socket.create_connection(address, CONNECT_SECONDS).close()
             self._files, self._root = url_to_fs(where, use_listings_cache=False)
         except ImportError as error:
             raise ConfigError(

@@ -1,16 +1,19 @@
 """Local folders and fsspec URLs behave the same."""
 
+import builtins
 import importlib
 import os
 import pickle
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsdptoys.checkpoint import storage as storage_module
 from fsdptoys.checkpoint.storage import Storage, open_storage
 from fsdptoys.errors import ConfigError
 
@@ -157,9 +160,12 @@ def test_moved_folder_keeps_every_byte(
             assert file.read() == content
 
 
-def test_unreachable_server_is_reported_in_one_sentence() -> None:
-    """Oracle: the message, for a port without a listener."""
-    with socket.socket() as server:
+def test_unreachable_server_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the message, for a port without a listener and for one with a full queue, which drops
+    all packets."""
+    monkeypatch.setattr(storage_module, "CONNECT_SECONDS", 0.3)
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
         server.bind(("127.0.0.1", 0))
         where = f"ftp://127.0.0.1:{server.getsockname()[1]}/x"
         with pytest.raises(
@@ -167,9 +173,18 @@ def test_unreachable_server_is_reported_in_one_sentence() -> None:
             match=f"^{where} cannot be reached \\(Connection refused\\); start its server",
         ):
             open_storage(where)
+        server.listen(0)
+        for _ in range(4):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(server.getsockname())
+        with pytest.raises(
+            ConfigError, match=r"cannot be reached \(timed out\); start its server, or set"
+        ):
+            open_storage(where)
 
 
-@pytest.mark.parametrize("where", ["://", "://x"])
+@pytest.mark.parametrize("where", ["://", "://x", "ftp://host:port/x"])
 def test_invalid_url_is_refused(where: str) -> None:
     """Oracle: the message quotes it and gives an example."""
     with pytest.raises(ConfigError, match=f"^{where} is .* such as s3://bucket/folder$"):
@@ -266,3 +281,19 @@ def test_directory_listings_bypass_caches(tmp_path: Path, monkeypatch: pytest.Mo
     assert storage.names() == []
     write(other, "a")
     assert storage.names() == ["a"]
+
+
+def test_local_folder_does_not_import_fsspec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The import of fsspec is slow and unnecessary for local runs."""
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any) -> Any:
+        assert not name.startswith("fsspec")
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    storage = open_storage(str(tmp_path))
+    write(storage, "a")
+    assert (tmp_path / "a").read_bytes() == b"0123456789"
