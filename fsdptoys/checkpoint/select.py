@@ -205,6 +205,8 @@ def check_writable(storage: Storage) -> None:
     try:
         if isinstance(storage, LocalStorage):
             path = Path(storage.where).absolute()
+            with suppress(FileNotFoundError, NotADirectoryError):
+                path.lstat()  # raises if a name of a missing folder is too long
             nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
             with tempfile.TemporaryFile(dir=nearest) as local:
                 local.write(b"x")

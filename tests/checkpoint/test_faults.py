@@ -208,6 +208,20 @@ def test_start_stops_at_an_unreadable_checkpoint(code: int, word: str, tmp_path:
             assert (found if isinstance(found, dict) else found.facts)["step"] == 2
 
 
+@pytest.mark.parametrize("name", ["n" * 300, "/".join(["n" * 200] * 25)], ids=["name", "path"])
+@pytest.mark.parametrize("every", [0, 1])
+def test_too_long_folder_name_is_reported_in_one_sentence(
+    name: str, every: int, tmp_path: Path
+) -> None:
+    """Oracle: the message with the system's error text."""
+    for word in ("never", "auto", "must"):
+        with pytest.raises(ConfigError, match=r"cannot be (read|written) \(File name too long\)"):
+            peek(
+                CheckpointConfig(every=every, on_signal=False, resume=word),
+                f"{tmp_path}/{name}/checkpoints",
+            )
+
+
 def test_unreadable_old_checkpoints_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
     """Oracle: the remaining names, and one message for any number of saves."""
     messages: list[str] = []
