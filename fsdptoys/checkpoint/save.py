@@ -87,7 +87,8 @@ class Saver:
             return [problem], False
         if working is None:
             return [], False
-        answers = ranks.gather(self._write(working, put, state, own))
+        # An error other than the system's ends the run on all ranks.
+        answers = ranks.gather(ranks.on_all(lambda: self._write(working, put, state, own)))
         return ranks.broadcast(
             self._commit(step, working, answers) if ranks.rank == 0 else []
         ), True

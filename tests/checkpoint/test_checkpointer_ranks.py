@@ -127,6 +127,26 @@ def agree_on_a_failure(folder: Path) -> None:
             check_sharded(make(place, resume="auto").resume(), 2, dim=0)
 
 
+def raise_on_all(folder: Path) -> None:
+    """An error other than the system's on the last rank is raised on all, and commits nothing."""
+    last = dist.get_world_size() - 1
+    for in_background in (False, True):
+        checkpoints = make(folder / str(in_background), async_save=in_background)
+        assert save(checkpoints, 1) and checkpoints.finish()
+        writing = checkpoints._storage.writing
+
+        def fail(path: str, writing: Any = writing) -> Any:
+            if path.endswith(f"tensors-{last:05d}.safetensors"):
+                raise ConfigError("message")
+            return writing(path)
+
+        checkpoints._storage.writing = fail  # type: ignore[method-assign]
+        with pytest.raises(ConfigError, match="message"):
+            save(checkpoints, 2)
+            checkpoints.finish()
+        check_sharded(make(folder / str(in_background), resume="auto").resume(), 1, dim=0)
+
+
 def agree_on_damage(folder: Path) -> None:
     """One rank reads the damaged file, and all ranks skip its checkpoint, or raise the same
     message."""
@@ -198,6 +218,7 @@ def require_a_shared_folder(folder: Path) -> None:
     [
         train_while_saving,
         agree_on_a_failure,
+        raise_on_all,
         agree_on_damage,
         agree_on_unreadable_files,
         require_a_shared_folder,

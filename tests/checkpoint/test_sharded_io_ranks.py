@@ -3,6 +3,7 @@ files."""
 
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,35 @@ def test_partial_and_empty_checkpoints_load(checkpoints: Any, tmp_path: Path) ->
     assert list(save_tensors(storage, "a", {}, None)) == ["tensors.json"]
     assert read_index(storage, "a") == {}
     load_tensors(storage, "a", {}, None)
+
+
+def save_during_training(folder: str) -> bool:
+    rank, group = dist.get_rank(), dist.new_group(backend="gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = laid_out("rows", {1: mesh})
+    filled = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def save_and_load() -> None:
+        save_tensors(open_storage(folder), "a", tensors, group)
+        load_tensors(open_storage(folder), "a", filled, group)
+
+    thread = threading.Thread(target=save_and_load)
+    thread.start()
+    # Rank 0 waits inside a collective of the default group, which rank 1 joins only when all is
+    # over.
+    if rank == 1:
+        thread.join()
+    total = torch.tensor(rank + 1)
+    dist.all_reduce(total)
+    thread.join()
+    return int(total) == 3 and all(equal(filled[name], tensors[name]) for name in tensors)
+
+
+def test_saving_and_loading_do_not_use_the_default_group(tmp_path: Path) -> None:
+    """A save and a load in a thread end while the default group's only collective waits for
+    them."""
+    (tmp_path / "a").mkdir()
+    assert run_ranks(2, save_during_training, str(tmp_path)) == [True, True]
 
 
 SECOND = "tensors-00001.safetensors"
