@@ -174,9 +174,10 @@ def _parts_by_file(
     index = shard_format.read_index(storage, folder)
     missing = sorted(tensors.keys() - index.keys())
     if missing:
+        more = f" nor {len(missing) - 1} others" if missing[1:] else ""
         raise ConfigError(
-            f"{where} holds no {missing[0]}, which this run has; resume with the model and the "
-            "optimizer that it was saved with"
+            f"{where} holds no {missing[0]}{more}, which this run has; resume with the model and "
+            "the optimizer that it was saved with"
         )
     parts: dict[str, list[Part]] = {}
     for name, tensor in tensors.items():
