@@ -99,12 +99,17 @@ def replace_by_folder(folder: Path) -> None:
 
 DAMAGES: dict[str, Damage] = {
     "a flipped bit in the tensors": flip(f"{THREE}/{TENSORS}"),
+    "a flipped bit in the index": flip(f"{THREE}/tensors.json"),
+    "a flipped bit in a rank's facts": flip(f"{THREE}/rank-00000.json"),
     "a flipped bit in the manifest": flip(MANIFEST),
     "no manifest": lambda folder: (folder / MANIFEST).unlink(),
     "an empty folder": replace_folder(),
+    "a file in place of the folder": replace_folder(Path.touch),
+    "an empty manifest": edit_bytes(lambda text: b"", MANIFEST),
     "a pipe as the manifest": link(MANIFEST, None),
     "a folder as the manifest": replace_by_folder,
     "a missing file": lambda folder: (folder / THREE / TENSORS).unlink(),
+    "a truncated file": lambda folder: os.truncate(folder / THREE / TENSORS, 20),
     "a pipe as a file": link(f"{THREE}/state.json", None),
     "a link to another file": link(f"{THREE}/{TENSORS}", b"secret"),
     "a manifest with other spaces": change_json(MANIFEST, lambda tree: None),
@@ -113,9 +118,13 @@ DAMAGES: dict[str, Damage] = {
     "a manifest that lists a path": forge(
         lambda files: files.update({"../x": FileSum(1, "0" * 64)})
     ),
+    "a manifest that lists an absolute path": forge(
+        lambda files: files.update({"/etc/passwd": FileSum(1, "0" * 64)})
+    ),
     "a manifest without the state": forge(lambda files: files.pop("state.json")),
     "a manifest that lists a pipe": list_pipe,
     "a state of another step": replace_by(b'{"step": 2}'),
+    "a state of a fractional step": replace_by(b'{"step": 3.0}'),
     "a state of other ranks": replace_by(b'{"step": 3, "world_size": 2}'),
     "a state with invalid JSON": replace_by(b'{"step": NaN}'),
     "a deeply nested state": replace_by(b"[" * 100_000),
@@ -209,28 +218,41 @@ def cut_otherwise(*chunks: tuple[int, list[int], list[int]]) -> Damage:
 
 
 WRONG_IN_INDEX: dict[str, list[Any]] = {
-    "format": [2],
+    "format": [2, True],
     "code": ["x"],
-    "tensors/w/dtype": [["F32"]],
-    "tensors/w/shape": [[7, 4], [2**70, 4], [6, True]],
-    "tensors/w/chunks": [[]],
-    "tensors/w/chunks/1/offsets": [[5, 0], [3]],
+    "tensors": [[]],
+    "tensors/w/dtype": ["F4", ["F32"]],
+    "tensors/w/shape": [[7, 4], [2**70, 4], [6.0, 4], [-6, 4], [6, True]],
+    "tensors/w/chunks": [[], 3],
+    "tensors/w/chunks/0/offsets": [[0, False]],
+    "tensors/w/chunks/1/offsets": [[0, 0], [5, 0], [3]],
+    "tensors/w/chunks/1/sizes": [[3, 3]],
     "tensors/w/chunks/1/url": ["http://x"],
-    "tensors/w/chunks/1/file": ["../a/tensors-00000.safetensors", "/etc/passwd", f"{TENSORS}\n"],
+    "tensors/w/chunks/1/key": [3],
+    "tensors/w/chunks/1/file": [
+        3,
+        "../a/tensors-00000.safetensors",
+        "/etc/passwd",
+        "pickle.pt",
+        f"{TENSORS}\n",
+    ],
 }
 WRONG_IN_HEADER: dict[str, list[Any]] = {
     "w@3,0": [1],
     "w@3,0/dtype": ["I32"],
     "w@3,0/shape": [[4, 3]],
-    "w@3,0/data_offsets": [None, [-48, 0], [2**62, 2**62 + 48]],
+    "w@3,0/data_offsets": [None, [0], [0.0, 48.0], [-48, 0], [0, 44], [2**62, 2**62 + 48]],
 }
 WHOLE = (0, [0, 0], [3, 4])
 
 SHARD_DAMAGES: dict[str, tuple[str, Damage]] = {
     "index missing": (INDEX, lambda folder: (folder / INDEX).unlink()),
+    "index empty": (INDEX, edit_bytes(lambda text: b"", INDEX)),
     "index truncated": (INDEX, edit_bytes(lambda text: text[:-9], INDEX)),
+    "index binary": (INDEX, edit_bytes(lambda text: b"\xff" + text, INDEX)),
     "index deep": (INDEX, edit_bytes(lambda text: b"[" * 100_000, INDEX)),
     "index as a pickle": (INDEX, edit_bytes(lambda text: b"cos\nsystem\n(S'true'\ntR.", INDEX)),
+    "index as a list": (INDEX, edit_bytes(lambda text: b"[1]", INDEX)),
     **{
         f"{path}={value}": (INDEX, edit_index(path, value))
         for path, values in WRONG_IN_INDEX.items()
@@ -240,6 +262,7 @@ SHARD_DAMAGES: dict[str, tuple[str, Damage]] = {
         INDEX,
         edit_index("tensors/b", {"dtype": "F32", "shape": [1] * 900, "chunks": []}),
     ),
+    "chunk missing": (INDEX, cut_otherwise(WHOLE)),
     "chunk twice": (INDEX, cut_otherwise(WHOLE, *[(1, [3, 0], [3, 4])] * 2)),
     "chunk of negative size": (
         INDEX,
@@ -248,6 +271,7 @@ SHARD_DAMAGES: dict[str, tuple[str, Damage]] = {
     "chunk overlaps": (INDEX, cut_otherwise(WHOLE, (1, [2, 0], [4, 4]))),
     "chunk leaves a gap": (INDEX, cut_otherwise(WHOLE, (1, [4, 0], [2, 4]))),
     "file missing": ("tensors-00009.safetensors", chunk(file="tensors-00009.safetensors")),
+    "key not in file": (TENSORS, chunk(key="w@9,9")),
     "key of another chunk": (TENSORS, chunk(key="b")),
     "data missing": (TENSORS, lambda folder: (folder / TENSORS).unlink()),
     "data truncated": (TENSORS, edit_bytes(lambda content: content[:-1], TENSORS)),
@@ -285,6 +309,7 @@ def test_damage_is_reported_with_its_file_before_tensors_are_filled(
     ("tensors", "message"),
     [
         ({"w": torch.zeros(6, 4), "x": torch.zeros(1)}, r"holds no x, which"),
+        ({"x": torch.zeros(1), "y": torch.zeros(1)}, r"holds no x nor 1 others, which"),
         (
             {"w": torch.zeros(4, 6)},
             r"holds w as F32 of shape 6×4, and this run has it as F32 of shape 4×6",

@@ -3,6 +3,7 @@ the model."""
 
 import pickle
 import re
+import struct
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,7 @@ def with_norm_entry(**values: Any) -> Damage:
 DAMAGES: dict[str, Damage] = {
     "no configuration": lambda folder: (folder / "config.json").unlink(),
     "configuration with invalid JSON": edit_bytes(lambda content: b"{", "config.json"),
+    "configuration as a list": edit_bytes(lambda content: b"[]", "config.json"),
     "no weights": lambda folder: [file.unlink() for file in folder.glob("*.safetensors*")],
     "only a pickle": replace_by_pickle,
     "one file and shards": lambda folder: save_file(
@@ -121,22 +123,36 @@ DAMAGES: dict[str, Damage] = {
     "index with invalid JSON": edit_bytes(lambda content: b"x", INDEX),
     "index without files": edit_json(INDEX, weight_map="(removed)"),
     "index with a path outside": locate_norm("../x.safetensors"),
+    "index with an absolute path": locate_norm("/etc/passwd"),
+    "index with a number": locate_norm(3),
     "index with the wrong file": locate_norm(FIRST),
+    "empty file": edit_bytes(lambda content: b""),
     "truncated file": edit_bytes(lambda content: content[:-5]),
+    "longer file": edit_bytes(lambda content: content + b"12"),
+    "header with invalid UTF-8": edit_bytes(
+        lambda content: content[:8] + bytes([255] * 16) + content[24:]
+    ),
     "header with invalid JSON": edit_bytes(lambda content: content[:8] + b"x" + content[9:]),
+    "header as a list": edit_bytes(lambda content: struct.pack("<Q", 2) + b"[]"),
     "absurd length of the header": edit_bytes(lambda content: bytes([255] * 8) + content[8:]),
+    "header longer than the file": edit_bytes(
+        lambda content: struct.pack("<Q", len(content) - 7) + content[8:]
+    ),
     "header that covers half a tensor": edit_header(
         lambda header: header.update({NORM: {"dtype": "F32"}})
     ),
     "header with a shape and a span that differ": with_norm_entry(shape=[17]),
+    "header with a negative shape": with_norm_entry(shape=[-4, -4]),
     "overlapping tensors": with_norm_entry(data_offsets=[0, 64]),
     "missing tensor": without_norm,
+    "missing tensor of the index": edit_tensors(lambda tensors: tensors.pop(NORM)),
     "duplicate tensor": with_tensor(NORM, torch.zeros(16), FIRST),
     "extra tensor with control characters in its name": with_tensor(
         "\x1b]0;title\x07", torch.zeros(2)
     ),
     "wrong shape": with_tensor(NORM, torch.zeros(4, 4)),
     "integers": with_tensor(NORM, torch.zeros(16, dtype=torch.int8)),
+    "8-bit floating point": with_tensor(NORM, torch.zeros(16, dtype=torch.float8_e4m3fn)),
 }
 
 
