@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdptoys.checkpoint import (
     HuggingFaceFolder,
@@ -221,6 +222,54 @@ def with_odd_sizes(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(
         config, **{name: size for name, size in sizes.items() if name in names}
     )
+
+
+def check_shards_of_full_parameters(config: ModelConfig, folder: Path) -> None:
+    model = build(config)
+    source = HuggingFaceFolder(folder)
+    source.check(model)
+    flat, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    layouts: list[tuple[Any, list[Any]]] = [
+        (flat, [Shard(0)]),
+        (flat, [Shard(1)]),
+        (flat, [Shard(2)]),
+        (grid, [Replicate(), Shard(0)]),
+        (grid, [Shard(0), Shard(1)]),
+    ]
+    uneven = False
+    for name, param in model.named_parameters():
+        for mesh, placements in layouts:
+            if any(
+                isinstance(placement, Shard) and placement.dim >= param.ndim
+                for placement in placements
+            ):
+                continue
+            sharded = distribute_tensor(
+                torch.full_like(param.detach(), torch.nan), mesh, placements
+            )
+            source.fill(sharded, name)
+            assert torch.equal(sharded.full_tensor(), param), (name, placements)
+            uneven |= sharded.to_local().numel() * 4 != param.numel()
+    assert uneven
+
+
+EXTENDED = pytest.mark.extended
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("llama3 scaled tied", marks=EXTENDED),
+        pytest.param("qwen3", marks=EXTENDED),
+        *("llama4", "qwen3_moe", "gpt2"),
+    ],
+)
+def test_shards_equal_parts_of_the_full_parameters(case: str, tmp_path: Path) -> None:
+    """Oracle: the full parameters; sharded along every dim and along two, unevenly, with empty
+    shards."""
+    config = with_odd_sizes(SMALL[case])
+    write(tmp_path, build(config), max_file_bytes=20_000)
+    run_ranks(4, check_shards_of_full_parameters, config, tmp_path)
 
 
 def start_and_save(parallel: ParallelConfig, config: ModelConfig, folder: Path) -> None:
