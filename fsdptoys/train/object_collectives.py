@@ -1,11 +1,11 @@
 """JSON instead of pickle for torch's object collectives.
 
-``broadcast_object_list``, ``gather_object`` and similar, called here or by FSDP1, send pickles,
-which can run code when loaded. The peers' addresses
-come from a store without authentication, so an attacker could pose as a rank. ``use_json`` makes
-torch send plain values and the fields of instances of a few known classes instead. Decoding creates
-instances of these classes only, and calls none of their methods. It takes several times as long as
-pickle.
+``broadcast_object_list``, ``gather_object`` and similar, called here, by FSDP1, or by
+torch.distributed.checkpoint in a user's own code, send pickles, which can run code when loaded. The
+peers' addresses come from a store without authentication, so an attacker could pose as a rank.
+``use_json`` makes torch send plain values and the fields of instances of a few known classes
+instead. Decoding creates instances of these classes only, and calls none of their methods. It takes
+several times as long as pickle.
 
 An exception of any other class arrives as its nearest builtin base class, with the original class
 in the message.
@@ -14,10 +14,13 @@ in the message.
 import base64
 import builtins
 import dataclasses
+import enum
 import functools
 import json
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -28,10 +31,16 @@ from fsdptoys.utils.foreign import ForeignError, parse_json
 MAX_DEPTH = 200
 """Maximum nesting of JSON lists; each object takes several levels."""
 
-_TORCH_MODULE = "torch.distributed.fsdp._optim_utils"  # FSDP1's optimizer states
+_TORCH_MODULES = (
+    *(
+        f"torch.distributed.checkpoint.{name}"
+        for name in ("filesystem", "metadata", "planner", "storage")
+    ),
+    "torch.distributed.fsdp._optim_utils",  # FSDP1's optimizer states
+)
 _MORE_THAN_TEXT = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
+_NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
-_EMPTY = torch.empty(0, dtype=torch.uint8)
 _bytes = functools.partial(base64.b64decode, validate=True)
 
 
@@ -110,11 +119,18 @@ def _find_encoder(kind: Any) -> Callable[[Any], list[Any]]:
         raise WireError(
             f"an object of {kind.__module__}.{kind.__qualname__} cannot be sent between ranks"
         )
+    if issubclass(kind, enum.Enum):
+        return lambda value: ["enum", kind.__module__, kind.__qualname__, value.name]
     head, names = ["object", kind.__module__, kind.__qualname__], _fields(kind)
     return lambda value: [
         *head,
         *[[name, _plain(getattr(value, name))] for name in names if hasattr(value, name)],
     ]
+
+
+def _plain_stack(stack: traceback.StackSummary) -> list[Any]:
+    frames = [[frame.filename, frame.lineno or 0, frame.name, frame.line or ""] for frame in stack]
+    return ["stack", *map(_plain, frames)]
 
 
 def _plain_tensor(tensor: torch.Tensor) -> list[Any]:
@@ -132,18 +148,26 @@ _ENCODERS: dict[Any, Callable[[Any], list[Any]]] = {
     list: lambda value: ["list", *map(_plain, value)],
     tuple: lambda value: ["tuple", *map(_plain, value)],
     set: lambda value: ["set", *map(_plain, value)],
+    frozenset: lambda value: ["frozenset", *map(_plain, value)],
     torch.Size: lambda value: ["Size", *value],
     dict: lambda value: ["dict", *[[_plain(key), _plain(held)] for key, held in value.items()]],
     bytes: lambda value: ["bytes", _encode_bytes(value)],
+    type(Path()): lambda value: ["path", _plain(str(value))],
     torch.Tensor: _plain_tensor,
     # Names of files are not all UTF-8, and have no form in JSON then.
     str: lambda value: ["text", _encode_bytes(value.encode("utf-8", "surrogatepass"))],
-    torch.dtype: lambda value: ["torch", str(value).removeprefix("torch.")],
+    traceback.StackSummary: _plain_stack,
+    **{named: lambda value: ["torch", str(value).removeprefix("torch.")] for named in _NAMED},
 }
 
 
 def _plain_error(error: Any) -> list[Any]:
     kind: type[BaseException] = type(error)
+    if (
+        kind.__name__ == "CheckpointException"
+        and kind.__module__ == "torch.distributed.checkpoint.api"
+    ):
+        return ["failures", _plain(str(error.args[0])), _plain(error.failures)]
     if isinstance(error, OSError) and error.errno is not None:
         path = error.filename if isinstance(error.filename, str) else None
         return ["os error", error.errno, _plain(error.strerror or str(error)), _plain(path)]
@@ -164,21 +188,41 @@ def _value(plain: Any) -> Any:
 
 
 def _tensor(dtype: Any, shape: Any, content: str) -> torch.Tensor:
-    flat = torch.frombuffer(bytearray(_bytes(content)), dtype=torch.uint8) if content else _EMPTY
-    return flat.view(_value(dtype)).reshape(shape)
+    numbers = bytearray(_bytes(content))
+    flat = (
+        torch.frombuffer(numbers, dtype=_value(dtype))
+        if numbers
+        else torch.empty(0, dtype=_value(dtype))
+    )
+    return flat.reshape(shape)
 
 
-def _dtype(name: str) -> torch.dtype:
+def _named_of_torch(name: str) -> Any:
     found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
+    if not isinstance(found, _NAMED):
         raise ForeignError("it names something else of torch")
     return found
+
+
+def _stack(*frames: Any) -> traceback.StackSummary:
+    entries = [
+        (str(file), int(line), str(name), str(text))
+        for file, line, name, text in map(_value, frames)
+    ]
+    return traceback.StackSummary.from_list(entries)
+
+
+def _member(module: str, name: str, member: str) -> Any:
+    kind, _ = _known(module, name)
+    if not issubclass(kind, enum.Enum):
+        raise ForeignError("it names no enumeration")
+    return kind[member]
 
 
 def _instance(module: str, name: str, *fields: Any) -> Any:
     kind, names = _known(module, name)
     values = {key: _value(held) for key, held in fields}
-    if not values.keys() <= names:
+    if issubclass(kind, enum.Enum) or not values.keys() <= names:
         raise ForeignError("it has other fields")
     if issubclass(kind, tuple):
         return tuple.__new__(kind, [values[key] for key in _fields(kind)])
@@ -186,6 +230,12 @@ def _instance(module: str, name: str, *fields: Any) -> Any:
     for key, held in values.items():
         object.__setattr__(made, key, held)
     return made
+
+
+def _failures(message: Any, failures: Any) -> BaseException:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    return CheckpointException(str(_value(message)), _value(failures))
 
 
 def _os_error(number: Any, text: Any, path: Any) -> OSError:
@@ -214,11 +264,12 @@ def _is_own_error(kind: type) -> bool:
 def _is_known(kind: Any) -> bool:
     """Whether a class holds plain data only, and may be created from untrusted input."""
     is_named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
-    return _is_allowed(kind.__module__) and (dataclasses.is_dataclass(kind) or is_named_tuple)
+    is_plain = dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum) or is_named_tuple
+    return _is_allowed(kind.__module__) and is_plain
 
 
 def _is_allowed(module: Any) -> bool:
-    return isinstance(module, str) and (module == _TORCH_MODULE or module.startswith("fsdptoys."))
+    return isinstance(module, str) and (module in _TORCH_MODULES or module.startswith("fsdptoys."))
 
 
 def _fields(kind: Any) -> tuple[str, ...]:
@@ -242,20 +293,25 @@ def _known(module: Any, name: Any) -> tuple[Any, frozenset[str]]:
     found = vars(_loaded(module))[name]
     if not (isinstance(found, type) and found.__module__ == module and _is_known(found)):
         raise ForeignError("it names another class")
-    return found, frozenset(_fields(found))
+    return found, frozenset() if issubclass(found, enum.Enum) else frozenset(_fields(found))
 
 
 _DECODERS: dict[str, Callable[..., Any]] = {
     "list": lambda *held: [_value(each) for each in held],
     "tuple": lambda *held: tuple([_value(each) for each in held]),
     "set": lambda *held: {_value(each) for each in held},
+    "frozenset": lambda *held: frozenset([_value(each) for each in held]),
     "Size": lambda *lengths: torch.Size(lengths),
     "dict": lambda *pairs: {_value(key): _value(held) for key, held in pairs},
     "bytes": _bytes,
     "text": lambda text: _bytes(text).decode("utf-8", "surrogatepass"),
+    "path": lambda text: Path(str(_value(text))),
     "tensor": _tensor,
-    "torch": _dtype,
+    "torch": _named_of_torch,
+    "stack": _stack,
+    "failures": _failures,
     "os error": _os_error,
     "error": _error,
+    "enum": _member,
     "object": _instance,
 }

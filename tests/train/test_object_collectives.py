@@ -1,17 +1,25 @@
 """Objects sent between ranks arrive equal, without pickles."""
 
 import base64
+import enum
 import errno
 import io
 import json
 import os
 import pickle
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.fsdp import _optim_utils as fsdp1
 
 from fsdptoys.checkpoint.shard_format import Chunk, StoredTensor
@@ -25,6 +33,18 @@ def sent(value: Any) -> Any:
     file = io.BytesIO()
     JsonWriter(file).dump(value)
     return JsonReader(io.BytesIO(file.getvalue())).load()
+
+
+def plan() -> SavePlan:
+    data = TensorWriteData(
+        ChunkStorageMetadata(torch.Size([0, 3]), torch.Size([2, 3])),
+        TensorProperties(torch.bfloat16, torch.strided, True, torch.contiguous_format, False),
+        torch.Size([4, 6]),
+    )
+    return SavePlan(
+        [WriteItem(MetadataIndex("a.b", [0, 3], 1), WriteItemType.SHARD, tensor_data=data)],
+        planner_data=None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,10 +65,12 @@ def sent(value: Any) -> Any:
             {},
             set(),
         ),
+        Path("a b/ä"),
         [(1, "a"), {"b": [None], (1, 2): b"c"}, {3, 4}, torch.Size([2, 3])],
-        {"exp_avg": (torch.float32, True)},
+        {"exp_avg": (torch.float32, True), "layout": (torch.strided, torch.preserve_format)},
         ({"tensors-00001.safetensors": FileSum(4, "ab")}, None),
         {"a.b": StoredTensor("BF16", (4, 6), (Chunk("file", "a.b@0,3", (0, 3), (4, 3)),))},
+        plan(),
         fsdp1.StateInfo({"a": fsdp1._PosDimTensorInfo(torch.Size([2]), torch.float32)}, {}, {}),
     ],
     ids=repr,
@@ -108,6 +130,21 @@ def test_tensors_arrive_bitwise_equal(tensor: torch.Tensor) -> None:
     )
 
 
+def test_checkpoint_failures_arrive_with_rank_and_stack_frame() -> None:
+    """Oracle: the sent objects, which torch.distributed.checkpoint prints."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    stack = traceback.StackSummary.from_list([("f.py", 3, "f", "x = 1")])
+    arrived = sent(CheckpointException("write", {1: (OSError(errno.EIO, "broken"), stack)}))
+    error, frames = arrived.failures[1]
+    assert (error.errno, frames[0].filename, frames[0].lineno, list(arrived.failures)) == (
+        errno.EIO,
+        "f.py",
+        3,
+        [1],
+    )
+
+
 class Runs:
     """Runs a command where it is unpickled."""
 
@@ -139,6 +176,7 @@ FOREIGN = [
     ),
     *(b'["error","os","system","true"]', b'["error","builtins","exec","1"]'),
     b'["error","fsdptoys.errors","ConfigError",1,2]',
+    b'["enum","fsdptoys.config.schema","Config","x"]',
     b'["object","os","system","true"]',
     b'["tensor",["torch","float32"],[1000000000000],"AAAA"]',
     b'["tensor",["torch","float32"],[1000000000000],""]',
@@ -159,7 +197,7 @@ def test_malformed_messages_are_refused(words: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), Runs("true"), os.system, torch.nn.Linear(1, 1), Path], ids=type
+    "value", [object(), Runs("true"), os.system, torch.nn.Linear(1, 1), enum.Enum], ids=type
 )
 def test_objects_of_unsupported_classes_are_not_sent(value: Any) -> None:
     """Oracle: an error at the sender, not at the receiver."""
@@ -194,6 +232,18 @@ def receive_pickles(pwned: str) -> list[str]:
         except WireError:
             heard.append("refused")
     return heard
+
+
+def test_use_json_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: no error with the debug level at which torch's functions ask for the backend of the
+    group."""
+    module: Any = dist.distributed_c10d
+    monkeypatch.setattr(module, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
+    monkeypatch.setattr(module, "is_nccl_available", lambda: True)
+    for name in ("_pickler", "_unpickler"):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    use_json()
+    assert (module._pickler, module._unpickler) == (JsonWriter, JsonReader)
 
 
 def test_torch_without_replaceable_picklers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
