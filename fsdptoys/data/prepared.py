@@ -7,9 +7,13 @@ Truncating a mapped file kills the run (SIGBUS): make a new folder instead.
 """
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.options import Effect, option
@@ -24,6 +28,9 @@ from .prepare import cache_folder
 from .text_encoder import ByteEncoder
 from .token_files import FileStream, SourceFile
 from .token_windows import FileDataset, LearnedWindows, WindowSamples
+
+LEARNED_VALUES = 256
+"""Values of a byte; those over 1 are reported as damage."""
 
 PART_NAMES = {"train": "training", "eval": "held-out"}
 FIXES = {
@@ -72,6 +79,13 @@ class PreparedConfig(DataConfig):
                 raise ConfigError(
                     f"data.weights has {weight}, which must be above 0; leave the source out "
                     "that is to give nothing"
+                )
+        places = [os.path.realpath(os.path.expanduser(source)) for source in self.sources]
+        for number, place in enumerate(places):
+            if place in places[:number]:
+                raise ConfigError(
+                    f"data.sources has {self.sources[number]} twice; give it a higher weight "
+                    "instead"
                 )
 
     @property
@@ -234,14 +248,29 @@ class Part:
             self.samples[split] = PackedSamples(windows.stream, rows, seq_len, end, learned)
 
     def _windows(self, split: str, seq_len: int, vocab_size: int) -> WindowSamples:
-        stream = self._stream(split, 0, vocab_size)
-        learned = self._stream(split, 2, vocab_size) if self.index.has_learned else None
+        stream = self._stream(FileStream, split, 0, vocab_size)
+        learned = None
+        if self.index.has_learned:
+            learned = self._stream(LearnedStream, split, 2, LEARNED_VALUES)
         return WindowSamples(stream, 0, len(stream), seq_len, learned)
 
-    def _stream(self, split: str, number: int, vocab_size: int) -> FileStream:
-        """The file of that number of every shard."""
+    def _stream(self, kind: type[FileStream], split: str, number: int, values: int) -> FileStream:
+        """The file of that number of every shard; its items are below ``values``."""
         root = Path(self.folder).expanduser()
         shards = [self.index.files(shard)[number] for shard in self.index.of(split)]
         files = [SourceFile(str(root / file.name), file.name, file.size_bytes) for file in shards]
         key = self.owner.partition("=")[0]
-        return FileStream(key, files, shards[0].dtype, vocab_size, mapped=True)
+        return kind(key, files, shards[0].dtype, values, mapped=True)
+
+
+class LearnedStream(FileStream):
+    """For each token, 1 if it counts as a label, else 0."""
+
+    def _read_file(self, index: int, offset: int, count: int) -> NDArray[Any]:
+        learned = super()._read_file(index, offset, count)
+        if len(learned) and int(learned.max()) > 1:
+            raise ConfigError(
+                f"{self.key}=[{self.files[index].path}] has {int(learned.max())}, where 0 and 1 "
+                "say which tokens are learned; restore it, or prepare the folder again"
+            )
+        return learned

@@ -175,6 +175,18 @@ def test_preparing_reports_what_rows_lose_and_prints_one(
     assert "user: hello\n[[assistant:  hello yourself \n\n]]\n" in out and f"the row {loses}" in out
 
 
+def test_damaged_learned_file_is_named() -> None:
+    """Oracle: the file with a value that is neither 0 nor 1."""
+    config().prepare(WIDE, 512)
+    (path,) = Path("cache").glob("*/*.learned")
+    path.write_bytes(b"\7" * path.stat().st_size)
+    with pytest.raises(
+        ConfigError,
+        match=r"shard-00000.learned\] has 7, where 0 and 1 say which tokens are learned",
+    ):
+        config().build(WIDE, 512, 0).train[0]
+
+
 def test_sequences_without_an_answer_are_left_out_and_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
