@@ -6,11 +6,13 @@ the locks of the rank's threads (gloo, NCCL) in any state, and perhaps a CUDA co
 first step waits for the server to import PyTorch.
 """
 
+import errno
 import itertools
 import multiprocessing
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -31,6 +33,8 @@ from .permutation import EndlessShuffle
 
 STEPS_AHEAD = 2  # steps that each worker prefetches
 
+NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+
 RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that the rank handles, though a terminal or a scheduler may send them to all
 processes."""
@@ -41,32 +45,47 @@ PRELOADED = ["torch.utils.data", "numpy", "fsdptoys.data"]
 
 SHARED_MEMORY = "/dev/shm"
 
+LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+"""Bytes of its path, out of the 107 of a socket's path on Linux."""
+
+PAGES = 16, 8  # pages of shared memory for the loader's semaphores, and for those of each worker
+
 
 def check_shared_memory(
     workers: int, step_bytes: int, local_ranks: int, place: str = SHARED_MEMORY
 ) -> None:
-    """Check that prefetched batches fit into shared memory, if ``place`` has any.
+    """Check that the workers' sockets and prefetched batches fit; the latter only if ``place`` has
+    shared memory.
 
     ``workers`` are those of each rank, ``step_bytes`` one rank's batches of a step, ``local_ranks``
     this node's ranks.
     """
-    if not workers or not os.path.isdir(place):
+    if not workers:
+        return
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > LONGEST_TEMPORARY_FOLDER:
+        raise ConfigError(
+            f"data.workers={workers} needs sockets in the temporary folder {folder}, whose path "
+            f"may have {LONGEST_TEMPORARY_FOLDER} bytes for that; set TMPDIR to a shorter one or "
+            "data.workers=0"
+        )
+    if not os.path.isdir(place):
         return
     system = os.statvfs(place)
     free_bytes = system.f_bavail * system.f_frsize
+    semaphores = (PAGES[0] + PAGES[1] * workers) * system.f_frsize
     # One step more than are prefetched: the loop holds one while its worker makes the next.
-    needed_bytes = local_ranks * (workers * STEPS_AHEAD + 1) * step_bytes
+    needed_bytes = local_ranks * ((workers * STEPS_AHEAD + 1) * step_bytes + semaphores)
     if needed_bytes > free_bytes:
-        free = free_bytes / 2**20
-        needed = needed_bytes / 2**20
+        free, needed = free_bytes / 2**20, needed_bytes / 2**20
         problem = f"has {free:.4g} MiB free, and {local_ranks} ranks need {needed:.4g} MiB"
-        raise ConfigError(_no_shared_memory(workers, problem))
+        raise ConfigError(_no_shared_memory(workers, problem, place))
 
 
-def _no_shared_memory(workers: int, problem: str) -> str:
+def _no_shared_memory(workers: int, problem: str, place: str = SHARED_MEMORY) -> str:
     return (
-        f"data.workers={workers} passes batches through /dev/shm, which {problem}; set "
-        "data.workers=0, or give /dev/shm more memory (docker run --shm-size)"
+        f"data.workers={workers} passes batches through {place}, which {problem}; set "
+        f"data.workers=0, or give {place} more memory (docker run --shm-size)"
     )
 
 
@@ -121,12 +140,24 @@ class StepPrefetcher:
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)
         try:
             resource_tracker.ensure_running()
+            # As many semaphores as the loader creates: its failure half-way prints a traceback from
+            # its destructor.
+            semaphores = [
+                multiprocessing.get_context("forkserver").Event() for _ in range(1 + 2 * workers)
+            ]
+            del semaphores
             # The tracker's start unblocks some
             signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)
             with warnings.catch_warnings():
                 # More workers than cores help where they wait for a disk or a network.
                 warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
                 self._steps: Iterator[Any] = iter(_loader(reader, place, workers))
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            raise ConfigError(
+                _no_shared_memory(workers, f"takes no more ({error.strerror or error})")
+            ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         self._workers = [

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -192,14 +193,19 @@ stream.close()
 @pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small /dev/shm of its own"
 )
-def test_full_shared_memory_is_reported_in_one_sentence():
-    """Oracle: the message alone, without space for a step of 2 MiB."""
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [("4k", "No space left on device"), ("1m", "[^\n]*No space left on device[^\n]*")],
+)
+def test_full_shared_memory_is_reported_in_one_sentence(size, reason):
+    """Oracle: the message alone, without space for a semaphore, and without space for a step of 2
+    MiB."""
     mounted = [
         "unshare",
         "-m",
         "sh",
         "-c",
-        'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"',
+        f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"',
         "sh",
     ]
     if subprocess.run([*mounted, "true"], capture_output=True).returncode:
@@ -211,8 +217,7 @@ def test_full_shared_memory_is_reported_in_one_sentence():
         text=True,
     )
     assert re.fullmatch(
-        r"data\.workers=1 passes batches through /dev/shm, which takes no more "
-        r"\([^\n]*No space left on device[^\n]*\); set "
+        rf"data\.workers=1 passes batches through /dev/shm, which takes no more \({reason}\); set "
         r"data\.workers=0, or give /dev/shm more memory \(docker run --shm-size\)\n",
         done.stdout,
     ), done.stdout + done.stderr
@@ -233,3 +238,16 @@ def test_shared_memory_is_checked_before_workers_start():
     check_shared_memory(2, 1, 1)
     check_shared_memory(0, 2**50, 4)
     check_shared_memory(2, 2**50, 4, place="/nowhere")
+
+
+def test_too_long_temporary_folder_for_sockets_is_refused(monkeypatch):
+    """Oracle: the expected message; 107 bytes are Linux's limit, of which multiprocessing's names
+    take 32."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 71 * "a")
+    with pytest.raises(
+        ConfigError,
+        match=r"a, whose path may have 75 bytes for that; set TMPDIR to a shorter one or ",
+    ):
+        check_shared_memory(1, 1, 1)
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 70 * "a")
+    check_shared_memory(1, 1, 1)
