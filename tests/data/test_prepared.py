@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdptoys.data import IGNORE_INDEX, PreparedConfig, eval_batches, packing
+from fsdptoys.data import IGNORE_INDEX, PreparedConfig, eval_batches, packing, read_index
 from fsdptoys.data.mixture import BLOCK, MixedHeldOut, MixedSamples
 from fsdptoys.data.packing import Packing, best_fit, cut
 from fsdptoys.errors import ConfigError
@@ -117,6 +117,17 @@ def test_every_block_has_the_exact_proportions(weights, counts):
         )
 
 
+def test_blocks_are_rotated_randomly():
+    """Oracle: the ten rotations of a block of 7 and 3, all of them in the first hundred blocks."""
+    samples = mixture([0.7, 0.3])
+    blocks = {
+        tuple(samples.locate(10 * block + spot)[0] for spot in range(10)) for block in range(100)
+    }
+    assert len(blocks) == 10
+    (one, *_) = blocks
+    assert blocks == {one[first:] + one[:first] for first in range(10)}
+
+
 def test_every_source_has_its_own_epochs():
     """Oracle: sorted numbers of each source's epochs, of 40 and of 7 samples, in orders of their
     own; two seeds."""
@@ -157,6 +168,16 @@ def test_held_out_samples_keep_the_proportions_until_a_source_ends(weights, size
         tokens_BT.shape == (16, SEQ_LEN)
         and int((labels_BT != IGNORE_INDEX).sum()) == length * SEQ_LEN
     )
+
+
+def test_weights_default_to_the_source_sizes(tmp_path):
+    """Oracle: the numbers of training samples."""
+    folders = [make(tmp_path / "first"), make(tmp_path / "other", count=40)]
+    train = PreparedConfig(sources=folders).build(32, 256, 0).train
+    sizes = [len(source) for source in train.sources]
+    assert sizes[0] > 3 * sizes[1]
+    shares = [count / len(train.owners) for count in train.counts]
+    assert shares == pytest.approx([size / sum(sizes) for size in sizes], abs=1 / BLOCK)
 
 
 def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -230,6 +251,17 @@ def test_rows_hold_complete_documents_and_ignored_padding(tmp_path, monkeypatch,
         assert sorted(found) == sorted(read_split(Path(folder), split))
         lengths = [len(document) + 1 for document in found]
         assert group == 16 or len(samples) == len(plain_best_fit(lengths, seq_len + 1))
+
+
+def test_documents_longer_than_a_row_are_complete(tmp_path):
+    """Oracle: one label for each id of the folder except the first of each document."""
+    folder = make(tmp_path / "out", eval_fraction=0.0)
+    samples = config(folder, tmp_path / "cache").build(50, 256, 0).train
+    index = read_index(folder, "")
+    labels = [samples[number][1] for number in range(len(samples))]
+    joined = sum(len(samples.rows.row(number)) - 1 for number in range(len(samples)))
+    valid = sum(int((labels_T != IGNORE_INDEX).sum()) for labels_T in labels)
+    assert valid - joined == index.tokens("train") - index.documents("train")
 
 
 def build(wanted: PreparedConfig) -> int:

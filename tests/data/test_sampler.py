@@ -47,6 +47,24 @@ def test_steps_do_not_depend_on_the_number_of_ranks(ranks, batch_size, microbatc
             assert torch.equal(labels_BT, tokens_BT + 1)
 
 
+@pytest.mark.parametrize(("count", "global_batch"), [(12, 4), (29, 12), (5, 12), (1, 3)])
+def test_every_epoch_has_each_sample_exactly_once(count, global_batch):
+    """Oracle: sorted numbers, also where a global batch straddles one epoch or several."""
+    steps = -(-3 * count // global_batch)
+    numbers = take_numbers(one_process(NumberedSamples(count), global_batch), steps)
+    for epoch in range(3):
+        assert sorted(numbers[epoch * count : (epoch + 1) * count]) == list(range(count))
+
+
+def test_order_depends_on_the_seed_and_the_epoch():
+    """Oracle: a second stream of the same seed, and two epochs of one."""
+    samples = NumberedSamples(50)
+    numbers = take_numbers(one_process(samples, 10, seed=1), 10)
+    assert numbers == take_numbers(one_process(samples, 10, seed=1), 10)
+    assert numbers != take_numbers(one_process(samples, 10, seed=2), 10)
+    assert numbers[:50] != numbers[50:] and numbers[:50] != sorted(numbers[:50])
+
+
 def test_order_is_stable_across_versions():
     """Oracle: recorded numbers; they depend only on integers and BLAKE2b."""
     assert take_numbers(one_process(NumberedSamples(8), 8, seed=0), 1) == [2, 1, 4, 6, 7, 3, 5, 0]
