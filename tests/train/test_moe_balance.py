@@ -18,6 +18,7 @@ from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfi
 from fsdptoys.train.trainer import Trainer
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import TINY, make_config
+from tests.harness.transformers_oracle import import_transformers
 from tests.train.plain_model import plain_model
 
 AUX_COEF, Z_COEF = (
@@ -154,6 +155,28 @@ def test_auxiliary_loss_gradients_cover_the_global_batch(
     )
 
 
+@pytest.mark.oracle
+def test_load_balancing_loss_of_a_layer_equals_transformers() -> None:
+    """Oracle: transformers' load_balancing_loss_func, for one layer; value and gradient."""
+    qwen = import_transformers("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    torch.manual_seed(0)
+    router = Router(16, 8, 3, Scores.normalized_softmax)
+    torch.nn.init.normal_(router.weight)
+    hidden_ND = torch.randn(50, 16)
+    loss = qwen.load_balancing_loss_func((F.linear(hidden_ND, router.weight),), 8, 3)
+    (expected,) = torch.autograd.grad(loss, router.weight)
+
+    _, weights_NK = router(hidden_ND)
+    shares_E = router.counts_E / 50
+    assert (8 * (shares_E * router.sums[:-1] / 50).sum()).item() == pytest.approx(
+        loss.item(), rel=1e-6
+    )
+    # After the forward, as in training
+    router.sums_grad.copy_(torch.cat([8 * shares_E / 50, torch.zeros(1)]))
+    (gradient,) = torch.autograd.grad(weights_NK.sum() * 0, router.weight)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
+
+
 def metrics_of(config: Config) -> list[RoutingMetrics | None]:
     steps: list[RoutingMetrics | None] = []
     Trainer(config).train(lambda step: steps.append(step.routing))
@@ -182,6 +205,26 @@ def test_token_counts_sum_over_ranks_and_micro_batches(aux_coef: float) -> None:
             share * math.log(share) for layer in shares for share in layer if share
         ) / len(shares)
         assert step.entropy == pytest.approx(entropy / math.log(3))
+
+
+@pytest.mark.extended
+def test_balancing_loss_reduces_the_maximum_load() -> None:
+    """Oracle: the same training without it; the busiest expert is at most half as far above the
+    mean."""
+
+    def excess_load(aux_coef: float) -> float:
+        model = replace(
+            TINY["qwen3_moe"], router_aux_loss_coef=aux_coef, router_z_loss_coef=0.0, init_std=0.5
+        )  # type: ignore[call-arg]
+        config = make_config(
+            SingleConfig(), 1, model=model, steps=40, batch_size=8, deterministic=False
+        )
+        last = run_ranks(1, metrics_of, config)[0][-1]
+        assert last is not None
+        excess: float = last.max_load - 1
+        return excess
+
+    assert excess_load(1.0) < excess_load(0.0) / 2
 
 
 @pytest.mark.parametrize("scores", Scores)

@@ -19,7 +19,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.errors import GivenUpError
 from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig, OffloadSchedule
 from fsdptoys.optim import MuonConfig, SGDConfig
-from fsdptoys.optim.loss_scale import LossScaleConfig
+from fsdptoys.optim.loss_scale import LossScaleConfig, LossScaler
 from fsdptoys.parallel import (
     DDPConfig,
     FSDP1Config,
@@ -130,6 +130,21 @@ def grad_scaler_scales(overflows: list[bool], *settings: float) -> list[float]:
         scaler.step(optimizer)
         scaler.update()
     return scales
+
+
+@pytest.mark.parametrize("initial", [65536.0, 3.0, 2.0**100])
+@pytest.mark.parametrize("factors", [(2.0, 0.5, 3), (1.7, 0.3, 2)], ids=str)
+def test_scale_has_the_bits_of_grad_scaler(
+    factors: tuple[float, float, int], initial: float
+) -> None:
+    """Oracle: ``torch.amp.GradScaler`` given the same overflows, also near the largest float32."""
+    overflows = (torch.rand(300, generator=torch.Generator().manual_seed(0)) < 0.1).tolist()
+    scaler = LossScaler(LossScaleConfig(initial, *factors))
+    scales = []
+    for overflows_now in overflows:
+        scales.append(scaler.scale)
+        scaler.update(overflows_now)
+    assert scales == grad_scaler_scales(overflows, initial, *factors)
 
 
 def overflow(
@@ -265,6 +280,12 @@ def test_float16_losses_are_closer_to_float32_than_bfloat16s(memory: MemoryConfi
     errors = [(losses - exact).abs().max().item() for losses in (fine, coarse, unscaled)]
     assert errors[0] < 0.002 < errors[2]
     assert errors[0] < 0.5 * errors[1]
+
+
+def test_factor_on_the_loss_does_not_depend_on_the_layout() -> None:
+    """Oracle: the same number of micro-batches; powers of two, which are exact."""
+    scaler = LossScaler(LossScaleConfig())
+    assert [scaler.loss_factor(count) / 65536 for count in (1, 2, 3, 5, 6, 8)] == [1, 2, 4, 4, 8, 8]
 
 
 def skip(config: Config, steps: set[int]) -> tuple[list[bool], list[bool], str]:

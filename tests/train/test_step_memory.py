@@ -23,7 +23,7 @@ from fsdptoys.parallel.ddp import DDP
 from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.replay import replay
-from fsdptoys.profiler import ExplainedOutOfMemoryError
+from fsdptoys.profiler import ExplainedOutOfMemoryError, live_bytes
 from fsdptoys.train.step_memory import COST, StepMemory
 from fsdptoys.train.trainer import Trainer
 from tests.harness.ranks import run_ranks
@@ -249,6 +249,24 @@ def test_out_of_memory_in_construction_reports_the_planned_bytes() -> None:
 
 
 LAZY = MemoryConfig(optimizer_offload=True, offload_schedule=OffloadSchedule.lazy)
+
+
+def memory_of_a_lazy_run(config: Config) -> tuple[int, int]:
+    """Bytes of gradients in the report after a deferred step, and of the local parameters."""
+    trainer = Trainer(config)
+    trainer.train_step(1)
+    parameters = live_bytes(
+        (param for _, param in trainer.strategy.named_parameters()), None
+    ).parameters
+    return trainer._oom_context(2).live.gradients.host_bytes, parameters.host_bytes
+
+
+def test_gradients_of_deferred_steps_count_as_gradients() -> None:
+    """Oracle: the bytes of the parameters."""
+    gradients, parameters = run_ranks(
+        1, memory_of_a_lazy_run, make_config(SingleConfig(), 1, memory=LAZY)
+    )[0]
+    assert gradients == parameters > 0
 
 
 def test_out_of_memory_reports_phase_live_bytes_and_advice() -> None:

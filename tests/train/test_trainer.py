@@ -2,6 +2,7 @@
 steps."""
 
 import gc
+import math
 import weakref
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config, SumDType
+from fsdptoys.data import SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.metrics import StepMetrics
@@ -184,6 +186,18 @@ def test_evaluation_agrees_across_strategies_and_does_not_affect_training() -> N
         assert evaluations(first)[0] is None and evaluations(first)[2] is None
         if evaluations(first)[1] is not None:
             assert evaluations(first)[1::2] == pytest.approx(evaluations(reference)[1::2], rel=1e-6)
+
+
+@pytest.mark.extended
+def test_loss_falls_to_the_entropy_of_the_data() -> None:
+    """Oracle: the source's conditional entropy, log 2, far below its unigram entropy, log 67."""
+    optim = AdamWConfig(lr=1e-2)
+    data = SyntheticConfig(branching=2)
+    sizes = {"steps": 150, "grad_accum": 1, "batch_size": 16, "max_grad_norm": 1.0}
+    config = make_config(SingleConfig(), 1, optim=optim, data=data, **sizes)
+    found = losses(run_ranks(1, histories, [config])[0][0])
+    assert found[0] == pytest.approx(math.log(67), rel=0.02)
+    assert math.log(2) < sum(found[-10:]) / 10 < math.log(2) + 0.1
 
 
 def test_all_ranks_stop_after_the_step_that_exceeds_the_time_limit() -> None:
