@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import socket
+import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,6 +45,36 @@ def write(folder: Path, rank: int, *beats: tuple[int, str], start: str | None = 
         heartbeat.beat(step, phase)
         assert heartbeat_path(folder, rank).stat().st_size == RECORD_BYTES
     heartbeat.close()
+
+
+def test_heartbeat_round_trips(tmp_path: Path) -> None:
+    """Oracle: the written values; all records have one size."""
+    write(
+        tmp_path / "beats",
+        3,
+        (1, "forward"),
+        (120, "forward"),
+        (120, "a phase of a very long name " * 9),
+    )
+    sign = read_heartbeats(tmp_path / "beats")[3]
+    assert (sign.rank, sign.step, sign.beat, sign.pid) == (3, 120, 1, os.getpid())
+    assert sign.host == socket.gethostname()[:64] and abs(sign.time - time.time()) < 60
+
+
+def test_damaged_heartbeat_files_are_ignored(tmp_path: Path) -> None:
+    """Oracle: the one complete record; others are torn, of which one is still valid JSON, or
+    copies."""
+    for rank in range(4):
+        write(tmp_path, rank, (1234, "forward"))
+    whole = heartbeat_path(tmp_path, 0).read_bytes()
+    heartbeat_path(tmp_path, 1).write_bytes(
+        heartbeat_path(tmp_path, 1).read_bytes().replace(b"1234", b"1299")
+    )
+    heartbeat_path(tmp_path, 2).write_bytes(whole[:50])
+    heartbeat_path(tmp_path, 3).write_bytes(b"")
+    heartbeat_path(tmp_path, 4).write_bytes(b"[1]\xff")
+    heartbeat_path(tmp_path, 5).write_bytes(whole)
+    assert list(read_heartbeats(tmp_path)) == [0]
 
 
 def write_until_ended(folder: Path) -> None:
@@ -226,6 +257,14 @@ def test_full_disk_does_not_end_a_run(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     heartbeat.close()
     assert read_heartbeats(tmp_path) == {}
+
+
+def test_symbolic_link_in_place_of_a_heartbeat_is_replaced(tmp_path: Path) -> None:
+    """Oracle: the content of the link's target."""
+    (tmp_path / "precious").write_text("precious")
+    heartbeat_path(tmp_path, 0).symlink_to("precious")
+    write(tmp_path, 0, (1, "forward"))
+    assert (tmp_path / "precious").read_text() == "precious" and 0 in read_heartbeats(tmp_path)
 
 
 @pytest.mark.parametrize(
