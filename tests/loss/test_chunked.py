@@ -1,6 +1,7 @@
 """The head's loss: the chunked loss has the values of the plain one, and the documented amount of
 work."""
 
+import math
 import os
 import subprocess
 import sys
@@ -151,6 +152,17 @@ def test_bf16_accumulation_error_grows_with_chunks_as_documented(
     )
 
 
+def test_bf16_accumulation_supports_a_float32_weight() -> None:
+    """Oracle: the plain loss, to the precision of bf16."""
+    inputs = make_inputs()
+    got, expected = (
+        outcome(f, *inputs) for f in (build_loss(True, 16, torch.bfloat16), cross_entropy_sum)
+    )
+    assert got[2].dtype == torch.float32
+    errors = relative_errors(got, expected)
+    assert errors[0] < 1e-6 and errors[1] < 1e-5 and 1e-5 < errors[2] < 1e-2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("private_function", [True, False])
 def test_retained_graph_gives_the_same_gradients(
@@ -224,6 +236,24 @@ def test_unneeded_gradients_and_ignored_labels_cost_no_matmul(
         (hidden_ND, weight_VD), (0, 0) if needs == "no_grad" else needs, strict=True
     ):
         assert (tensor.grad is not None) == bool(wanted)
+
+
+def test_ignored_rows_are_not_read() -> None:
+    """Oracle: the batch without them; NaN in their hidden states would propagate through every
+    matmul."""
+    hidden_ND, weight_VD, labels_N = make_inputs(ignored=0.4)
+    valid = labels_N != IGNORE_INDEX
+    loss, hidden_gradient_ND, weight_gradient_VD = outcome(
+        build_loss(True, 7),
+        hidden_ND.detach().masked_fill(~valid[:, None], math.nan),
+        weight_VD,
+        labels_N,
+    )
+    expected = outcome(build_loss(True, 7), hidden_ND[valid], weight_VD, labels_N[valid])
+    assert torch.equal(loss, expected[0])
+    assert torch.equal(hidden_gradient_ND[valid], expected[1])
+    assert not hidden_gradient_ND[~valid].any()
+    assert torch.equal(weight_gradient_VD, expected[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
