@@ -85,9 +85,20 @@ def test_implementation_reaches_pytorch(implementation: Implementation) -> None:
             assert group["fused"] is False and group["foreach"] is False
 
 
-def test_settings_of_sgd_reach_pytorch() -> None:
-    """Oracle: torch.optim's own group."""
+def test_settings_reach_pytorch() -> None:
+    """Oracle: torch.optim's own groups."""
     params = [("weight", nn.Parameter(torch.ones(2, 2)))]
-    config = SGDConfig(lr=0.1, momentum=0.5, nesterov=True)
-    group = build_optimizer(config, params, {"weight"}).param_groups[0]
-    assert (group["lr"], group["momentum"], group["nesterov"]) == (0.1, 0.5, True)
+    adamw = build_optimizer(
+        AdamWConfig(lr=0.1, beta1=0.8, beta2=0.7, eps=1e-3, weight_decay=0.3), params, {"weight"}
+    )
+    group = adamw.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
+        0.1,
+        (0.8, 0.7),
+        1e-3,
+        0.3,
+    )
+    sgd = build_optimizer(
+        SGDConfig(lr=0.1, momentum=0.5, nesterov=True), params, {"weight"}
+    ).param_groups[0]
+    assert (sgd["lr"], sgd["momentum"], sgd["nesterov"]) == (0.1, 0.5, True)
