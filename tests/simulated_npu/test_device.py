@@ -4,6 +4,7 @@ hardware would."""
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import torch.nn.functional as F
 
 from fsdptoys.device.free_memory import least_free_bytes
 from tests.harness.processes import wait_until
+from tests.harness.ranks import run_ranks
 from tests.simulated_npu.ranks import (
+    BOTH_MODES,
     MODES,
     SITE,
     run_npu_ranks,
@@ -147,6 +150,37 @@ def test_events_complete_after_earlier_work_and_polling_advances(delayed: bool) 
         return polls > 0, start.elapsed_time(end) >= 0, bool((y == 200).all())
 
     assert run_on_npu(poll, mode=MODES[delayed]) == (delayed, True, True)
+
+
+def random_numbers(device: str) -> list[Any]:
+    """Random numbers, and those from a restored state of the generator."""
+    torch.manual_seed(11)
+    drawn = [torch.rand(5, device=device), torch.randn(5, device=device)]
+    generator = torch.Generator(device=device).manual_seed(4)
+    drawn.append(torch.randperm(9, device=device, generator=generator))
+    states = torch.get_device_module(device) if device == "npu" else torch
+    state = states.get_rng_state()
+    first = torch.rand(3, device=device)
+    states.set_rng_state(state)
+    assert torch.equal(first, torch.rand(3, device=device))
+    return [tensor.cpu().tolist() for tensor in drawn]
+
+
+@BOTH_MODES
+def test_random_numbers_equal_the_cpu_bitwise(mode: str) -> None:
+    """Oracle: the same on the CPU."""
+    assert run_on_npu(random_numbers, "npu", mode=mode) == run_ranks(1, random_numbers, "cpu")[0]
+
+
+def test_autocast_runs_matmul_in_bfloat16_and_softmax_in_float32() -> None:
+    """Oracle: PyTorch's lists for accelerators."""
+
+    def autocast() -> list[torch.dtype]:
+        x = torch.ones(4, 4, device="npu")
+        with torch.autocast("npu", dtype=torch.bfloat16):
+            return [(x @ x).dtype, F.softmax(x @ x, -1).dtype, (x + 1).dtype]
+
+    assert run_on_npu(autocast) == [torch.bfloat16, torch.float32, torch.float32]
 
 
 def test_delayed_mode_delays_all_operators_of_a_training_step() -> None:
