@@ -32,10 +32,11 @@ from fsdptoys.plan.simulator.events import (
     Messages,
     Trace,
 )
+from fsdptoys.plan.simulator.replay import Replay
 from fsdptoys.plan.text_report import print_prediction
 from tests.harness.full_trace import predict_in_full, trace_all
 from tests.harness.multi_rank_replay import replay_together
-from tests.harness.traced_runs import configured, imagined_hardware, of_step
+from tests.harness.traced_runs import configured, imagined_hardware
 
 B, T, D = 1, 64, 64
 TINY = [
@@ -72,17 +73,64 @@ def only_attention_takes_time(**values: float) -> Hardware:
     return imagined_hardware(**rates | {"matmul_efficiency": math.inf} | values)
 
 
+@functools.cache
+def replays() -> dict[str, tuple[Replay, ...]]:
+    """All ranks of each schedule."""
+    made = only_attention_takes_time()
+    jobs = {
+        name: [(config_of(name), rank) for rank in range(SCHEDULES[name][0])] for name in SCHEDULES
+    }
+    found = {}
+    for ranks in (4, 2):
+        names = [name for name in SCHEDULES if SCHEDULES[name][0] == ranks]
+        traces = iter(trace_all([job for name in names for job in jobs[name]], made, ranks))
+        for name in names:
+            allocators = [build_allocator(config_of(name).plan.allocator) for _ in range(ranks)]
+            found[name] = replay_together([next(traces) for _ in range(ranks)], made, allocators)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_bubbles_of_equal_stages_have_the_published_share(schedule: str) -> None:
+    """Oracle: (p − 1) / (v·m + p − 1) of a step, with v stages on each of p ranks
+    (arXiv:2104.04473, section 2.2)."""
+    (p, m), v = SCHEDULES[schedule], 2 if schedule == "interleaved" else 1
+    for replay in replays()[schedule]:
+        time = replay.time()
+        assert time.compute_seconds > 0
+        assert time.stage_seconds / time.step_seconds == pytest.approx((p - 1) / (v * m + p - 1))
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_messages_are_hidden_states_and_their_gradients(schedule: str) -> None:
     """Oracle: B·T·D numbers of four bytes, for each micro-batch, boundary between stages and
     direction."""
     p, m = SCHEDULES[schedule]
-    jobs = [(config_of(schedule), rank) for rank in range(p)]
-    traces = trace_all(jobs, imagined_hardware(), p)
-    events = [event for trace in traces for event in of_step(trace, Messages)]
-    sent = [one.bytes for event in events for one in event.messages if one.sends]
-    assert sent == [B * T * D * 4] * (2 * m * (4 - 1))
-    assert {(event.axis, event.group_size) for event in events} == {("pp", p)}
+    volumes = [
+        volume
+        for replay in replays()[schedule]
+        for key, volume in replay.volumes.items()
+        if key[1] == "pp"
+    ]
+    sent = [volume for volume in volumes if volume.collective == "send"]
+    assert sum(volume.calls for volume in sent) == 2 * m * (4 - 1)
+    assert sum(volume.bytes for volume in sent) == 2 * m * (4 - 1) * B * T * D * 4
+    assert {volume.group_size for volume in sent} == {p}
+
+
+def test_activations_are_those_of_the_micro_batches_under_way() -> None:
+    """Oracle: p − r of 1f1b on rank r, all m of gpipe, whose last is partly freed at the peak;
+    ranks of one layer."""
+    p, m = SCHEDULES["1f1b"]
+    one_by_one, gpipe = (
+        [replay.memory().categories[Category.activations] for replay in replays()[name]]
+        for name in ("1f1b", "gpipe")
+    )
+    of_one = one_by_one[1] - one_by_one[2]
+    assert of_one > B * T * D * 4
+    assert one_by_one[1:3] == [(p - 1) * of_one, (p - 2) * of_one]
+    assert gpipe[1] == gpipe[2]
+    assert (m - 1) * of_one < gpipe[1] <= m * of_one
 
 
 def messages(rank: int, *parts: tuple[int, bool], size: int = 100) -> Messages:
@@ -118,6 +166,16 @@ def test_a_message_waits_for_its_later_rank_and_takes_the_time_of_its_link() -> 
     found = replay_together([sender, late], hardware, two_allocators())
     assert found[1].time().stage_seconds == 2
     assert found[1].time().step_seconds == 2 + 2
+
+
+def test_ranks_that_wait_for_one_another_are_reported() -> None:
+    """Oracle: the definition of a deadlock."""
+    traces = [
+        Trace([Mark(1, "forward"), messages(rank, (1 - rank, False)), Mark(1, "end")])
+        for rank in range(2)
+    ]
+    with pytest.raises(RuntimeError, match="these ranks wait for one another"):
+        replay_together(traces, imagined_hardware(), two_allocators())
 
 
 @pytest.mark.parametrize(
