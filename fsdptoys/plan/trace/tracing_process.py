@@ -131,7 +131,7 @@ def can_fork() -> bool:
 def _answer_of(worker: Worker) -> Any:
     try:
         return worker.pipe.recv()
-    except (EOFError, ConnectionResetError):
+    except (EOFError, OSError):  # also in the middle of an answer
         _workers.cache_clear()
     worker.process.join()
     status = worker.process.exitcode
