@@ -99,8 +99,12 @@ class BucketedOptimizer(torch.optim.Optimizer):
         self._scale = scale.to(device)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update, or with an executor that defers, fix gradients and hyperparameters and begin."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self.finish_updates()
         scale, self._scale = self._scale, None
         defers = self.executor.defers
@@ -114,6 +118,7 @@ class BucketedOptimizer(torch.optim.Optimizer):
         self._may_be_pending = defers
         if not defers:
             self._finish_units(None)
+        return loss
 
     @property
     def held_gradients(self) -> list[Tensor]:
@@ -151,10 +156,17 @@ class BucketedOptimizer(torch.optim.Optimizer):
         ``fused`` etc. stay.
 
         Raises:
-            ValueError: if there are other numbers of groups or parameters.
+            ValueError: if the parameter groups or the shapes do not fit.
         """
         self.flush()
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
         saved_groups = state_dict["param_groups"]
+        if [len(group["params"]) for group in saved_groups] != [
+            len(group["params"]) for group in self.param_groups
+        ]:
+            raise ValueError("the loaded state dict has other parameter groups than the optimizer")
         ids = chain.from_iterable(group["params"] for group in saved_groups)
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         saved = {
@@ -171,6 +183,8 @@ class BucketedOptimizer(torch.optim.Optimizer):
             int(scalars["step"]) for b in self.buckets for scalars in b.scalars if "step" in scalars
         ]
         self.steps_taken = max(counted, default=self.steps_taken)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def _expose_states(self) -> None:
         for bucket in self.buckets:

@@ -16,6 +16,7 @@ out: dampening, AMSGrad, maximizing, sparse gradients, fused and multi-tensor fo
 Sources: arXiv:1412.6980 (Adam), arXiv:1711.05101 (decoupled decay)
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,12 +78,17 @@ class ToyOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters."""
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters; return the loss of ``closure``, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     self.update(param, param.grad, self.state[param], group)
+        return loss
 
 
 class SGD(ToyOptimizer):

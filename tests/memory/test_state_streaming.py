@@ -296,6 +296,14 @@ def test_bucket_exceeds_the_requested_size_only_for_one_large_parameter(
         assert len(optimizer.buckets) == expected
 
 
+def test_state_dict_of_other_groups_is_refused() -> None:
+    """Oracle: torch raises ValueError as well."""
+    optimizer = offload_stack(Stack(), PIPELINED)
+    other = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    with pytest.raises(ValueError, match="other parameter groups"):
+        optimizer.load_state_dict(other.state_dict())
+
+
 def test_streams_are_created_once_and_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the waits written out, for one bucket (stream 0 computes, 1 loads, 2 stores); and
     plain copies' bits."""

@@ -63,3 +63,16 @@ def test_updates_have_the_bits_of_torch_optim(
         train(native, {**settings, "foreach": False}, dtype),
     )
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_step_returns_the_loss_of_its_closure() -> None:
+    """Oracle: the closure's gradient, which the step applies."""
+    param = nn.Parameter(torch.tensor([3.0]))
+
+    def closure() -> float:
+        loss = (param**2).sum()
+        loss.backward()
+        return loss.item()
+
+    assert SGD([param], lr=0.25).step(closure) == 9.0
+    assert param.item() == 1.5
