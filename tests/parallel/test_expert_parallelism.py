@@ -11,7 +11,7 @@ from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing, MemoryCon
 from fsdptoys.models import ModelConfig
 from fsdptoys.models.moe import Router
 from fsdptoys.optim import AdamWConfig, MuonConfig, OptimStateDType
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig, ToyEPConfig
+from fsdptoys.parallel import FSDP2Config, SingleConfig, ToyEPConfig
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.profiler.collectives import Call, CollectiveTrace
@@ -108,26 +108,16 @@ def train_with_idle_experts(configs: list[Config]) -> list[Outcome] | None:
         pytest.param("llama4", 4, marks=pytest.mark.extended),
     ],
 )
-def test_experts_without_a_token_have_zero_gradients(family: str, ranks: int) -> None:
+def test_ranks_whose_experts_get_no_token_have_zero_gradients(family: str, ranks: int) -> None:
     """Oracle: one process, with every token sent to expert 0: ranks receive all rows, or none.
 
-    Strategies that split no experts have its bits.
+    ``test_experts.py`` compares the bits of strategies that split no experts.
     """
-    options: dict[str, Any] = {
-        "model": with_sizes(MODELS[family], top_k=1),
-        "deterministic": True,
-        "steps": 3,
-    }
+    options: dict[str, Any] = {"model": with_sizes(MODELS[family], top_k=1)}
     (expected,) = run_ranks(1, train_with_idle_experts, [single(ranks, **options)])[0]
-    rows = [
-        split(ranks, 1, parallel=parallel, **options)
-        for parallel in (DDPConfig(), FSDP1Config(), FSDP2Config())
-    ]
-    rows += [split(ranks, ep_size, **options) for ep_size in (2, 4) if ep_size <= ranks]
-    results = run_ranks(ranks, train_with_idle_experts, rows)[0]
-    for row, outcome in zip(rows, results, strict=True):
+    rows = [split(ranks, ep_size, **options) for ep_size in (2, 4) if ep_size <= ranks]
+    for outcome in run_ranks(ranks, train_with_idle_experts, rows)[0]:
         assert_close(outcome, expected)
-        assert row.mesh.ep_size > 1 or outcome.losses == expected.losses
         stacks = [grad for name, grad in outcome.grads.items() if ".experts." in name]
         assert stacks and all(grad[0].any() and not grad[1:].any() for grad in stacks)
 

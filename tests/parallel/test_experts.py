@@ -1,15 +1,23 @@
-"""Experts under FSDP: the sharded dim of their stacks."""
+"""Experts under FSDP: the sharded dim of their stacks, and experts without a token."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdptoys.config.schema import Config
-from fsdptoys.parallel import FSDP2Config
+from fsdptoys.models.moe import Router
+from fsdptoys.optim import SGDConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
+from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.placement import placement
 from fsdptoys.train.trainer import Trainer
+from tests.harness.offloaded_runs import outcome
+from tests.harness.outcomes import Outcome
 from tests.harness.ranks import run_ranks
-from tests.harness.tiny import TINY, make_config
+from tests.harness.tiny import TINY, make_config, with_sizes
+from tests.parallel.numeric_outcomes import only_the_first
 
 
 @pytest.mark.parametrize(
@@ -55,3 +63,37 @@ def test_fewer_experts_than_ranks_are_sharded_evenly() -> None:
         assert all(
             share == 0.25 and "dim=1" in placements for placements, share in shares.values()
         ), shares
+
+
+def train_with_idle_experts(configs: list[Config]) -> list[tuple[Outcome, list[float]]]:
+    """Return outcomes, and the norm of each expert's updates."""
+    Router.forward = only_the_first  # type: ignore[method-assign]
+    name = "layers.0.mlp.experts.down_proj"
+    results = []
+    for config in configs:
+        trainer = Trainer(config)
+        before = dict(trainer.strategy.full_parameters())[name].clone()
+        trainer.train()
+        update = dict(trainer.strategy.full_parameters())[name] - before
+        results.append((outcome(trainer), update.flatten(1).norm(dim=1).tolist()))
+    return results
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
+def test_idle_experts_neither_hang_nor_change_gradients(ranks: int) -> None:
+    """Oracle: one process; every token is routed to expert 0, so no rank updates the others."""
+    options: dict[str, Any] = {
+        "model": with_sizes(TINY["qwen3_moe"], top_k=1),
+        "optim": SGDConfig(lr=0.1, weight_decay=0.0),
+        "steps": 3,
+    }
+    strategies = [DDPConfig(), FSDP1Config(), FSDP1Config(use_orig_params=False), FSDP2Config()]
+    configs = [make_config(parallel, ranks, **options) for parallel in strategies]
+    if ranks == 4 and TORCH >= (2, 8):  # which HSDP needs under FSDP2 on a CPU
+        configs.append(make_config(FSDP2Config(), ranks, fsdp_size=2, **options))
+    alone = [make_config(SingleConfig(simulated_ranks=ranks), 1, **options)]
+    ((expected, _),) = run_ranks(1, train_with_idle_experts, alone)[0]
+    for found, (used, *idle) in run_ranks(ranks, train_with_idle_experts, configs)[0]:
+        assert found == expected
+        assert used > 0 and idle == [0.0, 0.0]
