@@ -1,14 +1,21 @@
-"""Gradient checkpointing and compilation under the strategies: all-gathers, and one graph.
+"""Gradient checkpointing and compilation under the strategies: no more gathers than PyTorch's own
+wrapper, one graph.
 
 ``test_equality.py`` compares the bits of checkpointed runs.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch._dynamo
+from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
@@ -45,6 +52,34 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+class _Forward(nn.Module):
+    """A function as a module without parameters."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def with_pytorchs_wrapper(config: Config, every: int) -> Config:
+    """Install PyTorch's own wrapper as every N-th block's forward: strategies look for the block
+    itself."""
+    build = config.model.build
+
+    def build_wrapped() -> Any:
+        model = build()
+        for block in list(model.layers)[::every]:
+            block.forward = checkpoint_wrapper(
+                _Forward(block.forward), CheckpointImpl.NO_REENTRANT
+            ).forward
+        return model
+
+    config.model.build = build_wrapped  # type: ignore[method-assign]
+    return config
+
+
 UNITS = {
     "fsdp1 blocks": FSDP1Config(wrap=Wrap.block),
     "fsdp1 parts": FSDP1Config(wrap=PARTS),
@@ -55,23 +90,27 @@ UNITS = {
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("name", levels(UNITS, {"fsdp1 parts", "fsdp2 blocks"}))
-def test_checkpointing_gathers_nothing_but_inner_units_of_fsdp1_again(name: str) -> None:
-    """Oracle: the all-gathers of a step without checkpointing."""
+def test_checkpointing_gathers_no_more_than_the_pytorch_wrapper(name: str) -> None:
+    """Oracle: the all-gathers of a step without checkpointing, and with PyTorch's wrapper around
+    the same blocks."""
 
     def config(**memory: Any) -> Config:
         options = {"deterministic": False, "steps": 1, "grad_accum": 1}
         return make_config(UNITS[name], 2, memory=MemoryConfig(**memory), **options)
 
     configs = {way: config(**memory) for way, memory in WAYS.items()}
+    configs |= {f"PyTorch's {every}": with_pytorchs_wrapper(config(), every) for every in (1, 2)}
     events = run_ranks(2, second_step, list(configs.values()))[0]
     gathers = {way: count(of_way, GATHER) for way, of_way in zip(configs, events, strict=True)}
+    assert gathers["full, every 2"] == gathers["PyTorch's 2"]
+    for way in ("full", "selective", "full, offload", "selective, offload"):
+        assert gathers[way] == gathers["PyTorch's 1"], way
     # FSDP1 gathers one of a block's two inner units once more in the recomputation, with any
     # checkpointing. FSDP2 does not from some torch between 2.8 and 2.11 on.
     again = 1 if name == "fsdp1 parts" else 0
     if TORCH >= (2, 11) or name != "fsdp2 parts":
-        for way in WAYS:
-            blocks = {"none": 0, "full, every 2": 2}.get(way, LAYERS)
-            assert gathers[way] - gathers["none"] == blocks * again, way
+        assert gathers["full"] - gathers["none"] == LAYERS * again
+        assert gathers["full, every 2"] - gathers["none"] == 2 * again
 
 
 COMPILED: dict[str, ParallelConfig] = {
