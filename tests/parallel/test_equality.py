@@ -343,32 +343,45 @@ def test_initial_values_differ_by_parameter_and_seed() -> None:
 MAX_NORM = 0.05
 
 
-def norms_before_and_after() -> list[list[float]]:
-    """Return norms of the first gradient as the optimizer gets it, after clipping here and by
-    PyTorch."""
+def first_step(configs: list[Config]) -> list[tuple[float, float, float]]:
+    """Return loss, norm before clipping, and norm of the gradient passed to the optimizer."""
     results = []
-    for ours in (True, False):
-        max_norm = MAX_NORM if ours else None
-        trainer = Trainer(make_config(SingleConfig(), 1, steps=1, max_grad_norm=max_norm))
-        params = [param for _, param in trainer.strategy.named_parameters()]
-        norms: list[float] = []
-
-        def clip(
-            *_: Any, ours: bool = ours, params: Any = params, norms: list[float] = norms
-        ) -> None:
-            if not ours:
-                torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
-            norms.append(torch.nn.utils.get_total_norm([param.grad for param in params]).item())
-
-        trainer.optimizer.register_step_pre_hook(clip)
+    for config in configs:
+        trainer = Trainer(config)
+        seen: list[torch.Tensor] = []
+        trainer.optimizer.register_step_pre_hook(
+            lambda *_, trainer=trainer, seen=seen: seen.append(
+                trainer.strategy.clip_grad_norm(float("inf"))
+            )
+        )
         trainer.train()
-        results.append([trainer.history[0].grad_norm, *norms])
+        results.append((trainer.history[0].loss, trainer.history[0].grad_norm, seen[0].item()))
     return results
 
 
-def test_clipping_is_that_of_pytorch() -> None:
-    """Oracle: torch.nn.utils.clip_grad_norm_ in one process, whose bits all strategies have
-    above."""
-    ours, pytorchs = run_ranks(1, norms_before_and_after)[0]
-    assert ours[0] == pytorchs[0] > MAX_NORM
-    assert ours[1] == pytest.approx(pytorchs[1], rel=1e-5)
+def clipped_by_pytorch() -> tuple[float, float]:
+    """Return the norms before and after PyTorch's own clipping in one process."""
+    trainer = Trainer(make_config(SingleConfig(simulated_ranks=2), 1, steps=1, max_grad_norm=None))
+    params = [param for _, param in trainer.strategy.named_parameters()]
+    norms: list[float] = []
+
+    def clip(*_: Any) -> None:
+        norms.append(torch.nn.utils.clip_grad_norm_(params, MAX_NORM).item())
+        norms.append(torch.nn.utils.get_total_norm([param.grad for param in params]).item())
+
+    trainer.optimizer.register_step_pre_hook(clip)
+    trainer.train()
+    return norms[0], norms[1]
+
+
+def test_clipping_scales_every_strategys_gradient_to_the_same_norm() -> None:
+    """Oracle: torch.nn.utils.clip_grad_norm_ over the full gradient of one process, then its
+    norm."""
+    options: dict[str, Any] = {"steps": 1, "max_grad_norm": MAX_NORM}
+    configs = [make_config(parallel, 2, **options) for parallel, _ in strategies_on(2).values()]
+    configs.append(make_config(FSDP2Config(), 2, memory=OFFLOADED, **options))
+    before, after = run_ranks(1, clipped_by_pytorch)[0]
+    assert before > MAX_NORM
+    for _, norm, clipped in run_ranks(2, first_step, configs)[0]:
+        assert norm == pytest.approx(before, rel=1e-6)
+        assert clipped == pytest.approx(after, rel=1e-5)
