@@ -11,12 +11,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.models.generate import Draw, generate
-from fsdptoys.parallel.precision import CastParameters
+from fsdptoys.parallel import DDPConfig, SingleConfig
+from fsdptoys.parallel.precision import CastParameters, DType
 from fsdptoys.train.compile import compile_blocks
-from tests.harness.tiny import TINY, tiny_model
+from fsdptoys.train.trainer import Trainer
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import TINY, make_config, tiny_model
 
 
 def filled(config: ModelConfig) -> DecoderModel:
@@ -109,3 +113,24 @@ def test_parameters_are_cast_once_and_gradients_arrive_block_by_block(how: str, 
     }
     for name, param in oracle.named_parameters():
         assert torch.equal(gradients[name], param.grad), name  # type: ignore[arg-type]
+
+
+def orders(configs: list[Config]) -> list[list[str]]:
+    found = []
+    for config in configs:
+        trainer = Trainer(config)
+        found.append(order_of_gradients(trainer.strategy._unwrapped))  # type: ignore[attr-defined]
+        trainer.train()
+    return found
+
+
+def test_ddp_gets_gradients_of_the_last_block_before_the_backward_of_the_first_begins() -> None:
+    """Oracle: hooks on gradients and on the backward."""
+    half = {"param_dtype": DType.bfloat16}
+    configs = [
+        make_config(parallel, 1, steps=1, grad_accum=1, seq_len=8)
+        for parallel in (SingleConfig(**half), DDPConfig(**half))
+    ]
+    for order in run_ranks(1, orders, configs)[0]:
+        assert order[-1] == "first"
+        assert order.count("last") == len(order) - 1 > 1

@@ -12,6 +12,7 @@ from fsdptoys.models import LlamaConfig
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel import init_weights as initialize
 from fsdptoys.train.trainer import Trainer
+from fsdptoys.utils.seeds import seed_of
 from tests.harness.process_memory import NEEDS_PEAK, peak_growth_bytes
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import make_config
@@ -36,6 +37,7 @@ def shards_unlike_the_full_parameter(shapes: list[tuple[int, ...]], sizes: list[
         initialize.BLOCK_ELEMENTS = block_elements
         whole = initialized(torch.empty(shape))
         assert len(whole.unique()) > 0.99 * whole.numel()  # other values in each block
+        assert whole.std() > 0.5
         for mesh, placements in [
             (flat, [Shard(0)]),
             (flat, [Shard(1)]),
@@ -57,6 +59,21 @@ def test_shards_are_slices_of_the_full_parameter_for_any_block_size() -> None:
     borders."""
     shapes, sizes = [(23, 5), (5, 8, 12), (3, 7, 4)], [1, 5, 12, 40, 2**22]
     assert run_ranks(4, shards_unlike_the_full_parameter, shapes, sizes) == [[]] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_draw_the_values_of_one_thread(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: each block drawn by itself from its seed."""
+    monkeypatch.setattr(initialize, "BLOCK_ELEMENTS", 5 * 17)
+    got = initialized(torch.nn.Parameter(torch.empty(33, 17, dtype=dtype)), threads=4)
+    blocks = []
+    for block, rows in enumerate([5, 5, 5, 5, 5, 5, 3]):
+        drawn = torch.empty(rows, 17)
+        fill("weight", drawn, torch.Generator().manual_seed(seed_of(3, "weight", block)))
+        blocks.append(drawn)
+    assert torch.equal(got, torch.cat(blocks).to(dtype))
 
 
 def test_an_error_in_a_thread_is_raised() -> None:
