@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from fsdptoys.device.profile import load_hardware
-from fsdptoys.metrics.prediction import Prediction, Volume
+from fsdptoys.metrics.prediction import Category, Prediction, Volume
 from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Collective, Kernel, KernelKind, Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
-from tests.harness.traced_runs import configured, of_step, traced, traced_on
+from tests.harness.traced_runs import configured, live_bytes, of_step, traced, traced_on
 
 BF16 = "parallel.param_dtype=bfloat16"
 extended = pytest.mark.extended
@@ -104,6 +104,21 @@ def test_attention_of_a_rank_is_its_part_of_the_causal_half(form: str) -> None:
     assert {event.attention.split()[0] for event in of_step(trace, Kernel) if event.attention} == {
         "flash"
     }
+
+
+def test_activations_fall_with_the_ranks_that_share_a_sequence() -> None:
+    """Oracle: a quarter of the tokens, and attention's result twice: as computed, and after the
+    exchange."""
+    words = [*LLAMA, "model.n_kv_heads=4"]
+    whole, part = (
+        live_bytes(traced([*words, *more]), 2, "backward") for more in ((), ("mesh.cp_size=4",))
+    )
+    twice = LAYERS * TOKENS // 4 * DIM * 2
+    assert part[Category.activations] == pytest.approx(
+        whole[Category.activations] / 4 + twice, abs=1024
+    )
+    assert part[Category.logits] == pytest.approx(whole[Category.logits] / 4, abs=1024)
+    assert part[Category.parameters] == whole[Category.parameters]
 
 
 @pytest.mark.parametrize("imbalance", [pytest.param(1, marks=extended), 2])

@@ -1,12 +1,13 @@
 """The search over combinations, compared with brute force over a formula of a prediction."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
-from fsdptoys.config.compose import compose_config
+from fsdptoys.config.compose import compose_config, compose_presets
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware
@@ -16,7 +17,8 @@ from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.plan.search.combinations import SENSIBLE
 from fsdptoys.plan.search.effects import effects
-from fsdptoys.plan.search.ranking import label
+from fsdptoys.plan.search.ranking import Candidate, frontier, label
+from fsdptoys.plan.search.search import largest_preset
 from fsdptoys.plan.search.switches import (
     fixed_keys,
     read,
@@ -228,6 +230,70 @@ def test_host_memory_limits_candidates() -> None:
     assert any(one.config.memory.cpu_offload for one in with_host.candidates)
     without = find(MODEL, 8, 80, host_bytes=GIB)
     assert not any(one.config.memory.cpu_offload for one in without.candidates)
+
+
+def point(gib: float, speed: float) -> Candidate:
+    config = compose(MODEL)
+    prediction = formula(config, HARDWARE, 8)
+    prediction = dataclasses.replace(
+        prediction,
+        tokens_per_step=int(1000 * speed),
+        memory=dataclasses.replace(prediction.memory, reserved_bytes=int(gib * GIB)),
+        time=dataclasses.replace(prediction.time, step_seconds=1000.0),
+    )
+    return Candidate((f"{gib}", f"{speed}"), config, prediction, 0)
+
+
+def test_frontier_is_the_set_of_undominated_points() -> None:
+    """Oracle: the definition, pair by pair, over points on a grid with many ties."""
+    points = [point(1 + 7 * k % 11, 100 + 5 * k % 13) for k in range(60)]
+    chosen = frontier(points)
+
+    def beats(one: Candidate, other: Candidate) -> bool:
+        a, b = (
+            (one.reserved_bytes, -one.tokens_per_second),
+            (other.reserved_bytes, -other.tokens_per_second),
+        )
+        return a[0] <= b[0] and a[1] <= b[1] and a != b
+
+    unbeaten = {
+        (one.reserved_bytes, one.tokens_per_second)
+        for one in points
+        if not any(beats(two, one) for two in points)
+    }
+    assert [(one.reserved_bytes, one.tokens_per_second) for one in chosen] == sorted(unbeaten)
+
+
+@extended
+def test_largest_fitting_preset_has_composable_overrides() -> None:
+    """Oracle: no larger preset fits in any combination of the same space; Hydra composes the
+    overrides."""
+    names = ["llama3_1b", "gpt2_xl", "llama3_8b", "llama2_13b", "llama2_7b", "llama3_70b", "gpt2"]
+    words = ["experiment=llama2_7b", "train.steps=5"]
+    presets = compose_presets(names)
+
+    def largest(among: list[str], gib: float) -> Candidate:
+        chosen = [preset for preset in presets if preset.name in among]
+        return largest_preset(chosen, compose(words), words, HARDWARE, 8, gib * GIB, formula)
+
+    for gib in (30, 15):
+        candidate = largest(names, gib)
+        composed = compose_config(list(candidate.words))
+        composed.validate(8, "cuda")
+        assert composed == candidate.config
+        assert composed.train.steps == 5
+        order = [
+            "gpt2",
+            "llama3_1b",
+            "gpt2_xl",
+            "llama2_7b",
+            "llama3_8b",
+            "llama2_13b",
+            "llama3_70b",
+        ]
+        with pytest.raises(ConfigError):
+            largest(order[order.index(composed.model.name) + 1 :], gib)
+    assert largest(["gpt2"], 30).config.train.seq_len == 1024
 
 
 def test_files_of_memory_and_mesh_on_the_command_line_fix_all_their_keys() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,11 @@ from fsdptoys.plan.search.advice import Advice
 from fsdptoys.plan.search.ranking import Candidate
 from fsdptoys.plan.search.search import SearchResult
 from fsdptoys.plan.text_report import (
+    advice_to_dict,
     print_command,
     print_prediction,
     print_search,
+    search_to_dict,
 )
 from tests.harness.traced_runs import imagined_hardware
 
@@ -222,3 +225,20 @@ def test_printed_command_starts_the_predicted_number_of_ranks(
     candidate = Candidate((*WORDS, *words), config, prediction, 0)
     line = printed(lambda console: print_command(candidate, HARDWARE, console)).splitlines()[-1]
     assert line == " ".join(["bash run_fsdp.sh", *WORDS, *words, *more.split()])
+
+
+def test_search_and_advice_serialize_to_json(config: Config) -> None:
+    """Oracle: the JSON read back."""
+    read = json.loads(json.dumps(search_to_dict(search_result(config), ("a caveat",))))
+    assert read["best"]["words"][3] == "mesh.fsdp_size=8"
+    assert (
+        read["caveats"] == ["a caveat"]
+        and read["fitting"] == 3
+        and read["refused"] == {"a sentence": 2}
+    )
+    assert [row["prediction"]["memory"]["reserved_bytes"] / GIB for row in read["frontier"]] == [
+        6,
+        12,
+        60,
+    ]
+    assert json.loads(json.dumps(advice_to_dict(ADVICE)))[1]["words"] == ["train.batch_size=4"]

@@ -37,10 +37,52 @@ LLAMA = (
     f"model.n_kv_heads={KV_HEADS}", f"model.ffn_dim={FFN}", f"model.vocab_size={VOCAB}",
     f"train.seq_len={TOKENS}",
 )  # fmt: skip
+ADAMW_BYTES = {Category.parameters: 4, Category.optimizer_states: 8}
 extended = pytest.mark.extended
 TRACES_DDP = pytest.mark.skipif(not registers_devices(), reason="this torch cannot trace DDP")
 BLOCK = 2 * DIM * DIM + 2 * DIM * KV_HEADS * HEAD_DIM + 3 * DIM * FFN + 2 * DIM
 PARAMETERS = LAYERS * BLOCK + 2 * VOCAB * DIM + DIM
+
+
+@pytest.mark.parametrize(
+    ("words", "shards", "bytes_each"),
+    [
+        (("parallel=fsdp2",), 8, ADAMW_BYTES),
+        pytest.param(("parallel=fsdp2", "mesh.fsdp_size=2"), 2, ADAMW_BYTES, marks=extended),
+        pytest.param(
+            ("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"),
+            8, ADAMW_BYTES, marks=extended,
+        ),
+        (("parallel=fsdp1",), 8, ADAMW_BYTES),
+        pytest.param(
+            ("parallel=ddp", "optim=sgd"), 1,
+            {Category.parameters: 4, Category.gradients: 4, Category.optimizer_states: 4,
+             Category.gathered_parameters: 2},
+            marks=TRACES_DDP,
+        ),
+        (("parallel=fsdp2", "memory.optimizer_offload=true"), 8, {Category.parameters: 4}),
+        (("parallel=fsdp2", "memory.cpu_offload=true"), 8, {}),
+        pytest.param(("parallel=fsdp1", "memory.cpu_offload=true"), 8, {}, marks=extended),
+    ],
+)  # fmt: skip
+def test_memory_at_the_end_of_a_step_is_the_sharded_state(
+    words: tuple[str, ...], shards: int, bytes_each: dict[Category, int]
+) -> None:
+    """Oracle: parameters divided by the ranks that share them, times the bytes of each thing that
+    stays (ZeRO)."""
+    trace = traced([*LLAMA, BF16, *words])
+    live = live_bytes(trace, 2, "end")
+    for category in (Category.parameters, Category.gradients, Category.optimizer_states):
+        expected = PARAMETERS // shards * bytes_each.get(category, 0)
+        assert live[category] == pytest.approx(expected, abs=1024), category
+    assert live[Category.activations] == live[Category.logits] == 0
+    # The rest: the table of rotations, and the step's own few numbers.
+    assert (
+        sum(live.values()) - sum(PARAMETERS // shards * each for each in bytes_each.values())
+        < 16384
+    )
+    offloaded = 12 - sum(bytes_each.values()) if "offload" in " ".join(words) else 0
+    assert trace.host_bytes == pytest.approx(PARAMETERS // shards * offloaded, rel=0.6, abs=20_000)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +104,17 @@ def test_collective_volumes_match_zero_3(strategy: str, param_bytes: int) -> Non
         gathered += DIM + embedding - DIM
     assert moved["all_gather", "shard"] == pytest.approx(gathered * param_bytes, rel=0.001)
     assert moved["reduce_scatter", "shard"] == pytest.approx(PARAMETERS * 4, rel=0.001)
+
+
+def test_replicas_all_reduce_each_shard() -> None:
+    """Oracle: with two shards on eight ranks, four replicas two ranks apart reduce half of the
+    gradients."""
+    found = of_step(traced([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=2"]), Collective)
+    reduced = [event for event in found if event.axis == "replicate"]
+    assert {(event.name, event.group_size, event.group_stride) for event in reduced} == {
+        ("all_reduce", 4, 2)
+    }
+    assert sum(event.bytes for event in reduced) == pytest.approx(PARAMETERS / 2 * 4, rel=0.001)
 
 
 def test_chunked_loss_matmuls_have_the_dtype_of_their_operands() -> None:
@@ -88,6 +141,19 @@ def test_ddp_all_reduces_concurrently_with_the_backward() -> None:
     reduced = [event for event in of_step(trace, Collective) if event.stream != 0]
     assert sum(event.bytes for event in reduced) == PARAMETERS * 4
     assert {trace.streams[event.stream] for event in reduced} == {"communication"}
+    # The model fits one bucket of 25 MiB; of several 1 MiB buckets the first is reduced during the
+    # backward.
+    small = traced([*LLAMA, "parallel=ddp", "parallel.bucket_cap_mb=1"])
+    buckets = [
+        index
+        for index, event in enumerate(small.events)
+        if isinstance(event, Collective) and event.stream != 0
+    ]
+    in_step = [index for index in buckets if index > small.events.index(Mark(2, "backward"))]
+    rest = small.events[in_step[0] : small.events.index(Mark(2, "optimizer"))]
+    assert len(in_step) > 2 and any(
+        isinstance(e, Kernel) and e.kind is KernelKind.matmul for e in rest
+    )
     last = max(index for index, event in enumerate(trace.events) if event in reduced)
     before_update = trace.events[last : trace.events.index(Mark(2, "optimizer"))]
     done = {
@@ -99,6 +165,42 @@ def test_ddp_all_reduces_concurrently_with_the_backward() -> None:
         isinstance(event, WaitEvent) and event.stream == 0 and event.event in done
         for event in before_update
     )
+
+
+@pytest.mark.parametrize(
+    ("device_type", "words", "operator", "row_bytes"),
+    [
+        ("cuda", (BF16,), "aten::_scaled_dot_product_flash_attention", HEAD_DIM * 2 + 4),
+        ("npu", (BF16,), "planned::npu_fusion_attention", HEAD_DIM * 2 + 2 * 8 * 4),
+        (
+            "cuda",
+            ("model.n_kv_heads=4",),
+            "aten::_scaled_dot_product_efficient_attention",
+            HEAD_DIM * 4 + 4,
+        ),
+    ],
+)
+def test_attention_saves_its_output_and_statistics(
+    device_type: str, words: tuple[str, ...], operator: str, row_bytes: int
+) -> None:
+    """Oracle: a head's row of the result, and the float32 statistics that each library documents;
+    2·B·H·T²·K FLOPs."""
+    trace = traced([*LLAMA, "parallel=fsdp2", *words], device_type=device_type)
+    at = next(i for i, e in enumerate(trace.events) if isinstance(e, Kernel) and e.name == operator)
+    kernel = trace.events[at]
+    assert isinstance(kernel, Kernel) and kernel.kind is KernelKind.attention
+    assert kernel.flops == 2 * HEADS * TOKENS**2 * HEAD_DIM
+    results: list[Alloc] = []
+    for event in reversed(trace.events[:at]):
+        if not isinstance(event, Alloc):
+            break
+        results.append(event)
+    kept = [
+        event
+        for event in results
+        if trace.categories.get(event.block, event.category) is Category.activations
+    ]
+    assert sum(event.bytes for event in kept) == pytest.approx(HEADS * TOKENS * row_bytes, abs=64)
 
 
 @pytest.mark.parametrize(
