@@ -14,7 +14,7 @@ from fsdptoys.memory.activation_checkpointing import (
     checkpoint_blocks,
 )
 from fsdptoys.memory.activation_offload import ActivationOffload
-from fsdptoys.models import grouped
+from fsdptoys.models import grouped, routers
 from fsdptoys.models.layers import RunnableBlock
 from tests.harness.blocks import LLAMA, Operators, assert_equal, build, forward, gradients
 from tests.harness.families import SMALL
@@ -43,6 +43,30 @@ def test_every_kth_block_from_the_start_index_runs_twice(
     forward(model).backward()
     assert forwards == {index: 1 + (index in twice) for index in range(LLAMA.n_layers)}
     assert_equal(gradients(model), gradients(expected))
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
+@pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("family", SMALL)
+def test_checkpointing_keeps_gradients_and_routing_of_every_family(
+    family: str, mode: GradientCheckpointing, offload: bool
+) -> None:
+    """Oracle: the same model without checkpointing, bitwise; two micro-batches, with losses of the
+    routers."""
+    results = []
+    for checkpointing in (NONE, mode):
+        model = build(SMALL[family])
+        host = ActivationOffload(torch.device("cpu"), min_bytes=0) if offload else None
+        checkpoint_blocks(model.layers, checkpointing, offload=host)
+        counts = []
+        for seed in (1, 2):
+            forward(model, seed).backward()
+            counts += [router.counts_E.tolist() for router in routers(model)]
+        results.append((gradients(model), counts))
+    (expected, expected_counts), (got, got_counts) = results
+    assert_equal(got, expected)
+    assert got_counts == expected_counts
 
 
 def test_first_selective_step_saves_nothing_of_the_matmul_probe(

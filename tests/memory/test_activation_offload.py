@@ -196,6 +196,35 @@ def test_writing_in_place_to_saved_tensors_is_refused(writes_to_input: bool) -> 
         hidden_BD.sum().backward()
 
 
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_step_after_a_failure_is_correct_and_reuses_buffers(fails_in: str) -> None:
+    """Oracle: the same model without checkpointing, bitwise."""
+    model, copies = offloaded(SELECTIVE)
+    forward(model).backward()
+    made = len(copies.buffers)
+    model.zero_grad()
+
+    def fail(*_: Any) -> None:
+        raise KeyError("in the middle")
+
+    block = model.layers[2]
+    handle = (
+        block.register_forward_hook(fail)
+        if fails_in == "forward"
+        else block.register_full_backward_hook(fail)
+    )
+    with pytest.raises(KeyError, match="in the middle"):
+        forward(model).backward()
+    handle.remove()
+    model.zero_grad()
+    gc.collect()
+    forward(model).backward()
+    assert_equal(gradients(model), expected(1))
+    assert len(copies.buffers) == made
+    if fails_in == "backward":
+        assert "abandoned" in copies.events
+
+
 class Masked(RunnableBlock):
     """Takes a tensor that needs no gradient and is the same for all blocks."""
 

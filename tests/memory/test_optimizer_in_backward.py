@@ -5,6 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import (
@@ -19,7 +22,9 @@ from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
+from fsdptoys.utils.dtensor import local_tensor
 from fsdptoys.utils.torchao import torchao_fault
+from tests.harness.processes import wait_until
 from tests.harness.ranks import run_ranks
 from tests.harness.run_tables import Pair, Pairs, levels, trained_rows
 from tests.harness.tiny import (
@@ -106,33 +111,81 @@ def test_gradients_of_several_simulated_ranks_are_refused() -> None:
     )
 
 
-def most_gradients(config: Config) -> tuple[int, int]:
+class Gradients:
+    """Observes the gradients of a trainer before each update.
+
+    Storages are counted rather than the allocator's bytes, whose peak depends on when gloo's
+    threads let go of the buffers of a collective.
+    """
+
+    def __init__(self, trainer: Trainer, most_bytes: float) -> None:
+        self.params = [param for _, param in trainer.strategy.named_parameters()]
+        self.most_params = 0
+        self.most_bytes = most_bytes
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def live_bytes(self) -> int:
+        """Return the bytes of all gradients so far that something still refers to."""
+        return sum(nbytes for storage, nbytes in self._storages.values() if not storage.expired())
+
+    def look(self) -> None:
+        """Count gradients, and wait until the storages of earlier ones are freed."""
+        self._record()
+        wait_until(
+            lambda: self.live_bytes() <= self.most_bytes,
+            f"at most {self.most_bytes} bytes of gradients",
+        )
+
+    def _record(self) -> None:
+        grads: list[Tensor] = [param.grad for param in self.params if param.grad is not None]
+        self.most_params = max(self.most_params, len(grads))
+        for grad in grads:
+            storage = local_tensor(grad).untyped_storage()
+            self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+
+def before(function: Callable[..., Any], look: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        look()
+        return function(*args)
+
+    return call
+
+
+def count_gradients(config: Config, most_bytes: float) -> tuple[int, int]:
     """Return the largest number of gradients before an update, and the number of parameters."""
-    counts: list[int] = []
-
-    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            counts.append(sum(param.grad is not None for param in params))
-            return function(*args)
-
-        return call
-
     with pytest.MonkeyPatch.context() as patch:
         for kind, name in ((OptimizerInBackward, "_update"), (OptimizerStepper, "step")):
-            patch.setattr(kind, name, counting(getattr(kind, name)))
+            patch.setattr(kind, name, before(getattr(kind, name), lambda: gradients.look()))
         trainer = Trainer(config)
-        params = [param for _, param in trainer.strategy.named_parameters()]
+        gradients = Gradients(trainer, most_bytes)
         for step in range(1, 4):
             trainer.train_step(step)
-    return max(counts), len(params)
+    return gradients.most_params, len(gradients.params)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_optimizer_in_backward_frees_gradients_early(ranks: int) -> None:
-    """Oracle: parameters with a gradient before each update; all of them without this option."""
+    """Oracle: parameters with a gradient before each update, and storages of gradients by weak
+    references.
+
+    FSDP2 keeps the gradients of a block in one storage. All of them exist without this option.
+    """
     parallel: ParallelConfig = SingleConfig() if ranks == 1 else FSDP2Config()
-    options: dict[str, Any] = {"seq_len": 4, "batch_size": 1, "deterministic": False}
-    for in_backward in (True, False):
-        run = config(parallel, ranks, in_backward, **options)
-        for most, count in run_ranks(ranks, most_gradients, run):
-            assert most == (1 if in_backward else count) and count > 1
+    model = replace(tiny_model(), n_layers=8)
+    options: dict[str, Any] = {
+        "model": model,
+        "seq_len": 4,
+        "batch_size": 1,
+        "deterministic": False,
+    }
+    with torch.device("meta"):
+        params: list[nn.Parameter] = list(model.build().layers[0].parameters())
+    block_bytes = 4 * sum(param.numel() for param in params)
+    freeing = config(parallel, ranks, True, **options)
+    for few, count in run_ranks(ranks, count_gradients, freeing, 3 * block_bytes / ranks):
+        assert few == 1 < count
+    most, count = run_ranks(
+        ranks, count_gradients, config(parallel, ranks, False, **options), float("inf")
+    )[0]
+    assert most == count
