@@ -152,6 +152,22 @@ def test_each_gradient_can_be_computed_alone(wanted: int) -> None:
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("scale_input", [False, True])
+def test_bfloat16_error_is_at_most_twice_that_of_the_plain_formula(scale_input: bool) -> None:
+    """Oracle: the formula in float64; the yardstick is the error of the same formula computed in
+    bfloat16."""
+    inputs = make_inputs(64, 4, 8, dtype=torch.bfloat16)
+    exact: Inputs = tuple(
+        t.detach().double().requires_grad_() if t.requires_grad else t for t in inputs
+    )  # type: ignore[assignment]
+    expected = value_and_gradients(formula(exact, scale_input), exact)
+    plain = value_and_gradients(formula(inputs, scale_input), inputs)
+    product = choose_product("cpu", torch.bfloat16)
+    actual = value_and_gradients(apply_experts(*inputs, product, scale_input=scale_input), inputs)
+    for result, loop, reference in zip(actual, plain, expected, strict=True):
+        assert (result.double() - reference).norm() <= 2 * (loop.double() - reference).norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_results_are_bitwise_reproducible(dtype: torch.dtype) -> None:
     """Oracle: its own first run; repeated at other addresses, with deterministic algorithms, and in
@@ -200,6 +216,37 @@ def test_saved_tensors_have_the_documented_size() -> None:
     floats = [t for t in kept if t.is_floating_point() and not isinstance(t, nn.Parameter)]
     assert sum(t.numel() for t in floats) == tokens * DIM + tokens * top_k * (2 * FFN_DIM + 1)
     assert sum(t.numel() for t in kept if not t.is_floating_point()) == 3 * tokens * top_k
+
+
+def test_uneven_loads_allocate_no_larger_tensors() -> None:
+    """Oracle: the same layer with even loads; the largest tensor of the forward and backward, by a
+    dispatch mode."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            self.numel = max(
+                [
+                    self.numel,
+                    *(
+                        t.numel()
+                        for t in torch.utils._pytree.tree_leaves(out)
+                        if isinstance(t, Tensor)
+                    ),
+                ]
+            )
+            return out
+
+    sizes = []
+    for load in ("random", "the same experts"):
+        inputs = make_inputs(256, 1, 8, load)
+        with Largest() as largest:
+            value_and_gradients(apply_experts(*inputs, Looped()), inputs)
+        sizes.append(largest.numel)
+    assert sizes[0] == sizes[1]
 
 
 def test_empty_batch_gives_zero_gradients() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdptoys.models.lora import (
     LoRALinear,
@@ -48,6 +48,32 @@ def test_adapters_start_without_effect_and_alone_get_gradients(family: str) -> N
     model(tokens).square().sum().backward()
     trained = {name for name, param in model.named_parameters() if param.grad is not None}
     assert trained == {name for name, _ in model.named_parameters() if is_adapter(name)} and trained
+
+
+def test_an_adapter_adds_its_product() -> None:
+    """Oracle: one matrix W + alpha/rank · B A."""
+    model = adapted("llama")
+    layer = next(module for module in model.modules() if isinstance(module, LoRALinear))
+    nn.init.normal_(layer.lora_b.weight)
+    input_NI = torch.randn(5, layer.in_features)
+    whole = layer.weight + 2.0 * layer.lora_b.weight @ layer.lora_a.weight
+    torch.testing.assert_close(layer(input_NI), input_NI @ whole.t())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_has_a_sample_of_every_token(family: str) -> None:
+    """Oracle: each sample in a batch of its own, also in experts that all tokens share."""
+    model = adapted(family, dropout=0.25)
+    samples = next(module.samples for module in model.modules() if isinstance(module, LoRALinear))
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            nn.init.normal_(module.lora_b.weight, std=0.1)
+    tokens = torch.randint(0, 30, (2, 24), generator=torch.Generator().manual_seed(0))
+    samples.numbers_B = torch.tensor([3, 8])
+    both = model(tokens)
+    for row, number in enumerate((3, 8)):
+        samples.numbers_B = torch.tensor([number])
+        torch.testing.assert_close(model(tokens[row : row + 1]), both[row : row + 1])
 
 
 def dropped(
