@@ -162,3 +162,9 @@ def test_owner_loads_differ_by_at_most_the_largest_tensor(evenness: Evenness, se
         ]
         assert max(kept) <= sum(sizes) / 4 + max(sizes)
     assert copy.deepcopy(owners) == assign_owners(units, 4, evenness)
+
+
+def test_unit_evenness_spreads_every_block_over_all_ranks() -> None:
+    """Oracle: counted; of each block's four equal tensors every one of four ranks owns one."""
+    units = [[10, 10, 10, 10]] * 3 + [[5, 5, 5, 5]]
+    assert all(set(owners) == {0, 1, 2, 3} for owners in assign_owners(units, 4, Evenness.unit))
