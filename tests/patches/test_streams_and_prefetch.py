@@ -175,6 +175,24 @@ def test_later_patched_runs_of_a_process_share_its_streams() -> None:
     assert run_ranks(2, run_in_turn) == [(True, False)] * 2
 
 
+def interleave_with_share_comm_ctx() -> None:
+    first, second = make_root("fsdp2", 1), make_root("fsdp2", 2)
+    torch.distributed.fsdp.share_comm_ctx([first, second])
+    losses = [root(torch.randn(4, WIDTH)).square().sum() for root in (first, second)]
+    with pytest.raises(IndexError, match="list index out of range"):
+        for loss in losses:
+            loss.backward()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp, "share_comm_ctx"), reason="came with torch 2.10"
+)
+def test_share_comm_ctx_breaks_interleaved_backwards() -> None:
+    """Oracle: PyTorch's error; once this fails, PyTorch separates the prefetch orders and the patch
+    is obsolete."""
+    run_ranks(2, interleave_with_share_comm_ctx)
+
+
 PREFETCH = PATCHES["fsdp2_backward_prefetch"]
 
 
