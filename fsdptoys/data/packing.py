@@ -266,6 +266,7 @@ def _write_rows(
             counts.ids += int(lengths.sum())
     shutil.rmtree(place, ignore_errors=True)
     seal_folder(part, place, COUNTS_FILE, json.dumps(dataclasses.asdict(counts)))
+    map_file.cache_clear()  # of the rows that were here before
     return left_out
 
 

@@ -28,6 +28,7 @@ from fsdptoys.utils.sealed_folder import seal_folder, sum_bytes, sum_path
 from . import dataset_index as layout
 from .dataset import Tokens
 from .dataset_index import MOST_COUNT, Index, Shard
+from .token_files import map_file
 
 PROGRESS_FILE = "progress.json"
 SAVE_TOKENS = 2**24  # ids between two records of the progress
@@ -143,6 +144,7 @@ class ShardsWriter:
         index = dataclasses.replace(index, left_out=self.progress.left_out, shards=tuple(shards))
         content = index.to_json()
         seal_folder(self.part, self.folder, layout.INDEX_FILE, content, drop=[PROGRESS_FILE])
+        map_file.cache_clear()  # of the shards that were here before
         return index
 
     def close(self) -> None:

@@ -302,4 +302,3 @@ def test_reference_to_the_device_has_its_final_value(words: list[str]) -> None:
         [*words, "metrics.run_dir=runs/${launch.device}", "launch.nproc_per_node=1"], {}
     )
     assert run.composition.config.metrics.run_dir == f"runs/DeviceChoice.{run.hardware.device_type}"
-
