@@ -6,6 +6,7 @@ before the model is wrapped; several holders may apply the same one, and the las
 PyTorch's attribute. A root keeps the streams of its first forward.
 """
 
+import difflib
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -120,10 +121,11 @@ def check_patches(names: Sequence[str] | str, strategy: str) -> None:
     for name in names:
         patch = PATCHES.get(name)
         if patch is None:
-            raise ValueError(
-                f"patches=[{name}] is not the name of a patch; choose from {', '.join(PATCHES)}, "
-                "or set patches=auto"
-            )
+            near = difflib.get_close_matches(name, PATCHES, n=1)
+            fix = f"choose from {', '.join(PATCHES)}, or set patches=auto"
+            if near:
+                fix = f"did you mean patches=[{near[0]}]?"
+            raise ValueError(f"patches=[{name}] is not the name of a patch; {fix}")
         if patch.strategy != strategy:
             raise ValueError(
                 f"patches=[{name}] concerns parallel={patch.strategy}, and parallel={strategy} "

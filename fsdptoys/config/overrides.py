@@ -90,6 +90,11 @@ def _parse(word: str, later: Sequence[str], chosen: Mapping[str, str | None]) ->
         key = (key.split() or [""])[-1]
         value = value.strip() or next((text for text in later[:2] if text != "="), "VALUE")
         raise ConfigError(f"'{word}' has spaces before or after the = sign; write {meant(value)}")
+    if word.startswith("~"):
+        raise ConfigError(
+            f"{word} would take a key away, which every run needs; write KEY=null or a value "
+            "instead"
+        )
     if not equals:
         if file := explain_file(word):
             raise ConfigError(f"{word} is a file and no setting; {file}")
@@ -195,6 +200,15 @@ def check_values(overrides: Sequence[Override], chosen: Mapping[str, str | None]
                 f"{needed[key].strip()} or leave it out"
             )
         if key not in options:
+            if key.partition(".")[0] == "hydra":
+                raise ConfigError(
+                    f"{typed} is Hydra's own setting, which every rank needs as it is; leave it out"
+                )
+            if re.search(r"(^|\.)_\w+_$", key):
+                raise ConfigError(
+                    f"{typed} would run code that the configuration names, which is not "
+                    "supported; leave it out"
+                )
             fix = find_fix(key, raw, chosen)
             clause = fix.clause("did you mean") if fix is not None else HELP
             raise ConfigError(f"{typed} names a key that does not exist; {clause}")
