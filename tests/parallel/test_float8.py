@@ -3,6 +3,7 @@ refused configurations.
 """
 
 import copy
+import functools
 import importlib.util
 from typing import Any
 from unittest import mock
@@ -11,26 +12,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch import resolve_run
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
+from fsdptoys.models import LlamaConfig
 from fsdptoys.parallel import (
     DDPConfig,
     FSDP2Config,
     ParallelConfig,
     SingleConfig,
     ToyZero3Config,
+    host_copy,
 )
 from fsdptoys.parallel.float8 import Float8, check_float8_here, convert_to_float8
 from fsdptoys.parallel.precision import DType
+from fsdptoys.train import parallelize as prepare
+from fsdptoys.train.compile import compile_blocks
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.torchao import torchao_fault
 from tests.harness.outcomes import train_all
 from tests.harness.ranks import run_ranks
 from tests.harness.run_tables import Pairs, Row, levels, trained_rows
-from tests.harness.tiny import TINY, WITH_BLOCKS, make_config, with_sizes
+from tests.harness.tiny import TINY, make_config, with_sizes
 
 fault = torchao_fault()
 pytestmark = [
@@ -38,7 +44,16 @@ pytestmark = [
     pytest.mark.skipif(fault is not None, reason=f"torchao {fault}"),
 ]
 
-MODEL = WITH_BLOCKS["llama"]
+MODEL = LlamaConfig(
+    name="tiny",
+    dim=32,
+    n_layers=2,
+    n_heads=2,
+    n_kv_heads=1,
+    ffn_dim=48,
+    vocab_size=67,
+    max_seq_len=64,
+)
 
 
 def config_of(
@@ -117,6 +132,100 @@ def test_float8_all_gather_communicates_one_byte_per_element() -> None:
         blocks = MODEL.build().layers
     elements = 2 * 2 * sum(param.numel() for param in blocks.parameters() if param.ndim == 2)
     assert (wide - wide_float8, half - half_float8) == (elements * (4 - 1), elements * (2 - 1))
+
+
+def train_in_sequence(configs: list[Config]) -> list[list[float]]:
+    """Losses of successive runs, each resumed from the end of the previous one."""
+    losses: list[list[float]] = []
+    facts: dict[str, Any] = {}
+    saved: dict[str, Tensor] = {}
+
+    def load(tensors: dict[str, Tensor]) -> None:
+        assert tensors.keys() == saved.keys()
+        for name, tensor in tensors.items():
+            tensor.copy_(saved[name])
+
+    for config in configs:
+        trainer = Trainer(config)
+        if facts:
+            trainer.load_state_dict(facts, load)
+        trainer.train()
+        tensors = trainer.strategy.state_tensors(trainer.optimizer)
+        assert {type(getattr(tensor, "_local_tensor", tensor)) for tensor in tensors.values()} == {
+            Tensor
+        }
+        saved, facts = host_copy(tensors), trainer.state_dict()
+        losses.append([step.loss for step in trainer.history])
+    return losses
+
+
+@pytest.mark.extended
+def test_run_resumes_with_and_without_float8_from_plain_checkpoints() -> None:
+    """Oracle: one process with the same schedule; checkpoints are plain tensors for any gathered
+    dtype."""
+    chain = [(TENSORWISE, True), (Float8.none, False), (TENSORWISE, True), (TENSORWISE, False)]
+    one, two = (
+        [
+            config_of(
+                parallel, ranks, kind, float8_all_gather=all_gather and ranks == 2, steps=2 * number
+            )
+            for number, (kind, all_gather) in enumerate(chain, start=1)
+        ]
+        for ranks, parallel in ((1, SingleConfig(simulated_ranks=2)), (2, FSDP2Config()))
+    )
+    assert run_ranks(2, train_in_sequence, two)[0] == run_ranks(1, train_in_sequence, one)[0]
+
+
+@pytest.mark.extended
+def test_optimizer_in_backward_gathers_float8_with_current_scales() -> None:
+    """Oracle: the ordinary optimizer step, through a checkpoint too, after which scales are known
+    before the first gather.
+    """
+    options: dict[str, Any] = {
+        "float8_all_gather": True,
+        "grad_accum": 1,
+        "max_grad_norm": None,
+        "skip_nonfinite": False,
+    }
+    ordinary, in_backward = (
+        [
+            config_of(
+                FSDP2Config(),
+                2,
+                memory=MemoryConfig(optimizer_in_backward=early),
+                steps=steps,
+                **options,
+            )
+            for steps in (2, 5)
+        ]
+        for early in (False, True)
+    )
+    assert (
+        run_ranks(2, train_in_sequence, in_backward)[0]
+        == run_ranks(2, train_in_sequence, ordinary)[0]
+    )
+
+
+def train_on_graphs(configs: list[Config]) -> Any:
+    """Train without generating machine code; return the number of graphs too."""
+    compiling = functools.partial(compile_blocks, backend="aot_eager_decomp_partition")
+    with mock.patch.object(prepare, "compile_blocks", compiling):
+        before = counters["stats"]["unique_graphs"]  # of the process that this one was forked from
+        return train_all(configs), counters["stats"]["unique_graphs"] - before
+
+
+@pytest.mark.extended
+def test_compiled_blocks_support_float8() -> None:
+    """Oracle: the same blocks in eager mode, losses to 1e-5; one graph for all equal blocks,
+    gathered operands included.
+    """
+    options = {"deterministic": False, "steps": 2, "float8_all_gather": True}
+    configs = [
+        config_of(FSDP2Config(), 2, compile=compiles, **options) for compiles in (False, True)
+    ]
+    (expected, found), graphs = run_ranks(2, train_on_graphs, configs)[0]
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert graphs == 1
 
 
 def test_only_the_blocks_linear_layers_divisible_by_16_are_converted() -> None:

@@ -36,12 +36,10 @@ from fsdptoys.parallel import (
     full_tensors,
     host_copy,
 )
-from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import local_bounds, local_tensor
-from fsdptoys.utils.torchao import torchao_fault
 from tests.harness.offloaded_runs import OVERLAPPED, outcome, take_steps, trainer
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import pickled_objects, run_ranks
@@ -256,10 +254,6 @@ def loadings() -> dict[str, Loading]:
             )
         if name == "adamw":  # the toy refuses Muon
             rows["toy_ep"] = Loading(ToyEPConfig(), 2, experts, {"ep_size": 2}, exact=False)
-    if torchao_fault() is None:
-        float8 = {"model": WITH_BLOCKS["llama"], "float8": Float8.tensorwise}
-        gathers = {"float8_all_gather": True}
-        rows["float8"] = Loading(FSDP2Config(), 2, float8, gathers)
     small = {"model": replace(MODELS["llama"], n_layers=1)}
     sgd = {"optim": SGDConfig(lr=0.1, weight_decay_on=WeightDecayOn.all), **small}
     still = SGDConfig(lr=0.1, momentum=0.0, weight_decay_on=WeightDecayOn.all)
