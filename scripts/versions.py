@@ -36,7 +36,7 @@ TESTS = {
     "split features": "parallel/test_tensor.py",
     "split layers": "parallel/test_pipeline_parallelism.py",
     "layout mode": "parallel/test_layout_mode.py",
-    "adapters": "parallel/test_lora.py parallel/test_nf4.py",
+    "adapters": "parallel/test_lora.py",
     "conversations": "data/test_chat.py data/test_prepared_chat.py",
     "float8, 8-bit AdamW": "parallel/test_float8.py optim/test_low_bit_adamw.py",
     "configuration": "config messages",

@@ -74,7 +74,7 @@ def read_definition(name: str) -> SweepDefinition:
         )
         raise ConfigError(f"{name} is neither a sweep nor KEY=VALUE; {fix}")
     try:
-        tree = parse_yaml(read_regular(path, LARGEST_FILE_BYTES), unique_keys=True)
+        tree = parse_yaml(read_regular(path, LARGEST_FILE_BYTES))
         definition = build(SweepDefinition, tree)
     except (OSError, ValueError) as mistake:
         raise ConfigError(

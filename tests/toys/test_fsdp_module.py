@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdptoys.toys.fsdp.layout import lay_out
-from tests.harness.ranks import pickled_objects, run_ranks
+from tests.harness.ranks import run_ranks
 from tests.toys.fsdp_models import (
     NATIVE,
     TOY,

@@ -41,24 +41,14 @@ def fake_exchanges(recorder: OpRecorder, imbalance: float) -> Iterator[None]:
         all_to_all = SimpleNamespace(all_to_all_single=fake.collective("all_to_all"))
         all_reduce = SimpleNamespace(all_reduce=fake.all_reduce, ReduceOp=dist.ReduceOp)
         replacements += [
-            (ulysses, "_exchange", functools.partial(_exchange, recorder)),
-            (gathered, "all_gather", communicate("all_gather")),
-            (gathered, "reduce_scatter", communicate("reduce_scatter")),
-            (expert_parallel, "dist", SimpleNamespace(all_to_all_single=communicate("all_to_all"))),
-            (tensor_parallel, "all_gather", communicate("all_gather")),
-            (tensor_parallel, "reduce_scatter", communicate("reduce_scatter")),
-            (
-                tensor_parallel,
-                "dist",
-                SimpleNamespace(all_reduce=functools.partial(_all_reduce, recorder)),
-            ),
-            (
-                vocabulary,
-                "dist",
-                SimpleNamespace(
-                    all_reduce=functools.partial(_all_reduce, recorder), ReduceOp=dist.ReduceOp
-                ),
-            ),
+            (ulysses, "_exchange", fake.exchange),
+            (gathered, "all_gather", fake.collective("all_gather")),
+            (gathered, "reduce_scatter", fake.collective("reduce_scatter")),
+            (expert_parallel, "dist", all_to_all),
+            (tensor_parallel, "all_gather", fake.collective("all_gather")),
+            (tensor_parallel, "reduce_scatter", fake.collective("reduce_scatter")),
+            (tensor_parallel, "dist", all_reduce),
+            (vocabulary, "dist", all_reduce),
         ]
     with replaced(*replacements):
         yield

@@ -203,19 +203,16 @@ def fake_tensors(device_type: str) -> Iterator[None]:
             "_ddp_init_helper",
             _with_buckets(ddp.DistributedDataParallel._ddp_init_helper),
         ),
-        # Meshes read their rank numbers.
-        (DeviceMesh, "__init__", _really(DeviceMesh.__init__)),
-        (DeviceMesh, "__getitem__", _really(DeviceMesh.__getitem__)),
-        (
-            fsdptoys.parallel.device_mesh,
-            "named_mesh",
-            _really(fsdptoys.parallel.device_mesh.named_mesh),
-        ),
-        (
-            fsdptoys.parallel.device_mesh,
-            "tensor_axis_first",
-            _really(fsdptoys.parallel.device_mesh.tensor_axis_first),
-        ),
+    ]
+    # Meshes read their rank numbers.
+    replacements += [
+        (owner, name, _really(getattr(owner, name)))
+        for owner, name in (
+            (DeviceMesh, "__init__"),
+            (DeviceMesh, "__getitem__"),
+            (device_mesh, "named_mesh"),
+            (device_mesh, "tensor_axis_first"),
+        )
     ]
     if device_type != "cpu":
         replacements += _fsdp1_streams()
