@@ -68,7 +68,7 @@ def rich(text: str) -> Markup:
 
     For text of this package only: names of runs may contain these characters.
     """
-    marked = re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
+    marked = re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text)))
     return Markup(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", marked))
 
 

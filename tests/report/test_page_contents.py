@@ -41,6 +41,16 @@ ODD = "a`b` **c** $d$ <i>\udcff"
 """A valid folder name with a byte outside UTF-8."""
 
 
+def test_names_of_settings_are_marked_as_code(tmp_path: Path, without_pngs: None) -> None:
+    """Oracle: written by hand, for a heading of a table and a definition."""
+    for name in ("a", "b"):
+        write_run(tmp_path / name, run_of(6), {"train.seq_len": 16 if name == "a" else 32})
+    page = write_page(gather([tmp_path / "a", tmp_path / "b"]), tmp_path / "report.html")[0]
+    text = page.read_text()
+    assert "<code>train.seq_len</code>" in text and "<code>data=chat</code>" in text
+    assert "&lt;code&gt;" not in text
+
+
 def test_manipulated_runs_render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the defects written here; names appear in the page unchanged, except for control
     characters."""
