@@ -47,13 +47,13 @@ class Ranks:
 
     def ask_first(self, look: Callable[[], T]) -> T:
         """Call ``look`` on rank 0 and broadcast its result, or its ConfigError."""
-        found: tuple[T | None, str | None] = (None, None)
+        answer: tuple[T | None, str | None] = (None, None)
         if self.rank == 0:
             try:
-                found = (look(), None)
+                answer = (look(), None)
             except ConfigError as error:
-                found = (None, str(error))
-        value, sentence = self.broadcast(found)
+                answer = (None, str(error))
+        value, sentence = self.broadcast(answer)
         if sentence is not None:
             raise ConfigError(sentence)
         return value  # type: ignore[return-value]

@@ -32,7 +32,7 @@ FULL = {os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 
 
 Answer = tuple[dict[str, FileSum], str | None]
-"""A rank's files with their sums, and the reason of a failure."""
+"""File → sum, of the files that a rank wrote; and why its write failed, or None."""
 
 
 class Saver:
@@ -118,7 +118,7 @@ class Saver:
     def _commit(self, step: int, working: str, answers: list[Answer]) -> list[str]:
         problems = [problem for _, problem in answers if problem is not None]
         if not problems:
-            files = {path: said for sums, _ in answers for path, said in sums.items()}
+            files = {path: file_sum for sums, _ in answers for path, file_sum in sums.items()}
             try:
                 self._series.commit(working, Manifest(step_name(step), files))
                 return []

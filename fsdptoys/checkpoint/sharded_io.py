@@ -3,8 +3,8 @@ files.
 
 Each rank offers its shards, as boxes within the full tensors. Rank 0 chooses one rank to write each
 box, so replicated tensors are written once, spread over the ranks. To load, each rank reads the
-parts of the saved boxes that overlap its own. PyTorch's distributed checkpoints plan likewise, but
-pickle their metadata, which can run code on load.
+parts of the saved boxes that overlap its own. ``torch.distributed.checkpoint`` plans likewise, but
+pickles its metadata, and a pickle can run code when it is loaded.
 
 Only the given group is used for communication, since a save may run in a thread during training.
 Tensors on an accelerator are read on the calling thread's current stream. Not covered: checksums of
@@ -50,7 +50,7 @@ def save_tensors(
     that have the name (stages of a pipeline have others), and must not change until this returns.
     ``group`` is for CPU tensors, otherwise unused meanwhile; None for one process. With
     ``gather_full`` rank 0 writes full tensors, one by one; it may use groups of its own. An OSError
-    is of this rank alone.
+    is raised on this rank only.
     """
     ranks = Ranks(group)
     file = shard_format.file_name(ranks.rank)
@@ -102,7 +102,7 @@ def _choose(
     far.
 
     Returns:
-        The index, and the names of the tensors of which each rank writes its chunk.
+        The index, and for each rank the names of the tensors that it writes its chunk of.
     """
     tensors: dict[str, StoredTensor] = {}
     holders: dict[str, dict[Chunk, list[int]]] = {}

@@ -60,11 +60,11 @@ def find_fix(name: str, raw: str | None, chosen: Mapping[str, str | None]) -> Fi
             else _choose(key, raw, choices[key])
         )
 
-    found = find_familiar(name, state)
-    if found is None and name not in options:
-        found = find_familiar(name.rpartition(".")[2], state)
-    if found is not None:
-        words, reason = found
+    familiar = find_familiar(name, state)
+    if familiar is None and name not in options:
+        familiar = find_familiar(name.rpartition(".")[2], state)
+    if familiar is not None:
+        words, reason = familiar
         if reason and (state == "false" or not words):
             return Fix("", reason)
         key, star, rest = words.partition("=*")
@@ -128,8 +128,8 @@ def all_options(
 
 def _assign(key: str, raw: str | None, state: str, option: Option) -> str:
     """``key=value`` with the typed value where it is valid, else a corrected one."""
-    if found := find_familiar(key, state):
-        return found[0]
+    if familiar := find_familiar(key, state):
+        return familiar[0]
     if raw is None:
         words, is_enum = example(key, option, "true"), isinstance(option.default, Enum)
         return words if option.wanted is bool or is_enum else f"{words}, for example"

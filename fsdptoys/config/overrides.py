@@ -45,7 +45,7 @@ def check_names(words: Sequence[str]) -> None:
     """
     options, _ = all_options(())
     groups = list_choices()
-    found: dict[str, Fix | None] = {}
+    fix_by_word: dict[str, Fix | None] = {}
     queue = list(words)
     while queue:
         word = queue.pop(0)
@@ -56,16 +56,16 @@ def check_names(words: Sequence[str]) -> None:
             typed = f"{word} {value}"
         is_unknown = bool(equals) and key not in options and re.fullmatch(r"[A-Za-z]\w+", key)
         if (word.startswith("-") or is_unknown) and key not in groups:
-            found[typed] = find_fix(key.lstrip("-"), value if typed != key else None, {})
-    if len(found) < 2:
+            fix_by_word[typed] = find_fix(key.lstrip("-"), value if typed != key else None, {})
+    if len(fix_by_word) < 2:
         return
-    fixes = [fix for fix in found.values() if fix is not None]
+    fixes = [fix for fix in fix_by_word.values() if fix is not None]
     write = " ".join(fix.words.removesuffix(", for example") for fix in fixes if fix.words)
     clauses = [f"write {write}"] if write else []
     clauses += dict.fromkeys(fix.reason for fix in fixes if fix.reason)
-    if unknown := [typed for typed, fix in found.items() if fix is None]:
+    if unknown := [typed for typed, fix in fix_by_word.items() if fix is None]:
         clauses.append(f"leave out {' '.join(unknown)}" if fixes else HELP)
-    raise ConfigError(f"{', '.join(found)} are not settings; {', and '.join(clauses)}")
+    raise ConfigError(f"{', '.join(fix_by_word)} are not settings; {', and '.join(clauses)}")
 
 
 def parse_overrides(words: Sequence[str], choices: Choices) -> list[Override]:
@@ -80,8 +80,8 @@ def _parse(word: str, later: Sequence[str], chosen: Mapping[str, str | None]) ->
     key, equals, value = word.partition("=")
 
     def meant(value: str | None) -> str:
-        found = find_fix(key, value, chosen) if key else None
-        return found.words if found and found.words else f"{key or 'KEY'}={value or 'VALUE'}"
+        fix = find_fix(key, value, chosen) if key else None
+        return fix.words if fix and fix.words else f"{key or 'KEY'}={value or 'VALUE'}"
 
     if word.startswith("-"):
         raise ConfigError(without_dashes(word, later, chosen))
@@ -135,8 +135,8 @@ def without_dashes(
             f"{key} {value or follows} is not an option, since a run is composed from named "
             f"files; {file}"
         )
-    found = find_fix(key.lstrip("-"), value if equals else follows, chosen)
-    clause = found.clause("write", command) if found is not None else HELP
+    fix = find_fix(key.lstrip("-"), value if equals else follows, chosen)
+    clause = fix.clause("write", command) if fix is not None else HELP
     return f"{word} is not an option, since settings have no dashes before them; {clause}"
 
 
@@ -223,9 +223,9 @@ def _check_value(key: str, raw: str, value: Any, option: Option) -> None:
     if expected is None:
         return
     state = SWITCHES.get(str(value).lower(), "")
-    found = find_familiar(key, state) if corrected is None else None
-    if found is not None:
-        fix = f"set {found[0]}"
+    familiar = find_familiar(key, state) if corrected is None else None
+    if familiar is not None:
+        fix = f"set {familiar[0]}"
     elif corrected is None:
         fix = f"set {example(key, option, state)}"
     elif isinstance(option.wanted, type) and issubclass(option.wanted, Enum):

@@ -279,11 +279,11 @@ def describe_run(run: ResolvedRun, environment: Mapping[str, str]) -> str:
     """Describe the found hardware and the run in one line, with the settings that nobody typed."""
     hardware = run.hardware
     choices = run.composition.choices
-    found = f"found {hardware.devices} × {hardware.name}, {counted(hardware.cores, 'core')}"
+    summary = f"found {hardware.devices} × {hardware.name}, {counted(hardware.cores, 'core')}"
     if not hardware.devices:
         is_set = available_device_type() != "cpu"
         reason = "using the CPU as set" if is_set else "found no accelerator"
-        found = f"{reason}, {counted(hardware.cores, 'core')} ({hardware.name})"
+        summary = f"{reason}, {counted(hardware.cores, 'core')} ({hardware.name})"
     defaults = list_defaults() | {"model": None, "data": None}
     chosen = [
         f"{group}={choices[group]}"
@@ -295,7 +295,7 @@ def describe_run(run: ResolvedRun, environment: Mapping[str, str]) -> str:
         f"{counted(run.world_size, 'rank')}"
     )
     variables = [f"{name}={value}" for name, value in environment.items()]
-    return "; ".join([found, ", ".join([running, *variables]), *_describe_defaults(run)])
+    return "; ".join([summary, ", ".join([running, *variables]), *_describe_defaults(run)])
 
 
 def _describe_defaults(run: ResolvedRun) -> list[str]:

@@ -142,11 +142,13 @@ class ExpertExchange:
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self.group)
         # One device sync
-        sent, came = torch.stack([counts, coming]).view(2, ranks, -1, counts_EG.shape[1]).tolist()
-        sends, gets = ([sum(map(sum, of_rank)) for of_rank in each] for each in (sent, came))
+        sent, received = (
+            torch.stack([counts, coming]).view(2, ranks, -1, counts_EG.shape[1]).tolist()
+        )
+        sends, gets = ([sum(map(sum, of_rank)) for of_rank in each] for each in (sent, received))
         route = Route(self.group, sends, gets)
         out_MD = multiply(
-            _Exchange.apply(rows_RD, route), self._own(gate_up_EHD), self._own(down_EDF), came
+            _Exchange.apply(rows_RD, route), self._own(gate_up_EHD), self._own(down_EDF), received
         )
         out_RD: Tensor = _Exchange.apply(out_MD, route.back())
         return out_RD

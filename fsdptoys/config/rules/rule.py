@@ -132,8 +132,8 @@ def fill(sentence: str, config: Sections, where: Where) -> str:
     """Replace each ``{KEY}`` of a sentence with ``KEY=`` and its value, ``{=KEY}`` with the
     value."""
 
-    def setting(found: re.Match[str]) -> str:
-        value = value_text(read(config, where, found[2]))
-        return value if found[1] else f"{found[2]}={value}"
+    def setting(match: re.Match[str]) -> str:
+        value = value_text(read(config, where, match[2]))
+        return value if match[1] else f"{match[2]}={value}"
 
     return re.sub(r"\{(=?)([\w.]+)\}", setting, sentence)
