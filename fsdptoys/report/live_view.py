@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -15,7 +14,7 @@ from fsdptoys.metrics.live_console import metrics_columns
 from fsdptoys.metrics.prediction import prediction_rows
 from fsdptoys.metrics.results import RunResults, prediction_errors
 from fsdptoys.train.heartbeat import Heartbeat, format_ranks
-from fsdptoys.utils.text import counted, printable
+from fsdptoys.utils.text import counted, duration_text, printable
 
 from .live_reader import FollowedRun, State
 from .result_file import main_numbers
@@ -98,9 +97,9 @@ def draw_chart(losses: Sequence[float], width: int, label: str) -> list[str]:
 
 def _bar(run: FollowedRun) -> RenderableType:
     step, planned = run.steps[-1].step, run.settings.planned_steps
-    spent = timedelta(seconds=round(sum(metrics.step_time_seconds for metrics in run.steps)))
+    spent = duration_text(sum(metrics.step_time_seconds for metrics in run.steps))
     left = run.seconds_left()
-    times = f"{spent} in steps" + (f", about {timedelta(seconds=round(left))} left" if left else "")
+    times = f"{spent} in steps" + (f", about {duration_text(left)} left" if left else "")
     bar = Table.grid(padding=(0, 1), expand=True)
     bar.add_column(no_wrap=True)
     bar.add_column(ratio=1)

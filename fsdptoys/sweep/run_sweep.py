@@ -23,12 +23,13 @@ from rich.console import Console
 from fsdptoys.config.choices import list_choices
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.file_lock import FolderLock, is_locked
+from fsdptoys.utils.text import duration_text
 
 from .axes import Combination, combine, read_axes, read_base
 from .definition import is_file_name, list_sweeps, read_definition
 from .folder import SWEEP_FILE, Job, JobStatus, Skipped, Sweep, is_sweep_dir, read_sweep
 from .job_list import Arrangement, arrange, still_running, write_arrangement
-from .runner import TRAIN, duration, print_line, run_jobs
+from .runner import TRAIN, print_line, run_jobs
 from .slurm_queue import jobs_in_queue
 from .slurm_settings import refuse_commands, split_launcher_words
 from .validate import (
@@ -299,7 +300,7 @@ def _print_plan(sweep: Sweep, arrangement: Arrangement, briefly: bool = False) -
     if arrangement.kept:
         count += f", {len(arrangement.kept)} of which have ended already"
     limit = (
-        f", each for {duration(sweep.time_limit_seconds)} at most"
+        f", each for {duration_text(sweep.time_limit_seconds)} at most"
         if sweep.time_limit_seconds is not None
         else ""
     )

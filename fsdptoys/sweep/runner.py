@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -29,7 +29,7 @@ from fsdptoys.train.stop import SAME_REQUEST_SECONDS
 from fsdptoys.utils.parent_death import end_with_parent
 from fsdptoys.utils.regular_file import open_regular
 from fsdptoys.utils.signal_handlers import handle_signals
-from fsdptoys.utils.text import printable
+from fsdptoys.utils.text import duration_text, printable
 
 from .folder import JOB_FILE, LOG_FILE, RUN_FOLDER, Job, JobStatus, Sweep, read_job, write_job
 
@@ -292,12 +292,7 @@ def print_line(text: str) -> None:
 
 def describe_end(sweep: Sweep, job: Job) -> str:
     """Describe a job's outcome in one line."""
-    text = f"{job.status.value} after {duration(job.seconds or 0.0)}"
+    text = f"{job.status.value} after {duration_text(job.seconds or 0.0)}"
     if job.status in (JobStatus.failed, JobStatus.out_of_memory):
         return f"{text}: {job.reason} ({sweep.job_folder(job) / LOG_FILE})"
     return f"{text}: {job.reason}" if job.reason else text
-
-
-def duration(seconds: float) -> str:
-    """Format a duration as hours, minutes and seconds."""
-    return str(timedelta(seconds=round(seconds)))

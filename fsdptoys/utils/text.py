@@ -10,6 +10,7 @@ import reprlib
 import sys
 import textwrap
 from collections.abc import Sequence
+from datetime import timedelta
 from enum import Enum
 from typing import IO, Any
 
@@ -117,6 +118,15 @@ def size_text(count: int) -> str:
 def gib_text(gib: float) -> str:
     """Return a size in GiB in the unit that fits."""
     return size_text(round(gib * 2**30)) if math.isfinite(gib * 2**30) else f"{gib} GiB"
+
+
+def duration_text(seconds: float) -> str:
+    """Return days, hours, minutes and seconds; seconds alone if they are more than a timedelta
+    holds, or not finite."""
+    try:
+        return str(timedelta(seconds=round(seconds)))
+    except (OverflowError, ValueError):
+        return f"{seconds:g} s"
 
 
 def counted(count: int, noun: str) -> str:

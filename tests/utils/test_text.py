@@ -5,7 +5,7 @@ import pty
 
 import pytest
 
-from fsdptoys.utils.text import size_text, wrapped
+from fsdptoys.utils.text import duration_text, size_text, wrapped
 
 LAYOUT = (
     "units           6; largest layers.0 (197,888 parameters, 773.00 KiB gathered), smallest "
@@ -51,3 +51,19 @@ def test_lines_of_a_file_are_not_broken() -> None:
 def test_size_is_in_the_unit_that_fits(count: int, text: str) -> None:
     """Oracle: the table."""
     assert size_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (59.6, "0:01:00"),
+        (90061, "1 day, 1:01:01"),
+        (1e308, "1e+308 s"),
+        (10**30, "1e+30 s"),
+        (float("inf"), "inf s"),
+        (float("nan"), "nan s"),
+    ],
+)
+def test_every_duration_has_a_text(seconds: float, text: str) -> None:
+    """Oracle: the table."""
+    assert duration_text(seconds) == text
