@@ -28,7 +28,9 @@ def _link_benchmark_pages(app: Sphinx, docname: str, source: list[str]) -> None:
     # A path would be resolved through the link docs/benchmarks, to a file that is no page; a
     # document's name is not.
     source[0] = re.sub(
-        r"\[([^]]+)\]\((?:\.\./)+benchmarks/(\w+)\.md\)", r"{doc}`\1 </benchmarks/\2>`", source[0]
+        r"\[([^]]+)\]\((?:\.\./)+benchmarks/(\w+)\.md\)",
+        r"{doc}`\1 </benchmarks/\2>`",
+        source[0],
     )
 
 

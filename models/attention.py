@@ -37,7 +37,11 @@ BACKENDS = {
 }
 """Name of an implementation → PyTorch's backend."""
 
-WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+WITHOUT_CUDNN = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
 
 SHARES_ON_CPU = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
 """Whether a CPU's Flash takes shared heads (github.com/pytorch/pytorch/pull/157893)."""
@@ -106,8 +110,12 @@ def chosen_backend(
     everything = tuple(BACKENDS.values()) if seen is None else WITHOUT_CUDNN
     with sdpa_kernel(list(backends or everything)):
         shares = q_BHTK.shape[1] != k_BHTK.shape[1]
-        number: int = choose(q_BHTK, k_BHTK, v_BHTK, seen, 0.0, seen is None, enable_gqa=shares)
-    return next((name for name, backend in BACKENDS.items() if backend.value == number), None)
+        number: int = choose(
+            q_BHTK, k_BHTK, v_BHTK, seen, 0.0, seen is None, enable_gqa=shares
+        )
+    return next(
+        (name for name, backend in BACKENDS.items() if backend.value == number), None
+    )
 
 
 def _attend(
@@ -126,7 +134,12 @@ def _attend(
     shares = q_BHTK.shape[1] != k_BGSK.shape[1]
     with sdpa_kernel(list(backends)) if backends else nullcontext():
         attended = F.scaled_dot_product_attention(
-            q_BHTK, k_BGSK, v_BGSK, attn_mask=seen, is_causal=is_causal, enable_gqa=shares
+            q_BHTK,
+            k_BGSK,
+            v_BGSK,
+            attn_mask=seen,
+            is_causal=is_causal,
+            enable_gqa=shares,
         )
     return attended.to(dtype)
 
@@ -152,4 +165,6 @@ def _own_heads(
         repeats = seen is not None
     if share == 1 or not repeats:
         return k_BGSK, v_BGSK
-    return k_BGSK.repeat_interleave(share, dim=1), v_BGSK.repeat_interleave(share, dim=1)
+    return k_BGSK.repeat_interleave(share, dim=1), v_BGSK.repeat_interleave(
+        share, dim=1
+    )

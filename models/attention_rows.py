@@ -46,7 +46,9 @@ def attend_rows(
     """
     end = start + q_BHPK.shape[2]
     if seen is not None:
-        return ops.document_attention.attend(q_BHPK, k_BGTK[:, :, :end], v_BGTK[:, :, :end], seen)
+        return ops.document_attention.attend(
+            q_BHPK, k_BGTK[:, :, :end], v_BGTK[:, :, :end], seen
+        )
     first = 0 if chunk_len is None else start - start % chunk_len
     if start == first:
         k_BGPK, v_BGPK = k_BGTK[:, :, start:end], v_BGTK[:, :, start:end]
@@ -57,11 +59,15 @@ def attend_rows(
     out_BHPK = _attend_last_rows(q_BHPK[:, :, :rows], k_BGSK, v_BGSK, ops)
     if boundary == end:
         return out_BHPK
-    rest_BHPK = attend_rows(q_BHPK[:, :, rows:], k_BGTK, v_BGTK, boundary, ops, chunk_len)
+    rest_BHPK = attend_rows(
+        q_BHPK[:, :, rows:], k_BGTK, v_BGTK, boundary, ops, chunk_len
+    )
     return torch.cat((out_BHPK, rest_BHPK), dim=2)
 
 
-def _attend_last_rows(q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, ops: Ops) -> Tensor:
+def _attend_last_rows(
+    q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, ops: Ops
+) -> Tensor:
     """The last P rows of causal attention over S keys."""
     seen_PS = _kept_rows(q_BHPK.shape[2], k_BGSK.shape[2], q_BHPK.dtype, q_BHPK.device)
     return ops.document_attention.attend(q_BHPK, k_BGSK, v_BGSK, seen_PS)

@@ -47,7 +47,8 @@ class BlockKernel(NamedTuple):
     """``forward(q_BHPK, k_BGSK, v_BGSK, causal)``: result and log-sum-exp of the scores (B, H,
     P)."""
     backward: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool],
+        tuple[Tensor, Tensor, Tensor],
     ]
     """``backward(grad_BHPK, q_BHPK, k_BGSK, v_BGSK, out_BHPK, lse_BHP, causal)``: gradients of
     queries, keys and values by this block, from result and log-sum-exp over all blocks."""
@@ -79,7 +80,9 @@ def _flash_backward(
         # Random states matter with dropout only.
         state = torch.empty(2, dtype=torch.uint64, device=q_BHPK.device)
         lengths = None, None, q_BHPK.shape[2], k_BHSK.shape[2]
-        grad_q, grad_k, grad_v = operator(*tensors, *lengths, 0.0, causal, state, state[:0])
+        grad_q, grad_k, grad_v = operator(
+            *tensors, *lengths, 0.0, causal, state, state[:0]
+        )
     return grad_q, _shared_heads(grad_k, k_BGSK), _shared_heads(grad_v, v_BGSK)
 
 
@@ -106,7 +109,9 @@ def _plain_backward(
     weights = (scores - lse_BHP.unflatten(1, share).unsqueeze(-1)).exp()
     grad, out = (x.to(dtype).unflatten(1, share) for x in (grad_BHPK, out_BHPK))
     grad_v = (weights.mT @ grad).sum(2)
-    grad_scores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * _scale(q_BHPK)
+    grad_scores = (
+        weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * _scale(q_BHPK)
+    )
     return (grad_scores @ k).flatten(1, 2), (grad_scores.mT @ q).sum(2), grad_v
 
 
@@ -120,7 +125,9 @@ def _scores(
     k, v = (x.to(wide).unsqueeze(2) for x in (k_BGSK, v_BGSK))
     scores = q @ k.mT * _scale(q_BHPK)
     if causal:
-        hidden_PS = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        hidden_PS = torch.ones(
+            scores.shape[-2:], dtype=torch.bool, device=scores.device
+        ).triu_(1)
         scores = scores.masked_fill_(hidden_PS, -torch.inf)
     return scores, q, k, v
 
@@ -141,7 +148,9 @@ def flash_blocks(ops: Ops, q_BHPK: Tensor) -> BlockKernel | None:
 def _takes(q_BHPK: Tensor) -> bool:
     device, width = q_BHPK.device, q_BHPK.shape[-1]
     if device.type == "cpu":
-        return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
+        return hasattr(
+            torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward"
+        )
     if (
         device.type != "cuda"
         or torch.version.hip
@@ -149,17 +158,25 @@ def _takes(q_BHPK: Tensor) -> bool:
     ):
         return False
     # The kernel takes other widths padded only.
-    return width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return (
+        width % 8 == 0
+        and width <= 256
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 def _operator(q_BHPK: Tensor, suffix: str = "") -> Any:
     place = "_for_cpu" if q_BHPK.device.type == "cpu" else ""
-    return getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{place}{suffix}")
+    return getattr(
+        torch.ops.aten, f"_scaled_dot_product_flash_attention{place}{suffix}"
+    )
 
 
 def _own_heads(q_BHPK: Tensor, x_BGSK: Tensor) -> Tensor:
     share = q_BHPK.shape[1] // x_BGSK.shape[1]
-    return x_BGSK if SHARES_HEADS or share == 1 else x_BGSK.repeat_interleave(share, dim=1)
+    return (
+        x_BGSK if SHARES_HEADS or share == 1 else x_BGSK.repeat_interleave(share, dim=1)
+    )
 
 
 def _shared_heads(grad_BHSK: Tensor, x_BGSK: Tensor) -> Tensor:
@@ -188,13 +205,18 @@ class RowsOfBlocks:
             q_BHPK.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format
         )
         self._out = self._out.transpose(1, 2)
-        self._lse = torch.full(q_BHPK.shape[:3], -torch.inf, dtype=wide, device=q_BHPK.device)
+        self._lse = torch.full(
+            q_BHPK.shape[:3], -torch.inf, dtype=wide, device=q_BHPK.device
+        )
 
     def add(self, block: Block, k_BGSK: Tensor, v_BGSK: Tensor) -> None:
         """Let rows see more keys, of which ``block.keys`` are a part."""
         k, v = (x[:, :, block.keys].to(self._through) for x in (k_BGSK, v_BGSK))
         out, lse = self._kernel.forward(self._q[:, :, block.rows], k, v, block.causal)
-        out_before, lse_before = self._out[:, :, block.rows], self._lse[:, :, block.rows]
+        out_before, lse_before = (
+            self._out[:, :, block.rows],
+            self._lse[:, :, block.rows],
+        )
         lse_after = torch.logaddexp(lse_before, lse)
         out_before.mul_((lse_before - lse_after).exp().unsqueeze(-1))
         out_before.add_(out * (lse - lse_after).exp().unsqueeze(-1))
@@ -209,7 +231,12 @@ class GradientsOfBlocks:
     """Gradients of attention that was added up over blocks, in float32 or wider."""
 
     def __init__(
-        self, kernel: BlockKernel, grad_BHPK: Tensor, q_BHPK: Tensor, out_BHPK: Tensor, lse: Tensor
+        self,
+        kernel: BlockKernel,
+        grad_BHPK: Tensor,
+        q_BHPK: Tensor,
+        out_BHPK: Tensor,
+        lse: Tensor,
     ) -> None:
         self._kernel, self._lse = kernel, lse
         self._through = torch.float32 if goes_through_float32(q_BHPK) else q_BHPK.dtype
@@ -219,7 +246,12 @@ class GradientsOfBlocks:
         self.grad_q = torch.zeros(q_BHPK.shape, dtype=lse.dtype, device=q_BHPK.device)
 
     def add(
-        self, block: Block, k_BGSK: Tensor, v_BGSK: Tensor, grad_k: Tensor, grad_v: Tensor
+        self,
+        block: Block,
+        k_BGSK: Tensor,
+        v_BGSK: Tensor,
+        grad_k: Tensor,
+        grad_v: Tensor,
     ) -> None:
         """Add the gradients by a block to ``grad_q``, ``grad_k`` and ``grad_v``."""
         rows, keys, causal = block
@@ -228,7 +260,9 @@ class GradientsOfBlocks:
             k_BGSK[:, :, keys].to(self._through),
             v_BGSK[:, :, keys].to(self._through),
         )
-        grad, out, lse = (x[:, :, rows].contiguous() for x in (self._grad, self._out, self._lse))
+        grad, out, lse = (
+            x[:, :, rows].contiguous() for x in (self._grad, self._out, self._lse)
+        )
         by_q, by_k, by_v = self._kernel.backward(grad, q, k, v, out, lse, causal)
         self.grad_q[:, :, rows] += by_q
         grad_k[:, :, keys] += by_k
@@ -260,7 +294,10 @@ def blocks_between(
             # Rows of one chunk.
             first = 0 if chunk_len is None else start - start % chunk_len
             end = stop if chunk_len is None else min(first + chunk_len, stop)
-            rows = slice(place * queries + start - query_start, place * queries + end - query_start)
+            rows = slice(
+                place * queries + start - query_start,
+                place * queries + end - query_start,
+            )
             for key_place, key_start in enumerate(key_starts):
                 shift = key_place * keys - key_start
                 low, high = max(first, key_start), min(start, key_start + keys)

@@ -23,14 +23,18 @@ class KeyValueCache:
         self.length = 0
         self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
-    def extend(self, attention: nn.Module, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(
+        self, attention: nn.Module, k_BGTK: Tensor, v_BGTK: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """An attention's kept keys and values, followed by those of new tokens."""
         if attention not in self._kept:
             return k_BGTK, v_BGTK
         kept_k, kept_v = self._kept[attention]
         return torch.cat((kept_k, k_BGTK), dim=2), torch.cat((kept_v, v_BGTK), dim=2)
 
-    def keep(self, attention: nn.Module, k_BGTK: Tensor, v_BGTK: Tensor, count: int) -> None:
+    def keep(
+        self, attention: nn.Module, k_BGTK: Tensor, v_BGTK: Tensor, count: int
+    ) -> None:
         """Keep the last ``count`` of an attention's keys and values."""
         first = k_BGTK.shape[2] - count
         self._kept[attention] = (k_BGTK[:, :, first:], v_BGTK[:, :, first:])

@@ -42,9 +42,16 @@ def check_bounds(config: Any, prefix: str = "") -> None:
     """
     for field in dataclasses.fields(config):
         value, key = getattr(config, field.name), f"model.{prefix}{field.name}"
-        owners = [owner for owner in type(config).__mro__ if dataclasses.is_dataclass(owner)]
-        declared = [owner.__dataclass_fields__.get(field.name, field).metadata for owner in owners]
-        bounds = next((metadata["bounds"] for metadata in declared if "bounds" in metadata), None)
+        owners = [
+            owner for owner in type(config).__mro__ if dataclasses.is_dataclass(owner)
+        ]
+        declared = [
+            owner.__dataclass_fields__.get(field.name, field).metadata
+            for owner in owners
+        ]
+        bounds = next(
+            (metadata["bounds"] for metadata in declared if "bounds" in metadata), None
+        )
         if bounds is None or value is None:
             continue
         least, most, excluded = bounds[0], bounds[1], len(bounds) > 2

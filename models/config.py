@@ -4,7 +4,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .checks import MOST_CHANNELS, MOST_LAYERS, MOST_TOKENS, above, at_least, check_bounds
+from .checks import (
+    MOST_CHANNELS,
+    MOST_LAYERS,
+    MOST_TOKENS,
+    above,
+    at_least,
+    check_bounds,
+)
 from .huggingface import HuggingFaceFormat
 
 

@@ -89,7 +89,9 @@ class FullSequences(Context):
         B, _, T, _ = q_BHtK.shape
         if chunk_len is None or chunk_len >= T:
             return ops.attention(q_BHtK, k_BGtK, v_BGtK)
-        out = ops.attention(*(_fold_chunks(x, chunk_len) for x in (q_BHtK, k_BGtK, v_BGtK)))
+        out = ops.attention(
+            *(_fold_chunks(x, chunk_len) for x in (q_BHtK, k_BGtK, v_BGtK))
+        )
         return out.unflatten(0, (B, -1)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
 

@@ -74,12 +74,16 @@ class DecoderModel(Layer, ABC):
     constants: Sequence["Constant"] = ()
     """Tables that are made with the buffers."""
 
-    def __init__(self, config: ModelConfig, blocks: Sequence[Block], norm: nn.Module) -> None:
+    def __init__(
+        self, config: ModelConfig, blocks: Sequence[Block], norm: nn.Module
+    ) -> None:
         super().__init__()
         self.config = config
         attentions = (block.attn for block in blocks)
         self.chunk_lens = list(
-            dict.fromkeys(attn.chunk_len for attn in attentions if isinstance(attn, Attention))
+            dict.fromkeys(
+                attn.chunk_len for attn in attentions if isinstance(attn, Attention)
+            )
         )
         self.embed_tokens = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(blocks)
@@ -124,10 +128,14 @@ class DecoderModel(Layer, ABC):
             After any stage but the last, hidden_BTD. Otherwise logits_BTV in the parameters' dtype,
             or ``loss_fn``'s scalar if labels are given, of this rank's part of the sequences.
         """
-        self.exchange.begin(in_full=labels_BT is None)  # of one token there are no parts
+        self.exchange.begin(
+            in_full=labels_BT is None
+        )  # of one token there are no parts
         start, seq_len = 0 if cache is None else cache.length, tokens_BT.shape[1]
         context = self.context if cache is None else FULL_SEQUENCES
-        positions_T = context.cut(torch.arange(start, start + seq_len, device=tokens_BT.device), 0)
+        positions_T = context.cut(
+            torch.arange(start, start + seq_len, device=tokens_BT.device), 0
+        )
         positions, documents = positions_T, None
         if self.document_end is not None and cache is None:
             positions_BT = document_positions(tokens_BT, self.document_end)
@@ -165,7 +173,9 @@ class DecoderModel(Layer, ABC):
             rows.zero_()
         elif name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
             rows.normal_(
-                0.0, self.config.init_std / math.sqrt(2 * self.config.n_layers), generator=generator
+                0.0,
+                self.config.init_std / math.sqrt(2 * self.config.n_layers),
+                generator=generator,
             )
         else:
             rows.normal_(0.0, self.config.init_std, generator=generator)
@@ -201,15 +211,17 @@ class DecoderModel(Layer, ABC):
         flops = self.flops_per_token(seq_len)
         for module in self.modules():
             if isinstance(module, Attention):
-                flops += module.flops_per_key * mean_keys[module.chunk_len] - module.own_flops(
-                    seq_len
-                )
+                flops += module.flops_per_key * mean_keys[
+                    module.chunk_len
+                ] - module.own_flops(seq_len)
         return flops
 
     def parameter_counts(self) -> ParameterCounts:
         """Count parameters by purpose."""
         moes = [module for module in self.modules() if isinstance(module, MoE)]
-        embeddings = [module for module in self.modules() if isinstance(module, nn.Embedding)]
+        embeddings = [
+            module for module in self.modules() if isinstance(module, nn.Embedding)
+        ]
         total = sum(param.numel() for param in self.parameters())
         experts = sum(moe.expert_parameters for moe in moes)
         return ParameterCounts(

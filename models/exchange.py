@@ -53,7 +53,10 @@ class Exchange:
         return positions
 
     def embed(
-        self, embedding: Callable[[Tensor, Tensor], Tensor], ids_BT: Tensor, table_VD: Tensor
+        self,
+        embedding: Callable[[Tensor, Tensor], Tensor],
+        ids_BT: Tensor,
+        table_VD: Tensor,
     ) -> Tensor:
         """Rows of a table that ranks split by classes: all ids (B, T) → this rank's tokens."""
         return embedding(ids_BT, table_VD)

@@ -121,8 +121,14 @@ class _Experts(torch.autograd.Function):
                 out_RD, routes.rows_NK, product, None if scale_input else weights_NK
             )
         if keep:
-            ctx.save_for_backward(hidden_ND, weights_NK, gate_up_EHD, down_EDF, *routes[:3], *kept)
-            ctx.pieces, ctx.product, ctx.scale_input = routes.pieces, product, scale_input
+            ctx.save_for_backward(
+                hidden_ND, weights_NK, gate_up_EHD, down_EDF, *routes[:3], *kept
+            )
+            ctx.pieces, ctx.product, ctx.scale_input = (
+                routes.pieces,
+                product,
+                scale_input,
+            )
         return out_ND
 
     @staticmethod
@@ -139,19 +145,23 @@ class _Experts(torch.autograd.Function):
         grad_weights_R = torch.empty_like(weights_R)
         grad_input_RD = _rows_like(hidden_ND, routes, product)
         grad_gate_up_EHD = (
-            _matrices_like(gate_up_EHD, routes, product) if ctx.needs_input_grad[2] else None
+            _matrices_like(gate_up_EHD, routes, product)
+            if ctx.needs_input_grad[2]
+            else None
         )
         grad_down_EDF = (
-            _matrices_like(down_EDF, routes, product) if ctx.needs_input_grad[3] else None
+            _matrices_like(down_EDF, routes, product)
+            if ctx.needs_input_grad[3]
+            else None
         )
         grad_ND = grad_ND.contiguous()
         with _without_autocast(hidden_ND):
             for piece, gate_up_MH in zip(routes.pieces, kept, strict=True):
                 rows = slice(piece.start, piece.start + piece.padded)
                 weights_M = weights_R[rows]
-                gate_MF, up_MF = (gate_up_MH * weights_M if scale_input else gate_up_MH).chunk(
-                    2, dim=1
-                )
+                gate_MF, up_MF = (
+                    gate_up_MH * weights_M if scale_input else gate_up_MH
+                ).chunk(2, dim=1)
                 silu_MF = F.silu(gate_MF)
                 act_MF = silu_MF * up_MF
 
@@ -160,7 +170,9 @@ class _Experts(torch.autograd.Function):
                     grad_MD, down_EDF[piece.experts].transpose(-2, -1), piece
                 )
                 if not scale_input:
-                    torch.sum(grad_act_MF * act_MF, 1, keepdim=True, out=grad_weights_R[rows])
+                    torch.sum(
+                        grad_act_MF * act_MF, 1, keepdim=True, out=grad_weights_R[rows]
+                    )
                     grad_act_MF.mul_(weights_M)
                     act_MF.mul_(weights_M)
                 if grad_down_EDF is not None:
@@ -174,21 +186,30 @@ class _Experts(torch.autograd.Function):
                 )
                 if scale_input:
                     torch.sum(
-                        grad_gate_up_MH * gate_up_MH, 1, keepdim=True, out=grad_weights_R[rows]
+                        grad_gate_up_MH * gate_up_MH,
+                        1,
+                        keepdim=True,
+                        out=grad_weights_R[rows],
                     )
                     grad_gate_up_MH.mul_(weights_M)
                 if ctx.needs_input_grad[0]:
                     weight_HD = gate_up_EHD[piece.experts].transpose(-2, -1)
-                    grad_input_RD = product.linear(grad_gate_up_MH, weight_HD, piece, grad_input_RD)
+                    grad_input_RD = product.linear(
+                        grad_gate_up_MH, weight_HD, piece, grad_input_RD
+                    )
                 if grad_gate_up_EHD is not None:
                     input_MD = _gather(hidden_ND, tokens[rows], piece)
                     grad_gate_up_EHD = product.outer(
                         grad_gate_up_MH, input_MD, piece, grad_gate_up_EHD
                     )
             grad_hidden_ND = (
-                gather_sum(grad_input_RD, rows_NK, product) if ctx.needs_input_grad[0] else None
+                gather_sum(grad_input_RD, rows_NK, product)
+                if ctx.needs_input_grad[0]
+                else None
             )
-        grad_weights_NK = grad_weights_R.flatten()[rows_NK] if ctx.needs_input_grad[1] else None
+        grad_weights_NK = (
+            grad_weights_R.flatten()[rows_NK] if ctx.needs_input_grad[1] else None
+        )
         return (
             grad_hidden_ND,
             grad_weights_NK,
@@ -210,14 +231,23 @@ def _gather(source_ND: Tensor, tokens_M: Tensor, piece: Segment) -> Tensor:
 
 
 def gather_sum(
-    source_RD: Tensor, rows_NK: Tensor, product: Product, weights_NK: Tensor | None = None
+    source_RD: Tensor,
+    rows_NK: Tensor,
+    product: Product,
+    weights_NK: Tensor | None = None,
 ) -> Tensor:
     """Sum of each token's K rows, optionally weighted, in the order of its choices."""
     # One pass over the rows without a copy.
     if product.one_pass_sums and source_RD.device.type == "cpu" and rows_NK.numel():
-        return F.embedding_bag(rows_NK, source_RD, mode="sum", per_sample_weights=weights_NK)
-    rows_NKD = source_RD.index_select(0, rows_NK.flatten()).view(*rows_NK.shape, source_RD.shape[1])
-    return (rows_NKD if weights_NK is None else rows_NKD.mul_(weights_NK[..., None])).sum(1)
+        return F.embedding_bag(
+            rows_NK, source_RD, mode="sum", per_sample_weights=weights_NK
+        )
+    rows_NKD = source_RD.index_select(0, rows_NK.flatten()).view(
+        *rows_NK.shape, source_RD.shape[1]
+    )
+    return (
+        rows_NKD if weights_NK is None else rows_NKD.mul_(weights_NK[..., None])
+    ).sum(1)
 
 
 def _rows_like(source_ND: Tensor, routes: _Routes, product: Product) -> Tensor:
@@ -233,7 +263,9 @@ def _matrices_like(weight: Tensor, routes: _Routes, product: Product) -> Tensor:
     if isinstance(product, Grouped):  # allocates its own
         return weight.new_empty(0)
     grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    for expert in set(range(weight.shape[0])).difference(piece.experts for piece in routes.pieces):
+    for expert in set(range(weight.shape[0])).difference(
+        piece.experts for piece in routes.pieces
+    ):
         grad[expert].zero_()
     return grad
 

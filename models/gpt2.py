@@ -34,11 +34,25 @@ class GPT2Format(HuggingFaceFormat):
                 return [Piece(whole(shape), tensor, (3 * shape[0],), (columns,))]
             whole_shape = (shape[1], 3 * shape[0])
             return [
-                Piece(whole(shape), tensor, whole_shape, ((0, shape[1]), columns), transposed=True)
+                Piece(
+                    whole(shape),
+                    tensor,
+                    whole_shape,
+                    ((0, shape[1]), columns),
+                    transposed=True,
+                )
             ]
         tensor = self.tensor_name(name).replace("mlp.down_proj", "mlp.c_proj")
         if projection.endswith("_proj") and kind == "weight":
-            return [Piece(whole(shape), tensor, shape[::-1], whole(shape[::-1]), transposed=True)]
+            return [
+                Piece(
+                    whole(shape),
+                    tensor,
+                    shape[::-1],
+                    whole(shape[::-1]),
+                    transposed=True,
+                )
+            ]
         return [Piece(whole(shape), tensor, shape, whole(shape))]
 
 
@@ -79,7 +93,12 @@ class GPT2Config(ModelConfig):
             "add_cross_attention": False,
         },
         written={"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-        defaults={"ffn_dim": None, "tie_embeddings": True, "init_std": 0.02, "norm_eps": 1e-5},
+        defaults={
+            "ffn_dim": None,
+            "tie_embeddings": True,
+            "init_std": 0.02,
+            "norm_eps": 1e-5,
+        },
         aliases={"n_positions": "n_ctx"},
         drops=("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias"),
     )
@@ -123,7 +142,12 @@ class GPT2Model(DecoderModel):
         def attention() -> Attention:
             head_dim = config.dim // config.n_heads
             return Attention(
-                config.dim, config.n_heads, config.n_heads, head_dim, bias=True, rotation=None
+                config.dim,
+                config.n_heads,
+                config.n_heads,
+                head_dim,
+                bias=True,
+                rotation=None,
             )
 
         ffn_dim = config.ffn_dim or config.implied()["ffn_dim"]
@@ -137,4 +161,6 @@ class GPT2Model(DecoderModel):
     def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
         """Sum of token and position embeddings."""
         tokens_BTD: Tensor = self.embed_tokens(tokens_BT)
-        return tokens_BTD + self.embed_positions(self.ops.positions(positions, tokens_BT))
+        return tokens_BTD + self.embed_positions(
+            self.ops.positions(positions, tokens_BT)
+        )

@@ -74,13 +74,25 @@ class Looped:
             )
         multiple = self.row_multiple
         return [
-            Segment(expert, start, end - start, -(-(end - start) // multiple) * multiple, None)
-            for expert, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))
+            Segment(
+                expert,
+                start,
+                end - start,
+                -(-(end - start) // multiple) * multiple,
+                None,
+            )
+            for expert, (start, end) in enumerate(
+                zip([0, *ends[:-1]], ends, strict=True)
+            )
             if end > start
         ]
 
     def linear(
-        self, a_MI: Tensor, weight_OI: Tensor, piece: Segment, out_RO: Tensor | None = None
+        self,
+        a_MI: Tensor,
+        weight_OI: Tensor,
+        piece: Segment,
+        out_RO: Tensor | None = None,
     ) -> Tensor:
         """``a @ weight.T``, like ``torch.nn.functional.linear``; into the rows of the piece in
         ``out_RO``, which is returned, if given."""
@@ -99,7 +111,9 @@ class Looped:
         self.multiply(a_MO.t(), b_MI.t(), out_EOI[piece.experts])
         return out_EOI
 
-    def multiply(self, a_MI: Tensor, weight_OI: Tensor, out_MO: Tensor | None = None) -> Tensor:
+    def multiply(
+        self, a_MI: Tensor, weight_OI: Tensor, out_MO: Tensor | None = None
+    ) -> Tensor:
         """One matmul, ``a @ weight.T``."""
         return torch.mm(a_MI, weight_OI.t(), out=out_MO)
 
@@ -108,9 +122,13 @@ class LoopedOneDNN(Looped):
     """One float32 matmul per group by oneDNN, through the operator that torch.compile uses on
     CPUs."""
 
-    def multiply(self, a_MI: Tensor, weight_OI: Tensor, out_MO: Tensor | None = None) -> Tensor:
+    def multiply(
+        self, a_MI: Tensor, weight_OI: Tensor, out_MO: Tensor | None = None
+    ) -> Tensor:
         """See ``Looped``."""
-        product_MO = torch.ops.mkldnn._linear_pointwise(a_MI, weight_OI, None, "none", [], "")
+        product_MO = torch.ops.mkldnn._linear_pointwise(
+            a_MI, weight_OI, None, "none", [], ""
+        )
         return product_MO if out_MO is None else out_MO.copy_(product_MO)
 
 
@@ -118,7 +136,9 @@ class LoopedFloat32(Looped):
     """One matmul per group of 16-bit operands in float32, for CPUs without instructions for their
     dtype."""
 
-    def multiply(self, a_MI: Tensor, weight_OI: Tensor, out_MO: Tensor | None = None) -> Tensor:
+    def multiply(
+        self, a_MI: Tensor, weight_OI: Tensor, out_MO: Tensor | None = None
+    ) -> Tensor:
         """See ``Looped``."""
         product_MO = torch.mm(a_MI.float(), weight_OI.t().float())
         return product_MO.to(a_MI.dtype) if out_MO is None else out_MO.copy_(product_MO)
@@ -131,14 +151,20 @@ class Grouped:
     one_pass_sums = True
 
     def __init__(self) -> None:
-        self.grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+        self.grouped_mm = (
+            getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+        )
 
     def pieces(self, ends_E: Tensor, rows: int) -> Sequence[Segment]:
         """All rows as one piece, whose ends are not fetched here."""
         return [Segment(slice(None), 0, rows, rows, ends_E)] if rows else []
 
     def linear(
-        self, a_MI: Tensor, weight_EOI: Tensor, piece: Segment, out_RO: Tensor | None = None
+        self,
+        a_MI: Tensor,
+        weight_EOI: Tensor,
+        piece: Segment,
+        out_RO: Tensor | None = None,
     ) -> Tensor:
         """``a @ weight.T`` of each row with its own expert's weight."""
         return self.grouped_mm(a_MI, weight_EOI.transpose(1, 2), offs=piece.ends_E)
@@ -193,7 +219,11 @@ def _fastest(device_type: str, dtype: torch.dtype) -> Product:
         if dtype in ONEDNN_HAS:  # torch.mm is oneDNN's here
             return Looped(ONEDNN_ROW_MULTIPLE)
         onednn = LoopedOneDNN(ONEDNN_ROW_MULTIPLE)
-        return onednn if dtype == torch.float32 and works(onednn, device_type, dtype) else Looped()
+        return (
+            onednn
+            if dtype == torch.float32 and works(onednn, device_type, dtype)
+            else Looped()
+        )
     if device_type == "cuda" and not has_fast_kernel(dtype):
         return Looped()
     try:
@@ -206,7 +236,10 @@ def _fastest(device_type: str, dtype: torch.dtype) -> Product:
 def has_fast_kernel(dtype: torch.dtype) -> bool:
     """Whether torch's grouped matmul is one kernel on the CUDA device here (``GroupedBlas.cpp`` in
     torch 2.11)."""
-    return dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] in FAST_CAPABILITIES
+    return (
+        dtype == torch.bfloat16
+        and torch.cuda.get_device_capability()[0] in FAST_CAPABILITIES
+    )
 
 
 @torch.no_grad()
@@ -224,7 +257,9 @@ def works(product: Product, device_type: str, dtype: torch.dtype) -> bool:
 
 def _without_dispatch_modes() -> AbstractContextManager[Any]:
     """Context without any active dispatch mode (private function; tried with torch 2.13)."""
-    disable = getattr(torch.utils._python_dispatch, "_disable_current_modes", nullcontext)
+    disable = getattr(
+        torch.utils._python_dispatch, "_disable_current_modes", nullcontext
+    )
     modes: AbstractContextManager[Any] = disable()
     return modes
 
@@ -236,16 +271,24 @@ def _is_right(product: Product, device_type: str, dtype: torch.dtype) -> bool:
         elements = torch.linspace(-3, 3, math.prod(shape), dtype=torch.float32)
         return elements.sin().view(shape).to(device_type, dtype)
 
-    a_MI, b_MO, weight_EOI = make(40, width), make(40, width).flip(1), make(3, width, width)
+    a_MI, b_MO, weight_EOI = (
+        make(40, width),
+        make(40, width).flip(1),
+        make(3, width, width),
+    )
     # A matrix of zeros for the empty group.
     outer_EOI = weight_EOI.new_zeros(weight_EOI.shape)
-    for piece in product.pieces(torch.tensor(ends, dtype=torch.int32, device=device_type), 40):
+    for piece in product.pieces(
+        torch.tensor(ends, dtype=torch.int32, device=device_type), 40
+    ):
         rows = slice(piece.start, piece.start + piece.length)
         # As in the forward, and as in the backward.
         for weight in (weight_EOI, weight_EOI.transpose(1, 2)):
             found_MO = product.linear(a_MI[rows], weight[piece.experts], piece)
             matrices = [weight[0]] * 24 + [weight[2]] * 16
-            expected_MO = (torch.stack(matrices).float() * a_MI.float()[:, None]).sum(-1)
+            expected_MO = (torch.stack(matrices).float() * a_MI.float()[:, None]).sum(
+                -1
+            )
             if not _close(found_MO, expected_MO[rows]):
                 return False
         outer_EOI[piece.experts] = product.outer(b_MO[rows], a_MI[rows], piece)

@@ -58,7 +58,9 @@ class Piece:
             (first + low, first + high)
             for (first, _), (low, high) in zip(self.tensor_region, offsets, strict=True)
         )
-        return Piece(region, self.tensor, self.tensor_shape, tensor_region, self.transposed)
+        return Piece(
+            region, self.tensor, self.tensor_shape, tensor_region, self.transposed
+        )
 
 
 @dataclass(frozen=True)
@@ -129,5 +131,7 @@ class HuggingFaceFormat:
             elif name in self.defaults:
                 fields[name] = self.defaults[name]
             else:
-                raise ValueError(f"config.json lacks {key}, which a {self.model_type} model needs")
+                raise ValueError(
+                    f"config.json lacks {key}, which a {self.model_type} model needs"
+                )
         return fields

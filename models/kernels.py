@@ -41,12 +41,16 @@ def dense_mask(segments_BT: Tensor, dtype: torch.dtype) -> Tensor:
     return dense_rows(segments_BT, 0, segments_BT.shape[1], dtype)
 
 
-def dense_rows(segments_BT: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+def dense_rows(
+    segments_BT: Tensor, start: int, stop: int, dtype: torch.dtype
+) -> Tensor:
     """Rows ``start`` to ``stop`` of ``dense_mask``, over the keys before ``stop``: (B, 1, stop -
     start, stop)."""
     keys_BS, queries_BP = segments_BT[:, :stop], segments_BT[:, start:stop]
     seen_BPS = (queries_BP.unsqueeze(2) == keys_BS.unsqueeze(1)).tril_(start)
-    added_BPS = torch.full(seen_BPS.shape, -torch.inf, dtype=dtype, device=segments_BT.device)
+    added_BPS = torch.full(
+        seen_BPS.shape, -torch.inf, dtype=dtype, device=segments_BT.device
+    )
     return added_BPS.masked_fill_(seen_BPS, 0.0).unsqueeze(1)
 
 
@@ -77,14 +81,18 @@ def _make_blocks(
     T) booleans."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    create: Any = _compiled(create_block_mask) if _compiles_flex(device) else create_block_mask
+    create: Any = (
+        _compiled(create_block_mask) if _compiles_flex(device) else create_block_mask
+    )
     blocks: BlockMask = create(sees, batch, None, length, length, device=device)
     return blocks
 
 
 def causal_flex_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
     """Causal attention by ``flex_attention``."""
-    return flex_attention(q_BHTK, k_BGTK, v_BGTK, causal_blocks(q_BHTK.shape[2], q_BHTK.device))
+    return flex_attention(
+        q_BHTK, k_BGTK, v_BGTK, causal_blocks(q_BHTK.shape[2], q_BHTK.device)
+    )
 
 
 def _compiles_flex(device: torch.device) -> bool:
@@ -92,13 +100,19 @@ def _compiles_flex(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def flex_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, seen: "BlockMask") -> Tensor:
+def flex_attention(
+    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, seen: "BlockMask"
+) -> Tensor:
     """Attention over blocks, compiled; eager flex_attention would materialize all scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
     shares = q_BHTK.shape[1] != k_BGTK.shape[1]
-    attend: Any = _compiled(flex_attention) if _compiles_flex(q_BHTK.device) else flex_attention
-    out_BHTK: Tensor = attend(q_BHTK, k_BGTK, v_BGTK, block_mask=seen, enable_gqa=shares)
+    attend: Any = (
+        _compiled(flex_attention) if _compiles_flex(q_BHTK.device) else flex_attention
+    )
+    out_BHTK: Tensor = attend(
+        q_BHTK, k_BGTK, v_BGTK, block_mask=seen, enable_gqa=shares
+    )
     return out_BHTK
 
 
@@ -150,9 +164,21 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         "torch": DocumentAttention(dense_mask, masked_attention),
         "flex": DocumentAttention(block_mask, flex_attention),
     },
-    "rms_norm": {"torch": rms_norm, "compiled": _compiled(rms_norm), "npu": npu_kernels.rms_norm},
-    "rotary": {"torch": rotary, "compiled": _compiled(rotary), "npu": npu_kernels.rotary},
-    "swiglu": {"torch": swiglu, "compiled": _compiled(swiglu), "npu": npu_kernels.swiglu},
+    "rms_norm": {
+        "torch": rms_norm,
+        "compiled": _compiled(rms_norm),
+        "npu": npu_kernels.rms_norm,
+    },
+    "rotary": {
+        "torch": rotary,
+        "compiled": _compiled(rotary),
+        "npu": npu_kernels.rotary,
+    },
+    "swiglu": {
+        "torch": swiglu,
+        "compiled": _compiled(swiglu),
+        "npu": npu_kernels.swiglu,
+    },
     "grouped_matmul": {
         "torch": choose_product,
         "looped": loop_alike,

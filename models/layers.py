@@ -61,7 +61,9 @@ class Linear(Layer, nn.Linear):
 
     def own_flops(self, seq_len: int) -> float:
         """FLOPs of its matmul."""
-        weight = self._parameters.get("weight")  # None for a quantized one, which is frozen
+        weight = self._parameters.get(
+            "weight"
+        )  # None for a quantized one, which is frozen
         trains = weight is not None and weight.requires_grad
         return matmul_flops(self.in_features * self.out_features, trains)
 
@@ -113,7 +115,9 @@ class LayerNorm(Layer, nn.LayerNorm):
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Normalize; any leading shape."""
-        weight, bias = (self.exchange.sum_gradient(param) for param in (self.weight, self.bias))
+        weight, bias = (
+            self.exchange.sum_gradient(param) for param in (self.weight, self.bias)
+        )
         return self.ops.layer_norm(hidden_BTD, weight, bias, self.eps)
 
 
@@ -129,7 +133,9 @@ class AttentionTemperature:
 
     def factors(self, ordinals: Tensor) -> Tensor:
         """Factors of queries by their positions, counted from one: float32 with a last dim of 1."""
-        return (torch.log1p((ordinals / self.floor).floor()) * self.scale + 1.0).unsqueeze(-1)
+        return (
+            torch.log1p((ordinals / self.floor).floor()) * self.scale + 1.0
+        ).unsqueeze(-1)
 
 
 class Attention(Layer):
@@ -177,8 +183,12 @@ class Attention(Layer):
         self.k_proj = Linear(dim, n_kv_heads * head_dim, bias, split=columns)
         self.v_proj = Linear(dim, n_kv_heads * head_dim, bias, split=columns)
         self.o_proj = Linear(n_heads * head_dim, dim, bias, split=rows)
-        self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
-        self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        self.q_norm = (
+            nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        )
+        self.k_norm = (
+            nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        )
 
     def forward(
         self,
@@ -197,7 +207,9 @@ class Attention(Layer):
         ranks = self.exchange.ranks
         heads, kv_heads = self.n_heads // ranks, self.n_kv_heads // ranks
         q_BTHK = self.q_norm(self.q_proj(hidden_BTD).view(B, T, heads, self.head_dim))
-        k_BTGK = self.k_norm(self.k_proj(hidden_BTD).view(B, T, kv_heads, self.head_dim))
+        k_BTGK = self.k_norm(
+            self.k_proj(hidden_BTD).view(B, T, kv_heads, self.head_dim)
+        )
         v_BTGK = self.v_proj(hidden_BTD).view(B, T, kv_heads, self.head_dim)
         q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
         if self.rotation is not None:
@@ -213,10 +225,15 @@ class Attention(Layer):
         if self.temperature is not None:
             if documents is None:
                 first, context = (
-                    (1, self.context) if cache is None else (cache.length + 1, FULL_SEQUENCES)
+                    (1, self.context)
+                    if cache is None
+                    else (cache.length + 1, FULL_SEQUENCES)
                 )
                 ordinals = torch.arange(
-                    first, first + T * context.ranks, device=q_BHTK.device, dtype=torch.float32
+                    first,
+                    first + T * context.ranks,
+                    device=q_BHTK.device,
+                    dtype=torch.float32,
                 )
                 ordinals = context.cut(ordinals, 0)
             else:
@@ -225,7 +242,9 @@ class Attention(Layer):
             q_BHTK = (q_BHTK * factors).type_as(q_BHTK)
         if cache is None:
             seen = None if documents is None else documents.seen[self.chunk_len]
-            out_BHTK = self.context.attend(q_BHTK, k_BGTK, v_BGTK, self.ops, self.chunk_len, seen)
+            out_BHTK = self.context.attend(
+                q_BHTK, k_BGTK, v_BGTK, self.ops, self.chunk_len, seen
+            )
         else:
             out_BHTK = self._attend_cached(q_BHTK, k_BGTK, v_BGTK, cache)
         return self.o_proj(out_BHTK.transpose(1, 2).reshape(B, T, -1))
@@ -238,7 +257,9 @@ class Attention(Layer):
         k_BGSK, v_BGSK = cache.extend(self, k_BGTK, v_BGTK)
         S = k_BGSK.shape[2]
         if start == 0:
-            out_BHTK = FULL_SEQUENCES.attend(q_BHTK, k_BGTK, v_BGTK, self.ops, self.chunk_len)
+            out_BHTK = FULL_SEQUENCES.attend(
+                q_BHTK, k_BGTK, v_BGTK, self.ops, self.chunk_len
+            )
         elif T == 1:
             # One token sees all kept keys
             out_BHTK = masked_attention(q_BHTK, k_BGSK, v_BGSK, None)
@@ -249,7 +270,9 @@ class Attention(Layer):
             if self.chunk_len is not None:
                 seen_TS &= keys_S // self.chunk_len == queries_T1 // self.chunk_len
             out_BHTK = masked_attention(q_BHTK, k_BGSK, v_BGSK, seen_TS)
-        cache.keep(self, k_BGSK, v_BGSK, S if self.chunk_len is None else end % self.chunk_len)
+        cache.keep(
+            self, k_BGSK, v_BGSK, S if self.chunk_len is None else end % self.chunk_len
+        )
         return out_BHTK
 
     @property
@@ -279,7 +302,9 @@ class SwiGLU(Layer):
         """Apply to the last dim; any leading shape."""
         hidden_BTD = self.exchange.enter(hidden_BTD)
         # Without names for the two wide results, which would keep them until the end of ``down``.
-        return self.down_proj(self.ops.swiglu(self.gate_proj(hidden_BTD), self.up_proj(hidden_BTD)))
+        return self.down_proj(
+            self.ops.swiglu(self.gate_proj(hidden_BTD), self.up_proj(hidden_BTD))
+        )
 
 
 class GELUFeedForward(Layer):
@@ -292,7 +317,9 @@ class GELUFeedForward(Layer):
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Apply to the last dim; any leading shape."""
-        return self.down_proj(self.ops.gelu(self.up_proj(self.exchange.enter(hidden_BTD))))
+        return self.down_proj(
+            self.ops.gelu(self.up_proj(self.exchange.enter(hidden_BTD)))
+        )
 
 
 class RunnableBlock(nn.Module):
@@ -307,7 +334,11 @@ class RunnableBlock(nn.Module):
     def forward(self, *args: Any) -> Any:
         """Call ``compute`` as set. A strategy's hooks run outside of it."""
         function = self.execute or self.compute
-        return function(*args) if self.recompute is None else self.recompute(function, *args)
+        return (
+            function(*args)
+            if self.recompute is None
+            else self.recompute(function, *args)
+        )
 
     def compute(self, *args: Any) -> Any:
         """Compute the block."""
@@ -334,7 +365,9 @@ class Block(RunnableBlock):
         documents: Documents | None = None,
     ) -> Tensor:
         """Return the residual stream after this block."""
-        hidden_BTD = hidden_BTD + self.attn(self.attn_norm(hidden_BTD), rotations, cache, documents)
+        hidden_BTD = hidden_BTD + self.attn(
+            self.attn_norm(hidden_BTD), rotations, cache, documents
+        )
         return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
 
 
@@ -349,7 +382,10 @@ class LMHead(Linear):
         super().__init__(dim, vocab_size, bias=False, split=Split.columns)
 
     def forward(
-        self, hidden_BTD: Tensor, labels_BT: Tensor | None = None, loss_fn: LossFn | None = None
+        self,
+        hidden_BTD: Tensor,
+        labels_BT: Tensor | None = None,
+        loss_fn: LossFn | None = None,
     ) -> Tensor:
         """Logits_BTV, or ``loss_fn(hidden_ND, weight_VD, labels_N)`` if labels are given."""
         hidden_BTD = self.exchange.enter(hidden_BTD)

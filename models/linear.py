@@ -67,7 +67,11 @@ class _Float32Product(torch.autograd.Function):
         gradient_NO = gradient.flatten(0, -2).float()
         of_input = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_input = (gradient_NO @ weight_OI.float()).to(input.dtype).view(input.shape)
+            of_input = (
+                (gradient_NO @ weight_OI.float()).to(input.dtype).view(input.shape)
+            )
         if ctx.needs_input_grad[1]:
-            of_weight = (gradient_NO.t() @ input.flatten(0, -2).float()).to(weight_OI.dtype)
+            of_weight = (gradient_NO.t() @ input.flatten(0, -2).float()).to(
+                weight_OI.dtype
+            )
         return of_input, of_weight

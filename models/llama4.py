@@ -42,7 +42,11 @@ class Llama4Format(RotaryFormat):
         transposed = (shape[0], shape[2], shape[1])
         return [
             Piece(
-                whole(shape), self.tensor_name(name), transposed, whole(transposed), transposed=True
+                whole(shape),
+                self.tensor_name(name),
+                transposed,
+                whole(transposed),
+                transposed=True,
             )
         ]
 
@@ -50,7 +54,9 @@ class Llama4Format(RotaryFormat):
         """``config.json`` with the lists that follow from our settings."""
         assert isinstance(config, Llama4Config)
         # transformers refuses a null.
-        chunk_len = config.attention_chunk_len or config.implied()["attention_chunk_len"]
+        chunk_len = (
+            config.attention_chunk_len or config.implied()["attention_chunk_len"]
+        )
         return (
             super().write_config(config)
             | _layer_lists(config)
@@ -124,7 +130,9 @@ class Llama4Config(MoEConfig):
     """Width of an expert's hidden layer, including the shared one."""
     nope_every: int = field(default=4, metadata=at_least(1, MOST_LAYERS))
     """Every N-th block has no rotary positions and attends to the full sequence."""
-    attention_chunk_len: int | None = field(default=8192, metadata=at_least(1, MOST_TOKENS))
+    attention_chunk_len: int | None = field(
+        default=8192, metadata=at_least(1, MOST_TOKENS)
+    )
     """Tokens of a chunk, within which the rotary blocks attend; null for the full sequence."""
     qk_norm: bool = True
     """Normalize queries and keys of the rotary blocks."""
@@ -153,7 +161,9 @@ class Llama4Config(MoEConfig):
         """Also settings of a temperature, chunks or a feed-forward that no block has."""
         layers = range(self.n_layers)
         if key.startswith("temperature_"):
-            return not self.attention_temperature or all(self.rotates(layer) for layer in layers)
+            return not self.attention_temperature or all(
+                self.rotates(layer) for layer in layers
+            )
         if key in ("attention_chunk_len", "qk_norm"):
             return not any(self.rotates(layer) for layer in layers)
         return super().is_cosmetic(key)
@@ -173,7 +183,9 @@ class Llama4Config(MoEConfig):
                 rotated_norm_eps=self.norm_eps if self.qk_norm else None,
                 chunk_len=self.attention_chunk_len,
             )
-        temperature = AttentionTemperature(self.temperature_scale, self.temperature_floor)
+        temperature = AttentionTemperature(
+            self.temperature_scale, self.temperature_floor
+        )
         return Attention(
             self.dim,
             *heads,
@@ -189,6 +201,7 @@ def _layer_lists(config: Llama4Config) -> dict[str, list[Any]]:
         "no_rope_layers": [int(config.rotates(layer)) for layer in layers],
         "moe_layers": [layer for layer in layers if config.has_experts(layer)],
         "layer_types": [
-            "chunked_attention" if config.rotates(layer) else "full_attention" for layer in layers
+            "chunked_attention" if config.rotates(layer) else "full_attention"
+            for layer in layers
         ],
     }

@@ -51,7 +51,9 @@ class LoRALinear(Linear):
         """Multiply the last dim; any leading shape, with dropout (B, T) or (B·T)."""
         kept = input
         if self.training and self.dropout > 0:
-            assert self.samples.numbers_B is not None, "dropout needs the numbers of the samples"
+            assert self.samples.numbers_B is not None, (
+                "dropout needs the numbers of the samples"
+            )
             kept = drop(input, self.dropout, self.samples, self.number)
         # Scaled where it is narrow: one pass less over the output.
         return self.multiply(input) + self.lora_b(self.lora_a(kept) * self.scale)
@@ -82,16 +84,26 @@ def add_adapters(
         assert isinstance(module, LoRALinear)
         dtype = module.weight.dtype
         module.lora_a = Linear(
-            module.in_features, rank, bias=False, dtype=dtype, device=module.weight.device
+            module.in_features,
+            rank,
+            bias=False,
+            dtype=dtype,
+            device=module.weight.device,
         )
         module.lora_b = Linear(
-            rank, module.out_features, bias=False, dtype=dtype, device=module.weight.device
+            rank,
+            module.out_features,
+            bias=False,
+            dtype=dtype,
+            device=module.weight.device,
         )
         module.scale, module.dropout = alpha / rank, dropout
         module.number, module.samples = torch.tensor(len(found), device="cpu"), samples
         found.append(f"layers.{name}")
     if not found:
-        raise ValueError(f"none of {', '.join(targets)} is a linear layer of this model's blocks")
+        raise ValueError(
+            f"none of {', '.join(targets)} is a linear layer of this model's blocks"
+        )
     return found
 
 
@@ -114,9 +126,13 @@ def drop(input: Tensor, share: float, samples: Samples, layer: Tensor | int) -> 
     assert samples.numbers_B is not None
     B, I = len(samples.numbers_B), input.shape[-1]  # noqa: E741
     T, device = input.numel() // (B * I), input.device
-    positions_T = samples.context.cut(torch.arange(T * samples.context.ranks, device=device), 0)
+    positions_T = samples.context.cut(
+        torch.arange(T * samples.context.ranks, device=device), 0
+    )
     first_B = _mixed(
-        _mixed(samples.numbers_B) + samples.seed * 0x9E3779B1 % 2**32 + layer * 0x27D4EB2F
+        _mixed(samples.numbers_B)
+        + samples.seed * 0x9E3779B1 % 2**32
+        + layer * 0x27D4EB2F
     )
     hash_BT = _mixed(first_B.unsqueeze(1) + positions_T * 0x9E3779B9)
     channels_I = torch.arange(I, device=device)

@@ -93,7 +93,12 @@ class Router(Layer):
             weights_NK, experts_NK = probabilities_NE.topk(self.top_k, dim=-1)
             if self.scores is Scores.normalized_softmax:
                 weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
-        return experts_NK, weights_NK, probabilities_NE, logits_NE.float().logsumexp(-1).square()
+        return (
+            experts_NK,
+            weights_NK,
+            probabilities_NE,
+            logits_NE.float().logsumexp(-1).square(),
+        )
 
     def finish(self, experts_NK: Tensor, weights_NK: Tensor, sums: Tensor) -> Tensor:
         """Record the choice, and return the weights, whose backward gives ``sums`` its gradient."""
@@ -118,7 +123,10 @@ class Router(Layer):
         experts_E = torch.arange(self.n_experts, device=experts_NK.device)
         self.counts_E = (experts_NK.unsqueeze(-1) == experts_E).sum((0, 1))
         self.sums = sums
-        if getattr(self, "sums_grad", None) is None or self.sums_grad.device != sums.device:
+        if (
+            getattr(self, "sums_grad", None) is None
+            or self.sums_grad.device != sums.device
+        ):
             self.sums_grad = torch.zeros_like(sums)
 
 
@@ -221,14 +229,18 @@ class MoE(Layer):
             else None
         )
         scale_input = self.router.scores is Scores.sigmoid
-        out_ND = self.experts(hidden_ND, experts_NK, weights_NK, scale_input=scale_input)
+        out_ND = self.experts(
+            hidden_ND, experts_NK, weights_NK, scale_input=scale_input
+        )
         if shared_ND is not None:
             out_ND = shared_ND + out_ND
         return out_ND.view_as(hidden_BTD)
 
     def own_flops(self, seq_len: int) -> float:
         """FLOPs of a token's routed experts."""
-        return matmul_flops(self.active_expert_parameters, self.experts.down_proj.requires_grad)
+        return matmul_flops(
+            self.active_expert_parameters, self.experts.down_proj.requires_grad
+        )
 
     @property
     def expert_parameters(self) -> int:

@@ -54,7 +54,9 @@ class MoEConfig(RotaryConfig):
 
     def is_cosmetic(self, key: str) -> bool:
         """Also the width of feed-forwards if all blocks have experts."""
-        return super().is_cosmetic(key) or (key == "ffn_dim" and self.has_experts_everywhere())
+        return super().is_cosmetic(key) or (
+            key == "ffn_dim" and self.has_experts_everywhere()
+        )
 
     def has_experts_everywhere(self) -> bool:
         """Whether no block has a feed-forward of ``ffn_dim``."""
@@ -70,4 +72,6 @@ class MoEConfig(RotaryConfig):
             return super().feed_forward(layer)
         width = self.expert_ffn_dim
         shared_ffn_dim = width if self.shares_an_expert else 0
-        return MoE(self.dim, width, self.n_experts, self.top_k, self.scores, shared_ffn_dim)
+        return MoE(
+            self.dim, width, self.n_experts, self.top_k, self.scores, shared_ffn_dim
+        )

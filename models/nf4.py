@@ -33,7 +33,12 @@ BLOCK = 64
 CODEBOOK = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+    ),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 """Appendix E of the paper."""
@@ -52,7 +57,9 @@ class Codebook:
     def put(self, device: torch.device) -> None:
         """Make the numbers on a device."""
         values = torch.tensor(CODEBOOK, device=device)
-        self.pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)
+        self.pairs = torch.stack(
+            [values.repeat_interleave(16), values.repeat(16)], dim=1
+        )
 
 
 def is_packed(name: str) -> bool:
@@ -87,12 +94,16 @@ def pack(weight_OI: Tensor, packed_OP: Tensor) -> None:
     middles = (codebook[1:] + codebook[:-1]) / 2
     rows = max(1, CHUNK_ELEMENTS // weight_OI.shape[-1])
     for source, target in zip(
-        weight_OI.flatten(0, -2).split(rows), packed_OP.flatten(0, -2).split(rows), strict=True
+        weight_OI.flatten(0, -2).split(rows),
+        packed_OP.flatten(0, -2).split(rows),
+        strict=True,
     ):
         blocks = source.float().unflatten(-1, (-1, BLOCK))
         scales = blocks.abs().amax(-1)
         scaled = blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
-        codes = torch.bucketize(scaled, middles, out_int32=True).to(torch.uint8).flatten(-2)
+        codes = (
+            torch.bucketize(scaled, middles, out_int32=True).to(torch.uint8).flatten(-2)
+        )
         bytes_ON = torch.cat(
             [codes[:, ::2] << 4 | codes[:, 1::2], scales.view(torch.uint8)], dim=-1
         )
@@ -105,18 +116,28 @@ def unpack(packed_OP: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
     columns = unpacked_columns(packed_OP)
     rows_NP, rows = packed_OP.flatten(0, -2), max(1, CHUNK_ELEMENTS // columns)
     if len(rows_NP) <= rows or torch.compiler.is_compiling():
-        return _unpack_rows(rows_NP, pairs, columns, dtype).view(*packed_OP.shape[:-1], columns)
-    whole = torch.empty(*packed_OP.shape[:-1], columns, dtype=dtype, device=packed_OP.device)
-    for source, target in zip(rows_NP.split(rows), whole.flatten(0, -2).split(rows), strict=True):
+        return _unpack_rows(rows_NP, pairs, columns, dtype).view(
+            *packed_OP.shape[:-1], columns
+        )
+    whole = torch.empty(
+        *packed_OP.shape[:-1], columns, dtype=dtype, device=packed_OP.device
+    )
+    for source, target in zip(
+        rows_NP.split(rows), whole.flatten(0, -2).split(rows), strict=True
+    ):
         target.copy_(_unpack_rows(source, pairs, columns, dtype))
     return whole
 
 
-def _unpack_rows(packed_OP: Tensor, pairs: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+def _unpack_rows(
+    packed_OP: Tensor, pairs: Tensor, columns: int, dtype: torch.dtype
+) -> Tensor:
     bytes_ON = packed_OP.view(torch.uint8)
     scales = bytes_ON[:, columns // 2 :].contiguous().view(torch.float32)
     codes = bytes_ON[:, : columns // 2].to(torch.int32).flatten()
-    blocks = pairs.index_select(0, codes).view(len(packed_OP), -1, BLOCK) * scales.unsqueeze(-1)
+    blocks = pairs.index_select(0, codes).view(
+        len(packed_OP), -1, BLOCK
+    ) * scales.unsqueeze(-1)
     return blocks.to(dtype).flatten(1)
 
 
@@ -150,7 +171,9 @@ class NF4Linear(Linear):
 
     def multiply(self, input: Tensor) -> Tensor:
         """The product with the weight that ``nf4`` stands for."""
-        product: Tensor = _Product.apply(input, self.nf4, self.bias, self.codebook.pairs)
+        product: Tensor = _Product.apply(
+            input, self.nf4, self.bias, self.codebook.pairs
+        )
         return product
 
 
@@ -175,7 +198,10 @@ def quantize_linears(model: DecoderModel) -> Codebook:
                     f"layers.{name} has rows of {module.in_features}, which {BLOCK} does not divide"
                 )
             weight = module.weight
-            shape = module.out_features, packed_columns(module.in_features, weight.dtype)
+            shape = (
+                module.out_features,
+                packed_columns(module.in_features, weight.dtype),
+            )
             del module.weight
             module.nf4 = nn.Parameter(weight.new_empty(shape), requires_grad=False)
             adapted = isinstance(module, LoRALinear)

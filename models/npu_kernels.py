@@ -111,7 +111,9 @@ class _Rotary(torch.autograd.Function):
     """A rotation, whose gradient is the opposite rotation."""
 
     @staticmethod
-    def forward(ctx: Any, x_BHTK: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
+    def forward(
+        ctx: Any, x_BHTK: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.pairs = pairs
         return _turn(x_BHTK, cos, sin, pairs)
@@ -154,18 +156,28 @@ class NPUGrouped(Grouped):
         self.grouped_matmul = operator("npu_grouped_matmul")
 
     def linear(
-        self, a_MI: Tensor, weight_EOI: Tensor, piece: Segment, out_RO: Tensor | None = None
+        self,
+        a_MI: Tensor,
+        weight_EOI: Tensor,
+        piece: Segment,
+        out_RO: Tensor | None = None,
     ) -> Tensor:
         """See ``Grouped``."""
-        return self._multiply(a_MI, weight_EOI.transpose(1, 2), piece, group_type=0)  # splits rows
+        return self._multiply(
+            a_MI, weight_EOI.transpose(1, 2), piece, group_type=0
+        )  # splits rows
 
     def outer(
         self, a_MO: Tensor, b_MI: Tensor, piece: Segment, out_EOI: Tensor | None = None
     ) -> Tensor:
         """See ``Grouped``."""
-        return self._multiply(a_MO.t(), b_MI, piece, group_type=2)  # splits the inner dim
+        return self._multiply(
+            a_MO.t(), b_MI, piece, group_type=2
+        )  # splits the inner dim
 
-    def _multiply(self, left: Tensor, right: Tensor, piece: Segment, group_type: int) -> Tensor:
+    def _multiply(
+        self, left: Tensor, right: Tensor, piece: Segment, group_type: int
+    ) -> Tensor:
         assert piece.ends_E is not None
         # Ends (type 0), since it refuses a single count (type 1). split_item=3: one result.
         product: Tensor = self.grouped_matmul(

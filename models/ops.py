@@ -34,7 +34,9 @@ class Ops:
     """One implementation of each operation."""
 
     attention: Callable[[Tensor, Tensor, Tensor], Tensor] = attention
-    document_attention: DocumentAttention = IMPLEMENTATIONS["document_attention"]["torch"]
+    document_attention: DocumentAttention = IMPLEMENTATIONS["document_attention"][
+        "torch"
+    ]
     rms_norm: Callable[[Tensor, Tensor | None, float], Tensor] = rms_norm
     rotary: Callable[[Tensor, Tensor, Tensor, Pairs], Tensor] = rotary
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
@@ -45,7 +47,9 @@ class Ops:
         """``input @ weight.T + bias``; any leading shape."""
         return linear(input, weight, bias)
 
-    def linear_columns(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear_columns(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         """``linear`` of a layer's input, to features that ranks may split."""
         return self.linear(input, weight, bias)
 
@@ -66,7 +70,9 @@ class Ops:
         """Positions to embed: (T,), or (B, T)."""
         return positions
 
-    def layer_norm(self, hidden: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def layer_norm(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> Tensor:
         """Normalize the last dim to mean 0 and variance 1 (arXiv:1607.06450)."""
         return F.layer_norm(hidden, weight.shape, weight, bias, eps)
 
@@ -74,12 +80,16 @@ class Ops:
         """The tanh form of GELU (arXiv:1606.08415)."""
         return F.gelu(hidden, approximate="tanh")
 
-    def rope_tables(self, inv_freq: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    def rope_tables(
+        self, inv_freq: Tensor, positions_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the rotary angles at integer positions, in float32, (T, K/2)."""
         angles = torch.outer(positions_T.float(), inv_freq.float())
         return angles.cos(), angles.sin()
 
-    def temperature(self, factors: Callable[[Tensor], Tensor], ordinals: Tensor) -> Tensor:
+    def temperature(
+        self, factors: Callable[[Tensor], Tensor], ordinals: Tensor
+    ) -> Tensor:
         """Factors of queries by position, with a last dim of 1."""
         return factors(ordinals)
 
@@ -87,7 +97,9 @@ class Ops:
         self, hidden_ND: Tensor, weight_ED: Tensor, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
         """A router's experts_NK, weights_NK, and the sums of these tokens (E + 1), in float32."""
-        experts_NK, weights_NK, probabilities_NE, squares_N = score(F.linear(hidden_ND, weight_ED))
+        experts_NK, weights_NK, probabilities_NE, squares_N = score(
+            F.linear(hidden_ND, weight_ED)
+        )
         sums = torch.cat([probabilities_NE.sum(0), squares_N.sum().unsqueeze(0)])
         return experts_NK, weights_NK, sums
 
@@ -102,7 +114,12 @@ class Ops:
         scale_input: bool,
     ) -> Tensor:
         """See ``moe.Experts``; with ``dispatch`` in place of ``apply_experts``."""
-        if not hidden_ND.dtype == weights_NK.dtype == gate_up_EHD.dtype == down_EDF.dtype:
+        if (
+            not hidden_ND.dtype
+            == weights_NK.dtype
+            == gate_up_EHD.dtype
+            == down_EDF.dtype
+        ):
             raise ValueError(
                 f"hidden_ND is {hidden_ND.dtype}, weights_NK {weights_NK.dtype}, the parameters of "
                 f"Experts {gate_up_EHD.dtype} and {down_EDF.dtype}; cast them to one dtype"
@@ -155,7 +172,9 @@ def leave_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def choose_ops(names: Mapping[str, str]) -> Ops:
     """Implementations by operation and name; PyTorch's own for the other operations."""
-    chosen = {operation: IMPLEMENTATIONS[operation][name] for operation, name in names.items()}
+    chosen = {
+        operation: IMPLEMENTATIONS[operation][name] for operation, name in names.items()
+    }
     backend = names.get("attention", "")
     if backend in BACKENDS and names.get("document_attention", "torch") == "torch":
         attend = functools.partial(masked_attention, backends=(BACKENDS[backend],))

@@ -11,7 +11,11 @@ from typing import ClassVar
 from .layers import Attention
 from .rotary import ROTARY_DEFAULTS, RotaryConfig, RotaryFormat
 
-QWEN3_FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+QWEN3_FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+}
 
 
 @dataclass

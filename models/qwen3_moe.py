@@ -29,7 +29,11 @@ class Qwen3MoEFormat(RotaryFormat):
         rows = shape[1] // len(parts)
         return [
             Piece(
-                region=((expert, expert + 1), (part * rows, (part + 1) * rows), (0, shape[2])),
+                region=(
+                    (expert, expert + 1),
+                    (part * rows, (part + 1) * rows),
+                    (0, shape[2]),
+                ),
                 tensor=f"{self.tensor_name(prefix)}.experts.{expert}.{parts[part]}.weight",
                 tensor_shape=(rows, shape[2]),
                 tensor_region=whole((rows, shape[2])),

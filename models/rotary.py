@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import MOST_CHANNELS, MOST_HIDDEN, MOST_TOKENS, above, at_least, check_bounds
+from .checks import (
+    MOST_CHANNELS,
+    MOST_HIDDEN,
+    MOST_TOKENS,
+    above,
+    at_least,
+    check_bounds,
+)
 from .config import ModelConfig
 from .decoder import DecoderModel
 from .huggingface import HuggingFaceFormat
@@ -88,7 +95,9 @@ class RotaryConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.head_dim is None and (self.dim % self.n_heads or self.dim // self.n_heads % 2):
+        if self.head_dim is None and (
+            self.dim % self.n_heads or self.dim // self.n_heads % 2
+        ):
             raise ValueError(
                 f"model.n_heads={self.n_heads} must divide model.dim={self.dim} into heads of "
                 f"even width; set model.dim to a multiple of {2 * self.n_heads}"
@@ -140,7 +149,9 @@ class RotaryConfig(ModelConfig):
 def rope_inv_freq(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
     """Rotary frequencies in radians a token, float32, shape (K/2,), with Llama 3's scaling
     applied."""
-    inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    inv_freq = 1.0 / theta ** (
+        torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    )
     if scaling.factor == 1:
         return inv_freq
     wavelength = 2 * math.pi / inv_freq
@@ -149,11 +160,15 @@ def rope_inv_freq(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
     scaled = torch.where(wavelength > longest, inv_freq / scaling.factor, inv_freq)
     if longest == shortest:
         return scaled
-    unscaled_share = (scaling.original_max_seq_len / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
+    unscaled_share = (
+        scaling.original_max_seq_len / wavelength - scaling.low_freq_factor
+    ) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    between = (
+        1 - unscaled_share
+    ) * inv_freq / scaling.factor + unscaled_share * inv_freq
+    return torch.where(
+        (wavelength <= longest) & (wavelength >= shortest), between, scaled
     )
-    between = (1 - unscaled_share) * inv_freq / scaling.factor + unscaled_share * inv_freq
-    return torch.where((wavelength <= longest) & (wavelength >= shortest), between, scaled)
 
 
 class RotaryModel(DecoderModel):
@@ -171,7 +186,9 @@ class RotaryModel(DecoderModel):
             for layer in range(config.n_layers)
         ]
         super().__init__(config, blocks, norm())
-        self.register_buffer("inv_freq", torch.empty(config.head_width // 2), persistent=False)
+        self.register_buffer(
+            "inv_freq", torch.empty(config.head_width // 2), persistent=False
+        )
 
     def rotations(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at these positions."""
@@ -181,9 +198,9 @@ class RotaryModel(DecoderModel):
         """Compute the rotary frequencies on the CPU and move them to ``device``."""
         super().init_buffers(device)
         config = self.config
-        self.inv_freq = rope_inv_freq(config.head_width, config.rope_theta, config.rope_scaling).to(
-            device
-        )
+        self.inv_freq = rope_inv_freq(
+            config.head_width, config.rope_theta, config.rope_scaling
+        ).to(device)
 
 
 _SCALING_KEYS = {
@@ -201,7 +218,9 @@ class RotaryFormat(HuggingFaceFormat):
 
     keys: Mapping[str, str] = field(default_factory=ROTARY_KEYS.copy)
     names: Mapping[str, str] = field(default_factory=ROTARY_NAMES.copy)
-    written: Mapping[str, Any] = field(default_factory=lambda: {"attention_dropout": 0.0})
+    written: Mapping[str, Any] = field(
+        default_factory=lambda: {"attention_dropout": 0.0}
+    )
     default_theta: float = 10000.0
     """Base of the frequencies if ``config.json`` has none."""
 
@@ -211,10 +230,13 @@ class RotaryFormat(HuggingFaceFormat):
         scaling: dict[str, Any] | None = None
         if config.rope_scaling.factor != 1:
             values = {
-                key: getattr(config.rope_scaling, name) for name, key in _SCALING_KEYS.items()
+                key: getattr(config.rope_scaling, name)
+                for name, key in _SCALING_KEYS.items()
             }
             scaling = {"rope_type": "llama3", **values}
-        parameters = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta}
+        parameters = (scaling or {"rope_type": "default"}) | {
+            "rope_theta": config.rope_theta
+        }
         rotary = {
             "rope_theta": config.rope_theta,
             "rope_scaling": scaling,
@@ -237,7 +259,9 @@ class RotaryFormat(HuggingFaceFormat):
         if kind == "llama3":
             missing = [key for key in _SCALING_KEYS.values() if key not in rotary]
             if missing:
-                raise ValueError(f"config.json lacks {missing[0]} in its rotary scaling")
+                raise ValueError(
+                    f"config.json lacks {missing[0]} in its rotary scaling"
+                )
             scaling = {name: rotary[key] for name, key in _SCALING_KEYS.items()}
         if (
             fields["head_dim"] is not None

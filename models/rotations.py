@@ -29,7 +29,9 @@ def rotary(x_BHTK: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
     """
     if x_BHTK.device.type in ("cpu", "npu"):
         return turn(x_BHTK, cos, sin, pairs)
-    return turn(x_BHTK.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1), pairs).transpose(1, 2)
+    return turn(
+        x_BHTK.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1), pairs
+    ).transpose(1, 2)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
@@ -37,9 +39,11 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
     wide = x.float()
     if pairs is Pairs.halves:
         first, second = wide.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
-            x.dtype
-        )
+        return torch.cat(
+            (first * cos - second * sin, second * cos + first * sin), dim=-1
+        ).to(x.dtype)
     first, second = wide.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned = torch.stack(
+        (first * cos - second * sin, second * cos + first * sin), dim=-1
+    )
     return turned.flatten(-2).to(x.dtype)

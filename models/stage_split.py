@@ -34,12 +34,19 @@ def split_model(model: DecoderModel, count: int, seq_len: int) -> list[Stage]:
     """
     n_blocks = len(model.layers)
     assert 1 <= count <= n_blocks, "the number of stages was not checked"
-    parts = [[module for name, module in model.named_children() if name not in ("layers", *LAST)]]
+    parts = [
+        [
+            module
+            for name, module in model.named_children()
+            if name not in ("layers", *LAST)
+        ]
+    ]
     parts += [[block] for block in model.layers] + [[model.norm, model.lm_head]]
     sizes = [[_parameters(part), flops_per_token(part, seq_len)] for part in parts]
     totals = [sum(size) for size in zip(*sizes, strict=True)]
     first, *costs, last = [
-        sum(each / total for each, total in zip(size, totals, strict=True)) for size in sizes
+        sum(each / total for each, total in zip(size, totals, strict=True))
+        for size in sizes
     ]
     costs[0] += first
     costs[-1] += last
@@ -67,7 +74,9 @@ def balanced_sizes(costs: Sequence[float], count: int) -> list[int]:
             for start, (largest, squares, sizes) in best.items():
                 if start < end:
                     cost = before[end] - before[start]
-                    options.append((max(largest, cost), squares + cost**2, [*sizes, end - start]))
+                    options.append(
+                        (max(largest, cost), squares + cost**2, [*sizes, end - start])
+                    )
             found[end] = min(options)
         best = found
     return best[len(costs)][2]

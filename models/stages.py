@@ -45,7 +45,9 @@ class Stage:
     def modules(self, model: nn.Module) -> list[nn.Module]:
         """Its modules among those that a ``DecoderModel`` has."""
         others = [
-            module for name, module in model.named_children() if name != "layers" and self.has(name)
+            module
+            for name, module in model.named_children()
+            if name != "layers" and self.has(name)
         ]
         return [*others, *self.blocks(model.get_submodule("layers"))]
 

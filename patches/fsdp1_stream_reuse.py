@@ -24,7 +24,12 @@ from typing import Any
 from .patch import Patch, Undo, replace
 from .streams import share_streams
 
-STREAMS = ("_unshard_stream", "_post_backward_stream", "_pre_unshard_stream", "_all_reduce_stream")
+STREAMS = (
+    "_unshard_stream",
+    "_post_backward_stream",
+    "_pre_unshard_stream",
+    "_all_reduce_stream",
+)
 
 
 def _install() -> Undo:
@@ -35,7 +40,11 @@ def _install() -> Undo:
     @functools.wraps(original)
     def init_streams(state: Any) -> None:
         original(state)
-        own = [name for name in STREAMS if getattr(state, name) is not state._default_stream]
+        own = [
+            name
+            for name in STREAMS
+            if getattr(state, name) is not state._default_stream
+        ]
         share_streams(state, own, state.compute_device)
 
     return replace(_runtime_utils, "_init_streams", init_streams)

@@ -44,7 +44,9 @@ class Patch:
         version = parse_version(torch_version)
         if version < self.lowest:
             return f"not applied because torch {torch_version} is older than {_dotted(self.lowest)}"
-        return self.beyond.format(torch=torch_version) if version >= self.below else None
+        return (
+            self.beyond.format(torch=torch_version) if version >= self.below else None
+        )
 
 
 def parse_version(torch_version: str) -> tuple[int, int]:

@@ -52,7 +52,8 @@ class AppliedPatches(ExitStack):
         ]
         if between and not has_other_roots(model):
             outcomes |= {
-                name: f"{outcomes[name]}, no effect in this run: one root" for name in between
+                name: f"{outcomes[name]}, no effect in this run: one root"
+                for name in between
             }
         return outcomes
 
@@ -113,7 +114,9 @@ def check_patches(names: Sequence[str] | str, strategy: str) -> None:
     """
     if names == AUTO:
         return
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, (list, tuple)) or not all(
+        isinstance(name, str) for name in names
+    ):
         raise ValueError(
             f"patches={names} must be auto or a list of names; set patches=auto, or patches=[] "
             "for none"

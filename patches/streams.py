@@ -38,7 +38,10 @@ def has_other_roots(model: nn.Module) -> bool:
 
     A root is an FSDP unit in no other one. Ask before the model's first forward.
     """
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # half a second
+    from torch.distributed.fsdp import (  # half a second
+        FSDPModule,
+        FullyShardedDataParallel,
+    )
 
     roots: list[str] = []
     for name, module in model.named_modules():  # outer modules come first

@@ -88,7 +88,9 @@ CAMPAIGNS = (
     Campaign(4, ("parallel=fsdp1", "mesh.fsdp_size=2", "checkpoint.async_save=true")),
     Campaign(2, ("parallel=fsdp1", "train.grad_accum=2"), restarts=True),
     Campaign(2, ("parallel=ddp", "checkpoint.async_save=true"), restarts=True),
-    Campaign(4, ("parallel=fsdp2", "mesh.fsdp_size=2", "memory.optimizer_offload=true")),
+    Campaign(
+        4, ("parallel=fsdp2", "mesh.fsdp_size=2", "memory.optimizer_offload=true")
+    ),
 )
 """The first ones are taken where there are fewer kills than would go round."""
 
@@ -175,14 +177,20 @@ class Attempt:
             return "step"
         if any(name.endswith(".deleted") for name in names):
             return "prune"
-        return self._save if any(name.endswith(".partial") for name in names) else "step"
+        return (
+            self._save if any(name.endswith(".partial") for name in names) else "step"
+        )
 
     def whole(self) -> int:
         """Step of the newest checkpoint that has its final name; 0 for none."""
         folder = self.folder / "checkpoints"
         names = os.listdir(folder) if folder.exists() else []
         return max(
-            (int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdigit()),
+            (
+                int(name[5:])
+                for name in names
+                if name.startswith("step-") and name[5:].isdigit()
+            ),
             default=0,
         )
 
@@ -220,7 +228,9 @@ def hash_weights(folder: Path) -> str:
 def alive(pid: int) -> bool:
     """Whether a process runs, rather than being gone or waiting for its parent to notice."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[
+            0
+        ] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -245,7 +255,9 @@ def kill_once(
         time.sleep(0.002)
     if wanted == "step":
         time.sleep(chance.random() * 0.05)
-    until = time.monotonic() + 3.0  # a moment that does not come is not waited for longer
+    until = (
+        time.monotonic() + 3.0
+    )  # a moment that does not come is not waited for longer
     while attempt.moment() != wanted and time.monotonic() < until and not attempt.ended:
         pass
     if wanted != "step":
@@ -265,7 +277,12 @@ def kill_once(
 
 
 def disturb(
-    campaign: Campaign, folder: Path, steps: int, kills: int, chance: random.Random, tally: Tally
+    campaign: Campaign,
+    folder: Path,
+    steps: int,
+    kills: int,
+    chance: random.Random,
+    tally: Tally,
 ) -> None:
     """Run a campaign to its end, killing on the way."""
     log = folder.with_suffix(".log")
@@ -275,7 +292,11 @@ def disturb(
         wanted, everybody = campaign.moments[number % 3], chance.random() < 0.5
         before = attempt.last_step()
         moment = kill_once(
-            attempt, wanted, before + chance.randint(1, STEPS_A_KILL - 3), everybody, chance
+            attempt,
+            wanted,
+            before + chance.randint(1, STEPS_A_KILL - 3),
+            everybody,
+            chance,
         )
         if moment is None:
             break
@@ -299,7 +320,9 @@ def disturb(
         tally.resumes += 1
         tally.lost += resumed < whole
         while attempt.last_step() <= resumed and not attempt.ended:
-            assert time.monotonic() - killed < DEADLINE_SECONDS, f"{folder} took no step, see {log}"
+            assert time.monotonic() - killed < DEADLINE_SECONDS, (
+                f"{folder} took no step, see {log}"
+            )
             time.sleep(0.005)
         tally.seconds.append(time.monotonic() - killed)
         with unit(f"{campaign.name}, kill {number + 1}") as done:
@@ -349,37 +372,56 @@ def main() -> int:
     started = time.monotonic()
     with progress(options.kills + 2 * len(campaigns)):
         for index, campaign in enumerate(campaigns):
-            kills = options.kills // len(campaigns) + (index < options.kills % len(campaigns))
+            kills = options.kills // len(campaigns) + (
+                index < options.kills % len(campaigns)
+            )
             steps = STEPS_A_KILL * kills + 10
             print(f"{campaign.name}: {kills} kills in {steps} steps", flush=True)
-            reference, disturbed = folder / f"{index}-undisturbed", folder / f"{index}-killed"
+            reference, disturbed = (
+                folder / f"{index}-undisturbed",
+                folder / f"{index}-killed",
+            )
             with unit(f"{campaign.name}, undisturbed"):
                 undisturbed = Attempt(
-                    campaign, reference, steps, reference.with_suffix(".log"), resume=False
+                    campaign,
+                    reference,
+                    steps,
+                    reference.with_suffix(".log"),
+                    resume=False,
                 )
                 assert undisturbed.wait() == 0, f"see {reference.with_suffix('.log')}"
             disturb(campaign, disturbed, steps, kills, chance, tally)
             wrong = count_wrong(reference, disturbed, steps)
             tally.wrong += wrong
-            outcome = f"{wrong} WRONG, kept in {folder}" if wrong else "every bit as undisturbed"
+            outcome = (
+                f"{wrong} WRONG, kept in {folder}"
+                if wrong
+                else "every bit as undisturbed"
+            )
             print(f"  {outcome}", flush=True)
     print("\n| killed during | one rank | all |\n|---|---:|---:|")
     for moment in MOMENTS:
-        print(f"| {moment} | {tally.kills[moment, 'one rank']} | {tally.kills[moment, 'all']} |")
+        print(
+            f"| {moment} | {tally.kills[moment, 'one rank']} | {tally.kills[moment, 'all']} |"
+        )
     total = sum(tally.kills.values())
     print(
         f"\nkills {total}; resumes {tally.resumes}; lost checkpoints {tally.lost}; wrong resumes "
         f"{tally.wrong}"
     )
     if tally.seconds:
-        print(f"median seconds from kill to next step {statistics.median(tally.seconds):.1f}")
+        print(
+            f"median seconds from kill to next step {statistics.median(tally.seconds):.1f}"
+        )
     print(
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, "
         f"{time.monotonic() - started:.0f} s in all"
     )
     missed = total < options.kills
     if missed:
-        print(f"only {total} of {options.kills} kills happened: runs came to their end before")
+        print(
+            f"only {total} of {options.kills} kills happened: runs came to their end before"
+        )
     good = not (tally.lost or tally.wrong or missed)
     if good and options.folder is None:
         shutil.rmtree(folder)

@@ -77,7 +77,9 @@ def main() -> int:
         set_allocator()  # as in every run, before the device is initialized
         check = next(check for check in CHECKS if check.name == args.one)
         module, function = check.function.split(":")
-        getattr(importlib.import_module(f"scripts.smoke.{module}"), function)(Report(), args.device)
+        getattr(importlib.import_module(f"scripts.smoke.{module}"), function)(
+            Report(), args.device
+        )
         sys.stdout.flush()
         # Not return: autograd's thread of a device may still run, and Python's end would abort the
         # process.
@@ -131,7 +133,10 @@ def parse_arguments() -> argparse.Namespace:
         "--checks", nargs="+", metavar="NAME", help="some of them; --list names all"
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, help="checks at a time, two cores each; 1 by default"
+        "--jobs",
+        type=int,
+        default=1,
+        help="checks at a time, two cores each; 1 by default",
     )
     parser.add_argument(
         "--out",
@@ -145,9 +150,12 @@ def parse_arguments() -> argparse.Namespace:
         help="do not repeat checks that have a line of this version of the code in --out",
     )
     parser.add_argument(
-        "--version", help="of the code; by default its commit, or a hash of changed files"
+        "--version",
+        help="of the code; by default its commit, or a hash of changed files",
     )
-    parser.add_argument("--list", action="store_true", help="print the checks and their limits")
+    parser.add_argument(
+        "--list", action="store_true", help="print the checks and their limits"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.list:
@@ -163,7 +171,9 @@ def parse_arguments() -> argparse.Namespace:
         if name not in names:
             parser.error(f"--checks {name}: must be of {', '.join(sorted(names))}")
     args.version = args.version or code_version()
-    args.checks = [check for check in CHECKS if args.checks is None or check.name in args.checks]
+    args.checks = [
+        check for check in CHECKS if args.checks is None or check.name in args.checks
+    ]
     return args
 
 
@@ -172,12 +182,16 @@ def read_lines(path: Path, version: str) -> dict[str, dict[str, Any]]:
     out."""
     lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
     kept = (
-        line for line in lines if line["status"] != "left out" and line.get("version") == version
+        line
+        for line in lines
+        if line["status"] != "left out" and line.get("version") == version
     )
     return {line["check"]: line for line in kept}
 
 
-def run_check(check: Check, device: str, left: float, logs: Path | None = None) -> dict[str, Any]:
+def run_check(
+    check: Check, device: str, left: float, logs: Path | None = None
+) -> dict[str, Any]:
     """The line of a check, which is killed at its limit or when the time of all is over.
 
     Args:
@@ -186,11 +200,18 @@ def run_check(check: Check, device: str, left: float, logs: Path | None = None) 
         left: seconds until the end of all checks.
         logs: folder for its stderr; None to drop it.
     """
-    line: dict[str, Any] = {"check": check.name, "device": device, "limit_seconds": check.seconds}
+    line: dict[str, Any] = {
+        "check": check.name,
+        "device": device,
+        "limit_seconds": check.seconds,
+    }
     if device not in check.devices:
         return line | {"status": f"not on {device}", "reason": check.otherwise}
     if left < check.seconds / 3:
-        return line | {"status": "left out", "reason": f"{max(0, left):.0f} s were left"}
+        return line | {
+            "status": "left out",
+            "reason": f"{max(0, left):.0f} s were left",
+        }
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         # A session of its own, so that the ranks it starts end with it.
@@ -256,13 +277,21 @@ def render(lines: list[dict[str, Any]], device: str) -> str:
         ),
         None,
     )
-    page = [f"# Checks on {device}", "", f"Command: `python {shlex.join(sys.argv)}`", ""]
+    page = [
+        f"# Checks on {device}",
+        "",
+        f"Command: `python {shlex.join(sys.argv)}`",
+        "",
+    ]
     page += [f"{machine}.", ""] if machine else []
-    page += ["| check | status | s | comparisons met | failed |", "|---|---|---:|---:|---|"]
+    page += [
+        "| check | status | s | comparisons met | failed |",
+        "|---|---|---:|---:|---|",
+    ]
     for line in lines:
-        failures = "; ".join(filter(None, [line.get("reason"), *line.get("failed", [])])).replace(
-            "|", "/"
-        )
+        failures = "; ".join(
+            filter(None, [line.get("reason"), *line.get("failed", [])])
+        ).replace("|", "/")
         page.append(
             f"| {line['check']} | {line['status']} | {line.get('seconds', '')} | "
             f"{line.get('met', '')} | {failures} |"
@@ -270,7 +299,9 @@ def render(lines: list[dict[str, Any]], device: str) -> str:
     for line in lines:
         if line.get("facts"):
             page += ["", f"## {line['check']}", ""]
-            page += [f"- {name}: {_text(value)}" for name, value in line["facts"].items()]
+            page += [
+                f"- {name}: {_text(value)}" for name, value in line["facts"].items()
+            ]
     return "\n".join(page) + "\n"
 
 

@@ -109,14 +109,18 @@ def train_titled(configs: list[Config], titles: list[str]) -> list[Outcome]:
 def max_loss_difference(outcome: Outcome, reference: Outcome) -> float:
     """Largest relative difference of a step's loss."""
     differences = [
-        abs(a - b) / abs(b) for a, b in zip(outcome.losses, reference.losses, strict=True)
+        abs(a - b) / abs(b)
+        for a, b in zip(outcome.losses, reference.losses, strict=True)
     ]
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def max_norm_difference(outcome: Outcome, reference: Outcome) -> float:
     """Largest absolute difference of a step's gradient norm."""
-    return max(abs(a - b) for a, b in zip(outcome.grad_norms, reference.grad_norms, strict=True))
+    return max(
+        abs(a - b)
+        for a, b in zip(outcome.grad_norms, reference.grad_norms, strict=True)
+    )
 
 
 @dataclass
@@ -148,7 +152,10 @@ def judge(
         return Verdict("every bit")
     tolerance = LOSS_TOLERANCE if dtype == "float32" else BF16_LOSS_TOLERANCE
     # Nan is a breach too
-    if mode == "deterministic" or not max_loss_difference(outcome, reference) <= tolerance:
+    if (
+        mode == "deterministic"
+        or not max_loss_difference(outcome, reference) <= tolerance
+    ):
         return Verdict("BREACH", f"{where}: {name} differs from one process")
     within = f"loss within {tolerance:g}"
     twin = (FSDP2_ON_THE_SAME_MESH | NATIVE | REDUCES_OFTENER).get(name)
@@ -161,7 +168,9 @@ def judge(
         if dtype == "bfloat16":
             return Verdict(f"{within}, {twin} adds in float32")
         adds_alike = not portable
-    if adds_alike and (world_size == 2 or (world_size == 4 and name.startswith("hsdp"))):
+    if adds_alike and (
+        world_size == 2 or (world_size == 4 and name.startswith("hsdp"))
+    ):
         return Verdict(
             "BREACH",
             f"{where}: {name} differs from {twin} although each reduction adds two numbers",
@@ -189,7 +198,9 @@ def train_rows(
 
 def rows_of(strategies: list[str], world_size: int, dtype: str) -> list[str]:
     """The strategies that have a row for a world size and a dtype."""
-    names = [name for name in strategies if not name.startswith("hsdp") or world_size > 2]
+    names = [
+        name for name in strategies if not name.startswith("hsdp") or world_size > 2
+    ]
     return [name for name in names if dtype == "float32" or name not in FLOAT32_ONLY]
 
 
@@ -205,14 +216,20 @@ def count_units(args: argparse.Namespace) -> int:
 
 def against(outcome: Outcome, on_cpu: Outcome) -> str:
     """Difference between a device's training and the same on CPU ranks."""
-    return "every bit" if outcome == on_cpu else f"loss {max_loss_difference(outcome, on_cpu):.1e}"
+    return (
+        "every bit"
+        if outcome == on_cpu
+        else f"loss {max_loss_difference(outcome, on_cpu):.1e}"
+    )
 
 
 def compare(
     args: argparse.Namespace, model: str, mode: str, dtype: str, console: Console
 ) -> list[str]:
     """Train and print one table; return the breaches."""
-    table = Table(title=f"{model}, {dtype}, {mode} mode, {args.steps} steps, {args.device}")
+    table = Table(
+        title=f"{model}, {dtype}, {mode} mode, {args.steps} steps, {args.device}"
+    )
     for column in (
         "ranks",
         "strategy",
@@ -230,7 +247,11 @@ def compare(
     digest = hashlib.sha256()
     for world_size in args.world_sizes:
         names = rows_of(args.strategies, world_size, dtype)
-        simulated = [*common, "parallel=single", f"parallel.simulated_ranks={world_size}"]
+        simulated = [
+            *common,
+            "parallel=single",
+            f"parallel.simulated_ranks={world_size}",
+        ]
         singles: dict[str, Outcome] = {}
         trained: dict[str, dict[str, Outcome]] = {}
         for device in [args.device, "cpu"] if args.against_cpu else [args.device]:
@@ -240,7 +261,9 @@ def compare(
             ]
             title = f"{model}, {dtype}, {mode}"
             single = f"{title}, one process for {world_size}"
-            (singles[device],) = train_rows([row_config(simulated, 1, device)], [single], 1, device)
+            (singles[device],) = train_rows(
+                [row_config(simulated, 1, device)], [single], 1, device
+            )
             titles = [f"{title}, {name}" for name in names]
             trained[device] = dict(
                 zip(names, train_rows(rows, titles, world_size, device), strict=True)
@@ -251,11 +274,22 @@ def compare(
         for outcome in (reference, *outcomes.values()):
             digest.update(json.dumps(outcome.parameters, sort_keys=True).encode())
         table.add_row(
-            str(world_size), "single", f"{reference.losses[-1]:.9f}", "", "", "", "", *cpu_cells
+            str(world_size),
+            "single",
+            f"{reference.losses[-1]:.9f}",
+            "",
+            "",
+            "",
+            "",
+            *cpu_cells,
         )
         for name, outcome in outcomes.items():
-            verdict = judge(name, outcomes, reference, world_size, dtype, mode, args.grad_accum)
-            cpu_cells = [against(outcome, trained["cpu"][name])] if args.against_cpu else []
+            verdict = judge(
+                name, outcomes, reference, world_size, dtype, mode, args.grad_accum
+            )
+            cpu_cells = (
+                [against(outcome, trained["cpu"][name])] if args.against_cpu else []
+            )
             breaches += [verdict.breach] if verdict.breach else []
             table.add_row(
                 str(world_size),
@@ -278,7 +312,9 @@ def check_device(device: str, against_cpu: bool) -> None:
     if device_count(device) == 0:
         raise missing_device(device)
     if against_cpu and device == "cpu":
-        raise ConfigError("--against-cpu has nothing to compare with --device cpu; leave it out")
+        raise ConfigError(
+            "--against-cpu has nothing to compare with --device cpu; leave it out"
+        )
 
 
 def check_world_sizes(world_sizes: list[int], device: str) -> None:
@@ -308,10 +344,17 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seq-len", type=int, default=64)
-    parser.add_argument("--grad-accum", type=int, default=2, help="micro-batches a step")
-    parser.add_argument("--models", nargs="+", default=PRESETS, help="presets of configs/model")
+    parser.add_argument(
+        "--grad-accum", type=int, default=2, help="micro-batches a step"
+    )
+    parser.add_argument(
+        "--models", nargs="+", default=PRESETS, help="presets of configs/model"
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
-    named: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}  # a wrong one is answered with all
+    named: dict[str, Any] = {
+        "nargs": "+",
+        "metavar": "NAME",
+    }  # a wrong one is answered with all
     parser.add_argument(
         "--strategies",
         choices=list(STRATEGIES),
@@ -320,31 +363,45 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         **named,
     )
     parser.add_argument(
-        "--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"]
+        "--dtypes",
+        nargs="+",
+        choices=["float32", "bfloat16"],
+        default=["float32", "bfloat16"],
     )
     parser.add_argument(
-        "--modes", nargs="+", choices=list(MODES), help="by default all that the device runs"
+        "--modes",
+        nargs="+",
+        choices=list(MODES),
+        help="by default all that the device runs",
     )
     several = (
         "compare layouts, not strategies; pairs: each on the fewest ranks, on every number for "
         "two models only"
     )
     layouts = f"{several}; all, or of {'; '.join(LAYOUTS)}"
-    parser.add_argument("--layouts", choices=["all", "pairs", *LAYOUTS], help=layouts, **named)
+    parser.add_argument(
+        "--layouts", choices=["all", "pairs", *LAYOUTS], help=layouts, **named
+    )
     bugs = f"bugs to make and to find: all, or of {'; '.join(BUGS)}"
     parser.add_argument("--inject", choices=["all", *BUGS], help=bugs, **named)
     parser.add_argument(
         "--against-cpu", action="store_true", help="train every row on CPU ranks too"
     )
     args = parser.parse_args(words)
-    args.pairs = bool(args.layouts) and "pairs" in args.layouts and "all" not in args.layouts
+    args.pairs = (
+        bool(args.layouts) and "pairs" in args.layouts and "all" not in args.layouts
+    )
     args.layouts = (
-        list(LAYOUTS) if args.layouts and {"all", "pairs"} & {*args.layouts} else args.layouts
+        list(LAYOUTS)
+        if args.layouts and {"all", "pairs"} & {*args.layouts}
+        else args.layouts
     )
     args.inject = list(BUGS) if args.inject and "all" in args.inject else args.inject
     if args.modes is None:
         args.modes = (
-            ["deterministic", "default"] if float64_collectives(args.device) else ["portable"]
+            ["deterministic", "default"]
+            if float64_collectives(args.device)
+            else ["portable"]
         )
     return args
 
@@ -352,7 +409,9 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Print the tables; 1 on any breach, 2 on a mistake in the arguments."""
     args = parse_arguments()
-    console = Console(width=164 if args.against_cpu or args.layouts or args.inject else 144)
+    console = Console(
+        width=164 if args.against_cpu or args.layouts or args.inject else 144
+    )
     breaches: list[str] = []
     try:
         check_device(args.device, args.against_cpu)
@@ -362,7 +421,8 @@ def main() -> int:
         with progress(count_units(args)):
             for model, dtype, mode in product(args.models, args.dtypes, args.modes):
                 breaches += [
-                    f"{model}: {breach}" for breach in compare(args, model, mode, dtype, console)
+                    f"{model}: {breach}"
+                    for breach in compare(args, model, mode, dtype, console)
                 ]
     except ConfigError as error:
         print(f"parity: {error}", file=sys.stderr)

@@ -93,7 +93,10 @@ COMMANDS: list[tuple[str, bool]] = [
     ("plan parallel=fsdp1 parallel.param_dtype=bfloat16", False),
     ("plan parallel=fsdp2 parallel.param_dtype=bfloat16 memory=lean", False),
     ("plan parallel=fsdp2 train.float8=tensorwise parallel.param_dtype=bfloat16", True),
-    ("plan parallel=fsdp2 parallel.param_dtype=bfloat16 memory=lean mesh.cp_size=4", False),
+    (
+        "plan parallel=fsdp2 parallel.param_dtype=bfloat16 memory=lean mesh.cp_size=4",
+        False,
+    ),
     ("plan parallel=fsdp2 parallel.param_dtype=bfloat16 mesh.tp_size=2", False),
     ("sweep parallel=fsdp1,fsdp2 --out sweep", False),
 ]
@@ -151,7 +154,11 @@ def run_tests(name: str) -> Row:
             text=True,
             errors="replace",
         )
-        cases = ElementTree.parse(log).getroot().iter("testcase") if log.exists() else iter(())
+        cases = (
+            ElementTree.parse(log).getroot().iter("testcase")
+            if log.exists()
+            else iter(())
+        )
         for case in cases:
             skips, faults = (
                 case.findall("skipped"),
@@ -162,7 +169,8 @@ def run_tests(name: str) -> Row:
             row.passed += not skips and not faults
             row.reasons += [skip.get("message", "") for skip in skips]
             row.failures += [
-                f"{case.get('name')}: {first_line(fault.get('message', ''))}" for fault in faults
+                f"{case.get('name')}: {first_line(fault.get('message', ''))}"
+                for fault in faults
             ]
     if done.returncode and not row.failed:
         row.failed = 1
@@ -206,7 +214,9 @@ def run_command(arguments: str, may_be_refused: bool, folder: Path) -> Row:
 
 def first_line(text: str) -> str:
     """The first line with text, shortened."""
-    return next((line.strip()[:200] for line in text.splitlines() if line.strip()), "no output")
+    return next(
+        (line.strip()[:200] for line in text.splitlines() if line.strip()), "no output"
+    )
 
 
 def measure(groups: Sequence[str]) -> Result:
@@ -214,17 +224,25 @@ def measure(groups: Sequence[str]) -> Result:
     import torch
 
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     result = Result(torch.__version__, machine("cpu"), commit.stdout.strip(), [], [])
-    with tempfile.TemporaryDirectory() as folder, progress(units=len(groups) + len(COMMANDS)):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        progress(units=len(groups) + len(COMMANDS)),
+    ):
         for name in groups:
             with unit(name) as done:
                 result.tests.append(run_tests(name))
                 done.note = result.tests[-1].outcome
         for arguments, may_be_refused in COMMANDS:
             with unit(arguments) as done:
-                result.commands.append(run_command(arguments, may_be_refused, Path(folder)))
+                result.commands.append(
+                    run_command(arguments, may_be_refused, Path(folder))
+                )
                 done.note = result.commands[-1].outcome
     return result
 
@@ -232,7 +250,8 @@ def measure(groups: Sequence[str]) -> Result:
 def sum_of(rows: list[Row]) -> Row:
     """All rows as one."""
     counts = [
-        sum(getattr(row, key) for row in rows) for key in ("passed", "skipped", "failed", "seconds")
+        sum(getattr(row, key) for row in rows)
+        for key in ("passed", "skipped", "failed", "seconds")
     ]
     return Row("all", *counts)
 
@@ -257,7 +276,9 @@ def page_of(results: list[Result], command: str, date: str) -> str:
     for result in results:
         tests, commands = sum_of(result.tests), sum_of(result.commands)
         seconds = tests.seconds + commands.seconds
-        lines.append(f"| {result.torch} | {tests.outcome} | {commands.outcome} | {seconds:.0f} |")
+        lines.append(
+            f"| {result.torch} | {tests.outcome} | {commands.outcome} | {seconds:.0f} |"
+        )
     header = " | ".join(result.torch for result in results)
     rule = "|---" + "|---:" * len(results) + "|"
     for title, rows_of in (
@@ -289,7 +310,9 @@ def page_of(results: list[Result], command: str, date: str) -> str:
         for row in (*result.tests, *result.commands):
             for reason, number in sorted(Counter(row.reasons).items()):
                 cells = result.torch, row.name, str(number), " ".join(reason.split())
-                lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+                lines.append(
+                    f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+                )
     return "\n".join(lines) + "\n"
 
 
@@ -315,12 +338,20 @@ def main(words: list[str] | None = None) -> int:
     results = []
     for path in arguments.results:
         tree = json.loads(path.read_text())
-        rows = {key: [Row(**row) for row in tree.pop(key)] for key in ("tests", "commands")}
+        rows = {
+            key: [Row(**row) for row in tree.pop(key)] for key in ("tests", "commands")
+        }
         results.append(Result(**tree, **rows))
     text = page_of(results, arguments.command, datetime.date.today().isoformat())
     arguments.page.write_text(text)
     print(text)
-    return int(any(row.failed for result in results for row in (*result.tests, *result.commands)))
+    return int(
+        any(
+            row.failed
+            for result in results
+            for row in (*result.tests, *result.commands)
+        )
+    )
 
 
 if __name__ == "__main__":

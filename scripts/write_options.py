@@ -93,20 +93,28 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
             yield from keys_of(annotation, f"{prefix}{field.name}.")  # type: ignore[arg-type]
             continue
         default = (
-            field.default if callable(field.default_factory) is False else field.default_factory()
+            field.default
+            if callable(field.default_factory) is False
+            else field.default_factory()
         )
         # A subclass that changes a default keeps the bounds
-        owners = [vars(owner).get("__dataclass_fields__", {}) for owner in schema.__mro__]
+        owners = [
+            vars(owner).get("__dataclass_fields__", {}) for owner in schema.__mro__
+        ]
         declared = [str(bounds_of(of[field.name])) for of in owners if field.name in of]
         bounds, doc = next(filter(None, declared), ""), docs.get(field.name, "")
-        yield Key(prefix + field.name, annotation, default, bounds, doc, declared_of(field))
+        yield Key(
+            prefix + field.name, annotation, default, bounds, doc, declared_of(field)
+        )
 
 
 def yaml_value(value: Any) -> str:
     """A default as YAML on one line."""
     plain = value.value if isinstance(value, Enum) else value
     return (
-        yaml.safe_dump(plain, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
+        yaml.safe_dump(plain, default_flow_style=True, width=math.inf)
+        .removesuffix("...\n")
+        .strip()
     )
 
 
@@ -125,7 +133,11 @@ def group_file(group: str, choice: str) -> str:
     """A group's YAML file: its head up to ``_self_`` as it is, and all keys of its schema."""
     text = (ROOT / "configs" / group / f"{choice}.yaml").read_text(encoding="utf-8")
     head = text[: text.index("\n", text.index(DEFAULTS_END)) + 1]
-    return head + "\n" + "".join(f"{yaml_line(key)}\n" for key in keys_of(SCHEMAS[group][choice]))
+    return (
+        head
+        + "\n"
+        + "".join(f"{yaml_line(key)}\n" for key in keys_of(SCHEMAS[group][choice]))
+    )
 
 
 def root_file() -> str:
@@ -135,9 +147,19 @@ def root_file() -> str:
     lines = []
     for name, schema in typing.get_type_hints(Config).items():
         if dataclasses.is_dataclass(schema) and name not in SCHEMAS:
-            lines += [f"{name}:", *(yaml_line(key, "  ") for key in keys_of(schema)), ""]  # type: ignore[arg-type]
+            lines += [
+                f"{name}:",
+                *(yaml_line(key, "  ") for key in keys_of(schema)),
+                "",
+            ]  # type: ignore[arg-type]
     lines += [yaml_line(key) for key in root_keys()]
-    return head + SECTIONS_START + "\n".join(lines) + "\n" + rest[rest.index(SECTIONS_END) :]
+    return (
+        head
+        + SECTIONS_START
+        + "\n".join(lines)
+        + "\n"
+        + rest[rest.index(SECTIONS_END) :]
+    )
 
 
 def root_keys() -> list[Key]:
@@ -148,7 +170,10 @@ def root_keys() -> list[Key]:
         for field in dataclasses.fields(Config)
         if not dataclasses.is_dataclass(hints[field.name])
     ]
-    return [Key(each.name, hints[each.name], each.default, "", docs[each.name]) for each in fields]
+    return [
+        Key(each.name, hints[each.name], each.default, "", docs[each.name])
+        for each in fields
+    ]
 
 
 def type_text(key: Key) -> str:
@@ -159,7 +184,9 @@ def type_text(key: Key) -> str:
     if typing.get_origin(key.annotation) is list:
         return f"list of {kinds[0].__name__}"
     names = [
-        "choice" if kind is key.enum else kind.__name__ for kind in kinds if kind is not type(None)
+        "choice" if kind is key.enum else kind.__name__
+        for kind in kinds
+        if kind is not type(None)
     ]
     return " or ".join([*names, *["null"] * (type(None) in kinds)])
 
@@ -184,12 +211,26 @@ def table(keys: list[Key], section: str) -> list[str]:
     for key in keys:
         name = f"{section}.{key.name}" if section else key.name
         default = value_text(key.default, quote=True)
-        switches = " or ".join(f"`{need}`" for need in key.declared.needs) if key.declared else ""
+        switches = (
+            " or ".join(f"`{need}`" for need in key.declared.needs)
+            if key.declared
+            else ""
+        )
         doc = f"{key.doc} Needs {switches}." if switches else key.doc
         rows.append(
-            [f"`{name}`", type_text(key), f"`{default}`", key.values, doc, effect_text(name)]
+            [
+                f"`{name}`",
+                type_text(key),
+                f"`{default}`",
+                key.values,
+                doc,
+                effect_text(name),
+            ]
         )
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines = [
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+        for row in rows
+    ]
     meanings = [
         f"- `{section}.{key.name}={member}`: {doc}"
         for key in keys
@@ -209,7 +250,13 @@ def first_sentence(group: str, choice: str) -> str:
 
 def options_page() -> str:
     """``docs/options.md``."""
-    lines = [HEAD, "## Groups", "", "| group | default | choices |", "| --- | --- | --- |"]
+    lines = [
+        HEAD,
+        "## Groups",
+        "",
+        "| group | default | choices |",
+        "| --- | --- | --- |",
+    ]
     defaults, choices = list_defaults(), list_choices()
     for group, default in defaults.items():
         lines.append(
@@ -246,7 +293,10 @@ def section_lines(section: str, kind: type) -> list[str]:
     if choices:
         lines += [
             "",
-            *(f"- `{section}={name}`: {first_sentence(section, name)}" for name in choices),
+            *(
+                f"- `{section}={name}`: {first_sentence(section, name)}"
+                for name in choices
+            ),
         ]
     shared = list(keys_of(kind))
     lines += ["", *table(shared, section)] if shared else []
@@ -254,7 +304,9 @@ def section_lines(section: str, kind: type) -> list[str]:
     for name, schema in SCHEMAS.get(section, {}).items():
         own = [key for key in keys_of(schema) if key not in shared]
         headings = [
-            f"`{section}={choice}`" for choice in choices if schema_name(section, choice) == name
+            f"`{section}={choice}`"
+            for choice in choices
+            if schema_name(section, choice) == name
         ]
         if own:
             tables.setdefault(tuple(table(own, section)), []).extend(headings)
@@ -279,12 +331,22 @@ def help_keys() -> str:
         if not dataclasses.is_dataclass(kind):
             continue
         shared = list(keys_of(kind))  # type: ignore[arg-type]
-        lines += ["", f"{section}: {plain_doc(kind)}", *(help_line(key, section) for key in shared)]  # type: ignore[arg-type]
+        lines += [
+            "",
+            f"{section}: {plain_doc(kind)}",
+            *(help_line(key, section) for key in shared),
+        ]  # type: ignore[arg-type]
         for name, schema in sorted(SCHEMAS.get(section, {}).items()):
-            own = [help_line(key, section) for key in keys_of(schema) if key not in shared]
+            own = [
+                help_line(key, section) for key in keys_of(schema) if key not in shared
+            ]
             heading = f"{section}={name}"
             if schema in MODELS.values():
-                named = [each for each in choices[section] if schema_name(section, each) == name]
+                named = [
+                    each
+                    for each in choices[section]
+                    if schema_name(section, each) == name
+                ]
                 heading = f"a {name} model ({', '.join(named)})"
             if own:
                 lines += [f" with {heading}: {plain_doc(schema)}", *own]
@@ -305,7 +367,9 @@ def generated_files() -> dict[Path, str]:
     }
     for group, schemas in SCHEMAS.items():
         for choice in schemas if group != "model" else ():
-            files[ROOT / "configs" / group / f"{choice}.yaml"] = group_file(group, choice)
+            files[ROOT / "configs" / group / f"{choice}.yaml"] = group_file(
+                group, choice
+            )
     return files
 
 

@@ -78,7 +78,9 @@ def refusal(*settings: str) -> str | None:
     needed = [word for setting in settings for word in SETTINGS[setting].split()]
     if {"mesh.tp_size=2", "train.deterministic=layout"} <= set(settings):
         needed.append("train.slices=2")
-    overrides = {word.partition("=")[0]: word for word in [*BASE.split(), *needed, *settings]}
+    overrides = {
+        word.partition("=")[0]: word for word in [*BASE.split(), *needed, *settings]
+    }
     try:
         compose_config(list(overrides.values())).validate(RANKS, "cuda")
     except ConfigError as error:
@@ -104,7 +106,9 @@ def pairs() -> Iterator[tuple[str, str, str]]:
 
 def table_of_pairs() -> str:
     """Return the table of settings that exclude one another."""
-    rows = [f"| `{first}` | `{second}` | {reason} |" for first, second, reason in pairs()]
+    rows = [
+        f"| `{first}` | `{second}` | {reason} |" for first, second, reason in pairs()
+    ]
     return "\n".join(["| setting | not with | because |", "|---|---|---|", *rows])
 
 
@@ -120,8 +124,14 @@ def table_of_capabilities() -> str:
         *(refusal[1::-1] for refusal in REFUSALS),
     ]
     for settings, capability in rows:
-        needed = [capability, *(NEEDED[setting] for setting in settings if setting in NEEDED)]
-        marks = ["✓" if all(getattr(can, name) for name in needed) else "–" for can in columns]
+        needed = [
+            capability,
+            *(NEEDED[setting] for setting in settings if setting in NEEDED),
+        ]
+        marks = [
+            "✓" if all(getattr(can, name) for name in needed) else "–"
+            for can in columns
+        ]
         label = "` with `".join(NAMES.get(setting, setting) for setting in settings)
         lines.append(f"| `{label}` | {' | '.join(marks)} |")
     return "\n".join(lines)
@@ -129,14 +139,19 @@ def table_of_capabilities() -> str:
 
 def with_table(text: str, name: str, table: str) -> str:
     """Return a text with the table between its two comments."""
-    start, end = f"<!-- {name}: python scripts/write_pairs.py -->\n", f"<!-- end of {name} -->\n"
+    start, end = (
+        f"<!-- {name}: python scripts/write_pairs.py -->\n",
+        f"<!-- end of {name} -->\n",
+    )
     before, _, rest = text.partition(start)
     return f"{before}{start}\n{table}\n\n{end}{rest.partition(end)[2]}"
 
 
 def page() -> str:
     """Return ``docs/strategies.md`` with its tables."""
-    text = with_table(PAGE.read_text(encoding="utf-8"), "capabilities", table_of_capabilities())
+    text = with_table(
+        PAGE.read_text(encoding="utf-8"), "capabilities", table_of_capabilities()
+    )
     return with_table(text, "pairs", table_of_pairs())
 
 

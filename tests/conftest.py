@@ -46,7 +46,9 @@ clean_process()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add this suite's options."""
     group = parser.getgroup("fsdptoys")
-    group.addoption("--all", action="store_true", help="also run the tests marked extended")
+    group.addoption(
+        "--all", action="store_true", help="also run the tests marked extended"
+    )
     group.addoption(
         "--workers",
         type=int,
@@ -69,11 +71,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Run the tests in forks, unless a debugger needs them here."""
     if config.option.workers and not config.option.usepdb:
-        times = config.option.times and config.invocation_params.dir / config.option.times
+        times = (
+            config.option.times and config.invocation_params.dir / config.option.times
+        )
         config.pluginmanager.register(WorkersPlugin(config.option.workers, SLOW, times))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Leave out the extended tests, without ``--all``."""
     if not config.option.all:
         extended = [item for item in items if item.get_closest_marker("extended")]

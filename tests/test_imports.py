@@ -20,7 +20,10 @@ ROOT = Path(__file__).parents[1]
 def import_graph(package: str) -> dict[str, set[str]]:
     """The modules that each module imports."""
     graph = grimp.build_graph(package, cache_dir=None)
-    return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    return {
+        module: graph.find_modules_directly_imported_by(module)
+        for module in graph.modules
+    }
 
 
 def between_packages(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
@@ -48,7 +51,11 @@ def find_cycle(graph: Mapping[str, set[str]]) -> list[str]:
 def test_package_has_no_import_cycle() -> None:
     """Oracle: a topological order of the modules, and of the packages at the top level."""
     graph = import_graph("fsdptoys")
-    assert len(graph) > 200 and "fsdptoys.models.decoder" in graph and "fsdptoys.patches" in graph
+    assert (
+        len(graph) > 200
+        and "fsdptoys.models.decoder" in graph
+        and "fsdptoys.patches" in graph
+    )
     for level in (graph, between_packages(graph)):
         cycle = find_cycle(level)
         assert not cycle, "import cycle, each importing the next: " + " → ".join(cycle)
@@ -72,7 +79,9 @@ def test_the_harness_imports_itself_only_and_nothing_imports_a_test() -> None:
     for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("scripts/**/*.py")]:
         folder = path.relative_to(ROOT).parts[:2]
         for module in imported_modules(path):
-            outside = folder == ("tests", "harness") and not module.startswith("tests.harness.")
+            outside = folder == ("tests", "harness") and not module.startswith(
+                "tests.harness."
+            )
             from_script = folder[0] == "scripts" and module.startswith("tests.")
             outside |= from_script and not module.startswith("tests.harness.")
             if outside or ".test_" in module:
@@ -97,7 +106,9 @@ def test_nested_imports_count_toward_cycles(
     monkeypatch.syspath_prepend(str(tmp_path))
     graph = import_graph("cyclic")
     edges = {"": "a", ".a": "b", ".b": "a"}
-    expected = {f"cyclic{module}": {f"cyclic.{imported}"} for module, imported in edges.items()}
+    expected = {
+        f"cyclic{module}": {f"cyclic.{imported}"} for module, imported in edges.items()
+    }
     assert graph == {**expected, "cyclic.c": {"cyclic", "cyclic.d"}, "cyclic.d": set()}
     assert find_cycle(graph) in (
         ["cyclic.a", "cyclic.b", "cyclic.a"],
@@ -110,6 +121,8 @@ def test_no_file_has_more_than_400_lines() -> None:
     """Oracle: the limit in CONTRIBUTING.md."""
     folders = ("fsdptoys", "models", "patches", "scripts", "tests", "docs")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
-    lengths = {str(file): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+    lengths = {
+        str(file): len(file.read_text(encoding="utf-8").splitlines()) for file in files
+    }
     assert len(lengths) > 600
     assert not {file: length for file, length in lengths.items() if length > 400}

@@ -13,8 +13,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ["pyproject.toml", "README.md", "LICENSE", "fsdptoys", "models", "patches", "configs"]
-NO_NETWORK = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--no-compile"]
+SOURCES = [
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "fsdptoys",
+    "models",
+    "patches",
+    "configs",
+]
+NO_NETWORK = [
+    "--quiet",
+    "--no-index",
+    "--no-deps",
+    "--no-build-isolation",
+    "--no-compile",
+]
 
 LOOK = """
 import importlib, importlib.util, json, site, sys
@@ -51,21 +65,37 @@ def module_names(tree: Path) -> list[str]:
         for path in (tree / folder).rglob("*.py")
     ]
     parts = {path.relative_to(tree).with_suffix("").parts for path in files}
-    names = {".".join(part if part[0] == "fsdptoys" else ("fsdptoys", *part)) for part in parts}
+    names = {
+        ".".join(part if part[0] == "fsdptoys" else ("fsdptoys", *part))
+        for part in parts
+    }
     return sorted(name.removesuffix(".__init__") for name in names)
 
 
 def make_source_zip(archive: Path) -> None:
     """Write a zip like GitHub's, with links as links: of the last commit, or of the files here
     without git."""
-    git = ["git", "-C", str(ROOT), "archive", "--format=zip", "-o", str(archive), "HEAD"]
+    git = [
+        "git",
+        "-C",
+        str(ROOT),
+        "archive",
+        "--format=zip",
+        "-o",
+        str(archive),
+        "HEAD",
+    ]
     try:
-        if (ROOT / ".git").exists() and subprocess.run(git, capture_output=True).returncode == 0:
+        if (ROOT / ".git").exists() and subprocess.run(
+            git, capture_output=True
+        ).returncode == 0:
             return
     except FileNotFoundError:
         pass  # a machine without git
     with zipfile.ZipFile(archive, "w") as target:
-        for path in [path for top in SOURCES for path in [ROOT / top, *(ROOT / top).rglob("*")]]:
+        for path in [
+            path for top in SOURCES for path in [ROOT / top, *(ROOT / top).rglob("*")]
+        ]:
             if path.is_symlink():
                 info = zipfile.ZipInfo(path.relative_to(ROOT).as_posix())
                 info.create_system, info.external_attr = 3, (stat.S_IFLNK | 0o777) << 16
@@ -89,7 +119,9 @@ def unpack(archive: Path, folder: Path, links: bool) -> None:
 
 def run(*command: str) -> str:
     """Run a command in a folder without sources; return its stdout."""
-    done = subprocess.run([sys.executable, *command], cwd="/", capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *command], cwd="/", capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -129,17 +161,30 @@ def test_every_distribution_contains_models_patches_and_configs(
         run("-m", "pip", "install", *NO_NETWORK, "--target", str(installed), str(tree))
     elif form == "editable":
         run(
-            "-m", "pip", "install", *NO_NETWORK, "--target", str(installed), "--editable", str(tree)
+            "-m",
+            "pip",
+            "install",
+            *NO_NETWORK,
+            "--target",
+            str(installed),
+            "--editable",
+            str(tree),
         )
     if installed.exists():
         allowed = re.compile(r"(__editable__[._]+)?fsdptoys|bin$|__pycache__$")
-        assert [path.name for path in installed.iterdir() if not allowed.match(path.name)] == []
+        assert [
+            path.name for path in installed.iterdir() if not allowed.match(path.name)
+        ] == []
 
     folder, home = (
         (installed if installed.exists() else tree),
         (installed if form == "wheel" else tree),
     )
-    libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    libraries = [
+        path
+        for path in sys.path
+        if Path(path).name in ("site-packages", "dist-packages")
+    ]
     found = json.loads(
         run(
             "-I",
@@ -172,14 +217,17 @@ def test_constraints_pin_every_dependency_of_pyproject() -> None:
         (ROOT / "pyproject.toml").read_text(),
         re.DOTALL | re.MULTILINE,
     )
-    asked = [packaging.Requirement(line) for line in re.findall(r'"(.+?)"', "".join(arrays))]
+    asked = [
+        packaging.Requirement(line) for line in re.findall(r'"(.+?)"', "".join(arrays))
+    ]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [packaging.Requirement(line) for line in lines if not line.startswith("#")]
     for python_version in ("3.10", "3.13"):
         valid = [
             pin
             for pin in pins
-            if pin.marker is None or pin.marker.evaluate({"python_version": python_version})
+            if pin.marker is None
+            or pin.marker.evaluate({"python_version": python_version})
         ]
         versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in valid}
         assert len(versions) == len(valid)

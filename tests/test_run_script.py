@@ -75,12 +75,18 @@ class Sandbox:
             stub.with_name(f"{stub.name}.state").write_text(state + "\n")
 
     def start(
-        self, *arguments: str, script: Path | None = None, cwd: Path | None = None, **variables: str
+        self,
+        *arguments: str,
+        script: Path | None = None,
+        cwd: Path | None = None,
+        **variables: str,
     ) -> subprocess.CompletedProcess[str]:
         """Run the script with bash, without the variables of a virtual environment around the
         tests."""
         environment = {
-            k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("VIRTUAL_ENV", "PYTHONPATH")
         }
         environment |= {
             "PATH": f"{self.path}:{os.environ['PATH']}",
@@ -112,7 +118,9 @@ def sandbox(tmp_path: Path) -> Sandbox:
     return Sandbox(checkout, tmp_path / "path", tmp_path / "log")
 
 
-def test_bare_checkout_runs_with_the_given_interpreter(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_bare_checkout_runs_with_the_given_interpreter(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
     """Oracle: the argument vector, working directory and interpreter as the started module sees
     them."""
     arguments = [
@@ -153,13 +161,17 @@ def test_bare_checkout_runs_with_the_given_interpreter(sandbox: Sandbox, tmp_pat
         ("train train.steps=3", "train train.steps=3"),
     ],
 )
-def test_first_argument_may_be_a_command(arguments: str, command: str, sandbox: Sandbox) -> None:
+def test_first_argument_may_be_a_command(
+    arguments: str, command: str, sandbox: Sandbox
+) -> None:
     """Oracle: the arguments of the started module; a setting has a = sign and an option a dash."""
     done = sandbox.start(*arguments.split(), PYTHON=sys.executable)
     assert json.loads(done.stdout)["arguments"] == command.split()
 
 
-@pytest.mark.parametrize("kind", ["absolute", "relative", "chain", "called by its bare name"])
+@pytest.mark.parametrize(
+    "kind", ["absolute", "relative", "chain", "called by its bare name"]
+)
 def test_symbolic_links_to_the_script_run_the_checkout(
     kind: str, sandbox: Sandbox, tmp_path: Path
 ) -> None:
@@ -177,7 +189,9 @@ def test_symbolic_links_to_the_script_run_the_checkout(
             script = Path("second.sh")
     done = sandbox.start(script=script, cwd=cwd, PYTHON=sys.executable, CDPATH="/tmp:/")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["file"] == str(sandbox.checkout / "fsdptoys" / "__main__.py")
+    assert json.loads(done.stdout)["file"] == str(
+        sandbox.checkout / "fsdptoys" / "__main__.py"
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,8 +199,16 @@ def test_symbolic_links_to_the_script_run_the_checkout(
     [
         ({"python3": "ready"}, {}, "python3"),
         ({"python3": "ready", "chosen": "ready"}, {"PYTHON": "chosen"}, "chosen"),
-        ({"python3": "old 3.9.2", "python": "old 2.7.18", "python3.13": "ready"}, {}, "python3.13"),
-        ({"python3": "ready", "venv/bin/python": "ready"}, {"VIRTUAL_ENV": "venv"}, "python"),
+        (
+            {"python3": "old 3.9.2", "python": "old 2.7.18", "python3.13": "ready"},
+            {},
+            "python3.13",
+        ),
+        (
+            {"python3": "ready", "venv/bin/python": "ready"},
+            {"VIRTUAL_ENV": "venv"},
+            "python",
+        ),
         (
             {
                 "python3": "missing torch",
@@ -211,13 +233,17 @@ def test_python_is_chosen_in_the_documented_order(
     assert sandbox.calls() == [f"{taken} -m fsdptoys train --help"]
 
 
-def test_other_copy_of_fsdptoys_on_pythonpath_is_ignored(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_other_copy_of_fsdptoys_on_pythonpath_is_ignored(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
     """Oracle: the file of the started module, with a second package of the same name ahead on
     PYTHONPATH."""
     other = tmp_path / "other"
     shutil.copytree(sandbox.checkout / "fsdptoys", other / "fsdptoys")
     done = sandbox.start(PYTHON=sys.executable, PYTHONPATH=str(other))
-    assert json.loads(done.stdout)["file"] == str(sandbox.checkout / "fsdptoys" / "__main__.py")
+    assert json.loads(done.stdout)["file"] == str(
+        sandbox.checkout / "fsdptoys" / "__main__.py"
+    )
 
 
 def test_own_environment_is_installed_once_and_repaired(sandbox: Sandbox) -> None:
@@ -226,7 +252,8 @@ def test_own_environment_is_installed_once_and_repaired(sandbox: Sandbox) -> Non
     venv = sandbox.checkout / ".venv"
     make = f"python3 -m venv {venv}"
     install = (
-        f"python -m pip install -c {sandbox.checkout}/constraints.txt -e {sandbox.checkout}[report]"
+        f"python -m pip install -c {sandbox.checkout}/constraints.txt -e "
+        f"{sandbox.checkout}[report]"
     )
     train = "python -m fsdptoys train x=1"
 
@@ -256,7 +283,9 @@ def test_own_environment_is_installed_once_and_repaired(sandbox: Sandbox) -> Non
     assert sandbox.calls() == [install, train]
 
 
-def test_working_torch_is_kept_and_only_missing_packages_are_pinned(sandbox: Sandbox) -> None:
+def test_working_torch_is_kept_and_only_missing_packages_are_pinned(
+    sandbox: Sandbox,
+) -> None:
     """Oracle: the calls, and the constraints that pip gets: this Python's torch, and the pin that
     it cannot have."""
     sandbox.add_stubs({"python3": "missing hydra-core"})
@@ -278,7 +307,11 @@ def test_working_torch_is_kept_and_only_missing_packages_are_pinned(sandbox: San
         f"torch=={torch}",
         "fsdptoys-has-no-such-package==1.0",
     )
-    pinned = [line.split("==")[0] for line in constraints[1:] if line and not line.startswith("#")]
+    pinned = [
+        line.split("==")[0]
+        for line in constraints[1:]
+        if line and not line.startswith("#")
+    ]
     assert not {"torch", "numpy", "hydra-core"} & set(pinned)
 
 

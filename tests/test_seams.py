@@ -32,13 +32,22 @@ EXCEPTIONS = {
         "fsdptoys/parallel/toy_ep.py",
         "dispatch",
     ): "the field of experts, by which layers take another function",
-    ("fsdptoys/plan/estimate/skeleton.py", "forward"): "stand-ins of segments, in traces only",
-    ("fsdptoys/plan/estimate/skeleton.py", "setattr"): "stand-ins of segments, in traces only",
+    (
+        "fsdptoys/plan/estimate/skeleton.py",
+        "forward",
+    ): "stand-ins of segments, in traces only",
+    (
+        "fsdptoys/plan/estimate/skeleton.py",
+        "setattr",
+    ): "stand-ins of segments, in traces only",
     (
         "fsdptoys/plan/estimate/unit_traces.py",
         "forward",
     ): "marks around a copy's parts, in traces only",
-    ("fsdptoys/sweep/slurm_submit.py", "update"): "submitit's watcher, which would poll sacct",
+    (
+        "fsdptoys/sweep/slurm_submit.py",
+        "update",
+    ): "submitit's watcher, which would poll sacct",
 }
 """File and name of the method, or ``setattr`` → reason."""
 
@@ -46,27 +55,42 @@ EXCEPTIONS = {
 def makes_function(value: ast.expr | None, functions: set[str]) -> bool:
     """Whether an expression is a function, or a wrapper of one."""
     if isinstance(value, ast.IfExp):
-        return any(makes_function(branch, functions) for branch in (value.body, value.orelse))
+        return any(
+            makes_function(branch, functions) for branch in (value.body, value.orelse)
+        )
     if isinstance(value, ast.Call):
         return ast.unparse(value.func).rpartition(".")[2] in WRAPPERS
-    return isinstance(value, ast.Lambda) or (isinstance(value, ast.Name) and value.id in functions)
+    return isinstance(value, ast.Lambda) or (
+        isinstance(value, ast.Name) and value.id in functions
+    )
 
 
 def replaced_methods(tree: ast.Module) -> Iterator[str]:
     """Names of methods that a module assigns to other objects, and ``setattr`` of functions."""
-    parents = [node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.FunctionDef))]
+    parents = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.FunctionDef))
+    ]
     functions = {
-        node.name for parent in parents for node in parent.body if isinstance(node, ast.FunctionDef)
+        node.name
+        for parent in parents
+        for node in parent.body
+        if isinstance(node, ast.FunctionDef)
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                if not isinstance(target, ast.Attribute) or ast.unparse(target.value) in (
+                if not isinstance(target, ast.Attribute) or ast.unparse(
+                    target.value
+                ) in (
                     "self",
                     "ctx",
                 ):
                     continue
-                is_method = target.attr in METHODS and makes_function(node.value, functions)
+                is_method = target.attr in METHODS and makes_function(
+                    node.value, functions
+                )
                 if is_method or target.attr == "forward":
                     yield target.attr
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
@@ -76,7 +100,9 @@ def replaced_methods(tree: ast.Module) -> Iterator[str]:
 def test_no_method_of_an_instance_is_replaced() -> None:
     """Oracle: the syntax trees of the product, and a table of the exceptions."""
     assert "attend" in METHODS and len(TREES) > 300
-    replacements = {(path, name) for path, tree in TREES.items() for name in replaced_methods(tree)}
+    replacements = {
+        (path, name) for path, tree in TREES.items() for name in replaced_methods(tree)
+    }
     assert replacements == EXCEPTIONS.keys()
 
 
@@ -92,4 +118,9 @@ def swap(module, method, call):
     setattr(module, method, swap)
     setattr(module, method, 1)
 """
-    assert list(replaced_methods(ast.parse(source))) == ["forward", "attend", "attend", "setattr"]
+    assert list(replaced_methods(ast.parse(source))) == [
+        "forward",
+        "attend",
+        "attend",
+        "setattr",
+    ]

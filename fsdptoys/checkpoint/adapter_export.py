@@ -54,7 +54,10 @@ def merged(
             layer = name.removesuffix(A).removesuffix(B)
             if layer + A in kept and layer + B in kept:
                 weight = waiting.pop(layer)
-                yield f"{layer}.weight", weight.addmm(kept[layer + B], kept[layer + A], alpha=scale)
+                yield (
+                    f"{layer}.weight",
+                    weight.addmm(kept[layer + B], kept[layer + A], alpha=scale),
+                )
         elif is_packed(name):
             # Rounded as in the forward.
             weight = unpack(param, codebook.pairs, param.dtype).float()
@@ -120,10 +123,14 @@ def write_adapter(
         "fan_in_fan_out": model.family == "gpt2",
         # The same alpha / rank for every layer.
         "rank_pattern": wider,
-        "alpha_pattern": {module: alpha * wide / rank for module, wide in wider.items()},
+        "alpha_pattern": {
+            module: alpha * wide / rank for module, wide in wider.items()
+        },
         "base_model_name_or_path": model.init_from,
         "inference_mode": True,
     }
     with new_folder(folder, CHECKSUMS_FILE) as temporary:
-        (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (temporary / CONFIG_FILE).write_text(
+            json.dumps(config, indent=2) + "\n", encoding="utf-8"
+        )
         write_tensors(temporary, STEM, tensors.items())

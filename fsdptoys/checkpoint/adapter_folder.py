@@ -91,7 +91,8 @@ class AdapterFolder:
         for key, supported in UNSUPPORTED.items():
             value = self._config.get(key)
             if not any(
-                value is each or (type(value) is type(each) and value == each) for each in supported
+                value is each or (type(value) is type(each) and value == each)
+                for each in supported
             ):
                 raise ConfigError(
                     f"{config} says {key}={short_text(value)}, and only "
@@ -141,7 +142,9 @@ class AdapterFolder:
             scale = self._scale(module_name.removeprefix(PREFIX), rank)
             self.ranks |= dict.fromkeys(layers, rank)
             self.scales |= dict.fromkeys(layers, scale)
-        self._tensors.require(needed, reader, "use one of linear layers of this model's blocks")
+        self._tensors.require(
+            needed, reader, "use one of linear layers of this model's blocks"
+        )
         if not needed:
             raise ConfigError(f"{self.path} holds no tensor of an adapter; {AGAIN}")
 
@@ -152,7 +155,12 @@ class AdapterFolder:
         )
 
     def check_run(
-        self, key: str, rank: int, alpha: float, targets: Sequence[str], model: DecoderModel
+        self,
+        key: str,
+        rank: int,
+        alpha: float,
+        targets: Sequence[str],
+        model: DecoderModel,
     ) -> None:
         """Check that the folder holds adapters of exactly the layers of a run, of its rank and
         alpha.
@@ -190,7 +198,11 @@ class AdapterFolder:
                 f"tune.alpha={alpha:g} is not {fitting:g}, that of {where}; set "
                 f"tune.alpha={fitting:g}"
             )
-        every = [name for name, module in model.layers.named_modules() if type(module) is Linear]
+        every = [
+            name
+            for name, module in model.layers.named_modules()
+            if type(module) is Linear
+        ]
         own = sorted({name.rpartition(".")[2] for name in every} & set(targets))
         if own != self.targets:
             words = [f"[{','.join(names)}]" for names in (own, self.targets)]
@@ -216,10 +228,14 @@ class AdapterFolder:
         (low, high), (left, right) = local_bounds(param)
         with torch.no_grad(), self._tensors.reading() as read:
             if name.endswith(A):
-                source = read(place.module + THEIR_A, ((first + low, first + high), (left, right)))
+                source = read(
+                    place.module + THEIR_A, ((first + low, first + high), (left, right))
+                )
             else:
                 rows = (place.rows[0] + low, place.rows[0] + high)
-                source = read(place.module + THEIR_B, (rows, (first + left, first + right)))
+                source = read(
+                    place.module + THEIR_B, (rows, (first + left, first + right))
+                )
             local_tensor(param).copy_(source)
 
     def adapts(self, name: str) -> bool:
@@ -286,9 +302,13 @@ class AdapterFolder:
         return float(value)
 
 
-def locate_adapter(config: ModelConfig, layer: str, shape: tuple[int, int]) -> AdapterLocation:
+def locate_adapter(
+    config: ModelConfig, layer: str, shape: tuple[int, int]
+) -> AdapterLocation:
     """Where a folder holds the adapter of a layer."""
     (piece,) = config.hugging_face.pieces(f"{layer}.weight", shape)
     dim = -1 if piece.transposed else 0
     module = PREFIX + piece.tensor.removesuffix(".weight")
-    return AdapterLocation(module, piece.tensor_region[dim], shape[1], piece.tensor_shape[dim])
+    return AdapterLocation(
+        module, piece.tensor_region[dim], shape[1], piece.tensor_shape[dim]
+    )

@@ -61,9 +61,9 @@ class Checkpointer:
         gather_full: GatherFull | None = None,
         schema: Schema = ANY,
     ) -> None:
-        assert group is None or gather_full is not None or config.form is not Form.full, (
-            "gather_full is missing"
-        )
+        assert (
+            group is None or gather_full is not None or config.form is not Form.full
+        ), "gather_full is missing"
         # Step of the newest checkpoint committed or being written, the same on all ranks; changes
         # only in ``save``, ``finish`` and ``resume``.
         self.last_step: int | None = None
@@ -73,9 +73,13 @@ class Checkpointer:
         self._message = message
         self._pending_messages: SimpleQueue[str] = SimpleQueue()
         self._series = Series(self._storage, self._pending_messages.put)
-        self._saver = Saver(self._ranks, self._series, config, self._pending_messages.put)
+        self._saver = Saver(
+            self._ranks, self._series, config, self._pending_messages.put
+        )
         self._copy = copy or (
-            lambda tensors, into: {name: each.detach().clone() for name, each in tensors.items()}
+            lambda tensors, into: {
+                name: each.detach().clone() for name, each in tensors.items()
+            }
         )
         self._copies: Tensors | None = None
         self._gather_full = gather_full or _each
@@ -118,7 +122,9 @@ class Checkpointer:
                 self._failure = error
 
         self.last_step = step
-        self._thread = threading.Thread(target=work, name=f"checkpoint of step {step}", daemon=True)
+        self._thread = threading.Thread(
+            target=work, name=f"checkpoint of step {step}", daemon=True
+        )
         self._thread.start()
         return True
 
@@ -145,7 +151,9 @@ class Checkpointer:
 
     def report(self) -> list[str]:
         """Return background messages not yet reported; on rank 0, at any time."""
-        return [self._pending_messages.get() for _ in range(self._pending_messages.qsize())]
+        return [
+            self._pending_messages.get() for _ in range(self._pending_messages.qsize())
+        ]
 
     def gather(self, value: T) -> list[T]:
         """Return all ranks' values on rank 0, ``[]`` elsewhere. Collective; not while a save is
@@ -168,17 +176,25 @@ class Checkpointer:
         def read(storage: Storage, name: str) -> Checkpoint:
             return read_checkpoint(self._ranks, storage, name, self._schema)
 
-        selected = select(self._ranks, self._config, self._storage, restarted, read, invalid)
+        selected = select(
+            self._ranks, self._config, self._storage, restarted, read, invalid
+        )
         self._series.damaged |= invalid.keys()
         if self._message is not None and self._ranks.rank == 0:
-            onward = f"resuming from {selected[0].name}" if selected else "there is no older one"
+            onward = (
+                f"resuming from {selected[0].name}"
+                if selected
+                else "there is no older one"
+            )
             for name, problem in invalid.items():
                 self._message(f"{name} {problem}, in {self._storage.where}; {onward}")
         if selected is None:
             return None
         place, checkpoint = selected
         if place.own:
-            names = self._ranks.ask_first(lambda: listing(self._series.names, self._storage))
+            names = self._ranks.ask_first(
+                lambda: listing(self._series.names, self._storage)
+            )
             self._series.resume_from(place.name, names)
             self._saver.committed = self.last_step = checkpoint.step
         return checkpoint
@@ -187,7 +203,9 @@ class Checkpointer:
         gather_full = self._gather_full if self._config.form is Form.full else None
         if from_copies and gather_full is not None:
             tensors = {
-                name: tensor.clone() for name, tensor in gather_full(tensors) if tensor is not None
+                name: tensor.clone()
+                for name, tensor in gather_full(tensors)
+                if tensor is not None
             }
             gather_full = _each
         elif from_copies:
@@ -220,7 +238,9 @@ class Checkpointer:
             is_seen = self._storage.exists(probe)
         except OSError:
             is_seen = False
-        blind = [rank for rank, seen in enumerate(self._ranks.gather(is_seen)) if not seen]
+        blind = [
+            rank for rank, seen in enumerate(self._ranks.gather(is_seen)) if not seen
+        ]
         blind = self._ranks.broadcast(blind)
         if self._ranks.rank == 0:
             with suppress(OSError):

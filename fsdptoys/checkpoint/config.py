@@ -37,7 +37,10 @@ class CheckpointConfig:
     on_signal: bool = option(True, effect=Effect.none)
     """Save when a signal (SIGTERM, SIGUSR1, Ctrl-C) ends the run."""
     keep: int = option(
-        3, at_least(1, MOST_STEPS), effect=Effect.none, alias="save_total_limit keep_last_n"
+        3,
+        at_least(1, MOST_STEPS),
+        effect=Effect.none,
+        alias="save_total_limit keep_last_n",
     )
     """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: int = option(0, at_least(0, MOST_STEPS), effect=Effect.none)
@@ -65,7 +68,9 @@ class CheckpointConfig:
         for name in ("folder", "resume"):
             value = getattr(self, name)
             if value is not None and not value.strip():
-                raise ConfigError(f"checkpoint.{name}={value!r} must not be empty; leave it out")
+                raise ConfigError(
+                    f"checkpoint.{name}={value!r} must not be empty; leave it out"
+                )
         if self.keep_every and not self.every:
             raise ConfigError(
                 f"checkpoint.keep_every={self.keep_every} keeps some of the checkpoints of "

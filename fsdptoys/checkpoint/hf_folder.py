@@ -49,7 +49,9 @@ STEM = "model"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 ROTARY_NUMBERS = {
-    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), float),
+    **dict.fromkeys(
+        ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), float
+    ),
     "original_max_position_embeddings": int,
 }
 """Supported rotary settings → their types."""
@@ -69,7 +71,11 @@ def read_token_ids(folder: Path) -> dict[str, int | list[int]]:
     found: dict[str, int | list[int]] = {}
     for name in (CONFIG_FILE, GENERATION_CONFIG_FILE):
         values = read_json(folder / name) if (folder / name).exists() else {}
-        found |= {key: values[key] for key in NO_TOKENS if isinstance(values.get(key), (int, list))}
+        found |= {
+            key: values[key]
+            for key in NO_TOKENS
+            if isinstance(values.get(key), (int, list))
+        }
     return found
 
 
@@ -78,7 +84,9 @@ class HuggingFaceFolder:
     parameter."""
 
     tensors: TensorFolder  # the files' tensors; set by ``check``
-    model: DecoderModel | None = None  # the model that ``check`` compared the folder with
+    model: DecoderModel | None = (
+        None  # the model that ``check`` compared the folder with
+    )
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
@@ -126,9 +134,15 @@ class HuggingFaceFolder:
                     if reason.startswith(f"{CONFIG_FILE} lacks")
                     else "use weights of another model"
                 )
-                raise ConfigError(f"{path}{reason.removeprefix(CONFIG_FILE)}; {fix}") from error
-            raise ConfigError(f"{path} describes a model that cannot be built: {reason}") from error
-        return build_model_config(family, fields, str(path), "", names=family.hugging_face.keys)
+                raise ConfigError(
+                    f"{path}{reason.removeprefix(CONFIG_FILE)}; {fix}"
+                ) from error
+            raise ConfigError(
+                f"{path} describes a model that cannot be built: {reason}"
+            ) from error
+        return build_model_config(
+            family, fields, str(path), "", names=family.hugging_face.keys
+        )
 
     def check(self, model: DecoderModel) -> None:
         """Check from the files' headers that the folder holds exactly the tensors of a model on the
@@ -147,10 +161,13 @@ class HuggingFaceFolder:
             for piece in style.pieces(name, tuple(param.shape))
         }
         drops = [
-            re.escape(self._stored_name(drop)).replace(r"\{\}", r"\d+") for drop in style.drops
+            re.escape(self._stored_name(drop)).replace(r"\{\}", r"\d+")
+            for drop in style.drops
         ]
         ignored = {
-            name for name in tensors.stored if any(re.fullmatch(drop, name) for drop in drops)
+            name
+            for name in tensors.stored
+            if any(re.fullmatch(drop, name) for drop in drops)
         }
         if model.config.tie_embeddings:
             ignored.add(HEAD)
@@ -176,9 +193,13 @@ class HuggingFaceFolder:
                 if part is None:
                     continue
                 source = read(self._stored_name(part.tensor), part.tensor_region)
-                target = local[slices(part.region, origin=tuple(first for first, _ in bounds))]
+                target = local[
+                    slices(part.region, origin=tuple(first for first, _ in bounds))
+                ]
                 # If a parameter stacks several tensors, the target's first dims have size 1.
-                target.copy_((source.mT if part.transposed else source).expand(target.shape))
+                target.copy_(
+                    (source.mT if part.transposed else source).expand(target.shape)
+                )
 
     def check_values(self) -> None:
         """Read all tensors in blocks; reject non-finite values, and a tied head that differs from
@@ -240,10 +261,15 @@ def write_hugging_face(
     cannot be written, or a value overflows ``dtype``.
     """
     with new_folder(out_dir, CHECKSUMS_FILE) as folder:
-        written = write_tensors(folder, STEM, _tensors(config, read, dtype), max_file_bytes)
+        written = write_tensors(
+            folder, STEM, _tensors(config, read, dtype), max_file_bytes
+        )
         word = dtype_name(dtype)
         # transformers 4 reads the second spelling.
-        tree = config.hugging_face.write_config(config) | {"dtype": word, "torch_dtype": word}
+        tree = config.hugging_face.write_config(config) | {
+            "dtype": word,
+            "torch_dtype": word,
+        }
         ids = NO_TOKENS | dict(token_ids)
         for name, values in ((CONFIG_FILE, tree | ids), (GENERATION_CONFIG_FILE, ids)):
             (folder / name).write_text(
@@ -305,7 +331,10 @@ def _check_rotary_numbers(tree: Mapping[str, Any], path: Path) -> None:
             raise ConfigError(
                 f"{path}: {key} is {short_text(section)}, not an object or null; correct it"
             )
-        if section.get("rope_type", section.get("type", "default")) in ("default", "llama3"):
+        if section.get("rope_type", section.get("type", "default")) in (
+            "default",
+            "llama3",
+        ):
             for name, kind in ROTARY_NUMBERS.items():
                 if name in section:
                     check_type(section[name], kind, str(path), f"{key}.{name}")

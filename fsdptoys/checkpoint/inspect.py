@@ -90,7 +90,9 @@ class Description:
         size = mesh.get("fsdp_size") if isinstance(mesh, dict) else None
         copies = ranks // size if type(size) is int and 0 < size < ranks else 1
         name = str(parallel.get("name")) if isinstance(parallel, dict) else "unknown"
-        return f"{name}, {ranks} rank{'s' * (ranks != 1)}" + f" in {copies} copies" * (copies > 1)
+        return f"{name}, {ranks} rank{'s' * (ranks != 1)}" + f" in {copies} copies" * (
+            copies > 1
+        )
 
 
 def open_series(where: str) -> tuple[Storage, list[str], bool]:
@@ -111,7 +113,11 @@ def open_series(where: str) -> tuple[Storage, list[str], bool]:
         )
     storage, name = found
     is_one = where.rstrip("/").rpartition("/")[2] == name
-    return storage, [name] if is_one else listing(Series(storage).names, storage), is_one
+    return (
+        storage,
+        [name] if is_one else listing(Series(storage).names, storage),
+        is_one,
+    )
 
 
 def describe(storage: Storage, name: str, schema: Schema = ANY) -> Description:
@@ -132,7 +138,9 @@ def describe(storage: Storage, name: str, schema: Schema = ANY) -> Description:
 
 
 def verify(
-    storage: Storage, found: Description, advance: Callable[[int], object] = lambda count: None
+    storage: Storage,
+    found: Description,
+    advance: Callable[[int], object] = lambda count: None,
 ) -> None:
     """Compare all files of a complete checkpoint with their checksums; ``advance`` is called with
     bytes read."""
@@ -145,7 +153,9 @@ def verify(
 
     _judge(found, read)
     found.verified = (
-        None if found.condition is Condition.unreadable else found.condition is Condition.complete
+        None
+        if found.condition is Condition.unreadable
+        else found.condition is Condition.complete
     )
 
 
@@ -172,7 +182,9 @@ def other_folders(storage: Storage) -> list[str]:
     ]
 
 
-def states_by_kind(tensors: Mapping[str, StoredTensor]) -> dict[str, list[StoredTensor]]:
+def states_by_kind(
+    tensors: Mapping[str, StoredTensor],
+) -> dict[str, list[StoredTensor]]:
     """Kind of optimizer state → its tensors; ``optim.<parameter>.<kind>`` are the names."""
     kinds: dict[str, list[StoredTensor]] = {}
     for name, tensor in tensors.items():

@@ -39,7 +39,9 @@ class Checkpoint:
     storage: Storage
     name: str  # of its folder
     facts: dict[str, Any]  # given to ``save``, plus ``step`` and ``world_size``
-    own_facts: dict[str, Any] | None  # this rank's; None if it was saved by another number of ranks
+    own_facts: (
+        dict[str, Any] | None
+    )  # this rank's; None if it was saved by another number of ranks
     group: dist.ProcessGroup | None
 
     @property
@@ -56,7 +58,9 @@ class Checkpoint:
         """
         try:
             # One rank's error is raised on all ranks, so all retry together.
-            with_retries(lambda: load_tensors(self.storage, self.name, tensors, self.group))
+            with_retries(
+                lambda: load_tensors(self.storage, self.name, tensors, self.group)
+            )
         except OSError as error:
             raise ConfigError(
                 f"{self.name} in {self.storage.where} cannot be read ({reason_of(error)}); make "
@@ -64,7 +68,9 @@ class Checkpoint:
             ) from error
 
 
-def read_checkpoint(ranks: Ranks, storage: Storage, name: str, schema: Schema = ANY) -> Checkpoint:
+def read_checkpoint(
+    ranks: Ranks, storage: Storage, name: str, schema: Schema = ANY
+) -> Checkpoint:
     """Verify all files of a checkpoint against its manifest, each file on one rank; collective.
 
     Raises on all ranks InvalidCheckpointError (of the lowest rank that found damage), else
@@ -90,14 +96,20 @@ def read_checkpoint(ranks: Ranks, storage: Storage, name: str, schema: Schema = 
         ) if same_ranks else None
 
     facts, own_facts = _agreed(
-        ranks, storage.where, name, f" (rank {ranks.rank})" if ranks.size > 1 else "", read
+        ranks,
+        storage.where,
+        name,
+        f" (rank {ranks.rank})" if ranks.size > 1 else "",
+        read,
     )
     facts = ranks.broadcast(facts)
     assert facts is not None
     return Checkpoint(storage, name, facts, own_facts, ranks.group)
 
 
-def _agreed(ranks: Ranks, where: str, name: str, of_rank: str, read: Callable[[], T]) -> T:
+def _agreed(
+    ranks: Ranks, where: str, name: str, of_rank: str, read: Callable[[], T]
+) -> T:
     """Call ``read`` on every rank and raise the first failure on all ranks; damage precedes
     unreadable files."""
     is_damaged, reason = False, ""
@@ -124,7 +136,9 @@ def _share(manifest: Manifest, ranks: Ranks) -> list[str]:
     far."""
     loads = [(0, rank) for rank in range(ranks.size)]
     share = []
-    for path in sorted(manifest.files, key=lambda path: (-manifest.files[path].size, path)):
+    for path in sorted(
+        manifest.files, key=lambda path: (-manifest.files[path].size, path)
+    ):
         load, rank = loads[0]
         heapq.heapreplace(loads, (load + manifest.files[path].size, rank))
         if rank == ranks.rank:

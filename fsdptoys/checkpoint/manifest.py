@@ -40,8 +40,14 @@ MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 INDEX_FILE = "tensors.json"
 FORMAT = 1
-LARGEST_BYTES = 64 * 2**20  # limit for a JSON file; the manifest of 100,000 ranks takes 25 MiB
-RETRY_PAUSES_SECONDS = (0.1, 0.3, 0.9)  # pauses between attempts of a read that the system refuses
+LARGEST_BYTES = (
+    64 * 2**20
+)  # limit for a JSON file; the manifest of 100,000 ranks takes 25 MiB
+RETRY_PAUSES_SECONDS = (
+    0.1,
+    0.3,
+    0.9,
+)  # pauses between attempts of a read that the system refuses
 
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotRegularFileError)
 """Errors caused by a folder's content; retries cannot help."""
@@ -113,7 +119,9 @@ def to_json(facts: Mapping[str, Any]) -> bytes:
         text = json.dumps(facts, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
         raise AssertionError(f"facts that JSON does not know: {error}") from error
-    assert from_json(text) == facts, "facts that JSON does not give back, such as tuples"
+    assert from_json(text) == facts, (
+        "facts that JSON does not give back, such as tuples"
+    )
     return text + b"\n"
 
 
@@ -168,7 +176,9 @@ def read_manifest(storage: Storage, name: str, patient: bool = True) -> Manifest
             raise InvalidCheckpointError(f"is incomplete: it has no {MANIFEST_FILE}")
         size = storage.size(f"{name}/{MANIFEST_FILE}")
         if not 0 < size <= LARGEST_BYTES:
-            raise InvalidCheckpointError(f"is damaged: its {MANIFEST_FILE} holds {size} bytes")
+            raise InvalidCheckpointError(
+                f"is damaged: its {MANIFEST_FILE} holds {size} bytes"
+            )
         with storage.reading(f"{name}/{MANIFEST_FILE}") as file:
             text = read_bytes(file, size)
         manifest = _parse(text, name)
@@ -226,7 +236,9 @@ def _read_facts(storage: Storage, manifest: Manifest, path: str) -> dict[str, An
     try:
         return from_json(text)
     except ValueError as error:
-        raise InvalidCheckpointError(f"is damaged: {path} is not JSON ({error})") from error
+        raise InvalidCheckpointError(
+            f"is damaged: {path} is not JSON ({error})"
+        ) from error
 
 
 def read_state(storage: Storage, manifest: Manifest, schema: Schema) -> Facts:
@@ -235,7 +247,9 @@ def read_state(storage: Storage, manifest: Manifest, schema: Schema) -> Facts:
     facts = _read_facts(storage, manifest, STATE_FILE)
     step, ranks = facts.get("step"), facts.get("world_size")
     if type(step) is not int or step != step_of(manifest.name):
-        raise InvalidCheckpointError(f"is damaged: {STATE_FILE} is that of step {step!r:.100}")
+        raise InvalidCheckpointError(
+            f"is damaged: {STATE_FILE} is that of step {step!r:.100}"
+        )
     if type(ranks) is not int or ranks != world_size_of(manifest):
         raise InvalidCheckpointError(
             f"is damaged: {STATE_FILE} is that of {ranks!r:.100} ranks, and {MANIFEST_FILE} "
@@ -262,7 +276,9 @@ def _checked(facts: Facts, path: str, schema: type | None) -> Facts:
 
 def world_size_of(manifest: Manifest) -> int:
     """Return the number of ranks that saved a checkpoint."""
-    return next(rank for rank in itertools.count() if rank_file(rank) not in manifest.files)
+    return next(
+        rank for rank in itertools.count() if rank_file(rank) not in manifest.files
+    )
 
 
 def reason_of(error: OSError) -> str:

@@ -16,7 +16,11 @@ from fsdptoys.utils.text import one_line, value_text
 
 
 def build_model_config(
-    family: type[ModelConfig], values: Mapping[str, Any], where: str, name: str, **options: Any
+    family: type[ModelConfig],
+    values: Mapping[str, Any],
+    where: str,
+    name: str,
+    **options: Any,
 ) -> ModelConfig:
     """Build a family's configuration from the values of its fields in the file ``where``.
 
@@ -64,7 +68,9 @@ def differences(chosen: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[Any
     return found
 
 
-def check_same(chosen: ModelConfig, wanted: ModelConfig, holder: str, source: str) -> None:
+def check_same(
+    chosen: ModelConfig, wanted: ModelConfig, holder: str, source: str
+) -> None:
     """Reject weights of ``holder`` made with another configuration (``wanted``) than the run's
     (``chosen``).
 
@@ -79,7 +85,11 @@ def check_same(chosen: ModelConfig, wanted: ModelConfig, holder: str, source: st
     if not chosen.needs_its_context:
         found.pop("max_seq_len", None)
     for key, (mine, theirs) in found.items():
-        rest = f" ({source} lists the other {len(found) - 1} too)" if len(found) > 1 else ""
+        rest = (
+            f" ({source} lists the other {len(found) - 1} too)"
+            if len(found) > 1
+            else ""
+        )
         raise ConfigError(
             f"model.{key}={value_text(mine)} is not {value_text(theirs)}, with which the weights "
             f"of {holder} were made; set model.{key}={value_text(theirs)}{rest}"

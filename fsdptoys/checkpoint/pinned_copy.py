@@ -23,7 +23,8 @@ class PinnedBuffers:
     def __init__(self, device: torch.device) -> None:
         self._streams = Streams(device)
         self._buffers = [
-            torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+            torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
+            for _ in range(2)
         ]
         self._copied: list[Event] = [None, None]  # end of each buffer's last copy
 

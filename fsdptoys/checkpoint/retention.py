@@ -57,7 +57,9 @@ class Series:
 
     def names(self) -> list[str]:
         """Return the names of all possible checkpoints, newest first."""
-        steps = [step for name in self.storage.names() if (step := step_of(name)) is not None]
+        steps = [
+            step for name in self.storage.names() if (step := step_of(name)) is not None
+        ]
         return [step_name(step) for step in sorted(steps, reverse=True)]
 
     def newest_complete(self) -> str | None:
@@ -119,7 +121,11 @@ class Series:
         """Make the working folder of a new checkpoint and return its name."""
         working = f".{name}{PARTIAL}" if self.storage.renames else name
         # An incomplete folder at a URL comes from a killed save; if kept, they would accumulate.
-        reason = None if self.storage.renames or self._is_incomplete(name) else self._reason(name)
+        reason = (
+            None
+            if self.storage.renames or self._is_incomplete(name)
+            else self._reason(name)
+        )
         if reason is None:
             self.discard(working)
         else:
@@ -143,7 +149,9 @@ class Series:
         storage, name = self.storage, manifest.name
         for path, said in manifest.files.items():
             if storage.size(f"{working}/{path}") != said.size:
-                raise OSError(errno.EIO, "a written file has changed since", f"{working}/{path}")
+                raise OSError(
+                    errno.EIO, "a written file has changed since", f"{working}/{path}"
+                )
         write_file(storage, f"{working}/{MANIFEST_FILE}", [manifest.to_bytes()])
         storage.sync(working)
         if not storage.renames:
@@ -235,15 +243,19 @@ class Series:
     def _is_incomplete(self, name: str) -> bool:
         """Return whether a folder lacks a manifest, checked in two ways because either may miss
         it."""
-        return MANIFEST_FILE not in self.storage.names(name) and not self.storage.exists(
-            f"{name}/{MANIFEST_FILE}"
-        )
+        return MANIFEST_FILE not in self.storage.names(
+            name
+        ) and not self.storage.exists(f"{name}/{MANIFEST_FILE}")
 
     def _set_aside(self, entry: str, name: str, reason: str) -> None:
         """Rename a folder to the first free ``NAME.REASON-N``."""
         taken = set(self.storage.names())
         names = (f"{name}.{reason}-{number}" for number in itertools.count(1))
-        free = next(each for each in names if each not in taken and not self.storage.exists(each))
+        free = next(
+            each
+            for each in names
+            if each not in taken and not self.storage.exists(each)
+        )
         self.storage.move(entry, free)
         self._report(f"an earlier {name} in {self.storage.where} was renamed to {free}")
 

@@ -46,7 +46,12 @@ BYTES = {
 """Dtype name in a header → bytes per element; sub-byte dtypes are absent."""
 
 BLOCK_ELEMENTS = 2**22  # elements read at a time: 16 MiB of float32
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 """Name in a header → dtype, for dtypes that weights can be read from."""
 
 MAX_FILE_BYTES = 2 * 2**30  # largest output file, unless one tensor is larger
@@ -99,9 +104,13 @@ def read_json(path: Path) -> dict[str, Any]:
         if not isinstance(tree, dict):
             raise ValueError("it is not an object")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from error
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror or error}); {AGAIN}"
+        ) from error
     except ValueError as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({error}); {AGAIN}") from error
+        raise ConfigError(
+            f"{path} cannot be read as JSON ({error}); {AGAIN}"
+        ) from error
     return tree
 
 
@@ -114,21 +123,28 @@ class TensorFolder:
 
     def __init__(self, path: Path, stem: str) -> None:
         self.path = path
-        single, index = path / f"{stem}.safetensors", path / f"{stem}.safetensors.index.json"
+        single, index = (
+            path / f"{stem}.safetensors",
+            path / f"{stem}.safetensors.index.json",
+        )
         if single.exists() and index.exists():
             raise ConfigError(
                 f"{path} holds both {single.name} and {index.name}; remove the outdated one"
             )
         if not single.exists() and not index.exists():
             pickles = sorted(
-                file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern)
+                file.name
+                for pattern in ("*.bin", "*.pt", "*.pth")
+                for file in path.glob(pattern)
             )
             if pickles:
                 raise ConfigError(
                     f"{path} holds weights as {pickles[0]} alone, which can run code when it is "
                     "opened and is not read here; convert it to safetensors"
                 )
-            raise ConfigError(f"{path} holds neither {single.name} nor {index.name}; {AGAIN}")
+            raise ConfigError(
+                f"{path} holds neither {single.name} nor {index.name}; {AGAIN}"
+            )
         places = _read_index(index) if index.exists() else {}
         self.files = sorted(set(places.values())) or [single.name]
         self.stored: dict[str, StoredTensor] = {}
@@ -216,10 +232,14 @@ class TensorFolder:
                 file = self.path / self.stored[name].file
                 try:
                     if file.name not in opened:
-                        opened[file.name] = stack.enter_context(safe_open(file, framework="pt"))
+                        opened[file.name] = stack.enter_context(
+                            safe_open(file, framework="pt")
+                        )
                     part: Tensor = opened[file.name].get_slice(name)[slices(region)]
                 except (SafetensorError, OSError) as error:
-                    raise ConfigError(f"{file} cannot be read ({error}); {AGAIN}") from error
+                    raise ConfigError(
+                        f"{file} cannot be read ({error}); {AGAIN}"
+                    ) from error
                 # Minimum and maximum of a NaN are NaN; a mask of the finite elements would take
                 # memory.
                 if part.numel() and not all(end.isfinite() for end in part.aminmax()):
@@ -259,7 +279,9 @@ def write_tensors(
     def write_part() -> None:
         # Final names contain the number of files, which is known only at the end.
         try:
-            save_file(waiting, folder / f"{stem}.part{len(parts)}", metadata={"format": "pt"})
+            save_file(
+                waiting, folder / f"{stem}.part{len(parts)}", metadata={"format": "pt"}
+            )
         except SafetensorError as error:
             raise OSError(str(error)) from error
         parts.append(dict.fromkeys(waiting))
@@ -275,13 +297,19 @@ def write_tensors(
         parameters += tensor.numel()
     write_part()
     count = len(parts)
-    files = [f"{stem}-{part + 1:05d}-of-{count:05d}.safetensors" for part in range(count)]
+    files = [
+        f"{stem}-{part + 1:05d}-of-{count:05d}.safetensors" for part in range(count)
+    ]
     if count == 1:
         files = [f"{stem}.safetensors"]
     for part, file in enumerate(files):
         (folder / f"{stem}.part{part}").rename(folder / file)
     if count > 1:
-        places = {name: file for file, names in zip(files, parts, strict=True) for name in names}
+        places = {
+            name: file
+            for file, names in zip(files, parts, strict=True)
+            for name in names
+        }
         tree = {
             "metadata": {"total_parameters": parameters, "total_size": tensor_bytes},
             "weight_map": places,
@@ -299,11 +327,14 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         with open_regular(path) as file:
             entries = parse_header(cast(BinaryIO, file), path.stat().st_size)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from error
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror or error}); {AGAIN}"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{path} {error}; {AGAIN}") from error
     return {
-        name: StoredTensor(path.name, entry.dtype, entry.shape) for name, entry in entries.items()
+        name: StoredTensor(path.name, entry.dtype, entry.shape)
+        for name, entry in entries.items()
     }
 
 
@@ -336,20 +367,30 @@ def parse_header(file: BinaryIO, size: int) -> dict[str, HeaderEntry]:
     if not isinstance(header, dict):
         raise ValueError(f"{damage}its header is not an object")
     header.pop("__metadata__", None)
-    entries = {name: _parse_entry(name, entry, 8 + length) for name, entry in header.items()}
+    entries = {
+        name: _parse_entry(name, entry, 8 + length) for name, entry in header.items()
+    }
     end = 8 + length
     for start, stop in sorted((entry.start, entry.stop) for entry in entries.values()):
         if start != end:
-            raise ValueError("is damaged: its header places tensors that overlap or leave gaps")
+            raise ValueError(
+                "is damaged: its header places tensors that overlap or leave gaps"
+            )
         end = stop
     if size != end:
-        raise ValueError(f"is damaged: it holds {size} bytes, and its header asks for {end}")
+        raise ValueError(
+            f"is damaged: it holds {size} bytes, and its header asks for {end}"
+        )
     return entries
 
 
 def _parse_entry(name: str, entry: Any, first: int) -> HeaderEntry:
     try:
-        dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        dtype, shape, (start, stop) = (
+            entry["dtype"],
+            tuple(entry["shape"]),
+            entry["data_offsets"],
+        )
         is_form = isinstance(dtype, str) and all(
             type(size) is int and size >= 0 for size in (*shape, start, stop)
         )
@@ -370,7 +411,9 @@ def _read_index(index: Path) -> dict[str, str]:
     """Return tensor name → file name."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise ConfigError(f"{index} lacks weight_map, which maps tensors to files; {AGAIN}")
+        raise ConfigError(
+            f"{index} lacks weight_map, which maps tensors to files; {AGAIN}"
+        )
     for name, file in places.items():
         if not is_file_name(file):
             raise ConfigError(

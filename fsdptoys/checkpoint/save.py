@@ -19,7 +19,14 @@ from contextlib import suppress
 from fsdptoys.utils.sealed_folder import FileSum
 
 from .config import CheckpointConfig
-from .manifest import STATE_FILE, Manifest, UnreadableError, rank_file, reason_of, step_name
+from .manifest import (
+    STATE_FILE,
+    Manifest,
+    UnreadableError,
+    rank_file,
+    reason_of,
+    step_name,
+)
 from .ranks import Ranks
 from .retention import LATEST_FILE, Series
 from .storage import Storage, write_file
@@ -40,7 +47,11 @@ class Saver:
     time."""
 
     def __init__(
-        self, ranks: Ranks, series: Series, config: CheckpointConfig, report: Callable[[str], None]
+        self,
+        ranks: Ranks,
+        series: Series,
+        config: CheckpointConfig,
+        report: Callable[[str], None],
     ) -> None:
         # Step of this run's newest checkpoint, which is not saved again
         self.committed: int | None = None
@@ -50,7 +61,9 @@ class Saver:
         self._config = config
         self._report = report
 
-    def save(self, step: int, put: Put, state: bytes, own: bytes, prunes: bool = True) -> bool:
+    def save(
+        self, step: int, put: Put, state: bytes, own: bytes, prunes: bool = True
+    ) -> bool:
         """Save a checkpoint; collective. Return whether it is committed, the same on all ranks.
 
         ``put`` writes the tensors; ``state`` and ``own`` are the facts common to all ranks and of
@@ -72,23 +85,31 @@ class Saver:
             try:
                 self._series.point_to(name)
             except OSError as error:
-                self._report(f"{LATEST_FILE} does not name {name}: {self._place_of(error)}")
+                self._report(
+                    f"{LATEST_FILE} does not name {name}: {self._place_of(error)}"
+                )
             if prunes:
                 self._prune(step)
         self.committed = step
         return True
 
-    def _attempt(self, step: int, put: Put, state: bytes, own: bytes) -> tuple[list[str], bool]:
+    def _attempt(
+        self, step: int, put: Put, state: bytes, own: bytes
+    ) -> tuple[list[str], bool]:
         """Try to save; return the reasons of a failure, and whether files were written, the same on
         all ranks."""
         ranks = self._ranks
-        working, problem = ranks.broadcast(self._begin(step) if ranks.rank == 0 else (None, None))
+        working, problem = ranks.broadcast(
+            self._begin(step) if ranks.rank == 0 else (None, None)
+        )
         if problem is not None:
             return [problem], False
         if working is None:
             return [], False
         # An error other than the system's ends the run on all ranks.
-        answers = ranks.gather(ranks.on_all(lambda: self._write(working, put, state, own)))
+        answers = ranks.gather(
+            ranks.on_all(lambda: self._write(working, put, state, own))
+        )
         return ranks.broadcast(
             self._commit(step, working, answers) if ranks.rank == 0 else []
         ), True
@@ -118,7 +139,9 @@ class Saver:
     def _commit(self, step: int, working: str, answers: list[Answer]) -> list[str]:
         problems = [problem for _, problem in answers if problem is not None]
         if not problems:
-            files = {path: file_sum for sums, _ in answers for path, file_sum in sums.items()}
+            files = {
+                path: file_sum for sums, _ in answers for path, file_sum in sums.items()
+            }
             try:
                 self._series.commit(working, Manifest(step_name(step), files))
                 return []
@@ -141,7 +164,9 @@ class Saver:
         have = f"the newest one is {newest}" if newest else "there is none yet"
         is_full = any(words in problem for words in FULL for problem in problems)
         fix = (
-            "free space or set checkpoint.folder to another disk" if is_full else "make it writable"
+            "free space or set checkpoint.folder to another disk"
+            if is_full
+            else "make it writable"
         )
         self._report(
             f"checkpoint of step {step} was not saved: {', '.join(problems)}; {have}; {fix}"

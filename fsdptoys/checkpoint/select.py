@@ -54,7 +54,10 @@ class NamedCheckpoint:
 
 
 def peek(
-    config: CheckpointConfig, folder: str | None, restarted: bool = False, schema: Schema = ANY
+    config: CheckpointConfig,
+    folder: str | None,
+    restarted: bool = False,
+    schema: Schema = ANY,
 ) -> Facts | None:
     """Find the checkpoint that a run would resume from, in one process; return its facts, None to
     start from scratch.
@@ -99,7 +102,9 @@ def select(
     if storage is not None and (restarted or config.resume in ("auto", "must")):
         for name in ranks.ask_first(lambda: listing(Series(storage).names, storage)):
             try:
-                return NamedCheckpoint(storage.where, name, own=True), read(storage, name)
+                return NamedCheckpoint(storage.where, name, own=True), read(
+                    storage, name
+                )
             except InvalidCheckpointError as problem:
                 invalid[name] = str(problem)
     if config.resume not in RESUME_WORDS:
@@ -164,14 +169,20 @@ def locate(config: CheckpointConfig, storage: Storage | None) -> NamedCheckpoint
     return NamedCheckpoint(place.where, name, own)
 
 
-def invalid_checkpoint(config: CheckpointConfig, place: NamedCheckpoint, problem: str) -> str:
+def invalid_checkpoint(
+    config: CheckpointConfig, place: NamedCheckpoint, problem: str
+) -> str:
     """Return the message that rejects an incomplete or damaged checkpoint named by the user."""
     series = Series(open_storage(place.where))
     older = None
     with suppress(OSError, UnreadableError):
-        before = (name for name in series.names() if known_step(name) < known_step(place.name))
+        before = (
+            name for name in series.names() if known_step(name) < known_step(place.name)
+        )
         older = next(filter(series.is_complete, before), None)
-    fix = f"set checkpoint.resume={place.where}/{older}" if older else "name another one"
+    fix = (
+        f"set checkpoint.resume={place.where}/{older}" if older else "name another one"
+    )
     if older and place.own:
         fix = f"move it away and {fix}"
     return (
@@ -207,7 +218,9 @@ def check_writable(storage: Storage) -> None:
             path = Path(storage.where).absolute()
             with suppress(FileNotFoundError, NotADirectoryError):
                 path.lstat()  # raises if a name of a missing folder is too long
-            nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
+            nearest = next(
+                place for place in (path, *path.parents) if os.path.lexists(place)
+            )
             with tempfile.TemporaryFile(dir=nearest) as local:
                 local.write(b"x")
         else:

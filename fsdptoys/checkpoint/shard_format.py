@@ -99,7 +99,9 @@ def write_chunks(
     return write_file(storage, path, pieces())
 
 
-def _checked(forms: Mapping[str, ChunkForm], contents: Iterable[Tensor | None]) -> Iterator[Tensor]:
+def _checked(
+    forms: Mapping[str, ChunkForm], contents: Iterable[Tensor | None]
+) -> Iterator[Tensor]:
     for form, content in zip(forms.values(), contents, strict=True):
         assert content is not None
         assert ChunkForm(content.dtype, tuple(content.shape)) == form, form
@@ -125,7 +127,8 @@ def read_places(
         with storage.reading(path) as file:
             entries = parse_header(file, storage.size(path))
         return {
-            key: ChunkPlace(where, form, _start(entries, key, form)) for key, form in forms.items()
+            key: ChunkPlace(where, form, _start(entries, key, form))
+            for key, form in forms.items()
         }
     except FileNotFoundError as error:
         raise ConfigError(
@@ -176,7 +179,9 @@ def _pieces(content_bytes: Tensor) -> Iterator[Any]:
     # Not as an array of NumPy, which would fix the size of the tensor's storage for ever.
     size = content_bytes.numel()
     content = (
-        memoryview((ctypes.c_ubyte * size).from_address(content_bytes.data_ptr())).cast("B")
+        memoryview((ctypes.c_ubyte * size).from_address(content_bytes.data_ptr())).cast(
+            "B"
+        )
         if size
         else b""
     )
@@ -228,7 +233,9 @@ class StoredTensor:
         return ChunkForm(CHUNK_DTYPES[self.dtype], self.shape).nbytes
 
 
-def write_index(storage: Storage, folder: str, tensors: Mapping[str, StoredTensor]) -> FileSum:
+def write_index(
+    storage: Storage, folder: str, tensors: Mapping[str, StoredTensor]
+) -> FileSum:
     """Write the index of a checkpoint; ConfigError if it exceeds the size limit."""
     # The fields in their order; ``dataclasses.asdict`` would copy each.
     tree = {
@@ -263,8 +270,12 @@ def read_index(storage: Storage, folder: str) -> dict[str, StoredTensor]:
         ):
             raise ValueError("it is not an index of tensors")
         if tree["format"] != FORMAT or type(tree["format"]) is not int:
-            raise ValueError(f"it is of format {tree['format']!r:.20}, and {FORMAT} is read here")
-        return {name: _read_tensor(name, entry) for name, entry in tree["tensors"].items()}
+            raise ValueError(
+                f"it is of format {tree['format']!r:.20}, and {FORMAT} is read here"
+            )
+        return {
+            name: _read_tensor(name, entry) for name, entry in tree["tensors"].items()
+        }
     except FileNotFoundError as error:
         raise ConfigError(f"{where} is missing; {OLDER}") from error
     except ValueError as error:
@@ -272,14 +283,26 @@ def read_index(storage: Storage, folder: str) -> dict[str, StoredTensor]:
 
 
 def _read_tensor(name: str, entry: Any) -> StoredTensor:
-    _require(isinstance(entry, dict) and set(entry) == {"dtype", "shape", "chunks"}, name, entry)
+    _require(
+        isinstance(entry, dict) and set(entry) == {"dtype", "shape", "chunks"},
+        name,
+        entry,
+    )
     dtype, shape, chunks = entry["dtype"], entry["shape"], entry["chunks"]
-    _require(isinstance(dtype, str) and dtype in CHUNK_DTYPES and _is_sizes(shape), name, entry)
+    _require(
+        isinstance(dtype, str) and dtype in CHUNK_DTYPES and _is_sizes(shape),
+        name,
+        entry,
+    )
     _require(isinstance(chunks, list), name, entry)
     tensor = StoredTensor(
-        dtype, tuple(shape), tuple(_read_chunk(name, chunk, len(shape)) for chunk in chunks)
+        dtype,
+        tuple(shape),
+        tuple(_read_chunk(name, chunk, len(shape)) for chunk in chunks),
     )
-    if not _tile([(chunk.offsets, chunk.sizes) for chunk in tensor.chunks], tensor.shape):
+    if not _tile(
+        [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks], tensor.shape
+    ):
         raise ValueError(
             f"the chunks of {name!r:.100} do not make up a tensor of shape "
             f"{list(tensor.shape)!r:.60}"
@@ -289,11 +312,20 @@ def _read_tensor(name: str, entry: Any) -> StoredTensor:
 
 def _read_chunk(name: str, entry: Any, dims: int) -> Chunk:
     _require(
-        isinstance(entry, dict) and set(entry) == {"file", "key", "offsets", "sizes"}, name, entry
+        isinstance(entry, dict) and set(entry) == {"file", "key", "offsets", "sizes"},
+        name,
+        entry,
     )
-    file, key, offsets, sizes = entry["file"], entry["key"], entry["offsets"], entry["sizes"]
+    file, key, offsets, sizes = (
+        entry["file"],
+        entry["key"],
+        entry["offsets"],
+        entry["sizes"],
+    )
     _require(
-        _is_sizes(offsets) and _is_sizes(sizes) and len(offsets) == len(sizes) == dims, name, entry
+        _is_sizes(offsets) and _is_sizes(sizes) and len(offsets) == len(sizes) == dims,
+        name,
+        entry,
     )
     _require(isinstance(key, str), name, entry)
     if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
@@ -316,7 +348,9 @@ def _is_sizes(values: Any) -> bool:
     )
 
 
-def _tile(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
+def _tile(
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]
+) -> bool:
     """Return whether boxes cover a shape without overlap.
 
     Ranks shard a tensor dim by dim. So the boxes form consecutive intervals along the first dim,
@@ -327,7 +361,9 @@ def _tile(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int
         return len(boxes) == 1
     intervals: dict[tuple[int, int], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     for offsets, sizes in boxes:
-        intervals.setdefault((offsets[0], sizes[0]), []).append((offsets[1:], sizes[1:]))
+        intervals.setdefault((offsets[0], sizes[0]), []).append(
+            (offsets[1:], sizes[1:])
+        )
     end = 0
     for offset, size in sorted(intervals):
         if offset != end:

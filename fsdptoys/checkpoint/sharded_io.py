@@ -29,7 +29,14 @@ from . import shard_format
 from .pinned_copy import PinnedBuffers
 from .ranks import Ranks
 from .safetensors_io import shape_text, slices
-from .shard_format import DTYPE_NAMES, INDEX_FILE, Chunk, ChunkForm, ChunkPlace, StoredTensor
+from .shard_format import (
+    DTYPE_NAMES,
+    INDEX_FILE,
+    Chunk,
+    ChunkForm,
+    ChunkPlace,
+    StoredTensor,
+)
 from .storage import Storage
 
 GatherFull = Callable[[dict[str, Tensor]], Iterator[tuple[str, Tensor | None]]]
@@ -66,13 +73,17 @@ def save_tensors(
         chunk = offers[name].chunks[0]
         forms[chunk.key] = ChunkForm(tensors[name].dtype, chunk.sizes)
     if gather_full is None:
-        contents: Iterator[Tensor | None] = (local_tensor(tensors[name]) for name in names)
+        contents: Iterator[Tensor | None] = (
+            local_tensor(tensors[name]) for name in names
+        )
     else:
         contents = _gathered(tensors, gather_full)
     sums: dict[str, FileSum] = {}
     try:
         if forms:
-            sums[file] = shard_format.write_chunks(storage, f"{folder}/{file}", forms, contents)
+            sums[file] = shard_format.write_chunks(
+                storage, f"{folder}/{file}", forms, contents
+            )
         if ranks.rank == 0:
             sums[INDEX_FILE] = shard_format.write_index(storage, folder, index)
     finally:
@@ -131,10 +142,14 @@ def _in_file_order(tensors: dict[str, Tensor], names: Iterable[str]) -> list[str
     return sorted(names, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
-def _gathered(tensors: dict[str, Tensor], gather_full: GatherFull) -> Iterator[Tensor | None]:
+def _gathered(
+    tensors: dict[str, Tensor], gather_full: GatherFull
+) -> Iterator[Tensor | None]:
     """Yield full tensors in file order; ``gather_full`` may sort what it is given by name."""
     ordered = _in_file_order(tensors, tensors)
-    for _, names in itertools.groupby(ordered, key=lambda name: tensors[name].dtype.itemsize):
+    for _, names in itertools.groupby(
+        ordered, key=lambda name: tensors[name].dtype.itemsize
+    ):
         for _, tensor in gather_full({name: tensors[name] for name in names}):
             yield tensor
 
@@ -149,7 +164,10 @@ class Part(NamedTuple):
 
 
 def load_tensors(
-    storage: Storage, folder: str, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
+    storage: Storage,
+    folder: str,
+    tensors: dict[str, Tensor],
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Fill tensors in place from a folder that any number of ranks saved. Collective; ``group`` as
     in ``save_tensors``.
@@ -201,16 +219,23 @@ def _parts_by_file(
             )
             if all(low < high for low, high in overlap):
                 offsets = tuple(
-                    low - offset for (low, _), offset in zip(overlap, chunk.offsets, strict=True)
+                    low - offset
+                    for (low, _), offset in zip(overlap, chunk.offsets, strict=True)
                 )
                 into = local[slices(overlap, origin=starts)]
-                part = Part(chunk.key, ChunkForm(tensor.dtype, chunk.sizes), offsets, into)
+                part = Part(
+                    chunk.key, ChunkForm(tensor.dtype, chunk.sizes), offsets, into
+                )
                 parts.setdefault(chunk.file, []).append(part)
     return parts
 
 
 def _text(dtype: str, shape: tuple[int, ...]) -> str:
-    return f"{dtype} of shape {shape_text(shape)}" if shape else f"a single number of {dtype}"
+    return (
+        f"{dtype} of shape {shape_text(shape)}"
+        if shape
+        else f"a single number of {dtype}"
+    )
 
 
 def _locate(

@@ -182,7 +182,9 @@ class LocalStorage(Storage):
     def make(self, folder: str) -> None:
         """See Storage."""
         place = self._place(folder)
-        made = [path for path in (place, *place.absolute().parents) if not path.exists()]
+        made = [
+            path for path in (place, *place.absolute().parents) if not path.exists()
+        ]
         place.mkdir(parents=True, exist_ok=True)
         for path in made:
             sync_to_disk(path.absolute().parent)
@@ -238,7 +240,11 @@ class UrlStorage(Storage):
             ) from error
         except Exception as error:
             # Some file systems connect in their constructor and raise their own errors
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            reason = (
+                error.strerror
+                if isinstance(error, OSError) and error.strerror
+                else error
+            )
             raise ConfigError(
                 f"{where} cannot be reached ({one_line(reason) or type(error).__name__}); start "
                 "its server, or set checkpoint.folder and checkpoint.resume to places that can be"
@@ -254,7 +260,9 @@ class UrlStorage(Storage):
                 return []
         # Object stores may keep an empty object under the folder's name, and list a file as its own
         # content.
-        inner = [path.rstrip("/") for path in paths if path.strip("/") != place.strip("/")]
+        inner = [
+            path.rstrip("/") for path in paths if path.strip("/") != place.strip("/")
+        ]
         return sorted({path.rsplit("/", 1)[-1] for path in inner})
 
     def exists(self, path: str) -> bool:

@@ -38,7 +38,9 @@ LARGEST_CONFIG_BYTES = 2**20
 
 
 def save_weights(
-    folder: Path, params: Iterator[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES
+    folder: Path,
+    params: Iterator[tuple[str, Tensor]],
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Written:
     """Write a model's parameters atomically, on one rank, while all others exhaust their iterators.
 
@@ -71,16 +73,22 @@ class RunWeights:
         is_run = (given / CONFIG_FILE).exists() or (given / WEIGHTS_FOLDER).exists()
         self.path = given / WEIGHTS_FOLDER if is_run else given
         if not any(self.path.glob(f"{STEM}*.safetensors*")):
-            raise ConfigError(f"{path} holds no weights; train with checkpoint.final_weights=true")
+            raise ConfigError(
+                f"{path} holds no weights; train with checkpoint.final_weights=true"
+            )
         where = self.path.absolute().parent / CONFIG_FILE
-        self.settings = _read_settings(where)  # the run's configuration, as plain values
+        self.settings = _read_settings(
+            where
+        )  # the run's configuration, as plain values
         self.config = model_config_of(
             self.settings.get("model"), str(where), "use the file that the run wrote"
         )
         self.tensors = TensorFolder(self.path, STEM)
         shapes = _shapes_of(self.config)
         reader = f"the model of {CONFIG_FILE}"
-        self.tensors.require(shapes, reader, f"use the {CONFIG_FILE} that the run wrote")
+        self.tensors.require(
+            shapes, reader, f"use the {CONFIG_FILE} that the run wrote"
+        )
 
     def read(self, name: str, region: Bounds) -> Tensor:
         """Read a part of a parameter. Opens the file on each call, so that pages read do not stay
@@ -109,7 +117,9 @@ def _read_settings(path: Path) -> dict[str, Any]:
             f"{path} cannot be read as YAML ({error}); use the file that the run wrote"
         ) from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} lacks the section model; use the file that the run wrote")
+        raise ConfigError(
+            f"{path} lacks the section model; use the file that the run wrote"
+        )
     return tree
 
 
@@ -147,7 +157,9 @@ class CheckpointWeights:
         except ConfigError as error:
             raise ConfigError(str(error).removeprefix("checkpoint.resume=")) from error
         try:
-            self._checkpoint = read_checkpoint(Ranks(None), open_storage(place.where), place.name)
+            self._checkpoint = read_checkpoint(
+                Ranks(None), open_storage(place.where), place.name
+            )
         except InvalidCheckpointError as problem:
             raise ConfigError(
                 f"{where}: {place.name} {problem}; name another checkpoint"
@@ -156,7 +168,9 @@ class CheckpointWeights:
         settings = self._checkpoint.facts.get("config")
         self.settings: dict[str, Any] = settings if isinstance(settings, dict) else {}
         self.config = model_config_of(
-            self.settings.get("model"), f"{where}: {place.name}", "name another checkpoint"
+            self.settings.get("model"),
+            f"{where}: {place.name}",
+            "name another checkpoint",
         )
         tune = self.settings.get("tune")
         if isinstance(tune, dict) and tune.get("name") == "lora":

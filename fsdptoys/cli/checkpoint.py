@@ -44,24 +44,44 @@ def checkpoint_command(words: Sequence[str]) -> int:
 
 def _ls(words: Sequence[str]) -> int:
     options = parse("checkpoint ls", words)
-    check_count("checkpoint ls", options.words, 1, "one run or folder of checkpoints", "PATH")
+    check_count(
+        "checkpoint ls", options.words, 1, "one run or folder of checkpoints", "PATH"
+    )
     (where,) = options.words
     storage, names, is_one = _open(where)
     descriptions = [describe(storage, name, FACTS) for name in names]
     complete = [
-        checkpoint for checkpoint in descriptions if checkpoint.condition is Condition.complete
+        checkpoint
+        for checkpoint in descriptions
+        if checkpoint.condition is Condition.complete
     ]
     total = _verify(storage, complete, options.verify)
     auto = None if is_one else resumed_by_auto(descriptions)
     others = [] if is_one else other_folders(storage)
     if options.json:
-        resumes = auto.name if auto is not None and auto.condition is Condition.complete else None
+        resumes = (
+            auto.name
+            if auto is not None and auto.condition is Condition.complete
+            else None
+        )
         checkpoints = [_facts(checkpoint) for checkpoint in descriptions]
         facts = {"folder": storage.where, "auto": resumes, "checkpoints": checkpoints}
         print(json.dumps(facts | {"never_loaded": others}, indent=2))
     else:
-        heading = ("step", "state", "saved", "layout", "tensors", "size", "checksums", "")
-        rows = [heading, *(_row(checkpoint, checkpoint is auto) for checkpoint in descriptions)]
+        heading = (
+            "step",
+            "state",
+            "saved",
+            "layout",
+            "tensors",
+            "size",
+            "checksums",
+            "",
+        )
+        rows = [
+            heading,
+            *(_row(checkpoint, checkpoint is auto) for checkpoint in descriptions),
+        ]
         _say(storage.where, *align_columns(rows, (0, 4, 5)))
         for checkpoint in descriptions:
             if checkpoint.problem is not None:
@@ -75,7 +95,9 @@ def _ls(words: Sequence[str]) -> int:
             _say(_auto_sentence(auto))
         if others:
             _say(f"never loaded: {', '.join(map(one_line, others))}")
-    return int(any(checkpoint.condition is Condition.damaged for checkpoint in descriptions))
+    return int(
+        any(checkpoint.condition is Condition.damaged for checkpoint in descriptions)
+    )
 
 
 def _show(words: Sequence[str]) -> int:
@@ -109,15 +131,23 @@ def _show(words: Sequence[str]) -> int:
             for name, tensor in tensors.items()
         }
         facts = {"files": files, "state": checkpoint.facts, "contents": contents}
-        print(json.dumps({"folder": storage.where} | _facts(checkpoint) | facts, indent=2))
+        print(
+            json.dumps({"folder": storage.where} | _facts(checkpoint) | facts, indent=2)
+        )
         return 0
     if pattern is None:
-        tensors = {name: each for name, each in tensors.items() if not name.startswith("optim.")}
+        tensors = {
+            name: each
+            for name, each in tensors.items()
+            if not name.startswith("optim.")
+        }
     rows = [("tensor", "dtype", "shape", "shards", "size")]
     for name, tensor in tensors.items():
         shape = " × ".join(map(str, tensor.shape)) or "one number"
         size = size_text(tensor.nbytes)
-        rows.append((one_line(name, 120), tensor.dtype, shape, str(len(tensor.chunks)), size))
+        rows.append(
+            (one_line(name, 120), tensor.dtype, shape, str(len(tensor.chunks)), size)
+        )
     _say(
         f"{storage.where}/{checkpoint.name}",
         *align_columns(_summary(checkpoint), ()),
@@ -131,7 +161,9 @@ def _show(words: Sequence[str]) -> int:
             totals.append((f"optimizer state {one_line(kind, 60)}", *_total(of_kind)))
     _say(*align_columns(totals, (1, 2, 3)))
     if len(totals) > 1:
-        _say(f"fsdptoys checkpoint show {where} 'optim.*' lists the tensors of the optimizer")
+        _say(
+            f"fsdptoys checkpoint show {where} 'optim.*' lists the tensors of the optimizer"
+        )
     return 0
 
 
@@ -164,7 +196,9 @@ def _newest_complete(storage: Storage, names: Sequence[str]) -> Description:
     )
 
 
-def _verify(storage: Storage, checkpoints: Sequence[Description], typed: bool = False) -> int:
+def _verify(
+    storage: Storage, checkpoints: Sequence[Description], typed: bool = False
+) -> int:
     """Verify complete checkpoints, if that is cheap or ``typed``; return their bytes."""
     total = sum(checkpoint.bytes for checkpoint in checkpoints)
     done = 0
@@ -208,8 +242,9 @@ def _auto_sentence(checkpoint: Description | None) -> str:
             f"checkpoint.resume=auto stops at {checkpoint.name}, which may be complete; make it "
             "readable, or move it away"
         )
-    return f"checkpoint.resume=auto resumes from {checkpoint.name}" + ", if its checksums hold" * (
-        not checkpoint.verified
+    return (
+        f"checkpoint.resume=auto resumes from {checkpoint.name}"
+        + ", if its checksums hold" * (not checkpoint.verified)
     )
 
 
@@ -220,7 +255,9 @@ def _summary(checkpoint: Description) -> list[tuple[str, str]]:
     files = checkpoint.manifest.files
     config = facts["config"]
     versions = facts.get("versions")
-    random_bytes = sum(file.size for name, file in files.items() if name.startswith("rank-"))
+    random_bytes = sum(
+        file.size for name, file in files.items() if name.startswith("rank-")
+    )
     rows = {
         "step": f"{checkpoint.step:,}, of which {facts['skipped_steps']:,} skipped",
         "saved": _time(checkpoint),
@@ -235,14 +272,20 @@ def _summary(checkpoint: Description) -> list[tuple[str, str]]:
         "versions": "unknown",
     }
     if isinstance(versions, dict):
-        rows["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+        rows["versions"] = ", ".join(
+            f"{name} {version}" for name, version in versions.items()
+        )
     return [(label, one_line(text)) for label, text in rows.items()]
 
 
 def _total(tensors: Collection[StoredTensor]) -> tuple[str, str, str]:
     elements = sum(math.prod(tensor.shape) for tensor in tensors)
     total_bytes = sum(tensor.nbytes for tensor in tensors)
-    return counted(len(tensors), "tensor"), f"{elements:,} elements", size_text(total_bytes)
+    return (
+        counted(len(tensors), "tensor"),
+        f"{elements:,} elements",
+        size_text(total_bytes),
+    )
 
 
 def _facts(checkpoint: Description) -> dict[str, Any]:

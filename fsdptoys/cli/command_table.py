@@ -14,7 +14,9 @@ from .parser import Parser, integer, number
 
 def _job(option: str, typed: str) -> str:
     if typed != "job":
-        raise argparse.ArgumentTypeError(f"{option}={typed} must be job; write {option} job")
+        raise argparse.ArgumentTypeError(
+            f"{option}={typed} must be job; write {option} job"
+        )
     return typed
 
 
@@ -45,7 +47,9 @@ def _add_model_options(parser: Parser) -> None:
         "folder in PEFT's format, whose low-rank adapters are added to the weights",
         "runs/NAME/adapter",
     )
-    parser.value("--device D", "cuda, npu or cpu; default: an accelerator if there is one", "cpu")
+    parser.value(
+        "--device D", "cuda, npu or cpu; default: an accelerator if there is one", "cpu"
+    )
     parser.value(
         "--dtype D",
         "dtype of the weights: float32 (default), bfloat16 or float16",
@@ -66,7 +70,9 @@ def _add_chat_words(parser: Parser) -> None:
         "field of records and tables with the text; default: text, or messages with --chat",
         "body",
     )
-    parser.flag("--chat", "records are conversations, as for data=chat: only answers are labels")
+    parser.flag(
+        "--chat", "records are conversations, as for data=chat: only answers are labels"
+    )
     parser.value(
         "--template T",
         "with --chat: chatml, or a Jinja file; default: the tokenizer's own",
@@ -84,10 +90,14 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
             "detects the hardware and\ntrains a model that fits it."
         ),
     )
-    commands = root.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    commands = root.add_subparsers(
+        title="commands", metavar="COMMAND", parser_class=Parser
+    )
     parsers: dict[str, Parser] = {}
 
-    def add(usages: str, summary: str, description: str = "", **settings: Any) -> Parser:
+    def add(
+        usages: str, summary: str, description: str = "", **settings: Any
+    ) -> Parser:
         name = re.split(r" [^a-z]|\n", usages)[0]
         usage = "\n       ".join(f"fsdptoys {usage}" for usage in usages.splitlines())
         parsers[name] = commands.add_parser(
@@ -124,7 +134,9 @@ them here.
         strict=False,
     )
     sweep.flag("--dry-run", "print the jobs and the skipped combinations, and exit")
-    sweep.value("--out DIR", "folder of the sweep; default: sweeps/<date>-<time>-<title>")
+    sweep.value(
+        "--out DIR", "folder of the sweep; default: sweeps/<date>-<time>-<title>"
+    )
     sweep.value(
         "--time-limit SECONDS",
         "end a job that takes longer, and continue with the next",
@@ -138,7 +150,8 @@ them here.
     )
     sweep.value("--resume-dir DIR", argparse.SUPPRESS)
     sweep.flag(
-        "--retry", "with --resume, repeat jobs that failed, ran out of memory or ran out of time"
+        "--retry",
+        "with --resume, repeat jobs that failed, ran out of memory or ran out of time",
     )
     plan = add(
         "plan [GROUP=CHOICE ...] [KEY=VALUE ...] [--json]",
@@ -184,7 +197,8 @@ row that does not, with the step at which it first differs and the difference.
 """,
     )
     report.value(
-        "--out FILE.html", "path of the page; default: report.html in PATH, or here for several"
+        "--out FILE.html",
+        "path of the page; default: report.html in PATH, or here for several",
     )
     report.forms(
         {
@@ -265,14 +279,21 @@ eos_token_id, if it has one.
     )
     generate.any_text.add("--prompt")
     generate.flag(
-        "--chat", "each prompt is a user's message, to which the chat template has the model answer"
+        "--chat",
+        "each prompt is a user's message, to which the chat template has the model answer",
     )
     generate.value(
-        "--system TEXT", "with --chat: the system's message before each prompt", "'Answer briefly.'"
+        "--system TEXT",
+        "with --chat: the system's message before each prompt",
+        "'Answer briefly.'",
     )
     generate.any_text.add("--system")
     generate.value(
-        "--tokens N", "tokens to add; default: 200", "200", type=integer(200), default=200
+        "--tokens N",
+        "tokens to add; default: 200",
+        "200",
+        type=integer(200),
+        default=200,
     )
     generate.value(
         "--temperature X",
@@ -281,14 +302,18 @@ eos_token_id, if it has one.
         default=1.0,
         type=number("number of at least 0", "1", lambda value: value >= 0),
     )
-    generate.value("--top-k N", "sample from the N most likely tokens", "50", type=integer(1))
+    generate.value(
+        "--top-k N", "sample from the N most likely tokens", "50", type=integer(1)
+    )
     generate.value(
         "--top-p X",
         "sample from the fewest most likely tokens with this total probability",
         "0.9",
         type=number("number above 0 and at most 1", "1", lambda value: 0 < value <= 1),
     )
-    generate.value("--seed N", "seed of each prompt's samples; default: 0", "1", type=integer(0, 0))
+    generate.value(
+        "--seed N", "seed of each prompt's samples; default: 0", "1", type=integer(0, 0)
+    )
     _add_model_options(generate)
     generate.flag("--json", "prompts, texts and added ids, as a list of objects")
 
@@ -305,9 +330,14 @@ or on a text, in independent windows of --context tokens.
         "text, of which all tokens but the first are predicted; default: held-out data",
     )
     evaluate.value(
-        "--windows N", "use the first N held-out windows; default: all", "100", type=integer(1)
+        "--windows N",
+        "use the first N held-out windows; default: all",
+        "100",
+        type=integer(1),
     )
-    evaluate.value("--batch N", "windows per batch; default: 1", "8", type=integer(1), default=1)
+    evaluate.value(
+        "--batch N", "windows per batch; default: 1", "8", type=integer(1), default=1
+    )
     _add_model_options(evaluate)
     evaluate.flag("--json", "exact numbers, as an object")
 
@@ -336,10 +366,15 @@ read too. Tables, such folders and .zst need pip install -e '.[data]'.
         "share of the documents to hold out, by a hash of their text; default: 0",
         "0.01",
         default=0.0,
-        type=number("number of at least 0 and below 1", "0.01", lambda value: 0 <= value < 1),
+        type=number(
+            "number of at least 0 and below 1", "0.01", lambda value: 0 <= value < 1
+        ),
     )
     prepare.value(
-        "--processes N", "tokenizing processes; default: one per core", "2", type=integer(1)
+        "--processes N",
+        "tokenizing processes; default: one per core",
+        "2",
+        type=integer(1),
     )
     prepare.value(
         "--shard-tokens N",
@@ -347,7 +382,10 @@ read too. Tables, such folders and .zst need pip install -e '.[data]'.
         str(2**27),
         type=integer(2**27),
     )
-    add("data check DIR ...", "verify the checksums of such folders; status 1 if one is damaged")
+    add(
+        "data check DIR ...",
+        "verify the checksums of such folders; status 1 if one is damaged",
+    )
     show = add(
         "data show DIR ... [--json] | ROWS ... --chat --tokenizer T [--row N]",
         "print the index of folders, or a conversation with what is learned of it",
@@ -390,7 +428,9 @@ selects other tensors by name: model.NAME is a parameter, optim.NAME.STATE a sta
 for any text, as in 'optim.*.exp_avg'.
 """,
     )
-    contents.flag("--json", "exact numbers, and all facts besides tensors, as an object")
+    contents.flag(
+        "--json", "exact numbers, and all facts besides tensors, as an object"
+    )
 
     usages = [
         re.sub(r"fsdptoys train -m \.\.\.", "", parser.usage or "").strip()

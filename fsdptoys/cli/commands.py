@@ -14,7 +14,9 @@ def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
     return make_parsers()[1][command].parse(words)
 
 
-def check_count(command: str, words: Sequence[str], count: int, needed: str, form: str) -> None:
+def check_count(
+    command: str, words: Sequence[str], count: int, needed: str, form: str
+) -> None:
     """Check the number of a command's words without dashes; ``needed`` and ``form`` describe them
     in the message."""
     if len(words) != count:
@@ -25,13 +27,18 @@ def check_count(command: str, words: Sequence[str], count: int, needed: str, for
 
 
 def run_part(
-    command: str, words: Sequence[str], parts: Mapping[str, Callable[[Sequence[str]], int]]
+    command: str,
+    words: Sequence[str],
+    parts: Mapping[str, Callable[[Sequence[str]], int]],
 ) -> int:
     """Run the part of a command that its first word names, with the rest; return the exit
     status."""
     if words[0] not in parts:
         fix = suggestion(
-            words[0], list(parts), f"see fsdptoys {command} --help", f"fsdptoys {command} "
+            words[0],
+            list(parts),
+            f"see fsdptoys {command} --help",
+            f"fsdptoys {command} ",
         )
         raise ConfigError(f"fsdptoys {command} {words[0]} is not a command; {fix}")
     return parts[words[0]](words[1:])

@@ -53,19 +53,27 @@ def _to_hf(words: Sequence[str]) -> int:
                 "tokenizer or adapter"
             )
         if key == "dtype" and value not in DTYPES:
-            raise ConfigError(f"{word} must be one of {', '.join(DTYPES)}; set dtype=float32")
+            raise ConfigError(
+                f"{word} must be one of {', '.join(DTYPES)}; set dtype=float32"
+            )
         same = [other for other in options if other.startswith(f"{key}=")]
         if len(same) > 1:
-            raise ConfigError(f"{' and '.join(same)} exclude each other; keep one of them")
+            raise ConfigError(
+                f"{' and '.join(same)} exclude each other; keep one of them"
+            )
         settings[key] = value
     out_dir = Path(paths[1]).expanduser()
     dtype = DTYPES[settings["dtype"]]
     tokenizer = (
-        read_tokenizer_files(settings["tokenizer"], "tokenizer") if settings["tokenizer"] else {}
+        read_tokenizer_files(settings["tokenizer"], "tokenizer")
+        if settings["tokenizer"]
+        else {}
     )
     check_new_folder(out_dir)
     adapter = settings["adapter"]
-    weights = TrainedModel(paths[0], adapter=adapter) if adapter else open_weights(paths[0])
+    weights = (
+        TrainedModel(paths[0], adapter=adapter) if adapter else open_weights(paths[0])
+    )
     ids = find_token_ids(Path(settings["tokenizer"]).expanduser()) if tokenizer else {}
     # the model that was trained on
     for origin in filter(None, (weights.config.init_from, paths[0])):
@@ -73,7 +81,9 @@ def _to_hf(words: Sequence[str]) -> int:
     written = write_hugging_face(
         out_dir, weights.config, weights.read, dtype, tokenizer=tokenizer, token_ids=ids
     )
-    files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
+    files = (
+        f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
+    )
     print(
         f"wrote {out_dir}: {files} with {written.parameters:,} parameters in {dtype_name(dtype)}, "
         f"{written.tensor_bytes:,} bytes\n"
@@ -100,7 +110,9 @@ def _from_hf(words: Sequence[str]) -> int:
     verified = verify_checksums(folder.path)
     folder.check_values()
     checksums = (
-        f"no {CHECKSUMS_FILE}" if verified is None else f"{verified} files match {CHECKSUMS_FILE}"
+        f"no {CHECKSUMS_FILE}"
+        if verified is None
+        else f"{verified} files match {CHECKSUMS_FILE}"
     )
     facts = {
         "family": config.family,
@@ -127,7 +139,9 @@ def training_words(config: ModelConfig, path: str) -> list[str]:
         ConfigError: if the family has no preset.
     """
     names = [
-        name for name in list_choices()["model"] if schema_name("model", name) == config.family
+        name
+        for name in list_choices()["model"]
+        if schema_name("model", name) == config.family
     ]
     presets = dict(zip(names, compose_presets(names), strict=True))
     changes = {name: differences(preset, config) for name, preset in presets.items()}
@@ -142,6 +156,14 @@ def training_words(config: ModelConfig, path: str) -> list[str]:
         for key, (_, value) in changes[preset].items()
     ]
     quoted = (
-        value_text(path, quote=True) if "'" not in path else "'" + path.replace("'", "\\'") + "'"
+        value_text(path, quote=True)
+        if "'" not in path
+        else "'" + path.replace("'", "\\'") + "'"
     )
-    return ["fsdptoys", "train", f"model={preset}", *settings, f"model.init_from={quoted}"]
+    return [
+        "fsdptoys",
+        "train",
+        f"model={preset}",
+        *settings,
+        f"model.init_from={quoted}",
+    ]

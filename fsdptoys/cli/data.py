@@ -51,7 +51,9 @@ from .commands import parse, run_part
 
 def data_command(words: Sequence[str]) -> int:
     """Run the command; return the exit status: 1 if a folder is damaged."""
-    return run_part("data", words, {"prepare": _prepare, "check": _check, "show": _show})
+    return run_part(
+        "data", words, {"prepare": _prepare, "check": _check, "show": _show}
+    )
 
 
 def _prepare(words: Sequence[str]) -> int:
@@ -63,7 +65,9 @@ def _prepare(words: Sequence[str]) -> int:
         )
     for name, example in (("out", "DIR"), ("tokenizer", "bytes, or a tokenizer.json")):
         if getattr(options, name) is None:
-            raise ConfigError(f"fsdptoys data prepare needs --{name}; write --{name} {example}")
+            raise ConfigError(
+                f"fsdptoys data prepare needs --{name}; write --{name} {example}"
+            )
     processes = options.processes or min(available_cores(), MOST_PROCESSES)
     if processes > MOST_PROCESSES:
         raise ConfigError(
@@ -72,7 +76,11 @@ def _prepare(words: Sequence[str]) -> int:
         )
     chat = _open_chat(options) if options.chat else None
     if chat is None and (options.template is not None or options.skip_bad_rows):
-        option = "--skip-bad-rows" if options.template is None else f"--template {options.template}"
+        option = (
+            "--skip-bad-rows"
+            if options.template is None
+            else f"--template {options.template}"
+        )
         raise ConfigError(f"{option} is for conversations; add --chat, or leave it out")
     encoder: Encoder = chat or open_encoder(
         options.tokenizer,
@@ -82,7 +90,9 @@ def _prepare(words: Sequence[str]) -> int:
     )
     out = Path(options.out).expanduser()
     if os.path.lexists(out):
-        raise ConfigError(f"--out {options.out} exists already; name another folder, or remove it")
+        raise ConfigError(
+            f"--out {options.out} exists already; name another folder, or remove it"
+        )
     request = Request(
         key="FILE",
         sources=find_sources("FILE", options.words),
@@ -144,7 +154,9 @@ def _print_row(row: ShownRow) -> None:
 
 def _check(words: Sequence[str]) -> int:
     folders = _folders("check", parse("data check", words).words)
-    total = sum(size for folder in folders for _, size in files_of(read_index(folder, folder)))
+    total = sum(
+        size for folder in folders for _, size in files_of(read_index(folder, folder))
+    )
     damaged = False
     done = 0.0
     with Display("checking") as display:
@@ -160,7 +172,9 @@ def _check(words: Sequence[str]) -> int:
             for sentence in damages:
                 print(f"{folder}: {sentence}", file=sys.stderr)
             if not damages:
-                tokenizer = f" and {TOKENIZER_FILE}" if index.tokenizer_file_sha256 else ""
+                tokenizer = (
+                    f" and {TOKENIZER_FILE}" if index.tokenizer_file_sha256 else ""
+                )
                 print(
                     f"{folder}: {counted(len(index.shards), 'shard')}{tokenizer}, every byte as it "
                     "was written"
@@ -182,7 +196,9 @@ def _show(words: Sequence[str]) -> int:
             f"--{chat_options[0].replace('_', '-')} is for conversations; add --chat, or leave "
             "it out"
         )
-    indexes = {folder: read_index(folder, folder) for folder in _folders("show", options.words)}
+    indexes = {
+        folder: read_index(folder, folder) for folder in _folders("show", options.words)
+    }
     if options.json:
         trees = []
         for folder, index in indexes.items():
@@ -190,10 +206,14 @@ def _show(words: Sequence[str]) -> int:
                 name: {"documents": index.documents(name), "tokens": index.tokens(name)}
                 for name in SPLITS
             }
-            trees.append({"folder": folder} | dataclasses.asdict(index) | {"splits": splits})
+            trees.append(
+                {"folder": folder} | dataclasses.asdict(index) | {"splits": splits}
+            )
         print(json.dumps(trees, indent=2))
     else:
-        print("\n\n".join(_describe(folder, index) for folder, index in indexes.items()))
+        print(
+            "\n\n".join(_describe(folder, index) for folder, index in indexes.items())
+        )
     return 0
 
 
@@ -204,15 +224,23 @@ def _show_row(options: Any) -> int:
             "model's folder"
         )
     if options.json:
-        raise ConfigError("--json is for the index of a folder; leave it out with --chat")
+        raise ConfigError(
+            "--json is for the index of a folder; leave it out with --chat"
+        )
     encoder = _open_chat(options)
     number = options.row or 1
     request = Request(
-        "ROWS", find_sources("ROWS", options.words), encoder, Path(), options.field or "messages"
+        "ROWS",
+        find_sources("ROWS", options.words),
+        encoder,
+        Path(),
+        options.field or "messages",
     )
     row = next(itertools.islice(_conversations(request), number - 1, None), None)
     if row is None:
-        raise ConfigError(f"--row {number} is not among the conversations; write --row 1")
+        raise ConfigError(
+            f"--row {number} is not among the conversations; write --row 1"
+        )
     _print_row(encoder.shown(row))
     return 0
 

@@ -104,10 +104,16 @@ def evaluate_command(words: Sequence[str]) -> int:
         bytes_count = None
         if tokenizer.has_bytes:
             # A first byte alone may not decode to text; a special first id has no bytes.
-            first = 1 if len(ids) == len(content) else len(tokenizer.decode(ids[:1]).encode())
+            first = (
+                1
+                if len(ids) == len(content)
+                else len(tokenizer.decode(ids[:1]).encode())
+            )
             bytes_count = len(content) - first
         batches = _windows(ids, context, options.batch)
-        evaluation = evaluate(trained.load(device, dtype), batches, context, device, bytes_count)
+        evaluation = evaluate(
+            trained.load(device, dtype), batches, context, device, bytes_count
+        )
     if options.json:
         values = {
             key: value if value is None or math.isfinite(value) else None
@@ -134,12 +140,18 @@ def evaluate(
         device: device of the model.
         bytes_count: bytes of the predicted tokens, or None if unknown.
     """
-    zero = torch.zeros((), dtype=torch.float64)  # on the host, since not every device has float64
-    sums = sum_losses(model, build_loss(chunk_loss=True), batches, device.torch_device, zero)
+    zero = torch.zeros(
+        (), dtype=torch.float64
+    )  # on the host, since not every device has float64
+    sums = sum_losses(
+        model, build_loss(chunk_loss=True), batches, device.torch_device, zero
+    )
     total = sums[0].item()
     predicted = int(sums[1])
     loss = total / predicted if predicted else math.nan
-    perplexity = math.exp(loss) if loss < math.log(sys.float_info.max) else loss * math.inf
+    perplexity = (
+        math.exp(loss) if loss < math.log(sys.float_info.max) else loss * math.inf
+    )
     bits = total / math.log(2) / bytes_count if bytes_count else None
     return Evaluation(loss, perplexity, predicted, context, bits)
 
@@ -149,12 +161,18 @@ def _windows(ids: Sequence[int], context: int, batch_size: int) -> Iterator[Batc
     shorter."""
     tokens_T = torch.tensor(ids, dtype=torch.int64)
     full = (len(ids) - 1) // context * context
-    for start, end, width in ((0, full, context), (full, len(ids) - 1, len(ids) - 1 - full)):
+    for start, end, width in (
+        (0, full, context),
+        (full, len(ids) - 1, len(ids) - 1 - full),
+    ):
         if end > start:
             tokens_BT, labels_BT = (
-                tokens_T[start + shift : end + shift].view(-1, width) for shift in (0, 1)
+                tokens_T[start + shift : end + shift].view(-1, width)
+                for shift in (0, 1)
             )
-            yield from zip(tokens_BT.split(batch_size), labels_BT.split(batch_size), strict=True)
+            yield from zip(
+                tokens_BT.split(batch_size), labels_BT.split(batch_size), strict=True
+            )
 
 
 def _evaluate_held_out(
@@ -190,7 +208,9 @@ def _evaluate_held_out(
             "started, or write --text FILE"
         ) from error
     if dataset.eval is None:
-        raise ConfigError(f"{source} held nothing out of data={data.name}; write --text FILE")
+        raise ConfigError(
+            f"{source} held nothing out of data={data.name}; write --text FILE"
+        )
     count = min(most or len(dataset.eval), len(dataset.eval))
     print_status(
         f"predicting {count:,} of the {len(dataset.eval):,} held-out windows of data={data.name}"
@@ -198,7 +218,9 @@ def _evaluate_held_out(
     model = trained.load(device, dtype)
     if data.mask_documents:
         model.document_end = dataset.document_end
-    evaluation = evaluate(model, _held_out(dataset.eval, count, batch_size), context, device, None)
+    evaluation = evaluate(
+        model, _held_out(dataset.eval, count, batch_size), context, device, None
+    )
     with suppress(ConfigError):  # a missing tokenizer file is not needed here
         if data.find_tokenizer() == "bytes":
             return replace(evaluation, bits_per_byte=evaluation.loss / math.log(2))
@@ -208,7 +230,9 @@ def _evaluate_held_out(
 def _held_out(samples: Samples, count: int, batch_size: int) -> Iterator[Batch]:
     """Yield the first samples in batches."""
     for first in range(0, count, batch_size):
-        rows = [samples[index] for index in range(first, min(first + batch_size, count))]
+        rows = [
+            samples[index] for index in range(first, min(first + batch_size, count))
+        ]
         tokens_BT, labels_BT = (
             torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True)
         )

@@ -94,7 +94,9 @@ def generate_command(words: Sequence[str]) -> int:
             len(ids) :
         ].tolist()
         count += len(written)
-        broken |= len(written) < options.tokens and not (written and written[-1] in ends)
+        broken |= len(written) < options.tokens and not (
+            written and written[-1] in ends
+        )
         if options.chat:
             text = tokenizer.decode([token for token in written if token not in ends])
             text = text.partition(closing)[0] if closing else text
@@ -102,7 +104,10 @@ def generate_command(words: Sequence[str]) -> int:
             text = tokenizer.decode(ids + written)
         results.append({"prompt": prompt, "text": text, "ids": written})
         if not options.json:
-            print(("\n" if len(results) > 1 else "") + str(results[-1]["text"]), flush=True)
+            print(
+                ("\n" if len(results) > 1 else "") + str(results[-1]["text"]),
+                flush=True,
+            )
     seconds = time.perf_counter() - started
     if options.json:
         print(json.dumps(results, indent=2))
@@ -140,7 +145,11 @@ def _encode_messages(
             option = f"--prompt {prompt!r:.40}" + (
                 "" if system is None else f" after --system {system!r:.40}"
             )
-            fix = "write another, or leave out --chat" if system is None else "leave out --system"
+            fix = (
+                "write another, or leave out --chat"
+                if system is None
+                else "leave out --system"
+            )
             raise ConfigError(f"{option} {error}; {fix}") from error
         encoded.append(encode(text))
     return encoded, closing

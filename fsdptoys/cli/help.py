@@ -33,7 +33,9 @@ def sweep_lines() -> str:
     for path in sorted((PACKAGE / "configs" / "sweep").glob("*.yaml")):
         description = parse_yaml(path.read_text(encoding="utf-8"))["description"]
         text = f"{path.stem:<14} {' '.join(description.split())}"
-        lines += textwrap.wrap(text, 120, initial_indent="    ", subsequent_indent=" " * 19)
+        lines += textwrap.wrap(
+            text, 120, initial_indent="    ", subsequent_indent=" " * 19
+        )
     return "\n".join(lines) + "\n"
 
 

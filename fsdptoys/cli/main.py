@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if reason is not None:
             if isinstance(error, BrokenPipeError):  # as of | head
                 return BROKEN_PIPE
-            print_status(f"stdout cannot be written ({reason}); the output is incomplete")
+            print_status(
+                f"stdout cannot be written ({reason}); the output is incomplete"
+            )
             return 1
         # Any command may be the first to import torch, so its errors are handled here.
         sentence = explain_autoload(error) or explain_environment(error)
@@ -100,17 +102,25 @@ def _explain_missing_command(word: str, later: list[str]) -> str:
     from fsdptoys.config.fixes import find_fix
     from fsdptoys.config.overrides import without_dashes
 
-    if option is None and not equals and (file := explain_file(word, command="fsdptoys train ")):
+    if (
+        option is None
+        and not equals
+        and (file := explain_file(word, command="fsdptoys train "))
+    ):
         return f"{word} is a file and not a command; {file}"
     fix = find_fix(key.lstrip("-"), value if equals else None, {})
-    takers = [name for name, parser in make_parsers()[1].items() if option in parser.examples]
+    takers = [
+        name for name, parser in make_parsers()[1].items() if option in parser.examples
+    ]
     if option in ("-c", *MULTIRUN) or (fix is None and takers):
         command = f"fsdptoys {(takers or ['train'])[0]}"
         return f"{word} is an option of {command}; write {command} {' '.join([word, *later])}"
     if option is not None:
         return without_dashes(word, later, {}, "fsdptoys train ")
     if fix is None or (not equals and fix.verb):
-        return f"{word} is not a command; write fsdptoys train{f' {word}' * bool(equals)}"
+        return (
+            f"{word} is not a command; write fsdptoys train{f' {word}' * bool(equals)}"
+        )
     return f"{word} is not a command; {fix.clause('write', 'fsdptoys train ')}"
 
 
@@ -127,7 +137,9 @@ def _run(words: list[str]) -> int:
     words = words[1:]
     if command not in command_names():
         raise ConfigError(_explain_missing_command(command, words))
-    if command == "sweep" or (command == "train" and any(word in MULTIRUN for word in words)):
+    if command == "sweep" or (
+        command == "train" and any(word in MULTIRUN for word in words)
+    ):
         command = "sweep"
         words = [word for word in words if word not in MULTIRUN]
     if any(word in ("-h", "--help") for word in words) or not (

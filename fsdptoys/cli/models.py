@@ -59,7 +59,10 @@ def models_command(words: Sequence[str]) -> int:
     for name in names:
         if name not in presets:
             fix = suggestion(
-                name, presets, "write fsdptoys models for all of them", "fsdptoys models "
+                name,
+                presets,
+                "write fsdptoys models for all of them",
+                "fsdptoys models ",
             )
             raise ConfigError(f"{name} is not a model preset; {fix}")
     facts = [measure(config) for config in compose_presets(names or presets)]

@@ -24,7 +24,10 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(
-        self, page: Callable[[], str] | None = None, strict: bool = True, **settings: Any
+        self,
+        page: Callable[[], str] | None = None,
+        strict: bool = True,
+        **settings: Any,
     ) -> None:
         self.page = page
         self.strict = strict
@@ -63,7 +66,9 @@ class Parser(argparse.ArgumentParser):
         group = self.add_mutually_exclusive_group()
         for option, text in texts.items():
             self.examples[option] = ""
-            group.add_argument(option, action="store_const", dest="form", const=option, help=text)
+            group.add_argument(
+                option, action="store_const", dest="form", const=option, help=text
+            )
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse the words after the command; ``words`` of the result belong to no option.
@@ -100,9 +105,12 @@ class Parser(argparse.ArgumentParser):
                 if not equals and not missing:
                     value = queue.pop(0)
                 if missing or (
-                    option not in self.any_text and (not value or value.startswith("--"))
+                    option not in self.any_text
+                    and (not value or value.startswith("--"))
                 ):
-                    raise ConfigError(f"{option} has no value; write {option} {example}")
+                    raise ConfigError(
+                        f"{option} has no value; write {option} {example}"
+                    )
                 word = f"{option}={value}"
             joined.append(word)
         return joined
@@ -130,7 +138,8 @@ def integer(fix: int, least: int = 1) -> Callable[[str, str], int]:
     def read(option: str, typed: str) -> int:
         if not re.fullmatch(r"-?\d{1,18}", typed) or int(typed) < least:
             fault = (
-                f"{option} {typed} must be a whole number of at least {least}; write {option} {fix}"
+                f"{option} {typed} must be a whole number of at least {least}; "
+                f"write {option} {fix}"
             )
             raise argparse.ArgumentTypeError(fault)
         return int(typed)
@@ -138,7 +147,9 @@ def integer(fix: int, least: int = 1) -> Callable[[str, str], int]:
     return read
 
 
-def number(bounds: str, fix: str, allowed: Callable[[float], bool]) -> Callable[[str, str], float]:
+def number(
+    bounds: str, fix: str, allowed: Callable[[float], bool]
+) -> Callable[[str, str], float]:
     """Return a reader of finite numbers; ``bounds`` describes the allowed ones."""
 
     def read(option: str, typed: str) -> float:

@@ -25,7 +25,12 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.launch import SINGLE, choose_experiment, choose_single, names_training
+from fsdptoys.launch.launch import (
+    SINGLE,
+    choose_experiment,
+    choose_single,
+    names_training,
+)
 from fsdptoys.plan.calibrate import calibrate_command
 from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.predict import caveats, hardware_of, predict, world_size_of
@@ -33,7 +38,12 @@ from fsdptoys.plan.search.advice import advise
 from fsdptoys.plan.search.frontier_plot import draw_frontier
 from fsdptoys.plan.search.search import search
 from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
-from fsdptoys.plan.text_report import advice_to_dict, print_prediction, print_search, search_to_dict
+from fsdptoys.plan.text_report import (
+    advice_to_dict,
+    print_prediction,
+    print_search,
+    search_to_dict,
+)
 from fsdptoys.utils.atomic_write import check_output
 from fsdptoys.utils.signal_handlers import handle_signals
 
@@ -60,23 +70,35 @@ def compose_hypothetical(words: Sequence[str], *, searches: bool) -> Hypothetica
     words = list(words)
     named = names_training(words)
     config = compose_config(
-        [word for word in words if named or re.match(r"plan\.|launch\.|parallel=", word)]
+        [
+            word
+            for word in words
+            if named or re.match(r"plan\.|launch\.|parallel=", word)
+        ]
     )
     hardware = hardware_of(config)
     world_size = world_size_of(config, hardware)
     _check_launch(config, hardware, world_size)
     if not named:
-        words.append(f"experiment={choose_experiment(hardware.device_type, world_size)}")
+        words.append(
+            f"experiment={choose_experiment(hardware.device_type, world_size)}"
+        )
         config = compose_config(words)
     if world_size == 1 and hardware.device_type != "cpu" and not searches:
-        single = choose_single(words, hardware.device_type)  # as ``fsdptoys train`` does
-        words, config = ([*words, SINGLE], single.config) if single is not None else (words, config)
+        single = choose_single(
+            words, hardware.device_type
+        )  # as ``fsdptoys train`` does
+        words, config = (
+            ([*words, SINGLE], single.config) if single is not None else (words, config)
+        )
     limit = config.plan.memory_gib
     memory_bytes = round(limit * GIB if limit is not None else hardware.usable_bytes)
     if searches:  # a search chooses the switches by itself
         words = [word for word in words if word != AUTO_MEMORY]
     elif AUTO_MEMORY in words and hardware.device_type != "cpu":
-        words += fastest_switches(words, config, with_margin(hardware, memory_bytes), world_size)
+        words += fastest_switches(
+            words, config, with_margin(hardware, memory_bytes), world_size
+        )
         config = compose_config(words)
     return HypotheticalRun(config, hardware, world_size, memory_bytes, words)
 
@@ -126,7 +148,9 @@ def _run(words: Sequence[str]) -> int:
     node_ranks = node_ranks_of(config, hardware, world_size)
     try:
         validate_switches(config, world_size, hardware.device_type, node_ranks)
-    except ConfigError as mistake:  # plan.world_size sets the number of hypothetical ranks
+    except (
+        ConfigError
+    ) as mistake:  # plan.world_size sets the number of hypothetical ranks
         raise ConfigError(
             str(mistake).replace("launch.nproc_per_node=", "plan.world_size=")
         ) from mistake
@@ -136,10 +160,15 @@ def _run(words: Sequence[str]) -> int:
             "split experts, of which mesh.ep_size=1 has none; leave it out or set mesh.ep_size"
         )
     prediction = predict(config, hardware, world_size)
-    estimate = functools.partial(fast_estimate, hardware=hardware, world_size=world_size)
+    estimate = functools.partial(
+        fast_estimate, hardware=hardware, world_size=world_size
+    )
     advice = advise(run.config, estimate, prediction, run.memory_bytes, node_ranks)
     if options.json:
-        limit = {"memory_limit_bytes": run.memory_bytes, "advice": advice_to_dict(advice)}
+        limit = {
+            "memory_limit_bytes": run.memory_bytes,
+            "advice": advice_to_dict(advice),
+        }
         print(json.dumps(prediction.to_dict() | limit, indent=2))
         return 0
     print_prediction(config, prediction, hardware, run.memory_bytes, advice, Console())
@@ -172,9 +201,13 @@ def _search(words: Sequence[str]) -> int:
     else:
         print_search(result, run.config.plan.rows, limits, Console())
     if picture is not None:
-        title = f"{run.config.model.name} on {run.world_size} ranks, {run.hardware.title}"
+        title = (
+            f"{run.config.model.name} on {run.world_size} ranks, {run.hardware.title}"
+        )
         draw_frontier(picture, title, result)
-        print(f"fsdptoys: memory against time is drawn in {options.png}", file=sys.stderr)
+        print(
+            f"fsdptoys: memory against time is drawn in {options.png}", file=sys.stderr
+        )
     return 0
 
 

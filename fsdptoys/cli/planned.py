@@ -58,7 +58,9 @@ class DeviceMemory:
         )
 
 
-def device_memory(device_type: str, devices: int, profile: str = "auto") -> DeviceMemory | None:
+def device_memory(
+    device_type: str, devices: int, profile: str = "auto"
+) -> DeviceMemory | None:
     """Return the memory of this machine's first devices; None without a hardware profile, which
     ``profile`` can name.
 
@@ -71,8 +73,12 @@ def device_memory(device_type: str, devices: int, profile: str = "auto") -> Devi
     if name is None:
         return None
     hardware = load_hardware(name)
-    free_bytes = None if "RANK" in os.environ else least_free_bytes(device_type, devices)
-    return with_margin(hardware, hardware.usable_bytes if free_bytes is None else free_bytes)
+    free_bytes = (
+        None if "RANK" in os.environ else least_free_bytes(device_type, devices)
+    )
+    return with_margin(
+        hardware, hardware.usable_bytes if free_bytes is None else free_bytes
+    )
 
 
 def with_margin(hardware: Hardware, available_bytes: float) -> DeviceMemory:
@@ -80,7 +86,9 @@ def with_margin(hardware: Hardware, available_bytes: float) -> DeviceMemory:
     that stays free."""
     is_assumed = hardware.outside_allocator_bytes.source.startswith("assumed")
     available_bytes = min(hardware.usable_bytes, available_bytes)
-    return DeviceMemory(hardware, available_bytes, MARGIN if is_assumed else MEASURED_MARGIN)
+    return DeviceMemory(
+        hardware, available_bytes, MARGIN if is_assumed else MEASURED_MARGIN
+    )
 
 
 def choose_largest(experiment: str, device_type: str, world_size: int) -> list[str]:
@@ -134,7 +142,11 @@ def choose_switches(
     """
     memory = device_memory(device_type, local_ranks, base.plan.hardware)
     if memory is None:
-        reason = "a CPU" if device_type == "cpu" else "this device, which has no hardware profile,"
+        reason = (
+            "a CPU"
+            if device_type == "cpu"
+            else "this device, which has no hardware profile,"
+        )
         _say(f"memory=auto chooses nothing on {reason} and leaves the switches off")
         return []
     return fastest_switches(words, base, memory, world_size)
@@ -154,13 +166,19 @@ def fastest_switches(
 
     started = time.perf_counter()
     strategy_values: dict[str, Any] = {
-        name: (getattr(base.parallel, key),) for name, key in OWN if hasattr(base.parallel, key)
+        name: (getattr(base.parallel, key),)
+        for name, key in OWN
+        if hasattr(base.parallel, key)
     }
-    space = dataclasses.replace(SENSIBLE, strategies=(base.parallel.name,), **strategy_values)
+    space = dataclasses.replace(
+        SENSIBLE, strategies=(base.parallel.name,), **strategy_values
+    )
     # Batch and mesh stay as the files have them.
     overrides = [word for word in words if word != AUTO_MEMORY]
     overrides += [f"train.batch_size={base.train.batch_size}"]
-    overrides += [f"mesh.{name}={value_text(value)}" for name, value in vars(base.mesh).items()]
+    overrides += [
+        f"mesh.{name}={value_text(value)}" for name, value in vars(base.mesh).items()
+    ]
     try:
         check_strategy(base)
         best = search(

@@ -32,7 +32,9 @@ def report_command(words: Sequence[str]) -> int:
     form = options.form
     _check_names(paths)
     if not paths:
-        raise ConfigError("fsdptoys report needs a run or a sweep; write fsdptoys report runs/NAME")
+        raise ConfigError(
+            "fsdptoys report needs a run or a sweep; write fsdptoys report runs/NAME"
+        )
     if form and options.out is not None:
         raise ConfigError(
             f"--out names the page, and {form} prints to the terminal; leave one of them out, or "
@@ -56,13 +58,19 @@ def report_command(words: Sequence[str]) -> int:
     try:
         collection = gather([Path(path) for path in paths])
     except OSError as mistake:
-        raise ConfigError(f"{one_line(mistake)}; check its name and permissions") from mistake
+        raise ConfigError(
+            f"{one_line(mistake)}; check its name and permissions"
+        ) from mistake
     if not form:
         from fsdptoys.report.html_page import write_page
 
         written = write_page(collection, page)
         pictures = sum(path.suffix == ".png" for path in written)
-        beside = f", and {pictures} picture{'s' * (pictures != 1)} next to it" if pictures else ""
+        beside = (
+            f", and {pictures} picture{'s' * (pictures != 1)} next to it"
+            if pictures
+            else ""
+        )
         print_status(f"the report is in {page}{beside}")
         return 0
     from fsdptoys.report.table import make_table
@@ -73,7 +81,9 @@ def report_command(words: Sequence[str]) -> int:
     if form == "--table":
         print_table(table, _console())
     else:
-        text = {"--markdown": to_markdown, "--csv": to_csv, "--json": to_json}[form](table)
+        text = {"--markdown": to_markdown, "--csv": to_csv, "--json": to_json}[form](
+            table
+        )
         sys.stdout.write(encodable(text, sys.stdout))
     return 0
 
@@ -90,7 +100,9 @@ def compare_command(words: Sequence[str]) -> int:
     from fsdptoys.report.compare_text import print_comparison
 
     try:
-        comparison = compare_runs(open_run(Path(first)), open_run(Path(second)), options.tolerance)
+        comparison = compare_runs(
+            open_run(Path(first)), open_run(Path(second)), options.tolerance
+        )
         print_comparison(comparison, (first, second), _console())
     except (ConfigError, BrokenPipeError):
         raise

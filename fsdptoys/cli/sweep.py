@@ -46,7 +46,9 @@ def read_words(words: Sequence[str]) -> SweepArguments:
     for word in options.words:
         near = near_miss(word.partition("=")[0], SWEEP_OPTIONS)
         if near and word.startswith("--"):
-            raise ConfigError(f"{word} is not an option of fsdptoys sweep; did you mean {near}?")
+            raise ConfigError(
+                f"{word} is not an option of fsdptoys sweep; did you mean {near}?"
+            )
     resume = options.resume or options.resume_dir is not None
     if resume and options.out is not None:
         raise ConfigError(
@@ -83,7 +85,12 @@ def _join_resume(words: Sequence[str]) -> list[str]:
             )
         after = queue[0] if word == "--resume" and queue else "-"
         is_path = "/" in after or Path(after).is_dir()
-        if is_path and not after.startswith("-") and "=" not in after and not is_file_name(after):
+        if (
+            is_path
+            and not after.startswith("-")
+            and "=" not in after
+            and not is_file_name(after)
+        ):
             word = f"--resume={queue.pop(0)}"
         joined.append(re.sub("^--resume=", "--resume-dir=", word))
     return joined

@@ -29,7 +29,9 @@ FIXES = {
 }
 """Error caused by the machine → fix."""
 
-REFUSED_VARIABLE = re.compile(r"TORCH_DISTRIBUTED_DEBUG|Invalid log settings|Unknown level")
+REFUSED_VARIABLE = re.compile(
+    r"TORCH_DISTRIBUTED_DEBUG|Invalid log settings|Unknown level"
+)
 """Part of PyTorch's message on an environment variable with an invalid value."""
 
 
@@ -61,14 +63,18 @@ def explain_environment(error: Exception) -> str | None:
             else ""
         )
         return f"the system refuses{target}: {error.strerror}; {FIXES[error.errno]}"
-    if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # tempfile's
+    if isinstance(error, FileNotFoundError) and "temporary directory" in str(
+        error
+    ):  # tempfile's
         return f"{error.strerror}; set TMPDIR to a folder that can be written"
     if isinstance(error, ValueError) and REFUSED_VARIABLE.search(str(error)):
         return (
             f"PyTorch refuses a variable of the environment ({one_line(error)}); unset "
             "TORCH_DISTRIBUTED_DEBUG, TORCH_LOGS or LOGLEVEL"
         )
-    if isinstance(error, RuntimeError) and "determine home directory" in str(error):  # pathlib's
+    if isinstance(error, RuntimeError) and "determine home directory" in str(
+        error
+    ):  # pathlib's
         return (
             "the home folder is unknown, so ~ cannot be expanded; set HOME, or write the path "
             "without ~"
@@ -82,7 +88,9 @@ def explain_autoload(error: BaseException) -> str | None:
     if not isinstance(error, RuntimeError) or named is None or error.__cause__ is None:
         return None
     backend = named[1]
-    reason = (str(error.__cause__).strip().splitlines() or [type(error.__cause__).__name__])[0]
+    reason = (
+        str(error.__cause__).strip().splitlines() or [type(error.__cause__).__name__]
+    )[0]
     return (
         f"PyTorch cannot be imported, since the installed {backend} cannot be loaded [{reason}]; "
         "install what it needs (torch_npu: CANN, whose set_env.sh is sourced), or set "

@@ -27,7 +27,9 @@ def train_command(words: list[str]) -> int:
     try:
         return _train(options.words, options.cfg)
     except SeveralValuesError as error:
-        words = [error.corrected if word == error.word else word for word in options.words]
+        words = [
+            error.corrected if word == error.word else word for word in options.words
+        ]
         raise ConfigError(
             f"{error}, or fsdptoys sweep {shlex.join(words)} to train with each"
         ) from error
@@ -38,11 +40,16 @@ def _train(words: list[str], cfg: str | None) -> int:
         run = resolve_run(words, os.environ, choose_largest, choose_switches)
         _check_places(run.composition.config)
         choices = " ".join(
-            f"{group}={name or 'null'}" for group, name in run.composition.choices.items()
+            f"{group}={name or 'null'}"
+            for group, name in run.composition.choices.items()
         )
-        print(f"# {choices}\n# validated for {run.world_size} ranks on {run.hardware.device_type}")
         print(
-            yaml.safe_dump(run.composition.config.to_dict(), sort_keys=False, allow_unicode=True),
+            f"# {choices}\n# validated for {run.world_size} ranks on {run.hardware.device_type}"
+        )
+        print(
+            yaml.safe_dump(
+                run.composition.config.to_dict(), sort_keys=False, allow_unicode=True
+            ),
             end="",
         )
         return 0
@@ -89,7 +96,9 @@ def _work(words: list[str]) -> None:
     # launcher, so the threads are set again below.
     environment |= request.environment()
     os.environ.update(environment)
-    threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # the others are for nested regions
+    threads = os.environ["OMP_NUM_THREADS"].partition(",")[
+        0
+    ]  # the others are for nested regions
     if threads.strip():
         torch.set_num_threads(int(threads))
     prediction = None
@@ -105,7 +114,9 @@ def _work(words: list[str]) -> None:
             estimated = estimate_run(config, request.world_size)
             if estimated is not None:
                 prediction, profile = estimated
-                print_status(prediction_line(prediction, profile.usable_bytes), stdout=True)
+                print_status(
+                    prediction_line(prediction, profile.usable_bytes), stdout=True
+                )
         elif request.hardware.device_type != "cpu" and config.plan.predict:
             print_status(
                 "no forecast, and no choice of model or memory switches: no hardware profile "

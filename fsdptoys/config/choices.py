@@ -23,15 +23,17 @@ def list_choices() -> dict[str, list[str]]:
 def schema_name(group: str, choice: str) -> str:
     """Name of the schema of a group's YAML file: ``llama`` if its defaults begin with
     ``base_llama``."""
-    first = parse_yaml((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))[
-        "defaults"
-    ][0]
+    first = parse_yaml(
+        (CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8")
+    )["defaults"][0]
     return str(first).removeprefix("base_")
 
 
 def list_defaults() -> dict[str, str | None]:
     """Map each group to its default choice, in the order of ``config.yaml``."""
-    entries = parse_yaml((CONFIGS / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    entries = parse_yaml((CONFIGS / "config.yaml").read_text(encoding="utf-8"))[
+        "defaults"
+    ]
     return {
         group: choice
         for entry in entries

@@ -88,7 +88,11 @@ def compose(overrides: Sequence[str]) -> Composition:
     check_names(overrides)
     parsed = parse_overrides(overrides, choices)
     check_groups(parsed)
-    groups = [str(override.input_line) for override in parsed if override.key_or_group in choices]
+    groups = [
+        str(override.input_line)
+        for override in parsed
+        if override.key_or_group in choices
+    ]
     composed, chosen = _compose_groups(tuple(groups))
     tree = copy.deepcopy(composed)
     check_values(parsed, chosen)
@@ -97,7 +101,9 @@ def compose(overrides: Sequence[str]) -> Composition:
             if override.key_or_group not in choices:
                 key = override.key_or_group
                 # As Hydra does
-                OmegaConf.update(tree, key, read_value(key, override.value()), merge=True)
+                OmegaConf.update(
+                    tree, key, read_value(key, override.value()), merge=True
+                )
     except OmegaConfBaseException as error:
         raise _not_composed(overrides, error) from error
     _choose_lengths(tree)
@@ -132,14 +138,20 @@ def compose_presets(names: Sequence[str]) -> list[ModelConfig]:
     try:
         with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
             tree = hydra.compose(overrides=overrides)
-        configs = [OmegaConf.to_object(tree[f"preset{index}"]) for index in range(len(names))]
+        configs = [
+            OmegaConf.to_object(tree[f"preset{index}"]) for index in range(len(names))
+        ]
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(f"configs/model cannot be composed: {_one_line(error)}") from error
+        raise ConfigError(
+            f"configs/model cannot be composed: {_one_line(error)}"
+        ) from error
     return [config for config in configs if isinstance(config, ModelConfig)]
 
 
 @functools.cache
-def _compose_groups(groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, str | None]]:
+def _compose_groups(
+    groups: tuple[str, ...],
+) -> tuple[DictConfig, dict[str, str | None]]:
     """Return the tree of the given choices (cached: copy before writing), and all choices. Takes
     about 0.5 s."""
     _register_schemas()
@@ -188,7 +200,9 @@ def _to_config(tree: DictConfig) -> Config:
         ) from error
     except ConfigError:
         raise
-    except ValueError as error:  # models do not import ConfigError, but word their messages alike
+    except (
+        ValueError
+    ) as error:  # models do not import ConfigError, but word their messages alike
         raise ConfigError(str(error)) from error
     assert isinstance(config, Config)
     for section in dataclasses.fields(config):
@@ -217,7 +231,9 @@ def _register_schemas() -> None:
     for group, schemas in SCHEMAS.items():
         for name, schema in schemas.items():
             node = _YAMLMemory if schema is MemoryConfig else schema
-            store.store(group=group, name=f"base_{name}", node=node, provider="fsdptoys")
+            store.store(
+                group=group, name=f"base_{name}", node=node, provider="fsdptoys"
+            )
 
 
 def _one_line(error: Any) -> str:
@@ -226,6 +242,7 @@ def _one_line(error: Any) -> str:
     kept = [
         line
         for line in lines
-        if line and not line.startswith(("full_key:", "reference_type=", "object_type="))
+        if line
+        and not line.startswith(("full_key:", "reference_type=", "object_type="))
     ]
     return " ".join(kept).rstrip(".")

@@ -195,12 +195,18 @@ words: to leave out."""
 @functools.cache
 def familiar_names() -> Mapping[str, str]:
     """Return name → words: of the options' aliases, and of the table."""
-    from .declared_options import declared_options  # imports torch, which help does without
+    from .declared_options import (
+        declared_options,  # imports torch, which help does without
+    )
 
     aliases = {
-        alias: f"{key}=*" for key, option in declared_options().items() for alias in option.aliases
+        alias: f"{key}=*"
+        for key, option in declared_options().items()
+        for alias in option.aliases
     }
-    return aliases | {name: words for names, words in _TABLE.items() for name in names.split()}
+    return aliases | {
+        name: words for names, words in _TABLE.items() for name in names.split()
+    }
 
 
 def find_familiar(name: str, value: str) -> tuple[str, str] | None:

@@ -39,7 +39,9 @@ class Fix(NamedTuple):
         )
 
 
-def find_fix(name: str, raw: str | None, chosen: Mapping[str, str | None]) -> Fix | None:
+def find_fix(
+    name: str, raw: str | None, chosen: Mapping[str, str | None]
+) -> Fix | None:
     """Return the overrides that an unknown name stands for; None if nothing is close.
 
     Args:
@@ -79,7 +81,9 @@ def find_fix(name: str, raw: str | None, chosen: Mapping[str, str | None]) -> Fi
         return Fix(assign(below) if is_flag else example(below, options[below]))
     known = [*(key for key in options if key not in needed), *choices]
     for keys in (known, list(options)):
-        if same := [key for key in keys if key.rpartition(".")[2] == name.rpartition(".")[2]]:
+        if same := [
+            key for key in keys if key.rpartition(".")[2] == name.rpartition(".")[2]
+        ]:
             key = str(near_miss(name, same, cutoff=0.0))
             return Fix(needed.get(key, "") + assign(key))
     group = next((group for group, names in choices.items() if name in names), None)
@@ -109,7 +113,11 @@ def all_options(
 ) -> tuple[dict[str, Option], dict[str, str]]:
     """Return all keys of all choices, and key → the words before it that choose what has it, unless
     chosen already."""
-    from .schema import ROOT_OPTIONS, SCHEMAS, Config  # imports torch, which help does without
+    from .schema import (  # imports torch, which help does without
+        ROOT_OPTIONS,
+        SCHEMAS,
+        Config,
+    )
 
     options, needed = dict(ROOT_OPTIONS), dict[str, str]()
     choices, first_choices = list_choices(), list_defaults() | dict(chosen)
@@ -117,10 +125,14 @@ def all_options(
         if section in SCHEMAS:
             first = str(first_choices[section])
             for choice in (first, *choices[section]):
-                of_choice = list_options(SCHEMAS[section][schema_name(section, choice)], section)
+                of_choice = list_options(
+                    SCHEMAS[section][schema_name(section, choice)], section
+                )
                 new = [key for key in of_choice if key not in options]
                 options |= {key: of_choice[key] for key in new}
-                needed |= {key: f"{section}={choice} " for key in new if choice != first}
+                needed |= {
+                    key: f"{section}={choice} " for key in new if choice != first
+                }
         elif dataclasses.is_dataclass(kind) and isinstance(kind, type):
             options |= list_options(kind, section)
     return options, needed
@@ -141,13 +153,17 @@ def _assign(key: str, raw: str | None, state: str, option: Option) -> str:
     expected, corrected = mismatch(option, read_value(key, override.value()), raw)
     if expected is None:
         return f"{key}={raw}"
-    return f"{key}={corrected}" if corrected is not None else example(key, option, state)
+    return (
+        f"{key}={corrected}" if corrected is not None else example(key, option, state)
+    )
 
 
 def _choose(group: str, raw: str | None, names: Sequence[str]) -> str:
     if raw is not None and (raw in names or "," in raw):
         return f"{group}={raw}"
-    return f"{group}={near_miss(raw or '', names) or list_defaults()[group] or names[0]}"
+    return (
+        f"{group}={near_miss(raw or '', names) or list_defaults()[group] or names[0]}"
+    )
 
 
 def _nearest_key(key: str, known: Sequence[str]) -> str | None:
@@ -157,5 +173,7 @@ def _nearest_key(key: str, known: Sequence[str]) -> str | None:
     in_section = [name for name in known if name.rpartition(".")[0] == section]
     for names in (in_section, known):
         if word := near_miss(last, [parts[name] for name in names], cutoff=0.7):
-            return near_miss(key, [name for name in names if parts[name] == word], cutoff=0.0)
+            return near_miss(
+                key, [name for name in names if parts[name] == word], cutoff=0.0
+            )
     return near_miss(key, known, cutoff=0.75)

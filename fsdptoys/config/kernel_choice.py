@@ -95,7 +95,9 @@ class KernelConfig:
     attention: AttentionKernel = option(AttentionKernel.auto, effect=Effect.rounding)
     """Attention: PyTorch's, one of its backends or flex_attention (documents included), or
     torch_npu's."""
-    document_attention: DocumentKernel = option(DocumentKernel.auto, effect=Effect.rounding)
+    document_attention: DocumentKernel = option(
+        DocumentKernel.auto, effect=Effect.rounding
+    )
     """Attention under ``data.mask_documents``: PyTorch's with a mask, or flex_attention."""
     rms_norm: Kernel = option(Kernel.auto, effect=Effect.rounding)
     """RMSNorm: PyTorch's, compiled separately, or torch_npu's."""
@@ -109,7 +111,10 @@ class KernelConfig:
 
     def names(self) -> dict[str, str]:
         """Map each operation to the name of its implementation."""
-        return {field.name: getattr(self, field.name).value for field in dataclasses.fields(self)}
+        return {
+            field.name: getattr(self, field.name).value
+            for field in dataclasses.fields(self)
+        }
 
     @property
     def compiles(self) -> bool:
@@ -119,7 +124,12 @@ class KernelConfig:
         )
 
     def resolve(
-        self, device_type: str, *, compiles: bool, deterministic: Deterministic | bool, fuses: bool
+        self,
+        device_type: str,
+        *,
+        compiles: bool,
+        deterministic: Deterministic | bool,
+        fuses: bool,
     ) -> None:
         """Replace every ``auto``; ``rules/kernels.py`` has the rules of the others.
 
@@ -141,7 +151,9 @@ class KernelConfig:
                     chosen = "compiled"
             elif device_type == "npu" and operation in npu_kernels.OPERATORS:
                 # An older torch_npu may lack it
-                chosen = "npu" if not is_here or npu_kernels.is_there(operation) else "torch"
+                chosen = (
+                    "npu" if not is_here or npu_kernels.is_there(operation) else "torch"
+                )
             setattr(self, operation, type(getattr(self, operation))(chosen))
 
 
@@ -189,7 +201,11 @@ def find_attention_backend(
     q_BHTK = memory_BTHK.transpose(1, 2).requires_grad_()
     k_BGTK = q_BHTK[:, : layer.n_kv_heads]
     # Fused kernels of CUDA refuse a mask whose last dim has no stride of 1, which a real one has.
-    seen = memory_BTHK.new_zeros(1, 1, 1, seq_len).expand(1, 1, seq_len, seq_len) if masks else None
+    seen = (
+        memory_BTHK.new_zeros(1, 1, 1, seq_len).expand(1, 1, seq_len, seq_len)
+        if masks
+        else None
+    )
     backends = (BACKENDS[name],) if name in BACKENDS else ()
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
@@ -199,7 +215,10 @@ def find_attention_backend(
             if not backends:
                 return None  # attention may run even if the private function does not
             why = "; ".join(
-                dict.fromkeys(str(reason.message).partition(" (Triggered")[0] for reason in reasons)
+                dict.fromkeys(
+                    str(reason.message).partition(" (Triggered")[0]
+                    for reason in reasons
+                )
             )
             raise ConfigError(
                 f"kernels.attention={name} cannot run here, with {layer.n_heads} heads of "

@@ -32,7 +32,10 @@ class LaunchConfig:
     )
     """Ranks on this node; -1 for one per device (two on a CPU)."""
     nnodes: int = option(
-        1, at_least(1, MOST_RANKS), effect=Effect.none, alias="num_nodes nodes num_machines"
+        1,
+        at_least(1, MOST_RANKS),
+        effect=Effect.none,
+        alias="num_nodes nodes num_machines",
     )
     """Number of nodes; run the same command on each of them."""
     rdzv_endpoint: str | None = option(None, effect=Effect.none)

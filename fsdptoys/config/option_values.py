@@ -59,7 +59,9 @@ class Option(NamedTuple):
         """The annotation without None."""
         if self.nullable:
             (wanted,) = (
-                part for part in typing.get_args(self.annotation) if part is not type(None)
+                part
+                for part in typing.get_args(self.annotation)
+                if part is not type(None)
             )
             return wanted
         # An integer or a word is declared as Any, since OmegaConf does not support this union.
@@ -73,7 +75,9 @@ class Option(NamedTuple):
 def read_value(key: str, value: Any) -> Any:
     """Return the choice that a boolean, or a spelling of one, means for ``key``; other values
     unchanged."""
-    return SWITCHED_CHOICES.get(key, {}).get(SWITCHES.get(str(value).strip().lower(), ""), value)
+    return SWITCHED_CHOICES.get(key, {}).get(
+        SWITCHES.get(str(value).strip().lower(), ""), value
+    )
 
 
 def mismatch(option: Option, value: Any, raw: str) -> tuple[str | None, str | None]:
@@ -84,12 +88,16 @@ def mismatch(option: Option, value: Any, raw: str) -> tuple[str | None, str | No
         return None, None
     word = str(value).strip().lower()
     if wanted is bool:
-        return (None if isinstance(value, bool) else "true or false"), SWITCHES.get(word)
+        return (None if isinstance(value, bool) else "true or false"), SWITCHES.get(
+            word
+        )
     if wanted in (int, float):
         if _is_item(value, wanted):
             return None, None
         meant = _number_meant(value)
-        corrected = None if meant is None else str(round(meant) if wanted is int else meant)
+        corrected = (
+            None if meant is None else str(round(meant) if wanted is int else meant)
+        )
         return "an integer" if wanted is int else "a finite number", corrected
     if isinstance(wanted, type) and issubclass(wanted, Enum):
         names = [member.name for member in wanted]
@@ -107,23 +115,31 @@ def mismatch(option: Option, value: Any, raw: str) -> tuple[str | None, str | No
         ), corrected
     if wanted == int | str:  # the dataclass checks the words themselves
         return (
-            None if isinstance(value, str) or type(value) is int else "an integer or a word"
+            None
+            if isinstance(value, str) or type(value) is int
+            else "an integer or a word"
         ), None
     if wanted is Any:  # one word, or several
         words = value if isinstance(value, list) else [value]
         return (
-            None if all(isinstance(word, str) for word in words) else "a word or a list of words"
+            None
+            if all(isinstance(word, str) for word in words)
+            else "a word or a list of words"
         ), None
     assert wanted is str, f"no option may have the type {wanted}"
     return (
-        None if isinstance(value, (str, int, float)) and not isinstance(value, bool) else "text"
+        None
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool)
+        else "text"
     ), None
 
 
 def _number_meant(value: Any) -> int | float | None:
     """The finite number most likely meant by quoted text, another base or another numeric type;
     None if unclear."""
-    for read in (functools.partial(int, base=0), int, float) if isinstance(value, str) else ():
+    for read in (
+        (functools.partial(int, base=0), int, float) if isinstance(value, str) else ()
+    ):
         with contextlib.suppress(ValueError):
             return _number_meant(read(value.strip()))
     return value if _is_item(value, float) else None
@@ -149,7 +165,11 @@ def example(key: str, option: Option, state: str = "") -> str:
     elif isinstance(wanted, type) and issubclass(wanted, Enum) and state:
         names = [value, *(member.name for member in wanted)]
         value = next(
-            (name for name in names if (name in OFF) == (state == "false") and name is not None),
+            (
+                name
+                for name in names
+                if (name in OFF) == (state == "false") and name is not None
+            ),
             value,
         )
     elif state == "false":
@@ -162,8 +182,12 @@ def example(key: str, option: Option, state: str = "") -> str:
         )
         value = [] if wanted is Any else value
     elif state == "true" and not default and wanted in (int, float):
-        value = next((number for number in (1, 0.1, 2) if option.bounds.holds(number)), default)
-    elif state == "true" and (default is None or (isinstance(default, str) and " " in default)):
+        value = next(
+            (number for number in (1, 0.1, 2) if option.bounds.holds(number)), default
+        )
+    elif state == "true" and (
+        default is None or (isinstance(default, str) and " " in default)
+    ):
         value = "VALUE"
     return f"{key}={'VALUE' if default is dataclasses.MISSING else value_text(value, quote=True)}"
 

@@ -51,31 +51,52 @@ def check_names(words: Sequence[str]) -> None:
         word = queue.pop(0)
         key, equals, value = word.partition("=")
         typed = word
-        if word.startswith("-") and not equals and queue and not re.search("^-|=", queue[0]):
+        if (
+            word.startswith("-")
+            and not equals
+            and queue
+            and not re.search("^-|=", queue[0])
+        ):
             value = queue.pop(0)
             typed = f"{word} {value}"
-        is_unknown = bool(equals) and key not in options and re.fullmatch(r"[A-Za-z]\w+", key)
+        is_unknown = (
+            bool(equals) and key not in options and re.fullmatch(r"[A-Za-z]\w+", key)
+        )
         if (word.startswith("-") or is_unknown) and key not in groups:
-            fix_by_word[typed] = find_fix(key.lstrip("-"), value if typed != key else None, {})
+            fix_by_word[typed] = find_fix(
+                key.lstrip("-"), value if typed != key else None, {}
+            )
     if len(fix_by_word) < 2:
         return
     fixes = [fix for fix in fix_by_word.values() if fix is not None]
-    write = " ".join(fix.words.removesuffix(", for example") for fix in fixes if fix.words)
+    write = " ".join(
+        fix.words.removesuffix(", for example") for fix in fixes if fix.words
+    )
     clauses = [f"write {write}"] if write else []
     clauses += dict.fromkeys(fix.reason for fix in fixes if fix.reason)
     if unknown := [typed for typed, fix in fix_by_word.items() if fix is None]:
         clauses.append(f"leave out {' '.join(unknown)}" if fixes else HELP)
-    raise ConfigError(f"{', '.join(fix_by_word)} are not settings; {', and '.join(clauses)}")
+    raise ConfigError(
+        f"{', '.join(fix_by_word)} are not settings; {', and '.join(clauses)}"
+    )
 
 
 def parse_overrides(words: Sequence[str], choices: Choices) -> list[Override]:
     """Parse ``key=value`` overrides; ConfigError, with a fix, for other arguments."""
     typed = {word.partition("=")[0]: word.partition("=")[2] for word in words}
-    chosen = {group: typed[group] for group, names in choices.items() if typed.get(group) in names}
-    return [_parse(word, words[index + 1 :], chosen) for index, word in enumerate(words)]
+    chosen = {
+        group: typed[group]
+        for group, names in choices.items()
+        if typed.get(group) in names
+    }
+    return [
+        _parse(word, words[index + 1 :], chosen) for index, word in enumerate(words)
+    ]
 
 
-def _parse(word: str, later: Sequence[str], chosen: Mapping[str, str | None]) -> Override:
+def _parse(
+    word: str, later: Sequence[str], chosen: Mapping[str, str | None]
+) -> Override:
     check_text("", word)
     key, equals, value = word.partition("=")
 
@@ -88,8 +109,12 @@ def _parse(word: str, later: Sequence[str], chosen: Mapping[str, str | None]) ->
     has_blanks = later[:1] == ["="] or re.search(r"\s", key) is not None
     if has_blanks or (equals and not value and later and "=" not in later[0]):
         key = (key.split() or [""])[-1]
-        value = value.strip() or next((text for text in later[:2] if text != "="), "VALUE")
-        raise ConfigError(f"'{word}' has spaces before or after the = sign; write {meant(value)}")
+        value = value.strip() or next(
+            (text for text in later[:2] if text != "="), "VALUE"
+        )
+        raise ConfigError(
+            f"'{word}' has spaces before or after the = sign; write {meant(value)}"
+        )
     if word.startswith("~"):
         raise ConfigError(
             f"{word} would take a key away, which every run needs; write KEY=null or a value "
@@ -137,7 +162,9 @@ def without_dashes(
         )
     fix = find_fix(key.lstrip("-"), value if equals else follows, chosen)
     clause = fix.clause("write", command) if fix is not None else HELP
-    return f"{word} is not an option, since settings have no dashes before them; {clause}"
+    return (
+        f"{word} is not an option, since settings have no dashes before them; {clause}"
+    )
 
 
 def check_groups(overrides: Sequence[Override]) -> None:
@@ -155,15 +182,21 @@ def check_groups(overrides: Sequence[Override]) -> None:
             continue
         word = str(choice).lower()
         if file := explain_file(str(choice), group):
-            raise ConfigError(f"{typed} must be a name, without a path or an ending; {file}")
-        meant = find_familiar(group, word) or find_familiar(group, SWITCHES.get(word, word))
+            raise ConfigError(
+                f"{typed} must be a name, without a path or an ending; {file}"
+            )
+        meant = find_familiar(group, word) or find_familiar(
+            group, SWITCHES.get(word, word)
+        )
         if meant is not None:
             fix = Fix(meant[0].replace("*", word), meant[1]).clause("write")
         elif near := near_miss(word, names):
             fix = f"did you mean {group}={near}?"
         else:
             fix = f"set {group}={value_text(list_defaults()[group], quote=True)}"
-        listed = "a preset that fsdptoys models lists" if group == "model" else one_of(names)
+        listed = (
+            "a preset that fsdptoys models lists" if group == "model" else one_of(names)
+        )
         or_null = " or null" if group == "experiment" else ""
         raise ConfigError(f"{typed} must be {listed}{or_null}; {fix}")
 
@@ -178,7 +211,9 @@ def _refuse_sign(override: Override) -> None:
         )
 
 
-def check_values(overrides: Sequence[Override], chosen: Mapping[str, str | None]) -> None:
+def check_values(
+    overrides: Sequence[Override], chosen: Mapping[str, str | None]
+) -> None:
     """Check every key outside of groups, and the type of its value; ConfigError for the first
     mistake.
 

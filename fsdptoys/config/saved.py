@@ -52,7 +52,11 @@ def _check_keys(tree: Any) -> None:
         if not isinstance(key, str):
             raise ForeignError(f"it has the key {key}, which is not text")
     for value in (
-        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+        tree.values()
+        if isinstance(tree, dict)
+        else tree
+        if isinstance(tree, list)
+        else ()
     ):
         _check_keys(value)
 
@@ -66,7 +70,8 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
     """
     sections: dict[str, Any] = {
         "model": dataclasses.replace(
-            model_config_of(tree.get("model"), where, "leave the run out"), init_from=None
+            model_config_of(tree.get("model"), where, "leave the run out"),
+            init_from=None,
         ),
         "parallel": _build_named(STRATEGIES, tree, "parallel", where),
         "optim": _build_named(OPTIMIZERS, tree, "optim", where),
@@ -91,7 +96,9 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
 def read_data_config(tree: Mapping[str, Any], where: str) -> DataConfig:
     """Build the ``data`` section of a run's configuration; arguments and errors as in
     :func:`read_config`."""
-    return _build_named(DATASETS, tree, "data", where, fix="use the file that the run wrote")
+    return _build_named(
+        DATASETS, tree, "data", where, fix="use the file that the run wrote"
+    )
 
 
 def _build_named(
@@ -109,7 +116,10 @@ def _build_named(
             f"{where} says {section}.name={name}, which this version does not have; {fix}"
         )
     return _build(
-        kinds[name], {key: value for key, value in values.items() if key != "name"}, where, section
+        kinds[name],
+        {key: value for key, value in values.items() if key != "name"},
+        where,
+        section,
     )
 
 

@@ -48,7 +48,11 @@ class Config(Sections):
         train, sentence = self.train, None
         assert train.data_seed is not None, "the config must have been validated"
         if train.steps == -1:
-            rows = len(self.data.build(train.seq_len, self.model.vocab_size, train.data_seed).train)
+            rows = len(
+                self.data.build(
+                    train.seq_len, self.model.vocab_size, train.data_seed
+                ).train
+            )
             ranks = self.parallel.axes(world_size, self.mesh).data_ranks * getattr(
                 self.parallel, "simulated_ranks", 1
             )
@@ -60,12 +64,18 @@ class Config(Sections):
             )
             self.profile.validate(world_size, self.launch.device.value, train.steps)
         if train.eval_every == -1:
-            train.eval_every = -(-train.steps // EVALUATIONS) if self.data.has_eval else 0
+            train.eval_every = (
+                -(-train.steps // EVALUATIONS) if self.data.has_eval else 0
+            )
             if train.eval_every and sentence:
-                sentence += f"; train.eval_every={train.eval_every}, since a part is held out"
+                sentence += (
+                    f"; train.eval_every={train.eval_every}, since a part is held out"
+                )
         return sentence
 
-    def validate(self, world_size: int, device_type: str, node_ranks: int | None = None) -> None:
+    def validate(
+        self, world_size: int, device_type: str, node_ranks: int | None = None
+    ) -> None:
         """Resolve every ``auto``, and check the sections against each other, before any worker
         starts.
 
@@ -74,15 +84,21 @@ class Config(Sections):
         fix.
         """
         assert device_type in DEVICE_TYPES
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
         sections = {
-            name: value for name, value in values.items() if dataclasses.is_dataclass(value)
+            name: value
+            for name, value in values.items()
+            if dataclasses.is_dataclass(value)
         }
         for section in sections:
             refuse_unused(sections, section)
         where = self._resolve(world_size, device_type, node_ranks or world_size)
         self.parallel.check_model(self.model)
-        self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
+        self.parallel.validate(
+            world_size, self.mesh, device_type, self.memory.cpu_offload
+        )
         check_experts(self.model, where.axes)
         check_rules(RULES, self, where)
         self.data.check_documents()
@@ -105,12 +121,19 @@ class Config(Sections):
 
     def _resolve(self, world_size: int, device_type: str, node_ranks: int) -> Where:
         """Replace every ``auto`` by its value."""
-        train, parallel, optim, memory = self.train, self.parallel, self.optim, self.memory
+        train, parallel, optim, memory = (
+            self.train,
+            self.parallel,
+            self.optim,
+            self.memory,
+        )
         train.resolve()
         self.mesh.resolve(world_size, node_ranks)
         if train.sum_dtype is SumDType.auto:
             train.sum_dtype = (
-                SumDType.float64 if float64_collectives(device_type) else SumDType.float32
+                SumDType.float64
+                if float64_collectives(device_type)
+                else SumDType.float32
             )
         parallel.resolve(train.deterministic)
         self.kernels.resolve(
@@ -127,10 +150,14 @@ class Config(Sections):
         ):
             whole_heads = self.model.n_heads // axes.tp % axes.cp == 0
             parallel.context = (
-                ContextForm.ulysses if whole_heads else parallel.capabilities.context_forms[1]
+                ContextForm.ulysses
+                if whole_heads
+                else parallel.capabilities.context_forms[1]
             )
         optim.resolve(
-            device_type, deterministic=bool(train.deterministic), on_host=memory.cpu_offload
+            device_type,
+            deterministic=bool(train.deterministic),
+            on_host=memory.cpu_offload,
         )
         if memory.optimizer_offload and memory.offload_schedule is OffloadSchedule.auto:
             # The fastest that keeps no gradients between steps
@@ -154,7 +181,9 @@ class Config(Sections):
 
     def defaults(self) -> dict[str, Any]:
         """Return key → default of the chosen sections, as in :meth:`to_dict`."""
-        sections = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        sections = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
         return {
             f"{name}.{option.name}": _plain(default_of(option))
             for name, section in sections.items()
@@ -176,7 +205,8 @@ def _plain(value: Any) -> Any:
         )
         kind |= {"family": value.family} if isinstance(value, ModelConfig) else {}
         return kind | {
-            each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)
+            each.name: _plain(getattr(value, each.name))
+            for each in dataclasses.fields(value)
         }
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]

@@ -80,7 +80,9 @@ class TrainConfig:
     tuning."""
     eval_batches: int = option(8, at_least(1, MOST_BATCHES), effect=Effect.none)
     """Micro-batches per evaluation on each rank."""
-    label_smoothing: float = option(0.0, between(0, 1, below=True), effect=Effect.training)
+    label_smoothing: float = option(
+        0.0, between(0, 1, below=True), effect=Effect.training
+    )
     """Share of each label spread evenly over the vocabulary; not used in evaluation."""
     z_loss_coef: float = option(0.0, at_least(0, 1e6), effect=Effect.training)
     """Weight of logsumexp(logits)², which keeps logits from drifting; not used in evaluation."""
@@ -93,7 +95,9 @@ class TrainConfig:
     gc_every: int = option(10, at_least(0, MOST_STEPS), effect=Effect.none)
     """Collect Python's garbage every N steps, between steps and on all ranks at once; 0 for
     Python's own times."""
-    compile: bool = option(False, effect=Effect.rounding, alias="torch_compile use_compile")
+    compile: bool = option(
+        False, effect=Effect.rounding, alias="torch_compile use_compile"
+    )
     """Compile each block with ``torch.compile``."""
     float8: Float8 = option(Float8.none, effect=Effect.format, alias="fp8 float8")
     """float8 matmuls in the blocks' linear layers, with one scale per tensor (tensorwise) or per
@@ -104,12 +108,18 @@ class TrainConfig:
     """The same bits in every repetition, on any layout of 1, 2, 4, 8, … ranks (true), or on any
     layout at all."""
     grains: int = option(
-        8, at_least(1, MOST_TOKENS), effect=Effect.rounding, needs="train.deterministic=layout"
+        8,
+        at_least(1, MOST_TOKENS),
+        effect=Effect.rounding,
+        needs="train.deterministic=layout",
     )
     """``deterministic=layout``: pieces of each sequence, computed by themselves; divides
     ``seq_len``."""
     slices: int = option(
-        1, at_least(1, MOST_SLICES), effect=Effect.rounding, needs="train.deterministic=layout"
+        1,
+        at_least(1, MOST_SLICES),
+        effect=Effect.rounding,
+        needs="train.deterministic=layout",
     )
     """``deterministic=layout``: slices of features, added in float64, for ``mesh.tp_size``, which
     divides it."""
@@ -131,7 +141,9 @@ class TrainConfig:
     @property
     def grain_tokens(self) -> int | None:
         """Tokens of a grain; None where nothing is computed by grains."""
-        return self.seq_len // self.grains if self.deterministic.covers_layouts else None
+        return (
+            self.seq_len // self.grains if self.deterministic.covers_layouts else None
+        )
 
     def resolve(self) -> None:
         """Set missing seeds to ``seed``."""

@@ -39,7 +39,14 @@ from .text_encoder import open_encoder as open_encoder
 
 DATASETS: dict[str, type[DataConfig]] = {
     kind.name: kind
-    for kind in (SyntheticConfig, TextConfig, BinConfig, PreparedConfig, HFConfig, ChatConfig)
+    for kind in (
+        SyntheticConfig,
+        TextConfig,
+        BinConfig,
+        PreparedConfig,
+        HFConfig,
+        ChatConfig,
+    )
 }
 """Registry: the name after ``data=`` → the dataclass that ``configs/data/NAME.yaml`` starts
 from."""

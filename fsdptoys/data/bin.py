@@ -42,7 +42,9 @@ class BinConfig(DataConfig):
     """The last id of every document; null if there is none."""
     eval_files: list[str] = option([], effect=Effect.training)
     """Paths or globs of held-out files."""
-    eval_fraction: float = option(0.0, between(0, 1, below=True), effect=Effect.training)
+    eval_fraction: float = option(
+        0.0, between(0, 1, below=True), effect=Effect.training
+    )
     """Share of ``files`` held out, at their end; 0 for none. Excludes ``eval_files``."""
 
     def __post_init__(self) -> None:
@@ -83,13 +85,19 @@ class BinConfig(DataConfig):
         dataset.document_end = self.document_end
         return dataset
 
-    def _open(self, seq_len: int, vocab_size: int) -> tuple[WindowSamples, WindowSamples | None]:
+    def _open(
+        self, seq_len: int, vocab_size: int
+    ) -> tuple[WindowSamples, WindowSamples | None]:
         if not self.files:
-            raise ConfigError("data.files=[] names no file; set data.files=[path/to/train.bin]")
+            raise ConfigError(
+                "data.files=[] names no file; set data.files=[path/to/train.bin]"
+            )
         stream = self._open_stream("data.files", self.files, vocab_size)
         train, held_out = split_windows(stream, seq_len, self.eval_fraction)
         if self.eval_files:
-            eval_stream = self._open_stream("data.eval_files", self.eval_files, vocab_size)
+            eval_stream = self._open_stream(
+                "data.eval_files", self.eval_files, vocab_size
+            )
             seen = {os.path.realpath(file.path) for file in stream.files}
             for file in eval_stream.files:
                 if os.path.realpath(file.path) in seen:
@@ -101,7 +109,9 @@ class BinConfig(DataConfig):
             held_out.require_one("data.eval_files", "add files to data.eval_files")
         return train, held_out
 
-    def _open_stream(self, key: str, patterns: list[str], vocab_size: int) -> FileStream:
+    def _open_stream(
+        self, key: str, patterns: list[str], vocab_size: int
+    ) -> FileStream:
         files = [file for pattern in patterns for file in match_files(key, pattern)]
         dtype = np.dtype(self.dtype.value).newbyteorder("<")
         for file in files:

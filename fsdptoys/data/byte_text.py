@@ -18,7 +18,13 @@ from fsdptoys.utils.bounds import at_least, between
 from fsdptoys.utils.options import Effect, option
 
 from .dataset import DataConfig, TextSample, Tokens
-from .token_files import FileStream, SourceFile, match_files, source_file, without_repeats
+from .token_files import (
+    FileStream,
+    SourceFile,
+    match_files,
+    source_file,
+    without_repeats,
+)
 from .token_windows import FileDataset, split_windows, window_dataset
 
 BYTES = 256  # ids of a byte-level vocabulary
@@ -46,7 +52,9 @@ class TextConfig(DataConfig):
     files: list[str] = option([STDLIB], effect=Effect.training)
     """Paths or globs (``**`` for any depth); ``stdlib`` is the source of Python's standard
     library."""
-    eval_fraction: float = option(0.05, between(0, 1, below=True), effect=Effect.training)
+    eval_fraction: float = option(
+        0.05, between(0, 1, below=True), effect=Effect.training
+    )
     """Share of the bytes held out: whole files, and part of the one at the cut; 0 for none."""
     sample_tokens: int = option(300, between(0, 2**20), effect=Effect.none)
     """Tokens that the trained model generates after the prompt; 0 for no sample."""
@@ -78,7 +86,9 @@ class TextConfig(DataConfig):
 
     def build(self, seq_len: int, vocab_size: int, seed: int) -> FileDataset:
         """Open the files."""
-        train, held_out = split_windows(self._open(vocab_size), seq_len, self.eval_fraction)
+        train, held_out = split_windows(
+            self._open(vocab_size), seq_len, self.eval_fraction
+        )
         dataset = window_dataset(self.name, train, held_out, seed)
         dataset.document_end = SEPARATOR
         if self.sample_tokens:
@@ -101,7 +111,11 @@ class TextConfig(DataConfig):
             )
         files: list[SourceFile] = []
         for pattern in self.files:
-            files += stdlib_files() if pattern == STDLIB else match_files("data.files", pattern)
+            files += (
+                stdlib_files()
+                if pattern == STDLIB
+                else match_files("data.files", pattern)
+            )
         # Empty files, such as many an __init__.py, are no documents.
         documents = [file for file in without_repeats(files) if file.size_bytes]
         documents.sort(key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
@@ -110,7 +124,9 @@ class TextConfig(DataConfig):
 
 def encode_bytes(text: str) -> Tokens:
     """Bytes of a text in UTF-8, shape (T,)."""
-    return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int64)
+    return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(
+        np.int64
+    )
 
 
 def decode_bytes(tokens: Sequence[int] | Tokens) -> str:
@@ -132,7 +148,15 @@ def stdlib_files() -> list[SourceFile]:
     files = []
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = sorted(set(subdirectories) - STDLIB_LEFT_OUT)
-        paths = (os.path.join(directory, name) for name in sorted(names) if name.endswith(".py"))
+        paths = (
+            os.path.join(directory, name)
+            for name in sorted(names)
+            if name.endswith(".py")
+        )
         # Some distributions have dangling links.
-        files += [source_file("data.files", path, root) for path in paths if os.path.isfile(path)]
+        files += [
+            source_file("data.files", path, root)
+            for path in paths
+            if os.path.isfile(path)
+        ]
     return files

@@ -53,4 +53,6 @@ class ChatConfig(TokenizedConfig):
         )
 
     def _request_of(self, encoder: Encoder) -> Request:
-        return dataclasses.replace(super()._request_of(encoder), skip_bad_rows=self.skip_bad_rows)
+        return dataclasses.replace(
+            super()._request_of(encoder), skip_bad_rows=self.skip_bad_rows
+        )

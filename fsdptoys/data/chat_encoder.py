@@ -54,7 +54,9 @@ class ChatEncoder(Encoder):
     records = ChatRecords()
     marks_learned = True
 
-    def __init__(self, encoder: TextEncoder, template: ChatTemplate, end_owner: str) -> None:
+    def __init__(
+        self, encoder: TextEncoder, template: ChatTemplate, end_owner: str
+    ) -> None:
         self._encoder, self._template, self._end_owner = encoder, template, end_owner
         self.name, self.sha256, self.file = encoder.name, encoder.sha256, encoder.file
         self.vocab_size, self.document_end = encoder.vocab_size, encoder.document_end
@@ -62,13 +64,17 @@ class ChatEncoder(Encoder):
         decides = (READING, texts, sorted(template.tokens.items()))
         self.template_sha256 = hashlib.sha256(repr(decides).encode()).hexdigest()
         self.special_tokens = sorted(encoder.special_tokens, key=len, reverse=True)
-        self._refused = re.compile("|".join(map(re.escape, [*self.special_tokens, *MARKS])))
+        self._refused = re.compile(
+            "|".join(map(re.escape, [*self.special_tokens, *MARKS]))
+        )
 
     def encode_documents(self, documents: Sequence[ChatRow]) -> list[Encoded | str]:
         """See ``Encoder``."""
         rendered = [self._render(row) for row in documents]
         texts = [
-            conversation.text for conversation in rendered if isinstance(conversation, Rendered)
+            conversation.text
+            for conversation in rendered
+            if isinstance(conversation, Rendered)
         ]
         located = self._encoder.encode_with_offsets(texts)
         encoded: list[Encoded | str] = []
@@ -90,7 +96,9 @@ class ChatEncoder(Encoder):
             text, lost = conversation.text, conversation.lost
             loss = f"{row.where} {losing(lost)}" if lost else None
             special = tuple(self.special_tokens)
-            ends = any(text.endswith(special, *answer) for answer in conversation.answers)
+            ends = any(
+                text.endswith(special, *answer) for answer in conversation.answers
+            )
             encoded.append(Encoded(text, ids, learned, loss, ends))
         return encoded
 
@@ -106,7 +114,9 @@ class ChatEncoder(Encoder):
             marks[start:stop] = True
         borders = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(marks)]
         pieces = [
-            (rendered.text[a:b], bool(marks[a])) for a, b in itertools.pairwise(borders) if a < b
+            (rendered.text[a:b], bool(marks[a]))
+            for a, b in itertools.pairwise(borders)
+            if a < b
         ]
         return ShownRow(row.where, pieces, len(ids), int(learned.sum()), rendered.lost)
 
@@ -118,7 +128,9 @@ class ChatEncoder(Encoder):
             for text in texts_of(row):
                 found = self._refused.search(text)
                 if found:
-                    raise BadRowError(f"spells the special token {found.group()} within a message")
+                    raise BadRowError(
+                        f"spells the special token {found.group()} within a message"
+                    )
             rendered = self._template.render(row, self.special_tokens)
             # JSON can hold half of a surrogate pair, which UTF-8 cannot; its replacement is one
             # character too.
@@ -161,7 +173,9 @@ def open_chat_encoder(
         "a Jinja template, or the tokenizer to that of a chat model"
     )
     if tokenizer != "bytes" and not Path(tokenizer).expanduser().exists():
-        raise ConfigError(f"{owner} does not exist; name a tokenizer.json, its folder, or bytes")
+        raise ConfigError(
+            f"{owner} does not exist; name a tokenizer.json, its folder, or bytes"
+        )
     opened = open_template(template, tokenizer, template_key, missing)
     encoder = open_encoder(tokenizer, end, owner, end_owner, writes=opened.may_write)
     return ChatEncoder(encoder, opened, end_owner)

@@ -77,7 +77,9 @@ class MarkedText:
     @property
     def tail(self) -> str:
         """The text after the last message's."""
-        return self.text[max((stop for of, _, stop in self.pieces if of is not None), default=0) :]
+        return self.text[
+            max((stop for of, _, stop in self.pieces if of is not None), default=0) :
+        ]
 
 
 class JinjaTemplate:
@@ -109,7 +111,9 @@ class JinjaTemplate:
         except Exception as error:
             # SyntaxError for too many nested blocks, LookupError for an unknown filter, …
             reason = one_line(error) or type(error).__name__
-            raise ConfigError(f"{owner} is no Jinja template ({reason}); name another") from error
+            raise ConfigError(
+                f"{owner} is no Jinja template ({reason}); name another"
+            ) from error
 
     def text(self, variables: Mapping[str, Any]) -> str:
         """The text as transformers writes it; BadRowError if the template fails."""
@@ -154,7 +158,9 @@ def _environment(generation: type[Generation]) -> ImmutableSandboxedEnvironment:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[generation, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = to_json  # Jinja's own escapes for HTML
     environment.globals |= {"raise_exception": refuse, "strftime_now": TODAY.strftime}
@@ -165,7 +171,9 @@ def _render(template: Template, variables: Mapping[str, Any]) -> str:
     try:
         return template.render(variables)
     except TemplateError as error:
-        raise BadRowError(f"is refused by the chat template ({one_line(error)})") from error
+        raise BadRowError(
+            f"is refused by the chat template ({one_line(error)})"
+        ) from error
     except MemoryError:
         raise
     except Exception as error:  # whatever a foreign program can raise
@@ -229,7 +237,11 @@ class _Loops:
     def appended(self, text: Any, loop: int) -> Any:
         """A text to which a round adds its own, with a mark."""
         number = self.current[loop]
-        return text if number is None or not isinstance(text, str) else text + self._mark(number)
+        return (
+            text
+            if number is None or not isinstance(text, str)
+            else text + self._mark(number)
+        )
 
     def leave(self, loop: int, outer: object) -> str:
         """A mark behind a loop over messages: of the message of the loop around it, if any."""
@@ -251,7 +263,11 @@ def to_json(
 ) -> str:
     """The filter ``tojson`` of chat templates."""
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
     )
 
 

@@ -26,7 +26,12 @@ def lost_parts(messages: Sequence[Mapping[str, Any]], marked: MarkedText) -> lis
     turns = {number: _squeezed(text) for number, text in marked.texts().items()}
     left = dict(turns)  # without the parts of their own messages
     last_question = max(
-        (number for number, message in enumerate(messages) if message["role"] == "user"), default=-1
+        (
+            number
+            for number, message in enumerate(messages)
+            if message["role"] == "user"
+        ),
+        default=-1,
     )
     missing = []
     for number, message in enumerate(messages):
@@ -62,7 +67,8 @@ class _Part(NamedTuple):
             or (
                 self.as_json
                 and any(
-                    _squeezed(json.dumps(each, ensure_ascii=a)[1:-1]) in text for a in (False, True)
+                    _squeezed(json.dumps(each, ensure_ascii=a)[1:-1]) in text
+                    for a in (False, True)
                 )
             )
             for each in self.texts

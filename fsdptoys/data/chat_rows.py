@@ -64,7 +64,9 @@ class ChatRecords(Records):
     plain_files = False
     optional_fields = ("tools", "functions", "system", "chat_template_kwargs")
 
-    def read(self, owner: str, name: str, record: Mapping[str, Any], where: str) -> ChatRow:
+    def read(
+        self, owner: str, name: str, record: Mapping[str, Any], where: str
+    ) -> ChatRow:
         """The conversation in field ``name``; ``owner`` and ``where`` are file and line for
         messages."""
         try:
@@ -83,7 +85,9 @@ class ChatRecords(Records):
             ]
             if not learned:
                 raise BadRowError(f"has no message of role {ANSWERS!r} to learn from")
-            return ChatRow(f"{owner}{where}", messages, learned, _tools(used), _variables(used))
+            return ChatRow(
+                f"{owner}{where}", messages, learned, _tools(used), _variables(used)
+            )
         except BadRowError as error:
             return ChatRow(f"{owner}{where}", problem=str(error))
 
@@ -91,8 +95,12 @@ class ChatRecords(Records):
 def _without_nulls(value: Any) -> Any:
     """Leave out the keys of objects whose value is null."""
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {
+            key: _without_nulls(each) for key, each in value.items() if each is not None
+        }
+    return (
+        [_without_nulls(each) for each in value] if isinstance(value, list) else value
+    )
 
 
 def _require(value: Any, kind: type, name: str, noun: str) -> None:
@@ -103,7 +111,9 @@ def _require(value: Any, kind: type, name: str, noun: str) -> None:
 
 def _messages(value: Any, name: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
-        raise BadRowError(f"has {short_text(value)} as {name}, which is no list of messages")
+        raise BadRowError(
+            f"has {short_text(value)} as {name}, which is no list of messages"
+        )
     return [_message(message, number) for number, message in enumerate(value, 1)]
 
 
@@ -153,7 +163,9 @@ def _from_sharegpt(message: dict[str, Any], number: int) -> dict[str, Any]:
         return role | {"content": text} | message
     call = _parsed(text, f"a function_call in message {number}")
     calls = call if isinstance(call, list) else [call]
-    return role | message | {"tool_calls": [_call(function, number) for function in calls]}
+    return (
+        role | message | {"tool_calls": [_call(function, number) for function in calls]}
+    )
 
 
 def _rename_calls(message: dict[str, Any], number: int) -> None:
@@ -180,7 +192,11 @@ def _call(function: Any, number: int) -> dict[str, Any]:
 
 
 def _part(part: Any, number: int) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+    if (
+        isinstance(part, dict)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    ):
         return str(part["text"])
     raise BadRowError(f"has a part that is no text in message {number}")
 
@@ -196,10 +212,14 @@ def _tools(used: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _variables(used: Mapping[str, Any]) -> dict[str, Any]:
-    variables: dict[str, Any] = _parsed_field(used, "chat_template_kwargs", dict, "object") or {}
+    variables: dict[str, Any] = (
+        _parsed_field(used, "chat_template_kwargs", dict, "object") or {}
+    )
     for name in OWN_NAMES:
         if name in variables:
-            raise BadRowError(f"sets {name} in chat_template_kwargs, which has a field of its own")
+            raise BadRowError(
+                f"sets {name} in chat_template_kwargs, which has a field of its own"
+            )
     return variables
 
 
@@ -232,7 +252,10 @@ def with_parsed_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]
     for message in messages:
         calls = message.get("tool_calls")
         if calls:
-            message = {**message, "tool_calls": [_with_arguments(call) for call in calls]}
+            message = {
+                **message,
+                "tool_calls": [_with_arguments(call) for call in calls],
+            }
         parsed.append(message)
     return parsed
 
@@ -268,5 +291,6 @@ def _walk(value: Any) -> Iterator[tuple[int, Any]]:
         yield level, value
         if isinstance(value, (list, dict)):
             waiting += [
-                (level + 1, each) for each in (value.values() if isinstance(value, dict) else value)
+                (level + 1, each)
+                for each in (value.values() if isinstance(value, dict) else value)
             ]

@@ -58,7 +58,9 @@ class ChatTemplate:
         tokens: name → text.
     """
 
-    def __init__(self, sources: Mapping[str, TemplateSource], tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, sources: Mapping[str, TemplateSource], tokens: Mapping[str, str]
+    ) -> None:
         self.sources, self.tokens = dict(sources), dict(tokens)
         self._compiled = {
             name: JinjaTemplate(source.text, source.owner)
@@ -72,7 +74,9 @@ class ChatTemplate:
     def may_write(self, token: str) -> bool:
         """Whether a source spells a token, or names it (``eos_token``)."""
         words = [token, *(name for name, text in self.tokens.items() if text == token)]
-        return any(word in source.text for source in self.sources.values() for word in words)
+        return any(
+            word in source.text for source in self.sources.values() for word in words
+        )
 
     def render(self, row: ChatRow, special: Sequence[str] = ()) -> Rendered:
         """The text of a conversation; BadRowError if the template or the search for answers fails.
@@ -92,7 +96,9 @@ class ChatTemplate:
         if self._template(row).has_blocks:
             learned = frozenset(row.learned)
             owners = [
-                number for number, message in enumerate(messages) if message["role"] == ANSWERS
+                number
+                for number, message in enumerate(messages)
+                if message["role"] == ANSWERS
             ]
             answers = [
                 (start, stop)
@@ -103,7 +109,9 @@ class ChatTemplate:
             ]
             return Rendered(marked.text, answers, lost)
         search = _AnswerSearch(self, row, messages, marked, special)
-        return Rendered(marked.text, [search.span(number) for number in row.learned], lost)
+        return Rendered(
+            marked.text, [search.span(number) for number in row.learned], lost
+        )
 
     def turn(self, message: str, system: str | None = None) -> tuple[str, str]:
         """The text with which a model answers one message, and the text that closes its answer;
@@ -115,18 +123,24 @@ class ChatTemplate:
         asked.append({"role": "user", "content": message})
         row = ChatRow("--prompt", asked)
         answered = self.text([*asked, {"role": ANSWERS, "content": STAND_IN}], row)
-        return self.text(asked, row, prompt=True), answered.partition(STAND_IN)[2].rstrip()
+        return self.text(asked, row, prompt=True), answered.partition(STAND_IN)[
+            2
+        ].rstrip()
 
     def text(
         self, messages: Sequence[Mapping[str, Any]], row: ChatRow, prompt: bool = False
     ) -> str:
         """The text of some messages with the tools and variables of ``row``."""
-        return self._template(row).text(self._variables(_with_reasoning(messages), row, prompt))
+        return self._template(row).text(
+            self._variables(_with_reasoning(messages), row, prompt)
+        )
 
     def marked(self, messages: Sequence[Mapping[str, Any]], row: ChatRow) -> MarkedText:
         """The text of some messages, and which part is whose, with the tools and variables of
         ``row``."""
-        return self._template(row).marked(self._variables(_with_reasoning(messages), row, False))
+        return self._template(row).marked(
+            self._variables(_with_reasoning(messages), row, False)
+        )
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], row: ChatRow) -> str:
         """The text behind messages after which the model answers."""
@@ -203,7 +217,12 @@ class _AnswerSearch:
         marked: MarkedText,
         special: Sequence[str],
     ) -> None:
-        self._template, self._row, self._messages, self._marked = template, row, messages, marked
+        self._template, self._row, self._messages, self._marked = (
+            template,
+            row,
+            messages,
+            marked,
+        )
         self._turns = marked.turns
         self._prompts: dict[str | None, str] = {}
         self._special = tuple(special)
@@ -223,18 +242,27 @@ class _AnswerSearch:
         # Perhaps written outside of a loop, behind the last message with a text
         if number not in turns:
             first = max((stop for _, stop in turns.values()), default=0)
-            if number + 1 < len(self._messages) or not turns or not text[first:].strip():
+            if (
+                number + 1 < len(self._messages)
+                or not turns
+                or not text[first:].strip()
+            ):
                 raise BadRowError(
                     f"has an answer in message {number + 1} that the chat template does not write"
                 )
             return first, len(text)
         first, last = turns[number]
-        if any(result in text[first:last] for result in self._results_elsewhere(number)):
+        if any(
+            result in text[first:last] for result in self._results_elsewhere(number)
+        ):
             # As it is before there are results, in the same turn of the conversation.
             question = max(
-                (at for at in range(number) if self._messages[at]["role"] == "user"), default=0
+                (at for at in range(number) if self._messages[at]["role"] == "user"),
+                default=0,
             )
-            alone = self._template.marked(self._messages[question : number + 1], self._row)
+            alone = self._template.marked(
+                self._messages[question : number + 1], self._row
+            )
             begin, end = alone.turns.get(number - question, (0, 0))
             last = first + _common_length(text[first:last], alone.text[begin:end])
         return first, last
@@ -252,9 +280,16 @@ class _AnswerSearch:
     def _header_length(self, number: int, turn: str) -> int:
         """Characters of a turn up to where it and the generation prompt part."""
         prompt = self._prompt(number)
-        if not prompt:  # a template may write another header behind a result than behind a question
+        if (
+            not prompt
+        ):  # a template may write another header behind a result than behind a question
             prompt = next(
-                (other for other in self._prompts.values() if other and turn.startswith(other)), ""
+                (
+                    other
+                    for other in self._prompts.values()
+                    if other and turn.startswith(other)
+                ),
+                "",
             )
         skipped = 0
         if not turn.startswith(prompt):  # a line's end may belong to the message before
@@ -274,7 +309,10 @@ class _AnswerSearch:
     def _own_start(self, number: int, turn: str) -> int:
         """Where the message itself begins."""
         message = self._messages[number]
-        own = [str(message.get(key, "")).strip() for key in ("reasoning_content", "content")]
+        own = [
+            str(message.get(key, "")).strip()
+            for key in ("reasoning_content", "content")
+        ]
         places = [place for text in own if text and (place := turn.find(text)) >= 0]
         if not places:
             raise BadRowError(
@@ -286,7 +324,9 @@ class _AnswerSearch:
         """The generation prompt of a message, by the role of the message before it."""
         role = self._messages[number - 1]["role"] if number else None
         if role not in self._prompts:
-            self._prompts[role] = self._template.prompt(self._messages[:number], self._row)
+            self._prompts[role] = self._template.prompt(
+                self._messages[:number], self._row
+            )
         return self._prompts[role]
 
     def _stop(self, number: int, start: int, last: int) -> int:
@@ -295,7 +335,9 @@ class _AnswerSearch:
         end = start + len(text[start:last].rstrip())
         if text.endswith(self._special, start, end):
             return end
-        following = self._follows.match(text, end) if self._follows is not None else None
+        following = (
+            self._follows.match(text, end) if self._follows is not None else None
+        )
         if following:
             return following.end()
         # A line's end after the text that ends the turn is never generated; without such a text, it
@@ -304,7 +346,9 @@ class _AnswerSearch:
         return last if content and text.endswith(content, start, end) else end
 
 
-def open_template(choice: str | None, tokenizer: str, key: str, missing: str) -> ChatTemplate:
+def open_template(
+    choice: str | None, tokenizer: str, key: str, missing: str
+) -> ChatTemplate:
     """The template ``chatml``, of a file, or the tokenizer's own.
 
     ``key`` is the option for the choice, and ``missing`` the ConfigError where there is none.

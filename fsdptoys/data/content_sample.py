@@ -85,7 +85,9 @@ def sampled_offsets(size_bytes: int, blocks: int) -> list[int]:
         drawn = hashlib.blake2b(
             repr((VERSION, size_bytes, number)).encode(), digest_size=8
         ).digest()
-        offsets.append(low + int.from_bytes(drawn, "little") % (high - low - BLOCK_BYTES + 1))
+        offsets.append(
+            low + int.from_bytes(drawn, "little") % (high - low - BLOCK_BYTES + 1)
+        )
     return [*offsets, size_bytes - BLOCK_BYTES]
 
 
@@ -93,7 +95,9 @@ def _digests(key: str, files: Sequence[SourceFile]) -> Iterator[bytes]:
     wanted = [max(LEAST_BLOCKS, file.size_bytes // STRIDE_BYTES) for file in files]
     total = sum(wanted)
     for file, blocks in zip(files, wanted, strict=True):
-        fewer = blocks if total <= MOST_BLOCKS else max(1, blocks * MOST_BLOCKS // total)
+        fewer = (
+            blocks if total <= MOST_BLOCKS else max(1, blocks * MOST_BLOCKS // total)
+        )
         try:
             yield _digest(file, fewer)
         except OSError as error:

@@ -22,7 +22,9 @@ from fsdptoys.utils.options import Effect, check_options, option
 
 from .content_sample import SampledFiles
 
-IGNORE_INDEX = -100  # label of ignored positions, as in ``torch.nn.functional.cross_entropy``
+IGNORE_INDEX = (
+    -100
+)  # label of ignored positions, as in ``torch.nn.functional.cross_entropy``
 MOST_WORKERS = 64  # background processes of a rank, each a Python interpreter
 
 Tokens = NDArray[np.int64]
@@ -61,8 +63,12 @@ class TokenDataset(ABC):
     """Hash of everything that decides the training samples and their order; a run must not resume
     if it differs."""
     document_end: int | None = None  # the last id of every document; None if unknown
-    answers_end: int | None = None  # ``document_end`` where only answers have labels, else None
-    conditional_entropy_nats: float | None = None  # lowest loss that a model can reach, if known
+    answers_end: int | None = (
+        None  # ``document_end`` where only answers have labels, else None
+    )
+    conditional_entropy_nats: float | None = (
+        None  # lowest loss that a model can reach, if known
+    )
     text_sample: TextSample | None = None  # sample to generate after training, if any
 
     def __init__(self, train: Samples, eval: Samples | None, fingerprint: str) -> None:
@@ -80,7 +86,9 @@ class TokenDataset(ABC):
         assert self.document_end is not None
         self.train = LabelsWithinDocuments(self.train, self.document_end)
         self.eval = (
-            None if self.eval is None else LabelsWithinDocuments(self.eval, self.document_end)
+            None
+            if self.eval is None
+            else LabelsWithinDocuments(self.eval, self.document_end)
         )
         self.fingerprint = hash_of(self.fingerprint, self.document_end)
         return self.document_end
@@ -133,7 +141,10 @@ class DataConfig(ABC):
     """Whether texts were encoded by ``text_encoder``: without special ids around or within them."""
 
     workers: int = option(
-        0, between(0, MOST_WORKERS), effect=Effect.none, alias="num_workers dataloader_num_workers"
+        0,
+        between(0, MOST_WORKERS),
+        effect=Effect.none,
+        alias="num_workers dataloader_num_workers",
     )
     """Processes on each rank that make batches ahead of the loop; 0 to make each batch in the
     loop."""

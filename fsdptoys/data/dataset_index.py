@@ -44,8 +44,13 @@ FORMAT = "fsdptoys tokens"
 VERSION = 1
 VERSION_WITH_LEARNED = 2  # programs that know version 1 only would train on every id
 SPLITS = ("train", "eval")
-SHARD_NAME = re.compile(r"shard-[0-9]{5,9}")  # a name with a slash would reach other folders
-DTYPES: dict[str, "np.dtype[Any]"] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+SHARD_NAME = re.compile(
+    r"shard-[0-9]{5,9}"
+)  # a name with a slash would reach other folders
+DTYPES: dict[str, "np.dtype[Any]"] = {
+    "uint16": np.dtype("<u2"),
+    "uint32": np.dtype("<u4"),
+}
 ENDS_DTYPE = np.dtype("<i8")
 LEARNED_DTYPE = np.dtype("u1")
 MOST_IDS = 2**32
@@ -100,7 +105,9 @@ class Index:
 
     dtype: str
     vocab_size: int = field(metadata=between(1, MOST_IDS))  # ids are below it
-    document_end: int = field(metadata=between(0, MOST_IDS - 1))  # the id after each document
+    document_end: int = field(
+        metadata=between(0, MOST_IDS - 1)
+    )  # the id after each document
     tokenizer: str  # ``bytes``, or the name of the tokenizer's file
     tokenizer_sha256: str
     """Of the meaning of the ids, including the end of a document; folders that differ in it cannot
@@ -110,7 +117,9 @@ class Index:
     field: str  # field of a record with the text
     # Requested share of held-out documents
     eval_fraction: float = dataclasses.field(metadata=between(0, 1))
-    left_out: int = dataclasses.field(metadata=between(0, MOST_COUNT))  # documents without text
+    left_out: int = dataclasses.field(
+        metadata=between(0, MOST_COUNT)
+    )  # documents without text
     sources: tuple[Source, ...]
     shards: tuple[Shard, ...]
 
@@ -123,7 +132,9 @@ class Index:
         ]
         if shard.learned_sha256 is not None:
             sha256 = shard.learned_sha256
-            files.append(ShardFile(f"{name}.learned", shard.tokens, LEARNED_DTYPE, sha256))
+            files.append(
+                ShardFile(f"{name}.learned", shard.tokens, LEARNED_DTYPE, sha256)
+            )
         return files
 
     def of(self, split: str) -> list[Shard]:
@@ -154,10 +165,15 @@ class Index:
     def to_json(self) -> str:
         """The file's text, a function of the contents."""
         version = VERSION_WITH_LEARNED if self.has_learned else VERSION
-        tree: dict[str, Any] = {"format": FORMAT, "version": version} | dataclasses.asdict(self)
+        tree: dict[str, Any] = {
+            "format": FORMAT,
+            "version": version,
+        } | dataclasses.asdict(self)
         for shard in () if self.has_learned else tree["shards"]:
             del shard["learned_sha256"]
-        return json.dumps(tree, indent=1) + "\n"  # escaped, since a file's name may not be UTF-8
+        return (
+            json.dumps(tree, indent=1) + "\n"
+        )  # escaped, since a file's name may not be UTF-8
 
 
 def read_index(folder: str, owner: str) -> Index:
@@ -170,7 +186,9 @@ def read_index(folder: str, owner: str) -> Index:
     root = Path(folder).expanduser()
     file = INDEX_FILE
     try:
-        index = _from_tree(parse_json(read_regular(root / file, MOST_INDEX_BYTES), surrogates=True))
+        index = _from_tree(
+            parse_json(read_regular(root / file, MOST_INDEX_BYTES), surrogates=True)
+        )
         for file, size in files_of(index):
             facts = (root / file).stat()
             if not stat.S_ISREG(facts.st_mode) or facts.st_size != size:
@@ -205,7 +223,11 @@ def read_index(folder: str, owner: str) -> Index:
 
 def files_of(index: Index) -> list[tuple[str, int]]:
     """Names and sizes of a folder's files, without the index."""
-    return [(file.name, file.size_bytes) for shard in index.shards for file in index.files(shard)]
+    return [
+        (file.name, file.size_bytes)
+        for shard in index.shards
+        for file in index.files(shard)
+    ]
 
 
 def read_ends(folder: str, shard: Shard) -> NDArray[np.int64]:

@@ -31,7 +31,9 @@ TABLES = (".parquet", ".arrow")
 SAVED_MARK = "dataset_info.json"
 DICT_MARK = "dataset_dict.json"
 ROWS = 1000  # rows of a table read at a time
-LONG_BYTES = 8 * 2**20  # a longer text is held once, as bytes, if the encoder takes bytes
+LONG_BYTES = (
+    8 * 2**20
+)  # a longer text is held once, as bytes, if the encoder takes bytes
 BLOCK_BYTES = 2**20
 
 
@@ -85,7 +87,9 @@ def kind_of(source: SourceFile) -> str:
     """``lines``, ``parquet``, ``arrow``, ``folder`` or ``text``."""
     if source.is_folder:
         return "folder"
-    suffix = os.path.splitext(source.path.removesuffix(".gz").removesuffix(".zst"))[1].lower()
+    suffix = os.path.splitext(source.path.removesuffix(".gz").removesuffix(".zst"))[
+        1
+    ].lower()
     if suffix in TABLES:
         return suffix[1:]
     return "lines" if suffix in LINES else "text"
@@ -134,7 +138,12 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceFile]:
 
 
 def read_documents(
-    key: str, source: SourceFile, field: str, *, long_texts: bool = False, records: Records = TEXTS
+    key: str,
+    source: SourceFile,
+    field: str,
+    *,
+    long_texts: bool = False,
+    records: Records = TEXTS,
 ) -> Read:
     """A source's documents, in order, read by ``records`` from ``field`` of each record.
 
@@ -244,7 +253,9 @@ def _arrow(owner: str, source: SourceFile, field: str, records: Records) -> Read
     import datasets
 
     try:
-        load = datasets.load_from_disk if source.is_folder else datasets.Dataset.from_file
+        load = (
+            datasets.load_from_disk if source.is_folder else datasets.Dataset.from_file
+        )
         table = cast(Any, load(source.path))
         names = _columns(owner, field, table.column_names, records)
         batches = table.select_columns(names).with_format(None).iter(batch_size=ROWS)
@@ -263,7 +274,9 @@ def _arrow(owner: str, source: SourceFile, field: str, records: Records) -> Read
         ) from error
 
 
-def _columns(owner: str, field: str, columns: Sequence[str], records: Records) -> list[str]:
+def _columns(
+    owner: str, field: str, columns: Sequence[str], records: Records
+) -> list[str]:
     """The columns to read."""
     if field not in columns:
         raise _no_field(owner, field, columns)
@@ -289,7 +302,9 @@ def _open(source: SourceFile) -> tuple[IO[bytes], IO[bytes]]:
     return raw, raw
 
 
-def _no_field(owner: str, field: str, found: Sequence[str], where: str = "") -> ConfigError:
+def _no_field(
+    owner: str, field: str, found: Sequence[str], where: str = ""
+) -> ConfigError:
     has = one_line(", ".join(map(str, found))[:200])
     return ConfigError(
         f"{owner} has no field {field!r}{where}: it has {has}; name the one that holds the text"

@@ -46,11 +46,15 @@ class TokenizedConfig(DataConfig):
     """bytes, or a tokenizer.json or the folder that holds it."""
     document_end: str | None = option(None, effect=Effect.training)
     """Token that ends a document; null for the tokenizer's own."""
-    eval_fraction: float = option(0.0, between(0, 1, below=True), effect=Effect.training)
+    eval_fraction: float = option(
+        0.0, between(0, 1, below=True), effect=Effect.training
+    )
     """Share of the documents held out, by a hash of their text; 0 for none."""
     packing: Packing = option(Packing.none, effect=Effect.training)
     """How documents become samples."""
-    processes: int = option(-1, at_least(1, MOST_PROCESSES, other=-1), effect=Effect.none)
+    processes: int = option(
+        -1, at_least(1, MOST_PROCESSES, other=-1), effect=Effect.none
+    )
     """Processes that tokenize; -1 for one a core."""
     cache: str | None = option(None, effect=Effect.none)
     """Folder of prepared data; null for fsdptoys/data in $XDG_CACHE_HOME or ~/.cache."""
@@ -86,7 +90,9 @@ class TokenizedConfig(DataConfig):
                 folder = str(path.parent)
                 with suppress(ConfigError):  # a damaged folder, maybe of other data
                     index = read_index(folder, folder)
-                    wanted = request.fingerprint_with(index.tokenizer_sha256, index.document_end)
+                    wanted = request.fingerprint_with(
+                        index.tokenizer_sha256, index.document_end
+                    )
                     if path.parent.name == wanted[:KEY_LENGTH]:
                         kept = kept_tokenizer(folder, index)
                         if kept is not None:
@@ -127,7 +133,9 @@ class TokenizedConfig(DataConfig):
 
     def _request(self) -> Request:
         if not self.files:
-            raise ConfigError("data.files=[] names no file; set data.files=[corpus/*.jsonl]")
+            raise ConfigError(
+                "data.files=[] names no file; set data.files=[corpus/*.jsonl]"
+            )
         request = self._request_of(self._open_encoder())
         return dataclasses.replace(
             request, folder=cache_folder(self.cache) / request.fingerprint[:KEY_LENGTH]
@@ -181,7 +189,9 @@ class HFConfig(TokenizedConfig):
 
     def _open_encoder(self) -> Encoder:
         owner = f"data.tokenizer={self.tokenizer}"
-        return open_encoder(self.tokenizer, self.document_end, owner, "data.document_end")
+        return open_encoder(
+            self.tokenizer, self.document_end, owner, "data.document_end"
+        )
 
 
 def _is_prepared(request: Request) -> bool:

@@ -48,7 +48,10 @@ SHARED_MEMORY = "/dev/shm"
 LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 """Bytes of its path, out of the 107 of a socket's path on Linux."""
 
-PAGES = 16, 8  # pages of shared memory for the loader's semaphores, and for those of each worker
+PAGES = (
+    16,
+    8,
+)  # pages of shared memory for the loader's semaphores, and for those of each worker
 
 
 def check_shared_memory(
@@ -78,7 +81,9 @@ def check_shared_memory(
     needed_bytes = local_ranks * ((workers * STEPS_AHEAD + 1) * step_bytes + semaphores)
     if needed_bytes > free_bytes:
         free, needed = free_bytes / 2**20, needed_bytes / 2**20
-        problem = f"has {free:.4g} MiB free, and {local_ranks} ranks need {needed:.4g} MiB"
+        problem = (
+            f"has {free:.4g} MiB free, and {local_ranks} ranks need {needed:.4g} MiB"
+        )
         raise ConfigError(_no_shared_memory(workers, problem, place))
 
 
@@ -106,7 +111,9 @@ class StepReader:
         assert all(0 <= rank < data_ranks for rank in ranks)
         self.samples = samples
         self.batch_size = batch_size
-        self.stride = microbatches * data_ranks * batch_size  # samples of a step, over all ranks
+        self.stride = (
+            microbatches * data_ranks * batch_size
+        )  # samples of a step, over all ranks
         self._firsts = [
             (microbatch * data_ranks + rank) * batch_size
             for microbatch in range(microbatches)
@@ -126,7 +133,9 @@ class StepReader:
         if not self.samples.endless:
             numbers = [self._shuffle[number] for number in numbers]
         rows = [self.samples[number] for number in numbers]
-        step = np.array(rows, np.int64).reshape(len(self._firsts), self.batch_size, 2, -1)
+        step = np.array(rows, np.int64).reshape(
+            len(self._firsts), self.batch_size, 2, -1
+        )
         return torch.from_numpy(np.ascontiguousarray(step.swapaxes(1, 2)))
 
 
@@ -143,14 +152,17 @@ class StepPrefetcher:
             # As many semaphores as the loader creates: its failure half-way prints a traceback from
             # its destructor.
             semaphores = [
-                multiprocessing.get_context("forkserver").Event() for _ in range(1 + 2 * workers)
+                multiprocessing.get_context("forkserver").Event()
+                for _ in range(1 + 2 * workers)
             ]
             del semaphores
             # The tracker's start unblocks some
             signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)
             with warnings.catch_warnings():
                 # More workers than cores help where they wait for a disk or a network.
-                warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+                warnings.filterwarnings(
+                    "ignore", "This DataLoader will create", UserWarning
+                )
                 self._steps: Iterator[Any] = iter(_loader(reader, place, workers))
         except OSError as error:
             if error.errno not in NO_ROOM:
@@ -175,7 +187,9 @@ class StepPrefetcher:
         except (RuntimeError, OSError, EOFError):
             # A worker serves its tensors itself, so its end may show as a broken connection.
             ended = wait([worker.sentinel for worker in self._workers], timeout=1.0)
-            pids = [str(worker.pid) for worker in self._workers if worker.sentinel in ended]
+            pids = [
+                str(worker.pid) for worker in self._workers if worker.sentinel in ended
+            ]
             if not pids:
                 raise
             raise LostWorkerError(
@@ -190,7 +204,9 @@ class StepPrefetcher:
     def close(self) -> None:
         """Kill the workers; may be called twice."""
         self._at_exit.cancel()
-        self._steps = iter(())  # the loader's iterator ends its workers when it is deleted
+        self._steps = iter(
+            ()
+        )  # the loader's iterator ends its workers when it is deleted
         for worker in self._workers:
             worker.kill()
             worker.join()
@@ -233,7 +249,9 @@ class _Steps(Dataset[Any]):
             # The loader does it in a thread whose failure is lost: the loop would wait forever.
             return step.share_memory_()
         except (RuntimeError, OSError) as error:
-            return _no_shared_memory(self._workers, f"takes no more ({one_line(error)})")
+            return _no_shared_memory(
+                self._workers, f"takes no more ({one_line(error)})"
+            )
 
 
 def _prepare_worker(index: int) -> None:
@@ -245,7 +263,9 @@ def _prepare_worker(index: int) -> None:
 def end_with_parent() -> None:
     """End this process with its parent, which it would outlive as a child of the server or with a
     queue of tasks."""
-    threading.Thread(target=_wait_for_parent, name="end-with-parent", daemon=True).start()
+    threading.Thread(
+        target=_wait_for_parent, name="end-with-parent", daemon=True
+    ).start()
 
 
 def _wait_for_parent() -> None:

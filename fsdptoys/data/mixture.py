@@ -39,7 +39,9 @@ class MixedSamples:
 
     endless = True
 
-    def __init__(self, sources: Sequence[Samples], weights: Sequence[float], seed: int) -> None:
+    def __init__(
+        self, sources: Sequence[Samples], weights: Sequence[float], seed: int
+    ) -> None:
         self.sources = sources
         self.owners = spread(weights)
         self.counts: list[int] = np.bincount(self.owners).tolist()
@@ -111,13 +113,19 @@ def _places(weights: Sequence[float]) -> list[int]:
     exact = (
         size
         for size in range(1, BLOCK + 1)
-        if all(abs(share * size - round(share * size)) < 1e-9 * size for share in shares)
+        if all(
+            abs(share * size - round(share * size)) < 1e-9 * size for share in shares
+        )
     )
     for size in (next(exact, BLOCK), BLOCK):
         # Integers that add up to ``size``, by the largest remainder.
         counts = [math.floor(share * size + 1e-9 * size) for share in shares]
-        excess = [count - share * size for count, share in zip(counts, shares, strict=True)]
-        for number in sorted(range(len(shares)), key=excess.__getitem__)[: size - sum(counts)]:
+        excess = [
+            count - share * size for count, share in zip(counts, shares, strict=True)
+        ]
+        for number in sorted(range(len(shares)), key=excess.__getitem__)[
+            : size - sum(counts)
+        ]:
             counts[number] += 1
         if all(counts):
             return counts

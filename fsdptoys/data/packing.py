@@ -121,10 +121,14 @@ class PackedRows:
         self.counts = build(_Counts, tree, skip_unknown=True)
         pieces = self.counts.pieces
         items = {"starts": pieces, "lengths": pieces, "rows": self.counts.rows}
-        self._files = [(str(folder / name), dtype, items[name]) for name, dtype in FILES.items()]
+        self._files = [
+            (str(folder / name), dtype, items[name]) for name, dtype in FILES.items()
+        ]
         for path, dtype, count in self._files:
             if os.path.getsize(path) != count * dtype.itemsize:
-                raise ValueError(f"{path} does not have the size that {COUNTS_FILE} gives")
+                raise ValueError(
+                    f"{path} does not have the size that {COUNTS_FILE} gives"
+                )
 
     def __len__(self) -> int:
         return self.counts.rows
@@ -145,7 +149,9 @@ class PackedSamples:
     rows: PackedRows
     seq_len: int
     padding: int  # id that fills the rest of a row
-    learned: FileStream | None = None  # 1 for every id that counts as a label; None if all do
+    learned: FileStream | None = (
+        None  # 1 for every id that counts as a label; None if all do
+    )
     endless = False
 
     def __len__(self) -> int:
@@ -157,7 +163,10 @@ class PackedSamples:
         ids, used = np.full(self.seq_len + 1, self.padding, np.int64), 0
         counts = np.zeros(len(ids), bool)  # as labels
         for start, length in self.rows.row(index):
-            if not (0 < length <= len(ids) - used and 0 <= start <= len(self.stream) - length):
+            if not (
+                0 < length <= len(ids) - used
+                and 0 <= start <= len(self.stream) - length
+            ):
                 raise ConfigError(
                     f"data.packing=best_fit has damaged rows in {self.rows.folder} (row "
                     f"{index}); remove that folder, so that they are packed again"
@@ -188,7 +197,9 @@ def pack_rows(
     ``PackedSamples``. ConfigError if the cache cannot be written.
     """
     sums = [[shard.ends_sha256, shard.learned_sha256] for shard in index.of(split)]
-    place = cache / f"packing-{hash_of(ROWS_VERSION, GROUP, seq_len, sums)[:KEY_LENGTH]}"
+    place = (
+        cache / f"packing-{hash_of(ROWS_VERSION, GROUP, seq_len, sums)[:KEY_LENGTH]}"
+    )
     try:
         rows = _open_rows(place)
         if rows is not None:
@@ -236,7 +247,12 @@ def _open_rows(place: Path) -> PackedRows | None:
 
 
 def _write_rows(
-    place: Path, folder: str, index: Index, split: str, seq_len: int, learned: FileStream | None
+    place: Path,
+    folder: str,
+    index: Index,
+    split: str,
+    seq_len: int,
+    learned: FileStream | None,
 ) -> int:
     """Write the rows, and return the number of pieces without a label, which are left out."""
     part = place.with_name(f"{place.name}.part")
@@ -245,18 +261,24 @@ def _write_rows(
     counts = _Counts(0, 0, 0)
     left_out = 0
     with ExitStack() as stack:
-        files: list[BinaryIO] = [stack.enter_context(open(part / name, "wb")) for name in FILES]
+        files: list[BinaryIO] = [
+            stack.enter_context(open(part / name, "wb")) for name in FILES
+        ]
         for starts, lengths, are_cut in _groups(folder, index, split, seq_len):
             if learned is not None:
                 kept = ~are_cut
                 for piece in np.flatnonzero(are_cut):
-                    start = int(starts[piece]) + 1  # the first id of a piece is no label
+                    start = (
+                        int(starts[piece]) + 1
+                    )  # the first id of a piece is no label
                     kept[piece] = learned.read(start, int(lengths[piece]) - 1).any()
                 left_out += len(kept) - int(kept.sum())
                 starts = starts[kept]
                 lengths = lengths[kept]
             rows = best_fit(lengths, seq_len + 1)
-            order = np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(lengths))
+            order = np.fromiter(
+                itertools.chain.from_iterable(rows), np.int64, len(lengths)
+            )
             stops = counts.pieces + np.cumsum([len(row) for row in rows])
             columns = (starts[order], lengths[order], stops)
             for file, dtype, values in zip(files, FILES.values(), columns, strict=True):

@@ -32,7 +32,14 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.utils.file_lock import hold_lock
 
 from .dataset import Tokens, hash_of
-from .dataset_index import DTYPES, VERSION, Index, Source, UnusableFolderError, read_index
+from .dataset_index import (
+    DTYPES,
+    VERSION,
+    Index,
+    Source,
+    UnusableFolderError,
+    read_index,
+)
 from .document_reader import LongText, no_memory, read_documents
 from .loader import end_with_parent
 from .shard_writer import ShardsWriter
@@ -59,7 +66,9 @@ class Request:
     shard_tokens: int = SHARD_TOKENS
     processes: int = 1
     skip_bad_rows: bool = False
-    skip_fix: str = "set data.skip_bad_rows=true"  # how the user would have them skipped
+    skip_fix: str = (
+        "set data.skip_bad_rows=true"  # how the user would have them skipped
+    )
 
     @property
     def fingerprint(self) -> str:
@@ -71,11 +80,20 @@ class Request:
         """The fingerprint with another tokenizer."""
         files = []
         for source in self.sources:
-            paths = sorted(Path(source.path).glob("*")) if source.is_folder else [Path(source.path)]
+            paths = (
+                sorted(Path(source.path).glob("*"))
+                if source.is_folder
+                else [Path(source.path)]
+            )
             for path in paths:
                 facts = path.stat()
                 files.append(
-                    [os.path.realpath(path), source.name, facts.st_size, facts.st_mtime_ns]
+                    [
+                        os.path.realpath(path),
+                        source.name,
+                        facts.st_size,
+                        facts.st_mtime_ns,
+                    ]
                 )
         encoder = [tokenizer_sha256, document_end]
         chat = (
@@ -84,7 +102,13 @@ class Request:
             else []
         )
         return hash_of(
-            VERSION, encoder, self.field, self.eval_fraction, self.shard_tokens, files, *chat
+            VERSION,
+            encoder,
+            self.field,
+            self.eval_fraction,
+            self.shard_tokens,
+            files,
+            *chat,
         )
 
 
@@ -116,7 +140,9 @@ class _Encoded:
     """By split, the ids of all documents, the length of each, and which ids are learned."""
     empty: int = 0  # documents without ids
     bad: list[str] = field(default_factory=list)  # a sentence on each that is of no use
-    losses: list[str] = field(default_factory=list)  # a sentence on each whose text lacks something
+    losses: list[str] = field(
+        default_factory=list
+    )  # a sentence on each whose text lacks something
     ends: int = 0  # documents with an end that the model learns to write
 
 
@@ -141,10 +167,14 @@ def prepare_folder(
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with hold_lock(folder.with_name(f"{folder.name}.lock"), owner, wait if reuse else None):
+        with hold_lock(
+            folder.with_name(f"{folder.name}.lock"), owner, wait if reuse else None
+        ):
             if os.path.lexists(folder):
                 if not reuse:
-                    raise ConfigError(f"{owner} exists already; name another folder, or remove it")
+                    raise ConfigError(
+                        f"{owner} exists already; name another folder, or remove it"
+                    )
                 try:
                     return read_index(owner, owner)
                 except UnusableFolderError:
@@ -162,7 +192,9 @@ def prepare_folder(
 
 
 def _write(
-    request: Request, advance: Callable[[Advance], None], report: Callable[[str], object]
+    request: Request,
+    advance: Callable[[Advance], None],
+    report: Callable[[str], object],
 ) -> Index:
     encoder = request.encoder
     total = sum(source.size_bytes for source in request.sources)
@@ -182,7 +214,9 @@ def _write(
                 writer.read(1, int(not written))
             else:
                 if encoded.bad and not request.skip_bad_rows:
-                    raise ConfigError(f"{encoded.bad[0]}; repair it, or {request.skip_fix}")
+                    raise ConfigError(
+                        f"{encoded.bad[0]}; repair it, or {request.skip_fix}"
+                    )
                 for sentence in encoded.bad[: max(0, MOST_SENTENCES - left_out)]:
                     report(f"left out: {sentence}")
                 for sentence in encoded.losses[: max(0, MOST_SENTENCES - losing)]:
@@ -194,7 +228,11 @@ def _write(
                     documents += len(columns[1])
                     writer.add(split, *columns)
                 writer.read(len(group.documents), encoded.empty + len(encoded.bad))
-            advance(Advance(group.done_bytes, total, writer.progress.documents, writer.tokens))
+            advance(
+                Advance(
+                    group.done_bytes, total, writer.progress.documents, writer.tokens
+                )
+            )
         if left_out > MOST_SENTENCES:
             report(f"{left_out:,} rows in all left out")
         if losing > MOST_SENTENCES:
@@ -216,7 +254,9 @@ def _write(
             field=request.field,
             eval_fraction=request.eval_fraction,
             left_out=0,
-            sources=tuple(Source(source.name, source.size_bytes) for source in request.sources),
+            sources=tuple(
+                Source(source.name, source.size_bytes) for source in request.sources
+            ),
             shards=(),
         )
         return writer.finish(index, encoder.file)
@@ -286,8 +326,12 @@ def _encode_all(
         return
     # A fork has the tokenizer and all modules at once; this process has no threads and no
     # accelerator context.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    executor = ProcessPoolExecutor(request.processes, context, _begin_process, (encoder, fraction))
+    context = multiprocessing.get_context(
+        "fork" if sys.platform == "linux" else "spawn"
+    )
+    executor = ProcessPoolExecutor(
+        request.processes, context, _begin_process, (encoder, fraction)
+    )
     under_way: deque[tuple[_Group, Future[_Encoded]]] = deque()
     try:
         for group in groups:

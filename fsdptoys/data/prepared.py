@@ -80,7 +80,9 @@ class PreparedConfig(DataConfig):
                     f"data.weights has {weight}, which must be above 0; leave the source out "
                     "that is to give nothing"
                 )
-        places = [os.path.realpath(os.path.expanduser(source)) for source in self.sources]
+        places = [
+            os.path.realpath(os.path.expanduser(source)) for source in self.sources
+        ]
         for number, place in enumerate(places):
             if place in places[:number]:
                 raise ConfigError(
@@ -114,22 +116,31 @@ class PreparedConfig(DataConfig):
         for part in self._open_samples(seq_len, vocab_size):
             if part.left_out:
                 share = f"{part.left_out:,} of {len(part.windows['train']):,}"
-                print_status(f"left out {share} sequences of {part.owner}, which have no answer")
+                print_status(
+                    f"left out {share} sequences of {part.owner}, which have no answer"
+                )
 
     def build(self, seq_len: int, vocab_size: int, seed: int) -> FileDataset:
         """Map the folders."""
         parts = self._open_samples(seq_len, vocab_size)
         weights = self._shares(parts)
-        contents = [self.packing.value, *(part.index.fingerprint("train") for part in parts)]
+        contents = [
+            self.packing.value,
+            *(part.index.fingerprint("train") for part in parts),
+        ]
         contents += [f"{part.left_out} left out" for part in parts if part.left_out]
         train = parts[0].samples["train"]
         held_out = parts[0].samples.get("eval")
         if len(parts) > 1:
-            mixed = MixedSamples([part.samples["train"] for part in parts], weights, seed)
+            mixed = MixedSamples(
+                [part.samples["train"] for part in parts], weights, seed
+            )
             contents += [ORDER, *map(str, mixed.counts)]
             train = mixed
             evals = [part.samples["eval"] for part in parts if "eval" in part.samples]
-            held_out = MixedHeldOut(evals, weights) if len(evals) == len(parts) else None
+            held_out = (
+                MixedHeldOut(evals, weights) if len(evals) == len(parts) else None
+            )
         fingerprint = hash_of(self.name, seq_len, seed, contents)
         windows = [part.windows["train"] for part in parts]
         dataset = FileDataset(train, held_out, fingerprint, windows, weights)
@@ -139,7 +150,9 @@ class PreparedConfig(DataConfig):
         return dataset
 
     def _shares(self, parts: Sequence["Part"]) -> list[float]:
-        return self.weights or [float(len(part.samples["train"])) or 1.0 for part in parts]
+        return self.weights or [
+            float(len(part.samples["train"])) or 1.0 for part in parts
+        ]
 
     def _open_samples(self, seq_len: int, vocab_size: int) -> list["Part"]:
         parts = self._open(seq_len, vocab_size)
@@ -213,7 +226,9 @@ class Part:
                 "prepare it with the model's tokenizer"
             )
         self.windows = {
-            split: self._windows(split, seq_len, vocab_size) for split in SPLITS if index.of(split)
+            split: self._windows(split, seq_len, vocab_size)
+            for split in SPLITS
+            if index.of(split)
         }
         self.samples: dict[str, Samples] = dict(self.windows)
         self.left_out = 0
@@ -225,7 +240,9 @@ class Part:
             )
         if windows:
             for split, samples in self.windows.items():
-                samples.require_one(f"the {PART_NAMES[split]} part of {owner}", FIXES[split])
+                samples.require_one(
+                    f"the {PART_NAMES[split]} part of {owner}", FIXES[split]
+                )
 
     def keep_learned(self) -> None:
         """Leave out windows in which nothing is learned."""
@@ -243,9 +260,13 @@ class Part:
         """Replace windows by rows of whole documents."""
         for split, windows in self.windows.items():
             seq_len, learned = windows.seq_len, windows.learned
-            rows = pack_rows(cache, self.folder, self.index, split, seq_len, print_status, learned)
+            rows = pack_rows(
+                cache, self.folder, self.index, split, seq_len, print_status, learned
+            )
             end = self.index.document_end
-            self.samples[split] = PackedSamples(windows.stream, rows, seq_len, end, learned)
+            self.samples[split] = PackedSamples(
+                windows.stream, rows, seq_len, end, learned
+            )
 
     def _windows(self, split: str, seq_len: int, vocab_size: int) -> WindowSamples:
         stream = self._stream(FileStream, split, 0, vocab_size)
@@ -254,11 +275,16 @@ class Part:
             learned = self._stream(LearnedStream, split, 2, LEARNED_VALUES)
         return WindowSamples(stream, 0, len(stream), seq_len, learned)
 
-    def _stream(self, kind: type[FileStream], split: str, number: int, values: int) -> FileStream:
+    def _stream(
+        self, kind: type[FileStream], split: str, number: int, values: int
+    ) -> FileStream:
         """The file of that number of every shard; its items are below ``values``."""
         root = Path(self.folder).expanduser()
         shards = [self.index.files(shard)[number] for shard in self.index.of(split)]
-        files = [SourceFile(str(root / file.name), file.name, file.size_bytes) for file in shards]
+        files = [
+            SourceFile(str(root / file.name), file.name, file.size_bytes)
+            for file in shards
+        ]
         key = self.owner.partition("=")[0]
         return kind(key, files, shards[0].dtype, values, mapped=True)
 

@@ -33,5 +33,7 @@ class Display:
         if now - self._shown >= LINE_SECONDS:
             self._shown = now
             speed = done / (now - self._begun) / 1e6
-            line = f"{self.title}: {done / max(1, total):.0%}, {speed:.1f} MB/s {detail}"
+            line = (
+                f"{self.title}: {done / max(1, total):.0%}, {speed:.1f} MB/s {detail}"
+            )
             print_status(line.rstrip())

@@ -50,7 +50,9 @@ class BatchStream:
         self.fingerprint = fingerprint
         self._files = files
         self.samples_seen = 0  # samples of all steps so far, over all ranks
-        self._reader = StepReader(samples, batch_size, microbatches, ranks, data_ranks, seed)
+        self._reader = StepReader(
+            samples, batch_size, microbatches, ranks, data_ranks, seed
+        )
         self.global_batch = self._reader.stride  # sequences of a step, over all ranks
         self._order = None if samples.endless else ORDER
         self._workers = workers
@@ -64,7 +66,9 @@ class BatchStream:
         """
         if self._workers:
             if self._ahead is None:
-                self._ahead = StepPrefetcher(self._reader, self.samples_seen, self._workers)
+                self._ahead = StepPrefetcher(
+                    self._reader, self.samples_seen, self._workers
+                )
             step = self._ahead.next()
         else:
             step = self._reader.read(self.samples_seen)
@@ -89,7 +93,11 @@ class BatchStream:
             "fingerprint": self.fingerprint,
             "order": self._order,
         }
-        return state if self._files is None else state | {"files": self._files.state_dict()}
+        return (
+            state
+            if self._files is None
+            else state | {"files": self._files.state_dict()}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the samples seen before; ConfigError if the data or its order has
@@ -125,8 +133,13 @@ def eval_batches(
     needed = -(-len(samples) // (data_ranks * batch_size))
     for batch in range(min(batches, needed)):
         first = (batch * data_ranks + rank) * batch_size
-        rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
+        rows = [
+            samples[index]
+            for index in range(first, min(first + batch_size, len(samples)))
+        ]
         blank_T = np.zeros_like(rows[0][0] if rows else samples[0][0])
-        rows += [(blank_T, np.full_like(blank_T, IGNORE_INDEX))] * (batch_size - len(rows))
+        rows += [(blank_T, np.full_like(blank_T, IGNORE_INDEX))] * (
+            batch_size - len(rows)
+        )
         tokens_BT, labels_BT = torch.from_numpy(np.stack(rows, axis=1))
         yield tokens_BT, labels_BT

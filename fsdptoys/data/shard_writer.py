@@ -55,7 +55,9 @@ class Progress:
     request: str  # fingerprint of the request
     documents: int = field(metadata=between(0, MOST_COUNT))
     """Documents read, of all sources, from the first on."""
-    left_out: int = field(metadata=between(0, MOST_COUNT))  # documents without text among them
+    left_out: int = field(
+        metadata=between(0, MOST_COUNT)
+    )  # documents without text among them
     shards: list[ShardProgress]
 
 
@@ -69,7 +71,12 @@ class ShardsWriter:
     """
 
     def __init__(
-        self, folder: Path, request: str, dtype: str, shard_tokens: int, learned: bool = False
+        self,
+        folder: Path,
+        request: str,
+        dtype: str,
+        shard_tokens: int,
+        learned: bool = False,
     ) -> None:
         self.folder = folder
         self.part = folder.with_name(folder.name + ".part")
@@ -91,7 +98,11 @@ class ShardsWriter:
         return sum(shard.tokens for shard in self.progress.shards)
 
     def add(
-        self, split: str, ids: NDArray[Any], lengths: Tokens, learned: NDArray[Any] | None = None
+        self,
+        split: str,
+        ids: NDArray[Any],
+        lengths: Tokens,
+        learned: NDArray[Any] | None = None,
     ) -> None:
         """Append documents to a split: the ids of all, one after the other with the end of each,
         and their lengths."""
@@ -100,7 +111,9 @@ class ShardsWriter:
         while first < len(lengths):
             start = int(stops[first - 1]) if first else 0
             shard = self._open(split)
-            filled = int(np.searchsorted(stops, start + self.shard_tokens - shard.tokens))
+            filled = int(
+                np.searchsorted(stops, start + self.shard_tokens - shard.tokens)
+            )
             last = min(filled, len(lengths) - 1)
             own = slice(start, int(stops[last]))
             marks = None if learned is None else learned[own]
@@ -127,7 +140,9 @@ class ShardsWriter:
             _sync(files)
         self._saved_tokens = self.tokens
         write_atomically(
-            self.part / PROGRESS_FILE, json.dumps(dataclasses.asdict(self.progress)), sync=True
+            self.part / PROGRESS_FILE,
+            json.dumps(dataclasses.asdict(self.progress)),
+            sync=True,
         )
 
     def finish(self, index: Index, tokenizer: bytes | None = None) -> Index:
@@ -135,15 +150,23 @@ class ShardsWriter:
         ``index``."""
         if tokenizer is not None:
             write_atomically(self.part / layout.TOKENIZER_FILE, tokenizer)
-            index = dataclasses.replace(index, tokenizer_file_sha256=sum_bytes(tokenizer).sha256)
+            index = dataclasses.replace(
+                index, tokenizer_file_sha256=sum_bytes(tokenizer).sha256
+            )
         self.close()
         shards = []
         for shard in self.progress.shards:
             sums = [sum_path(path).sha256 for path in self._paths(shard)]
-            shards.append(Shard(shard.name, shard.split, shard.tokens, shard.documents, *sums))
-        index = dataclasses.replace(index, left_out=self.progress.left_out, shards=tuple(shards))
+            shards.append(
+                Shard(shard.name, shard.split, shard.tokens, shard.documents, *sums)
+            )
+        index = dataclasses.replace(
+            index, left_out=self.progress.left_out, shards=tuple(shards)
+        )
         content = index.to_json()
-        seal_folder(self.part, self.folder, layout.INDEX_FILE, content, drop=[PROGRESS_FILE])
+        seal_folder(
+            self.part, self.folder, layout.INDEX_FILE, content, drop=[PROGRESS_FILE]
+        )
         map_file.cache_clear()  # of the shards that were here before
         return index
 
@@ -160,7 +183,9 @@ class ShardsWriter:
     def _open(self, split: str) -> ShardProgress:
         """The split's last shard, or a new one if that is full."""
         shards = self.progress.shards
-        shard = next((shard for shard in reversed(shards) if shard.split == split), None)
+        shard = next(
+            (shard for shard in reversed(shards) if shard.split == split), None
+        )
         if shard is not None and shard.tokens >= self.shard_tokens:
             files = self._files.pop(shard.name, [])
             _sync(files)
@@ -171,7 +196,9 @@ class ShardsWriter:
             shard = ShardProgress(f"shard-{len(shards):05d}", split)
             shards.append(shard)
         if shard.name not in self._files:
-            self._files[shard.name] = [open_regular(path, "ab") for path in self._paths(shard)]
+            self._files[shard.name] = [
+                open_regular(path, "ab") for path in self._paths(shard)
+            ]
         return shard
 
     def _append(

@@ -18,7 +18,9 @@ from fsdptoys.utils.options import Effect, option
 from .dataset import IGNORE_INDEX, DataConfig, TokenDataset, Tokens, hash_of
 
 TRAIN_SAMPLES = 2**40  # more than any run takes
-TRAIN = 0  # part of the seed of a sample, so that no held-out sample is a training sample
+TRAIN = (
+    0  # part of the seed of a sample, so that no held-out sample is a training sample
+)
 EVAL = 1
 DOCUMENT_END = 0  # taken as the end of a document: about one token in vocab_size
 
@@ -60,7 +62,9 @@ class SyntheticConfig(DataConfig):
 class SyntheticDataset(TokenDataset):
     """The source's samples and its entropies."""
 
-    def __init__(self, config: SyntheticConfig, seq_len: int, vocab_size: int, seed: int) -> None:
+    def __init__(
+        self, config: SyntheticConfig, seq_len: int, vocab_size: int, seed: int
+    ) -> None:
         train = MarkovSamples(config, seq_len, vocab_size, seed, TRAIN)
         held_out = MarkovSamples(config, seq_len, vocab_size, seed, EVAL)
         fingerprint = hash_of(

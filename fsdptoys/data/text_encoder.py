@@ -39,7 +39,9 @@ class Encoded(NamedTuple):
 
     text: str  # decides whether the document is held out
     ids: NDArray[Any]
-    learned: NDArray[Any] | None = None  # for each id whether it counts as a label; None if all do
+    learned: NDArray[Any] | None = (
+        None  # for each id whether it counts as a label; None if all do
+    )
     loss: str | None = None  # a sentence on what the text lacks of the document
     ends: bool = False  # whether an answer ends with a special token
 
@@ -145,10 +147,13 @@ class FileEncoder(TextEncoder):
     ) -> None:
         file = tokenizer_path(choice)
         missing = (
-            f"{owner} names no existing tokenizer.json ({file}); name one, its folder, or bytes"
+            f"{owner} names no existing tokenizer.json ({file}); name one, its "
+            "folder, or bytes"
         )
         instead = "take bytes for the tokenizer"
-        self._reader, self.file = read_tokenizer(file, owner, "data", instead, missing, plain=True)
+        self._reader, self.file = read_tokenizer(
+            file, owner, "data", instead, missing, plain=True
+        )
         self._owner = owner
         self.name = file.name
         ids = self._reader.get_vocab(with_added_tokens=True).values()
@@ -160,20 +165,37 @@ class FileEncoder(TextEncoder):
         self.vocab_size = 1 + max(ids)
         self._texts = writes is None
         self._set_reader()
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work, and may fork
+        os.environ["TOKENIZERS_PARALLELISM"] = (
+            "false"  # processes share the work, and may fork
+        )
         added = sorted(self._reader.get_added_tokens_decoder().items())
-        special = [token.content for _, token in added if token.special and token.content]
+        special = [
+            token.content for _, token in added if token.special and token.content
+        ]
         self.special_tokens = special
         if not end:
-            own = token_text(read_settings(file.parent / SETTINGS_FILE).get("eos_token")) or ""
-            usual = [own] if own else [token for token in USUAL_ENDS if self._knows(token)]
+            own = (
+                token_text(read_settings(file.parent / SETTINGS_FILE).get("eos_token"))
+                or ""
+            )
+            usual = (
+                [own] if own else [token for token in USUAL_ENDS if self._knows(token)]
+            )
             if writes is not None:
                 named = (own, *SEPARATORS, *special)
-                usual = [token for token in named if token in special and not writes(token)]
+                usual = [
+                    token for token in named if token in special and not writes(token)
+                ]
             end = next(iter(usual), None)
         if end is None or not self._knows(end):
-            mistake = f"has no token {end!r}" if end else "names no token that ends a document"
-            raise ConfigError(f"{owner} {mistake}; set {end_owner} to one of its tokens")
+            mistake = (
+                f"has no token {end!r}"
+                if end
+                else "names no token that ends a document"
+            )
+            raise ConfigError(
+                f"{owner} {mistake}; set {end_owner} to one of its tokens"
+            )
         self.document_end = int(self._reader.token_to_id(end))
         self.sha256 = hashlib.sha256(self.file + end.encode()).hexdigest()
 
@@ -190,7 +212,9 @@ class FileEncoder(TextEncoder):
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """See ``Encoder``."""
         with explain_package_errors(f"{self._owner} cannot turn a document into ids"):
-            encodings = self._reader.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self._reader.encode_batch_fast(
+                list(texts), add_special_tokens=False
+            )
         return [np.array(encoding.ids, DTYPES[self.dtype]) for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[Located]:
@@ -214,9 +238,14 @@ def explain_package_errors(
         raise
     except BaseException as error:
         # PanicException is not an Exception, and its module cannot be imported.
-        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+        if (
+            not isinstance(error, Exception)
+            and type(error).__module__ != "pyo3_runtime"
+        ):
             raise
-        raise ConfigError(f"{failure} ({one_line(error) or type(error).__name__}); {fix}") from None
+        raise ConfigError(
+            f"{failure} ({one_line(error) or type(error).__name__}); {fix}"
+        ) from None
 
 
 def read_tokenizer(
@@ -243,7 +272,9 @@ def read_tokenizer(
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", error)
         raise ConfigError(f"{file} cannot be read ({reason}); restore it") from error
-    with explain_package_errors(f"{file} cannot be read as a tokenizer", "download it again"):
+    with explain_package_errors(
+        f"{file} cannot be read as a tokenizer", "download it again"
+    ):
         reader = Tokenizer.from_buffer(content)
     if plain:
         reader.no_truncation()

@@ -49,7 +49,9 @@ def match_files(key: str, pattern: str) -> list[SourceFile]:
         require_content(key, source)
         return [source]
     root = os.path.dirname(path[: magic.start()])
-    paths = sorted(match for match in glob.glob(path, recursive=True) if not os.path.isdir(match))
+    paths = sorted(
+        match for match in glob.glob(path, recursive=True) if not os.path.isdir(match)
+    )
     if not paths:
         raise ConfigError(
             f"{key}=[{pattern}] matches no file; set {key} to paths or globs of files that "
@@ -127,7 +129,9 @@ class FileStream:
         self.file_tokens = [file.size_bytes // dtype.itemsize for file in files]
         gap = 0 if separator is None else 1
         self.starts = list(
-            itertools.accumulate((tokens + gap for tokens in self.file_tokens), initial=0)
+            itertools.accumulate(
+                (tokens + gap for tokens in self.file_tokens), initial=0
+            )
         )[:-1]
         """Position in the stream of each file's first token."""
 
@@ -143,7 +147,10 @@ class FileStream:
         index = bisect.bisect_right(self.starts, start) - 1
         while index < len(self.files) and self.starts[index] < stop:
             file_start = self.starts[index]
-            low, high = max(start, file_start), min(stop, file_start + self.file_tokens[index])
+            low, high = (
+                max(start, file_start),
+                min(stop, file_start + self.file_tokens[index]),
+            )
             if low < high:  # else the window starts at the separator after this file
                 tokens[low - start : high - start] = self._read_file(
                     index, low - file_start, high - low
@@ -173,7 +180,9 @@ class FileStream:
                 whole = map_file(path, self.dtype, self.file_tokens[index])
                 tokens = whole[offset : offset + count]
             else:
-                tokens = np.fromfile(path, self.dtype, count, offset=offset * self.dtype.itemsize)
+                tokens = np.fromfile(
+                    path, self.dtype, count, offset=offset * self.dtype.itemsize
+                )
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", error)
             raise ConfigError(

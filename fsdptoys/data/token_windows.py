@@ -18,7 +18,9 @@ from .content_sample import SampledFiles
 from .dataset import IGNORE_INDEX, Samples, TokenDataset, Tokens, hash_of
 from .token_files import FileStream
 
-ENTROPY_BYTES = 256 * 2**20  # start of the training part, in which token frequencies are counted
+ENTROPY_BYTES = (
+    256 * 2**20
+)  # start of the training part, in which token frequencies are counted
 CHUNK_TOKENS = 2**22
 
 
@@ -46,7 +48,9 @@ class WindowSamples:
         window = self.stream.read(start, self.seq_len + 1).astype(np.int64)
         labels_T = window[1:]
         if self.learned is not None:
-            labels_T = np.where(self.learned.read(start + 1, self.seq_len), labels_T, IGNORE_INDEX)
+            labels_T = np.where(
+                self.learned.read(start + 1, self.seq_len), labels_T, IGNORE_INDEX
+            )
         return window[:-1], labels_T
 
     def require_one(self, part: str, fix: str) -> None:
@@ -81,7 +85,8 @@ class LearnedWindows:
                 windows.start + first * windows.seq_len + 1, count * windows.seq_len
             )
             found.append(
-                first + np.flatnonzero(learned.reshape(count, windows.seq_len).any(axis=1))
+                first
+                + np.flatnonzero(learned.reshape(count, windows.seq_len).any(axis=1))
             )
         self._kept = np.concatenate(found) if found else np.empty(0, np.int64)
 
@@ -160,7 +165,9 @@ def token_shares(windows: WindowSamples, parts: int) -> NDArray[np.float64]:
     """Frequencies of labels, shape (V,), in the first ``ENTROPY_BYTES / parts`` of some windows."""
     stream = windows.stream
     counts = np.zeros(stream.vocab_size, dtype=np.int64)
-    stop = min(windows.stop, windows.start + ENTROPY_BYTES // parts // stream.dtype.itemsize)
+    stop = min(
+        windows.stop, windows.start + ENTROPY_BYTES // parts // stream.dtype.itemsize
+    )
     for start in range(windows.start, stop, CHUNK_TOKENS):
         chunk = stream.read(start, min(CHUNK_TOKENS, stop - start))
         if windows.learned is not None:

@@ -40,7 +40,8 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 CHOICE = (
-    "--tokenizer bytes, --tokenizer ids, or --tokenizer with a folder that holds a tokenizer.json"
+    "--tokenizer bytes, --tokenizer ids, or --tokenizer with a folder that "
+    "holds a tokenizer.json"
 )
 
 
@@ -79,7 +80,9 @@ def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Toke
     ``plain`` ignores a file's special ids, truncation and padding, as prepared data does.
     """
     if choice == "ids":
-        return Tokenizer(_read_ids, lambda ids: " ".join(map(str, ids)), has_bytes=False)
+        return Tokenizer(
+            _read_ids, lambda ids: " ".join(map(str, ids)), has_bytes=False
+        )
     if choice == "bytes":
         if vocab_size < BYTES:
             raise ConfigError(
@@ -142,9 +145,12 @@ def find_token_ids(folder: Path) -> dict[str, int | list[int]]:
     """
     try:
         tree = parse_json(
-            read_regular(folder / TOKENIZER_FILE, MOST_TOKENIZER_BYTES), max_depth=MOST_LEVELS
+            read_regular(folder / TOKENIZER_FILE, MOST_TOKENIZER_BYTES),
+            max_depth=MOST_LEVELS,
         )
-        ids = {str(token["content"]): int(token["id"]) for token in tree["added_tokens"]}
+        ids = {
+            str(token["content"]): int(token["id"]) for token in tree["added_tokens"]
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{folder / TOKENIZER_FILE} lists no tokens ({one_line(error)}); download it again"
@@ -156,10 +162,14 @@ def find_token_ids(folder: Path) -> dict[str, int | list[int]]:
         if (token := tokens.get(name)) is not None and token in ids
     }
     ends = [tokens.get("eos_token")]
-    with suppress(ConfigError, BadRowError):  # no template, or one that needs other messages
+    with suppress(
+        ConfigError, BadRowError
+    ):  # no template, or one that needs other messages
         ends.append(open_template(None, str(folder), "tokenizer", "none").turn("x")[1])
     known = list(dict.fromkeys(ids[end] for end in ends if end in ids))
-    return found | ({"eos_token_id": known[0] if len(known) == 1 else known} if known else {})
+    return found | (
+        {"eos_token_id": known[0] if len(known) == 1 else known} if known else {}
+    )
 
 
 def _read_ids(text: str) -> list[int]:

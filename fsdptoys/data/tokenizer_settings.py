@@ -22,9 +22,22 @@ MOST_TEMPLATE_BYTES = 2**20
 MOST_SETTINGS_BYTES = 2**26
 
 _LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-_GPT2 = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
-_QWEN2 = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-_GEMMA = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
+_GPT2 = {
+    "bos_token": "<|endoftext|>",
+    "eos_token": "<|endoftext|>",
+    "unk_token": "<|endoftext|>",
+}
+_QWEN2 = {
+    "eos_token": "<|endoftext|>",
+    "unk_token": "<|endoftext|>",
+    "pad_token": "<|endoftext|>",
+}
+_GEMMA = {
+    "bos_token": "<bos>",
+    "eos_token": "<eos>",
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+}
 CLASS_TOKENS = {
     "Llama": _LLAMA,
     "CodeLlama": _LLAMA,
@@ -52,11 +65,17 @@ def read_tokens(folder: Path) -> dict[str, str]:
     """Name → text of the special tokens; ConfigError if a file cannot be read."""
     settings = read_settings(folder / SETTINGS_FILE)
     mapped = read_settings(folder / TOKENS_FILE)
-    kind = str(settings.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
+    kind = (
+        str(settings.get("tokenizer_class") or "")
+        .removesuffix("Fast")
+        .removesuffix("Tokenizer")
+    )
     tokens = dict(CLASS_TOKENS.get(kind, {}))
     for found in (mapped, settings):
         extra = found.get("extra_special_tokens")
-        named = {name: token for name, token in found.items() if name.endswith("_token")}
+        named = {
+            name: token for name, token in found.items() if name.endswith("_token")
+        }
         for name, token in (named | (extra if isinstance(extra, dict) else {})).items():
             text = token_text(token)
             if text is not None:
@@ -97,7 +116,9 @@ def _templates_in(path: Path) -> dict[str, TemplateSource]:
         own = {"default": own}
     elif isinstance(own, list):
         own = {
-            str(each.get("name")): each.get("template") for each in own if isinstance(each, Mapping)
+            str(each.get("name")): each.get("template")
+            for each in own
+            if isinstance(each, Mapping)
         }
     named = own.items() if isinstance(own, dict) else ()
     return {
@@ -121,5 +142,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
-        raise ConfigError(f"{path} cannot be read ({reason}); download it again") from error
+        raise ConfigError(
+            f"{path} cannot be read ({reason}); download it again"
+        ) from error
     return settings if isinstance(settings, dict) else {}

@@ -40,7 +40,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 
 from fsdptoys.utils.storages import storages_of
@@ -68,7 +71,9 @@ class HostMemory(TorchDispatchMode):
     """Counts the CPU tensors that this thread makes as host memory: those of a background save,
     libraries' too."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if type(leaf) is Tensor and leaf.device.type == "cpu":
@@ -127,7 +132,9 @@ class AllocationCount:
         addresses = _addresses(labels)
         for address, storage in _live_storages().items():
             self._live[address] = _Block(storage.nbytes(), recorded=False)
-            self._ends.append(weakref.ref(storage, functools.partial(self._mark_end, address)))
+            self._ends.append(
+                weakref.ref(storage, functools.partial(self._mark_end, address))
+            )
         self._before = list(self._live.values())
         self._label_now(addresses)
         self._restore = _start_recording()
@@ -185,7 +192,9 @@ class AllocationCount:
         if (action := self._marks.get(address)) is not None:
             action()
         elif size > 0:
-            self._end(address)  # a thread that is not recorded freed the block that was here
+            self._end(
+                address
+            )  # a thread that is not recorded freed the block that was here
             block = self._live[address] = _Block(size, recorded=True)
             self._changes.append((block, True))
         elif (live := self._live.get(address)) is not None and live.recorded:
@@ -233,7 +242,9 @@ def _live_storages() -> dict[int, torch.UntypedStorage]:
         ):
             continue
         storage = object_.untyped_storage()
-        is_ours = storage in _with_purpose or storage.resizable()  # not NumPy's memory, nor a file
+        is_ours = (
+            storage in _with_purpose or storage.resizable()
+        )  # not NumPy's memory, nor a file
         if storage.device.type == "cpu" and storage.nbytes() and is_ours:
             storages[storage.data_ptr()] = storage
     return storages
@@ -262,10 +273,19 @@ def _start_recording() -> Callable[[], None]:
     try:
         private = torch._C._profiler
         autograd = torch._C._autograd
-        options: Any = (shapes, memory, stacks, flops, modules, private._ExperimentalConfig())
+        options: Any = (
+            shapes,
+            memory,
+            stacks,
+            flops,
+            modules,
+            private._ExperimentalConfig(),
+        )
         config = private.ProfilerConfig(private.ProfilerState.KINETO, *options)
         activities = {private.ProfilerActivity.CPU}
-        scopes = {private.RecordScope.KERNEL_FUNCTION_DTYPE}  # one in which nothing happens
+        scopes = {
+            private.RecordScope.KERNEL_FUNCTION_DTYPE
+        }  # one in which nothing happens
         _ = private._ExtraFields_Allocation, autograd._disable_profiler
         with _discarded_stderr() if os.getpid() not in _prepared else nullcontext():
             autograd._prepare_profiler(config, activities)
@@ -285,7 +305,9 @@ def _stop_recording() -> list[Any]:
     from torch._C._autograd import _disable_profiler
     from torch._C._profiler import _ExtraFields_Allocation
 
-    fields = [event.extra_fields for event in _disable_profiler().experimental_event_tree()]
+    fields = [
+        event.extra_fields for event in _disable_profiler().experimental_event_tree()
+    ]
     return [
         record
         for record in fields

@@ -55,7 +55,9 @@ class MemoryStats(NamedTuple):
     allocated_bytes: int
     peak_bytes: int  # Highest allocated since the last ``reset_peak_memory``
     reserved_bytes: int | None  # None on a CPU, whose allocator keeps no free memory
-    at_peak: dict[str, int] | None = None  # Purpose → bytes at the peak; None on an accelerator
+    at_peak: dict[str, int] | None = (
+        None  # Purpose → bytes at the peak; None on an accelerator
+    )
     host_bytes: int | None = None
     """Held for offloading in place of a host's memory; None on an accelerator."""
 
@@ -74,7 +76,9 @@ class Streams:
 
     def event(self, timing: bool = False) -> Event:
         """Return an event, with timing if its ``elapsed_time`` is read."""
-        return self._module.Event(enable_timing=True) if timing else self._module.Event()
+        return (
+            self._module.Event(enable_timing=True) if timing else self._module.Event()
+        )
 
     def current(self) -> Stream:
         """Return this thread's current stream."""
@@ -101,7 +105,9 @@ class Device:
                     f"has {devices}; set launch.nproc_per_node={devices}"
                 )
         self.torch_device = (
-            torch.device("cpu") if device_type == "cpu" else torch.device(device_type, local_rank)
+            torch.device("cpu")
+            if device_type == "cpu"
+            else torch.device(device_type, local_rank)
         )
         self.backend = KINDS[device_type].backend
         self._counted: MemoryStats | None = None
@@ -193,7 +199,9 @@ class Device:
     def total_memory_bytes(self) -> int:
         """Return the memory of the device, or of the node for a CPU."""
         if self.is_accelerator:
-            return int(self._module.get_device_properties(self.torch_device).total_memory)
+            return int(
+                self._module.get_device_properties(self.torch_device).total_memory
+            )
         return host_memory_bytes()
 
     @property
@@ -220,7 +228,9 @@ class Device:
         if self._counted is not None and self._counted.peak_bytes > peak:
             peak = self._counted.peak_bytes
             at_peak = self._counted.at_peak or {}
-        self._counted = MemoryStats(counted.end_bytes, peak, None, at_peak, counted.host_bytes)
+        self._counted = MemoryStats(
+            counted.end_bytes, peak, None, at_peak, counted.host_bytes
+        )
 
     def memory(self) -> MemoryStats | None:
         """Return the memory of the device; None on a CPU on which nothing was counted since the
@@ -229,7 +239,9 @@ class Device:
             return self._counted
         module = self._module
         return MemoryStats(
-            module.memory_allocated(), module.max_memory_allocated(), module.memory_reserved()
+            module.memory_allocated(),
+            module.max_memory_allocated(),
+            module.memory_reserved(),
         )
 
     # Random numbers; ``torch.manual_seed`` seeds the generators of all devices.
@@ -257,7 +269,8 @@ def peak_flops(device_name: str) -> float | None:
     if re.search(r"\b(MIG|Laptop)\b", device_name):
         return None
     matches = sorted(
-        (words for words in PEAK_FLOPS if re.search(rf"\b{words}\b", device_name)), key=len
+        (words for words in PEAK_FLOPS if re.search(rf"\b{words}\b", device_name)),
+        key=len,
     )
     return PEAK_FLOPS[matches[-1]] if matches else None
 

@@ -55,7 +55,9 @@ def check_allocator_settings(device_type: str, present: Mapping[str, str]) -> No
         )
 
 
-def allocator_environment(device_type: str, present: Mapping[str, str]) -> dict[str, str]:
+def allocator_environment(
+    device_type: str, present: Mapping[str, str]
+) -> dict[str, str]:
     """Return the allocator's settings; empty if ``present`` has any of its own.
 
     They must be set before the device is initialized, as by a query of its name: the allocator
@@ -70,7 +72,10 @@ def allocator_environment(device_type: str, present: Mapping[str, str]) -> dict[
 
 
 def device_environment(
-    device_type: str, deterministic: bool, timeout_seconds: float, present: Mapping[str, str]
+    device_type: str,
+    deterministic: bool,
+    timeout_seconds: float,
+    present: Mapping[str, str],
 ) -> dict[str, str]:
     """Return the environment variables for a type of device; ``present`` is searched for settings
     of the allocator."""
@@ -82,7 +87,9 @@ def device_environment(
         # (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html). 2.13 warns of
         # the old name.
         new_name = torch.__version__ >= "2.10"
-        environment["TORCH_FR_BUFFER_SIZE" if new_name else "TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"
+        environment[
+            "TORCH_FR_BUFFER_SIZE" if new_name else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+        ] = "2000"
         environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
     if device_type == "npu":
         # HCCL's defaults are 120 s for connecting, too short while a rank still reads its weights,
@@ -96,7 +103,7 @@ def device_environment(
         )
         # torch_npu's flight recorder needs all three.
         environment["TORCH_HCCL_TRACE_BUFFER_SIZE"] = "2000"
-        environment["TORCH_HCCL_DUMP_ON_TIMEOUT"] = environment["TORCH_HCCL_ENABLE_MONITORING"] = (
-            "1"
-        )
+        environment["TORCH_HCCL_DUMP_ON_TIMEOUT"] = environment[
+            "TORCH_HCCL_ENABLE_MONITORING"
+        ] = "1"
     return environment

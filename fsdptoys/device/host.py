@@ -13,7 +13,9 @@ def available_cores() -> int:
         return os.cpu_count() or 1
     cores = set()
     for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings = Path(
+            f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        )
         cores.add(siblings.read_text() if siblings.exists() else str(cpu))
     with contextlib.suppress(OSError, ValueError):
         limit_us, period_us = Path("/sys/fs/cgroup/cpu.max").read_text().split()

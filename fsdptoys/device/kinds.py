@@ -22,7 +22,9 @@ class Kind(NamedTuple):
     """Properties of a device type."""
 
     backend: str  # Of collectives on device tensors
-    float64_collectives: bool = True  # Whether collectives reduce float64; not with HCCL
+    float64_collectives: bool = (
+        True  # Whether collectives reduce float64; not with HCCL
+    )
     splits_groups: bool = False
     """Whether communicators can be split; not with HCCL in torch_npu 2.13.0."""
 
@@ -41,7 +43,9 @@ def available_device_type() -> str:
     it."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return (
-        accelerator.type if accelerator is not None and accelerator.type in DEVICE_TYPES else "cpu"
+        accelerator.type
+        if accelerator is not None and accelerator.type in DEVICE_TYPES
+        else "cpu"
     )
 
 
@@ -50,7 +54,11 @@ def device_count(device_type: str) -> int:
     if device_type == "cpu":
         return 1
     _load_module(device_type)
-    return torch.accelerator.device_count() if available_device_type() == device_type else 0
+    return (
+        torch.accelerator.device_count()
+        if available_device_type() == device_type
+        else 0
+    )
 
 
 def float64_collectives(device_type: str) -> bool:

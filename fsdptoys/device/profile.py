@@ -27,7 +27,11 @@ from .kinds import DEVICE_TYPES
 
 PROFILES = Path(fsdptoys.configs.__file__).parent / "hardware"
 LARGEST_PROFILE_BYTES = 2**16
-BACKENDS = [f"{name}{heads}" for name in ("flash", "cudnn", "efficient") for heads in ("", " 64")]
+BACKENDS = [
+    f"{name}{heads}"
+    for name in ("flash", "cudnn", "efficient")
+    for heads in ("", " 64")
+]
 """Names of PyTorch's attention kernels, for heads of any width or of up to 64."""
 
 
@@ -77,7 +81,9 @@ class Hardware:
     intra_node_bandwidth: Quantity  # Per device, one direction, within a node
     intra_node_efficiency: Quantity
     intra_node_latency_seconds: Quantity
-    inter_node_bandwidth: Quantity  # A device's share of the node's network, one direction
+    inter_node_bandwidth: (
+        Quantity  # A device's share of the node's network, one direction
+    )
     inter_node_efficiency: Quantity
     inter_node_latency_seconds: Quantity
     transfer_bandwidth: Quantity
@@ -108,7 +114,11 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     key."""
     text = str(name_or_path)
     path = Path(name_or_path)
-    if not (isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or "/" in text):
+    if not (
+        isinstance(name_or_path, Path)
+        or text.endswith((".yaml", ".yml"))
+        or "/" in text
+    ):
         names = list_hardware()
         if text not in names:
             fix = suggestion(
@@ -117,7 +127,9 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
             raise ConfigError(f"plan.hardware={text} is not a profile; {fix}")
         path = PROFILES / f"{text}.yaml"
     try:
-        hardware = build(Hardware, parse_yaml(read_regular(path, LARGEST_PROFILE_BYTES)))
+        hardware = build(
+            Hardware, parse_yaml(read_regular(path, LARGEST_PROFILE_BYTES))
+        )
         _check(hardware)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -138,7 +150,12 @@ def hardware_for(device_name: str, device_type: str) -> str | None:
     matches = []
     for hardware in map(load_hardware, list_hardware()):
         for words in hardware.matches if hardware.device_type == device_type else ():
-            rest = re.sub(rf"(?<!\w){re.escape(words)}(?!\w)", "", device_name, flags=re.IGNORECASE)
+            rest = re.sub(
+                rf"(?<!\w){re.escape(words)}(?!\w)",
+                "",
+                device_name,
+                flags=re.IGNORECASE,
+            )
             if rest != device_name and not re.search(
                 r"\b(PCIe|NVL|MIG|Laptop|D)\b", rest, flags=re.IGNORECASE
             ):
@@ -159,15 +176,25 @@ def dump_hardware(hardware: Hardware) -> str:
 def _check(hardware: Hardware) -> None:
     """Check what the types do not say; a ForeignError otherwise."""
     if hardware.device_type not in DEVICE_TYPES:
-        raise ForeignError(f"device_type is {hardware.device_type}, not {' | '.join(DEVICE_TYPES)}")
-    shares = {key: value for key, value in vars(hardware).items() if key.endswith("_efficiency")}
+        raise ForeignError(
+            f"device_type is {hardware.device_type}, not {' | '.join(DEVICE_TYPES)}"
+        )
+    shares = {
+        key: value
+        for key, value in vars(hardware).items()
+        if key.endswith("_efficiency")
+    }
     for backend, share in hardware.attention_backends.items():
         if backend not in BACKENDS:
-            raise ForeignError(f"attention_backends has {backend}, not {' | '.join(BACKENDS)}")
+            raise ForeignError(
+                f"attention_backends has {backend}, not {' | '.join(BACKENDS)}"
+            )
         shares[f"attention_backends.{backend}"] = share
     for key, share in shares.items():
         if share.value > 1:
-            raise ForeignError(f"{key}.value is {share.value:g}, not an efficiency up to 1")
+            raise ForeignError(
+                f"{key}.value is {share.value:g}, not an efficiency up to 1"
+            )
     if hardware.devices_per_node.value % 1:
         raise ForeignError(
             f"devices_per_node.value is {hardware.devices_per_node.value:g}, not a whole number"

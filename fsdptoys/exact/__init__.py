@@ -13,7 +13,9 @@ from .slices import Float64Exchange, slice_features
 __all__ = ["Float64Context", "use_exact_ops"]
 
 
-def use_exact_ops(model: DecoderModel, grain: int, dtype: torch.dtype, slices: int = 1) -> None:
+def use_exact_ops(
+    model: DecoderModel, grain: int, dtype: torch.dtype, slices: int = 1
+) -> None:
     """Let a model compute exactly; the operations that it has must be PyTorch's own.
 
     Args:

@@ -49,7 +49,9 @@ def split_rows(rows: int, grain: int) -> Iterator[slice]:
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor, or a contiguous copy where its rows do not lie like those of a new tensor."""
     tensor = tensor.contiguous()
-    return tensor.clone() if tensor.numel() and tensor.data_ptr() % ALIGNMENT else tensor
+    return (
+        tensor.clone() if tensor.numel() and tensor.data_ptr() % ALIGNMENT else tensor
+    )
 
 
 def on_grid(part: Tensor, shift: float) -> Tensor:
@@ -73,12 +75,20 @@ def attention_kernels(ops: Ops, grain: int, dtype: torch.dtype) -> dict[str, Any
     documents = ops.document_attention
 
     def attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        return attend_grains(documents.attend, q_BHTK, k_BGTK, v_BGTK, None, grain, dtype)
+        return attend_grains(
+            documents.attend, q_BHTK, k_BGTK, v_BGTK, None, grain, dtype
+        )
 
-    def attend_documents(q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, seen: Tensor) -> Tensor:
+    def attend_documents(
+        q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, seen: Tensor
+    ) -> Tensor:
         if seen.ndim == 2 or len(seen) == 1:
-            return attend_grains(documents.attend, q_BHPK, k_BGSK, v_BGSK, seen, grain, dtype)
-        sequences = zip(*(x.split(1) for x in (q_BHPK, k_BGSK, v_BGSK, seen)), strict=True)
+            return attend_grains(
+                documents.attend, q_BHPK, k_BGSK, v_BGSK, seen, grain, dtype
+            )
+        sequences = zip(
+            *(x.split(1) for x in (q_BHPK, k_BGSK, v_BGSK, seen)), strict=True
+        )
         return torch.cat(
             [
                 attend_grains(documents.attend, q, k, v, rows, grain, dtype)
@@ -116,7 +126,9 @@ def attend_grains(
     S, share = k_BGSK.shape[2], H // k_BGSK.shape[1]
     starts = range(0, P, grain)
     sizes = tuple(min(grain, P - start) for start in starts)
-    ends = tuple(S - P + start + size for start, size in zip(starts, sizes, strict=True))
+    ends = tuple(
+        S - P + start + size for start, size in zip(starts, sizes, strict=True)
+    )
     queries = q_BHPK.to(dtype).reshape(B * H, 1, P, K).contiguous().split(sizes, dim=2)
     keys, values = (_Share.apply(x, share, ends, dtype) for x in (k_BGSK, v_BGSK))
     pieces = []
@@ -160,7 +172,8 @@ def _causal_masks(
     with torch.inference_mode(False), torch.no_grad():
         shapes = zip(sizes, ends, pads, strict=True)
         return tuple(
-            _pad_rows(last_rows(size, end, dtype, device), pad) for size, end, pad in shapes
+            _pad_rows(last_rows(size, end, dtype, device), pad)
+            for size, end, pad in shapes
         )
 
 
@@ -180,7 +193,9 @@ class _Share(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.settings = x_BGSK.shape, x_BGSK.dtype, share, ends
         B, G, S, K = x_BGSK.shape
-        heads = x_BGSK.to(dtype).repeat_interleave(share, 1).view(B * G * share, 1, S, K)
+        heads = (
+            x_BGSK.to(dtype).repeat_interleave(share, 1).view(B * G * share, 1, S, K)
+        )
         # Every head begins aligned
         heads = F.pad(heads, (0, 0, 0, _padding(S, K, dtype))).contiguous()
         return tuple(heads[:, :, :end] for end in ends)
@@ -221,7 +236,9 @@ class Float64Context(Wrapped):
     times the bytes.
     """
 
-    def attend(self, q_BHtK: Tensor, k_BGtK: Tensor, v_BGtK: Tensor, *args: Any) -> Tensor:
+    def attend(
+        self, q_BHtK: Tensor, k_BGtK: Tensor, v_BGtK: Tensor, *args: Any
+    ) -> Tensor:
         """The inner context's attention."""
         wide = (x.double() for x in (q_BHtK, k_BGtK, v_BGtK))
         return super().attend(*wide, *args).to(q_BHtK.dtype)

@@ -59,13 +59,19 @@ class Routing(torch.autograd.Function):
         ctx: Any, _: None, grad_NK: Tensor, grad_sums: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the input and of the matrix."""
-        (hidden_ND, weight_ED, logits_NE), (score, grain) = ctx.saved_tensors, ctx.settings
+        (hidden_ND, weight_ED, logits_NE), (score, grain) = (
+            ctx.saved_tensors,
+            ctx.settings,
+        )
         grad_NE = torch.empty_like(logits_NE)
         for padded_RE, rows in _padded(logits_NE):
             leaf_RE = padded_RE.detach().requires_grad_()
             with torch.enable_grad():
                 _, *outputs = score(leaf_RE)
-            given_RK, of_sums = torch.zeros_like(outputs[0]), grad_sums.to(outputs[1].dtype)
+            given_RK, of_sums = (
+                torch.zeros_like(outputs[0]),
+                grad_sums.to(outputs[1].dtype),
+            )
             given_RK[: rows.stop - rows.start] = grad_NK[rows]
             given = [
                 given_RK,
@@ -74,7 +80,9 @@ class Routing(torch.autograd.Function):
             ]
             (grad_RE,) = torch.autograd.grad(outputs, leaf_RE, given)
             grad_NE[rows] = grad_RE[: rows.stop - rows.start]
-        grad_weight_ED = torch.zeros_like(weight_ED, memory_format=torch.contiguous_format)
+        grad_weight_ED = torch.zeros_like(
+            weight_ED, memory_format=torch.contiguous_format
+        )
         add_weight_gradient(grad_weight_ED, grad_NE, hidden_ND, grain)
         return (
             multiply(grad_NE, weight_ED.to(hidden_ND.dtype).t(), None, grain),
@@ -89,7 +97,8 @@ def _padded(logits_NE: Tensor) -> Iterator[tuple[Tensor, slice]]:
     to its tail."""
     for rows in split_rows(
         len(logits_NE),
-        LANES * max(1, blocks_of(logits_NE).call_elements // (LANES * logits_NE.shape[1])),
+        LANES
+        * max(1, blocks_of(logits_NE).call_elements // (LANES * logits_NE.shape[1])),
     ):
         yield F.pad(logits_NE[rows], (0, 0, 0, -(rows.stop - rows.start) % LANES)), rows
 
@@ -112,7 +121,9 @@ def sort_rows(experts_NK: Tensor, n_experts: int, grain: int) -> Routes:
     N, K = experts_NK.shape
     n_grains = -(-N // grain)
     grains_N = torch.arange(N, device=experts_NK.device) // grain
-    keys_R, pairs_R = torch.sort((experts_NK * n_grains + grains_N[:, None]).flatten(), stable=True)
+    keys_R, pairs_R = torch.sort(
+        (experts_NK * n_grains + grains_N[:, None]).flatten(), stable=True
+    )
     # Neither bincount nor one_hot: both sync with the device.
     ends = torch.searchsorted(
         keys_R, torch.arange(n_experts * n_grains, device=keys_R.device), right=True
@@ -179,10 +190,16 @@ class _JoinedProducts(torch.autograd.Function):
         dtype, stacks = input_RD.dtype, (gate_up_EHD, down_EDF)
         gate_up, down = (each.to(dtype).float() for each in stacks)
         slots_R, parts = _pad_groups(groups, grain)
-        input_SD = input_RD.new_zeros(len(groups) * grain, input_RD.shape[1], dtype=torch.float32)
+        input_SD = input_RD.new_zeros(
+            len(groups) * grain, input_RD.shape[1], dtype=torch.float32
+        )
         input_SD[slots_R] = input_RD.float()
-        gate_up_SH = _multiply_parts(input_SD, gate_up.transpose(1, 2), parts, grain, dtype)
-        gate_SF, up_SF = (each.contiguous() for each in gate_up_SH.to(dtype).chunk(2, dim=1))
+        gate_up_SH = _multiply_parts(
+            input_SD, gate_up.transpose(1, 2), parts, grain, dtype
+        )
+        gate_SF, up_SF = (
+            each.contiguous() for each in gate_up_SH.to(dtype).chunk(2, dim=1)
+        )
         out_SD = _multiply_parts(
             (F.silu(gate_SF) * up_SF).float(), down.transpose(1, 2), parts, grain, dtype
         )
@@ -203,13 +220,20 @@ class _JoinedProducts(torch.autograd.Function):
         grad_gate_SF = torch.ops.aten.silu_backward(grad_act_SF * up_SF, gate_SF)
         grad_gate_up_SH = torch.cat([grad_gate_SF, grad_act_SF * silu_SF], 1).float()
         grad_input_SD = _multiply_parts(grad_gate_up_SH, gate_up, parts, grain, dtype)
-        totals = [torch.zeros_like(each, memory_format=torch.contiguous_format) for each in stacks]
+        totals = [
+            torch.zeros_like(each, memory_format=torch.contiguous_format)
+            for each in stacks
+        ]
         for expert, rows in parts:
             add_weight_gradient(
                 totals[0][expert], grad_gate_up_SH[rows], input_SD[rows], grain, dtype
             )
             add_weight_gradient(
-                totals[1][expert], grad_SD[rows], (silu_SF * up_SF)[rows].float(), grain, dtype
+                totals[1][expert],
+                grad_SD[rows],
+                (silu_SF * up_SF)[rows].float(),
+                grain,
+                dtype,
             )
         return grad_input_SD[slots_R].to(dtype), *totals, None, None
 
@@ -231,7 +255,11 @@ def _pad_groups(groups: Sequence[Group], grain: int) -> tuple[Tensor, list[Group
 
 
 def _multiply_parts(
-    rows_SI: Tensor, weight_EIO: Tensor, parts: Sequence[Group], grain: int, dtype: torch.dtype
+    rows_SI: Tensor,
+    weight_EIO: Tensor,
+    parts: Sequence[Group],
+    grain: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Each grain's product with its expert's matrix, in float32, rounded to a dtype."""
     out_SO = rows_SI.new_empty(len(rows_SI), weight_EIO.shape[2], dtype=dtype)
@@ -247,9 +275,15 @@ class _GroupProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input_RD: Tensor, gate_up_EHD: Tensor, down_EDF: Tensor, groups: Sequence[Group]
+        ctx: Any,
+        input_RD: Tensor,
+        gate_up_EHD: Tensor,
+        down_EDF: Tensor,
+        groups: Sequence[Group],
     ) -> Tensor:
-        gate_up, down = (each.to(input_RD.dtype).contiguous() for each in (gate_up_EHD, down_EDF))
+        gate_up, down = (
+            each.to(input_RD.dtype).contiguous() for each in (gate_up_EHD, down_EDF)
+        )
         gate_up_RH = input_RD.new_empty(len(input_RD), gate_up.shape[1])
         out_RD = torch.empty_like(input_RD)
         for expert, rows in groups:
@@ -265,7 +299,9 @@ class _GroupProducts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         input_RD, gate_up_RH, gate_up_EHD, down_EDF = ctx.saved_tensors
-        gate_up, down = (each.to(input_RD.dtype).contiguous() for each in (gate_up_EHD, down_EDF))
+        gate_up, down = (
+            each.to(input_RD.dtype).contiguous() for each in (gate_up_EHD, down_EDF)
+        )
         grad_gate_up_EHD, grad_down_EDF = (
             torch.zeros_like(each, memory_format=torch.contiguous_format)
             for each in (gate_up_EHD, down_EDF)
@@ -273,9 +309,13 @@ class _GroupProducts(torch.autograd.Function):
         grad_input_RD = torch.empty_like(input_RD)
         for expert, rows in ctx.groups:
             grad_MD, input_MD = aligned(grad_RD[rows]), aligned(input_RD[rows])
-            gate_MF, up_MF = (each.contiguous() for each in gate_up_RH[rows].chunk(2, dim=1))
+            gate_MF, up_MF = (
+                each.contiguous() for each in gate_up_RH[rows].chunk(2, dim=1)
+            )
             silu_MF = F.silu(gate_MF)
-            grad_down_EDF[expert] += on_grid(linear(grad_MD.t(), (silu_MF * up_MF).t()), GRADIENTS)
+            grad_down_EDF[expert] += on_grid(
+                linear(grad_MD.t(), (silu_MF * up_MF).t()), GRADIENTS
+            )
             grad_act_MF = linear(grad_MD, down[expert].t())
             grad_gate_MF = torch.ops.aten.silu_backward(grad_act_MF * up_MF, gate_MF)
             grad_gate_up_MH = torch.cat([grad_gate_MF, grad_act_MF.mul_(silu_MF)], 1)
@@ -305,11 +345,15 @@ def apply_experts(
         rows_RD = rows_RD * weights_R1
     stacks = gate_up_EHD, down_EDF
     if dispatch is None:
-        out_RD = _multiply(grain, rows_RD, *stacks, [routes.counts_EG.tolist()])  # one device sync
+        out_RD = _multiply(
+            grain, rows_RD, *stacks, [routes.counts_EG.tolist()]
+        )  # one device sync
     else:
         exchange: Any = dispatch
         multiply_rows = functools.partial(_multiply, grain)
-        out_RD = exchange.multiply_groups(rows_RD, routes.counts_EG, *stacks, multiply_rows)
+        out_RD = exchange.multiply_groups(
+            rows_RD, routes.counts_EG, *stacks, multiply_rows
+        )
     if not scale_input:
         out_RD = out_RD * weights_R1
     out_ND: Tensor = _Pairs.apply(out_RD, routes, True)

@@ -20,7 +20,9 @@ class RMSNorm(torch.autograd.Function):
     """``Ops.rms_norm`` in float32, with a float64 weight."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_D: Tensor, eps: float, grain: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_D: Tensor, eps: float, grain: int
+    ) -> Tensor:
         """``grain`` counts rows."""
         scale_D = weight_D.to(hidden_ND.dtype).float()
         out_ND = torch.empty_like(hidden_ND, memory_format=torch.contiguous_format)
@@ -39,10 +41,15 @@ class RMSNorm(torch.autograd.Function):
         """The gradient of a row needs its mean product with the normalized row."""
         hidden_ND, weight_D, factor_N1 = ctx.saved_tensors
         scale_D = weight_D.to(hidden_ND.dtype).float()
-        grad_hidden_ND = torch.empty_like(hidden_ND, memory_format=torch.contiguous_format)
+        grad_hidden_ND = torch.empty_like(
+            hidden_ND, memory_format=torch.contiguous_format
+        )
         total_D = torch.zeros_like(weight_D)
         for rows in chunk_rows(hidden_ND, ctx.grain):
-            grad_RD, normal_RD = grad_ND[rows].float(), hidden_ND[rows].float() * factor_N1[rows]
+            grad_RD, normal_RD = (
+                grad_ND[rows].float(),
+                hidden_ND[rows].float() * factor_N1[rows],
+            )
             product_RD = grad_RD * normal_RD
             total_D += sum_rows(product_RD, ctx.grain)
             mean_R1 = _means(product_RD.mul_(scale_D), ctx.grain)
@@ -61,7 +68,12 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, grain: int
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_D: Tensor,
+        bias_D: Tensor,
+        eps: float,
+        grain: int,
     ) -> Tensor:
         """Rows by PyTorch's kernel."""
         shape = list(weight_D.shape)

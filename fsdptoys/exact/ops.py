@@ -63,7 +63,9 @@ class ExactOps(Ops):
         """Positions of each sequence: a broadcast would add gradients over the batch, rounded."""
         return positions.expand_as(tokens_BT)
 
-    def layer_norm(self, hidden: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def layer_norm(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> Tensor:
         """See ``Ops``."""
         rows_ND = hidden.reshape(-1, hidden.shape[-1])
         return LayerNorm.apply(rows_ND, weight, bias, eps, self.grain).view_as(hidden)
@@ -72,14 +74,20 @@ class ExactOps(Ops):
         """See ``Ops``."""
         return elementwise(super().gelu, self.grain, hidden)
 
-    def rope_tables(self, inv_freq: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    def rope_tables(
+        self, inv_freq: Tensor, positions_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """See ``Ops``."""
         tables = super().rope_tables
-        pieces = [tables(inv_freq, piece_T) for piece_T in positions_T.split(self.grain)]
+        pieces = [
+            tables(inv_freq, piece_T) for piece_T in positions_T.split(self.grain)
+        ]
         cosines, sines = zip(*pieces, strict=True)
         return torch.cat(cosines), torch.cat(sines)
 
-    def temperature(self, factors: Callable[[Tensor], Tensor], ordinals: Tensor) -> Tensor:
+    def temperature(
+        self, factors: Callable[[Tensor], Tensor], ordinals: Tensor
+    ) -> Tensor:
         """See ``Ops``."""
         pieces = [factors(piece) for piece in ordinals.flatten().split(self.grain)]
         return torch.cat(pieces).view(*ordinals.shape, 1)
@@ -102,11 +110,15 @@ def exact_ops(plain: Ops, grain: int, dtype: torch.dtype) -> ExactOps:
         return elementwise(plain.swiglu, grain, gate, up)
 
     def rms_norm(hidden: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        if weight is None:  # nothing is added over tokens, and every element rounds alike
+        if (
+            weight is None
+        ):  # nothing is added over tokens, and every element rounds alike
             return plain.rms_norm(hidden, None, eps)
         rows_per_token = math.prod(hidden.shape[2:-1])
         rows_ND = hidden.reshape(-1, hidden.shape[-1])
-        return RMSNorm.apply(rows_ND, weight, eps, grain * rows_per_token).view_as(hidden)
+        return RMSNorm.apply(rows_ND, weight, eps, grain * rows_per_token).view_as(
+            hidden
+        )
 
     fields = vars(plain) | attention_kernels(plain, grain, dtype)
     fields |= {"swiglu": swiglu, "rms_norm": rms_norm}
@@ -139,9 +151,13 @@ class _Linear(torch.autograd.Function):
         grad_NO = grad_NO.contiguous()
         grad_input_NI = grad_weight_OI = grad_bias_O = None
         if ctx.needs_input_grad[0]:
-            grad_input_NI = multiply(grad_NO, weight_OI.to(input_NI.dtype).t(), None, grain)
+            grad_input_NI = multiply(
+                grad_NO, weight_OI.to(input_NI.dtype).t(), None, grain
+            )
         if ctx.needs_input_grad[1]:
-            grad_weight_OI = torch.zeros_like(weight_OI, memory_format=torch.contiguous_format)
+            grad_weight_OI = torch.zeros_like(
+                weight_OI, memory_format=torch.contiguous_format
+            )
             add_weight_gradient(grad_weight_OI, grad_NO, input_NI, grain)
         if ctx.needs_input_grad[2]:
             grad_bias_O = sum_rows(grad_NO, grain)
@@ -172,7 +188,9 @@ class _Embedding(torch.autograd.Function):
             keys_M = ids_M + places_M // grain * shape[0]  # equal ids of one grain
             # The first place of an equal key gets the sum, and the others add zero: without a
             # device sync.
-            first_M = torch.where(keys_M[:, None] == keys_M, places_M, len(ids_M)).amin(1)
+            first_M = torch.where(keys_M[:, None] == keys_M, places_M, len(ids_M)).amin(
+                1
+            )
             sums_MD = torch.zeros_like(grad_MD).index_add_(0, first_M, grad_MD)
             total_VD.index_add_(0, ids_M, on_grid(sums_MD, GRADIENTS))
         return None, total_VD, None, None

@@ -79,24 +79,36 @@ def chunk_rows(tensor_ND: Tensor, grain: int) -> Iterator[slice]:
     """Rows of whole grains, at whose borders a vectorized loop over all their elements leaves none
     to its tail."""
     elements = grain * tensor_ND.shape[1]
-    grains = 1 if elements % LANES else max(1, blocks_of(tensor_ND).call_elements // elements)
+    grains = (
+        1
+        if elements % LANES
+        else max(1, blocks_of(tensor_ND).call_elements // elements)
+    )
     return split_rows(len(tensor_ND), grains * grain)
 
 
-def reduce_rows(reduction: Callable[[Tensor], Tensor], rows_ND: Tensor, grain: int) -> Tensor:
+def reduce_rows(
+    reduction: Callable[[Tensor], Tensor], rows_ND: Tensor, grain: int
+) -> Tensor:
     """Apply a reduction over the last dim to rows (N, D), whole or one grain at a time; return (N,
     …)."""
     if blocks_of(rows_ND).joins_reductions or len(rows_ND) <= grain:
         return reduction(rows_ND)
-    return torch.cat([reduction(rows_ND[rows]) for rows in split_rows(len(rows_ND), grain)])
+    return torch.cat(
+        [reduction(rows_ND[rows]) for rows in split_rows(len(rows_ND), grain)]
+    )
 
 
-def multiply(input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, grain: int) -> Tensor:
+def multiply(
+    input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, grain: int
+) -> Tensor:
     """``torch.nn.functional.linear`` of each grain, in the dtype of all."""
     N, (O, I) = len(input_NI), weight_OI.shape  # noqa: E741
     if joins(input_NI, grain, O, I):
         input_GMI = aligned(input_NI).float().view(-1, grain, I)
-        out_NO = torch.bmm(input_GMI, weight_OI.float().t().expand(len(input_GMI), I, O)).view(N, O)
+        out_NO = torch.bmm(
+            input_GMI, weight_OI.float().t().expand(len(input_GMI), I, O)
+        ).view(N, O)
         return (out_NO if bias_O is None else out_NO.add_(bias_O)).to(input_NI.dtype)
     out_NO, width = input_NI.new_empty(N, O), blocks_of(input_NI).product_columns
     # For all grains alike: a product into rows that begin elsewhere may round otherwise.
@@ -136,18 +148,26 @@ def add_weight_gradient(
     if not joins(grad_NO, grain, O, I):
         grains = list(split_rows(N, grain))
         _add_products(
-            total_OI, *([aligned(each[rows]) for rows in grains] for each in (grad_NO, input_NI))
+            total_OI,
+            *([aligned(each[rows]) for rows in grains] for each in (grad_NO, input_NI)),
         )
         return
-    for rows in split_rows(N, grain * max(1, blocks_of(grad_NO).gradient_elements // (O * I))):
+    for rows in split_rows(
+        N, grain * max(1, blocks_of(grad_NO).gradient_elements // (O * I))
+    ):
         grad_GMO, input_GMI = (
-            aligned(x[rows]).float().view(-1, grain, x.shape[1]) for x in (grad_NO, input_NI)
+            aligned(x[rows]).float().view(-1, grain, x.shape[1])
+            for x in (grad_NO, input_NI)
         )
-        products_GOI = torch.bmm(grad_GMO.transpose(1, 2), input_GMI).to(dtype or grad_NO.dtype)
+        products_GOI = torch.bmm(grad_GMO.transpose(1, 2), input_GMI).to(
+            dtype or grad_NO.dtype
+        )
         total_OI += on_grid(products_GOI, GRADIENTS).sum(0)
 
 
-def _add_products(total_OI: Tensor, grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+def _add_products(
+    total_OI: Tensor, grads: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> None:
     """The parts are rounded as by ``on_grid``, in fewer passes.
 
     A grain's part comes with the shift, and the next one's with its negative, so that the sum
@@ -168,7 +188,9 @@ def _add_products(total_OI: Tensor, grads: Sequence[Tensor], inputs: Sequence[Te
         wide_BI, shift = wide[: len(total_BI)], GRADIENTS
         for grad_MO, input_MI in zip(grads, inputs, strict=True):
             product_BI = linear(grad_MO[:, block].t(), input_MI.t())
-            if blocks.mixes_dtypes:  # one launch, and 12 bytes an element in place of 28
+            if (
+                blocks.mixes_dtypes
+            ):  # one launch, and 12 bytes an element in place of 28
                 torch.add(product_BI, shifts[shift], out=wide_BI)
             else:
                 wide_BI.copy_(product_BI).add_(shift)
@@ -182,7 +204,8 @@ def sum_rows(rows_ND: Tensor, grain: int) -> Tensor:
     """The float64 sum of rows that are first added within each grain, in their dtype."""
     total_D = rows_ND.new_zeros(rows_ND.shape[1], dtype=torch.float64)
     for rows in split_rows(
-        len(rows_ND), grain * max(1, blocks_of(rows_ND).call_elements // (grain * rows_ND.shape[1]))
+        len(rows_ND),
+        grain * max(1, blocks_of(rows_ND).call_elements // (grain * rows_ND.shape[1])),
     ):
         total_D += on_grid(sum_grains(rows_ND[rows], grain), GRADIENTS).sum(0)
     return total_D
@@ -191,7 +214,9 @@ def sum_rows(rows_ND: Tensor, grain: int) -> Tensor:
 def sum_grains(rows_ND: Tensor, grain: int) -> Tensor:
     """The sum of each grain's rows, (G, D)."""
     if not blocks_of(rows_ND).joins_reductions:
-        return torch.stack([rows_ND[rows].sum(0) for rows in split_rows(len(rows_ND), grain)])
+        return torch.stack(
+            [rows_ND[rows].sum(0) for rows in split_rows(len(rows_ND), grain)]
+        )
     whole = len(rows_ND) // grain * grain
     sums_GD = rows_ND[:whole].view(-1, grain, rows_ND.shape[1]).sum(1)
     return (
@@ -205,7 +230,9 @@ class Elementwise(torch.autograd.Function):
     """An elementwise function of rows, recomputed in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], grain: int, *inputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, function: Callable[..., Tensor], grain: int, *inputs: Tensor
+    ) -> Tensor:
         """Some whole grains at a time."""
         ctx.save_for_backward(*inputs)
         ctx.settings = function, grain
@@ -219,7 +246,10 @@ class Elementwise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Gradients of the inputs."""
         (function, grain), inputs = ctx.settings, ctx.saved_tensors
-        grads = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs]
+        grads = [
+            torch.empty_like(each, memory_format=torch.contiguous_format)
+            for each in inputs
+        ]
         for rows in chunk_rows(grad, grain):
             leaves = [aligned(each[rows]).detach().requires_grad_() for each in inputs]
             with torch.enable_grad():

@@ -68,7 +68,9 @@ class SlicedOps(ExactOps):
         """See ``Ops``."""
         return slice_features(self.whole, self.number // ranks)
 
-    def linear_columns(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear_columns(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         """See ``Ops``."""
         rows_NI = input.reshape(-1, input.shape[-1])
         out_NO: Tensor = _Columns.apply(rows_NI, weight, bias, self)
@@ -79,7 +81,11 @@ class SlicedOps(ExactOps):
     ) -> Tensor:
         """See ``Ops``."""
         output = exchange.leave(self.sum_slices(input, weight))
-        return output if bias is None else self.add_bias(output, exchange.sum_gradient(bias))
+        return (
+            output
+            if bias is None
+            else self.add_bias(output, exchange.sum_gradient(bias))
+        )
 
     def sum_slices(self, input: Tensor, weight: Tensor) -> Tensor:
         """The product summed over this rank's slices, in float64."""
@@ -88,7 +94,9 @@ class SlicedOps(ExactOps):
 
     def add_bias(self, output: Tensor, bias: Tensor) -> Tensor:
         """The sum; the bias's gradient is summed by grains."""
-        biased: Tensor = _Bias.apply(output.reshape(-1, output.shape[-1]), bias, self.grain)
+        biased: Tensor = _Bias.apply(
+            output.reshape(-1, output.shape[-1]), bias, self.grain
+        )
         return biased.view_as(output)
 
     def gelu(self, hidden: Tensor) -> Tensor:
@@ -116,7 +124,9 @@ def slice_features(whole: ExactOps, number: int) -> SlicedOps:
 def by_slices(function: Callable[..., Tensor], number: int, *inputs: Tensor) -> Tensor:
     """Apply a function to each slice by itself: a vectorized loop's tail depends on the width."""
     parts = zip(*(input.chunk(number, -1) for input in inputs), strict=True)
-    return torch.cat([function(*(input.contiguous() for input in part)) for part in parts], -1)
+    return torch.cat(
+        [function(*(input.contiguous() for input in part)) for part in parts], -1
+    )
 
 
 class _Columns(torch.autograd.Function):
@@ -124,7 +134,11 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, ops: SlicedOps
+        ctx: Any,
+        input_NI: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        ops: SlicedOps,
     ) -> Tensor:
         cast_NI = input_NI.to(ops.dtype)
         ctx.save_for_backward(cast_NI, weight_OI)
@@ -132,7 +146,9 @@ class _Columns(torch.autograd.Function):
         out_NO = cast_NI.new_empty(len(cast_NI), len(weight_OI))
         for part in ops.slices(len(weight_OI)):
             bias = None if bias_O is None else bias_O[part].to(ops.dtype)
-            out_NO[:, part] = multiply(cast_NI, _cast(weight_OI[part], ops), bias, ops.grain)
+            out_NO[:, part] = multiply(
+                cast_NI, _cast(weight_OI[part], ops), bias, ops.grain
+            )
         return out_NO
 
     @staticmethod
@@ -155,13 +171,20 @@ class _Rows(torch.autograd.Function):
     """``torch.nn.functional.linear`` summed over slices of the input, in float64."""
 
     @staticmethod
-    def forward(ctx: Any, input_NI: Tensor, weight_OI: Tensor, ops: SlicedOps) -> Tensor:
+    def forward(
+        ctx: Any, input_NI: Tensor, weight_OI: Tensor, ops: SlicedOps
+    ) -> Tensor:
         ctx.save_for_backward(input_NI, weight_OI)
         ctx.ops = ops
-        total_NO = input_NI.new_zeros(len(input_NI), len(weight_OI), dtype=torch.float64)
+        total_NO = input_NI.new_zeros(
+            len(input_NI), len(weight_OI), dtype=torch.float64
+        )
         for part in ops.slices(weight_OI.shape[1]):
             product = multiply(
-                input_NI[:, part].contiguous(), _cast(weight_OI[:, part], ops), None, ops.grain
+                input_NI[:, part].contiguous(),
+                _cast(weight_OI[:, part], ops),
+                None,
+                ops.grain,
             )
             total_NO += on_grid(product, GRADIENTS)
         return total_NO

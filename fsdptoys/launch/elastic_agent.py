@@ -16,7 +16,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.multiprocessing.subprocess_handler import (
+    SubprocessHandler,
+)
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from .forked_process import ForkedProcess
@@ -54,7 +56,11 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(
-        self, watcher: Watcher, spec: WorkerSpec, logs_specs: DefaultLogsSpecs, forks: bool
+        self,
+        watcher: Watcher,
+        spec: WorkerSpec,
+        logs_specs: DefaultLogsSpecs,
+        forks: bool,
     ) -> None:
         super().__init__(spec, logs_specs)
         self._watcher = watcher
@@ -74,7 +80,10 @@ class Agent(LocalElasticAgent):
         # The workers' context terminates the others in the same call that finds a failed one.
         self._pcontext.close = noted_close  # type: ignore[method-assign]
         self._watcher.after_start(
-            {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}
+            {
+                worker.global_rank: pids[worker.local_rank]
+                for worker in worker_group.workers
+            }
         )
         return pids
 
@@ -123,7 +132,10 @@ def group_runs(group: int) -> bool:
     reaped it."""
     try:
         os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):  # PermissionError: macOS, for a dead leader
+    except (
+        ProcessLookupError,
+        PermissionError,
+    ):  # PermissionError: macOS, for a dead leader
         return False
     return True
 
@@ -142,5 +154,7 @@ def import_environment(present: Mapping[str, str]) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     environment = {"PYTHONSAFEPATH": "1"}  # Python 3.10 ignores it
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, present.get("PYTHONPATH")]))
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [root, present.get("PYTHONPATH")])
+        )
     return environment

@@ -49,8 +49,12 @@ class FirstFailure:
     final: bool = False
     """Whether a restart is pointless: the workers would fail again or were asked to stop."""
     silent: bool = False  # Whether the rank ended without a recorded exception
-    of_others: bool = False  # Whether the failure is only a consequence of another rank's end
-    stopped: bool = False  # Whether a rank was ended by a stop signal, rather than failing
+    of_others: bool = (
+        False  # Whether the failure is only a consequence of another rank's end
+    )
+    stopped: bool = (
+        False  # Whether a rank was ended by a stop signal, rather than failing
+    )
     timed_out: bool = False  # Whether the rank waited in vain for others
     hung: tuple[int, ...] = ()
     """If the failed rank timed out on others or lost them: ranks that raised nothing and were ended
@@ -72,7 +76,9 @@ class FirstFailure:
 
     def hung_ranks(self, pids: Mapping[int, int], folder: Path) -> list[str]:
         """Return a line for each rank of this machine that others timed out on, as far as known."""
-        heartbeats = (remembered_run_dir(folder) or folder) / heartbeat.HEARTBEATS_FOLDER
+        heartbeats = (
+            remembered_run_dir(folder) or folder
+        ) / heartbeat.HEARTBEATS_FOLDER
         # Where several ended in silence, some of them may have waited for the one that hung.
         what = (
             "it hung"
@@ -99,7 +105,9 @@ class FirstFailure:
         if run_dir is None:
             return message
         if self.silent:
-            signs = heartbeat.describe_last_heartbeats(run_dir / heartbeat.HEARTBEATS_FOLDER, pids)
+            signs = heartbeat.describe_last_heartbeats(
+                run_dir / heartbeat.HEARTBEATS_FOLDER, pids
+            )
             message += f"; {signs}" if signs else ""
         recordings = keep_recordings(folder, run_dir)
         return f"{message}\n{recordings}" if recordings else message
@@ -128,18 +136,31 @@ def first_failure(
         terminated: ranks still running when the launcher sent SIGTERM after another rank's failure.
     """
     ours = [record for record in _records(folder) if "rank" in record["extraInfo"]]
-    ours.sort(key=lambda record: (_remoteness(record["message"]), record["extraInfo"]["time_ns"]))
-    silent = {rank: failure for rank, failure in failures.items() if failure.error_file == "<N/A>"}
+    ours.sort(
+        key=lambda record: (
+            _remoteness(record["message"]),
+            record["extraInfo"]["time_ns"],
+        )
+    )
+    silent = {
+        rank: failure
+        for rank, failure in failures.items()
+        if failure.error_file == "<N/A>"
+    }
     by_sigterm = {
         rank
         for rank, value in silent.items()
         if value.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
     }
     by_launcher = {*killed, *by_sigterm.intersection(terminated)}
-    ended = {rank: failure for rank, failure in silent.items() if rank not in by_launcher}
+    ended = {
+        rank: failure for rank, failure in silent.items() if rank not in by_launcher
+    }
     if ours and not (ended and _remoteness(ours[0]["message"])):
         recorded = {record["extraInfo"]["rank"] for record in ours}
-        return _recorded(ours[0], tuple(sorted(silent.keys() - ended.keys() - recorded)))
+        return _recorded(
+            ours[0], tuple(sorted(silent.keys() - ended.keys() - recorded))
+        )
     requests = {number for request in REQUESTS for number in (-request, 128 + request)}
     # NCCL aborts a rank whose peer is gone.
     others = {
@@ -147,17 +168,22 @@ def first_failure(
         for rank, failure in ended.items()
         if failure.exitcode not in {*requests, -signal.SIGABRT}
     }
-    requested = {rank: failure for rank, failure in ended.items() if failure.exitcode in requests}
+    requested = {
+        rank: failure for rank, failure in ended.items() if failure.exitcode in requests
+    }
     if requested and not others:
         rank, failure = min(requested.items())
         number = abs(failure.exitcode) % 128
         message = (
-            f"stopped by {signal.Signals(number).name} (rank {rank} got it); all workers have ended"
+            f"stopped by {signal.Signals(number).name} (rank {rank} got it); all "
+            "workers have ended"
         )
         return FirstFailure(128 + number, message, message, final=True, stopped=True)
     rank, failure = min((others or ended or silent or failures).items())
     if failure.exitcode >= 0:
-        message = f"rank {rank} ended with status {failure.exitcode} and left no traceback"
+        message = (
+            f"rank {rank} ended with status {failure.exitcode} and left no traceback"
+        )
     else:
         reason = (
             ", as the system does where host memory runs out"
@@ -167,7 +193,12 @@ def first_failure(
         message = f"rank {rank} was ended by {failure.signal_name()}{reason}"
     killed_by_system = bool(ended) and failure.exitcode == -signal.SIGKILL
     return FirstFailure(
-        1, message, message, silent=True, of_others=not ended, out_of_memory=killed_by_system
+        1,
+        message,
+        message,
+        silent=True,
+        of_others=not ended,
+        out_of_memory=killed_by_system,
     )
 
 
@@ -177,7 +208,9 @@ def make_exit_record(
     """Return the launcher's exit record, given its final message, the signal it received and the
     first failure."""
     if status > 128 or (number and not status):
-        return ExitRecord(status, message, stopped_by=signal.Signals(number or status - 128).name)
+        return ExitRecord(
+            status, message, stopped_by=signal.Signals(number or status - 128).name
+        )
     return ExitRecord(
         status, first.reason if first else message, bool(first and first.out_of_memory)
     )
@@ -227,7 +260,9 @@ def name_recordings(folder: Path) -> None:
     if os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT") == "1" and not any(
         name in os.environ for name in FILE_NAMES
     ):
-        os.environ[FILE_NAMES["TORCH_FR_BUFFER_SIZE" not in os.environ]] = f"{target}/rank_"
+        os.environ[FILE_NAMES["TORCH_FR_BUFFER_SIZE" not in os.environ]] = (
+            f"{target}/rank_"
+        )
     if os.environ.get("TORCH_HCCL_DUMP_ON_TIMEOUT") == "1":
         os.environ.setdefault(HCCL_FILE_NAME, f"{target}/rank_")
 

@@ -28,7 +28,9 @@ class ForkedProcess:
     """A module run in a fork, with the part of ``subprocess.Popen``'s interface that torch's agent
     uses."""
 
-    def __init__(self, module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: str, words: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
         def body() -> None:
             os.setsid()
             os.write(started, b"x")
@@ -36,7 +38,9 @@ class ForkedProcess:
             become_interpreter(environment)
             # The current directory may hold files that shadow modules imported later.
             shadowing = {""}
-            with contextlib.suppress(FileNotFoundError):  # deleted since the parent started
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # deleted since the parent started
                 shadowing.add(os.getcwd())
             sys.path[:] = [folder for folder in sys.path if folder not in shadowing]
             run_module(module, words)
@@ -80,7 +84,10 @@ def become_interpreter(environment: Mapping[str, str]) -> None:
         handler = signal.getsignal(number)
         if callable(handler) and not isinstance(handler, signal.Handlers):
             signal.signal(
-                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                number,
+                signal.default_int_handler
+                if number == signal.SIGINT
+                else signal.SIG_DFL,
             )
     faulthandler.disable()
     logging.getLogger().handlers.clear()
@@ -92,7 +99,9 @@ def become_interpreter(environment: Mapping[str, str]) -> None:
 def run_module(name: str, words: Sequence[str]) -> None:
     """Run a module as ``python -m name words`` does."""
     sys.path[:0] = [
-        folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder
+        folder
+        for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if folder
     ]
     sys.argv = [name, *words]
     sys.modules.pop(f"{name}.__main__", None)  # runpy warns of a second copy

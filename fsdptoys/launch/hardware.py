@@ -36,7 +36,9 @@ def find_hardware(choice: DeviceChoice) -> FoundHardware:
     mistake."""
     if choice in (DeviceChoice.auto, DeviceChoice.npu) and VISIBLE_NPUS in os.environ:
         device.check_visible_devices(os.environ[VISIBLE_NPUS])
-    device_type = device.available_device_type() if choice is DeviceChoice.auto else choice.value
+    device_type = (
+        device.available_device_type() if choice is DeviceChoice.auto else choice.value
+    )
     device.check_allocator_settings(device_type, os.environ)
     cores = device.available_cores()
     if device_type == "cpu":
@@ -52,7 +54,9 @@ def set_allocator() -> dict[str, str]:
 
     Must be called before anything that initializes the device, such as ``find_hardware``.
     """
-    environment = device.allocator_environment(device.available_device_type(), os.environ)
+    environment = device.allocator_environment(
+        device.available_device_type(), os.environ
+    )
     os.environ.update(environment)
     return environment
 
@@ -62,7 +66,9 @@ def profile_of_this_machine() -> str | None:
     device_type = device.available_device_type()
     # CPU profiles are not found by name; looking would read every profile.
     return (
-        None if device_type == "cpu" else hardware_for(device.device_name(device_type), device_type)
+        None
+        if device_type == "cpu"
+        else hardware_for(device.device_name(device_type), device_type)
     )
 
 
@@ -80,7 +86,9 @@ def hardware_environment(
     ``cores`` are shared by the ranks of this machine; ``timeout_seconds`` is that of a collective.
     """
     environment = {"OMP_NUM_THREADS": str(max(1, cores // local_ranks))}
-    environment |= device.device_environment(device_type, deterministic, timeout_seconds, present)
+    environment |= device.device_environment(
+        device_type, deterministic, timeout_seconds, present
+    )
     return {name: value for name, value in environment.items() if name not in present}
 
 
@@ -93,7 +101,8 @@ def check_open_files() -> None:
 def is_out_of_files(error: BaseException) -> bool:
     """Return whether an error, or one of its causes, reports that no more files may be opened."""
     return any(
-        getattr(cause, "errno", None) in (errno.EMFILE, errno.ENFILE) or _SPENT.search(str(cause))
+        getattr(cause, "errno", None) in (errno.EMFILE, errno.ENFILE)
+        or _SPENT.search(str(cause))
         for cause in with_causes(error)
     )
 

@@ -51,7 +51,9 @@ class ResolvedRun:
     hardware: FoundHardware
     local_ranks: int
     world_size: int
-    words: list[str]  # The overrides, including the chosen experiment, strategy and device
+    words: list[
+        str
+    ]  # The overrides, including the chosen experiment, strategy and device
     strategy_chosen: bool = False  # Whether the number of ranks decided the strategy
     by_hardware: bool = False  # Whether the hardware decided the experiment
 
@@ -68,7 +70,9 @@ def resolve_run(
     choose_preset: Callable[
         [str, str, int], list[str]
     ] = lambda experiment, device_type, world_size: [experiment],
-    choose_switches: Callable[[Sequence[str], Config, str, int, int], list[str]] = lambda *_: [],
+    choose_switches: Callable[
+        [Sequence[str], Config, str, int, int], list[str]
+    ] = lambda *_: [],
 ) -> ResolvedRun:
     """Compose and validate the run of a command line on this machine's hardware.
 
@@ -130,7 +134,13 @@ def resolve_run(
     composition.config.validate(world_size, hardware.device_type, local_ranks)
     check_float8_here(composition.config.train.float8, hardware.device_type)
     return ResolvedRun(
-        composition, hardware, local_ranks, world_size, words, single is not None, by_hardware
+        composition,
+        hardware,
+        local_ranks,
+        world_size,
+        words,
+        single is not None,
+        by_hardware,
     )
 
 
@@ -254,10 +264,18 @@ def _check_machines(present: Mapping[str, str], size: str) -> None:
 
 def choose_experiment(device_type: str, world_size: int) -> str:
     """Return the experiment of a command line that names none."""
-    return "cpu_text" if device_type == "cpu" else "llama2_7b" if world_size >= 8 else "llama3_1b"
+    return (
+        "cpu_text"
+        if device_type == "cpu"
+        else "llama2_7b"
+        if world_size >= 8
+        else "llama3_1b"
+    )
 
 
-def ranks_on_this_machine(launch: LaunchConfig, hardware: FoundHardware, single: bool) -> int:
+def ranks_on_this_machine(
+    launch: LaunchConfig, hardware: FoundHardware, single: bool
+) -> int:
     """Return the ranks to start here; ConfigError for more than the devices or cores carry."""
     ranks = launch.nproc_per_node
     if ranks == -1:
@@ -279,7 +297,9 @@ def describe_run(run: ResolvedRun, environment: Mapping[str, str]) -> str:
     """Describe the found hardware and the run in one line, with the settings that nobody typed."""
     hardware = run.hardware
     choices = run.composition.choices
-    summary = f"found {hardware.devices} × {hardware.name}, {counted(hardware.cores, 'core')}"
+    summary = (
+        f"found {hardware.devices} × {hardware.name}, {counted(hardware.cores, 'core')}"
+    )
     if not hardware.devices:
         is_set = available_device_type() != "cpu"
         reason = "using the CPU as set" if is_set else "found no accelerator"
@@ -295,7 +315,9 @@ def describe_run(run: ResolvedRun, environment: Mapping[str, str]) -> str:
         f"{counted(run.world_size, 'rank')}"
     )
     variables = [f"{name}={value}" for name, value in environment.items()]
-    return "; ".join([summary, ", ".join([running, *variables]), *_describe_defaults(run)])
+    return "; ".join(
+        [summary, ", ".join([running, *variables]), *_describe_defaults(run)]
+    )
 
 
 def _describe_defaults(run: ResolvedRun) -> list[str]:
@@ -340,5 +362,11 @@ def launch(run: ResolvedRun) -> int:
     print_run(run, environment)
     words = ["train", *run.words]
     return run_workers(
-        "fsdptoys", words, run.local_ranks, request.config.launch, environment, request, forks
+        "fsdptoys",
+        words,
+        run.local_ranks,
+        request.config.launch,
+        environment,
+        request,
+        forks,
     )

@@ -31,7 +31,12 @@ from fsdptoys.utils.text import print_status
 
 from .elastic_agent import Agent, EndedError, group_runs, runs
 from .exit_record import write_exit_record
-from .failures import FirstFailure, first_failure, make_exit_record, own_failure_is_recorded
+from .failures import (
+    FirstFailure,
+    first_failure,
+    make_exit_record,
+    own_failure_is_recorded,
+)
 from .hardware import is_out_of_files, too_few_files
 from .rendezvous import LocalRendezvous, describe_rendezvous_error, make_rendezvous
 
@@ -69,7 +74,9 @@ class LocalRanks:
         self._lock = threading.Lock()
         self._pids: dict[int, int] = {}  # of this start, by rank
         self._killed: set[int] = set()
-        self._terminated: set[int] = set()  # ranks that still ran when the agent ended them
+        self._terminated: set[int] = (
+            set()
+        )  # ranks that still ran when the agent ended them
         self._starts = self._failed_starts = 0
         self._starting = False
         # set while the agent may be waiting for workers to end
@@ -81,7 +88,9 @@ class LocalRanks:
         self._succeeded = False
         self._error: Exception | None = None
         self._rendezvous: LocalRendezvous | None = None
-        self._agent = threading.Thread(target=self._run_agent, name="elastic agent", daemon=True)
+        self._agent = threading.Thread(
+            target=self._run_agent, name="elastic agent", daemon=True
+        )
 
     # In the main thread.
 
@@ -114,7 +123,9 @@ class LocalRanks:
             if number in STOP_SIGNALS and self._stop is None:
                 stopped_at = received_at
                 self._pass_on(number)
-            elif number in FORWARDED and received_at - stopped_at < SAME_REQUEST_SECONDS:
+            elif (
+                number in FORWARDED and received_at - stopped_at < SAME_REQUEST_SECONDS
+            ):
                 continue
             else:
                 self._end = number
@@ -125,7 +136,9 @@ class LocalRanks:
                 agent.join(POLL_SECONDS if waits else SHUTDOWN_SECONDS)
                 break
         status, message = self._outcome()
-        write_exit_record(make_exit_record(status, message, self._end or self._stop, self._first))
+        write_exit_record(
+            make_exit_record(status, message, self._end or self._stop, self._first)
+        )
         return status, message
 
     @property
@@ -136,7 +149,9 @@ class LocalRanks:
     @property
     def left_behind(self) -> bool:
         """Whether the agent or its polling thread still runs, as when waiting for another node."""
-        return self._agent.is_alive() or (self._rendezvous is not None and self._rendezvous.hangs)
+        return self._agent.is_alive() or (
+            self._rendezvous is not None and self._rendezvous.hangs
+        )
 
     def _pass_on(self, number: int) -> None:
         with self._lock:
@@ -193,7 +208,9 @@ class LocalRanks:
                 return first.status, first.message()
             most = self.launch.max_restarts
             used_up = most and self._failed_starts == most and not first.final
-            message = first.message(f", after {most} of {most} restarts" if used_up else "")
+            message = first.message(
+                f", after {most} of {most} restarts" if used_up else ""
+            )
             return first.status, message + first.post_mortem(self._pids, self.folder)
         if self._error is None:
             return 1, "another machine ended the run; its output says why"
@@ -207,7 +224,12 @@ class LocalRanks:
         """Return whether the stop signal ended ranks that could not stop cleanly yet, without any
         other failure."""
         assert self._stop is not None
-        expected = {-self._stop, 128 + self._stop, -signal.SIGTERM, 128 + signal.SIGTERM}
+        expected = {
+            -self._stop,
+            128 + self._stop,
+            -signal.SIGTERM,
+            128 + signal.SIGTERM,
+        }
         return all(
             failure.exitcode in expected or rank in self._killed
             for rank, failure in self._failures.items()
@@ -220,7 +242,9 @@ class LocalRanks:
         handler = None
         try:
             launch = self.launch
-            handler = self._rendezvous = make_rendezvous(launch, self.folder, self._token)
+            handler = self._rendezvous = make_rendezvous(
+                launch, self.folder, self._token
+            )
             # torch 2.7 has no NUMA binding; newer versions set its default in LaunchConfig.
             names = {field.name for field in dataclasses.fields(WorkerSpec)}
             options: dict[str, Any] = (
@@ -237,7 +261,9 @@ class LocalRanks:
                 local_addr=launch.local_addr,
                 **options,
             )
-            result = Agent(self, spec, DefaultLogsSpecs(log_dir=str(self.folder)), self.forks).run()
+            result = Agent(
+                self, spec, DefaultLogsSpecs(log_dir=str(self.folder)), self.forks
+            ).run()
             self._succeeded = result is not None and not result.is_failed()
         except EndedError:
             pass
@@ -253,7 +279,9 @@ class LocalRanks:
         if self._stop is not None or self._end is not None:
             raise EndedError
         if self._starts > self._failed_starts:
-            print_status("another node restarted its workers; restarting those of this node")
+            print_status(
+                "another node restarted its workers; restarting those of this node"
+            )
         if self._starts == 0 and self.launch.min_nodes > 1 and self._token is None:
             print_status(
                 "no launch.rdzv_token_file is set, so any machine of this network can join or "
@@ -306,7 +334,9 @@ class LocalRanks:
         if first.final:
             raise EndedError
         self._failed_starts += 1
-        message = "; ".join([first.in_short, *first.hung_ranks(self._pids, self.folder)])
+        message = "; ".join(
+            [first.in_short, *first.hung_ranks(self._pids, self.folder)]
+        )
         with self._lock:
             self._pids = {}
         self._failures = {}

@@ -28,7 +28,12 @@ from collections.abc import Mapping, Sequence
 from torch.distributed.launcher import LaunchConfig
 
 from fsdptoys.config import launch_config
-from fsdptoys.train.launch_env import LAUNCH_FOLDER, LAUNCHED, check_interface, loopback_environment
+from fsdptoys.train.launch_env import (
+    LAUNCH_FOLDER,
+    LAUNCHED,
+    check_interface,
+    loopback_environment,
+)
 from fsdptoys.utils.text import print_status
 
 from .elastic_agent import import_environment
@@ -74,7 +79,9 @@ def run_workers(
     os.environ.update({**import_environment(os.environ), **environment, **loopback})
     os.environ.update({LAUNCHED: str(os.getpid()), LAUNCH_FOLDER: str(folder)})
     # A killed rank cannot close its semaphores; the tracker frees them, and its warning is noise.
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
+    os.environ.setdefault(
+        "PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker"
+    )
     # silence the agent's own log; the launcher reports failures itself
     if "LOGLEVEL" not in os.environ:
         logger = logging.getLogger("torch.distributed.elastic")
@@ -94,7 +101,11 @@ def run_workers(
         max_restarts=settings.max_restarts,
     )
     workers = LocalRanks(
-        folder, launch, token, ("-m", module, *arguments), forks and sys.platform == "linux"
+        folder,
+        launch,
+        token,
+        ("-m", module, *arguments),
+        forks and sys.platform == "linux",
     )
     try:
         with workers.handling_signals():
@@ -111,5 +122,7 @@ def run_workers(
     if workers.left_behind:
         if sys.stdout is not None:
             sys.stdout.flush()
-        os._exit(status)  # leaving the interpreter aborts where a thread is inside the rendezvous
+        os._exit(
+            status
+        )  # leaving the interpreter aborts where a thread is inside the rendezvous
     return status

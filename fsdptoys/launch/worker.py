@@ -101,15 +101,26 @@ def run_as_worker(work: Callable[[], None]) -> int:
     except Exception as failure:
         error = explain_elsewhere(failure)
         # The messages of these name the phase of the run.
-        explained = isinstance(error, (ExplainedOutOfMemoryError, LostRanksError, LostWorkerError))
+        explained = isinstance(
+            error, (ExplainedOutOfMemoryError, LostRanksError, LostWorkerError)
+        )
         alone = isinstance(error, (ConfigError, GivenUpError))
         message = (
-            f"fsdptoys: {error}" if alone else str(error) if explained else traceback.format_exc()
+            f"fsdptoys: {error}"
+            if alone
+            else str(error)
+            if explained
+            else traceback.format_exc()
         )
         rank = os.environ.get("RANK", "0")
         try:
-            _record(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), int(rank), error, message)
-        except (KeyError, OSError):  # without our launcher or torchrun, or with a full disk
+            _record(
+                Path(os.environ["TORCHELASTIC_ERROR_FILE"]), int(rank), error, message
+            )
+        except (
+            KeyError,
+            OSError,
+        ):  # without our launcher or torchrun, or with a full disk
             sentence = message if alone else f"fsdptoys: rank {rank} failed:\n{message}"
             print(printable(sentence, sys.stderr), file=sys.stderr)
         sys.stdout.flush()
@@ -123,7 +134,9 @@ def explain_elsewhere(error: Exception) -> Exception:
     unchanged."""
     if isinstance(error, ExplainedOutOfMemoryError) or not is_out_of_memory(error):
         return error
-    on_host = isinstance(error, MemoryError) or not isinstance(error, torch.OutOfMemoryError)
+    on_host = isinstance(error, MemoryError) or not isinstance(
+        error, torch.OutOfMemoryError
+    )
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" in {last[0].name}" if last else ""
     reason = one_line(error) or "no reason given"
@@ -148,10 +161,16 @@ def _record(path: Path, rank: int, error: Exception, message: str) -> None:
     extra |= {"config_error": str(error) if isinstance(error, ConfigError) else None}
     extra |= {"given_up": str(error) if isinstance(error, GivenUpError) else None}
     # These repeat after a restart.
-    extra |= {"final": isinstance(error, (ConfigError, ExplainedOutOfMemoryError, GivenUpError))}
+    extra |= {
+        "final": isinstance(
+            error, (ConfigError, ExplainedOutOfMemoryError, GivenUpError)
+        )
+    }
     # Atomic, since a partial record would hide the failure.
     message = f"{type(error).__name__}: {error}"
-    write_atomically(path, json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    write_atomically(
+        path, json.dumps({"message": {"message": message, "extraInfo": extra}})
+    )
 
 
 def _end_with_launcher() -> None:

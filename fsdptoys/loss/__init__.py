@@ -60,7 +60,10 @@ def build_loss(
         )
     if grain is not None:
         return functools.partial(
-            grain_loss_sum, objective=objective, grain=grain, keeps_logits=not chunk_loss
+            grain_loss_sum,
+            objective=objective,
+            grain=grain,
+            keeps_logits=not chunk_loss,
         )
     if chunk_loss:
         return functools.partial(
@@ -71,7 +74,9 @@ def build_loss(
             vocabulary=vocabulary,
         )
     if vocabulary is not None:
-        return functools.partial(vocabulary_loss_sum, objective=objective, vocabulary=vocabulary)
+        return functools.partial(
+            vocabulary_loss_sum, objective=objective, vocabulary=vocabulary
+        )
     return functools.partial(cross_entropy_sum, objective=objective)
 
 
@@ -90,7 +95,9 @@ def cross_entropy_sum(
     return logits_loss_sum(linear(hidden_ND, weight_VD).float(), labels_N, objective)
 
 
-def logits_loss_sum(logits_NV: Tensor, labels_N: Tensor, objective: Objective) -> Tensor:
+def logits_loss_sum(
+    logits_NV: Tensor, labels_N: Tensor, objective: Objective
+) -> Tensor:
     """The objective of float32 logits, summed over valid labels."""
     loss = F.cross_entropy(
         logits_NV,
@@ -101,5 +108,7 @@ def logits_loss_sum(logits_NV: Tensor, labels_N: Tensor, objective: Objective) -
     )
     if objective.z_loss_coef == 0:
         return loss
-    squares_N = torch.where(labels_N == IGNORE_INDEX, 0.0, logits_NV.logsumexp(dim=-1).square())
+    squares_N = torch.where(
+        labels_N == IGNORE_INDEX, 0.0, logits_NV.logsumexp(dim=-1).square()
+    )
     return loss + objective.z_loss_coef * squares_N.sum()

@@ -56,9 +56,19 @@ def chunked_loss_sum(
     ``hidden_ND`` and ``weight_VD`` have one dtype, ``labels_N`` classes or ``IGNORE_INDEX``;
     ``grad_dtype=float32`` means at least the weight's.
     """
-    wants = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden_ND, weight_VD)]
+    wants = [
+        torch.is_grad_enabled() and tensor.requires_grad
+        for tensor in (hidden_ND, weight_VD)
+    ]
     return _ChunkedLoss.apply(
-        hidden_ND, weight_VD, labels_N, objective, chunk_tokens, grad_dtype, vocabulary, *wants
+        hidden_ND,
+        weight_VD,
+        labels_N,
+        objective,
+        chunk_tokens,
+        grad_dtype,
+        vocabulary,
+        *wants,
     )
 
 
@@ -103,7 +113,9 @@ class _ChunkedLoss(torch.autograd.Function):
         kept = _kept_rows(labels_N)
         n_kept = labels_N.numel() if kept is None else kept.numel()
         bf16_sum = grad_dtype is torch.bfloat16
-        sum_dtype = grad_dtype if bf16_sum else torch.promote_types(weight_VD.dtype, grad_dtype)
+        sum_dtype = (
+            grad_dtype if bf16_sum else torch.promote_types(weight_VD.dtype, grad_dtype)
+        )
         if chunk_tokens is None:
             sum_bytes = (
                 weight_VD.numel() * sum_dtype.itemsize
@@ -112,7 +124,9 @@ class _ChunkedLoss(torch.autograd.Function):
             )
             chunk_tokens = auto_chunk_tokens(n_kept, weight_VD, sum_bytes)
         if n_kept <= chunk_tokens:
-            sum_dtype = weight_VD.dtype  # one matmul, so no sum over chunks: the matmul rounds once
+            sum_dtype = (
+                weight_VD.dtype
+            )  # one matmul, so no sum over chunks: the matmul rounds once
         chunk_tokens = min(chunk_tokens, n_kept)
 
         products = choose_products(hidden_ND, weight_VD)
@@ -134,7 +148,10 @@ class _ChunkedLoss(torch.autograd.Function):
             hidden_CD, labels_C = hidden_ND[rows], labels_N[rows]
             logits_CV = logits[: len(labels_C)]
             products.logits(hidden_CD, weight_VD, logits_CV)
-            losses_C, gradient = losses[start : start + len(labels_C)], wants_hidden or wants_weight
+            losses_C, gradient = (
+                losses[start : start + len(labels_C)],
+                wants_hidden or wants_weight,
+            )
             if vocabulary is None:
                 some_ignored = not _leaves_out_rows(labels_N)
                 softmax_gradient_(
@@ -148,7 +165,9 @@ class _ChunkedLoss(torch.autograd.Function):
             else:
                 values_CV = logits_CV.float()
                 losses_C.copy_(
-                    shard_gradient_(values_CV, labels_C, objective, vocabulary, gradient=gradient)
+                    shard_gradient_(
+                        values_CV, labels_C, objective, vocabulary, gradient=gradient
+                    )
                 )
                 logits_CV.copy_(values_CV)
             if hidden_gradient_ND is not None and kept is None:
@@ -158,11 +177,15 @@ class _ChunkedLoss(torch.autograd.Function):
                 products.hidden_gradient(logits_CV, weight_VD, gradient_CD)
                 hidden_gradient_ND[rows] = gradient_CD
             if weight_gradient_VD is not None:
-                products.weight_gradient(logits_CV, hidden_CD, weight_gradient_VD, first=start == 0)
+                products.weight_gradient(
+                    logits_CV, hidden_CD, weight_gradient_VD, first=start == 0
+                )
 
         ctx.save_for_backward(hidden_gradient_ND, weight_gradient_VD)
         ctx.weight_dtype, ctx.gradient_scale = weight_VD.dtype, objective.gradient_scale
-        return (losses if vocabulary is None else losses[vocabulary.own_rows(n_kept)]).sum()
+        return (
+            losses if vocabulary is None else losses[vocabulary.own_rows(n_kept)]
+        ).sum()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -173,15 +196,29 @@ class _ChunkedLoss(torch.autograd.Function):
                 "memory.chunk_loss=false"
             )
         hidden_gradient_ND, weight_gradient_VD = ctx.saved_tensors
-        factor = upstream[0] if ctx.gradient_scale == 1 else upstream[0] / ctx.gradient_scale
+        factor = (
+            upstream[0] if ctx.gradient_scale == 1 else upstream[0] / ctx.gradient_scale
+        )
         in_place = not _graph_is_kept()
         if hidden_gradient_ND is not None:
             hidden_gradient_ND = _scale(
                 hidden_gradient_ND, factor, hidden_gradient_ND.dtype, in_place
             )
         if weight_gradient_VD is not None:
-            weight_gradient_VD = _scale(weight_gradient_VD, factor, ctx.weight_dtype, in_place)
-        return hidden_gradient_ND, weight_gradient_VD, None, None, None, None, None, None, None
+            weight_gradient_VD = _scale(
+                weight_gradient_VD, factor, ctx.weight_dtype, in_place
+            )
+        return (
+            hidden_gradient_ND,
+            weight_gradient_VD,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _leaves_out_rows(labels_N: Tensor) -> bool:
@@ -206,7 +243,9 @@ def _chunks(
         yield start, slice(start, end) if kept is None else kept[start:end]
 
 
-def _scale(gradient: Tensor, upstream: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
+def _scale(
+    gradient: Tensor, upstream: Tensor, dtype: torch.dtype, in_place: bool
+) -> Tensor:
     """``gradient * upstream`` in a dtype, rounded once."""
     # CUDA would round a 0-dim factor to the gradient's dtype first.
     upstream = upstream.reshape(1)
@@ -216,7 +255,9 @@ def _scale(gradient: Tensor, upstream: Tensor, dtype: torch.dtype, in_place: boo
         else torch.empty_like(gradient, dtype=dtype)
     )
     # In blocks, since a CPU computes the result of each call in float32 before rounding.
-    for rows, scaled_rows in zip(gradient.split(SCALE_ROWS), scaled.split(SCALE_ROWS), strict=True):
+    for rows, scaled_rows in zip(
+        gradient.split(SCALE_ROWS), scaled.split(SCALE_ROWS), strict=True
+    ):
         torch.mul(rows, upstream, out=scaled_rows)
     return scaled
 

@@ -49,7 +49,9 @@ def grain_loss_sum(
         grain: tokens of a grain.
         keeps_logits: keep logits for the backward rather than make them again.
     """
-    return _GrainLoss.apply(hidden_ND, weight_VD, labels_N, objective, grain, keeps_logits)
+    return _GrainLoss.apply(
+        hidden_ND, weight_VD, labels_N, objective, grain, keeps_logits
+    )
 
 
 class _GrainLoss(torch.autograd.Function):
@@ -65,13 +67,17 @@ class _GrainLoss(torch.autograd.Function):
     ) -> Tensor:
         cast_VD = weight_VD.to(hidden_ND.dtype)
         keeps = keeps_logits and any(ctx.needs_input_grad)
-        logits_NV = hidden_ND.new_empty(len(hidden_ND), len(weight_VD)) if keeps else None
+        logits_NV = (
+            hidden_ND.new_empty(len(hidden_ND), len(weight_VD)) if keeps else None
+        )
         losses_N = hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32)
         for rows in chunk_tokens(hidden_ND, len(weight_VD), grain):
             logits_CV = multiply(hidden_ND[rows], cast_VD, None, grain)
             if logits_NV is not None:
                 logits_NV[rows] = logits_CV
-            losses_N[rows] = _softmax_(logits_CV.float(), labels_N[rows], objective, gradient=False)
+            losses_N[rows] = _softmax_(
+                logits_CV.float(), labels_N[rows], objective, gradient=False
+            )
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N, logits_NV)
         ctx.settings = objective, grain
         return on_grid(losses_N, LOSSES).sum()
@@ -84,8 +90,12 @@ class _GrainLoss(torch.autograd.Function):
             ctx.settings,
         )
         cast_VD = weight_VD.to(hidden_ND.dtype)
-        grad_hidden_ND = torch.empty_like(hidden_ND, memory_format=torch.contiguous_format)
-        grad_weight_VD = torch.zeros_like(weight_VD, memory_format=torch.contiguous_format)
+        grad_hidden_ND = torch.empty_like(
+            hidden_ND, memory_format=torch.contiguous_format
+        )
+        grad_weight_VD = torch.zeros_like(
+            weight_VD, memory_format=torch.contiguous_format
+        )
         grad_NV = None if logits_NV is None else torch.empty_like(logits_NV)
         for rows in chunk_tokens(hidden_ND, len(weight_VD), grain):
             logits_CV = (
@@ -110,7 +120,11 @@ class _GrainLoss(torch.autograd.Function):
 def chunk_tokens(hidden_ND: Tensor, classes: int, grain: int) -> Iterator[slice]:
     """Rows whose logits are made at a time: whole grains, or one where reductions need its
     shape."""
-    grains = CHUNK_ELEMENTS // (grain * classes) if blocks_of(hidden_ND).joins_reductions else 1
+    grains = (
+        CHUNK_ELEMENTS // (grain * classes)
+        if blocks_of(hidden_ND).joins_reductions
+        else 1
+    )
     return split_rows(len(hidden_ND), grain * max(1, grains))
 
 
@@ -128,7 +142,9 @@ def _softmax_(
         missing = -len(block_RV) % LANES
         if not missing:
             losses.append(
-                block_gradient_(block_RV, labels_R[:, None], objective, gradient, some_ignored=True)
+                block_gradient_(
+                    block_RV, labels_R[:, None], objective, gradient, some_ignored=True
+                )
             )
             continue
         padded_RV, labels_R = (

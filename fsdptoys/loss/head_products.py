@@ -38,7 +38,9 @@ class DeviceProducts:
         """``hidden @ weight.T``."""
         torch.mm(hidden_CD, weight_VD.t(), out=out_CV)
 
-    def hidden_gradient(self, gradient_CV: Tensor, weight_VD: Tensor, out_CD: Tensor) -> None:
+    def hidden_gradient(
+        self, gradient_CV: Tensor, weight_VD: Tensor, out_CD: Tensor
+    ) -> None:
         """``gradient @ weight``."""
         torch.mm(gradient_CV, weight_VD, out=out_CD)
 
@@ -56,11 +58,19 @@ class DeviceProducts:
             and _adds_to_float32()
         ):
             torch.addmm(
-                sum_VD, gradient_CV.t(), hidden_CD, out_dtype=torch.float32, beta=beta, out=sum_VD
+                sum_VD,
+                gradient_CV.t(),
+                hidden_CD,
+                out_dtype=torch.float32,
+                beta=beta,
+                out=sum_VD,
             )
         else:
             _add_by_blocks(
-                lambda gradient_CB: gradient_CB.t() @ hidden_CD, gradient_CV, sum_VD, first
+                lambda gradient_CB: gradient_CB.t() @ hidden_CD,
+                gradient_CV,
+                sum_VD,
+                first,
             )
 
 
@@ -74,11 +84,15 @@ class CPUProducts(DeviceProducts):
         """``hidden @ weight.T``."""
         piece = _piece(hidden_CD)
         for weight_BD, out_CB in zip(
-            weight_VD.split(BLOCK_CLASSES), out_CV.split(BLOCK_CLASSES, dim=1), strict=True
+            weight_VD.split(BLOCK_CLASSES),
+            out_CV.split(BLOCK_CLASSES, dim=1),
+            strict=True,
         ):
             self.product.linear(hidden_CD, weight_BD, piece, out_CB)
 
-    def hidden_gradient(self, gradient_CV: Tensor, weight_VD: Tensor, out_CD: Tensor) -> None:
+    def hidden_gradient(
+        self, gradient_CV: Tensor, weight_VD: Tensor, out_CD: Tensor
+    ) -> None:
         """``gradient @ weight``."""
         self.product.linear(gradient_CV, weight_VD.t(), _piece(gradient_CV), out_CD)
 
@@ -96,12 +110,17 @@ class CPUProducts(DeviceProducts):
 
 
 def _add_by_blocks(
-    product: Callable[[Tensor], Tensor], gradient_CV: Tensor, sum_VD: Tensor, first: bool
+    product: Callable[[Tensor], Tensor],
+    gradient_CV: Tensor,
+    sum_VD: Tensor,
+    first: bool,
 ) -> None:
     """Add the product of some classes' gradients to their part of the sum; the first chunk
     overwrites it."""
     for gradient_CB, sum_BD in zip(
-        gradient_CV.split(BLOCK_CLASSES, dim=1), sum_VD.split(BLOCK_CLASSES), strict=True
+        gradient_CV.split(BLOCK_CLASSES, dim=1),
+        sum_VD.split(BLOCK_CLASSES),
+        strict=True,
     ):
         share_BD = product(gradient_CB)
         _ = sum_BD.copy_(share_BD) if first else sum_BD.add_(share_BD)
@@ -119,11 +138,15 @@ def _adds_to_float32() -> bool:
     total = torch.full((16, 16), float("nan"), device="cuda")
     try:
         for beta in (0, 1):
-            torch.addmm(total, ones.t(), ones, out_dtype=torch.float32, beta=beta, out=total)
+            torch.addmm(
+                total, ones.t(), ones, out_dtype=torch.float32, beta=beta, out=total
+            )
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     return bool((total == 32).all())
 
 
 def _piece(rows_CD: Tensor) -> Segment:
-    return Segment(experts=0, start=0, length=len(rows_CD), padded=len(rows_CD), ends_E=None)
+    return Segment(
+        experts=0, start=0, length=len(rows_CD), padded=len(rows_CD), ends_E=None
+    )

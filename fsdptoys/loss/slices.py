@@ -55,7 +55,9 @@ def slices_loss_sum(
         vocabulary: the ranks.
         settings: of this rank.
     """
-    return _SlicesLoss.apply(hidden_ND, weight_VD, labels_N, objective, vocabulary, settings)
+    return _SlicesLoss.apply(
+        hidden_ND, weight_VD, labels_N, objective, vocabulary, settings
+    )
 
 
 class _SlicesLoss(torch.autograd.Function):
@@ -73,9 +75,15 @@ class _SlicesLoss(torch.autograd.Function):
         logits: list[list[Tensor]] = []
         losses = []
         for rows in chunk_tokens(cast_ND, len(weight_VD), settings.grain):
-            made = [multiply(cast_ND[rows], each, None, settings.grain) for each in weights]
-            losses.append(_softmax(made, labels_N[rows], objective, vocabulary, gradient=False)[0])
-            logits += [made] if settings.keeps_logits and any(ctx.needs_input_grad) else []
+            made = [
+                multiply(cast_ND[rows], each, None, settings.grain) for each in weights
+            ]
+            losses.append(
+                _softmax(made, labels_N[rows], objective, vocabulary, gradient=False)[0]
+            )
+            logits += (
+                [made] if settings.keeps_logits and any(ctx.needs_input_grad) else []
+            )
         ctx.save_for_backward(
             cast_ND, weight_VD, labels_N, *(each for made in logits for each in made)
         )
@@ -90,12 +98,22 @@ class _SlicesLoss(torch.autograd.Function):
         objective, vocabulary, settings = ctx.settings
         weights, size = _cast(weight_VD, settings), len(weight_VD) // settings.number
         grad_hidden_ND = torch.zeros_like(cast_ND, dtype=torch.float64)
-        grad_weight_VD = torch.zeros_like(weight_VD, memory_format=torch.contiguous_format)
-        for chunk, rows in enumerate(chunk_tokens(cast_ND, len(weight_VD), settings.grain)):
+        grad_weight_VD = torch.zeros_like(
+            weight_VD, memory_format=torch.contiguous_format
+        )
+        for chunk, rows in enumerate(
+            chunk_tokens(cast_ND, len(weight_VD), settings.grain)
+        ):
             made = logits[chunk * settings.number : (chunk + 1) * settings.number]
-            made = made or [multiply(cast_ND[rows], each, None, settings.grain) for each in weights]
-            _, gradients = _softmax(made, labels_N[rows], objective, vocabulary, gradient=True)
-            for index, (weight_WD, values_CW) in enumerate(zip(weights, gradients, strict=True)):
+            made = made or [
+                multiply(cast_ND[rows], each, None, settings.grain) for each in weights
+            ]
+            _, gradients = _softmax(
+                made, labels_N[rows], objective, vocabulary, gradient=True
+            )
+            for index, (weight_WD, values_CW) in enumerate(
+                zip(weights, gradients, strict=True)
+            ):
                 grad_CW = values_CW.mul_(upstream.to(torch.float32)).to(settings.dtype)
                 product = multiply(grad_CW, weight_WD.t(), None, settings.grain)
                 grad_hidden_ND[rows] += on_grid(product, ACTIVATIONS)
@@ -106,7 +124,9 @@ class _SlicesLoss(torch.autograd.Function):
 
 def _cast(weight_VD: Tensor, settings: SliceSettings) -> list[Tensor]:
     """The slices of a weight in the compute dtype, each in memory of its own."""
-    return [each.to(settings.dtype, copy=True) for each in weight_VD.chunk(settings.number)]
+    return [
+        each.to(settings.dtype, copy=True) for each in weight_VD.chunk(settings.number)
+    ]
 
 
 def _softmax(

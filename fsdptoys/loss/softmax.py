@@ -49,7 +49,9 @@ def softmax_gradient_(
         some_ignored: whether there may be ignored rows.
     """
     # Fake tensors have a device but no memory for a kernel.
-    kernel = _triton_kernel() if logits_CV.is_cuda and type(logits_CV) is Tensor else None
+    kernel = (
+        _triton_kernel() if logits_CV.is_cuda and type(logits_CV) is Tensor else None
+    )
     if kernel is not None:
         kernel(logits_CV, labels_C, losses_C, objective, gradient)
         return
@@ -60,20 +62,34 @@ def softmax_gradient_(
         bytes_at_a_time, threads = CPU_BLOCK_BYTES, torch.get_num_threads()
     rows = threads * max(1, bytes_at_a_time // (V * dtype.itemsize))
     scratch_RV = (
-        None if dtype == logits_CV.dtype else logits_CV.new_empty(min(rows, C), V, dtype=dtype)
+        None
+        if dtype == logits_CV.dtype
+        else logits_CV.new_empty(min(rows, C), V, dtype=dtype)
     )
     for start in range(0, C, rows):
         block_RV = logits_CV[start : start + rows]
-        values_RV = block_RV if scratch_RV is None else scratch_RV[: len(block_RV)].copy_(block_RV)
+        values_RV = (
+            block_RV
+            if scratch_RV is None
+            else scratch_RV[: len(block_RV)].copy_(block_RV)
+        )
         losses_C[start : start + rows] = block_gradient_(
-            values_RV, labels_C[start : start + rows, None], objective, gradient, some_ignored
+            values_RV,
+            labels_C[start : start + rows, None],
+            objective,
+            gradient,
+            some_ignored,
         )
         if gradient and values_RV is not block_RV:
             block_RV.copy_(values_RV)
 
 
 def block_gradient_(
-    values_RV: Tensor, labels_R1: Tensor, objective: Objective, gradient: bool, some_ignored: bool
+    values_RV: Tensor,
+    labels_R1: Tensor,
+    objective: Objective,
+    gradient: bool,
+    some_ignored: bool,
 ) -> Tensor:
     """Losses of a few rows; replaces their float32 logits by the gradient."""
     smoothing, z_loss_coef = objective.label_smoothing, objective.z_loss_coef
@@ -135,7 +151,9 @@ def _triton_kernel() -> SoftmaxKernel | None:
 
         logits_CV = torch.zeros(1, 2, device="cuda")
         labels_C = torch.zeros(1, dtype=torch.int64, device="cuda")
-        softmax_gradient_(logits_CV, labels_C, torch.empty(1, device="cuda"), Objective(), True)
+        softmax_gradient_(
+            logits_CV, labels_C, torch.empty(1, device="cuda"), Objective(), True
+        )
     except ImportError:
         return None
     except Exception as error:

@@ -23,7 +23,11 @@ MAX_BLOCK = 4096
 
 
 def softmax_gradient_(
-    logits_CV: Tensor, labels_C: Tensor, losses_C: Tensor, objective: Objective, gradient: bool
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    losses_C: Tensor,
+    objective: Objective,
+    gradient: bool,
 ) -> None:
     """Write the loss of each row, and replace its logits by the gradient of that loss; see
     ``softmax``."""
@@ -84,7 +88,9 @@ def _softmax_gradient_row(
     totals = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, n_classes, BLOCK):
         inside = start + lanes < n_classes
-        values = tl.load(logits + start + lanes, mask=inside, other=float("-inf")).to(tl.float32)
+        values = tl.load(logits + start + lanes, mask=inside, other=float("-inf")).to(
+            tl.float32
+        )
         higher = tl.maximum(tops, values)
         sums = sums * tl.exp(tops - higher) + tl.exp(values - higher)
         tops = higher
@@ -95,7 +101,11 @@ def _softmax_gradient_row(
     log_sum = tl.log(total_exp)
     logsumexp = top + log_sum
 
-    loss = (1.0 - smoothing) * (top - label_logit) + log_sum + z_loss_coef * logsumexp * logsumexp
+    loss = (
+        (1.0 - smoothing) * (top - label_logit)
+        + log_sum
+        + z_loss_coef * logsumexp * logsumexp
+    )
     if SMOOTHED:
         loss += smoothing * (top - tl.sum(totals, axis=0) / n_classes)
     tl.store(losses + row, loss)
@@ -106,9 +116,13 @@ def _softmax_gradient_row(
         factor = (1.0 + 2.0 * z_loss_coef * logsumexp) / total_exp
         for start in range(0, n_classes, BLOCK):
             inside = start + lanes < n_classes
-            values = tl.load(logits + start + lanes, mask=inside, other=0.0).to(tl.float32)
+            values = tl.load(logits + start + lanes, mask=inside, other=0.0).to(
+                tl.float32
+            )
             gradient = tl.exp(values - top) * factor
             if SMOOTHED:
                 gradient -= smoothing / n_classes
-            gradient = tl.where(start + lanes == label, gradient - (1.0 - smoothing), gradient)
+            gradient = tl.where(
+                start + lanes == label, gradient - (1.0 - smoothing), gradient
+            )
             tl.store(logits + start + lanes, gradient * gradient_scale, mask=inside)

@@ -30,7 +30,9 @@ class Vocabulary:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self.ranks, self.rank = (1, 0) if group is None else (group.size(), group.rank())
+        self.ranks, self.rank = (
+            (1, 0) if group is None else (group.size(), group.rank())
+        )
 
     def max_(self, values: Tensor) -> Tensor:
         """The largest over ranks, in place. A collective."""
@@ -46,7 +48,9 @@ class Vocabulary:
 
     def own_rows(self, rows: int) -> slice:
         """The rows whose losses this rank reports."""
-        return slice(rows * self.rank // self.ranks, rows * (self.rank + 1) // self.ranks)
+        return slice(
+            rows * self.rank // self.ranks, rows * (self.rank + 1) // self.ranks
+        )
 
     def local_labels(self, labels_R: Tensor, classes: int) -> tuple[Tensor, Tensor]:
         """Each label among this rank's classes, 0 if another rank has it, and whether this one
@@ -73,17 +77,25 @@ def vocabulary_loss_sum(
         objective: function of the logits to minimize.
         vocabulary: the ranks.
     """
-    return _LogitsLoss.apply(linear(hidden_ND, weight_VD), labels_N, objective, vocabulary)
+    return _LogitsLoss.apply(
+        linear(hidden_ND, weight_VD), labels_N, objective, vocabulary
+    )
 
 
 class _LogitsLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, labels_N: Tensor, objective: Objective, vocabulary: Vocabulary
+        ctx: Any,
+        logits_NV: Tensor,
+        labels_N: Tensor,
+        objective: Objective,
+        vocabulary: Vocabulary,
     ) -> Tensor:
         values_NV = logits_NV.to(torch.float32, copy=True)
         wanted = ctx.needs_input_grad[0]
-        losses_N = shard_gradient_(values_NV, labels_N, objective, vocabulary, gradient=wanted)
+        losses_N = shard_gradient_(
+            values_NV, labels_N, objective, vocabulary, gradient=wanted
+        )
         ctx.save_for_backward(values_NV if wanted else None)
         ctx.settings = logits_NV.dtype, objective.gradient_scale
         return losses_N[vocabulary.own_rows(len(losses_N))].sum()
@@ -139,7 +151,9 @@ def shard_gradient_(
         if smoothing:
             values_RV.sub_(smoothing / (classes * vocabulary.ranks))
         values_RV.scatter_add_(
-            1, local_R[:, None], (inside_R * (smoothing - 1))[:, None].to(values_RV.dtype)
+            1,
+            local_R[:, None],
+            (inside_R * (smoothing - 1))[:, None].to(values_RV.dtype),
         )
         if objective.gradient_scale != 1:
             values_RV.mul_(objective.gradient_scale)

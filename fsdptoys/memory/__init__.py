@@ -1,6 +1,10 @@
 """Switches that trade time for memory, one file each; their settings are in ``configs/memory``."""
 
-from .activation_checkpointing import SAVED_OPERATORS, GradientCheckpointing, checkpoint_blocks
+from .activation_checkpointing import (
+    SAVED_OPERATORS,
+    GradientCheckpointing,
+    checkpoint_blocks,
+)
 from .activation_offload import ActivationOffload
 from .bucketed_optimizer import BucketedOptimizer, BucketedStepper
 from .config import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, OffloadStateDType

@@ -89,7 +89,9 @@ class Recomputation:
             )
         if not self.operators:
             return checkpoint(function, *args, use_reentrant=False)
-        contexts = functools.partial(create_selective_checkpoint_contexts, self.operators)
+        contexts = functools.partial(
+            create_selective_checkpoint_contexts, self.operators
+        )
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
@@ -112,11 +114,17 @@ def checkpoint_blocks(
     chosen = list(blocks)[start_index::every]
     selective = mode is GradientCheckpointing.selective
     operators = (
-        [operator for name in save for operator in SAVED_OPERATORS[name]] if selective else []
+        [operator for name in save for operator in SAVED_OPERATORS[name]]
+        if selective
+        else []
     )
     for index, block in enumerate(chosen):
-        assert isinstance(block, RunnableBlock), "another module would keep its activations"
+        assert isinstance(block, RunnableBlock), (
+            "another module would keep its activations"
+        )
         options = (
-            {"index": index, "is_last": index == len(chosen) - 1} if offload is not None else {}
+            {"index": index, "is_last": index == len(chosen) - 1}
+            if offload is not None
+            else {}
         )
         block.recompute = Recomputation(operators, offload, options)

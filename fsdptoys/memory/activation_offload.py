@@ -24,7 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -110,9 +113,15 @@ class _Saved:
     Lives as long as the backward may need it, which it may several times with ``retain_graph``.
     """
 
-    def __init__(self, tensor: Tensor, block: _Block, offload: "ActivationOffload") -> None:
+    def __init__(
+        self, tensor: Tensor, block: _Block, offload: "ActivationOffload"
+    ) -> None:
         self._block, self._offload = block, offload
-        self._shape, self._strides, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self._shape, self._strides, self._dtype = (
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
         self._resident: Tensor | None = tensor
         self._version = tensor._version
         self._buffer: Tensor | None = None
@@ -139,7 +148,10 @@ class _Saved:
         if self._resident is None:
             # Memory of the current stream, which the copy waits for, so its earlier use has ended.
             tensor = torch.empty_strided(
-                self._shape, self._strides, dtype=self._dtype, device=self._offload.device
+                self._shape,
+                self._strides,
+                dtype=self._dtype,
+                device=self._offload.device,
             )
             self._mark = self._offload.copies.start(tensor, self._host())
             self._resident, self._version = tensor, tensor._version
@@ -160,7 +172,9 @@ class _Saved:
     def _host(self) -> Tensor:
         assert self._buffer is not None
         # With the tensor's strides, so that a copy is one run of bytes.
-        flat = self._buffer[: self._shape.numel() * self._dtype.itemsize].view(self._dtype)
+        flat = self._buffer[: self._shape.numel() * self._dtype.itemsize].view(
+            self._dtype
+        )
         return flat.as_strided(self._shape, self._strides)
 
     def __del__(self) -> None:
@@ -174,10 +188,16 @@ class ActivationOffload:
     """Offloads saved tensors of at least ``min_bytes`` of the checkpointed blocks of one model."""
 
     def __init__(
-        self, device: torch.device, *, min_bytes: int = MIN_BYTES, copies: Copies | None = None
+        self,
+        device: torch.device,
+        *,
+        min_bytes: int = MIN_BYTES,
+        copies: Copies | None = None,
     ) -> None:
         self.device = device
-        self.copies = copies or (StreamCopies(device) if is_accelerator(device) else Copies())
+        self.copies = copies or (
+            StreamCopies(device) if is_accelerator(device) else Copies()
+        )
         self._min_bytes = min_bytes
         self._latest: _Block | None = None
         self._idle: dict[int, list[Tensor]] = defaultdict(list)
@@ -210,7 +230,9 @@ class ActivationOffload:
 
         def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
             kept: dict[object, list[Any]] = defaultdict(list)
-            return _Keep(operators, kept, functools.partial(self._save, block=block)), _Replay(kept)
+            return _Keep(
+                operators, kept, functools.partial(self._save, block=block)
+            ), _Replay(kept)
 
         options: dict[str, Any] = {"context_fn": contexts} if operators else {}
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
@@ -239,7 +261,9 @@ class ActivationOffload:
 
     def _save(self, tensor: Tensor, block: _Block) -> Tensor | _Saved:
         travels = (
-            not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
+            not isinstance(
+                tensor if tensor._base is None else tensor._base, nn.Parameter
+            )
             and not is_traceable_wrapper_subclass(tensor)
             and tensor.device.type == self.device.type
             and _is_dense(tensor)
@@ -260,13 +284,17 @@ class _Keep(TorchDispatchMode):
         super().__init__()
         self._operators, self._kept, self._save = frozenset(operators), kept, save
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         results = func(*args, **(kwargs or {}))
         if func in self._operators:
             self._kept[func].append(
                 tree_map(
                     lambda result: (
-                        self._save(_alias(result)) if isinstance(result, Tensor) else result
+                        self._save(_alias(result))
+                        if isinstance(result, Tensor)
+                        else result
                     ),
                     results,
                 )
@@ -287,7 +315,9 @@ class _Replay(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func not in self._kept:
             return func(*args, **(kwargs or {}))
         call = self._calls[func]
@@ -320,5 +350,7 @@ def _alias(tensor: Any) -> Any:
     """
     if not isinstance(tensor, Tensor):
         return tensor
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with torch._C._SetExcludeDispatchKeyGuard(
+        torch._C.DispatchKey.ADInplaceOrView, False
+    ):
         return tensor.detach()

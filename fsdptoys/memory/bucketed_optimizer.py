@@ -166,21 +166,31 @@ class BucketedOptimizer(torch.optim.Optimizer):
         if [len(group["params"]) for group in saved_groups] != [
             len(group["params"]) for group in self.param_groups
         ]:
-            raise ValueError("the loaded state dict has other parameter groups than the optimizer")
+            raise ValueError(
+                "the loaded state dict has other parameter groups than the optimizer"
+            )
         ids = chain.from_iterable(group["params"] for group in saved_groups)
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         saved = {
-            param: state_dict["state"].get(key, {}) for param, key in zip(params, ids, strict=True)
+            param: state_dict["state"].get(key, {})
+            for param, key in zip(params, ids, strict=True)
         }
         for bucket in self.buckets:
             for index, param in enumerate(bucket.params):
                 bucket.load(index, saved[param])
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
             group.update(
-                {key: value for key, value in saved_group.items() if key not in RUNS_CHOICE}
+                {
+                    key: value
+                    for key, value in saved_group.items()
+                    if key not in RUNS_CHOICE
+                }
             )
         counted = [
-            int(scalars["step"]) for b in self.buckets for scalars in b.scalars if "step" in scalars
+            int(scalars["step"])
+            for b in self.buckets
+            for scalars in b.scalars
+            if "step" in scalars
         ]
         self.steps_taken = max(counted, default=self.steps_taken)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -189,10 +199,15 @@ class BucketedOptimizer(torch.optim.Optimizer):
     def _expose_states(self) -> None:
         for bucket in self.buckets:
             views = bucket.views(bucket.slab)
-            for param, scalars, tensors in zip(bucket.params, bucket.scalars, views, strict=True):
+            for param, scalars, tensors in zip(
+                bucket.params, bucket.scalars, views, strict=True
+            ):
                 state = {
                     **scalars,
-                    **{name: sharded_like(param, view) for name, view in tensors.items()},
+                    **{
+                        name: sharded_like(param, view)
+                        for name, view in tensors.items()
+                    },
                 }
                 # On ranks whose shard is empty, FSDP1 has no gradient and expects no state.
                 if state and (param.numel() or is_dtensor(param)):
@@ -251,11 +266,16 @@ class BucketedStepper(OptimizerStepper):
         stochastically."""
         self.optimizer.steps_taken = steps_taken or self.optimizer.steps_taken
 
-    def clip(self, norms: GradientNorms, max_norm: float, unscale: float = 1.0) -> Tensor:
+    def clip(
+        self, norms: GradientNorms, max_norm: float, unscale: float = 1.0
+    ) -> Tensor:
         """Scale the gradients within the next update; return their unscaled norm before. A
         collective."""
         return norms.clip_grad_norm(
-            max_norm, self.optimizer.scale_gradients, self.optimizer.executor.map, unscale
+            max_norm,
+            self.optimizer.scale_gradients,
+            self.optimizer.executor.map,
+            unscale,
         )
 
     def finish(self) -> None:

@@ -74,10 +74,15 @@ class MemoryConfig:
         alias="chunked_loss chunked_cross_entropy use_liger_kernel fused_linear_cross_entropy",
     )
     """Compute the loss and its gradients over chunks of tokens, without the full logits."""
-    chunk_tokens: str = option("auto", effect=Effect.rounding, needs="memory.chunk_loss")
+    chunk_tokens: str = option(
+        "auto", effect=Effect.rounding, needs="memory.chunk_loss"
+    )
     """Tokens a chunk; ``auto`` chooses by the size of the vocabulary and the device."""
     chunk_grad_dtype: GradientDType = option(
-        GradientDType.float32, effect=Effect.format, acts=Stage.gradient, needs="memory.chunk_loss"
+        GradientDType.float32,
+        effect=Effect.format,
+        acts=Stage.gradient,
+        needs="memory.chunk_loss",
     )
     """dtype in which the gradient of the head's weight is summed over chunks."""
     gradient_checkpointing: GradientCheckpointing = option(
@@ -116,7 +121,9 @@ class MemoryConfig:
     """Keep the saved tensors of checkpointed blocks in host memory; they return one block ahead of
     their use."""
     optimizer_offload: bool = option(
-        False, effect=Effect.none, alias="offload_optimizer optim_offload cpu_optimizer_offload"
+        False,
+        effect=Effect.none,
+        alias="offload_optimizer optim_offload cpu_optimizer_offload",
     )
     """Keep optimizer states in host memory and stream them through the device, bucket by bucket."""
     offload_schedule: OffloadSchedule = option(
@@ -174,7 +181,9 @@ class MemoryConfig:
         return self.gradient_checkpointing is not GradientCheckpointing.none
 
     def _check_checkpointing(self) -> None:
-        unknown = [name for name in self.checkpointing_save if name not in SAVED_OPERATORS]
+        unknown = [
+            name for name in self.checkpointing_save if name not in SAVED_OPERATORS
+        ]
         if unknown:
             raise ConfigError(
                 f"memory.checkpointing_save names {unknown[0]}, which is none of "

@@ -59,9 +59,13 @@ class OptimizerInBackward(OptimizerStepper):
             optimizer.param_groups = groups
         param.grad = None
 
-    def clip(self, norms: GradientNorms, max_norm: float, unscale: float = 1.0) -> Tensor:
+    def clip(
+        self, norms: GradientNorms, max_norm: float, unscale: float = 1.0
+    ) -> Tensor:
         """Norm of the gradients, which are gone: ``max_norm`` has no effect. A collective."""
-        assert unscale == 1, "updates in the backward cannot wait for the decision to skip the step"
+        assert unscale == 1, (
+            "updates in the backward cannot wait for the decision to skip the step"
+        )
         assert all(param.grad is None for param in self._params), (
             "a gradient without a call of its hook"
         )

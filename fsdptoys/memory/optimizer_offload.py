@@ -60,7 +60,9 @@ def offload_optimizer(
             replicas the same one.
     """
     assert schedule is not OffloadSchedule.auto and not optimizer.state
-    transfers = transfers or (StreamTransfers if device.is_accelerator else Transfers)(device)
+    transfers = transfers or (StreamTransfers if device.is_accelerator else Transfers)(
+        device
+    )
     dtype = config.offload_state_dtype.torch
     buckets = make_buckets(optimizer, units, config.offload_bucket_mib * MIB, dtype)
     keep_on_device(buckets, config.offload_fraction)
@@ -68,7 +70,9 @@ def offload_optimizer(
         if bucket.on_host:
             bucket.slab = transfers.host_tensor(bucket.elements, dtype)
         else:
-            bucket.slab = torch.zeros(bucket.elements, device=local_tensor(bucket.params[0]).device)
+            bucket.slab = torch.zeros(
+                bucket.elements, device=local_tensor(bucket.params[0]).device
+            )
     lazy = schedule is OffloadSchedule.lazy
     executor = Streaming(
         transfers,

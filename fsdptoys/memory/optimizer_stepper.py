@@ -43,7 +43,9 @@ class OptimizerStepper:
     """Whether units may be updated one by one, so that all-gathers cannot share a preparation after
     ``step``."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, threads: int | None = None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, threads: int | None = None
+    ) -> None:
         self.optimizer = optimizer
         self.after_update: Callable[[], None] = lambda: None
         """Called after each ``step`` that may have changed parameters."""
@@ -73,7 +75,9 @@ class OptimizerStepper:
         """Continue counting from a checkpoint's ``steps_taken``; None from runs that did not
         count."""
 
-    def clip(self, norms: GradientNorms, max_norm: float, unscale: float = 1.0) -> Tensor:
+    def clip(
+        self, norms: GradientNorms, max_norm: float, unscale: float = 1.0
+    ) -> Tensor:
         """Multiply the gradients of the next step by ``unscale``, and scale them down to
         ``max_norm``.
 

@@ -72,7 +72,8 @@ class Bucket:
         self._tensors = [name for name, example in kept.items() if example.ndim]
         scalars = {name: example for name, example in kept.items() if not example.ndim}
         self.scalars = [
-            {name: torch.zeros_like(value) for name, value in scalars.items()} for _ in self.params
+            {name: torch.zeros_like(value) for name, value in scalars.items()}
+            for _ in self.params
         ]
         self.elements = sum(
             self._state_elements(shape) * len(self._tensors) for shape in self._shapes
@@ -110,7 +111,9 @@ class Bucket:
                 offset += self._state_elements(shape)
         return views
 
-    def take(self, groups: list[dict[str, Any]], scale: Tensor | None, release: bool) -> bool:
+    def take(
+        self, groups: list[dict[str, Any]], scale: Tensor | None, release: bool
+    ) -> bool:
         """Fix hyperparameters and gradients for the next update; returns whether there is any
         gradient.
 
@@ -122,7 +125,9 @@ class Bucket:
         if release:
             for param in self.params:
                 param.grad = None
-        for inner, index in zip(self._inner.param_groups, self._group_indices, strict=True):
+        for inner, index in zip(
+            self._inner.param_groups, self._group_indices, strict=True
+        ):
             inner.update(_hyperparameters(groups[index]))
         return any(gradient is not None for gradient in self.gradients)
 
@@ -132,7 +137,9 @@ class Bucket:
         views = self.views(flat)
         first = set()
         # A strategy may have replaced the local tensors since the last update.
-        for index, (param, proxy) in enumerate(zip(self.params, self._proxies, strict=True)):
+        for index, (param, proxy) in enumerate(
+            zip(self.params, self._proxies, strict=True)
+        ):
             gradient = self.gradients[index]
             if gradient is None:
                 continue
@@ -169,7 +176,9 @@ class Bucket:
                 state.zero_()
             else:
                 state.copy_(
-                    local_tensor(value) if isinstance(value, Tensor) else torch.tensor(value)
+                    local_tensor(value)
+                    if isinstance(value, Tensor)
+                    else torch.tensor(value)
                 )
 
     @staticmethod
@@ -194,9 +203,9 @@ def make_buckets(
         "units must name every parameter once"
     )
     kept = kept_states(optimizer)
-    assert all(example.ndim == 0 or example.numel() == 2 for example in kept.values()), (
-        "not an element-wise optimizer"
-    )
+    assert all(
+        example.ndim == 0 or example.numel() == 2 for example in kept.values()
+    ), "not an element-wise optimizer"
     state_bytes = dtype.itemsize * sum(example.ndim > 0 for example in kept.values())
     buckets: list[Bucket] = []
     for unit, (_, params) in enumerate(units):

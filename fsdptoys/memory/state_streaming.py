@@ -65,8 +65,13 @@ class Streaming(Executor):
         self._numbers = {bucket: number for number, bucket in enumerate(buckets)}
         self._seeds = seeds
         self._step = 0
-        self._largest = max((bucket.elements for bucket in buckets if bucket.on_host), default=0)
-        self._buffers, self._dtype = min(buffers, sum(bucket.on_host for bucket in buckets)), dtype
+        self._largest = max(
+            (bucket.elements for bucket in buckets if bucket.on_host), default=0
+        )
+        self._buffers, self._dtype = (
+            min(buffers, sum(bucket.on_host for bucket in buckets)),
+            dtype,
+        )
         self._free: deque[tuple[Tensor, Event]] = deque()
         self._work: Tensor | None = None
         self._generator = torch.Generator(transfers.device)
@@ -80,7 +85,9 @@ class Streaming(Executor):
         assert not self._waiting
         self._step = step
         self._waiting.extend(buckets)
-        self._not_loaded.extend(bucket for bucket in buckets if bucket.on_host and bucket.elements)
+        self._not_loaded.extend(
+            bucket for bucket in buckets if bucket.on_host and bucket.elements
+        )
         self._updated.clear()
         if self._not_loaded and not self._free:
             self._make_buffers()
@@ -88,7 +95,9 @@ class Streaming(Executor):
 
     def finish(self, last_unit: int | None) -> None:
         """Update the buckets of the units up to ``last_unit``, or all, on the compute stream."""
-        while self._waiting and (last_unit is None or self._waiting[0].unit <= last_unit):
+        while self._waiting and (
+            last_unit is None or self._waiting[0].unit <= last_unit
+        ):
             bucket = self._waiting.popleft()
             if bucket.on_host and bucket.elements:
                 self._update_streamed(bucket)
@@ -115,7 +124,8 @@ class Streaming(Executor):
 
     def _make_buffers(self) -> None:
         made = [
-            self._transfers.device_tensor(self._largest, self._dtype) for _ in range(self._buffers)
+            self._transfers.device_tensor(self._largest, self._dtype)
+            for _ in range(self._buffers)
         ]
         # Earlier work on the compute stream may still use their memory.
         free_from = self._transfers.mark()
@@ -157,7 +167,9 @@ class Streaming(Executor):
 
 
 @torch.no_grad()
-def round_stochastically(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
+def round_stochastically(
+    target: Tensor, source: Tensor, generator: torch.Generator
+) -> None:
     """Round ``source``, flat float32, into ``target``, flat bfloat16 of the same length and device.
 
     A bfloat16 is the upper half of a float32: a uniform 16-bit number is added to the lower half,
@@ -170,7 +182,12 @@ def round_stochastically(target: Tensor, source: Tensor, generator: torch.Genera
     ):
         bits = values.view(torch.int32)
         noise = torch.randint(
-            0, 2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator
+            0,
+            2**16,
+            bits.shape,
+            dtype=torch.int32,
+            device=bits.device,
+            generator=generator,
         )
         rounded = noise.add_(bits).bitwise_and_(-(2**16)).view(torch.float32)
         into.copy_(torch.where(values.isfinite(), rounded, values))

@@ -5,7 +5,13 @@ becomes one ``StepMetrics``, shown on the console and appended to ``metrics.json
 the run, the same numbers are plotted in ``loss.png`` and summarized in ``summary.md``.
 """
 
-from .config import COLLECTIVES_FILE, PROFILE_FOLDER, Console, MetricsConfig, run_dir_path
+from .config import (
+    COLLECTIVES_FILE,
+    PROFILE_FOLDER,
+    Console,
+    MetricsConfig,
+    run_dir_path,
+)
 from .loss_spikes import SpikeDetector
 from .prediction import prediction_line
 from .preflight import check_run_dir

@@ -111,12 +111,17 @@ class CompilationWatch:
             return
         self._reported += 1
         if self._reported <= MAX_REPORTED:
-            self._sentences.append(f"{where} recompiled {worst.function}: {worst.reason}")
+            self._sentences.append(
+                f"{where} recompiled {worst.function}: {worst.reason}"
+            )
 
 
 def _reason(record: Any) -> str:
     """The failed guard on one line, without the compilation's number."""
-    reason = getattr(record, "recompile_reason", None) or "a reason that PyTorch does not report"
+    reason = (
+        getattr(record, "recompile_reason", None)
+        or "a reason that PyTorch does not report"
+    )
     return one_line(re.sub(r"^\d+/\d+: ", "", reason.splitlines()[0]), REASON_CHARS)
 
 
@@ -172,7 +177,12 @@ def recompilation_rows(compilation: Compilations) -> list[tuple[str, str, str, s
     """Step, phase, function and reason of each recompilation."""
     rows = []
     for each in compilation.recompilations[:SHOWN]:
-        reason = "`" + each.reason.replace("`", "'") + "`" + " (limit reached)" * each.at_limit
+        reason = (
+            "`"
+            + each.reason.replace("`", "'")
+            + "`"
+            + " (limit reached)" * each.at_limit
+        )
         rows.append((str(each.step), each.phase, f"`{each.function}`", reason))
     more = len(compilation.recompilations) - SHOWN
     return rows + ([("…", "", "", f"{more} more")] if more > 0 else [])

@@ -85,7 +85,9 @@ class MetricsConfig:
     """Console output, run directory and optional writers of a run."""
 
     run_dir: str | None = option(
-        None, effect=Effect.none, alias="output_dir out_dir save_dir log_dir logging_dir"
+        None,
+        effect=Effect.none,
+        alias="output_dir out_dir save_dir log_dir logging_dir",
     )
     """Folder for the run's files, created if missing; null for ``runs/<date>-<time>-<title>``."""
     console: Console = option(Console.auto, effect=Effect.none)
@@ -110,11 +112,17 @@ class MetricsConfig:
 
     writers: list[str] = option([], effect=Effect.none)
     """Additional destinations of every step: [tensorboard], [wandb] or both."""
-    wandb_project: str | None = option(None, effect=Effect.none, needs="metrics.writers=wandb")
+    wandb_project: str | None = option(
+        None, effect=Effect.none, needs="metrics.writers=wandb"
+    )
     """Project at Weights & Biases; null for WANDB_PROJECT or, if unset, wandb's default."""
-    wandb_entity: str | None = option(None, effect=Effect.none, needs="metrics.writers=wandb")
+    wandb_entity: str | None = option(
+        None, effect=Effect.none, needs="metrics.writers=wandb"
+    )
     """User or team at Weights & Biases; null for WANDB_ENTITY or, if unset, the user's own."""
-    wandb_mode: WandbMode | None = option(None, effect=Effect.none, needs="metrics.writers=wandb")
+    wandb_mode: WandbMode | None = option(
+        None, effect=Effect.none, needs="metrics.writers=wandb"
+    )
     """Whether to upload the run; null for WANDB_MODE or, if unset, online."""
 
     def __post_init__(self) -> None:
@@ -136,7 +144,9 @@ class MetricsConfig:
         for key in ("wandb_project", "wandb_entity", "wandb_mode"):
             value = getattr(self, key)
             if isinstance(value, str) and not value.strip():
-                raise ConfigError(f"metrics.{key}={value!r} must not be empty; leave it out")
+                raise ConfigError(
+                    f"metrics.{key}={value!r} must not be empty; leave it out"
+                )
         if self.run_dir is not None and not self.run_dir.strip():
             raise ConfigError(
                 f"metrics.run_dir={self.run_dir!r} must name a folder; set metrics.run_dir=null "

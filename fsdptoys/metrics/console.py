@@ -49,7 +49,11 @@ class PlainReporter(Reporter):
 
     def message(self, text: str) -> None:
         """Print text on separate lines."""
-        print(wrapped(printable(text, self._stream), self._stream), file=self._stream, flush=True)
+        print(
+            wrapped(printable(text, self._stream), self._stream),
+            file=self._stream,
+            flush=True,
+        )
 
     def close(self) -> None:
         """Print the last step if it has not been printed."""
@@ -62,7 +66,9 @@ class PlainReporter(Reporter):
         width = len(str(self._steps))
         cells = [f"{label} {text}" for label, text in render_columns(metrics).items()]
         mark = "  skipped" * metrics.skipped
-        self.message(f"step {metrics.step:>{width}}/{self._steps}{mark}  " + "  ".join(cells))
+        self.message(
+            f"step {metrics.step:>{width}}/{self._steps}{mark}  " + "  ".join(cells)
+        )
 
 
 class RichReporter(Reporter):
@@ -84,7 +90,9 @@ class RichReporter(Reporter):
     def message(self, text: str) -> None:
         """Print text above the bar."""
         text = wrapped(printable(text, self._console.file), self._console.file)
-        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        self._console.print(
+            text, markup=False, highlight=False, emoji=False, soft_wrap=True
+        )
 
     def close(self) -> None:
         """Draw the last state and stop."""
@@ -92,7 +100,9 @@ class RichReporter(Reporter):
             self._progress.stop()
 
 
-def build_reporter(choice: Console, steps: int, log_every: int, done: int = 0) -> Reporter:
+def build_reporter(
+    choice: Console, steps: int, log_every: int, done: int = 0
+) -> Reporter:
     """Construct the configured reporter on stdout; ``done`` is the step from which the run
     resumes."""
     if choice is Console.auto:
@@ -106,7 +116,11 @@ def build_reporter(choice: Console, steps: int, log_every: int, done: int = 0) -
         import rich.console
 
         return RichReporter(steps, rich.console.Console(file=sys.stdout), done)
-    return PlainReporter(steps, log_every, sys.stdout) if choice is Console.plain else Reporter()
+    return (
+        PlainReporter(steps, log_every, sys.stdout)
+        if choice is Console.plain
+        else Reporter()
+    )
 
 
 def event_lines(metrics: StepMetrics) -> list[str]:

@@ -41,7 +41,9 @@ def _power(scale: float | None) -> str | None:
 
 def _sizes(*gib: float | None) -> str:
     """Sizes in one unit, which fits the largest."""
-    unit, size = fitting_unit(GIB * max((value for value in gib if value is not None), default=0.0))
+    unit, size = fitting_unit(
+        GIB * max((value for value in gib if value is not None), default=0.0)
+    )
     return (
         "/".join("?" if value is None else f"{value * GIB / size:.4g}" for value in gib)
         + f" {unit}"
@@ -56,7 +58,11 @@ def _memory(metrics: StepMetrics) -> str | None:
 
 
 def _resident_set(metrics: StepMetrics) -> str | None:
-    return _sizes(metrics.resident_set_gib) if metrics.memory_reserved_gib is None else None
+    return (
+        _sizes(metrics.resident_set_gib)
+        if metrics.memory_reserved_gib is None
+        else None
+    )
 
 
 COLUMNS: tuple[tuple[str, Callable[[StepMetrics], str | None]], ...] = (

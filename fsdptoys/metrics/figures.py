@@ -24,13 +24,20 @@ def draw_loss(
     path: Path, title: str, steps: Sequence[StepMetrics], references: dict[str, float]
 ) -> None:
     """Draw loss, gradient norm, and float16's loss scale below one another."""
-    pictures = [loss_picture(steps, references), norm_picture(steps), scale_picture(steps)]
+    pictures = [
+        loss_picture(steps, references),
+        norm_picture(steps),
+        scale_picture(steps),
+    ]
     heights = [4.4, 1.6, *([1.3] if pictures[2] is not None else [])]
     draw_png(path, *filter(None, pictures), title=title, heights=heights)
 
 
 def draw_experts(
-    path: Path, title: str, steps: Sequence[StepMetrics], counts: Sequence[Sequence[int]]
+    path: Path,
+    title: str,
+    steps: Sequence[StepMetrics],
+    counts: Sequence[Sequence[int]],
 ) -> None:
     """Draw the routing of a run.
 
@@ -47,15 +54,25 @@ def draw_experts(
         "",
         Axis("expert", integer=True),
         Axis("layer with experts", integer=True),
-        (Series("", Shape.cells, range(n_experts), range(n_layers), None, cells=loads_LE),),
+        (
+            Series(
+                "", Shape.cells, range(n_experts), range(n_layers), None, cells=loads_LE
+            ),
+        ),
     )
     map_height = min(max(1.1, 0.3 * n_layers), 5.5)
     draw_png(
-        path, loads, *expert_pictures(steps), title=title, heights=[map_height + 0.9, 1.7, 1.4]
+        path,
+        loads,
+        *expert_pictures(steps),
+        title=title,
+        heights=[map_height + 0.9, 1.7, 1.4],
     )
 
 
-def loss_picture(steps: Sequence[StepMetrics], references: Mapping[str, float]) -> Picture:
+def loss_picture(
+    steps: Sequence[StepMetrics], references: Mapping[str, float]
+) -> Picture:
     """Describe losses, their running mean, held-out losses and references."""
     series = [step_series("loss of each step", steps, "loss", 0)]
     if (smooth := mean_loss_series("", steps, 0)) is not None:
@@ -64,13 +81,19 @@ def loss_picture(steps: Sequence[StepMetrics], references: Mapping[str, float]) 
         series = [replace(series[0], faint=True), mean]
     evaluated = [metrics for metrics in steps if metrics.eval_loss is not None]
     if evaluated:
-        series.append(step_series("held-out loss, after the update", evaluated, "eval_loss", 1))
+        series.append(
+            step_series("held-out loss, after the update", evaluated, "eval_loss", 1)
+        )
     rules = tuple((nats, f"{label}: {nats:.3f}") for label, nats in references.items())
     caption = (
         "Dashed: entropies of simple models of the same data; a loss below one has learned more "
         "than it."
     )
-    span = f", from {steps[0].loss:.4f} to {steps[-1].loss:.4f} nats per token" if steps else ""
+    span = (
+        f", from {steps[0].loss:.4f} to {steps[-1].loss:.4f} nats per token"
+        if steps
+        else ""
+    )
     return Picture(
         "loss",
         "Loss",
@@ -89,18 +112,26 @@ def loss_picture(steps: Sequence[StepMetrics], references: Mapping[str, float]) 
 def norm_picture(steps: Sequence[StepMetrics]) -> Picture | None:
     """Describe the gradient norm."""
     axis = "norm before clipping"
-    return curve(steps, "grad_norm", "Gradient norm", "Before clipping.", axis, wide_is_log=True)
+    return curve(
+        steps, "grad_norm", "Gradient norm", "Before clipping.", axis, wide_is_log=True
+    )
 
 
 def scale_picture(steps: Sequence[StepMetrics]) -> Picture | None:
     """Describe float16's loss scale, with a cross at each skipped step."""
     sentence = "Of float16; overflows lower it."
     picture = curve(steps, "loss_scale", "Loss scale", sentence, wide_is_log=True)
-    skipped = [metrics for metrics in steps if metrics.skipped and metrics.loss_scale is not None]
+    skipped = [
+        metrics
+        for metrics in steps
+        if metrics.skipped and metrics.loss_scale is not None
+    ]
     if picture is None or not skipped:
         return picture
     crosses = step_series("skipped steps", skipped, "loss_scale", SKIPPED_LOOK)
-    return replace(picture, series=(*picture.series, replace(crosses, shape=Shape.points)))
+    return replace(
+        picture, series=(*picture.series, replace(crosses, shape=Shape.points))
+    )
 
 
 def curve(
@@ -137,7 +168,10 @@ def expert_pictures(steps: Sequence[StepMetrics]) -> list[Picture]:
     load = Picture(
         "experts",
         "Load balance of the experts",
-        ["Tokens of the busiest and the idlest expert over the mean of their layer; 1 is balance."],
+        [
+            "Tokens of the busiest and the idlest expert over the mean of their layer; "
+            "1 is balance."
+        ],
         "Load of the busiest and the idlest expert against the optimizer step.",
         STEP,
         Axis("over the mean", from_zero=True),
@@ -145,21 +179,31 @@ def expert_pictures(steps: Sequence[StepMetrics]) -> list[Picture]:
         ((1.0, "balance"),),
     )
     sentence = "Of the experts' shares of the tokens; 1 is balance."
-    entropy = curve(routed, "routing.entropy", "Entropy of the shares", sentence, "entropy")
+    entropy = curve(
+        routed, "routing.entropy", "Entropy of the shares", sentence, "entropy"
+    )
     return [load] + ([replace(entropy, name="entropy")] if entropy is not None else [])
 
 
 def step_series(
-    name: str, steps: Sequence[StepMetrics], attribute: str, look: int, factor: float = 1.0
+    name: str,
+    steps: Sequence[StepMetrics],
+    attribute: str,
+    look: int,
+    factor: float = 1.0,
 ) -> Series:
     """Line of a (dotted) attribute of the steps; missing values leave gaps."""
     read = operator.attrgetter(attribute)
     # None becomes NaN
     values = np.array([read(metrics) for metrics in steps], dtype=float) * factor
-    return thinned_line(name, np.array([metrics.step for metrics in steps]), values, look)
+    return thinned_line(
+        name, np.array([metrics.step for metrics in steps]), values, look
+    )
 
 
-def all_series(steps: Sequence[StepMetrics], attributes: Mapping[str, str]) -> tuple[Series, ...]:
+def all_series(
+    steps: Sequence[StepMetrics], attributes: Mapping[str, str]
+) -> tuple[Series, ...]:
     """Lines of several attributes, by name."""
     return tuple(
         step_series(name, steps, attribute, look)

@@ -74,7 +74,9 @@ def layout_rows(layout: Layout) -> list[tuple[str, str]]:
             )
         )
     rows.append(("mesh", _mesh_text(layout)))
-    parts = ", ".join(f"{name} {_bytes_text(each)}" for name, each in layout.bytes_per_rank.items())
+    parts = ", ".join(
+        f"{name} {_bytes_text(each)}" for name, each in layout.bytes_per_rank.items()
+    )
     return [*rows, ("bytes per rank", parts)]
 
 
@@ -85,7 +87,8 @@ def layout_lines(rows: Sequence[tuple[str, str]]) -> str:
 
 def _unit_text(unit: Unit) -> str:
     return (
-        f"{unit.name} ({unit.parameters:,} parameters, {size_text(unit.gathered_bytes)} gathered)"
+        f"{unit.name} ({unit.parameters:,} parameters, "
+        f"{size_text(unit.gathered_bytes)} gathered)"
     )
 
 
@@ -93,11 +96,18 @@ def _mesh_text(layout: Layout) -> str:
     mesh = dict(layout.mesh)
     # Both are among the ranks of the other axes.
     sharing, splits = mesh.pop("cp", 1), mesh.pop("ep", 1)
-    axes, shards = " × ".join(f"{axis}={ranks}" for axis, ranks in mesh.items()), mesh.get("shard")
+    axes, shards = (
+        " × ".join(f"{axis}={ranks}" for axis, ranks in mesh.items()),
+        mesh.get("shard"),
+    )
     replicas = mesh.get("replicate")
     shared = f"; cp={sharing}: each sequence shared by {sharing} ranks" * (sharing > 1)
     if shards is None:
-        return f"{axes}: {replicas} ranks with full copies{shared}" if replicas else "one rank"
+        return (
+            f"{axes}: {replicas} ranks with full copies{shared}"
+            if replicas
+            else "one rank"
+        )
     split = (
         f"{layout.sharded} split over {shards} ranks"
         + f", experts over ep={splits} of them" * (splits > 1)

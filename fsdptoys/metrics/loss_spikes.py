@@ -53,7 +53,9 @@ class SpikeDetector:
         if len(self._losses) >= FEWEST:
             median = statistics.median(self._losses)
             deviation = statistics.median(abs(other - median) for other in self._losses)
-            score = (loss - median) / max(SIGMAS_PER_DEVIATION * deviation, LEAST_SIGMA_NATS)
+            score = (loss - median) / max(
+                SIGMAS_PER_DEVIATION * deviation, LEAST_SIGMA_NATS
+            )
         if score is None or score <= self._threshold:
             self._losses = [*self._losses, loss][-WINDOW:]
             self._in_a_row = 0

@@ -189,10 +189,15 @@ class PredictionError:
 def prediction_line(prediction: Prediction, memory_bytes: float) -> str:
     """One line with the prediction, shown before the model is built; ``memory_bytes`` are those of
     the allocator."""
-    memory, where = prediction.memory, f"({prediction.method}, plan.hardware={prediction.hardware})"
+    memory, where = (
+        prediction.memory,
+        f"({prediction.method}, plan.hardware={prediction.hardware})",
+    )
     seconds = prediction.time.step_seconds
     duration = f"{seconds * 1e3:,.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-    text = f"predicted {duration} per step, {prediction.tokens_per_second:,.0f} tokens/s"
+    text = (
+        f"predicted {duration} per step, {prediction.tokens_per_second:,.0f} tokens/s"
+    )
     if prediction.device_type == "cpu":
         return f"{text} {where}"
     over = (
@@ -200,11 +205,16 @@ def prediction_line(prediction: Prediction, memory_bytes: float) -> str:
         if memory.reserved_bytes > memory_bytes
         else ""
     )
-    peak, reserved = size_text(round(memory.peak_bytes)), size_text(round(memory.reserved_bytes))
+    peak, reserved = (
+        size_text(round(memory.peak_bytes)),
+        size_text(round(memory.reserved_bytes)),
+    )
     return f"{text}, {peak} peak, {reserved} reserved{over} {where}"
 
 
-def prediction_rows(comparisons: Sequence[PredictionError]) -> list[tuple[str, str, str, str]]:
+def prediction_rows(
+    comparisons: Sequence[PredictionError],
+) -> list[tuple[str, str, str, str]]:
     """Rows of the summary's table."""
     return [
         (

@@ -54,7 +54,9 @@ def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
     path = RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)
     key = f"metrics.run_dir={'null' if config.run_dir is None else config.run_dir}"
     absolute = path.absolute()
-    nearest = next(parent for parent in (path, *absolute.parents) if os.path.lexists(parent))
+    nearest = next(
+        parent for parent in (path, *absolute.parents) if os.path.lexists(parent)
+    )
     try:
         # With a missing parent, lstat does not report that the path is too long.
         check_length(key, absolute, nearest)
@@ -98,7 +100,9 @@ def check_files(path: Path) -> None:
                 and (kind := kind_of(path / name))
                 and not (path / name).is_dir()
             ):
-                raise ConfigError(f"{path / name} is {kind} and not a folder; {REMOVE_IT}")
+                raise ConfigError(
+                    f"{path / name} is {kind} and not a folder; {REMOVE_IT}"
+                )
         for name in OWN_FOLDERS:
             if (path / name).is_symlink():
                 raise ConfigError(
@@ -126,7 +130,10 @@ def check_writers(config: MetricsConfig, environment: Mapping[str, str]) -> None
                 f"metrics.writers=[{','.join(config.writers)}] needs the package {name}, which "
                 f"is not installed; run pip install -e '.[{name}]' or leave {name} out"
             )
-    online = WANDB_FOLDER in config.writers and wandb_mode(config, environment) is WandbMode.online
+    online = (
+        WANDB_FOLDER in config.writers
+        and wandb_mode(config, environment) is WandbMode.online
+    )
     if online and not _has_wandb_key(environment):
         raise ConfigError(
             "metrics.wandb_mode=online needs an API key for Weights & Biases, and there is none; "
@@ -154,13 +161,18 @@ def _has_wandb_key(environment: Mapping[str, str]) -> bool:
         return True
     from requests.utils import get_netrc_auth
 
-    return get_netrc_auth(environment.get("WANDB_BASE_URL") or _wandb_url(environment)) is not None
+    return (
+        get_netrc_auth(environment.get("WANDB_BASE_URL") or _wandb_url(environment))
+        is not None
+    )
 
 
 def _wandb_url(environment: Mapping[str, str]) -> str:
     """The server saved by ``wandb login --host``."""
     settings = configparser.ConfigParser(interpolation=None)
-    folder = Path(environment.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
+    folder = Path(
+        environment.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb"
+    )
     with suppress(OSError, configparser.Error, UnicodeDecodeError):
         settings.read(folder / "settings")
         return settings.get("default", "base_url", fallback=WANDB_URL)

@@ -94,8 +94,12 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         self.run_dir = self._directory.path
         self._steps = self._directory.earlier_steps
         done = resumed.step if resumed else 0
-        self._reporter: Reporter = build_reporter(config.console, steps, config.log_every, done)
-        self.message(f"{title}\n{hardware_line(environment)}, {steps} steps into {self.run_dir}")
+        self._reporter: Reporter = build_reporter(
+            config.console, steps, config.log_every, done
+        )
+        self.message(
+            f"{title}\n{hardware_line(environment)}, {steps} steps into {self.run_dir}"
+        )
         if layout is not None:
             self.message(layout_lines(layout_rows(layout)))
         if resumed and done:
@@ -161,17 +165,24 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         self.message(*self._directory.restore())
         results = summarize(self._steps, self._config.warmup_steps, starts(resumes))
         errors = (
-            prediction_errors(self._prediction, results) if self._prediction is not None else []
+            prediction_errors(self._prediction, results)
+            if self._prediction is not None
+            else []
         )
         self._reporter.close()
         self._watch_console()
         with writing(self.run_dir):
-            figures.draw_loss(self.run_dir / LOSS_FILE, self._title, self._steps, self._references)
+            figures.draw_loss(
+                self.run_dir / LOSS_FILE, self._title, self._steps, self._references
+            )
         if self._last_counts:
             self._write_counts()
             with writing(self.run_dir):
                 figures.draw_experts(
-                    self.run_dir / EXPERTS_FILE, self._title, self._steps, self._last_counts
+                    self.run_dir / EXPERTS_FILE,
+                    self._title,
+                    self._steps,
+                    self._last_counts,
                 )
         result = RunResult(
             title=self._title,
@@ -208,13 +219,17 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         if sample is not None:
             self.message(f"sample of the trained model:\n{sample}\n")
         checkpoint = self._config_tree.get("checkpoint", {})
-        loses = checkpoint.get("every") == 0 and checkpoint.get("final_weights") is False
+        loses = (
+            checkpoint.get("every") == 0 and checkpoint.get("final_weights") is False
+        )
         note = (
             ", without the trained weights (checkpoint.final_weights=true keeps them)"
             if loses
             else ""
         )
-        self.message("\n".join([*closing_lines(result), f"run directory: {self.run_dir}{note}"]))
+        self.message(
+            "\n".join([*closing_lines(result), f"run directory: {self.run_dir}{note}"])
+        )
 
     def _files(self) -> dict[str, str]:
         """Entry of the run directory → its content; the last two are about to be written."""
@@ -230,10 +245,15 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         lost = lost_output()
         if not lost or self._lost_output is not None:
             return
-        when = f"at step {self._steps[-1].step}" if self._steps else "before the first step"
+        when = (
+            f"at step {self._steps[-1].step}"
+            if self._steps
+            else "before the first step"
+        )
         streams = ", ".join(f"{name}: {reason}" for name, reason in lost.items())
         self._lost_output = (
-            f"Console output was lost {when} ({streams}); {METRICS_FILE} has every step."
+            f"Console output was lost {when} ({streams}); {METRICS_FILE} has "
+            "every step."
         )
         print_status(self._lost_output)
 
@@ -273,4 +293,6 @@ def closing_lines(run: RunResult) -> list[str]:
         for each in run.prediction
         if each.flagged
     ]
-    return lines + ([compilation_line(run.compilation)] if run.compilation is not None else [])
+    return lines + (
+        [compilation_line(run.compilation)] if run.compilation is not None else []
+    )

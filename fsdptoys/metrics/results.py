@@ -45,7 +45,8 @@ class Spread:
     def text(self, factor: float, digits: int, unit: str) -> str:
         """Return the values in a unit of 1/``factor``."""
         p10, median, p90 = (
-            f"{value * factor:,.{digits}f}" for value in (self.p10, self.median, self.p90)
+            f"{value * factor:,.{digits}f}"
+            for value in (self.p10, self.median, self.p90)
         )
         return f"{median}{unit} (p10 {p10}, p90 {p90})"
 
@@ -174,12 +175,18 @@ def _stall(steps: Sequence[StepMetrics]) -> float | None:
         for each in steps
         if each.data_wait_seconds is not None
     ]
-    return sum(wait for wait, _ in waits) / sum(seconds for _, seconds in waits) if waits else None
+    return (
+        sum(wait for wait, _ in waits) / sum(seconds for _, seconds in waits)
+        if waits
+        else None
+    )
 
 
 def _split_of_peak(steps: Sequence[StepMetrics]) -> dict[str, float | None]:
     counted = [metrics for metrics in steps if metrics.memory_rest_gib is not None]
-    highest = max(counted, key=lambda metrics: metrics.memory_peak_gib or 0.0, default=None)
+    highest = max(
+        counted, key=lambda metrics: metrics.memory_peak_gib or 0.0, default=None
+    )
     return {key: getattr(highest, key, None) for key in PURPOSE_KEYS.values()}
 
 
@@ -187,7 +194,9 @@ def _highest(steps: Sequence[StepMetrics], name: str) -> float | None:
     return max(_values(steps, name), default=None)
 
 
-def prediction_errors(prediction: Prediction, results: RunResults) -> list[PredictionError]:
+def prediction_errors(
+    prediction: Prediction, results: RunResults
+) -> list[PredictionError]:
     """Compare a prediction with the steps after the warmup; a CPU has no reserved memory to
     compare.
 
@@ -219,9 +228,19 @@ def prediction_errors(prediction: Prediction, results: RunResults) -> list[Predi
             mfu.median * 100 if mfu and prediction.mfu is not None else None,
             "%",
         ),
-        ("device memory after a step", memory.end_bytes / GIB, results.memory_allocated_gib, "GiB"),
+        (
+            "device memory after a step",
+            memory.end_bytes / GIB,
+            results.memory_allocated_gib,
+            "GiB",
+        ),
         ("peak device memory", memory.peak_bytes / GIB, results.memory_peak_gib, "GiB"),
-        ("reserved device memory", memory.reserved_bytes / GIB, results.memory_reserved_gib, "GiB"),
+        (
+            "reserved device memory",
+            memory.reserved_bytes / GIB,
+            results.memory_reserved_gib,
+            "GiB",
+        ),
     )
     return [
         PredictionError(name, predicted, measured, unit)
@@ -308,7 +327,10 @@ class RunResult:
 
     def to_json(self) -> str:
         """The file's text: strict JSON, with non-finite numbers as "nan", "inf" and "-inf"."""
-        return json.dumps(plain_tree(dataclasses.asdict(self)), indent=2, allow_nan=False) + "\n"
+        return (
+            json.dumps(plain_tree(dataclasses.asdict(self)), indent=2, allow_nan=False)
+            + "\n"
+        )
 
 
 def read_result(run_dir: Path) -> RunResult | None:
@@ -339,4 +361,6 @@ def plain_tree(value: Any) -> Any:
         return [plain_tree(each) for each in value]
     if isinstance(value, Enum):
         return value.value
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return (
+        str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    )

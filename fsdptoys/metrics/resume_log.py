@@ -105,7 +105,9 @@ def resume_row(resume: Resume) -> list[str]:
     ]
 
 
-def truncate_or_move(folder: Path, resumed: ResumePoint) -> tuple[str | None, list[str]]:
+def truncate_or_move(
+    folder: Path, resumed: ResumePoint
+) -> tuple[str | None, list[str]]:
     """Truncate the JSON Lines files of an existing folder to their sizes at the checkpoint, or move
     all files away.
 
@@ -132,7 +134,11 @@ def truncate_or_move(folder: Path, resumed: ResumePoint) -> tuple[str | None, li
                 ]
             kept[path] = offset
         elif content or offset:
-            size = f"{len(content)} of the {offset} bytes" if offset else "another length than"
+            size = (
+                f"{len(content)} of the {offset} bytes"
+                if offset
+                else "another length than"
+            )
             notes.append(
                 f"{path} has {size} recorded in the checkpoint {resumed.checkpoint}; its "
                 f"complete lines up to step {resumed.step} are kept"
@@ -152,7 +158,11 @@ def move_aside(folder: Path) -> str | None:
 
     None if there is nothing to move.
     """
-    names = [name for name in RUN_FILES if name != RESUMES_FILE and os.path.lexists(folder / name)]
+    names = [
+        name
+        for name in RUN_FILES
+        if name != RESUMES_FILE and os.path.lexists(folder / name)
+    ]
     if not names:
         return None
     targets = (folder / f"attempt-{number}" for number in itertools.count(1))
@@ -191,7 +201,9 @@ def append_resume(path: Path, resume: Resume) -> None:
     # skipkeys: YAML allows keys that JSON does not.
     line = json.dumps(dataclasses.asdict(resume), skipkeys=True)
     before = _read(path)
-    torn = before != b"" and not before.endswith(b"\n")  # a start was killed while it wrote
+    torn = before != b"" and not before.endswith(
+        b"\n"
+    )  # a start was killed while it wrote
     with open_regular(path, "a", encoding="utf-8") as file:
         file.write("\n" * torn + line + "\n")
 
@@ -206,11 +218,16 @@ def starts(resumes: Sequence[Resume]) -> list[int]:
 
 
 def describe_resume(
-    folder: Path, resumed: ResumePoint, config_tree: dict[str, Any], environment: dict[str, Any]
+    folder: Path,
+    resumed: ResumePoint,
+    config_tree: dict[str, Any],
+    environment: dict[str, Any],
 ) -> Resume | None:
     """Compare this start with the previous one in the folder; None for a new run in a new
     folder."""
-    if not resumed.step and not any(os.path.lexists(folder / name) for name in RUN_FILES):
+    if not resumed.step and not any(
+        os.path.lexists(folder / name) for name in RUN_FILES
+    ):
         return None
     before_tree, before = (
         _read_tree(folder / CONFIG_FILE),
@@ -225,16 +242,22 @@ def describe_resume(
         if type(ranks_before) is int and 0 <= ranks_before <= LARGEST_INTEGER
         else None,
         world_size=environment.get("world_size"),
-        changed=changed_settings(before_tree, config_tree) if before_tree is not None else None,
+        changed=changed_settings(before_tree, config_tree)
+        if before_tree is not None
+        else None,
         moved_to=None,
     )
 
 
-def changed_settings(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
+def changed_settings(
+    before: dict[str, Any], after: dict[str, Any]
+) -> dict[str, list[Any]]:
     """Dotted key → [old, new] of each changed setting, with None for an absent one."""
     old, new = dict(flatten(before)), dict(flatten(after))
     changed = [
-        key for key in old | new if old.get(key) != new.get(key) or (key in old) != (key in new)
+        key
+        for key in old | new
+        if old.get(key) != new.get(key) or (key in old) != (key in new)
     ]
     return {key: [old.get(key), new.get(key)] for key in changed}
 

@@ -18,7 +18,11 @@ import yaml
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.atomic_write import sync_to_disk, write_atomically
 from fsdptoys.utils.file_lock import FolderLock
-from fsdptoys.utils.regular_file import NotRegularFileError, open_descriptor, open_regular
+from fsdptoys.utils.regular_file import (
+    NotRegularFileError,
+    open_descriptor,
+    open_regular,
+)
 
 from .config import (
     CONFIG_FILE,
@@ -75,7 +79,9 @@ class RunDirectory:
         self._make_room = make_room
         self._is_full = False
         check_run_dir(config, resumes=resumed is not None)
-        self.path = RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)
+        self.path = (
+            RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)
+        )
         self.notes: list[str] = []
         """Messages for the user about the files of earlier starts."""
         self.earlier_steps: list[StepMetrics] = []
@@ -94,11 +100,14 @@ class RunDirectory:
                         open_regular(self.path / METRICS_FILE, "xb").close()
                     self._lines = {METRICS_FILE: LineFile(self.path / METRICS_FILE)}
                 except FileExistsError as error:
-                    raise ConfigError(already_holds(config.run_dir, METRICS_FILE)) from error
+                    raise ConfigError(
+                        already_holds(config.run_dir, METRICS_FILE)
+                    ) from error
                 self.write(ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
                 # Last, since readers take a folder with settings for a run directory.
                 self.write(
-                    CONFIG_FILE, yaml.safe_dump(config_tree, sort_keys=False, allow_unicode=True)
+                    CONFIG_FILE,
+                    yaml.safe_dump(config_tree, sort_keys=False, allow_unicode=True),
                 )
             except BaseException:
                 self._lock.release()
@@ -107,7 +116,10 @@ class RunDirectory:
         """Resumes of the run, including this start."""
 
     def _resume(
-        self, resumed: ResumePoint, config_tree: dict[str, Any], environment: dict[str, Any]
+        self,
+        resumed: ResumePoint,
+        config_tree: dict[str, Any],
+        environment: dict[str, Any],
     ) -> None:
         """Truncate or move the files of an earlier start, and record this resume."""
         resume = describe_resume(self.path, resumed, config_tree, environment)
@@ -117,7 +129,9 @@ class RunDirectory:
         self.earlier_steps, unread = read_steps(self.path / METRICS_FILE)
         self.notes += [*notes, *unread]
         if resume is not None:
-            append_resume(self.path / RESUMES_FILE, dataclasses.replace(resume, moved_to=moved_to))
+            append_resume(
+                self.path / RESUMES_FILE, dataclasses.replace(resume, moved_to=moved_to)
+            )
 
     def append(self, name: str, line: str) -> list[str]:
         """Append a line to a JSON Lines file, created if missing, unbuffered; ConfigError if it
@@ -143,7 +157,9 @@ class RunDirectory:
             first, self._is_full = not self._is_full, True
             why = os.strerror(error.__cause__.errno)  # type: ignore[union-attr]
             return (
-                [f"steps wait in memory until {self.path} has free space ({why})"] if first else []
+                [f"steps wait in memory until {self.path} has free space ({why})"]
+                if first
+                else []
             )
         self._is_full = False
         return []

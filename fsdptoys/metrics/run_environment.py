@@ -34,11 +34,17 @@ ENVIRONMENT_VARIABLES = (
 """Environment variables that affect speed and memory."""
 
 
-def environment(device: Device, world_size: int, command: Sequence[str]) -> dict[str, Any]:
+def environment(
+    device: Device, world_size: int, command: Sequence[str]
+) -> dict[str, Any]:
     """Describe the environment of a run as plain values, with the device of rank 0; absent ones are
     None."""
     host = Device("cpu")
-    own_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    own_cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count()
+    )
     return {
         "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(command),
@@ -51,7 +57,9 @@ def environment(device: Device, world_size: int, command: Sequence[str]) -> dict
         },
         "versions": {
             "fsdptoys": fsdptoys.__version__,
-            "fsdptoys_commit": checkout_commit(Path(fsdptoys.__file__).resolve().parent.parent),
+            "fsdptoys_commit": checkout_commit(
+                Path(fsdptoys.__file__).resolve().parent.parent
+            ),
             "python": platform.python_version(),
             "torch": str(torch.__version__),
             "cuda": torch.version.cuda,
@@ -69,7 +77,9 @@ def environment(device: Device, world_size: int, command: Sequence[str]) -> dict
             "torch_threads": torch.get_num_threads(),
             "memory_gib": round(host.total_memory_bytes / GIB, 2),
         },
-        "environment_variables": {name: os.environ.get(name) for name in ENVIRONMENT_VARIABLES},
+        "environment_variables": {
+            name: os.environ.get(name) for name in ENVIRONMENT_VARIABLES
+        },
     }
 
 
@@ -107,7 +117,11 @@ def checkout_commit(root: Path) -> str | None:
     ]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
-            [*command, "--exclude=*"], capture_output=True, text=True, timeout=10, check=True
+            [*command, "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         )
         return done.stdout.strip() or None
     return None

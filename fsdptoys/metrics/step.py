@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, get_args
 
-from fsdptoys.device import GIB, REST, Device, highest_resident_set_bytes, resident_set_bytes
+from fsdptoys.device import (
+    GIB,
+    REST,
+    Device,
+    highest_resident_set_bytes,
+    resident_set_bytes,
+)
 from fsdptoys.utils.foreign import parse_json
 
 
@@ -152,7 +158,9 @@ class StepMetrics:
         """
         values = self._values()
         non_finite = [
-            name for name, value in values.items() if value is not None and not math.isfinite(value)
+            name
+            for name, value in values.items()
+            if value is not None and not math.isfinite(value)
         ]
         values.update(dict.fromkeys(non_finite))
         if non_finite:
@@ -161,15 +169,23 @@ class StepMetrics:
 
     def numbers(self) -> dict[str, float]:
         """The measured numbers under the names of ``to_json``; non-finite values stay."""
-        return {name: float(value) for name, value in self._values().items() if value is not None}
+        return {
+            name: float(value)
+            for name, value in self._values().items()
+            if value is not None
+        }
 
     def _values(self) -> dict[str, Any]:
-        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        values = {
+            each.name: getattr(self, each.name) for each in dataclasses.fields(self)
+        }
         routing = values.pop("routing")
         if values["loss_scale"] is None:
             del values["loss_scale"]
         if routing is not None:
-            values |= {key: getattr(routing, name) for name, key in ROUTING_KEYS.items()}
+            values |= {
+                key: getattr(routing, name) for name, key in ROUTING_KEYS.items()
+            }
         return values
 
     @classmethod
@@ -181,12 +197,16 @@ class StepMetrics:
         the wrong type or out of range.
         """
         values = parse_json(line)
-        if not isinstance(values, dict) or not isinstance(values.get("non_finite", []), list):
+        if not isinstance(values, dict) or not isinstance(
+            values.get("non_finite", []), list
+        ):
             raise ValueError("a step is an object, and non_finite a list")
         values |= dict.fromkeys(map(str, values.get("non_finite", [])), math.nan)
         routing = None
         if any(key in values for key in ROUTING_KEYS.values()):
-            parts = {name: _checked(values, key, float) for name, key in ROUTING_KEYS.items()}
+            parts = {
+                name: _checked(values, key, float) for name, key in ROUTING_KEYS.items()
+            }
             routing = RoutingMetrics(**parts)
         known = {
             each.name: _checked(values, each.name, each.type)
@@ -203,7 +223,9 @@ class StepMetrics:
         """A copy without token counts per expert, which are too large to keep for every step."""
         if self.routing is None:
             return self
-        return dataclasses.replace(self, routing=dataclasses.replace(self.routing, counts=[]))
+        return dataclasses.replace(
+            self, routing=dataclasses.replace(self.routing, counts=[])
+        )
 
 
 def step_rates(
@@ -225,7 +247,9 @@ def step_rates(
         peak_flops: peak FLOP/s of one device in the dtype of the run; None if unknown.
     """
     assert step_time_seconds > 0
-    flops_per_second_per_rank = flops_per_token * tokens / step_time_seconds / world_size
+    flops_per_second_per_rank = (
+        flops_per_token * tokens / step_time_seconds / world_size
+    )
     return {
         "step_time_seconds": step_time_seconds,
         "valid_tokens": valid_tokens,

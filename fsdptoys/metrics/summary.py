@@ -29,7 +29,11 @@ def render_summary(run: RunResult, defaults: Mapping[str, Any] = {}) -> str:
         run.compilation,
         run.steps.routing,
     )
-    last, skipped, held_out = results.mean_last_steps, results.skipped_steps, results.eval_loss
+    last, skipped, held_out = (
+        results.mean_last_steps,
+        results.skipped_steps,
+        results.eval_loss,
+    )
     of_last_start = " of the last start" * bool(resumes)
     rows: list[tuple[str, str | None]] = [
         ("steps", ending_line(run)),
@@ -37,7 +41,9 @@ def render_summary(run: RunResult, defaults: Mapping[str, Any] = {}) -> str:
         ("last loss", _nats(results.last_loss)),
         (
             f"mean loss of the last {last} steps{' without skipped ones' * bool(skipped)}",
-            "every step was skipped" if skipped and not last else _nats(results.mean_last_loss),
+            "every step was skipped"
+            if skipped and not last
+            else _nats(results.mean_last_loss),
         ),
         ("skipped steps", str(skipped) if skipped else None),
         ("loss scale", _loss_scale(results)),
@@ -57,11 +63,19 @@ def render_summary(run: RunResult, defaults: Mapping[str, Any] = {}) -> str:
         ("MFU", _spread(results.mfu, 100, " %", digits=1) if results.mfu else None),
         (
             "waiting for data",
-            None if results.data_stall is None else f"{results.data_stall:.2%} of the step time",
+            None
+            if results.data_stall is None
+            else f"{results.data_stall:.2%} of the step time",
         ),
         ("peak device memory of rank 0", _peak(results)),
-        ("device memory of rank 0 after the last step", _gib(results.memory_allocated_gib)),
-        ("offloaded by rank 0, in the host's place", _gib(results.memory_host_gib or None)),
+        (
+            "device memory of rank 0 after the last step",
+            _gib(results.memory_allocated_gib),
+        ),
+        (
+            "offloaded by rank 0, in the host's place",
+            _gib(results.memory_host_gib or None),
+        ),
         ("largest resident set of rank 0 after a step", _gib(results.resident_set_gib)),
         ("peak resident set of rank 0", _gib(results.resident_set_peak_gib)),
         *(_routing_rows(routing) if routing is not None else ()),
@@ -88,16 +102,26 @@ def render_summary(run: RunResult, defaults: Mapping[str, Any] = {}) -> str:
         ),
         run.lost_output,
         "![loss and gradient norm over the steps](loss.png)",
-        "![load of each expert, and the balance over the steps](experts.png)" if routing else None,
+        "![load of each expert, and the balance over the steps](experts.png)"
+        if routing
+        else None,
         _table("Predictions", PREDICTION_HEADINGS, prediction_rows(run.prediction)),
-        _table("Recompilations", ("step", "phase", "function", "reason"), recompilations),
+        _table(
+            "Recompilations", ("step", "phase", "function", "reason"), recompilations
+        ),
         _table("Resumes", RESUME_HEADINGS, resume_rows),
-        _section("Sample of the trained model", None if run.sample is None else fence(run.sample)),
-        _section("Profile", None if run.profile is None else profile_markdown(run.profile)),
+        _section(
+            "Sample of the trained model",
+            None if run.sample is None else fence(run.sample),
+        ),
+        _section(
+            "Profile", None if run.profile is None else profile_markdown(run.profile)
+        ),
         _table("Layout", ("part", "value"), layout),
         _table("Files", ("file", "content"), files),
         _section(
-            "How the numbers are measured", "\n".join(f"- {line}" for line in run.definitions)
+            "How the numbers are measured",
+            "\n".join(f"- {line}" for line in run.definitions),
         ),
         _table("Configuration", ("part", "value"), configuration),
         DEFAULTS_LEFT_OUT,
@@ -109,7 +133,9 @@ def _section(heading: str, body: str | None) -> str | None:
     return None if body is None else f"## {heading}\n\n{body}"
 
 
-def _table(heading: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str | None:
+def _table(
+    heading: str, head: Sequence[str], rows: Sequence[Sequence[str]]
+) -> str | None:
     return _section(heading, markdown_table([head, *rows]) if rows else None)
 
 
@@ -123,7 +149,8 @@ def profile_markdown(profile: ProfileResult) -> str:
     if profile.rank not in profile.ranks:
         others = ", ".join(map(str, profile.ranks))
         return (
-            f"`profile/` has the profiles of ranks {others}; rank {profile.rank} was not profiled."
+            f"`profile/` has the profiles of ranks {others}; rank {profile.rank} "
+            "was not profiled."
         )
     parts = []
     if profile.trace_file:
@@ -135,7 +162,9 @@ def profile_markdown(profile: ProfileResult) -> str:
         rows = [[f"`{name}`", *cells] for name, *cells in rows]
         parts.append(markdown_table([head, *rows], range(1, len(head))))
     if profile.snapshot_files:
-        pages = ", ".join(f"[profile/{name}](profile/{name})" for name in profile.snapshot_files)
+        pages = ", ".join(
+            f"[profile/{name}](profile/{name})" for name in profile.snapshot_files
+        )
         parts.append(f"Memory of rank {profile.rank}: {pages}.")
     return "\n\n".join(parts)
 
@@ -150,10 +179,18 @@ def operator_rows(operators: Sequence[Operator]) -> list[list[str]]:
         ("total CPU time", lambda op: _milliseconds(op.cpu_us)),
         (
             "self memory",
-            lambda op: None if op.self_memory_bytes is None else size_text(op.self_memory_bytes),
+            lambda op: (
+                None
+                if op.self_memory_bytes is None
+                else size_text(op.self_memory_bytes)
+            ),
         ),
     ]
-    columns = [column for column in columns if any(column[1](op) is not None for op in operators)]
+    columns = [
+        column
+        for column in columns
+        if any(column[1](op) is not None for op in operators)
+    ]
     return [
         [heading for heading, _ in columns],
         *([cell(op) or "" for _, cell in columns] for op in operators),
@@ -171,7 +208,9 @@ def fence(text: str) -> str:
     return f"{marks}text\n{text}\n{marks}"
 
 
-def _spread(spread: Spread | None, factor: float = 1, unit: str = "", digits: int = 2) -> str:
+def _spread(
+    spread: Spread | None, factor: float = 1, unit: str = "", digits: int = 2
+) -> str:
     if spread is None:
         return "not measured: every step was a warm-up step"
     return spread.text(factor, digits, unit)
@@ -197,7 +236,9 @@ def _nats(value: float | None) -> str:
 
 def _loss_scale(results: RunResults) -> str | None:
     last, lowest = results.loss_scale, results.lowest_loss_scale
-    return None if last is None else f"{last:g} in the last step, {lowest:g} at the lowest"
+    return (
+        None if last is None else f"{last:g} in the last step, {lowest:g} at the lowest"
+    )
 
 
 def _gib(value: float | None) -> str | None:
@@ -205,7 +246,9 @@ def _gib(value: float | None) -> str | None:
 
 
 def _peak(results: RunResults) -> str | None:
-    parts = ", ".join(f"{name} {gib_text(size)}" for name, size in results.memory_parts.items())
+    parts = ", ".join(
+        f"{name} {gib_text(size)}" for name, size in results.memory_parts.items()
+    )
     return (
         None
         if results.memory_peak_gib is None
@@ -213,7 +256,9 @@ def _peak(results: RunResults) -> str | None:
     )
 
 
-def _flat_rows(tree: dict[str, Any], defaults: Mapping[str, Any] = {}) -> list[tuple[str, str]]:
+def _flat_rows(
+    tree: dict[str, Any], defaults: Mapping[str, Any] = {}
+) -> list[tuple[str, str]]:
     """One row per top-level entry, with its flattened subtree in one cell."""
     rows = []
     for name, value in tree.items():
@@ -231,7 +276,12 @@ def _flat_rows(tree: dict[str, Any], defaults: Mapping[str, Any] = {}) -> list[t
 
 
 def _plain(value: Any) -> str:
-    if isinstance(value, str) and value.isprintable() and value.strip() == value and value:
+    if (
+        isinstance(value, str)
+        and value.isprintable()
+        and value.strip() == value
+        and value
+    ):
         return value
     return json.dumps(value, ensure_ascii=False)
 
@@ -303,7 +353,11 @@ LAYOUT_DEFINITION = (
 
 
 def definitions(
-    runs: Sequence[RunResults], *, predicted: bool, compiled: bool = False, laid_out: bool = False
+    runs: Sequence[RunResults],
+    *,
+    predicted: bool,
+    compiled: bool = False,
+    laid_out: bool = False,
 ) -> tuple[str, ...]:
     """The definition of each number in the summaries of runs, for predictions, compilation and
     layouts as given."""
@@ -358,7 +412,11 @@ def definitions(
             "step; its peak since the start of the process is recorded by the kernel (VmHWM)."
         ),
         *([SKIPPED_DEFINITION] if any(run.skipped_steps for run in runs) else ()),
-        *([LOSS_SCALE_DEFINITION] if any(run.loss_scale is not None for run in runs) else ()),
+        *(
+            [LOSS_SCALE_DEFINITION]
+            if any(run.loss_scale is not None for run in runs)
+            else ()
+        ),
         *([SPIKES_DEFINITION] if any(run.spikes for run in runs) else ()),
         *([PREDICTION_DEFINITION] if predicted else ()),
         *([COMPILATION_DEFINITION] if compiled else ()),

@@ -103,7 +103,9 @@ class Writers:
         for writer in list(self._writers):
             try:
                 call(writer)
-            except Exception as error:  # no exception of an optional package may end the training
+            except (
+                Exception
+            ) as error:  # no exception of an optional package may end the training
                 self._writers.remove(writer)
                 with suppress(Exception):
                     writer.close()
@@ -116,8 +118,14 @@ class Writers:
 
 def build_writers(config: MetricsConfig) -> list[Writer]:
     """Construct the configured writers; their packages are imported when they start."""
-    found: list[Writer] = [TensorBoardWriter()] if TENSORBOARD_FOLDER in config.writers else []
-    mode = wandb_mode(config, os.environ) if WANDB_FOLDER in config.writers else WandbMode.disabled
+    found: list[Writer] = (
+        [TensorBoardWriter()] if TENSORBOARD_FOLDER in config.writers else []
+    )
+    mode = (
+        wandb_mode(config, os.environ)
+        if WANDB_FOLDER in config.writers
+        else WandbMode.disabled
+    )
     if mode is not WandbMode.disabled:
         found.append(WandbWriter(config.wandb_project, config.wandb_entity, mode))
     return found
@@ -144,10 +152,15 @@ class TensorBoardWriter:
         self._writer = SummaryWriter(
             run.run_dir / TENSORBOARD_FOLDER, purge_step=done + 1 if done else None
         )
-        for tag, tree in (("config", run.config_tree), ("environment", run.environment)):
+        for tag, tree in (
+            ("config", run.config_tree),
+            ("environment", run.environment),
+        ):
             text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
             # In Markdown, lines with four leading spaces are a code block.
-            self._writer.add_text(tag, "".join(f"    {line}\n" for line in text.splitlines()), done)
+            self._writer.add_text(
+                tag, "".join(f"    {line}\n" for line in text.splitlines()), done
+            )
 
     def step(self, metrics: StepMetrics) -> None:
         """Write the numbers of ``metrics.jsonl``, under the same names."""
@@ -185,7 +198,9 @@ class WandbWriter:
 
     label = "Weights & Biases"
 
-    def __init__(self, project: str | None, entity: str | None, mode: WandbMode) -> None:
+    def __init__(
+        self, project: str | None, entity: str | None, mode: WandbMode
+    ) -> None:
         self._project, self._entity, self._mode = project, entity, mode
         self._run: wandb.Run | None = None
         self._finished = False
@@ -217,7 +232,11 @@ class WandbWriter:
             resume="allow" if resumes and self._mode is WandbMode.online else None,
             name=str(run.run_dir)[-LONGEST_NAME:],
             dir=str(run.run_dir),
-            config={"title": run.title, **run.config_tree, "environment": run.environment},
+            config={
+                "title": run.title,
+                **run.config_tree,
+                "environment": run.environment,
+            },
             allow_val_change=True,
             settings=wandb.Settings(
                 **{name: value for name, value in settings.items() if name in known}
@@ -254,7 +273,11 @@ class WandbWriter:
 def _claim_id(folder: Path, done: int) -> tuple[str, bool]:
     """The run id, and whether it existed before."""
     path = folder / ID_FILE
-    if done and path.exists() and (known := read_regular(path, LARGEST_ID_BYTES).decode().strip()):
+    if (
+        done
+        and path.exists()
+        and (known := read_regular(path, LARGEST_ID_BYTES).decode().strip())
+    ):
         return known, True
     folder.mkdir(parents=True, exist_ok=True)
     run_id = secrets.token_hex(4)

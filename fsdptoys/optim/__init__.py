@@ -5,7 +5,13 @@
 """
 
 from .adamw import AdamWConfig, OptimStateDType
-from .config import Implementation, OptimConfig, Schedule, WeightDecayOn, build_optimizer
+from .config import (
+    Implementation,
+    OptimConfig,
+    Schedule,
+    WeightDecayOn,
+    build_optimizer,
+)
 from .muon import MatmulDType, MuonConfig, UpdateScale
 from .sgd import SGDConfig
 

@@ -82,7 +82,13 @@ class AdamWSettings(OptimConfig):
         self, kind: type[torch.optim.AdamW], params: list[dict[str, Any]]
     ) -> torch.optim.AdamW:
         betas = (self.beta1, self.beta2)
-        return kind(params, lr=self.lr, betas=betas, eps=self.eps, **self.implementation.arguments)
+        return kind(
+            params,
+            lr=self.lr,
+            betas=betas,
+            eps=self.eps,
+            **self.implementation.arguments,
+        )
 
 
 @dataclass
@@ -115,7 +121,11 @@ class AdamWConfig(AdamWSettings):
     @property
     def low_bit_format(self) -> str | None:
         """Name of torchao's format."""
-        return self.state_dtype.value if self.state_dtype.value in low_bit_adamw.FORMATS else None
+        return (
+            self.state_dtype.value
+            if self.state_dtype.value in low_bit_adamw.FORMATS
+            else None
+        )
 
     @property
     def updates_float32_copies(self) -> bool:
@@ -125,9 +135,14 @@ class AdamWConfig(AdamWSettings):
     def is_matrix(self, shape: Sequence[int], in_block: bool) -> bool:
         """Whether a parameter's states are kept in 8 or 4 bits."""
         format = self.low_bit_format
-        return format is not None and low_bit_adamw.block_elements(format, shape) is not None
+        return (
+            format is not None
+            and low_bit_adamw.block_elements(format, shape) is not None
+        )
 
-    def state_bytes(self, shape: Sequence[int], elements: int, in_block: bool) -> tuple[int, ...]:
+    def state_bytes(
+        self, shape: Sequence[int], elements: int, in_block: bool
+    ) -> tuple[int, ...]:
         """Bytes of codes and scales for matrices, of moments for the rest."""
         if self.is_matrix(shape, in_block):
             return low_bit_adamw.state_bytes(self.state_dtype.value, shape, elements)
@@ -175,14 +190,25 @@ class BFloat16AdamW(FusedAdamW):
         for param in params:
             state, local = self.state[param], local_tensor(param)
             if not state:
-                state["step"] = torch.zeros((), device=local.device if group["fused"] else "cpu")
+                state["step"] = torch.zeros(
+                    (), device=local.device if group["fused"] else "cpu"
+                )
                 state.update(
-                    {name: torch.zeros_like(param, dtype=torch.bfloat16) for name in MOMENTS}
+                    {
+                        name: torch.zeros_like(param, dtype=torch.bfloat16)
+                        for name in MOMENTS
+                    }
                 )
             kept = [local_tensor(state[name]) for name in MOMENTS]
             moments = [moment.float() for moment in kept]
             grad = local_tensor(param.grad)  # type: ignore[arg-type]
-            self._run(group, [local], [grad], *([moment] for moment in moments), [state["step"]])
+            self._run(
+                group,
+                [local],
+                [grad],
+                *([moment] for moment in moments),
+                [state["step"]],
+            )
             for moment, rounded in zip(moments, kept, strict=True):
                 rounded.copy_(moment)
 
@@ -191,5 +217,9 @@ class BFloat16AdamW(FusedAdamW):
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state.update(
-                {name: state[name].to(torch.bfloat16) for name in MOMENTS if name in state}
+                {
+                    name: state[name].to(torch.bfloat16)
+                    for name in MOMENTS
+                    if name in state
+                }
             )

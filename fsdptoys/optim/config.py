@@ -86,7 +86,9 @@ class OptimConfig(ABC):
         alias="learning_rate max_lr peak_lr base_lr",
     )
     """Highest learning rate."""
-    weight_decay: float = option(0.1, at_least(0, 1e6), effect=Effect.training, acts=Stage.update)
+    weight_decay: float = option(
+        0.1, at_least(0, 1e6), effect=Effect.training, acts=Stage.update
+    )
     """Decoupled for AdamW, added to the gradient for SGD."""
     weight_decay_on: WeightDecayOn = option(
         WeightDecayOn.matrices, effect=Effect.training, acts=Stage.update
@@ -112,9 +114,13 @@ class OptimConfig(ABC):
     )
     """Steps over which the learning rate rises linearly to ``lr``; a run of fewer steps does not
     get there."""
-    min_lr_ratio: float = option(0.1, between(0, 1), effect=Effect.training, acts=Stage.update)
+    min_lr_ratio: float = option(
+        0.1, between(0, 1), effect=Effect.training, acts=Stage.update
+    )
     """Last learning rate as a share of ``lr``; for ``cosine`` and ``wsd``."""
-    decay_share: float = option(0.2, between(0, 1), effect=Effect.training, acts=Stage.update)
+    decay_share: float = option(
+        0.2, between(0, 1), effect=Effect.training, acts=Stage.update
+    )
     """Share of the steps in which ``wsd`` decays."""
 
     def __post_init__(self) -> None:
@@ -133,7 +139,9 @@ class OptimConfig(ABC):
             (on_host or device_type == "cuda") and not deterministic
         )
         if self.low_bit_format is not None:
-            self.implementation = Implementation.for_loop if deterministic else Implementation.fused
+            self.implementation = (
+                Implementation.for_loop if deterministic else Implementation.fused
+            )
         elif may_fuse and self.fused_takes_shards:
             self.implementation = Implementation.fused
 
@@ -157,7 +165,9 @@ class OptimConfig(ABC):
         for matrices."""
         return False
 
-    def state_bytes(self, shape: Sequence[int], elements: int, in_block: bool) -> tuple[int, ...]:
+    def state_bytes(
+        self, shape: Sequence[int], elements: int, in_block: bool
+    ) -> tuple[int, ...]:
         """Bytes of each state for a number of elements of a parameter of this shape."""
         return tuple(width * elements for width in self.state_widths)
 
@@ -180,7 +190,9 @@ def build_optimizer(
         matrix_names: names of the parameters that had two or more dims before sharding.
         block_names: names of the parameters in blocks, not in embedding, head or last norm.
     """
-    kinds = itertools.product((True, False), repeat=2)  # whether matrices, whether decaying
+    kinds = itertools.product(
+        (True, False), repeat=2
+    )  # whether matrices, whether decaying
     groups: dict[tuple[bool, ...], list[nn.Parameter]] = {kind: [] for kind in kinds}
     for name, param in named_parameters:
         decays = config.weight_decay_on is WeightDecayOn.all or name in matrix_names
@@ -227,7 +239,9 @@ def learning_rate_ratio(config: OptimConfig, step: int, steps: int) -> float:
     return 1 - (1 - config.min_lr_ratio) * decayed
 
 
-def build_schedule(config: OptimConfig, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+def build_schedule(
+    config: OptimConfig, optimizer: torch.optim.Optimizer, steps: int
+) -> LambdaLR:
     """Construct PyTorch's scheduler over :func:`learning_rate_ratio`."""
     return LambdaLR(optimizer, lambda step: learning_rate_ratio(config, step, steps))
 
@@ -241,5 +255,6 @@ def set_schedule(schedule: LambdaLR, step: int) -> None:
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     schedule.load_state_dict(
-        schedule.state_dict() | {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
+        schedule.state_dict()
+        | {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
     )

@@ -52,17 +52,22 @@ class FusedAdamW(AdamW):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._update([param for param in group["params"] if param.grad is not None], group)
+            self._update(
+                [param for param in group["params"] if param.grad is not None], group
+            )
         return loss
 
     def _update(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
         states = [self.state[param] or self._make_state(param) for param in params]
         grads: list[Any] = [param.grad for param in params]
         averages, squares, steps = (
-            [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")
+            [state[name] for state in states]
+            for name in ("exp_avg", "exp_avg_sq", "step")
         )
         averages, squares = local_tensors(averages), local_tensors(squares)
-        self._run(group, local_tensors(params), local_tensors(grads), averages, squares, steps)
+        self._run(
+            group, local_tensors(params), local_tensors(grads), averages, squares, steps
+        )
 
     def _make_state(self, param: nn.Parameter) -> dict[str, Any]:
         step = torch.zeros((), device=param.device)

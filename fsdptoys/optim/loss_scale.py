@@ -97,7 +97,9 @@ class LossScaler:
         """Choose the scale of the next step."""
         config = self._config
         if overflowed:
-            self.scale = max(_float32(self.scale * config.backoff_factor), SMALLEST_SCALE)
+            self.scale = max(
+                _float32(self.scale * config.backoff_factor), SMALLEST_SCALE
+            )
             self._steps_without_overflow = 0
             return
         self._steps_without_overflow += 1
@@ -108,11 +110,17 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Scale and count, as JSON values."""
-        return {"scale": self.scale, "steps_without_overflow": self._steps_without_overflow}
+        return {
+            "scale": self.scale,
+            "steps_without_overflow": self._steps_without_overflow,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a ``state_dict``."""
-        self.scale, self._steps_without_overflow = state["scale"], state["steps_without_overflow"]
+        self.scale, self._steps_without_overflow = (
+            state["scale"],
+            state["steps_without_overflow"],
+        )
 
 
 def nearest_power_of_two(value: float) -> float:

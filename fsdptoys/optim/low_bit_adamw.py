@@ -31,9 +31,14 @@ from fsdptoys.utils.dtensor import is_dtensor, local_tensor
 
 from .matrix_optimizer import MATRICES, Groups, MatrixOptimizer
 
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name of a state → whether it is signed
+MOMENTS = {
+    "exp_avg": True,
+    "exp_avg_sq": False,
+}  # name of a state → whether it is signed
 SMALLEST_ELEMENTS = 4096  # smaller parameters keep float32 states, as in torchao
-SMALLEST_BLOCK = 32  # with smaller blocks, scales would take more than an eighth of the savings
+SMALLEST_BLOCK = (
+    32  # with smaller blocks, scales would take more than an eighth of the savings
+)
 # Of a parameter in one update: bounds its scratch and the sizes to compile for
 ELEMENTS_AT_A_TIME = 2**23
 
@@ -62,7 +67,9 @@ def state_bytes(format: str, shape: Sequence[int], elements: int) -> tuple[int, 
     blocks."""
     block = block_elements(format, shape)
     assert block is not None
-    return (elements // FORMATS[format].codes_a_byte, 4 * (elements // block)) * len(MOMENTS)
+    return (elements // FORMATS[format].codes_a_byte, 4 * (elements // block)) * len(
+        MOMENTS
+    )
 
 
 class LowBitAdamW(MatrixOptimizer):
@@ -109,7 +116,10 @@ class LowBitAdamW(MatrixOptimizer):
                 state["step"] += 1
                 block = block_elements(self.format, param.shape)
                 assert block is not None
-                flat, grad = local_tensor(param).view(-1), local_tensor(param.grad).reshape(-1)
+                flat, grad = (
+                    local_tensor(param).view(-1),
+                    local_tensor(param.grad).reshape(-1),
+                )
                 kept = {
                     key: local_tensor(value).view(-1)
                     for key, value in state.items()
@@ -117,7 +127,9 @@ class LowBitAdamW(MatrixOptimizer):
                 }
                 for start in range(0, flat.numel(), ELEMENTS_AT_A_TIME):
                     stop = min(start + ELEMENTS_AT_A_TIME, flat.numel())
-                    moments = [self._moment(kept, name, start, stop, block) for name in MOMENTS]
+                    moments = [
+                        self._moment(kept, name, start, stop, block) for name in MOMENTS
+                    ]
                     update(
                         flat[start:stop], grad[start:stop], state["step"], *moments, None,
                         rate, *self.betas, group["weight_decay"], self.eps, True, False,
@@ -136,7 +148,9 @@ class LowBitAdamW(MatrixOptimizer):
         if (key := (codes.device, signed)) not in self._tables:
             self._tables[key] = kind.zeros((block,), signed, block, codes.device).qmap
         shape = {"shape": (stop - start,)} if self.format == "int4" else {}
-        return kind(codes, scales, self._tables[key], signed, dtype=torch.float32, **shape)
+        return kind(
+            codes, scales, self._tables[key], signed, dtype=torch.float32, **shape
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """PyTorch's, except that it would cast codes to float32."""
@@ -148,16 +162,23 @@ class LowBitAdamW(MatrixOptimizer):
             if number in state_dict["state"]
         }
         others = {
-            number: state for number, state in state_dict["state"].items() if number not in kept
+            number: state
+            for number, state in state_dict["state"].items()
+            if number not in kept
         }
         super().load_state_dict({**state_dict, "state": others})
         params = [
-            param for group in self.param_groups if group[MATRICES] for param in group["params"]
+            param
+            for group in self.param_groups
+            if group[MATRICES]
+            for param in group["params"]
         ]
         for number, param in zip(numbers, params, strict=True):
             if number in kept:
                 self.state[param] = {
-                    key: value if key == "step" else value.to(local_tensor(param).device)
+                    key: value
+                    if key == "step"
+                    else value.to(local_tensor(param).device)
                     for key, value in kept[number].items()
                 }
 
@@ -165,7 +186,9 @@ class LowBitAdamW(MatrixOptimizer):
 class TorchaoOptim(NamedTuple):
     """The parts of torchao in use."""
 
-    update: Callable[..., None]  # AdamW for one parameter, in operators that the states implement
+    update: Callable[
+        ..., None
+    ]  # AdamW for one parameter, in operators that the states implement
     states: dict[str, Any]  # Format → the class of its tensors
     # Context without the compiler's limit on recompilations
     many_sizes: Callable[[], AbstractContextManager[None]]
@@ -212,6 +235,11 @@ def _zeros(param: nn.Parameter, columns: int, dtype: torch.dtype) -> Tensor:
     shape = torch.Size((*param.shape[:-1], columns))
     stride = torch.empty(shape, device="meta").stride()
     made = DTensor.from_local(
-        zeros, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride
+        zeros,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=shape,
+        stride=stride,
     )
     return made.to(local.device)  # from_local moves it to the mesh's device

@@ -82,7 +82,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self.step_matrices(group)
         if self._adamw is not None:
             # load_state_dict replaces both.
-            self._adamw.param_groups = [group for group in self.param_groups if not group[MATRICES]]
+            self._adamw.param_groups = [
+                group for group in self.param_groups if not group[MATRICES]
+            ]
             self._adamw.state = self.state
             self._adamw.step()
         return loss

@@ -56,7 +56,10 @@ class MatmulDType(Enum):
     @property
     def torch(self) -> torch.dtype:
         """The torch dtype; ``auto`` must be resolved."""
-        return {MatmulDType.float32: torch.float32, MatmulDType.bfloat16: torch.bfloat16}[self]
+        return {
+            MatmulDType.float32: torch.float32,
+            MatmulDType.bfloat16: torch.bfloat16,
+        }[self]
 
 
 class UpdateScale(Enum):
@@ -91,9 +94,13 @@ class MuonConfig(AdamWSettings):
     """Decay of the mean of the matrices' gradients."""
     nesterov: bool = option(True, effect=Effect.training, acts=Stage.update)
     """Look ahead by one momentum step."""
-    ns_steps: int = option(5, between(1, MOST_NS_STEPS), effect=Effect.training, acts=Stage.update)
+    ns_steps: int = option(
+        5, between(1, MOST_NS_STEPS), effect=Effect.training, acts=Stage.update
+    )
     """Rounds of Newton-Schulz."""
-    ns_dtype: MatmulDType = option(MatmulDType.auto, effect=Effect.format, acts=Stage.update)
+    ns_dtype: MatmulDType = option(
+        MatmulDType.auto, effect=Effect.format, acts=Stage.update
+    )
     """dtype of its matmuls."""
     update_scale: UpdateScale = option(
         UpdateScale.match_adamw, effect=Effect.training, acts=Stage.update
@@ -112,7 +119,9 @@ class MuonConfig(AdamWSettings):
         """Whether a parameter is orthogonalized."""
         return in_block and len(shape) >= 2
 
-    def state_bytes(self, shape: Sequence[int], elements: int, in_block: bool) -> tuple[int, ...]:
+    def state_bytes(
+        self, shape: Sequence[int], elements: int, in_block: bool
+    ) -> tuple[int, ...]:
         """Bytes of the momentum in float32 for matrices, of AdamW's moments for the rest."""
         return (
             (4 * elements,)
@@ -124,7 +133,9 @@ class MuonConfig(AdamWSettings):
         """Choose the dtype of the matmuls too."""
         super().resolve(device_type, deterministic=deterministic, on_host=on_host)
         if self.ns_dtype is MatmulDType.auto:
-            self.ns_dtype = MatmulDType.float32 if deterministic else MatmulDType.bfloat16
+            self.ns_dtype = (
+                MatmulDType.float32 if deterministic else MatmulDType.bfloat16
+            )
 
     def build(self, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Construct Muon with its AdamW."""
@@ -142,7 +153,9 @@ class Matrix:
     param: Tensor
     grad: Tensor
     buffer: Tensor
-    dim: int | None  # Sharded dim; None where each rank of the group has the matrix in full
+    dim: (
+        int | None
+    )  # Sharded dim; None where each rank of the group has the matrix in full
     # The ranks that share the work; None where this rank works alone
     group: dist.ProcessGroup | None
 
@@ -188,11 +201,15 @@ class Muon(MatrixOptimizer):
         for matrix in matrices:
             if matrix.ranks == 1:
                 self._apply(
-                    matrix, orthogonalize(self._momentum_step(matrix), self.config.ns_steps), group
+                    matrix,
+                    orthogonalize(self._momentum_step(matrix), self.config.ns_steps),
+                    group,
                 )
         # Those of experts may be others
         for shared_by in dict.fromkeys(matrix.group for matrix in dealt):
-            self._step_together([matrix for matrix in dealt if matrix.group is shared_by], group)
+            self._step_together(
+                [matrix for matrix in dealt if matrix.group is shared_by], group
+            )
 
     def _step_together(self, dealt: list[Matrix], group: dict[str, Any]) -> None:
         """Update matrices that one group of ranks shares, in rounds."""
@@ -226,7 +243,9 @@ class Muon(MatrixOptimizer):
         the results."""
         group, rank = matrices[0].group, dist.get_rank(matrices[0].group)
         parts = [self._momentum_step(matrix) for matrix in matrices]
-        given = [part.numel() for part in parts] + [0] * (matrices[0].ranks - len(matrices))
+        given = [part.numel() for part in parts] + [0] * (
+            matrices[0].ranks - len(matrices)
+        )
         mine = matrices[rank] if rank < len(matrices) else None
         taken = mine.sizes() if mine is not None else [0] * len(given)
         sent = torch.cat([part.reshape(-1) for part in parts])
@@ -236,7 +255,9 @@ class Muon(MatrixOptimizer):
         if mine is not None:
             assert mine.dim is not None
             shape = (-1, mine.shape[1]) if mine.dim == 0 else (mine.shape[0], -1)
-            whole = torch.cat([part.view(shape) for part in received.split(taken)], dim=mine.dim)
+            whole = torch.cat(
+                [part.view(shape) for part in received.split(taken)], dim=mine.dim
+            )
             del received
             whole = orthogonalize(whole, self.config.ns_steps)
             received = torch.cat(
@@ -252,11 +273,15 @@ class Muon(MatrixOptimizer):
         group, rank = matrices[0].group, dist.get_rank(matrices[0].group)
         mine = None
         if rank < len(matrices):
-            mine = orthogonalize(self._momentum_step(matrices[rank]), self.config.ns_steps)
+            mine = orthogonalize(
+                self._momentum_step(matrices[rank]), self.config.ns_steps
+            )
         for owner, matrix in enumerate(matrices):
             update = mine if owner == rank else None
             if update is None:
-                update = torch.empty(matrix.shape, dtype=self.dtype, device=matrix.param.device)
+                update = torch.empty(
+                    matrix.shape, dtype=self.dtype, device=matrix.param.device
+                )
             dist.broadcast(update, owner, group=group)
             yield matrix, update
 

@@ -39,7 +39,11 @@ def split_vectors(
     parts: list[list[Tensor]] = []
     remainders: list[tuple[Tensor, Tensor]] = []
     for param, grad, *moments, step in zip(*columns, strict=True):
-        flat = [param.view(-1), grad.reshape(-1), *(moment.view(-1) for moment in moments)]
+        flat = [
+            param.view(-1),
+            grad.reshape(-1),
+            *(moment.view(-1) for moment in moments),
+        ]
         whole = param.numel() // VECTOR_ELEMENTS * VECTOR_ELEMENTS
         if whole < param.numel() or whole == 0:
             views = [each[whole:] for each in flat]

@@ -26,7 +26,9 @@ not tried."""
 def refuses(settings: str, sentence: str, default: bool = False) -> Any:
     """Declare a capability by the settings, separated by spaces, that a strategy without it
     refuses."""
-    return dataclasses.field(default=default, metadata={"refuses": (settings, sentence)})
+    return dataclasses.field(
+        default=default, metadata={"refuses": (settings, sentence)}
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +143,11 @@ class Refusal(NamedTuple):
 
 
 REFUSALS = [
-    Refusal(field.name, tuple(field.metadata["refuses"][0].split()), field.metadata["refuses"][1])
+    Refusal(
+        field.name,
+        tuple(field.metadata["refuses"][0].split()),
+        field.metadata["refuses"][1],
+    )
     for field in dataclasses.fields(Capabilities)
     if field.metadata
 ]

@@ -90,7 +90,11 @@ class ParallelConfig:
         ):
             size = getattr(mesh, key)
             if size > 1 and not has:
-                fix = f"mesh.{key}=1" if world_size % size else f"parallel=fsdp2 or mesh.{key}=1"
+                fix = (
+                    f"mesh.{key}=1"
+                    if world_size % size
+                    else f"parallel=fsdp2 or mesh.{key}=1"
+                )
                 raise ConfigError(
                     f"mesh.{key}={size} is not an option of parallel={self.name}; set {fix}"
                 )
@@ -116,26 +120,35 @@ class ReducingConfig(ParallelConfig):
         ReduceDType.auto, effect=Effect.rounding, acts=Stage.gradient
     )
     """dtype in which gradients are summed over ranks."""
-    context: ContextForm = option(ContextForm.auto, effect=Effect.rounding, needs="mesh.cp_size")
+    context: ContextForm = option(
+        ContextForm.auto, effect=Effect.rounding, needs="mesh.cp_size"
+    )
     """Communication of attention where ranks share sequences (``mesh.cp_size``)."""
 
     def resolve(self, deterministic: Deterministic | bool) -> None:
         """Choose the dtype of reductions."""
-        if deterministic and self.reduce_dtype not in (ReduceDType.auto, ReduceDType.float64):
+        if deterministic and self.reduce_dtype not in (
+            ReduceDType.auto,
+            ReduceDType.float64,
+        ):
             raise ConfigError(
                 f"parallel.reduce_dtype={self.reduce_dtype.value} contradicts "
                 f"train.deterministic={Deterministic(deterministic).word}, which reduces in "
                 "float64; set parallel.reduce_dtype=auto"
             )
         if self.reduce_dtype is ReduceDType.auto:
-            self.reduce_dtype = ReduceDType.float64 if deterministic else ReduceDType.float32
+            self.reduce_dtype = (
+                ReduceDType.float64 if deterministic else ReduceDType.float32
+            )
 
     def validate(
         self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool
     ) -> None:
         """Check that the device's collectives have the dtype of reductions."""
         super().validate(world_size, mesh, device_type, cpu_offload)
-        if self.reduce_dtype is ReduceDType.float64 and not float64_collectives(device_type):
+        if self.reduce_dtype is ReduceDType.float64 and not float64_collectives(
+            device_type
+        ):
             raise ConfigError(
                 "parallel.reduce_dtype=float64 (train.deterministic=true or layout asks for it) "
                 f"cannot run on {device_type}, whose collectives have no float64; set "

@@ -51,7 +51,9 @@ class ContextForm(Enum):
         return 1 if self is ContextForm.ulysses else 2
 
 
-def build_context(form: ContextForm, group: dist.ProcessGroup, *, compiles: bool) -> Context:
+def build_context(
+    form: ContextForm, group: dist.ProcessGroup, *, compiles: bool
+) -> Context:
     """A context of a resolved form for the ranks of ``group``.
 
     ``compiles``: whether the compiler traces the model. It then skips attention: compiled backwards

@@ -59,7 +59,11 @@ class Mirror:
     forward."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], units_ahead: int, dtype: torch.dtype, pin_memory: bool
+        self,
+        modules: Sequence[nn.Module],
+        units_ahead: int,
+        dtype: torch.dtype,
+        pin_memory: bool,
     ) -> None:
         self._groups = [_param_groups(module) for module in modules]
         self._entries = [
@@ -71,7 +75,9 @@ class Mirror:
             for groups in self._groups
         ]
         self._by_param = {
-            entry.fsdp_param.sharded_param: entry for entries in self._entries for entry in entries
+            entry.fsdp_param.sharded_param: entry
+            for entries in self._entries
+            for entry in entries
         }
         for unit, module in enumerate(modules):
             window = slice(unit, unit + 1 + units_ahead)
@@ -94,7 +100,9 @@ class Mirror:
 
     @torch.no_grad()
     def _install(self, window: slice) -> None:
-        for groups, entries in zip(self._groups[window], self._entries[window], strict=True):
+        for groups, entries in zip(
+            self._groups[window], self._entries[window], strict=True
+        ):
             # FSDP2 looks up its memory once more in the root's first forward.
             if all(group._reset_sharded_params for group in groups):
                 for entry in entries:

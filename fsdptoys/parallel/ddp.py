@@ -27,7 +27,8 @@ class DDP(UnshardedStrategy):
     model: DistributedDataParallel
     sync_buffers: ClassVar[str] = (
         "forward_sync_buffers"
-        if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+        if "forward_sync_buffers"
+        in inspect.signature(DistributedDataParallel).parameters
         else "broadcast_buffers"
     )
     """Keyword for broadcasting buffers in every forward; renamed in torch 2.13."""
@@ -46,7 +47,9 @@ class DDP(UnshardedStrategy):
             wrapped.register_comm_hook(None, all_reduce_sum)
             self.gradient_divisor = 1
         elif self.config.reduce_dtype.torch != torch.float32:
-            wrapped.register_comm_hook(self.config.reduce_dtype.torch, all_reduce_in_dtype)
+            wrapped.register_comm_hook(
+                self.config.reduce_dtype.torch, all_reduce_in_dtype
+            )
         return wrapped
 
     @contextmanager
@@ -77,7 +80,9 @@ class DDPConfig(ReducingConfig):
     name: ClassVar[str] = "ddp"
     strategy = DDP
 
-    bucket_cap_mb: int = option(25, at_least(1, 2**20), effect=Effect.rounding, acts=Stage.gradient)
+    bucket_cap_mb: int = option(
+        25, at_least(1, 2**20), effect=Effect.rounding, acts=Stage.gradient
+    )
     """Gradients are all-reduced in buckets of this many MiB during the backward."""
 
     def validate(

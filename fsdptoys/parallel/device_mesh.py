@@ -25,7 +25,9 @@ def dense_mesh(axes: Axes, device: Device, timeout: timedelta | None) -> DeviceM
     """Lay out the ranks of a stage as all parameters but those of experts see them: ``([replicate,]
     shard[, tp])``."""
     features = {TENSOR_AXIS: axes.tp} if axes.tp > 1 else {}
-    return named_mesh(axes.copies | {SHARD_AXIS: axes.shard} | features, device, timeout, axes.pp)
+    return named_mesh(
+        axes.copies | {SHARD_AXIS: axes.shard} | features, device, timeout, axes.pp
+    )
 
 
 def sparse_mesh(axes: Axes, device: Device, timeout: timedelta | None) -> DeviceMesh:
@@ -41,7 +43,11 @@ def tensor_axis_first(mesh: DeviceMesh, axes: Axes, device: Device) -> DeviceMes
     A parameter is split over tp, then each part over shard. Here that is the order of the axes, so
     that both may shard one dim with plain placements.
     """
-    ranks = own_stage(axes.pp).reshape(*axes.copies.values(), axes.shard, axes.tp).swapaxes(-1, -2)
+    ranks = (
+        own_stage(axes.pp)
+        .reshape(*axes.copies.values(), axes.shard, axes.tp)
+        .swapaxes(-1, -2)
+    )
     assert mesh.mesh_dim_names is not None
     names = (*mesh.mesh_dim_names[:-2], TENSOR_AXIS, SHARD_AXIS)
     groups = [mesh.get_group(name) for name in names]
@@ -56,9 +62,13 @@ def named_mesh(
     """A mesh of named axes over the ranks of this rank's stage, the last varying fastest. A
     collective."""
     ranks = np.arange(dist.get_world_size()).reshape(stages, *sizes.values())
-    groups = [axis_group(ranks, axis, name, timeout) for axis, name in enumerate(sizes, 1)]
+    groups = [
+        axis_group(ranks, axis, name, timeout) for axis, name in enumerate(sizes, 1)
+    ]
     if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=tuple(sizes))
+        return DeviceMesh.from_group(
+            groups[0], device.type, mesh_dim_names=tuple(sizes)
+        )
     own = torch.from_numpy(own_stage(stages).reshape(*sizes.values()).copy())
     return DeviceMesh.from_group(groups, device.type, own, mesh_dim_names=tuple(sizes))
 
@@ -74,14 +84,18 @@ def build_pipe_groups(
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """This rank's groups along the stages, and of its own stage. A collective over all ranks."""
     ranks = np.arange(dist.get_world_size()).reshape(axes.pp, -1)
-    return axis_group(ranks, 0, PIPE_AXIS, timeout), axis_group(ranks, 1, "stage", timeout)
+    return axis_group(ranks, 0, PIPE_AXIS, timeout), axis_group(
+        ranks, 1, "stage", timeout
+    )
 
 
 def regular_group(
     size: int, name: str, timeout: timedelta | None, stride: int = 1
 ) -> dist.ProcessGroup:
     """This rank's group of ranks, consecutive or at a stride. A collective over all ranks."""
-    return axis_group(np.arange(dist.get_world_size()).reshape(-1, size, stride), 1, name, timeout)
+    return axis_group(
+        np.arange(dist.get_world_size()).reshape(-1, size, stride), 1, name, timeout
+    )
 
 
 def axis_group(
@@ -102,7 +116,9 @@ def axis_group(
     description = f"mesh_{name}"
     if world.bound_device_id is not None:
         # All ranks take part in one split, which makes all groups of an axis.
-        split = dist.split_group(split_ranks=rows.tolist(), timeout=timeout, group_desc=description)
+        split = dist.split_group(
+            split_ranks=rows.tolist(), timeout=timeout, group_desc=description
+        )
         assert split is not None
         return split
     # Only a group's own ranks take part, so the cost does not grow with the world.

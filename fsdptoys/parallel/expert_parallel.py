@@ -143,12 +143,19 @@ class ExpertExchange:
         dist.all_to_all_single(coming, counts, group=self.group)
         # One device sync
         sent, received = (
-            torch.stack([counts, coming]).view(2, ranks, -1, counts_EG.shape[1]).tolist()
+            torch.stack([counts, coming])
+            .view(2, ranks, -1, counts_EG.shape[1])
+            .tolist()
         )
-        sends, gets = ([sum(map(sum, of_rank)) for of_rank in each] for each in (sent, received))
+        sends, gets = (
+            [sum(map(sum, of_rank)) for of_rank in each] for each in (sent, received)
+        )
         route = Route(self.group, sends, gets)
         out_MD = multiply(
-            _Exchange.apply(rows_RD, route), self._own(gate_up_EHD), self._own(down_EDF), received
+            _Exchange.apply(rows_RD, route),
+            self._own(gate_up_EHD),
+            self._own(down_EDF),
+            received,
         )
         out_RD: Tensor = _Exchange.apply(out_MD, route.back())
         return out_RD
@@ -159,12 +166,15 @@ class ExpertExchange:
         ranks, device = self.group.size(), experts_R.device
         local = n_experts // ranks
         # Neither bincount nor one_hot: both sync with the device.
-        ends_E = torch.searchsorted(experts_R, torch.arange(n_experts, device=device), right=True)
+        ends_E = torch.searchsorted(
+            experts_R, torch.arange(n_experts, device=device), right=True
+        )
         counts = ends_E.diff(prepend=ends_E.new_zeros(1))
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self.group)
         sends, gets = read_splits(
-            torch.stack([counts, coming]).view(2, ranks, local).sum(2), experts_R.numel()
+            torch.stack([counts, coming]).view(2, ranks, local).sum(2),
+            experts_R.numel(),
         )
         ids_M = (
             torch.arange(local, device=device)
@@ -177,7 +187,9 @@ class ExpertExchange:
         """This rank's experts, as a plain tensor."""
         own: Tensor = stack.to_local() if is_dtensor(stack) else stack
         return (
-            own if self.gradient_divisor == 1 else _DivideGradient.apply(own, self.gradient_divisor)
+            own
+            if self.gradient_divisor == 1
+            else _DivideGradient.apply(own, self.gradient_divisor)
         )
 
 
@@ -198,7 +210,12 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, order_R: Tensor, rows: Tensor, route: Route, product: Product
+        ctx: Any,
+        values: Tensor,
+        order_R: Tensor,
+        rows: Tensor,
+        route: Route,
+        product: Product,
     ) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.route, ctx.product = route, product
@@ -222,7 +239,12 @@ class _Return(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, values_MW: Tensor, order_R: Tensor, rows: Tensor, route: Route, product: Product
+        ctx: Any,
+        values_MW: Tensor,
+        order_R: Tensor,
+        rows: Tensor,
+        route: Route,
+        product: Product,
     ) -> Tensor:
         # Not saved for the backward, so that a recomputation may stop before this exchange.
         ctx.order_R, ctx.route = order_R, route
@@ -231,7 +253,13 @@ class _Return(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.route.back().exchange(grad.index_select(0, ctx.order_R)), None, None, None, None
+        return (
+            ctx.route.back().exchange(grad.index_select(0, ctx.order_R)),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _Exchange(torch.autograd.Function):
@@ -262,7 +290,9 @@ class _DivideGradient(torch.autograd.Function):
         return grad / ctx.divisor, None
 
 
-def split_experts(model: DecoderModel, mesh: DeviceMesh, exchange: ExpertExchange) -> None:
+def split_experts(
+    model: DecoderModel, mesh: DeviceMesh, exchange: ExpertExchange
+) -> None:
     """Leave each rank of a mesh of one axis its part of each stack of a model on the meta
     device."""
     from torch.distributed.tensor import DTensor, Shard

@@ -23,7 +23,9 @@ class Float64Leaves:
             own = dict(module.named_parameters(recurse=False))
             for name, param in own.items():
                 if param not in leaves:
-                    leaves[param] = nn.Parameter(param.detach().double(), param.requires_grad)
+                    leaves[param] = nn.Parameter(
+                        param.detach().double(), param.requires_grad
+                    )
                     self._parameters[leaves[param]] = param
                 setattr(module, name, leaves[param])
             if own:

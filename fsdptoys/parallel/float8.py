@@ -58,14 +58,20 @@ def check_float8_here(float8: Float8, device_type: str) -> None:
         )
     fault = torchao_fault()
     if fault is not None:
-        raise ConfigError(f"{key} needs torchao, which {fault}, or set train.float8=none")
+        raise ConfigError(
+            f"{key} needs torchao, which {fault}, or set train.float8=none"
+        )
 
 
 def uneven_shards(model: DecoderModel, ranks: int) -> str | None:
     """Return a sentence on shards of different sizes, which FSDP2 does not pad if they are cast
     before the gather."""
     for name, module in model.layers.named_modules():
-        if isinstance(module, Linear) and takes_float8(module) and module.out_features % ranks:
+        if (
+            isinstance(module, Linear)
+            and takes_float8(module)
+            and module.out_features % ranks
+        ):
             return (
                 f"train.float8_all_gather=true needs shards of one size, and {ranks} ranks do "
                 f"not divide the {module.out_features} rows of layers.{name}; set mesh.fsdp_size "
@@ -76,7 +82,9 @@ def uneven_shards(model: DecoderModel, ranks: int) -> str | None:
 
 def takes_float8(module: nn.Module) -> bool:
     """Whether a module of a block is converted."""
-    return type(module) is Linear and not any(size % MULTIPLE for size in module.weight.shape)
+    return type(module) is Linear and not any(
+        size % MULTIPLE for size in module.weight.shape
+    )
 
 
 def convert_to_float8(
@@ -105,7 +113,9 @@ def convert_to_float8(
             f"{MULTIPLE} divides; set train.float8=none"
         )
     library.convert_to_float8_training(
-        model.layers, config=config, module_filter_fn=lambda module, _: takes_float8(module)
+        model.layers,
+        config=config,
+        module_filter_fn=lambda module, _: takes_float8(module),
     )
     return count
 

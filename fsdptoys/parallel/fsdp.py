@@ -65,7 +65,9 @@ class FSDPConfig(ReducingConfig):
     """Make modules with at least this many parameters outside inner units a unit instead; the root
     holds the rest."""
     reshard_after_forward: ReshardAfterForward = option(
-        ReshardAfterForward.default, effect=Effect.none, alias="fsdp_reshard_after_forward"
+        ReshardAfterForward.default,
+        effect=Effect.none,
+        alias="fsdp_reshard_after_forward",
     )
     """Which units free their gathered parameters after the forward."""
     forward_prefetch: int = option(0, at_least(0, 10**6), effect=Effect.none)
@@ -73,7 +75,9 @@ class FSDPConfig(ReducingConfig):
     it."""
     backward_prefetch: int = option(1, at_least(0, 10**6), effect=Effect.none)
     """Units gathered ahead of the one that computes, in the backward."""
-    reduce_each_microbatch: bool = option(False, effect=Effect.rounding, needs="train.grad_accum")
+    reduce_each_microbatch: bool = option(
+        False, effect=Effect.rounding, needs="train.grad_accum"
+    )
     """Reduce gradients after each micro-batch, and keep only their shard between them; more
     communication."""
 
@@ -85,10 +89,16 @@ class FSDPConfig(ReducingConfig):
             "min_params": self.min_params,
         }
         words = [
-            f"parallel.{key}={_text(value)}" for key, value in keys.items() if value is not None
+            f"parallel.{key}={_text(value)}"
+            for key, value in keys.items()
+            if value is not None
         ]
         if len(words) > 1:
-            off = "parallel.wrap=auto" if keys["wrap"] is not None else "parallel.min_params=null"
+            off = (
+                "parallel.wrap=auto"
+                if keys["wrap"] is not None
+                else "parallel.min_params=null"
+            )
             raise ConfigError(
                 f"{words[0]} and {words[1]} both choose the units; set {off} to keep the other"
             )
@@ -121,7 +131,9 @@ class FSDPConfig(ReducingConfig):
         if self.min_params is not None:
             return size_units(model, self.min_params)
         parts = ("attn", "mlp") if self.wrap is Wrap.block_attn_mlp else ()
-        return position_units(model, parts, groups=not self.capabilities.flattens_parameters)
+        return position_units(
+            model, parts, groups=not self.capabilities.flattens_parameters
+        )
 
     def reshards(self, unit: Unit | None) -> bool:
         """Whether a unit, or the root (None), frees its parameters after the forward."""

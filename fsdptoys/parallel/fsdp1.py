@@ -70,13 +70,19 @@ class FSDP1(Strategy):
         options = self._options() | {"param_init_fn": materialize_own_parameters}
         units = {unit.modules[0]: unit for unit in self.config.units(model)}
         # Embedding and head come first, while memory is empty: they are the largest.
-        for name in sorted(inside_out(list(units)), key=lambda name: name.startswith("layers.")):
+        for name in sorted(
+            inside_out(list(units)), key=lambda name: name.startswith("layers.")
+        ):
             owner, _, attribute = name.rpartition(".")
             sharding = {
-                "sharding_strategy": self._sharding_strategy(self.config.reshards(units[name]))
+                "sharding_strategy": self._sharding_strategy(
+                    self.config.reshards(units[name])
+                )
             }
             parent = model.get_submodule(owner)
-            setattr(parent, attribute, _wrap(getattr(parent, attribute), options | sharding))
+            setattr(
+                parent, attribute, _wrap(getattr(parent, attribute), options | sharding)
+            )
             made.clear()
         self.model = _wrap(model, options)
         if self.world.deterministic.uses_float64:
@@ -88,15 +94,25 @@ class FSDP1(Strategy):
         from torch.distributed.fsdp import ShardingStrategy
 
         if self.mesh.ndim == 1:
-            return ShardingStrategy.FULL_SHARD if reshards else ShardingStrategy.SHARD_GRAD_OP
-        return ShardingStrategy.HYBRID_SHARD if reshards else ShardingStrategy._HYBRID_SHARD_ZERO2
+            return (
+                ShardingStrategy.FULL_SHARD
+                if reshards
+                else ShardingStrategy.SHARD_GRAD_OP
+            )
+        return (
+            ShardingStrategy.HYBRID_SHARD
+            if reshards
+            else ShardingStrategy._HYBRID_SHARD_ZERO2
+        )
 
     def _options(self) -> dict[str, object]:
         from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 
         config, world = self.config, self.world
         param_dtype = (
-            torch.float64 if world.deterministic.uses_float64 else config.param_dtype.torch
+            torch.float64
+            if world.deterministic.uses_float64
+            else config.param_dtype.torch
         )
         return {
             "device_mesh": self.mesh,
@@ -127,7 +143,8 @@ class FSDP1(Strategy):
         """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, or as
         set, after each."""
         each = (
-            self.world.deterministic.reduces_each_microbatch or self.config.reduce_each_microbatch
+            self.world.deterministic.reduces_each_microbatch
+            or self.config.reduce_each_microbatch
         )
         reduces = index == count - 1 or each or self._reduces_always
         with nullcontext() if reduces else self.model.no_sync():
@@ -154,7 +171,11 @@ class FSDP1(Strategy):
         """FSDP1's own units, the root first."""
         modules = self._units
         owned = own_parameters([[module] for module in modules])
-        return [(module, params) for module, params in zip(modules, owned, strict=True) if params]
+        return [
+            (module, params)
+            for module, params in zip(modules, owned, strict=True)
+            if params
+        ]
 
     def unit_names(self) -> list[list[str]]:
         """FSDP1's own units."""
@@ -182,8 +203,13 @@ class FSDP1(Strategy):
             with self.model.summon_full_params(unit, recurse=False, writeback=False):
                 for name, param in unit.named_parameters():
                     full_name = prefix + _own_name(name)
-                    if not full_name.startswith(nested) and not name.endswith("_flat_param"):
-                        yield full_name, param.detach().to("cpu", torch.float32, copy=True)
+                    if not full_name.startswith(nested) and not name.endswith(
+                        "_flat_param"
+                    ):
+                        yield (
+                            full_name,
+                            param.detach().to("cpu", torch.float32, copy=True),
+                        )
 
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks along the shard axis."""
@@ -235,7 +261,9 @@ class FlatState(State):
     """Copies in host memory, resharded along the first dim by FSDP1's public state-dict functions.
     A collective."""
 
-    def __init__(self, model: "FullyShardedDataParallel", optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: "FullyShardedDataParallel", optimizer: torch.optim.Optimizer
+    ) -> None:
         settle(optimizer)
         self._model, self.optimizer = model, optimizer
         with _sharded_form(model):
@@ -243,7 +271,9 @@ class FlatState(State):
             # torch.distributed.checkpoint's would let an optimizer without states take a step.
             self._optim: dict[str, Any] = model.optim_state_dict(model, optimizer)
         # model.state_dict() has a shared weight under each of its names; here it has the first.
-        self._names = [name for group in self._optim["param_groups"] for name in group["params"]]
+        self._names = [
+            name for group in self._optim["param_groups"] for name in group["params"]
+        ]
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors by name, to read or to fill in place."""

@@ -29,7 +29,12 @@ from fsdptoys.utils.options import Effect, option
 
 from . import device_mesh
 from .cpu_offload_cast import mirror_parameters
-from .expert_parallel import ExpertExchange, expert_placement, split_experts, sums_gradients
+from .expert_parallel import (
+    ExpertExchange,
+    expert_placement,
+    split_experts,
+    sums_gradients,
+)
 from .fsdp import TORCH, FSDPConfig
 from .fsdp2_internals import gathering_stream, group_averages, keep_gradient_dtype
 from .gradient_norms import MapParts
@@ -61,23 +66,35 @@ class FSDP2(Strategy):
         if self.mesh_axes.pp > 1:
             assert isinstance(config, FSDP2Config)
             groups = device_mesh.build_pipe_groups(self.mesh_axes, world.timeout)
-            loss_dtype = torch.float64 if world.deterministic.covers_layouts else torch.float32
+            loss_dtype = (
+                torch.float64 if world.deterministic.covers_layouts else torch.float32
+            )
             dtypes = config.param_dtype.torch, loss_dtype
             self.pipeline = Pipeline(
-                config.schedule, groups, self.mesh_axes, dtypes, world.device.torch_device
+                config.schedule,
+                groups,
+                self.mesh_axes,
+                dtypes,
+                world.device.torch_device,
             )
         self.mesh = self.build_mesh()
         if self.mesh_axes.tp > 1:
-            whole = device_mesh.tensor_axis_first(self.mesh, self.mesh_axes, world.device)
+            whole = device_mesh.tensor_axis_first(
+                self.mesh, self.mesh_axes, world.device
+            )
             self.tensor_group = self.mesh.get_group(TENSOR_AXIS)
             self.features = FeatureSplit(TensorExchange(self.tensor_group), whole)
             own_axes = (*self.mesh_axes.copies, SHARD_AXIS)
             self.mesh = self.mesh[own_axes]
         self.units_ahead = config.forward_prefetch
         # FSDP2 divides by itself in float64, and asks the collective for the mean otherwise.
-        averages = config.reduce_dtype is ReduceDType.float64 or group_averages(self.shard_group())
+        averages = config.reduce_dtype is ReduceDType.float64 or group_averages(
+            self.shard_group()
+        )
         if averages and not world.deterministic.uses_float64:
-            self.gradient_divisor = world.world_size // self.mesh_axes.pp // self.mesh_axes.tp
+            self.gradient_divisor = (
+                world.world_size // self.mesh_axes.pp // self.mesh_axes.tp
+            )
         else:
             self.gradient_divisor = 1
         self.sparse_mesh: DeviceMesh | None = None
@@ -123,11 +140,17 @@ class FSDP2(Strategy):
         """Shard the units from the inside out, then the root; materialize only the shards."""
         # Blocks add their parts' results to the residual stream out of place, so a view does no
         # harm.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        warnings.filterwarnings(
+            "ignore", message="FSDP2-wrapped module .* returned a view tensor"
+        )
         self._shard_units(model)
         device = self.world.device.torch_device
         memory = torch.device("cpu") if self.world.cpu_offload else device
-        materialize(model, memory, lambda param, name: param_init(self.spread(name, param), name))
+        materialize(
+            model,
+            memory,
+            lambda param, name: param_init(self.spread(name, param), name),
+        )
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self.model = model
         if self.pipeline is not None:
@@ -138,7 +161,9 @@ class FSDP2(Strategy):
         config, world, library = self.config, self.world, self.library
         policies: dict[str, Any] = {}
         param_dtype = (
-            torch.float64 if world.deterministic.uses_float64 else config.param_dtype.torch
+            torch.float64
+            if world.deterministic.uses_float64
+            else config.param_dtype.torch
         )
         if world.cpu_offload:
             policies["offload_policy"] = library.CPUOffloadPolicy(
@@ -153,23 +178,31 @@ class FSDP2(Strategy):
         place = functools.partial(placement, ranks=self.mesh[SHARD_AXIS].size())
         dense = {"mesh": self.mesh, "shard_placement_fn": place}
         units = {
-            unit.modules[0]: unit for unit in config.units(model, self.sparse_mesh is not None)
+            unit.modules[0]: unit
+            for unit in config.units(model, self.sparse_mesh is not None)
         }
         members: dict[str, list[Any]] = {
             name: [model.get_submodule(each) for each in unit.modules]
             for name, unit in units.items()
         }
         for name in inside_out(list(units)):
-            sparse = self.sparse_mesh is not None and isinstance(members[name][0], Experts)
+            sparse = self.sparse_mesh is not None and isinstance(
+                members[name][0], Experts
+            )
             view = self._sparse_view() if sparse else dense
             library.fully_shard(
-                members[name], reshard_after_forward=self._reshards(units[name]), **view, **policies
+                members[name],
+                reshard_after_forward=self._reshards(units[name]),
+                **view,
+                **policies,
             )
             if units[name].embeds:
                 # The gradient of an embedding needs the indices only.
                 members[name][0].set_unshard_in_backward(False)
         # The root gets the remaining parameters.
-        library.fully_shard(model, reshard_after_forward=self._reshards(None), **dense, **policies)
+        library.fully_shard(
+            model, reshard_after_forward=self._reshards(None), **dense, **policies
+        )
         roots = [model, *(modules[0] for modules in members.values())]
         for module in roots:
             keep_gradient_dtype(module)
@@ -225,7 +258,9 @@ class FSDP2(Strategy):
         for i, unit in enumerate(order):
             # An empty list would mean the default of one unit; a unit that prefetches itself is
             # gathered already.
-            unit.set_modules_to_backward_prefetch(order[max(0, i - behind) : i][::-1] or [unit])
+            unit.set_modules_to_backward_prefetch(
+                order[max(0, i - behind) : i][::-1] or [unit]
+            )
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
@@ -235,8 +270,13 @@ class FSDP2(Strategy):
         In the deterministic mode both are done after each.
         """
         model: Any = self.model
-        last, exact = index == count - 1, self.world.deterministic.reduces_each_microbatch
-        model.set_requires_gradient_sync(last or exact or self.config.reduce_each_microbatch)
+        last, exact = (
+            index == count - 1,
+            self.world.deterministic.reduces_each_microbatch,
+        )
+        model.set_requires_gradient_sync(
+            last or exact or self.config.reduce_each_microbatch
+        )
         if self.mesh_axes.replicate > 1:
             model.set_requires_all_reduce(last or exact)
         yield
@@ -297,12 +337,21 @@ class FSDP2(Strategy):
 
     def spread(self, name: str, tensor: Tensor) -> Tensor:
         """A DTensor of the full parameter, where features are split."""
-        return tensor if self.features is None else self.features.to_global_dtensor(name, tensor)
+        return (
+            tensor
+            if self.features is None
+            else self.features.to_global_dtensor(name, tensor)
+        )
 
-    def local_norms(self, grads: list[Tensor], map_parts: MapParts = map) -> list[Tensor]:
+    def local_norms(
+        self, grads: list[Tensor], map_parts: MapParts = map
+    ) -> list[Tensor]:
         """Count gradients that all ranks of tp have on the first of them."""
         if self.features is not None and self.features.exchange.rank > 0:
-            held = (param.grad for param in self.features.in_every_part(self.named_parameters()))
+            held = (
+                param.grad
+                for param in self.features.in_every_part(self.named_parameters())
+            )
             counted = {
                 local_tensor(grad).data_ptr()
                 for grad in held

@@ -38,7 +38,9 @@ def keep_gradient_dtype(module: nn.Module) -> None:
             return
 
         def set_as_if_reduced(
-            defer_upcast: bool, group: Any = group, set_dtypes: Callable[[bool], None] = set_dtypes
+            defer_upcast: bool,
+            group: Any = group,
+            set_dtypes: Callable[[bool], None] = set_dtypes,
         ) -> None:
             reduces, group.reduce_grads = group.reduce_grads, True
             try:

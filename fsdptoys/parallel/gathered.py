@@ -48,7 +48,8 @@ class HeadTail(Context):
         """A head and a tail."""
         size = full.shape[dim] // (2 * self.ranks)
         return torch.cat(
-            [full.narrow(dim, start, size) for start in self.starts(full.shape[dim])], dim
+            [full.narrow(dim, start, size) for start in self.starts(full.shape[dim])],
+            dim,
         )
 
 
@@ -78,7 +79,9 @@ class Gathered(HeadTail):
         flash = flash_blocks(ops, q_BHtK) if seen is None else None
         if flash is not None:
             blocks = blocks_between(starts, [0], t // 2, t * self.ranks, chunk_len)
-            attended: Tensor = _GatheredBlocks.apply(q_BHtK, part, flash, blocks, self._group)
+            attended: Tensor = _GatheredBlocks.apply(
+                q_BHtK, part, flash, blocks, self._group
+            )
             return attended
         k_BGTK, v_BGTK = _GatherSequence.apply(part, self._group)
         pieces = [

@@ -27,13 +27,17 @@ FLOAT32_NORM_ELEMENTS = 2**14
 1e-6 of it."""
 
 
-def norms_in(dtype: torch.dtype, grads: list[Tensor], map_parts: MapParts = map) -> list[Tensor]:
+def norms_in(
+    dtype: torch.dtype, grads: list[Tensor], map_parts: MapParts = map
+) -> list[Tensor]:
     """Norms of parts of gradients in ``dtype``."""
     parts: list[Tensor] = []
     for grad in grads:
         elements = CPU_NORM_ELEMENTS if grad.device.type == "cpu" else NORM_ELEMENTS
         parts += [part for part in grad.flatten().split(elements) if part.numel()]
-    return list(map_parts(functools.partial(torch.linalg.vector_norm, dtype=dtype), parts))
+    return list(
+        map_parts(functools.partial(torch.linalg.vector_norm, dtype=dtype), parts)
+    )
 
 
 def norms_in_float32(grads: list[Tensor]) -> list[Tensor]:
@@ -51,7 +55,9 @@ def norms_in_float32(grads: list[Tensor]) -> list[Tensor]:
             norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
         if whole < flat.numel():
             rests.append(flat[whole:])
-    return norms + (list(torch._foreach_norm(rests, dtype=torch.float32)) if rests else [])
+    return norms + (
+        list(torch._foreach_norm(rests, dtype=torch.float32)) if rests else []
+    )
 
 
 def scale_gradients(grads: list[Tensor], factor: Tensor) -> None:

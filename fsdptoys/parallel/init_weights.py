@@ -39,7 +39,9 @@ def seeded(init_rows: InitRows, seed: int, threads: int = 1) -> ParamInit:
 
 
 @torch.no_grad()
-def initialize(param: Tensor, name: str, init_rows: InitRows, seed: int, threads: int = 1) -> None:
+def initialize(
+    param: Tensor, name: str, init_rows: InitRows, seed: int, threads: int = 1
+) -> None:
     """Write initial values into a materialized parameter, or into this rank's shard of it.
 
     Args:
@@ -64,7 +66,9 @@ def initialize(param: Tensor, name: str, init_rows: InitRows, seed: int, threads
             start = block * rows_per_block
             rows = slice(max(first - start, 0), min(last - start, rows_per_block))
             count = rows.stop - rows.start
-            parts.setdefault(block, []).append((rows, local_rows[filled : filled + count]))
+            parts.setdefault(block, []).append(
+                (rows, local_rows[filled : filled + count])
+            )
             filled += count
 
     # One block for each thread: new memory for each would cost page faults
@@ -97,11 +101,16 @@ def _row_intervals(
     """Intervals of this rank's rows of the matrix, in the order of its shard."""
     *outer, (first, last) = bounds[:-1] if len(shape) > 1 else bounds
     for index in product(*(range(low, high) for low, high in outer)):
-        offset = sum(i * math.prod(shape[dim + 1 : len(outer) + 1]) for dim, i in enumerate(index))
+        offset = sum(
+            i * math.prod(shape[dim + 1 : len(outer) + 1])
+            for dim, i in enumerate(index)
+        )
         yield offset + first, offset + last
 
 
-def materialize(model: DecoderModel, device: torch.device, param_init: ParamInit) -> None:
+def materialize(
+    model: DecoderModel, device: torch.device, param_init: ParamInit
+) -> None:
     """Allocate every parameter on ``device`` and fill it with initial values.
 
     Shared parameters stay shared. Sharded parameters (DTensors) get memory for their shard only.

@@ -56,7 +56,9 @@ copies on one node."""
 class MeshConfig:
     """Layout of the ranks."""
 
-    fsdp_size: Any = option(-1, effect=Effect.rounding, alias="data_parallel_shard_degree dp_shard")
+    fsdp_size: Any = option(
+        -1, effect=Effect.rounding, alias="data_parallel_shard_degree dp_shard"
+    )
     """Ranks that share one copy of the parameters: a number, node, hybrid, or -1 for all. The
     others replicate (HSDP).
 
@@ -127,7 +129,11 @@ class MeshConfig:
             world_size = self.stage_ranks(world_size)
         if self.fsdp_size == HYBRID and not 1 < node_ranks < world_size:
             self.fsdp_size = max(
-                (size for size in range(1, world_size // 2 + 1) if world_size % size == 0),
+                (
+                    size
+                    for size in range(1, world_size // 2 + 1)
+                    if world_size % size == 0
+                ),
                 default=1,
             )
         if self.fsdp_size in (NODE, HYBRID):
@@ -206,14 +212,27 @@ class MeshConfig:
                     if shards
                     else f"world size {world_size}"
                 )
-                of += f" and features (mesh.tp_size={self.tp_size})" if whole < ranks else ""
+                of += (
+                    f" and features (mesh.tp_size={self.tp_size})"
+                    if whole < ranks
+                    else ""
+                )
                 fitting = max(
-                    n for n in range(1, min(size, whole) + 1) if whole % n == 0 and parts % n == 0
+                    n
+                    for n in range(1, min(size, whole) + 1)
+                    if whole % n == 0 and parts % n == 0
                 )
                 raise ConfigError(
                     f"mesh.{key}={size} must divide the {of}; set mesh.{key}={fitting}"
                 )
-        return Axes(stage // ranks, shard, self.cp_size, self.ep_size, self.tp_size, self.pp_size)
+        return Axes(
+            stage // ranks,
+            shard,
+            self.cp_size,
+            self.ep_size,
+            self.tp_size,
+            self.pp_size,
+        )
 
 
 @dataclass(frozen=True)
@@ -252,7 +271,11 @@ class Axes:
         """Mesh axis → ranks along it, of a strategy that shards over ``shards`` ranks."""
         replicas = world_size // shards // self.tp // self.pp
         dense = {PIPE_AXIS: self.pp, REPLICATE_AXIS: replicas, SHARD_AXIS: shards}
-        return dense | {CONTEXT_AXIS: self.cp, TENSOR_AXIS: self.tp, EXPERT_AXIS: self.ep}
+        return dense | {
+            CONTEXT_AXIS: self.cp,
+            TENSOR_AXIS: self.tp,
+            EXPERT_AXIS: self.ep,
+        }
 
     @property
     def ranks_per_replica(self) -> int:

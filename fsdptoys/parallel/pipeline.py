@@ -48,7 +48,9 @@ class PipelineSchedule(Enum):
 
     gpipe = "gpipe"
     """All forwards, then all backwards."""
-    locals()["1f1b"] = "1f1b"  # a value is typed as its name, and no identifier begins with a digit
+    locals()["1f1b"] = (
+        "1f1b"  # a value is typed as its name, and no identifier begins with a digit
+    )
     """Forwards and backwards in turn: at most as many micro-batches in flight as stages."""
     interleaved = "interleaved"
     """1f1b over two stages on each rank: waits half as long, twice the transfers."""
@@ -58,7 +60,11 @@ class PipelineSchedule(Enum):
     @property
     def stages_per_rank(self) -> int:
         """Stages of each rank."""
-        return 2 if self in (PipelineSchedule.interleaved, PipelineSchedule.zero_bubble) else 1
+        return (
+            2
+            if self in (PipelineSchedule.interleaved, PipelineSchedule.zero_bubble)
+            else 1
+        )
 
 
 @dataclass
@@ -118,9 +124,13 @@ class Pipeline:
         stages = self.divide(model, self.count, seq_len)
         for name in self.shapes:
             self.owners[name] = next(
-                self.owner(index) for index, stage in enumerate(stages) if stage.has(name)
+                self.owner(index)
+                for index, stage in enumerate(stages)
+                if stage.has(name)
             )
-        self.stages = {index: stages[index] for index in range(self.rank, self.count, self.ranks)}
+        self.stages = {
+            index: stages[index] for index in range(self.rank, self.count, self.ranks)
+        }
         keep_stages(model, list(self.stages.values()))
 
     def owner(self, index: int) -> int:
@@ -134,7 +144,9 @@ class Pipeline:
     def broadcast(self, tensor: Tensor, owner: int) -> Tensor:
         """A tensor of a rank of the group. A collective of the group."""
         tensor = tensor.contiguous()
-        dist.broadcast(tensor, src=dist.get_global_rank(self.group, owner), group=self.group)
+        dist.broadcast(
+            tensor, src=dist.get_global_rank(self.group, owner), group=self.group
+        )
         return tensor
 
     def gather(self, own: list[Any]) -> list[Any]:
@@ -143,7 +155,9 @@ class Pipeline:
         dist.all_gather_object(lists, own, group=self.group)
         return [each for of_rank in lists for each in of_rank]
 
-    def share_parameters(self, own: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def share_parameters(
+        self, own: Iterator[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
         """All parameters of the full model on the CPU, in its order, from this rank's. A collective
         of the group."""
         for name, owner in self.owners.items():
@@ -154,7 +168,9 @@ class Pipeline:
                 tensor.copy_(full)
             yield name, self.broadcast(tensor, owner).cpu()
 
-    def hidden_shape(self, tokens_BT: Tensor, dim: int, in_full: bool) -> tuple[int, int, int]:
+    def hidden_shape(
+        self, tokens_BT: Tensor, dim: int, in_full: bool
+    ) -> tuple[int, int, int]:
         """Shape of hidden states between stages, of this rank's tokens or of all."""
         if self.fixed_shape is not None:
             return self.fixed_shape
@@ -192,8 +208,12 @@ class PipelinedModel(nn.Module):
         for index, stage in pipeline.stages.items():
             hidden_BtD = None
             if not stage.embeds:
-                hidden_BtD = torch.empty(shape, dtype=pipeline.dtype, device=pipeline.device)
-                dist.recv(hidden_BtD, src=pipeline.peer(index - 1), group=pipeline.group)
+                hidden_BtD = torch.empty(
+                    shape, dtype=pipeline.dtype, device=pipeline.device
+                )
+                dist.recv(
+                    hidden_BtD, src=pipeline.peer(index - 1), group=pipeline.group
+                )
             out = self.model(
                 tokens_BT, labels_BT, loss_fn, cache, stage=stage, hidden_BTD=hidden_BtD
             )
@@ -201,7 +221,11 @@ class PipelinedModel(nn.Module):
                 output = out
             else:
                 sends.append(
-                    dist.isend(out.contiguous(), dst=pipeline.peer(index + 1), group=pipeline.group)
+                    dist.isend(
+                        out.contiguous(),
+                        dst=pipeline.peer(index + 1),
+                        group=pipeline.group,
+                    )
                 )
         for send in sends:
             assert send is not None
@@ -213,7 +237,10 @@ class PipelinedModel(nn.Module):
         last = pipeline.owner(pipeline.count - 1)
         if pipeline.rank != last:
             output = torch.empty(
-                *tokens_BT.shape, config.vocab_size, dtype=pipeline.dtype, device=pipeline.device
+                *tokens_BT.shape,
+                config.vocab_size,
+                dtype=pipeline.dtype,
+                device=pipeline.device,
             )
         return pipeline.broadcast(output, last)
 
@@ -270,8 +297,12 @@ class PipelinedModel(nn.Module):
         )
         # Given shapes spare a first forward that would find them, with collectives and routing of
         # its own.
-        hidden = torch.empty(shape, dtype=pipeline.dtype, device="meta", requires_grad=True)
-        loss = torch.empty(1, dtype=pipeline.loss_dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(
+            shape, dtype=pipeline.dtype, device="meta", requires_grad=True
+        )
+        loss = torch.empty(
+            1, dtype=pipeline.loss_dtype, device="meta", requires_grad=True
+        )
         stages = [
             pipelining.PipelineStage(
                 StageModule(self, stage),
@@ -287,7 +318,9 @@ class PipelinedModel(nn.Module):
             for index, stage in pipeline.stages.items()
         ]
         for each in stages:
-            finish = functools.partial(_then_accumulate, each.backward_weight_one_chunk, self.model)
+            finish = functools.partial(
+                _then_accumulate, each.backward_weight_one_chunk, self.model
+            )
             each.backward_weight_one_chunk = finish  # type: ignore[method-assign]
         single: dict[PipelineSchedule, Any] = {
             kinds.gpipe: pipelining.ScheduleGPipe,

@@ -86,12 +86,16 @@ class CastParameters(nn.Module):
                 continue  # kept in this dtype, so that the cast copies nothing (``mixed_dtypes``)
             # Through a weak reference: the garbage collector does not see a cycle through a hook of
             # autograd.
-            param.register_post_accumulate_grad_hook(functools.partial(_free, weakref.ref(self)))
+            param.register_post_accumulate_grad_hook(
+                functools.partial(_free, weakref.ref(self))
+            )
         compiled: set[nn.Module] = set()
         for block in module.modules():
             compiled_block: Any = getattr(block, "execute", None)
             if hasattr(compiled_block, "around"):
-                compiled_block.around = functools.partial(self._swapped, list(block.modules()))
+                compiled_block.around = functools.partial(
+                    self._swapped, list(block.modules())
+                )
                 compiled.update(block.modules())
         for owner in module.modules():
             own = dict(owner.named_parameters(recurse=False))
@@ -111,7 +115,9 @@ class CastParameters(nn.Module):
 
     @contextmanager
     def _swapped(self, owners: Sequence[nn.Module]) -> Iterator[None]:
-        parameters = [(dict(owner.named_parameters(recurse=False)), owner) for owner in owners]
+        parameters = [
+            (dict(owner.named_parameters(recurse=False)), owner) for owner in owners
+        ]
         for own, owner in parameters:
             self._swap_in(own, owner)
         try:
@@ -120,13 +126,17 @@ class CastParameters(nn.Module):
             for own, owner in parameters:
                 self._swap_out(own, owner)
 
-    def _swap_in(self, own: dict[str, nn.Parameter], owner: nn.Module, *_: object) -> None:
+    def _swap_in(
+        self, own: dict[str, nn.Parameter], owner: nn.Module, *_: object
+    ) -> None:
         for name, param in own.items():
             if param not in self._copies:
                 self._copies[param] = param.to(self.dtype)
             owner._parameters[name] = self._copies[param]  # type: ignore[assignment]
 
-    def _swap_out(self, own: dict[str, nn.Parameter], owner: nn.Module, *_: object) -> None:
+    def _swap_out(
+        self, own: dict[str, nn.Parameter], owner: nn.Module, *_: object
+    ) -> None:
         owner._parameters.update(own)
 
 

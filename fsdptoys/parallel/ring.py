@@ -51,7 +51,9 @@ class Ring(HeadTail):
         """Pass keys and values round, and merge the results."""
         assert seen is None
         kernel = flash_blocks(ops, q_BHtK) or PLAIN
-        steps = [self._blocks(step, q_BHtK.shape[2], chunk_len) for step in range(self.ranks)]
+        steps = [
+            self._blocks(step, q_BHtK.shape[2], chunk_len) for step in range(self.ranks)
+        ]
         attended: Tensor = _Ring.apply(
             q_BHtK, torch.stack((k_BGtK, v_BGtK)), kernel, steps, self._group
         )
@@ -60,9 +62,15 @@ class Ring(HeadTail):
     def _blocks(self, step: int, tokens: int, chunk_len: int | None) -> list[Block]:
         """Rows and keys that see each other in a step, among this rank's ``tokens`` and those that
         pass by."""
-        everything, half, passing = slice(0, tokens), tokens // 2, (self._rank - step) % self.ranks
+        everything, half, passing = (
+            slice(0, tokens),
+            tokens // 2,
+            (self._rank - step) % self.ranks,
+        )
         if chunk_len is not None:
-            own, others = (self.starts(tokens * self.ranks, rank) for rank in (self._rank, passing))
+            own, others = (
+                self.starts(tokens * self.ranks, rank) for rank in (self._rank, passing)
+            )
             return blocks_between(own, others, half, half, chunk_len)
         if step == 0:
             return [Block(everything, everything, True)]
@@ -111,7 +119,13 @@ class _Ring(torch.autograd.Function):
             grads_arrive = _pass_on(grads, group)
             passing = arrives() if arrives else passing
         assert grads_arrive is not None
-        return gradients.grad_q.to(q_BHtK.dtype), grads_arrive().to(part.dtype), None, None, None
+        return (
+            gradients.grad_q.to(q_BHtK.dtype),
+            grads_arrive().to(part.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
@@ -120,7 +134,9 @@ def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     ranks, rank = group.size(), group.rank()
     sent = tensor.contiguous()
     received = torch.empty_like(sent)
-    peers = [dist.get_global_rank(group, place % ranks) for place in (rank + 1, rank - 1)]
+    peers = [
+        dist.get_global_rank(group, place % ranks) for place in (rank + 1, rank - 1)
+    ]
     operations = [
         dist.P2POp(dist.isend, sent, peers[0], group),
         dist.P2POp(dist.irecv, received, peers[1], group),

@@ -39,7 +39,9 @@ class UnshardedStrategy(Strategy):
         materialize(model, device, param_init)
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self._unwrapped = model
-        if self.world.deterministic.uses_float64:  # which the model casts to its dtype itself
+        if (
+            self.world.deterministic.uses_float64
+        ):  # which the model casts to its dtype itself
             self._leaves, dtype = Float64Leaves(model), DType.float32
         self.model = self._wrap(
             model if dtype is DType.float32 else CastParameters(model, dtype.torch)
@@ -51,12 +53,16 @@ class UnshardedStrategy(Strategy):
     def units(self) -> list[UnitParams]:
         """The blocks, and the modules before and after them."""
         units = unsharded_units(self._unwrapped)
-        return [(module, [self._parameter(param) for param in params]) for module, params in units]
+        return [
+            (module, [self._parameter(param) for param in params])
+            for module, params in units
+        ]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own parameters."""
         return (
-            (name, self._parameter(param)) for name, param in self._unwrapped.named_parameters()
+            (name, self._parameter(param))
+            for name, param in self._unwrapped.named_parameters()
         )
 
     def _parameter(self, param: nn.Parameter) -> nn.Parameter:
@@ -96,7 +102,10 @@ class Single(UnshardedStrategy):
         yield
         if self._leaves and index == count - 1:
             self._leaves.move_gradients()
-        if not self.world.deterministic.reduces_each_microbatch or self.local_data_ranks == 1:
+        if (
+            not self.world.deterministic.reduces_each_microbatch
+            or self.local_data_ranks == 1
+        ):
             return
         rank = index % self.local_data_ranks
         for param in self._unwrapped.parameters():
@@ -104,11 +113,15 @@ class Single(UnshardedStrategy):
                 continue
             in_float64 = self._over_ranks.get(param)
             self._over_ranks[param] = (
-                param.grad.double() if in_float64 is None else in_float64.add_(param.grad)
+                param.grad.double()
+                if in_float64 is None
+                else in_float64.add_(param.grad)
             )
             param.grad = None
             if rank == self.local_data_ranks - 1:
-                self._add_microbatch(param, self._over_ranks.pop(param).float(), index == count - 1)
+                self._add_microbatch(
+                    param, self._over_ranks.pop(param).float(), index == count - 1
+                )
 
 
 @dataclass
@@ -137,7 +150,9 @@ class SingleConfig(ParallelConfig):
 def unsharded_units(whole: DecoderModel) -> list[UnitParams]:
     """Units of a model without sharding."""
     tail = [whole.norm, whole.lm_head]
-    later = {param for module in [*whole.layers, *tail] for param in module.parameters()}
+    later = {
+        param for module in [*whole.layers, *tail] for param in module.parameters()
+    }
     first = [param for param in whole.parameters() if param not in later]
     # The embedding is the first to need a weight that it shares with the head.
     seen = dict.fromkeys([*first, *whole.embed_tokens.parameters()])
@@ -146,7 +161,12 @@ def unsharded_units(whole: DecoderModel) -> list[UnitParams]:
     units.append(
         (
             whole.norm,
-            [param for module in tail for param in module.parameters() if param not in seen],
+            [
+                param
+                for module in tail
+                for param in module.parameters()
+                if param not in seen
+            ],
         )
     )
     return units

@@ -27,7 +27,13 @@ from torch import Tensor, nn
 
 from fsdptoys.device import Streams, in_host_place, is_accelerator
 from fsdptoys.models.nf4 import is_packed
-from fsdptoys.utils.dtensor import full_tensor, is_dtensor, local_tensor, sharded_like, unwrapped
+from fsdptoys.utils.dtensor import (
+    full_tensor,
+    is_dtensor,
+    local_tensor,
+    sharded_like,
+    unwrapped,
+)
 from fsdptoys.utils.optimizer_states import kept_states
 
 NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
@@ -91,7 +97,9 @@ class State:
 def state_tensors(name: str, state: dict[str, Any]) -> dict[str, Tensor]:
     """Tensors of a parameter's optimizer state."""
     return {
-        f"optim.{name}.{kind}": value for kind, value in state.items() if isinstance(value, Tensor)
+        f"optim.{name}.{kind}": value
+        for kind, value in state.items()
+        if isinstance(value, Tensor)
     }
 
 
@@ -127,7 +135,9 @@ def host_copy(
         source, copy = local_tensor(tensor), (into or {}).get(name)
         if copy is None or _layout(copy) != _layout(tensor):
             local = torch.empty(
-                source.shape, dtype=source.dtype, pin_memory=is_accelerator(source.device)
+                source.shape,
+                dtype=source.dtype,
+                pin_memory=is_accelerator(source.device),
             )
             copy = sharded_like(tensor, in_host_place(local))
         copies[name] = copy
@@ -145,7 +155,10 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state_dict()  # of a BucketedOptimizer: finishes updates
     # FSDP1 keeps no state on a rank whose shard of a parameter is empty.
     params = [
-        param for group in optimizer.param_groups for param in group["params"] if param.numel()
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.numel()
     ]
     without = [param for param in params if not optimizer.state.get(param)]
     kinds = kept_states(optimizer) if without and _is_of_torch(optimizer) else {}
@@ -161,7 +174,9 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    bases = (base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer)
+    bases = (
+        base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer
+    )
     return any(base.__module__.startswith("torch.optim.") for base in bases)
 
 

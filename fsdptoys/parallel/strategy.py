@@ -133,7 +133,11 @@ class Strategy(ABC):
 
     def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of ``named_parameters`` that are not frozen."""
-        return ((name, param) for name, param in self.named_parameters() if param.requires_grad)
+        return (
+            (name, param)
+            for name, param in self.named_parameters()
+            if param.requires_grad
+        )
 
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -160,7 +164,9 @@ class Strategy(ABC):
     def axes(self) -> dict[str, int]:
         """Mesh axis → ranks along it; ranks that share sequences are among those of the others."""
         group = self.shard_group()
-        return self.mesh_axes.named(self.world.world_size, group.size() if group is not None else 1)
+        return self.mesh_axes.named(
+            self.world.world_size, group.size() if group is not None else 1
+        )
 
     def gradient_bytes(self, trained: list[Tensor], frozen: list[Tensor]) -> int:
         """Bytes of a rank's reduced gradients, from its local tensors of parameters."""
@@ -218,7 +224,9 @@ class Strategy(ABC):
         """Index of this rank's shard; 0 where nothing is sharded."""
         return dist.get_rank(group) if (group := self.shard_group()) is not None else 0
 
-    def local_norms(self, grads: list[Tensor], map_parts: MapParts = map) -> list[Tensor]:
+    def local_norms(
+        self, grads: list[Tensor], map_parts: MapParts = map
+    ) -> list[Tensor]:
         """Norms of parts of this rank's gradients, for ``total_norm``; ``map_parts`` is like
         ``map``, over parts.
 

@@ -75,7 +75,11 @@ class TensorExchange(Exchange):
         B, t, D = part_BtD.shape
         gathered = part_BtD.new_empty(self.ranks * B, t, D)
         all_gather(gathered, part_BtD, group=self.group)
-        return gathered.view(self.ranks, B, t, D).transpose(0, 1).reshape(B, self.ranks * t, D)
+        return (
+            gathered.view(self.ranks, B, t, D)
+            .transpose(0, 1)
+            .reshape(B, self.ranks * t, D)
+        )
 
     def scatter_tokens(self, partial_BTD: Tensor) -> Tensor:
         """This rank's tokens of the sum over ranks. A collective."""
@@ -102,7 +106,10 @@ class TensorExchange(Exchange):
         return positions.narrow(-1, self.rank * size, size)
 
     def embed(
-        self, embedding: Callable[[Tensor, Tensor], Tensor], ids_BT: Tensor, table_VD: Tensor
+        self,
+        embedding: Callable[[Tensor, Tensor], Tensor],
+        ids_BT: Tensor,
+        table_VD: Tensor,
     ) -> Tensor:
         """One rank has a token's row; zeros of the others leave it exact. A collective."""
         classes = table_VD.shape[0]
@@ -182,7 +189,9 @@ class _SumGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # A copy, since others may use the gradient; 16 bits would round each part of the sum.
-        total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True).contiguous()
+        total = grad.to(
+            torch.promote_types(grad.dtype, torch.float32), copy=True
+        ).contiguous()
         dist.all_reduce(total, group=ctx.group)
         return total.to(grad.dtype), None
 
@@ -254,9 +263,15 @@ class FeatureSplit:
             return tensor
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        axes, shape, dim = self._mesh.mesh_dim_names, self._shapes[name], self.dims[name]
+        axes, shape, dim = (
+            self._mesh.mesh_dim_names,
+            self._shapes[name],
+            self.dims[name],
+        )
         assert axes is not None
-        placements = dict.fromkeys(axes, Replicate()) | {SHARD_AXIS: tensor.placements[-1]}
+        placements = dict.fromkeys(axes, Replicate()) | {
+            SHARD_AXIS: tensor.placements[-1]
+        }
         if dim is not None:
             placements[TENSOR_AXIS] = Shard(dim)
         local = local_tensor(tensor)
@@ -272,6 +287,8 @@ class FeatureSplit:
         )
         return sharded_like(made, local)
 
-    def in_every_part(self, named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[nn.Parameter]:
+    def in_every_part(
+        self, named: Iterator[tuple[str, nn.Parameter]]
+    ) -> Iterator[nn.Parameter]:
         """Parameters that all ranks have."""
         return (param for name, param in named if self.dims.get(name, 0) is None)

@@ -26,11 +26,17 @@ class ToyContext(Context):
     """A part of each sequence, by the toy's functions."""
 
     def __init__(self, group: dist.ProcessGroup, form: ContextForm) -> None:
-        self.ranks, self._group, self._is_ring = group.size(), group, form is ContextForm.ring
+        self.ranks, self._group, self._is_ring = (
+            group.size(),
+            group,
+            form is ContextForm.ring,
+        )
 
     def cut(self, full: Tensor, dim: int) -> Tensor:
         """This rank's positions."""
-        own = own_positions(full.shape[dim], self.ranks, self._group.rank(), self._is_ring)
+        own = own_positions(
+            full.shape[dim], self.ranks, self._group.rank(), self._is_ring
+        )
         return full.index_select(dim, own.to(full.device))
 
     def mask(self, segments_BT: Tensor, ops: Ops, dtype: torch.dtype) -> Any:
@@ -51,7 +57,9 @@ class ToyContext(Context):
         if self._is_ring:
             out: Tensor = RingAttention.apply(q_BHtK, k_BGtK, v_BGtK, self._group, True)
             return out
-        some_heads = partial(FULL_SEQUENCES.attend, ops=ops, chunk_len=chunk_len, seen=seen)
+        some_heads = partial(
+            FULL_SEQUENCES.attend, ops=ops, chunk_len=chunk_len, seen=seen
+        )
         return ulysses_attention(q_BHtK, k_BGtK, v_BGtK, self._group, some_heads)
 
 

@@ -29,7 +29,9 @@ class ToyDDP(DDP):
 
     def _wrap(self, model: nn.Module) -> Any:
         reduce_dtype = self.config.reduce_dtype.torch
-        assert not self.world.deterministic.uses_float64, "the configuration was not validated"
+        assert not self.world.deterministic.uses_float64, (
+            "the configuration was not validated"
+        )
         return self.kind(
             model,
             bucket_cap_mb=self.config.bucket_cap_mb,

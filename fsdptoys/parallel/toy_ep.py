@@ -99,10 +99,14 @@ class ToyEP(ToyDDP):
                 dist.all_reduce(total, group=self.mesh.get_group(REPLICATE_AXIS))
                 param.grad = total.div_(self.gradient_divisor).to(param.dtype)
 
-    def local_norms(self, grads: list[Tensor], map_parts: MapParts = map) -> list[Tensor]:
+    def local_norms(
+        self, grads: list[Tensor], map_parts: MapParts = map
+    ) -> list[Tensor]:
         """Count gradients that all ranks have on one of those with different experts."""
         if self.expert_ranks > 1 and self.together.rank() > 0:
-            of_experts = {param.grad.data_ptr() for param in self._parts if param.grad is not None}
+            of_experts = {
+                param.grad.data_ptr() for param in self._parts if param.grad is not None
+            }
             grads = [grad for grad in grads if grad.data_ptr() in of_experts]
         return super().local_norms(grads, map_parts)
 
@@ -120,7 +124,11 @@ class ToyEP(ToyDDP):
         """A stack of experts, or one of its states, as a DTensor sharded between experts."""
         if name not in self._stacks or not tensor.ndim:
             return tensor
-        from torch.distributed.tensor import DTensor, Replicate, Shard  # takes a second to import
+        from torch.distributed.tensor import (  # takes a second to import
+            DTensor,
+            Replicate,
+            Shard,
+        )
 
         shape, stride = self._stacks[name], tensor.stride()
         placements = [Replicate(), Shard(0)]
@@ -148,12 +156,16 @@ def _apply(
 
     def compute(rows_RD: Tensor, local_R: Tensor) -> Tensor:
         ones_R1 = rows_RD.new_ones(len(rows_RD), 1)
-        return apply_experts(rows_RD, local_R[:, None], ones_R1, gate_up_EHD, down_EDF, product)
+        return apply_experts(
+            rows_RD, local_R[:, None], ones_R1, gate_up_EHD, down_EDF, product
+        )
 
     local = len(down_EDF)
     if scale_input:  # each pair is a token of its own
         pairs_PD = (hidden_ND.unsqueeze(1) * weights_NK.unsqueeze(-1)).flatten(0, 1)
-        pairs_NKD = apply_elsewhere(pairs_PD, experts_NK.reshape(-1, 1), local, group, compute)
+        pairs_NKD = apply_elsewhere(
+            pairs_PD, experts_NK.reshape(-1, 1), local, group, compute
+        )
         return pairs_NKD.view(*experts_NK.shape, -1).sum(1)
     pairs_NKD = apply_elsewhere(hidden_ND, experts_NK, local, group, compute)
     return (pairs_NKD * weights_NK.unsqueeze(-1)).sum(1)

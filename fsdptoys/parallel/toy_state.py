@@ -29,7 +29,9 @@ class Holding:
     own: nn.Parameter
     """This rank's elements, in any shape; the optimizer updates them."""
 
-    def assemble(self, own: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def assemble(
+        self, own: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """Assemble a tensor of the parameter's shape from all ranks' parts. A collective."""
         whole = torch.empty(self.shape.numel(), dtype=dtype, device=device)
         for rank, (low, high) in enumerate(self.spans):
@@ -61,9 +63,16 @@ class ShardedState(State):
         mesh: DeviceMesh,
         live: dict[str, Tensor],
     ) -> None:
-        self.holdings, self.optimizer, self.mesh, self.live = holdings, optimizer, mesh, live
+        self.holdings, self.optimizer, self.mesh, self.live = (
+            holdings,
+            optimizer,
+            mesh,
+            live,
+        )
         self.device = (
-            torch.device(mesh.device_type) if mesh.device_type == "cpu" else holdings[0].own.device
+            torch.device(mesh.device_type)
+            if mesh.device_type == "cpu"
+            else holdings[0].own.device
         )
         settle(optimizer)
         mine = [
@@ -78,7 +87,8 @@ class ShardedState(State):
         ]
         dist.all_gather_object(everyones, mine)
         self._kinds = [
-            everyones[holding.first_owner()][number] for number, holding in enumerate(holdings)
+            everyones[holding.first_owner()][number]
+            for number, holding in enumerate(holdings)
         ]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -87,15 +97,23 @@ class ShardedState(State):
         for number, holding in enumerate(self.holdings):
             if not self.live:
                 tensors[f"model.{holding.name}"] = self._shard(
-                    holding.assemble(holding.own.detach(), holding.own.dtype, self.device)
+                    holding.assemble(
+                        holding.own.detach(), holding.own.dtype, self.device
+                    )
                 )
             kept = self.optimizer.state.get(holding.own, {})
             for kind, (dtype, is_whole) in self._kinds[number].items():
                 key = f"optim.{holding.name}.{kind}"
                 if is_whole:
-                    tensors[key] = self._shard(holding.assemble(kept.get(kind), dtype, self.device))
+                    tensors[key] = self._shard(
+                        holding.assemble(kept.get(kind), dtype, self.device)
+                    )
                 else:
-                    value = kept[kind].clone() if kind in kept else torch.zeros((), dtype=dtype)
+                    value = (
+                        kept[kind].clone()
+                        if kind in kept
+                        else torch.zeros((), dtype=dtype)
+                    )
                     tensors[key] = value.to(self.device)
                     dist.broadcast(tensors[key], holding.first_owner())
         return tensors
@@ -104,10 +122,14 @@ class ShardedState(State):
         """Copy values from the copies. A collective."""
         for number, holding in enumerate(self.holdings):
             if not self.live:
-                self._install(holding, holding.own.detach(), tensors[f"model.{holding.name}"])
+                self._install(
+                    holding, holding.own.detach(), tensors[f"model.{holding.name}"]
+                )
             kept = self.optimizer.state.get(holding.own, {})
             for kind in self._kinds[number]:
-                self._install(holding, kept.get(kind), tensors[f"optim.{holding.name}.{kind}"])
+                self._install(
+                    holding, kept.get(kind), tensors[f"optim.{holding.name}.{kind}"]
+                )
         self.optimizer.load_state_dict(self.optimizer.state_dict())
 
     def _install(self, holding: Holding, own: Tensor | None, tensor: Tensor) -> None:
@@ -127,5 +149,10 @@ class ShardedState(State):
         from torch.distributed.tensor import DTensor, Shard  # takes a second to import
 
         return DTensor.from_local(
-            local, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+            local,
+            self.mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
         )

@@ -67,14 +67,20 @@ class ToyZero3(Strategy):
 
     def unit_names(self) -> list[list[str]]:
         """The rest of the model, and each block."""
-        return [[""], *([f"layers.{number}"] for number in range(len(self._unwrapped.layers)))]
+        return [
+            [""],
+            *([f"layers.{number}"] for number in range(len(self._unwrapped.layers))),
+        ]
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Broadcast one parameter at a time."""
         device = self.world.device.torch_device
         for holding in self._holdings():
             own = holding.own.detach()
-            yield holding.name, holding.assemble(own, own.dtype, device).to("cpu", torch.float32)
+            yield (
+                holding.name,
+                holding.assemble(own, own.dtype, device).to("cpu", torch.float32),
+            )
 
     def gradient_bytes(self, trained: list[Tensor], frozen: list[Tensor]) -> int:
         """A share's gradients have room for its frozen parameters."""
@@ -89,7 +95,8 @@ class ToyZero3(Strategy):
         for name, param in self._unwrapped.named_parameters():
             owner = self.model.owner_of[param]
             spans = [
-                (0, param.numel() if rank == owner else 0) for rank in range(self.world.world_size)
+                (0, param.numel() if rank == owner else 0)
+                for rank in range(self.world.world_size)
             ]
             holdings.append(Holding(name, param.shape, spans, self._own[name]))
         return holdings
@@ -107,7 +114,9 @@ class ToyZero3Config(ReducingConfig):
     name: ClassVar[str] = "toy_zero3"
     strategy = ToyZero3
 
-    evenness: Evenness = option(Evenness.model, effect=Effect.rounding, acts=Stage.gradient)
+    evenness: Evenness = option(
+        Evenness.model, effect=Effect.rounding, acts=Stage.gradient
+    )
     """Balance the bytes of the model, or of each unit, over the ranks."""
     prefetch: bool = option(True, effect=Effect.none)
     """Gather the next block while one computes."""

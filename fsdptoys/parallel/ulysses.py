@@ -54,7 +54,9 @@ class Ulysses(Context):
         G = k_BGtK.shape[1]
         copies = math.lcm(G, self.ranks) // G
         if copies > 1:
-            k_BGtK, v_BGtK = (x.repeat_interleave(copies, dim=1) for x in (k_BGtK, v_BGtK))
+            k_BGtK, v_BGtK = (
+                x.repeat_interleave(copies, dim=1) for x in (k_BGtK, v_BGtK)
+            )
         q_BhTK, k_BhTK, v_BhTK = self._gather_sequence(q_BHtK, k_BGtK, v_BGtK)
         out_BhTK = FULL_SEQUENCES.attend(q_BhTK, k_BhTK, v_BhTK, ops, chunk_len, seen)
         return self._gather_heads(out_BhTK)
@@ -67,7 +69,9 @@ class Ulysses(Context):
         once more.
         """
         # Each rank's heads of all tensors side by side.
-        parts_BtNhK = [x.transpose(1, 2).unflatten(2, (self.ranks, -1)) for x in xs_BHtK]
+        parts_BtNhK = [
+            x.transpose(1, 2).unflatten(2, (self.ranks, -1)) for x in xs_BHtK
+        ]
         sent_NBthK = torch.cat(parts_BtNhK, dim=3).movedim(2, 0).contiguous()
         got_NBthK = _Exchange.apply(sent_NBthK, self._group)
         joined_BhTK = got_NBthK.transpose(0, 1).flatten(1, 2).transpose(1, 2)
@@ -76,7 +80,10 @@ class Ulysses(Context):
     def _gather_heads(self, out_BhTK: Tensor) -> Tensor:
         """This rank's piece of all heads."""
         sent_NBthK = (
-            out_BhTK.transpose(1, 2).unflatten(1, (self.ranks, -1)).movedim(1, 0).contiguous()
+            out_BhTK.transpose(1, 2)
+            .unflatten(1, (self.ranks, -1))
+            .movedim(1, 0)
+            .contiguous()
         )
         got_NBthK = _Exchange.apply(sent_NBthK, self._group)
         return got_NBthK.movedim(0, 2).flatten(2, 3).transpose(1, 2)

@@ -51,7 +51,9 @@ class Unit:
     """Whether it has the head, which the backward needs first."""
 
 
-def position_units(model: DecoderModel, parts: Sequence[str], groups: bool) -> list[Unit]:
+def position_units(
+    model: DecoderModel, parts: Sequence[str], groups: bool
+) -> list[Unit]:
     """Embedding, blocks, parts of blocks and head.
 
     Args:
@@ -70,7 +72,9 @@ def position_units(model: DecoderModel, parts: Sequence[str], groups: bool) -> l
     } <= present and model.lm_head.weight is model.embed_tokens.weight
     blocks = [f"layers.{index}" for index, _ in model.layers.named_children()]
     inner: list[tuple[str, ...]] = [
-        (name,) for block in blocks for name in (block, *(f"{block}.{part}" for part in parts))
+        (name,)
+        for block in blocks
+        for name in (block, *(f"{block}.{part}" for part in parts))
     ]
     head = ("norm", "lm_head") if groups else ("lm_head",)
     if tied:
@@ -95,16 +99,28 @@ def class_units(model: DecoderModel, classes: Sequence[str]) -> list[Unit]:
     accepted = set().union(*map(_class_names, able.values()))
     unknown = [name for name in classes if name not in accepted]
     if unknown:
-        meant = [name if name in accepted else near_miss(name, known) for name in classes]
-        fixed = list(dict.fromkeys(filter(None, meant))) or [type(model.layers[0]).__name__]
+        meant = [
+            name if name in accepted else near_miss(name, known) for name in classes
+        ]
+        fixed = list(dict.fromkeys(filter(None, meant))) or [
+            type(model.layers[0]).__name__
+        ]
         raise ConfigError(
             f"parallel.wrap_classes={value_text(list(classes))} names {unknown[0]}, but units of "
             f"this model can be of the classes {', '.join(known)}; set "
             f"parallel.wrap_classes={value_text(fixed)}"
         )
-    chosen = {name: module for name, module in able.items() if set(classes) & _class_names(module)}
+    chosen = {
+        name: module
+        for name, module in able.items()
+        if set(classes) & _class_names(module)
+    }
     owned = own_parameters([[module] for module in chosen.values()])
-    return [_unit(model, (name,)) for name, params in zip(chosen, owned, strict=True) if params]
+    return [
+        _unit(model, (name,))
+        for name, params in zip(chosen, owned, strict=True)
+        if params
+    ]
 
 
 def size_units(model: DecoderModel, least: float) -> list[Unit]:
@@ -117,7 +133,9 @@ def size_units(model: DecoderModel, least: float) -> list[Unit]:
         elements = sum(param.numel() for param in module.parameters())
         if elements < least:
             return 0
-        inner = sum(wrap(child, model.get_submodule(child)) for child in _children(name, module))
+        inner = sum(
+            wrap(child, model.get_submodule(child)) for child in _children(name, module)
+        )
         if name in able and elements - inner >= least:
             chosen.add(name)
             return elements
@@ -161,9 +179,9 @@ def inside_out(names: Sequence[str]) -> list[str]:
 
     def place(name: str) -> tuple[int, int]:
         prefix = f"{name}." if name else ""
-        return max(i for i, other in enumerate(names) if f"{other}.".startswith(prefix)), -len(
-            prefix
-        )
+        return max(
+            i for i, other in enumerate(names) if f"{other}.".startswith(prefix)
+        ), -len(prefix)
 
     return sorted(names, key=place)
 
@@ -208,7 +226,10 @@ def _children(name: str, module: nn.Module) -> list[str]:
     if isinstance(module, LEAVES):
         return []
     names = dict.fromkeys(
-        [*getattr(module, "forward_order", ()), *(child for child, _ in module.named_children())]
+        [
+            *getattr(module, "forward_order", ()),
+            *(child for child, _ in module.named_children()),
+        ]
     )
     return [f"{name}.{child}" if name else child for child in names]
 

@@ -43,7 +43,9 @@ from fsdptoys.utils.tables import print_grid
 OPTIONS = ("hardware", "out")
 
 NOISE = 0.01  # Expected relative error of a measured step time
-SURPRISE = math.log(2.0)  # Expected error of a profile's rate, as the logarithm of a factor
+SURPRISE = math.log(
+    2.0
+)  # Expected error of a profile's rate, as the logarithm of a factor
 LEAST_EFFECT = 1e-3
 """Smallest relative change of a prediction, on doubling or halving a rate, for the rate to be
 fitted."""
@@ -128,7 +130,9 @@ def calibrate(
     assert cases
     names = ", ".join(case.name for case in cases)
     logs = np.log([case.measured_seconds for case in cases])
-    limits = np.array([parameter.bounds(hardware) for parameter in parameters]).reshape(-1, 2)
+    limits = np.array([parameter.bounds(hardware) for parameter in parameters]).reshape(
+        -1, 2
+    )
 
     def predicted(factors: np.ndarray) -> np.ndarray:
         changed = _scaled(hardware, parameters, factors)
@@ -139,15 +143,22 @@ def calibrate(
 
     def matters(index: int) -> bool:
         """Whether a factor of 2 or 1/2, within its limits, changes any prediction."""
-        moves = [_moved(start, limits, index, jump) for jump in (math.log(2), -math.log(2))]
-        return any(np.max(np.abs(predicted(moved) / before - 1)) > LEAST_EFFECT for moved in moves)
+        moves = [
+            _moved(start, limits, index, jump) for jump in (math.log(2), -math.log(2))
+        ]
+        return any(
+            np.max(np.abs(predicted(moved) / before - 1)) > LEAST_EFFECT
+            for moved in moves
+        )
 
     known = list(filter(matters, range(len(parameters))))
 
     def residuals(moved: np.ndarray) -> np.ndarray:
         factors = start.copy()
         factors[known] = moved
-        return np.concatenate([(np.log(predicted(factors)) - logs) / NOISE, moved / SURPRISE])
+        return np.concatenate(
+            [(np.log(predicted(factors)) - logs) / NOISE, moved / SURPRISE]
+        )
 
     factors = start.copy()
     if known:
@@ -162,7 +173,9 @@ def calibrate(
         if getattr(hardware, field).value != getattr(result, field).value
     }
     unknown = tuple(
-        parameter.name for index, parameter in enumerate(parameters) if index not in known
+        parameter.name
+        for index, parameter in enumerate(parameters)
+        if index not in known
     )
     fitted = tuple(
         FittedValue(case.name, case.measured_seconds, float(old), float(new))
@@ -182,7 +195,10 @@ def error(fit: FittedValue, seconds: float) -> float:
 
 
 def _scaled(
-    hardware: Hardware, rates: Sequence[Parameter], factors: np.ndarray, source: str | None = None
+    hardware: Hardware,
+    rates: Sequence[Parameter],
+    factors: np.ndarray,
+    source: str | None = None,
 ) -> Hardware:
     changes = {}
     for parameter, factor in zip(rates, factors, strict=True):
@@ -200,7 +216,9 @@ def _scaled(
                 )
     backends = hardware.attention_backends
     if "attention_efficiency" in changes:
-        ratio = changes["attention_efficiency"].value / hardware.attention_efficiency.value
+        ratio = (
+            changes["attention_efficiency"].value / hardware.attention_efficiency.value
+        )
         backends = {
             name: Quantity(
                 min(1.0, share.value * ratio),
@@ -212,7 +230,9 @@ def _scaled(
     return dataclasses.replace(hardware, **changes)  # type: ignore[arg-type]
 
 
-def _moved(point: np.ndarray, limits: np.ndarray, index: int, jump: float) -> np.ndarray:
+def _moved(
+    point: np.ndarray, limits: np.ndarray, index: int, jump: float
+) -> np.ndarray:
     """A copy of a point with one factor moved, within its limits."""
     moved = point.copy()
     moved[index] = np.clip(point[index] + jump, *limits[index])
@@ -251,7 +271,8 @@ def _descend(
         gradient = jacobian.T @ value
         # Factors at a limit that would leave it stay fixed in this step.
         free = ~(
-            ((point <= limits[:, 0]) & (gradient > 0)) | ((point >= limits[:, 1]) & (gradient < 0))
+            ((point <= limits[:, 0]) & (gradient > 0))
+            | ((point >= limits[:, 1]) & (gradient < 0))
         )
         if not free.any():
             break
@@ -318,7 +339,9 @@ def calibrate_runs(
     return calibrate(cases, hardware)
 
 
-def _step_seconds(predict: Predict, config: Config, world_size: int, hardware: Hardware) -> float:
+def _step_seconds(
+    predict: Predict, config: Config, world_size: int, hardware: Hardware
+) -> float:
     return predict(config, hardware, world_size).time.step_seconds
 
 
@@ -357,14 +380,18 @@ def calibrate_command(words: Sequence[str], predict: Predict, console: Console) 
             f"out={out} cannot be written ({mistake.strerror}); name another file"
         ) from mistake
     console.print(
-        f"Written to {out}; plan with plan.hardware={out}.", highlight=False, soft_wrap=True
+        f"Written to {out}; plan with plan.hardware={out}.",
+        highlight=False,
+        soft_wrap=True,
     )
     return 0
 
 
 def _check_new(out: Path) -> None:
     if out.exists() or out.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"out={out} must be a new YAML file; set out={out.stem}_new.yaml")
+        raise ConfigError(
+            f"out={out} must be a new YAML file; set out={out.stem}_new.yaml"
+        )
     if not out.parent.is_dir():
         raise ConfigError(
             f"out={out} is in {out.parent}, which is not a folder; set out={out.name} or create "
@@ -386,12 +413,17 @@ def print_calibration(result: Calibration, console: Console) -> None:
         console.print(f"{field}: {before:.4g} is now {after:.4g}", highlight=False)
     if result.unknown:
         console.print(
-            f"Not fitted, as no run depends on it: {', '.join(result.unknown)}.", highlight=False
+            f"Not fitted, as no run depends on it: {', '.join(result.unknown)}.",
+            highlight=False,
         )
 
 
 def _profile_of(run: RecordedRun) -> Hardware:
-    name = "cpu" if run.device_type == "cpu" else hardware_for(run.device_name, run.device_type)
+    name = (
+        "cpu"
+        if run.device_type == "cpu"
+        else hardware_for(run.device_name, run.device_type)
+    )
     if name is None:
         raise ConfigError(
             f"there is no profile of {run.device_name}, on which {run.path} ran; set hardware= "

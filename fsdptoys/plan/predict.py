@@ -6,7 +6,13 @@ from fsdptoys.config.kernel_choice import AttentionKernel, GroupedKernel
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB, Device, available_device_type
-from fsdptoys.device.profile import AttentionKind, Hardware, Quantity, list_hardware, load_hardware
+from fsdptoys.device.profile import (
+    AttentionKind,
+    Hardware,
+    Quantity,
+    list_hardware,
+    load_hardware,
+)
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import profile_of_this_machine
 from fsdptoys.metrics.prediction import Prediction
@@ -39,7 +45,11 @@ compared with a run."""
 def hardware_of(config: Config) -> Hardware:
     """The profile of ``plan.hardware``, or of this machine's device; a ConfigError if there is
     none."""
-    found = profile_of_this_machine() if config.plan.hardware == "auto" else config.plan.hardware
+    found = (
+        profile_of_this_machine()
+        if config.plan.hardware == "auto"
+        else config.plan.hardware
+    )
     if found is None:
         raise ConfigError(
             f"plan.hardware=auto has no profile of {Device(available_device_type()).name}; set "
@@ -55,7 +65,9 @@ def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware]
         return None
     hardware = hardware_of(config)
     memory = config.memory
-    if hardware.device_type == "cpu" and (memory.cpu_offload or memory.optimizer_offload):
+    if hardware.device_type == "cpu" and (
+        memory.cpu_offload or memory.optimizer_offload
+    ):
         return None  # offload on a CPU moves nothing, which the estimate does not model
     return predict(config, hardware, world_size), hardware
 
@@ -67,7 +79,9 @@ def world_size_of(config: Config, hardware: Hardware) -> int:
     if config.parallel.capabilities.single_process:
         return 1
     ranks = config.launch.nproc_per_node
-    return (int(hardware.devices_per_node.value) if ranks == -1 else ranks) * config.launch.nnodes
+    return (
+        int(hardware.devices_per_node.value) if ranks == -1 else ranks
+    ) * config.launch.nnodes
 
 
 def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
@@ -89,13 +103,19 @@ def caveats(config: Config, hardware: Hardware, world_size: int) -> tuple[str, .
     if config.parallel.capabilities.shards_parameters:
         node_ranks = node_ranks_of(config, hardware, world_size)
         sharding = straddling(
-            config.mesh.shard_ranks(world_size), config.mesh.stage_ranks(world_size), node_ranks
+            config.mesh.shard_ranks(world_size),
+            config.mesh.stage_ranks(world_size),
+            node_ranks,
         )
     quantities = {
-        name: value for name, value in vars(hardware).items() if isinstance(value, Quantity)
+        name: value
+        for name, value in vars(hardware).items()
+        if isinstance(value, Quantity)
     }
     assumed = [
-        name for name, quantity in quantities.items() if quantity.source.startswith("assumed")
+        name
+        for name, quantity in quantities.items()
+        if quantity.source.startswith("assumed")
     ]
     sizes = ", ".join(name for name in assumed if name.endswith("_bytes"))
     rates = ", ".join(name for name in assumed if not name.endswith("_bytes"))
@@ -114,16 +134,21 @@ def caveats(config: Config, hardware: Hardware, world_size: int) -> tuple[str, .
     experts = isinstance(config.model, MoEConfig)
     single_experts = kernels.grouped_matmul is GroupedKernel.looped
     single_experts |= (
-        hardware.device_type == "npu" and kernels.grouped_matmul is not GroupedKernel.npu
+        hardware.device_type == "npu"
+        and kernels.grouped_matmul is not GroupedKernel.npu
     )
     single_experts |= (
-        hardware.device_type == "cuda" and config.parallel.param_dtype.value != "bfloat16"
+        hardware.device_type == "cuda"
+        and config.parallel.param_dtype.value != "bfloat16"
     )
-    zero_bubble = getattr(config.parallel, "schedule", None) is PipelineSchedule.zero_bubble
+    zero_bubble = (
+        getattr(config.parallel, "schedule", None) is PipelineSchedule.zero_bubble
+    )
     profile = f"plan.hardware={hardware.name}"
     sentences: dict[str, object] = {
         f"time beyond {VALIDATED_RANKS} ranks is not validated: stragglers, congestion and "
-        "failures are not modeled, so the error has no upper bound": world_size > VALIDATED_RANKS,
+        "failures are not modeled, so the error has no upper bound": world_size
+        > VALIDATED_RANKS,
         (
             f"{sharding}; the prediction assumes that each group starts at a node's first rank"
         ): sharding,
@@ -142,7 +167,10 @@ def caveats(config: Config, hardware: Hardware, world_size: int) -> tuple[str, .
         (
             "only two steps are traced; reserved memory may grow in a third, by up to 2% in "
             "measurements"
-        ): (config.parallel.capabilities.flattens_parameters or config.memory.optimizer_offload),
+        ): (
+            config.parallel.capabilities.flattens_parameters
+            or config.memory.optimizer_offload
+        ),
         (
             f"{profile} assumes attention by cuDNN, as torch from 2.11 on with CUDA 13 chooses, "
             "with FlashAttention's scratch memory"

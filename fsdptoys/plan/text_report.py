@@ -51,7 +51,9 @@ def advice_to_dict(advice: Sequence[Advice]) -> list[dict[str, Any]]:
     return [asdict(one) for one in advice]
 
 
-def print_search(result: SearchResult, rows: int, caveats: Sequence[str], console: Console) -> None:
+def print_search(
+    result: SearchResult, rows: int, caveats: Sequence[str], console: Console
+) -> None:
     """Print the best combinations, at most ``rows``, the frontier, the caveats of the best, and its
     command."""
     first = result.candidates[0]
@@ -60,12 +62,17 @@ def print_search(result: SearchResult, rows: int, caveats: Sequence[str], consol
     _line(f"{ranks}, {_gib(result.memory_bytes)} of memory each", console)
     refused = f", {sum(result.refused.values()):,} refused" if result.refused else ""
     fit, over = len(result.candidates), len(result.over)
-    fits, does = f"combination{'s fit' if fit != 1 else ' fits'}", "does" if over == 1 else "do"
+    fits, does = (
+        f"combination{'s fit' if fit != 1 else ' fits'}",
+        "does" if over == 1 else "do",
+    )
     _line(f"{fit:,} {fits}, {over:,} {does} not{refused}", console)
     _print_candidates("Fastest", result.leading(rows), console)
     best = frontier(result.candidates)
     rows_of_frontier = list(reversed(spread_out(best, MOST_ROWS_OF_FRONTIER)))
-    _print_candidates("Pareto front: least memory for each speed", rows_of_frontier, console)
+    _print_candidates(
+        "Pareto front: least memory for each speed", rows_of_frontier, console
+    )
     _print_effects(effects(result.best, result.candidates, result.over), console)
     _print_caveats(caveats, console)
     _heading("Command of the best", console)
@@ -76,12 +83,22 @@ def print_command(candidate: Candidate, hardware: Hardware, console: Console) ->
     """Print the command that trains a candidate, on one line for copying."""
     ranks = candidate.prediction.world_size
     nodes = ranks // node_ranks_of(candidate.config, hardware, ranks)
-    more = [f"launch.nnodes={nodes}", "launch.rdzv_endpoint=HOST:29400"] if nodes > 1 else []
+    more = (
+        [f"launch.nnodes={nodes}", "launch.rdzv_endpoint=HOST:29400"]
+        if nodes > 1
+        else []
+    )
     devices = round(hardware.devices_per_node.value)
-    if ranks // nodes < devices and not candidate.config.parallel.capabilities.single_process:
+    if (
+        ranks // nodes < devices
+        and not candidate.config.parallel.capabilities.single_process
+    ):
         more.append(f"launch.nproc_per_node={ranks // nodes}")
     typed = {word.partition("=")[0] for word in candidate.words}
-    words = [*candidate.words, *(word for word in more if word.partition("=")[0] not in typed)]
+    words = [
+        *candidate.words,
+        *(word for word in more if word.partition("=")[0] not in typed),
+    ]
     if nodes > 1:
         _line("on each node, with the first one's name for HOST:", console)
     console.print(
@@ -102,11 +119,15 @@ def search_to_dict(result: SearchResult, caveats: Sequence[str]) -> dict[str, An
         "fitting": len(result.candidates),
         "over": len(result.over),
         "refused": result.refused,
-        "candidates": list(map(candidate_to_dict, result.leading(len(result.candidates)))),
+        "candidates": list(
+            map(candidate_to_dict, result.leading(len(result.candidates)))
+        ),
         "frontier": list(map(candidate_to_dict, frontier(result.candidates))),
         "best": candidate_to_dict(result.best),
         "caveats": list(caveats),
-        "effects": [asdict(one) for one in effects(result.best, result.candidates, result.over)],
+        "effects": [
+            asdict(one) for one in effects(result.best, result.candidates, result.over)
+        ],
     }
 
 
@@ -125,7 +146,10 @@ def _print_header(
 ) -> None:
     train, parallel, mesh = config.train, config.parallel, config.mesh
     _print_model(config, console)
-    _line(f"{_ranks(prediction.world_size)} on {hardware.title}; {prediction.method}", console)
+    _line(
+        f"{_ranks(prediction.world_size)} on {hardware.title}; {prediction.method}",
+        console,
+    )
     parts = ["full parameters on each rank"]
     shards = mesh.shard_ranks(prediction.world_size)
     replicas = mesh.stage_ranks(prediction.world_size) // shards
@@ -148,7 +172,10 @@ def _print_header(
     per_rank = f"{train.batch_size} x {train.seq_len:,} tokens{accumulated}"
     sharing_ranks = mesh.cp_size * mesh.tp_size * mesh.pp_size
     sharers = f"{sharing_ranks} ranks" if sharing_ranks > 1 else "rank"
-    _line(f"{per_rank} per {sharers}, {prediction.tokens_per_step:,} tokens per step", console)
+    _line(
+        f"{per_rank} per {sharers}, {prediction.tokens_per_step:,} tokens per step",
+        console,
+    )
 
 
 def _print_memory(
@@ -156,10 +183,15 @@ def _print_memory(
 ) -> None:
     memory, stages = prediction.memory, prediction.stages
     largest = (
-        max(range(len(stages)), key=lambda index: stages[index].reserved_bytes) if stages else 0
+        max(range(len(stages)), key=lambda index: stages[index].reserved_bytes)
+        if stages
+        else 0
     )
     _heading(
-        f"Memory of pipeline rank {largest}, the largest" if stages else "Memory of a rank", console
+        f"Memory of pipeline rank {largest}, the largest"
+        if stages
+        else "Memory of a rank",
+        console,
     )
     left = memory_bytes - memory.reserved_bytes
     verdict = f"fits in {_gib(memory_bytes)}, {_gib(left)} left"
@@ -167,13 +199,21 @@ def _print_memory(
         verdict = f"does not fit in {_gib(memory_bytes)}, {_gib(-left)} too much"
     rows = [
         ("end of step", _gib(memory.end_bytes), "allocated"),
-        ("peak", _gib(memory.peak_bytes), f"allocated, in the {memory.peak_phase} phase"),
+        (
+            "peak",
+            _gib(memory.peak_bytes),
+            f"allocated, in the {memory.peak_phase} phase",
+        ),
         ("reserved", _gib(memory.reserved_bytes), verdict),
     ]
     if memory.host_bytes:
         ranks = min(prediction.world_size, round(hardware.devices_per_node.value))
         rows.append(
-            ("host", _gib(memory.host_bytes), f"{_gib(ranks * memory.host_bytes)} per node")
+            (
+                "host",
+                _gib(memory.host_bytes),
+                f"{_gib(ranks * memory.host_bytes)} per node",
+            )
         )
     print_grid(rows, "lrl", console)
     _bars(
@@ -189,7 +229,13 @@ def _print_communication(time: TimePrediction, console: Console) -> None:
     for volume in sorted(time.volumes, key=lambda volume: -volume.seconds):
         counts = f"{volume.group_size:,}", f"{volume.calls:,}"
         rows.append(
-            (volume.collective, volume.axis, *counts, _gib(volume.bytes), _seconds(volume.seconds))
+            (
+                volume.collective,
+                volume.axis,
+                *counts,
+                _gib(volume.bytes),
+                _seconds(volume.seconds),
+            )
         )
     if time.volumes:
         _table("Communication in a step", rows, "llrrrr", console)
@@ -198,10 +244,14 @@ def _print_communication(time: TimePrediction, console: Console) -> None:
 def _print_time(prediction: Prediction, console: Console) -> None:
     time, stages = prediction.time, prediction.stages
     busiest = (
-        max(range(len(stages)), key=lambda index: stages[index].compute_seconds) if stages else 0
+        max(range(len(stages)), key=lambda index: stages[index].compute_seconds)
+        if stages
+        else 0
     )
     _heading(
-        f"Time of a step on pipeline rank {busiest}, the busiest" if stages else "Time of a step",
+        f"Time of a step on pipeline rank {busiest}, the busiest"
+        if stages
+        else "Time of a step",
         console,
     )
     parts = [("step", time.step_seconds), ("computing", time.compute_seconds)]
@@ -212,9 +262,12 @@ def _print_time(prediction: Prediction, console: Console) -> None:
         ("waiting for transfers", time.exposed_transfer_seconds),
         ("waiting for the host", time.host_seconds),
     ]
-    parts += [("waiting for other pipeline ranks", time.stage_seconds)] if stages else []
+    parts += (
+        [("waiting for other pipeline ranks", time.stage_seconds)] if stages else []
+    )
     rows = [
-        (name, _seconds(seconds), f"{seconds / time.step_seconds:.1%}") for name, seconds in parts
+        (name, _seconds(seconds), f"{seconds / time.step_seconds:.1%}")
+        for name, seconds in parts
     ]
     print_grid(rows, "lrr", console)
     ranks = prediction.world_size
@@ -223,7 +276,9 @@ def _print_time(prediction: Prediction, console: Console) -> None:
         if prediction.mfu is not None
         else "; MFU unknown: no peak for this dtype"
     )
-    each = f", {prediction.tokens_per_second / ranks:,.0f} per device" if ranks > 1 else ""
+    each = (
+        f", {prediction.tokens_per_second / ranks:,.0f} per device" if ranks > 1 else ""
+    )
     console.print()
     _line(f"{prediction.tokens_per_second:,.0f} tokens/s{each}{mfu}", console)
 
@@ -234,7 +289,9 @@ def _print_stages(prediction: Prediction, console: Console) -> None:
     for index, stage in enumerate(prediction.stages):
         memory = _gib(stage.peak_bytes), _gib(stage.reserved_bytes)
         waits = _seconds(stage.wait_seconds), f"{stage.wait_seconds / step:.1%}"
-        rows.append((str(index), stage.layers, *memory, _seconds(stage.compute_seconds), *waits))
+        rows.append(
+            (str(index), stage.layers, *memory, _seconds(stage.compute_seconds), *waits)
+        )
     if prediction.stages:
         _table("Pipeline ranks", rows, "llrrrrr", console)
 
@@ -256,11 +313,20 @@ def _print_effects(found: Sequence[Effect], console: Console) -> None:
         return
     rows = [("memory", "step", "tokens/s", "setting", "instead of")]
     for one in found:
-        signs = "-" if one.saved_bytes > 0 else "+", "-" if one.added_seconds < 0 else "+"
+        signs = (
+            "-" if one.saved_bytes > 0 else "+",
+            "-" if one.added_seconds < 0 else "+",
+        )
         step = signs[1] + _seconds(abs(one.added_seconds))
         other = one.instead_of if one.fits else f"{one.instead_of} (does not fit)"
         rows.append(
-            (signs[0] + _gib(abs(one.saved_bytes)), step, f"{one.speedup:+.1%}", one.setting, other)
+            (
+                signs[0] + _gib(abs(one.saved_bytes)),
+                step,
+                f"{one.speedup:+.1%}",
+                one.setting,
+                other,
+            )
         )
     heading = "Why the best: its settings against others, all else equal"
     _table(heading, rows, "rrrll", console)
@@ -273,7 +339,9 @@ def _print_caveats(sentences: Sequence[str], console: Console) -> None:
             _bullet(sentence, console)
 
 
-def _print_candidates(heading: str, candidates: Sequence[Candidate], console: Console) -> None:
+def _print_candidates(
+    heading: str, candidates: Sequence[Candidate], console: Console
+) -> None:
     rows: list[tuple[str, ...]] = [
         ("tokens/s", "MFU", "reserved", "host", "batch", "strategy", "switches")
     ]
@@ -282,7 +350,11 @@ def _print_candidates(heading: str, candidates: Sequence[Candidate], console: Co
         host = prediction.memory.host_bytes
         mfu = "-" if prediction.mfu is None else f"{prediction.mfu:.1%}"
         memory = _gib(prediction.memory.reserved_bytes), _gib(host) if host else "-"
-        setting = str(config.train.batch_size), layout(config), ", ".join(traits(config)) or "-"
+        setting = (
+            str(config.train.batch_size),
+            layout(config),
+            ", ".join(traits(config)) or "-",
+        )
         rows.append((f"{prediction.tokens_per_second:,.0f}", mfu, *memory, *setting))
     if all(row[3] == "-" for row in rows[1:]):
         rows = [(*row[:3], *row[4:]) for row in rows]
@@ -314,7 +386,11 @@ def _gib(size: float) -> str:
         return "0 GiB"
     if abs(size) >= 0.01 * GIB:
         return f"{size / GIB:,.2f} GiB"
-    return f"{size / 2**20:.3g} MiB" if abs(size) >= 0.1 * 2**20 else f"{size / 2**10:.3g} KiB"
+    return (
+        f"{size / 2**20:.3g} MiB"
+        if abs(size) >= 0.1 * 2**20
+        else f"{size / 2**10:.3g} KiB"
+    )
 
 
 def _seconds(seconds: float) -> str:
@@ -330,7 +406,9 @@ def _heading(text: str, console: Console) -> None:
     _line(text, console, style="bold")
 
 
-def _table(heading: str, rows: Sequence[tuple[str, ...]], justify: str, console: Console) -> None:
+def _table(
+    heading: str, rows: Sequence[tuple[str, ...]], justify: str, console: Console
+) -> None:
     _heading(heading, console)
     print_grid(rows, justify, console, headed=True)
 

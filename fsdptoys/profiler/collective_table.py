@@ -66,16 +66,25 @@ def render(calls: Sequence[Call], title: str) -> str:
     """The table of a step's calls and the sums, as plain text."""
     shown = [call for call in calls if call.ranks > 1]
     alone = len(calls) - len(shown)
-    left_out = f"{alone} calls over groups of one rank, which send nothing" if alone else ""
+    left_out = (
+        f"{alone} calls over groups of one rank, which send nothing" if alone else ""
+    )
     if not shown:
         return f"{title}: none" + (f" but {left_out}" if left_out else "")
     rows = [COLUMNS, *(row for each in fold(shown) for row in _rows(each, calls))]
     table = align_columns(rows, RIGHT)
     sums = align_columns(
-        [("in all", "calls", "size", "sent by a rank on a ring"), *_sums(shown)], (1, 2, 3)
+        [("in all", "calls", "size", "sent by a rank on a ring"), *_sums(shown)],
+        (1, 2, 3),
     )
     return "\n".join(
-        [f"{title}:", *table, "", *sums, *([f"left out: {left_out}"] if left_out else [])]
+        [
+            f"{title}:",
+            *table,
+            "",
+            *sums,
+            *([f"left out: {left_out}"] if left_out else []),
+        ]
     )
 
 
@@ -88,7 +97,9 @@ def describe(names: Sequence[str], everything: Sequence[str] = ()) -> str:
     """The blocks or modules of parameters; ~ marks incomplete ones if ``everything`` has all of the
     model's names."""
     modules, total = Counter(map(block_of, names)), Counter(map(block_of, everything))
-    shown = [module + "~" * (count < total[module]) for module, count in modules.items()]
+    shown = [
+        module + "~" * (count < total[module]) for module, count in modules.items()
+    ]
     if len(shown) > 3:
         return f"{shown[0]} … {shown[-1]} ({len(names)} tensors)"
     return ", ".join(shown) or "-"
@@ -103,7 +114,9 @@ def block_of(name: str) -> str:
 def _kind(call: Call) -> tuple[object, ...]:
     """Equal for calls that may be folded: all fields except number and parameters."""
     return tuple(
-        value for name, value in vars(call).items() if name not in ("number", "parameters")
+        value
+        for name, value in vars(call).items()
+        if name not in ("number", "parameters")
     )
 
 
@@ -113,7 +126,10 @@ def _rows(folded: Fold, calls: Sequence[Call]) -> list[tuple[str, ...]]:
     several_microbatches = any(call.microbatch not in (None, 1) for call in calls)
     rows: list[tuple[str, ...]] = []
     for place in range(folded.period):
-        first, last = folded.calls[place], folded.calls[len(folded.calls) - folded.period + place]
+        first, last = (
+            folded.calls[place],
+            folded.calls[len(folded.calls) - folded.period + place],
+        )
         number = str(first.number)
         if folded.times > 1:
             number = "+" if place else f"{first.number}-{folded.calls[-1].number}"
@@ -128,7 +144,9 @@ def _rows(folded: Fold, calls: Sequence[Call]) -> list[tuple[str, ...]]:
         sizes = map(size_text, (first.size_bytes, first.gives_bytes, first.gets_bytes))
         of, of_last = (describe(call.parameters, everything) for call in (first, last))
         of = of if of == of_last else f"{of} … {of_last}"
-        rows.append((number, phase, name, first.dtype, *sizes, str(first.ranks), of, first.site))
+        rows.append(
+            (number, phase, name, first.dtype, *sizes, str(first.ranks), of, first.site)
+        )
     return rows
 
 
@@ -139,7 +157,13 @@ def _sums(calls: Sequence[Call]) -> list[tuple[str, ...]]:
         for kind in kinds
     }
     rows: list[tuple[str, ...]] = []
-    for label, group in [*groups.items(), *([("together", calls)] if len(groups) > 1 else [])]:
-        size, sent = sum(call.size_bytes for call in group), sum(call.sends_bytes for call in group)
+    for label, group in [
+        *groups.items(),
+        *([("together", calls)] if len(groups) > 1 else []),
+    ]:
+        size, sent = (
+            sum(call.size_bytes for call in group),
+            sum(call.sends_bytes for call in group),
+        )
         rows.append((label, str(len(group)), size_text(size), size_text(round(sent))))
     return rows

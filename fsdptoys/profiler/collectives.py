@@ -44,7 +44,12 @@ FUNCTIONAL = {
     "all_to_all_single": "all_to_all",
 }
 """Operators of ``_c10d_functional``, whose variants end in ``_``, ``_out`` or ``_coalesced``."""
-MESSAGES = {"send": "send", "recv_": "receive", "recv_any_source_": "receive", "barrier": "barrier"}
+MESSAGES = {
+    "send": "send",
+    "recv_": "receive",
+    "recv_any_source_": "receive",
+    "barrier": "barrier",
+}
 WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod")
 """Parts of a parameter's name that come from wrappers around the model."""
 PASSED_BY = (
@@ -79,7 +84,9 @@ class Call:
     microbatch: int | None  # Within the step, from 1; None outside forward and backward
     collective: str
     dtype: str
-    size_bytes: int  # Of the full tensor: an all-gather's output, a reduce-scatter's input
+    size_bytes: (
+        int  # Of the full tensor: an all-gather's output, a reduce-scatter's input
+    )
     gives_bytes: int  # Input of this rank
     gets_bytes: int  # New data on this rank afterwards
     sends_bytes: float  # Sent by a rank on average, on a ring; by this rank in an uneven all-to-all
@@ -96,9 +103,13 @@ class Origins:
 
     def __init__(self, model: nn.Module, within: dict[CodeType, str]) -> None:
         self._within = within
-        self.named = [(_own_name(name), param) for name, param in model.named_parameters()]
+        self.named = [
+            (_own_name(name), param) for name, param in model.named_parameters()
+        ]
         self._names: dict[Tensor, str] = {param: name for name, param in self.named}
-        self._modules = {module: _own_name(name) for name, module in model.named_modules()}
+        self._modules = {
+            module: _own_name(name) for name, module in model.named_modules()
+        }
 
     def find(self, phase: str) -> tuple[str, str, list[str]]:
         """Caller as ``module.function``, with the last part of the module's name, phase, and
@@ -112,7 +123,9 @@ class Origins:
             module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
             if not site:
                 in_autograd |= module == "torch.autograd.graph"
-                if not module.startswith(PASSED_BY) and not name.startswith(("<", "__")):
+                if not module.startswith(PASSED_BY) and not name.startswith(
+                    ("<", "__")
+                ):
                     site = (
                         f"{module.rpartition('.')[2]}.{name}"
                         if not in_autograd
@@ -127,7 +140,10 @@ class Origins:
     def stored_in(self, sets: Iterable[list[Tensor]]) -> list[str]:
         """Parameters stored within tensors."""
         spans = [
-            (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
+            (
+                tensor.data_ptr(),
+                tensor.data_ptr() + tensor.numel() * tensor.element_size(),
+            )
             for tensors in sets
             for tensor in tensors
             if tensor.numel()
@@ -135,7 +151,9 @@ class Origins:
         found = []
         for name, param in self.named:
             local = param.to_local() if isinstance(param, DTensor) else param
-            if local.numel() and any(low <= local.data_ptr() < high for low, high in spans):
+            if local.numel() and any(
+                low <= local.data_ptr() < high for low, high in spans
+            ):
                 found.append(name)
         return found
 
@@ -158,7 +176,9 @@ class Origins:
         if not isinstance(params, list):
             return []
         names = []
-        for param in params if indices is None else [params[index] for index in indices]:
+        for param in (
+            params if indices is None else [params[index] for index in indices]
+        ):
             if isinstance(param, Tensor):
                 names.append(self._names.get(param, ""))
             elif hasattr(param, "homes"):
@@ -173,10 +193,18 @@ class Origins:
             flat = getattr(value, "flat_param", None)
             if isinstance(flat, nn.Parameter):  # FSDP1's handle of a unit
                 module = self._modules.get(value._fully_sharded_module, "")
-                return [f"{module}.{_own_name(name)}".lstrip(".") for name in flat._fqns]  # type: ignore[attr-defined]
-            group = value if isinstance(value, list) else getattr(value, "fsdp_params", None) or []
+                return [
+                    f"{module}.{_own_name(name)}".lstrip(".") for name in flat._fqns
+                ]  # type: ignore[attr-defined]
+            group = (
+                value
+                if isinstance(value, list)
+                else getattr(value, "fsdp_params", None) or []
+            )
             return [
-                _own_name(param._param_fqn) for param in group if getattr(param, "_param_fqn", None)
+                _own_name(param._param_fqn)
+                for param in group
+                if getattr(param, "_param_fqn", None)
             ]
         except (AttributeError, TypeError):
             return []
@@ -227,7 +255,9 @@ class CollectiveTrace(TorchDispatchMode):
             if phase == "optimizer":
                 self._name_gradients()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Record the operator if it is a collective, and run it."""
         kwargs = kwargs or {}
         if DTensor in types:
@@ -237,15 +267,19 @@ class CollectiveTrace(TorchDispatchMode):
             self._record(name, func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _record(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record(
+        self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         values = {
-            argument.name: value for argument, value in given(arguments_of(func), args, kwargs)
+            argument.name: value
+            for argument, value in given(arguments_of(func), args, kwargs)
         }
         group = _group(values)
         ranks, rank = group.size(), group.rank()
         sets = [found for value in args if (found := list(tensors_in(value)))]
         sizes = [
-            sum(tensor.numel() * tensor.element_size() for tensor in tensors) for tensors in sets
+            sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            for tensors in sets
         ]
         size = max(sizes, default=0)
         if func.namespace == "_c10d_functional" and name == "all_gather":
@@ -280,15 +314,20 @@ class CollectiveTrace(TorchDispatchMode):
     def _name_gradients(self) -> None:
         """Find the gradients stored in all-reduced tensors."""
         named = [
-            (name, param.grad) for name, param in self._origins.named if param.grad is not None
+            (name, param.grad)
+            for name, param in self._origins.named
+            if param.grad is not None
         ]
         local = [
-            (name, grad.to_local() if isinstance(grad, DTensor) else grad) for name, grad in named
+            (name, grad.to_local() if isinstance(grad, DTensor) else grad)
+            for name, grad in named
         ]
         for call, tensors in self._reduced:
             storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
             call.parameters = [
-                name for name, grad in local if grad.untyped_storage().data_ptr() in storages
+                name
+                for name, grad in local
+                if grad.untyped_storage().data_ptr() in storages
             ]
         self._reduced.clear()
 
@@ -298,7 +337,9 @@ def ring_bytes(collective: str, size: int, ranks: int) -> float:
     ring."""
     once = size * (ranks - 1) / ranks
     by_rank = {"all_reduce": 2 * once, "gather": once / ranks, "scatter": once / ranks}
-    return (by_rank | {"send": float(size), "receive": 0.0, "barrier": 0.0}).get(collective, once)
+    return (by_rank | {"send": float(size), "receive": 0.0, "barrier": 0.0}).get(
+        collective, once
+    )
 
 
 def _exchanged(name: str, size: int, ranks: int, is_root: bool) -> tuple[int, int]:
@@ -323,7 +364,9 @@ def _collective(func: Any) -> str | None:
     name = func._schema.name.partition("::")[2]
     if func.namespace == "c10d":
         return COLLECTIVES.get(name) or MESSAGES.get(name)
-    return FUNCTIONAL.get(name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced"))
+    return FUNCTIONAL.get(
+        name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
+    )
 
 
 def _group(values: dict[str, Any]) -> dist.ProcessGroup:

@@ -38,7 +38,9 @@ class ProfileConfig:
         [0], effect=Effect.none, needs=("profile.enabled", "profile.snapshot")
     )
     """Profiled ranks; the others have no overhead."""
-    skip_steps: int = option(3, between(0, MOST_STEPS), effect=Effect.none, needs="profile.enabled")
+    skip_steps: int = option(
+        3, between(0, MOST_STEPS), effect=Effect.none, needs="profile.enabled"
+    )
     """Steps before the profiler starts: the first ones allocate, choose kernels and compile."""
     warmup_steps: int = option(
         1, between(0, MOST_STEPS), effect=Effect.none, needs="profile.enabled"
@@ -54,7 +56,9 @@ class ProfileConfig:
     """Shapes of every operator's inputs."""
     memory: bool = option(False, effect=Effect.none, needs="profile.enabled")
     """Allocations of every operator."""
-    npu_level: NPULevel = option(NPULevel.level1, effect=Effect.none, needs="profile.enabled")
+    npu_level: NPULevel = option(
+        NPULevel.level1, effect=Effect.none, needs="profile.enabled"
+    )
     """Detail of torch_npu's profiler; NPU only."""
     snapshot_first_step: int = option(
         1, between(1, MOST_STEPS), effect=Effect.none, needs="profile.snapshot"
@@ -68,7 +72,11 @@ class ProfileConfig:
     def __post_init__(self) -> None:
         """Check each value by itself."""
         check_options("profile", self)
-        if not self.ranks or min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks):
+        if (
+            not self.ranks
+            or min(self.ranks) < 0
+            or len(set(self.ranks)) < len(self.ranks)
+        ):
             raise ConfigError(
                 f"profile.ranks={value_text(self.ranks)} must name at least one rank, each once "
                 "and from 0; set profile.ranks=[0]"

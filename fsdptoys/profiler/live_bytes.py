@@ -29,7 +29,11 @@ class LiveBytes:
     @property
     def device_bytes(self) -> int:
         """Sum on the device."""
-        return self.parameters.device_bytes + self.gradients.device_bytes + self.states.device_bytes
+        return (
+            self.parameters.device_bytes
+            + self.gradients.device_bytes
+            + self.states.device_bytes
+        )
 
     def on_host(self) -> "LiveBytes":
         """The part in host memory, with host memory as the device, as on a CPU."""

@@ -70,13 +70,17 @@ class Snapshot:
 
     def out_of_memory(self) -> None:
         """Write the history up to the failure."""
-        self._write(f"{self._name}-out-of-memory", f"out of memory in step {self._last_done + 1}")
+        self._write(
+            f"{self._name}-out-of-memory",
+            f"out of memory in step {self._last_done + 1}",
+        )
 
     def close(self) -> None:
         """Stop recording; write an unfinished window, or report that it was not reached."""
         if self._first_step <= self._last_done < self._last_step:
             self._write(
-                self._name, f"steps {self._first_step} to {self._last_done}, where the run ended"
+                self._name,
+                f"steps {self._first_step} to {self._last_done}, where the run ended",
             )
         elif self._last_done < self._first_step and not self.paths:
             self._message(
@@ -98,7 +102,9 @@ class Snapshot:
         pickled, page = self._folder / f"{name}.pickle", self._folder / f"{name}.html"
         interactive = self._folder / f"{name}-interactive.html"
         try:
-            pickled.unlink(missing_ok=True)  # from an earlier start, or a link to elsewhere
+            pickled.unlink(
+                missing_ok=True
+            )  # from an earlier start, or a link to elsewhere
             with open_regular(pickled, "xb") as file:
                 pickle.dump(snapshot, file)
             write_atomically(
@@ -108,9 +114,15 @@ class Snapshot:
                 ),
             )
             # PyTorch's zoomable timeline, for which the browser loads scripts from the network
-            write_atomically(interactive, str(torch.cuda._memory_viz.trace_plot(snapshot)))
-        except Exception as error:  # must not hide the error of full memory or a full disk
-            self._message(f"the memory snapshot in {self._folder} is not complete: {error}")
+            write_atomically(
+                interactive, str(torch.cuda._memory_viz.trace_plot(snapshot))
+            )
+        except (
+            Exception
+        ) as error:  # must not hide the error of full memory or a full disk
+            self._message(
+                f"the memory snapshot in {self._folder} is not complete: {error}"
+            )
             return
         self.paths.append(page)
         self._message(f"memory snapshot ({title}): {page}")

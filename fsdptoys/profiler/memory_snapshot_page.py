@@ -27,7 +27,11 @@ POINTS = 2000  # Points of the timeline
 OUT_OF_MEMORY_LOOK = 6  # A red cross
 HOLDERS = 30  # Stacks in the table of the peak
 LEAST_SHARE = 0.002  # Smallest share of a branch in the tree
-SIGNS = {"alloc": 1, "free_completed": -1, "oom": 0}  # Action of an event → sign of its size
+SIGNS = {
+    "alloc": 1,
+    "free_completed": -1,
+    "oom": 0,
+}  # Action of an event → sign of its size
 
 Frames = list[dict[str, Any]]
 UNKNOWN = "allocated before the history began"
@@ -82,7 +86,9 @@ def read_timeline(snapshot: dict[str, Any], device_index: int) -> Timeline:
         if event["action"] == "alloc":
             allocated_by[event["addr"]] = event.get("frames", [])
         owners.append(
-            allocated_by.pop(event["addr"], []) if event["action"] == "free_completed" else []
+            allocated_by.pop(event["addr"], [])
+            if event["action"] == "free_completed"
+            else []
         )
     for index in range(len(events) - 1, peak - 1, -1):
         event = events[index]
@@ -98,20 +104,28 @@ def read_timeline(snapshot: dict[str, Any], device_index: int) -> Timeline:
         holder.tensors += 1
     return Timeline(
         live_bytes=totals,
-        out_of_memory=[index + 1 for index, event in enumerate(events) if event["action"] == "oom"],
+        out_of_memory=[
+            index + 1 for index, event in enumerate(events) if event["action"] == "oom"
+        ],
         peak_index=peak,
         holders=sorted(holders.values(), key=lambda holder: -holder.live_bytes),
     )
 
 
 def render_snapshot(
-    snapshot: dict[str, Any], device_index: int, title: str, pickle_name: str, interactive_name: str
+    snapshot: dict[str, Any],
+    device_index: int,
+    title: str,
+    pickle_name: str,
+    interactive_name: str,
 ) -> str:
     """The page of ``torch.cuda.memory._snapshot()``, with links to the pickle and PyTorch's
     timeline in its folder."""
     own = {
         **snapshot,
-        "segments": [seg for seg in snapshot["segments"] if seg.get("device", 0) == device_index],
+        "segments": [
+            seg for seg in snapshot["segments"] if seg.get("device", 0) == device_index
+        ],
     }
     timeline = read_timeline(snapshot, device_index)
     reserved = sum(segment["total_size"] for segment in own["segments"])
@@ -182,7 +196,9 @@ def timeline_picture(timeline: Timeline) -> Picture:
     sizes = np.array(timeline.live_bytes) / unit_bytes
     x, (y,), window = thin(np.arange(len(sizes)), sizes, most=POINTS)
     failures = timeline.out_of_memory
-    crosses = Series("memory ran out", Shape.points, failures, sizes[failures], OUT_OF_MEMORY_LOOK)
+    crosses = Series(
+        "memory ran out", Shape.points, failures, sizes[failures], OUT_OF_MEMORY_LOOK
+    )
     return Picture(
         "timeline",
         f"Live bytes after each of {len(sizes) - 1:,} events",
@@ -206,7 +222,10 @@ def _image(picture: Picture) -> str:
 def _holders_table(timeline: Timeline, peak: int) -> str:
     entries = []
     for holder in timeline.holders[:HOLDERS]:
-        place, stack = _place(holder.frames), "\n".join(map(_frame, holder.frames)) or UNKNOWN
+        place, stack = (
+            _place(holder.frames),
+            "\n".join(map(_frame, holder.frames)) or UNKNOWN,
+        )
         where = (
             f"<details><summary>{html.escape(place)}</summary>"
             f"<pre>{html.escape(stack)}</pre></details>"
@@ -243,12 +262,17 @@ def _tree(snapshot: dict[str, Any]) -> str:
             branch.total_bytes += int(size)
             branch = branch.calls.setdefault(name, Branch())
         branch.total_bytes += int(size)
-    return _unfold(root, max(1, round(root.total_bytes * LEAST_SHARE))) or "<p>Nothing is live.</p>"
+    return (
+        _unfold(root, max(1, round(root.total_bytes * LEAST_SHARE)))
+        or "<p>Nothing is live.</p>"
+    )
 
 
 def _unfold(branch: Branch, least_bytes: int) -> str:
     parts = []
-    for name, inner in sorted(branch.calls.items(), key=lambda item: -item[1].total_bytes):
+    for name, inner in sorted(
+        branch.calls.items(), key=lambda item: -item[1].total_bytes
+    ):
         if inner.total_bytes < least_bytes:
             continue
         names = [name]

@@ -17,7 +17,9 @@ LOGITS_BYTES = 12
 class Switches:
     """Memory settings of a run, and the sizes that they act on."""
 
-    shards_parameters: bool  # Whether the strategy shards parameters over ``mesh.fsdp_size`` ranks
+    shards_parameters: (
+        bool  # Whether the strategy shards parameters over ``mesh.fsdp_size`` ranks
+    )
     takes_cpu_offload: bool  # Whether the strategy can keep parameters in host memory
     world_size: int
     fsdp_size: int  # Ranks that share one copy of the parameters; 1 without sharding
@@ -27,7 +29,9 @@ class Switches:
     dim: int  # Width of the hidden states
     n_layers: int
     vocab_size: int
-    param_dtype: str  # dtype of forward and backward: ``float32``, ``bfloat16`` or ``float16``
+    param_dtype: (
+        str  # dtype of forward and backward: ``float32``, ``bfloat16`` or ``float16``
+    )
     chunk_loss: bool = False
     gradient_checkpointing: str = "none"  # ``none``, ``full`` or ``selective``
     activation_offload: bool = False
@@ -74,7 +78,9 @@ def device_savings(
     inputs_bytes = _block_inputs(now)
     tokens = f"{now.batch_size}x{now.seq_len} tokens"
     # The largest proper divisor keeps the global batch.
-    divisors = (size for size in range(now.batch_size // 2, 0, -1) if now.batch_size % size == 0)
+    divisors = (
+        size for size in range(now.batch_size // 2, 0, -1) if now.batch_size % size == 0
+    )
     fewer = next(divisors, 1)
     unshared = 1 - now.fsdp_size / now.world_size
     return _largest_first(
@@ -92,7 +98,10 @@ def device_savings(
                 "the rest without the block inputs, which it keeps",
             ),
             (
-                computes and not keeps_activations and to_host and not now.activation_offload,
+                computes
+                and not keeps_activations
+                and to_host
+                and not now.activation_offload,
                 "memory.activation_offload=true",
                 inputs_bytes,
                 f"{tokens} x {now.dim} wide x {now.n_layers} blocks x {_bytes(now.param_dtype)} "
@@ -178,7 +187,9 @@ def _largest_first(candidates: list[Candidate]) -> list[Saving]:
 
 def _block_inputs(now: Switches) -> int:
     """Bytes of all blocks' inputs, which checkpointing keeps."""
-    return now.batch_size * now.seq_len * now.dim * now.n_layers * _bytes(now.param_dtype)
+    return (
+        now.batch_size * now.seq_len * now.dim * now.n_layers * _bytes(now.param_dtype)
+    )
 
 
 def _bytes(dtype: str) -> int:

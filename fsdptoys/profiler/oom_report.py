@@ -25,7 +25,11 @@ HOST_WORDS = (
     "not enough memory: you tried to allocate",
     "Malloc pin memory failed",
 )
-DEVICE_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "NPU out of memory")
+DEVICE_WORDS = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "NPU out of memory",
+)
 REST = "the rest: activations, temporaries, gathered parameters"
 
 
@@ -59,7 +63,9 @@ class Failure:
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(device: Device, context: Callable[[], OOMContext]) -> Iterator[None]:
+def explain_out_of_memory(
+    device: Device, context: Callable[[], OOMContext]
+) -> Iterator[None]:
     """Turn a failed allocation into an ``ExplainedOutOfMemoryError``; other errors pass."""
     try:
         yield
@@ -70,9 +76,13 @@ def explain_out_of_memory(device: Device, context: Callable[[], OOMContext]) -> 
         found = _out_of_memory(error)
         if found is None or isinstance(error, ExplainedOutOfMemoryError):
             raise
-        if isinstance(found, ExplainedOutOfMemoryError):  # of an inner phase, wrapped since
+        if isinstance(
+            found, ExplainedOutOfMemoryError
+        ):  # of an inner phase, wrapped since
             raise found from error
-        report = out_of_memory_report(read_failure(error, device), context(), device.type)
+        report = out_of_memory_report(
+            read_failure(error, device), context(), device.type
+        )
         raise ExplainedOutOfMemoryError(report) from error
 
 
@@ -84,7 +94,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _out_of_memory(error: BaseException) -> BaseException | None:
     """The error of the allocator."""
     for each in with_causes(error):
-        if isinstance(each, (torch.OutOfMemoryError, ExplainedOutOfMemoryError, MemoryError)):
+        if isinstance(
+            each, (torch.OutOfMemoryError, ExplainedOutOfMemoryError, MemoryError)
+        ):
             return each
         if isinstance(each, RuntimeError) and any(
             words in str(each) for words in HOST_WORDS + DEVICE_WORDS
@@ -98,10 +110,16 @@ def read_failure(error: BaseException, device: Device) -> Failure:
     error = _out_of_memory(error) or error
     text = str(error)
     asked = _find_size(text, r"(?:ried to|Unable to) allocate:?\s*SIZE")
-    on_host = isinstance(error, MemoryError) or any(words in text for words in HOST_WORDS)
+    on_host = isinstance(error, MemoryError) or any(
+        words in text for words in HOST_WORDS
+    )
     if on_host or not device.is_accelerator:
         return Failure(
-            True, asked, Device("cpu").total_memory_bytes, highest_resident_set_bytes(), None
+            True,
+            asked,
+            Device("cpu").total_memory_bytes,
+            highest_resident_set_bytes(),
+            None,
         )
     now = device.memory()
     assert now is not None
@@ -122,7 +140,9 @@ def read_failure(error: BaseException, device: Device) -> Failure:
     )
 
 
-def out_of_memory_report(failure: Failure, context: OOMContext, device_type: str) -> str:
+def out_of_memory_report(
+    failure: Failure, context: OOMContext, device_type: str
+) -> str:
     """Live bytes, and the switches that reduce them."""
     live, switches = context.live, context.switches
     on_cpu = device_type == "cpu"
@@ -141,7 +161,10 @@ def out_of_memory_report(failure: Failure, context: OOMContext, device_type: str
     lines = [
         *_headline(failure, context, device_type),
         f"{'planned' if constructing else 'live'} in {memory} of this rank:",
-        *(f"  {row}" for row in align_columns([(size_text(count), name) for count, name in rows])),
+        *(
+            f"  {row}"
+            for row in align_columns([(size_text(count), name) for count, name in rows])
+        ),
     ]
     if context.phase != "optimizer" and switches.states_bytes > (
         live.states.device_bytes or held.states.device_bytes
@@ -152,10 +175,15 @@ def out_of_memory_report(failure: Failure, context: OOMContext, device_type: str
     if failure.on_host and not on_cpu:
         savings = host_savings(live, switches)
     else:
-        savings = device_savings(held, rest_bytes, context.phase, switches, to_host=not on_cpu)
+        savings = device_savings(
+            held, rest_bytes, context.phase, switches, to_host=not on_cpu
+        )
     if savings:
         lines.append("maximum saving of each switch alone:")
-        cells = [(size_text(saving.saved_bytes), saving.switch, saving.why) for saving in savings]
+        cells = [
+            (size_text(saving.saved_bytes), saving.switch, saving.why)
+            for saving in savings
+        ]
         lines += [f"  {row}" for row in align_columns(cells)]
     else:
         lines.append(
@@ -165,7 +193,9 @@ def out_of_memory_report(failure: Failure, context: OOMContext, device_type: str
 
 
 def _headline(failure: Failure, context: OOMContext, device_type: str) -> list[str]:
-    where = "host memory" if failure.on_host else f"the memory of the {device_type} device"
+    where = (
+        "host memory" if failure.on_host else f"the memory of the {device_type} device"
+    )
     numbers = {
         "asked for": failure.asked_bytes,
         "in all": failure.total_bytes,
@@ -174,7 +204,11 @@ def _headline(failure: Failure, context: OOMContext, device_type: str) -> list[s
         else "allocated": failure.allocated_bytes,
         "reserved": failure.reserved_bytes,
     }
-    known = [f"{size_text(count)} {name}" for name, count in numbers.items() if count is not None]
+    known = [
+        f"{size_text(count)} {name}"
+        for name, count in numbers.items()
+        if count is not None
+    ]
     when = (
         "construction"
         if context.phase == "construction"
@@ -188,5 +222,7 @@ def _headline(failure: Failure, context: OOMContext, device_type: str) -> list[s
 
 def _find_size(text: str, pattern: str) -> int | None:
     """Bytes of the size that SIZE in a pattern matches."""
-    match = re.search(pattern.replace("SIZE", r"(\d+(?:\.\d+)?)\s*(bytes|[KMGTPE]iB)"), text)
+    match = re.search(
+        pattern.replace("SIZE", r"(\d+(?:\.\d+)?)\s*(bytes|[KMGTPE]iB)"), text
+    )
     return round(float(match[1]) * UNITS[match[2]]) if match else None

@@ -56,7 +56,9 @@ class Profiler:
             self._trace.start()
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(
+        self, _: object, error: BaseException | None, traceback: object
+    ) -> None:
         with ExitStack() as closing:  # each, even if the other fails
             if self._trace:
                 closing.callback(self._trace.close, error is not None)

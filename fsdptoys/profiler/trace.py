@@ -71,15 +71,21 @@ class Trace:
         self._profiler: Any = None
         self._is_empty = False
         self._worker_name = f"rank{rank}"
-        self.path: Path | None = None  # The written trace: a file, or torch_npu's folder
-        self.traced_steps: tuple[int, int] | None = None  # First and last step of the written trace
+        self.path: Path | None = (
+            None  # The written trace: a file, or torch_npu's folder
+        )
+        self.traced_steps: tuple[int, int] | None = (
+            None  # First and last step of the written trace
+        )
         # Operators of the written trace with the largest self time, descending
         self.top_ops: list[TopOp] = []
 
     def start(self) -> None:
         """Start the profiler, in the phase of ``first_step``."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._profiler = self._build_npu() if self._device_type == "npu" else self._build()
+        self._profiler = (
+            self._build_npu() if self._device_type == "npu" else self._build()
+        )
         self._profiler.start()
         # The profiler counts calls from 0, and its marks should have the numbers of our steps.
         self._profiler.step_num = self._first_step - 1
@@ -129,7 +135,11 @@ class Trace:
     def _phases(self) -> dict[str, int]:
         """Keywords of both ``schedule`` functions, whose positional orders differ."""
         config = self._config
-        kept = {"warmup": config.warmup_steps, "active": config.active_steps, "repeat": 1}
+        kept = {
+            "warmup": config.warmup_steps,
+            "active": config.active_steps,
+            "repeat": 1,
+        }
         return {"skip_first": self._first_step, "wait": config.skip_steps, **kept}
 
     def _build(self) -> Any:
@@ -141,7 +151,10 @@ class Trace:
         ]
         steps = schedule(**self._phases())
         return profile(
-            activities=activities, schedule=steps, on_trace_ready=self._write, **self._options()
+            activities=activities,
+            schedule=steps,
+            on_trace_ready=self._write,
+            **self._options(),
         )
 
     def _build_npu(self) -> Any:
@@ -164,7 +177,8 @@ class Trace:
             schedule=npu.schedule(**self._phases()),
             on_trace_ready=written,
             experimental_config=npu._ExperimentalConfig(
-                profiler_level=getattr(npu.ProfilerLevel, level), export_type=npu.ExportType.Text
+                profiler_level=getattr(npu.ProfilerLevel, level),
+                export_type=npu.ExportType.Text,
             ),
             **self._options(),
         )
@@ -174,7 +188,9 @@ class Trace:
             return
         path = self._folder / f"{self._worker_name}.json.gz"
         with suppress(OSError):  # reported below
-            path.unlink(missing_ok=True)  # from an earlier start, or a link to elsewhere
+            path.unlink(
+                missing_ok=True
+            )  # from an earlier start, or a link to elsewhere
         try:
             profiler.export_chrome_trace(str(path))
         except OSError as error:
@@ -202,7 +218,9 @@ class Trace:
             )
             return
         if (output / "op_statistic.csv").exists():
-            self.top_ops = npu_top_ops((output / "op_statistic.csv").read_text(encoding="utf-8"))
+            self.top_ops = npu_top_ops(
+                (output / "op_statistic.csv").read_text(encoding="utf-8")
+            )
         self._done(
             folders[-1],
             "MindStudio Insight opens it; trace_view.json in it is for chrome://tracing",
@@ -228,19 +246,25 @@ class Trace:
         )
 
 
-def top_ops(averages: Any, on_device: bool, with_memory: bool, count: int = TOP_OPS) -> list[TopOp]:
+def top_ops(
+    averages: Any, on_device: bool, with_memory: bool, count: int = TOP_OPS
+) -> list[TopOp]:
     """The operators of ``profile.key_averages()`` with the largest self time, of their kernels if
     ``on_device``."""
     ops = [
         TopOp(
             # The mark of a step: its self time is outside all operators.
-            name="Python, outside operators" if event.key.startswith("ProfilerStep") else event.key,
+            name="Python, outside operators"
+            if event.key.startswith("ProfilerStep")
+            else event.key,
             calls=event.count,
             self_cpu_us=event.self_cpu_time_total,
             cpu_us=event.cpu_time_total,
             self_device_us=event.self_device_time_total if on_device else None,
             self_memory_bytes=(
-                event.self_device_memory_usage if on_device else event.self_cpu_memory_usage
+                event.self_device_memory_usage
+                if on_device
+                else event.self_cpu_memory_usage
             )
             if with_memory
             else None,
@@ -249,7 +273,9 @@ def top_ops(averages: Any, on_device: bool, with_memory: bool, count: int = TOP_
         # Kernels also have rows of their own; adding both would count them twice.
         if event.device_type == DeviceType.CPU
     ]
-    ops.sort(key=lambda op: -((op.self_device_us if on_device else op.self_cpu_us) or 0))
+    ops.sort(
+        key=lambda op: -((op.self_device_us if on_device else op.self_cpu_us) or 0)
+    )
     return ops[:count]
 
 
@@ -257,7 +283,14 @@ def npu_top_ops(op_statistic: str, count: int = TOP_OPS) -> list[TopOp]:
     """The same from the text of ``op_statistic.csv``, which CANN writes from ``level1`` on, of
     kernels only."""
     ops = [
-        TopOp(row["OP Type"], int(row["Count"]), None, None, float(row["Total Time(us)"]), None)
+        TopOp(
+            row["OP Type"],
+            int(row["Count"]),
+            None,
+            None,
+            float(row["Total Time(us)"]),
+            None,
+        )
         for row in csv.DictReader(op_statistic.splitlines())
     ]
     return sorted(ops, key=lambda op: -(op.self_device_us or 0))[:count]

@@ -14,9 +14,12 @@ from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.figures import Axis, Picture, Series, Shape
 from fsdptoys.utils.text import fitting_unit
 
-LEAST_SHARE = 1e-6  # Share of the longest bar below which a part is dropped as rounding noise
+LEAST_SHARE = (
+    1e-6  # Share of the longest bar below which a part is dropped as rounding noise
+)
 NEEDS_PREDICTION = (
-    "a breakdown needs a prediction: plan.predict=true and a profile of the device (plan.hardware)"
+    "a breakdown needs a prediction: plan.predict=true and a profile of the "
+    "device (plan.hardware)"
 )
 
 
@@ -26,7 +29,9 @@ class PlottedRun:
 
     name: str
     run: RecordedRun
-    settings: tuple[str, ...]  # ``key=value`` of the settings that differ among the runs
+    settings: tuple[
+        str, ...
+    ]  # ``key=value`` of the settings that differ among the runs
     done: bool = True  # Whether it finished; unfinished runs are drawn but not ranked
 
 
@@ -37,7 +42,11 @@ def draw_time_split(runs: Sequence[PlottedRun]) -> Picture | None:
         "time_split",
         Axis("step time", "ms", from_zero=True),
         runs,
-        {one.name: _time_parts(one.run.prediction.time) for one in runs if one.run.prediction},
+        {
+            one.name: _time_parts(one.run.prediction.time)
+            for one in runs
+            if one.run.prediction
+        },
         {
             name: (1e3 * spread.median, 1e3 * spread.p10, 1e3 * spread.p90)
             for name, spread in spreads.items()
@@ -65,7 +74,9 @@ def draw_memory_split(runs: Sequence[PlottedRun]) -> Picture | None:
     If no run has either, draw the resident sets.
     """
     predicted = {
-        one.name: one.run.prediction.memory.categories for one in runs if one.run.prediction
+        one.name: one.run.prediction.memory.categories
+        for one in runs
+        if one.run.prediction
     }
     peaks = {one.name: one.run.results.memory_peak_gib for one in runs}
     title = "memory in tensors on a rank"
@@ -74,7 +85,8 @@ def draw_memory_split(runs: Sequence[PlottedRun]) -> Picture | None:
         title = "resident set"
         text = "the resident set of the process, including Python"
         peaks = {
-            one.name: one.run.results.resident_set_peak_gib or one.run.results.resident_set_gib
+            one.name: one.run.results.resident_set_peak_gib
+            or one.run.results.resident_set_gib
             for one in runs
         }
     measured = {name: gib * GIB for name, gib in peaks.items() if gib is not None}
@@ -118,13 +130,25 @@ def _split_picture(
     bare = {run: value[0] for run, value in measured.items() if run not in predicted}
     if bare:
         sizes = list(bare.values())
-        series.append(Series("measured, not split", Shape.bars, sizes, list(bare), None))
+        series.append(
+            Series("measured, not split", Shape.bars, sizes, list(bare), None)
+        )
     marked = {run: value for run, value in measured.items() if run in predicted}
     if marked:
         values, *ends = zip(*marked.values(), strict=True)
         low, high = ends or ((), ())
         series.append(
-            Series("measured", Shape.points, values, list(marked), None, (), low, high, ink=True)
+            Series(
+                "measured",
+                Shape.points,
+                values,
+                list(marked),
+                None,
+                (),
+                low,
+                high,
+                ink=True,
+            )
         )
     if not series:
         return None
@@ -134,7 +158,9 @@ def _split_picture(
         title = f"{axis.title[0].upper()}{axis.title[1:]}"
         sentences = [f"Measured totals; {NEEDS_PREDICTION}.", f"Bars: {text}."]
     elif bare:
-        sentences.append(f"Gray: measured totals of {', '.join(bare)}; {NEEDS_PREDICTION}.")
+        sentences.append(
+            f"Gray: measured totals of {', '.join(bare)}; {NEEDS_PREDICTION}."
+        )
     return Picture(
         name,
         title,

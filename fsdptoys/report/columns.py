@@ -61,7 +61,9 @@ class Measure:
     name: str  # Attribute of :class:`~fsdptoys.metrics.results.RunResults`
     heading: str  # Without the unit of memory, which fits the largest value
     weight: int
-    factor: float = 1.0  # Converts the raw unit to the unit of the heading; memory has its own
+    factor: float = (
+        1.0  # Converts the raw unit to the unit of the heading; memory has its own
+    )
     shows_spread: bool = False
 
     def read(self, run: RecordedRun | None) -> float | Spread | None:
@@ -86,7 +88,11 @@ MEASURES = (
 def text_column(name: str, heading: str, texts: Sequence[str]) -> TableColumn:
     """Names or statuses of the rows."""
     return TableColumn(
-        name, heading, [TableCell(text, value_text(text)) for text in texts], False, STAYS
+        name,
+        heading,
+        [TableCell(text, value_text(text)) for text in texts],
+        False,
+        STAYS,
     )
 
 
@@ -95,7 +101,9 @@ def setting_column(key: str, settings: Sequence[Settings]) -> TableColumn:
     cells = []
     for row in settings:
         value = row.get(key)
-        text = ("yes" if value else "no") if isinstance(value, bool) else value_text(value)
+        text = (
+            ("yes" if value else "no") if isinstance(value, bool) else value_text(value)
+        )
         cell = TableCell("null" if value is None else value, text)
         cells.append(cell if key in row else EMPTY)
     numeric = all(type(cell.value) in (int, float) for cell in cells)
@@ -106,7 +114,9 @@ def setting_column(key: str, settings: Sequence[Settings]) -> TableColumn:
 def measured_columns(records: Sequence[Record]) -> list[TableColumn]:
     """Medians and memory; columns of host memory only if a run uses a CPU device or offloads."""
     columns = {
-        measure.name: _number_column(measure, [measure.read(record.run) for record in records])
+        measure.name: _number_column(
+            measure, [measure.read(record.run) for record in records]
+        )
         for measure in MEASURES
     }
     runs = [record.run for record in records if record.run is not None]
@@ -125,14 +135,19 @@ def loss_columns(records: Sequence[Record]) -> list[TableColumn]:
     Without a common step, each row has its last value, and the heading says so.
     """
     columns = []
-    for name, title, weight in (("loss", "Loss", 88), ("eval_loss", "Held-out loss", 50)):
+    for name, title, weight in (
+        ("loss", "Loss", 88),
+        ("eval_loss", "Held-out loss", 50),
+    ):
         losses = [_losses(record, name) for record in records]
         step = common_step(records, name)
         where = "of the last step" if step is None else f"after {counted(step, 'step')}"
         cells = []
         for by_step in losses:
             value = by_step.get(step or max(by_step, default=0))
-            cells.append(EMPTY if value is None else TableCell(value, _number(value, 4)))
+            cells.append(
+                EMPTY if value is None else TableCell(value, _number(value, 4))
+            )
         columns.append(TableColumn(name, f"{title} {where}", cells, True, weight))
     return columns
 
@@ -146,7 +161,11 @@ def _losses(record: Record, name: str) -> dict[int, float]:
 
 def common_step(records: Sequence[Record], name: str = "loss") -> int | None:
     """Last step of which all finished rows, or all rows if none has finished, have a loss."""
-    known = [(record.status, losses) for record in records if (losses := _losses(record, name))]
+    known = [
+        (record.status, losses)
+        for record in records
+        if (losses := _losses(record, name))
+    ]
     done = [losses.keys() for status, losses in known if status is JobStatus.done]
     steps = done or [losses.keys() for _, losses in known]
     return max(set.intersection(*map(set, steps)), default=None) if steps else None
@@ -156,7 +175,8 @@ def measured_steps(run: RecordedRun) -> int:
     """Number of steps in the medians: not skipped, and after the warm-up of each start."""
     starts, warmup = run.results.starts, run.results.warmup_steps
     return sum(
-        not metrics.skipped and not any(start < metrics.step <= start + warmup for start in starts)
+        not metrics.skipped
+        and not any(start < metrics.step <= start + warmup for start in starts)
         for metrics in run.steps
     )
 
@@ -166,7 +186,9 @@ def _offloads(run: RecordedRun) -> bool:
     return any(look_up(run.tree, f"memory.{switch}") is True for switch in switches)
 
 
-def _number_column(measure: Measure, values: Sequence[float | Spread | None]) -> TableColumn:
+def _number_column(
+    measure: Measure, values: Sequence[float | Spread | None]
+) -> TableColumn:
     """Numbers or medians, of which some are followed by the ends of the spread in brackets."""
     medians = list(map(_median, values))
     heading, factor = measure.heading, measure.factor
@@ -184,7 +206,9 @@ def _number_column(measure: Measure, values: Sequence[float | Spread | None]) ->
         brief = _number(median * factor, digits)
         text = brief
         if measure.shows_spread and isinstance(value, Spread):
-            low, high = (_number(part * factor, digits) for part in (value.p10, value.p90))
+            low, high = (
+                _number(part * factor, digits) for part in (value.p10, value.p90)
+            )
             text = f"{brief} ({low}–{high})"
         cells.append(TableCell(median, text, brief))
     return TableColumn(measure.name, heading, cells, True, measure.weight)

@@ -26,7 +26,13 @@ from fsdptoys.utils.options import Effect, Stage
 
 from .loss_agreement import HELD_OUT, QUANTITIES, Difference
 from .setting_diff import EXCLUDED, RANKS, Settings, effective
-from .setting_effects import effect_of, global_batch, held_out_samples, stage_of, usual_formats
+from .setting_effects import (
+    effect_of,
+    global_batch,
+    held_out_samples,
+    stage_of,
+    usual_formats,
+)
 
 EXCLUDED_FROM_ENVIRONMENT = ("started_at", "command", "world_size")
 
@@ -63,7 +69,9 @@ class RunComparison:
     only_first: list[int]  # Steps missing in the second run
     only_second: list[int]
     changes: list[Change]  # Most likely causes first
-    environment: list[tuple[str, Any, Any]]  # Key, value of the first run, value of the second
+    environment: list[
+        tuple[str, Any, Any]
+    ]  # Key, value of the first run, value of the second
     notes: list[str]  # Sentences about unreadable lines and quantities left out
     unread: bool  # Whether a run has unreadable metrics lines
 
@@ -71,7 +79,11 @@ class RunComparison:
     def first_difference(self) -> tuple[Course, Difference] | None:
         """The earliest differing step; at equal steps, the quantity that comes first in
         ``QUANTITIES``."""
-        found = [(course, course.first) for course in self.courses if course.first is not None]
+        found = [
+            (course, course.first)
+            for course in self.courses
+            if course.first is not None
+        ]
         return min(found, key=lambda pair: pair[1].step, default=None)
 
     @property
@@ -106,13 +118,17 @@ def open_run(path: Path) -> RecordedRun:
     return run
 
 
-def compare_runs(first: RecordedRun, second: RecordedRun, tolerance: float = 0.0) -> RunComparison:
+def compare_runs(
+    first: RecordedRun, second: RecordedRun, tolerance: float = 0.0
+) -> RunComparison:
     """Compare two runs; numbers within a relative ``tolerance`` count as equal.
 
     Raises:
         ConfigError: if they have no step in common.
     """
-    ours, theirs = ({metrics.step: metrics for metrics in run.steps} for run in (first, second))
+    ours, theirs = (
+        {metrics.step: metrics for metrics in run.steps} for run in (first, second)
+    )
     common = sorted(ours.keys() & theirs.keys())
     if not common:
         raise ConfigError(
@@ -127,7 +143,9 @@ def compare_runs(first: RecordedRun, second: RecordedRun, tolerance: float = 0.0
     samples = held_out_samples(first.tree, first.world_size)
     if samples is None or samples != held_out_samples(second.tree, second.world_size):
         if any(course.quantity == HELD_OUT for course in courses):
-            notes.append("Their held-out losses are over different samples and were not compared.")
+            notes.append(
+                "Their held-out losses are over different samples and were not compared."
+            )
         courses = [course for course in courses if course.quantity != HELD_OUT]
     notes += [
         f"The {course.quantity} is NaN or infinite in some steps; NaN counts as equal to NaN."
@@ -158,7 +176,9 @@ def _course(
     read = QUANTITIES[quantity]
     values = [(one.step, read(one), read(other)) for one, other in pairs]
     differences = [
-        Difference(step, a, b) for step, a, b in values if a is not None and b is not None
+        Difference(step, a, b)
+        for step, a, b in values
+        if a is not None and b is not None
     ]
     over = [each for each in differences if each.relative > tolerance]
     largest = max(differences, key=lambda each: each.relative, default=None)
@@ -169,14 +189,19 @@ def _course(
         first=over[0] if over else None,
         largest=largest if largest is not None and largest.relative else None,
         is_finite=all(
-            math.isfinite(value) for each in differences for value in (each.first, each.second)
+            math.isfinite(value)
+            for each in differences
+            for value in (each.first, each.second)
         ),
     )
 
 
-def _changes(first: RecordedRun, second: RecordedRun, courses: Sequence[Course]) -> list[Change]:
+def _changes(
+    first: RecordedRun, second: RecordedRun, courses: Sequence[Course]
+) -> list[Change]:
     ours, theirs = (
-        usual_formats() | {RANKS: run.world_size} | effective(run.tree) for run in (first, second)
+        usual_formats() | {RANKS: run.world_size} | effective(run.tree)
+        for run in (first, second)
     )
     same_batch = global_batch(ours) == global_batch(theirs)
     changes = [
@@ -187,7 +212,9 @@ def _changes(first: RecordedRun, second: RecordedRun, courses: Sequence[Course])
         and not _only_switched(key, ours, theirs)
     ]
     stage = _stage(courses)
-    return sorted(changes, key=lambda change: (change.effect, abs(stage_of(change.key) - stage)))
+    return sorted(
+        changes, key=lambda change: (change.effect, abs(stage_of(change.key) - stage))
+    )
 
 
 def _only_switched(key: str, ours: Settings, theirs: Settings) -> bool:

@@ -23,7 +23,9 @@ REASONS = {
 COURSE_HEAD = ("", "first", "A", "B", "relative", "steps", "most")
 
 
-def print_comparison(found: RunComparison, names: tuple[str, str], console: Console) -> None:
+def print_comparison(
+    found: RunComparison, names: tuple[str, str], console: Console
+) -> None:
     """Print the verdict, the numbers behind it, and possible causes; ``names`` are those of the
     runs."""
     print_line(verdict(found), console, "bold")
@@ -56,7 +58,11 @@ def print_comparison(found: RunComparison, names: tuple[str, str], console: Cons
 def verdict(found: RunComparison) -> str:
     """Summarize the comparison in one sentence."""
     steps = counted(found.courses[0].steps, "step")
-    how = f"within {found.tolerance:g} relative" if found.tolerance else "equal in every bit"
+    how = (
+        f"within {found.tolerance:g} relative"
+        if found.tolerance
+        else "equal in every bit"
+    )
     if found.same:
         return f"Same: {steps}, {how}."
     if found.first_difference is None:
@@ -95,7 +101,9 @@ def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.9g}"
 
 
-def _print_changes(title: str, changes: Sequence[tuple[str, Any, Any]], console: Console) -> None:
+def _print_changes(
+    title: str, changes: Sequence[tuple[str, Any, Any]], console: Console
+) -> None:
     """Print key and both values of each change below a title; nothing without changes."""
     if not changes:
         return

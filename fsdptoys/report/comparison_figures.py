@@ -29,7 +29,10 @@ MEASURES = {
         "device memory reserved",
         "the maximum reserved by the device's allocator on rank 0",
     ),
-    "memory_peak_gib": ("peak memory in tensors", "the peak of memory in tensors on rank 0"),
+    "memory_peak_gib": (
+        "peak memory in tensors",
+        "the peak of memory in tensors on rank 0",
+    ),
     "resident_set_peak_gib": (
         "peak resident set",
         "the peak resident set of rank 0's process, including Python",
@@ -56,10 +59,14 @@ def draw_comparison(runs: Sequence[PlottedRun]) -> list[Picture]:
     return [picture for picture in pictures if picture is not None]
 
 
-def measured_memory(runs: Sequence[PlottedRun]) -> tuple[str | None, list[float | None]]:
+def measured_memory(
+    runs: Sequence[PlottedRun],
+) -> tuple[str | None, list[float | None]]:
     """The measure that most runs have, device memory first, and its value in each run; None if no
     run has any."""
-    values = {name: [getattr(one.run.results, name) for one in runs] for name in MEASURES}
+    values = {
+        name: [getattr(one.run.results, name) for one in runs] for name in MEASURES
+    }
     measure = min(MEASURES, key=lambda name: values[name].count(None))
     is_measured = any(value is not None for value in values[measure])
     return (measure if is_measured else None), values[measure]
@@ -72,15 +79,30 @@ def draw_tradeoff(runs: Sequence[PlottedRun]) -> Picture | None:
     if measure is None:
         return None
     memory_title, description = MEASURES[measure]
-    tokens = [float(np.median([metrics.valid_tokens for metrics in one.run.steps])) for one in runs]
+    tokens = [
+        float(np.median([metrics.valid_tokens for metrics in one.run.steps]))
+        for one in runs
+    ]
     same_work = max(tokens) <= min(tokens) * (1 + SAME_WORK)
-    axis = Axis("median step time", "ms") if same_work else Axis("time for 1,000 tokens", "ms")
+    axis = (
+        Axis("median step time", "ms")
+        if same_work
+        else Axis("time for 1,000 tokens", "ms")
+    )
     unit, unit_bytes = fitting_unit(GIB * max(filter(None, memories), default=0.0))
     points: list[Series] = []
     left_out = []
     for look, (one, gib) in enumerate(zip(runs, memories, strict=True)):
-        steps, speed = one.run.results.step_time_seconds, one.run.results.tokens_per_second
-        if gib is None or steps is None or speed is None or not (same_work or speed.p10 > 0):
+        steps, speed = (
+            one.run.results.step_time_seconds,
+            one.run.results.tokens_per_second,
+        )
+        if (
+            gib is None
+            or steps is None
+            or speed is None
+            or not (same_work or speed.p10 > 0)
+        ):
             left_out.append(one.name)
             continue
         times = [1e3 * value for value in (steps.p10, steps.median, steps.p90)]
@@ -103,7 +125,9 @@ def draw_tradeoff(runs: Sequence[PlottedRun]) -> Picture | None:
     best = pareto_front(places)
     names = tuple(points[index].name for index in best)
     x, y = zip(*(places[index] for index in best), strict=True)
-    frontier = Series("nothing is both faster and smaller", Shape.steps, x, y, None, names)
+    frontier = Series(
+        "nothing is both faster and smaller", Shape.steps, x, y, None, names
+    )
     sentences = [
         "Lower and further left is better; bars show the 10th to the 90th percentile of the steps "
         "after warm-up.",
@@ -153,7 +177,8 @@ def _losses(runs: Sequence[PlottedRun]) -> Picture | None:
     if windows:
         over = " or ".join(map(str, sorted(windows)))
         sentences.insert(
-            1, f"Running means over {over} steps for runs of {SMOOTH_FROM_STEPS} or more."
+            1,
+            f"Running means over {over} steps for runs of {SMOOTH_FROM_STEPS} or more.",
         )
     return Picture(
         "losses",
@@ -166,7 +191,9 @@ def _losses(runs: Sequence[PlottedRun]) -> Picture | None:
     )
 
 
-def _predictions(runs: Sequence[PlottedRun], name: str, quantity: str) -> Picture | None:
+def _predictions(
+    runs: Sequence[PlottedRun], name: str, quantity: str
+) -> Picture | None:
     """Draw the predicted and measured values of a quantity."""
     errors = [
         (look, one.name, error)
@@ -185,14 +212,20 @@ def _predictions(runs: Sequence[PlottedRun], name: str, quantity: str) -> Pictur
     log = is_wide(values.ravel()) and bool((values > 0).all())
     _, furthest, worst = max(errors, key=lambda entry: abs(entry[2].difference))
     series = []
-    for (look, run, error), (measured, predicted) in zip(errors, values.tolist(), strict=True):
+    for (look, run, error), (measured, predicted) in zip(
+        errors, values.tolist(), strict=True
+    ):
         shown = f"measured {measured:,.4g} {unit}\npredicted {predicted:,.4g} {unit}"
         hover = f"{run}\n{shown} ({error.difference:+.1%})"
-        series.append(Series(run, Shape.points, [measured], [predicted], look, (hover,)))
+        series.append(
+            Series(run, Shape.points, [measured], [predicted], look, (hover,))
+        )
     return Picture(
         name,
         f"{quantity[0].upper()}{quantity[1:]}, predicted and measured",
-        ["On the line prediction and measurement are equal; below it the prediction was too low."],
+        [
+            "On the line prediction and measurement are equal; below it the prediction was too low."
+        ],
         f"A point for each of {len(errors)} runs, predicted against measured; furthest off is "
         f"{furthest}, by {worst.difference:+.0%}.",
         Axis(f"measured {quantity}", unit, log=log),

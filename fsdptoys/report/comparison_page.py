@@ -29,11 +29,15 @@ from .setting_diff import as_word, differing, own_key
 from .table import MARK, Table, make_table
 
 
-def comparison_page(collection: Collection, folder: str) -> tuple[list[Section], list[Picture]]:
+def comparison_page(
+    collection: Collection, folder: str
+) -> tuple[list[Section], list[Picture]]:
     """Build the sections and figures of a collection; ``folder`` is the relative path of the
     PNGs."""
     rows = make_table(collection)
-    varied = [own_key(key) for record in collection.records for key in record.varied or {}]
+    varied = [
+        own_key(key) for record in collection.records for key in record.varied or {}
+    ]
     keys = differing(rows.settings, varied)
     names = [short_name(record) for record in collection.records]
     shown = [
@@ -43,7 +47,9 @@ def comparison_page(collection: Collection, folder: str) -> tuple[list[Section],
             tuple(as_word(key, own[key]) for key in keys if key in own),
             record.status is JobStatus.done,
         )
-        for name, record, own in zip(names, collection.records, rows.settings, strict=True)
+        for name, record, own in zip(
+            names, collection.records, rows.settings, strict=True
+        )
         if record.run is not None and record.run.steps
     ]
     runs = [(one.name, one.run) for one in shown]
@@ -51,14 +57,18 @@ def comparison_page(collection: Collection, folder: str) -> tuple[list[Section],
     nothing = render("paragraphs", ["No run has a step to draw."])
 
     def figures(*wanted: str) -> Markup:
-        return render("figures", [one for one in pictures if one.name in wanted], folder)
+        return render(
+            "figures", [one for one in pictures if one.name in wanted], folder
+        )
 
     predicted = render("pair", figures("predicted_time", "predicted_memory"))
     notes = notes_html([run for _, run in runs])
     sections = [
         Section("glance", "At a glance", _glance(collection, shown) + notes),
         Section("table", "All configurations", _rows(rows)),
-        Section("tradeoff", "Memory and time", figures("memory_against_time") or nothing),
+        Section(
+            "tradeoff", "Memory and time", figures("memory_against_time") or nothing
+        ),
         Section(
             "splits",
             "Breakdown of time and memory",
@@ -74,7 +84,10 @@ def comparison_page(collection: Collection, folder: str) -> tuple[list[Section],
         body = table("failed-table", caption, headings, failed)
         sections.append(Section("failed", "Failed, stopped and skipped", body))
     if runs:
-        sections += [environment_section(runs), definitions_section([run for _, run in runs])]
+        sections += [
+            environment_section(runs),
+            definitions_section([run for _, run in runs]),
+        ]
     return sections, pictures
 
 
@@ -108,10 +121,14 @@ def _glance(collection: Collection, shown: Sequence[PlottedRun]) -> Markup:
     measure, memories = measured_memory(ranked)
     if measure is not None:
         pairs = zip(memories, ranked, strict=True)
-        least, name = min((memory, one.name) for memory, one in pairs if memory is not None)
+        least, name = min(
+            (memory, one.name) for memory, one in pairs if memory is not None
+        )
         cards.append((f"least memory: {MEASURES[measure][0]}", gib_text(least), name))
     losses = [(one.run.results.mean_last_loss, one) for one in ranked]
-    known = [(loss, one) for loss, one in losses if loss is not None and not math.isnan(loss)]
+    known = [
+        (loss, one) for loss, one in losses if loss is not None and not math.isnan(loss)
+    ]
     if known:
         loss, best = min(known, key=lambda pair: pair[0])
         over = f"{best.name}, mean of its last {best.run.results.mean_last_steps} steps"
@@ -137,7 +154,9 @@ def _shown(cell: TableCell, record: Record) -> HtmlCell:
     return value_cell(cell.value, cell.text, "warn" * (off or cell.text.endswith(MARK)))
 
 
-def _differences(names: Sequence[str], table_of_runs: Table, keys: Sequence[str]) -> Markup:
+def _differences(
+    names: Sequence[str], table_of_runs: Table, keys: Sequence[str]
+) -> Markup:
     settings = table_of_runs.settings
     if not keys:
         return render("paragraphs", ["All settings are the same."])
@@ -163,7 +182,11 @@ def _failed(collection: Collection, names: Sequence[str]) -> list[list[HtmlCell 
         if record.status is not JobStatus.done
     ]
     skipped = [
-        (" ".join(f"{key}={value}" for key, value in one.varied.items()), "skipped", one.reason)
+        (
+            " ".join(f"{key}={value}" for key, value in one.varied.items()),
+            "skipped",
+            one.reason,
+        )
         for one in collection.skipped
     ]
     return [

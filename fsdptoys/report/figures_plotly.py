@@ -49,7 +49,9 @@ def figure(picture: Picture) -> dict[str, Any]:
     """Data and layout of a figure as a JSON tree, validated by plotly."""
     import plotly.graph_objects as go  # most of a second to import
 
-    made = go.Figure([_trace(go, picture, series) for series in picture.series], _layout(picture))
+    made = go.Figure(
+        [_trace(go, picture, series) for series in picture.series], _layout(picture)
+    )
     read: dict[str, Any] = json.loads(made.to_json())
     read["layout"].pop("template", None)
     return read
@@ -66,8 +68,13 @@ def _trace(go: Any, picture: Picture, series: Series) -> Any:
         "name": html.escape(series.name),
         "meta": series.name,
         "showlegend": False,
-        "hovertemplate": "%{hovertext}<extra></extra>" if series.hover else _hover(picture, series),
-        "hovertext": ["<br>".join(html.escape(text).split("\n")) for text in series.hover] or None,
+        "hovertemplate": "%{hovertext}<extra></extra>"
+        if series.hover
+        else _hover(picture, series),
+        "hovertext": [
+            "<br>".join(html.escape(text).split("\n")) for text in series.hover
+        ]
+        or None,
     }
     if series.shape is Shape.bars:
         pattern = {"shape": series.hatch, "solidity": 0.2, "fillmode": "overlay"}
@@ -77,17 +84,27 @@ def _trace(go: Any, picture: Picture, series: Series) -> Any:
             **common,
         )
     if series.shape is Shape.points:
-        marker = {"symbol": series.marker, "size": 11, "color": color, "line": {"width": 1}}
+        marker = {
+            "symbol": series.marker,
+            "size": 11,
+            "color": color,
+            "line": {"width": 1},
+        }
         spread = {
             "type": "data",
             "symmetric": False,
             "array": [high - x for x, high in zip(series.x, series.high, strict=False)],
-            "arrayminus": [x - low for x, low in zip(series.x, series.low, strict=False)],
+            "arrayminus": [
+                x - low for x, low in zip(series.x, series.low, strict=False)
+            ],
             "thickness": 1.4,
             "width": 4,
         }
         return go.Scatter(
-            mode="markers", marker=marker, error_x=spread if series.low else None, **common
+            mode="markers",
+            marker=marker,
+            error_x=spread if series.low else None,
+            **common,
         )
     if series.shape is Shape.area:
         pattern = {"shape": series.hatch, "solidity": 0.14, "fillmode": "overlay"}
@@ -97,7 +114,12 @@ def _trace(go: Any, picture: Picture, series: Series) -> Any:
     dash, width, opacity = ("solid", 1, 0.4) if series.faint else (series.dash, 2, 1.0)
     return go.Scatter(
         mode="lines+markers" if series.marked and not steps else "lines",
-        line={"color": color, "dash": dash, "width": width, "shape": "hv" if steps else "linear"},
+        line={
+            "color": color,
+            "dash": dash,
+            "width": width,
+            "shape": "hv" if steps else "linear",
+        },
         marker={"symbol": series.marker, "size": 6},
         opacity=opacity,
         connectgaps=False,
@@ -128,14 +150,34 @@ def _layout(picture: Picture) -> dict[str, Any]:
     ]
     for at, text in picture.rules:
         shapes.append(
-            {**dashed, "layer": "below", "y0": at, "y1": at, "x0": 0, "x1": 1, "xref": "paper"}
+            {
+                **dashed,
+                "layer": "below",
+                "y0": at,
+                "y1": at,
+                "x0": 0,
+                "x1": 1,
+                "xref": "paper",
+            }
         )
-        corner = {"x": 1, "xref": "paper", "y": at, "xanchor": "right", "yanchor": "bottom"}
+        corner = {
+            "x": 1,
+            "xref": "paper",
+            "y": at,
+            "xanchor": "right",
+            "yanchor": "bottom",
+        }
         annotations.append({**corner, "text": html.escape(text), "showarrow": False})
     for start, end in picture.bands:
         place = {"x0": start, "x1": end, "y0": 0, "y1": 1, "yref": "paper"}
         shapes.append(
-            {"type": "rect", **place, "line": {"width": 0}, "layer": "below", "name": "band"}
+            {
+                "type": "rect",
+                **place,
+                "line": {"width": 0},
+                "layer": "below",
+                "name": "band",
+            }
         )
     x_range, y_range = picture.ranges or (None, None)
     bars = len(picture.y.categories)
@@ -156,7 +198,13 @@ def _layout(picture: Picture) -> dict[str, Any]:
 def _log_ticks(low: float, high: float) -> dict[str, Any]:
     """Write full numbers at minor ticks, where plotly shows only the leading digit."""
     decades = math.log10(high / low)
-    digits = (1,) if decades > 4 else (1, 2, 5) if decades > 0.8 else (1, 1.5, 2, 3, 4, 5, 6, 8)
+    digits = (
+        (1,)
+        if decades > 4
+        else (1, 2, 5)
+        if decades > 0.8
+        else (1, 1.5, 2, 3, 4, 5, 6, 8)
+    )
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
     values = [digit * 10.0**power for power in powers for digit in digits]
     return {"tickvals": values, "ticktext": [f"{value:,.6g}" for value in values]}

@@ -87,7 +87,9 @@ def render_page(
         Markup(Path(__file__).with_name(name).read_text(encoding="utf-8"))
         for name in ("page.css", "page.js")
     )
-    figures = embed_json([{"name": picture.name, **figure(picture)} for picture in pictures])
+    figures = embed_json(
+        [{"name": picture.name, **figure(picture)} for picture in pictures]
+    )
     scripts = [Markup(plotly_script()), script]
     texts = title, subtitle, sections, fsdptoys.__version__, Markup(POLICY), style
     return render("page", *texts, Markup(figures), scripts)
@@ -102,7 +104,9 @@ def embed_json(value: object) -> str:
 def _subtitle(collection: Collection) -> str:
     runs = [record.run for record in collection.records if record.run is not None]
     devices = sorted({f"{run.device_name} ({run.device_type})" for run in runs})
-    models = sorted({str(name) for run in runs if (name := look_up(run.tree, "model.name"))})
+    models = sorted(
+        {str(name) for run in runs if (name := look_up(run.tree, "model.name"))}
+    )
     started = sorted(str(run.environment.get("started_at", ""))[:10] for run in runs)
     dates = " to ".join(dict.fromkeys([*started[:1], *started[-1:]]))
     return " · ".join(filter(None, [", ".join(models), ", ".join(devices), dates]))

@@ -83,7 +83,8 @@ class _Follower:
     def print_line(self, text: str) -> None:
         """Print one line."""
         self.console.print(
-            Text(wrapped(printable(text, self.console.file), self.console.file)), soft_wrap=True
+            Text(wrapped(printable(text, self.console.file), self.console.file)),
+            soft_wrap=True,
         )
 
     def follow_sweep(self, path: Path) -> int:
@@ -92,7 +93,9 @@ class _Follower:
         while True:
             sweep = read_sweep(path)
             statuses = [job.status for job in sweep.jobs]
-            running = next((job for job in sweep.jobs if job.status is JobStatus.running), None)
+            running = next(
+                (job for job in sweep.jobs if job.status is JobStatus.running), None
+            )
             counts = ", ".join(
                 f"{statuses.count(status)} {status.value}"
                 for status in JobStatus
@@ -100,7 +103,10 @@ class _Follower:
             )
             if running is not None:
                 place = f"job {running.name} of {len(sweep.jobs)}, {running.label}: "
-                if self._follow_job(sweep.job_folder(running), place).status is JobStatus.running:
+                if (
+                    self._follow_job(sweep.job_folder(running), place).status
+                    is JobStatus.running
+                ):
                     self.print_line(
                         f"job {running.name} ended without a status; resume with fsdptoys sweep "
                         f"--resume {path}"
@@ -111,7 +117,10 @@ class _Follower:
             if all(status.ended for status in statuses):
                 self.print_line(f"the sweep has ended: {counts}; {path}")
                 return 0
-            if JobStatus.stopped in statuses and time.monotonic() - idle_since > GRACE_SECONDS:
+            if (
+                JobStatus.stopped in statuses
+                and time.monotonic() - idle_since > GRACE_SECONDS
+            ):
                 self.print_line(
                     f"the sweep was stopped: {counts}; resume with fsdptoys sweep --resume {path}"
                 )
@@ -134,20 +143,31 @@ class _Follower:
         if read_job(folder).status is JobStatus.running:
             self.follow_run(folder / RUN_FOLDER, heading, folder)
         job = read_job(folder)
-        self.print_line(f"{heading}{job.status.value}" + (f": {job.reason}" if job.reason else ""))
+        self.print_line(
+            f"{heading}{job.status.value}" + (f": {job.reason}" if job.reason else "")
+        )
         return job
 
-    def follow_run(self, path: Path, heading: str = "", job_folder: Path | None = None) -> int:
+    def follow_run(
+        self, path: Path, heading: str = "", job_folder: Path | None = None
+    ) -> int:
         """Follow one run, whose name ``heading`` precedes; return 0 after the planned end, else 1.
 
         While the job of a sweep is running, its ranks may start again.
         """
         run = FollowedRun(path)
         run.poll()
-        if self.console.is_terminal and os.environ.get("TERM") not in ("dumb", "unknown"):
-            with Live(console=self.console, auto_refresh=False, vertical_overflow="crop") as live:
+        if self.console.is_terminal and os.environ.get("TERM") not in (
+            "dumb",
+            "unknown",
+        ):
+            with Live(
+                console=self.console, auto_refresh=False, vertical_overflow="crop"
+            ) as live:
                 for state in self._polls(run, job_folder):
-                    live.update(draw_run(run, state, self.console, heading), refresh=True)
+                    live.update(
+                        draw_run(run, state, self.console, heading), refresh=True
+                    )
         else:
             self._print_lines(run, heading, job_folder)
         if run.state() is State.ended:
@@ -172,7 +192,9 @@ class _Follower:
             run.poll()
             yield state
             now = time.monotonic()
-            if state in (State.running, State.starting) or (job_folder and is_locked(job_folder)):
+            if state in (State.running, State.starting) or (
+                job_folder and is_locked(job_folder)
+            ):
                 alive = now
             elif (
                 job_folder is None
@@ -182,7 +204,9 @@ class _Follower:
                 return
             time.sleep(self.poll_seconds)
 
-    def _print_lines(self, run: FollowedRun, heading: str, job_folder: Path | None) -> None:
+    def _print_lines(
+        self, run: FollowedRun, heading: str, job_folder: Path | None
+    ) -> None:
         """Print the lines of the plain console, starting at the latest step."""
         self.print_line(f"{heading}{run.settings.title} in {run.path}")
         shown = run.steps[-1].step - 1 if run.steps else 0
@@ -193,11 +217,17 @@ class _Follower:
                 if metrics.step > shown:
                     settings = run.settings
                     reporter = reporter or PlainReporter(
-                        settings.planned_steps or 0, settings.log_every, self.console.file
+                        settings.planned_steps or 0,
+                        settings.log_every,
+                        self.console.file,
                     )
                     reporter.step(metrics)
                     shown = metrics.step
-            late = run.late_ranks(run.signs(), time.time()) if state is State.running else {}
+            late = (
+                run.late_ranks(run.signs(), time.time())
+                if state is State.running
+                else {}
+            )
             for event, text in late.items():
                 if event not in reported:
                     self.print_line(text)

@@ -28,7 +28,12 @@ from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.metrics.results import RunResults, summarize
 from fsdptoys.metrics.resume_log import Resume, read_resumes, starts
 from fsdptoys.train.heartbeat import Heartbeat
-from fsdptoys.train.recorded_run import MOST_RANKS, is_written, newest_heartbeats, read_warmup
+from fsdptoys.train.recorded_run import (
+    MOST_RANKS,
+    is_written,
+    newest_heartbeats,
+    read_warmup,
+)
 from fsdptoys.utils.from_tree import look_up
 from fsdptoys.utils.regular_file import open_regular
 
@@ -82,7 +87,9 @@ class FollowedRun:
         if seen != self._seen:
             self._seen = seen
             self.settings, self.resumes = _read_settings(self.path), []
-            with contextlib.suppress(OSError):  # something else than a file, as for the steps
+            with contextlib.suppress(
+                OSError
+            ):  # something else than a file, as for the steps
                 self.resumes = read_resumes(self.path / RESUMES_FILE)
 
     def _read_steps(self) -> None:
@@ -93,7 +100,10 @@ class FollowedRun:
         self._offset = 0
         self._last_line = b""
         # Missing, or moved aside by a new start
-        with contextlib.suppress(OSError), open_regular(self.path / METRICS_FILE) as file:
+        with (
+            contextlib.suppress(OSError),
+            open_regular(self.path / METRICS_FILE) as file,
+        ):
             file.seek(offset - len(last_line))
             if file.read(len(last_line)) == last_line:
                 self.steps = steps.copy()
@@ -139,7 +149,9 @@ class FollowedRun:
         if not signs:
             return {}
         patience = (
-            max(LATE_SECONDS, 3 * self.steps[-1].step_time_seconds) if self.steps else LATE_SECONDS
+            max(LATE_SECONDS, 3 * self.steps[-1].step_time_seconds)
+            if self.steps
+            else LATE_SECONDS
         )
         foremost = max(sign.progress for sign in signs.values())
         late: dict[object, str] = {}
@@ -159,7 +171,10 @@ class FollowedRun:
 def _read_settings(path: Path) -> Settings:
     """Read settings from files that may be missing or half written; the next poll reads changed
     files again."""
-    config, environment = _read_tree(path / CONFIG_FILE), _read_tree(path / ENVIRONMENT_FILE)
+    config, environment = (
+        _read_tree(path / CONFIG_FILE),
+        _read_tree(path / ENVIRONMENT_FILE),
+    )
     names = [look_up(config, "model.name"), look_up(config, "parallel.name")]
     prediction, device = None, look_up(environment, "device.name")
     with contextlib.suppress(ValueError):  # another version, or missing
@@ -168,7 +183,8 @@ def _read_settings(path: Path) -> Settings:
         title="-".join(str(name) for name in names if name) or path.name,
         planned_steps=_number(look_up(config, "train.steps")),
         warmup_steps=read_warmup(config),
-        log_every=_number(look_up(config, "metrics.log_every")) or MetricsConfig().log_every,
+        log_every=_number(look_up(config, "metrics.log_every"))
+        or MetricsConfig().log_every,
         world_size=_number(environment.get("world_size"), MOST_RANKS),
         device=device if isinstance(device, str) else None,
         prediction=prediction,

@@ -30,7 +30,9 @@ STYLES = {
 }
 
 
-def draw_run(run: FollowedRun, state: State, console: Console, heading: str = "") -> RenderableType:
+def draw_run(
+    run: FollowedRun, state: State, console: Console, heading: str = ""
+) -> RenderableType:
     """Draw progress, metrics, loss curve, summary and ranks of a polled run, whose name ``heading``
     precedes."""
     width, settings = console.width, run.settings
@@ -54,7 +56,9 @@ def draw_run(run: FollowedRun, state: State, console: Console, heading: str = ""
         for name, text in fact_rows(run, run.results()):
             facts.add_row(name, line(text))
         parts += [_bar(run), Text(), metrics_columns(run.steps[-1]), Text()]
-        parts += map(line, draw_chart([metrics.loss for metrics in run.steps], width, "loss"))
+        parts += map(
+            line, draw_chart([metrics.loss for metrics in run.steps], width, "loss")
+        )
         parts += [Text(), facts]
     else:
         parts.append(line("no step was done yet"))
@@ -62,7 +66,9 @@ def draw_run(run: FollowedRun, state: State, console: Console, heading: str = ""
     if signs:
         now = time.time()
         parts.append(Text(_positions(signs, now)))
-        parts += (line(text, "bold red") for text in run.late_ranks(signs, now).values())
+        parts += (
+            line(text, "bold red") for text in run.late_ranks(signs, now).values()
+        )
     return Group(*parts)
 
 
@@ -77,13 +83,22 @@ def draw_chart(losses: Sequence[float], width: int, label: str) -> list[str]:
     finite = values[np.isfinite(values)]
     if not finite.size:
         return [f"{label}: no finite value yet"]
-    margin = max(len(label), *(len(f"{value:.4g}") for value in (finite.max(), finite.min()))) + 1
+    margin = (
+        max(
+            len(label), *(len(f"{value:.4g}") for value in (finite.max(), finite.min()))
+        )
+        + 1
+    )
     columns = min(len(values), max(NARROWEST_CHART, width - margin - 1))
     parts = (part[np.isfinite(part)] for part in np.array_split(values, columns))
     means = np.array([part.mean() if part.size else math.nan for part in parts])
     low, high = np.nanmin(means), np.nanmax(means)
     eighths = CHART_LINES * 8
-    shares = (means - low) / (high - low) if high > low else np.where(np.isnan(means), means, 0.5)
+    shares = (
+        (means - low) / (high - low)
+        if high > low
+        else np.where(np.isnan(means), means, 0.5)
+    )
     # A gap has no height
     heights = np.nan_to_num(1 + np.rint(shares * (eighths - 1))).astype(int)
     names = {0: f"{high:.4g}", CHART_LINES // 2: label, CHART_LINES - 1: f"{low:.4g}"}
@@ -99,7 +114,9 @@ def _bar(run: FollowedRun) -> RenderableType:
     step, planned = run.steps[-1].step, run.settings.planned_steps
     spent = duration_text(sum(metrics.step_time_seconds for metrics in run.steps))
     left = run.seconds_left()
-    times = f"{spent} in steps" + (f", about {duration_text(left)} left" if left else "")
+    times = f"{spent} in steps" + (
+        f", about {duration_text(left)} left" if left else ""
+    )
     bar = Table.grid(padding=(0, 1), expand=True)
     bar.add_column(no_wrap=True)
     bar.add_column(ratio=1)

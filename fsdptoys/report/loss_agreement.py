@@ -29,7 +29,13 @@ from fsdptoys.utils.text import value_text
 
 from .runs_table import Record
 from .setting_diff import Settings
-from .setting_effects import bits_of, effect_of, held_out_samples, rounds_coarsely, training_of
+from .setting_effects import (
+    bits_of,
+    effect_of,
+    held_out_samples,
+    rounds_coarsely,
+    training_of,
+)
 
 HELD_OUT = "held-out loss"
 
@@ -55,7 +61,9 @@ class Tolerance:
         return min(self.most_loss, self.loss * growth) if quantity == "loss" else 0.0
 
 
-FINE = Tolerance(loss=1e-5, grad_norm=1e-4, grows_over=5.0, most_loss=0.01, most_grad_norm=0.1)
+FINE = Tolerance(
+    loss=1e-5, grad_norm=1e-4, grows_over=5.0, most_loss=0.01, most_grad_norm=0.1
+)
 """For sums in float32.
 
 Measured on CPUs with chunked loss, fused AdamW and other micro-batches: 2e-7 in losses and 2e-6 in
@@ -64,7 +72,9 @@ after 10 for other micro-batches of a larger model. For comparison: a learning r
 differs by 1e-4 after 3 steps, and a doubled gradient shows in the first norm.
 """
 
-COARSE = Tolerance(loss=1e-3, grad_norm=1.5e-2, grows_over=1.0, most_loss=0.1, most_grad_norm=0.5)
+COARSE = Tolerance(
+    loss=1e-3, grad_norm=1.5e-2, grows_over=1.0, most_loss=0.1, most_grad_norm=0.5
+)
 """For bfloat16 sums, stochastic rounding, float8, and experts, whose routing one bit can change.
 
 Measured in the same way: 7e-3 in losses and 9e-2 in norms after 300 steps; with a learning rate of
@@ -103,7 +113,11 @@ class Disagreement:
             if math.isfinite(self.difference)
             else "they are not both finite"
         )
-        allowed = f"rounding explains {self.allowed:.1e}" if self.allowed else "they must be equal"
+        allowed = (
+            f"rounding explains {self.allowed:.1e}"
+            if self.allowed
+            else "they must be equal"
+        )
         return (
             f"{value_text(self.name)} does not agree with {value_text(self.reference)}, which "
             f"trains the same: from step {self.step} on, its {self.quantity} is {self.value:.8g} "
@@ -129,7 +143,9 @@ class Difference:
     def relative(self) -> float:
         """Difference relative to the larger magnitude; 0 for two NaNs, infinite if otherwise not
         both are finite."""
-        if self.first == self.second or (math.isnan(self.first) and math.isnan(self.second)):
+        if self.first == self.second or (
+            math.isnan(self.first) and math.isnan(self.second)
+        ):
             return 0.0
         largest = max(abs(self.first), abs(self.second))
         return self.absolute / largest if math.isfinite(largest) else math.inf
@@ -162,8 +178,12 @@ def find_disagreements(records: Sequence[Record]) -> list[Disagreement]:
             continue
         groups.setdefault(key, []).append(_row(record.name, run, training))
         samples = held_out_samples(run.tree, run.world_size)
-        if samples is not None and any(metrics.eval_loss is not None for metrics in run.steps):
-            held_out.setdefault((key, samples), []).append(_row(record.name, run, (HELD_OUT,)))
+        if samples is not None and any(
+            metrics.eval_loss is not None for metrics in run.steps
+        ):
+            held_out.setdefault((key, samples), []).append(
+                _row(record.name, run, (HELD_OUT,))
+            )
     found = {each.name: each for group in groups.values() for each in _in_group(group)}
     for rows in held_out.values():
         # Grouped separately: a row without held-out losses on these samples would agree with all
@@ -181,7 +201,9 @@ def _key(run: RecordedRun) -> str | None:
     versions = run.environment.get("versions")
     # Python's version matters because its library can be training data (data.files=[stdlib]).
     parts = (
-        [versions.get(name) for name in ("torch", "python")] if isinstance(versions, dict) else []
+        [versions.get(name) for name in ("torch", "python")]
+        if isinstance(versions, dict)
+        else []
     )
     return repr((_texts(settings), run.device_type, run.device_name, parts))
 
@@ -195,7 +217,10 @@ def _keeps_its_training(run: RecordedRun) -> bool:
     for resume in read_resumes(run.path / RESUMES_FILE):
         if resume.step == 0:
             continue  # all recorded steps are later
-        if resume.changed is None or resume.world_size_before not in (None, resume.world_size):
+        if resume.changed is None or resume.world_size_before not in (
+            None,
+            resume.world_size,
+        ):
             return False
         if any(effect_of(key) <= Effect.format for key in resume.changed):
             return False
@@ -204,10 +229,12 @@ def _keeps_its_training(run: RecordedRun) -> bool:
 
 def _row(name: str, run: RecordedRun, quantities: tuple[str, ...]) -> _Row:
     steps = {
-        metrics.step: metrics for metrics in sorted(run.steps, key=lambda metrics: metrics.step)
+        metrics.step: metrics
+        for metrics in sorted(run.steps, key=lambda metrics: metrics.step)
     }
     read = [
-        [QUANTITIES[quantity](metrics) for quantity in quantities] for metrics in steps.values()
+        [QUANTITIES[quantity](metrics) for quantity in quantities]
+        for metrics in steps.values()
     ]
     bits = bits_of(run.tree, run.world_size, run.device_type)
     settings = training_of(run.tree, run.world_size)
@@ -219,9 +246,14 @@ def _row(name: str, run: RecordedRun, quantities: tuple[str, ...]) -> _Row:
         quantities=quantities,
         numbers=np.array(list(steps), dtype=np.int64),
         values=np.array(read, dtype=np.float64),  # None becomes NaN
-        known=np.array([[value is not None for value in line] for line in read], dtype=np.bool_),
+        known=np.array(
+            [[value is not None for value in line] for line in read], dtype=np.bool_
+        ),
         allowed=np.array(
-            [[tolerance.at(quantity, step) for quantity in quantities] for step in steps]
+            [
+                [tolerance.at(quantity, step) for quantity in quantities]
+                for step in steps
+            ]
         ),
     )
 
@@ -231,7 +263,12 @@ def _in_group(group: Sequence[_Row]) -> list[Disagreement]:
     # Rows with identical comparisons to all others
     alike: dict[tuple[object, ...], list[_Row]] = {}
     for row in group:
-        content = row.bits, row.numbers.tobytes(), row.values.tobytes(), row.known.tobytes()
+        content = (
+            row.bits,
+            row.numbers.tobytes(),
+            row.values.tobytes(),
+            row.known.tobytes(),
+        )
         alike.setdefault(content, []).append(row)
     classes = list(alike.values())
     agreeing = [len(each) for each in classes]
@@ -261,10 +298,14 @@ def _first_difference(row: _Row, reference: _Row) -> Disagreement | None:
         return None
     line, column = divmod(int(over.argmax()), len(row.quantities))
     step, quantity = int(common[line]), row.quantities[column]
-    value, expected = (QUANTITIES[quantity](each.steps[step]) for each in (row, reference))
+    value, expected = (
+        QUANTITIES[quantity](each.steps[step]) for each in (row, reference)
+    )
     assert value is not None and expected is not None
     sizes = float(differences[line, column]), float(allowed[line, column])
-    return Disagreement(row.name, reference.name, quantity, step, value, expected, *sizes)
+    return Disagreement(
+        row.name, reference.name, quantity, step, value, expected, *sizes
+    )
 
 
 def _relative_differences(
@@ -273,7 +314,9 @@ def _relative_differences(
     """Relative to the larger magnitudes; 0 for two NaNs, infinite if otherwise not both are
     finite."""
     with np.errstate(all="ignore"):
-        shares = np.abs(values - expected) / np.maximum(np.abs(values), np.abs(expected))
+        shares = np.abs(values - expected) / np.maximum(
+            np.abs(values), np.abs(expected)
+        )
     shares[~(np.isfinite(values) & np.isfinite(expected))] = math.inf
     shares[(values == expected) | (np.isnan(values) & np.isnan(expected))] = 0.0
     return shares

@@ -31,7 +31,9 @@ from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.regular_file import open_regular
 from fsdptoys.utils.text import one_line, short_text
 
-LARGEST_TRACE_BYTES = 2**26  # Limit of the compressed file; larger ones take minutes to read
+LARGEST_TRACE_BYTES = (
+    2**26
+)  # Limit of the compressed file; larger ones take minutes to read
 LARGEST_UNPACKED_BYTES = 2**30
 LARGEST_SNAPSHOT_BYTES = 2**29
 LARGEST_NUMBER = 2**62  # Limit of bytes and of microseconds since 1970
@@ -95,7 +97,9 @@ def read_trace(path: Path, device_type: str) -> Timeline | None:
         with gzip.open(packed) as file:
             text = file.read(LARGEST_UNPACKED_BYTES + 1)
         if len(text) > LARGEST_UNPACKED_BYTES:
-            raise ValueError(f"it holds more than {LARGEST_UNPACKED_BYTES // 2**20} MiB")
+            raise ValueError(
+                f"it holds more than {LARGEST_UNPACKED_BYTES // 2**20} MiB"
+            )
         events = parse_json(text, non_finite=True)["traceEvents"]
         # C10's device type numbers; NPUs write no such trace
         wanted = 0 if device_type == "cpu" else 1
@@ -111,13 +115,21 @@ def read_trace(path: Path, device_type: str) -> Timeline | None:
             return None
         start, first = float(memory[0]["ts"]), memory[0]["args"]
         changes = [
-            ((e["ts"] - start) / 1e3, e["args"]["Addr"], int(_checked(e["args"]["Bytes"])))
+            (
+                (e["ts"] - start) / 1e3,
+                e["args"]["Addr"],
+                int(_checked(e["args"]["Bytes"])),
+            )
             for e in memory
         ]
-        marks = [((moment - start) / 1e3, name) for moment, name in _phase_marks(events)]
+        marks = [
+            ((moment - start) / 1e3, name) for moment, name in _phase_marks(events)
+        ]
         before = int(_checked(first["Total Allocated"])) - int(first["Bytes"])
         kind = "host" if device_type == "cpu" else "device"
-        return _timeline(path.name, changes, "ms", marks, f"{kind} memory in tensors", before)
+        return _timeline(
+            path.name, changes, "ms", marks, f"{kind} memory in tensors", before
+        )
 
 
 def read_snapshot(path: Path) -> Timeline | None:
@@ -125,8 +137,12 @@ def read_snapshot(path: Path) -> Timeline | None:
     with _opened(path, LARGEST_SNAPSHOT_BYTES, "take the snapshot again") as file:
         snapshot = _Plain(file).load()
         traces = snapshot["device_traces"]
-        device = max(range(len(traces)), key=lambda index: len(traces[index]), default=0)
-        events = [e for e in traces[device] if e["action"] in ("alloc", "free_completed")]
+        device = max(
+            range(len(traces)), key=lambda index: len(traces[index]), default=0
+        )
+        events = [
+            e for e in traces[device] if e["action"] in ("alloc", "free_completed")
+        ]
         live = sum(
             int(_checked(block.get("requested_size", block["size"])))
             for segment in snapshot["segments"]
@@ -140,15 +156,21 @@ def read_snapshot(path: Path) -> Timeline | None:
             for i, e in enumerate(events, 1)
         ]
         # Only allocations mark the start of a phase: a free inside one can come from anywhere.
-        stacks = zip(changes, (event.get("frames", []) for event in events), strict=True)
+        stacks = zip(
+            changes, (event.get("frames", []) for event in events), strict=True
+        )
         marks = [
-            (moment, phase_of_stack(frames)) for (moment, _, size), frames in stacks if size > 0
+            (moment, phase_of_stack(frames))
+            for (moment, _, size), frames in stacks
+            if size > 0
         ]
         if not changes:
             return None
         before = live - sum(size for _, _, size in changes)
         marks[:1] = [(0.0, name) for _, name in marks[:1]]
-        return _timeline(path.name, changes, "", marks, "device memory in tensors", before)
+        return _timeline(
+            path.name, changes, "", marks, "device memory in tensors", before
+        )
 
 
 @contextlib.contextmanager
@@ -185,10 +207,15 @@ def phase_of_stack(frames: Sequence[dict[str, Any]]) -> str:
     Autograd's thread has no Python frames below its hooks, so a stack without the trainer belongs
     to a backward.
     """
-    calls = {(frame["filename"].rpartition("fsdptoys/")[2], frame["name"]) for frame in frames}
+    calls = {
+        (frame["filename"].rpartition("fsdptoys/")[2], frame["name"])
+        for frame in frames
+    }
     if calls & UPDATES:
         return "update"
-    in_backward = any(frame["filename"].endswith("torch/autograd/graph.py") for frame in frames)
+    in_backward = any(
+        frame["filename"].endswith("torch/autograd/graph.py") for frame in frames
+    )
     in_trainer = any(file == "train/trainer.py" for file, _ in calls)
     return "backward" if in_backward or not in_trainer else "forward"
 
@@ -225,10 +252,14 @@ def lifetime(begin: float, end: float, phases: Sequence[Mark]) -> Lifetime:
         max(bisect.bisect_right(phases, moment, key=operator.itemgetter(0)) - 1, 0)
         for moment in (begin, end)
     )
-    first, last = (phases[index][1] if phases else "forward" for index in (begun, ended))
+    first, last = (
+        phases[index][1] if phases else "forward" for index in (begun, ended)
+    )
     if end == np.inf:
         # Blocks cut off by the end of the history are classified as in earlier steps.
-        return {"update": Lifetime.kept, "backward": Lifetime.gradients}.get(first, Lifetime.other)
+        return {"update": Lifetime.kept, "backward": Lifetime.gradients}.get(
+            first, Lifetime.other
+        )
     if begun == ended:
         return Lifetime.temporary
     if first == "forward" and last == "backward":
@@ -248,7 +279,9 @@ def _timeline(
 ) -> Timeline:
     """Sum blocks by lifetime; ``before`` is the number of bytes live before the first event."""
     # Consecutive marks of one name are one phase.
-    phases = [next(group) for _, group in itertools.groupby(marks, key=operator.itemgetter(1))]
+    phases = [
+        next(group) for _, group in itertools.groupby(marks, key=operator.itemgetter(1))
+    ]
     order = np.unique([moment for moment, _, _ in changes])
     sums = {kind: np.zeros(len(order) + 1) for kind in Lifetime}
 
@@ -270,10 +303,14 @@ def _timeline(
         add(before - freed, -np.inf, np.inf)
     for begin, size in live.values():
         add(size, begin, np.inf)
-    layers = {kind: np.cumsum(layer[:-1]) for kind, layer in sums.items() if layer[:-1].any()}
+    layers = {
+        kind: np.cumsum(layer[:-1]) for kind, layer in sums.items() if layer[:-1].any()
+    }
     ends = [*(moment for moment, _ in phases[1:]), changes[-1][0]]
     backwards = [
-        (start, end) for (start, name), end in zip(phases, ends, strict=False) if name == "backward"
+        (start, end)
+        for (start, name), end in zip(phases, ends, strict=False)
+        if name == "backward"
     ]
     return Timeline(file, order, unit, layers, backwards, device, before > 0)
 

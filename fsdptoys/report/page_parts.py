@@ -106,14 +106,19 @@ def table(
         keys: whether the table has few columns, of keys and long values that wrap.
     """
     cells = [
-        [cell if isinstance(cell, HtmlCell) else HtmlCell(cell, cell or None) for cell in row]
+        [
+            cell if isinstance(cell, HtmlCell) else HtmlCell(cell, cell or None)
+            for cell in row
+        ]
         for row in rows
     ]
     numeric = [
         any(isinstance(row[column].sort, (int, float)) for row in cells)
         for column in range(len(headings))
     ]
-    return render("table", name, caption, headings, cells, numeric, sortable, filterable, keys)
+    return render(
+        "table", name, caption, headings, cells, numeric, sortable, filterable, keys
+    )
 
 
 def environment_section(runs: Sequence[tuple[str, RecordedRun]]) -> Section:
@@ -132,7 +137,9 @@ def environment_section(runs: Sequence[tuple[str, RecordedRun]]) -> Section:
         elif len(values) == 1:
             same.append([key, *values, HtmlCell("equal", mark="quiet nowrap")])
         elif key not in OF_EACH_RUN:
-            text = "; ".join(f"{value}: {', '.join(names)}" for value, names in values.items())
+            text = "; ".join(
+                f"{value}: {', '.join(names)}" for value, names in values.items()
+            )
             mark = HtmlCell("differs", mark="warn nowrap")
             differing.append([key, HtmlCell(text, mark="warn"), mark])
     caption = (
@@ -154,7 +161,9 @@ def prediction_section(
     for name, run in runs:
         errors = run.prediction_errors()
         if run.prediction is not None:
-            methods.add(f"{run.prediction.method}, plan.hardware={run.prediction.hardware}")
+            methods.add(
+                f"{run.prediction.method}, plan.hardware={run.prediction.hardware}"
+            )
         for error, texts in zip(errors, prediction_rows(errors), strict=True):
             quantity, predicted, measured, difference = texts
             rows.append(
@@ -163,7 +172,11 @@ def prediction_section(
                     quantity,
                     HtmlCell(predicted, error.predicted),
                     HtmlCell(measured, error.measured),
-                    HtmlCell(difference.replace("*", ""), error.difference, "warn" * error.flagged),
+                    HtmlCell(
+                        difference.replace("*", ""),
+                        error.difference,
+                        "warn" * error.flagged,
+                    ),
                 ]
             )
     body = render("paragraphs", [NOT_PREDICTED])
@@ -172,7 +185,13 @@ def prediction_section(
             f"Predictions: {'; '.join(sorted(methods))}. The difference is relative to the "
             "measurement."
         )
-        headings = [*(["run"] if several else []), "measure", "predicted", "measured", "difference"]
+        headings = [
+            *(["run"] if several else []),
+            "measure",
+            "predicted",
+            "measured",
+            "difference",
+        ]
         body = (figures or Markup()) + table(
             "predictions", caption, headings, rows, sortable=several
         )
@@ -189,4 +208,6 @@ def definitions_section(runs: Sequence[RecordedRun]) -> Section:
 
 def notes_html(runs: Sequence[RecordedRun]) -> Markup:
     """Notes on unreadable files of the runs."""
-    return render("paragraphs", [f"{note}." for run in runs for note in run.notes], "note")
+    return render(
+        "paragraphs", [f"{note}." for run in runs for note in run.notes], "note"
+    )

@@ -57,7 +57,9 @@ def main_numbers(results: RunResults) -> list[tuple[str, str, str]]:
     if results.data_stall is not None:
         share = f"{results.data_stall:.2%}"
         numbers.append(("waiting for data", share, "of the step time, on rank 0"))
-    parts = ", ".join(f"{name} {gib_text(size)}" for name, size in results.memory_parts.items())
+    parts = ", ".join(
+        f"{name} {gib_text(size)}" for name, size in results.memory_parts.items()
+    )
     resident = results.resident_set_peak_gib or results.resident_set_gib
     for title, gib, more in (
         ("device memory reserved", results.memory_reserved_gib, "on rank 0"),
@@ -67,9 +69,13 @@ def main_numbers(results: RunResults) -> list[tuple[str, str, str]]:
         if gib is not None:
             numbers.append((title, gib_text(gib), more))
     if results.skipped_steps:
-        numbers.append(("skipped steps", f"{results.skipped_steps:,}", "without an update"))
+        numbers.append(
+            ("skipped steps", f"{results.skipped_steps:,}", "without an update")
+        )
     if results.spikes:
-        numbers.append(("loss spikes", f"{results.spikes:,}", "far above the losses before"))
+        numbers.append(
+            ("loss spikes", f"{results.spikes:,}", "far above the losses before")
+        )
     return numbers
 
 
@@ -84,8 +90,14 @@ def read_ending(run_dir: Path) -> Ending:
 
 def references(result: RunResult | None, run_dir: Path) -> dict[str, float]:
     """Label → nats per token of the finite reference losses."""
-    found = result.references_nats if result is not None else _summary_references(run_dir)
-    return {one_line(label): float(nats) for label, nats in found.items() if math.isfinite(nats)}
+    found = (
+        result.references_nats if result is not None else _summary_references(run_dir)
+    )
+    return {
+        one_line(label): float(nats)
+        for label, nats in found.items()
+        if math.isfinite(nats)
+    }
 
 
 def operators(result: RunResult | None, run_dir: Path) -> list[list[str]]:
@@ -93,7 +105,11 @@ def operators(result: RunResult | None, run_dir: Path) -> list[list[str]]:
     if result is None:
         return _summary_table(run_dir, PROFILE_HEADINGS)
     found = result.profile.operators if result.profile is not None else ()
-    return [[one_line(cell) for cell in row] for row in operator_rows(found)] if found else []
+    return (
+        [[one_line(cell) for cell in row] for row in operator_rows(found)]
+        if found
+        else []
+    )
 
 
 def _summary_ending(run_dir: Path) -> Ending:

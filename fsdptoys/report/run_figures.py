@@ -119,7 +119,9 @@ MEMORY = (
 
 def _memory(run: RecordedRun) -> Picture | None:
     for needed, axis, sentence, attributes in MEMORY:
-        series = [s for s in all_series(run.steps, attributes) if finite_values([s]).size]
+        series = [
+            s for s in all_series(run.steps, attributes) if finite_values([s]).size
+        ]
         if all(getattr(metrics, needed) is None for metrics in run.steps) or not series:
             continue
         unit, size = fitting_unit(GIB * finite_values(series).max())

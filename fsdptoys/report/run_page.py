@@ -4,7 +4,12 @@ from markupsafe import Markup
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.config import PROFILE_FOLDER, RESUMES_FILE
-from fsdptoys.metrics.resume_log import RESUME_HEADINGS, flatten, read_resumes, resume_row
+from fsdptoys.metrics.resume_log import (
+    RESUME_HEADINGS,
+    flatten,
+    read_resumes,
+    resume_row,
+)
 from fsdptoys.metrics.run_environment import hardware_line
 from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.figures import Picture
@@ -27,7 +32,9 @@ from .run_figures import draw_run, draw_timeline, is_profiled
 from .runs_table import Record
 
 
-def run_page(record: Record, run: RecordedRun, folder: str) -> tuple[list[Section], list[Picture]]:
+def run_page(
+    record: Record, run: RecordedRun, folder: str
+) -> tuple[list[Section], list[Picture]]:
     """Build the sections and figures of a run with at least one step; ``folder`` is the relative
     path of the PNGs."""
     memory: list[Picture] = []
@@ -38,12 +45,16 @@ def run_page(record: Record, run: RecordedRun, folder: str) -> tuple[list[Sectio
         memory = [draw_timeline(timeline)] if timeline is not None else []
     except ConfigError as mistake:
         problem = [f"{mistake}."]
-    if run.prediction is not None and (split := draw_memory_split([PlottedRun("run", run, ())])):
+    if run.prediction is not None and (
+        split := draw_memory_split([PlottedRun("run", run, ())])
+    ):
         memory.append(split)
     curves = draw_run(run)
     curves_html = render("figures", curves[:1], folder)
     curves_html += render("pair", render("figures", curves[1:], folder))
-    memory_html = render("paragraphs", problem, "note") + render("figures", memory, folder)
+    memory_html = render("paragraphs", problem, "note") + render(
+        "figures", memory, folder
+    )
     if not timeline:
         memory_html += render("paragraphs", [_how_to_record_memory(run)])
     sections = [
@@ -62,7 +73,10 @@ def run_page(record: Record, run: RecordedRun, folder: str) -> tuple[list[Sectio
 
 def _glance(record: Record, run: RecordedRun) -> Markup:
     steps = f"{run.results.steps:,} steps"
-    cards = [("status", record.status.value, record.reason or steps), *main_numbers(run.results)]
+    cards = [
+        ("status", record.status.value, record.reason or steps),
+        *main_numbers(run.results),
+    ]
     lines = [hardware_line(run.environment)]
     if is_profiled(run):
         lines.append("Steps under the profiler are slower; medians include them.")
@@ -71,7 +85,11 @@ def _glance(record: Record, run: RecordedRun) -> Markup:
 
 def _how_to_record_memory(run: RecordedRun) -> str:
     on_cpu = run.device_type == "cpu"
-    how = "profile.enabled=true profile.memory=true" if on_cpu else "profile.snapshot=true"
+    how = (
+        "profile.enabled=true profile.memory=true"
+        if on_cpu
+        else "profile.snapshot=true"
+    )
     return f"There is no memory history: {how} records one around a few steps."
 
 
@@ -112,5 +130,12 @@ def _starts(run: RecordedRun) -> Markup:
 def _settings(run: RecordedRun) -> Markup:
     rows = [[key, value_text(value)] for key, value in flatten(run.tree)]
     caption = "Every setting of the run, from config.yaml."
-    html = table("settings-table", caption, ("setting", "value"), rows, filterable=True, keys=True)
+    html = table(
+        "settings-table",
+        caption,
+        ("setting", "value"),
+        rows,
+        filterable=True,
+        keys=True,
+    )
     return render("details", "All settings", html)

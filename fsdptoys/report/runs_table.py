@@ -8,7 +8,12 @@ from pathlib import Path
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.config import SUMMARY_FILE
 from fsdptoys.sweep import JobStatus, Skipped, Sweep, is_sweep_dir, read_sweep
-from fsdptoys.train.recorded_run import RecordedRun, is_run_dir, is_written, read_recorded_run
+from fsdptoys.train.recorded_run import (
+    RecordedRun,
+    is_run_dir,
+    is_written,
+    read_recorded_run,
+)
 
 from .result_file import read_ending
 
@@ -49,7 +54,9 @@ def gather(paths: Sequence[Path]) -> Collection:
     skipped: list[Skipped] = []
     commands, titles = [], []
     found = _found(paths)
-    for (path, is_named), name in zip(found.items(), _own_names(list(found)), strict=True):
+    for (path, is_named), name in zip(
+        found.items(), _own_names(list(found)), strict=True
+    ):
         title = os.path.basename(os.path.abspath(path))
         try:
             if is_sweep_dir(path):
@@ -76,7 +83,11 @@ def _found(paths: Sequence[Path]) -> dict[Path, bool]:
     for path in paths:
         is_named = is_sweep_dir(path) or is_run_dir(path)
         inside = [path] if is_named else sorted(path.iterdir()) if path.is_dir() else []
-        inside = [each for each in inside if is_named or is_sweep_dir(each) or is_run_dir(each)]
+        inside = [
+            each
+            for each in inside
+            if is_named or is_sweep_dir(each) or is_run_dir(each)
+        ]
         if not inside:
             raise ConfigError(
                 f"{path} holds neither a run nor a sweep; give a folder that fsdptoys train or "
@@ -105,14 +116,20 @@ def _of_sweep(sweep: Sweep, prefix: str) -> list[Record]:
 
 
 def _of_run(path: Path, name: str) -> Record:
-    is_going_on = is_written(path)  # checked first: a run that ends while being read was not killed
+    is_going_on = is_written(
+        path
+    )  # checked first: a run that ends while being read was not killed
     run = read_recorded_run(path)
     if is_going_on:
         return Record(name, path, JobStatus.running, run, "it has not ended yet")
     if (path / SUMMARY_FILE).exists():
         ending = read_ending(path)
         return Record(
-            name, path, ending.status, run, None if ending.status is JobStatus.done else ending.text
+            name,
+            path,
+            ending.status,
+            run,
+            None if ending.status is JobStatus.done else ending.text,
         )
     return Record(
         name,

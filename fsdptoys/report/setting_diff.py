@@ -71,7 +71,9 @@ def settings_of(record: Record) -> Settings:
     if record.run is not None:
         return {RANKS: record.run.world_size} | effective(record.run.tree)
     varied = [f"{key}={text}" for key, text in (record.varied or {}).items()]
-    settings = dict(_typed(word) for word in [*varied, *words_of(record)] if "=" in word)
+    settings = dict(
+        _typed(word) for word in [*varied, *words_of(record)] if "=" in word
+    )
     ranks = settings.get("launch.nproc_per_node")
     if isinstance(ranks, int) and ranks > 0:
         settings[RANKS] = ranks * settings.get("launch.nnodes", 1)
@@ -106,7 +108,9 @@ def differing(rows: Sequence[Settings], varied: Sequence[str] = ()) -> list[str]
             if key in row:
                 model = value_text(row.get("model.name")) if of_model else ""
                 groups.setdefault(model, set()).add(value_text(row[key]))
-        follows = key in SEEDS and all(row.get(key) == row.get("train.seed") for row in rows)
+        follows = key in SEEDS and all(
+            row.get(key) == row.get("train.seed") for row in rows
+        )
         differs = any(len(texts) > 1 for texts in groups.values())
         if differs and key not in EXCLUDED and (key in varied or not follows):
             keys.append(key)
@@ -137,10 +141,13 @@ def source_notes(records: Sequence[Record]) -> list[str]:
                 value = value_text(str(look_up(record.run.environment, key)))
                 values.setdefault(value, []).append(record.name)
         if len(values) > 1:
-            listed = ", ".join(f"{value} ({', '.join(rows)})" for value, rows in values.items())
+            listed = ", ".join(
+                f"{value} ({', '.join(rows)})" for value, rows in values.items()
+            )
             differences.append(f"{part} {listed}")
     note = (
-        "Rows come from different environments, so their times and memory may not be comparable: "
+        "Rows come from different environments, so their times and memory may "
+        "not be comparable: "
     )
     return [f"{note}{'; '.join(differences)}."] if differences else []
 

@@ -37,7 +37,13 @@ SHARING = ("mesh.cp_size", "mesh.tp_size", "mesh.pp_size")
 """Ranks that compute parts of the same sequences."""
 
 
-BATCH = (RANKS, "train.batch_size", "train.grad_accum", "parallel.simulated_ranks", *SHARING)
+BATCH = (
+    RANKS,
+    "train.batch_size",
+    "train.grad_accum",
+    "parallel.simulated_ranks",
+    *SHARING,
+)
 """Settings whose product, divided by ``SHARING``, is the number of sequences of a step."""
 
 
@@ -78,14 +84,18 @@ def stage_of(key: str) -> Stage:
 def global_batch(settings: Mapping[str, Any]) -> int | None:
     """Sequences of a step over all ranks and micro-batches; None if a setting is missing."""
     parts = [settings.get(key) for key in ("train.batch_size", "train.grad_accum")]
-    return _product([*parts, _data_ranks(settings), settings.get("parallel.simulated_ranks", 1)])
+    return _product(
+        [*parts, _data_ranks(settings), settings.get("parallel.simulated_ranks", 1)]
+    )
 
 
 def _data_ranks(settings: Mapping[str, Any]) -> int | None:
     """Groups of ranks with sequences of their own; None if a setting is missing or makes no
     sense."""
     ranks, shared = settings.get(RANKS), [settings.get(key, 1) for key in SHARING]
-    if type(ranks) is not int or not all(type(size) is int and size > 0 for size in shared):
+    if type(ranks) is not int or not all(
+        type(size) is int and size > 0 for size in shared
+    ):
         return None
     return ranks // math.prod(shared)
 
@@ -105,11 +115,15 @@ def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
     }
     kept[GLOBAL_BATCH] = batch
     kept["parallel.reduce_dtype"] = (
-        "bfloat16" if settings.get("parallel.reduce_dtype") == "bfloat16" else "at least 32 bits"
+        "bfloat16"
+        if settings.get("parallel.reduce_dtype") == "bfloat16"
+        else "at least 32 bits"
     )
     kept = usual_formats() | kept
     if settings.get("optim.schedule") == "constant":
-        kept.pop("train.steps", None)  # the learning rate does not depend on the last step
+        kept.pop(
+            "train.steps", None
+        )  # the learning rate does not depend on the last step
     if settings.get("model.router_aux_loss_coef"):
         # Expert loads are balanced over the micro-batches so far (arXiv:2501.11873).
         kept["train.grad_accum"] = settings["train.grad_accum"]
@@ -123,7 +137,9 @@ def _having(effect: Effect) -> list[str]:
 def rounds_coarsely(settings: Mapping[str, Any]) -> bool:
     """Whether numbers have 16 bits, or one bit can change a float8 value or the routing of a
     token."""
-    formats = (settings.get(key) for key in (*_having(Effect.format), "parallel.reduce_dtype"))
+    formats = (
+        settings.get(key) for key in (*_having(Effect.format), "parallel.reduce_dtype")
+    )
     has_16_bits = not {"bfloat16", "float16"}.isdisjoint(formats)
     return (
         "model.n_experts" in settings
@@ -136,7 +152,9 @@ def held_out_samples(tree: dict[str, Any], world_size: int) -> tuple[Any, Any] |
     """Key equal for runs that evaluate the same held-out samples; None if settings are missing."""
     settings = effective(tree)
     ranks = _data_ranks({RANKS: world_size} | settings)
-    asked = _product([settings.get("train.eval_batches"), settings.get("train.batch_size"), ranks])
+    asked = _product(
+        [settings.get("train.eval_batches"), settings.get("train.batch_size"), ranks]
+    )
     return None if asked is None else (asked, settings.get("data.eval_samples"))
 
 
@@ -147,9 +165,15 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     ``memory.cpu_offload`` is left out on CPU devices, where the optimizer runs on the host anyway.
     """
     # Ranks that share sequences add up each sequence in parts, in an order of their own.
-    absent = {**dict.fromkeys(AXES, 1), "parallel.context": "auto", "parallel.schedule": "gpipe"}
+    absent = {
+        **dict.fromkeys(AXES, 1),
+        "parallel.context": "auto",
+        "parallel.schedule": "gpipe",
+    }
     settings = {RANKS: world_size} | absent | effective(tree)
-    ranks = _product([_data_ranks(settings), settings.get("parallel.simulated_ranks", 1)])
+    ranks = _product(
+        [_data_ranks(settings), settings.get("parallel.simulated_ranks", 1)]
+    )
     mode = settings.get("train.deterministic")
     if mode == "layout":
         # any, with any micro-batches: only the global batch counts, which ``training_of`` has
@@ -184,9 +208,11 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
         "parallel.schedule",
     }
     left_out |= by_grains if mode == "layout" else {"train.grains", "train.slices"}
-    return {key: settings.get(key) for key in _having(Effect.rounding) if key not in left_out} | {
-        RANKS: ranks
-    }
+    return {
+        key: settings.get(key)
+        for key in _having(Effect.rounding)
+        if key not in left_out
+    } | {RANKS: ranks}
 
 
 def _product(parts: Sequence[Any]) -> int | None:

@@ -23,7 +23,15 @@ from .columns import (
 from .loss_agreement import Disagreement, find_disagreements
 from .run_figures import is_profiled
 from .runs_table import Collection, Record
-from .setting_diff import HEADINGS, Settings, as_word, differing, own_key, settings_of, source_notes
+from .setting_diff import (
+    HEADINGS,
+    Settings,
+    as_word,
+    differing,
+    own_key,
+    settings_of,
+    source_notes,
+)
 
 MARK = " ≠"  # Appended to the name of a row whose losses disagree with its reference
 
@@ -36,10 +44,14 @@ class Table:
     records: list[Record]
     settings: list[Settings]  # All effective settings of each row
     columns: list[TableColumn]  # Displayed columns
-    everything: list[TableColumn]  # All columns, including empty ones and those equal in all rows
+    everything: list[
+        TableColumn
+    ]  # All columns, including empty ones and those equal in all rows
     everywhere: list[str]  # Values equal in all rows, as texts
     loss_step: int | None  # Step of the loss column; None if no row has steps
-    notes: list[str]  # Sentences on definitions, comparability, disagreements and failures
+    notes: list[
+        str
+    ]  # Sentences on definitions, comparability, disagreements and failures
     disagreements: dict[str, Disagreement] = field(default_factory=dict)
     """Row name → first difference from its reference."""
     skipped: list[Skipped] = field(default_factory=list)
@@ -52,10 +64,14 @@ def make_table(collection: Collection) -> Table:
     settings = [settings_of(record) for record in records]
     step = common_step(records)
     disagreements = {found.name: found for found in find_disagreements(records)}
-    varied = list(dict.fromkeys(own_key(key) for record in records for key in record.varied or {}))
+    varied = list(
+        dict.fromkeys(own_key(key) for record in records for key in record.varied or {})
+    )
     chosen = _chosen(settings, varied, records)
     names = text_column("run", "Run", [record.name for record in records])
-    statuses = text_column("status", "Status", [record.status.value for record in records])
+    statuses = text_column(
+        "status", "Status", [record.status.value for record in records]
+    )
     everything = [
         names,
         *chosen,
@@ -106,7 +122,11 @@ def _chosen(
 ) -> list[TableColumn]:
     """Columns of the settings in ``HEADINGS``, then of varied and differing ones; empty columns are
     left out."""
-    known = [row for row, record in zip(settings, records, strict=True) if record.run is not None]
+    known = [
+        row
+        for row, record in zip(settings, records, strict=True)
+        if record.run is not None
+    ]
     keys = [
         *HEADINGS,
         *(key for key in [*varied, *differing(known, varied)] if key not in HEADINGS),
@@ -124,9 +144,16 @@ def _fold(
         # A row without a recorded run and without a value does not count.
         cells = zip(column.cells, records, strict=True)
         counted = [
-            cell for cell, record in cells if cell.value is not None or record.run is not None
+            cell
+            for cell, record in cells
+            if cell.value is not None or record.run is not None
         ]
-        same = len({(str(cell.value) if column.setting else cell.text) for cell in counted}) == 1
+        same = (
+            len(
+                {(str(cell.value) if column.setting else cell.text) for cell in counted}
+            )
+            == 1
+        )
         if column.empty and column.name != "run":
             continue
         if column.setting and same:
@@ -158,7 +185,9 @@ DEFINITIONS = {
 """Beginning of the names of columns → sentence that defines their numbers."""
 
 
-def _definitions(records: Sequence[Record], columns: Sequence[TableColumn]) -> list[str]:
+def _definitions(
+    records: Sequence[Record], columns: Sequence[TableColumn]
+) -> list[str]:
     """Sentences that define the numbers of the rows."""
     names = [column.name for column in columns if not column.empty]
     notes = [

@@ -17,14 +17,20 @@ from .columns import MEASURES, TableColumn, measured_steps
 from .setting_diff import as_word, words_of
 from .table import Table
 
-WITH_SPREAD = ("step_time_seconds", "tokens_per_second", "mfu")  # Measures with percentiles
+WITH_SPREAD = (
+    "step_time_seconds",
+    "tokens_per_second",
+    "mfu",
+)  # Measures with percentiles
 
 
 def to_markdown(table: Table) -> str:
     """Format title, common values, rows, notes and skipped combinations as Markdown."""
     parts = [f"# {escape(table.title)}"]
     if table.commands:
-        parts.append("\n".join(f"    {value_text(command)}" for command in table.commands))
+        parts.append(
+            "\n".join(f"    {value_text(command)}" for command in table.commands)
+        )
     if table.everywhere:
         parts.append(f"Everywhere: {'; '.join(map(escape, table.everywhere))}")
     if table.records:
@@ -51,8 +57,12 @@ def to_csv(table: Table) -> str:
     """
     file = io.StringIO()
     flat = [_flat_row(table, index) for index in range(len(table.records))]
-    rows = [{_defused(name): _defused(value) for name, value in row.items()} for row in flat]
-    writer = csv.DictWriter(file, list(rows[0]) if rows else ["run"], lineterminator="\n")
+    rows = [
+        {_defused(name): _defused(value) for name, value in row.items()} for row in flat
+    ]
+    writer = csv.DictWriter(
+        file, list(rows[0]) if rows else ["run"], lineterminator="\n"
+    )
     writer.writeheader()
     writer.writerows(rows)
     return file.getvalue()
@@ -68,7 +78,9 @@ def to_json(table: Table) -> str:
         "loss_step": table.loss_step,
         "notes": table.notes,
         "rows": [_deep_row(table, index) for index in range(len(table.records))],
-        "skipped": [{"varied": each.varied, "reason": each.reason} for each in table.skipped],
+        "skipped": [
+            {"varied": each.varied, "reason": each.reason} for each in table.skipped
+        ],
     }
     return json.dumps(_finite(tree), indent=2, allow_nan=False, default=str) + "\n"
 
@@ -80,15 +92,23 @@ def escape(text: str) -> str:
 
 
 def _rows(columns: Sequence[TableColumn]) -> str:
-    texts = ([column.heading, *(cell.text for cell in column.cells)] for column in columns)
+    texts = (
+        [column.heading, *(cell.text for cell in column.cells)] for column in columns
+    )
     rows = list(zip(*(map(escape, column) for column in texts), strict=True))
-    return markdown_table(rows, [index for index, column in enumerate(columns) if column.numeric])
+    return markdown_table(
+        rows, [index for index, column in enumerate(columns) if column.numeric]
+    )
 
 
 def _flat_row(table: Table, index: int) -> dict[str, Any]:
     record = table.records[index]
     values = {column.name: column.cells[index].value for column in table.everything}
-    settings = {column.name: values[column.name] for column in table.everything if column.setting}
+    settings = {
+        column.name: values[column.name]
+        for column in table.everything
+        if column.setting
+    }
     disagreement = table.disagreements.get(record.name)
     row = {
         "run": record.name,
@@ -131,7 +151,11 @@ def _deep_row(table: Table, index: int) -> dict[str, Any]:
     settings = {column.name for column in table.everything if column.setting}
     disagreement = table.disagreements.get(record.name)
     return {
-        **{key: value for key, value in _flat_row(table, index).items() if key not in settings},
+        **{
+            key: value
+            for key, value in _flat_row(table, index).items()
+            if key not in settings
+        },
         "varied": record.varied,
         "words": words_of(record),
         "settings": table.settings[index],

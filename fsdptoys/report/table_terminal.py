@@ -28,7 +28,9 @@ def print_table(table: Table, console: Console) -> None:
         console.print()
     if columns != table.columns:
         names = {column.name for column in columns}
-        missing = [column.heading for column in table.columns if column.name not in names]
+        missing = [
+            column.heading for column in table.columns if column.name not in names
+        ]
         listed = ", ".join(["the numbers in brackets", *missing])
         print_line(f"No room for {listed}; --csv has all columns.", console)
     for sentence in table.notes:
@@ -44,7 +46,10 @@ def fit(columns: list[TableColumn], width: int) -> list[TableColumn]:
         return columns
     kept = [
         replace(
-            column, cells=[TableCell(cell.value, cell.brief or cell.text) for cell in column.cells]
+            column,
+            cells=[
+                TableCell(cell.value, cell.brief or cell.text) for cell in column.cells
+            ],
         )
         for column in columns
     ]
@@ -59,7 +64,9 @@ def _width_of(columns: Sequence[TableColumn]) -> int:
     """Characters needed by columns side by side, gaps included."""
     width = GAP * (len(columns) - 1)
     for column in columns:
-        longest = max(map(len, [*column.heading.split(), *(cell.text for cell in column.cells)]))
+        longest = max(
+            map(len, [*column.heading.split(), *(cell.text for cell in column.cells)])
+        )
         width += longest if column.numeric else min(longest, WIDEST_TEXT)
     return width
 
@@ -69,7 +76,9 @@ def _print_rows(columns: Sequence[TableColumn], console: Console) -> None:
         column.heading.replace(" ", "\n") if column.numeric else column.heading
         for column in columns
     ]
-    rows = zip(*([cell.text for cell in column.cells] for column in columns), strict=True)
+    rows = zip(
+        *([cell.text for cell in column.cells] for column in columns), strict=True
+    )
     justify = "".join("r" if column.numeric else "l" for column in columns)
     wraps = [index for index, column in enumerate(columns) if not column.numeric]
     print_grid([headings, *map(list, rows)], justify, console, headed=True, wraps=wraps)

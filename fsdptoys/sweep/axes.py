@@ -65,9 +65,14 @@ class Combination:
 
     def without(self, key: str) -> "Combination":
         """Return the combination without the words of a key."""
-        words = (word for word, other in zip(self.words, self.keys, strict=True) if other != key)
+        words = (
+            word
+            for word, other in zip(self.words, self.keys, strict=True)
+            if other != key
+        )
         return Combination(
-            tuple(words), {name: v for name, v in self.varied.items() if name.lstrip("+") != key}
+            tuple(words),
+            {name: v for name, v in self.varied.items() if name.lstrip("+") != key},
         )
 
 
@@ -120,13 +125,17 @@ def read_base(
             for key, values in definition.grid.items()
         ]
         rows = [tuple(read_axes(row, choices)) for row in definition.rows]
-        if several := [axis for axes in (base, *rows) for axis in axes if len(axis.values) > 1]:
+        if several := [
+            axis for axes in (base, *rows) for axis in axes if len(axis.values) > 1
+        ]:
             raise ConfigError(
                 f"{several[0].key}={','.join(several[0].values)} gives several values; write "
                 "them under grid"
             )
         if twice := [axis.key for axis in base if axis.key in definition.grid]:
-            raise ConfigError(f"{twice[0]} is set in base and in grid; keep one of them")
+            raise ConfigError(
+                f"{twice[0]} is set in base and in grid; keep one of them"
+            )
     except ConfigError as mistake:
         raise ConfigError(f"the sweep {where} says: {mistake}") from mistake
     return [*base, *grid], rows
@@ -170,7 +179,9 @@ def _values(override: Override, key: str, word: str, choices: Choices) -> list[s
     if isinstance(typed, Glob):
         names = typed.filter(list(choices.get(override.key_or_group, ())))
         if not names:
-            raise ConfigError(f"{word} matches no choice of a group; write {key}=VALUE,VALUE")
+            raise ConfigError(
+                f"{word} matches no choice of a group; write {key}=VALUE,VALUE"
+            )
         return [str(name) for name in names]
     if not override.is_discrete_sweep():
         raise ConfigError(
@@ -180,7 +191,9 @@ def _values(override: Override, key: str, word: str, choices: Choices) -> list[s
     most = MOST_COMBINATIONS
     if isinstance(typed, RangeSweep):
         # Counted first, since shuffling a range materializes it.
-        count = len(list(itertools.islice(typed.range(), most + 1))) if typed.step else 0
+        count = (
+            len(list(itertools.islice(typed.range(), most + 1))) if typed.step else 0
+        )
         if not 0 < count <= most:
             raise ConfigError(
                 f"{word} has no value, or more than the {most} that a sweep may have; write "
@@ -215,7 +228,9 @@ def combine(
         ConfigError: for more than ``MOST_COMBINATIONS``.
     """
     by_key = {axis.key: axis for axis in typed}
-    kept_rows = [[axis for axis in row if axis.key not in by_key] for row in rows] or [[]]
+    kept_rows = [[axis for axis in row if axis.key not in by_key] for row in rows] or [
+        []
+    ]
     in_rows = {axis.key for row in kept_rows for axis in row}
     shared = [
         *(by_key.pop(axis.key, axis) for axis in base if axis.key not in in_rows),
@@ -224,7 +239,9 @@ def combine(
     in_base = {axis.key: axis for axis in base if axis.key in in_rows}
     count = len(kept_rows) * math.prod(len(axis.values) for axis in shared)
     if count > MOST_COMBINATIONS:
-        longest = max(shared, key=lambda axis: len(axis.values), default=Axis("rows", ()))
+        longest = max(
+            shared, key=lambda axis: len(axis.values), default=Axis("rows", ())
+        )
         raise ConfigError(
             f"the sweep has {count} combinations, {len(longest.values)} of them by {longest.key} "
             f"alone, and may have {MOST_COMBINATIONS}; give fewer values of {longest.key}"
@@ -232,7 +249,9 @@ def combine(
     combinations = []
     for row in kept_rows:
         # Keys of other rows that this row lacks get their value from the base.
-        rest = [in_base[key] for key in in_base if key not in {axis.key for axis in row}]
+        rest = [
+            in_base[key] for key in in_base if key not in {axis.key for axis in row}
+        ]
         axes = [*rest, *shared]
         for values in itertools.product(*(axis.values for axis in axes)):
             pairs = list(zip(axes, values, strict=True))

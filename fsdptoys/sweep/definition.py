@@ -42,7 +42,8 @@ class SweepDefinition:
 def list_sweeps() -> dict[str, str]:
     """Return the name and description of each sweep of the package."""
     return {
-        path.stem: read_definition(path.stem).description for path in sorted(SWEEPS.glob("*.yaml"))
+        path.stem: read_definition(path.stem).description
+        for path in sorted(SWEEPS.glob("*.yaml"))
     }
 
 
@@ -70,7 +71,10 @@ def read_definition(name: str) -> SweepDefinition:
     elif "/" in name or not path.is_file():
         names = sorted(file.stem for file in SWEEPS.glob("*.yaml"))
         fix = suggestion(
-            name, names, f"name one of {', '.join(names)}, or a YAML file", "fsdptoys sweep "
+            name,
+            names,
+            f"name one of {', '.join(names)}, or a YAML file",
+            "fsdptoys sweep ",
         )
         raise ConfigError(f"{name} is neither a sweep nor KEY=VALUE; {fix}")
     try:
@@ -80,7 +84,9 @@ def read_definition(name: str) -> SweepDefinition:
         raise ConfigError(
             f"{path} cannot be read ({one_line(mistake)}); configs/sweep/debug.yaml is an example"
         ) from mistake
-    if bool(definition.grid) == bool(definition.rows) or not all(definition.grid.values()):
+    if bool(definition.grid) == bool(definition.rows) or not all(
+        definition.grid.values()
+    ):
         raise ConfigError(
             f"{path} must have either rows, or a grid of keys with values; give it one of them"
         )
@@ -89,6 +95,7 @@ def read_definition(name: str) -> SweepDefinition:
         title=definition.title or path.stem,
         description=" ".join(definition.description.split()),
         grid={
-            key: [value_text(value) for value in values] for key, values in definition.grid.items()
+            key: [value_text(value) for value in values]
+            for key, values in definition.grid.items()
         },
     )

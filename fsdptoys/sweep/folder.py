@@ -91,7 +91,10 @@ class Job:
     @property
     def label(self) -> str:
         """The varied settings, as typed."""
-        return " ".join(f"{key}={value}" for key, value in self.varied.items()) or "as it is"
+        return (
+            " ".join(f"{key}={value}" for key, value in self.varied.items())
+            or "as it is"
+        )
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,12 @@ class Sweep:
                 write_job(self.job_folder(job), job)
         jobs = [job.name for job in self.jobs]
         content = _SweepFile(
-            self.title, self.command, self.time_limit_seconds, jobs, self.skipped, self.words
+            self.title,
+            self.command,
+            self.time_limit_seconds,
+            jobs,
+            self.skipped,
+            self.words,
         )
         text = json.dumps(dataclasses.asdict(content), indent=2, ensure_ascii=False)
         write_atomically(self.path / SWEEP_FILE, text + "\n")
@@ -228,7 +236,9 @@ def write_job(folder: Path, job: Job) -> None:
     """Write a job's file atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     tree = {**dataclasses.asdict(job), "status": job.status.value}
-    write_atomically(folder / JOB_FILE, json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(
+        folder / JOB_FILE, json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -244,5 +254,7 @@ def _read(path: Path) -> dict[str, Any]:
                 ) from mistake
         time.sleep(READ_AGAIN_SECONDS)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds no object; give a folder that fsdptoys sweep has written")
+        raise ConfigError(
+            f"{path} holds no object; give a folder that fsdptoys sweep has written"
+        )
     return tree

@@ -48,16 +48,22 @@ def arrange(
     earlier = before.jobs if before is not None else []
     by_fingerprint = {job.fingerprint: job for job in earlier}
     fingerprints = {number for _, number in combinations}
-    by_words = {job.words: job for job in earlier if job.fingerprint not in fingerprints}
+    by_words = {
+        job.words: job for job in earlier if job.fingerprint not in fingerprints
+    }
     result = Arrangement([], [*refused], [], [], [])
     jobs: dict[str, Job] = {}
     # Dropped jobs have folders, too.
     folders = (before.path / JOBS_FOLDER).glob("*") if before is not None else ()
-    last_number = max((int(path.name) for path in folders if path.name.isdecimal()), default=0)
+    last_number = max(
+        (int(path.name) for path in folders if path.name.isdecimal()), default=0
+    )
     for combination, number in combinations:
         if number in jobs:
             result.skipped.append(
-                Skipped(combination.varied, f"it is the same run as {jobs[number].name}")
+                Skipped(
+                    combination.varied, f"it is the same run as {jobs[number].name}"
+                )
             )
             continue
         old = by_fingerprint.get(number)
@@ -77,7 +83,11 @@ def arrange(
         jobs[number] = job
         (result.kept if done else result.to_run).append(job)
     names = {job.name for job in jobs.values()}
-    others = (job for job in earlier if job.status is not JobStatus.waiting or job.name in queued)
+    others = (
+        job
+        for job in earlier
+        if job.status is not JobStatus.waiting or job.name in queued
+    )
     every = [*jobs.values(), *(job for job in others if job.name not in names)]
     result.jobs.extend(sorted(every, key=lambda job: int(job.name)))
     return result
@@ -90,7 +100,9 @@ def still_running(sweep: Sweep, job: Job) -> ConfigError:
     )
 
 
-def write_arrangement(sweep: Sweep, arrangement: Arrangement, queued: Collection[str] = ()) -> None:
+def write_arrangement(
+    sweep: Sweep, arrangement: Arrangement, queued: Collection[str] = ()
+) -> None:
     """Write a sweep's folder and job files; move earlier results of jobs that run again aside.
 
     Folders of jobs ``queued`` in a batch queue are left alone.

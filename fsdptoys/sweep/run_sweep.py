@@ -87,7 +87,8 @@ def split_words(words: Sequence[str]) -> SweepArguments:
         if "=" not in word and (is_file_name(word) or word in list_sweeps()):
             raise ConfigError(f"{word} names a sweep; put it first, and only one")
     absolute = [
-        os.path.abspath(word) if word == name and is_file_name(word) else word for word in words
+        os.path.abspath(word) if word == name and is_file_name(word) else word
+        for word in words
     ]
     return SweepArguments(tuple(absolute), name, settings, launcher_words)
 
@@ -108,9 +109,16 @@ def with_recorded_words(arguments: SweepArguments, sweep: Sweep) -> SweepArgumen
     if not arguments.launcher_words:
         refuse_commands(old.launcher_words, sweep.path)
     launcher_words = arguments.launcher_words or old.launcher_words
-    words = (*(word for word in old.words if word not in old.launcher_words), *launcher_words)
+    words = (
+        *(word for word in old.words if word not in old.launcher_words),
+        *launcher_words,
+    )
     return dataclasses.replace(
-        arguments, words=words, name=old.name, settings=old.settings, launcher_words=launcher_words
+        arguments,
+        words=words,
+        name=old.name,
+        settings=old.settings,
+        launcher_words=launcher_words,
     )
 
 
@@ -145,7 +153,9 @@ def run_sweep(
     )
     validated = validate_combinations(combinations, where)
     valid = [
-        (entry.combination, entry.fingerprint) for entry in validated if isinstance(entry, ValidJob)
+        (entry.combination, entry.fingerprint)
+        for entry in validated
+        if isinstance(entry, ValidJob)
     ]
     refused = [
         Skipped(entry.combination.varied, entry.reason)
@@ -157,7 +167,9 @@ def run_sweep(
     def arranged(
         path: Path, before: Sweep | None, queued: Collection[str] = ()
     ) -> tuple[Sweep, Arrangement]:
-        arrangement = arrange(valid, refused, before, retry=arguments.retry, queued=queued)
+        arrangement = arrange(
+            valid, refused, before, retry=arguments.retry, queued=queued
+        )
         return Sweep(
             path,
             title,
@@ -179,7 +191,9 @@ def run_sweep(
     try:
         queued: Collection[str] = ()
         if before is not None:
-            before = read_sweep(path)  # another process may have changed it before we took the lock
+            before = read_sweep(
+                path
+            )  # another process may have changed it before we took the lock
             queued = jobs_in_queue(before)
             for job in before.jobs:
                 watched = arguments.launcher_words and job.name in queued
@@ -198,7 +212,9 @@ def run_sweep(
                 )
         write_arrangement(sweep, arrangement, queued)
         _print_plan(sweep, arrangement, briefly=True)
-        return _run(sweep, arrangement.to_run, arguments.launcher_words, make_tables, train)
+        return _run(
+            sweep, arrangement.to_run, arguments.launcher_words, make_tables, train
+        )
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written ({error.strerror or error}); make room, and continue with "
@@ -240,7 +256,9 @@ def _before(arguments: SweepArguments) -> Sweep | None:
     return read_sweep(max(folders)[1])
 
 
-def _combinations(arguments: SweepArguments) -> tuple[str, list[Combination], float | None]:
+def _combinations(
+    arguments: SweepArguments,
+) -> tuple[str, list[Combination], float | None]:
     """Return the title, the combinations, and the time limit of the sweep's file."""
     if arguments.name is None and not arguments.settings:
         raise ConfigError(
@@ -324,7 +342,10 @@ def _print_plan(sweep: Sweep, arrangement: Arrangement, briefly: bool = False) -
             "machine has changed; its files are kept as an attempt"
         )
     for skipped in arrangement.skipped:
-        label = " ".join(f"{key}={value}" for key, value in skipped.varied.items()) or "as it is"
+        label = (
+            " ".join(f"{key}={value}" for key, value in skipped.varied.items())
+            or "as it is"
+        )
         print_line(f"  skipped {label}: {skipped.reason}")
 
 
@@ -351,7 +372,9 @@ def _run(
     jobs = read_sweep(sweep.path).jobs
     resume = f"fsdptoys sweep --resume {shlex.quote(str(sweep.path))}"
     if number is not None:
-        print_line(f"fsdptoys: stopped by {signal.Signals(number).name}; {resume} continues it")
+        print_line(
+            f"fsdptoys: stopped by {signal.Signals(number).name}; {resume} continues it"
+        )
         return 128 + number
     bad = [job for job in jobs if job.status is not JobStatus.done]
     if bad:

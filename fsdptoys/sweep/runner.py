@@ -24,14 +24,27 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, ExitRecord, read_exit_record
+from fsdptoys.launch.exit_record import (
+    EXIT_RECORD_VARIABLE,
+    ExitRecord,
+    read_exit_record,
+)
 from fsdptoys.train.stop import SAME_REQUEST_SECONDS
 from fsdptoys.utils.parent_death import end_with_parent
 from fsdptoys.utils.regular_file import open_regular
 from fsdptoys.utils.signal_handlers import handle_signals
 from fsdptoys.utils.text import duration_text, printable
 
-from .folder import JOB_FILE, LOG_FILE, RUN_FOLDER, Job, JobStatus, Sweep, read_job, write_job
+from .folder import (
+    JOB_FILE,
+    LOG_FILE,
+    RUN_FOLDER,
+    Job,
+    JobStatus,
+    Sweep,
+    read_job,
+    write_job,
+)
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -39,7 +52,11 @@ END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def heeded_signals() -> list[int]:
     """Return the stop signals, without those ignored since the start: by nohup, or a shell for
     background jobs."""
-    return [number for number in END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    return [
+        number
+        for number in END_SIGNALS
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
 
 
 class Interruption(contextlib.ExitStack):
@@ -109,7 +126,9 @@ def run_jobs(
         for index, job in enumerate(jobs, start=1):
             print_line(f"[{index}/{len(jobs)}] {job.name} {job.label}")
             folder = sweep.job_folder(job)
-            job = run_job(folder, sweep.time_limit_seconds, interruption=interruption, train=train)
+            job = run_job(
+                folder, sweep.time_limit_seconds, interruption=interruption, train=train
+            )
             after_job()
             print_line(f"[{index}/{len(jobs)}] {job.name} {describe_end(sweep, job)}")
             if interruption.number is not None:
@@ -146,16 +165,28 @@ def run_job(
     )
     write_job(folder, job)
     with open_regular(folder / LOG_FILE, "wb") as log:
-        process = start_launcher(folder, [*train, *job.words], folder / OUTCOME_FILE, log)
+        process = start_launcher(
+            folder, [*train, *job.words], folder / OUTCOME_FILE, log
+        )
         interruption.watch(process.pid)
-        deadline = started + time_limit_seconds if time_limit_seconds is not None else float("inf")
+        deadline = (
+            started + time_limit_seconds
+            if time_limit_seconds is not None
+            else float("inf")
+        )
         try:
             ended_for, exit_status = _wait(process, deadline, interruption)
         except BaseException:
             end_launcher(process)
             write_job(
                 folder,
-                _closed(job, started, process.returncode, JobStatus.stopped, "the sweep was ended"),
+                _closed(
+                    job,
+                    started,
+                    process.returncode,
+                    JobStatus.stopped,
+                    "the sweep was ended",
+                ),
             )
             raise
         finally:
@@ -199,16 +230,29 @@ def _judge(exit_status: int, outcome: ExitRecord | None) -> tuple[JobStatus, str
             "its launcher was killed, as by the system when host memory runs out",
         )
     if exit_status < 0:
-        return JobStatus.failed, f"its launcher was ended by {signal.Signals(-exit_status).name}"
+        return (
+            JobStatus.failed,
+            f"its launcher was ended by {signal.Signals(-exit_status).name}",
+        )
     if outcome is None or outcome.reason is None:
-        return JobStatus.failed, f"its launcher ended with status {exit_status}; see {LOG_FILE}"
-    return JobStatus.out_of_memory if outcome.out_of_memory else JobStatus.failed, outcome.reason
+        return (
+            JobStatus.failed,
+            f"its launcher ended with status {exit_status}; see {LOG_FILE}",
+        )
+    return (
+        JobStatus.out_of_memory if outcome.out_of_memory else JobStatus.failed,
+        outcome.reason,
+    )
 
 
 def set_aside(folder: Path) -> None:
     """Move the files of a job's earlier attempt into the next free ``attempt-1``, ``attempt-2``,
     …."""
-    left = [name for name in (LOG_FILE, RUN_FOLDER, OUTCOME_FILE) if os.path.lexists(folder / name)]
+    left = [
+        name
+        for name in (LOG_FILE, RUN_FOLDER, OUTCOME_FILE)
+        if os.path.lexists(folder / name)
+    ]
     if not left:
         return
     attempts = (folder / f"attempt-{number}" for number in itertools.count(1))
@@ -230,7 +274,11 @@ def _closed(
 ) -> Job:
     seconds = round(time.monotonic() - started, 3)
     return dataclasses.replace(
-        job, status=status, exit_status=exit_status, reason=reason or None, seconds=seconds
+        job,
+        status=status,
+        exit_status=exit_status,
+        reason=reason or None,
+        seconds=seconds,
     )
 
 
@@ -245,7 +293,10 @@ def _wait(
         late = time.monotonic() > deadline
         if late or interruption.number is not None:
             end_launcher(process, interruption)
-            return JobStatus.timed_out if late else JobStatus.stopped, process.returncode
+            return (
+                JobStatus.timed_out if late else JobStatus.stopped,
+                process.returncode,
+            )
 
 
 def end_launcher(

@@ -62,7 +62,9 @@ class QueueRequest(Interruption):
         self.received: signal.Signals | None = None
 
     def __enter__(self) -> "QueueRequest":
-        handlers: dict[int, Any] = dict.fromkeys((*LIMIT_SIGNALS, signal.SIGTERM), self._pass_on)
+        handlers: dict[int, Any] = dict.fromkeys(
+            (*LIMIT_SIGNALS, signal.SIGTERM), self._pass_on
+        )
         self.enter_context(handle_signals({**handlers, signal.SIGCONT: signal.SIG_IGN}))
         return self
 
@@ -85,7 +87,11 @@ class QueueRequest(Interruption):
 
 
 def run_on_node(
-    folder: Path, node: int, hosts: Sequence[str], job_number: int, train: Sequence[str] = TRAIN
+    folder: Path,
+    node: int,
+    hosts: Sequence[str],
+    job_number: int,
+    train: Sequence[str] = TRAIN,
 ) -> None:
     """Run a node's task of a job.
 
@@ -98,9 +104,13 @@ def run_on_node(
     """
     train = list(train)
     if len(hosts) > 1:
-        train.append(f"launch.rdzv_endpoint={hosts[0]}:{FIRST_PORT + job_number % PORTS}")
+        train.append(
+            f"launch.rdzv_endpoint={hosts[0]}:{FIRST_PORT + job_number % PORTS}"
+        )
     # A restarted job keeps its id; SLURM's count is unset before the first restart.
-    start = ".".join(filter(None, [str(job_number), os.environ.get("SLURM_RESTART_COUNT")]))
+    start = ".".join(
+        filter(None, [str(job_number), os.environ.get("SLURM_RESTART_COUNT")])
+    )
     with QueueRequest() as request:
         if node == 0:
             _lead(folder, request, train, start if len(hosts) > 1 else None)
@@ -112,7 +122,9 @@ def _outcome_file(folder: Path, node: int | str, start: str) -> Path:
     return folder / f"outcome-node{node}-{start}.json"
 
 
-def _lead(folder: Path, request: QueueRequest, train: Sequence[str], start: str | None) -> None:
+def _lead(
+    folder: Path, request: QueueRequest, train: Sequence[str], start: str | None
+) -> None:
     """Run the job of a folder unless it has ended already.
 
     ``start`` identifies this start in the other nodes' file names; None with one node.
@@ -145,14 +157,21 @@ def _refine_outcome(
     if job.status is JobStatus.stopped and received is not None:
         if received in LIMIT_SIGNALS:
             reason = (
-                f"the queue asked it to end ({received.name}), as it does before its own time limit"
+                f"the queue asked it to end ({received.name}), as it does before "
+                "its own time limit"
             )
             return dataclasses.replace(job, status=JobStatus.timed_out, reason=reason)
         return dataclasses.replace(job, reason=f"the queue ended it ({received.name})")
-    if start is not None and job.status is JobStatus.failed and _is_second_hand(job.reason):
+    if (
+        start is not None
+        and job.status is JobStatus.failed
+        and _is_second_hand(job.reason)
+    ):
         for node, outcome in _outcomes_elsewhere(folder, start):
             if not _is_second_hand(outcome.reason):
-                status = JobStatus.out_of_memory if outcome.out_of_memory else job.status
+                status = (
+                    JobStatus.out_of_memory if outcome.out_of_memory else job.status
+                )
                 return dataclasses.replace(
                     job, status=status, reason=f"node {node}: {outcome.reason}"
                 )

@@ -101,7 +101,11 @@ class Submission:
         """Return the stderr log of a job's first task, or the submission's folder if the job has no
         id."""
         identity = self.ids().get(job)
-        return self.folder / identity / f"{identity}_0_log.err" if identity else self.folder
+        return (
+            self.folder / identity / f"{identity}_0_log.err"
+            if identity
+            else self.folder
+        )
 
 
 def begin_submission(sweep: Sweep, launcher: str, jobs: Sequence[Job]) -> Submission:
@@ -113,7 +117,8 @@ def begin_submission(sweep: Sweep, launcher: str, jobs: Sequence[Job]) -> Submis
     submission = Submission(launcher, tuple(job.name for job in jobs))
     submission.folder = folder
     write_atomically(
-        folder / SUBMISSION_FILE, json.dumps({"launcher": launcher, "jobs": submission.jobs}) + "\n"
+        folder / SUBMISSION_FILE,
+        json.dumps({"launcher": launcher, "jobs": submission.jobs}) + "\n",
     )
     return submission
 
@@ -153,14 +158,20 @@ def jobs_in_queue(sweep: Sweep) -> dict[str, str]:
         ConfigError: if SLURM was given jobs that have not ended, and ``squeue`` does not answer.
     """
     submissions = (
-        submission for submission in read_submissions(sweep) if submission.launcher == SLURM
+        submission
+        for submission in read_submissions(sweep)
+        if submission.launcher == SLURM
     )
     ids = {
-        name: identity for submission in submissions for name, identity in submission.ids().items()
+        name: identity
+        for submission in submissions
+        for name, identity in submission.ids().items()
     }
     locked = {job.name: "" for job in sweep.jobs if is_locked(sweep.job_folder(job))}
     pending = {
-        job.name: ids[job.name] for job in sweep.jobs if job.name in ids and not job.status.ended
+        job.name: ids[job.name]
+        for job in sweep.jobs
+        if job.name in ids and not job.status.ended
     }
     if not pending:
         return locked
@@ -172,7 +183,9 @@ def jobs_in_queue(sweep: Sweep) -> dict[str, str]:
             "does not answer here; resume on a login node of that cluster"
         )
     return locked | {
-        name: identity for name, identity in pending.items() if in_queue(states, identity)
+        name: identity
+        for name, identity in pending.items()
+        if in_queue(states, identity)
     }
 
 
@@ -191,11 +204,16 @@ def ask_queue(ids: Iterable[str]) -> dict[str, str] | None:
     for which in (f"--jobs={','.join(arrays)}", "--me"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             answer = subprocess.check_output(
-                [*base, which], stderr=subprocess.PIPE, text=True, timeout=ANSWER_SECONDS
+                [*base, which],
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=ANSWER_SECONDS,
             )
             pairs = (line.split() for line in answer.splitlines())
             return {
-                pair[0]: pair[1] for pair in pairs if len(pair) == 2 and re.match(r"\d", pair[0])
+                pair[0]: pair[1]
+                for pair in pairs
+                if len(pair) == 2 and re.match(r"\d", pair[0])
             }
     return None
 
@@ -228,7 +246,9 @@ def watch_jobs(
     asked_at = time.monotonic()
     while open_jobs:
         hurry = any(submission.is_over for submission in open_jobs.values())
-        if time.monotonic() - asked_at > (HURRY_SECONDS if hurry else ASK_EVERY_SECONDS):
+        if time.monotonic() - asked_at > (
+            HURRY_SECONDS if hurry else ASK_EVERY_SECONDS
+        ):
             asked_at = time.monotonic()
             ids = {
                 name: submission.ids().get(name, "")
@@ -239,7 +259,9 @@ def watch_jobs(
             if answer is not None:
                 states = answer
                 for name, identity in ids.items():
-                    absences[name] = 0 if in_queue(states, identity) else absences[name] + 1
+                    absences[name] = (
+                        0 if in_queue(states, identity) else absences[name] + 1
+                    )
         for name, submission in list(open_jobs.items()):
             # A node's files may appear here with a delay, so the queue is asked twice.
             gone = submission.is_over
@@ -264,7 +286,9 @@ def watch_jobs(
             time.sleep(POLL_SECONDS)
 
 
-def _close(folder: Path, job: Job, states: Mapping[str, str], submission: Submission) -> Job:
+def _close(
+    folder: Path, job: Job, states: Mapping[str, str], submission: Submission
+) -> Job:
     """Record the outcome of a job that left the queue without recording one."""
     state = states.get(submission.ids().get(job.name, ""))
     how = f"SLURM says {state}" if state else "it has left the queue"

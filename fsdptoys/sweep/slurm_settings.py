@@ -55,7 +55,10 @@ HARMLESS_VALUE = re.compile(r"[\w.:,@%+/=&|*()\[\]'\" -]*")
 """Excludes line breaks, which would add a line to the batch script, and interpolations."""
 
 FIXED_OPTIONS: dict[str, tuple[tuple[int, ...], str]] = {
-    "tasks_per_node": ((1,), "one task on a node starts its launch.nproc_per_node ranks"),
+    "tasks_per_node": (
+        (1,),
+        "one task on a node starts its launch.nproc_per_node ranks",
+    ),
     "max_num_timeout": (
         (0,),
         "a job of a sweep restarts from the beginning and would run out of time again",
@@ -102,7 +105,9 @@ class SlurmNeeds:
 
 def split_launcher_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split words into those of the run and those of the launcher."""
-    of_launcher = [word for word in words if re.match(r"\+{0,2}hydra[/.]launcher\b", word)]
+    of_launcher = [
+        word for word in words if re.match(r"\+{0,2}hydra[/.]launcher\b", word)
+    ]
     return [word for word in words if word not in of_launcher], of_launcher
 
 
@@ -131,7 +136,10 @@ def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
         )
         raise ConfigError(f"{LAUNCHER_GROUP}={name} must be {SLURM} or {LOCAL}; {fix}")
     try:
-        installed = importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is not None
+        installed = (
+            importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher")
+            is not None
+        )
     except ModuleNotFoundError:
         installed = False
     if not installed:
@@ -146,7 +154,9 @@ def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
             "here"
         )
     options = _compose_launcher(words)
-    keys = [key.removeprefix(LAUNCHER_SECTION) for key, _ in pairs if key != LAUNCHER_GROUP]
+    keys = [
+        key.removeprefix(LAUNCHER_SECTION) for key, _ in pairs if key != LAUNCHER_GROUP
+    ]
     typed = {key: options.get(key) for key in keys}
     for key, (allowed, why) in FIXED_OPTIONS.items():
         if key in typed and typed[key] not in allowed:
@@ -180,7 +190,9 @@ def refuse_commands(words: Sequence[str], folder: Path) -> None:
 
 def launching_words(words: Sequence[str]) -> tuple[str, ...]:
     """Return the words of a run that decide its devices and ranks."""
-    return tuple(word for word in words if re.match(r"(launch\.|(parallel|experiment)=)", word))
+    return tuple(
+        word for word in words if re.match(r"(launch\.|(parallel|experiment)=)", word)
+    )
 
 
 @functools.cache
@@ -210,7 +222,9 @@ def find_needs(words: tuple[str, ...], launcher_name: str) -> SlurmNeeds:
                 f"{LAUNCHER_GROUP}={LOCAL} has this one alone; set {LAUNCHER_GROUP}={SLURM}"
             )
         hardware = find_hardware(launch.device)
-        return SlurmNeeds(1, ranks if ranks > 0 else max(1, hardware.devices), hardware.device_type)
+        return SlurmNeeds(
+            1, ranks if ranks > 0 else max(1, hardware.devices), hardware.device_type
+        )
     if launch.device is DeviceChoice.auto:
         raise ConfigError(
             f"{LAUNCHER_GROUP}={SLURM} runs jobs on machines that are not looked at before, so "
@@ -238,13 +252,18 @@ def plugin_options(
             f"{LAUNCHER_SECTION}nodes={typed['nodes']} and launch.nnodes={needs.nodes} "
             f"contradict each other; leave out {LAUNCHER_SECTION}nodes"
         )
-    if needs.device_type != "cpu" and (typed.get("gpus_per_node") or needs.ranks) < needs.ranks:
+    if (
+        needs.device_type != "cpu"
+        and (typed.get("gpus_per_node") or needs.ranks) < needs.ranks
+    ):
         raise ConfigError(
             f"{LAUNCHER_SECTION}gpus_per_node={typed['gpus_per_node']} is under "
             f"launch.nproc_per_node={needs.ranks}; leave out {LAUNCHER_SECTION}gpus_per_node"
         )
     options: dict[str, Any] = {"nodes": needs.nodes, "tasks_per_node": 1}
-    if needs.device_type == "cuda" and not any(typed.get(key) for key in ("gpus_per_task", "gres")):
+    if needs.device_type == "cuda" and not any(
+        typed.get(key) for key in ("gpus_per_task", "gres")
+    ):
         options["gpus_per_node"] = needs.ranks
     if needs.device_type == "cpu":
         options["cpus_per_task"] = needs.ranks
@@ -268,13 +287,19 @@ def plugin_options(
             **(launcher.options.get("additional_parameters") or {}),
         }
     merged = ("setup", "additional_parameters")
-    return {key: value for key, value in options.items() if key in merged or typed.get(key) is None}
+    return {
+        key: value
+        for key, value in options.items()
+        if key in merged or typed.get(key) is None
+    }
 
 
 def _compose_launcher(words: tuple[str, ...]) -> dict[str, Any]:
     try:
         with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-            tree = hydra.compose(None, list(words), return_hydra_config=True).hydra.launcher
+            tree = hydra.compose(
+                None, list(words), return_hydra_config=True
+            ).hydra.launcher
     except (HydraException, OmegaConfBaseException) as error:
         listed = [word for word in words if not word.startswith(LAUNCHER_GROUP)]
         raise ConfigError(

@@ -108,12 +108,16 @@ def submit(
         if queued.get(job.name) == "":
             raise still_running(sweep, job)
         if job.name not in queued:
-            groups.setdefault(find_needs(launching_words(job.words), launcher.name), []).append(job)
+            groups.setdefault(
+                find_needs(launching_words(job.words), launcher.name), []
+            ).append(job)
     batches = [
         (part, plugin_options(needs, launcher, sweep.time_limit_seconds))
         for needs, members in groups.items()
         # Local processes would all start at once and disturb each other's measurements.
-        for part in ([members] if launcher.name == SLURM else [[job] for job in members])
+        for part in (
+            [members] if launcher.name == SLURM else [[job] for job in members]
+        )
     ]
     import submitit
 
@@ -136,7 +140,10 @@ def submit(
                     _print_ids(sweep, its_jobs)
             watch_jobs(sweep, _on_slurm(watched), after_job)
     except KeyboardInterrupt:
-        ids = [submission.ids().get(name, "") for name, submission in _on_slurm(watched).items()]
+        ids = [
+            submission.ids().get(name, "")
+            for name, submission in _on_slurm(watched).items()
+        ]
         numbers = sorted({identity.partition("_")[0] for identity in ids if identity})
         if numbers:
             print_status(
@@ -175,21 +182,28 @@ def _end_local(sweep: Sweep, name: str, submission: Submission) -> None:
         # SIGTERM has the training finish its step; SIGINT ends it, or the process about to start
         # it, at once.
         process = _holder(folder) if locked else controller
-        request = process, signal.SIGTERM if locked and waited < GRACE_SECONDS else signal.SIGINT
+        request = (
+            process,
+            signal.SIGTERM if locked and waited < GRACE_SECONDS else signal.SIGINT,
+        )
         if process and request != last_request:
             last_request = request
             with contextlib.suppress(ProcessLookupError):
                 os.kill(*request)
         if waited > 3 * GRACE_SECONDS:
             print_status(
-                f"job {name} has not ended" + (f"; kill -9 {process} ends it" if process else "")
+                f"job {name} has not ended"
+                + (f"; kill -9 {process} ends it" if process else "")
             )
             return
         time.sleep(POLL_SECONDS)
     job = read_job(folder)
     if job.status is JobStatus.running:
         write_job(
-            folder, dataclasses.replace(job, status=JobStatus.stopped, reason="the sweep was ended")
+            folder,
+            dataclasses.replace(
+                job, status=JobStatus.stopped, reason="the sweep was ended"
+            ),
         )
 
 
@@ -213,7 +227,9 @@ def _has_ended(process: int) -> bool:
 def _print_ids(sweep: Sweep, watched: Mapping[str, Submission]) -> None:
     """Print the queue's ids of jobs."""
     if watched:
-        ids = ", ".join(f"{name} as {one.ids().get(name)}" for name, one in watched.items())
+        ids = ", ".join(
+            f"{name} as {one.ids().get(name)}" for name, one in watched.items()
+        )
         print(
             f"fsdptoys: SLURM has the jobs {ids}; their files are in {sweep.path / QUEUE_FOLDER}",
             flush=True,
@@ -259,7 +275,9 @@ def _submit_jobs(
             time.sleep(0.05)
     if not submission.ids():
         message = (
-            first_line(submission.error) if submission.error is not None else "it took none of them"
+            first_line(submission.error)
+            if submission.error is not None
+            else "it took none of them"
         )
         raise ConfigError(
             f"hydra/launcher={launcher.name} refuses the jobs ({message}); change "
@@ -268,7 +286,9 @@ def _submit_jobs(
     return submission
 
 
-def _make_launcher(sweep: Sweep, launcher: QueueLauncher, options: Mapping[str, Any]) -> Any:
+def _make_launcher(
+    sweep: Sweep, launcher: QueueLauncher, options: Mapping[str, Any]
+) -> Any:
     """Instantiate the plugin's launcher through Hydra, with the options derived from a run's
     settings."""
     root = str(Path(__file__).resolve().parents[1])
@@ -280,7 +300,11 @@ def _make_launcher(sweep: Sweep, launcher: QueueLauncher, options: Mapping[str, 
         f"hydra.sweep.dir={quote(str(sweep.path.absolute()))}",
         "hydra.output_subdir=null",
     ]
-    words += ["hydra.job.chdir=false", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    words += [
+        "hydra.job.chdir=false",
+        "hydra/job_logging=none",
+        "hydra/hydra_logging=none",
+    ]
     with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
         tree = hydra.compose(None, words, return_hydra_config=True)
         loader = GlobalHydra.instance().config_loader()

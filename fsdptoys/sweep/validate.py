@@ -85,7 +85,9 @@ class LocalMachine:
         ranks = ranks_on_this_machine(
             launch, hardware, settings.parallel.capabilities.single_process
         )
-        return JobHardware(hardware.device_type, hardware.name, ranks * launch.nnodes, ranks)
+        return JobHardware(
+            hardware.device_type, hardware.name, ranks * launch.nnodes, ranks
+        )
 
 
 class BatchQueue(LocalMachine):
@@ -93,7 +95,9 @@ class BatchQueue(LocalMachine):
 
     extra_words = (UNKNOWN_ENDPOINT,)
 
-    def __init__(self, launcher_words: Sequence[str], time_limit_seconds: float | None) -> None:
+    def __init__(
+        self, launcher_words: Sequence[str], time_limit_seconds: float | None
+    ) -> None:
         self._launcher = read_launcher(tuple(launcher_words))
         self._limit = time_limit_seconds
 
@@ -105,7 +109,9 @@ class BatchQueue(LocalMachine):
             return super().find(words, settings)
         typed = self._launcher.typed
         constraints = [
-            f"{key}={typed[key]}" for key in ("partition", "constraint", "gres") if typed.get(key)
+            f"{key}={typed[key]}"
+            for key in ("partition", "constraint", "gres")
+            if typed.get(key)
         ]
         return JobHardware(
             needs.device_type,
@@ -148,7 +154,9 @@ def validate_combinations(
         ConfigError: for a word invalid by itself, or if no combination can run.
     """
     hardware: dict[tuple[str, ...], JobHardware] = {}
-    validate = functools.partial(_validate, where=where or LocalMachine(), hardware=hardware)
+    validate = functools.partial(
+        _validate, where=where or LocalMachine(), hardware=hardware
+    )
     validated = _drop_unused(list(map(validate, combinations)), validate)
     _refuse_mistakes(validated)
     refused = [entry for entry in validated if isinstance(entry, InvalidJob)]
@@ -160,7 +168,9 @@ def validate_combinations(
             * (reasons > 1)
         )
         count = (
-            f"none of the {len(refused)} combinations can be run{of}: " if len(refused) > 1 else ""
+            f"none of the {len(refused)} combinations can be run{of}: "
+            if len(refused) > 1
+            else ""
         )
         raise ConfigError(count + first)
     return validated
@@ -179,11 +189,15 @@ def _drop_unused(
     for entry in validated:
         shorter = entry
         # A key that a group's file sets is among no words, and stays.
-        while isinstance(shorter, InvalidJob) and shorter.unused_key in used.intersection(
-            shorter.combination.keys
-        ):
+        while isinstance(
+            shorter, InvalidJob
+        ) and shorter.unused_key in used.intersection(shorter.combination.keys):
             shorter = validate(shorter.combination.without(shorter.unused_key))
-        run = shorter.fingerprint if isinstance(shorter, ValidJob) else shorter.combination.words
+        run = (
+            shorter.fingerprint
+            if isinstance(shorter, ValidJob)
+            else shorter.combination.words
+        )
         if shorter is entry or run not in seen:
             jobs.append(shorter)
         seen.add(run)
@@ -207,7 +221,9 @@ def _validate(
             by_composition = True
         job = hardware[launching]
         if not names_training(words):
-            words.insert(0, f"experiment={choose_experiment(job.device_type, job.world_size)}")
+            words.insert(
+                0, f"experiment={choose_experiment(job.device_type, job.world_size)}"
+            )
         composition = compose(words)
         config = composition.config
         if composition.choices["memory"] == AUTO:
@@ -217,8 +233,13 @@ def _validate(
                 "that it names; name files, such as memory=checkpointing,lean, or ask fsdptoys "
                 "plan search"
             )
-        if config.train.max_seconds is not None and "train.max_seconds" not in combination.keys:
-            combination = Combination((*combination.words, NO_TIME_LIMIT), combination.varied)
+        if (
+            config.train.max_seconds is not None
+            and "train.max_seconds" not in combination.keys
+        ):
+            combination = Combination(
+                (*combination.words, NO_TIME_LIMIT), combination.varied
+            )
             config = compose_config([*words, NO_TIME_LIMIT])
         by_composition = False
         check_plan_settings(config.plan, job.device_type)
@@ -228,7 +249,9 @@ def _validate(
         return ValidJob(combination, config, job.world_size, number)
     except ConfigError as reason:
         unused = reason.key if isinstance(reason, UnusedKeyError) else None
-        return InvalidJob(combination, str(reason), tuple(words), by_composition, unused)
+        return InvalidJob(
+            combination, str(reason), tuple(words), by_composition, unused
+        )
 
 
 def _refuse_mistakes(validated: Sequence[ValidJob | InvalidJob]) -> None:
@@ -238,10 +261,14 @@ def _refuse_mistakes(validated: Sequence[ValidJob | InvalidJob]) -> None:
         ConfigError: with the message for that word alone.
     """
     broken = [
-        entry for entry in validated if isinstance(entry, InvalidJob) and entry.by_composition
+        entry
+        for entry in validated
+        if isinstance(entry, InvalidJob) and entry.by_composition
     ]
     valid = (
-        entry for entry in validated if not (isinstance(entry, InvalidJob) and entry.by_composition)
+        entry
+        for entry in validated
+        if not (isinstance(entry, InvalidJob) and entry.by_composition)
     )
     fine = {word for entry in valid for word in entry.combination.words}
     choices = list_choices()
@@ -268,7 +295,9 @@ def fingerprint(config: Config, world_size: int, device_name: str) -> str:
     """
     tree: dict[str, Any] = config.to_dict()
     for section, keys in WITHOUT_EFFECT.items():
-        tree[section] = {key: value for key, value in tree[section].items() if key not in keys}
+        tree[section] = {
+            key: value for key, value in tree[section].items() if key not in keys
+        }
     tree["mesh"] = {**tree["mesh"], "fsdp_size": config.mesh.shard_ranks(world_size)}
     content = {
         "config": tree,
@@ -277,7 +306,9 @@ def fingerprint(config: Config, world_size: int, device_name: str) -> str:
         "torch": str(torch.__version__),
         "fsdptoys": code_version(),
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, default=str).encode()
+    ).hexdigest()
 
 
 @functools.cache
@@ -292,8 +323,13 @@ def code_version() -> str:
     sums = hashlib.sha256()
     # ``models`` and ``patches`` are links in a checkout, which ``rglob`` does not follow.
     for folder, _, names in sorted(os.walk(package, followlinks=True)):
-        for path in sorted(Path(folder, name) for name in names if name.endswith(".py")):
+        for path in sorted(
+            Path(folder, name) for name in names if name.endswith(".py")
+        ):
             sums.update(
-                path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0"
+                path.relative_to(package).as_posix().encode()
+                + b"\0"
+                + path.read_bytes()
+                + b"\0"
             )
     return f"{version} {sums.hexdigest()}"

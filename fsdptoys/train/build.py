@@ -100,4 +100,6 @@ def _choose_stepper(
         return OptimizerInBackward(
             optimizer, (param for _, param in strategy.trainable_parameters()), measure
         )
-    return OptimizerStepper(optimizer, world.cpu_threads if memory.cpu_offload else None)
+    return OptimizerStepper(
+        optimizer, world.cpu_threads if memory.cpu_offload else None
+    )

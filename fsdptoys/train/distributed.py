@@ -56,7 +56,9 @@ def process_group(config: Config) -> Iterator[None]:
                 "program; set another"
             ) from error
         # Unreachable hosts raise another error than missing ranks.
-        unanswered = isinstance(error, dist.DistNetworkError) and "timed out" in str(error)
+        unanswered = isinstance(error, dist.DistNetworkError) and "timed out" in str(
+            error
+        )
         if not unanswered and lost_message(error) is None:
             raise
         raise LostRanksError(
@@ -78,7 +80,9 @@ def process_group(config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def deterministic_kernels(wanted: Deterministic | bool, device_type: str) -> Iterator[None]:
+def deterministic_kernels(
+    wanted: Deterministic | bool, device_type: str
+) -> Iterator[None]:
     """Make PyTorch use deterministic kernels within this context, if ``wanted``.
 
     PyTorch then also fills uninitialized memory, which would take a fifth of a step of the many
@@ -88,7 +92,10 @@ def deterministic_kernels(wanted: Deterministic | bool, device_type: str) -> Ite
         yield
         return
     options: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.benchmark,
+    )
     filled = options.fill_uninitialized_memory
     # For processes not started by our launcher: cuBLAS reads its variable with the first handle,
     # HCCL with the first group. Without cuBLAS's variable PyTorch refuses deterministic matmuls.
@@ -96,7 +103,9 @@ def deterministic_kernels(wanted: Deterministic | bool, device_type: str) -> Ite
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    options.fill_uninitialized_memory = filled and not Deterministic(wanted).covers_layouts
+    options.fill_uninitialized_memory = (
+        filled and not Deterministic(wanted).covers_layouts
+    )
     try:
         yield
     finally:

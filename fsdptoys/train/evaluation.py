@@ -32,7 +32,9 @@ def sum_losses(
     """
     loss_sum, valid = zero.clone(), zero.clone()
     for tokens_BT, labels_BT in batches:
-        loss_sum += model(tokens_BT.to(device), labels_BT.to(device), loss_fn).to(zero.device)
+        loss_sum += model(tokens_BT.to(device), labels_BT.to(device), loss_fn).to(
+            zero.device
+        )
         valid += int((labels_BT != IGNORE_INDEX).sum())
     return loss_sum, valid
 

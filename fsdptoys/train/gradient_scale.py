@@ -50,7 +50,9 @@ class GradientScale:
         scaler: finds the loss scale; None for dtypes that need none.
     """
 
-    def __init__(self, config: Config, strategy: Strategy, scaler: LossScaler | None) -> None:
+    def __init__(
+        self, config: Config, strategy: Strategy, scaler: LossScaler | None
+    ) -> None:
         self._scaler = scaler
         self._divisor = strategy.gradient_divisor
         of_experts = strategy.expert_gradient_divisor
@@ -58,7 +60,9 @@ class GradientScale:
             strategy.divide_expert_gradients(self._divisor // of_experts)
         self._zero = strategy.world.zero()
         self._data_ranks = strategy.world.world_size // strategy.mesh_axes.pp
-        self._objective = Objective(config.train.label_smoothing, config.train.z_loss_coef)
+        self._objective = Objective(
+            config.train.label_smoothing, config.train.z_loss_coef
+        )
         self._build_loss = loss_builder(config, strategy)
         self.loss_fn = self._build_loss(objective=self._objective)
         """Sums the loss over valid labels, unless a loss scale changes from step to step."""
@@ -81,10 +85,14 @@ class GradientScale:
             factor = self._scaler.loss_factor(microbatches * self._data_ranks)
             # Valid tokens are known on the device only; there are at most as many as tokens.
             gradient_scale = nearest_power_of_two(factor / tokens)
-            objective = dataclasses.replace(self._objective, gradient_scale=gradient_scale)
+            objective = dataclasses.replace(
+                self._objective, gradient_scale=gradient_scale
+            )
             loss_fn = self._build_loss(objective=objective)
         # Not ``factor / valid``, which multiplies by a rounded reciprocal.
-        per_token = torch.div(torch.full_like(self._zero, factor), valid.clamp(min=1)).float()
+        per_token = torch.div(
+            torch.full_like(self._zero, factor), valid.clamp(min=1)
+        ).float()
         return StepScale(loss_fn, per_token, factor, self._divisor / factor, tokens)
 
 
@@ -97,7 +105,9 @@ def loss_builder(config: Config, strategy: Strategy) -> Callable[..., LossFn]:
         None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens),
         memory.chunk_grad_dtype.torch,
         grain=config.train.grain_tokens,
-        vocabulary=Vocabulary(group) if group is not None or config.train.slices > 1 else None,
+        vocabulary=Vocabulary(group)
+        if group is not None or config.train.slices > 1
+        else None,
         slices=config.train.slices // strategy.mesh_axes.tp,
         dtype=config.parallel.param_dtype.torch,
     )

@@ -94,7 +94,9 @@ class Heartbeat:
             return None
         try:
             os.kill(self.pid, 0)
-            letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            letter = (
+                Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            )
         except ProcessLookupError:
             return "has ended"
         except (OSError, ValueError, IndexError):
@@ -123,15 +125,24 @@ class HeartbeatWriter:
         self.path = heartbeat_path(folder, rank)
         self._file: int | None = None
         with contextlib.suppress(OSError):
-            if folder.is_symlink():  # a copied run directory could point it at any files
+            if (
+                folder.is_symlink()
+            ):  # a copied run directory could point it at any files
                 folder.unlink()
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 check_regular(self.path)
             except NotRegularFileError:
                 self.path.unlink()
-            self._file = open_descriptor(self.path, os.O_RDWR | os.O_CREAT, permissions=0o644)
-        self._fixed = {"rank": rank, "host": _host(), "pid": os.getpid(), "start": _start()}
+            self._file = open_descriptor(
+                self.path, os.O_RDWR | os.O_CREAT, permissions=0o644
+            )
+        self._fixed = {
+            "rank": rank,
+            "host": _host(),
+            "pid": os.getpid(),
+            "start": _start(),
+        }
         self._step, self._beat = -1, 0
 
     def beat(self, step: int, phase: str) -> None:
@@ -178,7 +189,8 @@ def lost_message(error: BaseException) -> str | None:
     ranks."""
     messages = map(str, with_causes(error))
     return next(
-        (each for each in messages if TIMED_OUT.search(each) or LOST_PEER.search(each)), None
+        (each for each in messages if TIMED_OUT.search(each) or LOST_PEER.search(each)),
+        None,
     )
 
 
@@ -211,7 +223,8 @@ def _passed_limit(message: str, limits: Mapping[str, float]) -> str:
     named = re.search(r"(\d+) ?ms|Timeout\(ms\)=(\d+)", message)
     seconds = float(named[1] or named[2]) / 1000 if named else None
     option = next(
-        (option for option, limit in limits.items() if limit == seconds), next(iter(limits))
+        (option for option, limit in limits.items() if limit == seconds),
+        next(iter(limits)),
     )
     return f"{option}={limits[option]:g}"
 
@@ -232,7 +245,9 @@ def describe_missing_ranks(folder: Path, rank: int, world_size: int) -> str:
         elif other == rank:
             continue
         elif state := sign.state():
-            lines.append(f"rank {other} {state}; its last heartbeat is of {sign.describe(now)}")
+            lines.append(
+                f"rank {other} {state}; its last heartbeat is of {sign.describe(now)}"
+            )
         elif sign.progress < own.progress:
             lines.append(
                 f"rank {other} did not arrive; its last heartbeat is of {sign.describe(now)}"
@@ -247,7 +262,9 @@ def describe_missing_ranks(folder: Path, rank: int, world_size: int) -> str:
             "they do not call the same collectives, or one of them hangs within it"
         )
     if len(lines) > MAX_RANKS_NAMED:
-        lines[MAX_RANKS_NAMED:] = [f"and {len(lines) - MAX_RANKS_NAMED} more ranks are elsewhere"]
+        lines[MAX_RANKS_NAMED:] = [
+            f"and {len(lines) - MAX_RANKS_NAMED} more ranks are elsewhere"
+        ]
     return f"this rank is in {here}; " + "; ".join(lines)
 
 

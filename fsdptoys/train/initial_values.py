@@ -43,7 +43,9 @@ class InitialValues:
         """
         if is_packed(name):
             packed = local_tensor(param)
-            rows = torch.empty(*packed.shape[:-1], unpacked_columns(packed), device=packed.device)
+            rows = torch.empty(
+                *packed.shape[:-1], unpacked_columns(packed), device=packed.device
+            )
             self.fill(sharded_rows(param, rows), unquantized_name(name))
             pack(rows, packed)
         elif is_adapter(name):

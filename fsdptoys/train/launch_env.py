@@ -47,7 +47,9 @@ def restart_count() -> int:
     """How many times the ranks have been restarted, by our launcher or by torchrun."""
     # torchrun counts only failures on this machine, although a failure on another node restarts all
     # workers too.
-    count = os.environ.get(RESTARTS) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    count = os.environ.get(RESTARTS) or os.environ.get(
+        "TORCHELASTIC_RESTART_COUNT", "0"
+    )
     return int(count) if count.isdecimal() else 0
 
 
@@ -83,7 +85,10 @@ def name_network_store(host: str, port: int, prefix: str) -> None:
     """Set the environment so that the ranks of a start rendezvous at a running TCP store, with this
     key prefix."""
     os.environ.update(
-        {STORE: json.dumps({"host": host, "port": port, "prefix": prefix}), START: prefix}
+        {
+            STORE: json.dumps({"host": host, "port": port, "prefix": prefix}),
+            START: prefix,
+        }
     )
 
 
@@ -98,11 +103,15 @@ def open_rank_store(world_size: int) -> "dist.Store | None":
     place = json.loads(os.environ[STORE])
     if "file" in place:
         return dist.FileStore(place["file"], world_size)
-    store = dist.TCPStore(place["host"], place["port"], is_master=False, wait_for_workers=False)
+    store = dist.TCPStore(
+        place["host"], place["port"], is_master=False, wait_for_workers=False
+    )
     return dist.PrefixStore(place["prefix"], store)
 
 
-def loopback_environment(present: "os._Environ[str] | dict[str, str]") -> dict[str, str]:
+def loopback_environment(
+    present: "os._Environ[str] | dict[str, str]",
+) -> dict[str, str]:
     """Variables not in ``present`` that keep gloo's and NCCL's sockets on the loopback interface,
     for one node.
 

@@ -24,14 +24,20 @@ if TYPE_CHECKING:
 
 def measure_layout(trainer: "Trainer") -> Layout:
     """Measure this rank and take the largest number over all ranks. A collective."""
-    config, strategy, sizes = trainer.config, trainer.strategy, trainer.built.parameter_sizes
+    config, strategy, sizes = (
+        trainer.config,
+        trainer.strategy,
+        trainer.built.parameter_sizes,
+    )
     params = dict(strategy.held_parameters())
     own = {name: local_tensor(param) for name, param in params.items()}
     trained = {name: own[name] for name, param in params.items() if param.requires_grad}
     held, elements = storage_bytes(own.values()), count_elements(own)
     frozen = [own[name] for name in own.keys() - trained.keys()]
     in_backward = config.memory.optimizer_in_backward
-    gradients = 0 if in_backward else strategy.gradient_bytes(list(trained.values()), frozen)
+    gradients = (
+        0 if in_backward else strategy.gradient_bytes(list(trained.values()), frozen)
+    )
     if isinstance(trainer.optimizer, BucketedOptimizer):
         buckets = trainer.optimizer.buckets
         states = sum(bucket.slab.nbytes for bucket in buckets if not bucket.on_host)
@@ -45,7 +51,8 @@ def measure_layout(trainer: "Trainer") -> Layout:
                 )
             )
     numbers = torch.tensor(
-        [elements, held, gradients, states, on_host], device=trainer.world.device.torch_device
+        [elements, held, gradients, states, on_host],
+        device=trainer.world.device.torch_device,
     )
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     elements, *each, on_host = map(int, numbers.tolist())
@@ -58,7 +65,9 @@ def measure_layout(trainer: "Trainer") -> Layout:
     if on_host:
         held_bytes[kinds[-1]] = RankBytes(0 if offloads else each[-1], on_host)
     # A unit gathers only its rank's part of experts and features.
-    gathered = {name: size // strategy.gathered_parts(name) for name, size in sizes.items()}
+    gathered = {
+        name: size // strategy.gathered_parts(name) for name, size in sizes.items()
+    }
     units = unit_sizes(strategy.unit_names(), gathered)
     width = config.parallel.param_dtype.torch.itemsize
     by_size = [
@@ -86,7 +95,11 @@ def count_elements(own: Mapping[str, Tensor]) -> int:
     packed = storage_bytes(tensor for name, tensor in own.items() if is_packed(name))
     kinds = {tensor.dtype for tensor in own.values()}
     plain = {
-        kind: [each for name, each in own.items() if each.dtype is kind and not is_packed(name)]
+        kind: [
+            each
+            for name, each in own.items()
+            if each.dtype is kind and not is_packed(name)
+        ]
         for kind in kinds
     }
     return unpacked_elements(packed) + sum(
@@ -101,7 +114,11 @@ def unit_sizes(units: Iterable[list[str]], sizes: Mapping[str, int]) -> dict[str
     ``units`` has the names of the modules of each unit, ``sizes`` the number of elements of each
     parameter.
     """
-    unit_of = {name: ", ".join(filter(None, names)) or "root" for names in units for name in names}
+    unit_of = {
+        name: ", ".join(filter(None, names)) or "root"
+        for names in units
+        for name in names
+    }
     found = dict.fromkeys(unit_of.values(), 0)
     for name, size in sizes.items() if unit_of else ():
         module = name.rpartition(".")[0]

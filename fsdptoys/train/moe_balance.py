@@ -45,7 +45,9 @@ class RoutingBalance:
         world = strategy.world
         pipeline = strategy.pipeline
         assert isinstance(config, MoEConfig)
-        layers = [layer for layer in range(config.n_layers) if config.has_experts(layer)]
+        layers = [
+            layer for layer in range(config.n_layers) if config.has_experts(layer)
+        ]
         blocks = dict(model.layers.named_children())
         self._rows: dict[Router, int] = {}
         """Routers of this rank → their places among those of the full model."""
@@ -74,7 +76,9 @@ class RoutingBalance:
         self._tokens = tokens
         self._loss_scale = loss_scale
         n_layers, n_experts = self._n_layers, self._n_experts
-        self._counts_LE = torch.zeros(n_layers, n_experts, dtype=torch.int64, device=self._device)
+        self._counts_LE = torch.zeros(
+            n_layers, n_experts, dtype=torch.int64, device=self._device
+        )
         self._sums = torch.zeros(
             n_layers, n_experts + 1, dtype=self._sum_dtype, device=self._device
         )
@@ -164,14 +168,18 @@ class RoutingBalance:
         )
         probabilities_LE, z_L = means[:, :-1], means[:, -1]
         n_experts = counts_LE.shape[1]
-        aux_L = n_experts * (counts_LE.double() / self._tokens * probabilities_LE).sum(1)
+        aux_L = n_experts * (counts_LE.double() / self._tokens * probabilities_LE).sum(
+            1
+        )
         loads_LE = counts_LE.double() * n_experts / counts_LE.sum(1, keepdim=True)
         shares_LE = loads_LE / n_experts
         entropies_L = -torch.special.xlogy(shares_LE, shares_LE).sum(1)
         return RoutingMetrics(
             aux_loss=aux_L.mean().item(),
             z_loss=z_L.mean().item(),
-            entropy=entropies_L.mean().item() / math.log(n_experts) if n_experts > 1 else 1.0,
+            entropy=entropies_L.mean().item() / math.log(n_experts)
+            if n_experts > 1
+            else 1.0,
             max_load=loads_LE.max().item(),
             min_load=loads_LE.min().item(),
             counts=counts_LE.tolist(),

@@ -68,8 +68,16 @@ class JsonReader:
     def load(self) -> Any:
         """Read a value; WireError for anything that ``JsonWriter`` cannot write."""
         try:
-            return _value(parse_json(self._file.read(), max_depth=MAX_DEPTH, non_finite=True))
-        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+            return _value(
+                parse_json(self._file.read(), max_depth=MAX_DEPTH, non_finite=True)
+            )
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            RuntimeError,
+        ) as error:
             raise WireError(
                 f"a rank received an object that no rank of this run has sent ({error})"
             ) from None
@@ -124,12 +132,19 @@ def _find_encoder(kind: Any) -> Callable[[Any], list[Any]]:
     head, names = ["object", kind.__module__, kind.__qualname__], _fields(kind)
     return lambda value: [
         *head,
-        *[[name, _plain(getattr(value, name))] for name in names if hasattr(value, name)],
+        *[
+            [name, _plain(getattr(value, name))]
+            for name in names
+            if hasattr(value, name)
+        ],
     ]
 
 
 def _plain_stack(stack: traceback.StackSummary) -> list[Any]:
-    frames = [[frame.filename, frame.lineno or 0, frame.name, frame.line or ""] for frame in stack]
+    frames = [
+        [frame.filename, frame.lineno or 0, frame.name, frame.line or ""]
+        for frame in stack
+    ]
     return ["stack", *map(_plain, frames)]
 
 
@@ -150,14 +165,20 @@ _ENCODERS: dict[Any, Callable[[Any], list[Any]]] = {
     set: lambda value: ["set", *map(_plain, value)],
     frozenset: lambda value: ["frozenset", *map(_plain, value)],
     torch.Size: lambda value: ["Size", *value],
-    dict: lambda value: ["dict", *[[_plain(key), _plain(held)] for key, held in value.items()]],
+    dict: lambda value: [
+        "dict",
+        *[[_plain(key), _plain(held)] for key, held in value.items()],
+    ],
     bytes: lambda value: ["bytes", _encode_bytes(value)],
     type(Path()): lambda value: ["path", _plain(str(value))],
     torch.Tensor: _plain_tensor,
     # Names of files are not all UTF-8, and have no form in JSON then.
     str: lambda value: ["text", _encode_bytes(value.encode("utf-8", "surrogatepass"))],
     traceback.StackSummary: _plain_stack,
-    **{named: lambda value: ["torch", str(value).removeprefix("torch.")] for named in _NAMED},
+    **{
+        named: lambda value: ["torch", str(value).removeprefix("torch.")]
+        for named in _NAMED
+    },
 }
 
 
@@ -170,7 +191,12 @@ def _plain_error(error: Any) -> list[Any]:
         return ["failures", _plain(str(error.args[0])), _plain(error.failures)]
     if isinstance(error, OSError) and error.errno is not None:
         path = error.filename if isinstance(error.filename, str) else None
-        return ["os error", error.errno, _plain(error.strerror or str(error)), _plain(path)]
+        return [
+            "os error",
+            error.errno,
+            _plain(error.strerror or str(error)),
+            _plain(path),
+        ]
     if _is_own_error(kind):
         return ["error", kind.__module__, kind.__name__, _plain(str(error))]
     builtin = (base for base in kind.__mro__ if base.__module__ == "builtins")
@@ -240,7 +266,9 @@ def _failures(message: Any, failures: Any) -> BaseException:
 
 def _os_error(number: Any, text: Any, path: Any) -> OSError:
     return OSError(
-        int(number), str(_value(text)), *([str(_value(path))] if path is not None else [])
+        int(number),
+        str(_value(text)),
+        *([str(_value(path))] if path is not None else []),
     )
 
 
@@ -264,12 +292,16 @@ def _is_own_error(kind: type) -> bool:
 def _is_known(kind: Any) -> bool:
     """Whether a class holds plain data only, and may be created from untrusted input."""
     is_named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
-    is_plain = dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum) or is_named_tuple
+    is_plain = (
+        dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum) or is_named_tuple
+    )
     return _is_allowed(kind.__module__) and is_plain
 
 
 def _is_allowed(module: Any) -> bool:
-    return isinstance(module, str) and (module in _TORCH_MODULES or module.startswith("fsdptoys."))
+    return isinstance(module, str) and (
+        module in _TORCH_MODULES or module.startswith("fsdptoys.")
+    )
 
 
 def _fields(kind: Any) -> tuple[str, ...]:
@@ -291,9 +323,13 @@ def _loaded(module: Any) -> Any:
 def _known(module: Any, name: Any) -> tuple[Any, frozenset[str]]:
     """Return a known class and the names of its fields."""
     found = vars(_loaded(module))[name]
-    if not (isinstance(found, type) and found.__module__ == module and _is_known(found)):
+    if not (
+        isinstance(found, type) and found.__module__ == module and _is_known(found)
+    ):
         raise ForeignError("it names another class")
-    return found, frozenset() if issubclass(found, enum.Enum) else frozenset(_fields(found))
+    return found, frozenset() if issubclass(found, enum.Enum) else frozenset(
+        _fields(found)
+    )
 
 
 _DECODERS: dict[str, Callable[..., Any]] = {

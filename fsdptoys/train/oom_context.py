@@ -44,9 +44,15 @@ def oom_context(
     parameters, world_size = list(parameters), world.world_size
     model, memory, train = config.model, config.memory, config.train
     groups = stepper.optimizer.param_groups if stepper else []
-    in_blocks = {param for group in groups if group.get(MATRICES) for param in group["params"]}
+    in_blocks = {
+        param for group in groups if group.get(MATRICES) for param in group["params"]
+    }
     states_bytes = sum(
-        sum(config.optim.state_bytes(param.shape, local_tensor(param).numel(), param in in_blocks))
+        sum(
+            config.optim.state_bytes(
+                param.shape, local_tensor(param).numel(), param in in_blocks
+            )
+        )
         for param in parameters
         if param.requires_grad
     )

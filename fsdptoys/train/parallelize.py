@@ -100,7 +100,9 @@ def parallelize(
     convert_to_float8(model, train.float8, train.float8_all_gather, device.type)
     quantize_base(model, config)
     if train.grain_tokens is not None:
-        use_exact_ops(model, train.grain_tokens, config.parallel.param_dtype.torch, train.slices)
+        use_exact_ops(
+            model, train.grain_tokens, config.parallel.param_dtype.torch, train.slices
+        )
 
     # 2. Blocks: recomputed in the backward, then compiled.
     run_blocks(model, config, device)
@@ -116,7 +118,9 @@ def parallelize(
 
     # 4. Shards with memory and values.
     sizes = {name: shape.numel() for name, shape in shapes.items()}
-    with explain_out_of_memory(device, construction_context(config, world, sum(sizes.values()))):
+    with explain_out_of_memory(
+        device, construction_context(config, world, sum(sizes.values()))
+    ):
         strategy.shard(model, param_init)
     return Parallelized(
         strategy,
@@ -140,14 +144,18 @@ def run_blocks(model: DecoderModel, config: Config, device: Device) -> None:
         start_index=memory.checkpointing_start_index,
         every=memory.checkpointing_every,
         save=memory.checkpointing_save,
-        offload=ActivationOffload(device.torch_device) if memory.activation_offload else None,
+        offload=ActivationOffload(device.torch_device)
+        if memory.activation_offload
+        else None,
     )
     if config.train.compile:
         # The compiler skips exchanges of shared sequences and split features, which split a block's
         # graph as hooks do.
         exchanges = config.mesh.cp_size * config.mesh.tp_size > 1
         inner_hooks = config.parallel.hooks_parts_of_blocks(config.model) or exchanges
-        compile_blocks(model.layers, memory.checkpointing_budget, inner_hooks=inner_hooks)
+        compile_blocks(
+            model.layers, memory.checkpointing_budget, inner_hooks=inner_hooks
+        )
 
 
 def share_sequences(
@@ -157,7 +165,8 @@ def share_sequences(
     if strategy.context_group is not None:
         context = strategy.build_context(config.train.compile)
         use_context(
-            model, context if config.train.grain_tokens is None else Float64Context(context)
+            model,
+            context if config.train.grain_tokens is None else Float64Context(context),
         )
     if samples is not None:
         samples.context = model.context

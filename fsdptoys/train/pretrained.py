@@ -39,7 +39,11 @@ from fsdptoys.models import DecoderModel, ModelConfig, whole
 from fsdptoys.models.huggingface import Bounds
 from fsdptoys.parallel.init_weights import init_buffers, materialize
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def open_weights(source: str, say: Any = print) -> RunWeights | CheckpointWeights:
@@ -84,7 +88,9 @@ class TrainedModel:
     """Context length in tokens: ``train.seq_len`` of a run, ``max_seq_len`` of a Hugging Face
     folder."""
 
-    def __init__(self, source: str, say: Any = print, adapter: str | None = None) -> None:
+    def __init__(
+        self, source: str, say: Any = print, adapter: str | None = None
+    ) -> None:
         self.source = source
         path = Path(source).expanduser()
         if "://" not in source and not path.is_dir():
@@ -139,7 +145,9 @@ class TrainedModel:
         elif choice is None and data is not None:
             try:
                 choice = data.find_tokenizer()
-            except ConfigError as error:  # its fix, the second clause, is about training
+            except (
+                ConfigError
+            ) as error:  # its fix, the second clause, is about training
                 reason = f" any more ({str(error).partition('; ')[0]})"
         if choice is None:
             raise ConfigError(f"{self.source} has no tokenizer{reason}; write {CHOICE}")
@@ -155,7 +163,9 @@ class TrainedModel:
             choice, template = data.find_tokenizer(), data.template
         elif choice is None:
             choice = (
-                str(self._weights.path) if isinstance(self._weights, HuggingFaceFolder) else "bytes"
+                str(self._weights.path)
+                if isinstance(self._weights, HuggingFaceFolder)
+                else "bytes"
             )
         missing = (
             f"--tokenizer {choice} has no chat template; name the folder of a chat model, or "
@@ -166,7 +176,11 @@ class TrainedModel:
     def data(self) -> DataConfig | None:
         """The data configuration of the run; None if unknown, as for a Hugging Face folder;
         ConfigError if invalid."""
-        return read_data_config(self._settings, self.source) if "data" in self._settings else None
+        return (
+            read_data_config(self._settings, self.source)
+            if "data" in self._settings
+            else None
+        )
 
     def data_seed(self) -> int:
         """The seed of the run's synthetic data; ConfigError if the run's settings lack it."""
@@ -234,7 +248,9 @@ class TrainedModel:
         return values.get(key) if isinstance(values, Mapping) else None
 
 
-def read_device(device_type: str | None, dtype: str | None) -> tuple[Device, torch.dtype]:
+def read_device(
+    device_type: str | None, dtype: str | None
+) -> tuple[Device, torch.dtype]:
     """Return the device and dtype named by ``--device`` and ``--dtype``; ConfigError if one does
     not exist."""
     dtype = dtype or "float32"

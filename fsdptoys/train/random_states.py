@@ -41,13 +41,17 @@ class _NumpyState:
     def __post_init__(self) -> None:
         size = len(_decode(self.keys, "numpy.keys"))
         if size != 4 * STATE_NUMBERS:
-            raise ForeignError(f"numpy.keys holds {size} bytes, not {4 * STATE_NUMBERS}")
+            raise ForeignError(
+                f"numpy.keys holds {size} bytes, not {4 * STATE_NUMBERS}"
+            )
 
 
 @dataclass
 class _PythonState:
     version: int = field(metadata=at_least(0))
-    internal: list[int] = field(metadata=between(0, 2**32 - 1, longest=10 * STATE_NUMBERS))
+    internal: list[int] = field(
+        metadata=between(0, 2**32 - 1, longest=10 * STATE_NUMBERS)
+    )
     gauss: float | None
 
 
@@ -100,7 +104,9 @@ def restore_random_states(
         # raised by torch, Python and numpy for an invalid state
         except (RuntimeError, TypeError, ValueError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    mixed = int(np.random.SeedSequence(seed, spawn_key=(step, rank)).generate_state(1)[0])
+    mixed = int(
+        np.random.SeedSequence(seed, spawn_key=(step, rank)).generate_state(1)[0]
+    )
     torch.manual_seed(mixed)  # of all devices
     np.random.seed(mixed)
     random.seed(mixed)
@@ -111,7 +117,9 @@ def _restore(states: dict[str, Any], device: Device) -> None:
     own = torch.get_rng_state()
     state = _tensor(states["torch"], "torch")
     if len(state) != len(own):
-        raise ValueError(f"torch's state holds {len(state)} bytes, and this version's {len(own)}")
+        raise ValueError(
+            f"torch's state holds {len(state)} bytes, and this version's {len(own)}"
+        )
     _check_torch_state(state)
     on_device, python, numpy = states["device"], states["python"], states["numpy"]
     version = random.getstate()[0]
@@ -121,9 +129,13 @@ def _restore(states: dict[str, Any], device: Device) -> None:
         )
     random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))
     torch.set_rng_state(state)
-    device.restore_rng_state(None if on_device is None else _tensor(on_device, "device"))
+    device.restore_rng_state(
+        None if on_device is None else _tensor(on_device, "device")
+    )
     keys = np.frombuffer(_decode(numpy["keys"], "numpy.keys"), dtype="<u4")
-    np.random.set_state(("MT19937", keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    np.random.set_state(
+        ("MT19937", keys, numpy["position"], numpy["has_gauss"], numpy["cached"])
+    )
 
 
 def _check_torch_state(state: torch.Tensor) -> None:
@@ -156,4 +168,6 @@ def _decode(text: str, key: str) -> bytes:
 
 
 def _tensor(text: str, key: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(_decode(text, key)) or bytearray(1), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(_decode(text, key)) or bytearray(1), dtype=torch.uint8
+    )

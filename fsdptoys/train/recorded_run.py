@@ -113,7 +113,9 @@ class RecordedRun:
     def prediction_errors(self) -> list[PredictionError]:
         """Predicted and measured values; empty without a prediction."""
         return (
-            prediction_errors(self.prediction, self.results) if self.prediction is not None else []
+            prediction_errors(self.prediction, self.results)
+            if self.prediction is not None
+            else []
         )
 
 
@@ -131,7 +133,9 @@ def read_recorded_run(path: Path) -> RecordedRun:
     environment = read_tree(path / ENVIRONMENT_FILE)
     try:
         world_size: int = typed(int, environment.get("world_size"), "world_size")
-        device: dict[str, Any] = typed(dict[str, Any], environment.get("device"), "device")
+        device: dict[str, Any] = typed(
+            dict[str, Any], environment.get("device"), "device"
+        )
         if not 1 <= world_size <= MOST_RANKS:
             raise ForeignError(f"world_size is {world_size}")
         device_type, device_name = (
@@ -146,7 +150,9 @@ def read_recorded_run(path: Path) -> RecordedRun:
     for name in (METRICS_FILE, RESUMES_FILE):
         _check_file(path / name)
     steps, notes = read_steps(path / METRICS_FILE)
-    results = summarize(steps, read_warmup(tree), starts(read_resumes(path / RESUMES_FILE)))
+    results = summarize(
+        steps, read_warmup(tree), starts(read_resumes(path / RESUMES_FILE))
+    )
     prediction = None
     if (path / PREDICTION_FILE).exists():
         try:
@@ -154,7 +160,9 @@ def read_recorded_run(path: Path) -> RecordedRun:
         except ConfigError as mistake:
             notes.append(str(mistake))
         except ForeignError:
-            notes.append(f"{path / PREDICTION_FILE} was written by another version and is left out")
+            notes.append(
+                f"{path / PREDICTION_FILE} was written by another version and is left out"
+            )
     result = None
     try:
         result = read_result(path)

@@ -129,7 +129,9 @@ def check_resume(config: Config, restarted: bool) -> None:
     ConfigError if it is missing, damaged, or belongs to another model or optimizer.
     """
     named = config.metrics.run_dir
-    folder = checkpoint_folder(config, run_dir_path(named) if named is not None else None)
+    folder = checkpoint_folder(
+        config, run_dir_path(named) if named is not None else None
+    )
     facts = peek(config.checkpoint, folder, restarted, FACTS)
     if facts is not None:
         check_same_run(config, facts)
@@ -158,7 +160,9 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
     """
     where = f"the checkpoint of step {facts['step']}"
     before = facts["config"]
-    wanted = model_config_of(before["model"], where, "start a new run in another folder")
+    wanted = model_config_of(
+        before["model"], where, "start a new run in another folder"
+    )
     check_same(config.model, wanted, where, "the config.yaml of its run")
     settings = _settings_of_states(config.to_dict())
     for key, saved in _settings_of_states(before).items():
@@ -188,43 +192,70 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
 
 def _settings_of_states(tree: dict[str, Any]) -> dict[str, Any]:
     """Settings on which parameters and optimizer states depend, by key."""
-    optim, memory, tune = tree["optim"], tree["memory"], tree.get("tune", {"name": "full"})
-    offloaded = memory["offload_state_dtype"] if memory["optimizer_offload"] else "float32"
+    optim, memory, tune = (
+        tree["optim"],
+        tree["memory"],
+        tree.get("tune", {"name": "full"}),
+    )
+    offloaded = (
+        memory["offload_state_dtype"] if memory["optimizer_offload"] else "float32"
+    )
     return {
         "optim": optim["name"],
         "tune": tune["name"],
-        **{f"tune.{key}": tune.get(key) for key in ("rank", "alpha", "targets", "base")},
+        **{
+            f"tune.{key}": tune.get(key) for key in ("rank", "alpha", "targets", "base")
+        },
         "memory.offload_state_dtype": offloaded,
         "optim.state_dtype": optim.get("state_dtype") or "float32",
     }
 
 
-def restore_position(batches: BatchStream, state: dict[str, Any], config: Config) -> None:
+def restore_position(
+    batches: BatchStream, state: dict[str, Any], config: Config
+) -> None:
     """Continue in the data where a checkpoint's run stopped; ConfigError if its data are others."""
     try:
         batches.load_state_dict(state["data"])
     except ChangedDataError as error:
-        changed = _explain_changed_data(state["config"], config.to_dict(), state["step"])
+        changed = _explain_changed_data(
+            state["config"], config.to_dict(), state["step"]
+        )
         if changed is None:
             raise
         raise ConfigError(changed) from error
 
 
-def _explain_changed_data(before: dict[str, Any], after: dict[str, Any], step: int) -> str | None:
+def _explain_changed_data(
+    before: dict[str, Any], after: dict[str, Any], step: int
+) -> str | None:
     """A sentence on the settings of the data that differ between two configurations; None if none
     does."""
     trees = [
-        {"data": tree.get("data"), "train": {key: tree["train"].get(key) for key in ORDERING}}
+        {
+            "data": tree.get("data"),
+            "train": {key: tree["train"].get(key) for key in ORDERING},
+        }
         for tree in (before, after)
     ]
-    neutral = {key for key, option in declared_options().items() if option.effect is Effect.none}
-    changed = {key: pair for key, pair in changed_settings(*trees).items() if key not in neutral}
+    neutral = {
+        key
+        for key, option in declared_options().items()
+        if option.effect is Effect.none
+    }
+    changed = {
+        key: pair
+        for key, pair in changed_settings(*trees).items()
+        if key not in neutral
+    }
     if "data.name" in changed:  # another kind of data has other settings
         changed = {"data": changed["data.name"]}
     if not changed:
         return None
     pairs = list(changed.items())[:MOST_NAMED]
-    differences = ", ".join(f"{key}={_word(new)} was {_word(old)}" for key, (old, new) in pairs)
+    differences = ", ".join(
+        f"{key}={_word(new)} was {_word(old)}" for key, (old, new) in pairs
+    )
     return (
         f"{differences} when the checkpoint of step {step} was made, so the order of the data "
         f"cannot continue; set {' '.join(f'{key}={_word(old)}' for key, (old, _) in pairs)} or "
@@ -235,7 +266,9 @@ def _explain_changed_data(before: dict[str, Any], after: dict[str, Any], step: i
 def _word(value: object) -> str:
     if value is None or isinstance(value, bool):
         return short_text(value)
-    return one_line(f"[{','.join(map(str, value))}]" if isinstance(value, list) else value)
+    return one_line(
+        f"[{','.join(map(str, value))}]" if isinstance(value, list) else value
+    )
 
 
 def run_facts(config: Config, world_size: int) -> dict[str, Any]:

@@ -103,7 +103,9 @@ class Run:
                 "launch.timeout_seconds": config.launch.timeout_seconds,
                 "checkpoint.timeout_seconds": config.checkpoint.timeout_seconds,
             }
-            stack.enter_context(explain_lost_ranks(heartbeats, self.rank, self.world_size, limits))
+            stack.enter_context(
+                explain_lost_ranks(heartbeats, self.rank, self.world_size, limits)
+            )
             heartbeat.beat(0, "start")
             self.checkpoints = self._open_checkpoints()
             self._resume()
@@ -153,7 +155,9 @@ class Run:
                     "checkpoint.resume=auto": self.config.checkpoint.resumes,
                     f"metrics.run_dir={self.run_dir}": named,
                 }
-                missing = " and ".join(word for word, typed in words.items() if not typed)
+                missing = " and ".join(
+                    word for word, typed in words.items() if not typed
+                )
                 added = f" with {missing}" if missing else ""
                 self._say(f"the same command{added} continues the run")
         try:
@@ -164,10 +168,16 @@ class Run:
         finally:
             # A disk too full for the weights must not lose the results as well.
             if self._recorder:
-                compilation = watch.result() if (watch := self.trainer.compilation) else None
-                status = run_status(stop, self.trainer.steps_done, self.config.train.steps)
+                compilation = (
+                    watch.result() if (watch := self.trainer.compilation) else None
+                )
+                status = run_status(
+                    stop, self.trainer.steps_done, self.config.train.steps
+                )
                 findings = profiler.findings()
-                profile = build(ProfileResult, findings) if findings is not None else None
+                profile = (
+                    build(ProfileResult, findings) if findings is not None else None
+                )
                 self._recorder.finish(reason, status, sample, profile, compilation)
         if stop.gave_up:
             return (
@@ -184,7 +194,9 @@ class Run:
         path: Path | None = None
         if self.rank == 0:
             named = self.config.metrics.run_dir
-            path = remembered_run_dir() or (run_dir_path(named) if named is not None else None)
+            path = remembered_run_dir() or (
+                run_dir_path(named) if named is not None else None
+            )
             if path is None:
                 check_restart(self.config)
                 path = new_run_dir(self.title)
@@ -196,7 +208,9 @@ class Run:
     def _broadcast(self, text: str | None) -> str | None:
         """Rank 0's text. A collective."""
         shared = [text]
-        dist.broadcast_object_list(shared, device=self.trainer.world.device.torch_device)
+        dist.broadcast_object_list(
+            shared, device=self.trainer.world.device.torch_device
+        )
         return shared[0]
 
     def _open_checkpoints(self) -> Checkpointer:
@@ -204,7 +218,8 @@ class Run:
         assert folder is not None
         # A group of its own, so that a background thread can use it during training.
         group = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=self.config.checkpoint.timeout_seconds)
+            backend="gloo",
+            timeout=timedelta(seconds=self.config.checkpoint.timeout_seconds),
         )
         return Checkpointer(
             self.config.checkpoint,
@@ -251,7 +266,9 @@ class Run:
         reasons = self.checkpoints.gather(reason)
         ranks = [rank for rank, of_rank in enumerate(reasons) if of_rank is not None]
         if ranks:
-            whose = f"rank {ranks[0]}" + (f" and {len(ranks) - 1} others" if ranks[1:] else "")
+            whose = f"rank {ranks[0]}" + (
+                f" and {len(ranks) - 1} others" if ranks[1:] else ""
+            )
             self._say(
                 f"the random number states of {whose} in {found.name} cannot be used here "
                 f"({reasons[ranks[0]]}), so generators start from the seed"
@@ -268,14 +285,20 @@ class Run:
             title=self.title,
             config_tree=self.config.to_dict(),
             defaults=self.config.defaults(),
-            environment=environment(self.trainer.world.device, self.world_size, sys.argv)
+            environment=environment(
+                self.trainer.world.device, self.world_size, sys.argv
+            )
             | {
                 "attention_backend": self.trainer.built.attention_backend,
-                "patches_of_pytorch": self.trainer.patches.outcomes(self.trainer.strategy.model)
+                "patches_of_pytorch": self.trainer.patches.outcomes(
+                    self.trainer.strategy.model
+                )
                 or "none",
             },
             steps=self.config.train.steps,
-            references={label: nats for label, nats in references.items() if nats is not None},
+            references={
+                label: nats for label, nats in references.items() if nats is not None
+            },
             resumed=self._resumed,
             lock=self._lock,
             make_room=self.checkpoints.wait,
@@ -339,7 +362,11 @@ class Run:
         # The cause may be older than the oldest checkpoint kept.
         prunes = stop is None or not stop.gave_up
         self._saved = self.checkpoints.save(
-            trainer.steps_done, tensors, facts, random_states(trainer.world.device), prunes
+            trainer.steps_done,
+            tensors,
+            facts,
+            random_states(trainer.world.device),
+            prunes,
         )
         if self._saved:
             seconds = time.perf_counter() - started
@@ -374,7 +401,10 @@ class Run:
         """Rename final weights of an earlier end of the run, which will no longer be its last
         step."""
         folder = self.run_dir / WEIGHTS_FOLDER
-        names = (folder.with_name(f"{WEIGHTS_FOLDER}-{number}") for number in itertools.count(1))
+        names = (
+            folder.with_name(f"{WEIGHTS_FOLDER}-{number}")
+            for number in itertools.count(1)
+        )
         if folder.exists():
             folder.rename(next(name for name in names if not name.exists()))
 

@@ -58,7 +58,9 @@ class StepData:
         self.data_rank, place = divmod(place, axes.sharing)
         self.owns_token_count = place == stage == 0
         """Whether this rank counts the tokens of its sequences, which it may share with others."""
-        self.dataset = config.data.build(train.seq_len, config.model.vocab_size, train.data_seed)
+        self.dataset = config.data.build(
+            train.seq_len, config.model.vocab_size, train.data_seed
+        )
         self.documents: DocumentCounter | None = None
         """Counts what tokens attend to; None where documents are not kept apart."""
         if config.data.mask_documents:
@@ -112,7 +114,8 @@ def upload_inputs(
     tokens = valid
     if answers_end is not None:
         tokens = sum(
-            tokens_without_padding(tokens_BT, answers_end) for tokens_BT, _ in microbatches
+            tokens_without_padding(tokens_BT, answers_end)
+            for tokens_BT, _ in microbatches
         )
     counts = [valid, tokens]
     counts += documents.count(microbatches) if documents else []
@@ -121,11 +124,17 @@ def upload_inputs(
         return StepInputs(microbatches, counted, samples)
     parts = [tensor for pair in microbatches for tensor in pair]
     # Counts come last: kernels may be specialized on the alignment of the tokens.
-    placed = device.upload(torch.cat([*(part.flatten() for part in parts), *samples, counted]))
+    placed = device.upload(
+        torch.cat([*(part.flatten() for part in parts), *samples, counted])
+    )
     sizes = [part.numel() for part in (*parts, *samples)]
     *placed_parts, on_device = placed.split([*sizes, len(counts)])
-    views = iter(flat.view(part.shape) for flat, part in zip(placed_parts, parts, strict=False))
-    return StepInputs(list(zip(views, views, strict=True)), on_device, placed_parts[len(parts) :])
+    views = iter(
+        flat.view(part.shape) for flat, part in zip(placed_parts, parts, strict=False)
+    )
+    return StepInputs(
+        list(zip(views, views, strict=True)), on_device, placed_parts[len(parts) :]
+    )
 
 
 def tokens_without_padding(tokens_BT: Tensor, document_end: int) -> int:

@@ -35,7 +35,9 @@ class StepMemory:
         enabled: False for ranks whose metrics are not recorded.
     """
 
-    def __init__(self, strategy: Strategy, stepper: OptimizerStepper, *, enabled: bool) -> None:
+    def __init__(
+        self, strategy: Strategy, stepper: OptimizerStepper, *, enabled: bool
+    ) -> None:
         self._strategy = strategy
         self._stepper = stepper
         self._device = strategy.world.device
@@ -102,7 +104,9 @@ class StepMemory:
         )
 
     def _labels(self) -> dict[str, list[Tensor]]:
-        parameters: list[Tensor] = [param for _, param in self._strategy.named_parameters()]
+        parameters: list[Tensor] = [
+            param for _, param in self._strategy.named_parameters()
+        ]
         gradients = [param.grad for param in parameters if param.grad is not None]
         states = list(state_tensors(self._stepper.optimizer))
         return dict(

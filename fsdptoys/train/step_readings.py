@@ -119,7 +119,11 @@ class StepReadings:
     @property
     def is_idle(self) -> bool:
         """Whether the device has no step left to compute; asked without a wait. True on a CPU."""
-        return not self._queue or self.newest.ended is None or bool(self.newest.ended.query())
+        return (
+            not self._queue
+            or self.newest.ended is None
+            or bool(self.newest.ended.query())
+        )
 
     def data_wait(self, seconds: float) -> float:
         """Return how long the device has waited for data that took ``seconds``.
@@ -146,12 +150,18 @@ class StepReadings:
         return StepStats(step, self.mark(), time.perf_counter())
 
     def add(
-        self, stats: StepStats, sums: NamedTensors, grad_norm: Tensor, counts: NamedTensors
+        self,
+        stats: StepStats,
+        sums: NamedTensors,
+        grad_norm: Tensor,
+        counts: NamedTensors,
     ) -> None:
         """Begin the copies of a step's numbers; with ``in_step`` resolve it as well, which waits
         for the device."""
         flat = torch.cat([sums.flat, grad_norm.to(sums.flat).view(1)])
-        stats.sums = NamedTensors(self._device.download(flat), sums.sizes | {"grad_norm": 1})
+        stats.sums = NamedTensors(
+            self._device.download(flat), sums.sizes | {"grad_norm": 1}
+        )
         stats.counts = NamedTensors(self._device.download(counts.flat), counts.sizes)
         self._queue.append(stats)
         if not self.in_step:
@@ -163,14 +173,18 @@ class StepReadings:
                 earlier.done = earlier is not stats
         self._resolve(stats)
 
-    def skip(self, stats: StepStats, agreed: NamedTensors, on_device: bool) -> Tensor | bool:
+    def skip(
+        self, stats: StepStats, agreed: NamedTensors, on_device: bool
+    ) -> Tensor | bool:
         """Return whether to leave out the update of a step; as a float32 scalar if the device
         decides."""
         if not self._train.skip_nonfinite:
             return False
         if not on_device:
             return bool(stats.outcome["skipped"])
-        return (~agreed["loss"].isfinite() | (agreed["not_finite"] > 0)).float().squeeze(0)
+        return (
+            (~agreed["loss"].isfinite() | (agreed["not_finite"] > 0)).float().squeeze(0)
+        )
 
     def end(self, stats: StepStats) -> None:
         """Note the end of a step, as far as the host has launched it."""
@@ -227,7 +241,9 @@ class StepReadings:
         (loss_sum,) = sums["loss"].tolist()
         (not_finite,) = sums["not_finite"].tolist()
         loss = loss_sum / max(1, int(stats.counts["inputs"][0]))
-        skipped = self._train.skip_nonfinite and not (math.isfinite(loss) and not_finite == 0)
+        skipped = self._train.skip_nonfinite and not (
+            math.isfinite(loss) and not_finite == 0
+        )
         self._skipped.record(loss, overflowed=not_finite > 0, skipped=skipped)
         stats.outcome = {
             "loss": loss,
@@ -235,7 +251,9 @@ class StepReadings:
             "skipped_steps": self._skipped.in_all,
             "loss_spike": self._spikes.spike(loss),
         }
-        self.stop = self.stop or agreed_stop(self._train, sums["votes"].tolist(), self._skipped)
+        self.stop = self.stop or agreed_stop(
+            self._train, sums["votes"].tolist(), self._skipped
+        )
 
     def _metrics(self, stats: StepStats) -> StepMetrics:
         seconds = stats.seconds
@@ -245,7 +263,9 @@ class StepReadings:
         routing = None
         flops_per_token = self._built.flops_per_token
         if self._built.routing is not None:
-            routing = self._built.routing.metrics(stats.sums["routing"], stats.counts["experts"])
+            routing = self._built.routing.metrics(
+                stats.sums["routing"], stats.counts["experts"]
+            )
         if self._documents is not None:
             flops_per_token = self._documents.flops_per_token(in_documents)
         rates = step_rates(

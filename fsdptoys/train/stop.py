@@ -58,7 +58,9 @@ class StopRequest:
             target=self._watch, args=(self._pipe[0],), name="stop request", daemon=True
         )
         self._watcher.start()
-        self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._wakeup_before = signal.set_wakeup_fd(
+            self._pipe[1], warn_on_full_buffer=False
+        )
         self._before = {number: signal.signal(number, _note) for number in STOP_SIGNALS}
         if not _fork_is_watched:
             os.register_at_fork(after_in_child=_leave_in_child)
@@ -143,10 +145,14 @@ class Stopping:
         received = self._request.received if self._request else None
         limit = self._train.max_seconds
         out_of_time = limit is not None and time.perf_counter() - self._started > limit
-        return [float(received == number.name) for number in STOP_SIGNALS] + [float(out_of_time)]
+        return [float(received == number.name) for number in STOP_SIGNALS] + [
+            float(out_of_time)
+        ]
 
 
-def agreed_stop(train: TrainConfig, votes: Sequence[float], skipped: SkippedSteps) -> Stop | None:
+def agreed_stop(
+    train: TrainConfig, votes: Sequence[float], skipped: SkippedSteps
+) -> Stop | None:
     """Return the reason to stop after a step; None if no rank has one.
 
     ``votes`` are the number of ranks that received each of ``STOP_SIGNALS``, then the number of
@@ -156,7 +162,12 @@ def agreed_stop(train: TrainConfig, votes: Sequence[float], skipped: SkippedStep
         if ranks:
             return Stop(f"{number.name} received", signal=True)
     for key, limit, count, how in (
-        ("max_skipped_in_a_row", train.max_skipped_in_a_row, skipped.in_a_row, "in a row"),
+        (
+            "max_skipped_in_a_row",
+            train.max_skipped_in_a_row,
+            skipped.in_a_row,
+            "in a row",
+        ),
         ("max_skipped", train.max_skipped, skipped.in_all_limited, "in all"),
     ):
         if skipped.limited and count >= limit:
@@ -164,7 +175,9 @@ def agreed_stop(train: TrainConfig, votes: Sequence[float], skipped: SkippedStep
                 f"{count} steps {how} had a non-finite loss or gradients (train.{key}={limit})",
                 gave_up=True,
             )
-    return Stop(f"train.max_seconds={train.max_seconds:g} reached") if votes[-1] else None
+    return (
+        Stop(f"train.max_seconds={train.max_seconds:g} reached") if votes[-1] else None
+    )
 
 
 def saves_after(checkpoint: CheckpointConfig, step: int, stop: Stop | None) -> bool:

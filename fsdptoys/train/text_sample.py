@@ -24,7 +24,9 @@ def continued(
     tokens_T = generate(model, prompt_T, sample.tokens, train.seq_len, draw)
     model.train()
     tokens = tokens_T.cpu().numpy()
-    return why_unreadable(sample.decode(tokens[len(prompt_T) :])) or sample.decode(tokens)
+    return why_unreadable(sample.decode(tokens[len(prompt_T) :])) or sample.decode(
+        tokens
+    )
 
 
 def why_unreadable(text: str) -> str | None:

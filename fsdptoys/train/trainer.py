@@ -76,7 +76,9 @@ class Trainer:
         self.scale = GradientScale(config, self.strategy, scaler)
 
         names = self.built.matrix_names, self.built.block_names
-        optimizer = build_optimizer(config.optim, self.strategy.trainable_parameters(), *names)
+        optimizer = build_optimizer(
+            config.optim, self.strategy.trainable_parameters(), *names
+        )
         self.strategy.attach(optimizer)
         elements = sum(self.built.parameter_sizes.values())
         explain = construction_context(config, self.world, elements)
@@ -90,7 +92,9 @@ class Trainer:
         self.stopping = Stopping(train)
         self.skipped = SkippedSteps(scaler)
         self.spikes = SpikeDetector(config.metrics.spike_threshold)
-        self.memory = StepMemory(self.strategy, self.stepper, enabled=self.world.rank == 0)
+        self.memory = StepMemory(
+            self.strategy, self.stepper, enabled=self.world.rank == 0
+        )
         self.readings = StepReadings(
             config,
             self.built,
@@ -102,12 +106,16 @@ class Trainer:
         """Numbers of the steps taken, until they are read."""
         self.history: list[StepMetrics] = []
         """Metrics of the steps taken by this object and read."""
-        self.compilation = CompilationWatch() if train.compile or config.kernels.compiles else None
+        self.compilation = (
+            CompilationWatch() if train.compile or config.kernels.compiles else None
+        )
         """Records compilations and their causes; None if nothing is compiled."""
         self.on_phase: Callable[[int, str], None] = lambda step, phase: None
         """Called with step and phase: data, forward, backward, optimizer, evaluation or
         checkpoint."""
-        self.around_step: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
+        self.around_step: Callable[[int], AbstractContextManager[None]] = lambda step: (
+            nullcontext()
+        )
         """Returns a context for the step of that number, without the evaluation after it."""
         self._phase = "forward"
 
@@ -121,7 +129,9 @@ class Trainer:
         inputs = self.data.next_step(self.readings.data_wait)
         stats.host_values["data_wait_seconds"] = inputs.wait_seconds
         dist.all_reduce(inputs.counts)
-        scale = self.scale.of(inputs.counts[0], len(inputs.microbatches), self.data.global_tokens)
+        scale = self.scale.of(
+            inputs.counts[0], len(inputs.microbatches), self.data.global_tokens
+        )
 
         # 2. Gradients of all micro-batches add up.
         loss_sum = forward_backward(self.built, inputs, scale, enter)
@@ -132,13 +142,17 @@ class Trainer:
         max_norm = self.config.train.max_grad_norm or math.inf
         grad_norm = self.stepper.clip(self.strategy, max_norm, scale.unscale)
         agreed, routing_counts = self._agree(loss_sum, grad_norm)
-        counts = NamedTensors.join({"inputs": inputs.counts, **routing_counts}, torch.int64)
+        counts = NamedTensors.join(
+            {"inputs": inputs.counts, **routing_counts}, torch.int64
+        )
 
         # 4. Begin to read the numbers, and update.
         stats.host_values["learning_rate"] = float(self.schedule.get_last_lr()[0])
         stats.host_values["loss_scale"] = self.scale.loss_scale
         self.readings.add(stats, agreed, grad_norm, counts)
-        self.stepper.step(self.readings.skip(stats, agreed, self.stepper.skips_on_device))
+        self.stepper.step(
+            self.readings.skip(stats, agreed, self.stepper.skips_on_device)
+        )
         if self._evaluates_after(step):
             self.stepper.finish()  # within the step, so that its time counts in the step time
         set_schedule(self.schedule, step)
@@ -147,7 +161,9 @@ class Trainer:
         self.memory.end_step(step, stats.seconds)
         stats.host_values |= self.memory.measure()
 
-    def _agree(self, loss_sum: Tensor, grad_norm: Tensor) -> tuple[NamedTensors, dict[str, Tensor]]:
+    def _agree(
+        self, loss_sum: Tensor, grad_norm: Tensor
+    ) -> tuple[NamedTensors, dict[str, Tensor]]:
         """Sum the numbers of a step over ranks.
 
         Returns:
@@ -219,7 +235,9 @@ class Trainer:
         """Take a step, and evaluate if it is due; return a reason to stop, and the last step that
         is read."""
         train, readings = self.config.train, self.readings
-        with explain_out_of_memory(self.world.device, functools.partial(self._oom_context, step)):
+        with explain_out_of_memory(
+            self.world.device, functools.partial(self._oom_context, step)
+        ):
             with self.around_step(step), self.memory.around(step, profiled):
                 self.train_step(step)
             if self.compilation:
@@ -245,9 +263,13 @@ class Trainer:
         self.stepper.finish()
         sharing = axes.pp * axes.sharing
         ranks = (data.data_rank, self.world.world_size // sharing)
-        batches = eval_batches(data.dataset.eval, train.batch_size, train.eval_batches, *ranks)
+        batches = eval_batches(
+            data.dataset.eval, train.batch_size, train.eval_batches, *ranks
+        )
         loss_fn = loss_builder(self.config, self.strategy)()
-        loss = held_out_loss(self.strategy.full_model, loss_fn, batches, self.world.zero(), sharing)
+        loss = held_out_loss(
+            self.strategy.full_model, loss_fn, batches, self.world.zero(), sharing
+        )
         if self.compilation:
             self.compilation.record_pass("evaluation", step)
         return loss
@@ -259,13 +281,21 @@ class Trainer:
         if not text:
             return None
         # Compiled parts run eagerly, since each length would recompile.
-        with torch.compiler.set_stance("force_eager") if self.compilation else nullcontext():
-            return continued(text, self.strategy.full_model, self.world.device.torch_device, train)
+        with (
+            torch.compiler.set_stance("force_eager")
+            if self.compilation
+            else nullcontext()
+        ):
+            return continued(
+                text, self.strategy.full_model, self.world.device.torch_device, train
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Progress of the run as JSON values; with the strategy's tensors, all that a resume
         needs."""
-        assert not self.readings.pending, "counts of steps that are not read yet would be missing"
+        assert not self.readings.pending, (
+            "counts of steps that are not read yet would be missing"
+        )
         return {
             "step": self.steps_done,
             "data": self.data.batches.state_dict(),
@@ -293,7 +323,9 @@ class Trainer:
         self.spikes.load_state_dict(state["spikes"])
 
     def _record(
-        self, finished: Sequence[StepMetrics], on_step: Callable[[StepMetrics], None] | None
+        self,
+        finished: Sequence[StepMetrics],
+        on_step: Callable[[StepMetrics], None] | None,
     ) -> None:
         for metrics in finished:
             self.history.append(metrics.without_counts())
@@ -301,7 +333,10 @@ class Trainer:
                 on_step(metrics)
 
     def _evaluates_after(self, step: int) -> bool:
-        return self.config.train.eval_every > 0 and step % self.config.train.eval_every == 0
+        return (
+            self.config.train.eval_every > 0
+            and step % self.config.train.eval_every == 0
+        )
 
     def _enter(self, step: int, phase: str) -> None:
         self._phase = phase
@@ -309,4 +344,6 @@ class Trainer:
 
     def _oom_context(self, step: int) -> OOMContext:
         params = (param for _, param in self.strategy.named_parameters())
-        return oom_context(self.config, self.world, step, self._phase, params, self.stepper)
+        return oom_context(
+            self.config, self.world, step, self._phase, params, self.stepper
+        )

@@ -28,7 +28,9 @@ def tune_model(model: DecoderModel, config: Config) -> Samples | None:
     try:
         add_adapters(model, tune.targets, tune.rank, tune.alpha, tune.dropout, samples)
     except ValueError as error:
-        raise ConfigError(f"tune.targets: {error}; set tune.targets=[q_proj,v_proj]") from error
+        raise ConfigError(
+            f"tune.targets: {error}; set tune.targets=[q_proj,v_proj]"
+        ) from error
     if config.parallel.capabilities.mixed_dtypes and config.train.grain_tokens is None:
         # The forward computes from these values in any case; a frozen weight needs no float32 copy
         # to add updates to.
@@ -39,7 +41,9 @@ def tune_model(model: DecoderModel, config: Config) -> Samples | None:
     return samples if tune.dropout else None
 
 
-def show_samples(samples: Samples | None, numbers: Sequence[Tensor], microbatch: int) -> None:
+def show_samples(
+    samples: Samples | None, numbers: Sequence[Tensor], microbatch: int
+) -> None:
     """Set the samples of a micro-batch, if layers ask for them."""
     if samples:
         samples.numbers_B = numbers[microbatch]

@@ -5,7 +5,9 @@
 
 from .config import Base, FullConfig, LoRAConfig, TuneConfig
 
-TUNINGS: dict[str, type[TuneConfig]] = {config.name: config for config in (FullConfig, LoRAConfig)}
+TUNINGS: dict[str, type[TuneConfig]] = {
+    config.name: config for config in (FullConfig, LoRAConfig)
+}
 """The word after ``tune=`` → configuration class."""
 
 __all__ = ["TUNINGS", "Base", "FullConfig", "LoRAConfig", "TuneConfig"]

@@ -10,7 +10,15 @@ from fsdptoys.utils.bounds import above, at_least, between
 from fsdptoys.utils.options import Effect, check_options, option
 from fsdptoys.utils.text import value_text
 
-LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR_LAYERS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
 """Names of the linear layers of blocks, over all families."""
 
 

@@ -12,7 +12,11 @@ from .regular_file import open_regular
 
 
 def check_output(
-    path: Path, option: str, usual: str, suffixes: Sequence[str], named: str | None = None
+    path: Path,
+    option: str,
+    usual: str,
+    suffixes: Sequence[str],
+    named: str | None = None,
 ) -> None:
     """Check before a long computation that a file can be written.
 
@@ -31,7 +35,11 @@ def check_output(
             f"{named} {path} must end in {suffixes[0]}; write {option} {name}{suffixes[0]}"
         )
     if path.is_dir() or not path.absolute().parent.is_dir():
-        problem = "is a folder" if path.is_dir() else f"is in {path.parent}, which is not a folder"
+        problem = (
+            "is a folder"
+            if path.is_dir()
+            else f"is in {path.parent}, which is not a folder"
+        )
         raise ConfigError(f"{named} {path} {problem}; write {option} {usual}")
 
 

@@ -20,7 +20,9 @@ MOST_SECONDS = 30 * 24 * 3600
 """Upper bound of a collective's timeout, which timers store as an integer."""
 MOST_RANKS = 10**6  # upper bound of ranks, and of nodes
 MOST_TOKENS = 2**30  # upper bound of the tokens of one sequence
-GUARD = 2**16  # upper bounds from here on only guard against overflow; documentation omits them
+GUARD = (
+    2**16
+)  # upper bounds from here on only guard against overflow; documentation omits them
 FILE_BYTES = 200  # longest path of a file relative to its run directory, in bytes
 
 
@@ -46,7 +48,11 @@ class Bounds(NamedTuple):
             if self.least > -math.inf
             else ""
         )
-        high = f"{'below' if self.below else 'at most'} {self.most}" if self.most < GUARD else ""
+        high = (
+            f"{'below' if self.below else 'at most'} {self.most}"
+            if self.most < GUARD
+            else ""
+        )
         if low and high and not (self.above or self.below):
             low = f"between {self.least}"
             high = f"{self.most}"
@@ -99,8 +105,12 @@ def check_bounds(section: str, config: Any) -> None:
         if "bounds" not in field.metadata or value is None or bounds.holds(value):
             continue
         if GUARD <= bounds.most < value < math.inf:
-            most = f"{bounds.most:.15g}" if isinstance(bounds.most, float) else bounds.most
-            raise ConfigError(f"{key}={value} must be at most {most}; set {key} to that or less")
+            most = (
+                f"{bounds.most:.15g}" if isinstance(bounds.most, float) else bounds.most
+            )
+            raise ConfigError(
+                f"{key}={value} must be at most {most}; set {key} to that or less"
+            )
         is_count = isinstance(value, int) and value < bounds.least
         fix = value_text(bounds.least if is_count else field.default, quote=True)
         raise ConfigError(f"{key}={value} must be {bounds}; set {key}={fix}")
@@ -117,7 +127,9 @@ def check_text(key: str, text: str) -> None:
             f"{setting} is not valid UTF-8, as a run's config.yaml is; use another name"
         ) from None
     if "\0" in text:
-        raise ConfigError(f"{setting} holds a NUL character, which no path may have; leave it out")
+        raise ConfigError(
+            f"{setting} holds a NUL character, which no path may have; leave it out"
+        )
 
 
 def check_home(key: str, path: str) -> None:
@@ -130,7 +142,9 @@ def check_home(key: str, path: str) -> None:
         )
 
 
-def check_length(key: str, path: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
+def check_length(
+    key: str, path: str | os.PathLike[str], directory: str | os.PathLike[str]
+) -> None:
     """Check that the path of a directory leaves room for its files' names.
 
     Args:

@@ -105,7 +105,11 @@ class _Descriptor(io.FileIO):
         except OSError as error:
             _lost.setdefault(self._number, error.errno or errno.EIO)
             # A stream closed from the start is the user's choice, as with a plain print.
-            if self._number == STDOUT and not _stdout_may_end and error.errno != errno.EBADF:
+            if (
+                self._number == STDOUT
+                and not _stdout_may_end
+                and error.errno != errno.EBADF
+            ):
                 raise
         return len(data)
 
@@ -129,7 +133,9 @@ def _replaced(stream: Any, number: int, closed: set[int]) -> Any:
     _replaced_streams.append(stream)
     raw: Any = _Descriptor(number)
     return io.TextIOWrapper(
-        raw if stream.write_through else io.BufferedWriter(raw),  # python -u has no buffer
+        raw
+        if stream.write_through
+        else io.BufferedWriter(raw),  # python -u has no buffer
         stream.encoding,
         stream.errors,
         line_buffering=stream.line_buffering,

@@ -34,9 +34,12 @@ def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     kind = module.DTensor if module is not None else ()
     with torch.no_grad():
         locals_: list[Tensor] = [
-            tensor.to_local() if isinstance(tensor, kind) else tensor for tensor in tensors
+            tensor.to_local() if isinstance(tensor, kind) else tensor
+            for tensor in tensors
         ]
-        return [local_tensor(tensor) if is_wrapped(tensor) else tensor for tensor in locals_]
+        return [
+            local_tensor(tensor) if is_wrapped(tensor) else tensor for tensor in locals_
+        ]
 
 
 def is_wrapped(tensor: Tensor) -> bool:
@@ -121,7 +124,9 @@ def local_bounds(param: Tensor) -> tuple[tuple[int, int], ...]:
     if is_dtensor(param):
         from torch.distributed.tensor import Replicate, Shard
 
-        if not all(type(placement) in (Shard, Replicate) for placement in param.placements):
+        if not all(
+            type(placement) in (Shard, Replicate) for placement in param.placements
+        ):
             return _strided_bounds(param)
         coordinate = param.device_mesh.get_coordinate()
         assert coordinate is not None
@@ -142,4 +147,6 @@ def _strided_bounds(param: "DTensor") -> tuple[tuple[int, int], ...]:
     lengths, starts = compute_local_shape_and_global_offset(
         param.shape, param.device_mesh, param.placements
     )
-    return tuple((start, start + length) for start, length in zip(starts, lengths, strict=True))
+    return tuple(
+        (start, start + length) for start, length in zip(starts, lengths, strict=True)
+    )

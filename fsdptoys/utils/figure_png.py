@@ -44,7 +44,9 @@ def draw_png(
     write_atomically(path, render_png(*pictures, title=title, heights=heights))
 
 
-def render_png(*pictures: Picture, title: str = "", heights: Sequence[float] = ()) -> bytes:
+def render_png(
+    *pictures: Picture, title: str = "", heights: Sequence[float] = ()
+) -> bytes:
     """Draw figures below one another as a PNG, without a display or pyplot's global state.
 
     Args:
@@ -56,18 +58,27 @@ def render_png(*pictures: Picture, title: str = "", heights: Sequence[float] = (
     heights = heights[: len(pictures)] or [_height(picture) for picture in pictures]
     figure = Figure(figsize=(9, sum(heights)), dpi=150, layout="constrained")
     shares_x = len(pictures) > 1 and len({picture.x for picture in pictures}) == 1
-    grid = figure.subplots(len(pictures), 1, sharex=shares_x, height_ratios=heights, squeeze=False)
+    grid = figure.subplots(
+        len(pictures), 1, sharex=shares_x, height_ratios=heights, squeeze=False
+    )
     handles: list[Any] = []
     for axes, picture in zip(grid[:, 0], pictures, strict=True):
         _draw(axes, picture)
         size = {"fontsize": 10} if title else {"fontsize": 12, "fontweight": "bold"}
-        axes.set_title(_title(picture), loc="left", parse_math=False, color=INK, wrap=True, **size)
+        axes.set_title(
+            _title(picture), loc="left", parse_math=False, color=INK, wrap=True, **size
+        )
         if shares_x:
             axes.label_outer()
         named = axes.get_legend_handles_labels()[0]
         handles += named if len(named) > 1 else []
     if title:
-        heading: dict[str, Any] = {"x": 0.01, "ha": "left", "fontsize": 12, "fontweight": "bold"}
+        heading: dict[str, Any] = {
+            "x": 0.01,
+            "ha": "left",
+            "fontsize": 12,
+            "fontweight": "bold",
+        }
         figure.suptitle(one_line(title, 90), parse_math=False, color=INK, **heading)
     if handles:
         longest = max(len(handle.get_label()) for handle in handles)
@@ -111,7 +122,13 @@ def _draw(axes: "Axes", picture: Picture) -> None:
     for mark in picture.labels:
         offset, across, up = OFFSETS[mark.side]
         position: dict[str, Any] = {"xytext": offset, "textcoords": "offset points"}
-        look: dict[str, Any] = {"ha": across, "va": up, "fontsize": 8, "color": INK, "bbox": PAPER}
+        look: dict[str, Any] = {
+            "ha": across,
+            "va": up,
+            "fontsize": 8,
+            "color": INK,
+            "bbox": PAPER,
+        }
         axes.annotate(mark.text, (mark.x, mark.y), parse_math=False, **position, **look)
 
 
@@ -122,7 +139,9 @@ def _title(picture: Picture) -> str:
     return picture.title + note
 
 
-def _draw_bars(axes: "Axes", series: Series, rows: Mapping[str, int], lefts: np.ndarray) -> None:
+def _draw_bars(
+    axes: "Axes", series: Series, rows: Mapping[str, int], lefts: np.ndarray
+) -> None:
     """Draw bars that begin at ``lefts``, and move these to their ends."""
     shown = [name in rows for name in series.y]
     places = [rows[str(name)] for name in series.y if name in rows]
@@ -160,20 +179,32 @@ def _draw_cells(axes: "Axes", series: Series) -> None:
     look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
     image = axes.imshow(series.cells, cmap="RdBu_r", norm=norm, zorder=1, **look)
     ticks = [0.0, 0.5, 1.0, (1 + highest) / 2, highest]
-    bar = axes.figure.colorbar(image, cax=axes.inset_axes((1.015, 0.0, 0.02, 1.0)), ticks=ticks)
-    bar.ax.set_yticklabels([f"{tick:.2g}x" if tick < 10 else f"{tick:.0f}x" for tick in ticks])
+    bar = axes.figure.colorbar(
+        image, cax=axes.inset_axes((1.015, 0.0, 0.02, 1.0)), ticks=ticks
+    )
+    bar.ax.set_yticklabels(
+        [f"{tick:.2g}x" if tick < 10 else f"{tick:.0f}x" for tick in ticks]
+    )
     if len(series.x) <= MOST_NUMBERS[0] and len(series.y) <= MOST_NUMBERS[1]:
         for (row, column), value in np.ndenumerate(series.cells):
             color = "w" if abs(norm(value) - 0.5) > 0.3 else "k"
             axes.text(
-                column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color
+                column,
+                row,
+                f"{value:.2f}",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=color,
             )
 
 
 def _draw_line(axes: "Axes", series: Series, rows: Mapping[str, int]) -> None:
     x = np.asarray(series.x, dtype=float)
     # A row that is left out becomes NaN
-    y = np.array([rows.get(v) if isinstance(v, str) else v for v in series.y], dtype=float)
+    y = np.array(
+        [rows.get(v) if isinstance(v, str) else v for v in series.y], dtype=float
+    )
     color = INK if series.ink else series.color
     symbol = SYMBOLS[series.marker]
     look: dict[str, Any]
@@ -182,17 +213,31 @@ def _draw_line(axes: "Axes", series: Series, rows: Mapping[str, int]) -> None:
             spread = np.array([x - np.asarray(series.low), np.asarray(series.high) - x])
             look = {"ecolor": color, "elinewidth": 1.1, "capsize": 2.5, "zorder": 3}
             axes.errorbar(x, y, xerr=spread, fmt="none", **look)
-        look = {"markersize": 8, "markeredgecolor": "white", "markeredgewidth": 0.5, "zorder": 4}
+        look = {
+            "markersize": 8,
+            "markeredgecolor": "white",
+            "markeredgewidth": 0.5,
+            "zorder": 4,
+        }
         if series.faint:
             look = {"markersize": 3, "markeredgewidth": 0, "alpha": 0.5}
         axes.plot(x, y, symbol, color=color, label=series.name, **look)
         return
     steps = series.shape is Shape.steps
-    style, width, alpha = ("solid", 0.9, 0.4) if series.faint else (series.dash, 1.6, 1.0)
-    look = {"color": color, "alpha": alpha, "linewidth": width, "linestyle": STYLES[style]}
+    style, width, alpha = (
+        ("solid", 0.9, 0.4) if series.faint else (series.dash, 1.6, 1.0)
+    )
+    look = {
+        "color": color,
+        "alpha": alpha,
+        "linewidth": width,
+        "linestyle": STYLES[style],
+    }
     if series.marked:
         look |= {"marker": symbol, "markersize": 3.5}
-    axes.plot(x, y, drawstyle="steps-post" if steps else "default", label=series.name, **look)
+    axes.plot(
+        x, y, drawstyle="steps-post" if steps else "default", label=series.name, **look
+    )
 
 
 def _set_axes(axes: "Axes", picture: Picture) -> None:
@@ -212,7 +257,9 @@ def _set_axes(axes: "Axes", picture: Picture) -> None:
             axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         elif not given.categories and max(map(abs, axis.get_view_interval())) >= 10_000:
             axis.set_major_formatter("{x:,.0f}")
-    categories = [one_line(name, LONGEST_NAME) for name in picture.y.categories[:MOST_BARS]]
+    categories = [
+        one_line(name, LONGEST_NAME) for name in picture.y.categories[:MOST_BARS]
+    ]
     if categories:
         axes.set_yticks(range(len(categories)), categories)
         for text in axes.get_yticklabels():

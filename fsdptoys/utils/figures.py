@@ -72,8 +72,14 @@ def drawable(values: Numbers) -> Numbers:
     range."""
     numbers = np.asarray(values, dtype=float)
     size = np.abs(numbers)
-    kept = np.where(((size > SMALLEST) & (size < LARGEST)) | (size == 0), numbers, math.nan)
-    return values if np.array_equal(kept, numbers, equal_nan=True) else tuple(kept.tolist())
+    kept = np.where(
+        ((size > SMALLEST) & (size < LARGEST)) | (size == 0), numbers, math.nan
+    )
+    return (
+        values
+        if np.array_equal(kept, numbers, equal_nan=True)
+        else tuple(kept.tolist())
+    )
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,9 @@ class Series:
     """Whether it is background of a clearer series, as raw losses behind their running mean."""
     cells: np.ndarray | None = None  # [len(y), len(x)] of a map, relative to 1
     ink: bool = False  # Whether it is drawn as diamonds in the text color
-    window: int = 1  # Number of consecutive points of which two are drawn; see :func:`thin`
+    window: int = (
+        1  # Number of consecutive points of which two are drawn; see :func:`thin`
+    )
 
     def __post_init__(self) -> None:
         for name in ("x", "y", "low", "high"):
@@ -143,21 +151,29 @@ class Picture:
 
     name: str  # File name without the suffix
     title: str
-    sentences: Sequence[str]  # Caption: content, method and omissions; empty ones are skipped
+    sentences: Sequence[
+        str
+    ]  # Caption: content, method and omissions; empty ones are skipped
     alt: str  # Text alternative for screen readers
     x: Axis
     y: Axis
     series: tuple[Series, ...]
     # Place on the y axis and text of each horizontal line
     rules: tuple[tuple[float, str], ...] = ()
-    bands: tuple[tuple[float, float], ...] = ()  # Ends of each shaded interval of the x axis
+    bands: tuple[
+        tuple[float, float], ...
+    ] = ()  # Ends of each shaded interval of the x axis
     bands_text: str = ""  # Legend of the bands
     labels: tuple[Label, ...] = ()
 
     def __post_init__(self) -> None:
-        rules = tuple(rule for rule in self.rules if math.isfinite(drawable([rule[0]])[0]))
+        rules = tuple(
+            rule for rule in self.rules if math.isfinite(drawable([rule[0]])[0])
+        )
         labels = tuple(
-            each for each in self.labels if np.isfinite(drawable([each.x, each.y])).all()
+            each
+            for each in self.labels
+            if np.isfinite(drawable([each.x, each.y])).all()
         )
         object.__setattr__(self, "rules", rules)
         object.__setattr__(self, "labels", labels)
@@ -190,7 +206,9 @@ class Picture:
             (self.x, [*across, *self.bands]),
             (self.y, [s.y for s in self.series]),
         ):
-            numbers = np.concatenate([np.asarray(column, dtype=float) for column in columns])
+            numbers = np.concatenate(
+                [np.asarray(column, dtype=float) for column in columns]
+            )
             numbers = numbers[np.isfinite(numbers) & ((numbers > 0) | (not axis.log))]
             if not numbers.size:
                 return None
@@ -198,7 +216,9 @@ class Picture:
         return ends[0], ends[1]
 
 
-def padded_range(low: float, high: float, axis: Axis, share: float = 0.08) -> tuple[float, float]:
+def padded_range(
+    low: float, high: float, axis: Axis, share: float = 0.08
+) -> tuple[float, float]:
     """Axis limits with padding beyond the extreme values."""
     if axis.log:
         factor = max((high / low) ** share, 1.15)
@@ -245,7 +265,9 @@ def thinned_line(name: str, x: np.ndarray, y: np.ndarray, look: int) -> Series:
 Box = tuple[float, float, float, float]  # Left, bottom, right and top
 
 
-def label_points(picture: Picture, texts: Sequence[tuple[float, float, str]]) -> Picture:
+def label_points(
+    picture: Picture, texts: Sequence[tuple[float, float, str]]
+) -> Picture:
     """Label points where there is room, without overlaps and inside the figure.
 
     Args:
@@ -279,7 +301,11 @@ def label_points(picture: Picture, texts: Sequence[tuple[float, float, str]]) ->
             "left": (x - 0.012 - width, y - height / 2, x - 0.012, y + height / 2),
         }
         for side, box in boxes.items():
-            if min(box) >= 0 and max(box) <= 1 and not any(_overlap(box, other) for other in taken):
+            if (
+                min(box) >= 0
+                and max(box) <= 1
+                and not any(_overlap(box, other) for other in taken)
+            ):
                 taken.append(box)
                 labels.append(Label(*label, side))
                 break
@@ -287,4 +313,9 @@ def label_points(picture: Picture, texts: Sequence[tuple[float, float, str]]) ->
 
 
 def _overlap(one: Box, other: Box) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+    return (
+        one[0] < other[2]
+        and other[0] < one[2]
+        and one[1] < other[3]
+        and other[1] < one[3]
+    )

@@ -19,7 +19,9 @@ from .regular_file import NotRegularFileError, open_descriptor
 LOCK_FILE = ".lock"  # lock file of a run or sweep, with the process id of its writer
 
 ATTEMPTS = 5
-ATTEMPT_SECONDS = 0.02  # ``FolderLock`` retries, since ``is_locked`` holds the lock for an instant
+ATTEMPT_SECONDS = (
+    0.02  # ``FolderLock`` retries, since ``is_locked`` holds the lock for an instant
+)
 
 WAIT_SECONDS = 0.2
 
@@ -79,7 +81,9 @@ def is_locked(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def hold_lock(path: Path, owner: str, wait: Callable[[str], object] | None) -> Iterator[None]:
+def hold_lock(
+    path: Path, owner: str, wait: Callable[[str], object] | None
+) -> Iterator[None]:
     """Hold a lock file, removed at the end; ``owner`` is the locked folder in messages.
 
     ``wait`` is called once with the holder's process id before waiting for its end; None to raise
@@ -129,7 +133,9 @@ def lock_file(path: Path) -> int:
             except HeldError:
                 holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
                 raise HeldError(holder or "unknown") from None
-            if _is_at(descriptor, path):  # else the previous holder has removed this file meanwhile
+            if _is_at(
+                descriptor, path
+            ):  # else the previous holder has removed this file meanwhile
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
                 stack.pop_all()
@@ -179,7 +185,9 @@ def is_held(path: Path) -> bool:
 
 def _lock(descriptor: int, *, shared: bool = False) -> None:
     try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(
+            descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
+        )
     except BlockingIOError:
         raise HeldError from None
     except OSError as error:

@@ -72,7 +72,9 @@ def parse_json(
         raise ForeignError(f"it is nested more than {max_depth} deep") from None
     except ForeignError:
         raise
-    except ValueError as error:  # from json, the decoder, or int() for thousands of digits
+    except (
+        ValueError
+    ) as error:  # from json, the decoder, or int() for thousands of digits
         raise ForeignError(one_line(error)) from None
     return tree
 
@@ -95,10 +97,14 @@ def parse_yaml(text: "str | bytes") -> Any:
         # limit.
         for event in yaml.parse(text, Loader=_LibYaml):
             if isinstance(event, yaml.AliasEvent):
-                raise ForeignError(f"it has an alias (*{event.anchor}) in line {_line_of(event)}")
+                raise ForeignError(
+                    f"it has an alias (*{event.anchor}) in line {_line_of(event)}"
+                )
             tag = getattr(event, "tag", None)
             if tag not in (None, "!"):
-                raise ForeignError(one_line(f"it has a tag ({tag}) in line {_line_of(event)}"))
+                raise ForeignError(
+                    one_line(f"it has a tag ({tag}) in line {_line_of(event)}")
+                )
             if isinstance(event, yaml.CollectionStartEvent):
                 depth += 1
                 if depth > MAX_DEPTH:
@@ -175,12 +181,16 @@ def _line_of(event: yaml.Event) -> int:
 class _Loader(_LibYaml):
     """The safe loader without repeated keys, dates, and numbers in base 60: ``1:30`` is text."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Any, Any]:
         keys: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in keys:
-                    raise ForeignError(f"{one_line(key.value)} occurs twice in one mapping")
+                    raise ForeignError(
+                        f"{one_line(key.value)} occurs twice in one mapping"
+                    )
                 keys.add(key.value)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
         return mapping
@@ -188,7 +198,9 @@ class _Loader(_LibYaml):
 
 def _without_base_60(construct: Any) -> Any:
     """Keep numbers in base 60 as text: 600 KB of ``1:59:59…`` take minutes."""
-    return lambda loader, node: node.value if ":" in node.value else construct(loader, node)
+    return lambda loader, node: (
+        node.value if ":" in node.value else construct(loader, node)
+    )
 
 
 _Loader.add_constructor(

@@ -76,10 +76,15 @@ def build(
         full_name = f"{name}.{label}" if name else label
         if key in tree:
             values[key] = _typed(
-                hints[key], tree[key], full_name, bounds_of(field), _Options(skip_unknown, complete)
+                hints[key],
+                tree[key],
+                full_name,
+                bounds_of(field),
+                _Options(skip_unknown, complete),
             )
         elif complete or (
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            field.default is dataclasses.MISSING
+            and field.default_factory is dataclasses.MISSING
         ):
             raise ForeignError(f"{full_name} is missing")
     return kind(**values)
@@ -92,7 +97,9 @@ def typed(kind: Any, value: Any, name: str) -> Any:
 
 
 def _typed(kind: Any, value: Any, name: str, bounds: Bounds, options: _Options) -> Any:
-    inner = functools.partial(_typed, bounds=bounds._replace(longest=math.inf), options=options)
+    inner = functools.partial(
+        _typed, bounds=bounds._replace(longest=math.inf), options=options
+    )
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if kind is Any:
@@ -113,10 +120,15 @@ def _typed(kind: Any, value: Any, name: str, bounds: Bounds, options: _Options) 
         and len(value) <= bounds.longest
     ):
         parts = [
-            inner(arguments[0], element, f"{name}[{index}]") for index, element in enumerate(value)
+            inner(arguments[0], element, f"{name}[{index}]")
+            for index, element in enumerate(value)
         ]
         return parts if origin is list else tuple(parts)
-    if origin in (dict, Mapping) and isinstance(value, dict) and len(value) <= bounds.longest:
+    if (
+        origin in (dict, Mapping)
+        and isinstance(value, dict)
+        and len(value) <= bounds.longest
+    ):
         return {
             typed(arguments[0], key, f"a key of {name}"): inner(
                 arguments[1], element, f"{name}.{key}"
@@ -124,7 +136,11 @@ def _typed(kind: Any, value: Any, name: str, bounds: Bounds, options: _Options) 
             for key, element in value.items()
         }
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return value if isinstance(value, kind) else build(kind, value, name, **options._asdict())
+        return (
+            value
+            if isinstance(value, kind)
+            else build(kind, value, name, **options._asdict())
+        )
     if origin is None and issubclass(kind, Enum):
         member = next(
             (
@@ -138,15 +154,21 @@ def _typed(kind: Any, value: Any, name: str, bounds: Bounds, options: _Options) 
             return member
     elif kind is int and _is_integer(value) and bounds.holds(value):
         return value
-    elif kind is float and (math.isfinite(value) if type(value) is float else _is_integer(value)):
+    elif kind is float and (
+        math.isfinite(value) if type(value) is float else _is_integer(value)
+    ):
         if bounds.holds(value):
             return float(value)
     elif kind is str and isinstance(value, str):
-        if bounds.longest == math.inf or (len(value) <= bounds.longest and value.isprintable()):
+        if bounds.longest == math.inf or (
+            len(value) <= bounds.longest and value.isprintable()
+        ):
             return value
     elif kind is bool and isinstance(value, bool):
         return value
-    raise ForeignError(f"{one_line(name)} is {short_text(value)}, not {_describe(kind, bounds)}")
+    raise ForeignError(
+        f"{one_line(name)} is {short_text(value)}, not {_describe(kind, bounds)}"
+    )
 
 
 def _describe(kind: Any, bounds: Bounds) -> str:

@@ -17,4 +17,8 @@ def kept_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     kind: Any = type(optimizer)
     inner = kind([{**group, "params": [proxy]}])
     inner.step()
-    return {name: value for name, value in inner.state[proxy].items() if isinstance(value, Tensor)}
+    return {
+        name: value
+        for name, value in inner.state[proxy].items()
+        if isinstance(value, Tensor)
+    }

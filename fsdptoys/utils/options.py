@@ -78,9 +78,14 @@ def option(
         alias: names in other frameworks, separated by spaces.
     """
     switches = (needs,) if isinstance(needs, str) else needs
-    metadata = {**(bounds or {}), "option": Declared(effect, acts, switches, tuple(alias.split()))}
+    metadata = {
+        **(bounds or {}),
+        "option": Declared(effect, acts, switches, tuple(alias.split())),
+    }
     if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
+        return dataclasses.field(
+            default_factory=lambda: copy.copy(default), metadata=metadata
+        )
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -95,7 +100,9 @@ def check_declared(section: Any) -> None:
     Raises:
         TypeError: naming the first field that is none.
     """
-    for field in dataclasses.fields(section) if dataclasses.is_dataclass(section) else ():
+    for field in (
+        dataclasses.fields(section) if dataclasses.is_dataclass(section) else ()
+    ):
         if declared_of(field) is None:
             raise TypeError(
                 f"{section.__name__}.{field.name} must be declared as option(…, effect=…)"

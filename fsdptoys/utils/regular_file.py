@@ -29,7 +29,9 @@ class NotRegularFileError(OSError):
 
     def __init__(self, path: "str | os.PathLike[str]", mode: int) -> None:
         kind = KINDS.get(stat.S_IFMT(mode), "something else")
-        super().__init__(errno.EINVAL, f"it is {kind} and not a regular file", os.fspath(path))
+        super().__init__(
+            errno.EINVAL, f"it is {kind} and not a regular file", os.fspath(path)
+        )
         self.sentence = f"{os.fspath(path)} is {kind} and not a regular file"
         """For a message that names the path."""
         self._made_of = (path, mode)
@@ -39,15 +41,23 @@ class NotRegularFileError(OSError):
         return type(self), self._made_of
 
 
-def open_regular(path: "str | os.PathLike[str]", mode: str = "rb", **options: Any) -> IO[Any]:
+def open_regular(
+    path: "str | os.PathLike[str]", mode: str = "rb", **options: Any
+) -> IO[Any]:
     """``open`` for regular files, else NotRegularFileError; modes that write refuse a symbolic link
     at ``path``."""
     writes = any(letter in mode for letter in "wax+")
-    return open(path, mode, opener=partial(open_descriptor, follow=not writes), **options)
+    return open(
+        path, mode, opener=partial(open_descriptor, follow=not writes), **options
+    )
 
 
 def open_descriptor(
-    path: "str | os.PathLike[str]", flags: int, *, follow: bool = False, permissions: int = 0o666
+    path: "str | os.PathLike[str]",
+    flags: int,
+    *,
+    follow: bool = False,
+    permissions: int = 0o666,
 ) -> int:
     """``os.open`` for regular files, else NotRegularFileError; the descriptor is not inherited.
 

@@ -67,7 +67,9 @@ def sum_bytes(content: bytes) -> FileSum:
     return FileSum(len(content), hashlib.sha256(content).hexdigest())
 
 
-def sum_path(path: Path, visit: Callable[[bytes], object] = lambda block: None) -> FileSum:
+def sum_path(
+    path: Path, visit: Callable[[bytes], object] = lambda block: None
+) -> FileSum:
     """Return the sum of a regular file; ``visit`` is called with each block."""
     with open_regular(path) as file:
         return RunningSum().read(file, visit)
@@ -75,13 +77,18 @@ def sum_path(path: Path, visit: Callable[[bytes], object] = lambda block: None) 
 
 def is_file_name(name: object) -> bool:
     """Return whether this is a plain file name, not a path to another folder."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and not set(name) & set("/\\\0")
+    )
 
 
 def sums_to_json(files: Mapping[str, FileSum]) -> dict[str, dict[str, Any]]:
     """Convert sums by file name to JSON values, sorted by name."""
     return {
-        name: {"bytes": files[name].size, "sha256": files[name].sha256} for name in sorted(files)
+        name: {"bytes": files[name].size, "sha256": files[name].sha256}
+        for name in sorted(files)
     }
 
 
@@ -95,7 +102,9 @@ def sums_from_json(tree: object) -> dict[str, FileSum]:
     files = {}
     for name, entry in tree.items():
         is_entry = (
-            is_file_name(name) and isinstance(entry, dict) and set(entry) == {"bytes", "sha256"}
+            is_file_name(name)
+            and isinstance(entry, dict)
+            and set(entry) == {"bytes", "sha256"}
         )
         size, digest = (entry["bytes"], entry["sha256"]) if is_entry else (None, None)
         if (
@@ -110,7 +119,12 @@ def sums_from_json(tree: object) -> dict[str, FileSum]:
 
 
 def seal_folder(
-    working: Path, folder: Path, manifest: str, content: str, *, drop: Sequence[str] = ()
+    working: Path,
+    folder: Path,
+    manifest: str,
+    content: str,
+    *,
+    drop: Sequence[str] = (),
 ) -> None:
     """Turn a filled working folder into ``folder``, beside it, with a manifest of this content.
 
@@ -159,7 +173,9 @@ def new_folder(path: Path, manifest: str) -> Iterator[Path]:
         working.mkdir(parents=True)
         yield working
         sums = sums_to_json({file.name: sum_path(file) for file in working.iterdir()})
-        seal_folder(working, folder, manifest, json.dumps({"files": sums}, indent=2) + "\n")
+        seal_folder(
+            working, folder, manifest, json.dumps({"files": sums}, indent=2) + "\n"
+        )
     except OSError as error:
         raise ConfigError(_cannot_be_written(path, error)) from error
     finally:

@@ -9,7 +9,9 @@ from typing import Any
 @contextlib.contextmanager
 def handle_signals(handlers: Mapping[int, Any]) -> Iterator[None]:
     """Install handlers by signal number, and restore the previous ones; main thread only."""
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    before = {
+        number: signal.signal(number, handler) for number, handler in handlers.items()
+    }
     try:
         yield
     finally:

@@ -30,7 +30,9 @@ def bytes_beside(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> int:
     mixed = storages_of(others).keys()
     locals_ = [local_tensor(tensor) for tensor in tensors]
     alone = {
-        key: storage.nbytes() for key, storage in storages_of(locals_).items() if key not in mixed
+        key: storage.nbytes()
+        for key, storage in storages_of(locals_).items()
+        if key not in mixed
     }
     return sum(alone.values()) + sum(
         local.nbytes for local in locals_ if local.untyped_storage()._cdata in mixed

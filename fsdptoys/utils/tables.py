@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 GAP = 2  # Spaces between columns
 
 
-def align_columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (0,)) -> list[str]:
+def align_columns(
+    rows: Sequence[Sequence[str]], right: Sequence[int] = (0,)
+) -> list[str]:
     """Lines of a table with two spaces between columns; ``right`` lists the right-aligned
     columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

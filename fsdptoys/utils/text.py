@@ -22,7 +22,9 @@ def near_miss(word: str, names: Sequence[str], cutoff: float = 0.6) -> str | Non
     return next(iter(difflib.get_close_matches(word, names, n=1, cutoff=cutoff)), None)
 
 
-def suggestion(word: str, names: Sequence[str], otherwise: str, prefix: str = "") -> str:
+def suggestion(
+    word: str, names: Sequence[str], otherwise: str, prefix: str = ""
+) -> str:
     """Return the fix in a message on an unknown name: the closest name after ``prefix``, or
     ``otherwise``."""
     near = near_miss(word, names)
@@ -67,7 +69,10 @@ def wrapped(text: str, stream: "IO[str]") -> str:
     try:
         if not stream.isatty():
             return text
-        width = int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(stream.fileno()).columns
+        width = (
+            int(os.environ.get("COLUMNS") or 0)
+            or os.get_terminal_size(stream.fileno()).columns
+        )
     except (OSError, ValueError):  # closed, or no file
         return text
     lines = []
@@ -79,7 +84,11 @@ def wrapped(text: str, stream: "IO[str]") -> str:
         indent = " " * (label.end() if label else 0)
         room = max(width, 2 * len(indent) + 1)
         lines += textwrap.wrap(
-            line, room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            line,
+            room,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
         )
     return "\n".join(lines)
 
@@ -105,7 +114,11 @@ UNITS = {
 def fitting_unit(count: float) -> tuple[str, int]:
     """Return the largest unit up to TiB in which ``count`` bytes are at least 1, and the bytes of
     that unit."""
-    fitting = [(unit, size) for unit, size in UNITS.items() if UNITS["TiB"] >= size <= abs(count)]
+    fitting = [
+        (unit, size)
+        for unit, size in UNITS.items()
+        if UNITS["TiB"] >= size <= abs(count)
+    ]
     return fitting[-1] if fitting else ("bytes", 1)
 
 
@@ -142,7 +155,9 @@ def printable(text: str, stream: "IO[str] | None" = None) -> str:
     too.
     """
     escaped = "".join(
-        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
+        char
+        if char.isprintable() or char in "\n\t"
+        else char.encode("unicode_escape").decode()
         for char in text
     )
     if stream is None:
@@ -154,7 +169,9 @@ def printable(text: str, stream: "IO[str] | None" = None) -> str:
 def one_line(text: object, longest: int | None = LONGEST_LINE) -> str:
     """Printable text of a string or an exception on one line of at most ``longest`` characters."""
     line = printable(" ".join(str(text).split()))
-    return line if longest is None or len(line) <= longest else f"{line[: longest - 1]}…"
+    return (
+        line if longest is None or len(line) <= longest else f"{line[: longest - 1]}…"
+    )
 
 
 def encodable(text: str, stream: "IO[str] | None") -> str:

@@ -29,7 +29,9 @@ WARMUP = 4
 
 def train(words: list[str], ranks: int, steps: int) -> tuple[list[float], list[float]]:
     """Train, counting every even step; return the seconds of each step and of each count."""
-    trainer = Trainer(configured([*words, f"train.steps={steps}", "train.eval_every=0"], ranks))
+    trainer = Trainer(
+        configured([*words, f"train.steps={steps}", "train.eval_every=0"], ranks)
+    )
     costs: list[float] = []
     counter, enabled = trainer.memory, trainer.memory.enabled
     seconds: list[float] = []
@@ -56,7 +58,9 @@ def main() -> None:
     args, overrides = parser.parse_known_args()
     overrides = ["model=llama_debug", "data=synthetic", "train.seq_len=512", *overrides]
     with progress(1), unit(f"{args.steps} steps"):
-        seconds, costs = run_ranks(args.ranks, train, overrides, args.ranks, args.steps)[0]
+        seconds, costs = run_ranks(
+            args.ranks, train, overrides, args.ranks, args.steps
+        )[0]
     others, counted = seconds[::2], seconds[1::2]
     pairs = [one / other for one, other in zip(counted, others, strict=True)]
     step, cost = statistics.median(others), statistics.median(costs)

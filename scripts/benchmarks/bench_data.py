@@ -56,7 +56,9 @@ def write_shards(folder: Path, tokens: int, shards: int, wide: bool) -> str:
     random, left = np.random.default_rng(0), tokens
     while left:
         lengths = random.integers(3, 2001, 1000)
-        lengths = lengths[: max(1, int(np.searchsorted(np.cumsum(lengths), left, side="right")))]
+        lengths = lengths[
+            : max(1, int(np.searchsorted(np.cumsum(lengths), left, side="right")))
+        ]
         lengths[-1] = min(lengths[-1], left)
         ids = random.integers(1, VOCAB, int(lengths.sum()))
         ids[np.cumsum(lengths) - 1] = 0
@@ -80,7 +82,9 @@ def write_shards(folder: Path, tokens: int, shards: int, wide: bool) -> str:
     return str(folder)
 
 
-def read_rate(config: PreparedConfig, seq_len: int, seconds: float, repeats: int) -> float:
+def read_rate(
+    config: PreparedConfig, seq_len: int, seconds: float, repeats: int
+) -> float:
     """Tokens for a second of CPU time, the median of some stretches after one that is not
     counted."""
     dataset = config.build(seq_len, VOCAB, 0)
@@ -132,7 +136,11 @@ def prepare_seconds(
     sources = find_sources("files", files)
     for number in range(repeats):
         request = Request(
-            "files", sources, encoder, folder / f"{processes}-{number}", processes=processes
+            "files",
+            sources,
+            encoder,
+            folder / f"{processes}-{number}",
+            processes=processes,
         )
         started, before = time.perf_counter(), _cpu_seconds()
         index = prepare_folder(request)
@@ -143,11 +151,16 @@ def prepare_seconds(
 
 def _cpu_seconds() -> float:
     """Of this process and of those that have worked for it."""
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    usage = [
+        resource.getrusage(who)
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    ]
     return sum(each.ru_utime + each.ru_stime for each in usage)
 
 
-def stall_share(folder: str, run_dir: Path, workers: int, steps: int) -> tuple[float, float]:
+def stall_share(
+    folder: str, run_dir: Path, workers: int, steps: int
+) -> tuple[float, float]:
     """The stall share of a training of two ranks, and its median step in seconds."""
     words = [
         *(
@@ -189,7 +202,9 @@ def reading_table(folder: Path, args: argparse.Namespace) -> tuple[list[str], fl
     kinds = {
         "one folder, uint16": PreparedConfig(folder=narrow),
         "one folder, uint32": PreparedConfig(folder=wide),
-        "two mixed 3:1, uint16": PreparedConfig(sources=[narrow, other], weights=[3.0, 1.0]),
+        "two mixed 3:1, uint16": PreparedConfig(
+            sources=[narrow, other], weights=[3.0, 1.0]
+        ),
         "three mixed by size": PreparedConfig(sources=[narrow, wide, other]),
         "one folder, packed": PreparedConfig(
             folder=narrow, packing=Packing.best_fit, cache=str(folder / "cache")
@@ -222,7 +237,9 @@ def preparing_table(folder: Path, args: argparse.Namespace) -> list[str]:
     for tokenizer in ("bytes", str(folder / "tokenizer.json")):
         for processes in args.processes:
             place = folder / f"prepared-{Path(tokenizer).stem}"
-            with unit(f"preparing, {Path(tokenizer).stem}, {processes} processes") as done:
+            with unit(
+                f"preparing, {Path(tokenizer).stem}, {processes} processes"
+            ) as done:
                 took, cpu, ids = prepare_seconds(
                     place, files[: args.files], tokenizer, processes, args.repeats
                 )
@@ -235,9 +252,15 @@ def preparing_table(folder: Path, args: argparse.Namespace) -> list[str]:
 
 def waiting_table(folder: Path, args: argparse.Namespace) -> list[str]:
     """Rows of a training on the bytes of the standard library."""
-    sources, encoder = find_sources("files", ["stdlib"]), open_encoder("bytes", None, "", "")
+    sources, encoder = (
+        find_sources("files", ["stdlib"]),
+        open_encoder("bytes", None, "", ""),
+    )
     prepare_folder(Request("files", sources, encoder, folder / "text"))
-    lines = ["| data.workers | median step, ms | waiting for data |", "|---:|---:|---:|"]
+    lines = [
+        "| data.workers | median step, ms | waiting for data |",
+        "|---:|---:|---:|",
+    ]
     for workers in (0, 1):
         with unit(f"waiting, data.workers={workers}") as done:
             stall, step = stall_share(
@@ -253,20 +276,32 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=2**26, help="of the largest folder")
+    parser.add_argument(
+        "--tokens", type=int, default=2**26, help="of the largest folder"
+    )
     parser.add_argument("--shards", type=int, default=8)
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[2048, 4096])
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a stretch of reading")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="of a stretch of reading"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--files", type=int, default=10**6, help="of the standard library, to tokenize"
     )
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--steps", type=int, default=30, help="of the training; 0 for none")
-    parser.add_argument("--write", type=Path, default=None, help="page to write the tables to")
+    parser.add_argument(
+        "--steps", type=int, default=30, help="of the training; 0 for none"
+    )
+    parser.add_argument(
+        "--write", type=Path, default=None, help="page to write the tables to"
+    )
     args = parser.parse_args(words)
-    units = READING_KINDS * len(args.seq_lens) + 2 * len(args.processes) + (2 if args.steps else 0)
+    units = (
+        READING_KINDS * len(args.seq_lens)
+        + 2 * len(args.processes)
+        + (2 if args.steps else 0)
+    )
     with progress(units), tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         reading, slowest = reading_table(folder, args)

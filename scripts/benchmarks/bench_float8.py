@@ -64,12 +64,16 @@ def main() -> None:
     rows = [["train.float8", *map(str, marks), "held out", "deviation"]]
     for kind, runs in found.items():
         cells = [
-            statistics.mean(statistics.mean(run[mark - window : mark]) for run, _ in runs)
+            statistics.mean(
+                statistics.mean(run[mark - window : mark]) for run, _ in runs
+            )
             for mark in marks
         ]
         ends = [held_out for _, held_out in runs]
         spread = statistics.stdev(ends) if len(ends) > 1 else 0.0
-        rows.append([kind, *(f"{cell:.4f}" for cell in [*cells, statistics.mean(ends), spread])])
+        rows.append(
+            [kind, *(f"{cell:.4f}" for cell in [*cells, statistics.mean(ends), spread])]
+        )
     publish(
         f"# Float8\n\n{command_line()}\n\n{machine('cpu', ['torchao'])}\n\n"
         f"Settings: `{' '.join(common)}`; one thread; means over {args.seeds} seeds.\n\n"

@@ -31,7 +31,9 @@ def generate_without(model: DecoderModel, prompt_T: Tensor, count: int) -> Tenso
     """Read all tokens again for each."""
     tokens_T = prompt_T
     for _ in range(count):
-        tokens_T = torch.cat([tokens_T, model(tokens_T.unsqueeze(0))[0, -1:].argmax(-1)])
+        tokens_T = torch.cat(
+            [tokens_T, model(tokens_T.unsqueeze(0))[0, -1:].argmax(-1)]
+        )
     return tokens_T
 
 

@@ -112,7 +112,11 @@ class Bench:
 
     def holds(self, planned_gib: float | None) -> bool:
         """Whether the device has as much memory as that."""
-        return planned_gib is None or self.memory_gib is None or planned_gib <= self.memory_gib
+        return (
+            planned_gib is None
+            or self.memory_gib is None
+            or planned_gib <= self.memory_gib
+        )
 
     def work(self, shape: Shape, contestant: str) -> Work:
         """Arguments of a peer."""
@@ -140,7 +144,11 @@ class Bench:
         """Command that starts a contestant."""
         script = CONTESTANTS[contestant]
         if isinstance(script, str):
-            return [self.python, str(PEERS / script), *self.work(shape, contestant).arguments()]
+            return [
+                self.python,
+                str(PEERS / script),
+                *self.work(shape, contestant).arguments(),
+            ]
         return [sys.executable, str(PEERS / "ours.py"), *self.words(shape, contestant)]
 
     def environment(self, contestant: str) -> dict[str, str]:
@@ -150,7 +158,9 @@ class Bench:
         )
         kept |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         if isinstance(CONTESTANTS[contestant], str) and self.python != sys.executable:
-            del kept["PYTHONPATH"]  # another environment, which packages of this one would shadow
+            del kept[
+                "PYTHONPATH"
+            ]  # another environment, which packages of this one would shadow
         if self.device == "cuda":
             kept["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         # Reads ranks from its launcher's variables; there is no launcher here
@@ -169,8 +179,12 @@ class Bench:
         folder.mkdir()
         model = compose_config(["experiment=null", f"model={shape.model}"]).model
         write_tokens(folder, model.vocab_size, TokenDType.uint32)
-        write_batches(folder, self.work(shape, COMPILED), model.vocab_size, TokenDType.uint32)
-        (folder / "config.json").write_text(json.dumps(model.hugging_face.write_config(model)))
+        write_batches(
+            folder, self.work(shape, COMPILED), model.vocab_size, TokenDType.uint32
+        )
+        (folder / "config.json").write_text(
+            json.dumps(model.hugging_face.write_config(model))
+        )
         return model
 
     def run(
@@ -183,7 +197,9 @@ class Bench:
     ) -> Row:
         """One row, in a process of its own."""
         command = self.command(shape, contestant)
-        row = Row(shape.name, contestant, shlex.join(command[1:]).replace(f"{ROOT}/", ""))
+        row = Row(
+            shape.name, contestant, shlex.join(command[1:]).replace(f"{ROOT}/", "")
+        )
         if isinstance(CONTESTANTS[contestant], tuple):
             row = dataclasses.replace(row, planned_gib=planned_gib)
             if not self.holds(planned_gib):
@@ -192,7 +208,14 @@ class Bench:
                     f"{self.memory_gib:.0f}"
                 )
                 return dataclasses.replace(row, failure=reason)
-        run = Run(command, self.environment(contestant), self.folder, STEPS, seconds, stops=False)
+        run = Run(
+            command,
+            self.environment(contestant),
+            self.folder,
+            STEPS,
+            seconds,
+            stops=False,
+        )
         take_within(run, seconds)
         result = run.result
         if len(result.seconds) < STEPS:
@@ -202,7 +225,9 @@ class Bench:
             row,
             tokens_per_second=speed,
             mfu=speed * flops_per_token / self.peak if self.peak else None,
-            peak_gib=result.device_peak_bytes / GIB if result.device_peak_bytes else None,
+            peak_gib=result.device_peak_bytes / GIB
+            if result.device_peak_bytes
+            else None,
             startup_seconds=result.startup_seconds,
             losses=result.losses,
             note=result.note,
@@ -247,9 +272,14 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="one tiny shape, to try the script")
     parser.add_argument(
-        "--shapes", nargs="+", metavar="MODEL-LENGTH", help=" ".join(shape.name for shape in SHAPES)
+        "--tiny", action="store_true", help="one tiny shape, to try the script"
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        metavar="MODEL-LENGTH",
+        help=" ".join(shape.name for shape in SHAPES),
     )
     parser.add_argument(
         "--contestants",
@@ -257,13 +287,20 @@ def parse_arguments() -> argparse.Namespace:
         metavar="WORDS",
         help="those whose name begins with one of these",
     )
-    parser.add_argument("--seconds", type=float, default=570.0, help="for the whole call")
-    parser.add_argument("--row-seconds", type=float, default=90.0, help="for a row at most")
+    parser.add_argument(
+        "--seconds", type=float, default=570.0, help="for the whole call"
+    )
+    parser.add_argument(
+        "--row-seconds", type=float, default=90.0, help="for a row at most"
+    )
     parser.add_argument(
         "--peers-python", default=sys.executable, help="has transformers and accelerate"
     )
     parser.add_argument(
-        "--write", type=Path, metavar="STEM", help="STEM.md and STEM.json, written after every row"
+        "--write",
+        type=Path,
+        metavar="STEM",
+        help="STEM.md and STEM.json, written after every row",
     )
     parser.add_argument(
         "--resume",
@@ -296,9 +333,17 @@ def main() -> int:
         peak = peak_flops(Device(args.device).name)
         memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
     rows: list[Row] = []
-    settings = {"machine": without_clocks(on), "peak_flops": peak, "steps": STEPS, "warmup": WARMUP}
+    settings = {
+        "machine": without_clocks(on),
+        "peak_flops": peak,
+        "steps": STEPS,
+        "warmup": WARMUP,
+    }
     finished = FinishedRows(
-        args.write and args.write.with_suffix(".json"), settings, args.resume, args.seconds
+        args.write and args.write.with_suffix(".json"),
+        settings,
+        args.resume,
+        args.seconds,
     )
     units = len(args.shapes) * len(args.contestants)
     with progress(units), tempfile.TemporaryDirectory() as scratch:
@@ -325,7 +370,11 @@ def main() -> int:
                         args.row_seconds,
                         LEAST_SECONDS,
                     )
-                    row = Row(**found) if found else Row(shape.name, contestant, failure=NO_TIME)
+                    row = (
+                        Row(**found)
+                        if found
+                        else Row(shape.name, contestant, failure=NO_TIME)
+                    )
                     rows.append(row)
                     done.note = row.failure or f"{row.tokens_per_second:,.0f} tokens/s"
                 verdicts = judge(rows, args.shapes)

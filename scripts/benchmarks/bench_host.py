@@ -50,7 +50,9 @@ def measure(words: list[str], steps: int) -> float:
     """Median seconds of a step of one rank."""
     trainer = Trainer(configured([*words, f"train.steps={steps}"]))
     trainer.train()
-    return statistics.median(step.step_time_seconds for step in trainer.history[WARMUP:])
+    return statistics.median(
+        step.step_time_seconds for step in trainer.history[WARMUP:]
+    )
 
 
 def operators(words: list[str]) -> float:
@@ -74,7 +76,9 @@ def slope(values: dict[int, float]) -> float:
 def main() -> None:
     """Print a table of the strategies."""
     parser = page_parser(__doc__)
-    parser.add_argument("--strategies", nargs="+", default=["single", "ddp", "fsdp1", "fsdp2"])
+    parser.add_argument(
+        "--strategies", nargs="+", default=["single", "ddp", "fsdp1", "fsdp2"]
+    )
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     depths = [f"{depth} layers, ms" for depth in DEPTHS]
@@ -84,9 +88,12 @@ def main() -> None:
             words = {depth: words_of(strategy, depth) for depth in DEPTHS}
             with unit(strategy) as done:
                 times = {
-                    depth: run_ranks(1, measure, words[depth], args.steps)[0] for depth in DEPTHS
+                    depth: run_ranks(1, measure, words[depth], args.steps)[0]
+                    for depth in DEPTHS
                 }
-                issued = {depth: operators(words[depth]) for depth in (DEPTHS[0], DEPTHS[-1])}
+                issued = {
+                    depth: operators(words[depth]) for depth in (DEPTHS[0], DEPTHS[-1])
+                }
                 quotient = f"{1e6 * slope(times) / slope(issued):.1f}"
                 done.note = f"{quotient} µs"
             steps = [f"{1e3 * seconds:.1f}" for seconds in times.values()]

@@ -46,20 +46,30 @@ SETTINGS = (
 def measure(overrides: list[str]) -> float:
     """Median CPU time of a step, in seconds."""
     marks: list[float] = []
-    Trainer(configured(overrides)).train(on_step=lambda _: marks.append(time.process_time()))
-    return statistics.median(after - before for before, after in itertools.pairwise(marks))
+    Trainer(configured(overrides)).train(
+        on_step=lambda _: marks.append(time.process_time())
+    )
+    return statistics.median(
+        after - before for before, after in itertools.pairwise(marks)
+    )
 
 
 def main() -> None:
     """Print a table of the modes."""
     parser = page_parser(__doc__)
     dtypes = ["float32", "bfloat16"]
-    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the computation")
-    parser.add_argument("--grains", type=int, default=8, help="train.grains under layout")
+    parser.add_argument(
+        "--dtype", choices=dtypes, default="float32", help="of the computation"
+    )
+    parser.add_argument(
+        "--grains", type=int, default=8, help="train.grains under layout"
+    )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    shared = f"{SETTINGS} train.steps={args.steps} parallel.param_dtype={args.dtype}".split()
+    shared = (
+        f"{SETTINGS} train.steps={args.steps} parallel.param_dtype={args.dtype}".split()
+    )
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     with progress(args.rounds * len(MODES)):
         for _ in range(args.rounds):
@@ -73,7 +83,9 @@ def main() -> None:
     medians = {mode: statistics.median(times) for mode, times in seconds.items()}
     rows = [["`train.deterministic`", "CPU time of a step", "ratio"]]
     for mode, median in medians.items():
-        rows.append([f"`{mode}`", f"{median:.2f} s", f"{median / medians['false']:.2f}"])
+        rows.append(
+            [f"`{mode}`", f"{median:.2f} s", f"{median / medians['false']:.2f}"]
+        )
     publish(
         f"One process, {args.dtype}, {args.grains} grains, {args.rounds} rounds of {args.steps} "
         f"steps, {machine('cpu')}\n\n{markdown_table(rows)}",

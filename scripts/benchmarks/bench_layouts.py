@@ -91,7 +91,9 @@ def measure(configs: Sequence[Config], axis: str, titles: Sequence[str]) -> list
 def _measure_one(config: Config, axis: str) -> Row:
     trainer = Trainer(config)
     traced: list[Call] = []
-    trace = CollectiveTrace(config.train.steps, trainer.strategy.model, {}, traced.extend)
+    trace = CollectiveTrace(
+        config.train.steps, trainer.strategy.model, {}, traced.extend
+    )
     times: list[float] = []
     starts: list[float] = []
     trainer.around_step = trace.around
@@ -101,7 +103,11 @@ def _measure_one(config: Config, axis: str) -> Row:
     trainer.train(on_step=lambda metrics: times.append(time.process_time()))
     # The last one was traced
     seconds = [end - start for start, end in zip(starts, times, strict=True)][2:-1]
-    peaks = [step.memory_peak_gib for step in trainer.history if step.memory_peak_gib is not None]
+    peaks = [
+        step.memory_peak_gib
+        for step in trainer.history
+        if step.memory_peak_gib is not None
+    ]
     own = [call.sends_bytes for call in traced if call.group == f"mesh_{axis}"]
     return Row(
         losses=[step.loss for step in trainer.history],
@@ -121,14 +127,18 @@ def context_rows(steps: int) -> dict[str, Config]:
         for form in ("ulysses", "gathered", "ring"):
             layout = f"mesh.cp_size={cp} train.batch_size={cp} parallel.context={form}"
             words[f"cp {cp} {form}"] = layout
-    return {name: configured(f"{common} {row}".split(), RANKS) for name, row in words.items()}
+    return {
+        name: configured(f"{common} {row}".split(), RANKS)
+        for name, row in words.items()
+    }
 
 
 def expert_rows(tokens: int, steps: int) -> dict[str, Config]:
     """Configurations of the table of experts for this many tokens of a rank and step."""
     common = f"{COMMON} {EXPERTS_MODEL} train.seq_len={tokens} train.steps={steps}"
     return {
-        f"ep {ep}": configured(f"{common} mesh.ep_size={ep}".split(), RANKS) for ep in (1, 2, 4)
+        f"ep {ep}": configured(f"{common} mesh.ep_size={ep}".split(), RANKS)
+        for ep in (1, 2, 4)
     }
 
 
@@ -145,7 +155,14 @@ def expert_bytes(config: Config, ep: int, tokens: int) -> tuple[float, float]:
     shards, layers = RANKS // ep, model.n_layers // model.moe_every
     rows = 4 * tokens * model.top_k * model.dim * (ep - 1) / ep
     gathered = (
-        3 * 3 * model.n_experts * model.expert_ffn_dim * model.dim / ep * (shards - 1) / shards
+        3
+        * 3
+        * model.n_experts
+        * model.expert_ffn_dim
+        * model.dim
+        / ep
+        * (shards - 1)
+        / shards
     )
     return 4.0 * layers * rows, 4.0 * layers * gathered
 
@@ -194,21 +211,29 @@ def bench_experts(steps: int) -> tuple[str, list[str]]:
     for tokens in EXPERT_TOKENS:
         configs = expert_rows(tokens, steps)
         names = list(configs)
-        rows: list[Row] = run_ranks(RANKS, measure, list(configs.values()), "ep", names)[0]
+        rows: list[Row] = run_ranks(
+            RANKS, measure, list(configs.values()), "ep", names
+        )[0]
         whole = [row.exchanged_bytes + row.other_bytes for row in rows]
         for (name, config), row, sent in zip(configs.items(), rows, whole, strict=True):
             ep = config.mesh.ep_size
             even = expert_bytes(config, ep, tokens)[0]
-            exchanged = f"{row.exchanged_bytes / 1e6:.3f} ({even / 1e6:.3f})" if ep > 1 else ""
+            exchanged = (
+                f"{row.exchanged_bytes / 1e6:.3f} ({even / 1e6:.3f})" if ep > 1 else ""
+            )
             ratio = row.cpu_seconds / rows[0].cpu_seconds
             share = sent / whole[0]
             numbers = [f"{ratio:.2f}", exchanged, f"{sent / 1e6:.3f}", f"{share:.2f}"]
             cells.append([str(tokens), name, *numbers])
             if ep > 1 and tokens < 0.8 * break_even_tokens(config, ep) and share >= 1:
-                faults.append(f"{name} with {tokens} tokens sends {share:.2f} of the bytes of ep 1")
+                faults.append(
+                    f"{name} with {tokens} tokens sends {share:.2f} of the bytes of ep 1"
+                )
         faults += [f"{tokens} tokens, {fault}" for fault in other_losses(names, rows)]
     config = configs["ep 1"]
-    breaks = ", ".join(f"ep {ep}: {break_even_tokens(config, ep):,.0f}" for ep in (2, 4))
+    breaks = ", ".join(
+        f"ep {ep}: {break_even_tokens(config, ep):,.0f}" for ep in (2, 4)
+    )
     text = (
         f"## Experts\n\n{RANKS} ranks, 2 layers of 16 experts of 3 · 128 · 128 weights, 2 a "
         f"token, float32\n\n{markdown_table(cells, (0, 2, 3, 4, 5))}\n\n"
@@ -237,7 +262,10 @@ def main() -> int:
     parser = page_parser(__doc__)
     parser.add_argument("--only", choices=list(TABLES))
     parser.add_argument(
-        "--steps", type=int, default=6, help="at least 4: two to warm up, and the last is traced"
+        "--steps",
+        type=int,
+        default=6,
+        help="at least 4: two to warm up, and the last is traced",
     )
     args = parser.parse_args()
     tables = [TABLES[args.only]] if args.only else list(TABLES.values())
@@ -248,7 +276,9 @@ def main() -> int:
             text, missed = bench(args.steps)
             texts.append(text)
             faults += missed
-    publish("\n\n".join([*texts, *(f"MISSED: {fault}" for fault in faults)]), args.write)
+    publish(
+        "\n\n".join([*texts, *(f"MISSED: {fault}" for fault in faults)]), args.write
+    )
     return 1 if faults else 0
 
 

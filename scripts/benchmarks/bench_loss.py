@@ -64,7 +64,9 @@ def shape(word: str) -> tuple[int, ...]:
     """``4096x1024x32000`` as numbers."""
     sizes = tuple(int(size) for size in word.split("x"))
     if len(sizes) != 3 or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{word} must be three sizes, as in 4096x1024x32000")
+        raise argparse.ArgumentTypeError(
+            f"{word} must be three sizes, as in 4096x1024x32000"
+        )
     return sizes
 
 
@@ -73,21 +75,33 @@ def main(words: list[str] | None = None) -> int:
     parser = page_parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--shapes", nargs="+", metavar="NxDxV", type=shape, help="tokens x width x vocabulary"
+        "--shapes",
+        nargs="+",
+        metavar="NxDxV",
+        type=shape,
+        help="tokens x width x vocabulary",
     )
     dtypes = ["bfloat16", "float32"]
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
-        "--chunk-tokens", type=int, help="tokens a chunk; chosen by the loss if left out"
+        "--chunk-tokens",
+        type=int,
+        help="tokens a chunk; chosen by the loss if left out",
     )
     args = parser.parse_args(words)
     shapes = args.shapes or ([SHAPE] if args.device == "cpu" else [SHAPE, LARGE_SHAPE])
     torch.set_num_threads(args.threads)
-    texts = ["# Chunked loss", command_line(words), machine(torch.device(args.device).type)]
+    texts = [
+        "# Chunked loss",
+        command_line(words),
+        machine(torch.device(args.device).type),
+    ]
     contestants = 5 if hasattr(F, "linear_cross_entropy") else 4
-    with progress(len(shapes) * len(args.dtypes) * (2 + 2 * contestants + args.repeats)):
+    with progress(
+        len(shapes) * len(args.dtypes) * (2 + 2 * contestants + args.repeats)
+    ):
         for sizes in shapes:
             for dtype in args.dtypes:
                 texts += run_case(args, sizes, getattr(torch, dtype))
@@ -95,7 +109,9 @@ def main(words: list[str] | None = None) -> int:
     return 1 if any(text.startswith("MISSED") for text in texts) else 0
 
 
-def run_case(args: argparse.Namespace, sizes: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+def run_case(
+    args: argparse.Namespace, sizes: tuple[int, ...], dtype: torch.dtype
+) -> list[str]:
     """Check, time and measure one shape in one dtype; returns its table and its bars."""
     inputs = make_inputs(args.device, sizes, dtype)
     losses = contestants(args, sizes, inputs[1])
@@ -106,12 +122,21 @@ def run_case(args: argparse.Namespace, sizes: tuple[int, ...], dtype: torch.dtyp
             peaks[name] = peak_bytes(loss_fn, *inputs)
             done.note = f"{peaks[name] / MIB:.0f} MiB"
     steps = {
-        name: functools.partial(timed_step, loss_fn, inputs) for name, loss_fn in losses.items()
+        name: functools.partial(timed_step, loss_fn, inputs)
+        for name, loss_fn in losses.items()
     }
     seconds = take_turns(str(dtype), steps, args.repeats, 1, Device(args.device))
     ratios = {name: median_ratio(seconds, name, PLAIN) for name in losses}
-    milliseconds = {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
-    columns = ["median ms", "× plain", "peak MiB", "× plain", "error of weight's gradient"]
+    milliseconds = {
+        name: 1e3 * statistics.median(times) for name, times in seconds.items()
+    }
+    columns = [
+        "median ms",
+        "× plain",
+        "peak MiB",
+        "× plain",
+        "error of weight's gradient",
+    ]
     rows = [["loss and gradients", *columns]]
     for name in losses:
         rows.append([
@@ -144,7 +169,11 @@ def make_inputs(
     count."""
     n_tokens, dim, vocab_size = sizes
     generator = torch.Generator().manual_seed(0)
-    hidden_ND = torch.randn(n_tokens, dim, generator=generator).to(device, dtype).requires_grad_()
+    hidden_ND = (
+        torch.randn(n_tokens, dim, generator=generator)
+        .to(device, dtype)
+        .requires_grad_()
+    )
     weight_VD = (
         (torch.randn(vocab_size, dim, generator=generator) * 0.02)
         .to(device, dtype)
@@ -185,7 +214,9 @@ def contestants(
     return losses
 
 
-def step(loss_fn: LossFn, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+def step(
+    loss_fn: LossFn, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
+) -> Tensor:
     """Loss and gradients of its mean, as in training, where the sum is divided after the head."""
     hidden_ND.grad = weight_VD.grad = None
     loss = loss_fn(hidden_ND, weight_VD, labels_N)
@@ -193,7 +224,9 @@ def step(loss_fn: LossFn, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
     return loss.detach()
 
 
-def timed_step(loss_fn: LossFn, inputs: tuple[Tensor, Tensor, Tensor], turn: int) -> None:
+def timed_step(
+    loss_fn: LossFn, inputs: tuple[Tensor, Tensor, Tensor], turn: int
+) -> None:
     """Take a step, the same in each turn."""
     step(loss_fn, *inputs)
 
@@ -221,7 +254,9 @@ def check(
             ("loss", "hidden gradient", "weight gradient"), outcome, exact, strict=True
         ):
             error = ((value - expected).norm() / expected.norm()).item()
-            tolerance = TOLERANCE[torch.bfloat16 if name == OURS_BF16 else hidden_ND.dtype]
+            tolerance = TOLERANCE[
+                torch.bfloat16 if name == OURS_BF16 else hidden_ND.dtype
+            ]
             if name == TORCH and key == "loss":
                 tolerance = LOSS_TOLERANCE_OF_TORCH
             if not error <= tolerance:
@@ -236,10 +271,16 @@ def float64_outcome(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, and gradients of its mean, by autograd over a few tokens at a time."""
-    hidden_ND, weight_VD = (x.detach().double().requires_grad_() for x in (hidden_ND, weight_VD))
+    hidden_ND, weight_VD = (
+        x.detach().double().requires_grad_() for x in (hidden_ND, weight_VD)
+    )
     total = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
-    for hidden_CD, labels_C in zip(hidden_ND.split(512), labels_N.split(512), strict=True):
-        loss = F.cross_entropy(F.linear(hidden_CD, weight_VD), labels_C, reduction="sum")
+    for hidden_CD, labels_C in zip(
+        hidden_ND.split(512), labels_N.split(512), strict=True
+    ):
+        loss = F.cross_entropy(
+            F.linear(hidden_CD, weight_VD), labels_C, reduction="sum"
+        )
         (loss / len(labels_N)).backward()
         total += loss.detach()
     assert hidden_ND.grad is not None and weight_VD.grad is not None
@@ -247,12 +288,17 @@ def float64_outcome(
 
 
 def peak_bytes(
-    loss_fn: Callable[..., Tensor], hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
+    loss_fn: Callable[..., Tensor],
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
 ) -> int:
     """The most that a step holds beyond its inputs, gradients included."""
     hidden_ND.grad = weight_VD.grad = None
     if hidden_ND.device.type != "cpu":
-        step(loss_fn, hidden_ND, weight_VD, labels_N)  # kernels and workspaces that stay
+        step(
+            loss_fn, hidden_ND, weight_VD, labels_N
+        )  # kernels and workspaces that stay
         hidden_ND.grad = weight_VD.grad = None
         torch.accelerator.synchronize()
         backend = getattr(torch, hidden_ND.device.type)

@@ -75,7 +75,9 @@ def main() -> int:
         rows = open_rows(args)
         for strategy, name in wanted:
             with unit(f"{strategy} {name}") as done:
-                results[strategy, name] = result = measured_row(rows, args, strategy, name)
+                results[strategy, name] = result = measured_row(
+                    rows, args, strategy, name
+                )
                 done.note = (
                     result.failure
                     or f"{result.seconds:.3f} s, reserved {gib(result.reserved_gib)} GiB"
@@ -103,7 +105,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     add_row_arguments(parser)
     parser.add_argument(
-        "--one", nargs=2, metavar=("STRATEGY", "ROW"), help="measure one row here and print JSON"
+        "--one",
+        nargs=2,
+        metavar=("STRATEGY", "ROW"),
+        help="measure one row here and print JSON",
     )
     args = parser.parse_args()
     if args.warmup_steps >= args.steps:
@@ -113,16 +118,23 @@ def parse_arguments() -> argparse.Namespace:
 
 def add_row_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select rows and their settings."""
-    parser.add_argument("--device", choices=DEVICE_TYPES, default=available_device_type())
+    parser.add_argument(
+        "--device", choices=DEVICE_TYPES, default=available_device_type()
+    )
     parser.add_argument("--model", default="llama2_7b")
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup-steps", type=int, default=3)
     parser.add_argument(
-        "--strategies", nargs="+", choices=["fsdp1", "fsdp2"], default=["fsdp1", "fsdp2"]
+        "--strategies",
+        nargs="+",
+        choices=["fsdp1", "fsdp2"],
+        default=["fsdp1", "fsdp2"],
     )
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW")
+    parser.add_argument(
+        "--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW"
+    )
     parser.add_argument(
         "--cores",
         type=int,
@@ -132,7 +144,10 @@ def add_row_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, help="for all rows of this call; by default no limit"
     )
     parser.add_argument(
-        "--row-seconds", type=float, default=600.0, help="a row that takes longer has failed"
+        "--row-seconds",
+        type=float,
+        default=600.0,
+        help="a row that takes longer has failed",
     )
     parser.add_argument(
         "--write",
@@ -160,12 +175,17 @@ def rows_of(args: argparse.Namespace) -> list[tuple[str, str]]:
 def open_rows(args: argparse.Namespace) -> FinishedRows:
     """Return the rows of earlier calls with the same settings."""
     settings = {name: getattr(args, name) for name in ROW_OPTIONS}
-    settings |= {"cores": row_cores(args), "machine": without_clocks(machine(args.device))}
+    settings |= {
+        "cores": row_cores(args),
+        "machine": without_clocks(machine(args.device)),
+    }
     path = args.write.with_suffix(".json") if args.write else None
     return FinishedRows(path, settings, args.resume, args.seconds)
 
 
-def measured_row(rows: FinishedRows, args: argparse.Namespace, strategy: str, name: str) -> Result:
+def measured_row(
+    rows: FinishedRows, args: argparse.Namespace, strategy: str, name: str
+) -> Result:
     """Return a row of an earlier call, or measure it within the time that is left."""
     row = rows.measure(
         f"{strategy} {name}",
@@ -178,7 +198,9 @@ def measured_row(rows: FinishedRows, args: argparse.Namespace, strategy: str, na
     return Result(**row)
 
 
-def run_row(args: argparse.Namespace, strategy: str, name: str, seconds: float) -> Result:
+def run_row(
+    args: argparse.Namespace, strategy: str, name: str, seconds: float
+) -> Result:
     """Measure one row in a fresh process, so that no row sees the allocator of another."""
     words = [sys.executable, __file__, "--one", strategy, name]
     for option in ROW_OPTIONS:
@@ -187,7 +209,11 @@ def run_row(args: argparse.Namespace, strategy: str, name: str, seconds: float) 
     environment = hardware_environment(args.device, 1, row_cores(args), False, present)
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, env=present | environment, timeout=seconds
+            words,
+            capture_output=True,
+            text=True,
+            env=present | environment,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
         return Result(failure=f"not done after {seconds:.0f} s")
@@ -239,7 +265,9 @@ def measure(args: argparse.Namespace) -> Result:
             failure=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         )
     if any(step.skipped for step in steps):
-        return Result(failure="an update was skipped: a loss or gradient was not finite")
+        return Result(
+            failure="an update was skipped: a loss or gradient was not finite"
+        )
     measured = steps[args.warmup_steps :]
     times = sorted(step.step_time_seconds for step in measured)
     last = measured[-1]

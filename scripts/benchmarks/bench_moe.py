@@ -95,7 +95,9 @@ def main() -> int:
     )
     parser.add_argument("--ffn-dim", type=int)
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="bfloat16 by default, float32 on a CPU"
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="bfloat16 by default, float32 on a CPU",
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", choices=DEVICE_TYPES, default="cpu")
@@ -108,7 +110,11 @@ def main() -> int:
     args.repeats = args.repeats or (9 if on_cpu else 30)
     torch.set_num_threads(args.threads)
     sizes = SIZES if args.dim is None else [(args.dim, args.ffn_dim)]
-    texts = ["# Mixture-of-experts block", command_line(), machine(args.device, ["transformers"])]
+    texts = [
+        "# Mixture-of-experts block",
+        command_line(),
+        machine(args.device, ["transformers"]),
+    ]
     with progress(len(sizes) * (1 + 2 * (args.repeats + WARMUP))):
         for dim, ffn_dim in sizes:
             texts += run_size(args, dim, ffn_dim)
@@ -132,7 +138,8 @@ def run_size(args: argparse.Namespace, dim: int, ffn_dim: int) -> list[str]:
     rows = [["phase", "block", "median ms", "tokens/s", "FSDPToys is … times as fast"]]
     for phase, step in (("forward", forward), ("forward+backward", forward_backward)):
         steps = {
-            name: functools.partial(step, block, inputs, grad_ND) for name, block in blocks.items()
+            name: functools.partial(step, block, inputs, grad_ND)
+            for name, block in blocks.items()
         }
         title = f"dim {dim}, {phase}"
         seconds = take_turns(title, steps, args.repeats, WARMUP, Device(args.device))
@@ -140,7 +147,15 @@ def run_size(args: argparse.Namespace, dim: int, ffn_dim: int) -> list[str]:
         for name, times in seconds.items():
             median = statistics.median(times)
             ratio = "" if name == OURS else f"{ratios[name]:.2f}"
-            rows.append([phase, name, f"{median * 1e3:.1f}", f"{args.tokens / median:,.0f}", ratio])
+            rows.append(
+                [
+                    phase,
+                    name,
+                    f"{median * 1e3:.1f}",
+                    f"{args.tokens / median:,.0f}",
+                    ratio,
+                ]
+            )
     threads = f", {args.threads} threads" if args.device == "cpu" else ""
     title = (
         f"{args.experts} experts, top-{args.top_k}, {args.tokens} tokens, dim {dim}, ffn_dim "
@@ -172,7 +187,10 @@ def build(
             nn.init.normal_(param, std=0.02)
     for name in (GROUPED, EAGER):
         blocks[name].load_state_dict(
-            {f"block.{_theirs(key)}": value for key, value in blocks[OURS].state_dict().items()}
+            {
+                f"block.{_theirs(key)}": value
+                for key, value in blocks[OURS].state_dict().items()
+            }
         )
     return {name: block.to(args.device, dtype) for name, block in blocks.items()}
 
@@ -181,13 +199,17 @@ def _theirs(name: str) -> str:
     return name.replace("router.", "gate.")
 
 
-def forward(block: nn.Module, inputs: list[Tensor], grad_ND: Tensor, turn: int) -> Tensor:
+def forward(
+    block: nn.Module, inputs: list[Tensor], grad_ND: Tensor, turn: int
+) -> Tensor:
     """Forward alone, as in evaluation."""
     with torch.no_grad():
         return block(inputs[turn])
 
 
-def forward_backward(block: nn.Module, inputs: list[Tensor], grad_ND: Tensor, turn: int) -> Tensor:
+def forward_backward(
+    block: nn.Module, inputs: list[Tensor], grad_ND: Tensor, turn: int
+) -> Tensor:
     """Forward, and gradients of the input and all parameters, as in training."""
     inputs[turn].grad = None
     block.zero_grad(set_to_none=True)

@@ -149,7 +149,9 @@ class Bench:
         # The console rounds
         exact = run_dir / "metrics.jsonl" if contestant.script is None else None
         command = self.command(contestant, run_dir)
-        return Run(command, environment, self.folder, self.work.steps, LIMIT_SECONDS, exact)
+        return Run(
+            command, environment, self.folder, self.work.steps, LIMIT_SECONDS, exact
+        )
 
 
 def peers_bin(named: Path | None) -> Path:
@@ -164,7 +166,9 @@ def peers_bin(named: Path | None) -> Path:
         )
         venv.create(home, with_pip=True)
         pip = [str(programs / "python"), "-m", "pip", "install", "-q"]
-        subprocess.run([*pip, f"torch=={torch.__version__}", "numpy", *REQUIREMENTS], check=True)
+        subprocess.run(
+            [*pip, f"torch=={torch.__version__}", "numpy", *REQUIREMENTS], check=True
+        )
         subprocess.run([*pip, "--no-deps", UNRESOLVED], check=True)
     return programs
 
@@ -177,7 +181,9 @@ def computes_bfloat16() -> bool:
 
 def measure(bench: Bench, rounds: int) -> dict[str, list[Measured]]:
     """Every contestant once a round, in turns with those of its group."""
-    results: dict[str, list[Measured]] = {contestant.name: [] for contestant in CONTESTANTS}
+    results: dict[str, list[Measured]] = {
+        contestant.name: [] for contestant in CONTESTANTS
+    }
     numbers = itertools.count()
     for turn in range(rounds):
         for group in (0, 1):
@@ -198,22 +204,39 @@ def render(results: dict[str, list[Measured]], work: Work, warmup: int) -> str:
     groups = {contestant.name: contestant.group for contestant in CONTESTANTS}
     tokens = work.ranks * work.batch_size * work.seq_len
     peers = (ACCELERATE, FABRIC, PLAIN)
-    columns = ["CPU s a step, all ranks", "peak MiB a rank", "start to end of step 1, s"]
+    columns = [
+        "CPU s a step, all ranks",
+        "peak MiB a rank",
+        "start to end of step 1, s",
+    ]
     rows = [["", "tokens/s", *(f"× {peer[:3]}" for peer in peers), *columns]]
     for name, runs in results.items():
-        cells = [f"{tokens / statistics.median(run.step_seconds(warmup) for run in runs):,.0f}"]
+        cells = [
+            f"{tokens / statistics.median(run.step_seconds(warmup) for run in runs):,.0f}"
+        ]
         for peer in peers:
             compared = name not in peers and groups[peer] == groups[name]
-            cells.append(f"{speed_ratio(runs, results[peer], warmup):.2f}" if compared else "")
-        cells.append(f"{statistics.median(run.step_cpu_seconds(warmup) for run in runs):.2f}")
-        cells.append(f"{statistics.median(run.peak_bytes for run in runs) / 2**20:,.0f}")
+            cells.append(
+                f"{speed_ratio(runs, results[peer], warmup):.2f}" if compared else ""
+            )
+        cells.append(
+            f"{statistics.median(run.step_cpu_seconds(warmup) for run in runs):.2f}"
+        )
+        cells.append(
+            f"{statistics.median(run.peak_bytes for run in runs) / 2**20:,.0f}"
+        )
         cells.append(f"{statistics.median(run.startup_seconds for run in runs):.1f}")
         rows.append([name, *cells])
     losses = [["", *map(str, range(1, len(results[PLAIN][0].losses) + 1))]]
     losses += [
-        [name, *(f"{loss:.5f}" for loss in runs[0].losses)] for name, runs in results.items()
+        [name, *(f"{loss:.5f}" for loss in runs[0].losses)]
+        for name, runs in results.items()
     ]
-    notes = [f"{name} ran as {runs[0].note}." for name, runs in results.items() if runs[0].note]
+    notes = [
+        f"{name} ran as {runs[0].note}."
+        for name, runs in results.items()
+        if runs[0].note
+    ]
     return "\n\n".join([
         f"## {work.dtype}, {work.batch_size} × {work.seq_len} tokens a rank and step",
         markdown_table(rows, range(1, 8)),
@@ -231,7 +254,10 @@ def peers_versions(programs: Path) -> str:
         f"{names}), sep=', ')"
     )
     output = subprocess.run(
-        [str(programs / "python"), "-c", ask], check=True, capture_output=True, text=True
+        [str(programs / "python"), "-c", ask],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     return output.strip()
 
@@ -241,8 +267,12 @@ def main() -> int:
     parser = page_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, help="a run; 5 in float32 by default")
-    parser.add_argument("--warmup", type=int, default=1, help="first steps that are not timed")
-    parser.add_argument("--only", choices=["float32", "bfloat16"], help="one number format")
+    parser.add_argument(
+        "--warmup", type=int, default=1, help="first steps that are not timed"
+    )
+    parser.add_argument(
+        "--only", choices=["float32", "bfloat16"], help="one number format"
+    )
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab-size", type=int, default=32000)
@@ -259,7 +289,9 @@ def main() -> int:
     shapes["bfloat16"] = shapes["float32"]
     if not computes_bfloat16():
         shapes["bfloat16"] = (1, 128, args.steps or 3, 1)
-    shapes = {dtype: shape for dtype, shape in shapes.items() if args.only in (None, dtype)}
+    shapes = {
+        dtype: shape for dtype, shape in shapes.items() if args.only in (None, dtype)
+    }
     texts: list[str] = []
     turns = sum(2 * rounds * (steps + 1) for *_, steps, rounds in shapes.values())
     with progress(turns), tempfile.TemporaryDirectory() as scratch:
@@ -285,7 +317,9 @@ def main() -> int:
             if not any(run.failure for runs in results.values() for run in runs):
                 texts.append(render(results, work, args.warmup))
             if seq_len == 128:
-                texts.append("This CPU has no bf16 instructions, so that a step is short here.")
+                texts.append(
+                    "This CPU has no bf16 instructions, so that a step is short here."
+                )
             verdicts = judge(results, PAIRS, args.warmup, [PLAIN, ACCELERATE, FABRIC])
             texts.append("\n".join(f"- {line}" for line in verdicts))
     publish("\n\n".join(texts), args.write)

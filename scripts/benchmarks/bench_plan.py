@@ -92,14 +92,20 @@ def main() -> int:
                 if rows_of_device is not None:
                     result = measured_row(rows_of_device, args, strategy, name)
                 else:
-                    result = saved.get(f"{strategy} {name}", Result(failure="not measured"))
+                    result = saved.get(
+                        f"{strategy} {name}", Result(failure="not measured")
+                    )
                 measured[strategy, name] = result
                 done.note = result.failure or f"{result.seconds:.3f} s"
                 if not result.failure:
                     predictors[strategy, name] = predictor(args, strategy, name)
         with unit("predictions and calibration"):
             rows = compare(measured, predictors, hardware, args.calibrate_on)
-    verdicts = judge(rows) if args.device != "cpu" else ["The bars are those of an accelerator."]
+    verdicts = (
+        judge(rows)
+        if args.device != "cpu"
+        else ["The bars are those of an accelerator."]
+    )
     page = render(args, profile, rows, measured, verdicts)
     print(page)
     if args.write:
@@ -118,9 +124,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--hardware", help="a profile, or a YAML file; by default that of the device"
     )
-    parser.add_argument("--calibrate-on", choices=list(ROWS), default="gc", metavar="ROW")
     parser.add_argument(
-        "--measured", type=Path, metavar="ROWS.json", help="rows of an earlier call; measure none"
+        "--calibrate-on", choices=list(ROWS), default="gc", metavar="ROW"
+    )
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="ROWS.json",
+        help="rows of an earlier call; measure none",
     )
     return parser.parse_args()
 
@@ -141,7 +152,9 @@ def copies_for_links(hardware: Hardware, world_size: int) -> Hardware:
     Reduce-scatters are predicted alike, although they write their output alone.
     """
     source = "copies within the device's memory"
-    bytes_per_second = hardware.memory_bandwidth.value * hardware.memory_efficiency.value
+    bytes_per_second = (
+        hardware.memory_bandwidth.value * hardware.memory_efficiency.value
+    )
     speed = Quantity(bytes_per_second / 2 * (world_size - 1) / world_size, source)
     whole, none = Quantity(1.0, source), Quantity(1e-30, source)
     return dataclasses.replace(
@@ -177,7 +190,11 @@ def compare(
         if base is not None:
             seconds = measured[strategy, calibrate_on].seconds
             assert seconds is not None
-            case = Case(lambda one, base=base: base(one).time.step_seconds, seconds, calibrate_on)  # type: ignore[misc]
+            case = Case(
+                lambda one, base=base: base(one).time.step_seconds,
+                seconds,
+                calibrate_on,
+            )  # type: ignore[misc]
             corrected = calibrate(
                 [case], hardware, choose_parameters(["compute", "memory"])
             ).hardware
@@ -185,7 +202,9 @@ def compare(
             if owner == strategy:
                 offloads = any("offload=true" in word for word in ROWS[name].words)
                 before, after = row(hardware), row(corrected)
-                rows[owner, name] = Compared(measured[owner, name], before, after, not offloads)
+                rows[owner, name] = Compared(
+                    measured[owner, name], before, after, not offloads
+                )
     return rows
 
 
@@ -216,7 +235,12 @@ def judge(rows: dict[tuple[str, str], Compared]) -> list[str]:
         ):
             if got is not None:
                 checks.append(
-                    (what, predicted / GIB, got, END_GIB if share is None else share * got)
+                    (
+                        what,
+                        predicted / GIB,
+                        got,
+                        END_GIB if share is None else share * got,
+                    )
                 )
         for what, predicted, got, bar in checks:
             met = "met" if abs(predicted - got) <= bar else "missed"
@@ -268,7 +292,8 @@ def render(
             (result.reserved_gib, memory.reserved_bytes),
         )
         cells = [
-            "" if got is None else f"{got:.2f} / {predicted / GIB:.2f}" for got, predicted in pairs
+            "" if got is None else f"{got:.2f} / {predicted / GIB:.2f}"
+            for got, predicted in pairs
         ]
         cells += [
             f"{result.seconds:.3f} / {each.time.step_seconds:.3f}"

@@ -123,7 +123,8 @@ def rank_costs(config: Config, resumed: Config) -> dict[str, Cost]:
     again.run()
     kept = steps[WARMUP:]
     costs["step"] = Cost(
-        statistics.median(each.wall for each in kept), statistics.median(each.cpu for each in kept)
+        statistics.median(each.wall for each in kept),
+        statistics.median(each.cpu for each in kept),
     )
     return costs
 
@@ -168,7 +169,9 @@ def measured_rows(worlds: Sequence[int], steps: int) -> Iterator[list[str]]:
         yield [str(ranks), *cells]
 
 
-def numbers(words: Sequence[str], world_size: int) -> tuple[int, int, int, float, float]:
+def numbers(
+    words: Sequence[str], world_size: int
+) -> tuple[int, int, int, float, float]:
     """Lines of ours, calls of Python, collectives and MiB that a rank sends, in one step of an
     imagined world.
 
@@ -183,7 +186,13 @@ def numbers(words: Sequence[str], world_size: int) -> tuple[int, int, int, float
     Trainer(config)
     seconds = time.process_time() - started
     sent = sum(call.sends_bytes for call in collectives) / MIB
-    return counted.all_lines, sum(counted.calls.values()), len(collectives), sent, seconds
+    return (
+        counted.all_lines,
+        sum(counted.calls.values()),
+        len(collectives),
+        sent,
+        seconds,
+    )
 
 
 def counted_rows(worlds: Sequence[int]) -> Iterator[list[str]]:
@@ -200,7 +209,9 @@ def counted_rows(worlds: Sequence[int]) -> Iterator[list[str]]:
 def messages(volumes: Iterable[Volume]) -> int:
     """That a rank sends in a step, if every collective goes around a ring."""
     return sum(
-        volume.calls * (2 if volume.collective == "all_reduce" else 1) * (volume.group_size - 1)
+        volume.calls
+        * (2 if volume.collective == "all_reduce" else 1)
+        * (volume.group_size - 1)
         for volume in volumes
     )
 
@@ -210,13 +221,17 @@ def planned_sizes(world_size: int) -> tuple[str, ...]:
     return ("node", "-1") if 8 < world_size <= MOST_FLAT else ("node",)
 
 
-def planned_rows(model: str, hardware_name: str, worlds: Sequence[int]) -> Iterator[list[str]]:
+def planned_rows(
+    model: str, hardware_name: str, worlds: Sequence[int]
+) -> Iterator[list[str]]:
     """Rows of the third table for each world: a copy a machine, and a copy of all ranks where one
     can be cut so."""
     hardware = load_hardware(hardware_name)
     for world_size in worlds:
         for size in planned_sizes(world_size):
-            config = compose_config(f"{PLANNED} model={model} mesh.fsdp_size={size}".split())
+            config = compose_config(
+                f"{PLANNED} model={model} mesh.fsdp_size={size}".split()
+            )
             validate_switches(
                 config,
                 world_size,
@@ -278,7 +293,11 @@ def main(words: Sequence[str] | None = None) -> int:
         f"## Counted: a step of rank 0, `{COUNTED}` on machines of 8",
         f"## Planned: `model={args.model} {PLANNED}` on {args.hardware}, not measured",
     ]
-    texts = ["# What grows with the number of ranks", command_line(words), machine("cpu")]
+    texts = [
+        "# What grows with the number of ranks",
+        command_line(words),
+        machine("cpu"),
+    ]
     for title, rows in zip(titles, tables, strict=True):
         texts += [title, markdown_table(rows, range(len(rows[0])))]
     publish("\n\n".join(texts), args.write)

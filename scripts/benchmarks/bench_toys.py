@@ -117,14 +117,18 @@ class Training:
     """
 
     def __init__(self, contestant: Contestant, config: Config) -> None:
-        context = World(Device("cpu"), dist.get_rank(), dist.get_world_size(), config.mesh)
+        context = World(
+            Device("cpu"), dist.get_rank(), dist.get_world_size(), config.mesh
+        )
         with torch.device("meta"):
             model = config.model.build()
         self.strategy = config.parallel.build(context)
         self.strategy.shard(model, seeded(model.init_rows, 0))
         params = [param for _, param in self.strategy.named_parameters()]
         if contestant.shards_states:
-            from torch.distributed.optim import ZeroRedundancyOptimizer  # its import is slow
+            from torch.distributed.optim import (
+                ZeroRedundancyOptimizer,  # its import is slow
+            )
 
             self.optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
                 params, torch.optim.AdamW, **SETTINGS
@@ -139,7 +143,9 @@ class Training:
         strategy = self.strategy
         count = tokens_BT.numel() * dist.get_world_size()
         with strategy.microbatch(0, 1):
-            loss: Tensor = strategy.model(tokens_BT, tokens_BT.roll(-1, 1), self.loss_fn)
+            loss: Tensor = strategy.model(
+                tokens_BT, tokens_BT.roll(-1, 1), self.loss_fn
+            )
             (loss * (strategy.gradient_divisor / count)).backward()
         strategy.clip_grad_norm(MAX_GRAD_NORM)
         self.optimizer.step()
@@ -148,10 +154,16 @@ class Training:
 
 
 def compete(
-    args: argparse.Namespace, group: list[Contestant], configs: list[Config], traces: bool
+    args: argparse.Namespace,
+    group: list[Contestant],
+    configs: list[Config],
+    traces: bool,
 ) -> list[Measured]:
     """Run one round of a group on this rank."""
-    made = [Training(contestant, config) for contestant, config in zip(group, configs, strict=True)]
+    made = [
+        Training(contestant, config)
+        for contestant, config in zip(group, configs, strict=True)
+    ]
     measured = [Measured() for _ in group]
     generator = torch.Generator().manual_seed(dist.get_rank())
     for turn in range(args.warmup + args.turns + traces):
@@ -159,11 +171,16 @@ def compete(
             args.vocab_size, (args.batch_size, args.seq_len), generator=generator
         )
         first = turn % len(group)
-        with unit(f"{group[-1].name} and others, turn {turn + 1}", announce=dist.get_rank() == 0):
+        with unit(
+            f"{group[-1].name} and others, turn {turn + 1}",
+            announce=dist.get_rank() == 0,
+        ):
             for number in [*range(first, len(group)), *range(first)]:
                 training, result = made[number], measured[number]
                 if turn == args.warmup + args.turns:
-                    result.collective_seconds, result.hidden_seconds = trace(training, tokens_BT)
+                    result.collective_seconds, result.hidden_seconds = trace(
+                        training, tokens_BT
+                    )
                     continue
                 dist.barrier()
                 cpu_seconds, seconds = time.process_time(), time.perf_counter()
@@ -175,7 +192,9 @@ def compete(
     return measured
 
 
-def count_bytes(args: argparse.Namespace, contestant: Contestant, config: Config) -> CountedBytes:
+def count_bytes(
+    args: argparse.Namespace, contestant: Contestant, config: Config
+) -> CountedBytes:
     """Count this rank's allocations in a step after the first two, which make the states and the
     buffers."""
     training = Training(contestant, config)
@@ -195,11 +214,17 @@ def trace(training: Training, tokens_BT: Tensor) -> tuple[float, float]:
         training.take_step(tokens_BT)
     events = profiler.events() or []
     (thread,) = (event.thread for event in events if event.name == STEP)
-    intervals = [(event, (event.time_range.start, event.time_range.end)) for event in events]
-    sending = [
-        interval for event, interval in intervals if event.name.startswith(("gloo:", "nccl:"))
+    intervals = [
+        (event, (event.time_range.start, event.time_range.end)) for event in events
     ]
-    issuing = [interval for event, interval in intervals if event.name.startswith("c10d::")]
+    sending = [
+        interval
+        for event, interval in intervals
+        if event.name.startswith(("gloo:", "nccl:"))
+    ]
+    issuing = [
+        interval for event, interval in intervals if event.name.startswith("c10d::")
+    ]
     # Operators of the model and the optimizer; gloo's threads and the calls of collectives copy
     # too.
     computing = [
@@ -227,15 +252,21 @@ def over_ranks(per_rank: Sequence[list[Measured]]) -> list[Measured]:
     each contestant."""
     return [
         Measured(
-            seconds=[max(each) for each in zip(*(rank.seconds for rank in ranks), strict=True)],
+            seconds=[
+                max(each)
+                for each in zip(*(rank.seconds for rank in ranks), strict=True)
+            ],
             cpu_seconds=[
-                sum(each) for each in zip(*(rank.cpu_seconds for rank in ranks), strict=True)
+                sum(each)
+                for each in zip(*(rank.cpu_seconds for rank in ranks), strict=True)
             ],
             losses=[
                 statistics.fmean(each)
                 for each in zip(*(rank.losses for rank in ranks), strict=True)
             ],
-            collective_seconds=statistics.fmean(rank.collective_seconds for rank in ranks),
+            collective_seconds=statistics.fmean(
+                rank.collective_seconds for rank in ranks
+            ),
             hidden_seconds=statistics.fmean(rank.hidden_seconds for rank in ranks),
         )
         for ranks in zip(*per_rank, strict=True)
@@ -261,7 +292,9 @@ def check_losses(group: list[Contestant], measured: list[Measured]) -> None:
 
 def loss_difference(ours: Measured, native: Measured) -> float:
     """Return the largest difference of a step's losses, relative to the native one."""
-    return max(abs(a - b) / abs(b) for a, b in zip(ours.losses, native.losses, strict=True))
+    return max(
+        abs(a - b) / abs(b) for a, b in zip(ours.losses, native.losses, strict=True)
+    )
 
 
 def ratios(ours: Measured, native: Measured) -> list[float]:
@@ -281,7 +314,10 @@ def render(group: list[Contestant], rounds: list[list[Measured]]) -> str:
     verdicts = []
     for number, contestant in enumerate(group):
         results = [measured[number] for measured in rounds]
-        by_round = [ratios(result, first[0]) for result, first in zip(results, rounds, strict=True)]
+        by_round = [
+            ratios(result, first[0])
+            for result, first in zip(results, rounds, strict=True)
+        ]
         every = [*itertools.chain(*by_round)]
         points = every if len(every) > 1 else every * 2
         low, ratio, high = statistics.quantiles(points, n=4, method="inclusive")
@@ -291,7 +327,11 @@ def render(group: list[Contestant], rounds: list[list[Measured]]) -> str:
         if number:
             worst = max(loss_difference(ours[number], ours[0]) for ours in rounds)
             medians = ", ".join(f"{statistics.median(turns):.3f}" for turns in by_round)
-            compared = [f"{ratio:.3f} ({low:.3f} to {high:.3f})", medians, f"{worst:.1e}"]
+            compared = [
+                f"{ratio:.3f} ({low:.3f} to {high:.3f})",
+                medians,
+                f"{worst:.1e}",
+            ]
         traced = results[-1]
         hidden = "none"
         if traced.collective_seconds:
@@ -313,11 +353,16 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = page_parser(__doc__)
     names = list(GROUPS)
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="groups")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, help="groups"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--turns", type=int, default=5, help="a round")
     parser.add_argument(
-        "--warmup", type=int, default=2, help="first turns of a round that are not timed"
+        "--warmup",
+        type=int,
+        default=2,
+        help="first turns of a round that are not timed",
     )
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -356,7 +401,9 @@ def main(words: list[str] | None = None) -> int:
     ]
     # A turn is a unit, the traces of the last round are another, and so is a contestant's memory.
     contestants = sum(len(GROUPS[name]) for name in args.only)
-    with progress(len(args.only) * (args.rounds * (args.warmup + args.turns) + 1) + contestants):
+    with progress(
+        len(args.only) * (args.rounds * (args.warmup + args.turns) + 1) + contestants
+    ):
         for name in args.only:
             group = GROUPS[name]
             configs = [compose(args, contestant) for contestant in group]
@@ -366,7 +413,9 @@ def main(words: list[str] | None = None) -> int:
                 measured = run_ranks(RANKS, compete, args, group, configs, traced)
                 rounds.append(over_ranks(measured))
                 check_losses(group, rounds[-1])
-            for contestant, config, last in zip(group, configs, rounds[-1], strict=True):
+            for contestant, config, last in zip(
+                group, configs, rounds[-1], strict=True
+            ):
                 with unit(f"memory of {contestant.name}"):
                     counts = run_ranks(RANKS, count_bytes, args, contestant, config)
                 last.kept_bytes = max(count.end_bytes for count in counts)

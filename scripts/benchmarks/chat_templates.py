@@ -26,12 +26,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fsdptoys.data.chat_jinja import TODAY
-from fsdptoys.data.chat_rows import BadRowError, ChatRecords, ChatRow, with_parsed_arguments
+from fsdptoys.data.chat_rows import (
+    BadRowError,
+    ChatRecords,
+    ChatRow,
+    with_parsed_arguments,
+)
 from fsdptoys.data.chat_template import ChatTemplate, Rendered
 from fsdptoys.data.tokenizer_settings import TemplateSource
 from fsdptoys.errors import ConfigError
 
-TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+TOKENS = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+}
 SPECIAL = re.compile(
     r"<\|[\w.]+\|>|<｜[^｜<>]+｜>|</?s>|<(?:start|end)_of_turn>|<turn\|>|<\|turn>|\[/?INST\]"
 )
@@ -90,8 +100,14 @@ THINKING = {**ANSWERED, "reasoning_content": THOUGHT}
 ROWS: dict[str, dict[str, Any]] = {
     "one turn": {"messages": [ASKED, ANSWERED]},
     "system, two turns": {"messages": [SYSTEM, ASKED, ANSWERED, *MORE]},
-    "call, content null": {"messages": [WEATHER, calling(None), RESULT, WARM], "tools": TOOLS},
-    "call, content empty": {"messages": [WEATHER, calling(""), RESULT, WARM], "tools": TOOLS},
+    "call, content null": {
+        "messages": [WEATHER, calling(None), RESULT, WARM],
+        "tools": TOOLS,
+    },
+    "call, content empty": {
+        "messages": [WEATHER, calling(""), RESULT, WARM],
+        "tools": TOOLS,
+    },
     "call, content": {
         "messages": [WEATHER, calling("I look it up."), RESULT, WARM],
         "tools": TOOLS,
@@ -100,21 +116,40 @@ ROWS: dict[str, dict[str, Any]] = {
     "reasoning_content": {"messages": [ASKED, THINKING]},
     "thinking": {"messages": [ASKED, {**ANSWERED, "thinking": THOUGHT}]},
     "think tags in content": {
-        "messages": [ASKED, {**ANSWERED, "content": f"<think>\n{THOUGHT}\n</think>\n\nIt is 42."}]
+        "messages": [
+            ASKED,
+            {**ANSWERED, "content": f"<think>\n{THOUGHT}\n</think>\n\nIt is 42."},
+        ]
     },
     "reasoning, two turns": {
         "messages": [ASKED, THINKING, MORE[0], {**MORE[1], "reasoning": "42 + 42."}]
     },
     "reasoning and call": {
-        "messages": [WEATHER, calling(None, reasoning_content="I must look it up."), RESULT, WARM],
+        "messages": [
+            WEATHER,
+            calling(None, reasoning_content="I must look it up."),
+            RESULT,
+            WARM,
+        ],
         "tools": TOOLS,
     },
-    "answer first": {"messages": [ANSWERED, ASKED, {"role": "assistant", "content": "Yes, 42."}]},
+    "answer first": {
+        "messages": [ANSWERED, ASKED, {"role": "assistant", "content": "Yes, 42."}]
+    },
     "developer": {
-        "messages": [{"role": "developer", "content": "You are terse."}, ASKED, ANSWERED]
+        "messages": [
+            {"role": "developer", "content": "You are terse."},
+            ASKED,
+            ANSWERED,
+        ]
     },
     "arguments as text": {
-        "messages": [WEATHER, calling(None, json.dumps({"city": "Bern"})), RESULT, WARM],
+        "messages": [
+            WEATHER,
+            calling(None, json.dumps({"city": "Bern"})),
+            RESULT,
+            WARM,
+        ],
         "tools": TOOLS,
     },
 }
@@ -196,7 +231,9 @@ def compiled(name: str, source: str) -> ChatTemplate:
     return ChatTemplate({"default": TemplateSource(source, name)}, TOKENS)
 
 
-def compare(oracle: Oracle, name: str, source: str, blocks: str | None, row: ChatRow) -> Result:
+def compare(
+    oracle: Oracle, name: str, source: str, blocks: str | None, row: ChatRow
+) -> Result:
     """Render a row with both; ``blocks`` is a template of the same text with generation blocks."""
     expected = oracle.text(source, row)
     try:
@@ -204,7 +241,9 @@ def compare(oracle: Oracle, name: str, source: str, blocks: str | None, row: Cha
         special = sorted({*SPECIAL.findall(source), "</s>"}, key=len, reverse=True)
         found = template.render(row, special)
     except (BadRowError, ConfigError) as error:
-        return Result("both refuse" if expected is None else "refused here alone", str(error))
+        return Result(
+            "both refuse" if expected is None else "refused here alone", str(error)
+        )
     if found.text != expected:
         objects = dataclasses.replace(row, messages=with_parsed_arguments(row.messages))
         if objects != row and found.text == oracle.text(source, objects):
@@ -214,7 +253,11 @@ def compare(oracle: Oracle, name: str, source: str, blocks: str | None, row: Cha
         mistake = compare_answers(oracle, blocks, row, template, found)
         if mistake:
             return Result("other answers", mistake)
-    return Result("equal, loses parts", "; ".join(found.lost)) if found.lost else Result("equal")
+    return (
+        Result("equal, loses parts", "; ".join(found.lost))
+        if found.lost
+        else Result("equal")
+    )
 
 
 def compare_answers(
@@ -234,10 +277,14 @@ def compare_answers(
     inside = {place for start, stop in spans for place in range(start, stop)}
     ours = {place for start, stop in found.answers for place in range(start, stop)}
     more, less = (_pieces(text, places) for places in (ours - inside, inside - ours))
-    prompts = [template.prompt(row.messages[:number], row) for number in row.learned] + [
-        TOKENS["eos_token"]
+    prompts = [
+        template.prompt(row.messages[:number], row) for number in row.learned
+    ] + [TOKENS["eos_token"]]
+    less = [
+        piece
+        for piece in less
+        if not any(piece.strip() in prompt for prompt in prompts)
     ]
-    less = [piece for piece in less if not any(piece.strip() in prompt for prompt in prompts)]
     more = [piece for piece in more if piece.strip()]
     return f"too much {more}, too little {less}" if more or less else None
 
@@ -275,7 +322,9 @@ def main() -> int:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--details", action="store_true", help="print every difference")
-    parser.add_argument("--report", type=Path, help="put the table between this file's marks")
+    parser.add_argument(
+        "--report", type=Path, help="put the table between this file's marks"
+    )
     options = parser.parse_args()
     oracle, counts = Oracle(), {name: collections.Counter[str]() for name in ROWS}
     rows = {name: read_row(row) for name, row in ROWS.items()}
@@ -297,8 +346,12 @@ def main() -> int:
     if options.report:
         before, _, rest = options.report.read_text(encoding="utf-8").partition(MARK)
         after = rest.partition(MARK)[2]
-        options.report.write_text(f"{before}{MARK}\n\n{table}\n\n{MARK}{after}", encoding="utf-8")
-    return int(any(found["other text"] + found["other answers"] for found in counts.values()))
+        options.report.write_text(
+            f"{before}{MARK}\n\n{table}\n\n{MARK}{after}", encoding="utf-8"
+        )
+    return int(
+        any(found["other text"] + found["other answers"] for found in counts.values())
+    )
 
 
 if __name__ == "__main__":

@@ -5,8 +5,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-EAGER, COMPILED, FLOAT8 = "FSDPToys, eager", "FSDPToys, compiled", "FSDPToys, compiled, float8"
-BARE, ACCELERATE = "PyTorch loop + transformers, compiled", "accelerate + transformers, eager"
+EAGER, COMPILED, FLOAT8 = (
+    "FSDPToys, eager",
+    "FSDPToys, compiled",
+    "FSDPToys, compiled, float8",
+)
+BARE, ACCELERATE = (
+    "PyTorch loop + transformers, compiled",
+    "accelerate + transformers, eager",
+)
 FLOAT8_GAIN = 1.25
 """Of the tokens/s of bf16, both compiled."""
 LOSS_TOLERANCE = 0.01
@@ -130,7 +137,11 @@ def render(
         on: machine and versions.
         verdicts: of ``judge``.
     """
-    peak = f"{peak_flops / 1e12:,.0f} TFLOP/s" if peak_flops else "not known, so no MFU is given"
+    peak = (
+        f"{peak_flops / 1e12:,.0f} TFLOP/s"
+        if peak_flops
+        else "not known, so no MFU is given"
+    )
     trial = "# A trial of the script on a CPU, whose figures mean nothing"
     lines = [
         "# One GPU" if device == "cuda" else trial,
@@ -170,11 +181,16 @@ def render(
                 f"| {row.contestant} | {' | '.join(f'{loss:.3f}' for loss in row.losses)} |"
             )
         notes = [
-            f"{row.contestant}: {row.note}." for row in rows if row.shape == shape.name and row.note
+            f"{row.contestant}: {row.note}."
+            for row in rows
+            if row.shape == shape.name and row.note
         ]
         lines += ["", *(f"- {note}" for note in notes)]
     return (
-        "\n".join([*lines, "", "## Targets", "", *(f"- {verdict}" for verdict in verdicts)]) + "\n"
+        "\n".join(
+            [*lines, "", "## Targets", "", *(f"- {verdict}" for verdict in verdicts)]
+        )
+        + "\n"
     )
 
 

@@ -54,10 +54,14 @@ def main(preset: str = "llama3_1b", ranks: str = "2") -> None:
         f"ranks, torch {torch.__version__}\nlargest region that a tensor of the files is made of: "
         f"{tensor_bytes / MIB:,.0f} MiB\n"
     )
-    rows = [["rank", "shard, MiB", "peak, MiB", "peak beyond the shard, MiB", "seconds"]]
+    rows = [
+        ["rank", "shard, MiB", "peak, MiB", "peak beyond the shard, MiB", "seconds"]
+    ]
     for rank, (growth, elements, seconds) in enumerate(results):
         sizes = [4 * elements, growth, growth - 4 * elements]
-        rows.append([str(rank), *(f"{size / MIB:,.0f}" for size in sizes), f"{seconds:.1f}"])
+        rows.append(
+            [str(rank), *(f"{size / MIB:,.0f}" for size in sizes), f"{seconds:.1f}"]
+        )
     print(markdown_table(rows))
 
 
@@ -78,7 +82,9 @@ def write_folder(preset: str, folder: Path) -> int:
 def fill(folder: Path) -> tuple[int, int, float]:
     """Fill this rank's shard; return the growth of the peak in bytes, the shard's elements, and the
     seconds."""
-    context = World(Device("cpu", 0), dist.get_rank(), dist.get_world_size(), MeshConfig())
+    context = World(
+        Device("cpu", 0), dist.get_rank(), dist.get_world_size(), MeshConfig()
+    )
     parallel = FSDP2Config()
     parallel.resolve(deterministic=False)
     strategy = parallel.build(context)
@@ -90,7 +96,9 @@ def fill(folder: Path) -> tuple[int, int, float]:
     source.check(model)
     strategy.shard(model, source.fill)
     seconds = time.perf_counter() - started
-    shards = [param.to_local() for param in model.parameters() if isinstance(param, DTensor)]
+    shards = [
+        param.to_local() for param in model.parameters() if isinstance(param, DTensor)
+    ]
     return peak_bytes() - before, sum(shard.numel() for shard in shards), seconds
 
 

@@ -38,7 +38,12 @@ def judge(results: dict[tuple[str, str], Result], classic: bool) -> list[str]:
                     ratio <= target,
                     f"{strategy} {name} takes {ratio:.2f} times as long as {base}, bar {target}",
                 )
-        if classic and "gc" in of and "gc chunk" in of and of["gc"].peak_gib is not None:
+        if (
+            classic
+            and "gc" in of
+            and "gc chunk" in of
+            and of["gc"].peak_gib is not None
+        ):
             saved = of["gc"].peak_gib - of["gc chunk"].peak_gib
             verdict(
                 saved >= CHUNK_SAVES_GIB,
@@ -51,7 +56,8 @@ def judge(results: dict[tuple[str, str], Result], classic: bool) -> list[str]:
             ):
                 if got is not None and strategy in wanted:
                     verdict_text = (
-                        f"{strategy} {name}: {got:.2f} GiB {what}, published {wanted[strategy]:.2f}"
+                        f"{strategy} {name}: {got:.2f} GiB {what}, published "
+                        f"{wanted[strategy]:.2f}"
                     )
                     verdict(got <= wanted[strategy] + 0.005, verdict_text)
     return verdicts
@@ -107,7 +113,9 @@ def render(
     ]
     for (strategy, name), result in results.items():
         if result.failure:
-            lines.append(f"| {strategy} | {name} | not run: {result.failure} | | | | | |")
+            lines.append(
+                f"| {strategy} | {name} | not run: {result.failure} | | | | | |"
+            )
             continue
         base = results.get((strategy, ROWS[name].base or ""))
         ratio = (
@@ -123,7 +131,9 @@ def render(
             gib(result.peak_gib),
             gib(result.reserved_gib),
         ]
-        lines.append(f"| {strategy} | {name} | {' | '.join(cells)} | {gib(wanted.get(strategy))} |")
+        lines.append(
+            f"| {strategy} | {name} | {' | '.join(cells)} | {gib(wanted.get(strategy))} |"
+        )
     return "\n".join([*lines, "", *(f"- {verdict}" for verdict in verdicts)]) + "\n"
 
 

@@ -43,7 +43,11 @@ ROWS = {
     "plain": Row((), None, published(9.72, 9.72), published(44.92, 40.78)),
     "gc": Row((GC,), None, published(9.72, 9.72), published(21.90, 18.17)),
     "gc chunk": Row(
-        (GC, CHUNK), "gc", published(9.48, 9.48), published(21.59, 17.78), target=NO_COST
+        (GC, CHUNK),
+        "gc",
+        published(9.48, 9.48),
+        published(21.59, 17.78),
+        target=NO_COST,
     ),
     "gc chunk oo": Row(
         (GC, CHUNK, OO),
@@ -65,7 +69,9 @@ ROWS = {
     "parts": Row((PARTS,), None, published(9.72, 9.72), published(42.80, 40.36)),
     "parts gc": Row((PARTS, GC), None, published(9.72, 9.72), published(19.85, 17.45)),
     # Not in the classic table.
-    "gc chunk oo serial": Row((GC, CHUNK, OO, "memory.offload_schedule=serial"), "gc chunk"),
+    "gc chunk oo serial": Row(
+        (GC, CHUNK, OO, "memory.offload_schedule=serial"), "gc chunk"
+    ),
     "gc chunk oo pipelined": Row(
         (GC, CHUNK, OO, "memory.offload_schedule=pipelined"),
         "gc chunk",
@@ -80,7 +86,9 @@ ROWS = {
         target=CPU_OFFLOAD_TARGET,
     ),
     "gc chunk ao": Row((GC, CHUNK, "memory.activation_offload=true"), "gc chunk"),
-    "selective chunk": Row(("memory.gradient_checkpointing=selective", CHUNK), "gc chunk"),
+    "selective chunk": Row(
+        ("memory.gradient_checkpointing=selective", CHUNK), "gc chunk"
+    ),
 }
 """Name → switches; the first eight are those of the classic table, in its order."""
 CLASSIC = ("llama2_7b", 8, 4096)
@@ -102,5 +110,7 @@ class Result:
 
 def row_cores(args: argparse.Namespace) -> int:
     """CPU cores of the one rank: its share of this machine, by devices, or on a CPU by ranks."""
-    ranks = args.world_size if args.device == "cpu" else max(1, device_count(args.device))
+    ranks = (
+        args.world_size if args.device == "cpu" else max(1, device_count(args.device))
+    )
     return args.cores or max(1, available_cores() // ranks)

@@ -37,7 +37,9 @@ def write_inputs(folder: Path, model: LlamaConfig) -> None:
     write_tokens(folder, model.vocab_size)
 
 
-def write_tokens(folder: Path, vocab_size: int, kind: TokenDType = TokenDType.uint16) -> None:
+def write_tokens(
+    folder: Path, vocab_size: int, kind: TokenDType = TokenDType.uint16
+) -> None:
     """Tokens of a skewed distribution, so that there is something to learn."""
     tokens = vocab_size * np.random.default_rng(0).random(2**18) ** 3
     tokens.astype(kind.value).tofile(folder / "tokens.bin")
@@ -51,7 +53,14 @@ def write_batches(
         work.seq_len, vocab_size, DATA_SEED
     )
     streams = [
-        BatchStream(dataset.train, work.batch_size, 1, range(rank, rank + 1), work.ranks, DATA_SEED)
+        BatchStream(
+            dataset.train,
+            work.batch_size,
+            1,
+            range(rank, rank + 1),
+            work.ranks,
+            DATA_SEED,
+        )
         for rank in range(work.ranks)
     ]
     steps = [

@@ -24,7 +24,9 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def speed_ratio(ours: Sequence[Measured], theirs: Sequence[Measured], warmup: int) -> float:
+def speed_ratio(
+    ours: Sequence[Measured], theirs: Sequence[Measured], warmup: int
+) -> float:
     """Tokens/s of ours over theirs: the median of the ratios within a turn."""
     first = max(1, warmup)
     return statistics.median(
@@ -48,7 +50,10 @@ def losses_agree(results: dict[str, list[Measured]]) -> list[str]:
 
 
 def judge(
-    results: dict[str, list[Measured]], judged: Sequence[Pair], warmup: int, peers: Sequence[str]
+    results: dict[str, list[Measured]],
+    judged: Sequence[Pair],
+    warmup: int,
+    peers: Sequence[str],
 ) -> list[str]:
     """One sentence per target; missed ones begin with ``missed``."""
     failed = [
@@ -73,12 +78,16 @@ def judge(
             speed >= pair.target,
             f"{pair.ours} has {speed:.2f} of the tokens/s of {pair.theirs}, target {pair.target}",
         )
-        memory = median_ratio([r.peak_bytes for r in ours], [r.peak_bytes for r in theirs])
+        memory = median_ratio(
+            [r.peak_bytes for r in ours], [r.peak_bytes for r in theirs]
+        )
         add(
             memory <= 1,
             f"{pair.ours} takes {memory:.2f} of the memory of {pair.theirs}, target 1.0",
         )
-    fastest = min(statistics.median(r.startup_seconds for r in results[name]) for name in peers)
+    fastest = min(
+        statistics.median(r.startup_seconds for r in results[name]) for name in peers
+    )
     for name in dict.fromkeys(pair.ours for pair in judged):
         seconds = statistics.median(r.startup_seconds for r in results[name])
         add(

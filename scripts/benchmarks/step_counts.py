@@ -49,7 +49,11 @@ class Counted:
 
 def name_of(frame: FrameType) -> str:
     """Name of the running function, with its class where Python has it."""
-    return frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
+    return (
+        frame.f_code.co_qualname
+        if sys.version_info >= (3, 11)
+        else frame.f_code.co_name
+    )
 
 
 def compares(frame: FrameType | None) -> bool:
@@ -117,7 +121,9 @@ def count_step(
     """
     pretend(world_size)
     trainer = Trainer(
-        configured([*words, "train.steps=3", "train.eval_every=0"], world_size, node_ranks)
+        configured(
+            [*words, "train.steps=3", "train.eval_every=0"], world_size, node_ranks
+        )
     )
     # Of a CPU alone, in few steps, and with as many calls as there are objects
     trainer.memory.enabled = False

@@ -42,4 +42,6 @@ def take_turns(
 
 def median_ratio(seconds: Seconds, name: str, base: str) -> float:
     """Return the median of the ratios of two contestants within a turn."""
-    return statistics.median(a / b for a, b in zip(seconds[name], seconds[base], strict=True))
+    return statistics.median(
+        a / b for a, b in zip(seconds[name], seconds[base], strict=True)
+    )

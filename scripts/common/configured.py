@@ -7,7 +7,10 @@ from fsdptoys.config.schema import Config
 
 
 def configured(
-    words: Sequence[str], world_size: int = 1, node_ranks: int | None = None, device: str = "cpu"
+    words: Sequence[str],
+    world_size: int = 1,
+    node_ranks: int | None = None,
+    device: str = "cpu",
 ) -> Config:
     """Compose and check a configuration.
 

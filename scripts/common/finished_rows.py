@@ -92,6 +92,7 @@ class FinishedRows:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             beside = self.path.with_name(self.path.name + ".new")
             beside.write_text(
-                json.dumps({"settings": self.settings, "rows": self.rows}, indent=1) + "\n"
+                json.dumps({"settings": self.settings, "rows": self.rows}, indent=1)
+                + "\n"
             )
             os.replace(beside, self.path)

@@ -25,7 +25,9 @@ def machine(device_type: str, packages: Sequence[str] = ()) -> str:
     if device_type == "cpu":
         name += f", {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
     elif device_type == "cuda":
-        name = ", ".join(filter(None, [name, nvidia_driver(), f"{os.cpu_count()} CPU cores"]))
+        name = ", ".join(
+            filter(None, [name, nvidia_driver(), f"{os.cpu_count()} CPU cores"])
+        )
     return ", ".join([*versions, platform.system(), name])
 
 
@@ -46,14 +48,27 @@ def device_name(device_type: str) -> str:
 def nvidia_driver() -> str:
     """Driver, clocks and power limit of the first GPU as ``nvidia-smi`` reports them; empty without
     it."""
-    query = ["driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit"]
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(query)}", "--format=csv,noheader"]
+    query = [
+        "driver_version",
+        "clocks.sm",
+        "clocks.max.sm",
+        "clocks.mem",
+        "power.limit",
+    ]
+    command = [
+        "nvidia-smi",
+        "--id=0",
+        f"--query-gpu={','.join(query)}",
+        "--format=csv,noheader",
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30.0)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     fields = (
-        [field.strip() for field in done.stdout.splitlines()[0].split(",")] if done.stdout else []
+        [field.strip() for field in done.stdout.splitlines()[0].split(",")]
+        if done.stdout
+        else []
     )
     if done.returncode or len(fields) != len(query):
         return ""
@@ -64,5 +79,7 @@ def nvidia_driver() -> str:
 def without_clocks(line: str) -> str:
     """``machine``'s line without the momentary clocks, to compare two machines."""
     return re.sub(
-        r"SM clock \d+ MHz of (\d+ MHz), memory clock \d+ MHz", r"SM clock up to \1", line
+        r"SM clock \d+ MHz of (\d+ MHz), memory clock \d+ MHz",
+        r"SM clock up to \1",
+        line,
     )

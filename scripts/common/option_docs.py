@@ -29,7 +29,11 @@ def _read_fields(kind: type) -> dict[str, str]:
     fields: dict[str, str] = {}
     name = ""
     for statement in node.body:
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and name:
+        if (
+            isinstance(statement, ast.Expr)
+            and isinstance(statement.value, ast.Constant)
+            and name
+        ):
             fields[name] = _plain(str(statement.value.value))
         name = ""
         if isinstance(statement, ast.AnnAssign):

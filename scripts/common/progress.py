@@ -56,8 +56,17 @@ def progress(units: int) -> Iterator[None]:
     reader, _pipe = Pipe(duplex=False)
     printer = None
     try:
-        command = [sys.executable, "-I", "-S", __file__, str(reader.fileno()), str(units)]
-        with suppress(OSError):  # no memory or processes left: the script itself may still do
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            __file__,
+            str(reader.fileno()),
+            str(units),
+        ]
+        with suppress(
+            OSError
+        ):  # no memory or processes left: the script itself may still do
             printer = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[reader.fileno()]
             )
@@ -143,11 +152,14 @@ class Printer:
     def beat(self, now: float) -> str:
         """The line of a time in which nothing ended."""
         name, since = min(
-            self._running.items(), key=lambda item: item[1], default=(self._between, self._since)
+            self._running.items(),
+            key=lambda item: item[1],
+            default=(self._between, self._since),
         )
         number = min(self.done + 1, self.units)
         return (
-            f"[{number}/{self.units}] {name} … running for {clock(now - since)}, {self._times(now)}"
+            f"[{number}/{self.units}] {name} … running for {clock(now - since)}, "
+            f"{self._times(now)}"
         )
 
     def _times(self, now: float) -> str:
@@ -177,7 +189,11 @@ def write_line(line: str) -> bool:
         return False
     try:
         encoding = sys.stderr.encoding
-        print(line.encode(encoding, "replace").decode(encoding), file=sys.stderr, flush=True)
+        print(
+            line.encode(encoding, "replace").decode(encoding),
+            file=sys.stderr,
+            flush=True,
+        )
     except (OSError, ValueError):
         return False
     return True

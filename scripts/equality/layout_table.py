@@ -8,7 +8,10 @@ from fsdptoys.config.train_config import TrainConfig
 from fsdptoys.models import ModelConfig, MoEConfig
 from fsdptoys.parallel.pipeline import PipelineSchedule
 
-EXTRAS = {"llama_debug": "memory.chunk_loss=true", "qwen3_debug": "data.mask_documents=true"}
+EXTRAS = {
+    "llama_debug": "memory.chunk_loss=true",
+    "qwen3_debug": "data.mask_documents=true",
+}
 """Preset → overrides of all its rows."""
 
 
@@ -55,7 +58,11 @@ class Layout:
             words.append(f"model.n_kv_heads={self.features}")
         if self.blocks > 1:
             model = model_of(preset)
-            words += [f"model.n_layers={STAGED_LAYERS}"] if model.n_layers < STAGED_LAYERS else []
+            words += (
+                [f"model.n_layers={STAGED_LAYERS}"]
+                if model.n_layers < STAGED_LAYERS
+                else []
+            )
             words += ["model.tie_embeddings=false"] if model.tie_embeddings else []
             # Routers balance the micro-batches so far, and a pipeline needs several; in layout mode
             # those of the step.
@@ -80,9 +87,14 @@ class Layout:
             self.shares * self.features
         ):
             return False
-        whole = ranks * self.replicas * self.blocks == world_size and shard * self.features == ranks
+        whole = (
+            ranks * self.replicas * self.blocks == world_size
+            and shard * self.features == ranks
+        )
         divides = whole and shard % self.shares == 0 and ranks % self.split == 0
-        return ranks * self.blocks > 1 and divides and model.n_heads % self.features == 0
+        return (
+            ranks * self.blocks > 1 and divides and model.n_heads % self.features == 0
+        )
 
 
 def _layouts() -> dict[str, Layout]:
@@ -101,10 +113,15 @@ def _layouts() -> dict[str, Layout]:
         "cp 2, ep 4": Layout((), 2, 4),
         "cp 4, ep 2": Layout((), 4, 2),
     }
-    made |= {"hsdp, ep 2": Layout((), split=2, replicas=2), "hsdp, cp 2, ep 2": Layout((), 2, 2, 2)}
+    made |= {
+        "hsdp, ep 2": Layout((), split=2, replicas=2),
+        "hsdp, cp 2, ep 2": Layout((), 2, 2, 2),
+    }
     made |= {f"tp {tp}": Layout((), features=tp) for tp in (2, 4)}
     for form in ("ulysses", "gathered"):
-        made[f"tp 2, cp 2 {form}"] = Layout((f"parallel.context={form}",), shares=2, features=2)
+        made[f"tp 2, cp 2 {form}"] = Layout(
+            (f"parallel.context={form}",), shares=2, features=2
+        )
     made |= {
         "hsdp, tp 2": Layout((), replicas=2, features=2),
         "tp 2, ep 2": Layout((), split=2, features=2),
@@ -115,7 +132,10 @@ def _layouts() -> dict[str, Layout]:
         * (schedule is not PipelineSchedule.gpipe)
         for schedule in PipelineSchedule
     }
-    made |= {f"pp 2 {schedule}": Layout(words, blocks=2) for schedule, words in staged.items()}
+    made |= {
+        f"pp 2 {schedule}": Layout(words, blocks=2)
+        for schedule, words in staged.items()
+    }
     made |= {
         "pp 4 1f1b": Layout(staged["1f1b"], blocks=4),
         "hsdp, pp 2": Layout((), replicas=2, blocks=2),

@@ -93,7 +93,9 @@ def average_experts() -> Any:
         sum_gradients(self, units)
         for unit in units:
             if isinstance(unit, Experts):
-                unit.set_gradient_divide_factor(self.mesh_axes.efsdp / self.world.world_size)  # type: ignore[operator]
+                unit.set_gradient_divide_factor(
+                    self.mesh_axes.efsdp / self.world.world_size
+                )  # type: ignore[operator]
 
     return mock.patch.object(FSDP2, "_sum_gradients", average)
 
@@ -148,7 +150,9 @@ def _scale_losses(share: Callable[[], float]) -> Any:
 
     def wrong(self: GradientScale, *args: Any) -> StepScale:
         scale = of(self, *args)
-        return scale._replace(per_token=scale.per_token * share(), factor=scale.factor * share())
+        return scale._replace(
+            per_token=scale.per_token * share(), factor=scale.factor * share()
+        )
 
     return mock.patch.object(GradientScale, "of", wrong)
 
@@ -156,14 +160,18 @@ def _scale_losses(share: Callable[[], float]) -> Any:
 def detach_routers() -> Any:
     """No gradient reaches the routers through the weights of the chosen experts."""
     finish = Router.finish
-    return mock.patch.object(Router, "finish", lambda self, *choice: finish(self, *choice).detach())
+    return mock.patch.object(
+        Router, "finish", lambda self, *choice: finish(self, *choice).detach()
+    )
 
 
 def start_positions_at_zero() -> Any:
     """Each rank rotates its part of a sequence as if it began there."""
     rotations = RotaryModel.rotations
     return mock.patch.object(
-        RotaryModel, "rotations", lambda self, positions: rotations(self, positions - positions[0])
+        RotaryModel,
+        "rotations",
+        lambda self, positions: rotations(self, positions - positions[0]),
     )
 
 
@@ -175,7 +183,9 @@ def balance_local_batches() -> Any:
         with mock.patch.object(dist, "all_reduce", lambda *args, **kwargs: None):
             before_backward(self)
 
-    return mock.patch.object(moe_balance.RoutingBalance, "before_backward", without_ranks)
+    return mock.patch.object(
+        moe_balance.RoutingBalance, "before_backward", without_ranks
+    )
 
 
 def count_padding() -> Any:
@@ -188,7 +198,12 @@ def accumulate_in_bf16() -> Any:
     add = GradientsOfBlocks.add
 
     def rounded(
-        self: GradientsOfBlocks, block: Block, k: Tensor, v: Tensor, grad_k: Tensor, grad_v: Tensor
+        self: GradientsOfBlocks,
+        block: Block,
+        k: Tensor,
+        v: Tensor,
+        grad_k: Tensor,
+        grad_v: Tensor,
     ) -> None:
         add(self, block, k, v, grad_k, grad_v)
         for grad in (grad_k, grad_v):
@@ -236,18 +251,26 @@ BUGS = {
     "wrong divide factor": Bug(divide_by_data_ranks, "cp 2 ulysses"),
     "missing router gradient": Bug(detach_routers, "ep 2", "qwen3_moe_debug"),
     "positions from zero on each rank": Bug(start_positions_at_zero, "cp 2 ulysses"),
-    "auxiliary loss of the local batch": Bug(balance_local_batches, "ep 2", "qwen3_moe_debug"),
+    "auxiliary loss of the local batch": Bug(
+        balance_local_batches, "ep 2", "qwen3_moe_debug"
+    ),
     "padding counted as valid": Bug(count_padding, "fsdp2"),
     "ring accumulates in bf16": Bug(accumulate_in_bf16, "cp 4 ring", mode="default"),
     "classes of a rank off by one": Bug(shift_classes, "tp 2"),
     "norm weights counted on each rank": Bug(count_norm_weights_on_every_rank, "tp 2"),
     "missing all-reduce of norms' gradients": Bug(keep_gradients_of_own_tokens, "tp 2"),
-    "division after the last stage's backward": Bug(divide_after_the_backward, "pp 2 gpipe"),
+    "division after the last stage's backward": Bug(
+        divide_after_the_backward, "pp 2 gpipe"
+    ),
     "last micro-batch alone": Bug(keep_the_last_micro_batch, "pp 2 1f1b"),
     "norm of one stage": Bug(forget_other_stages_in_the_norm, "pp 4 1f1b"),
-    "activations of another micro-batch": Bug(send_another_micro_batch, "pp 2 interleaved"),
+    "activations of another micro-batch": Bug(
+        send_another_micro_batch, "pp 2 interleaved"
+    ),
     "bias of rows on each rank": Bug(add_biases_on_every_rank, "tp 2", "gpt2_debug"),
-    "gradient of row biases divided": Bug(divide_gradients_of_biases, "tp 2", "gpt2_debug"),
+    "gradient of row biases divided": Bug(
+        divide_gradients_of_biases, "tp 2", "gpt2_debug"
+    ),
     "average of the ranks' means": Bug(average_means_of_ranks, "fsdp2"),
     "norm of the rank's own shard": Bug(clip_by_the_norm_of_a_shard, "fsdp2"),
 }
@@ -274,7 +297,11 @@ def inject(bug: Bug, name: str, training: Training, reference: Trajectory) -> Ca
     configs = layout_configs({bug.layout: 0}, training, bug.world_size)
     with bug.patch():
         rows: list[Comparison] = run_ranks(
-            bug.world_size, train_and_compare, list(configs.values()), [reference], [name]
+            bug.world_size,
+            train_and_compare,
+            list(configs.values()),
+            [reference],
+            [name],
         )[0]
     (row,) = rows
     # Smaller differences of the default mode may be rounding.
@@ -282,7 +309,9 @@ def inject(bug: Bug, name: str, training: Training, reference: Trajectory) -> Ca
     return Catch(row.first(step=1, over=over), row.loss_difference)
 
 
-def inject_all(names: Sequence[str], steps: int, seq_len: int, console: Console) -> list[str]:
+def inject_all(
+    names: Sequence[str], steps: int, seq_len: int, console: Console
+) -> list[str]:
     """Print a table of bugs; return those that were not caught."""
     table = Table(title=f"injected bugs, {steps} steps")
     for column in (

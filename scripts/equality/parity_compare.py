@@ -50,13 +50,16 @@ class Trajectory:
             for step, named in self.gradients.items()
             for name, grad in named.items()
         }
-        return grads | {(PARAMETERS, name): param for name, param in self.parameters.items()}
+        return grads | {
+            (PARAMETERS, name): param for name, param in self.parameters.items()
+        }
 
 
 def arrays(named: Named) -> Arrays:
     """Copies of full tensors in host memory."""
     return {
-        name: tensor.detach().to("cpu", torch.float32, copy=True).numpy() for name, tensor in named
+        name: tensor.detach().to("cpu", torch.float32, copy=True).numpy()
+        for name, tensor in named
     }
 
 
@@ -80,7 +83,9 @@ class Measure:
             key: torch.from_numpy(values) for key, values in reference.tensors().items()
         }
         self._places = {key: place for place, key in enumerate(self._expected)}
-        self._sums = torch.zeros(len(self._expected), len(Sums._fields), dtype=torch.float64)
+        self._sums = torch.zeros(
+            len(self._expected), len(Sums._fields), dtype=torch.float64
+        )
 
     @torch.no_grad()
     def add(self, step: int, named: Named) -> None:
@@ -112,7 +117,8 @@ class Measure:
         if dist.is_initialized():
             dist.all_reduce(self._sums)
         return {
-            key: Sums(*sums) for key, sums in zip(self._expected, self._sums.tolist(), strict=True)
+            key: Sums(*sums)
+            for key, sums in zip(self._expected, self._sums.tolist(), strict=True)
         }
 
 
@@ -155,8 +161,16 @@ class Comparison:
         ]
         if not found:
             return ""
-        together = [each for each in found if each.step == found[0].step and each.column in KINDS]
-        named = max(together, key=lambda each: each.size) if found[0].column in KINDS else found[0]
+        together = [
+            each
+            for each in found
+            if each.step == found[0].step and each.column in KINDS
+        ]
+        named = (
+            max(together, key=lambda each: each.size)
+            if found[0].column in KINDS
+            else found[0]
+        )
         return f"step {named.step}: {named.sentence}"
 
 
@@ -165,7 +179,12 @@ def kind_of(name: str) -> str:
     parts = name.split(".")
     if "norm" in parts[-2]:
         return "norms"
-    known = {"attn": "attention", "experts": "experts", "router": "router", "lm_head": "head"}
+    known = {
+        "attn": "attention",
+        "experts": "experts",
+        "router": "router",
+        "lm_head": "head",
+    }
     found = [kind for part, kind in known.items() if part in parts]
     return found[0] if found else "embedding" if parts[0].startswith("embed") else "mlp"
 
@@ -177,11 +196,20 @@ def compare(
     reference: Trajectory,
 ) -> Comparison:
     """Compare with a reference in the order of a step."""
-    result = Comparison(max(_relative(a, b) for a, b in zip(losses, reference.losses, strict=True)))
-    for step, (loss, expected) in enumerate(zip(losses, reference.losses, strict=True), 1):
+    result = Comparison(
+        max(_relative(a, b) for a, b in zip(losses, reference.losses, strict=True))
+    )
+    for step, (loss, expected) in enumerate(
+        zip(losses, reference.losses, strict=True), 1
+    ):
         if loss != expected:
-            size, sentence = _relative(loss, expected), f"loss {loss:.9g} instead of {expected:.9g}"
-            result.note(Difference(step, "loss", sentence, size), f"{size:.0e} at {step}")
+            size, sentence = (
+                _relative(loss, expected),
+                f"loss {loss:.9g} instead of {expected:.9g}",
+            )
+            result.note(
+                Difference(step, "loss", sentence, size), f"{size:.0e} at {step}"
+            )
         norm, expected = norms[step - 1], reference.norms[step - 1]
         for name, grad in reference.gradients.get(step, {}).items():
             _note_tensor(
@@ -198,10 +226,17 @@ def compare(
                 _relative(norm, expected),
                 f"gradient norm {norm:.9g} instead of {expected:.9g}",
             )
-            result.note(Difference(step, "norm", sentence, size), f"{size:.0e} at {step}")
+            result.note(
+                Difference(step, "norm", sentence, size), f"{size:.0e} at {step}"
+            )
     for name, param in reference.parameters.items():
         _note_tensor(
-            result, "parameters", len(losses), f"parameter {name}", sums[PARAMETERS, name], param
+            result,
+            "parameters",
+            len(losses),
+            f"parameter {name}",
+            sums[PARAMETERS, name],
+            param,
         )
     return result
 
@@ -216,14 +251,20 @@ def _note_tensor(
     least: float = 1e-30,
 ) -> None:
     if sums.elements < expected.size:
-        result.note(Difference(step, column, f"{name} is missing", math.inf), f"none at {step}")
+        result.note(
+            Difference(step, column, f"{name} is missing", math.inf), f"none at {step}"
+        )
     elif sums.unequal:
         copies, size = sums.elements / expected.size, float(np.linalg.norm(expected))
         ratio = math.sqrt(sums.squares / copies) / max(size, 1e-30)
         difference = math.sqrt(sums.differences / copies) / max(size, least)
         difference = math.inf if math.isnan(difference) else difference
         sentence = f"{name} has {ratio:.6g} times the norm, and differs by {difference:.1e} of it"
-        cell = f"{ratio:.4g}× at {step}" if abs(ratio - 1) > 1e-3 else f"{difference:.0e} at {step}"
+        cell = (
+            f"{ratio:.4g}× at {step}"
+            if abs(ratio - 1) > 1e-3
+            else f"{difference:.0e} at {step}"
+        )
         result.note(Difference(step, column, sentence, difference), cell)
 
 

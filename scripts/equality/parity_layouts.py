@@ -89,15 +89,22 @@ def row_overrides(
     matter."""
     model = training.model
     data_ranks = (
-        1 if layout is None else world_size // layout.shares // layout.features // layout.blocks
+        1
+        if layout is None
+        else world_size // layout.shares // layout.features // layout.blocks
     )
     # Routers balance the micro-batches so far, so a model with experts takes the same ones in every
     # row.
     accumulates = (
-        layout is not None and place % 2 == 1 and data_ranks < GLOBAL_BATCH and "moe" not in model
+        layout is not None
+        and place % 2 == 1
+        and data_ranks < GLOBAL_BATCH
+        and "moe" not in model
     )
     accumulated = 2 if accumulates and model != "llama4_debug" else 1
-    accumulated = layout.blocks if layout is not None and layout.blocks > 1 else accumulated
+    accumulated = (
+        layout.blocks if layout is not None and layout.blocks > 1 else accumulated
+    )
     line = (
         f"model={model} data=synthetic data.ragged=true "
         f"train.batch_size={GLOBAL_BATCH // data_ranks // accumulated} "
@@ -116,7 +123,12 @@ def row_overrides(
     words += layout.overrides
     if layout.replicas > 1:
         words.append(f"mesh.fsdp_size={world_size // layout.replicas // layout.blocks}")
-    sizes = {"cp": layout.shares, "ep": layout.split, "tp": layout.features, "pp": layout.blocks}
+    sizes = {
+        "cp": layout.shares,
+        "ep": layout.split,
+        "tp": layout.features,
+        "pp": layout.blocks,
+    }
     words += [f"mesh.{axis}_size={size}" for axis, size in sizes.items()]
     return words + (["memory.gradient_checkpointing=full"] if place % 3 == 2 else [])
 
@@ -149,7 +161,9 @@ def gradients(trainer: Trainer) -> Iterator[Named]:
 
     model = trainer.strategy.model
     if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
+        with FullyShardedDataParallel.summon_full_params(
+            model, with_grads=True, writeback=False
+        ):
             named = {
                 name.replace("_fsdp_wrapped_module.", ""): param.grad
                 for name, param in model.named_parameters()
@@ -158,7 +172,11 @@ def gradients(trainer: Trainer) -> Iterator[Named]:
     else:
         strategy = trainer.strategy
         grads = [(name, param.grad) for name, param in strategy.named_parameters()]
-        yield [(name, strategy.spread(name, grad)) for name, grad in grads if grad is not None]
+        yield [
+            (name, strategy.spread(name, grad))
+            for name, grad in grads
+            if grad is not None
+        ]
 
 
 def train_and_compare(
@@ -175,7 +193,10 @@ def train_and_compare(
             measure.add(PARAMETERS, parameters(trainer))
             sums, steps = measure.total(), trainer.history
             if dist.get_rank() == 0:
-                losses, norms = [step.loss for step in steps], [step.grad_norm for step in steps]
+                losses, norms = (
+                    [step.loss for step in steps],
+                    [step.grad_norm for step in steps],
+                )
                 compared.append(compare(losses, norms, sums, reference))
     return compared
 
@@ -185,7 +206,10 @@ def parameters(trainer: Trainer) -> Named:
     strategy = trainer.strategy
     if not isinstance(strategy, FSDP2):
         return strategy.full_parameters()
-    return ((name, strategy.spread(name, param)) for name, param in strategy.named_parameters())
+    return (
+        (name, strategy.spread(name, param))
+        for name, param in strategy.named_parameters()
+    )
 
 
 def train(config: Config) -> Trajectory:
@@ -204,19 +228,25 @@ def layout_configs(
 ) -> dict[str, Config]:
     """Configurations of rows, given as layouts with their places."""
     return {
-        name: configured(row_overrides(LAYOUTS[name], training, world_size, place), world_size)
+        name: configured(
+            row_overrides(LAYOUTS[name], training, world_size, place), world_size
+        )
         for name, place in rows.items()
     }
 
 
-def rows_of(args: argparse.Namespace, training: Training, world_size: int) -> dict[str, int]:
+def rows_of(
+    args: argparse.Namespace, training: Training, world_size: int
+) -> dict[str, int]:
     """Layouts, with their places, that are trained on this many ranks."""
     model, mode = training.model, training.mode
     bits = (mode, training.dtype) == ("layout", "float32")
     in_full = not args.pairs or (model in PAIRED_IN_FULL and bits)
     rows = {}
     for place, (name, layout) in enumerate(LAYOUTS.items()):
-        fitting = [size for size in sorted(args.world_sizes) if layout.fits(size, model, mode)]
+        fitting = [
+            size for size in sorted(args.world_sizes) if layout.fits(size, model, mode)
+        ]
         fitting = fitting if in_full else fitting[:1]
         if name in args.layouts and world_size in fitting:
             rows[name] = place
@@ -226,7 +256,9 @@ def rows_of(args: argparse.Namespace, training: Training, world_size: int) -> di
 def count_rows(args: argparse.Namespace, tables: Sequence[Training]) -> int:
     """Number of rows of all tables."""
     sizes = args.world_sizes if args.layouts else []
-    return sum(len(rows_of(args, training, size)) for training in tables for size in sizes)
+    return sum(
+        len(rows_of(args, training, size)) for training in tables for size in sizes
+    )
 
 
 def reference_of(training: Training, more: Sequence[str] = ()) -> Trajectory:
@@ -236,13 +268,19 @@ def reference_of(training: Training, more: Sequence[str] = ()) -> Trajectory:
     return trained
 
 
-def compare_layouts(args: argparse.Namespace, training: Training, console: Console) -> list[str]:
+def compare_layouts(
+    args: argparse.Namespace, training: Training, console: Console
+) -> list[str]:
     """Train and print one table; return the breaches."""
     model, mode = training.model, training.mode
     make_reference = functools.cache(lambda *more: reference_of(training, more))
-    table = Table(title=f"{training.title} mode, {args.steps} steps: differences from one process")
+    table = Table(
+        title=f"{training.title} mode, {args.steps} steps: differences from one process"
+    )
     kinds = [
-        kind for kind in KINDS if kind in {kind_of(name) for name in make_reference().parameters}
+        kind
+        for kind in KINDS
+        if kind in {kind_of(name) for name in make_reference().parameters}
     ]
     for column in (
         "ranks",
@@ -259,15 +297,22 @@ def compare_layouts(args: argparse.Namespace, training: Training, console: Conso
         rows = rows_of(args, training, world_size)
         configs = layout_configs(rows, training, world_size)
         titles = [f"{training.title}, {name}, {world_size} ranks" for name in configs]
-        references = [make_reference(*LAYOUTS[name].of_reference(mode, model)) for name in configs]
+        references = [
+            make_reference(*LAYOUTS[name].of_reference(mode, model)) for name in configs
+        ]
         found: list[Comparison] = run_ranks(
             world_size, train_and_compare, list(configs.values()), references, titles
         )[0]
         table.add_section()
         for name, title, row in zip(configs, titles, found, strict=True):
-            cells = [row.cells.get(key, "0") for key in ("loss", *kinds, "norm", "parameters")]
+            cells = [
+                row.cells.get(key, "0")
+                for key in ("loss", *kinds, "norm", "parameters")
+            ]
             table.add_row(str(world_size), name, *cells, f"{row.loss_difference:.1e}")
-            breaches += [f"{title}: {reason}" for reason in [breach_of(row, mode)] if reason]
+            breaches += [
+                f"{title}: {reason}" for reason in [breach_of(row, mode)] if reason
+            ]
     console.print(table)
     return breaches
 

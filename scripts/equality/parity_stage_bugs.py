@@ -28,7 +28,9 @@ def divide_after_the_backward() -> Any:
                 local_tensor(param.grad).mul_(step.per_token)
 
     undivided = mock.Mock(side_effect=lambda loss, place: loss.squeeze(0))
-    return mock.patch.multiple(PipelinedModel, train_step=divide_later, scaled_loss=undivided)
+    return mock.patch.multiple(
+        PipelinedModel, train_step=divide_later, scaled_loss=undivided
+    )
 
 
 def keep_the_last_micro_batch() -> Any:
@@ -37,7 +39,9 @@ def keep_the_last_micro_batch() -> Any:
 
     def of_the_last(self: PipelinedModel, loss: Tensor, place: Tensor) -> Tensor:
         assert self.step is not None
-        return scaled_loss(self, loss, place) * float(int(place) == len(self.step.microbatches) - 1)
+        return scaled_loss(self, loss, place) * float(
+            int(place) == len(self.step.microbatches) - 1
+        )
 
     return mock.patch.object(PipelinedModel, "scaled_loss", of_the_last)
 
@@ -58,7 +62,11 @@ def send_another_micro_batch() -> Any:
     run_stage = PipelinedModel.run_stage
 
     def of_the_next(
-        self: PipelinedModel, stage: Stage, modules: nn.Module, received: Tensor, place: Tensor
+        self: PipelinedModel,
+        stage: Stage,
+        modules: nn.Module,
+        received: Tensor,
+        place: Tensor,
     ) -> Tensor:
         assert self.step is not None
         if not stage.embeds:

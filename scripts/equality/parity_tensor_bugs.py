@@ -19,7 +19,9 @@ def shift_classes() -> Any:
     return mock.patch.object(
         Vocabulary,
         "local_labels",
-        lambda self, labels, classes: local_labels(self, labels - int(self.rank > 0), classes),
+        lambda self, labels, classes: local_labels(
+            self, labels - int(self.rank > 0), classes
+        ),
     )
 
 

@@ -43,7 +43,21 @@ STEPS = 5
 """Those with odd numbers are saved by two ranks."""
 DRAWS = 700
 """Random numbers drawn after a resume: more than a generator keeps ahead."""
-POSITIONS = (-(10**8), -5, -1, 0, 1, 2, 623, 624, 625, 100_000, 2 * 10**9, 2**31, 2**32 - 1)
+POSITIONS = (
+    -(10**8),
+    -5,
+    -1,
+    0,
+    1,
+    2,
+    623,
+    624,
+    625,
+    100_000,
+    2 * 10**9,
+    2**31,
+    2**32 - 1,
+)
 """Positions of a generator in its numbers, of which there are 624."""
 DAMAGES = (
     "bytes", "bytes", "bytes", "bytes", "replaced", "delete file", "swap within", "swap between",
@@ -59,7 +73,9 @@ def save_steps(folder: Path) -> None:
 
 def _save_step(folder: Path, step: int) -> None:
     group = dist.new_group(backend="gloo")
-    checkpoints = Checkpointer(CheckpointConfig(every=1, keep=STEPS), str(folder), group)
+    checkpoints = Checkpointer(
+        CheckpointConfig(every=1, keep=STEPS), str(folder), group
+    )
     own = own_facts(step, dist.get_rank())
     assert checkpoints.save(step, distributed(full_tensors(step)), facts(step), own)
 
@@ -93,7 +109,11 @@ def damage_checkpoints(folder: Path, draw: random.Random) -> str:
     elif kind == "rename folder":
         newest.rename(folder / f"step-{draw.choice([0, STEPS + 1, 10**8, 10**9]):08d}")
     elif kind == "copy folder":
-        copies = [f"step-{STEPS + 1:08d}", f"{newest.name} (copy)", f".{newest.name}.partial"]
+        copies = [
+            f"step-{STEPS + 1:08d}",
+            f"{newest.name} (copy)",
+            f".{newest.name}.partial",
+        ]
         shutil.copytree(newest, folder / draw.choice(copies))
     elif kind == "delete folder":
         shutil.rmtree(newest)
@@ -118,7 +138,9 @@ def resume_damaged(folder: Path) -> str:
         ranks = 1 + found.step % 2
         saved = facts(found.step) | {"step": found.step, "world_size": ranks}
         assert found.facts == saved, "other facts"
-        assert found.own_facts == (None if ranks == 2 else own_facts(found.step)), "other own facts"
+        assert found.own_facts == (None if ranks == 2 else own_facts(found.step)), (
+            "other own facts"
+        )
         check_tensors(found, found.step)
     return "\n".join(messages)
 
@@ -162,17 +184,23 @@ def resume_edited(copy: Path, words: list[str]) -> str:
     trainer = Trainer(config)
     messages: list[str] = []
     folder = str(copy / "checkpoints")
-    found = Checkpointer(config.checkpoint, folder, message=messages.append, schema=FACTS).resume()
+    found = Checkpointer(
+        config.checkpoint, folder, message=messages.append, schema=FACTS
+    ).resume()
     if found is not None:
         check_same_run(config, found.facts)
         trainer.load_state_dict(found.facts, found.load)
         restore_random_states(found.own_facts, trainer.world.device, 0, found.step, 0)
         drawn = [random.random() for _ in range(DRAWS)]
         for values in (drawn, np.random.random(DRAWS), torch.rand(DRAWS)):
-            assert all(0 <= float(value) <= 1 for value in values), "draws are no random numbers"
+            assert all(0 <= float(value) <= 1 for value in values), (
+                "draws are no random numbers"
+            )
         loaded = trainer.state_dict()
         for key in ("step", "skipped_steps", "skipped_in_a_row", "spikes"):
             assert loaded[key] == found.facts[key], f"loaded with another {key}"
-        assert loaded["data"]["samples"] == found.facts["data"]["samples"], "other samples"
+        assert loaded["data"]["samples"] == found.facts["data"]["samples"], (
+            "other samples"
+        )
         open_weights(str(copy)).read("norm.weight", ())
     return "\n".join(messages)

@@ -119,7 +119,9 @@ def mutate_tree(tree: Tree, draw: random.Random) -> tuple[Tree, str]:
     """A tree of which one part is another, is gone, or is new; and how."""
     root = {"": copy.deepcopy(tree)}
     holder, key = _draw_part(root, draw)
-    kind = draw.choice(("value", "value", "value", "value", "raw", "delete", "rename", "swap"))
+    kind = draw.choice(
+        ("value", "value", "value", "value", "raw", "delete", "rename", "swap")
+    )
     if kind == "value":
         holder[key] = copy.deepcopy(draw.choice(VALUES))
     elif kind == "raw":
@@ -140,7 +142,9 @@ def _draw_part(root: dict[str, Tree], draw: random.Random) -> tuple[Any, Any]:
     key: Any = ""
     while isinstance(holder[key], dict | list) and holder[key] and draw.random() < 0.9:
         holder = holder[key]
-        key = draw.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
+        key = draw.choice(
+            list(holder) if isinstance(holder, dict) else range(len(holder))
+        )
     return holder, key
 
 
@@ -155,7 +159,9 @@ def mutate_yaml(content: bytes, draw: random.Random) -> tuple[bytes, str]:
     """YAML of which one part is another."""
     tree, how = mutate_tree(yaml.safe_load(content), draw)
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=draw.random() < 0.5)
-    return text.replace(f"'{MARK}'", draw.choice(RAW_YAML)).encode("utf-8", "surrogatepass"), how
+    return text.replace(f"'{MARK}'", draw.choice(RAW_YAML)).encode(
+        "utf-8", "surrogatepass"
+    ), how
 
 
 def mutate_lines(content: bytes, draw: random.Random) -> tuple[bytes, str]:
@@ -179,7 +185,9 @@ def mutate_header(content: bytes, draw: random.Random) -> tuple[bytes, str]:
     length = int.from_bytes(content[:8], "little")
     if draw.random() < 0.2:
         said = draw.choice((0, 1, length - 1, length + 1, 2**32, 2**63, 2**64 - 1))
-        return said.to_bytes(8, "little") + content[8:], f"says a header of {said} bytes"
+        return said.to_bytes(8, "little") + content[
+            8:
+        ], f"says a header of {said} bytes"
     header, how = mutate_json(content[8 : 8 + length], draw)
     return len(header).to_bytes(8, "little") + header + content[8 + length :], how
 
@@ -205,7 +213,9 @@ def mutate_bytes(content: bytes, draw: random.Random) -> tuple[bytes, str]:
         changed = before + draw.choice((b"\n", bytes(200), draw.randbytes(30))) + after
     elif kind == "overwrite":
         size = draw.randrange(64)
-        changed = before + draw.choice((bytes(size), draw.randbytes(size))) + after[size:]
+        changed = (
+            before + draw.choice((bytes(size), draw.randbytes(size))) + after[size:]
+        )
     elif kind == "noise":
         changed = draw.randbytes(draw.randint(1, 2000))
     elif kind == "utf-8":
@@ -219,7 +229,17 @@ def mutate_bytes(content: bytes, draw: random.Random) -> tuple[bytes, str]:
 def replace_file(path: Path, draw: random.Random) -> str:
     """Something other than a file in a file's place, or a file of another size."""
     kind = draw.choice(
-        ("pipe", "loop", "folder", "device", "dangling", "socket", "giant", "missing", "itself")
+        (
+            "pipe",
+            "loop",
+            "folder",
+            "device",
+            "dangling",
+            "socket",
+            "giant",
+            "missing",
+            "itself",
+        )
     )
     path.unlink()
     if kind == "pipe":
@@ -256,7 +276,9 @@ def mutate_file(path: Path, draw: random.Random) -> str:
     """Mutate a file in place, by the kind in its name; returns a description."""
     if draw.random() < 0.12:
         return replace_file(path, draw)
-    mutate = mutate_bytes if draw.random() < 0.25 else KINDS.get(path.suffix, mutate_bytes)
+    mutate = (
+        mutate_bytes if draw.random() < 0.25 else KINDS.get(path.suffix, mutate_bytes)
+    )
     content, how = mutate(path.read_bytes(), draw)
     path.write_bytes(content)
     return how

@@ -73,7 +73,10 @@ def plan_cases(count: int, only: str | None) -> list[Case]:
     """So many cases, spread over the readers by their shares, one of each at least."""
     readers = {name: reader for name, reader in READERS.items() if only in (None, name)}
     total = sum(reader.share for reader in readers.values())
-    counts = {name: max(1, round(count * reader.share / total)) for name, reader in readers.items()}
+    counts = {
+        name: max(1, round(count * reader.share / total))
+        for name, reader in readers.items()
+    }
     return [(name, number) for name, most in counts.items() for number in range(most)]
 
 
@@ -128,9 +131,14 @@ def run_apart(case: Case, seed: int, specimens: Path) -> Result:
             signal.SIGXCPU: f"takes more than {PROCESSOR_SECONDS} s of a processor",
             signal.SIGALRM: f"waits for more than {WAITING_SECONDS} s",
         }
-        failure = failures.get(os.WTERMSIG(status), f"the process ended with status {status}")
+        failure = failures.get(
+            os.WTERMSIG(status), f"the process ended with status {status}"
+        )
         return Result(
-            case, (scratch / MUTATION).read_text(), failure, (scratch / TRACES).read_text()
+            case,
+            (scratch / MUTATION).read_text(),
+            failure,
+            (scratch / TRACES).read_text(),
         )
 
 
@@ -168,7 +176,9 @@ def fuzz(cases: Sequence[Case], seed: int) -> tuple[Counter[str], list[Result]]:
         for result in run_cases(cases, seed, specimens):
             done[result.case[0]] += 1
             failed += [result] if result.failure else []
-            doing(f"{sum(done.values()):,} of {len(cases):,} cases, {len(failed)} failed")
+            doing(
+                f"{sum(done.values()):,} of {len(cases):,} cases, {len(failed)} failed"
+            )
     return done, failed
 
 
@@ -199,7 +209,10 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=2000, help="in all (2000)")
     parser.add_argument("--seed", type=int, default=0, help="of all mutations (0)")
     parser.add_argument(
-        "--only", choices=sorted(READERS), metavar="READER", help="one of " + ", ".join(READERS)
+        "--only",
+        choices=sorted(READERS),
+        metavar="READER",
+        help="one of " + ", ".join(READERS),
     )
     parser.add_argument("--case", metavar="READER:NUMBER", help="run this one alone")
     args = parser.parse_args()

@@ -71,7 +71,9 @@ def make_specimens(folder: Path) -> None:
     (small / "outcome.json").write_text(
         json.dumps(dataclasses.asdict(ExitRecord(1, "why", True, "SIGTERM")))
     )
-    write_rows(small / "lines.jsonl", [{"text": f"text {n}", "id": n} for n in range(5)])
+    write_rows(
+        small / "lines.jsonl", [{"text": f"text {n}", "id": n} for n in range(5)]
+    )
 
 
 CHAT_TEMPLATE = (
@@ -95,7 +97,12 @@ def _make_run(folder: Path) -> None:
     environment = child_environment(OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "fsdptoys", "train", *shlex.split(RUN_WORDS)]
     subprocess.run(
-        command, cwd=folder, env=environment, check=True, capture_output=True, timeout=300
+        command,
+        cwd=folder,
+        env=environment,
+        check=True,
+        capture_output=True,
+        timeout=300,
     )
     resume = {
         "time": "2026-01-01T00:00:00+00:00",
@@ -139,15 +146,27 @@ def _make_sweep(folder: Path) -> None:
         2.5,
     )
     jobs = [done, Job("02", ("train.seed=2",), {"train.seed": "2"}, "f2")]
-    words = ("train.seed=1,2", "hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu")
+    words = (
+        "train.seed=1,2",
+        "hydra/launcher=submitit_slurm",
+        "hydra.launcher.partition=gpu",
+    )
     sweep = Sweep(
-        folder, "title", "fsdptoys sweep", jobs, [Skipped({"train.seed": "3"}, "why")], 60.0, words
+        folder,
+        "title",
+        "fsdptoys sweep",
+        jobs,
+        [Skipped({"train.seed": "3"}, "why")],
+        60.0,
+        words,
     )
     sweep.write()
     begin_submission(sweep, "submitit_slurm", jobs)
     # A run of a job is read as all others.
     shutil.copytree(
-        folder.parent / "run", sweep.run_dir(jobs[0]), ignore=shutil.ignore_patterns("checkpoints")
+        folder.parent / "run",
+        sweep.run_dir(jobs[0]),
+        ignore=shutil.ignore_patterns("checkpoints"),
     )
     write_job(sweep.job_folder(jobs[0]), done)
 
@@ -182,7 +201,12 @@ def _make_chat(folder: Path) -> None:
     messages = [
         {"role": "system", "content": "one"},
         {"role": "user", "content": [{"type": "text", "text": "two"}]},
-        {"role": "assistant", "content": None, "reasoning": "one two", "tool_calls": [call]},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning": "one two",
+            "tool_calls": [call],
+        },
         {"role": "tool", "content": "{}"},
         {"role": "assistant", "content": "<think>one</think>two", "weight": 1},
     ]
@@ -191,7 +215,10 @@ def _make_chat(folder: Path) -> None:
         {"from": "function_call", "value": '{"name": "one"}'},
     ]
     rows = [
-        {"messages": messages, "tools": [{"type": "function", "function": {"name": "two"}}]},
+        {
+            "messages": messages,
+            "tools": [{"type": "function", "function": {"name": "two"}}],
+        },
         {"messages": turns, "system": "two", "chat_template_kwargs": {"thinks": True}},
     ]
     write_rows(folder / "rows.jsonl", rows)
@@ -201,16 +228,30 @@ def _make_data(folder: Path) -> None:
     folder.mkdir()
     save_chat_tokenizer(folder / "tokenizer", None)
     (folder / "a.txt").write_text("one two\n" * 50)
-    encoder = open_encoder(str(folder / "tokenizer"), None, "--tokenizer", "--document-end")
+    encoder = open_encoder(
+        str(folder / "tokenizer"), None, "--tokenizer", "--document-end"
+    )
     prepare_folder(
-        Request("FILE", find_sources("FILE", [str(folder / "a.txt")]), encoder, folder / "out")
+        Request(
+            "FILE",
+            find_sources("FILE", [str(folder / "a.txt")]),
+            encoder,
+            folder / "out",
+        )
     )
     index = read_index(str(folder / "out"), "data.folder=out")
     pack_rows(
-        folder / "cache", str(folder / "out"), index, "train", SEQ_LEN, report=lambda sentence: None
+        folder / "cache",
+        str(folder / "out"),
+        index,
+        "train",
+        SEQ_LEN,
+        report=lambda sentence: None,
     )
     writer = ShardsWriter(folder / "half", "request", "uint16", 1000)
-    writer.add("train", torch.arange(9).numpy().astype("uint16"), torch.tensor([4, 5]).numpy())
+    writer.add(
+        "train", torch.arange(9).numpy().astype("uint16"), torch.tensor([4, 5]).numpy()
+    )
     writer.read(2, 0)
     writer.save()
     writer.close()
@@ -244,5 +285,8 @@ def _make_profile(folder: Path) -> None:
         for action in ("alloc", "free_completed", "alloc")
     ]
     block = {"size": 64, "requested_size": 60, "state": "active_allocated"}
-    snapshot = {"device_traces": [trace], "segments": [{"device": 0, "blocks": [block]}]}
+    snapshot = {
+        "device_traces": [trace],
+        "segments": [{"device": 0, "blocks": [block]}],
+    }
     (folder / "snapshot" / "memory-rank0.pickle").write_bytes(pickle.dumps(snapshot))

@@ -87,7 +87,9 @@ class Reader:
     def mutate(self, copy: Path, draw: random.Random) -> str:
         """Mutate a file of the copy; return which, and how."""
         pattern = draw.choice(self.files)
-        file = draw.choice([path for path in sorted(copy.glob(pattern)) if path.is_file()])
+        file = draw.choice(
+            [path for path in sorted(copy.glob(pattern)) if path.is_file()]
+        )
         how = self.damage(file, draw)
         self.mend(file)
         return f"{file.relative_to(copy)} {how}"
@@ -130,8 +132,12 @@ def read_page(copy: Path) -> str:
 def read_resumed(copy: Path) -> None:
     """Files that a resumed run reads in its run directory."""
     config = MetricsConfig(run_dir=str(copy), console=ConsoleChoice.none)
-    resumed = ResumePoint(2, {"metrics.jsonl": 10, "routing.jsonl": 10}, "step-00000002")
-    RunDirectory(config, "title", {"train": {"steps": 3}}, {"world_size": 1}, resumed).close()
+    resumed = ResumePoint(
+        2, {"metrics.jsonl": 10, "routing.jsonl": 10}, "step-00000002"
+    )
+    RunDirectory(
+        config, "title", {"train": {"steps": 3}}, {"world_size": 1}, resumed
+    ).close()
 
 
 def run_words(copy: Path) -> list[str]:
@@ -141,7 +147,9 @@ def run_words(copy: Path) -> list[str]:
 
 def read_launchers_view(copy: Path) -> None:
     """Files that the launcher reads before any rank starts."""
-    check_resume(compose_config([*run_words(copy), "checkpoint.resume=auto"]), restarted=False)
+    check_resume(
+        compose_config([*run_words(copy), "checkpoint.resume=auto"]), restarted=False
+    )
 
 
 def read_hugging_face(copy: Path) -> None:
@@ -162,7 +170,12 @@ def read_data(copy: Path) -> None:
     index = read_index(str(copy / "out"), "data.folder=out")
     check_folder(str(copy / "out"))
     packed = pack_rows(
-        copy / "cache", str(copy / "out"), index, "train", SEQ_LEN, report=lambda sentence: None
+        copy / "cache",
+        str(copy / "out"),
+        index,
+        "train",
+        SEQ_LEN,
+        report=lambda sentence: None,
     )
     for number in range(min(len(packed), 3)):
         packed.row(number)
@@ -194,11 +207,19 @@ def read_conversations(copy: Path) -> None:
     """Rows as the template of their tokenizer's folder writes them, and the tokens that are
     learned."""
     encoder = open_chat_encoder(
-        str(copy / "tokenizer"), None, None, "data.tokenizer", "data.template", "data.end"
+        str(copy / "tokenizer"),
+        None,
+        None,
+        "data.tokenizer",
+        "data.template",
+        "data.end",
     )
     (source,) = find_sources("data.files", [str(copy / "rows.jsonl")])
     rows = [
-        row for row, _ in read_documents("data.files", source, "messages", records=encoder.records)
+        row
+        for row, _ in read_documents(
+            "data.files", source, "messages", records=encoder.records
+        )
     ]
     encoder.encode_documents(rows)
     find_token_ids(copy / "tokenizer")
@@ -231,7 +252,9 @@ def read_signs(copy: Path) -> str:
         f"{sign.describe(2e9)} {sign.state()} {max(s.progress for s in signs.values())}"
         for sign in signs.values()
     ]
-    return "".join([*lines, describe_last_heartbeats(copy / HEARTBEATS_FOLDER, {0: 7}) or ""])
+    return "".join(
+        [*lines, describe_last_heartbeats(copy / HEARTBEATS_FOLDER, {0: 7}) or ""]
+    )
 
 
 def read_prediction(copy: Path) -> str:
@@ -271,16 +294,24 @@ STEP = "checkpoints/step-00000003"
 
 READERS: dict[str, Reader] = {
     "report --table": Reader("run", RUN_FILES, command("report", "{}", "--table")),
-    "report --markdown": Reader("run", RUN_FILES, command("report", "{}", "--markdown"), share=0.5),
-    "report --csv": Reader("run", RUN_FILES, command("report", "{}", "--csv"), share=0.5),
-    "report --json": Reader("run", RUN_FILES, command("report", "{}", "--json"), share=0.5),
+    "report --markdown": Reader(
+        "run", RUN_FILES, command("report", "{}", "--markdown"), share=0.5
+    ),
+    "report --csv": Reader(
+        "run", RUN_FILES, command("report", "{}", "--csv"), share=0.5
+    ),
+    "report --json": Reader(
+        "run", RUN_FILES, command("report", "{}", "--json"), share=0.5
+    ),
     "report page": Reader("run", RUN_FILES, read_page, share=0.2),
     "report sweep": Reader(
         "sweep",
         ("sweep.json", "jobs/*/job.json", "jobs/01/run/*"),
         command("report", "{}", "--table"),
     ),
-    "report --live": Reader("run", (*RUN_FILES, "heartbeats/*"), read_live, mend=mend_heartbeat),
+    "report --live": Reader(
+        "run", (*RUN_FILES, "heartbeats/*"), read_live, mend=mend_heartbeat
+    ),
     "compare": Reader("run", RUN_FILES, command("compare", "{}", "{}/../run")),
     "plan calibrate": Reader("run", RUN_FILES[:4], read_measured),
     "heartbeats": Reader("run", ("heartbeats/*",), read_signs, mend=mend_heartbeat),
@@ -311,7 +342,9 @@ READERS: dict[str, Reader] = {
         "run", (f"{STEP}/*.json",), read_launchers_view, mend=mend_checkpoint, share=0.2
     ),
     "Hugging Face folder": Reader("hf", ("*.json", "*.safetensors"), read_hugging_face),
-    "prepared data": Reader("data", ("out/*.json", "cache/*/*.json", "out/*"), read_data),
+    "prepared data": Reader(
+        "data", ("out/*.json", "cache/*/*.json", "out/*"), read_data
+    ),
     "interrupted preparation": Reader(
         "data", ("half.part/*.json", "half.part/*"), read_half_written, share=0.5
     ),
@@ -330,16 +363,29 @@ READERS: dict[str, Reader] = {
         "small", ("grid.yaml",), lambda copy: read_definition(str(copy / "grid.yaml"))
     ),
     "rows of a sweep": Reader(
-        "small", ("rows.yaml",), lambda copy: read_definition(str(copy / "rows.yaml")), share=0.3
+        "small",
+        ("rows.yaml",),
+        lambda copy: read_definition(str(copy / "rows.yaml")),
+        share=0.3,
     ),
     "outcome": Reader(
-        "small", ("outcome.json",), lambda copy: read_exit_record(copy / "outcome.json"), share=0.3
+        "small",
+        ("outcome.json",),
+        lambda copy: read_exit_record(copy / "outcome.json"),
+        share=0.3,
     ),
     "sweep folder": Reader(
-        "sweep", ("sweep.json", "jobs/*/job.json", "queue/1/jobs.json"), read_sweep_files
+        "sweep",
+        ("sweep.json", "jobs/*/job.json", "queue/1/jobs.json"),
+        read_sweep_files,
     ),
-    "trace": Reader("profile", ("trace/*",), lambda copy: read_timeline(copy / "trace", "cpu")),
+    "trace": Reader(
+        "profile", ("trace/*",), lambda copy: read_timeline(copy / "trace", "cpu")
+    ),
     "snapshot": Reader(
-        "profile", ("snapshot/*",), lambda copy: read_timeline(copy / "snapshot", "cuda"), share=0.5
+        "profile",
+        ("snapshot/*",),
+        lambda copy: read_timeline(copy / "snapshot", "cuda"),
+        share=0.5,
     ),
 }

@@ -73,7 +73,9 @@ def list_tests(folder: Path, arguments: Sequence[str]) -> list[str]:
     """Return the names of the tests that pytest would run."""
     status, output = run_pytest(folder, ["--collect-only", *arguments])
     if status:
-        raise SystemExit(f"pytest cannot collect {' '.join(arguments)}:\n{_end(output)}")
+        raise SystemExit(
+            f"pytest cannot collect {' '.join(arguments)}:\n{_end(output)}"
+        )
     return [line for line in output.splitlines() if "::" in line]
 
 
@@ -118,26 +120,40 @@ class Recording:
             return not near, self.cpu_seconds[test], test
 
         failures = set(self.failures)
-        return sorted((test for test in tests if self.tests[test] not in failures), key=order)
+        return sorted(
+            (test for test in tests if self.tests[test] not in failures), key=order
+        )
 
 
 def record(
-    checkout: Path, sites: Sequence[Site], arguments: Sequence[str], workers: int, scratch: Path
+    checkout: Path,
+    sites: Sequence[Site],
+    arguments: Sequence[str],
+    workers: int,
+    scratch: Path,
 ) -> Recording:
     """Run all tests on a copy with probes."""
     folder = copy_checkout(checkout, scratch / "recorded")
     tests = list_tests(folder, ["--all", *arguments])
     short = set(list_tests(folder, arguments))
     recording = Recording(
-        tests, [number for number, test in enumerate(tests) if test in short], [60.0] * len(tests)
+        tests,
+        [number for number, test in enumerate(tests) if test in short],
+        [60.0] * len(tests),
     )
     for path in {site.path for site in sites}:
-        numbered = {number: site for number, site in enumerate(sites) if site.path == path}
+        numbered = {
+            number: site for number, site in enumerate(sites) if site.path == path
+        }
         file = folder / path
-        file.write_text(add_probes(file.read_text(encoding="utf-8"), numbered), encoding="utf-8")
+        file.write_text(
+            add_probes(file.read_text(encoding="utf-8"), numbered), encoding="utf-8"
+        )
     hits = scratch / "hits"
     hits.mkdir()
-    (folder / "mutation_probe.py").write_text(PROBE.replace("{folder!r}", repr(f"{hits}/")))
+    (folder / "mutation_probe.py").write_text(
+        PROBE.replace("{folder!r}", repr(f"{hits}/"))
+    )
     times = scratch / "times.tsv"
     status, output = run_pytest(
         folder, ["--all", "--workers", workers, "--times", times, *arguments]
@@ -180,6 +196,8 @@ def named_tests(results: str, output: str, tests: Sequence[str]) -> Iterator[str
         match = re.match(rf"(?:{results}) (\S.*)", line)
         if match:
             named = [
-                test for test in tests if match[1] == test or match[1].startswith(f"{test} - ")
+                test
+                for test in tests
+                if match[1] == test or match[1].startswith(f"{test} - ")
             ]
             yield max(named, key=len) if named else match[1].partition(" - ")[0]

@@ -8,10 +8,16 @@ from scripts.mutation.mutation_sites import Site
 
 
 def write_report(
-    path: Path, rows: Sequence[tuple[Site, dict[str, Any]]], passed_over: Sequence[Site], note: str
+    path: Path,
+    rows: Sequence[tuple[Site, dict[str, Any]]],
+    passed_over: Sequence[Site],
+    note: str,
 ) -> None:
     """Write the totals and the table."""
-    counts = {level: [row[level] for _, row in rows].count("yes") for level in ("short", "all")}
+    counts = {
+        level: [row[level] for _, row in rows].count("yes")
+        for level in ("short", "all")
+    }
     undecided = [row["all"] for _, row in rows].count("not decided")
     lines = [
         "# Broken lines that the tests catch",
@@ -33,11 +39,20 @@ def write_report(
         "|---|---|---|---|---|---|---|",
     ]
     for site, row in rows:
-        cells = [f"{site.path}:{site.line}", site.kind, _code(site.before), _code(site.after)]
-        lines.append(f"| {' | '.join([*cells, row['short'], row['all'], _code(row['test'])])} |")
+        cells = [
+            f"{site.path}:{site.line}",
+            site.kind,
+            _code(site.before),
+            _code(site.after),
+        ]
+        lines.append(
+            f"| {' | '.join([*cells, row['short'], row['all'], _code(row['test'])])} |"
+        )
     if passed_over:
         lines += ["", "Executed by no test:", ""]
-        lines += [f"- {site.path}:{site.line} {_code(site.before)}" for site in passed_over]
+        lines += [
+            f"- {site.path}:{site.line} {_code(site.before)}" for site in passed_over
+        ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -24,7 +24,9 @@ from typing import Any
 PRODUCT = ("fsdptoys", "models", "patches")
 
 SPARE_FACTOR = 3
-SPARE_SITES = 6  # a package draws 3 n + 6 sites for n breaks, since no test may execute some
+SPARE_SITES = (
+    6  # a package draws 3 n + 6 sites for n breaks, since no test may execute some
+)
 
 OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -161,7 +163,9 @@ def find_sites(path: str, text: str) -> list[Site]:
         found.swap()
         broken = ast.unparse(statement).splitlines()
         found.swap()
-        changed = [pair for pair in zip(whole, broken, strict=True) if len({*pair}) == 2]
+        changed = [
+            pair for pair in zip(whole, broken, strict=True) if len({*pair}) == 2
+        ]
         if changed:  # a large float plus one is the same
             place = (statement.lineno, statement.col_offset)
             line = found.node.lineno
@@ -176,7 +180,9 @@ def find_breaks(tree: ast.Module) -> Iterator[Break]:
             yield Break(kind, node, owner, field, value, statement)
 
 
-def _walk(node: ast.AST, statement: ast.stmt | None) -> Iterator[tuple[ast.AST, ast.stmt]]:
+def _walk(
+    node: ast.AST, statement: ast.stmt | None
+) -> Iterator[tuple[ast.AST, ast.stmt]]:
     """Yield all nodes below ``node`` that may be broken, and the statement that executes them.
 
     The statement of a class executes its body, without the bodies of its functions.
@@ -190,8 +196,14 @@ def _walk(node: ast.AST, statement: ast.stmt | None) -> Iterator[tuple[ast.AST, 
                 or _is_message(child)
             ):
                 continue
-            in_body = name == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            runs = child if isinstance(child, ast.stmt) and (in_body or not in_class) else statement
+            in_body = name == "body" and isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef
+            )
+            runs = (
+                child
+                if isinstance(child, ast.stmt) and (in_body or not in_class)
+                else statement
+            )
             if runs is not None:
                 yield child, runs
             yield from _walk(child, runs)
@@ -223,12 +235,20 @@ def _is_equivalent(node: ast.Assign | ast.AnnAssign | ast.keyword) -> bool:
     if isinstance(node, ast.keyword):
         name = node.arg or ""
     else:
-        name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
-    return isinstance(node.value, ast.Constant) and any(word in name.lower() for word in EQUIVALENT)
+        name = ast.unparse(
+            node.targets[0] if isinstance(node, ast.Assign) else node.target
+        )
+    return isinstance(node.value, ast.Constant) and any(
+        word in name.lower() for word in EQUIVALENT
+    )
 
 
 def _called(node: ast.Call) -> str:
-    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    return (
+        node.func.attr
+        if isinstance(node.func, ast.Attribute)
+        else getattr(node.func, "id", "")
+    )
 
 
 def _breaks(node: ast.AST) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -237,7 +257,9 @@ def _breaks(node: ast.AST) -> Iterator[tuple[str, Any, Any, Any]]:
         for index, operator in enumerate(node.ops):
             yield "comparison", node.ops, index, OPERATORS[type(operator)]()
     elif isinstance(node, ast.BinOp):
-        if type(node.op) in OPERATORS and not any(map(_is_text, (node.left, node.right))):
+        if type(node.op) in OPERATORS and not any(
+            map(_is_text, (node.left, node.right))
+        ):
             yield "arithmetic", node, "op", OPERATORS[type(node.op)]()
     elif isinstance(node, ast.BoolOp):
         yield "and, or", node, "op", OPERATORS[type(node.op)]()
@@ -249,7 +271,9 @@ def _breaks(node: ast.AST) -> Iterator[tuple[str, Any, Any, Any]]:
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         changed = not node.value if isinstance(node.value, bool) else node.value + 1
         yield "constant", node, "value", changed
-    elif isinstance(node, ast.Return) and not isinstance(node.value, ast.Constant | None):
+    elif isinstance(node, ast.Return) and not isinstance(
+        node.value, ast.Constant | None
+    ):
         yield "return", node, "value", ast.Constant(None)
     elif isinstance(node, ast.If | ast.IfExp):
         inverted: ast.expr = ast.UnaryOp(ast.Not(), node.test)
@@ -301,17 +325,23 @@ def draw_sites(
         ValueError: if there are more packages than sites.
     """
     texts = {
-        path: (checkout / path).read_text(encoding="utf-8") for path in product_files(checkout)
+        path: (checkout / path).read_text(encoding="utf-8")
+        for path in product_files(checkout)
     }
     files: dict[str, list[str]] = {}
     for path in texts:
         package = str(Path(path).parent)
-        if package in packages or (not packages and package != PRODUCT[0]):  # that one re-exports
+        if package in packages or (
+            not packages and package != PRODUCT[0]
+        ):  # that one re-exports
             files.setdefault(package, []).append(path)
     if count < len(files):
-        raise ValueError(f"--sites={count} must be at least the number of packages, {len(files)}")
+        raise ValueError(
+            f"--sites={count} must be at least the number of packages, {len(files)}"
+        )
     sizes = {
-        package: sum(_statements(texts[path]) for path in paths) for package, paths in files.items()
+        package: sum(_statements(texts[path]) for path in paths)
+        for package, paths in files.items()
     }
     numbers = dict.fromkeys(files, 1)
     for _ in range(count - len(numbers)):
@@ -319,9 +349,13 @@ def draw_sites(
     drawn = {}
     for package, number in numbers.items():
         breaks = _draw(
-            {path: texts[path] for path in files[package]}, random.Random(f"{seed} {package}")
+            {path: texts[path] for path in files[package]},
+            random.Random(f"{seed} {package}"),
         )
-        drawn[package] = number, list(itertools.islice(breaks, SPARE_FACTOR * number + SPARE_SITES))
+        drawn[package] = (
+            number,
+            list(itertools.islice(breaks, SPARE_FACTOR * number + SPARE_SITES)),
+        )
     return drawn
 
 

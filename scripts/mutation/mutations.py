@@ -74,7 +74,9 @@ def batches(
         total += recording.cpu_seconds[test]
         if total > cap_seconds:
             break
-        groups[next(number for number, limit in enumerate(limits) if total <= limit)].append(test)
+        groups[
+            next(number for number, limit in enumerate(limits) if total <= limit)
+        ].append(test)
     left_out = sum(map(len, groups)) < len(tests)
     return [
         [recording.tests[test] for test in sorted(group)] for group in groups if group
@@ -103,7 +105,9 @@ class Breaker:
         self.recording, self.cap_seconds, self.scratch = recording, cap_seconds, scratch
         self.source = copy_checkout(checkout, scratch / "source")
         self.unbroken = copy_checkout(checkout, scratch / "unbroken")
-        list_tests(self.source, ["--all", *arguments])  # compiles all modules for the copies
+        list_tests(
+            self.source, ["--all", *arguments]
+        )  # compiles all modules for the copies
         self._lock = threading.Lock()
         self._unsound: dict[tuple[str, ...], bool] = {}
 
@@ -113,7 +117,9 @@ class Breaker:
         shutil.copytree(self.source, folder, symlinks=True)
         try:
             file = folder / site.path
-            file.write_text(site.break_text(file.read_text(encoding="utf-8")), encoding="utf-8")
+            file.write_text(
+                site.break_text(file.read_text(encoding="utf-8")), encoding="utf-8"
+            )
             tests = self.recording.tests_of(site)
             short = set(self.recording.short)
             row = {"short": "no", "all": "no", "test": ""}
@@ -136,7 +142,11 @@ class Breaker:
             remaining = list(group)
             while remaining:
                 failures, passed = self._run(folder, remaining)
-                sound = [test for test in failures if not self._fails_unbroken(test, remaining)]
+                sound = [
+                    test
+                    for test in failures
+                    if not self._fails_unbroken(test, remaining)
+                ]
                 if sound:
                     return "yes", sound[0]
                 left_out |= PYTEST_ITSELF in failures
@@ -148,23 +158,31 @@ class Breaker:
         """Run tests until one fails; return the failed ones, or ``PYTEST_ITSELF``, and those that
         passed."""
         names = self.scratch / f"{folder.name}-{threading.get_ident()}.txt"
-        cpu_seconds = dict(zip(self.recording.tests, self.recording.cpu_seconds, strict=True))
+        cpu_seconds = dict(
+            zip(self.recording.tests, self.recording.cpu_seconds, strict=True)
+        )
         seconds = 300.0 + 10.0 * sum(cpu_seconds[test] for test in tests)
         options = ["-x", "-rfEp", "--all", "--workers", 1]
         names.write_text("".join(f"{test}\n" for test in tests), encoding="utf-8")
         status, output = run_pytest(folder, [*options, f"@{names}"], seconds)
         if status == NO_TEST_FOUND:  # a break can remove rows of a table of tests
             files = dict.fromkeys(test.partition("::")[0] for test in tests)
-            status, output = run_pytest(folder, ["--collect-only", "-rE", "--all", *files], seconds)
+            status, output = run_pytest(
+                folder, ["--collect-only", "-rE", "--all", *files], seconds
+            )
             present = set(output.splitlines())
             tests = [test for test in tests if test in present]
             if status == 0 and tests:
-                names.write_text("".join(f"{test}\n" for test in tests), encoding="utf-8")
+                names.write_text(
+                    "".join(f"{test}\n" for test in tests), encoding="utf-8"
+                )
                 status, output = run_pytest(folder, [*options, f"@{names}"], seconds)
         passed = list(named_tests("PASSED", output, tests))
         if status in (0, NO_TEST_RUN):
             return [], passed
-        return list(named_tests("FAILED|ERROR", output, tests)) or [PYTEST_ITSELF], passed
+        return list(named_tests("FAILED|ERROR", output, tests)) or [
+            PYTEST_ITSELF
+        ], passed
 
     def _fails_unbroken(self, test: str, tests: Sequence[str]) -> bool:
         chosen = tuple(tests) if test == PYTEST_ITSELF else (test,)
@@ -172,14 +190,19 @@ class Breaker:
             if chosen not in self._unsound:
                 if test.endswith(".py"):  # a module that could not be collected
                     self._unsound[chosen] = (
-                        run_pytest(self.unbroken, ["--collect-only", "--all", test], 300.0)[0] != 0
+                        run_pytest(
+                            self.unbroken, ["--collect-only", "--all", test], 300.0
+                        )[0]
+                        != 0
                     )
                 else:
                     self._unsound[chosen] = bool(self._run(self.unbroken, chosen)[0])
             return self._unsound[chosen]
 
 
-def check_sites(breaker: Breaker, sites: Sequence[Site], finished: FinishedRows, jobs: int) -> None:
+def check_sites(
+    breaker: Breaker, sites: Sequence[Site], finished: FinishedRows, jobs: int
+) -> None:
     """Check sites, ``jobs`` at a time, and add their rows."""
     lock = threading.Lock()
 
@@ -217,9 +240,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sites", type=int, default=60, help="lines to break")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--packages", nargs="+", default=[], help="folders of the product; all by default"
+        "--packages",
+        nargs="+",
+        default=[],
+        help="folders of the product; all by default",
     )
-    parser.add_argument("--tests", nargs="+", default=["tests"], help="files and folders of tests")
+    parser.add_argument(
+        "--tests", nargs="+", default=["tests"], help="files and folders of tests"
+    )
     parser.add_argument(
         "--checkout",
         type=Path,
@@ -234,30 +262,48 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--jobs", type=int, default=2, help="sites at a time")
     parser.add_argument(
-        "--cap", type=float, default=300.0, help="CPU seconds of tests of a level for a site"
+        "--cap",
+        type=float,
+        default=300.0,
+        help="CPU seconds of tests of a level for a site",
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path("build/mutations"), help="recording.json and sites.json"
+        "--folder",
+        type=Path,
+        default=Path("build/mutations"),
+        help="recording.json and sites.json",
     )
-    parser.add_argument("--resume", action="store_true", help="continue with what the folder has")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue with what the folder has"
+    )
     parser.add_argument("--report", type=Path, help="Markdown file")
     arguments = parser.parse_args(argv)
     checkout = arguments.checkout.resolve()
     tests = sorted(
-        path.relative_to(checkout).as_posix() for path in (checkout / "tests").rglob("*.py")
+        path.relative_to(checkout).as_posix()
+        for path in (checkout / "tests").rglob("*.py")
     )
-    settings = {name: getattr(arguments, name) for name in ("sites", "seed", "packages", "tests")}
+    settings = {
+        name: getattr(arguments, name)
+        for name in ("sites", "seed", "packages", "tests")
+    }
     settings |= {
         "product_hash": digest(checkout, product_files(checkout)),
         "tests_hash": digest(checkout, tests),
     }
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    recorded = FinishedRows(arguments.folder / "recording.json", settings, arguments.resume)
+    recorded = FinishedRows(
+        arguments.folder / "recording.json", settings, arguments.resume
+    )
     finished = FinishedRows(
-        arguments.folder / "sites.json", settings | {"cap": arguments.cap}, arguments.resume
+        arguments.folder / "sites.json",
+        settings | {"cap": arguments.cap},
+        arguments.resume,
     )
     try:
-        drawn = draw_sites(checkout, arguments.sites, arguments.seed, arguments.packages)
+        drawn = draw_sites(
+            checkout, arguments.sites, arguments.seed, arguments.packages
+        )
     except ValueError as error:
         raise SystemExit(str(error)) from None
     everything = [site for _, sites in drawn.values() for site in sites]
@@ -268,7 +314,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         with unit("recording") as done:
             if (row := recorded.get("recording")) is None:
                 row = asdict(
-                    record(checkout, everything, arguments.tests, arguments.workers, Path(scratch))
+                    record(
+                        checkout,
+                        everything,
+                        arguments.tests,
+                        arguments.workers,
+                        Path(scratch),
+                    )
                 )
                 recorded.put("recording", row)
             recording = Recording(**row)
@@ -279,7 +331,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         rest = [site for site in chosen if finished.get(site.name) is None]
         if rest:
-            breaker = Breaker(checkout, recording, arguments.tests, arguments.cap, Path(scratch))
+            breaker = Breaker(
+                checkout, recording, arguments.tests, arguments.cap, Path(scratch)
+            )
             check_sites(breaker, rest, finished, arguments.jobs)
     if arguments.report:
         note = (

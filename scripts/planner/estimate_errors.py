@@ -72,7 +72,9 @@ def read_runs() -> list[PlannedRun]:
         profile, ranks, text = line.split(maxsplit=2)
         words = tuple(expand(text))
         changes = " ".join(word for word in words if word not in usual)
-        runs.append(PlannedRun(profile, int(ranks), words, f"{profile}, {ranks}: {changes}"))
+        runs.append(
+            PlannedRun(profile, int(ranks), words, f"{profile}, {ranks}: {changes}")
+        )
     return runs
 
 
@@ -140,7 +142,9 @@ def estimate_errors(jobs: int, count: int | None = None) -> list[Error]:
     with unit(f"traces of {len(runs)} runs"):
         full = trace_in_full(runs, jobs)
     errors = []
-    for run, (config, hardware, ranks), prediction in zip(planned, runs, full, strict=True):
+    for run, (config, hardware, ranks), prediction in zip(
+        planned, runs, full, strict=True
+    ):
         memory, time = prediction
         estimate = fast_estimate(config, hardware, ranks)
         errors.append(
@@ -183,7 +187,9 @@ def random_search(draw: random.Random) -> tuple[str, Hardware, int, float, list[
         "mesh.pp_size=1",  # one rank is traced
         *draw.choice([[], ["optim=sgd"], ["optim.state_dtype=bfloat16"]]),
         *(["parallel=single"] if world_size == 1 else []),
-        *" ".join(text for name, text in settings.items() if name not in varied).split(),
+        *" ".join(
+            text for name, text in settings.items() if name not in varied
+        ).split(),
     ]
     if "checkpointing" not in varied or draw.random() < 0.5:
         words.append("memory.activation_offload=false")
@@ -201,7 +207,9 @@ def run_searches(count: int, jobs: int) -> list[Searched]:
         name, hardware, world_size, memory_bytes, words = random_search(draw)
         try:
             base = compose_config(words)
-            result = search(base, words, hardware, world_size, memory_bytes, fast_estimate)
+            result = search(
+                base, words, hardware, world_size, memory_bytes, fast_estimate
+            )
         except ConfigError:
             continue
         every = [*result.candidates, *result.over]
@@ -218,14 +226,18 @@ def judge(name: str, result: SearchResult, traced: Sequence[Traced]) -> Searched
     speeds: dict[str, float] = {}
     for one, (memory, time) in zip(every, traced, strict=True):
         fits = memory.reserved_bytes <= result.memory_bytes
-        speeds[label(one.config)] = fits * one.prediction.tokens_per_step / time.step_seconds
+        speeds[label(one.config)] = (
+            fits * one.prediction.tokens_per_step / time.step_seconds
+        )
     order = sorted(speeds.values(), reverse=True)
     best = max(speeds[label(one.config)] for one in result.leading(CHECKED))
     loss = 1 - best / order[0] if order[0] else 0.0
     return Searched(name, len(every), order.index(best) + 1, loss)
 
 
-def render(errors: Sequence[Error], searches: Sequence[Searched]) -> tuple[list[str], bool]:
+def render(
+    errors: Sequence[Error], searches: Sequence[Searched]
+) -> tuple[list[str], bool]:
     """Lines of a section of the page, and whether both bars are met."""
     lines = ["## Estimates against full traces", ""]
     missed = [error for error in errors if error.worst > ERROR_BAR]
@@ -248,6 +260,8 @@ def render(errors: Sequence[Error], searches: Sequence[Searched]) -> tuple[list[
             f"- {sum(one.candidates for one in searches)} candidates traced.",
         ]
     for one in wrong:
-        lines.append(f"- Place {one.place} of {one.candidates}, {one.loss:.1%} slower: {one.name}")
+        lines.append(
+            f"- Place {one.place} of {one.candidates}, {one.loss:.1%} slower: {one.name}"
+        )
     met = not missed and len(wrong) <= (1 - SEARCHES_BAR) * len(searches)
     return lines, met

@@ -56,14 +56,21 @@ def words_of(check: str) -> dict[str, list[str]]:
     if check in ("compile", "float8"):
         rows = training.COMPILED if check == "compile" else training.FLOAT8
         compiled = ["train.compile=true"] * (check == "float8")
-        return {name: [*fsdp2, *BF16, *compiled, *words] for name, words in rows.items()}
+        return {
+            name: [*fsdp2, *BF16, *compiled, *words] for name, words in rows.items()
+        }
     if check == "optimizers":
         return {
-            name: [*SMALL, *training.SINGLE, *words] for name, words in training.OPTIMIZERS.items()
+            name: [*SMALL, *training.SINGLE, *words]
+            for name, words in training.OPTIMIZERS.items()
         }
     if check == "adapters":
         return {
-            f"{form} {dtype}": [*words, "parallel=fsdp2", f"parallel.param_dtype={dtype}"]
+            f"{form} {dtype}": [
+                *words,
+                "parallel=fsdp2",
+                f"parallel.param_dtype={dtype}",
+            ]
             for form, words in training.adapter_rows("cuda").items()
             for dtype in ("float32", "bfloat16")
         }
@@ -81,24 +88,39 @@ def compare(lines: list[dict[str, Any]], hardware: str) -> Iterator[Compared]:
             if not isinstance(measured, dict) or "peak_gib" not in measured:
                 continue
             with unit(f"{line['check']}, {name}"):
-                config = compose_config([*COMMON, f"launch.device={line['device']}", *words])
+                config = compose_config(
+                    [*COMMON, f"launch.device={line['device']}", *words]
+                )
                 config.validate(1, line["device"])
                 found = predict(config, profile, 1)
             memory = found.memory
-            peak_gib, reserved_gib = memory.peak_bytes / GIB, memory.reserved_bytes / GIB
+            peak_gib, reserved_gib = (
+                memory.peak_bytes / GIB,
+                memory.reserved_bytes / GIB,
+            )
             milliseconds = 1e3 * found.time.step_seconds
-            yield Compared(line["check"], name, measured, peak_gib, reserved_gib, milliseconds)
+            yield Compared(
+                line["check"], name, measured, peak_gib, reserved_gib, milliseconds
+            )
 
 
 def render(rows: list[Compared], command: str, machine: str, hardware: str) -> str:
     """The page."""
-    page = ["# Predictions against measurements on one device", "", f"Command: `{command}`", ""]
+    page = [
+        "# Predictions against measurements on one device",
+        "",
+        f"Command: `{command}`",
+        "",
+    ]
     page += [
         f"Measured on: {machine}.",
         f"Predicted with torch {torch.__version__} for `plan.hardware={hardware}`.",
         "",
     ]
-    page += ["| check | row | peak, GiB | predicted | error |", "|---|---|---:|---:|---:|"]
+    page += [
+        "| check | row | peak, GiB | predicted | error |",
+        "|---|---|---:|---:|---:|",
+    ]
     for row in rows:
         peak = row.measured["peak_gib"]
         page.append(
@@ -107,7 +129,10 @@ def render(rows: list[Compared], command: str, machine: str, hardware: str) -> s
         )
     timed = [row for row in rows if "reserved_gib" in row.measured]
     if timed:
-        page += ["", "| row | step, ms | predicted | error | reserved, GiB | predicted |"]
+        page += [
+            "",
+            "| row | step, ms | predicted | error | reserved, GiB | predicted |",
+        ]
         page += ["|---|---:|---:|---:|---:|---:|"]
     for row in timed:
         step = row.measured["step_ms"]
@@ -130,7 +155,11 @@ def main() -> None:
     args = parser.parse_args()
     lines = [json.loads(line) for line in args.measured.read_text().splitlines()]
     machine = next(
-        (line["facts"]["machine"] for line in lines if "machine" in line.get("facts", {})),
+        (
+            line["facts"]["machine"]
+            for line in lines
+            if "machine" in line.get("facts", {})
+        ),
         "not recorded",
     )
     units = sum(len(words_of(line["check"])) for line in lines)

@@ -24,7 +24,11 @@ class LossParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, labels_N: Tensor, objective: Objective, vocabulary: Vocabulary
+        ctx: Any,
+        logits_NV: Tensor,
+        labels_N: Tensor,
+        objective: Objective,
+        vocabulary: Vocabulary,
     ) -> Tensor:
         """Losses of all tokens from kept log-probabilities; objectives other than cross entropy are
         not covered."""
@@ -34,7 +38,9 @@ class LossParallel(torch.autograd.Function):
         sum_N1 = vocabulary.sum_(torch.exp(shifted_NV).sum(1, keepdim=True))
         log_probs_NV = shifted_NV - torch.log(sum_N1)
         local_N, inside_N = vocabulary.local_labels(labels_N, logits_NV.shape[1])
-        label_N = torch.where(inside_N, log_probs_NV.gather(1, local_N[:, None])[:, 0], 0.0)
+        label_N = torch.where(
+            inside_N, log_probs_NV.gather(1, local_N[:, None])[:, 0], 0.0
+        )
         losses_N = torch.where(labels_N != IGNORE_INDEX, -vocabulary.sum_(label_N), 0.0)
         ctx.save_for_backward(log_probs_NV, labels_N)
         ctx.settings = logits_NV.dtype, vocabulary
@@ -50,4 +56,9 @@ class LossParallel(torch.autograd.Function):
         grad_NV = torch.zeros_like(log_probs_NV)
         grad_NV.scatter_(1, local_N[:, None], -inside_N.to(grad_NV.dtype)[:, None])
         upstream_N1 = torch.where(labels_N != IGNORE_INDEX, upstream, 0.0)[:, None]
-        return ((grad_NV + torch.exp(log_probs_NV)) * upstream_N1).to(dtype), None, None, None
+        return (
+            ((grad_NV + torch.exp(log_probs_NV)) * upstream_N1).to(dtype),
+            None,
+            None,
+            None,
+        )

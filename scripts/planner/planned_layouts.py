@@ -48,7 +48,9 @@ def predict_row(row: PublishedLayout, hardware: Hardware) -> Prediction:
         parts.append((vocabulary, "_LogitsLoss", LossParallel))
     if row.checkpointing == "selective_torchtitan":
         contexts = "create_selective_checkpoint_contexts"
-        parts.append((activation_checkpointing, contexts, lambda _: keep_every_other_product()))
+        parts.append(
+            (activation_checkpointing, contexts, lambda _: keep_every_other_product())
+        )
     with replaced(*parts):
         _forget()
         try:
@@ -78,7 +80,11 @@ class PlannedLayout:
     def memory_met(self) -> bool | None:
         """Whether the memory is within its bar; None if none was published."""
         published = self.row.memory_gib
-        return None if published is None else abs(self.memory_gib / published - 1) <= MEMORY_BAR
+        return (
+            None
+            if published is None
+            else abs(self.memory_gib / published - 1) <= MEMORY_BAR
+        )
 
     def cells(self) -> list[str]:
         """Cells of the table."""
@@ -92,7 +98,10 @@ class PlannedLayout:
             memory[2] = f"{self.memory_gib / row.memory_gib:.2f}"
             memory[3] = "met" if self.memory_met else "**missed**"
         speeds = [f"{row.speed:,.0f}", f"{self.tokens_per_second:,.0f}"]
-        speeds += [f"{self.tokens_per_second / row.speed:.2f}", "fit" if row.fit else ""]
+        speeds += [
+            f"{self.tokens_per_second / row.speed:.2f}",
+            "fit" if row.fit else "",
+        ]
         if self.fitted is not None:
             speeds[3] = f"{self.fitted / row.speed:.2f}"
         return [row.name, row.layout, sizes, *memory, *speeds, ", ".join(row.missing)]
@@ -117,7 +126,9 @@ def plan_layouts(rows: Sequence[PublishedLayout]) -> LayoutResults:
     fits: dict[str, Hardware] = {}
     predictions: dict[tuple[str, ...], tuple[float, float, float | None]] = {}
     planned: dict[str, PlannedLayout] = {}
-    for row in sorted((row for row in rows if not row.unplanned), key=lambda row: not row.fit):
+    for row in sorted(
+        (row for row in rows if not row.unplanned), key=lambda row: not row.fit
+    ):
         key = row.trace_key
         if key not in predictions:
             with unit(row.name):
@@ -137,7 +148,9 @@ def plan_layouts(rows: Sequence[PublishedLayout]) -> LayoutResults:
                 predictions[key] = memory, plain.time.step_seconds, seconds
         memory, plain_seconds, seconds = predictions[key]
         fitted = None if row.fit or seconds is None else row.tokens / seconds
-        planned[row.name] = PlannedLayout(row, memory, row.tokens / plain_seconds, fitted)
+        planned[row.name] = PlannedLayout(
+            row, memory, row.tokens / plain_seconds, fitted
+        )
     results.planned = [planned[row.name] for row in rows if row.name in planned]
     return results
 
@@ -197,17 +210,29 @@ def rankings(planned: Sequence[PlannedLayout]) -> list[Ranking]:
         layouts = {(each.row.layout, each.tokens_per_second) for each in members}
         if len(layouts) >= LEAST_ROWS:
             published = [each.row.speed for each in members]
-            value = rank_correlation(published, [each.tokens_per_second for each in members])
-            found.append(Ranking(f"{MACHINES[key]}, {model}, {numerics}", len(members), value))
+            value = rank_correlation(
+                published, [each.tokens_per_second for each in members]
+            )
+            found.append(
+                Ranking(f"{MACHINES[key]}, {model}, {numerics}", len(members), value)
+            )
     return found
 
 
-HEADER = ["row", "layout", "batch × tokens (× micro-batches)", "GiB: published", "predicted"]
+HEADER = [
+    "row",
+    "layout",
+    "batch × tokens (× micro-batches)",
+    "GiB: published",
+    "predicted",
+]
 HEADER += ["ratio", "", "tokens/s: published", "predicted", "ratio", "ratio with fit"]
 HEADER += ["not in the trace"]
 
 
-def render_layouts(rows: Sequence[PublishedLayout], results: LayoutResults) -> tuple[str, bool]:
+def render_layouts(
+    rows: Sequence[PublishedLayout], results: LayoutResults
+) -> tuple[str, bool]:
     """The section, and whether every bar was met."""
     parts = ["\n".join(f"- Fitted: {note}" for note in results.notes)]
     for key, title in MACHINES.items():
@@ -218,7 +243,10 @@ def render_layouts(rows: Sequence[PublishedLayout], results: LayoutResults) -> t
     ranked = rankings(results.planned)
     if ranked:
         cells = [["rows", "number", "Spearman", "bar", ""], *map(Ranking.cells, ranked)]
-        parts += ["### Rank correlation of tokens/s", markdown_table(cells, right=(1, 2, 3))]
+        parts += [
+            "### Rank correlation of tokens/s",
+            markdown_table(cells, right=(1, 2, 3)),
+        ]
     unplanned = [_unplanned_cells(row) for row in rows if row.unplanned]
     if unplanned:
         cells = [["row", "machine", "layout", "tokens/s", "GiB", "reason"], *unplanned]
@@ -226,8 +254,12 @@ def render_layouts(rows: Sequence[PublishedLayout], results: LayoutResults) -> t
     sources = dict.fromkeys(f"- {row.source}, {row.date}" for row in rows)
     met = [each.memory_met for each in results.planned if each.memory_met is not None]
     parts += ["### Sources", "\n".join(sources)]
-    parts += [f"{met.count(False)} of {len(met)} memories are off by more than {MEMORY_BAR:.0%}."]
-    return "\n\n".join(filter(None, parts)), all(met) and all(each.met for each in ranked)
+    parts += [
+        f"{met.count(False)} of {len(met)} memories are off by more than {MEMORY_BAR:.0%}."
+    ]
+    return "\n\n".join(filter(None, parts)), all(met) and all(
+        each.met for each in ranked
+    )
 
 
 def _unplanned_cells(row: PublishedLayout) -> list[str]:

@@ -21,18 +21,49 @@ from fsdptoys.utils.tables import markdown_table
 HARDWARE = "h200"
 PREFIX = "h200"
 _SHAPE = ("experiment=null", "parallel.param_dtype=bfloat16", "memory.chunk_loss=true")
-_LARGE = (*_SHAPE, "optim.state_dtype=bfloat16", "memory.gradient_checkpointing=selective")
+_LARGE = (
+    *_SHAPE,
+    "optim.state_dtype=bfloat16",
+    "memory.gradient_checkpointing=selective",
+)
 _ROWS: dict[str, tuple[str, ...]] = {
-    "1B 4x4096": (*_SHAPE, "model=llama3_1b", "train.batch_size=4", "train.seq_len=4096"),
-    "1B 2x8192": (*_SHAPE, "model=llama3_1b", "train.batch_size=2", "train.seq_len=8192"),
-    "7B 2x4096": (*_LARGE, "model=llama2_7b", "train.batch_size=2", "train.seq_len=4096"),
-    "8B 1x8192": (*_LARGE, "model=llama3_8b", "train.batch_size=1", "train.seq_len=8192"),
-    "8B 2x4096": (*_LARGE, "model=llama3_8b", "train.batch_size=2", "train.seq_len=4096"),
+    "1B 4x4096": (
+        *_SHAPE,
+        "model=llama3_1b",
+        "train.batch_size=4",
+        "train.seq_len=4096",
+    ),
+    "1B 2x8192": (
+        *_SHAPE,
+        "model=llama3_1b",
+        "train.batch_size=2",
+        "train.seq_len=8192",
+    ),
+    "7B 2x4096": (
+        *_LARGE,
+        "model=llama2_7b",
+        "train.batch_size=2",
+        "train.seq_len=4096",
+    ),
+    "8B 1x8192": (
+        *_LARGE,
+        "model=llama3_8b",
+        "train.batch_size=1",
+        "train.seq_len=8192",
+    ),
+    "8B 2x4096": (
+        *_LARGE,
+        "model=llama3_8b",
+        "train.batch_size=2",
+        "train.seq_len=4096",
+    ),
     "1B without settings": ("model=llama3_1b",),
 }
 NAMES = {f"{PREFIX} {row}": words for row, words in _ROWS.items()}
 """Row → overrides."""
-KINDS = [kind.value for kind in (KernelKind.matmul, KernelKind.attention, KernelKind.memory)]
+KINDS = [
+    kind.value for kind in (KernelKind.matmul, KernelKind.attention, KernelKind.memory)
+]
 HEADER = ["row", "step, ms", "tokens/s", "MFU", "peak, GiB", "reserved, GiB"]
 HEADER += ["matmul, ms", "attention", "element-wise", "collectives, copies", "host"]
 

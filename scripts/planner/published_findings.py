@@ -74,7 +74,10 @@ class Rows:
     traces: dict[str, Trace]
 
     def replay(
-        self, name: str, hardware: Hardware, allocator: AllocatorKind = AllocatorKind.expandable
+        self,
+        name: str,
+        hardware: Hardware,
+        allocator: AllocatorKind = AllocatorKind.expandable,
     ) -> Replay:
         """Replay a row; both programs asked for expandable segments."""
         return replay(
@@ -87,10 +90,14 @@ class Rows:
         """Seconds of a row's step, as a function of the hardware."""
         return lambda hardware: self.replay(name, hardware).time().step_seconds
 
-    def fit(self, name: str, published: float, hardware: Hardware, parameter: str) -> Hardware:
+    def fit(
+        self, name: str, published: float, hardware: Hardware, parameter: str
+    ) -> Hardware:
         """Fit one rate to a row's time."""
         return calibrate(
-            [Case(self.seconds(name), published, name)], hardware, choose_parameters([parameter])
+            [Case(self.seconds(name), published, name)],
+            hardware,
+            choose_parameters([parameter]),
         ).hardware
 
 
@@ -103,10 +110,19 @@ def classic_memory(rows: Rows) -> list[Finding]:
             memory = rows.replay(row, hardware).memory()
             end, reserved = memory.end_bytes / GIB, memory.reserved_bytes / GIB
             findings.append(
-                Finding(row, "GiB at end", published.end_gib, end, END_BAR_GIB, relative=False)
+                Finding(
+                    row,
+                    "GiB at end",
+                    published.end_gib,
+                    end,
+                    END_BAR_GIB,
+                    relative=False,
+                )
             )
             bar = RESERVED_BARS[strategy]
-            findings.append(Finding(row, "GiB reserved", published.reserved_gib, reserved, bar))
+            findings.append(
+                Finding(row, "GiB reserved", published.reserved_gib, reserved, bar)
+            )
     return findings
 
 
@@ -125,7 +141,9 @@ def classic_time(rows: Rows, fit_host: bool) -> tuple[list[Finding], list[str]]:
         base = f"{strategy} {FITTED_ROW}"
         if base not in rows.traces:
             continue
-        hardware = rows.fit(base, ROWS[strategy, FITTED_ROW][1].seconds, a2(), "compute")
+        hardware = rows.fit(
+            base, ROWS[strategy, FITTED_ROW][1].seconds, a2(), "compute"
+        )
         used = {base}
         fitted.append(
             f"Fitted: {strategy}: {hardware.matmul_efficiency.value:.3f} of the peak in matmuls, "
@@ -136,12 +154,16 @@ def classic_time(rows: Rows, fit_host: bool) -> tuple[list[Finding], list[str]]:
             seconds = ROWS["fsdp2", FITTED_ROW][1].seconds
             theirs = rows.fit(f"fsdp2 {FITTED_ROW}", seconds, a2(), "compute")
             for key, parameter in HOST_ROWS.items():
-                theirs = rows.fit(" ".join(key), ROWS[key][1].seconds, theirs, parameter)
+                theirs = rows.fit(
+                    " ".join(key), ROWS[key][1].seconds, theirs, parameter
+                )
                 used.add(" ".join(key))
             latency = theirs.transfer_latency_seconds
             rate = theirs.cpu_adam_parameters_per_second
             hardware = dataclasses.replace(
-                hardware, transfer_latency_seconds=latency, cpu_adam_parameters_per_second=rate
+                hardware,
+                transfer_latency_seconds=latency,
+                cpu_adam_parameters_per_second=rate,
             )
             if strategy == "fsdp2":
                 fitted.append(
@@ -154,7 +176,9 @@ def classic_time(rows: Rows, fit_host: bool) -> tuple[list[Finding], list[str]]:
                 offload = switches.optimizer_offload or switches.cpu_offload
                 bar = OFFLOAD_SECONDS_BAR if offload else SECONDS_BAR
                 seconds = rows.seconds(row)(hardware)
-                findings.append(Finding(row, "s a step", published.seconds, seconds, bar))
+                findings.append(
+                    Finding(row, "s a step", published.seconds, seconds, bar)
+                )
     return findings, fitted
 
 
@@ -165,9 +189,14 @@ def torchtitan(rows: Rows) -> tuple[list[Finding], list[str]]:
         row = f"torchtitan {ranks}"
         if row in rows.traces:
             reserved = rows.replay(row, h100()).memory().reserved_bytes / GIB
-            native = rows.replay(row, h100(), AllocatorKind.native).memory().reserved_bytes / GIB
+            native = (
+                rows.replay(row, h100(), AllocatorKind.native).memory().reserved_bytes
+                / GIB
+            )
             bar = TORCHTITAN_RESERVED_BAR
-            findings.append(Finding(row, "GiB reserved", published.reserved_gib, reserved, bar))
+            findings.append(
+                Finding(row, "GiB reserved", published.reserved_gib, reserved, bar)
+            )
             notes.append(f"{row}: {native:.2f} GiB with native segments")
             seconds, before = published.step_seconds, rows.seconds(row)(h100())
             notes.append(
@@ -181,5 +210,7 @@ def torchtitan(rows: Rows) -> tuple[list[Finding], list[str]]:
         notes.append(f"Fitted: {share:.3f} of the peak in matmuls, from “{few}”")
         predicted = TORCHTITAN[128].tokens / rows.seconds(many)(hardware)
         rate = TORCHTITAN[128].tokens_per_second
-        findings.append(Finding(many, "tokens/s a GPU", rate, predicted, TORCHTITAN_SECONDS_BAR))
+        findings.append(
+            Finding(many, "tokens/s a GPU", rate, predicted, TORCHTITAN_SECONDS_BAR)
+        )
     return findings, notes

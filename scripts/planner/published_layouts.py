@@ -90,7 +90,12 @@ class PublishedLayout:
     @property
     def tokens(self) -> float:
         """Tokens of one step, divided by the ranks that share them."""
-        return self.batch_size * self.seq_len * self.micro_batches / (self.tp * self.cp * self.pp)
+        return (
+            self.batch_size
+            * self.seq_len
+            * self.micro_batches
+            / (self.tp * self.cp * self.pp)
+        )
 
     @property
     def layout(self) -> str:
@@ -102,7 +107,11 @@ class PublishedLayout:
     @property
     def numerics(self) -> str:
         """Settings of speed that the trace does not have."""
-        names = {"compile": self.compile, "float8": self.float8, "async TP": self.async_tp}
+        names = {
+            "compile": self.compile,
+            "float8": self.float8,
+            "async TP": self.async_tp,
+        }
         return ", ".join(name for name, applies in names.items() if applies) or "eager"
 
     @property
@@ -125,7 +134,12 @@ class PublishedLayout:
             f"train.seq_len={self.seq_len}",
             f"train.grad_accum={self.micro_batches}",
         ]
-        for axis, size in {"tp": self.tp, "cp": self.cp, "ep": self.ep, "pp": self.pp}.items():
+        for axis, size in {
+            "tp": self.tp,
+            "cp": self.cp,
+            "ep": self.ep,
+            "pp": self.pp,
+        }.items():
             if size > 1:
                 words.append(f"mesh.{axis}_size={size}")
         if self.cp > 1:
@@ -138,14 +152,23 @@ class PublishedLayout:
     def trace_key(self) -> tuple[str, ...]:
         """Equal for rows that share a trace."""
         loss = "loss_parallel" if self.loss_parallel else ""
-        return (self.machine, str(self.gpus), self.checkpointing, loss, *self.overrides())
+        return (
+            self.machine,
+            str(self.gpus),
+            self.checkpointing,
+            loss,
+            *self.overrides(),
+        )
 
     def config(self) -> Config:
         """The validated configuration."""
         config: Config = compose_config(self.overrides())
         hardware = machine(self.machine)
         validate_switches(
-            config, self.gpus, hardware.device_type, int(hardware.devices_per_node.value)
+            config,
+            self.gpus,
+            hardware.device_type,
+            int(hardware.devices_per_node.value),
         )
         return config
 

@@ -63,7 +63,11 @@ class Attention(nn.Module):
         query, key, value = self.query(x), self.key(x), self.value(x)
         query, key, value = query.view(heads), key.view(heads), value.view(heads)
         query, key = _rotate(query, key, angles)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        query, key, value = (
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+        )
         attended = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True
         )
@@ -131,7 +135,9 @@ class Llama2(nn.Module):
         self.checkpointing = checkpointing
         self.embedding = nn.Embedding(sizes.vocab_size, sizes.dim)
         # The full angle appears in both halves, in float32.
-        self.register_buffer("angles", torch.empty(sizes.positions, sizes.dim // sizes.n_heads))
+        self.register_buffer(
+            "angles", torch.empty(sizes.positions, sizes.dim // sizes.n_heads)
+        )
         self.layers = nn.ModuleList(
             Block(
                 Attention(sizes),
@@ -157,7 +163,9 @@ class Llama2(nn.Module):
             if self.checkpointing:
                 # The unit is inside the checkpoint: its parameters are gathered again by the
                 # recomputation.
-                hidden = checkpoint(layer, x=hidden, positions=angles, use_reentrant=False)
+                hidden = checkpoint(
+                    layer, x=hidden, positions=angles, use_reentrant=False
+                )
             else:
                 hidden = layer(x=hidden, positions=angles)
         return self.norm(hidden)

@@ -84,8 +84,16 @@ def _rows() -> dict[tuple[str, str], tuple[Switches, Published]]:
         "block": {},
         "block gc": {"checkpointing": True},
         "block gc chunk": {"checkpointing": True, "chunk_loss": True},
-        "block gc chunk oo": {"checkpointing": True, "chunk_loss": True, "optimizer_offload": True},
-        "block gc chunk co": {"checkpointing": True, "chunk_loss": True, "cpu_offload": True},
+        "block gc chunk oo": {
+            "checkpointing": True,
+            "chunk_loss": True,
+            "optimizer_offload": True,
+        },
+        "block gc chunk co": {
+            "checkpointing": True,
+            "chunk_loss": True,
+            "cpu_offload": True,
+        },
         "parts gc chunk co": {
             "parts": True,
             "checkpointing": True,
@@ -107,7 +115,9 @@ def _rows() -> dict[tuple[str, str], tuple[Switches, Published]]:
     return {
         (strategy, name): (Switches(strategy, **switches[name]), Published(*figures))
         for strategy in seconds
-        for name, *figures in zip(switches, seconds[strategy], end, reserved[strategy], strict=True)
+        for name, *figures in zip(
+            switches, seconds[strategy], end, reserved[strategy], strict=True
+        )
     }
 
 
@@ -132,7 +142,11 @@ def materialize(module: nn.Module, device: torch.device, fill: Fill | None) -> N
 
 
 def shard_with_fsdp2(
-    model: Llama2, mesh: DeviceMesh, device: torch.device, switches: Switches, fill: Fill | None
+    model: Llama2,
+    mesh: DeviceMesh,
+    device: torch.device,
+    switches: Switches,
+    fill: Fill | None,
 ) -> None:
     """Wrap each block, then the rest, and spread the values of rank 0 one parameter at a time
     (a2304c9)."""
@@ -141,7 +155,9 @@ def shard_with_fsdp2(
         # does nothing.
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
         ),
     }
     if switches.cpu_offload:
@@ -173,7 +189,11 @@ def shard_with_fsdp2(
 
 
 def shard_with_fsdp1(
-    model: Llama2, mesh: DeviceMesh, device: torch.device, switches: Switches, fill: Fill | None
+    model: Llama2,
+    mesh: DeviceMesh,
+    device: torch.device,
+    switches: Switches,
+    fill: Fill | None,
 ) -> nn.Module:
     """Wrap each block, then the rest (a2304c9)."""
     settings: dict[str, Any] = {
@@ -181,7 +201,9 @@ def shard_with_fsdp1(
         "device_mesh": mesh,
         "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
         "mixed_precision": MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            buffer_dtype=torch.float32,
         ),
         "forward_prefetch": False,
         "limit_all_gathers": True,
@@ -194,7 +216,11 @@ def shard_with_fsdp1(
         if switches.parts:
             for name in ("attention", "feed_forward"):
                 materialize(getattr(block, name), device, fill)
-                setattr(block, name, FullyShardedDataParallel(getattr(block, name), **settings))
+                setattr(
+                    block,
+                    name,
+                    FullyShardedDataParallel(getattr(block, name), **settings),
+                )
         materialize(block, device, fill)
         model.layers[index] = FullyShardedDataParallel(block, **settings)
     materialize(model, device, fill)
@@ -263,7 +289,9 @@ def _train(
     # As there, a step's local tensors live until the next step reassigns their names.
     for step in range(1, steps + 1):
         recorder.mark(step, "data")
-        tokens = torch.zeros(sizes.batch_size, sizes.seq_len, dtype=torch.int32).to(device)
+        tokens = torch.zeros(sizes.batch_size, sizes.seq_len, dtype=torch.int32).to(
+            device
+        )
         labels = (
             torch.zeros(sizes.batch_size, dtype=torch.int64)[:, None]
             .to(device)
@@ -272,7 +300,9 @@ def _train(
         recorder.mark(step, "forward")
         hidden = wrapped(tokens)
         if switches.chunk_loss:
-            loss = ChunkedLoss.apply(hidden, model.head.weight, labels, sizes.chunk_tokens)
+            loss = ChunkedLoss.apply(
+                hidden, model.head.weight, labels, sizes.chunk_tokens
+            )
         else:
             logits = model.head(hidden)
             loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())

@@ -20,11 +20,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
 
 from fsdptoys.device.profile import AttentionKind, Hardware, Quantity, load_hardware
 from scripts.planner.published_llama2 import Block, FeedForward
@@ -78,7 +83,9 @@ class Published:
 def h100() -> Hardware:
     """Hardware of torchtitan's table: an H100 with other memory than the common one, and
     FlashAttention."""
-    source = "github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+    source = (
+        "github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+    )
     return dataclasses.replace(
         load_hardware("h100"),
         attention=AttentionKind.flash,
@@ -127,7 +134,11 @@ class Attention(nn.Module):
         )
         query, key = _rotate(query, key, turns)
         key, value = self._repeat(key), self._repeat(value)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        query, key, value = (
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+        )
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(attended.transpose(1, 2).contiguous().view(batch, seq_len, -1))
 
@@ -154,7 +165,9 @@ class Llama3(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocab_size, sizes.dim)
-        turns = torch.empty(sizes.seq_len, sizes.dim // sizes.n_heads // 2, dtype=torch.complex64)
+        turns = torch.empty(
+            sizes.seq_len, sizes.dim // sizes.n_heads // 2, dtype=torch.complex64
+        )
         self.register_buffer("turns", turns)
         self.layers = nn.ModuleList(
             Block(
@@ -187,7 +200,9 @@ def keep_every_other_product() -> Any:
         if operator is aten.mm.default:
             counts[context.is_recompute] += 1
             saved = counts[context.is_recompute] % 2 == 1
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -216,8 +231,12 @@ def torchtitan_program(
         model.layers[index] = checkpoint_wrapper(
             layer, context_fn=keep_every_other_product, preserve_rng_state=False
         )
-    mesh = DeviceMesh(device.type, list(range(dist.get_world_size())), mesh_dim_names=("dp_shard",))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = DeviceMesh(
+        device.type, list(range(dist.get_world_size())), mesh_dim_names=("dp_shard",)
+    )
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
     for index, layer in enumerate(model.layers):
         # The last block is needed again at once.
         last = index == sizes.n_layers - 1
@@ -237,8 +256,12 @@ def torchtitan_program(
     losses = []
     for step in range(1, steps + 1):
         recorder.mark(step, "data")
-        tokens = torch.zeros(sizes.batch_size, sizes.seq_len, dtype=torch.int64).to(device)
-        labels = torch.zeros(sizes.batch_size, sizes.seq_len, dtype=torch.int64).to(device)
+        tokens = torch.zeros(sizes.batch_size, sizes.seq_len, dtype=torch.int64).to(
+            device
+        )
+        labels = torch.zeros(sizes.batch_size, sizes.seq_len, dtype=torch.int64).to(
+            device
+        )
         # Gradients live until here.
         optimizer.zero_grad()
         recorder.mark(step, "forward")

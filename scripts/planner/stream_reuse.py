@@ -78,7 +78,9 @@ def settings(words: Sequence[str]) -> list[str]:
 
 def make_trainer(config: Config, recorder: OpRecorder, hardware: Hardware) -> Trainer:
     """A trainer on the planned device."""
-    device = PlannedDevice(hardware.device_type, hardware.title, int(hardware.memory_bytes.value))
+    device = PlannedDevice(
+        hardware.device_type, hardware.title, int(hardware.memory_bytes.value)
+    )
     trainer = Trainer(config, device, param_init=lambda param, name: None)
     trainer.on_phase = recorder.mark
     return trainer
@@ -93,7 +95,10 @@ def frozen_reference(config: Config, recorder: OpRecorder, hardware: Hardware) -
     """A second model's forward after each step."""
     trainer, reference = (make_trainer(config, recorder, hardware) for _ in range(2))
     tokens_BT = torch.zeros(
-        1, config.train.seq_len, dtype=torch.int64, device=trainer.world.device.torch_device
+        1,
+        config.train.seq_len,
+        dtype=torch.int64,
+        device=trainer.world.device.torch_device,
     )
 
     def run_reference(_: Any) -> None:
@@ -114,14 +119,18 @@ def root_per_block(config: Config, recorder: OpRecorder, hardware: Hardware) -> 
     device = torch.device(recorder.device_type, 0)
     with torch.device("meta"):
         model = config.model.build()
-    mesh = DeviceMesh(device.type, list(range(dist.get_world_size())), mesh_dim_names=("shard",))
+    mesh = DeviceMesh(
+        device.type, list(range(dist.get_world_size())), mesh_dim_names=("shard",)
+    )
     with apply_patches(config.patches, config.parallel.name):
         for index, block in enumerate(model.layers):
             if config.parallel.name == "fsdp2":
                 precision = MixedPrecisionPolicy(
                     param_dtype=torch.bfloat16, cast_forward_inputs=False
                 )
-                fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+                fully_shard(
+                    block, mesh=mesh, mp_policy=precision, reshard_after_forward=True
+                )
                 block.to_empty(device=device)
             else:
                 block.to_empty(device=device)
@@ -139,11 +148,15 @@ def root_per_block(config: Config, recorder: OpRecorder, hardware: Hardware) -> 
             module.to_empty(device=device).to(torch.bfloat16)
         for name, buffer in model.named_buffers():
             model.get_submodule(name.rpartition(".")[0]).register_buffer(
-                name.rpartition(".")[2], torch.zeros_like(buffer, device=device), persistent=False
+                name.rpartition(".")[2],
+                torch.zeros_like(buffer, device=device),
+                persistent=False,
             )
         loss_fn = build_loss(True, None, torch.float32)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-        tokens_BT = torch.zeros(1, config.train.seq_len, dtype=torch.int64, device=device)
+        tokens_BT = torch.zeros(
+            1, config.train.seq_len, dtype=torch.int64, device=device
+        )
         for step in range(1, STEPS + 1):
             recorder.mark(step, "forward")
             loss = model(tokens_BT, tokens_BT, loss_fn)
@@ -185,7 +198,9 @@ def measure(
         world_size=RANKS,
         workspace_bytes=matmul_workspace_bytes(hardware),
     )
-    allocator = build_allocator(AllocatorKind.expandable, device_type=hardware.device_type)
+    allocator = build_allocator(
+        AllocatorKind.expandable, device_type=hardware.device_type
+    )
     replayed = replay(trace, hardware, allocator)
     peak = max(phase.peak_bytes for phase in replayed.phases)
     streams = sum(bytes > 0 for bytes in allocator.reserved_by_stream.values())
@@ -198,7 +213,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "words", nargs="*", help="KEY=VALUE settings of the run, in place of the ones above"
+        "words",
+        nargs="*",
+        help="KEY=VALUE settings of the run, in place of the ones above",
     )
     parser.add_argument("--hardware", default="h100", help="a profile of fsdptoys plan")
     asked = parser.parse_intermixed_args()

@@ -32,7 +32,9 @@ def row_words(row: str) -> list[str]:
     definition = read_definition(f"classic_{strategy}")
     names = [each for owner, each in ROWS if owner == strategy]
     words = dict(zip(names, definition.rows, strict=True))[name]
-    return list({word.partition("=")[0]: word for word in (*definition.base, *words)}.values())
+    return list(
+        {word.partition("=")[0]: word for word in (*definition.base, *words)}.values()
+    )
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,23 @@ def predict_trainer_row(row: str) -> TrainerRow:
     return TrainerRow(row, ROWS[NAMES[row]][1], fast_estimate(config, hardware, RANKS))
 
 
-HEADER = ["row", "end of step: published", "today", "", "reserved: published", "today", ""]
+HEADER = [
+    "row",
+    "end of step: published",
+    "today",
+    "",
+    "reserved: published",
+    "today",
+    "",
+]
 HEADER += ["step: published", "predicted", "published / predicted"]
 
 
 def trainer_table(rows: Sequence[TrainerRow]) -> str:
     """The table of memory and time."""
-    return markdown_table([HEADER, *map(TrainerRow.cells, rows)], right=(1, 2, 4, 5, 7, 8, 9))
+    return markdown_table(
+        [HEADER, *map(TrainerRow.cells, rows)], right=(1, 2, 4, 5, 7, 8, 9)
+    )
 
 
 def failures(rows: Sequence[TrainerRow]) -> int:

@@ -68,10 +68,19 @@ def plan(words: Sequence[str], hardware: Hardware, ranks: int) -> Cell:
     """Predict a combination; a refused one has no prediction."""
     try:
         config = compose_config(
-            [*words, *(["parallel=single"] if ranks == 1 and "parallel=ddp" in words else [])]
+            [
+                *words,
+                *(
+                    ["parallel=single"]
+                    if ranks == 1 and "parallel=ddp" in words
+                    else []
+                ),
+            ]
         )
         config.validate(
-            ranks, hardware.device_type, min(ranks, int(hardware.devices_per_node.value))
+            ranks,
+            hardware.device_type,
+            min(ranks, int(hardware.devices_per_node.value)),
         )
         prediction = fast_estimate(config, hardware, ranks)
     except ConfigError:
@@ -90,7 +99,11 @@ def text_of(cell: Cell) -> str:
         return "refused"
     if not cell.fits:
         return "—"
-    return f"{cell.prediction.time.step_seconds:.2f} s" if cell.fits_host else "host memory"
+    return (
+        f"{cell.prediction.time.step_seconds:.2f} s"
+        if cell.fits_host
+        else "host memory"
+    )
 
 
 def main() -> int:
@@ -102,7 +115,9 @@ def main() -> int:
     parser.add_argument(
         "--seq-len", type=int, default=2048, help="tokens of a sequence; default: 2048"
     )
-    parser.add_argument("--write", type=Path, help="also draw the tables into a PNG file")
+    parser.add_argument(
+        "--write", type=Path, help="also draw the tables into a PNG file"
+    )
     arguments = parser.parse_args()
     started = time.perf_counter()
     profiles = {name: load_hardware(name) for name in DEVICES}
@@ -112,10 +127,15 @@ def main() -> int:
         for tune, tune_words in TUNES.items():
             for strategy, strategy_words in STRATEGIES.items():
                 for ranks in RANKS:
-                    words = [*COMMON, f"model={model}", f"train.seq_len={arguments.seq_len}"]
+                    words = [
+                        *COMMON,
+                        f"model={model}",
+                        f"train.seq_len={arguments.seq_len}",
+                    ]
                     words += [*tune_words, *strategy_words]
                     table[tune, strategy, ranks] = {
-                        name: plan(words, hardware, ranks) for name, hardware in profiles.items()
+                        name: plan(words, hardware, ranks)
+                        for name, hardware in profiles.items()
                     }
         print_table(model, table)
     count = sum(map(len, tables.values())) * len(DEVICES)
@@ -132,20 +152,32 @@ def print_table(model: str, table: dict[tuple[str, str, int], dict[str, Cell]]) 
         f"\n{model}: reserved memory of a device, its host memory, and the step on each kind of "
         "device\n"
     )
-    print(f"| tune | strategy | devices | device GiB | host GiB | {' | '.join(names)} |")
+    print(
+        f"| tune | strategy | devices | device GiB | host GiB | {' | '.join(names)} |"
+    )
     print(f"|---|---|---:|---:|---:|{'---:|' * len(names)}")
     for (tune, strategy, ranks), cells in table.items():
-        known = [cell.prediction.memory for cell in cells.values() if cell.prediction is not None]
+        known = [
+            cell.prediction.memory
+            for cell in cells.values()
+            if cell.prediction is not None
+        ]
         reserved = "refused"
         if known:
-            sizes = sorted({f"{memory.reserved_bytes / GIB:.1f}" for memory in known}, key=float)
+            sizes = sorted(
+                {f"{memory.reserved_bytes / GIB:.1f}" for memory in known}, key=float
+            )
             reserved = "–".join(dict.fromkeys([sizes[0], sizes[-1]]))
-        host = f"{max(memory.host_bytes for memory in known) / GIB:.1f}" if known else ""
+        host = (
+            f"{max(memory.host_bytes for memory in known) / GIB:.1f}" if known else ""
+        )
         steps = " | ".join(text_of(cell) if known else "" for cell in cells.values())
         print(f"| {tune} | {strategy} | {ranks} | {reserved} | {host} | {steps} |")
 
 
-def draw(tables: dict[str, dict[tuple[str, str, int], dict[str, Cell]]], path: Path) -> None:
+def draw(
+    tables: dict[str, dict[tuple[str, str, int], dict[str, Cell]]], path: Path
+) -> None:
     """Draw which combinations fit, and the memory of a device."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
@@ -157,7 +189,9 @@ def draw(tables: dict[str, dict[tuple[str, str, int], dict[str, Cell]]], path: P
     figure = Figure(figsize=(12, 0.6 + 3.9 * len(tables)), layout="constrained")
     panels = figure.subplots(len(tables), squeeze=False).flat
     for axes, (model, table) in zip(panels, tables.items(), strict=True):
-        cells = [[table[(*row, ranks)][name] for name, ranks in columns] for row in rows]
+        cells = [
+            [table[(*row, ranks)][name] for name, ranks in columns] for row in rows
+        ]
         colors = [[states.index(cell.state) for cell in line] for line in cells]
         axes.pcolormesh(
             colors,
@@ -175,14 +209,22 @@ def draw(tables: dict[str, dict[tuple[str, str, int], dict[str, Cell]]], path: P
                     label += f"\n{cell.prediction.time.step_seconds:.2g} s"
                 color = "white" if cell.state == "fits" else "#555555"
                 axes.text(
-                    x + 0.5, y + 0.5, label, ha="center", va="center", fontsize=7.5, color=color
+                    x + 0.5,
+                    y + 0.5,
+                    label,
+                    ha="center",
+                    va="center",
+                    fontsize=7.5,
+                    color=color,
                 )
         axes.invert_yaxis()
         axes.set_xticks(
             [x + 0.5 for x in range(len(columns))],
             [f"{ranks}\n{name}" for name, ranks in columns],
         )
-        axes.set_yticks([y + 0.5 for y in range(len(rows))], [", ".join(row) for row in rows])
+        axes.set_yticks(
+            [y + 0.5 for y in range(len(rows))], [", ".join(row) for row in rows]
+        )
         axes.tick_params(length=0)
         axes.set_title(model, loc="left", fontweight="bold")
     meanings = {"fits": "fits", "host": "too little host memory", "no": "does not fit"}
@@ -190,7 +232,9 @@ def draw(tables: dict[str, dict[tuple[str, str, int], dict[str, Cell]]], path: P
         Patch(facecolor=COLORS[state], edgecolor="#999999", label=text)
         for state, text in meanings.items()
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False
+    )
     figure.savefig(path, dpi=110)
     print(f"wrote {path}")
 

@@ -87,7 +87,10 @@ from tests.harness.plan_processes import in_fresh_process
 
 STEPS = 3
 HEADER = ["row", "", "published", "predicted", "error", "bar", ""]
-PUBLISHED = [*(" ".join(key) for key in ROWS), *(f"torchtitan {ranks}" for ranks in TORCHTITAN)]
+PUBLISHED = [
+    *(" ".join(key) for key in ROWS),
+    *(f"torchtitan {ranks}" for ranks in TORCHTITAN),
+]
 NAMES = [*trainer_rows.NAMES, *PUBLISHED, *planned_rows.NAMES]
 
 
@@ -109,7 +112,9 @@ def trace_row(name: str, n_layers: int | None = None) -> Trace:
             sizes = published_torchtitan.Sizes(**depth)
             published_torchtitan.torchtitan_program(recorder, device, sizes, STEPS)
         else:
-            first_program(ROWS[family, rest][0], recorder, device, Sizes(**depth), STEPS)
+            first_program(
+                ROWS[family, rest][0], recorder, device, Sizes(**depth), STEPS
+            )
 
     return trace_here(
         program,
@@ -228,18 +233,33 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--rows", nargs="+", default=NAMES, metavar="ROW", help="names of rows, or their first word"
+        "--rows",
+        nargs="+",
+        default=NAMES,
+        metavar="ROW",
+        help="names of rows, or their first word",
     )
     parser.add_argument("--write", type=Path, help="Markdown file for the page")
-    parser.add_argument("--jobs", type=int, default=1, help="rows to trace concurrently")
     parser.add_argument(
-        "--errors", type=int, metavar="N", help="compare estimates with N runs' full traces only"
+        "--jobs", type=int, default=1, help="rows to trace concurrently"
     )
     parser.add_argument(
-        "--searches", type=int, metavar="N", help="check N random searches by brute force only"
+        "--errors",
+        type=int,
+        metavar="N",
+        help="compare estimates with N runs' full traces only",
     )
     parser.add_argument(
-        "--layouts", nargs="*", metavar="ROW", help="published layouts only, all or those named"
+        "--searches",
+        type=int,
+        metavar="N",
+        help="check N random searches by brute force only",
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="*",
+        metavar="ROW",
+        help="published layouts only, all or those named",
     )
     args = parser.parse_args()
     if not all(map(named, ([word] for word in args.rows))):
@@ -254,8 +274,16 @@ def main() -> int:
     with progress(len(traced) + 1):
         rows = Rows(make_traces(traced, args.jobs))
         with unit("predictions, replays and fits"):
-            today = [predict_trainer_row(name) for name in names if name in trainer_rows.NAMES]
-            planned = [predict_planned_row(name) for name in names if name in planned_rows.NAMES]
+            today = [
+                predict_trainer_row(name)
+                for name in names
+                if name in trainer_rows.NAMES
+            ]
+            planned = [
+                predict_planned_row(name)
+                for name in names
+                if name in planned_rows.NAMES
+            ]
             page, met = render(today, rows, planned)
     print(page)
     if args.write:

@@ -21,8 +21,12 @@ def check_device(report: Report, device: str) -> None:
     """Versions, memory outside the allocator, expandable segments, and products against float64."""
     for package in ("triton", "numpy", "transformers", "torchao", "hydra-core"):
         found = importlib.util.find_spec(package.replace("hydra-core", "hydra"))
-        report.fact(package, importlib.metadata.version(package) if found else "not installed")
-    report.fact("compilers", [name for name in ("cc", "gcc", "nvcc") if shutil.which(name)])
+        report.fact(
+            package, importlib.metadata.version(package) if found else "not installed"
+        )
+    report.fact(
+        "compilers", [name for name in ("cc", "gcc", "nvcc") if shutil.which(name)]
+    )
     on = Device(device, 0)
     if device == "cuda":
         report.fact("cuda", torch.version.cuda)
@@ -49,7 +53,9 @@ def _check_products(report: Report, device: str) -> None:
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
         x, y = a.to(dtype), b.to(dtype)
         got, expected = x.to(device) @ y.to(device), x.double() @ y.double()
-        report.error(f"{dtype} product against float64", relative_error(got, expected), tolerance)
+        report.error(
+            f"{dtype} product against float64", relative_error(got, expected), tolerance
+        )
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
@@ -63,10 +69,13 @@ def _check_memory(report: Report, on: Device) -> None:
     three units."""
     unit = GIB if on.type == "cuda" else 2**20
     for count in (2, 3):
-        values = torch.full((count * unit,), count, dtype=torch.uint8, device=on.torch_device)
+        values = torch.full(
+            (count * unit,), count, dtype=torch.uint8, device=on.torch_device
+        )
         found = [int(extreme) for extreme in values.aminmax()]
         report.expect(
-            found == [count, count], f"{count} units of memory hold {found}, written was {count}"
+            found == [count, count],
+            f"{count} units of memory hold {found}, written was {count}",
         )
         del values
     if on.type == "cuda":
@@ -109,17 +118,22 @@ def check_process_group(report: Report, device: str) -> None:
                 ("reduce_scatter", scattered),
             ):
                 report.expect(
-                    torch.equal(got, values), f"{name} of one rank in {dtype} gives its input"
+                    torch.equal(got, values),
+                    f"{name} of one rank in {dtype} gives its input",
                 )
         gloo = dist.new_group([0], backend="gloo")
         count = torch.ones(3)
         dist.all_reduce(count, group=gloo)
         report.expect(
-            count.tolist() == [1.0] * 3, "a gloo group beside the device's gives its input"
+            count.tolist() == [1.0] * 3,
+            "a gloo group beside the device's gives its input",
         )
         dist.barrier(group=gloo)
         if on.bound_device is not None and device == "cuda":
             group = dist.split_group(None, [[0]])
             values = torch.ones(3, device=on.torch_device)
             dist.all_reduce(values, group=group)
-            report.expect(values.tolist() == [1.0] * 3, "a split group of one rank gives its input")
+            report.expect(
+                values.tolist() == [1.0] * 3,
+                "a split group of one rank gives its input",
+            )

@@ -45,16 +45,27 @@ def check_loss(report: Report, device: str) -> None:
     objective = Objective(label_smoothing=0.1, z_loss_coef=1e-3)
     for dtype in (torch.float32, torch.bfloat16):
         rounded_NV = logits_NV.to(dtype)
-        exact_NV = rounded_NV.to(device, torch.float64) if device == "cuda" else rounded_NV.double()
+        exact_NV = (
+            rounded_NV.to(device, torch.float64)
+            if device == "cuda"
+            else rounded_NV.double()
+        )
         exact_NV.requires_grad_()
         exact_N = _exact_losses(exact_NV, labels_N.to(exact_NV.device), objective)
         exact_N.sum().backward()
         assert exact_NV.grad is not None
-        got_NV, got_N = rounded_NV.to(device), torch.full((N,), float("nan"), device=device)
+        got_NV, got_N = (
+            rounded_NV.to(device),
+            torch.full((N,), float("nan"), device=device),
+        )
         softmax_gradient_(got_NV, labels_N.to(device), got_N, objective, gradient=True)
-        report.error(f"{dtype} losses of {N}×{V} logits", relative_error(got_N, exact_N), 1e-5)
         report.error(
-            f"{dtype} gradient of these", relative_error(got_NV, exact_NV.grad), TOLERANCE[dtype]
+            f"{dtype} losses of {N}×{V} logits", relative_error(got_N, exact_N), 1e-5
+        )
+        report.error(
+            f"{dtype} gradient of these",
+            relative_error(got_NV, exact_NV.grad),
+            TOLERANCE[dtype],
         )
     if device == "cuda":
         from fsdptoys.loss.head_products import _adds_to_float32
@@ -80,15 +91,21 @@ def _check_head(report: Report, device: str, N: int, V: int, D: int) -> None:
     weight_VD = (0.1 * torch.randn(V, D, generator=generator)).bfloat16()
     labels_N = torch.randint(V, (N,), generator=generator).to(device)
     where = device if device == "cuda" else "cpu"
-    exact = [x.to(where, torch.float64).requires_grad_() for x in (hidden_ND, weight_VD)]
-    F.cross_entropy(exact[0] @ exact[1].t(), labels_N.to(where), reduction="sum").backward()
+    exact = [
+        x.to(where, torch.float64).requires_grad_() for x in (hidden_ND, weight_VD)
+    ]
+    F.cross_entropy(
+        exact[0] @ exact[1].t(), labels_N.to(where), reduction="sum"
+    ).backward()
     got = [x.to(device).requires_grad_() for x in (hidden_ND, weight_VD)]
     loss_fn = build_loss(chunk_loss=True)
     report.fact(
         "chunked loss, first call, ms",
         milliseconds(device, lambda: loss_fn(*got, labels_N).backward()),
     )
-    for name, found, expected in zip(("hidden states", "weight"), got, exact, strict=True):
+    for name, found, expected in zip(
+        ("hidden states", "weight"), got, exact, strict=True
+    ):
         assert found.grad is not None and expected.grad is not None
         report.error(
             f"chunked loss's gradient of the {name}",
@@ -103,7 +120,9 @@ def check_attention(report: Report, device: str) -> None:
     K = 128 if device == "cuda" else 16
     names = [name for name in IMPLEMENTATIONS["attention"] if name != "npu"]
     for dtype in (torch.bfloat16, torch.float32):
-        q, k, v, grad = _inputs(device, dtype, long if dtype is torch.bfloat16 else odd, K, 8, 2)
+        q, k, v, grad = _inputs(
+            device, dtype, long if dtype is torch.bfloat16 else odd, K, 8, 2
+        )
         exact = _exact_attention(q, k, v, grad, _causal(q.shape[2], q.device))
         for name in names:
             attend = IMPLEMENTATIONS["attention"][name]
@@ -130,9 +149,15 @@ def _check_documents(report: Report, device: str, length: int, K: int) -> None:
     (https://github.com/pytorch/pytorch/issues/196678).
     """
     q, k, v, grad = _inputs(device, torch.bfloat16, length, K, 8, 8)
-    k = q * (-160 / K**0.5)  # a document's first token sees itself alone, with a score near -160
-    segments_BT = (torch.arange(length, device=q.device) // (length // 3 + 5)).expand(len(q), -1)
-    seen = _causal(length, q.device) & (segments_BT[0, :, None] == segments_BT[0, None, :])
+    k = q * (
+        -160 / K**0.5
+    )  # a document's first token sees itself alone, with a score near -160
+    segments_BT = (torch.arange(length, device=q.device) // (length // 3 + 5)).expand(
+        len(q), -1
+    )
+    seen = _causal(length, q.device) & (
+        segments_BT[0, :, None] == segments_BT[0, None, :]
+    )
     exact = _exact_attention(q, k, v, grad, seen)
     for name, documents in IMPLEMENTATIONS["document_attention"].items():
         if name == "flex" and device != "cuda":
@@ -140,12 +165,23 @@ def _check_documents(report: Report, device: str, length: int, K: int) -> None:
         mask = documents.mask(segments_BT, q.dtype)
 
         def attend(
-            q: Tensor, k: Tensor, v: Tensor, documents: object = documents, mask: object = mask
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            documents: object = documents,
+            mask: object = mask,
         ) -> Tensor:
             return documents.attend(q, k, v, mask)  # type: ignore[attr-defined,no-any-return]
 
         _compare(
-            report, device, f"documents {name} T={length}", attend, (q, k, v), grad, exact, True
+            report,
+            device,
+            f"documents {name} T={length}",
+            attend,
+            (q, k, v),
+            grad,
+            exact,
+            True,
         )
 
 
@@ -162,12 +198,18 @@ def _check_decoding(report: Report, device: str, K: int) -> None:
                 times.append(
                     milliseconds(
                         device,
-                        lambda q=q, k=k, v=v, out=out: out.append(masked_attention(q, k, v, None)),
+                        lambda q=q, k=k, v=v, out=out: out.append(
+                            masked_attention(q, k, v, None)
+                        ),
                     )
                 )  # type: ignore[misc]
-            exact = _exact_output(q, k, v, torch.ones(1, length, dtype=torch.bool, device=q.device))
+            exact = _exact_output(
+                q, k, v, torch.ones(1, length, dtype=torch.bool, device=q.device)
+            )
             report.error(
-                f"decoding {dtype}, {length} keys", relative_error(out[0], exact), TOLERANCE[dtype]
+                f"decoding {dtype}, {length} keys",
+                relative_error(out[0], exact),
+                TOLERANCE[dtype],
             )
         report.fact(f"decoding {dtype}, ms of 1000, 1001 and 1002 keys", times)
 
@@ -192,11 +234,15 @@ def _exact_output(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         q, k, v, seen = (x.cpu() for x in (q, k, v, seen))
     repeats = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(repeats, 1) for x in (k, v))
-    scores = (q.double() @ k.transpose(2, 3) / q.shape[3] ** 0.5).masked_fill(~seen, -torch.inf)
+    scores = (q.double() @ k.transpose(2, 3) / q.shape[3] ** 0.5).masked_fill(
+        ~seen, -torch.inf
+    )
     return scores.softmax(3) @ v
 
 
-def _exact_attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Tensor) -> list[Tensor]:
+def _exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Tensor
+) -> list[Tensor]:
     inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     wide = [x.double() for x in inputs]
     for x in wide:
@@ -235,10 +281,14 @@ def _compare(
         return
     report.fact(f"{name}: first and second call, ms", times)
     found = [outputs[0], *(leaf.grad for leaf in leaves)]
-    for part, got, expected in zip(("output", "q's", "k's", "v's"), found, exact, strict=True):
+    for part, got, expected in zip(
+        ("output", "q's", "k's", "v's"), found, exact, strict=True
+    ):
         assert got is not None
         part = part if part == "output" else f"{part} gradient"
-        report.error(f"{name} {part}", relative_error(got, expected), TOLERANCE[grad.dtype])
+        report.error(
+            f"{name} {part}", relative_error(got, expected), TOLERANCE[grad.dtype]
+        )
 
 
 def check_experts(report: Report, device: str) -> None:
@@ -264,12 +314,17 @@ def _check_block(report: Report, device: str, dtype: torch.dtype) -> None:
     hidden_ND = torch.randn(333, 64).to(dtype)
     grad_ND = torch.randn(333, 64).to(dtype)
     results = []
-    for each, where, kind in ((block, device, dtype), (expected_block, "cpu", torch.float32)):
+    for each, where, kind in (
+        (block, device, dtype),
+        (expected_block, "cpu", torch.float32),
+    ):
         each.to(where)
         inputs = hidden_ND.clone().to(where, kind).requires_grad_()
         outputs = each(inputs)
         outputs.backward(grad_ND.to(where, kind))
-        gradients = {f"{name} gradient": param.grad for name, param in each.named_parameters()}
+        gradients = {
+            f"{name} gradient": param.grad for name, param in each.named_parameters()
+        }
         values = {"output": outputs, "input gradient": inputs.grad}
         results.append(values | {"experts": each.router.counts_E} | gradients)
     got, expected = results
@@ -279,5 +334,7 @@ def _check_block(report: Report, device: str, dtype: torch.dtype) -> None:
     tolerance = 1e-4 if dtype is torch.float32 else 0.1
     for name, value in got.items():
         report.error(
-            f"block of experts in {dtype}, {name}", relative_error(value, expected[name]), tolerance
+            f"block of experts in {dtype}, {name}",
+            relative_error(value, expected[name]),
+            tolerance,
         )

@@ -41,10 +41,16 @@ class Report:
         self._write("met" if met else "failed", sentence, None)
 
     def close(
-        self, name: str, got: Sequence[float], expected: Sequence[float], tolerance: float
+        self,
+        name: str,
+        got: Sequence[float],
+        expected: Sequence[float],
+        tolerance: float,
     ) -> None:
         """Expect numbers within a relative tolerance of an oracle's; NaN is never close."""
-        errors = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(got, expected, strict=True)]
+        errors = [
+            abs(a - b) / max(abs(b), 1e-12) for a, b in zip(got, expected, strict=True)
+        ]
         self.error(
             name,
             max(errors, key=lambda error: float("inf") if error != error else error),
@@ -54,7 +60,8 @@ class Report:
     def error(self, name: str, error: float, tolerance: float) -> None:
         """Expect a relative error of at most a tolerance."""
         self.expect(
-            error <= tolerance, f"{name}: relative error {error:.1e}, tolerance {tolerance:.0e}"
+            error <= tolerance,
+            f"{name}: relative error {error:.1e}, tolerance {tolerance:.0e}",
         )
 
     def _write(self, kind: str, name: str, value: Any) -> None:

@@ -36,7 +36,9 @@ COMMON = shlex.split(
     "experiment=null data=synthetic metrics.console=none metrics.log_every=1 optim.lr=1e-3 "
     "optim.schedule=constant train.steps=3"
 )
-TINY = shlex.split("model=llama_debug model.n_layers=4 train.batch_size=2 train.seq_len=64")
+TINY = shlex.split(
+    "model=llama_debug model.n_layers=4 train.batch_size=2 train.seq_len=64"
+)
 SMALL = shlex.split(
     "model=llama_debug model.dim=512 model.n_layers=4 model.n_heads=4 model.n_kv_heads=2 "
     "model.ffn_dim=1408 model.vocab_size=32000 train.batch_size=4 train.seq_len=512"
@@ -105,7 +107,10 @@ def _train_row(device: str, words: list[str]) -> Trained:
         def on_step(step: StepMetrics) -> None:
             trained.losses.append(step.loss)
             trained.grad_norms.append(step.grad_norm)
-            trained.peak_gib, trained.step_ms = step.memory_peak_gib, 1e3 * step.step_time_seconds
+            trained.peak_gib, trained.step_ms = (
+                step.memory_peak_gib,
+                1e3 * step.step_time_seconds,
+            )
             if step.step == 1:
                 trainer.world.device.reset_peak_memory()
 
@@ -129,18 +134,25 @@ def _train_row(device: str, words: list[str]) -> Trained:
     except Exception as error:
         print(f"row {' '.join(words)}", file=sys.stderr)
         traceback.print_exc()
-        trained.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        trained.error = (
+            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        )
     return trained
 
 
 def train_apart(device: str, rows: dict[str, list[str]]) -> dict[str, Trained]:
     """The same in a process of its own, as for the oracle on a CPU."""
     command = [sys.executable, __file__, device, json.dumps(rows)]
-    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=child_environment(), capture_output=True, text=True
+    )
     sys.stderr.write(done.stderr)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1])
-    return {name: Trained(**row) for name, row in json.loads(done.stdout.splitlines()[-1]).items()}
+    return {
+        name: Trained(**row)
+        for name, row in json.loads(done.stdout.splitlines()[-1]).items()
+    }
 
 
 if __name__ == "__main__":

@@ -102,7 +102,9 @@ def _measure(config: Config) -> tuple[dict[str, Any], list[float]]:
             trainer.world.device.reset_peak_memory()
         if step == STEPS - PROFILED + 1 and trainer.world.device.type == "cuda":
             trainer.world.device.synchronize()
-            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            profiler = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA]
+            )
             profiler.start()
         if step == STEPS and trainer.world.device.type == "cuda":
             with _counted_waits(waits):
@@ -117,7 +119,9 @@ def _measure(config: Config) -> tuple[dict[str, Any], list[float]]:
     facts: dict[str, Any] = {
         "losses": [step.loss for step in trainer.history],
         "step_ms": 1e3 * statistics.median(step.step_time_seconds for step in timed),
-        "tokens_per_second": statistics.median(step.tokens_per_second for step in timed),
+        "tokens_per_second": statistics.median(
+            step.tokens_per_second for step in timed
+        ),
         "mfu": timed[-1].mfu,
         "peak_gib": timed[-1].memory_peak_gib,
         "reserved_gib": timed[-1].memory_reserved_gib,
@@ -196,7 +200,10 @@ def check_torchrun(report: Report, device: str) -> None:
         fsdptoys(train_command(device, "own", *words), folder)
         fsdptoys(train_command(device, "torchrun", *words), folder, torchrun)
         report.close(
-            "losses under torchrun", losses_of(folder / "torchrun"), losses_of(folder / "own"), 1e-6
+            "losses under torchrun",
+            losses_of(folder / "torchrun"),
+            losses_of(folder / "own"),
+            1e-6,
         )
         if device != "cuda":
             return
@@ -207,7 +214,8 @@ def check_torchrun(report: Report, device: str) -> None:
                 settings = pickle.loads(path.read_bytes()).get("allocator_settings", {})
                 expandable = settings.get("expandable_segments")
                 report.expect(
-                    bool(expandable), f"{run}: expandable_segments is {expandable} in the allocator"
+                    bool(expandable),
+                    f"{run}: expandable_segments is {expandable} in the allocator",
                 )
 
 
@@ -227,7 +235,8 @@ def check_first_command(report: Report, device: str) -> None:
         said = (done.stdout + done.stderr).strip().splitlines()
         report.fact("first lines", said[:6])
         report.expect(
-            done.returncode == 0, f"run_fsdp.sh ends with status {done.returncode}: {said[-1:]}"
+            done.returncode == 0,
+            f"run_fsdp.sh ends with status {done.returncode}: {said[-1:]}",
         )
         if done.returncode == 0:
             losses = losses_of(Path(folder) / "run")

@@ -11,7 +11,14 @@ from pathlib import Path
 
 from scripts.common.child_environment import child_environment
 from scripts.smoke.report import Report
-from scripts.smoke.runs import COMMON, Trained, small_model, split_rows, train, train_apart
+from scripts.smoke.runs import (
+    COMMON,
+    Trained,
+    small_model,
+    split_rows,
+    train,
+    train_apart,
+)
 
 Rows = dict[str, list[str]]
 """Name of a row → its words."""
@@ -66,19 +73,25 @@ OPTIMIZERS = split_rows({
 })  # fmt: skip
 
 
-def compare(report: Report, name: str, row: Trained, plain: Trained, tolerance: float) -> bool:
+def compare(
+    report: Report, name: str, row: Trained, plain: Trained, tolerance: float
+) -> bool:
     """Compare a row's losses with the oracle's; returns whether there are any.
 
     Refused rows and missing packages are facts: other devices than CUDA lack some switches.
     """
     if row.error:
         report.fact(f"{name}: {'refused' if row.refused else 'failed'}", row.error)
-        report.expect(row.refused, f"{name} trains, or is refused in a sentence: {row.error}")
+        report.expect(
+            row.refused, f"{name} trains, or is refused in a sentence: {row.error}"
+        )
         return False
     assert len(plain.losses) == 3, plain.error
     report.close(f"{name}: losses", row.losses, plain.losses, tolerance)
     finite = all(0 < norm < float("inf") for norm in row.grad_norms)
-    report.expect(finite, f"{name}: gradient norms {row.grad_norms} are positive and finite")
+    report.expect(
+        finite, f"{name}: gradient norms {row.grad_norms} are positive and finite"
+    )
     facts = {"step_ms": row.step_ms, "peak_gib": row.peak_gib, "note": row.note}
     report.fact(name, {key: value for key, value in facts.items() if value})
     return True
@@ -111,7 +124,9 @@ def against_plain(
 ) -> None:
     """Compare rows with switches to the plain run in bf16 on the same device."""
     words = [*base, "parallel=fsdp2", "parallel.param_dtype=bfloat16"]
-    found = train(device, {"eager": words} | {name: [*words, *row] for name, row in rows.items()})
+    found = train(
+        device, {"eager": words} | {name: [*words, *row] for name, row in rows.items()}
+    )
     eager = found.pop("eager")
     for name, row in found.items():
         compare(report, name, row, eager, tolerance)
@@ -121,14 +136,21 @@ def check_strategies(report: Report, device: str) -> None:
     """Every strategy of one rank in float32 and bf16, against one process on a CPU; two runs in one
     arithmetic."""
     model = small_model(device)
-    rows = {name: [*model, f"parallel={name}"] for name in ("single", "ddp", "fsdp1", "fsdp2")}
+    rows = {
+        name: [*model, f"parallel={name}"]
+        for name in ("single", "ddp", "fsdp1", "fsdp2")
+    }
     against_cpu(report, device, [*model, "parallel=single"], rows)
     exact = [*model, "parallel=fsdp2", "parallel.param_dtype=bfloat16"]
     # NPUs have no float64 sums, which deterministic mode needs.
     exact += ["train.deterministic=true"] if device != "npu" else []
     first, second = (train_apart(device, {"twice": exact})["twice"] for _ in range(2))
-    report.expect(bool(first.digest), f"deterministic training runs: {first.error or 'yes'}")
-    sentence = "two deterministic processes have the same bits of losses, norms and parameters"
+    report.expect(
+        bool(first.digest), f"deterministic training runs: {first.error or 'yes'}"
+    )
+    sentence = (
+        "two deterministic processes have the same bits of losses, norms and parameters"
+    )
     report.expect(first.bits == second.bits, sentence)
 
 
@@ -151,7 +173,9 @@ def check_memory(report: Report, device: str) -> None:
         like = unclipped if name == "optimizer_in_backward" else plain
         if compare(report, name, row, like, LOSS) and name in LOWERS_PEAK:
             assert row.peak_gib is not None and plain.peak_gib is not None
-            sentence = f"{name}: peak {row.peak_gib:.4f} GiB below plain {plain.peak_gib:.4f}"
+            sentence = (
+                f"{name}: peak {row.peak_gib:.4f} GiB below plain {plain.peak_gib:.4f}"
+            )
             report.expect(row.peak_gib < plain.peak_gib, sentence)
 
 
@@ -159,40 +183,67 @@ def check_documents(report: Report, device: str) -> None:
     """Training with masked documents, by both implementations on CUDA, against a CPU in float32."""
     base = [*small_model(device), "parallel=single", "data.mask_documents=true"]
     names = ("torch", "flex") if device == "cuda" else ("torch",)
-    oracle = train_apart("cpu", {"torch": [*base, "parallel.param_dtype=float32"]})["torch"]
+    oracle = train_apart("cpu", {"torch": [*base, "parallel.param_dtype=float32"]})[
+        "torch"
+    ]
     rows = {name: [*base, f"kernels.document_attention={name}"] for name in names}
     for name, row in train(device, in_both_dtypes(rows)).items():
-        compare(report, name, row, oracle, LOSS if name == "torch float32" else BF16_LOSS)
+        compare(
+            report, name, row, oracle, LOSS if name == "torch float32" else BF16_LOSS
+        )
 
 
-FAMILIES = ["llama_debug", "gpt2_debug", "qwen3_debug", "qwen3_moe_debug", "llama4_debug"]
+FAMILIES = [
+    "llama_debug",
+    "gpt2_debug",
+    "qwen3_debug",
+    "qwen3_moe_debug",
+    "llama4_debug",
+]
 
 
 def layout_models(device: str) -> Rows:
     """Prefix of a row's name → words of its model; the first is for all strategies."""
     small = ["train.batch_size=2", "train.seq_len=64"]
-    return {"": small_model(device)} | {f"{name} ": [f"model={name}", *small] for name in FAMILIES}
+    return {"": small_model(device)} | {
+        f"{name} ": [f"model={name}", *small] for name in FAMILIES
+    }
 
 
 def check_layout_mode(report: Report, device: str) -> None:
     """``train.deterministic=layout``: every strategy and two micro-batches have the bits of
     ``single``."""
-    _compare_bits(report, device, {"": layout_models(device)[""]}, ("ddp", "fsdp1", "fsdp2"))
+    _compare_bits(
+        report, device, {"": layout_models(device)[""]}, ("ddp", "fsdp1", "fsdp2")
+    )
 
 
 def check_layout_families(report: Report, device: str) -> None:
     """The same for FSDP2 and debug models of every family."""
-    models = {prefix: words for prefix, words in layout_models(device).items() if prefix}
+    models = {
+        prefix: words for prefix, words in layout_models(device).items() if prefix
+    }
     _compare_bits(report, device, models, ("fsdp2",))
 
 
-def _compare_bits(report: Report, device: str, models: Rows, strategies: tuple[str, ...]) -> None:
+def _compare_bits(
+    report: Report, device: str, models: Rows, strategies: tuple[str, ...]
+) -> None:
     rows: Rows = {}
     for model, words in models.items():
         base = [*words, "train.deterministic=layout"]
-        rows |= {f"{model}{name}": [*base, f"parallel={name}"] for name in ("single", *strategies)}
-        size = next(int(word[17:]) for word in words if word.startswith("train.batch_size="))
-        halves = ["parallel=fsdp2", f"train.batch_size={size // 2}", "train.grad_accum=2"]
+        rows |= {
+            f"{model}{name}": [*base, f"parallel={name}"]
+            for name in ("single", *strategies)
+        }
+        size = next(
+            int(word[17:]) for word in words if word.startswith("train.batch_size=")
+        )
+        halves = [
+            "parallel=fsdp2",
+            f"train.batch_size={size // 2}",
+            "train.grad_accum=2",
+        ]
         rows[f"{model}two micro-batches"] = [*base, *halves]
     found = train_apart(device, in_both_dtypes(rows))
     for name, row in found.items():
@@ -200,9 +251,13 @@ def _compare_bits(report: Report, device: str, models: Rows, strategies: tuple[s
         reference = f"{prefix}single {name.split()[-1]}"
         single = found[reference]
         if name == reference:
-            report.expect(not single.error, f"{reference} trains: {single.error or 'yes'}")
+            report.expect(
+                not single.error, f"{reference} trains: {single.error or 'yes'}"
+            )
         elif single.losses and compare(report, name, row, single, tolerance_of(name)):
-            sentence = f"{name}: losses, norms and parameters have the bits of {prefix}single"
+            sentence = (
+                f"{name}: losses, norms and parameters have the bits of {prefix}single"
+            )
             report.expect(row.bits == single.bits, sentence)
 
 
@@ -240,9 +295,17 @@ def check_optimizers(report: Report, device: str) -> None:
     """Every optimizer against a CPU's update one parameter after the other; low-bit states against
     those of float32."""
     base = [*small_model(device), *SINGLE]
-    names = [name for name in OPTIMIZERS if device == "cuda" or name not in ("8-bit", "4-bit")]
+    names = [
+        name
+        for name in OPTIMIZERS
+        if device == "cuda" or name not in ("8-bit", "4-bit")
+    ]
     oracles = train_apart(
-        "cpu", {"adamw": [*base, "optim.implementation=for_loop"], "muon": [*base, "optim=muon"]}
+        "cpu",
+        {
+            "adamw": [*base, "optim.implementation=for_loop"],
+            "muon": [*base, "optim=muon"],
+        },
     )
     found = train(device, {name: [*base, *OPTIMIZERS[name]] for name in names})
     for name, row in found.items():
@@ -267,7 +330,11 @@ def fsdptoys(words: list[str], folder: Path, launcher: list[str] | None = None) 
 
 def train_command(device: str, run_dir: str, *words: str) -> list[str]:
     """A command line of a small run."""
-    common = [word for word in COMMON if not word.startswith(("train.steps", "metrics.console"))]
+    common = [
+        word
+        for word in COMMON
+        if not word.startswith(("train.steps", "metrics.console"))
+    ]
     return [
         "train", *common, *small_model(device), f"launch.device={device}",
         "launch.nproc_per_node=1", "parallel=fsdp2", "parallel.param_dtype=float32",
@@ -277,7 +344,10 @@ def train_command(device: str, run_dir: str, *words: str) -> list[str]:
 
 def losses_of(run_dir: Path) -> list[float]:
     """Losses of a run's steps."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     return [line["loss"] for line in lines if "loss" in line]
 
 
@@ -292,15 +362,25 @@ def check_commands(report: Report, device: str) -> None:
 
         def trained(run_dir: str, *words: str) -> "Future[str]":
             return pool.submit(
-                fsdptoys, train_command(device, run_dir, "plan.predict=false", *words), folder
+                fsdptoys,
+                train_command(device, run_dir, "plan.predict=false", *words),
+                folder,
             )
 
         halves = ["checkpoint.every=2"]
-        first, whole = trained("run", "train.steps=2", *halves), trained("whole", "train.steps=4")
+        first, whole = (
+            trained("run", "train.steps=2", *halves),
+            trained("whole", "train.steps=4"),
+        )
         first.result()
         trained("run", "train.steps=4", *halves, "checkpoint.resume=must").result()
         whole.result()
-        report.close("resumed losses", losses_of(folder / "run"), losses_of(folder / "whole"), 1e-6)
+        report.close(
+            "resumed losses",
+            losses_of(folder / "run"),
+            losses_of(folder / "whole"),
+            1e-6,
+        )
         evaluate = shlex.split("evaluate run --windows 8 --json --device")
         generate = shlex.split(
             "generate run --tokenizer ids --prompt '1 2 3' --tokens 10 --temperature 0 --json"
@@ -313,15 +393,25 @@ def check_commands(report: Report, device: str) -> None:
             (where, dtype): pool.submit(
                 fsdptoys, [*generate, "--device", where, "--dtype", dtype], folder
             )
-            for where, dtype in {("cpu", "float32"), (device, "float32"), (device, "bfloat16")}
+            for where, dtype in {
+                ("cpu", "float32"),
+                (device, "float32"),
+                (device, "bfloat16"),
+            }
         }
         losses = {
-            where: float(json.loads(said.result())["loss"]) for where, said in evaluated.items()
+            where: float(json.loads(said.result())["loss"])
+            for where, said in evaluated.items()
         }
         report.close("evaluated loss", [losses[device]], [losses["cpu"]], LOSS)
-        ids = {key: json.loads(said.result())[0]["ids"] for key, said in generated.items()}
+        ids = {
+            key: json.loads(said.result())[0]["ids"] for key, said in generated.items()
+        }
         same = ids[device, "float32"] == ids["cpu", "float32"]
         report.expect(
-            same, f"the most likely tokens in float32 are those of a CPU: {ids[device, 'float32']}"
+            same,
+            f"the most likely tokens in float32 are those of a CPU: {ids[device, 'float32']}",
         )
-        report.fact("generated ids", {" ".join(key): value for key, value in ids.items()})
+        report.fact(
+            "generated ids", {" ".join(key): value for key, value in ids.items()}
+        )

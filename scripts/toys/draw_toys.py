@@ -79,7 +79,10 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--only", choices=("strategies", "layers"), help="without the other pictures"
     )
     parser.add_argument(
-        "--bucket-mb", type=int, default=4, help="MiB of the buckets of DDP, ZeRO-1 and ZeRO-2"
+        "--bucket-mb",
+        type=int,
+        default=4,
+        help="MiB of the buckets of DDP, ZeRO-1 and ZeRO-2",
     )
     return parser.parse_args(words)
 
@@ -94,20 +97,28 @@ def main(words: list[str] | None = None) -> int:
     with progress(2 * len(strategies) + sum(map(len, layers.values())) + 1):
         if strategies:
             per_rank = run_ranks(
-                RANKS, record, [[f"parallel={name}"] for name in strategies], arguments.bucket_mb
+                RANKS,
+                record,
+                [[f"parallel={name}"] for name in strategies],
+                arguments.bucket_mb,
             )
             steps = {
                 name: [recorded[index] for recorded in per_rank]
                 for index, name in enumerate(strategies)
             }
             for name, drawn in TIMELINES.items():
-                pictures[name] = draw_timelines({f"parallel={each}": steps[each] for each in drawn})
+                pictures[name] = draw_timelines(
+                    {f"parallel={each}": steps[each] for each in drawn}
+                )
             pictures["memory"] = draw_memory(steps)
         if layers:
             of_ranks = run_ranks(RANKS, record_layers)
             for name, cases in layers.items():
                 pictures[name] = draw_timelines(
-                    {case.replace("_", " "): [of[case] for of in of_ranks] for case in cases}
+                    {
+                        case.replace("_", " "): [of[case] for of in of_ranks]
+                        for case in cases
+                    }
                 )
         with unit("pictures"):
             arguments.write.mkdir(parents=True, exist_ok=True)
@@ -128,7 +139,8 @@ def draw_timelines(steps: dict[str, list[Recorded]]) -> Figure:
         for ranks in steps.values()
     ]
     figure = Figure(
-        figsize=(12, 0.95 + sum(0.5 * height + 0.65 for height in heights)), layout="constrained"
+        figsize=(12, 0.95 + sum(0.5 * height + 0.65 for height in heights)),
+        layout="constrained",
     )
     panels: Any = figure.subplots(
         len(steps), 1, squeeze=False, gridspec_kw={"height_ratios": heights}
@@ -147,7 +159,9 @@ def draw_timelines(steps: dict[str, list[Recorded]]) -> Figure:
                 _draw(axes, bar, top + 1 + lane * LANE, LANE * 0.88)
             ticks.append(top + 1 + LANE * max(1, count) / 2)
             labels.append("exchanges")
-            kinds |= dict.fromkeys(bar.kind for bar in [*rank.computing, *rank.collectives])
+            kinds |= dict.fromkeys(
+                bar.kind for bar in [*rank.computing, *rank.collectives]
+            )
             top += 1 + LANE * max(1, count) + 0.5
         axes.set_ylim(top - 0.4, -0.1)
         axes.set_yticks(ticks, labels)
@@ -162,7 +176,9 @@ def draw_timelines(steps: dict[str, list[Recorded]]) -> Figure:
         for kind, color in COLORS.items()
         if kind in kinds
     ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+    figure.legend(
+        handles=handles, loc="outside upper center", ncols=len(handles), frameon=False
+    )
     return figure
 
 
@@ -179,7 +195,9 @@ def draw_memory(steps: dict[str, list[Recorded]]) -> Figure:
             axes.axvspan(begin, end, color=COLORS[phase], alpha=0.18, lw=0)
             axes.text((begin + end) / 2, 1.01, phase, ha="center", va="bottom", fontsize=8,
                       transform=axes.get_xaxis_transform())  # fmt: skip
-        for number, (rank, color) in enumerate(zip(ranks, ("#1b2631", "#cb4335"), strict=True)):
+        for number, (rank, color) in enumerate(
+            zip(ranks, ("#1b2631", "#cb4335"), strict=True)
+        ):
             moments = [_place(rank, moment) for moment, _ in rank.memory]
             sizes = [size / MIB for _, size in rank.memory]
             axes.step(
@@ -194,7 +212,9 @@ def draw_memory(steps: dict[str, list[Recorded]]) -> Figure:
         peak = max(size for rank in ranks for _, size in rank.memory) / MIB
         kept = KEPT[name](len(ranks)) * ranks[0].parameters / MIB
         axes.axhline(kept, color="#555555", ls=(0, (4, 3)), lw=0.9, label="formula")
-        axes.set_title(f"{name}\nformula {kept:.1f}, peak {peak:.1f} MiB", fontsize=10, pad=18)
+        axes.set_title(
+            f"{name}\nformula {kept:.1f}, peak {peak:.1f} MiB", fontsize=10, pad=18
+        )
         axes.set_xlim(0, PHASES[-1][2])
         axes.set_xticks([])
         axes.set_xlabel("one step")
@@ -208,17 +228,28 @@ def draw_memory(steps: dict[str, list[Recorded]]) -> Figure:
 
 def _place(rank: Recorded, moment: float) -> float:
     """Return the position of a moment in the panel; phases have the same width in all panels."""
-    begins = [0.0, rank.phases["backward"], rank.phases["optimizer"], rank.memory_seconds]
+    begins = [
+        0.0,
+        rank.phases["backward"],
+        rank.phases["optimizer"],
+        rank.memory_seconds,
+    ]
     number = max(index for index in range(len(PHASES)) if moment >= begins[index])
     _, begin, end = PHASES[number]
-    return begin + (end - begin) * (moment - begins[number]) / (begins[number + 1] - begins[number])
+    return begin + (end - begin) * (moment - begins[number]) / (
+        begins[number + 1] - begins[number]
+    )
 
 
 def _draw(axes: Any, bar: Bar, top: float, height: float) -> None:
     """Draw a bar, with its label if there is room."""
     begin, width = 1e3 * bar.begin, 1e3 * (bar.end - bar.begin)
     axes.broken_barh(
-        [(begin, width)], (top, height), color=COLORS[bar.kind], edgecolor="white", linewidth=0.5
+        [(begin, width)],
+        (top, height),
+        color=COLORS[bar.kind],
+        edgecolor="white",
+        linewidth=0.5,
     )
     if WIDTH_INCHES * width / axes.get_xlim()[1] > LETTER_INCHES * (len(bar.label) + 1):
         color = "white" if bar.kind in DARK else "black"
@@ -233,7 +264,9 @@ def _lanes(bars: list[Bar]) -> tuple[list[int], int]:
     ends: list[float] = []
     lanes = []
     for bar in bars:
-        lane = next((number for number, end in enumerate(ends) if end <= bar.begin), len(ends))
+        lane = next(
+            (number for number, end in enumerate(ends) if end <= bar.begin), len(ends)
+        )
         ends[lane : lane + 1] = [bar.end]
         lanes.append(lane)
     return lanes, len(ends)

@@ -39,7 +39,9 @@ def record_layers() -> dict[str, Recorded]:
     found = {}
     for kind in ATTENTIONS:
         with unit(kind, announce=dist.get_rank() == 0):
-            found[kind] = _record(_attention(kind), SWAPPED if kind == "ulysses" else PASSED)
+            found[kind] = _record(
+                _attention(kind), SWAPPED if kind == "ulysses" else PASSED
+            )
     for routing in ROUTINGS:
         with unit(routing, announce=dist.get_rank() == 0):
             found[routing] = _record(_experts(routing), SENT)
@@ -60,7 +62,9 @@ def _attention(kind: str) -> Callable[[], None]:
     def step() -> None:
         turns = {"forward": 0, "backward": 0}
 
-        def block(phase: str, function: Any, q: Tensor, *args: Any, **options: Any) -> Any:
+        def block(
+            phase: str, function: Any, q: Tensor, *args: Any, **options: Any
+        ) -> Any:
             source = (group.rank() - turns[phase]) % group.size()
             turns[phase] += 1
             if not q.numel():
@@ -75,7 +79,9 @@ def _attention(kind: str) -> Callable[[], None]:
             patches.enter_context(mock.patch.object(cp, "attend_block", forward))
             patches.enter_context(mock.patch.object(cp, "block_gradients", backward))
             out = (
-                model.attend(q, k, v, attend=heads) if kind == "ulysses" else model.attend(q, k, v)
+                model.attend(q, k, v, attend=heads)
+                if kind == "ulysses"
+                else model.attend(q, k, v)
             )
             out.backward(torch.ones_like(out))
 
@@ -87,7 +93,9 @@ def _experts(routing: str) -> Callable[[], None]:
     group: Any = dist.group.WORLD
     torch.manual_seed(group.rank())
     layer = ep.Experts(
-        torch.randn(EXPERTS, 2 * FFN_WIDTH, WIDTH), torch.randn(EXPERTS, WIDTH, FFN_WIDTH), group
+        torch.randn(EXPERTS, 2 * FFN_WIDTH, WIDTH),
+        torch.randn(EXPERTS, WIDTH, FFN_WIDTH),
+        group,
     )
     hidden_ND = torch.randn(TOKENS, WIDTH).requires_grad_()
     chances_NE = torch.ones(TOKENS, EXPERTS)
@@ -138,7 +146,9 @@ def _record(step: Callable[[], None], labels: tuple[str, ...]) -> Recorded:
     fastest = FastestStep(profiler)
     recorded = Recorded(seconds=fastest.seconds, computing=fastest.computing())
     received = [
-        event for event in fastest.events if event["name"] in ("gloo:all_to_all", "gloo:recv")
+        event
+        for event in fastest.events
+        if event["name"] in ("gloo:all_to_all", "gloo:recv")
     ]
     for event, label in zip(received, labels, strict=True):
         kind = "all_to_all" if event["name"] == "gloo:all_to_all" else "receive"

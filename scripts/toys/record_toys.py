@@ -162,7 +162,9 @@ def _record_times(build: Callable[[int], Trainer], found: Recorded) -> None:
     for event, call in zip(gloo, calls, strict=True):
         if call.size_bytes > 1024:  # norms, counts and votes are a few bytes
             blocks = list(
-                dict.fromkeys(block_of(name).removeprefix("layers.") for name in call.parameters)
+                dict.fromkeys(
+                    block_of(name).removeprefix("layers.") for name in call.parameters
+                )
             )
             found.collectives.append(fastest.bar(event, call.collective, _few(blocks)))
 
@@ -218,7 +220,9 @@ class LiveBytes(TorchDispatchMode):
         with mock.patch.object(torch.UntypedStorage, "resize_", resized), self:
             yield self
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run an operator and record the tensors that it creates."""
         if DTensor in types:
             return NotImplemented
@@ -304,14 +308,20 @@ class Marks:
         self.on = False
         self._open: dict[str, Any] = {}
         model = next(
-            module for module in trainer.strategy.model.modules() if hasattr(module, "embed_tokens")
+            module
+            for module in trainer.strategy.model.modules()
+            if hasattr(module, "embed_tokens")
         )
         layers: Any = model.layers
-        parts: list[tuple[str, Any, Any]] = [("emb", model.embed_tokens, model.embed_tokens)]
+        parts: list[tuple[str, Any, Any]] = [
+            ("emb", model.embed_tokens, model.embed_tokens)
+        ]
         parts += [(str(number), layer, layer) for number, layer in enumerate(layers)]
         parts.append(("head", model.norm, model.lm_head))
         for label, first, last in parts:
-            first.register_forward_pre_hook(functools.partial(self._begin_forward, label))
+            first.register_forward_pre_hook(
+                functools.partial(self._begin_forward, label)
+            )
             last.register_forward_hook(functools.partial(self._end_forward, label))
 
     def begin(self, name: str) -> None:
@@ -337,10 +347,14 @@ class Marks:
         self.begin(f"forward {label}")
         hidden, *others = args
         if hidden.requires_grad:
-            hidden = EndOfBackward.apply(hidden, functools.partial(self.end, f"backward {label}"))
+            hidden = EndOfBackward.apply(
+                hidden, functools.partial(self.end, f"backward {label}")
+            )
         return (hidden, *others)
 
-    def _end_forward(self, label: str, module: nn.Module, args: Any, output: Tensor) -> None:
+    def _end_forward(
+        self, label: str, module: nn.Module, args: Any, output: Tensor
+    ) -> None:
         self.end(f"forward {label}")
         if label != "emb":
             output.register_hook(lambda _: self.begin(f"backward {label}"))

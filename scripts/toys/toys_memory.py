@@ -44,7 +44,12 @@ Held = tuple[int, int, int]
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """List all states except the step counts."""
-    return [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    return [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if value.ndim
+    ]
 
 
 def expected(
@@ -65,7 +70,10 @@ def expected(
     elif kind in ("zero1", "zero2"):
         # Every bucket is padded to N slices of one length; the padding of the last ones has no
         # states.
-        slices = [(length, -(-length // ranks)) for length in _bucket_lengths(shapes, bucket_bytes)]
+        slices = [
+            (length, -(-length // ranks))
+            for length in _bucket_lengths(shapes, bucket_bytes)
+        ]
         padded = sum(each for _, each in slices)
         owned = sum(min(max(length - rank * each, 0), each) for length, each in slices)
         elements = (ranks * padded, whole if kind == "zero1" else padded, 2 * owned)
@@ -78,10 +86,14 @@ def expected(
     else:
         # Rows are cut as torch.chunk cuts them; every rank has room for the first chunk, and states
         # for its own.
-        rows = [(shape[0], -(-shape[0] // ranks), shape.numel() // shape[0]) for shape in shapes]
+        rows = [
+            (shape[0], -(-shape[0] // ranks), shape.numel() // shape[0])
+            for shape in shapes
+        ]
         padded = sum(chunk * width for _, chunk, width in rows)
         owned = sum(
-            min(max(count - rank * chunk, 0), chunk) * width for count, chunk, width in rows
+            min(max(count - rank * chunk, 0), chunk) * width
+            for count, chunk, width in rows
         )
         elements = (padded, padded, 2 * owned)
     parameters, gradients, states = (FLOAT_BYTES * each for each in elements)
@@ -98,7 +110,9 @@ def _bucket_lengths(shapes: Sequence[torch.Size], bucket_bytes: int) -> list[int
     return lengths
 
 
-def compare(words: list[str], strategy: str, ranks: int, rank: int) -> tuple[Held, Held]:
+def compare(
+    words: list[str], strategy: str, ranks: int, rank: int
+) -> tuple[Held, Held]:
     """Return the bytes of one rank, counted and by formula; replaces the process group."""
     # Registers the backend; PyTorch's own test helper, private in torch 2.7 to 2.13.
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -118,11 +132,15 @@ def compare(words: list[str], strategy: str, ranks: int, rank: int) -> tuple[Hel
         tokens_BT = torch.zeros(1, 8, dtype=torch.long)
         with made.microbatch(0, 1):
             made.model(tokens_BT, tokens_BT, build_loss(chunk_loss=False)).backward()
-        gradients = storage_bytes(param.grad for param in params if param.grad is not None)
+        gradients = storage_bytes(
+            param.grad for param in params if param.grad is not None
+        )
         optimizer.step()
         held = storage_bytes(params), gradients, storage_bytes(state_tensors(optimizer))
     bucket_bytes = getattr(config.parallel, "bucket_cap_mb", 0) * MIB
-    return held, expected(strategy.removeprefix("toy_"), shapes, ranks, rank, bucket_bytes)
+    return held, expected(
+        strategy.removeprefix("toy_"), shapes, ranks, rank, bucket_bytes
+    )
 
 
 def main(words: list[str] | None = None) -> int:
@@ -134,9 +152,14 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="instead of the preset's")
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument(
-        "--ranks", type=int, nargs="+", help="of which to count; the first and the last by default"
+        "--ranks",
+        type=int,
+        nargs="+",
+        help="of which to count; the first and the last by default",
     )
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
+    parser.add_argument(
+        "--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES
+    )
     args = parser.parse_args(words)
     overrides = ["experiment=null", f"model={args.model}"]
     overrides += [f"model.n_layers={args.layers}"] if args.layers else []
@@ -160,7 +183,10 @@ def main(words: list[str] | None = None) -> int:
                     if held == wanted
                     else f"DIFFERS: {', '.join(f'{each:,}' for each in wanted)}"
                 )
-                print(f"| {strategy} | {rank} | {' | '.join(cells)} | {verdict} |", flush=True)
+                print(
+                    f"| {strategy} | {rank} | {' | '.join(cells)} | {verdict} |",
+                    flush=True,
+                )
     return 1 if differs else 0
 
 

@@ -30,12 +30,18 @@ SIZES: dict[str, int] = {
 LLAMA_SIZES = SIZES | {"n_kv_heads": 1, "ffn_dim": 24}
 
 
-CONFIG = LlamaConfig(**LLAMA_SIZES, rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=8))  # type: ignore[arg-type]
+CONFIG = LlamaConfig(
+    **LLAMA_SIZES, rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=8)
+)  # type: ignore[arg-type]
 GPT2 = GPT2Config(**SIZES)  # type: ignore[arg-type]
 
 
-FIRST, SECOND, THIRD = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
-SENTENCES = yaml.safe_load((Path(__file__).parent / "sentences.yaml").read_text(encoding="utf-8"))
+FIRST, SECOND, THIRD = (
+    f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)
+)
+SENTENCES = yaml.safe_load(
+    (Path(__file__).parent / "sentences.yaml").read_text(encoding="utf-8")
+)
 """Topic → expected sentences, by case or with the changed keys."""
 
 
@@ -70,7 +76,9 @@ def edit_json(file: str, **values: Any) -> Damage:
     return change_json(file, lambda tree: update(tree, values))
 
 
-def edit_tensors(change: Callable[[dict[str, Tensor]], object], file: str = THIRD) -> Damage:
+def edit_tensors(
+    change: Callable[[dict[str, Tensor]], object], file: str = THIRD
+) -> Damage:
     def damage(folder: Path) -> None:
         tensors = load_file(folder / file)
         change(tensors)
@@ -80,7 +88,9 @@ def edit_tensors(change: Callable[[dict[str, Tensor]], object], file: str = THIR
 
 
 def edit_bytes(change: Callable[[bytes], bytes], file: str = THIRD) -> Damage:
-    return lambda folder: (folder / file).write_bytes(change((folder / file).read_bytes()))
+    return lambda folder: (folder / file).write_bytes(
+        change((folder / file).read_bytes())
+    )
 
 
 def flip(file: str) -> Damage:
@@ -137,4 +147,6 @@ INDEX = "tensors.json"
 
 def chunk(**values: Any) -> Damage:
     """Change the second chunk of ``w`` in the index."""
-    return change_json(INDEX, lambda tree: tree["tensors"]["w"]["chunks"][1].update(values))
+    return change_json(
+        INDEX, lambda tree: tree["tensors"]["w"]["chunks"][1].update(values)
+    )

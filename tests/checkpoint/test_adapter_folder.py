@@ -17,7 +17,14 @@ from fsdptoys.models import DecoderModel
 from fsdptoys.models.lora import is_adapter
 from fsdptoys.tune import LoRAConfig
 from tests.checkpoint.damages import SENTENCES, edit_json, edit_tensors
-from tests.harness.adapters import ALPHA, RANK, TARGETS, adapted, draw_adapters, write_own
+from tests.harness.adapters import (
+    ALPHA,
+    RANK,
+    TARGETS,
+    adapted,
+    draw_adapters,
+    write_own,
+)
 from tests.harness.families import SMALL
 from tests.harness.folders import build, load
 from tests.harness.transformers_oracle import build_oracle, import_transformers
@@ -63,7 +70,10 @@ def test_adapters_of_peft_compute_and_learn_the_same(case: str, tmp_path: Path) 
     """
     peft, base, model = with_peft(case, tmp_path)
     settings = peft.LoraConfig(
-        r=RANK, lora_alpha=ALPHA, target_modules=THEIRS.get(case, TARGETS), init_lora_weights=False
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=THEIRS.get(case, TARGETS),
+        init_lora_weights=False,
     )
     oracle = peft.get_peft_model(base, settings)
     oracle.save_pretrained(tmp_path / "theirs")
@@ -119,7 +129,12 @@ def test_adapters_of_peft_compute_and_learn_the_same(case: str, tmp_path: Path) 
 def test_patterns_mean_the_layers_that_peft_gives_them(tmp_path: Path) -> None:
     """Oracle: the scales of peft's layers; in its patterns a dot is any character."""
     peft, base, model = with_peft("qwen3", tmp_path)
-    patterns = {"layers.0.self_attn.q.proj": 3, "layers.1.mlp.down_proj": 5, "k_proj": 7, "proj": 9}
+    patterns = {
+        "layers.0.self_attn.q.proj": 3,
+        "layers.1.mlp.down_proj": 5,
+        "k_proj": 7,
+        "proj": 9,
+    }
     settings = peft.LoraConfig(
         r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, alpha_pattern=patterns
     )
@@ -127,11 +142,18 @@ def test_patterns_mean_the_layers_that_peft_gives_them(tmp_path: Path) -> None:
     oracle.save_pretrained(tmp_path / "theirs")
     folder = AdapterFolder(tmp_path / "theirs")
     folder.check(model)
-    layers = {name: getattr(module, "scaling", None) for name, module in oracle.named_modules()}
-    theirs = {
-        name: scaling["default"] for name, scaling in layers.items() if isinstance(scaling, dict)
+    layers = {
+        name: getattr(module, "scaling", None)
+        for name, module in oracle.named_modules()
     }
-    found = {folder._places[layer].module: scale for layer, scale in folder.scales.items()}
+    theirs = {
+        name: scaling["default"]
+        for name, scaling in layers.items()
+        if isinstance(scaling, dict)
+    }
+    found = {
+        folder._places[layer].module: scale for layer, scale in folder.scales.items()
+    }
     assert found == theirs and len(set(found.values())) == 3
 
 
@@ -146,7 +168,9 @@ def test_peft_loads_our_adapters(case: str, tmp_path: Path) -> None:
     write_own(tmp_path / "ours", model, adapters)
     oracle = peft.PeftModel.from_pretrained(base, tmp_path / "ours")
     stored = load_file(tmp_path / "ours" / "adapter_model.safetensors")
-    assert sum(".lora_A." in name for name, _ in oracle.named_parameters()) * 2 == len(stored)
+    assert sum(".lora_A." in name for name, _ in oracle.named_parameters()) * 2 == len(
+        stored
+    )
     expected_BTV = oracle(input_ids=TOKENS_BT, use_cache=False).logits
     torch.testing.assert_close(model(TOKENS_BT), expected_BTV, rtol=1e-5, atol=1e-5)
 
@@ -170,7 +194,9 @@ def test_our_adapters_round_trip_bitwise(case: str, tmp_path: Path) -> None:
                     param @ again.get_parameter(f"{layer}.lora_a.weight"),
                 )
                 folder.merge(found, f"{layer}.weight")
-                torch.testing.assert_close(found, weight + ALPHA / RANK * product.detach())
+                torch.testing.assert_close(
+                    found, weight + ALPHA / RANK * product.detach()
+                )
 
 
 CONFIG = SMALL["qwen3"]
@@ -202,7 +228,9 @@ def test_settings_that_differ_from_the_adapter_are_refused(
 
 
 @pytest.mark.parametrize("row", SENTENCES["configurations of adapters"], ids=str)
-def test_adapters_of_other_methods_are_refused(row: dict[str, Any], folder: Path) -> None:
+def test_adapters_of_other_methods_are_refused(
+    row: dict[str, Any], folder: Path
+) -> None:
     """Oracle: the expected message."""
     edit_json("adapter_config.json", **row["keys"])(folder)
     assert refusal(folder) == row["says"]
@@ -235,16 +263,21 @@ def without_second_block(tensors: dict[str, Tensor]) -> None:
     ],
     ids=["missing block", "width", "unknown"],
 )
-def test_tensors_that_do_not_fit_are_refused(change: Any, sentence: str, folder: Path) -> None:
+def test_tensors_that_do_not_fit_are_refused(
+    change: Any, sentence: str, folder: Path
+) -> None:
     """Oracle: the expected message."""
     edit_tensors(change, "adapter_model.safetensors")(folder)
     assert sentence in refusal(folder)
 
 
-def test_non_finite_adapters_are_refused_before_training_and_by_every_reader(folder: Path) -> None:
+def test_non_finite_adapters_are_refused_before_training_and_by_every_reader(
+    folder: Path,
+) -> None:
     """Oracle: the expected message, of the launcher's check and of the tensor's reader."""
     edit_tensors(
-        lambda tensors: tensors[QUERIES][0, 0].fill_(torch.nan), "adapter_model.safetensors"
+        lambda tensors: tensors[QUERIES][0, 0].fill_(torch.nan),
+        "adapter_model.safetensors",
     )(folder)
     source = AdapterFolder(folder)
     says = f"holds {QUERIES} with values that are not finite; use other weights"

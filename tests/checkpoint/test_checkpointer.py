@@ -21,7 +21,15 @@ from fsdptoys.checkpoint.storage import LocalStorage
 from fsdptoys.errors import ConfigError
 from tests.checkpoint.damages import SENTENCES, flip
 from tests.harness.disks import refusing
-from tests.harness.folders import check, copied, facts, make_series, refusal, resume, save
+from tests.harness.folders import (
+    check,
+    copied,
+    facts,
+    make_series,
+    refusal,
+    resume,
+    save,
+)
 from tests.harness.processes import wait_until
 
 ONE, TWO, THREE = (f"step-0000000{step}" for step in (1, 2, 3))
@@ -41,7 +49,12 @@ def test_saved_checkpoint_is_loaded_exactly(
         "memory": f"memory://{tmp_path}",
     }[kind]
     config = CheckpointConfig(
-        every=1, keep=2, keep_every=3, async_save=in_background, form=form, resume="auto"
+        every=1,
+        keep=2,
+        keep_every=3,
+        async_save=in_background,
+        form=form,
+        resume="auto",
     )
     messages: list[str] = []
     assert peek(config, where) is None
@@ -81,7 +94,11 @@ def test_step_is_saved_once_per_run_and_earlier_runs_are_kept(tmp_path: Path) ->
     ]
     found = resume(tmp_path)[0]
     assert found is not None and found.own_facts == {}
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000005", "step-00000005.replaced-1"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "latest",
+        "step-00000005",
+        "step-00000005.replaced-1",
+    ]
     assert contents(tmp_path / "step-00000005.replaced-1") == before
 
 
@@ -121,16 +138,24 @@ def test_asynchronous_save_waits_only_for_the_previous_save(
     monkeypatch.setattr(keeper, "open_storage", lambda where: gate)
     given: list[dict[str, Tensor] | None] = []
 
-    def copy(tensors: dict[str, Tensor], into: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    def copy(
+        tensors: dict[str, Tensor], into: dict[str, Tensor] | None
+    ) -> dict[str, Tensor]:
         given.append(into)
-        copies = into or {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+        copies = into or {
+            name: torch.empty_like(tensor) for name, tensor in tensors.items()
+        }
         for name, tensor in tensors.items():
             copies[name].copy_(tensor)
         return copies
 
     messages: list[str] = []
     checkpoints = Checkpointer(
-        CheckpointConfig(every=1, async_save=True), str(tmp_path), None, messages.append, copy
+        CheckpointConfig(every=1, async_save=True),
+        str(tmp_path),
+        None,
+        messages.append,
+        copy,
     )
     tensors = {"a": torch.ones(3)}
     assert checkpoints.save(1, tensors, {}, {})
@@ -183,7 +208,9 @@ def test_unexpected_error_of_an_asynchronous_save_is_raised(
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(keeper, "save_tensors", broken)
-    checkpoints = Checkpointer(CheckpointConfig(every=1, async_save=True), str(tmp_path))
+    checkpoints = Checkpointer(
+        CheckpointConfig(every=1, async_save=True), str(tmp_path)
+    )
     assert save(checkpoints, 1)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         save(checkpoints, 2)
@@ -211,7 +238,10 @@ def test_resume_selects_the_documented_checkpoint(series: Path, tmp_path: Path) 
         resume(new, "auto") == (None, [])
         and peek(CheckpointConfig(resume="auto"), str(new)) is None
     )
-    assert resume(new, "never") == (None, []) and peek(CheckpointConfig(), str(new)) is None
+    assert (
+        resume(new, "never") == (None, [])
+        and peek(CheckpointConfig(), str(new)) is None
+    )
     assert peek(CheckpointConfig(resume="auto"), None) is None
     assert not new.exists()
     # After a restart a run resumes from its own checkpoints, even if it started from another run's.
@@ -219,12 +249,16 @@ def test_resume_selects_the_documented_checkpoint(series: Path, tmp_path: Path) 
     make_series(other, (7, 8))
     for word in ("never", "auto", "must", f"{folder}/{TWO}"):
         check(resume(other, word, restarted=True)[0], 8)
-        assert (peek(CheckpointConfig(resume=word), str(other), restarted=True) or {})["step"] == 8
+        assert (peek(CheckpointConfig(resume=word), str(other), restarted=True) or {})[
+            "step"
+        ] == 8
     check(resume(new, f"{folder}/{TWO}", restarted=True)[0], 2)
 
 
 @pytest.mark.parametrize("case", SENTENCES["resume"])
-def test_resume_that_would_mix_two_runs_is_refused(case: str, series: Path, tmp_path: Path) -> None:
+def test_resume_that_would_mix_two_runs_is_refused(
+    case: str, series: Path, tmp_path: Path
+) -> None:
     """Oracle: the expected message, before any worker starts and by the workers alike."""
     other = copied(series, tmp_path / "other")
     (other / ONE).rename(other / "best")
@@ -240,7 +274,9 @@ def test_must_reports_skipped_checkpoints(series: Path, tmp_path: Path) -> None:
     folder = copied(series, tmp_path / "checkpoints")
     for name in (ONE, TWO, THREE):
         (folder / name / "manifest.json").unlink()
-    reasons = [f"{name} is incomplete: it has no manifest.json" for name in (THREE, TWO, ONE)]
+    reasons = [
+        f"{name} is incomplete: it has no manifest.json" for name in (THREE, TWO, ONE)
+    ]
     assert f"in {folder} ({'; '.join(reasons)}); set" in refusal(folder, "must")
     found, messages = resume(folder)
     assert found is None and messages == [
@@ -249,12 +285,15 @@ def test_must_reports_skipped_checkpoints(series: Path, tmp_path: Path) -> None:
     assert resume(folder, "never")[0] is None
 
 
-def test_unwritable_checkpoint_folder_is_reported_before_the_run(tmp_path: Path) -> None:
+def test_unwritable_checkpoint_folder_is_reported_before_the_run(
+    tmp_path: Path,
+) -> None:
     """Oracle: the expected message; checks of writable folders create none."""
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(
-        ConfigError, match=f"checkpoints go to {file}/x, which cannot be written .*; set checkpoint"
+        ConfigError,
+        match=f"checkpoints go to {file}/x, which cannot be written .*; set checkpoint",
     ):
         peek(CheckpointConfig(every=1), f"{file}/x")
     assert peek(CheckpointConfig(every=1), str(tmp_path / "a" / "b")) is None
@@ -265,7 +304,9 @@ def test_unwritable_checkpoint_folder_is_reported_before_the_run(tmp_path: Path)
         peek(CheckpointConfig(every=1), proc)
 
 
-def test_retention_deletes_old_checkpoints_and_keeps_damaged_ones(tmp_path: Path) -> None:
+def test_retention_deletes_old_checkpoints_and_keeps_damaged_ones(
+    tmp_path: Path,
+) -> None:
     """Oracle: the remaining names. Damaged, newer and other runs' checkpoints are neither counted
     nor deleted."""
     folder, aside = tmp_path / "checkpoints", tmp_path / "aside"
@@ -292,7 +333,12 @@ def test_retention_deletes_old_checkpoints_and_keeps_damaged_ones(tmp_path: Path
         "step-00000007",
         "step-00000009",
     ]
-    assert sorted(os.listdir(folder)) == [".something.partial", "latest", "notes.txt", *kept]
+    assert sorted(os.listdir(folder)) == [
+        ".something.partial",
+        "latest",
+        "notes.txt",
+        *kept,
+    ]
 
     messages: list[str] = []
     assert save(Checkpointer(CheckpointConfig(every=1, keep=1), str(folder)), 10)
@@ -306,7 +352,10 @@ def test_retention_deletes_old_checkpoints_and_keeps_damaged_ones(tmp_path: Path
     for name in ("step-00000009", "step-00000010"):
         shutil.rmtree(folder / name)
     broken = Checkpointer(
-        CheckpointConfig(every=1, keep=1, resume="auto"), str(folder), None, messages.append
+        CheckpointConfig(every=1, keep=1, resume="auto"),
+        str(folder),
+        None,
+        messages.append,
     )
     check(broken.resume(), 7)
 
@@ -323,7 +372,9 @@ def test_damaged_checkpoints_do_not_count_toward_keep(tmp_path: Path) -> None:
     make_series(folder, (1, 2, 3))
     for name in (TWO, THREE):
         flip(f"{name}/{TENSORS}")(folder)
-    checkpoints = Checkpointer(CheckpointConfig(every=1, keep=2, resume="auto"), str(folder))
+    checkpoints = Checkpointer(
+        CheckpointConfig(every=1, keep=2, resume="auto"), str(folder)
+    )
     check(checkpoints.resume(), 1)
     assert save(checkpoints, 4)
     shutil.rmtree(folder / "step-00000004")

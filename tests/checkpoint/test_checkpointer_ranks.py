@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpointer, Form, manifest
+from fsdptoys.checkpoint import (
+    Checkpoint,
+    CheckpointConfig,
+    Checkpointer,
+    Form,
+    manifest,
+)
 from fsdptoys.errors import ConfigError
 from tests.checkpoint.damages import flip
 from tests.harness.disks import refusing
@@ -28,7 +34,9 @@ from tests.harness.folders import (
 from tests.harness.ranks import run_ranks
 
 
-def make(folder: Path, messages: list[str] | None = None, **config: Any) -> Checkpointer:
+def make(
+    folder: Path, messages: list[str] | None = None, **config: Any
+) -> Checkpointer:
     """A checkpointer of this rank that saves after every step."""
     message = None if messages is None else messages.append
     group = dist.new_group(backend="gloo")
@@ -47,10 +55,14 @@ def save(checkpoints: Checkpointer, step: int) -> bool:
 def check_sharded(found: Checkpoint | None, step: int, dim: int) -> None:
     """Check a checkpoint loaded into shards along ``dim``."""
     assert found is not None and found.step == step
-    assert found.facts == facts(step) | {"step": step, "world_size": found.facts["world_size"]}
+    assert found.facts == facts(step) | {
+        "step": step,
+        "world_size": found.facts["world_size"],
+    }
     expected = full_tensors(step)
     tensors = distributed(
-        {name: torch.full_like(tensor, 77) for name, tensor in expected.items()}, [Shard(dim)]
+        {name: torch.full_like(tensor, 77) for name, tensor in expected.items()},
+        [Shard(dim)],
     )
     found.load(tensors)
     for name, tensor in tensors.items():
@@ -79,7 +91,9 @@ def train_while_saving(folder: Path) -> None:
         checkpoints = make(folder / form.value, messages, form=form, async_save=True)
         for step in (1, 2, 3):
             tensors = distributed(full_tensors(step))
-            assert checkpoints.save(step, tensors, facts(step), own_facts(step, dist.get_rank()))
+            assert checkpoints.save(
+                step, tensors, facts(step), own_facts(step, dist.get_rank())
+            )
             for tensor in tensors.values():
                 tensor.zero_()
             for _ in range(20):
@@ -123,7 +137,11 @@ def agree_on_a_failure(folder: Path) -> None:
             assert messages == ([sentence] if dist.get_rank() == 0 else []), messages
             assert sorted(os.listdir(place)) == ["latest", "step-00000001"]
             dist.barrier()
-            assert save(checkpoints, 2) and checkpoints.finish() and checkpoints.last_step == 2
+            assert (
+                save(checkpoints, 2)
+                and checkpoints.finish()
+                and checkpoints.last_step == 2
+            )
             check_sharded(make(place, resume="auto").resume(), 2, dim=0)
 
 
@@ -144,7 +162,9 @@ def raise_on_all(folder: Path) -> None:
         with pytest.raises(ConfigError, match="message"):
             save(checkpoints, 2)
             checkpoints.finish()
-        check_sharded(make(folder / str(in_background), resume="auto").resume(), 1, dim=0)
+        check_sharded(
+            make(folder / str(in_background), resume="auto").resume(), 1, dim=0
+        )
 
 
 def agree_on_damage(folder: Path) -> None:
@@ -184,7 +204,9 @@ def agree_on_unreadable_files(folder: Path) -> None:
             pattern = "/tensors-[^/]*$" if loads else f"/{name}[^/]*$"
             refusals = times if dist.get_rank() == rank else 0
             sentence = ""
-            with refusing(checkpoints._storage, "reading", pattern, errno.ESTALE, refusals):
+            with refusing(
+                checkpoints._storage, "reading", pattern, errno.ESTALE, refusals
+            ):
                 try:
                     if loads:
                         check_sharded(found, 2, dim=1)
@@ -195,7 +217,8 @@ def agree_on_unreadable_files(folder: Path) -> None:
             check_same(sentence)
             assert bool(sentence) == (times > 1), (name, times, loads, sentence)
             assert not sentence or (
-                f"{folder} cannot be read (" in sentence and "Stale file handle" in sentence
+                f"{folder} cannot be read (" in sentence
+                and "Stale file handle" in sentence
             )
 
 
@@ -204,11 +227,16 @@ def require_a_shared_folder(folder: Path) -> None:
     configured."""
     own = folder / f"of rank {dist.get_rank()}"
     on_first(Path.mkdir, own)
-    with pytest.raises(ConfigError, match="where rank 1 does not see what rank 0 writes; set"):
+    with pytest.raises(
+        ConfigError, match="where rank 1 does not see what rank 0 writes; set"
+    ):
         make(own, resume="auto").resume()
     assert not own.exists() or os.listdir(own) == []
     assert (
-        Checkpointer(CheckpointConfig(resume="auto"), str(own), dist.new_group()).resume() is None
+        Checkpointer(
+            CheckpointConfig(resume="auto"), str(own), dist.new_group()
+        ).resume()
+        is None
     )
 
 
@@ -224,7 +252,9 @@ def require_a_shared_folder(folder: Path) -> None:
         require_a_shared_folder,
     ],
 )
-def test_all_ranks(body: Callable[[Path], None], world_size: int, tmp_path: Path) -> None:
+def test_all_ranks(
+    body: Callable[[Path], None], world_size: int, tmp_path: Path
+) -> None:
     """Oracle: the full tensors and the expected messages, in real processes."""
     run_ranks(world_size, body, tmp_path)
 
@@ -248,7 +278,13 @@ def test_checkpoint_loads_on_any_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(2, two, "four")
     run_ranks(2, two, "one")
     found, _ = resume(tmp_path / "four")
-    assert found is not None and found.own_facts is None and found.facts["world_size"] == 2
-    tensors = {name: torch.zeros_like(tensor) for name, tensor in full_tensors(4).items()}
+    assert (
+        found is not None and found.own_facts is None and found.facts["world_size"] == 2
+    )
+    tensors = {
+        name: torch.zeros_like(tensor) for name, tensor in full_tensors(4).items()
+    }
     found.load(tensors)
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in full_tensors(4).items())
+    assert all(
+        torch.equal(tensors[name], tensor) for name, tensor in full_tensors(4).items()
+    )

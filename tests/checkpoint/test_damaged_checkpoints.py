@@ -44,7 +44,10 @@ def forge(change: Callable[[dict[str, FileSum]], object], name: str = THREE) -> 
 
     def damage(folder: Path) -> None:
         tree = json.loads((folder / THREE / "manifest.json").read_text())["files"]
-        files = {path: FileSum(entry["bytes"], entry["sha256"]) for path, entry in tree.items()}
+        files = {
+            path: FileSum(entry["bytes"], entry["sha256"])
+            for path, entry in tree.items()
+        }
         change(files)
         (folder / THREE / "manifest.json").write_bytes(Manifest(name, files).to_bytes())
 
@@ -132,7 +135,9 @@ DAMAGES: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("case", DAMAGES)
-def test_invalid_checkpoint_is_skipped_or_refused(case: str, series: Path, tmp_path: Path) -> None:
+def test_invalid_checkpoint_is_skipped_or_refused(
+    case: str, series: Path, tmp_path: Path
+) -> None:
     """Oracle: the expected message, and the values of the previous checkpoint."""
     reason = SENTENCES["damaged checkpoints"][case]
     folder = copied(series, tmp_path / "checkpoints")
@@ -155,10 +160,15 @@ def test_invalid_checkpoint_is_skipped_or_refused(case: str, series: Path, tmp_p
             rf"{start}{reason}(?: \(.*\))?; {re.escape(fix)}", str(refused.value)
         ), refused.value
     # Damage that neither sizes nor the state's own sum show is found only by reading everything.
-    assert (peek(CheckpointConfig(resume="auto"), str(folder)) or {})["step"] in (whole, 3)
+    assert (peek(CheckpointConfig(resume="auto"), str(folder)) or {})["step"] in (
+        whole,
+        3,
+    )
 
 
-def test_pickles_in_a_checkpoint_folder_are_never_loaded(series: Path, tmp_path: Path) -> None:
+def test_pickles_in_a_checkpoint_folder_are_never_loaded(
+    series: Path, tmp_path: Path
+) -> None:
     """Oracle: a file that the pickles would create, placed under every name that PyTorch's own
     loaders would open."""
     folder = copied(series, tmp_path / "checkpoints")
@@ -179,7 +189,12 @@ def test_pickles_in_a_checkpoint_folder_are_never_loaded(series: Path, tmp_path:
         for replace in (True, False):
             other = copied(series, tmp_path / f"{name}{replace}")
             (other / THREE / name).write_bytes(hostile)
-            if replace and name in ("state.json", "tensors.json", TENSORS, "rank-00000.json"):
+            if replace and name in (
+                "state.json",
+                "tensors.json",
+                TENSORS,
+                "rank-00000.json",
+            ):
                 replace_by(hostile, name)(other)
             try:
                 found, _ = resume(other)
@@ -241,7 +256,14 @@ WRONG_IN_HEADER: dict[str, list[Any]] = {
     "w@3,0": [1],
     "w@3,0/dtype": ["I32"],
     "w@3,0/shape": [[4, 3]],
-    "w@3,0/data_offsets": [None, [0], [0.0, 48.0], [-48, 0], [0, 44], [2**62, 2**62 + 48]],
+    "w@3,0/data_offsets": [
+        None,
+        [0],
+        [0.0, 48.0],
+        [-48, 0],
+        [0, 44],
+        [2**62, 2**62 + 48],
+    ],
 }
 WHOLE = (0, [0, 0], [3, 4])
 
@@ -251,7 +273,10 @@ SHARD_DAMAGES: dict[str, tuple[str, Damage]] = {
     "index truncated": (INDEX, edit_bytes(lambda text: text[:-9], INDEX)),
     "index binary": (INDEX, edit_bytes(lambda text: b"\xff" + text, INDEX)),
     "index deep": (INDEX, edit_bytes(lambda text: b"[" * 100_000, INDEX)),
-    "index as a pickle": (INDEX, edit_bytes(lambda text: b"cos\nsystem\n(S'true'\ntR.", INDEX)),
+    "index as a pickle": (
+        INDEX,
+        edit_bytes(lambda text: b"cos\nsystem\n(S'true'\ntR.", INDEX),
+    ),
     "index as a list": (INDEX, edit_bytes(lambda text: b"[1]", INDEX)),
     **{
         f"{path}={value}": (INDEX, edit_index(path, value))
@@ -270,7 +295,10 @@ SHARD_DAMAGES: dict[str, tuple[str, Damage]] = {
     ),
     "chunk overlaps": (INDEX, cut_otherwise(WHOLE, (1, [2, 0], [4, 4]))),
     "chunk leaves a gap": (INDEX, cut_otherwise(WHOLE, (1, [4, 0], [2, 4]))),
-    "file missing": ("tensors-00009.safetensors", chunk(file="tensors-00009.safetensors")),
+    "file missing": (
+        "tensors-00009.safetensors",
+        chunk(file="tensors-00009.safetensors"),
+    ),
     "key not in file": (TENSORS, chunk(key="w@9,9")),
     "key of another chunk": (TENSORS, chunk(key="b")),
     "data missing": (TENSORS, lambda folder: (folder / TENSORS).unlink()),
@@ -330,15 +358,20 @@ def test_missing_tensors_are_reported(
     """Checkpoint, tensor, found and wanted, before anything is filled."""
     make_saved(tmp_path / "a")
     with pytest.raises(
-        ConfigError, match=rf"{tmp_path}/a {message}.*; resume with the model and the optimizer"
+        ConfigError,
+        match=rf"{tmp_path}/a {message}.*; resume with the model and the optimizer",
     ):
         load_tensors(open_storage(str(tmp_path)), "a", tensors, None)
     assert not any(bool(tensor.any()) for tensor in tensors.values())
 
 
-def test_too_long_index_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_index_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The limit of reading holds for writing."""
     monkeypatch.setattr("fsdptoys.checkpoint.shard_format.LARGEST_INDEX_BYTES", 100)
-    with pytest.raises(ConfigError, match=r"at most 100 are read again; set checkpoint\.form=full"):
+    with pytest.raises(
+        ConfigError, match=r"at most 100 are read again; set checkpoint\.form=full"
+    ):
         make_saved(tmp_path / "a")
     assert INDEX not in [path.name for path in (tmp_path / "a").iterdir()]

@@ -36,7 +36,9 @@ from tests.checkpoint.damages import (
 )
 from tests.harness.folders import build_empty
 
-LLAMA4 = Llama4Config(**LLAMA_SIZES, n_experts=2, expert_ffn_dim=8, attention_chunk_len=8)  # type: ignore[arg-type]
+LLAMA4 = Llama4Config(
+    **LLAMA_SIZES, n_experts=2, expert_ffn_dim=8, attention_chunk_len=8
+)  # type: ignore[arg-type]
 
 
 INDEX = "model.safetensors.index.json"
@@ -76,13 +78,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("row", SENTENCES["configurations of folders"], ids=str)
-def test_invalid_keys_of_the_configuration_are_refused(row: dict[str, Any], tmp_path: Path) -> None:
+def test_invalid_keys_of_the_configuration_are_refused(
+    row: dict[str, Any], tmp_path: Path
+) -> None:
     """Oracle: the expected message."""
     config = FAMILIES[row.get("family", "llama")]
     make_folder(tmp_path, config)
-    change_json("config.json", lambda tree: update(tree.get(row.get("below"), tree), row["keys"]))(
-        tmp_path
-    )
+    change_json(
+        "config.json",
+        lambda tree: update(tree.get(row.get("below"), tree), row["keys"]),
+    )(tmp_path)
     (tmp_path / "checksums.json").unlink()
     assert refusal(tmp_path, config) == f"{{}}/config.json{row['says']}"
 
@@ -114,7 +119,9 @@ DAMAGES: dict[str, Damage] = {
     "no configuration": lambda folder: (folder / "config.json").unlink(),
     "configuration with invalid JSON": edit_bytes(lambda content: b"{", "config.json"),
     "configuration as a list": edit_bytes(lambda content: b"[]", "config.json"),
-    "no weights": lambda folder: [file.unlink() for file in folder.glob("*.safetensors*")],
+    "no weights": lambda folder: [
+        file.unlink() for file in folder.glob("*.safetensors*")
+    ],
     "only a pickle": replace_by_pickle,
     "one file and shards": lambda folder: save_file(
         {"a": torch.zeros(1)}, folder / "model.safetensors"
@@ -132,9 +139,13 @@ DAMAGES: dict[str, Damage] = {
     "header with invalid UTF-8": edit_bytes(
         lambda content: content[:8] + bytes([255] * 16) + content[24:]
     ),
-    "header with invalid JSON": edit_bytes(lambda content: content[:8] + b"x" + content[9:]),
+    "header with invalid JSON": edit_bytes(
+        lambda content: content[:8] + b"x" + content[9:]
+    ),
     "header as a list": edit_bytes(lambda content: struct.pack("<Q", 2) + b"[]"),
-    "absurd length of the header": edit_bytes(lambda content: bytes([255] * 8) + content[8:]),
+    "absurd length of the header": edit_bytes(
+        lambda content: bytes([255] * 8) + content[8:]
+    ),
     "header longer than the file": edit_bytes(
         lambda content: struct.pack("<Q", len(content) - 7) + content[8:]
     ),
@@ -152,7 +163,9 @@ DAMAGES: dict[str, Damage] = {
     ),
     "wrong shape": with_tensor(NORM, torch.zeros(4, 4)),
     "integers": with_tensor(NORM, torch.zeros(16, dtype=torch.int8)),
-    "8-bit floating point": with_tensor(NORM, torch.zeros(16, dtype=torch.float8_e4m3fn)),
+    "8-bit floating point": with_tensor(
+        NORM, torch.zeros(16, dtype=torch.float8_e4m3fn)
+    ),
 }
 
 
@@ -160,16 +173,26 @@ DAMAGES: dict[str, Damage] = {
 def test_damaged_folder_is_refused_in_one_sentence(case: str, folder: Path) -> None:
     """Oracle: the message; the model keeps its values, and no pickle is executed."""
     (folder / "checksums.json").unlink()
-    assert sorted(file.name for file in folder.glob("*.safetensors")) == [FIRST, SECOND, THIRD]
+    assert sorted(file.name for file in folder.glob("*.safetensors")) == [
+        FIRST,
+        SECOND,
+        THIRD,
+    ]
     DAMAGES[case](folder)
     assert refusal(folder) == SENTENCES["damaged folders"][case]
     assert not (folder / "opened").exists()
 
 
 CHANGED = f"{AGAIN}, or delete checksums.json if the file was changed on purpose"
-LIST_DAMAGED = f"checksums.json is damaged: it does not list names, sizes and SHA-256; {AGAIN}"
-SUMS = r"is damaged: its SHA-256 is [0-9a-f]{12}…, and checksums.json says [0-9a-f]{12}…"
-SIZE_DIFFERS = r"config.json is damaged: it holds \d+ bytes, and checksums.json says \d+"
+LIST_DAMAGED = (
+    f"checksums.json is damaged: it does not list names, sizes and SHA-256; {AGAIN}"
+)
+SUMS = (
+    r"is damaged: its SHA-256 is [0-9a-f]{12}…, and checksums.json says [0-9a-f]{12}…"
+)
+SIZE_DIFFERS = (
+    r"config.json is damaged: it holds \d+ bytes, and checksums.json says \d+"
+)
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,18 @@ def contents(storage: Storage) -> dict[str, list[tuple[str, bytes]]]:
     files = {name: storage.names(name) for name in storage.names()}
     complete = [name for name in files if "manifest.json" in files[name]]
     return {
-        name: [(file, read(storage, f"{name}/{file}")) for file in files[name]] for name in complete
+        name: [(file, read(storage, f"{name}/{file}")) for file in files[name]]
+        for name in complete
     }
 
 
 def make_place(kind: str, folder: Path) -> Storage:
     """An empty storage of this kind."""
     return open_storage(
-        {"path": f"{folder}/{next(numbers)}", "memory": f"memory://{folder}/{next(numbers)}"}[kind]
+        {
+            "path": f"{folder}/{next(numbers)}",
+            "memory": f"memory://{folder}/{next(numbers)}",
+        }[kind]
     )
 
 
@@ -96,7 +100,9 @@ def start(storage: FaultyStorage) -> tuple[list[str], set[str], int | None]:
             else:
                 assert len(messages) > before, "a save failed without a sentence"
                 if storage._storage.exists(f"step-{step:08d}/manifest.json"):
-                    names.append(f"step-{step:08d}")  # it could not be handed to the disk at once
+                    names.append(
+                        f"step-{step:08d}"
+                    )  # it could not be handed to the disk at once
     except ConfigError as error:
         messages.append(str(error))
     return messages, may_go, resumed
@@ -117,16 +123,25 @@ SHORT = ("path", "whole")
     [
         pytest.param(
             *(kind, name, lasting),
-            marks=[pytest.mark.extended] if not lasting and (kind, name) != SHORT else [],
+            marks=[pytest.mark.extended]
+            if not lasting and (kind, name) != SHORT
+            else [],
             id=f"{kind}-{name}-{'lasting' if lasting else 'once'}",
         )
-        for kind, names in (("path", list(PREPARED)), ("memory", ["whole", "newest damaged"]))
+        for kind, names in (
+            ("path", list(PREPARED)),
+            ("memory", ["whole", "newest damaged"]),
+        )
         for name in names
         for lasting in (False, True)
     ],
 )
 def test_no_single_os_error_loses_a_checkpoint(
-    kind: str, prepared: str, lasting: bool, memory_folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    prepared: str,
+    lasting: bool,
+    memory_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: the bytes of earlier checkpoints, under any name; each operation fails in turn."""
     codes = itertools.cycle(UNREADABLE)
@@ -151,8 +166,18 @@ def test_no_single_os_error_loses_a_checkpoint(
             patch.setattr(choice, "open_storage", lambda where: faulty)
             messages, may_go, resumed = start(faulty)
         left = contents(storage).values()
-        lost = [name for name, files in whole.items() if files not in left and name not in may_go]
-        assert not lost, (faulty.refused, os.strerror(code), lost, messages, storage.names())
+        lost = [
+            name
+            for name, files in whole.items()
+            if files not in left and name not in may_go
+        ]
+        assert not lost, (
+            faulty.refused,
+            os.strerror(code),
+            lost,
+            messages,
+            storage.names(),
+        )
         # A missing checkpoint is skipped or cannot be restored; an unreadable one is never skipped.
         is_gone = code == errno.ENOENT or (lasting and prepared == "newest set aside")
         assert is_gone or resumed in (newest, None), (
@@ -178,7 +203,9 @@ def test_no_single_os_error_loses_a_checkpoint(
 
 @pytest.mark.parametrize("code", UNREADABLE)
 @pytest.mark.parametrize("word", ["auto", "must", "never", "path"])
-def test_start_stops_at_an_unreadable_checkpoint(code: int, word: str, tmp_path: Path) -> None:
+def test_start_stops_at_an_unreadable_checkpoint(
+    code: int, word: str, tmp_path: Path
+) -> None:
     """Oracle: the expected message, and the folder as it was; once the file can be read, the run
     resumes from it."""
     folder = tmp_path / "checkpoints"
@@ -186,14 +213,18 @@ def test_start_stops_at_an_unreadable_checkpoint(code: int, word: str, tmp_path:
         assert save(Checkpointer(CheckpointConfig(every=1), str(folder)), step, step)
     before = sorted(folder.rglob("*"))
     file = "manifest.json" if word == "never" else "state.json"
-    config = CheckpointConfig(every=1, resume=f"{folder}/step-00000002" if word == "path" else word)
+    config = CheckpointConfig(
+        every=1, resume=f"{folder}/step-00000002" if word == "path" else word
+    )
     retries = len(manifest.RETRY_PAUSES_SECONDS)
     for look in (
         lambda: peek(config, str(folder)),
         lambda: Checkpointer(config, str(folder)).resume(),
     ):
         with (
-            refusing(LocalStorage, "reading", f"^step-00000002/{file}$", code, retries + 1),
+            refusing(
+                LocalStorage, "reading", f"^step-00000002/{file}$", code, retries + 1
+            ),
             pytest.raises(ConfigError) as refused,
         ):
             look()
@@ -203,26 +234,34 @@ def test_start_stops_at_an_unreadable_checkpoint(code: int, word: str, tmp_path:
         )
         assert sorted(folder.rglob("*")) == before
         if word != "never":
-            with refusing(LocalStorage, "reading", f"^step-00000002/{file}$", code, retries):
+            with refusing(
+                LocalStorage, "reading", f"^step-00000002/{file}$", code, retries
+            ):
                 found: Any = look()
             assert (found if isinstance(found, dict) else found.facts)["step"] == 2
 
 
-@pytest.mark.parametrize("name", ["n" * 300, "/".join(["n" * 200] * 25)], ids=["name", "path"])
+@pytest.mark.parametrize(
+    "name", ["n" * 300, "/".join(["n" * 200] * 25)], ids=["name", "path"]
+)
 @pytest.mark.parametrize("every", [0, 1])
 def test_too_long_folder_name_is_reported_in_one_sentence(
     name: str, every: int, tmp_path: Path
 ) -> None:
     """Oracle: the message with the system's error text."""
     for word in ("never", "auto", "must"):
-        with pytest.raises(ConfigError, match=r"cannot be (read|written) \(File name too long\)"):
+        with pytest.raises(
+            ConfigError, match=r"cannot be (read|written) \(File name too long\)"
+        ):
             peek(
                 CheckpointConfig(every=every, on_signal=False, resume=word),
                 f"{tmp_path}/{name}/checkpoints",
             )
 
 
-def test_unreadable_old_checkpoints_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
+def test_unreadable_old_checkpoints_are_neither_counted_nor_deleted(
+    tmp_path: Path,
+) -> None:
     """Oracle: the remaining names, and one message for any number of saves."""
     messages: list[str] = []
     config = CheckpointConfig(every=1, keep=2)
@@ -265,14 +304,19 @@ def test_full_disk_is_freed_of_expired_checkpoints(
 
     monkeypatch.setattr(LocalStorage, "writing", limited)
     messages: list[str] = []
-    config = CheckpointConfig(every=1, keep=keep, resume="auto", async_save=in_background)
+    config = CheckpointConfig(
+        every=1, keep=keep, resume="auto", async_save=in_background
+    )
     checkpoints = Checkpointer(config, str(tmp_path), message=messages.append)
     assert checkpoints.resume() is not None
     save(checkpoints, 4, 4)
     assert checkpoints.finish() == (keep < 3)
     left = [path.name for path in sorted(tmp_path.glob("step-*"))]
     if keep < 3:
-        assert left == [f"step-0000000{step}" for step in range(5 - keep, 5)] and messages == []
+        assert (
+            left == [f"step-0000000{step}" for step in range(5 - keep, 5)]
+            and messages == []
+        )
     else:
         assert left == [f"step-0000000{step}" for step in (1, 2, 3)]
         assert messages == [

@@ -15,21 +15,31 @@ from fsdptoys.checkpoint import CheckpointConfig, Checkpointer
 from fsdptoys.checkpoint import checkpointer as keeper
 from fsdptoys.checkpoint.storage import LocalStorage, Storage
 from tests.checkpoint.saves import KEEP, save
-from tests.harness.disks import LossyDisk, PowerLoss, ending_storage, in_child, kill_self
+from tests.harness.disks import (
+    LossyDisk,
+    PowerLoss,
+    ending_storage,
+    in_child,
+    kill_self,
+)
 
 pytestmark = pytest.mark.usefixtures("without_retry_pauses")
 
 
 def make_checkpoints(storage: Any, monkeypatch: pytest.MonkeyPatch) -> Checkpointer:
     monkeypatch.setattr(keeper, "open_storage", lambda where: storage)
-    return Checkpointer(CheckpointConfig(every=1, keep=KEEP, resume="auto"), storage.where)
+    return Checkpointer(
+        CheckpointConfig(every=1, keep=KEEP, resume="auto"), storage.where
+    )
 
 
 def save_and_check(checkpoints: Checkpointer, step: int, value: float) -> None:
     assert save(checkpoints, step, value)
 
 
-def newest(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> tuple[int, float] | None:
+def newest(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, float] | None:
     """Resume; return step and value of the checkpoint, whose parts must all come from one save."""
     found = make_checkpoints(storage, monkeypatch).resume()
     if found is None:
@@ -44,7 +54,9 @@ def newest(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> tuple[int, floa
 
 
 def after_crash(
-    storage: Storage, allowed: list[tuple[int, float] | None], monkeypatch: pytest.MonkeyPatch
+    storage: Storage,
+    allowed: list[tuple[int, float] | None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[int, float] | None:
     """Return the newest checkpoint; check that saves succeed after the crash and that no leftovers
     of it remain."""
@@ -63,7 +75,8 @@ def after_crash(
 # Earlier saves as (step, value), the save during the crash, and the possible checkpoints
 # afterwards.
 CASES: dict[
-    str, tuple[list[tuple[int, float]], tuple[int, float], list[tuple[int, float] | None]]
+    str,
+    tuple[list[tuple[int, float]], tuple[int, float], list[tuple[int, float] | None]],
 ] = {
     "the first": ([], (1, 1.0), [None, (1, 1.0)]),
     "one that deletes another": ([(1, 1.0), (2, 2.0)], (3, 3.0), [(2, 2.0), (3, 3.0)]),
@@ -82,7 +95,9 @@ def test_kill_at_any_operation_preserves_the_newest_checkpoint(
     start = memory_folder / "start"
     start.mkdir()
     for step, value in before:
-        assert save(make_checkpoints(LocalStorage(str(start)), monkeypatch), step, value)
+        assert save(
+            make_checkpoints(LocalStorage(str(start)), monkeypatch), step, value
+        )
     outcomes = []
     for moment in itertools.count():
         place = memory_folder / str(moment)
@@ -127,11 +142,18 @@ def test_power_loss_at_any_operation_preserves_the_newest_checkpoint(
             disk = copy.deepcopy(start)
             with suppress(PowerLoss):
                 done = save(
-                    make_checkpoints(ending_storage(disk, moment, lose_power), monkeypatch), *saving
+                    make_checkpoints(
+                        ending_storage(disk, moment, lose_power), monkeypatch
+                    ),
+                    *saving,
                 )
                 assert done
             outcomes.append(
-                after_crash(disk.after_power_loss(keeps, seed + 10 * moment), allowed, monkeypatch)
+                after_crash(
+                    disk.after_power_loss(keeps, seed + 10 * moment),
+                    allowed,
+                    monkeypatch,
+                )
             )
             assert not done or outcomes[-1] == saving
             if done:

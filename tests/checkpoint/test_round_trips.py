@@ -35,7 +35,14 @@ from fsdptoys.parallel import (
     World,
 )
 from fsdptoys.parallel.mesh import MeshConfig
-from tests.checkpoint.damages import CONFIG, GPT2, SENTENCES, THIRD, edit_bytes, make_folder
+from tests.checkpoint.damages import (
+    CONFIG,
+    GPT2,
+    SENTENCES,
+    THIRD,
+    edit_bytes,
+    make_folder,
+)
 from tests.harness.families import SMALL
 from tests.harness.folders import build, build_empty, load, write
 from tests.harness.process_memory import NEEDS_PEAK, peak_growth_bytes
@@ -69,7 +76,10 @@ def test_transformers_loads_our_folders(case: str, tmp_path: Path) -> None:
     assert type(oracle).__name__ == model.config.hugging_face.architecture
     assert oracle.dtype == torch.float32
     torch.testing.assert_close(
-        model(TOKENS_BT), oracle(TOKENS_BT, use_cache=False).logits, rtol=1e-5, atol=1e-5
+        model(TOKENS_BT),
+        oracle(TOKENS_BT, use_cache=False).logits,
+        rtol=1e-5,
+        atol=1e-5,
     )
     # The settings are equal after transformers has read and written them, without token ids.
     oracle.save_pretrained(tmp_path / "theirs")
@@ -77,18 +87,25 @@ def test_transformers_loads_our_folders(case: str, tmp_path: Path) -> None:
         named_like(HuggingFaceFolder(tmp_path / "theirs").model_config(), model.config)
         == model.config
     )
-    assert oracle.generation_config.eos_token_id is None and oracle.config.bos_token_id is None
+    assert (
+        oracle.generation_config.eos_token_id is None
+        and oracle.config.bos_token_id is None
+    )
 
 
 @pytest.mark.parametrize("case", SMALL)
 @pytest.mark.parametrize("file_bytes", [2**31, FILE_BYTES])
-def test_our_folders_round_trip_bitwise(case: str, file_bytes: int, tmp_path: Path) -> None:
+def test_our_folders_round_trip_bitwise(
+    case: str, file_bytes: int, tmp_path: Path
+) -> None:
     """Oracle: the parameters before saving; a second save writes identical files."""
     model = build(SMALL[case])
     write(tmp_path / "first", model, max_file_bytes=file_bytes)
     again = load(tmp_path / "first")
     assert named_like(again.config, model.config) == model.config
-    for (name, param), other in zip(model.named_parameters(), again.parameters(), strict=True):
+    for (name, param), other in zip(
+        model.named_parameters(), again.parameters(), strict=True
+    ):
         assert torch.equal(param, other), name
 
     write(tmp_path / "second", again, max_file_bytes=file_bytes)
@@ -101,7 +118,9 @@ def test_our_folders_round_trip_bitwise(case: str, file_bytes: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_dtypes_are_converted_on_saving_and_loading(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_dtypes_are_converted_on_saving_and_loading(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Oracle: PyTorch's own conversion, on saving and on loading, into any dtype of the
     parameter."""
     model = build(SMALL["gpt2"])
@@ -122,10 +141,15 @@ def test_dtypes_are_converted_on_saving_and_loading(dtype: torch.dtype, tmp_path
 def test_names_may_lack_the_prefix_of_the_base_model(tmp_path: Path) -> None:
     """Oracle: the folder with full names; the published GPT-2 has names like these, and masks that
     nothing needs."""
-    model = build(GPT2Config(dim=16, n_layers=1, n_heads=2, vocab_size=32, max_seq_len=16))
+    model = build(
+        GPT2Config(dim=16, n_layers=1, n_heads=2, vocab_size=32, max_seq_len=16)
+    )
     write(tmp_path / "folder", model)
     file = tmp_path / "folder" / "model.safetensors"
-    bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    bare = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in load_file(file).items()
+    }
     masks = {
         "h.0.attn.bias": torch.ones(1, 1, 16, 16, dtype=torch.uint8),
         "h.0.attn.masked_bias": torch.ones(()),
@@ -138,7 +162,9 @@ def test_names_may_lack_the_prefix_of_the_base_model(tmp_path: Path) -> None:
         assert torch.equal(param, other), name
 
 
-def test_stored_head_of_tied_embeddings_must_equal_the_embedding(tmp_path: Path) -> None:
+def test_stored_head_of_tied_embeddings_must_equal_the_embedding(
+    tmp_path: Path,
+) -> None:
     """Oracle: the embedding; a head with other values is rejected once values are read."""
     config = LlamaConfig(
         dim=16,
@@ -158,13 +184,18 @@ def test_stored_head_of_tied_embeddings_must_equal_the_embedding(tmp_path: Path)
     source = HuggingFaceFolder(tmp_path / "folder")
     for factor in (1, 2):
         save_file(
-            {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * factor}, file
+            {
+                **tensors,
+                "lm_head.weight": tensors["model.embed_tokens.weight"] * factor,
+            },
+            file,
         )
         source.check(build_empty(config))
         if factor == 1:
             source.check_values()
     with pytest.raises(
-        ValueError, match=r"holds lm_head.weight with other values than model.embed_tokens.weight"
+        ValueError,
+        match=r"holds lm_head.weight with other values than model.embed_tokens.weight",
     ):
         source.check_values()
 
@@ -176,7 +207,9 @@ def weights(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("row", SENTENCES["weights of other models"], ids=str)
-def test_weights_of_another_model_are_refused(row: dict[str, Any], tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused(
+    row: dict[str, Any], tmp_path: Path
+) -> None:
     """Oracle: the expected message, for configurations whose weights may even have the same
     shapes."""
     make_folder(tmp_path / "weights")
@@ -192,9 +225,13 @@ def test_weights_of_another_model_are_refused(row: dict[str, Any], tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"name": "x", "init_std": 1.0}, {"max_seq_len": 512}, {"head_dim": 8}], ids=str
+    "changes",
+    [{}, {"name": "x", "init_std": 1.0}, {"max_seq_len": 512}, {"head_dim": 8}],
+    ids=str,
 )
-def test_settings_unrelated_to_weights_may_differ(changes: dict[str, Any], weights: Path) -> None:
+def test_settings_unrelated_to_weights_may_differ(
+    changes: dict[str, Any], weights: Path
+) -> None:
     """Oracle: the same weights."""
     model = dataclasses.replace(CONFIG, init_from=str(weights), **changes).build()
     source, written = open_init_from(model), build(CONFIG)
@@ -216,8 +253,20 @@ def test_damaged_folder_is_refused_before_workers_start(
 def with_odd_sizes(config: ModelConfig) -> ModelConfig:
     """With sizes of which none divides evenly over 4 ranks, and fewer experts than make 2 for
     each."""
-    sizes = {"dim": 30, "n_heads": 3, "ffn_dim": 50, "vocab_size": 67, "max_seq_len": 33}
-    sizes |= {"n_kv_heads": 1, "head_dim": 6, "n_experts": 5, "expert_ffn_dim": 22, "top_k": 1}
+    sizes = {
+        "dim": 30,
+        "n_heads": 3,
+        "ffn_dim": 50,
+        "vocab_size": 67,
+        "max_seq_len": 33,
+    }
+    sizes |= {
+        "n_kv_heads": 1,
+        "head_dim": 6,
+        "n_experts": 5,
+        "expert_ffn_dim": 22,
+        "top_k": 1,
+    }
     names = {field.name for field in dataclasses.fields(config)}
     return dataclasses.replace(
         config, **{name: size for name, size in sizes.items() if name in names}
@@ -289,7 +338,9 @@ def start_and_save(parallel: ParallelConfig, config: ModelConfig, folder: Path) 
             assert len(list(strategy.full_parameters())) > 0
         else:
             with expected:
-                save_weights(folder / "run" / "weights", strategy.full_parameters(), FILE_BYTES)
+                save_weights(
+                    folder / "run" / "weights", strategy.full_parameters(), FILE_BYTES
+                )
     torch.distributed.barrier()
 
 
@@ -319,7 +370,9 @@ def write_all(configs: dict[Path, ModelConfig]) -> None:
         write(folder, build(config))
 
 
-def growth_and_shard_bytes(config: ModelConfig, small: Path, folder: Path) -> tuple[int, int]:
+def growth_and_shard_bytes(
+    config: ModelConfig, small: Path, folder: Path
+) -> tuple[int, int]:
     """How far reading a folder into an FSDP2 model raised the peak of the resident set; its
     shard."""
     context = World(Device("cpu", 0), torch.distributed.get_rank(), 2, MeshConfig())
@@ -332,7 +385,11 @@ def growth_and_shard_bytes(config: ModelConfig, small: Path, folder: Path) -> tu
             model = source.model_config().build()
         source.check(model)
         parallel.build(context).shard(model, source.fill)
-        return [param.to_local() for param in model.parameters() if isinstance(param, DTensor)]
+        return [
+            param.to_local()
+            for param in model.parameters()
+            if isinstance(param, DTensor)
+        ]
 
     start(small)  # triggers lazy imports
     shards: list[torch.Tensor] = []
@@ -345,7 +402,13 @@ def test_peak_memory_of_a_rank_is_its_shard_and_one_tensor(tmp_path: Path) -> No
     """Oracle: Linux's own peak of the resident set: a shard, the file's pages of one parameter, 16
     MiB for all else."""
     small = SMALL["qwen3_moe"]
-    sizes = {"dim": 256, "n_layers": 4, "ffn_dim": 512, "vocab_size": 3000, "n_experts": 16}
+    sizes = {
+        "dim": 256,
+        "n_layers": 4,
+        "ffn_dim": 512,
+        "vocab_size": 3000,
+        "n_experts": 16,
+    }
     big = dataclasses.replace(small, **sizes, expert_ffn_dim=448)
     # In a child process, because the ranks would otherwise inherit freed memory to reuse.
     run_ranks(1, write_all, {tmp_path / "small": small, tmp_path / "folder": big})

@@ -55,7 +55,11 @@ def full(name: str) -> Tensor:
     generator = torch.Generator().manual_seed(list(FORMS).index(name))
     high = 2 if dtype == torch.bool else 256
     content = torch.randint(
-        0, high, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator
+        0,
+        high,
+        (math.prod(shape) * dtype.itemsize,),
+        dtype=torch.uint8,
+        generator=generator,
     )
     return content.view(dtype).reshape(shape)
 
@@ -67,7 +71,10 @@ def laid_out(layout: str, meshes: dict[int, DeviceMesh]) -> dict[str, Tensor]:
     for name, (shape, _) in FORMS.items():
         tensors[name] = full(name)
         if placements:
-            fit = [p if not p.is_shard() or p.dim < len(shape) else Replicate() for p in placements]
+            fit = [
+                p if not p.is_shard() or p.dim < len(shape) else Replicate()
+                for p in placements
+            ]
             tensors[name] = distribute_tensor(
                 tensors[name], meshes[len(fit)], fit, src_data_rank=None
             )
@@ -94,7 +101,9 @@ def setting(world_size: int) -> tuple[Any, dict[int, DeviceMesh], list[str]]:
     meshes = {1: init_device_mesh("cpu", (world_size,))}
     if world_size == 4:
         meshes[2] = init_device_mesh("cpu", (2, 2))
-    layouts = [name for name, placements in LAYOUTS.items() if len(placements) <= len(meshes)]
+    layouts = [
+        name for name, placements in LAYOUTS.items() if len(placements) <= len(meshes)
+    ]
     return dist.new_group(backend="gloo"), meshes, layouts
 
 
@@ -148,12 +157,19 @@ def checkpoints(
     return folder, written
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.extended)])
-def test_layouts_of_1_2_and_4_ranks_load_into_each_other(world_size: int, checkpoints: Any) -> None:
+@pytest.mark.parametrize(
+    "world_size", [1, 2, pytest.param(4, marks=pytest.mark.extended)]
+)
+def test_layouts_of_1_2_and_4_ranks_load_into_each_other(
+    world_size: int, checkpoints: Any
+) -> None:
     """Oracle: the full tensor, distributed by PyTorch."""
     folder, written = checkpoints
     assert len(written) == 1 + 4 + 8
-    assert run_ranks(world_size, load_layouts, str(folder), world_size) == [[]] * world_size
+    assert (
+        run_ranks(world_size, load_layouts, str(folder), world_size)
+        == [[]] * world_size
+    )
 
 
 def test_files_are_safetensors_with_every_element_once(checkpoints: Any) -> None:
@@ -162,11 +178,15 @@ def test_files_are_safetensors_with_every_element_once(checkpoints: Any) -> None
     folder, written = checkpoints
     for checkpoint, files_of_ranks in written.items():
         files = [file for names in files_of_ranks for file in names]
-        assert sorted(files) == sorted(path.name for path in (folder / checkpoint).iterdir())
+        assert sorted(files) == sorted(
+            path.name for path in (folder / checkpoint).iterdir()
+        )
         assert "tensors.json" in files_of_ranks[0]
         index = json.loads((folder / checkpoint / "tensors.json").read_text())
         chunks = {
-            file: load_file(folder / checkpoint / file) for file in files if file != "tensors.json"
+            file: load_file(folder / checkpoint / file)
+            for file in files
+            if file != "tensors.json"
         }
         for name in FORMS:
             entry = index["tensors"][name]
@@ -174,7 +194,8 @@ def test_files_are_safetensors_with_every_element_once(checkpoints: Any) -> None
             for place in entry["chunks"]:
                 part = chunks[place["file"]].pop(place["key"])
                 box = tuple(
-                    slice(o, o + s) for o, s in zip(place["offsets"], place["sizes"], strict=True)
+                    slice(o, o + s)
+                    for o, s in zip(place["offsets"], place["sizes"], strict=True)
                 )
                 as_bytes = torch.uint8 if part.dtype.itemsize == 1 else part.dtype
                 assembled.view(as_bytes)[box] = part.view(as_bytes)
@@ -182,7 +203,9 @@ def test_files_are_safetensors_with_every_element_once(checkpoints: Any) -> None
         assert not any(chunks.values())
 
 
-def test_replicated_tensors_are_written_once_distributed_over_ranks(checkpoints: Any) -> None:
+def test_replicated_tensors_are_written_once_distributed_over_ranks(
+    checkpoints: Any,
+) -> None:
     """Oracle: the sum of the tensors' sizes."""
     folder, _ = checkpoints
     total = sum(full(name).nbytes for name in FORMS)
@@ -192,7 +215,9 @@ def test_replicated_tensors_are_written_once_distributed_over_ranks(checkpoints:
             for file in sorted((folder / checkpoint).glob("*.safetensors"))
         ]
         assert (
-            sum(sizes) == total and len(sizes) == int(checkpoint[0]) and max(sizes) < 0.75 * total
+            sum(sizes) == total
+            and len(sizes) == int(checkpoint[0])
+            and max(sizes) < 0.75 * total
         )
 
 
@@ -229,7 +254,9 @@ def save_during_training(folder: str) -> bool:
     total = torch.tensor(rank + 1)
     dist.all_reduce(total)
     thread.join()
-    return int(total) == 3 and all(equal(filled[name], tensors[name]) for name in tensors)
+    return int(total) == 3 and all(
+        equal(filled[name], tensors[name]) for name in tensors
+    )
 
 
 def test_saving_and_loading_do_not_use_the_default_group(tmp_path: Path) -> None:
@@ -246,16 +273,26 @@ def load_damaged(folder: str) -> tuple[str, bool]:
     """Return the message of a refusal, and whether the tensors are unchanged."""
     group, mesh = dist.new_group(backend="gloo"), init_device_mesh("cpu", (2,))
     tensors = {
-        "w": distribute_tensor(torch.full((6, 4), 7.0), mesh, [Shard(0)], src_data_rank=None)
+        "w": distribute_tensor(
+            torch.full((6, 4), 7.0), mesh, [Shard(0)], src_data_rank=None
+        )
     }
     with pytest.raises(ConfigError) as refused:
         load_tensors(open_storage(folder), "a", tensors, group)
-    return str(refused.value), all(bool((tensor == 7).all()) for tensor in tensors.values())
+    return str(refused.value), all(
+        bool((tensor == 7).all()) for tensor in tensors.values()
+    )
 
 
-def test_missing_file_of_one_rank_is_refused_by_all_before_loading(tmp_path: Path) -> None:
+def test_missing_file_of_one_rank_is_refused_by_all_before_loading(
+    tmp_path: Path,
+) -> None:
     """Oracle: the message, the same on both; rank 0 finds its own rows in an undamaged file."""
     make_saved(tmp_path / "a")
     chunk(file=SECOND)(tmp_path / "a")
     results = run_ranks(2, load_damaged, str(tmp_path))
-    assert results[0] == results[1] and f"{SECOND} is missing" in results[0][0] and results[0][1]
+    assert (
+        results[0] == results[1]
+        and f"{SECOND} is missing" in results[0][0]
+        and results[0][1]
+    )

@@ -38,7 +38,11 @@ def write(storage: Storage, path: str, content: bytes = b"0123456789") -> None:
 def test_operations_follow_the_storage_interface(kind: str, tmp_path: Path) -> None:
     """Oracle: a table of created, overwritten and removed files."""
     storage = make_storage(kind, tmp_path)
-    assert storage.names() == [] and storage.names("gone/deep") == [] and not storage.exists("gone")
+    assert (
+        storage.names() == []
+        and storage.names("gone/deep") == []
+        and not storage.exists("gone")
+    )
     storage.remove("gone/deep")
     storage.make("step-1/inner")
     storage.make("step-1/inner")
@@ -48,10 +52,15 @@ def test_operations_follow_the_storage_interface(kind: str, tmp_path: Path) -> N
     write(storage, "step-10", b"")
     storage.sync("")
     storage.sync("step-1")
-    assert storage.names() == ["step-1", "step-10"] and storage.names("step-1") == ["b", "inner"]
+    assert storage.names() == ["step-1", "step-10"] and storage.names("step-1") == [
+        "b",
+        "inner",
+    ]
     assert storage.names("step-1/b") == []
     assert (
-        storage.exists("step-1") and storage.exists("step-1/b") and not storage.exists("step-1/b/c")
+        storage.exists("step-1")
+        and storage.exists("step-1/b")
+        and not storage.exists("step-1/b/c")
     )
     assert (storage.size("step-1/b"), storage.size("step-10")) == (10, 0)
     with storage.reading("step-1/b") as file:
@@ -98,7 +107,9 @@ def test_local_files_are_synced_unless_the_write_failed(
 ) -> None:
     """Oracle: the calls of fsync and the file's size at each."""
     synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size)
+    )
     storage = open_storage(str(tmp_path))
     with storage.writing("a") as file:
         file.write(b"abc")
@@ -111,7 +122,9 @@ def test_local_files_are_synced_unless_the_write_failed(
 
 PLANTED: dict[str, Callable[[Path, Path], object]] = {
     "link to a file": lambda planted, precious: planted.symlink_to(precious),
-    "link to nothing": lambda planted, precious: planted.symlink_to(precious.with_name("nothing")),
+    "link to nothing": lambda planted, precious: planted.symlink_to(
+        precious.with_name("nothing")
+    ),
     "pipe": lambda planted, precious: os.mkfifo(planted),
     "folder": lambda planted, precious: planted.mkdir(),
 }
@@ -127,7 +140,10 @@ def test_only_regular_files_are_written(kind: str, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not a regular file") as caught:
         write(open_storage(str(tmp_path)), "planted")
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "precious").read_bytes() == b"own"
+    assert (
+        sorted(tmp_path.iterdir()) == before
+        and (tmp_path / "precious").read_bytes() == b"own"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,7 +176,9 @@ def test_moved_folder_keeps_every_byte(
             assert file.read() == content
 
 
-def test_unreachable_server_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_server_is_reported_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: the message, for a port without a listener and for one with a full queue, which drops
     all packets."""
     monkeypatch.setattr(storage_module, "CONNECT_SECONDS", 0.3)
@@ -179,7 +197,8 @@ def test_unreachable_server_is_reported_in_one_sentence(monkeypatch: pytest.Monk
             client.setblocking(False)
             client.connect_ex(server.getsockname())
         with pytest.raises(
-            ConfigError, match=r"cannot be reached \(timed out\); start its server, or set"
+            ConfigError,
+            match=r"cannot be reached \(timed out\); start its server, or set",
         ):
             open_storage(where)
 
@@ -187,13 +206,17 @@ def test_unreachable_server_is_reported_in_one_sentence(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("where", ["://", "://x", "ftp://host:port/x"])
 def test_invalid_url_is_refused(where: str) -> None:
     """Oracle: the message quotes it and gives an example."""
-    with pytest.raises(ConfigError, match=f"^{where} is .* such as s3://bucket/folder$"):
+    with pytest.raises(
+        ConfigError, match=f"^{where} is .* such as s3://bucket/folder$"
+    ):
         open_storage(where)
 
 
 @pytest.mark.parametrize("path", ["../a", "/etc/passwd", "a/../../b", "a//b", "."])
 @pytest.mark.parametrize("kind", KINDS)
-def test_paths_outside_the_storage_are_rejected(kind: str, path: str, tmp_path: Path) -> None:
+def test_paths_outside_the_storage_are_rejected(
+    kind: str, path: str, tmp_path: Path
+) -> None:
     """Oracle: an AssertionError from every operation."""
     storage = make_storage(kind, tmp_path)
     for operation in (
@@ -208,7 +231,9 @@ def test_paths_outside_the_storage_are_rejected(kind: str, path: str, tmp_path: 
             operation(path)
 
 
-def test_unknown_url_scheme_or_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_url_scheme_or_missing_package_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """s3fs is hidden, whether or not it is installed here."""
     with pytest.raises(ConfigError, match=r"nonsense://x .*nonsense"):
         open_storage("nonsense://x")
@@ -255,7 +280,9 @@ def test_service_errors_become_os_errors(
             write(storage, "a")
 
 
-def test_directory_listings_bypass_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_listings_bypass_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: a file system that caches listings in fsspec's own cache, as cloud file systems
     do."""
     from fsspec.implementations.memory import MemoryFileSystem
@@ -263,11 +290,15 @@ def test_directory_listings_bypass_caches(tmp_path: Path, monkeypatch: pytest.Mo
     class Remembering(MemoryFileSystem):  # type: ignore[misc]
         @classmethod
         def _strip_protocol(cls, path: str) -> str:
-            return str(super()._strip_protocol(path.replace("remembering://", "memory://")))
+            return str(
+                super()._strip_protocol(path.replace("remembering://", "memory://"))
+            )
 
         def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
             entries = (
-                self.dircache[path] if path in self.dircache else super().ls(path, detail=True)
+                self.dircache[path]
+                if path in self.dircache
+                else super().ls(path, detail=True)
             )
             self.dircache[path] = entries
             return entries if detail else [entry["name"] for entry in entries]
@@ -276,7 +307,10 @@ def test_directory_listings_bypass_caches(tmp_path: Path, monkeypatch: pytest.Mo
         importlib.import_module("fsspec.registry")._registry, "remembering", Remembering
     )
     place = str(tmp_path)
-    storage, other = open_storage(f"remembering:/{place}"), open_storage(f"memory:/{place}")
+    storage, other = (
+        open_storage(f"remembering:/{place}"),
+        open_storage(f"memory:/{place}"),
+    )
     other.make("")
     assert storage.names() == []
     write(other, "a")

@@ -14,7 +14,12 @@ import torch
 import yaml
 from torch import Tensor
 
-from fsdptoys.checkpoint import RunWeights, save_weights, verify_checksums, write_hugging_face
+from fsdptoys.checkpoint import (
+    RunWeights,
+    save_weights,
+    verify_checksums,
+    write_hugging_face,
+)
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import whole
 from tests.checkpoint.damages import SENTENCES, update
@@ -29,11 +34,17 @@ CONFIG = SMALL["llama3 scaled tied"]
 
 @pytest.mark.parametrize("case", SMALL)
 @pytest.mark.parametrize("file_bytes", [2**31, FILE_BYTES])
-def test_saved_weights_round_trip_bitwise(case: str, file_bytes: int, tmp_path: Path) -> None:
+def test_saved_weights_round_trip_bitwise(
+    case: str, file_bytes: int, tmp_path: Path
+) -> None:
     """Oracle: the parameters and the configuration before they were written."""
     parameters = save_run(tmp_path / "run", SMALL[case], file_bytes)
     files = sorted(file.name for file in (tmp_path / "run" / "weights").iterdir())
-    assert ("weights.safetensors" in files) == (file_bytes > FILE_BYTES) == (len(files) == 2)
+    assert (
+        ("weights.safetensors" in files)
+        == (file_bytes > FILE_BYTES)
+        == (len(files) == 2)
+    )
     for path in (tmp_path / "run", tmp_path / "run" / "weights"):
         weights = RunWeights(path)
         assert weights.config == SMALL[case]
@@ -58,7 +69,8 @@ def test_interrupted_save_leaves_no_weights_folder(tmp_path: Path) -> None:
     """Oracle: no folder after a kill in the middle or an error; the next attempt succeeds."""
     folder = tmp_path / "run" / "weights"
     assert (
-        in_child(save_weights, folder, parameters_until(kill_self), FILE_BYTES) == -signal.SIGKILL
+        in_child(save_weights, folder, parameters_until(kill_self), FILE_BYTES)
+        == -signal.SIGKILL
     )
     left = [file.name for file in folder.parent.iterdir()]
     assert len(left) == 1 and re.fullmatch(r"\.weights\.[0-9a-f]{8}\.partial", left[0])
@@ -68,7 +80,11 @@ def test_interrupted_save_leaves_no_weights_folder(tmp_path: Path) -> None:
     assert [file.name for file in folder.parent.iterdir()] == left
 
     written = save_weights(folder, parameters_until(lambda: None), FILE_BYTES)
-    assert (len(written.files), written.parameters, written.tensor_bytes) == (8, 80_000, 320_000)
+    assert (len(written.files), written.parameters, written.tensor_bytes) == (
+        8,
+        80_000,
+        320_000,
+    )
 
 
 def save_with_little_room(folder: Path, sentences: Path) -> None:
@@ -83,22 +99,33 @@ def save_with_little_room(folder: Path, sentences: Path) -> None:
         sentences.write_text(str(error))
     model = build(CONFIG)
     try:
-        write_hugging_face(folder.parent / "export", CONFIG, regions_of(model), torch.float32)
+        write_hugging_face(
+            folder.parent / "export", CONFIG, regions_of(model), torch.float32
+        )
     except ConfigError as error:
         sentences.write_text(f"{sentences.read_text()}\n{error}")
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)  # coverage writes its data at exit
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, before
+    )  # coverage writes its data at exit
 
 
-def test_full_disk_is_reported_in_one_sentence_and_leaves_no_files(tmp_path: Path) -> None:
+def test_full_disk_is_reported_in_one_sentence_and_leaves_no_files(
+    tmp_path: Path,
+) -> None:
     """Oracle: the expected messages and the folder, under the system's own limit on the size of a
     file."""
     (tmp_path / "run").mkdir()
     assert (
-        in_child(save_with_little_room, tmp_path / "run" / "weights", tmp_path / "sentences") == 0
+        in_child(
+            save_with_little_room, tmp_path / "run" / "weights", tmp_path / "sentences"
+        )
+        == 0
     )
     assert list((tmp_path / "run").iterdir()) == []
     for sentence, name in zip(
-        (tmp_path / "sentences").read_text().split("\n"), ("weights", "export"), strict=True
+        (tmp_path / "sentences").read_text().split("\n"),
+        ("weights", "export"),
+        strict=True,
     ):
         assert re.fullmatch(
             rf"{tmp_path}/run/{name} cannot be written \(.*File too large.*\), and nothing is left "
@@ -119,7 +146,11 @@ def test_existing_content_is_never_overwritten(tmp_path: Path) -> None:
             f"{tmp_path / name} {what}, and nothing is written over; name a folder that does not "
             "exist"
         )
-    assert (tmp_path / "full" / "mine").read_text() == (tmp_path / "file").read_text() == "mine"
+    assert (
+        (tmp_path / "full" / "mine").read_text()
+        == (tmp_path / "file").read_text()
+        == "mine"
+    )
     (tmp_path / "empty").mkdir()
     save_weights(tmp_path / "empty", parameters_until(lambda: None))
     assert sorted(file.name for file in (tmp_path / "empty").iterdir()) == [
@@ -133,8 +164,12 @@ def save_and_measure(folder: Path, result: Path) -> None:
         for index in range(24):
             yield f"parameter{index}", torch.full((1024, 1024), float(index))
 
-    save_weights(folder.parent / "first", parameters_until(lambda: None))  # triggers lazy imports
-    growth = peak_growth_bytes(lambda: save_weights(folder, parameters(), max_file_bytes=2**25))
+    save_weights(
+        folder.parent / "first", parameters_until(lambda: None)
+    )  # triggers lazy imports
+    growth = peak_growth_bytes(
+        lambda: save_weights(folder, parameters(), max_file_bytes=2**25)
+    )
     result.write_text(str(growth))
 
 
@@ -143,9 +178,15 @@ def test_writing_holds_one_file_in_memory(tmp_path: Path) -> None:
     """Oracle: Linux's own peak: 32 MiB of a file, two parameters of 4 MiB, 16 MiB for all else; of
     96 MiB."""
     # Before 0.8 the library copied the tensors.
-    copies = 1 if tuple(map(int, safetensors.__version__.split(".")[:2])) >= (0, 8) else 2
+    copies = (
+        1 if tuple(map(int, safetensors.__version__.split(".")[:2])) >= (0, 8) else 2
+    )
     assert in_child(save_and_measure, tmp_path / "weights", tmp_path / "result") == 0
-    assert 2**25 <= int((tmp_path / "result").read_text()) <= copies * 2**25 + 2 * 2**22 + 2**24
+    assert (
+        2**25
+        <= int((tmp_path / "result").read_text())
+        <= copies * 2**25 + 2 * 2**22 + 2**24
+    )
 
 
 @pytest.mark.parametrize("row", SENTENCES["models of runs"], ids=str)
@@ -176,7 +217,10 @@ def test_runs_with_incomplete_weights_are_refused(tmp_path: Path) -> None:
     )
     run = tmp_path / "run"
     write_config(run, CONFIG)
-    assert refusal(run) == "{}/run holds no weights; train with checkpoint.final_weights=true"
+    assert (
+        refusal(run)
+        == "{}/run holds no weights; train with checkpoint.final_weights=true"
+    )
     save_run(run, CONFIG)
     other = dataclasses.replace(CONFIG, ffn_dim=100)
     write_config(run, other)
@@ -190,7 +234,9 @@ def test_runs_with_incomplete_weights_are_refused(tmp_path: Path) -> None:
         in refusal(run)
     )
     (run / "config.yaml").write_text("model: [")
-    assert refusal(run).startswith("{}/run/config.yaml cannot be read as YAML (while parsing")
+    assert refusal(run).startswith(
+        "{}/run/config.yaml cannot be read as YAML (while parsing"
+    )
     (run / "config.yaml").write_text("model: 3")
     assert (
         refusal(run)

@@ -65,7 +65,11 @@ def edit_state(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "a flipped byte": (flip_byte, "damaged", r"the SHA-256 of tensors-00001\.safetensors"),
+    "a flipped byte": (
+        flip_byte,
+        "damaged",
+        r"the SHA-256 of tensors-00001\.safetensors",
+    ),
     "a missing file": (
         lambda folder: (folder / "rank-00001.json").unlink(),
         "damaged",
@@ -104,10 +108,15 @@ def test_list_names_the_damage_and_the_checkpoint_that_auto_resumes_from(
     assert resumed is not None and found["auto"] == resumed.name == NAMES[1]
     main(["checkpoint", "ls", str(run_dir)])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[1:3]] == [["step", "state"], ["3", condition]]
+    assert [line.split()[:2] for line in lines[1:3]] == [
+        ["step", "state"],
+        ["3", condition],
+    ]
     assert lines[3].split()[0] == "2" and lines[3].endswith("hold       auto")
     assert lines[-1] == f"checkpoint.resume=auto resumes from {NAMES[1]}"
-    assert any(line.startswith(f"{NEWEST} ") and re.search(problem, line) for line in lines)
+    assert any(
+        line.startswith(f"{NEWEST} ") and re.search(problem, line) for line in lines
+    )
 
 
 def test_list_has_the_numbers_of_the_files(
@@ -122,12 +131,18 @@ def test_list_has_the_numbers_of_the_files(
     assert found["never_loaded"] == [f".{NEWEST}.partial", "step-00000002.damaged-1"]
     for each in found["checkpoints"]:
         place = folder / each["name"]
-        sizes = [path.stat().st_size for path in place.iterdir() if path.name != "manifest.json"]
+        sizes = [
+            path.stat().st_size
+            for path in place.iterdir()
+            if path.name != "manifest.json"
+        ]
         assert (each["bytes"], each["saved_at"]) == (
             sum(sizes),
             (place / "manifest.json").stat().st_mtime,
         )
-        assert each["tensors"] == len(json.loads((place / "tensors.json").read_text())["tensors"])
+        assert each["tensors"] == len(
+            json.loads((place / "tensors.json").read_text())["tensors"]
+        )
         assert (each["layout"], each["ranks"], each["checksums_hold"]) == (
             "fsdp2, 2 ranks",
             2,
@@ -159,16 +174,21 @@ def test_show_prints_tensors_states_and_totals(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the index, and AdamW's two moments and counter of every parameter."""
-    index = json.loads((run_dir / "checkpoints" / NEWEST / "tensors.json").read_text())["tensors"]
+    index = json.loads((run_dir / "checkpoints" / NEWEST / "tensors.json").read_text())[
+        "tensors"
+    ]
     params = {name: each for name, each in index.items() if name.startswith("model.")}
     elements = sum(math.prod(each["shape"]) for each in params.values())
     assert main(["checkpoint", "show", str(run_dir)]) == 0
     text = capsys.readouterr().out
     facts = dict(re.split(r"  +", line, maxsplit=1) for line in text.splitlines()[1:9])
-    assert facts["layout"] == "fsdp2, 2 ranks" and facts["data"] == "12 sequences seen, 4 a step"
-    assert facts["model"] == "tiny, optimizer adamw" and facts["random states"].startswith(
-        "of 2 ranks, "
+    assert (
+        facts["layout"] == "fsdp2, 2 ranks"
+        and facts["data"] == "12 sequences seen, 4 a step"
     )
+    assert facts["model"] == "tiny, optimizer adamw" and facts[
+        "random states"
+    ].startswith("of 2 ranks, ")
     rows = [line.split() for line in text.splitlines() if line.startswith("model.")]
     assert [row[0] for row in rows] == sorted(params)
     weight = params["model.layers.0.mlp.up_proj.weight"]
@@ -180,10 +200,18 @@ def test_show_prints_tensors_states_and_totals(
         line.rpartition(f"{len(params)} tensors")[0].strip(): line
         for line in text.splitlines()[-5:]
     }
-    for label in ("parameters", "optimizer state exp_avg", "optimizer state exp_avg_sq"):
-        assert re.search(rf"{len(params)} tensors +{elements:,} elements", totals[label])
+    for label in (
+        "parameters",
+        "optimizer state exp_avg",
+        "optimizer state exp_avg_sq",
+    ):
+        assert re.search(
+            rf"{len(params)} tensors +{elements:,} elements", totals[label]
+        )
     assert re.search(rf"{len(params)} elements", totals["optimizer state step"])
-    shown = listed(capsys, "show", str(run_dir / "checkpoints" / NAMES[2]), "optim.*.exp_avg")
+    shown = listed(
+        capsys, "show", str(run_dir / "checkpoints" / NAMES[2]), "optim.*.exp_avg"
+    )
     assert shown["step"] == 1 and shown["state"]["data"]["samples"] == 4
     assert set(shown["contents"]) == {
         f"optim.{name.removeprefix('model.')}.exp_avg" for name in params
@@ -210,7 +238,9 @@ def test_show_refuses_a_run_without_a_complete_checkpoint(
         and f"{NAMES[2]} is damaged: the SHA-256" in said
     )
     assert main(["checkpoint", "ls", str(run_dir)]) == 1
-    assert "checkpoint.resume=auto finds no complete checkpoint" in capsys.readouterr().out
+    assert (
+        "checkpoint.resume=auto finds no complete checkpoint" in capsys.readouterr().out
+    )
 
 
 def test_names_of_a_hostile_checkpoint_control_no_terminal(
@@ -218,7 +248,9 @@ def test_names_of_a_hostile_checkpoint_control_no_terminal(
 ) -> None:
     """Oracle: the escape sequence as text, on one line."""
     folder = run_dir / "checkpoints" / NEWEST
-    edit_state(folder, lambda tree: tree["config"]["parallel"].update(name="a\x1b[2J\nb"))
+    edit_state(
+        folder, lambda tree: tree["config"]["parallel"].update(name="a\x1b[2J\nb")
+    )
     (run_dir / "checkpoints" / "step-00000001.\x1b[2J").mkdir()
     for command in ("ls", "show"):
         assert main(["checkpoint", command, str(run_dir)]) == 0
@@ -237,7 +269,9 @@ def test_checkpoints_at_a_url_are_listed_like_local_ones(
     assert [each["checksums_hold"] for each in remote["checkpoints"]] == [None] * 3
     remote = listed(capsys, "ls", "memory://listed", "--verify")
     for ours, theirs in zip(local["checkpoints"], remote["checkpoints"], strict=True):
-        assert theirs.pop("saved_at") > 0 and ours.pop("saved_at") > 0 and ours == theirs
+        assert (
+            theirs.pop("saved_at") > 0 and ours.pop("saved_at") > 0 and ours == theirs
+        )
     assert remote["auto"] == local["auto"] == NEWEST
     files.rm("/listed", recursive=True)
 
@@ -248,7 +282,10 @@ def test_checkpoints_at_a_url_are_listed_like_local_ones(
 def test_layout_counts_the_copies_of_hybrid_sharding(size: int, expected: str) -> None:
     """Oracle: four ranks in shards of two are two copies."""
     config = {"parallel": {"name": "fsdp2"}, "mesh": {"fsdp_size": size}}
-    assert Description(NEWEST, facts={"config": config, "world_size": 4}).layout == expected
+    assert (
+        Description(NEWEST, facts={"config": config, "world_size": 4}).layout
+        == expected
+    )
 
 
 def test_a_folder_that_the_system_refuses_to_read_stops_auto(

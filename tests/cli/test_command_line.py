@@ -64,8 +64,14 @@ for line in {[*HELP, PLAN]}:
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("fsdptoys") > len(HELP)
-    lines = [line.split("|")[1:] for line in done.stdout.splitlines() if line.startswith("loaded|")]
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.count(
+        "fsdptoys"
+    ) > len(HELP)
+    lines = [
+        line.split("|")[1:]
+        for line in done.stdout.splitlines()
+        if line.startswith("loaded|")
+    ]
     return {line: names for line, *names in lines}
 
 
@@ -103,7 +109,10 @@ def test_help_of_a_command_begins_with_its_usage(
     """Oracle: the usage line; the page fits 120 columns."""
     assert main(typed.split()) == 0
     page = capsys.readouterr().out
-    assert page.startswith(f"usage: fsdptoys {usage}") and max(map(len, page.splitlines())) <= 120
+    assert (
+        page.startswith(f"usage: fsdptoys {usage}")
+        and max(map(len, page.splitlines())) <= 120
+    )
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,9 +131,13 @@ def test_help_lists_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("parallel", by_level(("fsdp2", "single", "ddp", "fsdp1"), ["fsdp2"]))
+@pytest.mark.parametrize(
+    "parallel", by_level(("fsdp2", "single", "ddp", "fsdp1"), ["fsdp2"])
+)
 @pytest.mark.parametrize("experiment", list_choices()["experiment"])
-def test_every_experiment_is_accepted_by_every_strategy(experiment: str, parallel: str) -> None:
+def test_every_experiment_is_accepted_by_every_strategy(
+    experiment: str, parallel: str
+) -> None:
     """Oracle: ``Config.validate``, for the hardware that the experiment is for."""
     config = compose_config([f"experiment={experiment}", f"parallel={parallel}"])
     ranks = 1 if parallel == "single" else 8 if experiment == "llama2_7b" else 2
@@ -154,7 +167,10 @@ def test_cfg_prints_the_resolved_configuration(
 
 @pytest.mark.parametrize("asked", [False, True], ids=["alone", "under a launcher"])
 def test_rank_of_an_external_launcher_reports_its_mistake(
-    asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    asked: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Oracle: torchrun's contract: exit status, and errors in the file that it names."""
     rank = {
@@ -165,7 +181,8 @@ def test_rank_of_an_external_launcher_reports_its_mistake(
         "MASTER_PORT": "0",
     }
     for name, value in (
-        rank | ({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")} if asked else {})
+        rank
+        | ({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")} if asked else {})
     ).items():
         monkeypatch.setenv(name, value)
     process = multiprocessing.get_context("fork").Process(

@@ -65,14 +65,16 @@ def test_output_describes_the_written_files(tmp_path: Path) -> None:
     dtype."""
     save_run(tmp_path / "run", SMALL["llama2"])
     out = tmp_path / "out" / "folder"
-    assert output_of("to-hf", str(tmp_path / "run" / "weights"), str(out), "dtype=bfloat16") == (
+    assert output_of(
+        "to-hf", str(tmp_path / "run" / "weights"), str(out), "dtype=bfloat16"
+    ) == (
         f"wrote {out}: model.safetensors with 88,384 parameters in bfloat16, 176,768 bytes\nload "
         f"it with transformers.AutoModelForCausalLM.from_pretrained('{out}'); a tokenizer is not "
         "in it\n"
     )
-    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {
-        torch.bfloat16
-    }
+    assert {
+        tensor.dtype for tensor in load_file(out / "model.safetensors").values()
+    } == {torch.bfloat16}
     assert sorted(file.name for file in out.iterdir()) == [
         "checksums.json",
         "config.json",
@@ -89,11 +91,16 @@ def test_tokenizer_is_copied_with_its_chat_template_and_end(tmp_path: Path) -> N
     original = Path(save_chat_tokenizer(tmp_path / "tokenizer", GENERATED["chatml"]))
     save_run(tmp_path / "run", SMALL["llama2"])
     output = output_of(
-        "to-hf", str(tmp_path / "run"), str(tmp_path / "folder"), f"tokenizer={original}"
+        "to-hf",
+        str(tmp_path / "run"),
+        str(tmp_path / "folder"),
+        f"tokenizer={original}",
     )
     assert output.endswith(f"; its tokenizer is that of {original}\n")
     ids = [
-        transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(CONVERSATIONS[0])
+        transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
+            CONVERSATIONS[0]
+        )
         for folder in (original, tmp_path / "folder")
     ]
     assert ids[0] == ids[1]
@@ -109,7 +116,9 @@ def test_tokenizer_is_copied_with_its_chat_template_and_end(tmp_path: Path) -> N
     "case",
     by_level(SMALL, ("llama2", "qwen3_moe")),
 )
-def test_printed_command_composes_to_the_model_of_the_folder(case: str, tmp_path: Path) -> None:
+def test_printed_command_composes_to_the_model_of_the_folder(
+    case: str, tmp_path: Path
+) -> None:
     """Oracle: the composed configuration, compared with the folder's; removing one key leaves a
     difference."""
     folder = tmp_path / "a folder's, name"
@@ -121,7 +130,9 @@ def test_printed_command_composes_to_the_model_of_the_folder(case: str, tmp_path
     assert composed.model.init_from == str(folder)
     assert differences(composed.model, config) == {}
     without = compose_config(words[:1] + words[2:])
-    assert words[1].partition("=")[0].removeprefix("model.") in differences(without.model, config)
+    assert words[1].partition("=")[0].removeprefix("model.") in differences(
+        without.model, config
+    )
 
 
 def test_closest_preset_is_chosen(tmp_path: Path) -> None:
@@ -154,7 +165,9 @@ def test_damaged_weights_are_refused_in_both_directions(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 64
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"weights.safetensors is damaged: its SHA-256 is"):
+    with pytest.raises(
+        ConfigError, match=r"weights.safetensors is damaged: its SHA-256 is"
+    ):
         convert_command(["to-hf", str(tmp_path / "run"), str(tmp_path / "folder")])
     assert not (tmp_path / "folder").exists()
 
@@ -177,14 +190,19 @@ def test_values_too_large_for_the_dtype_are_refused(tmp_path: Path) -> None:
     save_file(tensors, folder / "weights.safetensors")
     (folder / "checksums.json").unlink()
     with pytest.raises(ConfigError) as refused:
-        convert_command(["to-hf", str(tmp_path / "run"), str(tmp_path / "folder"), "dtype=float16"])
+        convert_command(
+            ["to-hf", str(tmp_path / "run"), str(tmp_path / "folder"), "dtype=float16"]
+        )
     assert str(refused.value) == (
         "norm.weight holds 100000, too large for float16; set dtype=bfloat16 or dtype=float32"
     )
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run"]
-    output_of("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"), "dtype=bfloat16")
+    output_of(
+        "to-hf", str(tmp_path / "run"), str(tmp_path / "folder"), "dtype=bfloat16"
+    )
     assert (
-        load(tmp_path / "folder").get_parameter("norm.weight")[0] == torch.tensor(-1e5).bfloat16()
+        load(tmp_path / "folder").get_parameter("norm.weight")[0]
+        == torch.tensor(-1e5).bfloat16()
     )
 
 
@@ -203,7 +221,8 @@ def test_absurd_model_sizes_are_refused_before_modules_are_built(
     holder[name] = 10**12
     path.write_text(json.dumps(tree))
     with pytest.raises(
-        ConfigError, match=r"^[^\n]*1000000000000(, not an integer from| must be at most) [^\n]*$"
+        ConfigError,
+        match=r"^[^\n]*1000000000000(, not an integer from| must be at most) [^\n]*$",
     ):
         convert_command(["from-hf", str(tmp_path / "folder")])
 
@@ -221,12 +240,19 @@ def test_folder_round_trips_through_a_run_byte_for_byte(tmp_path: Path) -> None:
         )
     output_of("to-hf", str(tmp_path / "run"), str(tmp_path / "second"))
     for name in ("config.json", "model.safetensors", "checksums.json"):
-        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
-    assert json.loads((tmp_path / "first" / "config.json").read_text())["model_type"] == "qwen3_moe"
+        assert (tmp_path / "first" / name).read_bytes() == (
+            tmp_path / "second" / name
+        ).read_bytes()
+    assert (
+        json.loads((tmp_path / "first" / "config.json").read_text())["model_type"]
+        == "qwen3_moe"
+    )
 
 
 @pytest.mark.parametrize("chunk_len", [None, 16, 64, 512])
-def test_attention_chunk_length_round_trips(chunk_len: int | None, tmp_path: Path) -> None:
+def test_attention_chunk_length_round_trips(
+    chunk_len: int | None, tmp_path: Path
+) -> None:
     """Oracle: equal configurations, including chunks as long as the context of 128 tokens."""
     config = dataclasses.replace(SMALL["llama4"], attention_chunk_len=chunk_len)
     write(tmp_path / "folder", build(config))

@@ -41,7 +41,9 @@ def output_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("case", by_level(("qwen3_moe", "llama2", "gpt2"), ["qwen3_moe"]))
+@pytest.mark.parametrize(
+    "case", by_level(("qwen3_moe", "llama2", "gpt2"), ["qwen3_moe"])
+)
 def test_loss_equals_transformers(
     case: str, batch: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,18 +53,26 @@ def test_loss_equals_transformers(
     write(tmp_path / "folder", build(SMALL[case]))
     ids_T = torch.randint(0, 96, (150,))
     (tmp_path / "ids").write_text(" ".join(map(str, ids_T.tolist())))
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder").eval()
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "folder"
+    ).eval()
     total = 0.0
     for start in range(0, 149, 40):
         window_BT = ids_T[None, start : start + 41]
         with torch.no_grad():
-            total += oracle(window_BT, labels=window_BT).loss.item() * (window_BT.shape[1] - 1)
+            total += oracle(window_BT, labels=window_BT).loss.item() * (
+                window_BT.shape[1] - 1
+            )
     words = [str(tmp_path / "folder"), "--text", str(tmp_path / "ids")]
     words += f"--tokenizer ids --context 40 --batch {batch}".split()
     found = output_of(capsys, *words)
     assert found["loss"] == pytest.approx(total / 149, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(total / 149), rel=1e-4)
-    assert (found["predicted_tokens"], found["context"], found["bits_per_byte"]) == (149, 40, None)
+    assert (found["predicted_tokens"], found["context"], found["bits_per_byte"]) == (
+        149,
+        40,
+        None,
+    )
 
 
 def data_of(kind: str, folder: Path) -> DataConfig:
@@ -70,13 +80,17 @@ def data_of(kind: str, folder: Path) -> DataConfig:
     torch.manual_seed(0)
     if kind == "text":
         (folder / "text").write_bytes(bytes(torch.randint(32, 127, (2000,)).tolist()))
-        return TextConfig(files=[str(folder / "text")], sample_tokens=0, eval_fraction=0.2)
+        return TextConfig(
+            files=[str(folder / "text")], sample_tokens=0, eval_fraction=0.2
+        )
     if kind == "synthetic":
         return SyntheticConfig(branching=4, ragged=True, eval_samples=21)
     pytest.importorskip("tokenizers")
     lines = prepared.write_lines(folder / "a.jsonl", prepared.documents(80))
     tokenizer = prepared.save_tokenizer(folder / "tokenizer", None)
-    prepare_folder(prepared.request(folder / "data", lines, tokenizer=tokenizer, eval_fraction=0.3))
+    prepare_folder(
+        prepared.request(folder / "data", lines, tokenizer=tokenizer, eval_fraction=0.3)
+    )
     return PreparedConfig(
         folder=str(folder / "data"),
         packing=Packing.best_fit,
@@ -99,7 +113,9 @@ Runs = tuple[str, Path, dict[str, float | None]]
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Runs:
     """Kind of data, folder and losses: ``final`` evaluates everything, ``saved`` one batch, and
     saves a checkpoint."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -114,7 +130,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             "eval_batches": batches,
         }
         model = dataclasses.replace(tiny_model(), vocab_size=256, n_layers=1)
-        config = make_config(SingleConfig(), 1, model=model, data=data, seed=5, **settings)
+        config = make_config(
+            SingleConfig(), 1, model=model, data=data, seed=5, **settings
+        )
         config.data.prepare(config.train.seq_len, 256)
         config.metrics.run_dir = str(folder / name)
         is_final = name == "final"
@@ -170,7 +188,13 @@ def test_text_output_has_the_numbers_of_the_json(
     model = build(BYTES)
     write(tmp_path / "folder", model)
     (tmp_path / "text").write_bytes(b"\xffabc" * 300)
-    words = [str(tmp_path / "folder"), "--text", str(tmp_path / "text"), "--tokenizer", "bytes"]
+    words = [
+        str(tmp_path / "folder"),
+        "--text",
+        str(tmp_path / "text"),
+        "--tokenizer",
+        "bytes",
+    ]
     found = output_of(capsys, *words)
     assert evaluate_command(words) == 0
     assert capsys.readouterr().out == (

@@ -55,7 +55,9 @@ def test_every_source_generates_the_text_of_its_weights(
     assert found == [expected(list(text), 8, 16, Draw(0.0)) for text in (b"ab", b"--c")]
 
 
-def test_each_option_has_its_effect(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_option_has_its_effect(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the loop of ``sampling`` with the same settings, each of which gives different
     text."""
     seen = set()
@@ -67,7 +69,9 @@ def test_each_option_has_its_effect(places: Path, capsys: pytest.CaptureFixture[
         ("--top-p 0.4", 16, Draw(top_p=0.4)),
         ("--seed 7", 16, Draw(seed=7)),
     ]:
-        (found,) = made(capsys, f"run --prompt '97 98' --tokenizer ids --tokens 20 {options}")
+        (found,) = made(
+            capsys, f"run --prompt '97 98' --tokenizer ids --tokens 20 {options}"
+        )
         assert found == expected([97, 98], 20, context, draw), options
         seen.add(tuple(found))
     assert len(seen) == 6
@@ -88,10 +92,15 @@ def test_texts_are_printed_with_their_prompts(
     places: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the ids, as the tokenizer of ids writes them; without the speed."""
-    line = "generate run --prompt '1 2' --prompt 3 --tokens 4 --tokenizer ids --device cpu"
+    line = (
+        "generate run --prompt '1 2' --prompt 3 --tokens 4 --tokenizer ids --device cpu"
+    )
     assert main(shlex.split(line)) == 0
     printed = capsys.readouterr()
-    lines = [" ".join(map(str, [*ids, *expected(ids, 4, 16, Draw())])) for ids in ([1, 2], [3])]
+    lines = [
+        " ".join(map(str, [*ids, *expected(ids, 4, 16, Draw())]))
+        for ids in ([1, 2], [3])
+    ]
     assert printed.out == "\n\n".join(lines) + "\n"
     assert printed.err.startswith("fsdptoys: 8 tokens in ")
 
@@ -110,7 +119,9 @@ def test_text_ends_at_the_end_token_of_the_folder(
     assert made(capsys, line) == [whole[: whole.index(whole[2]) + 1]]
 
 
-def test_diverged_model_is_reported(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diverged_model_is_reported(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the exit status and the message."""
     model = build(BYTES)
     with torch.no_grad():
@@ -131,7 +142,9 @@ def test_greedy_text_equals_transformers(
     transformers = import_transformers()
     folder = tmp_path / "folder"
     write(folder, build(SMALL[case]))
-    line = f"{folder} --prompt '5 17 80 3 44' --tokenizer ids --tokens 40 --temperature 0"
+    line = (
+        f"{folder} --prompt '5 17 80 3 44' --tokenizer ids --tokens 40 --temperature 0"
+    )
     oracle = transformers.AutoModelForCausalLM.from_pretrained(folder)
     ids_BT = torch.tensor([[5, 17, 80, 3, 44]])
     wanted_BT = oracle.generate(ids_BT, max_new_tokens=40, do_sample=False)
@@ -165,9 +178,13 @@ def test_chat_prompt_is_that_of_transformers(
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": "hello é"})
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
     end = frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")])
-    wanted = generate(model, torch.tensor(prompt), 12, 64, Draw(0.0), end)[len(prompt) :].tolist()
+    wanted = generate(model, torch.tensor(prompt), 12, 64, Draw(0.0), end)[
+        len(prompt) :
+    ].tolist()
     option = f"--system '{system}'" if system is not None else ""
     line = f"{folder} --chat --prompt 'hello é' --tokens 12 --temperature 0 {option}"
     assert made(capsys, line) == [wanted]
@@ -194,7 +211,9 @@ def test_system_message_that_no_model_would_see_is_refused(
     write(tmp_path / "folder", build(dataclasses.replace(BYTES, vocab_size=320)))
     save_chat_tokenizer(tmp_path / "folder", template)
     with pytest.raises(ConfigError, match=message):
-        generate_command([str(tmp_path / "folder"), "--chat", "--system", "Hi", "--prompt", "a"])
+        generate_command(
+            [str(tmp_path / "folder"), "--chat", "--system", "Hi", "--prompt", "a"]
+        )
 
 
 @pytest.mark.parametrize("kind", ["folder", "cache"])
@@ -207,9 +226,13 @@ def test_tokenizer_of_the_run_is_the_default(
     prepared.write_lines(places / "a.jsonl", ["one two"])
     data: DataConfig = PreparedConfig(folder="out")
     if kind == "folder":
-        prepare_folder(prepared.request(places / "out", "a.jsonl", tokenizer=str(tokenizer)))
+        prepare_folder(
+            prepared.request(places / "out", "a.jsonl", tokenizer=str(tokenizer))
+        )
     else:
-        data = HFConfig(files=["a.jsonl"], tokenizer=str(tokenizer), cache="cache", processes=1)
+        data = HFConfig(
+            files=["a.jsonl"], tokenizer=str(tokenizer), cache="cache", processes=1
+        )
         data.prepare(1, 256)
     (tokenizer / "tokenizer.json").unlink()
     train_on(places / "run", data)
@@ -243,7 +266,10 @@ def test_adapters_are_added_to_the_weights_of_every_command(
     tokens_BT = torch.arange(40).view(2, 20)
     merged = load(places / "merged")(tokens_BT)
     torch.testing.assert_close(merged, model(tokens_BT), rtol=1e-5, atol=1e-5)
-    for line in ("generate SOURCE --prompt ab --tokens 8", "evaluate SOURCE --text text"):
+    for line in (
+        "generate SOURCE --prompt ab --tokens 8",
+        "evaluate SOURCE --text text",
+    ):
         answers = []
         for source in ("folder", "folder --adapter adapter", "merged"):
             capsys.readouterr()
@@ -259,9 +285,22 @@ def test_adapters_of_another_model_are_refused(
     """Oracle: status 2 and the message."""
     model = adapted(build(BYTES))
     write_own(places / "adapter", model, draw_adapters(model))
-    write(places / "wide", build(LlamaConfig(**vars(BYTES) | {"dim": 64, "head_dim": 8})))
+    write(
+        places / "wide", build(LlamaConfig(**vars(BYTES) | {"dim": 64, "head_dim": 8}))
+    )
     assert (
-        main(["generate", "wide", "--adapter", "adapter", "--prompt", "a", "--tokenizer", "bytes"])
+        main(
+            [
+                "generate",
+                "wide",
+                "--adapter",
+                "adapter",
+                "--prompt",
+                "a",
+                "--tokenizer",
+                "bytes",
+            ]
+        )
         == 2
     )
     assert (

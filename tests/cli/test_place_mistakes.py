@@ -35,7 +35,11 @@ NOT_UTF_8 = os.fsdecode(b"bad\xff")
             r"bad\\udcff",
             "is not valid UTF-8, as a run's config.yaml is; use another name",
         ),
-        ("a\0b", r"[^\n\0]*", "holds a NUL character, which no path may have; leave it out"),
+        (
+            "a\0b",
+            r"[^\n\0]*",
+            "holds a NUL character, which no path may have; leave it out",
+        ),
     ],
     ids=["typed", "variable", "NUL"],
 )
@@ -85,7 +89,9 @@ def test_run_directory_with_an_impossible_path_is_rejected(
 
 
 @pytest.mark.parametrize("below", ["run", "run/new"])
-def test_run_directory_below_an_inaccessible_folder_is_rejected(below: str, tmp_path: Path) -> None:
+def test_run_directory_below_an_inaccessible_folder_is_rejected(
+    below: str, tmp_path: Path
+) -> None:
     """Oracle: the expected message, with the system's reason."""
     closed = tmp_path / "closed"
     (closed / "run").mkdir(parents=True)
@@ -105,9 +111,16 @@ def test_deleted_current_folder_is_reported_in_one_sentence(tmp_path: Path) -> N
     """Oracle: full stderr of the real command; help needs no folder."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     folder = f'"{tmp_path}/gone"'
-    gone = ["sh", "-c", f'mkdir {folder} && cd {folder} && rmdir {folder} && exec "$0" "$@"']
+    gone = [
+        "sh",
+        "-c",
+        f'mkdir {folder} && cd {folder} && rmdir {folder} && exec "$0" "$@"',
+    ]
     done = subprocess.run(
-        [*gone, sys.executable, "-m", "fsdptoys", "train"], env=env, capture_output=True, text=True
+        [*gone, sys.executable, "-m", "fsdptoys", "train"],
+        env=env,
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (
         2,
@@ -157,7 +170,9 @@ def fail_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
             "machine with more",
         ),
         (
-            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            FileNotFoundError(
+                errno.ENOENT, "No usable temporary directory found in ['/tmp']"
+            ),
             "No usable temporary directory found in ['/tmp']; set TMPDIR to a folder that can be "
             "written",
         ),
@@ -181,7 +196,9 @@ def test_system_error_is_reported_in_one_sentence(
 ) -> None:
     """Oracle: the message, wherever in a command the error comes from; status 1 for a state that
     may pass, else 2."""
-    passes = isinstance(error, (OSError, MemoryError)) and not isinstance(error, FileNotFoundError)
+    passes = isinstance(error, (OSError, MemoryError)) and not isinstance(
+        error, FileNotFoundError
+    )
     assert fail_with(error, monkeypatch) == (1 if passes else 2)
     assert capsys.readouterr() == ("", f"fsdptoys: {sentence}\n")
 
@@ -224,7 +241,9 @@ def broken_backend(tmp_path: Path) -> Path:
     (tmp_path / "torch_npu.py").write_text(f"raise ImportError({MESSAGE!r})\n")
     described = tmp_path / "torch_npu-2.13.0.dist-info"
     described.mkdir()
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.13.0\n")
+    (described / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.13.0\n"
+    )
     (described / "entry_points.txt").write_text(
         "[torch.backends]\ntorch_npu = torch_npu:_autoload\n"
     )
@@ -248,7 +267,10 @@ def test_backend_that_fails_to_load_is_reported_in_one_sentence_where_it_is_need
         [sys.executable, "-m", "fsdptoys", *line.split()],
         cwd=broken_backend,
         env=os.environ
-        | {"PYTHONPATH": f"{broken_backend}:{ROOT}", "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload},
+        | {
+            "PYTHONPATH": f"{broken_backend}:{ROOT}",
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload,
+        },
         capture_output=True,
         text=True,
     )

@@ -16,7 +16,12 @@ from fsdptoys.launch.launch import resolve_run
 from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.search.switches import count_parameters
 
-TINY = ["model=llama_debug", "experiment=null", "train.seq_len=128", "plan.hardware=h100"]
+TINY = [
+    "model=llama_debug",
+    "experiment=null",
+    "train.seq_len=128",
+    "plan.hardware=h100",
+]
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -27,7 +32,16 @@ def test_memory_at_the_end_of_a_step_is_12_bytes_per_sharded_parameter(
     each of 2 threads, 32 MiB on Hopper (torch.backends.cuda, CUBLAS_WORKSPACE_CONFIG); at most 10%
     more for small tensors."""
     assert (
-        main(["plan", *TINY, "model.dim=512", "model.ffn_dim=1408", "plan.world_size=8", "--json"])
+        main(
+            [
+                "plan",
+                *TINY,
+                "model.dim=512",
+                "model.ffn_dim=1408",
+                "plan.world_size=8",
+                "--json",
+            ]
+        )
         == 0
     )
     output = json.loads(capsys.readouterr().out)
@@ -91,7 +105,9 @@ ONE = ["model=llama3_1b", "plan.hardware=h200", "plan.world_size=1"]
         (ONE, True, "fsdp2"),
     ],
 )
-def test_plan_of_one_rank_shards_nothing(words: list[str], searches: bool, strategy: str) -> None:
+def test_plan_of_one_rank_shards_nothing(
+    words: list[str], searches: bool, strategy: str
+) -> None:
     """Oracle: the strategy with which ``fsdptoys train`` runs one rank on an accelerator; a search
     varies it."""
     run = compose_hypothetical(words, searches=searches)
@@ -107,14 +123,22 @@ def test_default_run_trains_the_largest_model_that_fits(
     each are left: enough for 14.8 billion of one preset (34 GiB at most), not for 32.8 with
     activations. A CPU has its own experiment.
     """
-    assert resolve_run(["launch.device=cpu"], {}).composition.choices["experiment"] == "cpu_text"
+    assert (
+        resolve_run(["launch.device=cpu"], {}).composition.choices["experiment"]
+        == "cpu_text"
+    )
     monkeypatch.setattr("fsdptoys.cli.planned.profile_of_this_machine", lambda: "h100")
     monkeypatch.setattr("fsdptoys.cli.planned.least_free_bytes", lambda *_: None)
     words = choose_largest("experiment=llama2_7b", "cuda", 8)
     config = compose_config(words)
     config.validate(8, "cuda")
-    assert words[0] == "experiment=llama2_7b" and 14e9 < count_parameters(config.model) < 32e9
-    reserved_gib = fast_estimate(config, load_hardware("h100"), 8).memory.reserved_bytes / 2**30
+    assert (
+        words[0] == "experiment=llama2_7b"
+        and 14e9 < count_parameters(config.model) < 32e9
+    )
+    reserved_gib = (
+        fast_estimate(config, load_hardware("h100"), 8).memory.reserved_bytes / 2**30
+    )
     assert reserved_gib < 77.61 - 0.08 * 79.11
     assert (
         f"is predicted to need {reserved_gib:.1f} GiB of 77.6 GiB available on each device, with "
@@ -150,7 +174,8 @@ def test_margin_and_free_memory_limit_a_choice(
     monkeypatch.setattr("fsdptoys.cli.planned.profile_of_this_machine", lambda: "h100")
     monkeypatch.setattr("fsdptoys.cli.planned.load_hardware", lambda name: hardware)
     monkeypatch.setattr(
-        "fsdptoys.cli.planned.least_free_bytes", lambda *_: free_gib and int(free_gib * 2**30)
+        "fsdptoys.cli.planned.least_free_bytes",
+        lambda *_: free_gib and int(free_gib * 2**30),
     )
     memory = device_memory("cuda", 8)
     assert memory is not None
@@ -160,7 +185,9 @@ def test_margin_and_free_memory_limit_a_choice(
     )
     monkeypatch.setenv("RANK", "1")
     memory = device_memory("cuda", 8)
-    assert memory is not None and memory.available_bytes / 2**30 == pytest.approx(77.61, abs=0.01)
+    assert memory is not None and memory.available_bytes / 2**30 == pytest.approx(
+        77.61, abs=0.01
+    )
     assert device_memory("cpu", 2) is None
 
 
@@ -195,7 +222,8 @@ def test_memory_auto_takes_the_fastest_switches_that_fit(
     said = f"memory=auto: {' '.join(chosen)}, the fastest of those that fit, predicted to need"
     assert said in capsys.readouterr().err
     assert not any(
-        "chunk_loss" in word for word in choose("memory=auto", "memory.chunk_loss=false")
+        "chunk_loss" in word
+        for word in choose("memory=auto", "memory.chunk_loss=false")
     )
     assert choose("parallel=toy_fsdp") == []
     assert (

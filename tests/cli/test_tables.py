@@ -36,7 +36,13 @@ LLAMA2_7B = ModelFacts(
 def test_presets_composed_together_equal_those_composed_alone() -> None:
     """Oracle: the whole configuration composed with that model."""
     configs = dict(zip(PRESETS, compose_presets(PRESETS), strict=True))
-    for name in ("gpt2", "llama3_8b", "llama4_scout", "qwen3_0.6b", "qwen3_moe_30b_a3b"):
+    for name in (
+        "gpt2",
+        "llama3_8b",
+        "llama4_scout",
+        "qwen3_0.6b",
+        "qwen3_moe_30b_a3b",
+    ):
         assert configs[name] == compose_config([f"model={name}"]).model
     assert all(config.name == name for name, config in configs.items())
 
@@ -71,8 +77,13 @@ def test_requested_presets_have_one_row_each_with_explained_numbers(
     """Oracle: the output."""
     assert main(["models", "gpt2", "qwen3_moe_debug"]) == 0
     shown = capsys.readouterr().out
-    assert [line.split()[0] for line in shown.splitlines()[1:3]] == ["gpt2", "qwen3_moe_debug"]
-    assert "124M" in shown and "6 for each weight of a matrix" in " ".join(shown.split())
+    assert [line.split()[0] for line in shown.splitlines()[1:3]] == [
+        "gpt2",
+        "qwen3_moe_debug",
+    ]
+    assert "124M" in shown and "6 for each weight of a matrix" in " ".join(
+        shown.split()
+    )
 
 
 @pytest.fixture
@@ -95,11 +106,17 @@ def test_tables_are_printed_in_each_format(
 ) -> None:
     """Oracle: the table itself; both runs are found by their folders and by the one above."""
     table = make_table(gather([Path("a"), Path("b")]))
-    for form, wanted in {"--markdown": to_markdown, "--csv": to_csv, "--json": to_json}.items():
+    for form, wanted in {
+        "--markdown": to_markdown,
+        "--csv": to_csv,
+        "--json": to_json,
+    }.items():
         assert main(["report", "a", "b", form]) == 0
         assert capsys.readouterr().out == wanted(table)
     assert main(["report", form := "--csv", "."]) == 0 and form
-    assert [row["run"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == [
+    assert [
+        row["run"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))
+    ] == [
         "a",
         "b",
     ]
@@ -163,14 +180,17 @@ def test_comparison_error_is_a_mistake_not_a_difference(
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 @pytest.mark.parametrize(
     "typed",
-    [f"report é a b --{form}" for form in ("table", "markdown", "csv", "json")] + ["compare a é"],
+    [f"report é a b --{form}" for form in ("table", "markdown", "csv", "json")]
+    + ["compare a é"],
 )
 def test_output_fits_the_encoding_of_its_stream(
     folder: Path, monkeypatch: pytest.MonkeyPatch, typed: str, encoding: str
 ) -> None:
     """Oracle: the encoding itself, which rejects unsupported characters; JSON is lossless."""
     write_run(
-        Path("é"), [replace(step, loss=step.loss * 1.1) for step in run_of(4)], {"data.files": "≠…"}
+        Path("é"),
+        [replace(step, loss=step.loss * 1.1) for step in run_of(4)],
+        {"data.files": "≠…"},
     )
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr("sys.stdout", stream)

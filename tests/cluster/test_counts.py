@@ -37,7 +37,13 @@ OFFLOAD = [
     "memory.optimizer_offload=true",
     "memory.chunk_loss=true",
 ]
-EXPERTS = ["mesh.fsdp_size=node", "model=qwen3_moe_debug", *SMALL[1:-1], "optim=muon", SMALL[-1]]
+EXPERTS = [
+    "mesh.fsdp_size=node",
+    "model=qwen3_moe_debug",
+    *SMALL[1:-1],
+    "optim=muon",
+    SMALL[-1],
+]
 
 STEPS = {
     "fsdp2, hybrid": (HYBRID, 16, 1024),
@@ -76,7 +82,9 @@ def test_work_of_a_step_does_not_depend_on_the_world_size(name: str) -> None:
     function, and the collectives with their sizes."""
     words, small, large = STEPS[name]
     ((few, calls, collectives),) = run_ranks(1, numbers_of_a_step, words, small)
-    ((many, more_calls, more_collectives),) = run_ranks(1, numbers_of_a_step, words, large)
+    ((many, more_calls, more_collectives),) = run_ranks(
+        1, numbers_of_a_step, words, large
+    )
     assert differences(few, many) == differences(calls, more_calls) == {}
     assert sum(calls.values()) > 1000 and sum(few.values()) > 500
     # Parameters are padded to a multiple of the number of ranks
@@ -131,7 +139,9 @@ def test_work_of_a_save_does_not_depend_on_the_world_size(tmp_path: Path) -> Non
             "checkpoint.every=1",
             "metrics.console=none",
         ]
-        config = configured([*words, f"metrics.run_dir={tmp_path / str(ranks)}"], ranks, ranks)
+        config = configured(
+            [*words, f"metrics.run_dir={tmp_path / str(ranks)}"], ranks, ranks
+        )
         found[ranks] = run_ranks(ranks, numbers_of_a_save, config)
     first = found[4][0]
     others = found[4][1:]

@@ -102,7 +102,11 @@ def test_every_node_starts_the_run_with_the_first_node_as_rendezvous(
     """Oracle: the expected arguments, which the launcher accepts; the port changes after a requeue.
     A run that ends by itself is not requeued, even if it failed."""
     job = Job(
-        tmp_path, "model=llama_debug", "train.steps=3", ENDS=str(status), SLURM_RESTART_COUNT="2"
+        tmp_path,
+        "model=llama_debug",
+        "train.steps=3",
+        ENDS=str(status),
+        SLURM_RESTART_COUNT="2",
     )
     assert job.end() == (status, ["scontrol show hostnames node[7-8]", "srun 16"])
     words = (tmp_path / "words").read_text().split()
@@ -129,7 +133,10 @@ def test_every_node_starts_the_run_with_the_first_node_as_rendezvous(
     "asked, requeued",
     [
         (0, True),
-        *((128 + number, True) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)),
+        *(
+            (128 + number, True)
+            for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
+        ),
         (1, False),
     ],
 )
@@ -143,7 +150,9 @@ def test_run_at_its_time_limit_saves_and_is_requeued(
     job.signal()
     status, log = job.end()
     assert log[2] == "scancel --signal=USR1 123456.0"
-    assert (status, log[3:]) == ((0, ["scontrol requeue 123456"]) if requeued else (asked, []))
+    assert (status, log[3:]) == (
+        (0, ["scontrol requeue 123456"]) if requeued else (asked, [])
+    )
 
 
 def test_manifest_is_valid_for_kubeflow_trainer() -> None:
@@ -155,13 +164,18 @@ def test_manifest_is_valid_for_kubeflow_trainer() -> None:
         (runtime, models.TrainerV1alpha1TrainingRuntime),
         (job, models.TrainerV1alpha1TrainJob),
     ):
-        assert manifest["apiVersion"] == "trainer.kubeflow.org/v1alpha1" and kind.__name__.endswith(
+        assert manifest[
+            "apiVersion"
+        ] == "trainer.kubeflow.org/v1alpha1" and kind.__name__.endswith(
             manifest["kind"]
         )
         assert kind.from_dict(manifest).to_dict() == manifest
     reference = job["spec"]["runtimeRef"]
     trainer = job["spec"]["trainer"]
-    assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
+    assert (reference["kind"], reference["name"]) == (
+        runtime["kind"],
+        runtime["metadata"]["name"],
+    )
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     pod = node["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -174,8 +188,15 @@ def test_manifest_is_valid_for_kubeflow_trainer() -> None:
         "train",
     ]
     ranks = 8 * trainer["numNodes"]
-    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": "8"}
-    config = resolve_run([*trainer["args"][3:], "launch.device=cpu"], torchrun).composition.config
+    torchrun = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": f"{ranks}",
+        "LOCAL_WORLD_SIZE": "8",
+    }
+    config = resolve_run(
+        [*trainer["args"][3:], "launch.device=cpu"], torchrun
+    ).composition.config
     assert (config.mesh.fsdp_size, config.metrics.run_dir) == (8, "/runs/llama3-8b")
     assert config.metrics.run_dir.startswith(container["volumeMounts"][0]["mountPath"])
 
@@ -191,8 +212,13 @@ def test_documented_torchx_command_builds_a_job() -> None:
     words = found[1].replace("\\\n", " ").split()
     component = words[words.index("dist.ddp") + 1 :]
     with get_runner() as runner:
-        request = str(runner.dryrun_component("dist.ddp", component, "slurm", {"partition": "gpu"}))
+        request = str(
+            runner.dryrun_component(
+                "dist.ddp", component, "slurm", {"partition": "gpu"}
+            )
+        )
     assert (
-        "torchrun" in request and "-m fsdptoys train model=llama3_8b mesh.fsdp_size=node" in request
+        "torchrun" in request
+        and "-m fsdptoys train model=llama3_8b mesh.fsdp_size=node" in request
     )
     assert "--nnodes 2 --nproc_per_node 8" in request

@@ -67,7 +67,9 @@ class Host:
         _succeed(libc.unshare(CLONE_NEWUTS | CLONE_NEWNS))
         socket.sethostname(self.name)
         _succeed(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
-        _succeed(libc.mount(os.fsencode(self.names), b"/etc/hosts", None, MS_BIND, None))
+        _succeed(
+            libc.mount(os.fsencode(self.names), b"/etc/hosts", None, MS_BIND, None)
+        )
 
     @contextmanager
     def cut_off(self) -> Iterator[None]:
@@ -91,10 +93,18 @@ def connected_hosts(count: int, folder: Path) -> Iterator[list[Host]]:
     addresses = {f"node{index}": f"10.77.0.{index + 1}" for index in range(count)}
     names = folder / "hosts"
     names.write_text(
-        "127.0.0.1 localhost\n" + "".join(f"{each} {name}\n" for name, each in addresses.items())
+        "127.0.0.1 localhost\n"
+        + "".join(f"{each} {name}\n" for name, each in addresses.items())
     )
     hosts = [
-        Host(name, address, f"fsdptoys-{os.getpid()}-{name}", switch, f"port{index}", names)
+        Host(
+            name,
+            address,
+            f"fsdptoys-{os.getpid()}-{name}",
+            switch,
+            f"port{index}",
+            names,
+        )
         for index, (name, address) in enumerate(addresses.items())
     ]
     with contextlib.ExitStack() as namespaces:
@@ -104,7 +114,9 @@ def connected_hosts(count: int, folder: Path) -> Iterator[list[Host]]:
         _ip(f"-n {switch} link set bridge up")
         for host in hosts:
             here = f"-n {host.network}"
-            _ip(f"{here} link add {CARD} type veth peer name {host.port} netns {switch}")
+            _ip(
+                f"{here} link add {CARD} type veth peer name {host.port} netns {switch}"
+            )
             _ip(f"-n {switch} link set {host.port} master bridge up")
             _ip(f"{here} address add {host.address}/24 dev {CARD}")
             _ip(f"{here} link set {CARD} up")
@@ -145,11 +157,24 @@ WORDS = [
         "train.seq_len=32",
         f"train.steps={STEPS}",
     ),
-    *("parallel=fsdp2", "mesh.fsdp_size=node", "train.deterministic=true", "launch.device=cpu"),
-    *(f"checkpoint.every={EVERY}", "checkpoint.final_weights=true", "metrics.console=none"),
+    *(
+        "parallel=fsdp2",
+        "mesh.fsdp_size=node",
+        "train.deterministic=true",
+        "launch.device=cpu",
+    ),
+    *(
+        f"checkpoint.every={EVERY}",
+        "checkpoint.final_weights=true",
+        "metrics.console=none",
+    ),
 ]
 
-pytestmark = [pytest.mark.extended, pytest.mark.limit(900), pytest.mark.usefixtures("warm")]
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.limit(900),
+    pytest.mark.usefixtures("warm"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +185,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
             network = connected_hosts(2, tmp_path_factory.mktemp("hosts"))
             connected = stack.enter_context(network)
         except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"namespaces need root, ip and a kernel that makes networks ({error})")
+            pytest.skip(
+                f"namespaces need root, ip and a kernel that makes networks ({error})"
+            )
         yield connected
 
 
@@ -213,7 +240,9 @@ def on_hosts(
 def wait_for_gate(runs: Sequence[Training], folder: Path) -> None:
     """Wait until all ranks wait at the gate."""
     wait_while_running(
-        runs, lambda: len(list(folder.glob("waits*"))) == 2 * RANKS, "all ranks at the gate"
+        runs,
+        lambda: len(list(folder.glob("waits*"))) == 2 * RANKS,
+        "all ranks at the gate",
     )
 
 
@@ -286,14 +315,18 @@ def test_run_survives_a_temporary_network_loss_of_a_host(
         results = [run.result() for run in runs]
     assert [status for status, _ in results] == [0, 0], results
     assert any(
-        f"timed out (launch.timeout_seconds={timeout_seconds:g})" in output for _, output in results
+        f"timed out (launch.timeout_seconds={timeout_seconds:g})" in output
+        for _, output in results
     )
     assert [line["step"] for line in read_resumes(tmp_path / "run")] == [EVERY]
     assert count_wrong(whole, tmp_path / "run", STEPS) == 0
 
 
 def test_permanent_network_loss_ends_the_run_with_the_reason(
-    hosts: list[Host], open_gate: Callable[[], None], timeout_seconds: float, tmp_path: Path
+    hosts: list[Host],
+    open_gate: Callable[[], None],
+    timeout_seconds: float,
+    tmp_path: Path,
 ) -> None:
     """Oracle: without restarts both end with status 1 and the reason, also the one that cannot
     reach the other."""
@@ -304,7 +337,8 @@ def test_permanent_network_loss_ends_the_run_with_the_reason(
             results = [run.result() for run in runs]
     assert [status for status, _ in results] == [1, 1], results
     assert any(
-        f"timed out (launch.timeout_seconds={timeout_seconds:g})" in output for _, output in results
+        f"timed out (launch.timeout_seconds={timeout_seconds:g})" in output
+        for _, output in results
     )
     for _, output in results:
         assert (

@@ -48,7 +48,9 @@ def schemas() -> dict[str, dict[str, type]]:
     hints = typing.get_type_hints(Config)
     sections = {field.name: hints[field.name] for field in dataclasses.fields(Config)}
     plain = {
-        name: {"default": kind} for name, kind in sections.items() if dataclasses.is_dataclass(kind)
+        name: {"default": kind}
+        for name, kind in sections.items()
+        if dataclasses.is_dataclass(kind)
     }
     return {name: SCHEMAS.get(name, of_section) for name, of_section in plain.items()}
 
@@ -56,7 +58,9 @@ def schemas() -> dict[str, dict[str, type]]:
 def values_of(key: str, annotation: Any) -> tuple[str, ...]:
     """Absurd values of a key's type; none for text, switches and choices."""
     kinds = [
-        kind for kind in (typing.get_args(annotation) or (annotation,)) if kind is not type(None)
+        kind
+        for kind in (typing.get_args(annotation) or (annotation,))
+        if kind is not type(None)
     ]
     values = (
         INTEGERS
@@ -66,7 +70,9 @@ def values_of(key: str, annotation: Any) -> tuple[str, ...]:
         else ()
     )
     return (
-        tuple(f"[{value}]" for value in values) if typing.get_origin(annotation) is list else values
+        tuple(f"[{value}]" for value in values)
+        if typing.get_origin(annotation) is list
+        else values
     )
 
 
@@ -79,9 +85,13 @@ def list_keys() -> Iterator[tuple[list[str], str, Any]]:
             chosen = []
             if section in SCHEMAS and name != "default":
                 named = [
-                    choice for choice in choices[section] if schema_name(section, choice) == name
+                    choice
+                    for choice in choices[section]
+                    if schema_name(section, choice) == name
                 ]
-                chosen = [f"{section}={min(named, key=lambda choice: 'debug' not in choice)}"]
+                chosen = [
+                    f"{section}={min(named, key=lambda choice: 'debug' not in choice)}"
+                ]
             for key, option in list_options(schema, section).items():
                 yield chosen, key, option.annotation
 
@@ -108,7 +118,9 @@ def test_absurd_numbers_are_accepted_or_refused_in_one_sentence(named: str) -> N
     world_size = 1 if "parallel=single" in chosen else 2
     for value in values:
         try:
-            compose_config([*chosen, *used, f"{key}={value}"]).validate(world_size, "cpu")
+            compose_config([*chosen, *used, f"{key}={value}"]).validate(
+                world_size, "cpu"
+            )
         except ConfigError as mistake:
             assert "\n" not in str(mistake)
             assert len(str(mistake)) < 1500
@@ -141,7 +153,9 @@ requires."""
 
 OPPOSITES = {"true": ("false", "none", "never", "null"), "false": ("true", "on")}
 
-FIRST_NAMES = {words: name for name, words in reversed(familiar_names().items())}.values()
+FIRST_NAMES = {
+    words: name for name, words in reversed(familiar_names().items())
+}.values()
 """One familiar name for each of the words that they stand for, for the short level."""
 
 
@@ -184,8 +198,12 @@ def test_suggestions_for_a_key_work_when_pasted(key: str) -> None:
 def familiar_lines() -> Iterator[Any]:
     """Yield every familiar name as a flag, and with a value; the short level takes a flag for each
     meaning."""
-    for name, other in zip(familiar_names(), itertools.cycle(("off", "4", "word")), strict=False):
-        yield pytest.param(f"--{name}", marks=() if name in FIRST_NAMES else pytest.mark.extended)
+    for name, other in zip(
+        familiar_names(), itertools.cycle(("off", "4", "word")), strict=False
+    ):
+        yield pytest.param(
+            f"--{name}", marks=() if name in FIRST_NAMES else pytest.mark.extended
+        )
         key, _, value = name.partition("=")
         yield pytest.param(f"{key}={value or other}", marks=pytest.mark.extended)
 

@@ -38,7 +38,9 @@ def test_every_operation_has_a_setting_with_all_implementations() -> None:
         name: {choice.value for choice in type(KernelConfig().__dict__[name])}
         for name in IMPLEMENTATIONS
     }
-    assert choices == {name: {"auto", *named} for name, named in IMPLEMENTATIONS.items()}
+    assert choices == {
+        name: {"auto", *named} for name, named in IMPLEMENTATIONS.items()
+    }
     assert set(KernelConfig().names()) == set(IMPLEMENTATIONS)
 
 
@@ -87,18 +89,29 @@ def test_operations_are_compiled_only_where_triton_works(
     monkeypatch.setattr(kernels, "triton_works", lambda: has_triton)
     config = KernelConfig()
     config.resolve("cuda", compiles=False, deterministic=False, fuses=True)
-    assert config.rotary is config.swiglu is (Kernel.compiled if has_triton else Kernel.torch)
+    assert (
+        config.rotary
+        is config.swiglu
+        is (Kernel.compiled if has_triton else Kernel.torch)
+    )
 
 
 @pytest.mark.parametrize(
     ("attention", "masks", "expected"),
     [("torch", False, "flash"), ("torch", True, "flash"), ("math", True, "math")],
 )
-def test_backend_of_the_run_is_found(attention: str, masks: bool, expected: str) -> None:
+def test_backend_of_the_run_is_found(
+    attention: str, masks: bool, expected: str
+) -> None:
     """Oracle: the only fused backend of a CPU, and the one that is set."""
-    model, config = build(SMALL["llama4"]), KernelConfig(attention=AttentionKernel(attention))
+    model, config = (
+        build(SMALL["llama4"]),
+        KernelConfig(attention=AttentionKernel(attention)),
+    )
     assert (
-        find_attention_backend(model, config, torch.device("cpu"), torch.float32, 20, masks=masks)
+        find_attention_backend(
+            model, config, torch.device("cpu"), torch.float32, 20, masks=masks
+        )
         == expected
     )
 
@@ -108,13 +121,21 @@ def test_backend_that_the_device_refuses_is_reported_in_one_sentence() -> None:
     config = KernelConfig(attention=AttentionKernel.cudnn)
     with pytest.raises(ConfigError) as caught:
         find_attention_backend(
-            build(SMALL["qwen3"]), config, torch.device("cpu"), torch.float32, 20, masks=False
+            build(SMALL["qwen3"]),
+            config,
+            torch.device("cpu"),
+            torch.float32,
+            20,
+            masks=False,
         )
     message = str(caught.value)
     assert message.startswith(
         "kernels.attention=cudnn cannot run here, with 4 heads of 32 channels in torch.float32 ("
     )
-    assert message.endswith("; set kernels.attention=auto") and "No viable backend" in message
+    assert (
+        message.endswith("; set kernels.attention=auto")
+        and "No viable backend" in message
+    )
 
 
 @pytest.mark.skipif(IS_REAL, reason="torch_npu is here")
@@ -172,7 +193,9 @@ def test_compiled_kernels_match_one_process_bitwise_and_pytorch_closely() -> Non
     assert sharded.parameters != plain.parameters  # others' roundings
 
 
-@pytest.mark.parametrize("missing", [None, "triton", "compiler", "headers", "capability"])
+@pytest.mark.parametrize(
+    "missing", [None, "triton", "compiler", "headers", "capability"]
+)
 def test_nothing_is_compiled_on_a_cuda_machine_without_a_part_of_triton(
     missing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,10 +203,14 @@ def test_nothing_is_compiled_on_a_cuda_machine_without_a_part_of_triton(
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(kernels, "available_device_type", lambda: "cuda")
     monkeypatch.setattr(
-        kernels.importlib.util, "find_spec", lambda _: None if missing == "triton" else object()
+        kernels.importlib.util,
+        "find_spec",
+        lambda _: None if missing == "triton" else object(),
     )
     monkeypatch.setattr(
-        kernels.shutil, "which", lambda _: None if missing == "compiler" else "/usr/bin/gcc"
+        kernels.shutil,
+        "which",
+        lambda _: None if missing == "compiler" else "/usr/bin/gcc",
     )
     folder = tmp_path / ("lost" if missing == "headers" else "")
     monkeypatch.setattr(kernels.sysconfig, "get_path", lambda _: str(folder))
@@ -193,11 +220,15 @@ def test_nothing_is_compiled_on_a_cuda_machine_without_a_part_of_triton(
     config = KernelConfig()
     config.resolve("cuda", compiles=False, deterministic=False, fuses=True)
     kernels.triton_works.cache_clear()
-    assert config.rotary is config.swiglu is (Kernel.torch if missing else Kernel.compiled)
+    assert (
+        config.rotary is config.swiglu is (Kernel.torch if missing else Kernel.compiled)
+    )
 
 
 @pytest.mark.skipif(IS_REAL, reason="torch_npu is here")
-def test_auto_is_pytorch_if_torch_npu_lacks_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_pytorch_if_torch_npu_lacks_the_operators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: an NPU without registered operators; explicit settings stay."""
     monkeypatch.setattr(kernels, "available_device_type", lambda: "npu")
     config = compose_config(["experiment=null", "kernels.swiglu=npu"])

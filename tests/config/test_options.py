@@ -50,7 +50,9 @@ def defaults_of(schema: type) -> list[tuple[str, Any]]:
             if field.default_factory is dataclasses.MISSING
             else field.default_factory()
         )
-        values.append((field.name, default.value if isinstance(default, Enum) else default))
+        values.append(
+            (field.name, default.value if isinstance(default, Enum) else default)
+        )
     return values
 
 
@@ -58,7 +60,9 @@ def defaults_of(schema: type) -> list[tuple[str, Any]]:
 def test_files_of_default_groups_list_all_keys_with_their_defaults(group: str) -> None:
     """Oracle: the fields of the dataclasses, in order."""
     for choice, schema in SCHEMAS[group].items():
-        tree = parse_yaml((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))
+        tree = parse_yaml(
+            (CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8")
+        )
         assert list(tree.items())[1:] == defaults_of(schema), (
             f"{choice}: run scripts/write_options.py"
         )
@@ -77,7 +81,9 @@ def test_experiments_choose_memory_and_mesh_by_file() -> None:
 def test_config_yaml_lists_all_keys_outside_of_groups_with_their_defaults() -> None:
     """Oracle: the fields of the dataclasses, in order."""
     tree = parse_yaml((CONFIGS / "config.yaml").read_text(encoding="utf-8"))
-    sections = {name: HINTS[name] for name in HINTS if name not in (*SCHEMAS, "patches")}
+    sections = {
+        name: HINTS[name] for name in HINTS if name not in (*SCHEMAS, "patches")
+    }
     assert {name: list(tree[name].items()) for name in sections} == {
         name: defaults_of(schema) for name, schema in sections.items()
     }
@@ -108,7 +114,9 @@ def compared(tree: ast.AST) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Compare):
             for side in (node.left, *node.comparators):
                 constants = (
-                    side.elts if isinstance(side, (ast.Tuple, ast.List, ast.Set)) else [side]
+                    side.elts
+                    if isinstance(side, (ast.Tuple, ast.List, ast.Set))
+                    else [side]
                 )
                 for constant in constants:
                     if isinstance(constant, ast.Constant) and constant.value in NAMES:
@@ -118,7 +126,11 @@ def compared(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_names_are_compared_in_their_own_packages_only() -> None:
     """Oracle: the syntax tree of every file."""
     root = Path(fsdptoys.__file__).parent
-    files = [path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in OWNERS]
+    files = [
+        path
+        for path in root.rglob("*.py")
+        if path.relative_to(root).parts[0] not in OWNERS
+    ]
     found = [
         (str(path.relative_to(root)), *hit)
         for path in files
@@ -133,7 +145,11 @@ def test_names_are_compared_in_their_own_packages_only() -> None:
     [
         (2, "cpu", ""),
         (96, "cuda", "parallel=fsdp1"),
-        (2, "cuda", "parallel=ddp optim=sgd train.deterministic=true optim.implementation=fused"),
+        (
+            2,
+            "cuda",
+            "parallel=ddp optim=sgd train.deterministic=true optim.implementation=fused",
+        ),
         (1, "cpu", "kernels.attention=flash data.mask_documents=true"),
         (1, "cpu", "kernels.attention=math"),
         (1, "cuda", "kernels.attention=cudnn parallel.param_dtype=bfloat16"),
@@ -141,7 +157,9 @@ def test_names_are_compared_in_their_own_packages_only() -> None:
         (1, "cuda", "kernels.attention=flash parallel.param_dtype=float16"),
     ],
 )
-def test_settings_that_go_together_are_accepted(ranks: int, device_type: str, words: str) -> None:
+def test_settings_that_go_together_are_accepted(
+    ranks: int, device_type: str, words: str
+) -> None:
     """Oracle: no error; the settings stay."""
     config = compose_config(words.split())
     attention = config.kernels.attention
@@ -153,10 +171,17 @@ def test_settings_that_go_together_are_accepted(ranks: int, device_type: str, wo
     ("cp_size", "form"),
     [(2, ContextForm.ulysses), (4, ContextForm.ulysses), (6, ContextForm.gathered)],
 )
-def test_heads_are_exchanged_where_ranks_divide_them(cp_size: int, form: ContextForm) -> None:
+def test_heads_are_exchanged_where_ranks_divide_them(
+    cp_size: int, form: ContextForm
+) -> None:
     """Oracle: four heads."""
     config = compose_config(
-        ["experiment=null", "model=llama_debug", f"mesh.cp_size={cp_size}", "train.seq_len=96"]
+        [
+            "experiment=null",
+            "model=llama_debug",
+            f"mesh.cp_size={cp_size}",
+            "train.seq_len=96",
+        ]
     )
     config.validate(12, "cpu")
     assert isinstance(config.parallel, FSDP2Config) and config.parallel.context is form
@@ -166,7 +191,10 @@ def test_heads_are_exchanged_where_ranks_divide_them(cp_size: int, form: Context
     ("installed", "fault"),
     [
         (False, "is not installed; run pip install -e '.[torchao]'"),
-        (True, f"cannot be imported with torch {torch.__version__}; install torch 2.11 or newer"),
+        (
+            True,
+            f"cannot be imported with torch {torch.__version__}; install torch 2.11 or newer",
+        ),
     ],
     ids=["not installed", "torch too old"],
 )
@@ -208,7 +236,9 @@ MODES |= {
 def test_booleans_choose_full_or_none_on_the_command_line(typed: str) -> None:
     """Oracle: the table above; a recorded configuration contains the choice."""
     assert (
-        compose.compose_config([f"{KEY}={typed}"]).to_dict()["memory"]["gradient_checkpointing"]
+        compose.compose_config([f"{KEY}={typed}"]).to_dict()["memory"][
+            "gradient_checkpointing"
+        ]
         == MODES[typed]
     )
 
@@ -222,7 +252,8 @@ def test_booleans_choose_full_or_none_in_yaml_files(
     shutil.copytree(choices.CONFIGS, folder)
     for index, typed in enumerate([*IN_FILES, "maybe"]):
         text = (
-            f"# @package _global_\ndefaults: [_self_]\nmemory:\n  gradient_checkpointing: {typed}\n"
+            "# @package _global_\ndefaults: [_self_]\nmemory:\n  "
+            f"gradient_checkpointing: {typed}\n"
         )
         (folder / "experiment" / f"typed{index}.yaml").write_text(text)
     monkeypatch.setattr(choices, "CONFIGS", folder)
@@ -232,9 +263,13 @@ def test_booleans_choose_full_or_none_in_yaml_files(
         for index, typed in enumerate(IN_FILES):
             config = compose.compose_config([f"experiment=typed{index}"])
             assert config.to_dict()["memory"]["gradient_checkpointing"] == MODES[typed]
-            assert type(config) is compose.Config and type(config.memory) is compose.MemoryConfig
+            assert (
+                type(config) is compose.Config
+                and type(config.memory) is compose.MemoryConfig
+            )
         with pytest.raises(
-            ConfigError, match=r"Invalid value 'maybe', expected one of \[none, full, selective\]"
+            ConfigError,
+            match=r"Invalid value 'maybe', expected one of \[none, full, selective\]",
         ):
             compose.compose_config([f"experiment=typed{len(IN_FILES)}"])
     finally:
@@ -272,11 +307,18 @@ def test_options_of_one_key_are_declared_alike_and_need_options_that_exist() -> 
                 if section != "model" and dataclasses.is_dataclass(schema)
                 else ()
             ):
-                declared.setdefault(f"{section}.{field.name}", set()).add(field.metadata["option"])
+                declared.setdefault(f"{section}.{field.name}", set()).add(
+                    field.metadata["option"]
+                )
     aliases = [
-        alias for options in declared.values() for option in options for alias in option.aliases
+        alias
+        for options in declared.values()
+        for option in options
+        for alias in option.aliases
     ]
-    effects = {key: {option[:3] for option in options} for key, options in declared.items()}
+    effects = {
+        key: {option[:3] for option in options} for key, options in declared.items()
+    }
     assert {key for key, found in effects.items() if len(found) > 1} == set()
     needs = {
         need.partition("=")[0]
@@ -298,7 +340,9 @@ def test_rules_apply_to_settings_that_exist() -> None:
         section, _, name = key.partition(".")
         capability = name.removeprefix("capabilities.")
         if capability != name:
-            assert hasattr(Capabilities, capability) and value in ("true", "false"), setting
+            assert hasattr(Capabilities, capability) and value in ("true", "false"), (
+                setting
+            )
             continue
         if not name:
             assert value in schemas[section], setting
@@ -311,7 +355,9 @@ def test_rules_apply_to_settings_that_exist() -> None:
         defaults = [getattr(kind, name, None) for kind in kinds]
         assert defaults, setting
         for default in defaults:
-            choices = map(value_text, type(default)) if isinstance(default, Enum) else [value]
+            choices = (
+                map(value_text, type(default)) if isinstance(default, Enum) else [value]
+            )
             assert not value or value in choices, setting
 
 
@@ -320,7 +366,12 @@ def test_table_of_capabilities_is_up_to_date() -> None:
     if TORCH < (2, 11):
         pytest.skip("FSDP2 keeps no packed weights with this torch")
     page = write_pairs.PAGE.read_text("utf-8")
-    assert write_pairs.with_table(page, "capabilities", write_pairs.table_of_capabilities()) == page
+    assert (
+        write_pairs.with_table(
+            page, "capabilities", write_pairs.table_of_capabilities()
+        )
+        == page
+    )
 
 
 @pytest.mark.extended

@@ -16,11 +16,18 @@ WIDE = 512
 
 
 def config(**changes: Any) -> ChatConfig:
-    settings = {"files": ["a.jsonl"], "tokenizer": "tokenizer", "cache": "cache", "processes": 1}
+    settings = {
+        "files": ["a.jsonl"],
+        "tokenizer": "tokenizer",
+        "cache": "cache",
+        "processes": 1,
+    }
     return ChatConfig(**(settings | changes))
 
 
-def rows_of(config: ChatConfig, seq_len: int = WIDE) -> list[tuple[list[int], list[int]]]:
+def rows_of(
+    config: ChatConfig, seq_len: int = WIDE
+) -> list[tuple[list[int], list[int]]]:
     """Each conversation's ids without the separator, and its labels, in the order of the file."""
     config.prepare(seq_len, 512)
     dataset = config.build(seq_len, 512, 0)
@@ -35,7 +42,11 @@ def rows_of(config: ChatConfig, seq_len: int = WIDE) -> list[tuple[list[int], li
                 found.append(
                     (
                         tokens_T[start:stop].tolist(),
-                        [x for x in learned[start:stop] if x != IGNORE_INDEX and x != -1],
+                        [
+                            x
+                            for x in learned[start:stop]
+                            if x != IGNORE_INDEX and x != -1
+                        ],
                     )
                 )
             start = stop + 1

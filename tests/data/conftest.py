@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 
 from tests.data.chats import GOOD
-from tests.harness.chat_files import GENERATED, save_chat_tokenizer, without_blocks, write_rows
+from tests.harness.chat_files import (
+    GENERATED,
+    save_chat_tokenizer,
+    without_blocks,
+    write_rows,
+)
 
 
 @pytest.fixture

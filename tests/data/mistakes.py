@@ -8,5 +8,10 @@ import yaml
 
 def mistakes(section: str) -> list[object]:
     """Return the mistakes of a section of ``mistakes.yaml``, and their sentences."""
-    tree = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text(encoding="utf-8"))
-    return [pytest.param(row["typed"], row["says"], id=str(row["typed"])) for row in tree[section]]
+    tree = yaml.safe_load(
+        Path(__file__).with_name("mistakes.yaml").read_text(encoding="utf-8")
+    )
+    return [
+        pytest.param(row["typed"], row["says"], id=str(row["typed"]))
+        for row in tree[section]
+    ]

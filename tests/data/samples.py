@@ -25,17 +25,23 @@ class NumberedSamples:
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         if not 0 <= index < self.count:
             raise IndexError(index)
-        return np.full(SEQ_LEN, self.first + index), np.full(SEQ_LEN, self.first + index + 1)
+        return np.full(SEQ_LEN, self.first + index), np.full(
+            SEQ_LEN, self.first + index + 1
+        )
 
 
-def assert_windows(samples: Samples, stream: np.ndarray, seq_len: int, stride: int = 1) -> None:
+def assert_windows(
+    samples: Samples, stream: np.ndarray, seq_len: int, stride: int = 1
+) -> None:
     """Compare every ``stride``-th sample, also after pickling, with its slice of the stream; check
     where they end."""
     assert len(samples) == (len(stream) - 1) // seq_len > 0
     for reader in (samples, pickle.loads(pickle.dumps(samples))):
         for index in range(0, len(samples), stride):
             tokens_T, labels_T = reader[index]
-            window = stream[index * seq_len : (index + 1) * seq_len + 1].astype(np.int64)
+            window = stream[index * seq_len : (index + 1) * seq_len + 1].astype(
+                np.int64
+            )
             np.testing.assert_array_equal(tokens_T, window[:-1])
             np.testing.assert_array_equal(labels_T, window[1:])
             assert tokens_T.dtype == labels_T.dtype == np.int64

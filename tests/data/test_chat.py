@@ -27,32 +27,48 @@ def rows_of_transformers(
     """Ids, and those that the assistant's mask marks, of each conversation."""
     from transformers import AutoTokenizer
 
-    oracle = AutoTokenizer.from_pretrained(save_chat_tokenizer(Path("oracle"), template))
+    oracle = AutoTokenizer.from_pretrained(
+        save_chat_tokenizer(Path("oracle"), template)
+    )
     rows = []
     for messages in conversations:
         encoded = oracle.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
+            messages,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **options,
         )
         marked = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
-        rows.append((encoded["input_ids"], [token for token, learned in marked if learned]))
+        rows.append(
+            (encoded["input_ids"], [token for token, learned in marked if learned])
+        )
     return rows
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("name", sorted(GENERATED))
-def test_ids_and_learned_tokens_are_those_of_transformers(name: str, blocks: bool) -> None:
+def test_ids_and_learned_tokens_are_those_of_transformers(
+    name: str, blocks: bool
+) -> None:
     """Oracle: ``apply_chat_template`` with the assistant's mask, which needs ``generation`` blocks;
     without such blocks in the template, the answers found are the same."""
     template = GENERATED[name] if blocks else without_blocks(GENERATED[name])
     save_chat_tokenizer(Path("tokenizer"), template)
     write_rows(Path("a.jsonl"), [{"messages": messages} for messages in CONVERSATIONS])
-    assert sorted(rows_of(config())) == sorted(rows_of_transformers(GENERATED[name], CONVERSATIONS))
+    assert sorted(rows_of(config())) == sorted(
+        rows_of_transformers(GENERATED[name], CONVERSATIONS)
+    )
 
 
 def test_bytes_with_a_built_in_template_learn_the_answers() -> None:
     """Oracle: the texts, written by hand; a message of weight 0 is context only."""
-    context = [*CONVERSATIONS[0][:2], {**CONVERSATIONS[0][2], "weight": 0}, *CONVERSATIONS[1]]
+    context = [
+        *CONVERSATIONS[0][:2],
+        {**CONVERSATIONS[0][2], "weight": 0},
+        *CONVERSATIONS[1],
+    ]
     write_rows(Path("a.jsonl"), [{"messages": CONVERSATIONS[1]}, {"messages": context}])
     found = rows_of(config(tokenizer="bytes", template="chatml"))
     texts = [(bytes(ids).decode(), bytes(learned).decode()) for ids, learned in found]
@@ -61,7 +77,8 @@ def test_bytes_with_a_built_in_template_learn_the_answers() -> None:
         "2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
     )
     greeting = (
-        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n hello yourself \n<|im_end|>\n"
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n hello "
+        "yourself \n<|im_end|>\n"
     )
     assert sorted(texts) == [
         (arithmetic + greeting, " hello yourself \n<|im_end|>"),
@@ -193,11 +210,14 @@ def test_conversations_are_separated_by_a_special_token_that_the_template_does_n
     )
 
     def opened() -> int:
-        return open_chat_encoder("own", None, None, "own", "template", "end").document_end
+        return open_chat_encoder(
+            "own", None, None, "own", "template", "end"
+        ).document_end
 
     if chosen is None:
         with pytest.raises(
-            ConfigError, match="names no token that ends a document; set end to one of its tokens"
+            ConfigError,
+            match="names no token that ends a document; set end to one of its tokens",
         ):
             opened()
     else:

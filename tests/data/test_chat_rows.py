@@ -56,8 +56,15 @@ FORMS: dict[str, dict[str, Any]] = {
     },
     "nulls": {
         "messages": [
-            {"role": "user", "content": WEATHER["content"], "tool_calls": None, "name": None},
-            calling(None, {"city": "Bern", "day": None}, reasoning_content=None, id=None)
+            {
+                "role": "user",
+                "content": WEATHER["content"],
+                "tool_calls": None,
+                "name": None,
+            },
+            calling(
+                None, {"city": "Bern", "day": None}, reasoning_content=None, id=None
+            )
             | {"id": None},
             RESULT,
             WARM,
@@ -67,7 +74,10 @@ FORMS: dict[str, dict[str, Any]] = {
         "system": None,
     },
 }
-PARTS = [{"type": "text", "text": "How warm is "}, {"type": "text", "text": "it in Bern?"}]
+PARTS = [
+    {"type": "text", "text": "How warm is "},
+    {"type": "text", "text": "it in Bern?"},
+]
 FORMS["parts and weights"] = {
     "messages": [
         {**WEATHER, "content": PARTS},
@@ -95,11 +105,16 @@ def test_system_field_and_variables_are_read() -> None:
             "chat_template_kwargs": {"thinks": False},
         }
     )
-    assert row.messages[0] == {"role": "system", "content": "Be terse."} and row.learned == [2]
+    assert row.messages[0] == {
+        "role": "system",
+        "content": "Be terse.",
+    } and row.learned == [2]
     assert row.variables == {"thinks": False}
 
 
-def test_tables_and_lines_are_read_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_and_lines_are_read_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the rows of JSON lines, whose missing keys are nulls in a table, since all rows have
     the same keys."""
     import datasets
@@ -108,7 +123,10 @@ def test_tables_and_lines_are_read_alike(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.chdir(tmp_path)
     other = copy.deepcopy(PLAIN)
-    other["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"query": "x", "limit": 2}
+    other["messages"][1]["tool_calls"][0]["function"]["arguments"] = {
+        "query": "x",
+        "limit": 2,
+    }
     other["tools"][0]["function"]["parameters"] = {
         "type": "object",
         "properties": {"query": {"type": "string"}},
@@ -122,10 +140,14 @@ def test_tables_and_lines_are_read_alike(tmp_path: Path, monkeypatch: pytest.Mon
     def read(name: str) -> list[ChatRow]:
         (source,) = find_sources("FILE", [name])
         found = [
-            row for row, _ in read_documents("FILE", source, "messages", records=ChatRecords())
+            row
+            for row, _ in read_documents(
+                "FILE", source, "messages", records=ChatRecords()
+            )
         ]
         return [
-            ChatRow("", row.messages, row.learned, row.tools, problem=row.problem) for row in found
+            ChatRow("", row.messages, row.learned, row.tools, problem=row.problem)
+            for row in found
         ]
 
     assert read("a.jsonl") == read("a.parquet") == read("folder")
@@ -145,7 +167,8 @@ TEMPLATES = {
     "calls": CALLS.replace("FORMAT", ""),
     "ascii": CALLS.replace("FORMAT", "true, indent=2"),
     "by keyword": CALLS.replace("FORMAT", "ensure_ascii=False"),
-    "documents": "{% if documents is none %}none{% endif %}" + CALLS.replace("FORMAT", ""),
+    "documents": "{% if documents is none %}none{% endif %}"
+    + CALLS.replace("FORMAT", ""),
     "objects only": CALLS.replace(
         "{{ c.function | tojson(FORMAT) }}",
         "{% for k, v in c.function.arguments.items() %}"
@@ -185,7 +208,8 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start|>"]
 
 def template_of(source: str) -> ChatTemplate:
     return ChatTemplate(
-        {"default": TemplateSource(source, "this")}, {"bos_token": "<s>", "eos_token": "</s>"}
+        {"default": TemplateSource(source, "this")},
+        {"bos_token": "<s>", "eos_token": "</s>"},
     )
 
 
@@ -209,7 +233,9 @@ def test_text_is_that_of_transformers(name: str, shape: str) -> None:
 
 SUMS = ["It is 42.<|im_end|>", "That makes 84.<|im_end|>"]
 WARMTH = "In Bern it is 23 °C.<|im_end|>"
-QWEN_CALL = '<call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</call><|im_end|>'
+QWEN_CALL = (
+    '<call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</call><|im_end|>'
+)
 
 
 @pytest.mark.parametrize(
@@ -233,14 +259,18 @@ QWEN_CALL = '<call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</c
         (
             "calls",
             "thinking",
-            ["<think>\nTwelve plus thirty is forty-two.\n</think>\n\nIt is 42.<|im_end|>"],
+            [
+                "<think>\nTwelve plus thirty is forty-two.\n</think>\n\nIt is 42.<|im_end|>"
+            ],
         ),
     ],
 )
 def test_answers_are_found(name: str, shape: str, learned: list[str]) -> None:
     """Oracle: the answers' texts, written by hand."""
     found = template_of(TEMPLATES[name]).render(read_row(ROWS[shape]), SPECIAL)
-    assert [found.text[start:stop] for start, stop in found.answers] == learned and not found.lost
+    assert [
+        found.text[start:stop] for start, stop in found.answers
+    ] == learned and not found.lost
 
 
 LOSSES: dict[str, tuple[str, list[str]]] = {
@@ -273,7 +303,10 @@ def test_parts_that_the_template_leaves_out_are_named(shape: str) -> None:
     left out."""
     name, lost = LOSSES[shape]
     assert (
-        template_of(TEMPLATES.get(name, name)).render(read_row(ROWS[shape]), SPECIAL).lost == lost
+        template_of(TEMPLATES.get(name, name))
+        .render(read_row(ROWS[shape]), SPECIAL)
+        .lost
+        == lost
     )
 
 
@@ -337,7 +370,10 @@ def test_tool_use_template_is_for_rows_with_tools(tmp_path: Path) -> None:
             {"eos_token": {"content": "</s>"}, "bos_token": "<s>"},
         ),
         ({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}, None),
-        ({"tokenizer_class": "PreTrainedTokenizerFast"}, {"bos_token": "<s>", "pad_token": "</s>"}),
+        (
+            {"tokenizer_class": "PreTrainedTokenizerFast"},
+            {"bos_token": "<s>", "pad_token": "</s>"},
+        ),
         ({"tokenizer_class": "GPT2Tokenizer", "bos_token": None}, None),
     ],
 )
@@ -350,7 +386,8 @@ def test_special_tokens_are_those_of_transformers(
 
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     vocabulary = {
-        token: number for number, token in enumerate(["<s>", "</s>", "<unk>", "<|endoftext|>"])
+        token: number
+        for number, token in enumerate(["<s>", "</s>", "<unk>", "<|endoftext|>"])
     }
     Tokenizer(models.BPE(vocabulary, [])).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -46,7 +46,9 @@ def write_text(folder: Path) -> tuple[DataConfig, Path]:
 def write_prepared(folder: Path) -> tuple[DataConfig, Path]:
     lines = write_lines(folder / "a.jsonl", documents(900))
     prepare_folder(request(folder / "tokens", lines, shard_tokens=60_000))
-    return PreparedConfig(folder=str(folder / "tokens")), folder / "tokens" / "shard-00000.bin"
+    return PreparedConfig(
+        folder=str(folder / "tokens")
+    ), folder / "tokens" / "shard-00000.bin"
 
 
 Writer = Callable[[Path], tuple[DataConfig, Path]]
@@ -55,7 +57,14 @@ KINDS: list[Writer] = [write_bin, write_text, write_prepared]
 
 def open_stream(dataset: TokenDataset) -> BatchStream:
     return BatchStream(
-        dataset.train, 2, 1, range(1), 1, 0, dataset.fingerprint, files=dataset.sample_files()
+        dataset.train,
+        2,
+        1,
+        range(1),
+        1,
+        0,
+        dataset.fingerprint,
+        files=dataset.sample_files(),
     )
 
 
@@ -66,7 +75,9 @@ def change_middle(path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("write", KINDS)
-def test_file_changed_in_its_middle_is_named_on_resume(write: Writer, tmp_path: Path) -> None:
+def test_file_changed_in_its_middle_is_named_on_resume(
+    write: Writer, tmp_path: Path
+) -> None:
     """Oracle: the fingerprint, which stays the same, and the sentence; the change spans two sampled
     blocks."""
     config, path = write(tmp_path)
@@ -84,7 +95,9 @@ def test_file_changed_in_its_middle_is_named_on_resume(write: Writer, tmp_path: 
 
 
 @pytest.mark.parametrize("write", KINDS)
-def test_moved_data_resumes(write: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_data_resumes(
+    write: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the number of samples seen; modification times and locations of files do not
     matter."""
     (tmp_path / "placed").mkdir()
@@ -100,20 +113,24 @@ def test_moved_data_resumes(write: Writer, tmp_path: Path, monkeypatch: pytest.M
     assert again.samples_seen == stream.samples_seen > 0
 
 
-@pytest.mark.parametrize("size", [1, 4096, 4097, 18 * 4096, 18 * 4096 + 1, 10**6, 2**30 + 17])
+@pytest.mark.parametrize(
+    "size", [1, 4096, 4097, 18 * 4096, 18 * 4096 + 1, 10**6, 2**30 + 17]
+)
 def test_sampled_blocks_are_spread_over_the_file(size: int) -> None:
     """Oracle: the definition: all of a small file; otherwise both ends and one block per section,
     none twice."""
     offsets = sampled_offsets(size, 16)
     assert all(
-        later - earlier >= BLOCK_BYTES for earlier, later in itertools.pairwise(offsets[:-1])
+        later - earlier >= BLOCK_BYTES
+        for earlier, later in itertools.pairwise(offsets[:-1])
     )
     if size <= 18 * BLOCK_BYTES:
         assert offsets == list(range(0, size, BLOCK_BYTES))
     else:
         assert len(offsets) == 18 and offsets[-1] == size - BLOCK_BYTES
         assert (
-            max(later - earlier for earlier, later in itertools.pairwise(offsets)) <= 2 * size / 16
+            max(later - earlier for earlier, later in itertools.pairwise(offsets))
+            <= 2 * size / 16
         )
 
 
@@ -129,14 +146,17 @@ def test_many_files_share_a_bounded_number_of_blocks_and_digests(
         return marked[0] if file.name == "500" else b"same"
 
     monkeypatch.setattr(content_sample, "_digest", count)
-    files = [SourceFile(f"/data/{number}", str(number), 2**30) for number in range(1000)]
+    files = [
+        SourceFile(f"/data/{number}", str(number), 2**30) for number in range(1000)
+    ]
     state = SampledFiles("data.files", files).state_dict()
     assert sum(counts) <= content_sample.MOST_BLOCKS and min(counts) >= 1
     assert len(state["digests"]) == content_sample.MOST_DIGESTS
     SampledFiles("data.files", files).check_unchanged(state)
     marked[0] = b"other"
     with pytest.raises(
-        ConfigError, match=r"^one of the 3 files from data\.files=\[/data/500\] to /data/502 has c"
+        ConfigError,
+        match=r"^one of the 3 files from data\.files=\[/data/500\] to /data/502 has c",
     ):
         SampledFiles("data.files", files).check_unchanged(state)
 
@@ -148,7 +168,9 @@ def test_many_files_share_a_bounded_number_of_blocks_and_digests(
 def test_incomparable_states_pass_the_content_check(state: Any, tmp_path: Path) -> None:
     """Oracle: no error for states of other versions, of other numbers of files, and of none."""
     (tmp_path / "a").write_bytes(b"content")
-    SampledFiles("data.files", [SourceFile(str(tmp_path / "a"), "a", 7)]).check_unchanged(state)
+    SampledFiles(
+        "data.files", [SourceFile(str(tmp_path / "a"), "a", 7)]
+    ).check_unchanged(state)
 
 
 def train(words: list[str]) -> None:
@@ -176,5 +198,7 @@ def test_run_does_not_resume_with_a_changed_file(tmp_path: Path) -> None:
     for steps in (2, 3):
         run_ranks(1, train, [*words, f"train.steps={steps}"])
     change_middle(path, 20_000)
-    with pytest.raises(RuntimeError, match=r"tokens\.bin\] has changed since the checkpoint"):
+    with pytest.raises(
+        RuntimeError, match=r"tokens\.bin\] has changed since the checkpoint"
+    ):
         run_ranks(1, train, [*words, "train.steps=4"])

@@ -29,7 +29,9 @@ def write(name: str, content: bytes) -> Damage:
 
 
 def cut(name: str) -> Damage:
-    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
+    return lambda folder: os.truncate(
+        folder / name, (folder / name).stat().st_size // 2
+    )
 
 
 def edit(**changes: object) -> Damage:
@@ -103,10 +105,16 @@ def packed(lines: Path, tmp_path: Path) -> tuple[PreparedConfig, Path]:
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [*(("cached", case) for case in DAMAGES), *(("packed", case) for case in PLAN_DAMAGES)],
+    [
+        *(("cached", case) for case in DAMAGES),
+        *(("packed", case) for case in PLAN_DAMAGES),
+    ],
 )
 def test_damaged_folder_in_a_cache_is_prepared_again(
-    kind: str, case: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    case: str,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Oracle: the original bytes, one message that names the folder, and no leftovers in the
     cache."""
@@ -136,8 +144,13 @@ def test_damaged_user_folder_is_named_and_left_unchanged(
     prepare_folder(make_request(folder, lines))
     damage(folder)
     before = sorted(tmp_path.rglob("*"))
-    for look in (lambda config: config.validate(16, 256), lambda config: config.build(16, 256, 0)):
-        with pytest.raises(ConfigError, match=rf"^data\.folder={folder} .*; .*prepare") as caught:
+    for look in (
+        lambda config: config.validate(16, 256),
+        lambda config: config.build(16, 256, 0),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"^data\.folder={folder} .*; .*prepare"
+        ) as caught:
             look(PreparedConfig(folder=str(folder)))
         assert str(caught.value).isprintable()
     assert sorted(tmp_path.rglob("*")) == before
@@ -193,7 +206,9 @@ def test_noise_in_packing_plans_or_document_ends_is_reported(
     folder = tmp_path / "tokens"
     dataset = config.build(16, 256, 0)
     (plan / "starts").write_bytes(b"\xff" * (plan / "starts").stat().st_size)
-    with pytest.raises(ConfigError, match=rf"damaged rows in {plan} \(row 3\); remove that folder"):
+    with pytest.raises(
+        ConfigError, match=rf"damaged rows in {plan} \(row 3\); remove that folder"
+    ):
         dataset.train[3]
     (folder / "shard-00000.ends").write_bytes(
         b"\x7f" * (folder / "shard-00000.ends").stat().st_size
@@ -238,7 +253,11 @@ def test_damaged_progress_starts_over_and_touches_no_other_file(
         (part / name).write_bytes(b"\0" * 64)
     writer = ShardsWriter(tmp_path / "out", "same", "uint16", 100)
     writer.close()
-    assert not writer.resumed and writer.progress.documents == 0 and list(part.iterdir()) == []
+    assert (
+        not writer.resumed
+        and writer.progress.documents == 0
+        and list(part.iterdir()) == []
+    )
     assert (
         (tmp_path / "precious.bin").read_bytes()
         == (tmp_path / "precious.ends").read_bytes()
@@ -256,6 +275,8 @@ def test_symbolic_link_in_place_of_a_shard_is_not_followed_for_writing(
     part.mkdir()
     (part / "shard-00000.bin").symlink_to(tmp_path / "precious")
     (part / "shard-00000.ends").write_bytes(b"\0" * 64)
-    (part / PROGRESS_FILE).write_text(json.dumps(note() | {"request": wanted.fingerprint}))
+    (part / PROGRESS_FILE).write_text(
+        json.dumps(note() | {"request": wanted.fingerprint})
+    )
     prepare_folder(wanted)
     assert (tmp_path / "precious").read_bytes() == b"keep this" * 9

@@ -17,7 +17,13 @@ from fsdptoys.data import prepare as preparing
 from fsdptoys.data.prepare import Advance
 from fsdptoys.errors import ConfigError
 from fsdptoys.train import run
-from tests.harness.prepared_data import contents, documents, request, save_tokenizer, write_lines
+from tests.harness.prepared_data import (
+    contents,
+    documents,
+    request,
+    save_tokenizer,
+    write_lines,
+)
 from tests.harness.ranks import run_ranks
 
 
@@ -59,9 +65,16 @@ def test_hf_data_equals_a_folder_of_the_prepare_command():
     prepare_folder(request(Path("out"), "a.jsonl", field="body", eval_fraction=0.2))
     (cached,) = Path("cache").iterdir()
     assert contents(cached) == contents(Path("out"))
-    dataset, other = config().build(16, 256, 0), PreparedConfig(folder="out").build(16, 256, 0)
+    dataset, other = (
+        config().build(16, 256, 0),
+        PreparedConfig(folder="out").build(16, 256, 0),
+    )
     assert dataset.fingerprint == other.fingerprint and dataset.document_end == 0
-    assert config().has_eval and dataset.eval is not None and not config(eval_fraction=0).has_eval
+    assert (
+        config().has_eval
+        and dataset.eval is not None
+        and not config(eval_fraction=0).has_eval
+    )
     np.testing.assert_array_equal(dataset.train[3][0], other.train[3][0])
 
 
@@ -99,30 +112,44 @@ def test_launcher_prepares_data_before_it_starts_ranks(monkeypatch):
     """Oracle: the cache when the launcher starts the ranks."""
     seen = []
     monkeypatch.setattr(
-        train_command, "launch", lambda plan: seen.append(len(list(Path("cache").iterdir()))) or 0
+        train_command,
+        "launch",
+        lambda plan: seen.append(len(list(Path("cache").iterdir()))) or 0,
     )
     assert __main__.main(WORDS.split()) == 0 and seen == [1]
-    assert __main__.main([*WORDS.split(), "--cfg", "job"]) == 0 and times_prepared() == 1
+    assert (
+        __main__.main([*WORDS.split(), "--cfg", "job"]) == 0 and times_prepared() == 1
+    )
 
 
 def test_torchrun_rank_prepares_data_before_training(monkeypatch):
     """Oracle: the cache when the rank starts training."""
     seen = []
     monkeypatch.setattr(
-        run, "train", lambda config, prediction: seen.append(len(list(Path("cache").iterdir())))
+        run,
+        "train",
+        lambda config, prediction: seen.append(len(list(Path("cache").iterdir()))),
     )
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+    for name, value in {
+        **ranks,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     train_command._work(WORDS.split()[1:])
     assert seen == [1]
 
 
-def test_evaluation_without_held_out_data_is_refused_before_ranks_start(capsys, monkeypatch):
+def test_evaluation_without_held_out_data_is_refused_before_ranks_start(
+    capsys, monkeypatch
+):
     """Oracle: the expected message, on the preparation of one text without a held-out part and on
     every later start."""
-    monkeypatch.setattr(train_command, "launch", lambda plan: pytest.fail("ranks were started"))
+    monkeypatch.setattr(
+        train_command, "launch", lambda plan: pytest.fail("ranks were started")
+    )
     Path("one.txt").write_text("one text " * 500)
     words = (
         "train data=hf data.files=[one.txt] data.cache=cache data.eval_fraction=0.05 "
@@ -148,11 +175,20 @@ def test_prepare_show_and_check_report_folders_and_damage(tmp_path, capsys):
     """Oracle: counts of two documents; one flipped bit is found, and a truncated file is
     refused."""
     write_lines(tmp_path / "a.jsonl", ["one", "three"], "body")
-    words = [tmp_path / "a.jsonl", "--tokenizer", "bytes", "--field", "body", "--processes", "1"]
+    words = [
+        tmp_path / "a.jsonl",
+        "--tokenizer",
+        "bytes",
+        "--field",
+        "body",
+        "--processes",
+        "1",
+    ]
     status, out, _ = run_data(capsys, "prepare", *words, "--out", tmp_path / "out")
     assert (
         status == 0
-        and "train      2 documents, 10 tokens in 1 shard of uint16\neval       nothing\n" in out
+        and "train      2 documents, 10 tokens in 1 shard of uint16\neval       nothing\n"
+        in out
     )
     assert run_data(capsys, "show", tmp_path / "out")[1] == out
     tree = json.loads(run_data(capsys, "show", tmp_path / "out", "--json")[1])[0]
@@ -161,7 +197,10 @@ def test_prepare_show_and_check_report_folders_and_damage(tmp_path, capsys):
         "eval": {"documents": 0, "tokens": 0},
     }
     status, out, _ = run_data(capsys, "check", tmp_path / "out")
-    assert (status, out) == (0, f"{tmp_path / 'out'}: 1 shard, every byte as it was written\n")
+    assert (status, out) == (
+        0,
+        f"{tmp_path / 'out'}: 1 shard, every byte as it was written\n",
+    )
     shard = tmp_path / "out" / "shard-00000.bin"
     content = bytearray(shard.read_bytes())
     content[4] ^= 1
@@ -173,7 +212,8 @@ def test_prepare_show_and_check_report_folders_and_damage(tmp_path, capsys):
     ) and "shard-00000.bin differs from its index: its SHA-256 is " in err
     shard.write_bytes(content[:-2])
     with pytest.raises(
-        ConfigError, match=r"has 18 bytes in shard-00000\.bin, where its index says 20; restore the"
+        ConfigError,
+        match=r"has 18 bytes in shard-00000\.bin, where its index says 20; restore the",
     ):
         run_data(capsys, "check", tmp_path / "out")
 
@@ -194,7 +234,10 @@ def test_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
         "1",
     ]
     assert run_data(capsys, "prepare", *words)[1].endswith("…; kept in the folder\n")
-    copy, content = tmp_path / "out" / "tokenizer.json", (choice / "tokenizer.json").read_bytes()
+    copy, content = (
+        tmp_path / "out" / "tokenizer.json",
+        (choice / "tokenizer.json").read_bytes(),
+    )
     assert copy.read_bytes() == content
     config = PreparedConfig(folder=str(tmp_path / "out"))
     assert config.find_tokenizer() == str(copy)

@@ -92,17 +92,24 @@ def test_failed_encoding_is_reported_in_one_sentence(
 
 def test_out_of_range_ids_are_reported(tmp_path: Path) -> None:
     """Oracle: the expected message, where the package raises OverflowError."""
-    with pytest.raises(ConfigError, match=r"cannot turn ids into text \(number too large"):
+    with pytest.raises(
+        ConfigError, match=r"cannot turn ids into text \(number too large"
+    ):
         open_tokenizer(write(tmp_path), 256).decode([2**40])
 
 
-@pytest.mark.parametrize("content", [b"[" * 200_000, b"{", b"\xff", b'{"eos_token": "\\ud800"}'])
-def test_unreadable_tokenizer_settings_are_named(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", [b"[" * 200_000, b"{", b"\xff", b'{"eos_token": "\\ud800"}']
+)
+def test_unreadable_tokenizer_settings_are_named(
+    content: bytes, tmp_path: Path
+) -> None:
     """Oracle: the message with the path; an end token given by the user replaces the file."""
     folder = write(tmp_path)
     (tmp_path / "tokenizer_config.json").write_bytes(content)
     with pytest.raises(
-        ConfigError, match=rf"^{folder}/tokenizer_config\.json cannot be read .*; download it"
+        ConfigError,
+        match=rf"^{folder}/tokenizer_config\.json cannot be read .*; download it",
     ):
         open_it(folder)
     assert open_encoder(folder, "</s>", "", "").document_end == 1

@@ -21,20 +21,32 @@ from tests.harness.prepared_data import living_in_group
 from tests.harness.processes import wait_until
 from tests.harness.ranks import run_ranks
 
-LAYOUT = {"batch_size": 3, "microbatches": 2, "ranks": range(1, 3), "data_ranks": 4, "seed": 7}
+LAYOUT = {
+    "batch_size": 3,
+    "microbatches": 2,
+    "ranks": range(1, 3),
+    "data_ranks": 4,
+    "seed": 7,
+}
 
 
 def open_stream(path: Path, workers: int) -> BatchStream:
     """Ranks 1 and 2 of 4, with 24 of 100 samples a step, so that epochs end within steps."""
     dataset = TextConfig([str(path)], eval_fraction=0.0).build(10, 256, 0)
-    return BatchStream(dataset.train, **LAYOUT, fingerprint=dataset.fingerprint, workers=workers)
+    return BatchStream(
+        dataset.train, **LAYOUT, fingerprint=dataset.fingerprint, workers=workers
+    )
 
 
 def assert_equal_steps(stream: BatchStream, reference: BatchStream, steps: int) -> None:
     for _ in range(steps):
-        for batch, expected in zip(stream.next_step(), reference.next_step(), strict=True):
+        for batch, expected in zip(
+            stream.next_step(), reference.next_step(), strict=True
+        ):
             for tensor, other in zip(batch, expected, strict=True):
-                assert tensor.dtype == other.dtype == torch.int64 and torch.equal(tensor, other)
+                assert tensor.dtype == other.dtype == torch.int64 and torch.equal(
+                    tensor, other
+                )
         assert stream.state_dict() == reference.state_dict()
 
 
@@ -96,7 +108,11 @@ def in_worker_process(tmp_path_factory):
     """
     path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
     path.write_bytes(
-        bytes(torch.randint(1, 256, (1001,), generator=torch.Generator().manual_seed(0)).tolist())
+        bytes(
+            torch.randint(
+                1, 256, (1001,), generator=torch.Generator().manual_seed(0)
+            ).tolist()
+        )
     )
 
     def body():
@@ -158,7 +174,9 @@ def test_workers_survive_signals_and_end_with_their_rank(end):
     )
     try:
         assert rank.stdout is not None and rank.stdout.readline() == "begun\n"
-        assert len(living_in_group(rank.pid)) >= 4, "the rank, the server and two workers"
+        assert len(living_in_group(rank.pid)) >= 4, (
+            "the rank, the server and two workers"
+        )
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             os.killpg(rank.pid, number)
         assert rank.stdout.readline() == "still here after [2, 10, 15]\n"
@@ -191,7 +209,8 @@ stream.close()
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small /dev/shm of its own"
+    sys.platform != "linux" or os.geteuid() != 0,
+    reason="mounts a small /dev/shm of its own",
 )
 @pytest.mark.parametrize(
     ("size", "reason"),

@@ -53,7 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def change_index(folder: str, shard: dict[str, Any] | None = None, **changes: Any) -> None:
+def change_index(
+    folder: str, shard: dict[str, Any] | None = None, **changes: Any
+) -> None:
     path = Path(folder, "index.json")
     index = json.loads(path.read_text()) | changes
     index["shards"][0] |= shard or {}
@@ -88,12 +90,15 @@ def test_wrong_words_are_reported_in_one_sentence(typed: str, says: str) -> None
 
 
 @pytest.mark.parametrize(("typed", "says"), mistakes("index"))
-def test_invalid_index_is_refused(typed: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_invalid_index_is_refused(
+    typed: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     """Oracle: the recorded sentence; a shard's name that leads elsewhere is not followed."""
     folder = make(tmp_path / "out", count=3, eval_fraction=0.0)
     change_index(folder, **typed)
     with pytest.raises(ConfigError) as caught:
         PreparedConfig(folder=folder).validate(1, 256)
-    assert f"has an index.json that cannot be used ({says}); prepare the folder again" in str(
-        caught.value
+    assert (
+        f"has an index.json that cannot be used ({says}); prepare the folder again"
+        in str(caught.value)
     )

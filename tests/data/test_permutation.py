@@ -31,7 +31,9 @@ def assert_uniform(counts: np.ndarray) -> None:
         range(1, 100),
         [base + offset for base in (1024, 4096) for offset in (-1, 0, 1)],
         pytest.param(range(100, 300), marks=pytest.mark.extended),
-        pytest.param([9_999, 10_000, 10_001, 65_535, 65_536, 65_537], marks=pytest.mark.extended),
+        pytest.param(
+            [9_999, 10_000, 10_001, 65_535, 65_536, 65_537], marks=pytest.mark.extended
+        ),
     ],
     ids=["small", "around powers of two", "medium", "large"],
 )
@@ -50,7 +52,9 @@ def test_shuffle_supports_sizes_beyond_memory(count):
     assert_uniform(np.bincount([value * 20 // count for value in values], minlength=20))
 
 
-@pytest.mark.parametrize("count", [997, 4096, pytest.param(30_000, marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "count", [997, 4096, pytest.param(30_000, marks=pytest.mark.extended)]
+)
 def test_neighboring_values_are_independent(count):
     """Oracle: correlation, chi-square of values and of distances, at lags of 1, 2 and around the
     network's base."""
@@ -59,8 +63,12 @@ def test_neighboring_values_are_independent(count):
     for lag in (1, 2, base - 1, base, base + 1, 2 * base):
         first, second = values[:-lag], values[lag:]
         assert abs(np.corrcoef(first, second)[0, 1]) * math.sqrt(count) < 5
-        assert_uniform(np.bincount(first * 8 // count * 8 + second * 8 // count, minlength=64))
-        assert_uniform(np.bincount((second - first) % count * 32 // count, minlength=32))
+        assert_uniform(
+            np.bincount(first * 8 // count * 8 + second * 8 // count, minlength=64)
+        )
+        assert_uniform(
+            np.bincount((second - first) % count * 32 // count, minlength=32)
+        )
 
 
 def test_orders_of_epochs_and_seeds_are_uncorrelated():
@@ -70,7 +78,8 @@ def test_orders_of_epochs_and_seeds_are_uncorrelated():
     for seed in (0, 1):
         endless = EndlessShuffle(5000, seed)
         orders += [
-            np.array([endless[epoch * 5000 + place] for place in range(5000)]) for epoch in range(3)
+            np.array([endless[epoch * 5000 + place] for place in range(5000)])
+            for epoch in range(3)
         ]
     assert all(np.array_equal(np.sort(order), np.arange(5000)) for order in orders)
     for number, order in enumerate(orders):

@@ -40,7 +40,9 @@ def test_documents_are_stored_once_in_order_with_their_end_tokens(tmp_path):
     is empty."""
     texts = documents(200)
     write_lines(tmp_path / "a.jsonl", [*texts[:120], None, "", *texts[120:]])
-    index = prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", shard_tokens=2000))
+    index = prepare_folder(
+        request(tmp_path / "out", tmp_path / "a.jsonl", shard_tokens=2000)
+    )
     assert read_split(tmp_path / "out", "train") == [text.encode() for text in texts]
     assert index == read_index(str(tmp_path / "out"), "out")
     assert (index.documents("train"), index.left_out, index.of("eval")) == (200, 2, [])
@@ -61,9 +63,15 @@ def test_result_does_not_depend_on_the_number_of_processes(tmp_path):
     settings = {"shard_tokens": 3000, "eval_fraction": 0.2}
     for processes in (1, 2, 3):
         prepare_folder(
-            request(tmp_path / f"out{processes}", *files, **settings, processes=processes)
+            request(
+                tmp_path / f"out{processes}", *files, **settings, processes=processes
+            )
         )
-    assert contents(tmp_path / "out1") == contents(tmp_path / "out2") == contents(tmp_path / "out3")
+    assert (
+        contents(tmp_path / "out1")
+        == contents(tmp_path / "out2")
+        == contents(tmp_path / "out3")
+    )
     assert len(contents(tmp_path / "out1")) > 10
 
 
@@ -74,9 +82,16 @@ def test_splits_are_disjoint_and_equal_texts_share_a_split(tmp_path):
     write_lines(tmp_path / "a.jsonl", texts)
     write_lines(tmp_path / "b.jsonl", texts[::-1])
     prepare_folder(
-        request(tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "b.jsonl", eval_fraction=0.2)
+        request(
+            tmp_path / "out",
+            tmp_path / "a.jsonl",
+            tmp_path / "b.jsonl",
+            eval_fraction=0.2,
+        )
     )
-    train, held_out = (read_split(tmp_path / "out", split) for split in ("train", "eval"))
+    train, held_out = (
+        read_split(tmp_path / "out", split) for split in ("train", "eval")
+    )
     assert not set(train) & set(held_out)
     assert sorted(train + held_out) == sorted(2 * [text.encode() for text in texts])
     assert held_out[: len(held_out) // 2] == [
@@ -113,7 +128,9 @@ def prepare_and_stop(wanted: Request, after: int) -> list[int]:
     ids=["group 0", "group 7", "group 20", "other request", "unremovable"],
 )
 @pytest.mark.usefixtures("small_groups")
-def test_interrupted_preparation_ends_with_identical_bytes(tmp_path, after, changes, leave):
+def test_interrupted_preparation_ends_with_identical_bytes(
+    tmp_path, after, changes, leave
+):
     """Oracle: an uninterrupted run; the interrupted one leaves no folder under the final name.
 
     Parts of another request are discarded, and so are parts beside which a folder lies that is no
@@ -123,7 +140,9 @@ def test_interrupted_preparation_ends_with_identical_bytes(tmp_path, after, chan
     settings = {"shard_tokens": 3000, "eval_fraction": 0.2}
     part, resumed = tmp_path / "out.part", []
     prepare_folder(request(tmp_path / "whole", lines, **settings))
-    seen = prepare_and_stop(request(tmp_path / "out", lines, **settings | changes), after)
+    seen = prepare_and_stop(
+        request(tmp_path / "out", lines, **settings | changes), after
+    )
     assert not (tmp_path / "out").exists() and not (part / "index.json").exists()
     assert after < 7 or (part / "progress.json").exists()
     if leave is not None:
@@ -147,19 +166,27 @@ def test_failed_index_leaves_the_progress(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="No space left"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConfigError, match="No space left"),
+    ):
         patch.setattr("fsdptoys.utils.sealed_folder.write_atomically", fail)
         prepare_folder(wanted)
     resumed = []
     prepare_folder(wanted, lambda advance: resumed.append(advance.documents))
-    assert all(done > 200 for done in resumed) and (tmp_path / "out" / "index.json").exists()
+    assert (
+        all(done > 200 for done in resumed)
+        and (tmp_path / "out" / "index.json").exists()
+    )
 
 
 def test_pickled_tokenizer_encodes_special_tokens_as_text(tmp_path):
     """Oracle: the ids of the tokenizer before pickling, which spawned processes need."""
     encoder = open_encoder(save_tokenizer(tmp_path / "tokenizer", None), None, "", "")
     sent = pickle.loads(pickle.dumps(encoder))
-    (ids,), (others,) = (each.encode(["one <|endoftext|> two"]) for each in (encoder, sent))
+    (ids,), (others,) = (
+        each.encode(["one <|endoftext|> two"]) for each in (encoder, sent)
+    )
     assert ids.tolist() == others.tolist() and encoder.document_end not in ids
 
 
@@ -183,13 +210,20 @@ def test_killed_preparation_leaves_no_process_and_no_lock(tmp_path):
     """Oracle: the kernel's list of the group's processes; a second run is refused meanwhile and
     resumes afterwards."""
     write_lines(tmp_path / "a.jsonl", documents(300))
-    words = [sys.executable, "-c", PAUSING, str(tmp_path / "out"), str(tmp_path / "a.jsonl")]
+    words = [
+        sys.executable,
+        "-c",
+        PAUSING,
+        str(tmp_path / "out"),
+        str(tmp_path / "a.jsonl"),
+    ]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     run = subprocess.Popen(words, **pipes, cwd=ROOT, start_new_session=True)
     try:
         assert int(run.stdout.readline()) > 0
         with pytest.raises(
-            ConfigError, match=rf"out is being written by another process \(pid {run.pid}\); wait"
+            ConfigError,
+            match=rf"out is being written by another process \(pid {run.pid}\); wait",
         ):
             prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"))
         run.stdin.write("\n")
@@ -204,7 +238,9 @@ def test_killed_preparation_leaves_no_process_and_no_lock(tmp_path):
         living_in_group(run.pid),
     )
     prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"))
-    assert read_split(tmp_path / "out", "train") == [text.encode() for text in documents(300)]
+    assert read_split(tmp_path / "out", "train") == [
+        text.encode() for text in documents(300)
+    ]
 
 
 def kill_itself(texts):
@@ -216,7 +252,8 @@ def test_killed_process_is_reported_without_a_hang(tmp_path, monkeypatch):
     write_lines(tmp_path / "a.jsonl", documents(5))
     monkeypatch.setattr("fsdptoys.data.prepare._encode_here", kill_itself)
     with pytest.raises(
-        ConfigError, match=r"^a process that turns text into ids has ended: .* with 1 processes$"
+        ConfigError,
+        match=r"^a process that turns text into ids has ended: .* with 1 processes$",
     ):
         prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", processes=2))
 
@@ -227,7 +264,9 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     texts = documents(50)
     lines = write_lines(tmp_path / "a.jsonl", texts, "body").read_bytes()
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines[:1000]) + gzip.compress(lines[1000:]))
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        gzip.compress(lines[:1000]) + gzip.compress(lines[1000:])
+    )
     codec = pyarrow.Codec("zstd")
     parts = [codec.compress(part).to_pybytes() for part in (lines[:1001], lines[1001:])]
     (tmp_path / "a.json.zst").write_bytes(b"".join(parts))
@@ -238,20 +277,23 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
     (tmp_path / "stream.arrow").write_bytes(
         next((tmp_path / "saved").glob("data-00000*.arrow")).read_bytes()
     )
-    datasets.DatasetDict({"first": whole, "second": whole.select(range(3))}).save_to_disk(
-        tmp_path / "parts"
-    )
+    datasets.DatasetDict(
+        {"first": whole, "second": whole.select(range(3))}
+    ).save_to_disk(tmp_path / "parts")
     expected = [text.encode() for text in texts]
     counts = {f"a.{kind}": 50 for kind in ("jsonl", "jsonl.gz", "json.zst", "parquet")}
     counts |= {"saved": 50, "stream.arrow": 25, "parts/second": 3}
     for number, (name, count) in enumerate(counts.items()):
         advances = []
         prepare_folder(
-            request(tmp_path / f"out{number}", tmp_path / name, field="body"), advances.append
+            request(tmp_path / f"out{number}", tmp_path / name, field="body"),
+            advances.append,
         )
         assert read_split(tmp_path / f"out{number}", "train") == expected[:count], name
         assert advances[-1].done_bytes == advances[-1].total_bytes
-    with pytest.raises(ConfigError, match=r"holds several data sets; name one of its folders"):
+    with pytest.raises(
+        ConfigError, match=r"holds several data sets; name one of its folders"
+    ):
         request(tmp_path / "out", tmp_path / "parts")
 
 
@@ -261,14 +303,23 @@ def test_end_tokens_are_never_encoded_from_text(tmp_path, own):
     have no effect."""
     pytest.importorskip("tokenizers")
     choice = save_tokenizer(tmp_path / "tokenizer", own)
-    write_lines(tmp_path / "a.jsonl", ["one two one two", "two <|endoftext|> one", "\ud800 one"])
-    index = prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=choice))
+    write_lines(
+        tmp_path / "a.jsonl", ["one two one two", "two <|endoftext|> one", "\ud800 one"]
+    )
+    index = prepare_folder(
+        request(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=choice)
+    )
     end = 4 if own else 1
     ids = np.fromfile(tmp_path / "out" / "shard-00000.bin", "<u2").tolist()
     assert ids == [2, 3, 2, 3, end, 3, 5, 7, 6, 2, end, 0, 2, end]
-    assert (index.document_end, index.vocab_size, index.tokenizer) == (end, 8, "tokenizer.json")
+    assert (index.document_end, index.vocab_size, index.tokenizer) == (
+        end,
+        8,
+        "tokenizer.json",
+    )
     with pytest.raises(
-        ConfigError, match=r"^--tokenizer has no token 'four'; set --document-end to one of its t"
+        ConfigError,
+        match=r"^--tokenizer has no token 'four'; set --document-end to one of its t",
     ):
         request(tmp_path / "other", tmp_path / "a.jsonl", tokenizer=choice, end="four")
     with pytest.raises(
@@ -276,7 +327,9 @@ def test_end_tokens_are_never_encoded_from_text(tmp_path, own):
         match=r"^a document holds id 2, which is to end documents; name a special token",
     ):
         prepare_folder(
-            request(tmp_path / "other", tmp_path / "a.jsonl", tokenizer=choice, end="one")
+            request(
+                tmp_path / "other", tmp_path / "a.jsonl", tokenizer=choice, end="one"
+            )
         )
 
 
@@ -287,17 +340,30 @@ def test_vocabulary_over_16_bits_is_stored_in_32(tmp_path):
     (tmp_path / "a.txt").write_text("ab")
     wanted = replace(request(tmp_path / "out", tmp_path / "a.txt"), encoder=wide)
     assert prepare_folder(wanted).dtype == "uint32"
-    assert np.fromfile(tmp_path / "out" / "shard-00000.bin", "<u4").tolist() == [97, 98, 0]
+    assert np.fromfile(tmp_path / "out" / "shard-00000.bin", "<u4").tolist() == [
+        97,
+        98,
+        0,
+    ]
 
 
-NO_OBJECTS = (b'{"te', b"\xff", b"[" * 200_000, b'{"text": "a", "n": ' + b"9" * 5000 + b"}")
+NO_OBJECTS = (
+    b'{"te',
+    b"\xff",
+    b"[" * 200_000,
+    b'{"text": "a", "n": ' + b"9" * 5000 + b"}",
+)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
         *(
-            ("a.jsonl", b'{"text": "a"}\n' + row + b"\n", "has no JSON object in line 2 (")
+            (
+                "a.jsonl",
+                b'{"text": "a"}\n' + row + b"\n",
+                "has no JSON object in line 2 (",
+            )
             for row in NO_OBJECTS
         ),
         (
@@ -305,13 +371,21 @@ NO_OBJECTS = (b'{"te', b"\xff", b"[" * 200_000, b'{"text": "a", "n": ' + b"9" * 
             b'{"text": ' + b"[" * 900 + b"]" * 900 + b"}",
             "has [[[[[[[…as text in line 1, which is no text",
         ),
-        ("a.jsonl", b'{"a\\u001b[31m": 1}', "has no field 'text' in line 1: it has a\\x1b[31m;"),
+        (
+            "a.jsonl",
+            b'{"a\\u001b[31m": 1}',
+            "has no field 'text' in line 1: it has a\\x1b[31m;",
+        ),
         (
             "a.jsonl",
             b'{"text": 5}\n',
             "has 5 as text in line 1, which is no text; name a field of text",
         ),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], "cannot be read ("),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9],
+            "cannot be read (",
+        ),
         ("a.txt.gz", b"no gzip", "cannot be read (Not a gzipped file"),
         ("a.parquet", b"PAR1 nonsense PAR1", "cannot be read as Parquet ("),
     ],

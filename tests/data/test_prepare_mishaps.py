@@ -46,13 +46,16 @@ def test_damaged_arrow_file_is_reported_in_one_sentence(tmp_path: Path) -> None:
     """Oracle: the expected message for damage in the header."""
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
-    datasets.Dataset.from_dict({"text": ["a" * 50] * 5000}).save_to_disk(tmp_path / "saved")
+    datasets.Dataset.from_dict({"text": ["a" * 50] * 5000}).save_to_disk(
+        tmp_path / "saved"
+    )
     (arrow,) = (tmp_path / "saved").glob("*.arrow")
     content = bytearray(arrow.read_bytes())
     content[300:364] = b"\xff" * 64
     arrow.write_bytes(content)
     with pytest.raises(
-        ConfigError, match=r" cannot be read by datasets \(.*; save it again or leave it out$"
+        ConfigError,
+        match=r" cannot be read by datasets \(.*; save it again or leave it out$",
     ):
         prepare_folder(request(tmp_path / "out", tmp_path / "saved"))
 
@@ -62,10 +65,14 @@ def write_texts(folder: Path) -> list[Path]:
     compressed."""
     drawn, paths = random.Random(0), []
     for number in range(24):
-        text = "".join(drawn.choice("ab \né€😀\0") for _ in range(drawn.choice([1, 3, 700, 9000])))
+        text = "".join(
+            drawn.choice("ab \né€😀\0") for _ in range(drawn.choice([1, 3, 700, 9000]))
+        )
         text = "\0" * 9000 if number == 7 else text
         path = folder / (f"{number:02d}.txt" + ".gz" * (number % 3 == 0))
-        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+        path.write_bytes(
+            gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode()
+        )
         paths.append(path)
     return paths
 
@@ -73,7 +80,10 @@ def write_texts(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("eval_fraction", [0.0, 0.4])
 def test_streamed_long_texts_produce_the_same_folder(
-    processes: int, eval_fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    processes: int,
+    eval_fraction: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: the same files prepared as short texts; characters cross the edges of blocks."""
     files = write_texts(tmp_path)
@@ -83,7 +93,9 @@ def test_streamed_long_texts_produce_the_same_folder(
     short = prepare_folder(request(tmp_path / "short", *files, **changes))
     monkeypatch.setattr(document_reader, "LONG_BYTES", 500)
     monkeypatch.setattr(document_reader, "BLOCK_BYTES", 64)
-    long = prepare_folder(request(tmp_path / "long", *files, **changes, processes=processes))
+    long = prepare_folder(
+        request(tmp_path / "long", *files, **changes, processes=processes)
+    )
     assert contents(tmp_path / "long") == contents(tmp_path / "short")
     assert long == short and long.left_out > 0 and len(long.shards) > 3
 
@@ -97,7 +109,9 @@ def test_invalid_utf_8_is_reported(
     (tmp_path / "a.txt").write_bytes(b"a" * place + b"\xe2\x82" + b"b" * (999 - place))
     monkeypatch.setattr(document_reader, "LONG_BYTES", long_bytes)
     monkeypatch.setattr(document_reader, "BLOCK_BYTES", 64)
-    with pytest.raises(ConfigError, match=r"a\.txt\] holds no text in UTF-8; write it in UTF-8 or"):
+    with pytest.raises(
+        ConfigError, match=r"a\.txt\] holds no text in UTF-8; write it in UTF-8 or"
+    ):
         prepare_folder(request(tmp_path / "out", tmp_path / "a.txt"))
 
 
@@ -133,7 +147,8 @@ def test_document_too_large_for_memory_is_reported(
     (tmp_path / "a.txt").write_text("a text")
     monkeypatch.setattr(f"fsdptoys.data.{where}", refuse)
     with pytest.raises(
-        ConfigError, match=r"^data\.files\S* holds a document that does not fit .* data=prepared$"
+        ConfigError,
+        match=r"^data\.files\S* holds a document that does not fit .* data=prepared$",
     ):
         HFConfig(
             files=[str(tmp_path / "a.txt")], cache=str(tmp_path / "cache"), processes=1
@@ -141,7 +156,9 @@ def test_document_too_large_for_memory_is_reported(
 
 
 @pytest.mark.parametrize("name", ["pipe", "/dev/zero", "folder", "saved"])
-def test_irregular_files_are_refused_without_blocking(name: str, tmp_path: Path) -> None:
+def test_irregular_files_are_refused_without_blocking(
+    name: str, tmp_path: Path
+) -> None:
     """Oracle: the expected message; reading would block forever."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
@@ -164,14 +181,17 @@ def test_named_pipes_in_place_of_tokenizer_files_are_refused(tmp_path: Path) -> 
     choice = Path(save_tokenizer(tmp_path / "tokenizer", None))
     (tmp_path / "a.txt").write_text("one two")
     config = HFConfig(
-        files=[str(tmp_path / "a.txt")], tokenizer=str(choice), cache=str(tmp_path / "cache")
+        files=[str(tmp_path / "a.txt")],
+        tokenizer=str(choice),
+        cache=str(tmp_path / "cache"),
     )
     config.prepare(1, 256)
     (folder,) = (tmp_path / "cache").iterdir()
     (folder / "tokenizer.json").unlink()
     os.mkfifo(folder / "tokenizer.json")
     with pytest.raises(
-        ConfigError, match=r"cannot be read \(it is a named pipe and not a regular file\)"
+        ConfigError,
+        match=r"cannot be read \(it is a named pipe and not a regular file\)",
     ):
         PreparedConfig(folder=str(folder)).find_tokenizer()
     os.mkfifo(choice / "tokenizer_config.json")

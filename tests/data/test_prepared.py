@@ -9,7 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdptoys.data import IGNORE_INDEX, PreparedConfig, eval_batches, packing, read_index
+from fsdptoys.data import (
+    IGNORE_INDEX,
+    PreparedConfig,
+    eval_batches,
+    packing,
+    read_index,
+)
 from fsdptoys.data.mixture import BLOCK, MixedHeldOut, MixedSamples
 from fsdptoys.data.packing import Packing, best_fit, cut
 from fsdptoys.errors import ConfigError
@@ -35,7 +41,10 @@ def test_windows_follow_the_concatenated_shards_of_a_split(tmp_path, seq_len):
     assert dataset.document_end == 0 and config.has_eval
     for samples, split in ((dataset.train, "train"), (dataset.eval, "eval")):
         assert_windows(
-            samples, tokens_of(folder, split), seq_len, stride=max(1, len(samples) // 50)
+            samples,
+            tokens_of(folder, split),
+            seq_len,
+            stride=max(1, len(samples) // 50),
         )
 
 
@@ -75,12 +84,17 @@ def test_unigram_entropy_matches_the_mixture(tmp_path):
         return float(-(shares_V[shares_V > 0] * np.log(shares_V[shares_V > 0])).sum())
 
     mixed = PreparedConfig(sources=[first, other], weights=[3.0, 1.0]).build(8, 256, 0)
-    assert mixed.unigram_entropy_nats == pytest.approx(entropy(0.75 * shares[0] + 0.25 * shares[1]))
+    assert mixed.unigram_entropy_nats == pytest.approx(
+        entropy(0.75 * shares[0] + 0.25 * shares[1])
+    )
 
 
 def numbered(*counts: int) -> list[NumberedSamples]:
     """Samples numbered from 1000 times the source's number."""
-    return [NumberedSamples(count, first=1000 * source) for source, count in enumerate(counts)]
+    return [
+        NumberedSamples(count, first=1000 * source)
+        for source, count in enumerate(counts)
+    ]
 
 
 def mixture(weights, seed: int = 0) -> MixedSamples:
@@ -107,13 +121,15 @@ def test_every_block_has_the_exact_proportions(weights, counts):
     assert samples.counts == counts and size <= BLOCK
     for block in range(3):
         owners = Counter(
-            samples.locate(place)[0] for place in range(block * size, (block + 1) * size)
+            samples.locate(place)[0]
+            for place in range(block * size, (block + 1) * size)
         )
         assert [owners[number] for number in range(len(weights))] == counts
     owners_N = samples.owners
     for number, count in enumerate(counts):
         assert np.all(
-            abs(np.cumsum(owners_N == number) - np.arange(1, size + 1) * count / size) < 1.01
+            abs(np.cumsum(owners_N == number) - np.arange(1, size + 1) * count / size)
+            < 1.01
         )
 
 
@@ -121,7 +137,8 @@ def test_blocks_are_rotated_randomly():
     """Oracle: the ten rotations of a block of 7 and 3, all of them in the first hundred blocks."""
     samples = mixture([0.7, 0.3])
     blocks = {
-        tuple(samples.locate(10 * block + spot)[0] for spot in range(10)) for block in range(100)
+        tuple(samples.locate(10 * block + spot)[0] for spot in range(10))
+        for block in range(100)
     }
     assert len(blocks) == 10
     (one, *_) = blocks
@@ -141,7 +158,9 @@ def test_every_source_has_its_own_epochs():
             taken[owner][start : start + size]
             for start in range(0, len(taken[owner]) - size + 1, size)
         ]
-        assert len(epochs) >= 7 and all(sorted(epoch) == list(range(size)) for epoch in epochs)
+        assert len(epochs) >= 7 and all(
+            sorted(epoch) == list(range(size)) for epoch in epochs
+        )
         assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
     assert [mixture([3, 1], seed=1).locate(place) for place in range(400)] != [
         samples.locate(p) for p in range(400)
@@ -149,9 +168,12 @@ def test_every_source_has_its_own_epochs():
 
 
 @pytest.mark.parametrize(
-    ("weights", "sizes", "length"), [([3, 1], (7, 7), 9), ([1, 1], (4, 9), 8), ([2, 1], (1, 5), 2)]
+    ("weights", "sizes", "length"),
+    [([3, 1], (7, 7), 9), ([1, 1], (4, 9), 8), ([2, 1], (1, 5), 2)],
 )
-def test_held_out_samples_keep_the_proportions_until_a_source_ends(weights, sizes, length):
+def test_held_out_samples_keep_the_proportions_until_a_source_ends(
+    weights, sizes, length
+):
     """Oracle: each source's samples in their order; every start of the list has its share to within
     one sample."""
     samples = MixedHeldOut(numbered(*sizes), weights)
@@ -185,7 +207,9 @@ def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     rows: list[list[int]] = []
     for piece in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         rooms = [capacity - sum(lengths[other] for other in row) for row in rows]
-        fitting = [number for number, room in enumerate(rooms) if room >= lengths[piece]]
+        fitting = [
+            number for number, room in enumerate(rooms) if room >= lengths[piece]
+        ]
         if fitting:
             rows[min(fitting, key=rooms.__getitem__)].append(piece)
         else:
@@ -283,12 +307,17 @@ def test_packing_plan_is_built_once_per_sequence_length(tmp_path, monkeypatch):
     wanted.prepare(64, 256)
     assert len(log.read_text().splitlines()) == 1
     wanted.prepare(65, 256)
-    assert len(log.read_text().splitlines()) == 2 and len(list((tmp_path / "cache").iterdir())) == 2
+    assert (
+        len(log.read_text().splitlines()) == 2
+        and len(list((tmp_path / "cache").iterdir())) == 2
+    )
 
 
 def test_mixed_data_can_be_packed(tmp_path):
     """Oracle: rows of the folders without mixing."""
-    folders = [make(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "other"))]
+    folders = [
+        make(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "other"))
+    ]
     mixed = (
         config(None, tmp_path / "cache", sources=folders, weights=[1.0, 1.0])
         .build(64, 256, 0)

@@ -38,12 +38,18 @@ def test_template_and_skipping_decide_the_cache_and_the_day_does_not(
     save_chat_tokenizer(Path("tokenizer"), dated)
     for changes in ({}, {}, {"template": "chatml"}, {"skip_bad_rows": True}):
         config(**changes).prepare(WIDE, 512)
-    folders = [path for path in Path("cache").iterdir() if (path / "index.json").exists()]
+    folders = [
+        path for path in Path("cache").iterdir() if (path / "index.json").exists()
+    ]
     assert len(folders) == 3
     ((ids, _),) = rows_of(config())
     from tokenizers import Tokenizer
 
-    assert Tokenizer.from_file("tokenizer/tokenizer.json").decode(ids).startswith("26 Jul 2024")
+    assert (
+        Tokenizer.from_file("tokenizer/tokenizer.json")
+        .decode(ids)
+        .startswith("26 Jul 2024")
+    )
 
 
 def test_prepared_folder_keeps_what_is_learned_and_mixes_with_texts() -> None:
@@ -53,7 +59,9 @@ def test_prepared_folder_keeps_what_is_learned_and_mixes_with_texts() -> None:
     Path("b.txt").write_text("hello " * 400)
     chat = config(files=["a.jsonl.gz"])
     chat.prepare(64, 512)
-    (chat_folder,) = (path for path in Path("cache").iterdir() if (path / "index.json").exists())
+    (chat_folder,) = (
+        path for path in Path("cache").iterdir() if (path / "index.json").exists()
+    )
     texts = HFConfig(
         files=["b.txt"],
         tokenizer="tokenizer",
@@ -69,11 +77,14 @@ def test_prepared_folder_keeps_what_is_learned_and_mixes_with_texts() -> None:
     shares = [np.mean(dataset.train[number][1] != IGNORE_INDEX) for number in range(20)]
     assert max(shares) == 1.0 and 0 < min(shares) < 0.6
     assert (
-        PreparedConfig(folder=str(chat_folder)).build(64, 512, 0).fingerprint != dataset.fingerprint
+        PreparedConfig(folder=str(chat_folder)).build(64, 512, 0).fingerprint
+        != dataset.fingerprint
     )
 
 
-def test_data_prepare_writes_the_folder_of_data_chat(capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_prepare_writes_the_folder_of_data_chat(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Oracle: the bytes that data=chat puts into its cache, without the bad row."""
     write_rows(Path("rows.jsonl"), [GOOD, GOOD, '{"messages": []}'])
     chat = config(files=["rows.jsonl"], skip_bad_rows=True)
@@ -95,9 +106,13 @@ def test_data_prepare_writes_the_folder_of_data_chat(capsys: pytest.CaptureFixtu
     assert "shard-00000.learned" in names and names == sorted(
         path.name for path in cached.iterdir()
     )
-    assert all(Path("out", name).read_bytes() == (cached / name).read_bytes() for name in names)
+    assert all(
+        Path("out", name).read_bytes() == (cached / name).read_bytes() for name in names
+    )
     words[words.index("out")] = "other"
-    with pytest.raises(ConfigError, match=r"in line 3 .*; repair it, or add --skip-bad-rows"):
+    with pytest.raises(
+        ConfigError, match=r"in line 3 .*; repair it, or add --skip-bad-rows"
+    ):
         data_command([*words, "--chat"])
 
 
@@ -167,12 +182,19 @@ def test_preparing_reports_what_rows_lose_and_prints_one(
     assert data_command([*words, "--processes", "1"]) == 0
     out, err = capsys.readouterr()
     loses = "loses the content of message 1 (developer), which the chat template does not write"
-    assert f"FILE=[rows.jsonl] in line 11 {loses}\n" in err and f"in line 12 {loses}" not in err
+    assert (
+        f"FILE=[rows.jsonl] in line 11 {loses}\n" in err
+        and f"in line 12 {loses}" not in err
+    )
     assert "12 rows in all lose parts\n" in err
     assert (
-        "no answer ends with a special token, so the model does not learn to end its turn\n" in err
+        "no answer ends with a special token, so the model does not learn to end its turn\n"
+        in err
     )
-    assert "user: hello\n[[assistant:  hello yourself \n\n]]\n" in out and f"the row {loses}" in out
+    assert (
+        "user: hello\n[[assistant:  hello yourself \n\n]]\n" in out
+        and f"the row {loses}" in out
+    )
 
 
 def test_damaged_learned_file_is_named() -> None:
@@ -191,8 +213,13 @@ def test_sequences_without_an_answer_are_left_out_and_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Oracle: the windows of the same stream that have a label, found one by one."""
-    long = [{"role": "user", "content": "word " * 150}, {"role": "assistant", "content": "yes"}]
-    write_rows(Path("a.jsonl"), [{"messages": messages} for messages in (*CONVERSATIONS, long)])
+    long = [
+        {"role": "user", "content": "word " * 150},
+        {"role": "assistant", "content": "yes"},
+    ]
+    write_rows(
+        Path("a.jsonl"), [{"messages": messages} for messages in (*CONVERSATIONS, long)]
+    )
     wanted = config(packing=Packing.none, mask_documents=False)
     wanted.prepare(16, 512)
     dataset = wanted.build(16, 512, 0)
@@ -204,7 +231,9 @@ def test_sequences_without_an_answer_are_left_out_and_counted(
     ]
     found = [dataset.train[number] for number in range(len(dataset.train))]
     assert 0 < len(expected) < len(windows)
-    for (tokens, labels), (expected_tokens, expected_labels) in zip(found, expected, strict=True):
+    for (tokens, labels), (expected_tokens, expected_labels) in zip(
+        found, expected, strict=True
+    ):
         assert (tokens == expected_tokens).all() and (labels == expected_labels).all()
     sentence = (
         f"left out {len(windows) - len(expected)} of {len(windows)} sequences of data.files, "
@@ -228,12 +257,14 @@ def test_sequences_without_an_answer_are_left_out_and_counted(
 )
 def test_parts_without_any_answer_are_refused(part: str, sentence: str) -> None:
     """Oracle: the expected message, of labels that are all 0 in one part."""
-    write_rows(Path("a.jsonl"), [{"messages": messages} for messages in CONVERSATIONS * 10])
+    write_rows(
+        Path("a.jsonl"), [{"messages": messages} for messages in CONVERSATIONS * 10]
+    )
     wanted = config(packing=Packing.none, mask_documents=False, eval_fraction=0.5)
     wanted.prepare(16, 512)
-    for shard in read_index(str(next(Path("cache").glob("*/index.json")).parent), "data.files").of(
-        part
-    ):
+    for shard in read_index(
+        str(next(Path("cache").glob("*/index.json")).parent), "data.files"
+    ).of(part):
         (path,) = Path("cache").glob(f"*/{shard.name}.learned")
         path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(ConfigError, match=sentence):
@@ -251,12 +282,22 @@ def test_training_counts_answers_for_the_loss_and_all_tokens_for_the_rate(
 ) -> None:
     """Oracle: labels and ids of the dataset's rows; one process for the losses of two. Every row
     has a label."""
-    long = [{"role": "user", "content": "word " * 150}, {"role": "assistant", "content": "yes"}]
-    write_rows(Path("a.jsonl"), [{"messages": messages} for messages in (*CONVERSATIONS, long)])
+    long = [
+        {"role": "user", "content": "word " * 150},
+        {"role": "assistant", "content": "yes"},
+    ]
+    write_rows(
+        Path("a.jsonl"), [{"messages": messages} for messages in (*CONVERSATIONS, long)]
+    )
     histories: list[list[StepMetrics]] = []
     for ranks, batch_size in ((1, 4), (2, 2)):
         wanted = make_config(
-            FSDP2Config(), ranks, steps=3, seq_len=64, grad_accum=1, batch_size=batch_size
+            FSDP2Config(),
+            ranks,
+            steps=3,
+            seq_len=64,
+            grad_accum=1,
+            batch_size=batch_size,
         )
         wanted.model.vocab_size, wanted.data = 512, config()
         wanted.data.prepare(64, 512)
@@ -267,11 +308,20 @@ def test_training_counts_answers_for_the_loss_and_all_tokens_for_the_rate(
     rows = [dataset.train[number] for number in range(len(dataset.train))]
     labels = [int((labels_T != IGNORE_INDEX).sum()) for _, labels_T in rows]
     padding = [
-        64 - len(np.trim_zeros(tokens_T - dataset.document_end, "b")) for tokens_T, _ in rows
+        64 - len(np.trim_zeros(tokens_T - dataset.document_end, "b"))
+        for tokens_T, _ in rows
     ]
     tokens = [64 - max(0, count - 1) for count in padding]
-    assert min(labels) > 0 and sum(labels) == len(learned) and len(rows) > 4 and min(tokens) < 64
-    assert "parts without an answer, of documents longer than 64 tokens" in capsys.readouterr().err
+    assert (
+        min(labels) > 0
+        and sum(labels) == len(learned)
+        and len(rows) > 4
+        and min(tokens) < 64
+    )
+    assert (
+        "parts without an answer, of documents longer than 64 tokens"
+        in capsys.readouterr().err
+    )
     stream = EndlessShuffle(len(rows), 0)
     for number, (step, *others) in enumerate(zip(*histories, strict=True)):
         chosen = [stream[4 * number + sample] for sample in range(4)]
@@ -280,6 +330,7 @@ def test_training_counts_answers_for_the_loss_and_all_tokens_for_the_rate(
             sum(tokens[row] for row in chosen)
         )
         for other in others:
-            assert other.valid_tokens == step.valid_tokens and other.loss == pytest.approx(
-                step.loss, rel=1e-5
+            assert (
+                other.valid_tokens == step.valid_tokens
+                and other.loss == pytest.approx(step.loss, rel=1e-5)
             )

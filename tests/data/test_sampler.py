@@ -47,13 +47,17 @@ def test_steps_do_not_depend_on_the_number_of_ranks(ranks, batch_size, microbatc
             assert torch.equal(labels_BT, tokens_BT + 1)
 
 
-@pytest.mark.parametrize(("count", "global_batch"), [(12, 4), (29, 12), (5, 12), (1, 3)])
+@pytest.mark.parametrize(
+    ("count", "global_batch"), [(12, 4), (29, 12), (5, 12), (1, 3)]
+)
 def test_every_epoch_has_each_sample_exactly_once(count, global_batch):
     """Oracle: sorted numbers, also where a global batch straddles one epoch or several."""
     steps = -(-3 * count // global_batch)
     numbers = take_numbers(one_process(NumberedSamples(count), global_batch), steps)
     for epoch in range(3):
-        assert sorted(numbers[epoch * count : (epoch + 1) * count]) == list(range(count))
+        assert sorted(numbers[epoch * count : (epoch + 1) * count]) == list(
+            range(count)
+        )
 
 
 def test_order_depends_on_the_seed_and_the_epoch():
@@ -67,17 +71,30 @@ def test_order_depends_on_the_seed_and_the_epoch():
 
 def test_order_is_stable_across_versions():
     """Oracle: recorded numbers; they depend only on integers and BLAKE2b."""
-    assert take_numbers(one_process(NumberedSamples(8), 8, seed=0), 1) == [2, 1, 4, 6, 7, 3, 5, 0]
+    assert take_numbers(one_process(NumberedSamples(8), 8, seed=0), 1) == [
+        2,
+        1,
+        4,
+        6,
+        7,
+        3,
+        5,
+        0,
+    ]
 
 
 def test_endless_samples_are_taken_in_order():
     """Oracle: counting."""
-    assert take_numbers(one_process(NumberedSamples(100, endless=True), 6), 3) == list(range(18))
+    assert take_numbers(one_process(NumberedSamples(100, endless=True), 6), 3) == list(
+        range(18)
+    )
 
 
 @pytest.mark.parametrize("endless", [False, True])
 @pytest.mark.parametrize("steps_before", [0, 1, 3, 5])
-@pytest.mark.parametrize(("ranks", "batch_size", "microbatches"), [(1, 2, 6), (2, 3, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "batch_size", "microbatches"), [(1, 2, 6), (2, 3, 2)]
+)
 def test_resumed_stream_equals_uninterrupted(
     endless, steps_before, ranks, batch_size, microbatches
 ):
@@ -87,7 +104,9 @@ def test_resumed_stream_equals_uninterrupted(
     uninterrupted = take_numbers(one_process(samples, 12), 8)
     stopped = BatchStream(samples, 4, 1, range(3), 3, 0, "print")
     before = take_numbers(stopped, steps_before)
-    resumed = BatchStream(samples, batch_size, microbatches, range(ranks), ranks, 0, "print")
+    resumed = BatchStream(
+        samples, batch_size, microbatches, range(ranks), ranks, 0, "print"
+    )
     resumed.next_step()
     resumed.load_state_dict(stopped.state_dict())
     assert before + take_numbers(resumed, 8 - steps_before) == uninterrupted
@@ -98,8 +117,14 @@ def test_state_holds_sample_count_fingerprint_and_order():
     order."""
     stream = BatchStream(NumberedSamples(7), 5, 3, range(2, 3), 4, 0, "print")
     take_numbers(stream, 2)
-    assert stream.state_dict() == {"samples": 120, "fingerprint": "print", "order": "feistel-8"}
-    assert one_process(NumberedSamples(7, endless=True), 1).state_dict()["order"] is None
+    assert stream.state_dict() == {
+        "samples": 120,
+        "fingerprint": "print",
+        "order": "feistel-8",
+    }
+    assert (
+        one_process(NumberedSamples(7, endless=True), 1).state_dict()["order"] is None
+    )
 
 
 def test_changed_data_is_refused():
@@ -107,9 +132,12 @@ def test_changed_data_is_refused():
     streams = []
     for seq_len in (8, 16):
         dataset = SyntheticConfig().build(seq_len, 32, 0)
-        streams.append(BatchStream(dataset.train, 1, 1, range(1), 1, 0, dataset.fingerprint))
+        streams.append(
+            BatchStream(dataset.train, 1, 1, range(1), 1, 0, dataset.fingerprint)
+        )
     with pytest.raises(
-        ConfigError, match=r"^data has changed since the checkpoint .* or start a new run$"
+        ConfigError,
+        match=r"^data has changed since the checkpoint .* or start a new run$",
     ):
         streams[0].load_state_dict(streams[1].state_dict())
     streams[0].load_state_dict(streams[0].state_dict())
@@ -126,11 +154,14 @@ def test_checkpoint_of_another_sample_order_is_refused(order):
         ConfigError,
         match=rf"^the checkpoint's data came in the order {found}, and this version's is",
     ):
-        stream.load_state_dict({key: value for key, value in state.items() if value is not None})
+        stream.load_state_dict(
+            {key: value for key, value in state.items() if value is not None}
+        )
 
 
 @pytest.mark.parametrize(
-    ("count", "batches", "expected_batches"), [(24, 2, 2), (30, 2, 2), (13, 2, 2), (1, 5, 1)]
+    ("count", "batches", "expected_batches"),
+    [(24, 2, 2), (30, 2, 2), (13, 2, 2), (1, 5, 1)],
 )
 def test_evaluation_has_the_first_samples_in_equal_numbers_of_batches(
     count, batches, expected_batches
@@ -139,9 +170,15 @@ def test_evaluation_has_the_first_samples_in_equal_numbers_of_batches(
     labels."""
     samples = NumberedSamples(count)
     by_rank = [list(eval_batches(samples, 4, batches, rank, 3)) for rank in range(3)]
-    assert [len(batches_of_rank) for batches_of_rank in by_rank] == [expected_batches] * 3
-    in_order = [shares[number] for number in range(expected_batches) for shares in by_rank]
-    tokens_NT, labels_NT = (torch.cat(tensors) for tensors in zip(*in_order, strict=True))
+    assert [len(batches_of_rank) for batches_of_rank in by_rank] == [
+        expected_batches
+    ] * 3
+    in_order = [
+        shares[number] for number in range(expected_batches) for shares in by_rank
+    ]
+    tokens_NT, labels_NT = (
+        torch.cat(tensors) for tensors in zip(*in_order, strict=True)
+    )
     assert tokens_NT.shape == labels_NT.shape == (12 * expected_batches, SEQ_LEN)
     assert tokens_NT.dtype == labels_NT.dtype == torch.int64
     taken = min(count, 12 * batches)

@@ -27,7 +27,9 @@ def test_ignore_index_equals_that_of_the_loss():
     assert IGNORE_INDEX == objective.IGNORE_INDEX
 
 
-def write_tokens(path: Path, count: int, dtype: str = "uint16", seed: int = 0) -> np.ndarray:
+def write_tokens(
+    path: Path, count: int, dtype: str = "uint16", seed: int = 0
+) -> np.ndarray:
     limit = min(70_000, np.iinfo(dtype).max + 1)
     tokens = np.random.default_rng(seed).integers(0, limit, count).astype(dtype)
     tokens.tofile(path)
@@ -41,13 +43,18 @@ def test_windows_follow_the_concatenated_files(tmp_path, dtype, seq_len):
     for number, count in enumerate([17, 1, 3, 20]):
         write_tokens(tmp_path / f"part{number}.bin", count, dtype.value, seed=number)
     stream = np.concatenate(
-        [np.fromfile(tmp_path / f"part{number}.bin", dtype.value) for number in range(4)]
+        [
+            np.fromfile(tmp_path / f"part{number}.bin", dtype.value)
+            for number in range(4)
+        ]
     )
     config = BinConfig([f"{tmp_path}/part0.bin", f"{tmp_path}/part[1-9].bin"], dtype)
     config.validate(seq_len, 70_000)
     dataset = config.build(seq_len, 70_000, seed=0)
     assert_windows(dataset.train, stream, seq_len)
-    assert not config.has_eval and dataset.eval is None and not hasattr(dataset, "decode")
+    assert (
+        not config.has_eval and dataset.eval is None and not hasattr(dataset, "decode")
+    )
 
 
 @pytest.mark.parametrize("held_out", ["fraction", "files"])
@@ -69,11 +76,15 @@ def test_held_out_part_is_the_tail_or_separate_files(tmp_path, held_out):
 def test_labels_can_end_at_document_boundaries(tmp_path):
     """Oracle: the tokens; the fingerprint differs, so checkpoints of other labels are refused."""
     end = 3
-    np.random.default_rng(0).integers(0, 8, 200).astype("uint16").tofile(tmp_path / "train.bin")
+    np.random.default_rng(0).integers(0, 8, 200).astype("uint16").tofile(
+        tmp_path / "train.bin"
+    )
     config = BinConfig([f"{tmp_path}/train.bin"], document_end=end, eval_fraction=0.2)
     plain, dataset = config.build(10, 8, seed=0), config.build(10, 8, seed=0)
     dataset.end_labels_with_documents()
-    assert dataset.fingerprint != plain.fingerprint and len(dataset.train) == len(plain.train)
+    assert dataset.fingerprint != plain.fingerprint and len(dataset.train) == len(
+        plain.train
+    )
     for before, after in ((plain.train, dataset.train), (plain.eval, dataset.eval)):
         for (tokens_T, labels_T), (same_T, masked_T) in zip(before, after, strict=True):
             np.testing.assert_array_equal(same_T, tokens_T)
@@ -95,7 +106,8 @@ def test_out_of_range_token_is_reported_when_read(tmp_path, monkeypatch):
     samples = config.build(8, 50, 0).train
     assert not samples[6250][0].any() and not samples[6252][0].any()
     with pytest.raises(
-        ConfigError, match=r"b\.bin\] has token 51 at position 50000, outside model\.vocab_size=50;"
+        ConfigError,
+        match=r"b\.bin\] has token 51 at position 50000, outside model\.vocab_size=50;",
     ):
         samples[6251]
 
@@ -123,7 +135,9 @@ def write_corpus(folder: Path, documents: dict[str, bytes] = DOCUMENTS) -> Path:
 )
 def test_windows_follow_the_joined_files(tmp_path, seq_len, eval_fraction):
     """Oracle: slices of the files joined by zero bytes in the order of their names' hashes."""
-    names = [name for name, content in DOCUMENTS.items() if name.endswith(".txt") and content]
+    names = [
+        name for name, content in DOCUMENTS.items() if name.endswith(".txt") and content
+    ]
     names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
     stream = np.frombuffer(b"\0".join(DOCUMENTS[name] for name in names), np.uint8)
     boundary = len(stream) - int(len(stream) * eval_fraction)
@@ -163,7 +177,9 @@ def test_unigram_entropy_covers_only_the_training_part(tmp_path, monkeypatch):
     assert dataset.unigram_entropy_nats == pytest.approx(1.75 * np.log(2))
     assert dataset.conditional_entropy_nats is None
     monkeypatch.setattr("fsdptoys.data.token_windows.CHUNK_TOKENS", 3)
-    assert config.build(2, 256, 0).unigram_entropy_nats == pytest.approx(1.75 * np.log(2))
+    assert config.build(2, 256, 0).unigram_entropy_nats == pytest.approx(
+        1.75 * np.log(2)
+    )
     monkeypatch.setattr("fsdptoys.data.token_windows.ENTROPY_BYTES", 4)
     assert config.build(2, 256, 0).unigram_entropy_nats == 0
 
@@ -171,7 +187,9 @@ def test_unigram_entropy_covers_only_the_training_part(tmp_path, monkeypatch):
 def test_text_round_trips_through_bytes():
     """Oracle: Python's UTF-8; other ids and bytes become U+FFFD."""
     tokens_T = encode_bytes("def \u00e9\u20ac")
-    assert tokens_T.dtype == np.int64 and tokens_T.tolist() == list("def \u00e9\u20ac".encode())
+    assert tokens_T.dtype == np.int64 and tokens_T.tolist() == list(
+        "def \u00e9\u20ac".encode()
+    )
     assert decode_bytes(tokens_T) == "def \u00e9\u20ac"
     assert decode_bytes([104, 300, 105, -1, 0xC3]) == "h\ufffdi\ufffd\ufffd"
     assert encode_bytes("").shape == (0,) and decode_bytes([]) == ""
@@ -196,7 +214,8 @@ def test_file_removed_during_a_run_is_reported(tmp_path):
     dataset = TextConfig([f"{write_corpus(tmp_path)}/d.txt"]).build(8, 256, 0)
     (tmp_path / "d.txt").unlink()
     with pytest.raises(
-        ConfigError, match=r"d\.txt\] can no longer be read \(No such file or directory\); restore"
+        ConfigError,
+        match=r"d\.txt\] can no longer be read \(No such file or directory\); restore",
     ):
         dataset.train[20]
 
@@ -214,14 +233,18 @@ def test_samples_depend_only_on_split_seed_and_index():
     config = SyntheticConfig(eval_samples=4)
     datasets = [config.build(SEQ_LEN, VOCAB, seed) for seed in (3, 4, 3)]
     for number in (3, 0):
-        np.testing.assert_array_equal(datasets[2].train[number], datasets[0].train[number])
+        np.testing.assert_array_equal(
+            datasets[2].train[number], datasets[0].train[number]
+        )
     samples = {
         split[number][0].tobytes()
         for dataset in datasets[:2]
         for split in (dataset.train, dataset.eval)
         for number in range(4)
     }
-    assert len(samples) == 16 and len(list(datasets[0].eval)) == len(datasets[0].eval) == 4
+    assert (
+        len(samples) == 16 and len(list(datasets[0].eval)) == len(datasets[0].eval) == 4
+    )
     assert SyntheticConfig(eval_samples=0).build(8, 32, 0).eval is None
 
 
@@ -263,22 +286,36 @@ def test_ragged_sequences_end_with_ignored_labels_and_padding():
         valid = int((labels_T != IGNORE_INDEX).sum())
         ends.append(valid)
         np.testing.assert_array_equal(labels_T[:valid], whole_labels_T[:valid])
-        np.testing.assert_array_equal(tokens_T[: valid + 1], whole_tokens_T[: valid + 1])
-        assert (labels_T[valid:] == IGNORE_INDEX).all() and (tokens_T[valid + 1 :] == 0).all()
+        np.testing.assert_array_equal(
+            tokens_T[: valid + 1], whole_tokens_T[: valid + 1]
+        )
+        assert (labels_T[valid:] == IGNORE_INDEX).all() and (
+            tokens_T[valid + 1 :] == 0
+        ).all()
     assert (min(ends), max(ends)) == (1, SEQ_LEN)
     assert np.mean(ends) == pytest.approx((1 + SEQ_LEN) / 2, rel=0.05)
 
 
-def synthetic(*, seq_len: int = 8, vocab_size: int = 32, seed: int = 0, **settings) -> str:
+def synthetic(
+    *, seq_len: int = 8, vocab_size: int = 32, seed: int = 0, **settings
+) -> str:
     return SyntheticConfig(**settings).build(seq_len, vocab_size, seed).fingerprint
 
 
 def binary(**settings) -> str:
-    return BinConfig(**{"files": ["x/a.bin", "x/b.bin"]} | settings).build(4, 2**32, 0).fingerprint
+    return (
+        BinConfig(**{"files": ["x/a.bin", "x/b.bin"]} | settings)
+        .build(4, 2**32, 0)
+        .fingerprint
+    )
 
 
 def text(folder: str = "x", seq_len: int = 8, seed: int = 0, **settings) -> str:
-    return TextConfig([f"{folder}/**/*.txt"], **settings).build(seq_len, 256, seed).fingerprint
+    return (
+        TextConfig([f"{folder}/**/*.txt"], **settings)
+        .build(seq_len, 256, seed)
+        .fingerprint
+    )
 
 
 FOLDERS = {
@@ -296,7 +333,9 @@ CHANGES = [
 ]
 
 
-def test_fingerprint_depends_on_everything_that_determines_the_samples(tmp_path, monkeypatch):
+def test_fingerprint_depends_on_everything_that_determines_the_samples(
+    tmp_path, monkeypatch
+):
     """Oracle: one change at a time; held-out files, and a second reading of the same files, change
     nothing."""
     monkeypatch.chdir(tmp_path)

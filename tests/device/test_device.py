@@ -61,16 +61,24 @@ def test_cpu_device_is_the_system() -> None:
         torch.device("cpu"),
         False,
     )
-    assert (device.bound_device, device.barrier_devices, device.pins_memory) == (None, None, False)
+    assert (device.bound_device, device.barrier_devices, device.pins_memory) == (
+        None,
+        None,
+        False,
+    )
     assert device.name and device.peak_flops is None and device.supports_bfloat16()
     device.synchronize()
     device.reset_peak_memory()
-    assert device.total_memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert device.total_memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf(
+        "SC_PHYS_PAGES"
+    )
     assert device.rng_state() is None
     device.restore_rng_state(torch.zeros(16, dtype=torch.uint8))
 
 
-WITHOUT = pytest.mark.skipif(available_device_type() != "cpu", reason="has an accelerator")
+WITHOUT = pytest.mark.skipif(
+    available_device_type() != "cpu", reason="has an accelerator"
+)
 
 
 @WITHOUT
@@ -78,13 +86,16 @@ def test_missing_device_is_a_config_error() -> None:
     """Oracle: the expected message."""
     assert device_count("cuda") == 0 and device_count("cpu") == 1
     with pytest.raises(
-        ConfigError, match=r"^launch.device=cuda finds no such device.*; set launch.device=cpu$"
+        ConfigError,
+        match=r"^launch.device=cuda finds no such device.*; set launch.device=cpu$",
     ):
         Device("cuda", 0)
 
 
 @WITHOUT
-@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="has torch_npu")
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch_npu") is not None, reason="has torch_npu"
+)
 def test_missing_torch_npu_names_the_package_to_install() -> None:
     """Oracle: torch_npu's wheels, each of which requires the PyTorch of its own version."""
     release = torch.__version__.partition("+")[0]
@@ -95,7 +106,8 @@ def test_missing_torch_npu_names_the_package_to_install() -> None:
 
 
 BROKEN_PACKAGE = (
-    "raise ImportError('libhccl.so: cannot open shared object file: No such file or directory')"
+    "raise ImportError('libhccl.so: cannot open shared object file: No such "
+    "file or directory')"
 )
 NOT_IMPORTED = (
     r"installed but cannot be imported \[libhccl.so: cannot open.*\]; "
@@ -151,7 +163,9 @@ def fake_npus(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     monkeypatch.setattr(torch, "accelerator", accelerator)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(
-        torch, "device", lambda kind, index=None: types.SimpleNamespace(type=kind, index=index)
+        torch,
+        "device",
+        lambda kind, index=None: types.SimpleNamespace(type=kind, index=index),
     )
     return module
 
@@ -159,15 +173,24 @@ def fake_npus(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 def test_npu_uses_hccl_without_a_bound_device(fake_npus: types.SimpleNamespace) -> None:
     """Oracle: torch_npu 2.13.0, whose process group has no way to split one."""
     device = Device("npu", 1)
-    assert (device.backend, device.bound_device, device.barrier_devices) == ("hccl", None, [1])
-    assert device.is_accelerator and device.pins_memory and not float64_collectives("npu")
+    assert (device.backend, device.bound_device, device.barrier_devices) == (
+        "hccl",
+        None,
+        [1],
+    )
+    assert (
+        device.is_accelerator and device.pins_memory and not float64_collectives("npu")
+    )
     with pytest.raises(
-        ConfigError, match=r"local rank 2 needs its own npu device, this machine has 2; set launch"
+        ConfigError,
+        match=r"local rank 2 needs its own npu device, this machine has 2; set launch",
     ):
         Device("npu", 2)
 
 
-def test_bfloat16_is_refused_on_devices_without_support(fake_npus: types.SimpleNamespace) -> None:
+def test_bfloat16_is_refused_on_devices_without_support(
+    fake_npus: types.SimpleNamespace,
+) -> None:
     """Oracle: the device's own answer."""
     config = compose_config(
         ["launch.device=npu", "parallel=fsdp2", "parallel.param_dtype=bfloat16"]
@@ -222,7 +245,10 @@ def test_host_copies_are_counted_apart() -> None:
     )
     counted = count.finish({})
     assert counted.host_bytes == offloaded.nbytes + states.nbytes
-    assert counted.at_peak["parameters"] == parameters.nbytes and "states" not in counted.at_peak
+    assert (
+        counted.at_peak["parameters"] == parameters.nbytes
+        and "states" not in counted.at_peak
+    )
 
 
 def test_backward_and_views_are_counted_once(capfd: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +260,9 @@ def test_backward_and_views_are_counted_once(capfd: pytest.CaptureFixture[str]) 
         weight.grad = view
     count = AllocationCount({"parameters": weights})
     (weights[0] @ weights[1]).relu().sum().backward()
-    count.label({"gradients": [weight.grad for weight in weights if weight.grad is not None]})
+    count.label(
+        {"gradients": [weight.grad for weight in weights if weight.grad is not None]}
+    )
     counted = count.finish({})
     assert counted.at_peak["gradients"] == buffer.nbytes
     assert counted.at_peak["parameters"] == 2 * 64 * 64 * 4

@@ -22,17 +22,32 @@ from fsdptoys.errors import ConfigError
 
 
 def quantities(hardware: Hardware) -> dict[str, Quantity]:
-    found = {field.name: getattr(hardware, field.name) for field in dataclasses.fields(hardware)}
-    found |= {f"peak_flops.{dtype}": peak for dtype, peak in hardware.peak_flops.items()}
+    found = {
+        field.name: getattr(hardware, field.name)
+        for field in dataclasses.fields(hardware)
+    }
     found |= {
-        f"{backend}_efficiency": share for backend, share in hardware.attention_backends.items()
+        f"peak_flops.{dtype}": peak for dtype, peak in hardware.peak_flops.items()
+    }
+    found |= {
+        f"{backend}_efficiency": share
+        for backend, share in hardware.attention_backends.items()
     }
     return {name: value for name, value in found.items() if isinstance(value, Quantity)}
 
 
 def test_list_of_profiles_is_as_documented() -> None:
     """Oracle: the list that the documentation promises."""
-    assert list_hardware() == ["4090", "a100", "a2", "b200", "cpu", "h100", "h200", "l40s"]
+    assert list_hardware() == [
+        "4090",
+        "a100",
+        "a2",
+        "b200",
+        "cpu",
+        "h100",
+        "h200",
+        "l40s",
+    ]
 
 
 @pytest.mark.parametrize("name", list_hardware())
@@ -44,7 +59,9 @@ def test_every_number_has_a_source(name: str) -> None:
     for key, quantity in quantities(hardware).items():
         assert len(quantity.source) > 8, key
         if key.endswith("_efficiency"):
-            assert re.search(r"assumed|measured|github|arXiv|reached", quantity.source), key
+            assert re.search(
+                r"assumed|measured|github|arXiv|reached", quantity.source
+            ), key
 
 
 @pytest.mark.parametrize("name", list_hardware())
@@ -84,12 +101,17 @@ MISTAKES = yaml.safe_load(
 )
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake["says"] for mistake in MISTAKES])
+@pytest.mark.parametrize(
+    "mistake", MISTAKES, ids=[mistake["says"] for mistake in MISTAKES]
+)
 def test_mistakes_in_a_profile_are_reported_in_one_sentence(
     tmp_path: Path, mistake: dict[str, Any]
 ) -> None:
     """Oracle: the reason by hand, which names key and value."""
-    tree = yaml.safe_load((PROFILES / "h100.yaml").read_text(encoding="utf-8")) | mistake["changes"]
+    tree = (
+        yaml.safe_load((PROFILES / "h100.yaml").read_text(encoding="utf-8"))
+        | mistake["changes"]
+    )
     path = tmp_path / "mine.yaml"
     path.write_text(
         yaml.safe_dump({key: value for key, value in tree.items() if value is not None})

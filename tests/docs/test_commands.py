@@ -17,9 +17,22 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import FoundHardware
 from fsdptoys.launch.launch import resolve_run
 from fsdptoys.plan.search.switches import validate_switches
-from tests.harness.pages import PAGES, ROOT, Block, anchors, blocks, code_spans, commands, links
+from tests.harness.pages import (
+    PAGES,
+    ROOT,
+    Block,
+    anchors,
+    blocks,
+    code_spans,
+    commands,
+    links,
+)
 
-TOUR = [ROOT / "README.md", ROOT / "docs" / "first_steps.md", ROOT / "docs" / "fine_tuning.md"]
+TOUR = [
+    ROOT / "README.md",
+    ROOT / "docs" / "first_steps.md",
+    ROOT / "docs" / "fine_tuning.md",
+]
 NOT_RUN = {
     "README.md": ["network", "gpu"],
     "first_steps.md": ["network", "gpu"],
@@ -47,7 +60,9 @@ def run_block(block: Block, folder: Path) -> None:
     """Run a block's commands one after another, and compare the output of a ``console`` block."""
     lines = block.text.replace("\\\n", " ").splitlines()
     typed = [
-        line.removeprefix("$ ") for line in lines if block.info == "bash" or line.startswith("$ ")
+        line.removeprefix("$ ")
+        for line in lines
+        if block.info == "bash" or line.startswith("$ ")
     ]
     for line in typed:
         words = shlex.split(line)
@@ -59,9 +74,12 @@ def run_block(block: Block, folder: Path) -> None:
         if {"run_fsdp.sh", "train", "sweep"} & set(words) and "--cfg" not in words:
             settings = [word.partition("=") for word in words]
             words = [
-                key + mark + (TINY.get(key, value) if mark else "") for key, mark, value in settings
+                key + mark + (TINY.get(key, value) if mark else "")
+                for key, mark, value in settings
             ]
-            absent = TINY.keys() - {key for key, _, _ in settings} - {"checkpoint.every"}
+            absent = (
+                TINY.keys() - {key for key, _, _ in settings} - {"checkpoint.every"}
+            )
             is_default = not any(
                 word.startswith(("experiment=", "model=", "data=")) for word in words
             )
@@ -73,7 +91,9 @@ def run_block(block: Block, folder: Path) -> None:
                 else {"data.sample_tokens"}
             )
             words += [f"{key}={TINY[key]}" for key in sorted(absent)]
-        ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, errors="replace")
+        ended = subprocess.run(
+            words, cwd=folder, capture_output=True, text=True, errors="replace"
+        )
         if block.info == "bash":
             assert ended.returncode == 0, f"{line}\n{ended.stdout}\n{ended.stderr}"
         else:
@@ -95,7 +115,11 @@ def test_commands_of_the_introductory_pages_run_in_order(
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    shell = [block for block in blocks(page) if block.info.split(" ")[0] in ("bash", "console")]
+    shell = [
+        block
+        for block in blocks(page)
+        if block.info.split(" ")[0] in ("bash", "console")
+    ]
     assert [
         block.info.partition("needs=")[2] for block in shell if "needs=" in block.info
     ] == NOT_RUN[page.name]
@@ -126,7 +150,9 @@ def find_mistake_of_run(settings: list[str]) -> str | None:
             except ConfigError as error:
                 if not re.match(FEW_DEVICES, str(error)):
                     found.add(None if re.match(ABSENT, str(error)) else str(error))
-    return max(found, key=lambda sentence: sentence or "", default="no machine can run it")
+    return max(
+        found, key=lambda sentence: sentence or "", default="no machine can run it"
+    )
 
 
 def find_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str | None:
@@ -142,7 +168,10 @@ def find_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str | 
         try:
             run = compose_hypothetical(settings, searches=rest[0] == "search")
             validate_switches(
-                run.config, run.world_size, run.hardware.device_type, min(8, run.world_size)
+                run.config,
+                run.world_size,
+                run.hardware.device_type,
+                min(8, run.world_size),
             )
         except ConfigError as error:
             return None if re.match(ABSENT, str(error)) else str(error)
@@ -173,10 +202,15 @@ def arguments(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if "benchmarks" not in page.parts], ids=lambda page: page.stem
+    "page",
+    [page for page in PAGES if "benchmarks" not in page.parts],
+    ids=lambda page: page.stem,
 )
 def test_commands_are_valid(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Oracle: composition and validation; of commands that read a folder, that its absence is the
     only mistake."""
@@ -212,15 +246,38 @@ SOURCES = [
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     """Oracle: Sphinx, which warns of dead links, missing headings, and pages outside the
     navigation; and the HTML."""
-    options = ["-q", "-W", "--keep-going", "-n", "-b", "html", "-d", str(tmp_path / "doctrees")]
-    command = [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(tmp_path / "site")]
+    options = [
+        "-q",
+        "-W",
+        "--keep-going",
+        "-n",
+        "-b",
+        "html",
+        "-d",
+        str(tmp_path / "doctrees"),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        *options,
+        str(ROOT / "docs"),
+        str(tmp_path / "site"),
+    ]
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("COVERAGE")
     }
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     front = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
-    for page in ("memory.html", "architecture.html", "toys/README.html", "benchmarks/peers.html"):
+    for page in (
+        "memory.html",
+        "architecture.html",
+        "toys/README.html",
+        "benchmarks/peers.html",
+    ):
         assert (tmp_path / "site" / page).is_file() and f'href="{page}"' in front, page
 
 
@@ -246,10 +303,14 @@ def test_pages_named_in_sources_exist() -> None:
     """Oracle: the file system, for each mention of a page in code, settings, scripts and tests."""
     missing = []
     for source in SOURCES:
-        files = [ROOT / source] if (ROOT / source).is_file() else (ROOT / source).rglob("*")
+        files = (
+            [ROOT / source] if (ROOT / source).is_file() else (ROOT / source).rglob("*")
+        )
         for file in files:
             if file.suffix in (".py", ".sh", ".yaml", ".toml", ".sbatch"):
-                named = re.findall(r"(?<![\w/.])docs/[\w/]+\.md", file.read_text(encoding="utf-8"))
+                named = re.findall(
+                    r"(?<![\w/.])docs/[\w/]+\.md", file.read_text(encoding="utf-8")
+                )
                 missing += [
                     f"{file.relative_to(ROOT)}: {page}"
                     for page in named
@@ -261,9 +322,8 @@ def test_pages_named_in_sources_exist() -> None:
 def test_files_named_on_pages_exist() -> None:
     """Oracle: the file system, for code spans that look like paths below the root or below
     ``fsdptoys``."""
-    shape = (
-        r"(?:fsdptoys|models|patches|plan|scripts|tests|train|launch|configs)/[a-z_\d./]+\.[a-z]+"
-    )
+    roots = "fsdptoys|models|patches|plan|scripts|tests|train|launch|configs"
+    shape = rf"(?:{roots})/[a-z_\d./]+\.[a-z]+"
     missing = []
     for page in PAGES:
         paths = (path for path in code_spans(page) if re.fullmatch(shape, path))

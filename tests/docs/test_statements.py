@@ -35,7 +35,8 @@ def test_changelog_has_each_entry_once() -> None:
     )
     subjects = Counter(entry.partition(": ")[0] for entry in entries)
     assert (
-        len(subjects) > 50 and [subject for subject, count in subjects.items() if count > 1] == []
+        len(subjects) > 50
+        and [subject for subject, count in subjects.items() if count > 1] == []
     )
 
 
@@ -44,7 +45,9 @@ def test_experiments_page_counts_the_published_steps_with_offload() -> None:
     text = (ROOT / "benchmarks" / "plan.md").read_text(encoding="utf-8")
     _, _, section = text.partition("## 3a. ")
     errors = re.findall(
-        r"^\| fsdp.* (oo|co) \| s a step \|.*\| ([+-][\d.]+)% \|", section.partition("## ")[0], re.M
+        r"^\| fsdp.* (oo|co) \| s a step \|.*\| ([+-][\d.]+)% \|",
+        section.partition("## ")[0],
+        re.M,
     )
     longest = {
         kind: max(abs(float(error)) for name, error in errors if name == kind)

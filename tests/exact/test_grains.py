@@ -45,7 +45,9 @@ MODELS = {
 }
 
 
-def trained(model: Any, dtype: DType, **options: Any) -> tuple[list[float], list[Tensor]]:
+def trained(
+    model: Any, dtype: DType, **options: Any
+) -> tuple[list[float], list[Tensor]]:
     """Losses of two steps, and the parameters after them."""
     common = {
         "model": model,
@@ -53,16 +55,23 @@ def trained(model: Any, dtype: DType, **options: Any) -> tuple[list[float], list
         "kernels": PLAIN_KERNELS,
         "steps": 2,
     }
-    trainer = Trainer(make_config(SingleConfig(param_dtype=dtype), 1, **{**common, **options}))
+    trainer = Trainer(
+        make_config(SingleConfig(param_dtype=dtype), 1, **{**common, **options})
+    )
     trainer.train()
     params = [param.detach().clone() for _, param in trainer.strategy.full_parameters()]
     return [step.loss for step in trainer.history], params
 
 
-def compare_calls(family: str, dtype: DType) -> tuple[list[float], list[float], list[float], bool]:
+def compare_calls(
+    family: str, dtype: DType
+) -> tuple[list[float], list[float], list[float], bool]:
     """Losses with a CPU's calls, with an accelerator's, and of its micro-batches; whether these
     keep its parameters."""
-    whole, parts = {"batch_size": 4, "grad_accum": 1}, {"batch_size": 2, "grad_accum": 2}
+    whole, parts = (
+        {"batch_size": 4, "grad_accum": 1},
+        {"batch_size": 2, "grad_accum": 2},
+    )
     expected, _ = trained(MODELS[family], dtype, **whole)
     with mock.patch.object(products, "CPU_BLOCKS", products.DEVICE_BLOCKS):
         losses, params = trained(MODELS[family], dtype, **whole)
@@ -79,12 +88,19 @@ CALLS = {
 
 @pytest.mark.parametrize(
     "case",
-    levels(CALLS, {"llama bfloat16", "gpt2 float32", "qwen3_moe float32", "llama4 bfloat16"}),
+    levels(
+        CALLS,
+        {"llama bfloat16", "gpt2 float32", "qwen3_moe float32", "llama4 bfloat16"},
+    ),
 )
-def test_calls_of_an_accelerators_size_keep_the_bits_of_a_split_batch(case: str) -> None:
+def test_calls_of_an_accelerators_size_keep_the_bits_of_a_split_batch(
+    case: str,
+) -> None:
     """Oracle: a batch in one piece against two micro-batches; and losses with a CPU's calls, which
     round otherwise."""
     family, dtype = CALLS[case]
     ((expected, losses, halves, same),) = run_ranks(1, compare_calls, family, dtype)
     assert losses == halves and same
-    assert losses == pytest.approx(expected, rel=1e-5 if dtype is DType.float32 else 1e-2)
+    assert losses == pytest.approx(
+        expected, rel=1e-5 if dtype is DType.float32 else 1e-2
+    )

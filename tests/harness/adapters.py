@@ -20,7 +20,9 @@ def adapted(model: DecoderModel, targets: list[str] = TARGETS) -> DecoderModel:
 
 def draw_adapters(model: DecoderModel) -> dict[str, Tensor]:
     torch.manual_seed(3)
-    adapters = {name: param for name, param in model.named_parameters() if is_adapter(name)}
+    adapters = {
+        name: param for name, param in model.named_parameters() if is_adapter(name)
+    }
     for param in adapters.values():
         nn.init.normal_(param, 0.0, 0.2)
     return {name: param.detach() for name, param in adapters.items()}

@@ -15,7 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdptoys.models import DecoderModel, LlamaConfig, ModelConfig, routers
 
 LLAMA = LlamaConfig(
-    dim=32, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=40, max_seq_len=32
+    dim=32,
+    n_layers=4,
+    n_heads=4,
+    n_kv_heads=2,
+    ffn_dim=48,
+    vocab_size=40,
+    max_seq_len=32,
 )
 
 
@@ -36,7 +42,10 @@ def forward(model: DecoderModel, seed: int = 1) -> Tensor:
     """The loss of one micro-batch; routers get a gradient, as between forward and backward of a
     training step."""
     tokens_BT = torch.randint(
-        0, model.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(seed)
+        0,
+        model.config.vocab_size,
+        (2, 24),
+        generator=torch.Generator().manual_seed(seed),
     )
     loss: Tensor = model(tokens_BT, tokens_BT, loss_sum)
     for router in routers(model):
@@ -45,7 +54,11 @@ def forward(model: DecoderModel, seed: int = 1) -> Tensor:
 
 
 def gradients(model: DecoderModel) -> dict[str, Tensor]:
-    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return {
+        name: param.grad
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
 
 
 def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -63,7 +76,9 @@ class Operators(TorchDispatchMode):
         self.calls: Counter[Any] = Counter()
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         results = func(*args, **(kwargs or {}))
         self.calls[func] += 1
         for result in results if isinstance(results, (tuple, list)) else (results,):
@@ -77,7 +92,9 @@ class Operators(TorchDispatchMode):
 
     def alive_bytes(self) -> int:
         """Bytes of all created tensors with live references."""
-        return sum(nbytes for storage, nbytes in self._made.values() if not storage.expired())
+        return sum(
+            nbytes for storage, nbytes in self._made.values() if not storage.expired()
+        )
 
 
 class RecordedStreams:

@@ -14,7 +14,13 @@ from tests.harness.saved_runs import save_run
 from tests.harness.tiny import make_config
 
 BYTES = LlamaConfig(
-    dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256, max_seq_len=64
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    ffn_dim=48,
+    vocab_size=256,
+    max_seq_len=64,
 )
 
 
@@ -28,9 +34,9 @@ def edit_settings(run: Path, section: str, values: dict[str, object]) -> None:
 def train_on(run: Path, data: DataConfig) -> None:
     """Change the data that a run has recorded."""
     settings = yaml.safe_load((run / "config.yaml").read_text())
-    settings["data"] = dataclasses.replace(make_config(SingleConfig(), 1), data=data).to_dict()[
-        "data"
-    ]
+    settings["data"] = dataclasses.replace(
+        make_config(SingleConfig(), 1), data=data
+    ).to_dict()["data"]
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
 
 

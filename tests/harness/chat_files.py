@@ -14,7 +14,10 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
         {"role": "user", "content": "And three more? é"},
         {"role": "assistant", "content": "That is 7, naïvely.\n\nDone"},
     ],
-    [{"role": "user", "content": "hello"}, {"role": "assistant", "content": " hello yourself \n"}],
+    [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": " hello yourself \n"},
+    ],
     [
         {"role": "user", "content": "think"},
         {"role": "assistant", "content": "<think>\nhard\n</think>\n\nyes"},
@@ -42,15 +45,27 @@ def without_blocks(template: str) -> str:
 
 def save_chat_tokenizer(folder: Path, template: str | None) -> str:
     """A byte-level BPE tokenizer as of a Hugging Face folder."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import (
+        AddedToken,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        trainers,
+    )
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    texts = [message["content"] for messages in CONVERSATIONS for message in messages] * 3
+    texts = [
+        message["content"] for messages in CONVERSATIONS for message in messages
+    ] * 3
     tokenizer.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=300, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
@@ -70,6 +85,8 @@ def save_chat_tokenizer(folder: Path, template: str | None) -> str:
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
     path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+        "".join(
+            (row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows
+        )
     )
     return path

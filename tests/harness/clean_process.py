@@ -27,7 +27,14 @@ KEPT = {
 """Variables that say where software and scratch space are. All others go, except those with a
 prefix below."""
 
-KEPT_PREFIXES = ("COVERAGE_PROCESS_", "PYTEST_", "OPENBLAS_", "PLAYWRIGHT_", "ASCEND_", "SSL_")
+KEPT_PREFIXES = (
+    "COVERAGE_PROCESS_",
+    "PYTEST_",
+    "OPENBLAS_",
+    "PLAYWRIGHT_",
+    "ASCEND_",
+    "SSL_",
+)
 
 FIXED = {
     "LANG": "C.UTF-8",
@@ -69,7 +76,9 @@ def clean_process() -> None:
     and mode 022."""
     for name in SIGNALS:
         number = getattr(signal, name)
-        signal.signal(number, signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
+        )
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     # Kept: matplotlib caches its fonts there
     home = Path(tempfile.gettempdir()) / f"fsdptoys-tests-{os.getuid()}"

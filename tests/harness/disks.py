@@ -88,7 +88,9 @@ class _WatchedFile:
         self._file.flush()
 
 
-def ending_storage(storage: Storage, moment: int, end: Callable[[], object]) -> WatchedStorage:
+def ending_storage(
+    storage: Storage, moment: int, end: Callable[[], object]
+) -> WatchedStorage:
     """Return a storage that calls ``end`` halfway through its change number ``moment``, counted
     from 0."""
     moments = itertools.count()
@@ -274,7 +276,9 @@ class LossyDisk(Storage):
         return self._find(folder, _Folder), name
 
 
-def _apply(entries: dict[str, Any], gone: str | None, come: str | None, node: Any) -> None:
+def _apply(
+    entries: dict[str, Any], gone: str | None, come: str | None, node: Any
+) -> None:
     if gone is not None:
         entries.pop(gone, None)
     if come is not None:
@@ -283,16 +287,24 @@ def _apply(entries: dict[str, Any], gone: str | None, come: str | None, node: An
 
 def _survivor(node: Any, keeps: str, draw: random.Random) -> Any:
     if isinstance(node, _File):
-        if keeps == "none" or (keeps == "any" and draw.random() < 0.3) or node.kept == node.seen:
+        if (
+            keeps == "none"
+            or (keeps == "any" and draw.random() < 0.3)
+            or node.kept == node.seen
+        ):
             return _File(node.kept)
         return _File(
-            node.seen if keeps == "all" else node.seen[: draw.randrange(len(node.seen) + 1)]
+            node.seen
+            if keeps == "all"
+            else node.seen[: draw.randrange(len(node.seen) + 1)]
         )
     entries = dict(node.kept)
     for change in node.changes:
         if keeps == "all" or (keeps == "any" and draw.random() < 0.5):
             _apply(entries, *change)
     folder = _Folder()
-    folder.kept = {name: _survivor(entry, keeps, draw) for name, entry in entries.items()}
+    folder.kept = {
+        name: _survivor(entry, keeps, draw) for name, entry in entries.items()
+    }
     folder.seen = dict(folder.kept)
     return folder

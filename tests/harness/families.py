@@ -23,7 +23,10 @@ SMALL: dict[str, ModelConfig] = {
         **{**ROTARY, "n_layers": 3},
         rope_theta=500.0,
         rope_scaling=RopeScaling(
-            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_seq_len=32,
         ),
         tie_embeddings=True,
     ),
@@ -31,7 +34,10 @@ SMALL: dict[str, ModelConfig] = {
         **{**ROTARY, "n_layers": 4},
         head_dim=32,
         rope_scaling=RopeScaling(
-            factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_seq_len=32
+            factor=16.0,
+            low_freq_factor=1.0,
+            high_freq_factor=1.0,
+            original_max_seq_len=32,
         ),
         n_experts=4,
         expert_ffn_dim=48,
@@ -50,7 +56,9 @@ SMALL: dict[str, ModelConfig] = {
         attention_temperature=False,
     ),
     "qwen3": Qwen3Config(**ROTARY, head_dim=32),
-    "qwen3_moe": Qwen3MoEConfig(**ROTARY, head_dim=32, n_experts=8, top_k=2, expert_ffn_dim=40),
+    "qwen3_moe": Qwen3MoEConfig(
+        **ROTARY, head_dim=32, n_experts=8, top_k=2, expert_ffn_dim=40
+    ),
     "qwen3_moe dense in turn, not normalized": Qwen3MoEConfig(
         **{**ROTARY, "n_layers": 4},
         n_experts=6,

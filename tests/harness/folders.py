@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from fsdptoys.checkpoint import (
     MAX_FILE_BYTES,
@@ -67,7 +73,9 @@ def write(
     dtype: torch.dtype = torch.float32,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Written:
-    return write_hugging_face(folder, model.config, regions_of(model), dtype, max_file_bytes)
+    return write_hugging_face(
+        folder, model.config, regions_of(model), dtype, max_file_bytes
+    )
 
 
 def load(folder: Path) -> DecoderModel:
@@ -99,7 +107,12 @@ def facts(step: int) -> dict[str, Any]:
         "loss": 1 / (step + 3),
         "tiny": 5e-324,
         "minus": -0.0,
-        "config": {"optim": {"lr": 1e-3}, "files": ["a", "ü"], "none": None, "yes": True},
+        "config": {
+            "optim": {"lr": 1e-3},
+            "files": ["a", "ü"],
+            "none": None,
+            "yes": True,
+        },
         "offsets": {"metrics.jsonl": 2**60 + step},
     }
 
@@ -128,7 +141,9 @@ def whole(tensors: dict[str, Tensor]) -> Any:
     """Gather tensors one by one on rank 0."""
     for name in sorted(tensors):
         tensor = (
-            tensors[name].full_tensor() if isinstance(tensors[name], DTensor) else tensors[name]
+            tensors[name].full_tensor()
+            if isinstance(tensors[name], DTensor)
+            else tensors[name]
         )
         yield name, tensor if dist.get_rank() == 0 else None
 
@@ -146,14 +161,20 @@ def check(found: Checkpoint | None, step: int) -> None:
 
 
 def check_tensors(found: Checkpoint, step: int) -> None:
-    tensors = {name: torch.full_like(tensor, 77) for name, tensor in full_tensors(step).items()}
+    tensors = {
+        name: torch.full_like(tensor, 77) for name, tensor in full_tensors(step).items()
+    }
     found.load(tensors)
     for name, tensor in full_tensors(step).items():
-        assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
+        assert tensors[name].dtype == tensor.dtype and torch.equal(
+            tensors[name], tensor
+        ), name
 
 
 def make_series(folder: Path, steps: Sequence[int] = (1, 2, 3), **config: Any) -> None:
-    checkpoints = Checkpointer(CheckpointConfig(every=1, keep=len(steps), **config), str(folder))
+    checkpoints = Checkpointer(
+        CheckpointConfig(every=1, keep=len(steps), **config), str(folder)
+    )
     for step in steps:
         assert save(checkpoints, step)
 
@@ -164,7 +185,9 @@ def resume(
     """Resume in one process; return the checkpoint and the messages."""
     messages: list[str] = []
     config = CheckpointConfig(every=1, resume=resume)
-    return Checkpointer(config, str(folder), message=messages.append).resume(restarted), messages
+    return Checkpointer(config, str(folder), message=messages.append).resume(
+        restarted
+    ), messages
 
 
 def refusal(folder: Path | str, word: str) -> str:
@@ -189,5 +212,9 @@ def copied(folder: Path, to: Path) -> Path:
 
 def seal(folder: Path) -> None:
     """Write a manifest of a checkpoint that knows its files as they are."""
-    files = {file.name: sum_path(file) for file in folder.iterdir() if file.name != MANIFEST_FILE}
+    files = {
+        file.name: sum_path(file)
+        for file in folder.iterdir()
+        if file.name != MANIFEST_FILE
+    }
     (folder / MANIFEST_FILE).write_bytes(Manifest(folder.name, files).to_bytes())

@@ -50,10 +50,13 @@ def predict_in_full(config: Config, hardware: Hardware, world_size: int) -> Pred
     busiest."""
     ranks = config.mesh.pp_size
     traces = trace_all(
-        [(config, rank * world_size // ranks) for rank in range(ranks)], hardware, world_size
+        [(config, rank * world_size // ranks) for rank in range(ranks)],
+        hardware,
+        world_size,
     )
     allocators = [
-        build_allocator(config.plan.allocator, device_type=hardware.device_type) for _ in traces
+        build_allocator(config.plan.allocator, device_type=hardware.device_type)
+        for _ in traces
     ]
     if ranks == 1:
         replays = [replay(traces[0], hardware, allocators[0])]
@@ -81,7 +84,9 @@ def predict_in_full(config: Config, hardware: Hardware, world_size: int) -> Pred
     )
 
 
-def stage_predictions(config: Config, replays: Sequence[Replay]) -> tuple[StagePrediction, ...]:
+def stage_predictions(
+    config: Config, replays: Sequence[Replay]
+) -> tuple[StagePrediction, ...]:
     """Memory and time of each pipeline rank."""
     found = []
     for layers, each in zip(layers_of_ranks(config), replays, strict=True):
@@ -110,7 +115,10 @@ def trace_all(
         folder = Path(name)
         (folder / REQUEST).write_bytes(pickle.dumps((list(jobs), hardware, world_size)))
         stderr = run_tracer([sys.executable, "-m", "tests.harness.full_trace", name])
-        return [read_answer(folder / ANSWER.format(index), stderr) for index in range(len(jobs))]
+        return [
+            read_answer(folder / ANSWER.format(index), stderr)
+            for index in range(len(jobs))
+        ]
 
 
 def run_tracer(command: list[str]) -> str:
@@ -149,7 +157,9 @@ def trace_here(
     return record(program, attention=attention, workspace_bytes=workspace_bytes)
 
 
-def trace_run(config: Config, hardware: Hardware, world_size: int, rank: int = 0) -> Trace:
+def trace_run(
+    config: Config, hardware: Hardware, world_size: int, rank: int = 0
+) -> Trace:
     """Trace a rank of a run as :func:`trace_here`."""
     return trace_here(
         trainer_program(config, hardware),
@@ -171,7 +181,9 @@ def main(folder: Path) -> None:
             running = [process for process in running if process.is_alive()]
         path = folder / ANSWER.format(index)
         running.append(
-            fork.Process(target=answer_one, args=(path, config, hardware, world_size, rank))
+            fork.Process(
+                target=answer_one, args=(path, config, hardware, world_size, rank)
+            )
         )
         running[-1].start()
     for process in multiprocessing.active_children():
@@ -188,7 +200,10 @@ def answer_one(
     except ConfigError as mistake:
         answer = (ConfigError, str(mistake))
     except BaseException:
-        answer = (RuntimeError, f"the trainer could not be traced:\n{traceback.format_exc()}")
+        answer = (
+            RuntimeError,
+            f"the trainer could not be traced:\n{traceback.format_exc()}",
+        )
     with open(path, "wb") as file:
         pickle.dump(answer, file, protocol=pickle.HIGHEST_PROTOCOL)
 

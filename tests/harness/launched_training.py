@@ -51,11 +51,15 @@ def training(words: Sequence[str], output: Path, **options: Any) -> Iterator[Tra
             run.process.wait()
 
 
-def wait_while_running(runs: Sequence[Training], condition: Callable[[], bool], what: str) -> None:
+def wait_while_running(
+    runs: Sequence[Training], condition: Callable[[], bool], what: str
+) -> None:
     """Wait for a condition; AssertionError if one of the runs ends before."""
     wait_until(
         lambda: condition() or any(run.ended() for run in runs),
         what,
         [run.process.pid for run in runs],
     )
-    assert condition() or not any(run.ended() for run in runs), [run.output for run in runs]
+    assert condition() or not any(run.ended() for run in runs), [
+        run.output for run in runs
+    ]

@@ -188,7 +188,15 @@ def again():
     dist.destroy_process_group()
 """
 
-INTERPRETERS = ("sleep", "deaf", "nothing", "environment", "exit", "worse", "semaphores")
+INTERPRETERS = (
+    "sleep",
+    "deaf",
+    "nothing",
+    "environment",
+    "exit",
+    "worse",
+    "semaphores",
+)
 """Workers without torch, which run in new interpreters; the others are forks of their launcher."""
 
 WORKER += f"""
@@ -220,7 +228,9 @@ class Launched:
             f"{name} of all",
             [self.pid],
         )
-        assert all(path.exists() for path in paths), (self.folder / "stderr").read_text()
+        assert all(path.exists() for path in paths), (
+            self.folder / "stderr"
+        ).read_text()
         return [path.read_text() for path in paths]
 
     def workers(self) -> list[int]:
@@ -229,7 +239,9 @@ class Launched:
 
     def result(self) -> tuple[int, str]:
         """Exit status and stderr."""
-        wait_until(lambda: not self.process.is_alive(), "the end of the launcher", [self.pid])
+        wait_until(
+            lambda: not self.process.is_alive(), "the end of the launcher", [self.pid]
+        )
         return self.process.exitcode, (self.folder / "stderr").read_text()
 
 
@@ -242,19 +254,25 @@ def launch(folder: Path, how: str, ranks: int, options: dict[str, Any]) -> None:
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(folder)
     for name in [
-        name for name in os.environ if how in INTERPRETERS and name.startswith("COVERAGE_PROCESS_")
+        name
+        for name in os.environ
+        if how in INTERPRETERS and name.startswith("COVERAGE_PROCESS_")
     ]:
         del os.environ[name]  # they run no measured line
     forks = options.pop("forks", how not in INTERPRETERS)
     settings = LaunchConfig(**options)
     environment = {"OMP_NUM_THREADS": "1"}
-    os._exit(run_workers("toy_worker", [how], ranks, settings, environment, forks=forks))
+    os._exit(
+        run_workers("toy_worker", [how], ranks, settings, environment, forks=forks)
+    )
 
 
 def runs(pid: int) -> bool:
     """Whether a process has not ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        )
     return False
 
 

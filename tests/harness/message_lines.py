@@ -56,8 +56,14 @@ def read_rows() -> list[Row]:
     for topic in yaml.safe_load(FILE.read_text(encoding="utf-8")):
         shared = {name: value for name, value in topic.items() if name != "rows"}
         for entry in topic["rows"]:
-            notes = {name: note for name, note in entry.items() if name not in ("typed", "says")}
-            rows.append(Row(typed=entry["typed"], says=entry["says"], notes=notes, **shared))
+            notes = {
+                name: note
+                for name, note in entry.items()
+                if name not in ("typed", "says")
+            }
+            rows.append(
+                Row(typed=entry["typed"], says=entry["says"], notes=notes, **shared)
+            )
     return rows
 
 
@@ -70,7 +76,9 @@ def dump_rows(rows: Sequence[Row]) -> str:
         for entry in topic["rows"]:
             entry["says"] = next(sentences).says
     comment = text[: text.index("- topic")]
-    return comment + yaml.safe_dump(topics, width=10**6, sort_keys=False, allow_unicode=True)
+    return comment + yaml.safe_dump(
+        topics, width=10**6, sort_keys=False, allow_unicode=True
+    )
 
 
 def answer(words: Sequence[str], row: Row, capsys: pytest.CaptureFixture[str]) -> str:
@@ -80,11 +88,19 @@ def answer(words: Sequence[str], row: Row, capsys: pytest.CaptureFixture[str]) -
         status = main(words)
         printed = capsys.readouterr()
         assert status != 2 or printed.out == ""
-        return printed.err.removeprefix("fsdptoys: ").removesuffix("\n") if status == 2 else ""
+        return (
+            printed.err.removeprefix("fsdptoys: ").removesuffix("\n")
+            if status == 2
+            else ""
+        )
     try:
         config = compose_config(parse("train", words).words)
         launch = config.launch
-        ranks = row.ranks if launch.nproc_per_node == -1 else launch.nproc_per_node * launch.nnodes
+        ranks = (
+            row.ranks
+            if launch.nproc_per_node == -1
+            else launch.nproc_per_node * launch.nnodes
+        )
         config.validate(ranks, row.device)
         _check_places(config)
     except ConfigError as error:
@@ -92,7 +108,9 @@ def answer(words: Sequence[str], row: Row, capsys: pytest.CaptureFixture[str]) -
     return ""
 
 
-def answer_without_start(words: Sequence[str], row: Row, capsys: pytest.CaptureFixture[str]) -> str:
+def answer_without_start(
+    words: Sequence[str], row: Row, capsys: pytest.CaptureFixture[str]
+) -> str:
     """Return the answer to a corrected line, before a run or a trace would start."""
     if row.ranks is not None or words[0] not in ("train", "sweep", "plan"):
         return answer(words, row, capsys)
@@ -100,10 +118,16 @@ def answer_without_start(words: Sequence[str], row: Row, capsys: pytest.CaptureF
     if command == "train" and "-m" not in rest:
         return answer(["train", *rest, "--cfg", "job"], row, capsys)
     if command != "plan":
-        return answer(["sweep", "--dry-run", *(word for word in rest if word != "-m")], row, capsys)
+        return answer(
+            ["sweep", "--dry-run", *(word for word in rest if word != "-m")],
+            row,
+            capsys,
+        )
     searches = rest[:1] == ["search"]
     try:
-        run = compose_hypothetical([word for word in rest if "=" in word], searches=searches)
+        run = compose_hypothetical(
+            [word for word in rest if "=" in word], searches=searches
+        )
         run.config.validate(run.world_size, run.hardware.device_type)
     except ConfigError as error:
         return str(error)
@@ -122,7 +146,9 @@ def corrected(row: Row) -> list[list[str]]:
         words = shlex.split(command.group(1))
         return [words + row.words[len(words) :] if verb == "did you mean" else words]
     if clause.startswith("leave out "):
-        return [[word for word in row.words if _key(word) != clause.split()[2].strip(",")]]
+        return [
+            [word for word in row.words if _key(word) != clause.split()[2].strip(",")]
+        ]
     lines = []
     for part in re.split(r",? or ", clause):
         fix = SETTING.findall(part) or [
@@ -138,10 +164,16 @@ def _apply(row: Row, fix: list[str], verb: str) -> list[str]:
     begins with."""
     words, first = row.words, row.says.split()[0].strip("'")
     wrong = next(
-        (index for index, word in enumerate(words) if _key(word) == _key(first)), len(words)
+        (index for index, word in enumerate(words) if _key(word) == _key(first)),
+        len(words),
     )
     if not fix or fix[0].startswith("--"):
-        is_same = not fix or _key(first) == _key(fix[0]) or verb == "did you mean" or "=" in first
+        is_same = (
+            not fix
+            or _key(first) == _key(fix[0])
+            or verb == "did you mean"
+            or "=" in first
+        )
         if not is_same:
             return [*words, *fix]
         pair = words[wrong : wrong + 2]
@@ -155,7 +187,8 @@ def _apply(row: Row, fix: list[str], verb: str) -> list[str]:
         rest = [
             word
             for word in rest
-            if word not in row.settings or (_key(word) != _key(first) and re.match(r"\w.*=.", word))
+            if word not in row.settings
+            or (_key(word) != _key(first) and re.match(r"\w.*=.", word))
         ]
     return [*rest, *fix]
 

@@ -66,7 +66,9 @@ def replay_together(
     """
     ranks = [
         _Rank(number, begin_replay(trace, hardware, allocator, AXES))
-        for number, (trace, allocator) in enumerate(zip(traces, allocators, strict=True))
+        for number, (trace, allocator) in enumerate(
+            zip(traces, allocators, strict=True)
+        )
     ]
     arrivals: dict[Hashable, dict[int, float]] = {}
 
@@ -89,12 +91,18 @@ def replay_together(
         for rank in ready:
             resume(
                 rank,
-                max(moment for meeting in rank.meetings for moment in arrivals[meeting].values()),
+                max(
+                    moment
+                    for meeting in rank.meetings
+                    for moment in arrivals[meeting].values()
+                ),
             )
     return tuple(rank.result for rank in ranks if rank.result is not None)
 
 
 def _complete(
-    meeting: tuple[Hashable, ...], arrivals: dict[Hashable, dict[int, float]], ranks: int
+    meeting: tuple[Hashable, ...],
+    arrivals: dict[Hashable, dict[int, float]],
+    ranks: int,
 ) -> bool:
     return len(arrivals[meeting]) == (2 if meeting[0] == "message" else ranks)

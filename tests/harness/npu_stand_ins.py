@@ -65,22 +65,44 @@ def _count(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal attention aligned to the upper left corner, as with ``sparse_mode=2``."""
     heads, groups, length = query.shape[1], key.shape[1], query.shape[2]
-    keys, values = (x.float().repeat_interleave(heads // groups, dim=1) for x in (key, value))
+    keys, values = (
+        x.float().repeat_interleave(heads // groups, dim=1) for x in (key, value)
+    )
     hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    scores = (query.float() @ keys.transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)
+    scores = (query.float() @ keys.transpose(2, 3) * scale).masked_fill(
+        hidden, -torch.inf
+    )
     return (scores.softmax(-1) @ values).to(query.dtype)
 
 
 def _fusion_attention(
-    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *rest: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_num: int,
+    input_layout: str,
+    *rest: Any,
 ) -> Any:
     mask, scale, sparse_mode = rest[2], rest[3], rest[11]
-    assert input_layout == "BNSD" and head_num == query.shape[1] and head_num % key.shape[1] == 0
+    assert (
+        input_layout == "BNSD"
+        and head_num == query.shape[1]
+        and head_num % key.shape[1] == 0
+    )
     assert query.dtype == key.dtype == value.dtype and key.shape == value.shape
     assert sparse_mode == 2 and mask.shape == (2048, 2048) and mask.dtype == torch.bool
     assert torch.equal(mask.cpu(), torch.ones(2048, 2048, dtype=torch.bool).triu(1))
-    statistics = [query.new_zeros((*query.shape[:3], 8), dtype=torch.float32) for _ in range(2)]
-    return _attend(query, key, value, scale).contiguous(), *statistics, query.new_zeros(0), 0, 0, 0
+    statistics = [
+        query.new_zeros((*query.shape[:3], 8), dtype=torch.float32) for _ in range(2)
+    ]
+    return (
+        _attend(query, key, value, scale).contiguous(),
+        *statistics,
+        query.new_zeros(0),
+        0,
+        0,
+        0,
+    )
 
 
 def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -90,7 +112,9 @@ def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) 
 
 def _attention_gradient(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     query, key, value, *_ = ctx.saved_tensors
-    made = _gradients(lambda *leaves: _attend(*leaves, ctx.scale), (query, key, value), grad)
+    made = _gradients(
+        lambda *leaves: _attend(*leaves, ctx.scale), (query, key, value), grad
+    )
     return *made, *[None] * ctx.others
 
 
@@ -103,7 +127,11 @@ def _fusion_attention_grad(
     input_layout: str,
     **given: Any,
 ) -> tuple[Tensor, ...]:
-    assert head_num == query.shape[1] and input_layout == "BNSD" and given["sparse_mode"] == 2
+    assert (
+        head_num == query.shape[1]
+        and input_layout == "BNSD"
+        and given["sparse_mode"] == 2
+    )
     assert given["atten_mask"].shape == (2048, 2048)
     scale = given["scale_value"]
     made = _gradients(lambda *leaves: _attend(*leaves, scale), (query, key, value), dy)
@@ -134,7 +162,9 @@ def _norm_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     return *_rms_norm_backward(grad, *ctx.saved_tensors), None
 
 
-def _rms_norm_backward(dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _rms_norm_backward(
+    dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
     """By the formula, from rstd instead of epsilon; the gradient of gamma is float32 for any dtype
     of gamma."""
     wide, grad = x.float() * rstd, dy.float()
@@ -173,30 +203,46 @@ def _keep_gate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dim = inputs[1]
 
 
-def _grouped_matmul(x: list[Tensor], weight: list[Tensor], **given: Any) -> list[Tensor]:
+def _grouped_matmul(
+    x: list[Tensor], weight: list[Tensor], **given: Any
+) -> list[Tensor]:
     (left,), (right,) = x, weight
     groups, kind = given["group_list"], given.get("group_list_type", 0)
-    assert left.dtype == right.dtype and left.ndim == 2 and given["split_item"] in (2, 3)
-    assert groups.dtype == torch.int64 and groups.ndim == 1 and not (kind == 1 and len(groups) == 1)
+    assert (
+        left.dtype == right.dtype and left.ndim == 2 and given["split_item"] in (2, 3)
+    )
+    assert (
+        groups.dtype == torch.int64
+        and groups.ndim == 1
+        and not (kind == 1 and len(groups) == 1)
+    )
     ends = groups.tolist() if kind == 0 else groups.cumsum(0).tolist()
-    pieces = [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-    if given["group_type"] == 0:  # rows are split; the left factor must not be a transposed view
+    pieces = [
+        slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
+    if (
+        given["group_type"] == 0
+    ):  # rows are split; the left factor must not be a transposed view
         assert (
             ends[-1] == left.shape[0]
             and left.is_contiguous()
             and right.shape[:2] == (len(ends), left.shape[1])
         )
-        made = [(left[piece].float() @ right[i].float()) for i, piece in enumerate(pieces)]
+        made = [
+            (left[piece].float() @ right[i].float()) for i, piece in enumerate(pieces)
+        ]
         return [torch.cat(made).to(left.dtype)]
     # The inner dim is split, of which the left factor is a transposed view
     assert given["group_type"] == 2
     assert (
-        ends[-1] == left.shape[1] == right.shape[0] and left.t().is_contiguous() and right.ndim == 2
+        ends[-1] == left.shape[1] == right.shape[0]
+        and left.t().is_contiguous()
+        and right.ndim == 2
     )
     return [
-        torch.stack([left[:, piece].float() @ right[piece].float() for piece in pieces]).to(
-            left.dtype
-        )
+        torch.stack(
+            [left[:, piece].float() @ right[piece].float() for piece in pieces]
+        ).to(left.dtype)
     ]
 
 
@@ -226,7 +272,9 @@ def _define(library: torch.library.Library) -> None:
         ("npu_rms_norm", _norm_gradient, _keep_norm),
         ("npu_swiglu", _gate_gradient, _keep_gate),
     ):
-        torch.library.register_autograd(f"npu::{name}", gradient, setup_context=keep, lib=library)
+        torch.library.register_autograd(
+            f"npu::{name}", gradient, setup_context=keep, lib=library
+        )
 
 
 def _put_into_torch_npu(library: torch.library.Library) -> None:
@@ -238,7 +286,9 @@ def _put_into_torch_npu(library: torch.library.Library) -> None:
 @contextmanager
 def npu_operators() -> Iterator[None]:
     """Have ``torch.ops.npu``."""
-    with torch.library._scoped_library("npu", "IMPL" if IS_REAL else "FRAGMENT") as library:
+    with torch.library._scoped_library(
+        "npu", "IMPL" if IS_REAL else "FRAGMENT"
+    ) as library:
         (_put_into_torch_npu if IS_REAL else _define)(library)
         try:
             yield

@@ -29,7 +29,10 @@ def trainer(config: Config, how: str | None, **memory: Any) -> Trainer:
         memory: further fields of ``MemoryConfig``.
     """
     if how == OVERLAPPED:
-        memory |= {"cpu_offload_executor": CPUOffloadExecutor.overlapped, "cpu_threads": 2}
+        memory |= {
+            "cpu_offload_executor": CPUOffloadExecutor.overlapped,
+            "cpu_threads": 2,
+        }
     elif how is not None:
         memory |= {
             "optimizer_offload": True,
@@ -47,7 +50,10 @@ def outcome(made: Trainer) -> Outcome:
     """Losses, norms and parameters of a trainer so far."""
     if isinstance(made.optimizer, BucketedOptimizer):
         made.optimizer.flush()
-    losses, norms = [step.loss for step in made.history], [step.grad_norm for step in made.history]
+    losses, norms = (
+        [step.loss for step in made.history],
+        [step.grad_norm for step in made.history],
+    )
     return Outcome(losses=losses, grad_norms=norms, parameters=hash_parameters(made))
 
 

@@ -24,7 +24,9 @@ def train_all(configs: list[Config]) -> list[Outcome]:
     outcomes = []
     for config in configs:
         trainer = Trainer(config)
-        trainer.memory.enabled = False  # compared nowhere, and a tenth of the time of short runs
+        trainer.memory.enabled = (
+            False  # compared nowhere, and a tenth of the time of short runs
+        )
         trainer.train()
         outcomes.append(
             Outcome(

@@ -29,7 +29,9 @@ class Block:
 
 def read(page: Path) -> list[Token]:
     """Tokens of a page."""
-    return MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
+    return (
+        MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
+    )
 
 
 def links(page: Path) -> Iterator[str]:
@@ -44,21 +46,36 @@ def links(page: Path) -> Iterator[str]:
 def code_spans(page: Path) -> Iterator[str]:
     """Texts of a page's code spans."""
     for token in read(page):
-        yield from (child.content for child in token.children or () if child.type == "code_inline")
+        yield from (
+            child.content
+            for child in token.children or ()
+            if child.type == "code_inline"
+        )
 
 
 def anchors(page: Path) -> set[str]:
     """Fragments of a page's headings, as repository browsers and the site form them."""
     tokens = read(page)
-    titles = [after for token, after in itertools.pairwise(tokens) if token.type == "heading_open"]
-    texts = ("".join(child.content for child in title.children or ()) for title in titles)
-    return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in texts}
+    titles = [
+        after
+        for token, after in itertools.pairwise(tokens)
+        if token.type == "heading_open"
+    ]
+    texts = (
+        "".join(child.content for child in title.children or ()) for title in titles
+    )
+    return {
+        re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-")
+        for text in texts
+    }
 
 
 def blocks(page: Path) -> list[Block]:
     """Fenced code blocks of a page, in order."""
     return [
-        Block(token.info.strip(), token.content) for token in read(page) if token.type == "fence"
+        Block(token.info.strip(), token.content)
+        for token in read(page)
+        if token.type == "fence"
     ]
 
 

@@ -20,7 +20,9 @@ from tests.harness import full_trace
 FORK = multiprocessing.get_context("fork")
 FORK_SERVER = multiprocessing.get_context("forkserver")
 """Forks a process that has imported things and done nothing, where this one has no zygote."""
-FORK_SERVER.set_forkserver_preload(["fsdptoys.config.compose", "tests.harness.full_trace"])
+FORK_SERVER.set_forkserver_preload(
+    ["fsdptoys.config.compose", "tests.harness.full_trace"]
+)
 EXIT_SECONDS = 120.0
 
 
@@ -45,7 +47,9 @@ class Zygote:
         multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # ends with the channel
         theirs.close()
 
-    def fork(self, function: Callable[..., None], *args: Any, descriptors: Sequence[int]) -> int:
+    def fork(
+        self, function: Callable[..., None], *args: Any, descriptors: Sequence[int]
+    ) -> int:
         """Call ``function(copies of the descriptors, *args)`` in a new process; return its
         number."""
         socket.send_fds(self._channel, [pickle.dumps((function, args))], descriptors)
@@ -96,10 +100,16 @@ def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
     measured = any(name.startswith("COVERAGE_PROCESS_") for name in os.environ)
     if zygotes:
         zygotes[-1].fork(
-            _answer_to_descriptor, measured, function, args, descriptors=[sender.fileno()]
+            _answer_to_descriptor,
+            measured,
+            function,
+            args,
+            descriptors=[sender.fileno()],
         )
     else:
-        FORK_SERVER.Process(target=_answer, args=(sender, measured, function, args)).start()
+        FORK_SERVER.Process(
+            target=_answer, args=(sender, measured, function, args)
+        ).start()
     sender.close()
     succeeded, result = receiver.recv()
     if not succeeded:
@@ -112,7 +122,10 @@ def _answer_to_descriptor(descriptors: Sequence[int], *request: Any) -> None:
 
 
 def _answer(
-    sender: Connection, measured: bool, function: Callable[..., Any], args: tuple[Any, ...]
+    sender: Connection,
+    measured: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     if not measured:
         sys.settrace(None)
@@ -134,9 +147,16 @@ class ForkedWorker:
     exitcode: int
 
     def __init__(
-        self, forks: bool, device_type: str, pipe: Connection, errors_path: str, _: object
+        self,
+        forks: bool,
+        device_type: str,
+        pipe: Connection,
+        errors_path: str,
+        _: object,
     ) -> None:
-        self.pid = zygotes[-1].fork(_trace, device_type, errors_path, descriptors=[pipe.fileno()])
+        self.pid = zygotes[-1].fork(
+            _trace, device_type, errors_path, descriptors=[pipe.fileno()]
+        )
 
     def join(self) -> None:
         """Wait for the end of the process."""
@@ -147,4 +167,6 @@ def _trace(descriptors: Sequence[int], device_type: str, errors_path: str) -> No
     os.environ.update(tracing_environment())
     if not any(name.startswith("COVERAGE_PROCESS_") for name in os.environ):
         sys.settrace(None)
-    tracing_process.serve(device_type, Connection(os.dup(descriptors[0])), errors_path, ())
+    tracing_process.serve(
+        device_type, Connection(os.dup(descriptors[0])), errors_path, ()
+    )

@@ -15,22 +15,35 @@ WORDS = ["[UNK]", "<|endoftext|>", "one", "two", "three", "<|", "|>", "endoftext
 def documents(count: int, seed: int = 0) -> list[str]:
     """Texts of many lengths, each with its number."""
     lengths = np.random.default_rng(seed).integers(1, 60, count)
-    return [f"{number}: " + "é one two " * int(length) for number, length in enumerate(lengths)]
+    return [
+        f"{number}: " + "é one two " * int(length)
+        for number, length in enumerate(lengths)
+    ]
 
 
 def write_lines(path: Path, texts: list[str | None], field: str = "text") -> Path:
     path.write_text(
-        "".join(json.dumps({"id": number, field: text}) + "\n" for number, text in enumerate(texts))
+        "".join(
+            json.dumps({"id": number, field: text}) + "\n"
+            for number, text in enumerate(texts)
+        )
     )
     return path
 
 
 def request(out: Path, *files: Path | str, **changes) -> Request:
     encoder = open_encoder(
-        changes.pop("tokenizer", "bytes"), changes.pop("end", None), "--tokenizer", "--document-end"
+        changes.pop("tokenizer", "bytes"),
+        changes.pop("end", None),
+        "--tokenizer",
+        "--document-end",
     )
     return Request(
-        "FILE", find_sources("FILE", [str(file) for file in files]), encoder, out, **changes
+        "FILE",
+        find_sources("FILE", [str(file) for file in files]),
+        encoder,
+        out,
+        **changes,
     )
 
 
@@ -59,7 +72,9 @@ def save_tokenizer(folder: Path, end: str | None) -> str:
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(
-        models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]")
+        models.WordLevel(
+            {word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"
+        )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
@@ -67,7 +82,9 @@ def save_tokenizer(folder: Path, end: str | None) -> str:
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     if end:
-        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": end}}))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"eos_token": {"content": end}})
+        )
     return str(folder)
 
 
@@ -84,9 +101,12 @@ def living_in_group(group: int) -> list[int]:
 
 def make(folder: Path, count: int = 150, seed: int = 0, **changes) -> str:
     lines = write_lines(
-        folder.with_suffix(".jsonl"), [f"{folder.name} {text}" for text in documents(count, seed)]
+        folder.with_suffix(".jsonl"),
+        [f"{folder.name} {text}" for text in documents(count, seed)],
     )
     prepare_folder(
-        request(folder, lines, **({"shard_tokens": 1000, "eval_fraction": 0.2} | changes))
+        request(
+            folder, lines, **({"shard_tokens": 1000, "eval_fraction": 0.2} | changes)
+        )
     )
     return str(folder)

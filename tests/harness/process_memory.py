@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 NEEDS_PEAK = pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not report a peak"
+    not os.access("/proc/self/clear_refs", os.W_OK),
+    reason="the system does not report a peak",
 )
 _MMAP_THRESHOLD = -3
 """glibc's ``M_MMAP_THRESHOLD``."""

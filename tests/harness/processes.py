@@ -56,9 +56,9 @@ def descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):
-            children.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(
-                int(path.parent.name)
-            )
+            children.setdefault(
+                int(path.read_text().rpartition(")")[2].split()[1]), []
+            ).append(int(path.parent.name))
     tree = [pid]
     for parent in tree:
         tree.extend(children.get(parent, []))
@@ -76,14 +76,18 @@ def _describe(pid: int) -> str:
     try:
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
         command = (
-            (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+            (folder / "cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")[:200]
         )
         cpu_seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         waits = (folder / "wchan").read_text() if fields[0] != "Z" else ""
     except OSError:
         return f"  process {pid}: gone"
     return (
-        f"  process {pid}: state {fields[0]}, in {waits or '?'}, {cpu_seconds:.1f} CPU s: {command}"
+        f"  process {pid}: state {fields[0]}, in {waits or '?'}, "
+        f"{cpu_seconds:.1f} CPU s: {command}"
     )
 
 
@@ -93,7 +97,10 @@ def request_stacks(pid: int) -> None:
     for member in descendants(pid):
         with contextlib.suppress(OSError, ValueError, StopIteration):
             status = Path(f"/proc/{member}/status").read_text().splitlines()
-            caught = int(next(line for line in status if line.startswith("SigCgt")).split()[1], 16)
+            caught = int(
+                next(line for line in status if line.startswith("SigCgt")).split()[1],
+                16,
+            )
             if caught >> (STACK_SIGNAL - 1) & 1:
                 os.kill(member, STACK_SIGNAL)
                 time.sleep(STACK_SECONDS * load_factor())

@@ -96,7 +96,9 @@ def run_ranks(
             raise RuntimeError(f"{error}{_ended_by_signals(processes)}") from None
         finally:
             for process in processes:
-                process.join(0.0 if process.exitcode is None and _failed(processes) else 30.0)
+                process.join(
+                    0.0 if process.exitcode is None and _failed(processes) else 30.0
+                )
                 if process.is_alive():
                     process.kill()
                     process.join()
@@ -146,7 +148,9 @@ def run_rank(
 def _collect(receivers: list[Connection]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(receivers):
-        waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in results]
+        waiting = [
+            receiver for rank, receiver in enumerate(receivers) if rank not in results
+        ]
         for receiver in wait(waiting):
             rank = receivers.index(receiver)  # type: ignore[arg-type]
             try:
@@ -168,7 +172,9 @@ def _ended_by_signals(processes: list[Any]) -> str:
             process.join()
             if process.exitcode < 0:
                 signals[rank] = signal.Signals(-process.exitcode).name
-    return "".join(f"\nrank {rank} was ended by {name}" for rank, name in signals.items())
+    return "".join(
+        f"\nrank {rank} was ended by {name}" for rank, name in signals.items()
+    )
 
 
 def _failed(processes: list[Any]) -> bool:

@@ -24,7 +24,11 @@ from tests.harness.tiny import make_config
 STEP = replace(recording.STEP, loss=5.0, learning_rate=1e-2)
 
 GPU_STEP = replace(
-    STEP, mfu=0.4, memory_allocated_gib=1.0, memory_peak_gib=2.0, memory_reserved_gib=3.0
+    STEP,
+    mfu=0.4,
+    memory_allocated_gib=1.0,
+    memory_peak_gib=2.0,
+    memory_reserved_gib=3.0,
 )
 
 ENVIRONMENT = {
@@ -63,7 +67,9 @@ def changed(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     tree = copy.deepcopy(tree)
     for key, value in changes.items():
         *sections, last = key.split(".")
-        place = functools.reduce(lambda part, name: part.setdefault(name, {}), sections, tree)
+        place = functools.reduce(
+            lambda part, name: part.setdefault(name, {}), sections, tree
+        )
         place[last] = value
     return tree
 
@@ -95,8 +101,12 @@ def write_run(
     (path / "config.yaml").write_text(
         yaml.dump(changed(plain_tree(), settings or {}), Dumper=DUMPER)
     )
-    (path / "environment.json").write_text(json.dumps(changed(ENVIRONMENT, environment or {})))
-    (path / "metrics.jsonl").write_text("".join(f"{step.to_json()}\n" for step in steps))
+    (path / "environment.json").write_text(
+        json.dumps(changed(ENVIRONMENT, environment or {}))
+    )
+    (path / "metrics.jsonl").write_text(
+        "".join(f"{step.to_json()}\n" for step in steps)
+    )
     if finished:
         (path / "summary.md").write_text("# done\n")
     if prediction is not None:
@@ -113,7 +123,10 @@ def record_of(path: Path, status: JobStatus = JobStatus.done, **more: Any) -> Re
 def write_records(folder: Path, **runs: Sequence[Any]) -> list[Record]:
     """Write runs, each from its arguments of ``write_run`` after the path, and return their
     rows."""
-    return [record_of(write_run(folder / name, *arguments)) for name, arguments in runs.items()]
+    return [
+        record_of(write_run(folder / name, *arguments))
+        for name, arguments in runs.items()
+    ]
 
 
 def train_into(folder: Path, configs: dict[str, Config]) -> None:

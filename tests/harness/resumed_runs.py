@@ -22,7 +22,15 @@ from tests.harness.outcomes import hash_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import make_config, supported, tiny_model
 
-KEPT = ("step", "loss", "grad_norm", "learning_rate", "valid_tokens", "skipped", "skipped_steps")
+KEPT = (
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "valid_tokens",
+    "skipped",
+    "skipped_steps",
+)
 
 SHORT = 4
 """Steps of runs with many configurations: every second one is saved, and one is repeated."""
@@ -40,7 +48,11 @@ class Killed(BaseException):
 
 
 def kept(
-    config: Config, folder: Path, every: int = 3, url: str | None = None, **checkpoint: Any
+    config: Config,
+    folder: Path,
+    every: int = 3,
+    url: str | None = None,
+    **checkpoint: Any,
 ) -> Config:
     """The configuration with checkpoints and automatic resume, in a run directory or at a URL."""
     if url is not None:
@@ -62,7 +74,9 @@ def run_to_the_end(
 
 
 def run_until(
-    config: Config, killed_in: int, prepare: Callable[[Trainer], None] = lambda trainer: None
+    config: Config,
+    killed_in: int,
+    prepare: Callable[[Trainer], None] = lambda trainer: None,
 ) -> None:
     """Take steps and end at the start of step ``killed_in``."""
     trainer = Trainer(config)
@@ -119,7 +133,9 @@ def check_resumed_run(label: str, row: Row, folder: Path) -> None:
     config = make_config(row.parallel, row.ranks, **SMALL | row.options)
     checkpoint = {"every": 2, **row.checkpoint}
     killed = kept(config, folder / "killed", **checkpoint)
-    alone = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=0))
+    alone = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, workers=0)
+    )
 
     def body() -> tuple[int, dict[str, str], dict[str, str]]:
         # Torchao's optimizers take half a minute to compile
@@ -127,7 +143,11 @@ def check_resumed_run(label: str, row: Row, folder: Path) -> None:
         uninterrupted = run_to_the_end(kept(alone, folder / "whole", every=0))
         run_until(killed, SHORT)
         resumed = run_to_the_end(killed)
-        return len(resumed.history), hash_parameters(uninterrupted), hash_parameters(resumed)
+        return (
+            len(resumed.history),
+            hash_parameters(uninterrupted),
+            hash_parameters(resumed),
+        )
 
     steps = SHORT - (SHORT - 1) // checkpoint["every"] * checkpoint["every"]
     outcomes = run_ranks(row.ranks, body)
@@ -139,7 +159,10 @@ def check_resumed_run(label: str, row: Row, folder: Path) -> None:
 
 
 def poison_gradients(
-    trainer: Trainer, steps: set[int], rank: int, before: Callable[[int], None] = lambda step: None
+    trainer: Trainer,
+    steps: set[int],
+    rank: int,
+    before: Callable[[int], None] = lambda step: None,
 ) -> None:
     """Make a gradient of one rank infinite in some steps; call ``before(step)`` before every
     optimizer step."""
@@ -154,7 +177,9 @@ def poison_gradients(
                 for _, param in trainer.strategy.named_parameters()
                 if param.grad is not None
             ]
-            next(grad for grad in map(local_tensor, grads) if grad.numel()).view(-1)[0] = math.inf
+            next(grad for grad in map(local_tensor, grads) if grad.numel()).view(-1)[
+                0
+            ] = math.inf
         return clip(*args)
 
     trainer.stepper.clip = clip_poisoned  # type: ignore[method-assign]

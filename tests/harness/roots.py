@@ -6,7 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+)
 
 from fsdptoys.patches import apply_patches
 from fsdptoys.patches.fsdp1_stream_reuse import STREAMS as FSDP1_STREAMS
@@ -17,14 +21,22 @@ Gradients = list[list[float]]
 
 
 def make_root(
-    strategy: str, seed: int = 1, hybrid: bool = False, device: str = "cpu", **options: Any
+    strategy: str,
+    seed: int = 1,
+    hybrid: bool = False,
+    device: str = "cpu",
+    **options: Any,
 ) -> FullyShardedDataParallel | nn.Module:
     """Three blocks, each a unit, and the root around them; ``options`` are FSDP1's."""
     torch.manual_seed(seed)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(device) for _ in range(3)]
+    blocks = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(device) for _ in range(3)
+    ]
     ranks = dist.get_world_size()
     if hybrid:
-        mesh = init_device_mesh(device, (ranks // 2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            device, (ranks // 2, 2), mesh_dim_names=("replicate", "shard")
+        )
     else:
         mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
     if strategy == "fsdp2":
@@ -56,7 +68,9 @@ def streams_of(strategy: str, root: Any) -> list[Any]:
     """Return a root's streams in the order of the patch's list, after its first forward."""
     if strategy == "fsdp1":
         return [getattr(root, name) for name in FSDP1_STREAMS]
-    return [getattr(root._get_fsdp_state()._comm_ctx, name, None) for name in FSDP2_STREAMS]
+    return [
+        getattr(root._get_fsdp_state()._comm_ctx, name, None) for name in FSDP2_STREAMS
+    ]
 
 
 def train_two(
@@ -86,7 +100,9 @@ def train_two(
         for index in range(2):
             for letter in order:
                 if letter in roots:
-                    losses[letter] = roots[letter](batches[letter][index]).square().sum()
+                    losses[letter] = (
+                        roots[letter](batches[letter][index]).square().sum()
+                    )
                 else:
                     losses[letter.lower()].backward()
         return list(roots.values()), [gradients_of(root) for root in roots.values()]

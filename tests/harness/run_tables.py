@@ -39,7 +39,11 @@ def selected(request: pytest.FixtureRequest, argument: str) -> list[Any]:
         for item in request.session.items
         if item.path == request.path and hasattr(item, "callspec")
     ]
-    return list(dict.fromkeys(spec.params[argument] for spec in specs if argument in spec.params))
+    return list(
+        dict.fromkeys(
+            spec.params[argument] for spec in specs if argument in spec.params
+        )
+    )
 
 
 def train_runs(runs: Iterable[Run], train: Train = train_all) -> list[Any]:
@@ -50,7 +54,9 @@ def train_runs(runs: Iterable[Run], train: Train = train_all) -> list[Any]:
     results: dict[tuple[int, str], Any] = {}
     with without_coverage():
         for world_size in sorted({ranks for ranks, _ in runs}):
-            group = {key: config for key, config in unique.items() if key[0] == world_size}
+            group = {
+                key: config for key, config in unique.items() if key[0] == world_size
+            }
             found = run_ranks(world_size, train, list(group.values()))[0]
             results |= zip(group, found, strict=True)
     return [results[ranks, repr(config)] for ranks, config in runs]
@@ -78,13 +84,22 @@ class Row:
         if alone is None:
             # A simulated rank evaluates no batches of its own.
             alone = (
-                {"eval_batches": n * simulated} if (n := self.options.get("eval_batches")) else {}
+                {"eval_batches": n * simulated}
+                if (n := self.options.get("eval_batches"))
+                else {}
             )
         else:
             simulated = 1
-        single = SingleConfig(simulated_ranks=simulated, param_dtype=self.parallel.param_dtype)
-        config = make_config(self.parallel, self.ranks, **{**self.options, **self.layout})
-        return (self.ranks, config), (1, make_config(single, 1, **{**self.options, **alone}))
+        single = SingleConfig(
+            simulated_ranks=simulated, param_dtype=self.parallel.param_dtype
+        )
+        config = make_config(
+            self.parallel, self.ranks, **{**self.options, **self.layout}
+        )
+        return (self.ranks, config), (
+            1,
+            make_config(single, 1, **{**self.options, **alone}),
+        )
 
 
 def trained_rows(
@@ -99,7 +114,9 @@ def trained_rows(
     @pytest.fixture(scope="module")
     def trained(request: pytest.FixtureRequest) -> Pairs:
         names = selected(request, argument)
-        pairs = [row.pair() if isinstance(row := rows[name], Row) else row for name in names]
+        pairs = [
+            row.pair() if isinstance(row := rows[name], Row) else row for name in names
+        ]
         runs = [run for run, _ in pairs]
         oracles = [run for _, run in pairs]
         if oracle is None:
@@ -107,7 +124,11 @@ def trained_rows(
         else:
             results = train_runs(runs, train) + train_runs(oracles, oracle)
         return dict(
-            zip(names, zip(results[: len(names)], results[len(names) :], strict=True), strict=True)
+            zip(
+                names,
+                zip(results[: len(names)], results[len(names) :], strict=True),
+                strict=True,
+            )
         )
 
     return trained
@@ -115,4 +136,6 @@ def trained_rows(
 
 def one_in(share: int, names: Iterable[str]) -> list[Any]:
     """Return all names as parameters, of which the short level runs one in ``share``."""
-    return [extended(name) if index % share else name for index, name in enumerate(names)]
+    return [
+        extended(name) if index % share else name for index, name in enumerate(names)
+    ]

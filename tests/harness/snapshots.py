@@ -16,10 +16,18 @@ MIB = 2**20
 BASE = 0x7F0000000000
 
 INNER = {"filename": "/venv/lib/torch/nn/functional.py", "line": 100, "name": "linear"}
-LOSS = {"filename": "/src/fsdptoys/memory/loss.py", "line": 17, "name": "cross_entropy_sum"}
+LOSS = {
+    "filename": "/src/fsdptoys/memory/loss.py",
+    "line": 17,
+    "name": "cross_entropy_sum",
+}
 NORM = {"filename": "/src/models/norm.py", "line": 9, "name": "forward"}
 MAIN = {"filename": "/src/fsdptoys/trainer.py", "line": 180, "name": "_train_step"}
-BACKWARD = {"filename": "/venv/lib/torch/autograd/graph.py", "line": 829, "name": "<run_backward>"}
+BACKWARD = {
+    "filename": "/venv/lib/torch/autograd/graph.py",
+    "line": 829,
+    "name": "<run_backward>",
+}
 
 
 def event(action: str, addr: int, mib: int, *frames: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +41,9 @@ def event(action: str, addr: int, mib: int, *frames: dict[str, Any]) -> dict[str
     }
 
 
-def block(address: int, mib: int, *frames: dict[str, Any], unused: int = 0) -> dict[str, Any]:
+def block(
+    address: int, mib: int, *frames: dict[str, Any], unused: int = 0
+) -> dict[str, Any]:
     """A block that is live if it has frames."""
     state = "active_allocated" if frames else "inactive"
     requested = mib * MIB - unused if frames else 0
@@ -73,7 +83,11 @@ def make_snapshot() -> dict[str, Any]:
         "allocated_size": 3 * MIB,
         "stream": 0,
     }
-    segment |= {"active_size": 3 * MIB, "requested_size": 3 * MIB - 512, "segment_type": "large"}
+    segment |= {
+        "active_size": 3 * MIB,
+        "requested_size": 3 * MIB - 512,
+        "segment_type": "large",
+    }
     segment |= {
         "segment_pool_id": (0, 0),
         "is_expandable": False,
@@ -86,4 +100,6 @@ def make_snapshot() -> dict[str, Any]:
 def summary_of(profiler: Profiler) -> str | None:
     """The part of a run's summary on the profiler's findings."""
     findings = profiler.findings()
-    return None if findings is None else profile_markdown(build(ProfileResult, findings))
+    return (
+        None if findings is None else profile_markdown(build(ProfileResult, findings))
+    )

@@ -7,7 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-REASONS = {"full": "No space left on device", "broken": "Broken pipe", "closed": "it is closed"}
+REASONS = {
+    "full": "No space left on device",
+    "broken": "Broken pipe",
+    "closed": "it is closed",
+}
 """Of the ways in which a stream can be lost."""
 
 
@@ -17,9 +21,18 @@ def run_with(
     """Run Python with these streams: "fine", "full", "broken" (a pipe without reader) or
     "closed"."""
     closes = [
-        redirection for how, redirection in ((stdout, ">&-"), (stderr, "2>&-")) if how == "closed"
+        redirection
+        for how, redirection in ((stdout, ">&-"), (stderr, "2>&-"))
+        if how == "closed"
     ]
-    command = ["sh", "-c", f'exec "$@" {" ".join(closes)}', "sh", sys.executable, *words]
+    command = [
+        "sh",
+        "-c",
+        f'exec "$@" {" ".join(closes)}',
+        "sh",
+        sys.executable,
+        *words,
+    ]
     reader, writer = os.pipe()
     os.close(reader)
     with open("/dev/full", "wb") as full:

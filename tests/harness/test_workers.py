@@ -55,7 +55,16 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("suite")
     for name, text in {"conftest.py": CONFTEST, **SUITE}.items():
         (folder / name).write_text(text)
-    words = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-W", "ignore"]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
@@ -84,13 +93,17 @@ def test_every_test_is_reported(output: tuple[str, str], text: str) -> None:
     assert text in output[0], output[0]
 
 
-def test_a_hanging_test_shows_the_stacks_of_its_processes(output: tuple[str, str]) -> None:
+def test_a_hanging_test_shows_the_stacks_of_its_processes(
+    output: tuple[str, str],
+) -> None:
     """Oracle: the lines at which the two processes of the small test wait."""
     report = re.split(r"_+ test_\w+ _+\n", output[0].partition(" test_hangs _")[2])[0]
     lines = SUITE["test_plain.py"].splitlines()
     for waiting in ("signal.pause()", "lock.acquire()"):
         number = max(number for number, line in enumerate(lines, 1) if waiting in line)
-        assert re.search(rf'test_plain.py", line {number} in test_hangs', report), report
+        assert re.search(rf'test_plain.py", line {number} in test_hangs', report), (
+            report
+        )
     assert report.count("CPU s: ") == 2
 
 
@@ -128,7 +141,12 @@ def test_inherited_state_is_reset() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         os.umask(0o077)
 
-    variables = {"RANK": "3", "COLUMNS": "40", "LC_ALL": "tr_TR.UTF-8", "PYTHONPATH": str(ROOT)}
+    variables = {
+        "RANK": "3",
+        "COLUMNS": "40",
+        "LC_ALL": "tr_TR.UTF-8",
+        "PYTHONPATH": str(ROOT),
+    }
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **variables},
@@ -138,7 +156,9 @@ def test_inherited_state_is_reset() -> None:
         text=True,
         timeout=300,
     )
-    assert done.stdout.splitlines() == ["True SIG_DFL", "['PATH'] b''", "0o22 set()"], done.stderr
+    assert done.stdout.splitlines() == ["True SIG_DFL", "['PATH'] b''", "0o22 set()"], (
+        done.stderr
+    )
 
 
 def test_a_wait_in_vain_names_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +167,8 @@ def test_a_wait_in_vain_names_the_processes(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(processes, "load_factor", lambda: 0.0)
     with pytest.raises(
-        AssertionError, match=rf"(?s)not in 0 s: a miracle.*process {os.getpid()}: state "
+        AssertionError,
+        match=rf"(?s)not in 0 s: a miracle.*process {os.getpid()}: state ",
     ):
         processes.wait_until(lambda: False, "a miracle", [os.getpid()], seconds=0.0)
 
@@ -179,6 +200,8 @@ def test_short_level_leaves_out_extended_tests(tmp_path: Path) -> None:
             str(tmp_path),
         ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            words, env=environment, capture_output=True, text=True, timeout=300
+        )
         ids.append(re.findall(r"test_sizes\[(\d)\]", done.stdout))
     assert ids == [["1"], ["1", "2"]]

@@ -7,7 +7,12 @@ from typing import Any, TypeVar
 import pytest
 
 from fsdptoys.checkpoint import CheckpointConfig
-from fsdptoys.config.kernel_choice import AttentionKernel, GroupedKernel, Kernel, KernelConfig
+from fsdptoys.config.kernel_choice import (
+    AttentionKernel,
+    GroupedKernel,
+    Kernel,
+    KernelConfig,
+)
 from fsdptoys.config.launch_config import DeviceChoice, LaunchConfig
 from fsdptoys.config.plan_config import PlanConfig
 from fsdptoys.config.schema import Config
@@ -106,7 +111,13 @@ TINY: dict[str, ModelConfig] = {
 FAMILIES: dict[str, ModelConfig] = {"llama": tiny_model(), **TINY}
 EXPERTS: dict[str, Any] = {"n_experts": 4, "expert_ffn_dim": 24}
 """Experts that two and four ranks divide."""
-EVEN: dict[str, Any] = {"n_heads": 4, "n_kv_heads": 2, "ffn_dim": 52, "vocab_size": 68, "dim": 40}
+EVEN: dict[str, Any] = {
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn_dim": 52,
+    "vocab_size": 68,
+    "dim": 40,
+}
 """Sizes that two ranks divide; shards of what is left are still padded."""
 DOCUMENTS = SyntheticConfig(branching=60, mask_documents=True)
 
@@ -130,7 +141,13 @@ def with_sizes(model: ModelConfig, **sizes: Any) -> Any:
 WITH_BLOCKS: dict[str, ModelConfig] = {
     # The experts' stacks are three, which two or four ranks shard along another dim.
     name: with_sizes(
-        FAMILIES[name], dim=64, n_layers=1, n_heads=4, ffn_dim=96, head_dim=16, expert_ffn_dim=32
+        FAMILIES[name],
+        dim=64,
+        n_layers=1,
+        n_heads=4,
+        ffn_dim=96,
+        head_dim=16,
+        expert_ffn_dim=32,
     )
     for name in ("llama", "qwen3_moe")
 }
@@ -158,7 +175,13 @@ def make_config(
 ) -> Config:
     """A validated configuration: ragged padding, clipping, AdamW, two micro-batches, deterministic
     mode."""
-    settings = {"batch_size": 2, "seq_len": 24, "steps": 4, "grad_accum": 2, "max_grad_norm": 0.5}
+    settings = {
+        "batch_size": 2,
+        "seq_len": 24,
+        "steps": 4,
+        "grad_accum": 2,
+        "max_grad_norm": 0.5,
+    }
     settings |= {"eval_every": 0}
     config = Config(
         model=model or tiny_model(tie_embeddings),
@@ -179,7 +202,9 @@ def make_config(
         debug=DebugConfig(),
         launch=LaunchConfig(device=DeviceChoice(device)),
         plan=PlanConfig(),
-        kernels=copy.copy(kernels or (PLAIN_KERNELS if device == "npu" else KernelConfig())),
+        kernels=copy.copy(
+            kernels or (PLAIN_KERNELS if device == "npu" else KernelConfig())
+        ),
     )
     config.validate(world_size, device)
     return config

@@ -19,7 +19,11 @@ from fsdptoys.plan.trace.tracer import trainer_program
 from tests.harness.full_trace import trace_here
 from tests.harness.plan_processes import in_fresh_process
 
-ATTENTION = {"cuda": AttentionKind.flash, "npu": AttentionKind.npu, "cpu": AttentionKind.cpu}
+ATTENTION = {
+    "cuda": AttentionKind.flash,
+    "npu": AttentionKind.npu,
+    "cpu": AttentionKind.cpu,
+}
 
 
 def imagined_hardware(device_type: str = "cuda", **values: float) -> Hardware:
@@ -30,7 +34,11 @@ def imagined_hardware(device_type: str = "cuda", **values: float) -> Hardware:
         device_type: ``cuda``, ``npu`` or ``cpu``.
         values: fields that differ.
     """
-    numbers = {field.name: 1.0 for field in dataclasses.fields(Hardware) if field.type is Quantity}
+    numbers = {
+        field.name: 1.0
+        for field in dataclasses.fields(Hardware)
+        if field.type is Quantity
+    }
     numbers |= {name: 0.0 for name in numbers if name.endswith("_seconds")}
     numbers |= {"devices_per_node": 2.0, "cpu_adam_parameters_per_second": 1.0} | values
     return Hardware(
@@ -39,7 +47,10 @@ def imagined_hardware(device_type: str = "cuda", **values: float) -> Hardware:
         device_type=device_type,
         attention=ATTENTION[device_type],
         matches=(),
-        peak_flops={"bfloat16": Quantity(1.0, "imagined"), "float32": Quantity(0.5, "imagined")},
+        peak_flops={
+            "bfloat16": Quantity(1.0, "imagined"),
+            "float32": Quantity(0.5, "imagined"),
+        },
         **{name: Quantity(float(value), "imagined") for name, value in numbers.items()},  # type: ignore[arg-type]
     )
 
@@ -51,7 +62,9 @@ def configured(words: Sequence[str], world_size: int, device_type: str) -> Confi
     return config
 
 
-def traced(words: Sequence[str], world_size: int = 8, device_type: str = "cuda") -> Trace:
+def traced(
+    words: Sequence[str], world_size: int = 8, device_type: str = "cuda"
+) -> Trace:
     """Two steps of the project's trainer; made once."""
     return _traced(tuple(sorted(words)), world_size, device_type)
 
@@ -85,7 +98,9 @@ def trace_steps(config: Config, world_size: int, device_type: str) -> Trace:
     """Trace two steps of the project's trainer in this process, which cannot be used afterwards."""
     hardware = imagined_hardware(device_type)  # its numbers do not matter
     return trace_here(
-        trainer_program(config, hardware), attention=hardware.attention, world_size=world_size
+        trainer_program(config, hardware),
+        attention=hardware.attention,
+        world_size=world_size,
     )
 
 

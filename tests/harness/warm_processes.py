@@ -17,7 +17,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.elastic.multiprocessing.subprocess_handler import (
+    subprocess_handler,
+)
 
 from fsdptoys.launch.forked_process import MOST_FILES, become_interpreter, run_module
 
@@ -29,7 +31,11 @@ SLOW_IMPORTS = (
         "fsdptoys.metrics.figures",
         "matplotlib.figure",
     ),
-    *("fsdptoys.parallel.fsdp1", "fsdptoys.parallel.fsdp2", "fsdptoys.checkpoint.sharded_io"),
+    *(
+        "fsdptoys.parallel.fsdp1",
+        "fsdptoys.parallel.fsdp2",
+        "fsdptoys.checkpoint.sharded_io",
+    ),
 )
 _parameters = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
 
@@ -87,7 +93,9 @@ class WarmPopen(subprocess.Popen):
         self._close_pipe_fds(*(options[name] for name in PIPES))  # type: ignore[attr-defined]
 
 
-def become_measured_interpreter(streams: Sequence[int], environment: Mapping[str, str]) -> None:
+def become_measured_interpreter(
+    streams: Sequence[int], environment: Mapping[str, str]
+) -> None:
     """Give this fork the state of a new interpreter, these streams (-1: unchanged), and coverage of
     rank 0."""
     for target, source in enumerate(streams):
@@ -96,5 +104,7 @@ def become_measured_interpreter(streams: Sequence[int], environment: Mapping[str
     become_interpreter(environment)
     measured = any(name.startswith("COVERAGE_PROCESS_") for name in os.environ)
     if not measured or os.environ.get("RANK", "0") != "0":
-        sys.settrace(None)  # rank 0 covers the same lines, and coverage slows down its process
+        sys.settrace(
+            None
+        )  # rank 0 covers the same lines, and coverage slows down its process
         threading.settrace(None)  # type: ignore[arg-type]

@@ -30,7 +30,13 @@ from typing import Any
 
 import pytest
 
-from .processes import STACK_SIGNAL, describe_tree, kill_tree, load_factor, request_stacks
+from .processes import (
+    STACK_SIGNAL,
+    describe_tree,
+    kill_tree,
+    load_factor,
+    request_stacks,
+)
 
 LIMIT_SECONDS = 600.0
 """Time limit of a test on an idle machine; ``@pytest.mark.limit(seconds)`` replaces it."""
@@ -42,7 +48,10 @@ PR_SET_PDEATHSIG = 1  # Linux ends a worker with its parent
 def spent() -> tuple[float, float]:
     """Return CPU seconds of this process and its ended children, and the wall clock."""
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system, time.monotonic()
+    return (
+        times.user + times.system + times.children_user + times.children_system,
+        time.monotonic(),
+    )
 
 
 class _Forwarder:
@@ -52,11 +61,15 @@ class _Forwarder:
         self.config, self.sender = config, sender
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        data = self.config.hook.pytest_report_to_serializable(
+            config=self.config, report=report
+        )
         self.sender.send(("report", data))
 
 
-def _run_items(session: pytest.Session, items: list[pytest.Item], sender: Any, stacks: Any) -> None:
+def _run_items(
+    session: pytest.Session, items: list[pytest.Item], sender: Any, stacks: Any
+) -> None:
     os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which ends the workers
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -71,7 +84,9 @@ def _run_items(session: pytest.Session, items: list[pytest.Item], sender: Any, s
         since = spent()
         sender.send(("start", item.nodeid))
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        sender.send(("end", [now - then for now, then in zip(spent(), since, strict=True)]))
+        sender.send(
+            ("end", [now - then for now, then in zip(spent(), since, strict=True)])
+        )
         if session.shouldfail or session.shouldstop:
             break
     sender.send(("done", None))
@@ -157,7 +172,10 @@ class WorkersPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Run all modules, ``count`` at a time."""
-        if session.testsfailed and not session.config.option.continue_on_collection_errors:
+        if (
+            session.testsfailed
+            and not session.config.option.continue_on_collection_errors
+        ):
             raise session.Interrupted(f"{session.testsfailed} errors during collection")
         if session.config.option.collectonly:
             return True
@@ -166,7 +184,8 @@ class WorkersPlugin:
             "(imports, collection)",
         )
         groups = [
-            list(items) for _, items in itertools.groupby(session.items, lambda item: item.path)
+            list(items)
+            for _, items in itertools.groupby(session.items, lambda item: item.path)
         ]
         queue = deque(sorted(groups, key=self._order))
         workers: dict[Any, _Worker] = {}
@@ -179,10 +198,14 @@ class WorkersPlugin:
                 ):
                     worker = _Worker(session, queue.popleft())
                     workers[worker.receiver] = worker
-                for receiver in multiprocessing.connection.wait(list(workers), timeout=1.0):
+                for receiver in multiprocessing.connection.wait(
+                    list(workers), timeout=1.0
+                ):
                     if not self._take(session, workers[receiver]):
                         queue.extendleft(
-                            [rest] if (rest := self._end(session, workers.pop(receiver))) else []
+                            [rest]
+                            if (rest := self._end(session, workers.pop(receiver)))
+                            else []
                         )
                 for receiver in [
                     receiver for receiver, worker in workers.items() if worker.hangs()
@@ -192,7 +215,9 @@ class WorkersPlugin:
                         f"no end after {time.monotonic() - worker.since:.0f} "
                         f"s\n{worker.read_stacks()}"
                     )
-                    queue.extendleft([rest] if (rest := self._end(session, worker, why)) else [])
+                    queue.extendleft(
+                        [rest] if (rest := self._end(session, worker, why)) else []
+                    )
         finally:
             for worker in workers.values():
                 kill_tree(worker.process.pid)
@@ -205,7 +230,8 @@ class WorkersPlugin:
     def _order(self, items: list[pytest.Item]) -> int:
         path = items[0].nodeid
         return next(
-            (number for number, part in enumerate(self.slow) if part in path), len(self.slow)
+            (number for number, part in enumerate(self.slow) if part in path),
+            len(self.slow),
         )
 
     def _take(self, session: pytest.Session, worker: _Worker) -> bool:
@@ -218,11 +244,17 @@ class WorkersPlugin:
         if kind == "start":
             worker.current, worker.since = worker.items.popleft(), time.monotonic()
         elif kind == "report":
-            report = hook.pytest_report_from_serializable(config=session.config, data=content)
+            report = hook.pytest_report_from_serializable(
+                config=session.config, data=content
+            )
             hook.pytest_runtest_logreport(report=report)
         elif kind == "end":
             self.add_times(*content, worker.current.nodeid)
-            worker.last, worker.current, worker.since = worker.current, None, time.monotonic()
+            worker.last, worker.current, worker.since = (
+                worker.current,
+                None,
+                time.monotonic(),
+            )
         else:
             worker.finished = True
         return True
@@ -235,7 +267,9 @@ class WorkersPlugin:
         process = worker.process
         process.join(0 if why else EXIT_SECONDS)
         if why is None and process.exitcode is None:
-            why = f"the process did not exit after its last test\n{worker.read_stacks()}"
+            why = (
+                f"the process did not exit after its last test\n{worker.read_stacks()}"
+            )
         process.join()
         if why is None and not worker.finished:
             code = process.exitcode
@@ -250,7 +284,11 @@ class WorkersPlugin:
         worker.stacks.close()
         return list(worker.items)
 
-    def _report_failure(self, session: pytest.Session, item: pytest.Item, why: str) -> None:
+    def _report_failure(
+        self, session: pytest.Session, item: pytest.Item, why: str
+    ) -> None:
         keywords = {name: 1 for name in item.keywords}
-        report = pytest.TestReport(item.nodeid, item.location, keywords, "failed", why, "call")
+        report = pytest.TestReport(
+            item.nodeid, item.location, keywords, "failed", why, "call"
+        )
         session.config.hook.pytest_runtest_logreport(report=report)

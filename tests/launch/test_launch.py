@@ -81,7 +81,9 @@ def test_shard_groups_across_nodes_are_reported(
     size: object, printed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the expected message after the hardware line."""
-    print_run(resolve_run([f"mesh.fsdp_size={size}", "launch.device=cpu", *TWO_NODES], {}), {})
+    print_run(
+        resolve_run([f"mesh.fsdp_size={size}", "launch.device=cpu", *TWO_NODES], {}), {}
+    )
     sentence = "mesh.fsdp_size=2 on nodes of 3 ranks has groups that lie"
     assert (sentence in capsys.readouterr().out) == printed
 
@@ -125,7 +127,9 @@ def test_invalid_settings_and_variables_are_refused(given: str) -> None:
     """Oracle: the expected message; without LOCAL_RANK every rank would take the first device, and
     ranks that cut the mesh differently would wait for each other."""
     assignments = [tuple(word.split("=")) for word in given.split()]
-    variables = TORCHRUN | {name: value for name, value in assignments if name.isupper()}
+    variables = TORCHRUN | {
+        name: value for name, value in assignments if name.isupper()
+    }
     words = [f"{name}={value}" for name, value in assignments if not name.isupper()]
     with pytest.raises(ConfigError, match=f"^{REFUSED[given]}"):
         resolve_run(
@@ -137,7 +141,9 @@ def test_invalid_settings_and_variables_are_refused(given: str) -> None:
 def test_invalid_master_address_or_port_is_refused() -> None:
     """Oracle: the expected message; one rank needs no place to meet."""
     check_master({"WORLD_SIZE": "1"})
-    with pytest.raises(ConfigError, match=r"^MASTER_ADDR=nothing in the environment must name the"):
+    with pytest.raises(
+        ConfigError, match=r"^MASTER_ADDR=nothing in the environment must name the"
+    ):
         check_master(TORCHRUN)
     with pytest.raises(ConfigError, match=f"^MASTER_PORT=65536 {FROM} 1 to 65535; "):
         check_master(TORCHRUN | {"MASTER_ADDR": "x", "MASTER_PORT": "65536"})
@@ -158,7 +164,9 @@ def test_run_description_names_hardware_and_choices() -> None:
         "this hardware, since neither model nor data are named"
     )
     chosen = resolve_run(["memory=lean", "mesh=hsdp", "launch.device=cpu"], {})
-    assert "data=text memory=lean mesh=hsdp with fsdp2 on 2 ranks" in describe_run(chosen, {})
+    assert "data=text memory=lean mesh=hsdp with fsdp2 on 2 ranks" in describe_run(
+        chosen, {}
+    )
 
 
 def have(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
@@ -195,7 +203,8 @@ def test_one_accelerator_trains_without_sharding_unless_the_words_ask_for_it(
     assert ("parallel=single" in run.words) is (name == "single")
     print_run(run, {})
     reason = (
-        "parallel=single since one rank has no ranks to shard over; type parallel=fsdp2 for FSDP2"
+        "parallel=single since one rank has no ranks to shard over; type "
+        "parallel=fsdp2 for FSDP2"
     )
     assert (reason in capsys.readouterr().out) is (name == "single")
 
@@ -244,7 +253,10 @@ def test_command_that_names_a_part_of_an_experiment_trains_the_same_on_every_mac
             ["model=llama_debug"],
             "seq_len 512, steps 10, batch_size 1, lr 0.0003, param_dtype float32",
         ),
-        (["model=llama3_8b", "train.batch_size=4", "optim.lr=1e-3"], "seq_len 4,096, steps 10, pa"),
+        (
+            ["model=llama3_8b", "train.batch_size=4", "optim.lr=1e-3"],
+            "seq_len 4,096, steps 10, pa",
+        ),
     ],
 )
 def test_first_line_names_each_default(words: list[str], said: str) -> None:
@@ -269,13 +281,17 @@ def test_memory_switches_are_chosen_only_where_the_words_ask_for_it(
     """Oracle: the table; the stand-in for the planner chooses a value that no file has."""
     have(monkeypatch, 2)
     run = resolve_run(
-        words, {}, choose_switches=lambda *_: ["memory.chunk_loss=true", "memory.chunk_tokens=77"]
+        words,
+        {},
+        choose_switches=lambda *_: ["memory.chunk_loss=true", "memory.chunk_tokens=77"],
     )
     assert (run.composition.config.memory.chunk_tokens == "77") is chosen
     assert ("memory.chunk_tokens=77" in run.words) is chosen
 
 
-def test_unexpected_world_size_across_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_world_size_across_nodes_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: the expected message; a launcher assumes equal numbers of ranks on all machines."""
     words = [
         "launch.nproc_per_node=2",
@@ -284,7 +300,9 @@ def test_unexpected_world_size_across_nodes_is_refused(monkeypatch: pytest.Monke
         "launch.device=cpu",
     ]
     run = resolve_run(words, {})
-    request = WorkerRequest(run.composition.config, run.hardware, run.local_ranks, run.world_size)
+    request = WorkerRequest(
+        run.composition.config, run.hardware, run.local_ranks, run.world_size
+    )
     monkeypatch.setattr("fsdptoys.launch.worker.read_request", lambda: request)
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError) as caught:
@@ -301,4 +319,7 @@ def test_reference_to_the_device_has_its_final_value(words: list[str]) -> None:
     run = resolve_run(
         [*words, "metrics.run_dir=runs/${launch.device}", "launch.nproc_per_node=1"], {}
     )
-    assert run.composition.config.metrics.run_dir == f"runs/DeviceChoice.{run.hardware.device_type}"
+    assert (
+        run.composition.config.metrics.run_dir
+        == f"runs/DeviceChoice.{run.hardware.device_type}"
+    )

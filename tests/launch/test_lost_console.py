@@ -34,14 +34,19 @@ def test_run_survives_a_lost_console(stdout: str, stderr: str, tmp_path: Path) -
     run = tmp_path / "run"
     done = run_with(stdout, stderr, ["-m", "fsdptoys", *f"{WORDS}{run}".split()])
     assert done.returncode == 0, done.stderr
-    assert [json.loads(line)["step"] for line in (run / METRICS_FILE).read_text().splitlines()] == [
+    assert [
+        json.loads(line)["step"]
+        for line in (run / METRICS_FILE).read_text().splitlines()
+    ] == [
         1,
         2,
         3,
         4,
     ]
     assert (run / "checkpoints/step-00000004/manifest.json").is_file()
-    sentence = f"Console output was lost before the first step (stdout: {REASONS[stdout]}"
+    sentence = (
+        f"Console output was lost before the first step (stdout: {REASONS[stdout]}"
+    )
     assert (run / "summary.md").read_text().count(f"\n{sentence}") == 1
     if stderr == "fine":
         assert done.stderr == f"fsdptoys: {sentence}); metrics.jsonl has every step.\n"
@@ -90,7 +95,14 @@ UNBUFFERED = pytest.mark.parametrize("unbuffered", ["", extended("1")])
 @UNBUFFERED
 @pytest.mark.parametrize(
     "streams",
-    ["fine fine", "full fine", "fine full", "broken broken", "closed broken", "full closed"],
+    [
+        "fine fine",
+        "full fine",
+        "fine full",
+        "broken broken",
+        "closed broken",
+        "full closed",
+    ],
 )
 def test_printing_to_lost_streams_never_fails(
     streams: str, unbuffered: str, tmp_path: Path
@@ -133,7 +145,9 @@ def test_printing_to_lost_streams_never_fails(
         ),
     ],
 )
-def test_command_reports_incomplete_output(stdout: str, status: int, message: str) -> None:
+def test_command_reports_incomplete_output(
+    stdout: str, status: int, message: str
+) -> None:
     """Oracle: the status of a program that SIGPIPE ends, without a word, as after ``| head``; 1 for
     a full disk."""
     done = run_with(stdout, "fine", ["-m", "fsdptoys", "--help"])
@@ -174,7 +188,9 @@ def test_non_blocking_pipe_loses_no_output(unbuffered: str) -> None:
     )
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, cwd=ROOT, env=environment
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.read() == b"x" * 200_000 + b"\n"
         assert process.wait() == 3
@@ -201,6 +217,8 @@ sys.exit(ForkedProcess("worker", [], {**os.environ, "PYTHONPATH": folders}).wait
 def test_fork_without_streams_does_not_print_into_its_files(tmp_path: Path) -> None:
     """Oracle: the first file that the fork of a launcher without streams opens, to which it prints
     nothing."""
-    done = run_with("closed", "fine", ["-c", FORKS, str(ROOT)], tmp_path, PYTHONPATH=str(ROOT))
+    done = run_with(
+        "closed", "fine", ["-c", FORKS, str(ROOT)], tmp_path, PYTHONPATH=str(ROOT)
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "own").read_text() == "{'stdout': 'it is closed'}"

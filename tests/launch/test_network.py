@@ -30,7 +30,12 @@ WORDS = [
         "parallel=fsdp2",
         "launch.device=cpu",
     ),
-    *("train.batch_size=1", "train.seq_len=32", "train.steps=60", "metrics.console=none"),
+    *(
+        "train.batch_size=1",
+        "train.seq_len=32",
+        "train.steps=60",
+        "metrics.console=none",
+    ),
     "launch.timeout_seconds=120",
 ]
 TWO_NODES = [*WORDS, "launch.nnodes=2", "launch.nproc_per_node=1"]
@@ -53,14 +58,21 @@ def token_file(folder: Path, token: bytes) -> str:
 
 @on_linux
 @pytest.mark.usefixtures("unmeasured", "warm")
-def test_single_node_run_listens_on_loopback_only_and_unpickles_nothing(tmp_path: Path) -> None:
+def test_single_node_run_listens_on_loopback_only_and_unpickles_nothing(
+    tmp_path: Path,
+) -> None:
     """Oracle: the kernel's list of all sockets of the run's processes from their start to their
     end; a file that each pickle would make, put into every store behind them."""
     pwned = tmp_path / "pwned"
     folder = tmp_path / "run"
     found: set[tuple[str, int]] = set()
     attacked: set[int] = set()
-    words = [*WORDS, "launch.nproc_per_node=2", "checkpoint.every=20", f"metrics.run_dir={folder}"]
+    words = [
+        *WORDS,
+        "launch.nproc_per_node=2",
+        "checkpoint.every=20",
+        f"metrics.run_dir={folder}",
+    ]
     with training(words, tmp_path / "output") as run:
         while not run.ended():
             found |= listening_sockets(run.process.pid)
@@ -76,7 +88,9 @@ def test_single_node_run_listens_on_loopback_only_and_unpickles_nothing(tmp_path
 
 @on_linux
 @pytest.mark.usefixtures("unmeasured", "warm")
-@pytest.mark.parametrize("token", [extended(None), TOKEN], ids=["without token", "with token"])
+@pytest.mark.parametrize(
+    "token", [extended(None), TOKEN], ids=["without token", "with token"]
+)
 def test_multi_node_store_unpickles_nothing_and_listens_on_its_address_only(
     token: bytes | None, tmp_path: Path
 ) -> None:
@@ -86,7 +100,11 @@ def test_multi_node_store_unpickles_nothing_and_listens_on_its_address_only(
     pwned = tmp_path / "pwned"
     folder = tmp_path / "run"
     port = free_port()
-    words = [*TWO_NODES, f"launch.rdzv_endpoint=127.0.0.1:{port}", f"metrics.run_dir={folder}"]
+    words = [
+        *TWO_NODES,
+        f"launch.rdzv_endpoint=127.0.0.1:{port}",
+        f"metrics.run_dir={folder}",
+    ]
     if token is not None:
         words.append(token_file(tmp_path, token))
     with (
@@ -95,10 +113,16 @@ def test_multi_node_store_unpickles_nothing_and_listens_on_its_address_only(
     ):
         metrics = folder / "metrics.jsonl"
         wait_while_running(
-            [first], lambda: metrics.exists() and metrics.read_text().count("\n") > 1, "two steps"
+            [first],
+            lambda: metrics.exists() and metrics.read_text().count("\n") > 1,
+            "two steps",
         )
-        listening = listening_sockets(first.process.pid) | listening_sockets(second.process.pid)
-        assert {address for address, place in listening if place == port} == {"0100007F"}
+        listening = listening_sockets(first.process.pid) | listening_sockets(
+            second.process.pid
+        )
+        assert {address for address, place in listening if place == port} == {
+            "0100007F"
+        }
         assert attack("127.0.0.1", port, str(pwned)) > 0
         results = [run.result() for run in (first, second)]
     assert not pwned.exists()
@@ -108,13 +132,17 @@ def test_multi_node_store_unpickles_nothing_and_listens_on_its_address_only(
         ("any machine of this network can join" in output) == (token is None)
         for _, output in results
     )
-    files = [path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file()]
+    files = [
+        path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file()
+    ]
     contents = "".join([output for _, output in results] + files)
     assert TOKEN.decode() not in contents.replace(str(tmp_path / TOKEN.decode()), "")
 
 
 @pytest.mark.usefixtures("unmeasured", "warm")
-def test_launcher_with_a_different_token_exits_with_one_sentence(tmp_path: Path) -> None:
+def test_launcher_with_a_different_token_exits_with_one_sentence(
+    tmp_path: Path,
+) -> None:
     """Oracle: its output; the first machine keeps waiting for the right one."""
     endpoint = f"127.0.0.1:{free_port()}"
     words = [*TWO_NODES, f"launch.rdzv_endpoint={endpoint}"]

@@ -18,7 +18,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    _NodeDesc,
+    _RendezvousState,
+)
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.rendezvous import endpoint as endpoint_module
@@ -68,7 +71,9 @@ def backend(store: Any, token: bytes | None = None) -> SignedBackend:
 
 
 @WITH_AND_WITHOUT
-def test_state_round_trips_and_stale_writers_are_fenced(store: Any, token: bytes | None) -> None:
+def test_state_round_trips_and_stale_writers_are_fenced(
+    store: Any, token: bytes | None
+) -> None:
     """Oracle: the state itself; torch's rule that only a machine that knows the latest state can
     replace it."""
     first = backend(store, token)
@@ -95,7 +100,9 @@ def test_state_round_trips_and_stale_writers_are_fenced(store: Any, token: bytes
         (None, TOKEN, "has no token, and this one has"),
     ],
 )
-def test_token_mismatch_is_refused(store: Any, writes: Any, reads: Any, message: str) -> None:
+def test_token_mismatch_is_refused(
+    store: Any, writes: Any, reads: Any, message: str
+) -> None:
     """Oracle: the expected message."""
     backend(store, writes).set_state(STATE)
     with pytest.raises(ForeignStateError, match=message):
@@ -133,7 +140,9 @@ def test_malformed_state_is_refused(store: Any, text: str) -> None:
 
 @pytest.mark.parametrize("part, by", CHANGES)
 @WITH_AND_WITHOUT
-def test_modified_state_is_refused(store: Any, token: bytes | None, part: str, by: str) -> None:
+def test_modified_state_is_refused(
+    store: Any, token: bytes | None, part: str, by: str
+) -> None:
     """Oracle: values of other kinds are found without a token, and every change with one."""
     backend(store, token).set_state(STATE)
     text = store.get(KEY).decode()
@@ -166,7 +175,11 @@ def test_older_or_removed_state_is_refused(store: Any) -> None:
     [
         (TOKEN + b"\n", 0o400, None),
         (None, 0o600, "cannot be read (No such file or directory)"),
-        (TOKEN, 0o640, "has mode 0640, with which others may read the token; set it to 0600"),
+        (
+            TOKEN,
+            0o640,
+            "has mode 0640, with which others may read the token; set it to 0600",
+        ),
         (b"short\n", 0o600, "holds 5 bytes and must hold 16 to 4096"),
         (b"x" * 5000, 0o600, "and must hold 16 to 4096"),
     ],
@@ -253,7 +266,9 @@ def test_service_that_is_no_store_is_refused(
     monkeypatch.setattr(os, "getpid", lambda: 256)
     with (
         service(answer) as port,
-        pytest.raises(RendezvousConnectionError, match=r"^something else has that port$"),
+        pytest.raises(
+            RendezvousConnectionError, match=r"^something else has that port$"
+        ),
     ):
         RendezvousEndpoint(f"127.0.0.1:{port}").connect()
 
@@ -264,7 +279,8 @@ def test_store_of_another_program_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     store = open_store()
     keys = store.num_keys()
     with pytest.raises(
-        RendezvousConnectionError, match=r"^a PyTorch store of another program has that port$"
+        RendezvousConnectionError,
+        match=r"^a PyTorch store of another program has that port$",
     ):
         RendezvousEndpoint(f"127.0.0.1:{store.port}").connect()
     assert store.num_keys() == keys
@@ -274,16 +290,22 @@ def test_unreachable_and_unresolvable_endpoints_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: the system's own words for it."""
-    with pytest.raises(RendezvousConnectionError, match=r"no\.such\.host\.invalid has no address"):
+    with pytest.raises(
+        RendezvousConnectionError, match=r"no\.such\.host\.invalid has no address"
+    ):
         RendezvousEndpoint("no.such.host.invalid:29500")
     monkeypatch.setattr(endpoint_module, "ANSWER_SECONDS", 0.0)
     endpoint = RendezvousEndpoint(f"127.0.0.1:{free_port()}")
     monkeypatch.setattr(endpoint, "_tried_to_serve", True)
-    with pytest.raises(RendezvousConnectionError, match=os.strerror(errno.ECONNREFUSED)):
+    with pytest.raises(
+        RendezvousConnectionError, match=os.strerror(errno.ECONNREFUSED)
+    ):
         endpoint.connect()
 
 
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are listed by Linux alone")
+@pytest.mark.skipif(
+    not Path("/proc/net/tcp").exists(), reason="sockets are listed by Linux alone"
+)
 def test_loopback_host_name_listens_on_all_interfaces(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -292,7 +314,9 @@ def test_loopback_host_name_listens_on_all_interfaces(
     port = free_port()
     resolve = socket.getaddrinfo
     monkeypatch.setattr(
-        socket, "getaddrinfo", lambda _, *rest, **more: resolve("127.0.1.1", *rest, **more)
+        socket,
+        "getaddrinfo",
+        lambda _, *rest, **more: resolve("127.0.1.1", *rest, **more),
     )
     point = RendezvousEndpoint(f"own:{port}")
     with point._listen(*point._addresses[0]):
@@ -302,7 +326,9 @@ def test_loopback_host_name_listens_on_all_interfaces(
     )
 
 
-def test_store_is_joined_once_its_node_has_marked_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_is_joined_once_its_node_has_marked_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: the key that the serving node sets between two queries of the joining one, which
     never creates it."""
     store = open_store()
@@ -313,21 +339,29 @@ def test_store_is_joined_once_its_node_has_marked_it(monkeypatch: pytest.MonkeyP
         open_state(store)
 
     monkeypatch.setattr(
-        endpoint_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=open_later)
+        endpoint_module,
+        "time",
+        SimpleNamespace(monotonic=time.monotonic, sleep=open_later),
     )
     RendezvousEndpoint(f"127.0.0.1:{store.port}").connect()
     assert len(seen) == 1
 
 
-def test_node_without_the_address_waits_for_the_first_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_without_the_address_waits_for_the_first_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: a store that opens after the first refused connection."""
     endpoint = f"127.0.0.1:{free_port()}"
     first = RendezvousEndpoint(endpoint)
     other = RendezvousEndpoint(endpoint)
     listen = RendezvousEndpoint._listen
-    monkeypatch.setattr(RendezvousEndpoint, "_listen", lambda self, *where: listen(first, *where))
+    monkeypatch.setattr(
+        RendezvousEndpoint, "_listen", lambda self, *where: listen(first, *where)
+    )
     # Of no machine
-    monkeypatch.setattr(other, "_addresses", [(socket.AF_INET, ("192.0.2.1", first.port))])
+    monkeypatch.setattr(
+        other, "_addresses", [(socket.AF_INET, ("192.0.2.1", first.port))]
+    )
     assert other._serve() is None
     monkeypatch.setattr(other, "_addresses", first._addresses)
     monkeypatch.setattr(other, "_tried_to_serve", True)

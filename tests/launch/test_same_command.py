@@ -23,7 +23,12 @@ OVERRIDES = [
         "model=llama_debug",
         "train.steps=3",
     ),
-    *("train.seq_len=32", "train.grad_accum=2", "train.eval_every=2", "data.ragged=true"),
+    *(
+        "train.seq_len=32",
+        "train.grad_accum=2",
+        "train.eval_every=2",
+        "data.ragged=true",
+    ),
 ]
 
 COMMANDS = {
@@ -38,7 +43,13 @@ COMMANDS = {
         ),
         *("--rdzv-endpoint=localhost:0", "-m", "fsdptoys", "train"),
     ],
-    "nproc_per_node": [sys.executable, "-m", "fsdptoys", "train", "launch.nproc_per_node=2"],
+    "nproc_per_node": [
+        sys.executable,
+        "-m",
+        "fsdptoys",
+        "train",
+        "launch.nproc_per_node=2",
+    ],
 }
 
 
@@ -48,7 +59,9 @@ def start(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
         [*COMMANDS[name], *OVERRIDES, f"metrics.run_dir={name}"],
         cwd=folder,
         # The launcher would inherit the threads that the tests fix.
-        env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+        env={
+            key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"
+        }
         | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -57,8 +70,17 @@ def start(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def read_numbers(run: Path) -> tuple[list[list[Any]], str]:
     """Return the numbers of each step of a run, and its written configuration without names."""
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    numbers = ("step", "loss", "grad_norm", "learning_rate", "valid_tokens", "eval_loss")
+    steps = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
+    numbers = (
+        "step",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "valid_tokens",
+        "eval_loss",
+    )
     config = (run / "config.yaml").read_text().replace(f"run_dir: {run.name}\n", "")
     return [[step[name] for name in numbers] for step in steps], config.replace(
         "per_node: 2", "per_node: -1"
@@ -85,10 +107,14 @@ def test_train_starts_ranks_and_writes_a_run_directory(
     arguments is refused."""
     done, folder = plain
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("fsdptoys: ") == 1 and "with fsdp2 on 2 ranks" in done.stdout
+    assert (
+        done.stdout.count("fsdptoys: ") == 1 and "with fsdp2 on 2 ranks" in done.stdout
+    )
     assert len(read_numbers(folder / "python")[0]) == 3
     environment = json.loads((folder / "python" / "environment.json").read_text())
-    assert environment["machine"]["torch_threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert environment["machine"]["torch_threads"] == max(
+        1, len(os.sched_getaffinity(0)) // 2
+    )
     monkeypatch.chdir(folder)
     assert main(["train", *OVERRIDES, "metrics.run_dir=python"]) == 2
     again = capsys.readouterr()
@@ -106,7 +132,9 @@ def test_every_launch_command_gives_the_same_numbers(
     done = start(name, tmp_path)
     # Under load torchrun's own interpreter may abort when it leaves, with all ranks ended well.
     aborted = (
-        name == "torchrun" and done.returncode == -signal.SIGABRT and "Error" not in done.stderr
+        name == "torchrun"
+        and done.returncode == -signal.SIGABRT
+        and "Error" not in done.stderr
     )
     assert done.returncode == 0 or aborted, done.stderr
     assert read_numbers(tmp_path / name) == read_numbers(plain[1] / "python")

@@ -73,7 +73,9 @@ def test_end_of_a_worker_is_reported_in_one_line_a_start(
 
 
 @pytest.mark.parametrize("forks", [False, True])
-def test_worker_has_the_environment_of_a_new_interpreter(launched: Any, forks: bool) -> None:
+def test_worker_has_the_environment_of_a_new_interpreter(
+    launched: Any, forks: bool
+) -> None:
     """Oracle: the output of the two workers: threads, rank, a new session, arguments; default
     signals, no open files but the listing's, of the paths the working directory once, which is in
     PYTHONPATH here, and stdin."""
@@ -93,7 +95,9 @@ def test_worker_has_the_environment_of_a_new_interpreter(launched: Any, forks: b
         (signal.SIGINT, signal.SIGTERM),
     ),
 )
-def test_signal_before_training_ends_all_workers(launched: Any, number: signal.Signals) -> None:
+def test_signal_before_training_ends_all_workers(
+    launched: Any, number: signal.Signals
+) -> None:
     """Oracle: the workers' process ids, which must be free afterwards."""
     run = launched("sleep", max_restarts=2)
     pids = run.workers()
@@ -109,7 +113,11 @@ def test_signal_before_training_ends_all_workers(launched: Any, number: signal.S
     ("number", "times", "result"),
     [
         (signal.SIGUSR1, 3, (0, "")),
-        (signal.SIGINT, 1, (130, "fsdptoys: stopped by SIGINT; all workers have ended\n")),
+        (
+            signal.SIGINT,
+            1,
+            (130, "fsdptoys: stopped by SIGINT; all workers have ended\n"),
+        ),
     ],
 )
 def test_signal_during_training_lets_the_ranks_save(
@@ -128,13 +136,18 @@ def test_signal_during_training_lets_the_ranks_save(
         os.kill(pid, number)
     assert run.result() == result
     assert (
-        run.wait_for_files("saved") == ["SIGTERM" if number == signal.SIGINT else number.name] * 2
+        run.wait_for_files("saved")
+        == ["SIGTERM" if number == signal.SIGINT else number.name] * 2
     )
 
 
 @pytest.mark.parametrize(
     ("first", "seconds", "status"),
-    [(signal.SIGTERM, 3600.0, 130), (signal.SIGTERM, 0.0, 143), (signal.SIGINT, 3600.0, 130)],
+    [
+        (signal.SIGTERM, 3600.0, 130),
+        (signal.SIGTERM, 0.0, 143),
+        (signal.SIGINT, 3600.0, 130),
+    ],
     ids=["same request", "second request", "Ctrl-C twice"],
 )
 def test_second_request_kills_all_workers(
@@ -155,19 +168,25 @@ def test_second_request_kills_all_workers(
         os.kill(run.pid, signal.SIGUSR1)
     os.kill(run.pid, signal.SIGINT if seconds else signal.SIGTERM)
     name = signal.Signals(status - 128).name
-    assert run.result() == (status, f"fsdptoys: stopped by {name}; all workers have ended\n")
+    assert run.result() == (
+        status,
+        f"fsdptoys: stopped by {name}; all workers have ended\n",
+    )
     assert not any(runs(pid) for pid in pids)
 
 
 @pytest.mark.skipif(
-    not Path("/proc/self/stat").exists(), reason="Linux alone ends the children of a killed process"
+    not Path("/proc/self/stat").exists(),
+    reason="Linux alone ends the children of a killed process",
 )
 def test_workers_end_with_a_killed_launcher(launched: Any) -> None:
     """Oracle: the process ids; both remember SIGTERM, and one waits in a collective."""
     run = launched("hang")
     pids = run.workers()
     os.kill(run.pid, signal.SIGKILL)
-    wait_until(lambda: not any(runs(pid) for pid in pids), "the end of the workers", pids)
+    wait_until(
+        lambda: not any(runs(pid) for pid in pids), "the end of the workers", pids
+    )
 
 
 def test_workers_restart_and_continue_in_the_same_directory(launched: Any) -> None:
@@ -187,15 +206,20 @@ def test_hanging_rank_is_named(launched: Any) -> None:
     real."""
     status, stderr = launched("wait").result()
     assert status == 1
-    expired = "a collective timed out (launch.timeout_seconds=3); the last heartbeat of all 2"
+    expired = (
+        "a collective timed out (launch.timeout_seconds=3); the last heartbeat of all 2"
+    )
     assert f"fsdptoys: rank 0 failed:\n{expired}" in stderr
     hung = "it hung, last heartbeat step 3 (backward)"
     ended = "^rank 1 raised no exception and had to be terminated: "
-    assert re.search(rf"{ended}{re.escape(hung)}, \d+ s ago, pid ", stderr, re.M), stderr
+    assert re.search(rf"{ended}{re.escape(hung)}, \d+ s ago, pid ", stderr, re.M), (
+        stderr
+    )
 
 
 @pytest.mark.parametrize(
-    "how, sent", [("asked", signal.SIGTERM), ("early", signal.SIGUSR1), ("early", signal.SIGTERM)]
+    "how, sent",
+    [("asked", signal.SIGTERM), ("early", signal.SIGUSR1), ("early", signal.SIGTERM)],
 )
 def test_signal_to_one_rank_is_a_request_to_stop(
     launched: Any, how: str, sent: signal.Signals, monkeypatch: pytest.MonkeyPatch
@@ -205,11 +229,15 @@ def test_signal_to_one_rank_is_a_request_to_stop(
     set_same_request(monkeypatch, 0.0)
     run = launched(how, max_restarts=2)
     os.kill(run.workers()[1], sent)
-    message = f"fsdptoys: stopped by {sent.name} (rank 1 got it); all workers have ended\n"
+    message = (
+        f"fsdptoys: stopped by {sent.name} (rank 1 got it); all workers have ended\n"
+    )
     assert run.result() == (128 + sent, message)
 
 
-@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="semaphores are files on Linux alone")
+@pytest.mark.skipif(
+    not Path("/dev/shm").exists(), reason="semaphores are files on Linux alone"
+)
 @pytest.mark.parametrize("whom", ["launcher", "rank"])
 def test_killed_ranks_leave_no_semaphores(launched: Any, whom: str) -> None:
     """Oracle: the semaphores' names in /dev/shm, while the ranks run and afterwards; the tracker
@@ -219,15 +247,23 @@ def test_killed_ranks_leave_no_semaphores(launched: Any, whom: str) -> None:
     message = [text.split() for text in run.wait_for_files("children")]
     paths = [Path(f"/dev/shm/sem.{words[-1].lstrip('/')}") for words in message]
     assert all(path.exists() for path in paths)
-    os.kill(*((run.pid, signal.SIGINT) if whom == "launcher" else (pids[1], signal.SIGKILL)))
+    os.kill(
+        *((run.pid, signal.SIGINT) if whom == "launcher" else (pids[1], signal.SIGKILL))
+    )
     status, stderr = run.result()
-    assert status == (130 if whom == "launcher" else 1) and len(stderr.splitlines()) == 1, stderr
+    assert (
+        status == (130 if whom == "launcher" else 1) and len(stderr.splitlines()) == 1
+    ), stderr
     trackers = [int(child) for words in message for child in words[:-1]]
     wait_until(
-        lambda: not any(path.exists() for path in paths), "the removal of the semaphores", trackers
+        lambda: not any(path.exists() for path in paths),
+        "the removal of the semaphores",
+        trackers,
     )
     wait_until(
-        lambda: not any(runs(tracker) for tracker in trackers), "the end of the trackers", trackers
+        lambda: not any(runs(tracker) for tracker in trackers),
+        "the end of the trackers",
+        trackers,
     )
 
 
@@ -263,7 +299,9 @@ def test_occupied_rendezvous_port_is_reported_in_one_sentence(
 def test_missing_node_ends_the_run_after_the_timeout(launched: Any) -> None:
     """Oracle: the message of a launcher that stays alone."""
     endpoint = f"127.0.0.1:{free_port()}"
-    assert launched("nothing", nnodes=2, rdzv_endpoint=endpoint, timeout_seconds=1).result() == (
+    assert launched(
+        "nothing", nnodes=2, rdzv_endpoint=endpoint, timeout_seconds=1
+    ).result() == (
         2,
         (
             f"fsdptoys: launch.nnodes=2 machines were expected at launch.rdzv_endpoint={endpoint}, "
@@ -276,11 +314,16 @@ def test_missing_node_ends_the_run_after_the_timeout(launched: Any) -> None:
 def test_signal_ends_a_launcher_that_waits_for_another_node(launched: Any) -> None:
     """Oracle: status and sentence, long before its own timeout."""
     port = free_port()
-    run = launched("nothing", nnodes=2, rdzv_endpoint=f"127.0.0.1:{port}", timeout_seconds=3600)
+    run = launched(
+        "nothing", nnodes=2, rdzv_endpoint=f"127.0.0.1:{port}", timeout_seconds=3600
+    )
     listens = ("0100007F", port)
     wait_until(lambda: listens in listening_sockets(run.pid), "the store", [run.pid])
     os.kill(run.pid, signal.SIGINT)
-    assert run.result() == (130, "fsdptoys: stopped by SIGINT; all workers have ended\n")
+    assert run.result() == (
+        130,
+        "fsdptoys: stopped by SIGINT; all workers have ended\n",
+    )
 
 
 MODULE = """

@@ -30,22 +30,33 @@ UPSTREAM = 0.3
 
 
 def make_inputs(
-    n: int = N, d: int = D, v: int = V, dtype: torch.dtype = torch.float32, ignored: float = 0.0
+    n: int = N,
+    d: int = D,
+    v: int = V,
+    dtype: torch.dtype = torch.float32,
+    ignored: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden_ND = torch.randn(n, d, generator=generator).to(dtype).requires_grad_()
-    weight_VD = (torch.randn(v, d, generator=generator) * 0.3).to(dtype).requires_grad_()
+    weight_VD = (
+        (torch.randn(v, d, generator=generator) * 0.3).to(dtype).requires_grad_()
+    )
     labels_N = torch.randint(v, (n,), generator=generator)
     labels_N[torch.rand(n, generator=generator) < ignored] = IGNORE_INDEX
     return hidden_ND, weight_VD, labels_N
 
 
 def outcome(
-    loss_fn: Callable[..., Tensor], hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
+    loss_fn: Callable[..., Tensor],
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
 ) -> list[Tensor]:
     """Loss and both gradients, the loss multiplied by something before the backward as in
     training."""
-    hidden_ND, weight_VD = (x.detach().clone().requires_grad_() for x in (hidden_ND, weight_VD))
+    hidden_ND, weight_VD = (
+        x.detach().clone().requires_grad_() for x in (hidden_ND, weight_VD)
+    )
     loss = loss_fn(hidden_ND, weight_VD, labels_N)
     (loss * UPSTREAM).backward()
     assert hidden_ND.grad is not None and weight_VD.grad is not None
@@ -63,9 +74,9 @@ def exact(
         shares = torch.full_like(logits, objective.label_smoothing / logits.shape[1])
         shares[torch.arange(len(labels)), labels] += 1 - objective.label_smoothing
         logsumexp = logits.exp().sum(1).log()
-        return (shares * (logsumexp[:, None] - logits)).sum() + objective.z_loss_coef * (
-            logsumexp**2
-        ).sum()
+        return (
+            shares * (logsumexp[:, None] - logits)
+        ).sum() + objective.z_loss_coef * (logsumexp**2).sum()
 
     return outcome(loss_fn, hidden_ND.double(), weight_VD.double(), labels_N)
 
@@ -79,7 +90,9 @@ def relative_errors(got: list[Tensor], expected: list[Tensor]) -> list[float]:
 
 def on_device_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the path of an accelerator without Triton on the CPU."""
-    monkeypatch.setattr(chunked_loss, "choose_products", lambda *_: head_products.DeviceProducts())
+    monkeypatch.setattr(
+        chunked_loss, "choose_products", lambda *_: head_products.DeviceProducts()
+    )
     monkeypatch.setattr(chunked_loss, "_leaves_out_rows", lambda _: False)
     monkeypatch.setattr(softmax, "softmax_cpu_", softmax.softmax_device_)
 
@@ -88,7 +101,9 @@ def on_device_path(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device_path", [False, True], ids=["cpu", "device"])
 @pytest.mark.parametrize("ignored", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize(
-    "objective", [PLAIN, Objective(label_smoothing=0.1), Objective(z_loss_coef=1e-2), BOTH], ids=str
+    "objective",
+    [PLAIN, Objective(label_smoothing=0.1), Objective(z_loss_coef=1e-2), BOTH],
+    ids=str,
 )
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 16, N])
 def test_float32_loss_agrees_to_1e_6_and_gradients_to_1e_5(
@@ -128,8 +143,12 @@ def test_bf16_error_is_at_most_1_5_times_that_of_the_plain_loss(
         on_device_path(monkeypatch)
     inputs = make_inputs(1024, 64, 2500, torch.bfloat16)
     expected = exact(*inputs, objective)
-    plain = relative_errors(outcome(build_loss(False, objective=objective), *inputs), expected)
-    got = relative_errors(outcome(build_loss(True, 128, objective=objective), *inputs), expected)
+    plain = relative_errors(
+        outcome(build_loss(False, objective=objective), *inputs), expected
+    )
+    got = relative_errors(
+        outcome(build_loss(True, 128, objective=objective), *inputs), expected
+    )
     assert got[0] <= max(1.5 * plain[0], 1e-6)
     assert got[1] <= 1.5 * plain[1]
     assert got[2] <= 1.5 * plain[2]
@@ -148,7 +167,10 @@ def test_bf16_accumulation_error_grows_with_chunks_as_documented(
     )
     assert got[2] == pytest.approx(stated * plain[2], rel=0.15)
     assert (
-        got[:2] == relative_errors(outcome(build_loss(True, 1024 // chunks), *inputs), expected)[:2]
+        got[:2]
+        == relative_errors(
+            outcome(build_loss(True, 1024 // chunks), *inputs), expected
+        )[:2]
     )
 
 
@@ -156,7 +178,8 @@ def test_bf16_accumulation_supports_a_float32_weight() -> None:
     """Oracle: the plain loss, to the precision of bf16."""
     inputs = make_inputs()
     got, expected = (
-        outcome(f, *inputs) for f in (build_loss(True, 16, torch.bfloat16), cross_entropy_sum)
+        outcome(f, *inputs)
+        for f in (build_loss(True, 16, torch.bfloat16), cross_entropy_sum)
     )
     assert got[2].dtype == torch.float32
     errors = relative_errors(got, expected)
@@ -186,7 +209,8 @@ def test_second_derivative_is_refused() -> None:
     hidden_ND, weight_VD, labels_N = make_inputs()
     loss = build_loss(True, 16)(hidden_ND, weight_VD, labels_N)
     with pytest.raises(
-        RuntimeError, match=r"second derivative; use the plain loss, memory\.chunk_loss=false"
+        RuntimeError,
+        match=r"second derivative; use the plain loss, memory\.chunk_loss=false",
     ):
         torch.autograd.grad(loss, hidden_ND, create_graph=True)
 
@@ -199,7 +223,9 @@ class Work(TorchDispatchMode):
         self.multiply_adds, self.largest = 0, 0
         self.calls: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in ("mm", "addmm", "addmm_", "_linear_pointwise"):
@@ -213,7 +239,8 @@ class Work(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "needs, products", [((1, 1), 3), ((1, 0), 2), ((0, 1), 2), ((0, 0), 1), ("no_grad", 1)]
+    "needs, products",
+    [((1, 1), 3), ((1, 0), 2), ((0, 1), 2), ((0, 0), 1), ("no_grad", 1)],
 )
 def test_unneeded_gradients_and_ignored_labels_cost_no_matmul(
     needs: Any, products: int, dtype: torch.dtype
@@ -249,7 +276,9 @@ def test_ignored_rows_are_not_read() -> None:
         weight_VD,
         labels_N,
     )
-    expected = outcome(build_loss(True, 7), hidden_ND[valid], weight_VD, labels_N[valid])
+    expected = outcome(
+        build_loss(True, 7), hidden_ND[valid], weight_VD, labels_N[valid]
+    )
     assert torch.equal(loss, expected[0])
     assert torch.equal(hidden_gradient_ND[valid], expected[1])
     assert not hidden_gradient_ND[~valid].any()
@@ -303,7 +332,11 @@ def test_large_logits_keep_the_precision_of_the_loss() -> None:
     ],
 )
 def test_auto_chunks_follow_the_documented_rule(
-    n_tokens: int, weight: tuple[int, int, torch.dtype], device: str, sum_bytes: int, expected: int
+    n_tokens: int,
+    weight: tuple[int, int, torch.dtype],
+    device: str,
+    sum_bytes: int,
+    expected: int,
 ) -> None:
     """Oracle: the rule, computed by hand; the meta device stands for accelerators."""
     vocab_size, dim, dtype = weight
@@ -331,7 +364,9 @@ def test_triton_kernel_matches_autograd(tmp_path: Path) -> None:
     cases = []
     for v in (17, 5000):
         for dtype in (torch.float32, torch.bfloat16):
-            logits_CV = torch.randn(5, v, generator=torch.Generator().manual_seed(v)) * 3
+            logits_CV = (
+                torch.randn(5, v, generator=torch.Generator().manual_seed(v)) * 3
+            )
             logits_CV[0] += 300
             labels_C = torch.tensor([0, 4, IGNORE_INDEX, v - 1, v])
             for objective in ((0.0, 0.0), (0.1, 1e-2)):
@@ -341,8 +376,18 @@ def test_triton_kernel_matches_autograd(tmp_path: Path) -> None:
                 ]
     torch.save(cases, tmp_path / "cases.pt")
     run = subprocess.run(
-        [sys.executable, "-c", INTERPRETED, tmp_path / "cases.pt", tmp_path / "results.pt"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        [
+            sys.executable,
+            "-c",
+            INTERPRETED,
+            tmp_path / "cases.pt",
+            tmp_path / "results.pt",
+        ],
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        },
         capture_output=True,
         text=True,
     )
@@ -350,9 +395,10 @@ def test_triton_kernel_matches_autograd(tmp_path: Path) -> None:
         pytest.skip("this Triton's interpreter does not work with this NumPy")
     assert run.returncode == 0, run.stderr
     results = torch.load(tmp_path / "results.pt")
-    for (logits_CV, labels_C, (smoothing, z_loss_coef), gradient), (losses_C, changed_CV) in zip(
-        cases, results, strict=True
-    ):
+    for (logits_CV, labels_C, (smoothing, z_loss_coef), gradient), (
+        losses_C,
+        changed_CV,
+    ) in zip(cases, results, strict=True):
         leaf_CV = logits_CV[:4].double().requires_grad_()
         expected_C = F.cross_entropy(
             leaf_CV, labels_C[:4], label_smoothing=smoothing, reduction="none"
@@ -361,7 +407,9 @@ def test_triton_kernel_matches_autograd(tmp_path: Path) -> None:
             labels_C[:4] != IGNORE_INDEX
         )
         expected_C.sum().backward()
-        torch.testing.assert_close(losses_C[:4], expected_C.detach().float(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            losses_C[:4], expected_C.detach().float(), rtol=1e-6, atol=1e-6
+        )
         assert losses_C[4].isnan()  # the label after the last class
         assert leaf_CV.grad is not None
         if gradient:

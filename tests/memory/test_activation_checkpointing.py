@@ -16,7 +16,14 @@ from fsdptoys.memory.activation_checkpointing import (
 from fsdptoys.memory.activation_offload import ActivationOffload
 from fsdptoys.models import grouped, routers
 from fsdptoys.models.layers import RunnableBlock
-from tests.harness.blocks import LLAMA, Operators, assert_equal, build, forward, gradients
+from tests.harness.blocks import (
+    LLAMA,
+    Operators,
+    assert_equal,
+    build,
+    forward,
+    gradients,
+)
 from tests.harness.families import SMALL
 
 NONE, FULL, SELECTIVE = GradientCheckpointing
@@ -88,7 +95,9 @@ def test_first_selective_step_saves_nothing_of_the_matmul_probe(
 
 
 def operators_of(
-    family: str, mode: GradientCheckpointing, save: Sequence[str] = tuple(SAVED_OPERATORS)
+    family: str,
+    mode: GradientCheckpointing,
+    save: Sequence[str] = tuple(SAVED_OPERATORS),
 ) -> tuple[Counter, Counter, int]:
     """Operators of forward and of backward, and bytes saved for the backward."""
     model = build(SMALL[family])
@@ -110,21 +119,31 @@ def operators_of(
         ("qwen3_moe", "mm"),
     ],
 )
-def test_selective_recomputes_all_operators_except_saved_ones(family: str, name: str) -> None:
+def test_selective_recomputes_all_operators_except_saved_ones(
+    family: str, name: str
+) -> None:
     """Oracle: the operators of a backward without checkpointing, and with that of full blocks."""
     if (
         name == "grouped_mm"
-        and not operators_of(family, NONE)[0][torch.ops.mkldnn._linear_pointwise.default]
+        and not operators_of(family, NONE)[0][
+            torch.ops.mkldnn._linear_pointwise.default
+        ]
     ):
         pytest.skip("this CPU multiplies experts by torch.mm")
     _, without, _ = operators_of(family, NONE)
     _, full, _ = operators_of(family, FULL)
     _, selective, _ = operators_of(family, SELECTIVE, [name])
-    saved = [operator for operator in SAVED_OPERATORS[name] if full[operator] > without[operator]]
+    saved = [
+        operator
+        for operator in SAVED_OPERATORS[name]
+        if full[operator] > without[operator]
+    ]
     assert saved
     for operator in saved:
         assert selective[operator] == without[operator]
-    others = {operator for operator in full if full[operator] > without[operator]} - set(saved)
+    others = {
+        operator for operator in full if full[operator] > without[operator]
+    } - set(saved)
     assert len(others) > 3
     for operator in others - {ATEN.detach.default}:
         assert selective[operator] > without[operator], operator
@@ -134,7 +153,8 @@ def test_selective_saves_fewer_bytes_than_none_and_more_than_full() -> None:
     """Oracle: bytes of the live tensors between forward and backward."""
     none, full = (operators_of("llama2", mode)[2] for mode in (NONE, FULL))
     both, products = (
-        operators_of("llama2", SELECTIVE, save)[2] for save in (("mm", "attention"), ("mm",))
+        operators_of("llama2", SELECTIVE, save)[2]
+        for save in (("mm", "attention"), ("mm",))
     )
     assert full < products < both < none
     assert operators_of("llama2", SELECTIVE, [])[2] == full
@@ -149,7 +169,9 @@ class NoisyBlock(RunnableBlock):
         self.dropout = nn.Dropout(0.5)
 
     def compute(self, hidden_BD: Tensor) -> Tensor:  # noqa: D102
-        return hidden_BD + self.dropout(self.linear(hidden_BD)).relu() * torch.rand_like(hidden_BD)
+        return hidden_BD + self.dropout(
+            self.linear(hidden_BD)
+        ).relu() * torch.rand_like(hidden_BD)
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
@@ -169,7 +191,9 @@ def test_recomputed_random_operators_draw_the_same_numbers(
         for block in blocks:
             hidden_BD = block(hidden_BD)
         hidden_BD.square().sum().backward()
-        results.append(([block.linear.weight.grad for block in blocks], torch.get_rng_state()))
+        results.append(
+            ([block.linear.weight.grad for block in blocks], torch.get_rng_state())
+        )
     (expected, expected_state), (got, got_state) = results
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert torch.equal(got_state, expected_state)

@@ -13,12 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdptoys.memory.activation_checkpointing import GradientCheckpointing, checkpoint_blocks
+from fsdptoys.memory.activation_checkpointing import (
+    GradientCheckpointing,
+    checkpoint_blocks,
+)
 from fsdptoys.memory.activation_offload import ActivationOffload, Copies, StreamCopies
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.layers import RunnableBlock
 from fsdptoys.train.compile import compile_blocks
-from tests.harness.blocks import LLAMA, RecordedStreams, assert_equal, build, forward, gradients
+from tests.harness.blocks import (
+    LLAMA,
+    RecordedStreams,
+    assert_equal,
+    build,
+    forward,
+    gradients,
+)
 
 NONE, FULL, SELECTIVE = GradientCheckpointing
 ATEN = torch.ops.aten
@@ -61,7 +71,9 @@ class LateCopies(Copies):
         self.wait(self._done + len(self._pending))
 
 
-def offloaded(mode: GradientCheckpointing = FULL, **which: int) -> tuple[DecoderModel, LateCopies]:
+def offloaded(
+    mode: GradientCheckpointing = FULL, **which: int
+) -> tuple[DecoderModel, LateCopies]:
     model, copies = build(DEEP), LateCopies()
     checkpoint_blocks(
         model.layers,
@@ -135,8 +147,12 @@ def test_each_block_is_loaded_before_the_backward_of_the_next_one_ends(
     """
     model, copies = offloaded(mode)
     for index, block in enumerate(model.layers):
-        block.register_full_backward_pre_hook(lambda *_, i=index: copies.events.append(f"asks {i}"))
-        block.register_full_backward_hook(lambda *_, i=index: copies.events.append(f"done {i}"))
+        block.register_full_backward_pre_hook(
+            lambda *_, i=index: copies.events.append(f"asks {i}")
+        )
+        block.register_full_backward_hook(
+            lambda *_, i=index: copies.events.append(f"done {i}")
+        )
     forward(model).backward()
     in_backward = copies.events[copies.events.index(f"asks {LAST}") :]
     # No backward needs the result of a block's last matmul.
@@ -149,7 +165,9 @@ def test_each_block_is_loaded_before_the_backward_of_the_next_one_ends(
 
 
 @pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=lambda mode: mode.value)
-def test_host_buffers_are_allocated_once_and_reused(mode: GradientCheckpointing) -> None:
+def test_host_buffers_are_allocated_once_and_reused(
+    mode: GradientCheckpointing,
+) -> None:
     """Oracle: allocations counted, with a shorter batch and an evaluation in between."""
     model, copies = offloaded(mode)
     forward(model).backward()
@@ -238,11 +256,15 @@ class Masked(RunnableBlock):
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-def test_parameters_and_inputs_without_gradient_stay_on_the_device(is_compiled: bool) -> None:
+def test_parameters_and_inputs_without_gradient_stay_on_the_device(
+    is_compiled: bool,
+) -> None:
     """Oracle: one copy a block, of the output of the previous block."""
     blocks, copies = [Masked() for _ in range(4)], LateCopies()
     checkpoint_blocks(
-        blocks, FULL, offload=ActivationOffload(torch.device("cpu"), min_bytes=0, copies=copies)
+        blocks,
+        FULL,
+        offload=ActivationOffload(torch.device("cpu"), min_bytes=0, copies=copies),
     )
     if is_compiled:
         compile_blocks(blocks, backend="aot_eager")
@@ -257,7 +279,9 @@ def test_small_tensors_stay_on_the_device() -> None:
     """Oracle: of a block's saved tensors, the results of its gate and up projections are as large
     as the limit."""
     model, copies = build(DEEP), LateCopies()
-    host = ActivationOffload(torch.device("cpu"), min_bytes=2 * 24 * 48 * 4, copies=copies)
+    host = ActivationOffload(
+        torch.device("cpu"), min_bytes=2 * 24 * 48 * 4, copies=copies
+    )
     checkpoint_blocks(model.layers, SELECTIVE, save=["mm"], offload=host)
     forward(model).backward()
     assert copies.events.count("away") == 2 * LAST

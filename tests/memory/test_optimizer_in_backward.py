@@ -16,7 +16,13 @@ from fsdptoys.memory import (
     OptimizerInBackward,
     OptimizerStepper,
 )
-from fsdptoys.optim import AdamWConfig, Implementation, OptimStateDType, SGDConfig, WeightDecayOn
+from fsdptoys.optim import (
+    AdamWConfig,
+    Implementation,
+    OptimStateDType,
+    SGDConfig,
+    WeightDecayOn,
+)
 from fsdptoys.parallel import FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
 from fsdptoys.parallel.float8 import Float8
@@ -41,9 +47,15 @@ from tests.harness.tiny import (
 WITHOUT_CLIPPING = {"max_grad_norm": None, "skip_nonfinite": False, "grad_accum": 1}
 
 
-def config(parallel: ParallelConfig, ranks: int, in_backward: bool, **options: Any) -> Config:
-    memory = replace(options.pop("memory", MemoryConfig()), optimizer_in_backward=in_backward)
-    return make_config(parallel, ranks, memory=memory, **{**WITHOUT_CLIPPING, **options})
+def config(
+    parallel: ParallelConfig, ranks: int, in_backward: bool, **options: Any
+) -> Config:
+    memory = replace(
+        options.pop("memory", MemoryConfig()), optimizer_in_backward=in_backward
+    )
+    return make_config(
+        parallel, ranks, memory=memory, **{**WITHOUT_CLIPPING, **options}
+    )
 
 
 def row(parallel: ParallelConfig, ranks: int, **options: Any) -> Pair:
@@ -58,11 +70,15 @@ def rows() -> dict[str, Pair]:
     decays = {"weight_decay_on": WeightDecayOn.all}
     bfloat16 = AdamWConfig(state_dtype=OptimStateDType.bfloat16, **decays)
     int8 = AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.int8)
-    checkpointed = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, chunk_loss=True)
+    checkpointed = MemoryConfig(
+        gradient_checkpointing=GradientCheckpointing.full, chunk_loss=True
+    )
     settings: dict[str, dict[str, Any]] = {
         "adamw, tied": {"tie_embeddings": True},
         "not deterministic": {"deterministic": False},
-        "foreach": {"optim": AdamWConfig(implementation=Implementation.foreach, **decays)},
+        "foreach": {
+            "optim": AdamWConfig(implementation=Implementation.foreach, **decays)
+        },
         "sgd": {"optim": SGDConfig(lr=0.1, **decays), "model": TINY["gpt2"]},
         "states of bfloat16": {"optim": bfloat16},
         "states of int8": {"optim": int8, "model": WITH_BLOCKS["qwen3_moe"]},
@@ -76,7 +92,11 @@ def rows() -> dict[str, Pair]:
     if torchao_fault() is None:
         model = WITH_BLOCKS["llama"]
         table["float8 on 2"] = row(
-            FSDP2Config(), 2, model=model, float8=Float8.tensorwise, float8_all_gather=True
+            FSDP2Config(),
+            2,
+            model=model,
+            float8=Float8.tensorwise,
+            float8_all_gather=True,
         )
     for parallel, ranks in ((SingleConfig(), 1), (FSDP2Config(), 2)):
         for name, options in settings.items():
@@ -95,7 +115,9 @@ trained = trained_rows(ROWS)
 
 
 @pytest.mark.parametrize("row", levels(ROWS, SHORT))
-def test_optimizer_in_backward_equals_the_ordinary_step_bitwise(row: str, trained: Pairs) -> None:
+def test_optimizer_in_backward_equals_the_ordinary_step_bitwise(
+    row: str, trained: Pairs
+) -> None:
     """Oracle: the same strategy without: losses, gradient norms and parameters."""
     in_backward, ordinary = trained[row]
     assert in_backward == ordinary
@@ -104,7 +126,9 @@ def test_optimizer_in_backward_equals_the_ordinary_step_bitwise(row: str, traine
 def test_gradients_of_several_simulated_ranks_are_refused() -> None:
     """Oracle: the expected message."""
     memory = MemoryConfig(optimizer_in_backward=True)
-    assert refusal(SingleConfig(simulated_ranks=2), 1, memory=memory, **WITHOUT_CLIPPING) == (
+    assert refusal(
+        SingleConfig(simulated_ranks=2), 1, memory=memory, **WITHOUT_CLIPPING
+    ) == (
         "memory.optimizer_in_backward=true frees gradients as they come, and parallel=single "
         "adds them up with parallel.simulated_ranks=2; set parallel=fsdp2 or "
         "memory.optimizer_in_backward=false"
@@ -126,7 +150,11 @@ class Gradients:
 
     def live_bytes(self) -> int:
         """Return the bytes of all gradients so far that something still refers to."""
-        return sum(nbytes for storage, nbytes in self._storages.values() if not storage.expired())
+        return sum(
+            nbytes
+            for storage, nbytes in self._storages.values()
+            if not storage.expired()
+        )
 
     def look(self) -> None:
         """Count gradients, and wait until the storages of earlier ones are freed."""
@@ -137,14 +165,18 @@ class Gradients:
         )
 
     def _record(self) -> None:
-        grads: list[Tensor] = [param.grad for param in self.params if param.grad is not None]
+        grads: list[Tensor] = [
+            param.grad for param in self.params if param.grad is not None
+        ]
         self.most_params = max(self.most_params, len(grads))
         for grad in grads:
             storage = local_tensor(grad).untyped_storage()
             self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
 
-def before(function: Callable[..., Any], look: Callable[[], None]) -> Callable[..., Any]:
+def before(
+    function: Callable[..., Any], look: Callable[[], None]
+) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         look()
         return function(*args)
@@ -155,8 +187,13 @@ def before(function: Callable[..., Any], look: Callable[[], None]) -> Callable[.
 def count_gradients(config: Config, most_bytes: float) -> tuple[int, int]:
     """Return the largest number of gradients before an update, and the number of parameters."""
     with pytest.MonkeyPatch.context() as patch:
-        for kind, name in ((OptimizerInBackward, "_update"), (OptimizerStepper, "step")):
-            patch.setattr(kind, name, before(getattr(kind, name), lambda: gradients.look()))
+        for kind, name in (
+            (OptimizerInBackward, "_update"),
+            (OptimizerStepper, "step"),
+        ):
+            patch.setattr(
+                kind, name, before(getattr(kind, name), lambda: gradients.look())
+            )
         trainer = Trainer(config)
         gradients = Gradients(trainer, most_bytes)
         for step in range(1, 4):
@@ -183,7 +220,9 @@ def test_optimizer_in_backward_frees_gradients_early(ranks: int) -> None:
         params: list[nn.Parameter] = list(model.build().layers[0].parameters())
     block_bytes = 4 * sum(param.numel() for param in params)
     freeing = config(parallel, ranks, True, **options)
-    for few, count in run_ranks(ranks, count_gradients, freeing, 3 * block_bytes / ranks):
+    for few, count in run_ranks(
+        ranks, count_gradients, freeing, 3 * block_bytes / ranks
+    ):
         assert few == 1 < count
     most, count = run_ranks(
         ranks, count_gradients, config(parallel, ranks, False, **options), float("inf")

@@ -31,7 +31,13 @@ from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.parallel.fsdp2_internals import gathering_stream
 from fsdptoys.parallel.precision import DType
-from tests.harness.offloaded_runs import OVERLAPPED, offloaded, take_steps, train_all, trainer
+from tests.harness.offloaded_runs import (
+    OVERLAPPED,
+    offloaded,
+    take_steps,
+    train_all,
+    trainer,
+)
 from tests.harness.ranks import run_ranks
 from tests.harness.run_tables import Pair, Pairs, levels, trained_rows
 from tests.harness.tiny import TINY, WRAPS, make_config, supported, tiny_model
@@ -70,7 +76,11 @@ def strategies() -> dict[str, Pair]:
         }
         for mode, steps in (("deterministic", 3), ("default", 5 if ranks < 4 else 3)):
             config = make_config(
-                parallel, ranks, deterministic=mode == "deterministic", steps=steps, **options
+                parallel,
+                ranks,
+                deterministic=mode == "deterministic",
+                steps=steps,
+                **options,
             )
             rows |= {
                 f"{name} {how}, {mode}": offloaded(ranks, config, how)
@@ -111,9 +121,13 @@ def settings() -> dict[str, Pair]:
         rows |= {f"{share} {how}": row(FSDP2_ALONE, how, share) for share in (0.1, 0.5)}
         rows[f"no clipping {how}"] = row(FSDP2_ALONE, how, max_grad_norm=None)
         for nesterov in (False, True):
-            sgd = SGDConfig(lr=0.1, nesterov=nesterov, weight_decay_on=WeightDecayOn.all)
+            sgd = SGDConfig(
+                lr=0.1, nesterov=nesterov, weight_decay_on=WeightDecayOn.all
+            )
             rows[f"sgd nesterov={nesterov} {how}"] = row(FSDP2_ALONE, how, optim=sgd)
-    rows |= {family: row(FSDP2_ALONE, model=TINY[family]) for family in ("qwen3_moe", "gpt2")}
+    rows |= {
+        family: row(FSDP2_ALONE, model=TINY[family]) for family in ("qwen3_moe", "gpt2")
+    }
     rows["ddp gpt2"] = row(DDPConfig(), model=TINY["gpt2"])
     rows["toy_fsdp size"] = row(ToyFSDPConfig(min_params=1500), model=tied)
     for implementation in Implementation:
@@ -125,7 +139,9 @@ def settings() -> dict[str, Pair]:
 def cpu_config(dtype: DType = DType.bfloat16, ranks: int = 2, **options: Any) -> Config:
     parallel = FSDP2Config(param_dtype=dtype, **options.pop("parallel", {}))
     settings = {"model": SMALL, "steps": 4, "seq_len": 8, "batch_size": 1, **options}
-    return make_config(parallel, ranks, memory=MemoryConfig(cpu_offload=True), **settings)
+    return make_config(
+        parallel, ranks, memory=MemoryConfig(cpu_offload=True), **settings
+    )
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -133,8 +149,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "deterministic": {},
     "no clipping": {"max_grad_norm": None},
     "one micro-batch": {"grad_accum": 1},
-    "parts, prefetch": {"parallel": {"wrap": Wrap.block_attn_mlp, "forward_prefetch": 2}},
-    "never resharded": {"parallel": {"reshard_after_forward": ReshardAfterForward.never}},
+    "parts, prefetch": {
+        "parallel": {"wrap": Wrap.block_attn_mlp, "forward_prefetch": 2}
+    },
+    "never resharded": {
+        "parallel": {"reshard_after_forward": ReshardAfterForward.never}
+    },
     "tied": {"model": tiny_model(tie_embeddings=True)},
     "sgd": {"optim": SGDConfig(lr=0.1, weight_decay_on=WeightDecayOn.all)},
     "experts": {"model": TINY["qwen3_moe"]},
@@ -159,10 +179,13 @@ def overlapped() -> dict[str, Pair]:
             2, cpu_config(dtype, **{"steps": 3, **options}), OVERLAPPED
         )
         for dtype, (name, options) in product(DType, VARIANTS.items())
-        if dtype is DType.bfloat16 or name in ("deterministic", "parts, prefetch", "fused")
+        if dtype is DType.bfloat16
+        or name in ("deterministic", "parts, prefetch", "fused")
     }
     return rows | {
-        "overlapped, hsdp2": offloaded(4, cpu_config(ranks=4, fsdp_size=2, steps=3), OVERLAPPED)
+        "overlapped, hsdp2": offloaded(
+            4, cpu_config(ranks=4, fsdp_size=2, steps=3), OVERLAPPED
+        )
     }
 
 
@@ -194,7 +217,9 @@ trained = trained_rows(ROWS, train_all)
 
 
 @pytest.mark.parametrize("row", levels(ROWS, SHORT))
-def test_every_schedule_and_setting_matches_no_offload_bitwise(row: str, trained: Pairs) -> None:
+def test_every_schedule_and_setting_matches_no_offload_bitwise(
+    row: str, trained: Pairs
+) -> None:
     """Oracle: the plain optimizer under the same strategy and model; for overlapped CPU offload,
     CPUOffloadPolicy."""
     found, plain = trained[row]
@@ -204,7 +229,9 @@ def test_every_schedule_and_setting_matches_no_offload_bitwise(row: str, trained
 @pytest.mark.usefixtures("unmeasured")
 def test_bfloat16_states_are_close_to_float32_and_independent_of_the_schedule() -> None:
     """Oracle: float32 states to 1%."""
-    config = make_config(FSDP2_ALONE, 2, steps=10, seq_len=8, model=SMALL, deterministic=False)
+    config = make_config(
+        FSDP2_ALONE, 2, steps=10, seq_len=8, model=SMALL, deterministic=False
+    )
     rows = [(config, None, {}), (config, LAZY, BFLOAT16), (config, PIPELINED, BFLOAT16)]
     plain, lazy, pipelined = run_ranks(2, train_all, rows)[0]
     assert lazy == pipelined
@@ -226,16 +253,24 @@ def gathered_events(config: Config) -> tuple[int, list[int], bool]:
     waited: list[int] = []
     take_steps(made, 1, 1)
     assert isinstance(made.optimizer, BucketedOptimizer)
-    made.optimizer._gather_after = lambda module, event: waited.append(modules.index(module))
+    made.optimizer._gather_after = lambda module, event: waited.append(
+        modules.index(module)
+    )
     made.optimizer.executor._transfers.mark = object  # type: ignore[attr-defined]
     take_steps(made, 2, 2)
     take_steps(made, 3, 3)
-    return len(modules), waited, all(gathering_stream(module) is not None for module in modules)
+    return (
+        len(modules),
+        waited,
+        all(gathering_stream(module) is not None for module in modules),
+    )
 
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_every_gather_of_fsdp2_waits_for_the_optimizer_step_of_its_parameters(ahead: int) -> None:
+def test_every_gather_of_fsdp2_waits_for_the_optimizer_step_of_its_parameters(
+    ahead: int,
+) -> None:
     """Oracle: unit i gathers up to unit i + ahead, so the last ones find nothing new to wait
     for."""
     config = make_config(FSDP2Config(forward_prefetch=ahead), 2, steps=3, grad_accum=1)
@@ -311,7 +346,8 @@ def test_workers_divide_the_threads_without_affecting_other_threads() -> None:
         workers = Workers(threads)
         seen = list(
             workers.map(
-                lambda _: torch.tensor(torch.get_num_threads()), [torch.ones(())] * len(expected)
+                lambda _: torch.tensor(torch.get_num_threads()),
+                [torch.ones(())] * len(expected),
             )
         )
         assert [int(number) for number in seen] == expected

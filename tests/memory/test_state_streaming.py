@@ -58,7 +58,9 @@ def offload_stack(
     )
 
 
-def train_stack(model: Stack, optimizer: torch.optim.Optimizer, steps: int) -> list[Tensor]:
+def train_stack(
+    model: Stack, optimizer: torch.optim.Optimizer, steps: int
+) -> list[Tensor]:
     """Train on random numbers; return all parameters."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -97,7 +99,9 @@ class Recorded(Transfers):
         for number, bucket in enumerate(optimizer.buckets):
             self._numbers[bucket.slab.data_ptr()] = number
 
-            def update(flat: Tensor, original: Any = bucket.update, number: int = number) -> None:
+            def update(
+                flat: Tensor, original: Any = bucket.update, number: int = number
+            ) -> None:
                 self.log.append(f"update {number}")
                 self._updates += 1
                 original(flat)
@@ -124,7 +128,9 @@ class Recorded(Transfers):
 
     def store(self, target: Tensor, source: Tensor, after: Any) -> Copy:
         """Issue it on the stream of stores."""
-        assert ("mark", self._updates) in after, "a store must wait for the update before it"
+        assert ("mark", self._updates) in after, (
+            "a store must wait for the update before it"
+        )
         return self._issue("store", target, source, after)
 
     def _issue(self, stream: str, target: Tensor, source: Tensor, after: Any) -> Copy:
@@ -139,7 +145,9 @@ class Recorded(Transfers):
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("layers", [2, 3, 6])
-@pytest.mark.parametrize("dtype", list(OffloadStateDType), ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize(
+    "dtype", list(OffloadStateDType), ids=lambda dtype: dtype.value
+)
 @pytest.mark.parametrize(
     "eager", [set(), {"load"}, {"store"}], ids=["late", "early loads", "early stores"]
 )
@@ -152,7 +160,9 @@ def test_events_order_asynchronous_copies_correctly(
     memory = {"offload_state_dtype": dtype}
     plain, perverse = Stack(layers), Stack(layers)
     expected = train_stack(plain, optimizer := offload_stack(plain, how, **memory), 5)
-    got = train_stack(perverse, other := offload_stack(perverse, how, Recorded(eager), **memory), 5)
+    got = train_stack(
+        perverse, other := offload_stack(perverse, how, Recorded(eager), **memory), 5
+    )
     assert all(map(torch.equal, got, expected))
     for state, same in zip(other.state.values(), optimizer.state.values(), strict=True):
         assert all(torch.equal(state[name], same[name]) for name in same)
@@ -166,10 +176,22 @@ def words(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("how", "in_step", "in_forward"),
     [
-        (SERIAL, "L0 U0 S0 L1 U1 S1 L2 U2 S2 L3 U3 S3 L4 U4 S4 L5 U5 S5", "F0 F1 F2 F3 F4 F5"),
-        (PIPELINED, "L0 L1 L2 U0 S0 L3 U1 S1 L4 U2 S2 L5 U3 S3 U4 S4 U5 S5", "F0 F1 F2 F3 F4 F5"),
+        (
+            SERIAL,
+            "L0 U0 S0 L1 U1 S1 L2 U2 S2 L3 U3 S3 L4 U4 S4 L5 U5 S5",
+            "F0 F1 F2 F3 F4 F5",
+        ),
+        (
+            PIPELINED,
+            "L0 L1 L2 U0 S0 L3 U1 S1 L4 U2 S2 L5 U3 S3 U4 S4 U5 S5",
+            "F0 F1 F2 F3 F4 F5",
+        ),
         # A unit's optimizer step is issued before the forward of the previous unit.
-        (LAZY, "L0 L1 L2", "U0 S0 L3 U1 S1 L4 F0 U2 S2 L5 F1 U3 S3 F2 U4 S4 F3 U5 S5 F4 F5"),
+        (
+            LAZY,
+            "L0 L1 L2",
+            "U0 S0 L3 U1 S1 L4 F0 U2 S2 L5 F1 U3 S3 F2 U4 S4 F3 U5 S5 F4 F5",
+        ),
     ],
 )
 def test_schedules_issue_loads_updates_and_stores_in_order(
@@ -204,11 +226,15 @@ def test_lazy_steps_are_independent_of_changes_before_the_next_forward() -> None
     for lazy in (False, True):
         model = Stack()
         optimizer = (
-            offload_stack(model, LAZY) if lazy else torch.optim.AdamW(model.parameters(), lr=1e-2)
+            offload_stack(model, LAZY)
+            if lazy
+            else torch.optim.AdamW(model.parameters(), lr=1e-2)
         )
 
         def step_with(
-            grad: float, model: Stack = model, optimizer: torch.optim.Optimizer = optimizer
+            grad: float,
+            model: Stack = model,
+            optimizer: torch.optim.Optimizer = optimizer,
         ) -> None:
             for param in model.parameters():
                 param.grad = torch.full_like(param, grad)
@@ -231,7 +257,9 @@ def test_lazy_steps_are_independent_of_changes_before_the_next_forward() -> None
         values += copies(model)  # this one must flush
         step_with(0.2)
         values += copies(model.layers[3])
-        ones = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+        ones = {
+            name: torch.ones_like(value) for name, value in model.state_dict().items()
+        }
         step_with(0.3)
         model.load_state_dict(ones)
         outcomes.append(values + copies(model))
@@ -304,7 +332,9 @@ def test_state_dict_of_other_groups_is_refused() -> None:
         optimizer.load_state_dict(other.state_dict())
 
 
-def test_streams_are_created_once_and_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_created_once_and_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: the waits written out, for one bucket (stream 0 computes, 1 loads, 2 stores); and
     plain copies' bits."""
     streams = RecordedStreams()
@@ -323,11 +353,15 @@ def test_streams_are_created_once_and_wait_for_each_other(monkeypatch: pytest.Mo
     load_update_store = ["copied on 1", "0 waits for 1", "2 waits for 0", "copied on 2"]
     first = ["1 waits for 0", *load_update_store]
     assert streams.log == [*first, "1 waits for 2", *first, "host waits for 2"]
-    assert all(map(torch.equal, got, train_stack(plain, offload_stack(plain, SERIAL), 2)))
+    assert all(
+        map(torch.equal, got, train_stack(plain, offload_stack(plain, SERIAL), 2))
+    )
 
 
 @pytest.mark.parametrize("how", [SERIAL, PIPELINED, LAZY])
-def test_failed_step_is_not_treated_as_done(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_is_not_treated_as_done(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the step's own error first, and then one that describes the state of the
     parameters."""
     model = Stack()
@@ -341,7 +375,11 @@ def test_failed_step_is_not_treated_as_done(how: str, monkeypatch: pytest.Monkey
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         optimizer.step()
         model(torch.ones(4, 8))
-    for again in (optimizer.step, optimizer.flush, *([model.state_dict] if how == LAZY else [])):
+    for again in (
+        optimizer.step,
+        optimizer.flush,
+        *([model.state_dict] if how == LAZY else []),
+    ):
         with pytest.raises(RuntimeError, match="some parameters are old and some new"):
             again()
 
@@ -370,7 +408,9 @@ def test_buffers_are_freed_with_the_step_unless_steps_are_deferred(how: str) -> 
 def test_stochastic_rounding_is_unbiased_and_keeps_values_exact_in_bfloat16() -> None:
     """Oracle: the mean of 4,000 roundings within five standard errors, each at most half a step
     over sqrt(4000)."""
-    values = torch.cat([torch.linspace(1, 1.98, 33) + 1e-3, -torch.linspace(1, 1.98, 33) - 1e-3])
+    values = torch.cat(
+        [torch.linspace(1, 1.98, 33) + 1e-3, -torch.linspace(1, 1.98, 33) - 1e-3]
+    )
     exact = torch.tensor([0.0, -0.0, 1.5, -3.0, float("inf"), -float("inf"), 2.0**-130])
     source = torch.cat([values, exact])
     generator = torch.Generator().manual_seed(1)

@@ -82,7 +82,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train_on(folder / name, data)
     for name in ("empty", "elsewhere", "bin"):
         (folder / name).mkdir()
-    (folder / "elsewhere" / "config.yaml").write_text("checkpoint:\n  folder: s3://bucket/run\n")
+    (folder / "elsewhere" / "config.yaml").write_text(
+        "checkpoint:\n  folder: s3://bucket/run\n"
+    )
     (folder / "text").write_bytes(b"\xff\xfe")
     (folder / "short").write_text("7")
     (folder / "digits").write_text("0123456789" * 4)
@@ -121,7 +123,10 @@ def skip_if_torch_lacks(sentence: str) -> None:
 
 @pytest.mark.parametrize("row", parameters())
 def test_answer_is_the_recorded_sentence(
-    row: Row, files: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    row: Row,
+    files: Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Oracle: the sentence in the file; it is one line, and nothing is written."""
     if "file" in row.notes:
@@ -157,7 +162,9 @@ def test_every_suggested_fix_is_accepted(
     """Oracle: the same line with each alternative of the sentence, composed and validated, or run
     as a command."""
     if row.ranks is None:
-        copy = shutil.copytree(files, tmp_path / "copy", ignore=shutil.ignore_patterns("done"))
+        copy = shutil.copytree(
+            files, tmp_path / "copy", ignore=shutil.ignore_patterns("done")
+        )
         (copy / "done").symlink_to(files / "done")
         monkeypatch.chdir(copy)
     lines = corrected(row)

@@ -13,7 +13,12 @@ import rich.console
 from rich.cells import cell_len
 
 from fsdptoys.metrics import Console, StepMetrics
-from fsdptoys.metrics.console import PlainReporter, Reporter, RichReporter, build_reporter
+from fsdptoys.metrics.console import (
+    PlainReporter,
+    Reporter,
+    RichReporter,
+    build_reporter,
+)
 from fsdptoys.metrics.step import RoutingMetrics
 
 CPU_STEP = StepMetrics(
@@ -28,12 +33,16 @@ EXTREME_STEP = StepMetrics(
 )  # fmt: skip
 NAN = float("nan")
 BROKEN_STEP = replace(GPU_STEP, loss=NAN, grad_norm=float("inf"), eval_loss=NAN)
-ROUTING = RoutingMetrics(2.1, 3.5, 0.98765, max_load=1.84, min_load=0.5, counts=[[92, 25, 25, 58]])
+ROUTING = RoutingMetrics(
+    2.1, 3.5, 0.98765, max_load=1.84, min_load=0.5, counts=[[92, 25, 25, 58]]
+)
 CPU_EXPERTS_STEP, GPU_EXPERTS_STEP = (
     replace(CPU_STEP, routing=ROUTING),
     replace(GPU_STEP, routing=ROUTING),
 )
-COLLAPSED_STEP = replace(EXTREME_STEP, routing=replace(ROUTING, entropy=0.0, max_load=128.0))
+COLLAPSED_STEP = replace(
+    EXTREME_STEP, routing=replace(ROUTING, entropy=0.0, max_load=128.0)
+)
 
 
 def plain_lines(steps: int, log_every: int, shown: list[StepMetrics]) -> list[str]:
@@ -82,7 +91,11 @@ ON_GPU = (
             20,
             f"{ON_CPU}memory 4.055/145 MiB allocated/peak  resident set 1.5 GiB",
         ),
-        (CPU_EXPERTS_STEP, 20, f"{ON_CPU}busiest expert 1.8x  entropy 0.988  resident set 1.5 GiB"),
+        (
+            CPU_EXPERTS_STEP,
+            20,
+            f"{ON_CPU}busiest expert 1.8x  entropy 0.988  resident set 1.5 GiB",
+        ),
         (
             replace(CPU_STEP, skipped=True),
             20,
@@ -101,7 +114,9 @@ def test_plain_line_of_a_step(metrics, planned, line):
     ("planned", "done", "shown"),
     [(25, 25, [10, 20, 25]), (20, 20, [10, 20]), (25, 13, [10, 13]), (5, 5, [5])],
 )
-def test_plain_lines_are_printed_every_log_every_steps_and_for_the_last(planned, done, shown):
+def test_plain_lines_are_printed_every_log_every_steps_and_for_the_last(
+    planned, done, shown
+):
     """Oracle: the multiples of ``log_every`` and the last step, whether planned or stopped early;
     none twice."""
     lines = plain_lines(
@@ -195,7 +210,9 @@ def show_steps(terminal: int, closes: bool) -> None:
 def test_terminal_of_another_session_is_supported_and_keeps_its_cursor(closes):
     """Oracle: the bytes on a pseudo-terminal of another session: the cursor is shown last."""
     terminal, other = pty.openpty()
-    process = multiprocessing.get_context("fork").Process(target=show_steps, args=(other, closes))
+    process = multiprocessing.get_context("fork").Process(
+        target=show_steps, args=(other, closes)
+    )
     process.start()
     os.close(other)
     drawn = b""

@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, ExitRecord, write_exit_record
-from fsdptoys.metrics import Console, MetricsConfig, ResumePoint, check_run_dir, lock_run_dir
+from fsdptoys.launch.exit_record import (
+    EXIT_RECORD_VARIABLE,
+    ExitRecord,
+    write_exit_record,
+)
+from fsdptoys.metrics import (
+    Console,
+    MetricsConfig,
+    ResumePoint,
+    check_run_dir,
+    lock_run_dir,
+)
 from fsdptoys.metrics.config import RUN_FILES, RUN_FOLDERS
 from fsdptoys.metrics.resume_log import read_resumes, read_steps
 from fsdptoys.sweep.folder import Job, write_job
@@ -48,11 +58,17 @@ def put(kind: str, path: Path) -> None:
     elif kind == "folder":
         path.mkdir()
     else:
-        target = {"link": "precious", "dangling link": "nowhere", "device link": "/dev/zero"}[kind]
+        target = {
+            "link": "precious",
+            "dangling link": "nowhere",
+            "device link": "/dev/zero",
+        }[kind]
         path.symlink_to(Path(target).absolute())
 
 
-def record(resumed: ResumePoint | None, *numbers: int, finish: bool = True) -> dict[str, int]:
+def record(
+    resumed: ResumePoint | None, *numbers: int, finish: bool = True
+) -> dict[str, int]:
     with open_recorder(resumed) as recorder:
         for number in numbers:
             recorder.step(replace(STEP, step=number))
@@ -88,12 +104,18 @@ def test_irregular_file_is_rejected_before_anything_is_written(
     ):
         with pytest.raises(ConfigError) as raised:
             attempt()
-        what = kind.split()[-1].replace("link", "symbolic link").replace("pipe", "named pipe")
+        what = (
+            kind.split()[-1]
+            .replace("link", "symbolic link")
+            .replace("pipe", "named pipe")
+        )
         assert str(raised.value) == (
             f"run/{name} is a {what} and not a regular file; remove it, or set metrics.run_dir "
             "to another folder"
         )
-    assert before == {path.name: path.lstat().st_mtime_ns for path in Path("run").iterdir()}
+    assert before == {
+        path.name: path.lstat().st_mtime_ns for path in Path("run").iterdir()
+    }
 
 
 @pytest.mark.parametrize("name", ["heartbeats", "weights", "flight_recorder"])
@@ -151,7 +173,9 @@ def test_lock_must_be_a_regular_file(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "device link"])
-def test_existing_temporary_file_is_replaced(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_temporary_file_is_replaced(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the complete files under their names; the target of the link is unchanged."""
     monkeypatch.setenv(EXIT_RECORD_VARIABLE, "outcome")
     Path("run").mkdir()
@@ -164,7 +188,8 @@ def test_existing_temporary_file_is_replaced(kind: str, monkeypatch: pytest.Monk
     write_job(Path(), Job("01", (), {}, "abc"))
     write_exit_record(ExitRecord(0))
     for path in map(
-        Path, ("run/config.yaml", "run/loss.png", "run/summary.md", "job.json", "outcome")
+        Path,
+        ("run/config.yaml", "run/loss.png", "run/summary.md", "job.json", "outcome"),
     ):
         assert path.is_file() and not path.is_symlink()
 
@@ -195,13 +220,17 @@ INVALID_LINES = {
     "huge step": STEP.to_json().replace('"step": 1', f'"step": {10**30}'),
     "0 s": json.dumps(LINE | {"step_time_seconds": 0}),
     "-1 s": json.dumps(LINE | {"step_time_seconds": -1.0}),
-    "nan s": json.dumps(LINE | {"step_time_seconds": None, "non_finite": ["step_time_seconds"]}),
+    "nan s": json.dumps(
+        LINE | {"step_time_seconds": None, "non_finite": ["step_time_seconds"]}
+    ),
     "-5 tokens": json.dumps(LINE | {"valid_tokens": -5}),
 }
 
 
 @pytest.mark.parametrize("line", INVALID_LINES.values(), ids=INVALID_LINES)
-def test_invalid_metrics_line_is_reported_and_omitted(line: str, resumed: ResumePoint) -> None:
+def test_invalid_metrics_line_is_reported_and_omitted(
+    line: str, resumed: ResumePoint
+) -> None:
     """Oracle: the expected message for such a line; the run ends well, with the steps that can be
     read."""
     METRICS.write_text(f"{line}\n{METRICS.read_text()}")
@@ -210,7 +239,8 @@ def test_invalid_metrics_line_is_reported_and_omitted(line: str, resumed: Resume
     ]
     record(
         replace(
-            resumed, offsets={"metrics.jsonl": len(line) + 1 + resumed.offsets["metrics.jsonl"]}
+            resumed,
+            offsets={"metrics.jsonl": len(line) + 1 + resumed.offsets["metrics.jsonl"]},
         ),
         3,
         4,
@@ -248,7 +278,9 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("text", UNREADABLE.values(), ids=UNREADABLE)
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
-def test_unreadable_settings_count_as_missing(name: str, text: str, resumed: ResumePoint) -> None:
+def test_unreadable_settings_count_as_missing(
+    name: str, text: str, resumed: ResumePoint
+) -> None:
     """Oracle: the run completes, and the files are rewritten."""
     Path("run", name).write_text(text)
     record(resumed, 3, finish=False)
@@ -271,7 +303,9 @@ RESUME |= {"world_size_before": 2, "world_size": 2}
 def test_invalid_resume_line_is_omitted(change: dict, resumed: ResumePoint) -> None:
     """Oracle: the summary of a run that resumes after such a line and after a deeply nested one."""
     path = Path("run/resumes.jsonl")
-    path.write_text("\n".join([json.dumps(RESUME | change), DEEP, json.dumps(RESUME)]) + "\n")
+    path.write_text(
+        "\n".join([json.dumps(RESUME | change), DEEP, json.dumps(RESUME)]) + "\n"
+    )
     assert [each.step for each in read_resumes(path)] == [1]
     record(resumed, 3)
     assert [each.step for each in read_resumes(path)] == [1, 2]
@@ -284,7 +318,8 @@ def test_link_that_appears_during_the_run_has_no_offset() -> None:
         recorder.step(STEP)
         put("link", Path("run/routing.jsonl"))
         with pytest.raises(
-            ConfigError, match=r"^run/routing.jsonl is a symbolic link and not a regular file"
+            ConfigError,
+            match=r"^run/routing.jsonl is a symbolic link and not a regular file",
         ):
             recorder.offsets()
 
@@ -294,7 +329,9 @@ def other_file(path: Path) -> None:
     path.write_text("theirs\n")
 
 
-REMOVED = "run/metrics.jsonl was removed during the run; its lines have been written again"
+REMOVED = (
+    "run/metrics.jsonl was removed during the run; its lines have been written again"
+)
 REPLACED = (
     "run/metrics.jsonl was replaced during the run; the other file is now "
     "metrics.jsonl.replaced-1, and the lines of the run have been written again"
@@ -303,12 +340,19 @@ REPLACED = (
 
 @pytest.mark.parametrize(
     ("lose", "message"),
-    [(Path.unlink, REMOVED), (lambda path: path.rename("moved"), REMOVED), (other_file, REPLACED)],
+    [
+        (Path.unlink, REMOVED),
+        (lambda path: path.rename("moved"), REMOVED),
+        (other_file, REPLACED),
+    ],
     ids=["rm", "mv", "edit"],
 )
 @pytest.mark.parametrize("saves", [True, False])
 def test_lines_survive_the_loss_of_their_file(
-    lose: Callable[[Path], None], message: str, saves: bool, capsys: pytest.CaptureFixture[str]
+    lose: Callable[[Path], None],
+    message: str,
+    saves: bool,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Oracle: every step is in the file at the next checkpoint and at the end, and the console
     reports it."""
@@ -323,7 +367,9 @@ def test_lines_survive_the_loss_of_their_file(
         recorder.finish("done")
     assert recorded_steps() == [1, 2, 3, 4]
     assert [
-        line for line in capsys.readouterr().out.splitlines() if "metrics.jsonl was" in line
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "metrics.jsonl was" in line
     ] == [message]
     if message == REPLACED:
         assert Path("run/metrics.jsonl.replaced-1").read_text() == "theirs\n"

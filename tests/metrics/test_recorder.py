@@ -64,7 +64,9 @@ def run_with_experts(
             "aux_loss": 2.0 + metrics.step / 100,
             "max_load": 1.5 + metrics.step / 100,
         } | changes
-        steps.append(replace(metrics, routing=replace(ROUTING, counts=counts, **numbers)))
+        steps.append(
+            replace(metrics, routing=replace(ROUTING, counts=counts, **numbers))
+        )
     return steps
 
 
@@ -99,11 +101,16 @@ def test_run_writes_all_files_and_prints_its_results(tmp_path, capsys):
     run_dir = tmp_path / "run"
     assert recorder.run_dir == run_dir
     assert sorted(path.name for path in run_dir.iterdir()) == PLAIN_FILES
-    assert sorted(json.loads((run_dir / "result.json").read_text())["files"]) == PLAIN_FILES
+    assert (
+        sorted(json.loads((run_dir / "result.json").read_text())["files"])
+        == PLAIN_FILES
+    )
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 15
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "tiny"
-    assert lines[1].startswith("2 ranks on ") and lines[1].endswith(f"20 steps into {run_dir}")
+    assert lines[1].startswith("2 ranks on ") and lines[1].endswith(
+        f"20 steps into {run_dir}"
+    )
     assert [line.split("  ")[0] for line in lines[2:6]] == [
         "step 10/20", "step 10: held-out loss 5.0000 nats per token", "hello", "step 15/20",
     ]  # fmt: skip
@@ -118,7 +125,9 @@ def test_run_writes_all_files_and_prints_its_results(tmp_path, capsys):
 def test_layout_is_printed_before_the_first_step(tmp_path, capsys):
     """Oracle: the lines, with aligned texts, after the two of the title; the summary defines
     them."""
-    live = dict.fromkeys(("parameters", "gradients", "optimizer states"), RankBytes(8192, 0))
+    live = dict.fromkeys(
+        ("parameters", "gradients", "optimizer states"), RankBytes(8192, 0)
+    )
     root = Unit("root", 4096, 16384)
     layout = Layout(4096, 2048, 1, root, root, {"shard": 2}, "all", live)
     with recorder_of(tmp_path, console=Console.plain, layout=layout) as recorder:
@@ -146,9 +155,14 @@ def test_stall_fraction_excludes_the_warmup(tmp_path):
     assert summarize(steps, warmup_steps=2).data_stall == pytest.approx(0.075 / 0.7)
     assert summarize(steps[:2], warmup_steps=2).data_stall is None
     assert summarize(run_of(4), warmup_steps=2).data_stall is None
-    assert "| waiting for data | 10.71% of the step time |" in write_run(tmp_path, steps)
+    assert "| waiting for data | 10.71% of the step time |" in write_run(
+        tmp_path, steps
+    )
     result = read_result(tmp_path / "run")
-    assert result is not None and "\n".join(closing_lines(result)).count("10.71% of the time") == 1
+    assert (
+        result is not None
+        and "\n".join(closing_lines(result)).count("10.71% of the time") == 1
+    )
     result = replace(result, steps=replace(result.steps, data_stall=None))
     assert "waiting" not in "\n".join(closing_lines(result))
 
@@ -169,7 +183,9 @@ def test_summary_has_the_results(tmp_path):
     """Oracle: rows of the page, worked out by hand."""
     defaults = {"train.seed": None, "train.sample_prompt": "", "model.dim": 64.5}
     steps = run_of(15, GPU_STEP)
-    page = write_run(tmp_path, steps, defaults=defaults, sample="x\n````\n# not a heading")
+    page = write_run(
+        tmp_path, steps, defaults=defaults, sample="x\n````\n# not a heading"
+    )
     for row in (
         "# tiny",
         "| steps | 15 of 20; all done |",
@@ -198,15 +214,21 @@ def test_summary_has_the_results(tmp_path):
 
 def test_summary_splits_the_counted_peak(tmp_path):
     """Oracle: the parts of the step with the highest peak, and the last values of the others."""
-    low = replace(STEP, memory_allocated_gib=0.03, memory_peak_gib=0.25, memory_host_gib=0.5)
     low = replace(
-        low, memory_parameters_gib=0.05, memory_gradients_gib=0.0, memory_optimizer_gib=0.1
+        STEP, memory_allocated_gib=0.03, memory_peak_gib=0.25, memory_host_gib=0.5
+    )
+    low = replace(
+        low,
+        memory_parameters_gib=0.05,
+        memory_gradients_gib=0.0,
+        memory_optimizer_gib=0.1,
     )
     low = replace(low, memory_rest_gib=0.1)
     high = replace(low, memory_peak_gib=0.375, memory_rest_gib=0.225)
     page = write_run(tmp_path, [low, replace(high, step=2)])
     parts = (
-        "parameters 51.20 MiB, gradients 0 bytes, optimizer states 102.40 MiB, the rest 230.40 MiB"
+        "parameters 51.20 MiB, gradients 0 bytes, optimizer states 102.40 MiB, "
+        "the rest 230.40 MiB"
     )
     for row in (
         f"| peak device memory of rank 0 | 384.00 MiB ({parts}) |",
@@ -216,7 +238,9 @@ def test_summary_splits_the_counted_peak(tmp_path):
         assert row in page
 
 
-@pytest.mark.parametrize(("count", "written"), [(15, [1, 10, 15]), (20, [1, 10, 20]), (1, [1])])
+@pytest.mark.parametrize(
+    ("count", "written"), [(15, [1, 10, 15]), (20, [1, 10, 20]), (1, [1])]
+)
 def test_run_of_an_moe_model_writes_its_routing(tmp_path, count, written):
     """Oracle: two files more; the tokens given in the first, every tenth and the last step; rows
     worked out by hand."""
@@ -224,8 +248,12 @@ def test_run_of_an_moe_model_writes_its_routing(tmp_path, count, written):
     run_dir = tmp_path / "run"
     names = sorted([*PLAIN_FILES, "experts.png", "routing.jsonl"])
     assert sorted(path.name for path in run_dir.iterdir()) == names
-    assert [json.loads(line) for line in (run_dir / "routing.jsonl").read_text().splitlines()] == [
-        {"step": step, "expert_tokens": [[100 + step, 100, 100, 100]] * 2} for step in written
+    assert [
+        json.loads(line)
+        for line in (run_dir / "routing.jsonl").read_text().splitlines()
+    ] == [
+        {"step": step, "expert_tokens": [[100 + step, 100, 100, 100]] * 2}
+        for step in written
     ]
     for row in (
         f"| load-balancing loss, last step | {2 + count / 100:.4f} |",
@@ -238,14 +266,20 @@ def test_run_of_an_moe_model_writes_its_routing(tmp_path, count, written):
     ):
         assert f"\n{row}" in page, row
     assert set(names) <= set(RUN_FILES)
-    assert "Perfect balance gives K, the number of experts per token (`model.top_k`)" in page
+    assert (
+        "Perfect balance gives K, the number of experts per token (`model.top_k`)"
+        in page
+    )
 
 
 @pytest.mark.parametrize(
     ("step", "row"),
     [
         (replace(STEP, loss=math.nan), "| last loss | **nan** |"),
-        (run_with_experts(1, z_loss=math.inf)[0], "| router z-loss, last step | **inf** |"),
+        (
+            run_with_experts(1, z_loss=math.inf)[0],
+            "| router z-loss, last step | **inf** |",
+        ),
     ],
     ids=["loss", "router loss"],
 )
@@ -254,7 +288,9 @@ def test_non_finite_number_is_bold_in_the_summary(tmp_path, step, row):
     assert row in write_run(tmp_path, [step], "the loss is not finite")
 
 
-@pytest.mark.parametrize("sample", ["", "plain", "```", "a\n`````python\n```\n", "`" * 50])
+@pytest.mark.parametrize(
+    "sample", ["", "plain", "```", "a\n`````python\n```\n", "`" * 50]
+)
 def test_sample_cannot_close_its_code_block(sample):
     """Oracle: CommonMark: a block ends at a line of at least as many backticks as it began with."""
     first, *body, last = fence(sample).split("\n")
@@ -269,7 +305,10 @@ LOSS_RUNS = {
     "few": (run_of(8), 6.0),
     "one": (run_of(1), 6.0),
     "none": ([], 4.4),
-    "not finite": ([replace(step, loss=math.nan, grad_norm=math.inf) for step in run_of(60)], 4.4),
+    "not finite": (
+        [replace(step, loss=math.nan, grad_norm=math.inf) for step in run_of(60)],
+        4.4,
+    ),
     "no gradient": ([replace(step, grad_norm=0.0) for step in run_of(5)], 6.0),
     "loss scale": (run_of(4, replace(STEP, loss_scale=2.0, skipped=True)), 7.3),
 }
@@ -303,7 +342,10 @@ def test_height_of_a_plot_follows_its_panels(tmp_path, steps, inches):
 def test_failed_run_keeps_its_steps(tmp_path, capsys):
     """Oracle: valid lines for every step recorded, the last one printed, and the error passed
     on."""
-    with pytest.raises(ZeroDivisionError), recorder_of(tmp_path, console=Console.plain) as recorder:
+    with (
+        pytest.raises(ZeroDivisionError),
+        recorder_of(tmp_path, console=Console.plain) as recorder,
+    ):
         for metrics in run_of(3):
             recorder.step(metrics)
         raise ZeroDivisionError
@@ -332,10 +374,19 @@ def test_medians_include_all_steps_without_a_warmup():
 def test_results_follow_their_formulas():
     """Oracle: the formula of each, over fifteen steps with losses 5.49 to 5.35."""
     results = summarize(run_of(15, GPU_STEP), warmup_steps=2)
-    assert (results.first_loss, results.last_loss) == (pytest.approx(5.49), pytest.approx(5.35))
-    assert results.mean_last_loss == pytest.approx(sum(5.5 - 0.01 * n for n in range(6, 16)) / 10)
+    assert (results.first_loss, results.last_loss) == (
+        pytest.approx(5.49),
+        pytest.approx(5.35),
+    )
+    assert results.mean_last_loss == pytest.approx(
+        sum(5.5 - 0.01 * n for n in range(6, 16)) / 10
+    )
     assert (results.eval_loss, results.eval_step) == (5.0, 10)
-    assert (results.memory_peak_gib, results.resident_set_gib, results.resident_set_peak_gib) == (
+    assert (
+        results.memory_peak_gib,
+        results.resident_set_gib,
+        results.resident_set_peak_gib,
+    ) == (
         2.0,
         0.5,
         0.75,

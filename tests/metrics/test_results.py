@@ -41,7 +41,10 @@ from fsdptoys.utils.foreign import ForeignError
 from tests.harness.recorded_runs import GPU_STEP
 from tests.harness.recording import ENVIRONMENT, STEP
 
-TREE = {"train": {"steps": 4, "note": "|`ü\u2028"}, "data": {"files": ["a", None, 1e-5, math.inf]}}
+TREE = {
+    "train": {"steps": 4, "note": "|`ü\u2028"},
+    "data": {"files": ["a", None, 1e-5, math.inf]},
+}
 GIB = 2**30
 PREDICTION = Prediction(
     method="estimated",
@@ -112,15 +115,17 @@ def test_summary_is_rendered_from_the_file(
         record(tmp_path, **ending)
     record(tmp_path, resumes, **ending)
     result = read_result(tmp_path)
-    assert result is not None and render_summary(result) == (tmp_path / "summary.md").read_text(
-        encoding="utf-8"
-    )
+    assert result is not None and render_summary(result) == (
+        tmp_path / "summary.md"
+    ).read_text(encoding="utf-8")
     assert (
         result.status is RunStatus.stopped
         and len(result.resumes) == resumes
         and len(result.prediction) > 2
     )
-    tree = json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)
+    tree = json.loads(
+        (tmp_path / "result.json").read_text(), parse_constant=pytest.fail
+    )
     assert tree["format_version"] == FORMAT_VERSION
     assert tree["steps"]["routing"]["z_loss"] == "inf" and tree["references_nats"] == {
         "uniform": 5.5,
@@ -169,7 +174,9 @@ def test_invalid_file_is_reported_in_one_sentence(
 
 def steps_of(count: int, on_gpu: bool = True) -> list[StepMetrics]:
     """Steps of 0.4 s and 8192 tokens at a quarter of the peak."""
-    step = replace(STEP, step_time_seconds=0.4, valid_tokens=8192, tokens_per_second=8192 / 0.4)
+    step = replace(
+        STEP, step_time_seconds=0.4, valid_tokens=8192, tokens_per_second=8192 / 0.4
+    )
     if on_gpu:
         step = replace(
             step,
@@ -197,8 +204,12 @@ def test_differences_are_relative_to_the_measurement_and_flagged_above_10_percen
 ) -> None:
     """Oracle: the differences worked by hand: 0.5 s against 0.4, 20 GiB against 19, 24 against 20;
     a CPU has two."""
-    found = prediction_errors(PREDICTION, summarize(steps_of(3, on_gpu), warmup_steps=1))
-    differences = {error.quantity: (round(error.difference, 4), error.flagged) for error in found}
+    found = prediction_errors(
+        PREDICTION, summarize(steps_of(3, on_gpu), warmup_steps=1)
+    )
+    differences = {
+        error.quantity: (round(error.difference, 4), error.flagged) for error in found
+    }
     assert differences == dict(list(DIFFERENCES.items())[:count])
 
 
@@ -213,7 +224,9 @@ def test_prediction_line_has_time_and_memory_and_reports_too_little_memory(
         "predicted 500.0 ms per step, 16,384 tokens/s, 20.00 GiB peak, 24.00 GiB "
         f"reserved{warning} (estimated, plan.hardware=h100)"
     )
-    line = "predicted 500.0 ms per step, 16,384 tokens/s (estimated, plan.hardware=h100)"
+    line = (
+        "predicted 500.0 ms per step, 16,384 tokens/s (estimated, plan.hardware=h100)"
+    )
     assert prediction_line(replace(PREDICTION, device_type="cpu"), 0) == line
 
 
@@ -222,8 +235,12 @@ def test_summary_compares_prediction_and_measurement(
 ) -> None:
     """Oracle: the table's rows, the files in the folder, which the result lists, and the last lines
     on the console."""
-    config = MetricsConfig(run_dir=str(tmp_path / "run"), console=Console.plain, warmup_steps=0)
-    with RunRecorder(config, "t", {}, ENVIRONMENT, 2, {}, prediction=PREDICTION) as recorder:
+    config = MetricsConfig(
+        run_dir=str(tmp_path / "run"), console=Console.plain, warmup_steps=0
+    )
+    with RunRecorder(
+        config, "t", {}, ENVIRONMENT, 2, {}, prediction=PREDICTION
+    ) as recorder:
         for step in steps_of(2):
             recorder.step(step)
         recorder.finish("all steps done")
@@ -239,4 +256,7 @@ def test_summary_compares_prediction_and_measurement(
         written["memory"]["categories"] == {"parameters": 4 * GIB}
         and written["tokens_per_second"] == 16384
     )
-    assert "predicted step time differs by +25% from the measurement" in capsys.readouterr().out
+    assert (
+        "predicted step time differs by +25% from the measurement"
+        in capsys.readouterr().out
+    )

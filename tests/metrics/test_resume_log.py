@@ -46,7 +46,9 @@ def start(
     resumed=None, run_dir="run", console=Console.none, world_size=2, **changes
 ) -> RunRecorder:
     environment = ENVIRONMENT | {"world_size": world_size}
-    return open_recorder(resumed, run_dir, TREE | changes, environment=environment, console=console)
+    return open_recorder(
+        resumed, run_dir, TREE | changes, environment=environment, console=console
+    )
 
 
 def record(
@@ -73,7 +75,9 @@ def saved_run(last: int, run_dir: str = "run") -> ResumePoint:
 
 
 def steps_in(name: str, folder: Path | str = "run") -> list[int]:
-    return [json.loads(line)["step"] for line in Path(folder, name).read_text().splitlines()]
+    return [
+        json.loads(line)["step"] for line in Path(folder, name).read_text().splitlines()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,10 @@ def test_resumed_run_has_the_files_of_an_uninterrupted_run(lost, experts):
     assert steps_in("metrics.jsonl") == list(range(1, 41))
     assert sorted(os.listdir("run")) == sorted([*os.listdir("whole"), "resumes.jsonl"])
     page = SUMMARY.read_text()
-    assert "\n| steps | 40 of 40; done |\n" in page and "\n| first loss | 5.9900 nats |\n" in page
+    assert (
+        "\n| steps | 40 of 40; done |\n" in page
+        and "\n| first loss | 5.9900 nats |\n" in page
+    )
     assert (
         ("# Resumes" in page)
         and "`resumes.jsonl`" in page
@@ -122,11 +129,20 @@ def test_medians_exclude_the_warmup_of_every_start():
 
 @pytest.mark.parametrize(
     ("resumed_after", "expected"),
-    [([], [0]), ([20], [0, 20]), ([20, 20, 30], [0, 20, 30]), ([30, 20], [0, 20]), ([20, 0], [0])],
+    [
+        ([], [0]),
+        ([20], [0, 20]),
+        ([20, 20, 30], [0, 20, 30]),
+        ([30, 20], [0, 20]),
+        ([20, 0], [0]),
+    ],
 )
 def test_start_counts_until_its_steps_are_repeated(resumed_after, expected):
     """Oracle: hand-computed values."""
-    assert starts([Resume("", step, None, 1, 1, {}, None) for step in resumed_after]) == expected
+    assert (
+        starts([Resume("", step, None, 1, 1, {}, None) for step in resumed_after])
+        == expected
+    )
 
 
 def test_each_resume_records_checkpoint_and_changed_settings(capsys):
@@ -134,13 +150,19 @@ def test_each_resume_records_checkpoint_and_changed_settings(capsys):
     console lines."""
     first = saved_run(10)
     with start(first, world_size=4, optim={"lr": 0.2, "new": None}) as recorder:
-        second = ResumePoint(20, record(recorder, 11, 20, save_after=20), "step-00000020")
+        second = ResumePoint(
+            20, record(recorder, 11, 20, save_after=20), "step-00000020"
+        )
     with open("run/resumes.jsonl", "a") as file:
         file.write('{"torn')
-    with start(second, "run", Console.plain, world_size=4, optim={"lr": 0.2}) as recorder:
+    with start(
+        second, "run", Console.plain, world_size=4, optim={"lr": 0.2}
+    ) as recorder:
         recorder.finish("stopped")
     lines = [
-        line for line in Path("run/resumes.jsonl").read_text().splitlines() if line != '{"torn'
+        line
+        for line in Path("run/resumes.jsonl").read_text().splitlines()
+        if line != '{"torn'
     ]
     lines = [json.loads(line) for line in lines]
     assert [line.pop("time")[-6:] for line in lines] == ["+00:00"] * 2
@@ -178,18 +200,25 @@ def test_files_of_an_attempt_without_a_checkpoint_are_moved_not_overwritten():
             record(recorder, 1, last, experts=True)
             recorder.finish("stopped")
         contents.append(
-            {path.name: path.read_bytes() for path in Path("run").iterdir() if path.is_file()}
+            {
+                path.name: path.read_bytes()
+                for path in Path("run").iterdir()
+                if path.is_file()
+            }
         )
         contents[-1].pop("resumes.jsonl", None)
     assert [
-        len(steps_in("metrics.jsonl", f"run{at}")) for at in ("/attempt-1", "/attempt-2", "")
+        len(steps_in("metrics.jsonl", f"run{at}"))
+        for at in ("/attempt-1", "/attempt-2", "")
     ] == [5, 7, 3]
     for number, content in enumerate(contents[:2], 1):
         assert {
-            path.name: path.read_bytes() for path in Path(f"run/attempt-{number}").iterdir()
+            path.name: path.read_bytes()
+            for path in Path(f"run/attempt-{number}").iterdir()
         } == content
     moved = [
-        json.loads(line)["moved_to"] for line in Path("run/resumes.jsonl").read_text().splitlines()
+        json.loads(line)["moved_to"]
+        for line in Path("run/resumes.jsonl").read_text().splitlines()
     ]
     assert moved == ["attempt-1", "attempt-2"]
     page = SUMMARY.read_text()
@@ -212,9 +241,13 @@ def test_run_from_another_folder_s_checkpoint_starts_its_own_files(run_dir, caps
     assert Path("run/metrics.jsonl").read_bytes() == before
     out = capsys.readouterr().out
     assert (
-        "23 of 40 steps; stopped" in out and "median step 2,300.0 ms" in out and "bytes" not in out
+        "23 of 40 steps; stopped" in out
+        and "median step 2,300.0 ms" in out
+        and "bytes" not in out
     )
-    assert json.loads((recorder.run_dir / "resumes.jsonl").read_text())["changed"] is None
+    assert (
+        json.loads((recorder.run_dir / "resumes.jsonl").read_text())["changed"] is None
+    )
 
 
 def test_file_shorter_than_at_the_checkpoint_keeps_its_complete_lines(capsys):
@@ -329,7 +362,9 @@ def test_skipped_steps_and_spikes_are_reported(capsys):
     """Oracle: the lines, the rows and the definitions; means and medians exclude the skipped
     step."""
     steps = steps_between(1, 12)
-    steps[6] = replace(steps[6], loss=math.nan, grad_norm=math.inf, skipped=True, skipped_steps=1)
+    steps[6] = replace(
+        steps[6], loss=math.nan, grad_norm=math.inf, skipped=True, skipped_steps=1
+    )
     steps[8] = replace(steps[8], loss=9.0, loss_spike=12.34)
     with start(console=Console.plain) as recorder:
         for metrics in steps:
@@ -347,7 +382,9 @@ def test_skipped_steps_and_spikes_are_reported(capsys):
     page = SUMMARY.read_text()
     mean = (sum(6 - 0.01 * n for n in (2, 3, 4, 5, 6, 8, 10, 11, 12)) + 9) / 10
     rows = ["skipped steps | 1", "loss spikes | 1"]
-    rows.append(f"mean loss of the last 10 steps without skipped ones | {mean:.4f} nats")
+    rows.append(
+        f"mean loss of the last 10 steps without skipped ones | {mean:.4f} nats"
+    )
     assert not [row for row in rows if f"\n| {row} |\n" not in page]
     assert "- Skipped steps: " in page and "- Loss spike: " in page
     assert summarize(steps, 2).step_time_seconds.median == pytest.approx(0.8)
@@ -362,5 +399,7 @@ def test_unreadable_line_is_kept_and_reported(capsys):
         recorder.finish("stopped")
     assert METRICS.read_bytes() == content
     out = capsys.readouterr().out
-    assert "run/metrics.jsonl cannot be read in line 4; results and plots omit it\n" in out
+    assert (
+        "run/metrics.jsonl cannot be read in line 4; results and plots omit it\n" in out
+    )
     assert "10 of 40 steps; stopped" in out

@@ -30,7 +30,9 @@ def current_directory(tmp_path, monkeypatch):
 
 
 def open_run(run_dir: str | None = None, title: str = "tiny") -> RunDirectory:
-    directory = RunDirectory(MetricsConfig(run_dir=run_dir), title, TREE, {"world_size": 1})
+    directory = RunDirectory(
+        MetricsConfig(run_dir=run_dir), title, TREE, {"world_size": 1}
+    )
     directory.close()
     return directory
 
@@ -49,7 +51,11 @@ def test_config_is_written_after_the_files_read_with_it(monkeypatch):
         seen.append(
             (
                 name,
-                sorted(path.name for path in self.path.iterdir() if not path.name.startswith(".")),
+                sorted(
+                    path.name
+                    for path in self.path.iterdir()
+                    if not path.name.startswith(".")
+                ),
             )
         )
         write(self, name, text)
@@ -111,7 +117,8 @@ def test_second_of_two_concurrent_runs_in_one_folder_is_rejected(monkeypatch):
     )
     open_run("run")
     with pytest.raises(
-        ConfigError, match=r"^metrics\.run_dir=run already contains metrics\.jsonl, which"
+        ConfigError,
+        match=r"^metrics\.run_dir=run already contains metrics\.jsonl, which",
     ):
         open_run("run")
 
@@ -122,20 +129,28 @@ def test_non_folder_path_is_rejected(run_dir):
     link."""
     Path("file").write_text("")
     Path("link").symlink_to("nowhere")
-    message = rf"^metrics\.run_dir={run_dir} needs a folder at .*, which is not a folder; "
+    message = (
+        rf"^metrics\.run_dir={run_dir} needs a folder at .*, which is not a folder; "
+    )
     with pytest.raises(ConfigError, match=message):
         check_run_dir(MetricsConfig(run_dir=run_dir))
 
 
-@pytest.mark.parametrize(("run_dir", "key"), [("locked/a/b", "locked/a/b"), (None, "null")])
+@pytest.mark.parametrize(
+    ("run_dir", "key"), [("locked/a/b", "locked/a/b"), (None, "null")]
+)
 def test_unwritable_folder_is_rejected(run_dir, key, tmp_path, monkeypatch):
     """Oracle: the expected message; the system's answer is set by hand, since root may write
     anywhere."""
     Path("locked").mkdir()
     monkeypatch.setattr(
-        os, "access", lambda path, mode: Path(path).resolve() not in (tmp_path, tmp_path / "locked")
+        os,
+        "access",
+        lambda path, mode: Path(path).resolve() not in (tmp_path, tmp_path / "locked"),
     )
-    with pytest.raises(ConfigError, match=rf"^metrics\.run_dir={key} needs write access to .*; "):
+    with pytest.raises(
+        ConfigError, match=rf"^metrics\.run_dir={key} needs write access to .*; "
+    ):
         check_run_dir(MetricsConfig(run_dir=run_dir))
 
 
@@ -151,7 +166,9 @@ def test_environment_has_versions_and_hardware_but_no_host_name(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     found = json.loads(
-        json.dumps(environment(Device("cpu"), 4, ["fsdptoys", "train", "data.path=a b"]))
+        json.dumps(
+            environment(Device("cpu"), 4, ["fsdptoys", "train", "data.path=a b"])
+        )
     )
     assert found["command"] == "fsdptoys train 'data.path=a b'"
     expected = {
@@ -180,9 +197,19 @@ def test_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
     root.mkdir()
 
     def git(*words: str) -> str:
-        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        identity = [
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@b",
+            "-c",
+            "commit.gpgsign=false",
+        ]
         done = subprocess.run(
-            ["git", "-C", str(root), *identity, *words], capture_output=True, text=True, check=True
+            ["git", "-C", str(root), *identity, *words],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return done.stdout.strip()
 
@@ -228,14 +255,18 @@ def test_queued_steps_are_written_completely_once_there_is_space(
         assert append(directory, 3) == []
         if not there_is_room:
             assert (tmp_path / "run" / "metrics.jsonl").read_text() == first
-            with pytest.raises(ConfigError, match=r"run cannot be written \(File too large\); set"):
+            with pytest.raises(
+                ConfigError, match=r"run cannot be written \(File too large\); set"
+            ):
                 directory.flush()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     directory.flush()
     directory.close()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert lines == first + "".join(replace(STEP, step=step).to_json() + "\n" for step in (2, 3))
+    assert lines == first + "".join(
+        replace(STEP, step=step).to_json() + "\n" for step in (2, 3)
+    )
 
 
 def test_each_step_is_on_disk_before_the_next():
@@ -244,5 +275,7 @@ def test_each_step_is_on_disk_before_the_next():
     for number in (1, 2):
         append(directory, number)
         lines = Path("run/metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == list(range(1, number + 1))
+        assert [json.loads(line)["step"] for line in lines] == list(
+            range(1, number + 1)
+        )
     directory.close()

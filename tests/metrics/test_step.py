@@ -62,7 +62,11 @@ def test_rates_and_memory_follow_their_formulas(peak_flops, mfu):
     ranks 6e12 FLOP/s each; of a peak of 24e12, 1/4, and an unknown share of an unknown peak; the
     bytes that the device reports."""
     metrics = measure(ON_PAPER, peak_flops)
-    memory = metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_reserved_gib
+    memory = (
+        metrics.memory_allocated_gib,
+        metrics.memory_peak_gib,
+        metrics.memory_reserved_gib,
+    )
     assert memory == (1, 2, 3)
     assert metrics.tokens_per_second == 8000
     assert metrics.tflops_per_second_per_rank == pytest.approx(6.0)
@@ -162,7 +166,9 @@ def falling(steps: int, noise: float, seed: int = 0) -> list[float]:
     numbers = np.arange(1, steps + 1)
     return [
         float(loss)
-        for loss in 2.5 + 8.4 * numbers**-0.35 + np.random.default_rng(seed).normal(0, noise, steps)
+        for loss in 2.5
+        + 8.4 * numbers**-0.35
+        + np.random.default_rng(seed).normal(0, noise, steps)
     ]
 
 
@@ -183,12 +189,18 @@ def test_score_is_the_robust_z_score_of_the_last_losses():
 
 @pytest.mark.parametrize(
     "noise",
-    [0.0, 0.05, *(pytest.param(noise, marks=pytest.mark.extended) for noise in (0.005, 0.5))],
+    [
+        0.0,
+        0.05,
+        *(pytest.param(noise, marks=pytest.mark.extended) for noise in (0.005, 0.5)),
+    ],
 )
 def test_noisy_falling_loss_has_no_spikes_at_the_default(noise):
     """Oracle: none in 10,000 steps of normal noise."""
     detector = SpikeDetector(8.0)
-    assert [loss for loss in falling(10_000, noise) if detector.spike(loss) is not None] == []
+    assert [
+        loss for loss in falling(10_000, noise) if detector.spike(loss) is not None
+    ] == []
 
 
 def test_jump_of_one_nat_is_found_after_the_fast_initial_decrease():
@@ -196,7 +208,11 @@ def test_jump_of_one_nat_is_found_after_the_fast_initial_decrease():
     losses = falling(5_000, 0.05)
     jumps = set(range(199, 5_000, 100))
     detector = SpikeDetector(8.0)
-    found = {n for n, loss in enumerate(losses) if detector.spike(loss + (n in jumps)) is not None}
+    found = {
+        n
+        for n, loss in enumerate(losses)
+        if detector.spike(loss + (n in jumps)) is not None
+    }
     assert found == jumps
 
 
@@ -218,13 +234,14 @@ def test_spikes_are_excluded_from_the_window_until_a_new_level():
         detector.score(loss)
     first = detector.spike(10.0)
     assert first is not None and detector.spike(10.0) == first
-    assert [detector.spike(10.0) is not None for _ in range(30)] == [True] * (FEWEST - 2) + [
-        False
-    ] * (32 - FEWEST)
+    assert [detector.spike(10.0) is not None for _ in range(30)] == [True] * (
+        FEWEST - 2
+    ) + [False] * (32 - FEWEST)
 
 
 @pytest.mark.parametrize(
-    ("threshold", "loss"), [(8.0, math.nan), (8.0, math.inf), (8.0, -math.inf), (0.0, 100.0)]
+    ("threshold", "loss"),
+    [(8.0, math.nan), (8.0, math.inf), (8.0, -math.inf), (0.0, 100.0)],
 )
 def test_non_finite_losses_and_a_threshold_of_zero_have_no_score(threshold, loss):
     """Oracle: the unchanged state."""
@@ -253,14 +270,24 @@ def test_cpu_reports_counted_memory_and_the_resident_set():
     between readings."""
     device = Device("cpu")
     metrics = measure(device, peak_flops=None)
-    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_rest_gib) == (
+    assert (
+        metrics.memory_allocated_gib,
+        metrics.memory_peak_gib,
+        metrics.memory_rest_gib,
+    ) == (
         None,
         None,
         None,
     )
-    device.record(CountedBytes(0, 2 * GIB, 7 * GIB, {"parameters": 3 * GIB, "rest": 4 * GIB}, GIB))
+    device.record(
+        CountedBytes(0, 2 * GIB, 7 * GIB, {"parameters": 3 * GIB, "rest": 4 * GIB}, GIB)
+    )
     metrics = measure(device, peak_flops=None)
-    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_reserved_gib) == (
+    assert (
+        metrics.memory_allocated_gib,
+        metrics.memory_peak_gib,
+        metrics.memory_reserved_gib,
+    ) == (
         2,
         7,
         None,
@@ -271,7 +298,9 @@ def test_cpu_reports_counted_memory_and_the_resident_set():
         metrics.memory_rest_gib,
     ) == (3, 0, 4)
     assert metrics.memory_host_gib == 1
-    assert metrics.resident_set_gib == pytest.approx(resident_set_bytes() / GIB, rel=0.2)
+    assert metrics.resident_set_gib == pytest.approx(
+        resident_set_bytes() / GIB, rel=0.2
+    )
 
 
 def test_resident_set_peak_includes_freed_memory():

@@ -70,7 +70,8 @@ class Outcome:
     def lines(self) -> list[dict[str, float | None]]:
         """The lines of ``metrics.jsonl``."""
         return [
-            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+            json.loads(line)
+            for line in (self.folder / "metrics.jsonl").read_text().splitlines()
         ]
 
 
@@ -78,13 +79,22 @@ class Outcome:
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
-    home, folder = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("runs") / "run"
+    home, folder = (
+        tmp_path_factory.mktemp("home"),
+        tmp_path_factory.mktemp("runs") / "run",
+    )
     printed = io.StringIO()
     proxy = socket.create_server(("127.0.0.1", 0))
     proxy.setblocking(False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home))
-        for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY"):
+        for name in (
+            "HTTP_PROXY",
+            "HTTPS_PROXY",
+            "http_proxy",
+            "https_proxy",
+            "ALL_PROXY",
+        ):
             patch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             with (
@@ -125,7 +135,11 @@ def test_event_files_have_each_step_once(outcome: Outcome) -> None:
     assert [line["step"] for line in lines] == [*range(1, 9)]
     names = {name for line in lines for name in line} - {"step", "non_finite"}
     for name in names:
-        written = {line["step"]: float(line[name]) for line in lines if line.get(name) is not None}
+        written = {
+            line["step"]: float(line[name])
+            for line in lines
+            if line.get(name) is not None
+        }
         if name == "grad_norm":
             written = dict(sorted((written | {6: float("inf")}).items()))
         if not written:
@@ -153,7 +167,10 @@ def records_of(path: Path) -> list:
         if room < 7:
             place += room
             continue
-        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        length, kind = (
+            int.from_bytes(content[place + 4 : place + 6], "little"),
+            content[place + 6],
+        )
         parts += content[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -176,9 +193,9 @@ def test_wandb_has_both_starts_under_one_id(outcome: Outcome) -> None:
         assert {record.run.run_id for record in records if record.HasField("run")} == {
             (outcome.folder / "wandb" / "run_id.txt").read_text().strip()
         }
-        assert [record.exit.exit_code for record in records if record.HasField("exit")] == [
-            exit_code
-        ]
+        assert [
+            record.exit.exit_code for record in records if record.HasField("exit")
+        ] == [exit_code]
         (run, *_) = [record.run for record in records if record.HasField("run")]
         config = {item.key: json.loads(item.value_json) for item in run.config.update}
         assert config["model"] == TREE["model"] and config["title"] == "tiny"
@@ -192,13 +209,17 @@ def test_wandb_has_both_starts_under_one_id(outcome: Outcome) -> None:
         ])  # fmt: skip
         for record in records:
             for item in record.summary.update:
-                summary[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
+                summary[item.key or ".".join(item.nested_key)] = json.loads(
+                    item.value_json
+                )
     for history, steps in zip(
         histories,
         ([step_of(n) for n in range(1, 7)], [step_of(n, 1.0) for n in range(5, 9)]),
         strict=True,
     ):
-        assert [values["step"] for values in history] == [metrics.step for metrics in steps]
+        assert [values["step"] for values in history] == [
+            metrics.step for metrics in steps
+        ]
         for values, metrics in zip(history, steps, strict=True):
             numbers = metrics.numbers()
             assert set(numbers) <= set(values)
@@ -212,7 +233,10 @@ def test_wandb_has_both_starts_under_one_id(outcome: Outcome) -> None:
 def test_offline_makes_no_request_and_prints_nothing(outcome: Outcome) -> None:
     """Oracle: a proxy set for every request, and the console's lines, which are all our own."""
     assert outcome.requests == 0
-    assert "wandb" not in outcome.printed.lower() and "tensorboard" not in outcome.printed.lower()
+    assert (
+        "wandb" not in outcome.printed.lower()
+        and "tensorboard" not in outcome.printed.lower()
+    )
     assert "resuming after step 4" in outcome.printed
 
 
@@ -293,7 +317,9 @@ NO_MODE = (
         (None, {"WANDB_MODE": "shared"}, "", NO_MODE),
     ],
 )
-def test_going_online_needs_a_key(mode, variables, netrc, sentence, tmp_path, monkeypatch) -> None:
+def test_going_online_needs_a_key(
+    mode, variables, netrc, sentence, tmp_path, monkeypatch
+) -> None:
     """Oracle: the expected message, or none, over the places in which wandb keeps keys."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -305,7 +331,9 @@ def test_going_online_needs_a_key(mode, variables, netrc, sentence, tmp_path, mo
         (tmp_path / ".config" / "wandb" / "settings").write_text(
             f"[default]\nbase_url = {variables['settings']}\n"
         )
-    config = MetricsConfig(writers=["wandb"], wandb_mode=WandbMode(mode) if mode else None)
+    config = MetricsConfig(
+        writers=["wandb"], wandb_mode=WandbMode(mode) if mode else None
+    )
     if sentence is None:
         check_writers(config, present)
     else:
@@ -318,7 +346,10 @@ def test_wandb_mode_setting_precedes_the_environment() -> None:
     """Oracle: the order in which the field's docstring names them."""
     named = MetricsConfig(writers=["wandb"], wandb_mode=WandbMode.disabled)
     assert wandb_mode(named, {"WANDB_MODE": "offline"}) is WandbMode.disabled
-    assert wandb_mode(MetricsConfig(writers=["wandb"]), {"WANDB_MODE": "run"}) is WandbMode.online
+    assert (
+        wandb_mode(MetricsConfig(writers=["wandb"]), {"WANDB_MODE": "run"})
+        is WandbMode.online
+    )
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
@@ -352,11 +383,15 @@ def test_writer_that_cannot_open_its_folder_is_reported_and_disabled(
     """Oracle: a file in the folder's place; one sentence, and a complete run without the writer."""
     pytest.importorskip(name)
     (tmp_path / name).write_text("no folder")
-    with recorder_with(tmp_path, [name], ResumePoint(2, {}, "step-00000002")) as recorder:
+    with recorder_with(
+        tmp_path, [name], ResumePoint(2, {}, "step-00000002")
+    ) as recorder:
         recorder.step(step_of(3))
         recorder.finish("all steps done")
     label = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}[name]
-    (message,) = [line for line in capsys.readouterr().out.splitlines() if label in line]
+    (message,) = [
+        line for line in capsys.readouterr().out.splitlines() if label in line
+    ]
     assert message.startswith(f"{label} failed after step 2 (") and message.endswith(
         "metrics.jsonl has every step"
     )

@@ -63,7 +63,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     def record(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         made.append((_enabled(), key.shape[1], options["enable_gqa"]))
-        return torch.empty_like(query) if query.is_cuda else plain(query, key, value, **options)
+        return (
+            torch.empty_like(query)
+            if query.is_cuda
+            else plain(query, key, value, **options)
+        )
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
     yield made
@@ -80,7 +84,9 @@ def _qkv(
     ]
 
 
-def _values_and_gradients(attend: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tensor]:
+def _values_and_gradients(
+    attend: Callable[..., Tensor], leaves: list[Tensor]
+) -> list[Tensor]:
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     out = attend(*leaves)
     out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape))
@@ -118,7 +124,10 @@ def test_backends_of_a_cpu_have_the_values_and_gradients_of_the_default(
 @pytest.mark.parametrize("mode", list(GradientCheckpointing))
 @pytest.mark.parametrize("compiles", [False, True])
 def test_recomputation_uses_the_backend_of_the_forward(
-    mode: GradientCheckpointing, compiles: bool, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+    mode: GradientCheckpointing,
+    compiles: bool,
+    calls: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: enabled backends of every call, one a layer and one more in a recomputation; loss of
     the default."""
@@ -132,13 +141,17 @@ def test_recomputation_uses_the_backend_of_the_forward(
     checkpoint_blocks(model.layers, mode)
     if compiles:
         for layer in model.layers:
-            layer.compile(backend="aot_eager", fullgraph=mode is GradientCheckpointing.none)
+            layer.compile(
+                backend="aot_eager", fullgraph=mode is GradientCheckpointing.none
+            )
     loss = model(tokens_BT).sum()
     loss.backward()
     assert loss.item() == pytest.approx(expected, rel=1e-4)
     if not compiles:
         again = mode is not GradientCheckpointing.none
-        assert [enabled for enabled, *_ in calls] == [{"math"}] * len(model.layers) * (1 + again)
+        assert [enabled for enabled, *_ in calls] == [{"math"}] * len(model.layers) * (
+            1 + again
+        )
 
 
 @pytest.mark.parametrize(
@@ -173,8 +186,12 @@ def test_cuda_has_no_cudnn_for_masks_and_evaluation_and_repeats_heads_where_no_k
     assert calls == [expected]
 
 
-@pytest.mark.parametrize(("name", "heads"), [("cudnn", 2), ("flash", 2), ("efficient", 4)])
-def test_chosen_backend_is_the_only_one_on_cuda(name: str, heads: int, calls: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "heads"), [("cudnn", 2), ("flash", 2), ("efficient", 4)]
+)
+def test_chosen_backend_is_the_only_one_on_cuda(
+    name: str, heads: int, calls: list[Any]
+) -> None:
     """Oracle: enabled backends; the memory-efficient kernel alone does not share heads."""
     with FakeTensorMode():
         attention_by(BACKENDS[name])(*_qkv(4, 2, torch.bfloat16, "cuda"))
@@ -214,7 +231,9 @@ def test_rotary_keeps_strides_on_cuda_and_rounds_alike_in_both_layouts(
     expected = _values_and_gradients(lambda x: rotary(x, cos, sin, pairs), [leaf])
 
     def transposed(x: Tensor) -> Tensor:
-        return turn(x.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1), pairs).transpose(1, 2)
+        return turn(
+            x.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1), pairs
+        ).transpose(1, 2)
 
     found = _values_and_gradients(transposed, [leaf])
     assert all(map(torch.equal, found, expected))
@@ -244,7 +263,9 @@ def test_heads_are_joined_after_attention_on_cuda_without_a_copy(
     with torch.no_grad(), FakeTensorMode():
         with torch.device("cuda"):
             layer = Attention(32, 4, 2, 16)
-        layer.o_proj.register_forward_pre_hook(lambda _, inputs: views.append(inputs[0]._is_view()))
+        layer.o_proj.register_forward_pre_hook(
+            lambda _, inputs: views.append(inputs[0]._is_view())
+        )
         tables = torch.ones(33, 8, device="cuda"), torch.ones(33, 8, device="cuda")
         layer(torch.ones(2, 33, 32, device="cuda"), tables)
     assert views == [True]

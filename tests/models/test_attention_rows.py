@@ -31,13 +31,16 @@ def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, T, K) for heads in (H, G, G, H)]
     return [
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for shape in shapes
     ]
 
 
 def segments(chunk_len: int | None, documents: bool) -> Tensor:
     """A number for each token of two rows, equal where tokens may see each other."""
-    ends_BT = torch.tensor([[0] * 5 + [1] * 9 + [2] * 10, [0] * 20 + [1] * 4]) * documents
+    ends_BT = (
+        torch.tensor([[0] * 5 + [1] * 9 + [2] * 10, [0] * 20 + [1] * 4]) * documents
+    )
     return ends_BT * T + torch.arange(T) // (chunk_len or T)
 
 
@@ -90,7 +93,9 @@ def test_rows_of_a_dense_mask_are_rows_of_the_full_mask() -> None:
 def test_rows_pass_through_selective_checkpointing() -> None:
     """Oracle: the same gradients without it; the dispatch mode rejects some forms of causal
     masks."""
-    saved = [operator for operators in SAVED_OPERATORS.values() for operator in operators]
+    saved = [
+        operator for operators in SAVED_OPERATORS.values() for operator in operators
+    ]
     contexts = functools.partial(create_selective_checkpoint_contexts, saved)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -107,7 +112,8 @@ def test_rows_pass_through_selective_checkpointing() -> None:
 
 @pytest.mark.parametrize("kernel", [FLASH, PLAIN], ids=["flash", "plain"])
 @pytest.mark.parametrize(
-    ("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
+    ("dtype", "atol"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)],
 )
 def test_blocks_add_up_to_attention_over_all_keys(
     kernel: BlockKernel, dtype: torch.dtype, atol: float
@@ -123,13 +129,17 @@ def test_blocks_add_up_to_attention_over_all_keys(
         for block in blocks:
             rows.add(block, k[:, :, keys], v[:, :, keys])
         out, lse = rows.result()
-        gradients = GradientsOfBlocks(kernel, upstream[:, :, queries], q[:, :, queries], out, lse)
+        gradients = GradientsOfBlocks(
+            kernel, upstream[:, :, queries], q[:, :, queries], out, lse
+        )
         grads = torch.zeros(2, *k.shape, dtype=lse.dtype)
         for block in blocks:
             gradients.add(block, k[:, :, keys], v[:, :, keys], *grads)
         wide = [x.double().requires_grad_() for x in (q, k, v)]
         expected = causal(*wide, segments(chunk_len, False))[:, :, queries]
-        by_q, by_k, by_v = torch.autograd.grad(expected, wide, upstream[:, :, queries].double())
+        by_q, by_k, by_v = torch.autograd.grad(
+            expected, wide, upstream[:, :, queries].double()
+        )
         assert out.dtype is dtype
         for found, right in ((out, expected), (gradients.grad_q, by_q[:, :, queries])):
             torch.testing.assert_close(found.double(), right, rtol=0, atol=atol)

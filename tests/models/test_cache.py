@@ -18,7 +18,8 @@ PIECES = {
 
 
 @pytest.mark.parametrize(
-    "pieces", levels(PIECES, {"a prompt that ends with a chunk", "pieces that cross chunks"})
+    "pieces",
+    levels(PIECES, {"a prompt that ends with a chunk", "pieces that cross chunks"}),
 )
 @pytest.mark.parametrize("case", SMALL)
 @torch.no_grad()
@@ -29,7 +30,8 @@ def test_cached_logits_equal_those_of_the_full_sequence(case: str, pieces: str) 
     expected_BTV = model(tokens_BT)
     cache = KeyValueCache()
     found_BTV = torch.cat(
-        [model(piece, cache=cache) for piece in tokens_BT.split(PIECES[pieces], dim=1)], dim=1
+        [model(piece, cache=cache) for piece in tokens_BT.split(PIECES[pieces], dim=1)],
+        dim=1,
     )
     error = (found_BTV - expected_BTV).abs().amax() / expected_BTV.abs().amax()
     assert error < 1e-5 and cache.length == 53
@@ -43,5 +45,7 @@ def test_chunked_attention_caches_only_its_chunk() -> None:
     for piece in torch.randint(0, 96, (1, 60)).split([50, 5, 5], dim=1):
         model(piece, cache=cache)
     blank = torch.zeros(1, 2, 0, 32)
-    kept = [cache.extend(layer.attn, blank, blank)[0].shape[2] for layer in model.layers]
+    kept = [
+        cache.extend(layer.attn, blank, blank)[0].shape[2] for layer in model.layers
+    ]
     assert kept == [60 % 24] * 3 + [60]

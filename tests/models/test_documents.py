@@ -22,7 +22,9 @@ def packed(vocab_size: int) -> Tensor:
     """Two sequences; the second has the documents in reverse order."""
     rows = []
     for lengths in (LENGTHS, LENGTHS[::-1]):
-        documents = [torch.randint(END + 1, vocab_size, (length,)) for length in lengths]
+        documents = [
+            torch.randint(END + 1, vocab_size, (length,)) for length in lengths
+        ]
         for document in documents[:-1]:
             document[-1] = END
         rows.append(torch.cat(documents))
@@ -40,7 +42,9 @@ def pieces(tokens_BT: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("case", SMALL)
-def test_packed_documents_have_the_logits_and_gradients_of_separate_ones(case: str) -> None:
+def test_packed_documents_have_the_logits_and_gradients_of_separate_ones(
+    case: str,
+) -> None:
     """Oracle: the same model without masks on one document at a time; without masks the pack
     differs."""
     model = build(SMALL[case])
@@ -48,7 +52,9 @@ def test_packed_documents_have_the_logits_and_gradients_of_separate_ones(case: s
     weights_BTV = torch.randn(*tokens_BT.shape, model.config.vocab_size)
 
     def gradients() -> list[Tensor]:
-        found = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        found = [
+            param.grad.clone() for param in model.parameters() if param.grad is not None
+        ]
         model.zero_grad(set_to_none=True)
         return found
 
@@ -88,7 +94,9 @@ def test_positions_and_attended_keys_restart_at_documents() -> None:
 @pytest.mark.parametrize("documents", [True, False])
 @pytest.mark.parametrize("operation", ["document_attention", "attention"])
 @torch.no_grad()
-def test_model_uses_flex_attention_if_configured(operation: str, documents: bool) -> None:
+def test_model_uses_flex_attention_if_configured(
+    operation: str, documents: bool
+) -> None:
     """Oracle: the model with PyTorch's attention and dense masks; Llama 4 has masks of two
     kinds."""
     model = build(SMALL["llama4"])

@@ -85,7 +85,9 @@ def value_and_gradients(out_ND: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
         out_ND.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
     floats = [tensor for tensor in inputs if tensor.requires_grad]
-    return out_ND.detach(), *torch.autograd.grad(out_ND, floats, grad_ND.to(out_ND.dtype))
+    return out_ND.detach(), *torch.autograd.grad(
+        out_ND, floats, grad_ND.to(out_ND.dtype)
+    )
 
 
 def product_of(name: str) -> tuple[Product, torch.dtype]:
@@ -130,10 +132,14 @@ def test_every_implementation_equals_the_formula(
         t.detach().double().requires_grad_() if t.requires_grad else t for t in inputs
     )  # type: ignore[assignment]
     expected = value_and_gradients(formula(exact, scale_input), exact)
-    actual = value_and_gradients(apply_experts(*inputs, product, scale_input=scale_input), inputs)
+    actual = value_and_gradients(
+        apply_experts(*inputs, product, scale_input=scale_input), inputs
+    )
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     for result, reference in zip(actual, expected, strict=True):
-        torch.testing.assert_close(result.double(), reference, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            result.double(), reference, rtol=tolerance, atol=tolerance
+        )
     unused = torch.ones(n_experts, dtype=torch.bool)
     unused[inputs[1].flatten()] = False
     assert not actual[3][unused].any()
@@ -153,7 +159,9 @@ def test_each_gradient_can_be_computed_alone(wanted: int) -> None:
 
 
 @pytest.mark.parametrize("scale_input", [False, True])
-def test_bfloat16_error_is_at_most_twice_that_of_the_plain_formula(scale_input: bool) -> None:
+def test_bfloat16_error_is_at_most_twice_that_of_the_plain_formula(
+    scale_input: bool,
+) -> None:
     """Oracle: the formula in float64; the yardstick is the error of the same formula computed in
     bfloat16."""
     inputs = make_inputs(64, 4, 8, dtype=torch.bfloat16)
@@ -163,9 +171,13 @@ def test_bfloat16_error_is_at_most_twice_that_of_the_plain_formula(scale_input: 
     expected = value_and_gradients(formula(exact, scale_input), exact)
     plain = value_and_gradients(formula(inputs, scale_input), inputs)
     product = choose_product("cpu", torch.bfloat16)
-    actual = value_and_gradients(apply_experts(*inputs, product, scale_input=scale_input), inputs)
+    actual = value_and_gradients(
+        apply_experts(*inputs, product, scale_input=scale_input), inputs
+    )
     for result, loop, reference in zip(actual, plain, expected, strict=True):
-        assert (result.double() - reference).norm() <= 2 * (loop.double() - reference).norm()
+        assert (result.double() - reference).norm() <= 2 * (
+            loop.double() - reference
+        ).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -185,14 +197,18 @@ def test_results_are_bitwise_reproducible(dtype: torch.dtype) -> None:
             moved = []
             for tensor in inputs:
                 start = shift if tensor.is_floating_point() else 0
-                memory = torch.empty(tensor.numel() + start, dtype=tensor.dtype)[start:].view(
-                    tensor.shape
+                memory = torch.empty(tensor.numel() + start, dtype=tensor.dtype)[
+                    start:
+                ].view(tensor.shape)
+                moved.append(
+                    memory.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
                 )
-                moved.append(memory.copy_(tensor.detach()).requires_grad_(tensor.requires_grad))
             with torch.autocast(
                 "cpu", torch.bfloat16 if dtype != torch.bfloat16 else torch.float16
             ):
-                again = value_and_gradients(apply_experts(*moved, product), tuple(moved))  # type: ignore[arg-type]
+                again = value_and_gradients(
+                    apply_experts(*moved, product), tuple(moved)
+                )  # type: ignore[arg-type]
             for a, b in zip(first, again, strict=True):
                 assert a.dtype == b.dtype
                 assert torch.equal(a, b)
@@ -213,9 +229,15 @@ def test_saved_tensors_have_the_documented_size() -> None:
             experts(*inputs[:3])
         assert not kept
         experts(*inputs[:3])
-    floats = [t for t in kept if t.is_floating_point() and not isinstance(t, nn.Parameter)]
-    assert sum(t.numel() for t in floats) == tokens * DIM + tokens * top_k * (2 * FFN_DIM + 1)
-    assert sum(t.numel() for t in kept if not t.is_floating_point()) == 3 * tokens * top_k
+    floats = [
+        t for t in kept if t.is_floating_point() and not isinstance(t, nn.Parameter)
+    ]
+    assert sum(t.numel() for t in floats) == tokens * DIM + tokens * top_k * (
+        2 * FFN_DIM + 1
+    )
+    assert (
+        sum(t.numel() for t in kept if not t.is_floating_point()) == 3 * tokens * top_k
+    )
 
 
 def test_uneven_loads_allocate_no_larger_tensors() -> None:
@@ -266,7 +288,9 @@ def test_meta_device_gives_shapes() -> None:
     with torch.device("meta"):
         experts = Experts(DIM, FFN_DIM, 4)
         hidden_ND = torch.empty(6, DIM, requires_grad=True)
-        out_ND = experts(hidden_ND, torch.empty(6, 2, dtype=torch.int64), torch.empty(6, 2))
+        out_ND = experts(
+            hidden_ND, torch.empty(6, 2, dtype=torch.int64), torch.empty(6, 2)
+        )
         out_ND.sum().backward()
     assert out_ND.shape == hidden_ND.grad.shape == (6, DIM)
     assert experts.gate_up_proj.grad.shape == (4, 2 * FFN_DIM, DIM)
@@ -294,16 +318,22 @@ def test_probe_rejects_wrong_and_raising_implementations() -> None:
         def outer(self, a_MO, b_MI, piece, out_OI):  # type: ignore[no-untyped-def]
             raise NotImplementedError("no kernel")
 
-    assert [works(product, "cpu", torch.float32) for product in (Looped(), Wrong(), Raises())] == [
+    assert [
+        works(product, "cpu", torch.float32)
+        for product in (Looped(), Wrong(), Raises())
+    ] == [
         True,
         False,
         False,
     ]
 
 
-@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped product")
+@pytest.mark.skipif(
+    not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped product"
+)
 @pytest.mark.parametrize(
-    ("dim", "ffn_dim", "wanted"), [(64, 32, Grouped), (64, 50, Looped), (36, 22, Looped)]
+    ("dim", "ffn_dim", "wanted"),
+    [(64, 32, Grouped), (64, 50, Looped), (36, 22, Looped)],
 )
 def test_widths_unsupported_by_grouped_mm_use_the_loop(
     dim: int, ffn_dim: int, wanted: type, monkeypatch: pytest.MonkeyPatch
@@ -313,7 +343,11 @@ def test_widths_unsupported_by_grouped_mm_use_the_loop(
     assert type(choose_product("cpu", torch.float32, dim, ffn_dim)) is wanted
     matrices = torch.randn(3, 2 * ffn_dim, dim), torch.randn(3, dim, ffn_dim)
     tokens = torch.randn(8, dim), torch.arange(8).view(8, 1) % 3, torch.ones(8, 1)
-    with pytest.raises(RuntimeError, match="strides") if wanted is Looped else nullcontext():
+    with (
+        pytest.raises(RuntimeError, match="strides")
+        if wanted is Looped
+        else nullcontext()
+    ):
         apply_experts(*tokens, *matrices, Grouped())
 
 
@@ -328,7 +362,10 @@ def test_widths_unsupported_by_grouped_mm_use_the_loop(
     ],
 )
 def test_cuda_uses_the_grouped_matmul_only_where_it_is_one_kernel(
-    capability: tuple[int, int], dtype: torch.dtype, wanted: type, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    wanted: type,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: PyTorch's condition for its kernel; elsewhere its loop waits for the device in every
     call."""

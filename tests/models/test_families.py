@@ -20,14 +20,18 @@ from tests.harness.transformers_oracle import build_oracle, import_transformers
 LENGTHS = [
     pytest.param(seq_len, case, marks=[pytest.mark.extended] if seq_len == 17 else [])
     for case, config in SMALL.items()
-    for seq_len in ((1, 17, 24, 65, 128) if isinstance(config, Llama4Config) else (1, 17, 128))
+    for seq_len in (
+        (1, 17, 24, 65, 128) if isinstance(config, Llama4Config) else (1, 17, 128)
+    )
 ]
 
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.oracle
 @pytest.mark.parametrize("seq_len, case", LENGTHS)
-def test_logits_and_gradients_equal_transformers(case: str, seq_len: int, tmp_path: Path) -> None:
+def test_logits_and_gradients_equal_transformers(
+    case: str, seq_len: int, tmp_path: Path
+) -> None:
     """Oracle: transformers' model with its weights imported from its files; logits and gradients to
     1e-5 relative.
 
@@ -45,7 +49,10 @@ def test_logits_and_gradients_equal_transformers(case: str, seq_len: int, tmp_pa
     )
     labels_BT[0, : seq_len // 2] = -100
 
-    logits_BTV, oracle_logits_BTV = model(tokens_BT), oracle(tokens_BT, use_cache=False).logits
+    logits_BTV, oracle_logits_BTV = (
+        model(tokens_BT),
+        oracle(tokens_BT, use_cache=False).logits,
+    )
     torch.testing.assert_close(logits_BTV, oracle_logits_BTV, rtol=1e-5, atol=1e-5)
 
     loss = model(tokens_BT, labels_BT, cross_entropy_sum)
@@ -69,7 +76,9 @@ def test_logits_and_gradients_equal_transformers(case: str, seq_len: int, tmp_pa
             # have rounding noise.
             assert param.grad.norm() <= 1e-6 * whole_norm, name
         else:
-            assert (param.grad - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+            assert (param.grad - expected[name]).norm() <= 1e-5 * expected[
+                name
+            ].norm(), name
 
 
 @pytest.mark.parametrize("case", SMALL)
@@ -84,10 +93,14 @@ def test_flops_per_token_match_torchs_counter(case: str) -> None:
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens_BT, tokens_BT, cross_entropy_sum).backward()
     other_half = sum(
-        module.own_flops(seq_len) for module in model.modules() if isinstance(module, Attention)
+        module.own_flops(seq_len)
+        for module in model.modules()
+        if isinstance(module, Attention)
     )
     per_token = counter.get_total_flops() / tokens_BT.numel()
-    assert model.flops_per_token(seq_len) + other_half == pytest.approx(per_token, rel=0.01)
+    assert model.flops_per_token(seq_len) + other_half == pytest.approx(
+        per_token, rel=0.01
+    )
 
 
 def test_chunked_attention_flops_count_pairs_within_the_chunk() -> None:
@@ -138,10 +151,12 @@ def test_initial_values_follow_the_config(case: str) -> None:
         is_norm, is_bias = name.endswith("norm.weight"), name.endswith(".bias")
         into_residual = "o_proj" in name or "down_proj" in name
         std = 0.02 / (2 * config.n_layers) ** 0.5 if into_residual else 0.02
-        assert rows.std().item() == pytest.approx(0.0 if is_norm or is_bias else std, rel=0.01), (
+        assert rows.std().item() == pytest.approx(
+            0.0 if is_norm or is_bias else std, rel=0.01
+        ), name
+        assert rows.mean().item() == pytest.approx(1.0 if is_norm else 0.0, abs=1e-3), (
             name
         )
-        assert rows.mean().item() == pytest.approx(1.0 if is_norm else 0.0, abs=1e-3), name
 
 
 def test_cases_cover_all_families() -> None:
@@ -153,12 +168,15 @@ def test_labels_without_a_loss_function_are_refused() -> None:
     """Oracle: the message; the head has no default loss."""
     model = build(LLAMA2)
     with pytest.raises(ValueError, match="without a loss_fn"):
-        model(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64))
+        model(
+            torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)
+        )
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(
-    "family", [family for family, config in MODELS.items() if issubclass(config, RotaryConfig)]
+    "family",
+    [family for family, config in MODELS.items() if issubclass(config, RotaryConfig)],
 )
 def test_missing_config_keys_default_like_transformers(family: str) -> None:
     """Oracle: transformers' configuration where ``config.json`` lacks all keys that have a default
@@ -171,7 +189,11 @@ def test_missing_config_keys_default_like_transformers(family: str) -> None:
         "rope_scaling",
         "rope_parameters",
     }
-    tree = {key: value for key, value in style.write_config(config).items() if key not in optional}
+    tree = {
+        key: value
+        for key, value in style.write_config(config).items()
+        if key not in optional
+    }
     theirs = transformers.AutoConfig.for_model(
         **{key: value for key, value in tree.items() if key != "architectures"}
     )
@@ -179,7 +201,8 @@ def test_missing_config_keys_default_like_transformers(family: str) -> None:
     assert isinstance(ours, RotaryConfig)
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.head_width == (
-        getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        getattr(theirs, "head_dim", None)
+        or theirs.hidden_size // theirs.num_attention_heads
     )
     for name in style.defaults.keys() - {"head_dim"}:
         assert getattr(ours, name) == getattr(theirs, style.keys[name]), name

@@ -35,7 +35,14 @@ def test_tokens_within_the_context_are_read_once() -> None:
     """Oracle: sums by hand, and the number of the model's input tokens; beyond the context, two per
     token."""
     model = Counting(1.0)
-    assert generate(model, torch.tensor([1, 2]), 4, 5, GREEDY).tolist() == [1, 2, 3, 6, 2, 4]
+    assert generate(model, torch.tensor([1, 2]), 4, 5, GREEDY).tolist() == [
+        1,
+        2,
+        3,
+        6,
+        2,
+        4,
+    ]
     assert model.read == 5
     model = Counting(1.0)
     generate(model, torch.tensor([1, 2, 3]), 4, 2, GREEDY)
@@ -46,7 +53,8 @@ def test_samples_depend_on_the_seed_and_the_temperature() -> None:
     """Oracle: the repeated call; a low temperature equals greedy sampling, a high one does not."""
     prompt = torch.tensor([1, 2])
     first, again, other = (
-        generate(Counting(1.0), prompt, 50, 2, Draw(1.0, seed=seed)).tolist() for seed in (0, 0, 1)
+        generate(Counting(1.0), prompt, 50, 2, Draw(1.0, seed=seed)).tolist()
+        for seed in (0, 0, 1)
     )
     assert first == again != other
     for temperature in (0.01, 1e-300):
@@ -74,7 +82,9 @@ def test_samples_depend_on_the_seed_and_the_temperature() -> None:
     ],
     ids=str,
 )
-def test_top_k_and_top_p_keep_the_most_likely_tokens(draw: Draw, drawn: set[int]) -> None:
+def test_top_k_and_top_p_keep_the_most_likely_tokens(
+    draw: Draw, drawn: set[int]
+) -> None:
     """Oracle: sums by hand of the probabilities 0.12, 0.13, 0.25 and 0.5; of the last two alone,
     1/3 and 2/3."""
     logits_V = torch.tensor([0.12, 0.13, 0.25, 0.5]).double().log()
@@ -92,7 +102,9 @@ def test_generation_stops(
 ) -> None:
     """Oracle: sums by hand, and the prompt."""
     assert (
-        generate(Counting(certainty), torch.tensor([1, 2]), 4, 2, GREEDY, **options).tolist()
+        generate(
+            Counting(certainty), torch.tensor([1, 2]), 4, 2, GREEDY, **options
+        ).tolist()
         == expected
     )
 
@@ -111,6 +123,9 @@ def test_greedy_text_equals_generation_without_a_cache(
     with torch.no_grad():
         for _ in range(30):
             expected_T = torch.cat(
-                [expected_T, model(expected_T[-context:].unsqueeze(0))[0, -1:].argmax(-1)]
+                [
+                    expected_T,
+                    model(expected_T[-context:].unsqueeze(0))[0, -1:].argmax(-1),
+                ]
             )
     assert torch.equal(generate(model, prompt_T, 30, context, GREEDY), expected_T)

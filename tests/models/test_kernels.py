@@ -29,9 +29,13 @@ from tests.harness.families import SMALL
 from tests.harness.folders import build
 from tests.harness.npu_stand_ins import CALLS, DEVICE, npu_operators
 
-NPU = {operation: "npu" for operation, named in IMPLEMENTATIONS.items() if "npu" in named}
+NPU = {
+    operation: "npu" for operation, named in IMPLEMENTATIONS.items() if "npu" in named
+}
 COMPILED = {
-    operation: "compiled" for operation, named in IMPLEMENTATIONS.items() if "compiled" in named
+    operation: "compiled"
+    for operation, named in IMPLEMENTATIONS.items()
+    if "compiled" in named
 }
 
 
@@ -48,27 +52,50 @@ def _tables(length: int, width: int) -> tuple[Tensor, Tensor]:
 
 def _qkv(batch: int, heads: int, groups: int, length: int, width: int) -> list[Tensor]:
     """Inputs as ``Attention`` passes them: views with the head dim moved before positions."""
-    return [torch.randn(batch, length, n, width).transpose(1, 2) for n in (heads, groups, groups)]
+    return [
+        torch.randn(batch, length, n, width).transpose(1, 2)
+        for n in (heads, groups, groups)
+    ]
 
 
 CASES: dict[str, tuple[str, Callable[[], list[Tensor]], tuple[Any, ...]]] = {
     "attention": ("attention", lambda: _qkv(2, 4, 4, 17, 16), ()),
-    "attention, shared heads, odd length": ("attention", lambda: _qkv(2, 6, 2, 33, 10), ()),
+    "attention, shared heads, odd length": (
+        "attention",
+        lambda: _qkv(2, 6, 2, 33, 10),
+        (),
+    ),
     "attention, one token": ("attention", lambda: _qkv(1, 2, 1, 1, 8), ()),
     "attention, more heads than the kernel takes": (
         "attention",
         lambda: _qkv(1, 258, 258, 3, 4),
         (),
     ),
-    "norm of the stream": ("rms_norm", lambda: [torch.randn(2, 17, 24), torch.randn(24)], (1e-5,)),
-    "norm of heads": ("rms_norm", lambda: [torch.randn(2, 17, 4, 10), torch.randn(10)], (1e-6,)),
+    "norm of the stream": (
+        "rms_norm",
+        lambda: [torch.randn(2, 17, 24), torch.randn(24)],
+        (1e-5,),
+    ),
+    "norm of heads": (
+        "rms_norm",
+        lambda: [torch.randn(2, 17, 4, 10), torch.randn(10)],
+        (1e-6,),
+    ),
     "norm without a weight": (
         "rms_norm",
         lambda: [torch.randn(2, 17, 4, 10).transpose(1, 2)],
         (None, 1e-5),
     ),
-    "halves": ("rotary", lambda: _qkv(2, 4, 2, 17, 10)[:1], (*_tables(17, 10), Pairs.halves)),
-    "neighbors": ("rotary", lambda: _qkv(2, 4, 2, 17, 10)[:1], (*_tables(17, 10), Pairs.neighbors)),
+    "halves": (
+        "rotary",
+        lambda: _qkv(2, 4, 2, 17, 10)[:1],
+        (*_tables(17, 10), Pairs.halves),
+    ),
+    "neighbors": (
+        "rotary",
+        lambda: _qkv(2, 4, 2, 17, 10)[:1],
+        (*_tables(17, 10), Pairs.neighbors),
+    ),
     "halves, many sequences": (
         "rotary",
         lambda: [torch.randn(1000, 1, 3, 4)],
@@ -98,7 +125,10 @@ def _run(
 VARIANTS: list[Any] = [
     ("npu", case, dtype) for case in CASES for dtype in (torch.float32, torch.bfloat16)
 ]
-VARIANTS += [("compiled", case, torch.float32) for case in ("norm of the stream", "halves", "gate")]
+VARIANTS += [
+    ("compiled", case, torch.float32)
+    for case in ("norm of the stream", "halves", "gate")
+]
 VARIANTS += [
     pytest.param("compiled", case, torch.float32, marks=pytest.mark.extended)
     for case in ("norm without a weight", "neighbors")
@@ -133,8 +163,13 @@ def test_implementations_have_the_values_and_gradients_of_the_plain_one(
 def test_norm_with_a_weight_of_another_dtype_falls_back_to_pytorch() -> None:
     """Oracle: the plain function bitwise; torch_npu's kernel refuses such a weight, and so does its
     stand-in."""
-    x, weight = torch.randn(3, 8, dtype=torch.bfloat16).to(DEVICE), torch.randn(8).to(DEVICE)
-    assert torch.equal(npu_kernels.rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
+    x, weight = (
+        torch.randn(3, 8, dtype=torch.bfloat16).to(DEVICE),
+        torch.randn(8).to(DEVICE),
+    )
+    assert torch.equal(
+        npu_kernels.rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5)
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +212,9 @@ def test_kernels_save_the_documented_number_of_tensors(
     assert sum(nbytes % size for nbytes in saved.values()) <= size / 4
 
 
-def test_wrong_grouped_matmul_falls_back_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_grouped_matmul_falls_back_to_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: an operator that forgets empty groups; callers get one matmul per group."""
     right = npu_kernels.operator("npu_grouped_matmul")
     monkeypatch.setattr(
@@ -200,13 +237,17 @@ def _loss_and_gradients(
     model.to(DEVICE)
     use_ops(model, choose_ops(names))
     checkpoint_blocks(model.layers, mode)
-    tokens_BT = torch.randint(0, 96, (2, 41), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    tokens_BT = torch.randint(
+        0, 96, (2, 41), generator=torch.Generator().manual_seed(1)
+    ).to(DEVICE)
     loss = model(tokens_BT, tokens_BT.roll(-1, 1), cross_entropy_sum)
     loss.backward()
     return loss.detach(), {name: param.grad for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("mode", [GradientCheckpointing.none, GradientCheckpointing.selective])
+@pytest.mark.parametrize(
+    "mode", [GradientCheckpointing.none, GradientCheckpointing.selective]
+)
 @pytest.mark.parametrize(
     ("case", "names"),
     [
@@ -219,7 +260,10 @@ def _loss_and_gradients(
     ids=["llama4 npu", "qwen3_moe npu", "gpt2 npu", "llama3 compiled", "llama3 npu"],
 )
 def test_model_has_equal_loss_and_gradients_with_other_kernels(
-    case: str, names: dict[str, str], mode: GradientCheckpointing, monkeypatch: pytest.MonkeyPatch
+    case: str,
+    names: dict[str, str],
+    mode: GradientCheckpointing,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: the same model with PyTorch's own, loss and all gradients in float32; experts,
     chunks, bare norms too.
@@ -231,12 +275,16 @@ def test_model_has_equal_loss_and_gradients_with_other_kernels(
     monkeypatch.setattr(kernels, "_compile", functools.cache(backend))
     kept = (*SAVED_OPERATORS["attention"], torch.ops.npu.npu_fusion_attention.default)
     monkeypatch.setitem(SAVED_OPERATORS, "attention", kept)
-    loss, grads = _loss_and_gradients(case, {}, torch.float32, GradientCheckpointing.none)
+    loss, grads = _loss_and_gradients(
+        case, {}, torch.float32, GradientCheckpointing.none
+    )
     found_loss, found_grads = _loss_and_gradients(case, names, torch.float32, mode)
     assert found_loss.item() == pytest.approx(loss.item(), rel=1e-5)
     whole_norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
     for name, grad in grads.items():  # those of keys' biases are zero up to rounding
-        assert (found_grads[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-7 * whole_norm, name
+        assert (
+            found_grads[name] - grad
+        ).norm() <= 1e-4 * grad.norm() + 1e-7 * whole_norm, name
 
 
 @pytest.mark.parametrize(
@@ -248,7 +296,10 @@ def test_model_has_equal_loss_and_gradients_with_other_kernels(
     ],
 )
 def test_selective_checkpointing_recomputes_neither_attention_nor_matmuls(
-    mode: GradientCheckpointing, attended: int, multiplied: int, monkeypatch: pytest.MonkeyPatch
+    mode: GradientCheckpointing,
+    attended: int,
+    multiplied: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: calls per layer, by hand: one attention; two expert matmuls in the forward, four in
     the backward."""
@@ -310,10 +361,15 @@ def test_compiled_kernels_join_the_graph_of_a_compiled_block() -> None:
     result."""
     model = build(SMALL["qwen3"])
     tokens_BT = torch.zeros(1, 8, dtype=torch.int64)
-    hidden, rotations = model.embed(tokens_BT, torch.arange(8)), model.rotations(torch.arange(8))
+    hidden, rotations = (
+        model.embed(tokens_BT, torch.arange(8)),
+        model.rotations(torch.arange(8)),
+    )
     expected = model.layers[0](hidden, rotations)
     use_ops(model, choose_ops(COMPILED))
     counter = CompileCounterWithBackend("aot_eager")
-    found = torch.compile(model.layers[0], backend=counter, fullgraph=True)(hidden, rotations)
+    found = torch.compile(model.layers[0], backend=counter, fullgraph=True)(
+        hidden, rotations
+    )
     assert counter.frame_count == 1
     assert (found - expected).norm() <= 1e-5 * expected.norm()

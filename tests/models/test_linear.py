@@ -27,17 +27,24 @@ def gradients(
     output = module(input_BTD, *args)
     output.float().square().sum().backward()
     found = [output, input_BTD.grad, *(param.grad for param in module.parameters())]
-    assert all(tensor is not None and tensor.dtype == torch.bfloat16 for tensor in found)
+    assert all(
+        tensor is not None and tensor.dtype == torch.bfloat16 for tensor in found
+    )
     return found  # type: ignore[return-value]
 
 
 @pytest.mark.usefixtures("no_bfloat16")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(3, 24), (2, 5, 24)])
-def test_linear_computed_in_float32_equals_float64(bias: bool, shape: tuple[int, ...]) -> None:
+def test_linear_computed_in_float32_equals_float64(
+    bias: bool, shape: tuple[int, ...]
+) -> None:
     """Oracle: the same bf16 weights and inputs in float64, to the rounding of bf16."""
     torch.manual_seed(0)
-    layer, exact = Linear(24, 16, bias=bias).bfloat16(), torch.nn.Linear(24, 16, bias=bias).double()
+    layer, exact = (
+        Linear(24, 16, bias=bias).bfloat16(),
+        torch.nn.Linear(24, 16, bias=bias).double(),
+    )
     exact.load_state_dict(layer.state_dict())
     input_BTD = torch.randn(shape).bfloat16()
     found = gradients(layer, input_BTD)
@@ -59,7 +66,9 @@ def test_attention_computed_in_float32_equals_torch_bfloat16(
     hidden_BTD = torch.randn(2, 6, 32).bfloat16()
     results = []
     for lacks in (False, True):
-        monkeypatch.setattr(linear_module, "lacks_matmul", lambda dtype, lacks=lacks: lacks)
+        monkeypatch.setattr(
+            linear_module, "lacks_matmul", lambda dtype, lacks=lacks: lacks
+        )
         results.append(gradients(attention, hidden_BTD, None))
     for a, b in zip(*results, strict=True):
         assert (a - b).float().norm() <= 0.02 * b.float().norm()
@@ -81,7 +90,9 @@ def test_plain_loss_multiplies_in_float32(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked == [torch.float32]
 
 
-@pytest.mark.parametrize("layer", [SwiGLU(8, 16), GELUFeedForward(8, 16)], ids=["swiglu", "gelu"])
+@pytest.mark.parametrize(
+    "layer", [SwiGLU(8, 16), GELUFeedForward(8, 16)], ids=["swiglu", "gelu"]
+)
 def test_wide_results_are_freed_before_the_last_product(layer: nn.Module) -> None:
     """Oracle: references to the results of the first products, where no backward needs them."""
     results: list[weakref.ref[Tensor]] = []

@@ -46,8 +46,13 @@ def test_adapters_start_without_effect_and_alone_get_gradients(family: str) -> N
             module.scale = 0.0
     torch.testing.assert_close(model(tokens), plain(tokens), rtol=0, atol=0)
     model(tokens).square().sum().backward()
-    trained = {name for name, param in model.named_parameters() if param.grad is not None}
-    assert trained == {name for name, _ in model.named_parameters() if is_adapter(name)} and trained
+    trained = {
+        name for name, param in model.named_parameters() if param.grad is not None
+    }
+    assert (
+        trained == {name for name, _ in model.named_parameters() if is_adapter(name)}
+        and trained
+    )
 
 
 def test_an_adapter_adds_its_product() -> None:
@@ -64,7 +69,9 @@ def test_an_adapter_adds_its_product() -> None:
 def test_dropout_has_a_sample_of_every_token(family: str) -> None:
     """Oracle: each sample in a batch of its own, also in experts that all tokens share."""
     model = adapted(family, dropout=0.25)
-    samples = next(module.samples for module in model.modules() if isinstance(module, LoRALinear))
+    samples = next(
+        module.samples for module in model.modules() if isinstance(module, LoRALinear)
+    )
     for module in model.modules():
         if isinstance(module, LoRALinear):
             nn.init.normal_(module.lora_b.weight, std=0.1)
@@ -88,7 +95,11 @@ def test_dropout_depends_on_the_sample_not_on_the_batch() -> None:
     """Oracle: rows of a larger batch; other samples, layers and seeds drop other elements."""
     rows = dropped([7, 8, 9], 40)
     assert torch.equal(rows[1:2], dropped([8], 40))
-    for other in (dropped([9], 40), dropped([8], 40, layer=1), dropped([8], 40, seed=2)):
+    for other in (
+        dropped([9], 40),
+        dropped([8], 40, layer=1),
+        dropped([8], 40, seed=2),
+    ):
         agreeing = (rows[1:2] == other).float().mean().item()
         assert agreeing == pytest.approx(0.25**2 + 0.75**2, abs=0.03)
 
@@ -100,7 +111,10 @@ def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
         zeros = (values == 0).float()
         bound = 5 * (share * (1 - share) / values.numel()) ** 0.5
         assert zeros.mean().item() == pytest.approx(share, abs=bound)
-        assert zeros.mean(dim=(0, 1)).std().item() < 3 * (share * (1 - share) / 2000) ** 0.5
+        assert (
+            zeros.mean(dim=(0, 1)).std().item()
+            < 3 * (share * (1 - share) / 2000) ** 0.5
+        )
         assert values.max().item() == pytest.approx(1 / (1 - share))
 
 

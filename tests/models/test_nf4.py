@@ -55,7 +55,8 @@ def test_packed_rows_are_the_nearest_numbers_of_the_codebook(
     assert rows.nbytes * 8 == weight.numel() * 4.5
     torch.testing.assert_close(unpack(rows, codebook(), torch.float32), nearest(weight))
     assert torch.equal(
-        unpack(rows, codebook(), dtype), unpack(rows, codebook(), torch.float32).to(dtype)
+        unpack(rows, codebook(), dtype),
+        unpack(rows, codebook(), torch.float32).to(dtype),
     )
 
 
@@ -87,7 +88,9 @@ def test_codes_and_scales_are_those_of_torchao() -> None:
     # Torchao rounds the codebook to four digits, which moves the middles
     assert equal.float().mean().item() > 0.999
     scales = ours[:, 128:].contiguous().view(torch.float32).flatten()
-    found = theirs.dequantize_scalers(theirs.quantized_scalers, theirs.quantization_factor, 256)
+    found = theirs.dequantize_scalers(
+        theirs.quantized_scalers, theirs.quantization_factor, 256
+    )
     torch.testing.assert_close(
         scales, found, rtol=0, atol=(scales - scales.mean()).abs().max().item() / 100
     )
@@ -102,6 +105,7 @@ def test_widths_that_no_block_divides_are_refused() -> None:
     with torch.device("meta"):
         model = SMALL["qwen3"].build()
     with pytest.raises(
-        ValueError, match=r"layers.0.mlp.down_proj has rows of 112, which 64 does not divide"
+        ValueError,
+        match=r"layers.0.mlp.down_proj has rows of 112, which 64 does not divide",
     ):
         quantize_linears(model)

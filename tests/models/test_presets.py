@@ -64,7 +64,15 @@ def test_active_parameters_match_the_published_counts(
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama3_1b", "llama4_scout", "qwen3_0.6b", "qwen3_1.7b", "qwen3_moe_30b_a3b"]
+    "name",
+    [
+        "gpt2",
+        "llama3_1b",
+        "llama4_scout",
+        "qwen3_0.6b",
+        "qwen3_1.7b",
+        "qwen3_moe_30b_a3b",
+    ],
 )
 def test_preset_has_the_parameter_count_of_transformers(name: str) -> None:
     """Oracle: transformers' model on the meta device; Scout's configuration is transformers'
@@ -76,19 +84,34 @@ def test_preset_has_the_parameter_count_of_transformers(name: str) -> None:
     if name == "llama4_scout":
         tree = {"model_type": "llama4_text"}
     with torch.device("meta"):
-        oracle = getattr(transformers, architecture)(transformers.AutoConfig.for_model(**tree))
-    assert sum(param.numel() for param in oracle.parameters()) == model.parameter_counts().total
+        oracle = getattr(transformers, architecture)(
+            transformers.AutoConfig.for_model(**tree)
+        )
+    assert (
+        sum(param.numel() for param in oracle.parameters())
+        == model.parameter_counts().total
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("llama3")])
+@pytest.mark.parametrize(
+    "name", [name for name in PUBLISHED if name.startswith("llama3")]
+)
 def test_llama3_presets_scale_rope_from_8192_to_131072_tokens(name: str) -> None:
     """Oracle: ``rope_scaling`` and ``max_position_embeddings`` of the published config.json
     files."""
     config = compose_config([f"model={name}"]).model
     assert isinstance(config, RotaryConfig)
     scaling = config.rope_scaling
-    assert (config.max_seq_len, config.rope_theta, config.norm_eps) == (131072, 500000.0, 1e-5)
-    assert (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_seq_len) == (
+    assert (config.max_seq_len, config.rope_theta, config.norm_eps) == (
+        131072,
+        500000.0,
+        1e-5,
+    )
+    assert (
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+        scaling.original_max_seq_len,
+    ) == (
         1.0,
         4.0,
         8192,

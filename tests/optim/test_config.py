@@ -24,13 +24,20 @@ SCHEDULES: dict[str, tuple[OptimConfig, list[float]]] = {
     ),
     "half a cosine": (
         SGDConfig(schedule=Schedule.cosine, warmup_steps=2, min_lr_ratio=0.2),
-        [0.5, 1.0, *(0.2 + 0.4 * (1 + math.cos(math.pi * step / 10)) for step in range(11))],
+        [
+            0.5,
+            1.0,
+            *(0.2 + 0.4 * (1 + math.cos(math.pi * step / 10)) for step in range(11)),
+        ],
     ),
     "a line over the last share": (
         AdamWConfig(schedule=Schedule.wsd, min_lr_ratio=0.0, decay_share=0.5),
         [1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0],
     ),
-    "stable without decay": (AdamWConfig(schedule=Schedule.wsd, decay_share=0.0), [1] * 5),
+    "stable without decay": (
+        AdamWConfig(schedule=Schedule.wsd, decay_share=0.0),
+        [1] * 5,
+    ),
     "warm-up longer than the run": (AdamWConfig(warmup_steps=10), [0.1, 0.2, 0.3]),
 }
 
@@ -39,14 +46,18 @@ SCHEDULES: dict[str, tuple[OptimConfig, list[float]]] = {
 def test_schedule_drives_the_optimizer(name: str) -> None:
     """Oracle: the highest learning rate times these ratios, by the formulas."""
     config, ratios = SCHEDULES[name]
-    optimizer = build_optimizer(config, [("weight", nn.Parameter(torch.ones(2, 2)))], {"weight"})
+    optimizer = build_optimizer(
+        config, [("weight", nn.Parameter(torch.ones(2, 2)))], {"weight"}
+    )
     schedule = build_schedule(config, optimizer, len(ratios))
     seen = []
     for _ in ratios:
         seen.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    assert seen == pytest.approx([config.lr * ratio for ratio in ratios], rel=1e-12, abs=1e-15)
+    assert seen == pytest.approx(
+        [config.lr * ratio for ratio in ratios], rel=1e-12, abs=1e-15
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +100,9 @@ def test_settings_reach_pytorch() -> None:
     """Oracle: torch.optim's own groups."""
     params = [("weight", nn.Parameter(torch.ones(2, 2)))]
     adamw = build_optimizer(
-        AdamWConfig(lr=0.1, beta1=0.8, beta2=0.7, eps=1e-3, weight_decay=0.3), params, {"weight"}
+        AdamWConfig(lr=0.1, beta1=0.8, beta2=0.7, eps=1e-3, weight_decay=0.3),
+        params,
+        {"weight"},
     )
     group = adamw.param_groups[0]
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (

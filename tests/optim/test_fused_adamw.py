@@ -32,7 +32,9 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdptoys.optim.fused_adamw.pads", lambda device: False)
 
 
-def made(kind: type[torch.optim.AdamW], **options: Any) -> tuple[list[nn.Parameter], Any]:
+def made(
+    kind: type[torch.optim.AdamW], **options: Any
+) -> tuple[list[nn.Parameter], Any]:
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     return params, kind(params, lr=1e-2, weight_decay=0.1, fused=True, **options)
@@ -44,8 +46,12 @@ def draw_gradients(params: list[nn.Parameter], seed: int) -> None:
         param.grad = torch.randn(param.shape, generator=generator)
 
 
-def tensors_of(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    states = [state for param in params for _, state in sorted(optimizer.state[param].items())]
+def tensors_of(
+    params: list[nn.Parameter], optimizer: torch.optim.Optimizer
+) -> list[Tensor]:
+    states = [
+        state for param in params for _, state in sorted(optimizer.state[param].items())
+    ]
     return [each.detach().clone() for each in (*params, *states)]
 
 
@@ -136,10 +142,16 @@ def test_a_clipped_step_equals_scaling_then_stepping(max_norm: float) -> None:
         updates.step(torch.tensor(0.0))
         assert norm == Strategy.clip_grad_norm(Norms(oracle_params), max_norm)  # type: ignore[arg-type]
         oracle.step()
-        close = {"rtol": 0.0, "atol": 0.0} if max_norm > 1e6 else {"rtol": 2**-22, "atol": 0.0}
+        close = (
+            {"rtol": 0.0, "atol": 0.0}
+            if max_norm > 1e6
+            else {"rtol": 2**-22, "atol": 0.0}
+        )
         for mine, theirs in zip(params, oracle_params, strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, **close)
-    close = {"rtol": 0.0, "atol": 0.0} if max_norm > 1e6 else {"rtol": 1e-6, "atol": 1e-7}
+    close = (
+        {"rtol": 0.0, "atol": 0.0} if max_norm > 1e6 else {"rtol": 1e-6, "atol": 1e-7}
+    )
     for found, expected in zip(
         tensors_of(params, optimizer), tensors_of(oracle_params, oracle), strict=True
     ):
@@ -159,18 +171,26 @@ def test_auto_is_fused_where_it_is_faster(device: str, deterministic: bool) -> N
 
     fused = device == "cpu" or (device == "cuda" and not deterministic)
     expected = Implementation.fused if fused else Implementation.auto
-    for optim in (AdamWConfig(), MuonConfig(), AdamWConfig(state_dtype=OptimStateDType.bfloat16)):
+    for optim in (
+        AdamWConfig(),
+        MuonConfig(),
+        AdamWConfig(state_dtype=OptimStateDType.bfloat16),
+    ):
         assert chosen(optim) is expected
     assert chosen(SGDConfig()) is Implementation.auto
     offloaded = (
-        Implementation.fused if device == "cpu" or not deterministic else Implementation.auto
+        Implementation.fused
+        if device == "cpu" or not deterministic
+        else Implementation.auto
     )
     assert chosen(AdamWConfig(), on_host=True) is offloaded
 
 
 @pytest.mark.parametrize("kept", [OptimStateDType.float32, OptimStateDType.bfloat16])
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-@pytest.mark.parametrize("implementation", [Implementation.fused, Implementation.foreach])
+@pytest.mark.parametrize(
+    "implementation", [Implementation.fused, Implementation.foreach]
+)
 def test_fused_steps_of_accelerators_skip_on_the_device(
     implementation: Implementation, device: str, kept: OptimStateDType
 ) -> None:
@@ -186,7 +206,10 @@ SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 def train_parts(
-    kind: type[torch.optim.Optimizer], sizes: Sequence[int], dtype: torch.dtype, **options: bool
+    kind: type[torch.optim.Optimizer],
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    **options: bool,
 ) -> Tensor:
     """The same elements after five steps, split into parameters of these sizes; the last one has
     the rest."""
@@ -213,8 +236,17 @@ def test_results_do_not_depend_on_tensor_splits_or_threads(dtype: torch.dtype) -
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            for sizes in ([0], [1] * 50, [3] * 50, [VECTOR_ELEMENTS], [65, 127, 1000], [10_001]):
-                assert torch.equal(train_parts(FusedAdamW, sizes, dtype, fused=True), whole)
+            for sizes in (
+                [0],
+                [1] * 50,
+                [3] * 50,
+                [VECTOR_ELEMENTS],
+                [65, 127, 1000],
+                [10_001],
+            ):
+                assert torch.equal(
+                    train_parts(FusedAdamW, sizes, dtype, fused=True), whole
+                )
     finally:
         torch.set_num_threads(before)
     pytorchs = train_parts(torch.optim.AdamW, [], dtype, fused=True)
@@ -228,4 +260,6 @@ def test_parameters_without_a_gradient_are_unchanged() -> None:
     optimizer = FusedAdamW(params, fused=True)
     params[0].grad = torch.ones(70)
     assert optimizer.step(lambda: 4.0) == 4.0
-    assert list(optimizer.state) == params[:1] and torch.equal(params[1].detach(), torch.ones(5))
+    assert list(optimizer.state) == params[:1] and torch.equal(
+        params[1].detach(), torch.ones(5)
+    )

@@ -42,7 +42,9 @@ OPTIMIZERS: dict[str, OptimConfig] = {
     f"muon {dtype.value}": MuonConfig(lr=1e-2, adamw_lr=3e-3, ns_dtype=dtype)
     for dtype in (MatmulDType.auto, MatmulDType.bfloat16)
 } | {
-    kind.value: AdamWConfig(lr=1e-2, state_dtype=kind, weight_decay_on=WeightDecayOn.all)
+    kind.value: AdamWConfig(
+        lr=1e-2, state_dtype=kind, weight_decay_on=WeightDecayOn.all
+    )
     for kind in OptimStateDType
 }
 
@@ -53,8 +55,16 @@ TRIED = [
     ("llama", "muon auto", OF_MUON),
     ("qwen3_moe", "muon auto", OF_MUON),
     ("llama", "muon bfloat16", OF_MUON),
-    ("llama", "bfloat16", ["ddp", "fsdp1", "fsdp1 flat", "fsdp2", "fsdp2 cpu offload", "hsdp2"]),
-    ("llama", "int8", ["ddp", "fsdp2", "fsdp2 cpu offload", "toy_ddp", "fsdp2 on 4", "hsdp2"]),
+    (
+        "llama",
+        "bfloat16",
+        ["ddp", "fsdp1", "fsdp1 flat", "fsdp2", "fsdp2 cpu offload", "hsdp2"],
+    ),
+    (
+        "llama",
+        "int8",
+        ["ddp", "fsdp2", "fsdp2 cpu offload", "toy_ddp", "fsdp2 on 4", "hsdp2"],
+    ),
     ("llama", "float8", ["fsdp2"]),
     ("llama", "int4", ["fsdp2", "toy_fsdp"]),
     ("qwen3_moe", "int4", ["fsdp2"]),

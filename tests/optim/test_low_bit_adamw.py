@@ -15,7 +15,12 @@ fault = torchao_fault()
 needs_torchao = pytest.mark.skipif(fault is not None, reason=f"torchao {fault}")
 
 LOW_BITS = [OptimStateDType.int8, OptimStateDType.float8, OptimStateDType.int4]
-SHAPES = {"layers.0": (20, 256), "layers.1": (512, 32), "layers.2": (16, 8), "layers.3": (4100,)}
+SHAPES = {
+    "layers.0": (20, 256),
+    "layers.1": (512, 32),
+    "layers.2": (16, 8),
+    "layers.3": (4100,),
+}
 """Rows of full blocks, of smaller ones, of none, and a vector: the first two have low-bit
 states."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -23,11 +28,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def make_params(names: Iterable[str] = SHAPES) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return {name: nn.Parameter(torch.randn(SHAPES[name], generator=generator)) for name in names}
+    return {
+        name: nn.Parameter(torch.randn(SHAPES[name], generator=generator))
+        for name in names
+    }
 
 
 def take_steps(
-    optimizers: list[torch.optim.Optimizer], params: dict[str, nn.Parameter], rounds: bool = False
+    optimizers: list[torch.optim.Optimizer],
+    params: dict[str, nn.Parameter],
+    rounds: bool = False,
 ) -> None:
     """Take a few steps; states may be rounded to bfloat16 after each."""
     generator = torch.Generator().manual_seed(1)
@@ -58,7 +68,9 @@ def ours(
 
 @needs_torchao
 @pytest.mark.parametrize("kept", LOW_BITS, ids=lambda each: each.value)
-def test_matrices_match_torchao_and_other_parameters_match_pytorch(kept: OptimStateDType) -> None:
+def test_matrices_match_torchao_and_other_parameters_match_pytorch(
+    kept: OptimStateDType,
+) -> None:
     """Oracle: torchao's optimizers, uncompiled, with the same blocks, and torch.optim.AdamW:
     bitwise."""
     from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
@@ -73,8 +85,12 @@ def test_matrices_match_torchao_and_other_parameters_match_pytorch(kept: OptimSt
     theirs = make_params()
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
     optimizers = {
-        "layers.0": kind([theirs["layers.0"]], weight_decay=0.1, block_size=largest, **options),
-        "layers.1": kind([theirs["layers.1"]], weight_decay=0.1, block_size=32, **options),
+        "layers.0": kind(
+            [theirs["layers.0"]], weight_decay=0.1, block_size=largest, **options
+        ),
+        "layers.1": kind(
+            [theirs["layers.1"]], weight_decay=0.1, block_size=32, **options
+        ),
         "layers.2": torch.optim.AdamW(
             [theirs["layers.2"]], weight_decay=0.1, foreach=False, **options
         ),
@@ -91,7 +107,9 @@ def test_matrices_match_torchao_and_other_parameters_match_pytorch(kept: OptimSt
         for mean in ("exp_avg", "exp_avg_sq"):
             if name in ("layers.0", "layers.1"):
                 codes, scales = state[f"{mean}_codes"], state[f"{mean}_scales"]
-                assert torch.equal(codes.view(-1), expected[mean].codes.view(torch.uint8).view(-1))
+                assert torch.equal(
+                    codes.view(-1), expected[mean].codes.view(torch.uint8).view(-1)
+                )
                 assert torch.equal(scales.view(-1), expected[mean].scale)
             else:
                 assert torch.equal(state[mean], expected[mean])
@@ -115,10 +133,15 @@ def test_compiled_step_equals_the_eager_step_up_to_rounding() -> None:
 
 @pytest.mark.parametrize(
     "kept",
-    [OptimStateDType.bfloat16, *(pytest.param(kept, marks=needs_torchao) for kept in LOW_BITS)],
+    [
+        OptimStateDType.bfloat16,
+        *(pytest.param(kept, marks=needs_torchao) for kept in LOW_BITS),
+    ],
     ids=lambda each: each.value,
 )
-def test_state_bytes_follow_the_formula_and_survive_loading(kept: OptimStateDType) -> None:
+def test_state_bytes_follow_the_formula_and_survive_loading(
+    kept: OptimStateDType,
+) -> None:
     """Oracle: bytes of the tensors; the states before. PyTorch's own loading makes float32 of
     them."""
     params, optimizer = ours(kept, Implementation.for_loop)
@@ -126,19 +149,25 @@ def test_state_bytes_follow_the_formula_and_survive_loading(kept: OptimStateDTyp
     before = {param: dict(optimizer.state[param]) for param in params.values()}
     optimizer.load_state_dict(optimizer.state_dict())
     for name, param in params.items():
-        states = {key: state for key, state in optimizer.state[param].items() if key != "step"}
+        states = {
+            key: state for key, state in optimizer.state[param].items() if key != "step"
+        }
         assert tuple(state.nbytes for state in states.values()) == config.state_bytes(
             param.shape, param.numel(), False
         )
         few_bits = kept in LOW_BITS and name in ("layers.0", "layers.1")
-        assert (sum(state.nbytes for state in states.values()) < 8 * param.numel() / 3) == few_bits
+        assert (
+            sum(state.nbytes for state in states.values()) < 8 * param.numel() / 3
+        ) == few_bits
         for key, state in states.items():
             assert state.dtype == before[param][key].dtype and torch.equal(
                 state, before[param][key]
             )
 
 
-@pytest.mark.parametrize("implementation", list(Implementation), ids=lambda each: each.value)
+@pytest.mark.parametrize(
+    "implementation", list(Implementation), ids=lambda each: each.value
+)
 def test_step_equals_float32_adamw_with_states_rounded_to_bfloat16(
     implementation: Implementation,
 ) -> None:
@@ -151,7 +180,8 @@ def test_step_equals_float32_adamw_with_states_rounded_to_bfloat16(
         for moment in MOMENTS:
             assert optimizer.state[param][moment].dtype == torch.bfloat16
             assert torch.equal(
-                optimizer.state[param][moment].float(), oracle.state[expected[name]][moment]
+                optimizer.state[param][moment].float(),
+                oracle.state[expected[name]][moment],
             )
         assert optimizer.state[param]["step"] == 4
 

@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from fsdptoys.optim import Implementation, MatmulDType, MuonConfig, UpdateScale, build_optimizer
+from fsdptoys.optim import (
+    Implementation,
+    MatmulDType,
+    MuonConfig,
+    UpdateScale,
+    build_optimizer,
+)
 from fsdptoys.optim.muon import orthogonalize
 
 AUTO = MatmulDType.auto
@@ -57,7 +63,9 @@ def take_steps(
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has it from 2.9 on")
 @pytest.mark.parametrize("nesterov", [True, False], ids=lambda on: f"nesterov={on}")
 @pytest.mark.parametrize("scale", list(UpdateScale), ids=lambda scale: scale.value)
-def test_muon_matches_torch_optim_muon_bitwise(scale: UpdateScale, nesterov: bool) -> None:
+def test_muon_matches_torch_optim_muon_bitwise(
+    scale: UpdateScale, nesterov: bool
+) -> None:
     """Oracle: torch.optim.Muon, which computes in bfloat16."""
     settings: dict[str, Any] = {
         "lr": 0.02,
@@ -79,7 +87,9 @@ def test_muon_matches_torch_optim_muon_bitwise(scale: UpdateScale, nesterov: boo
 
 
 @pytest.mark.parametrize(
-    "implementation", [Implementation.fused, Implementation.foreach], ids=lambda each: each.value
+    "implementation",
+    [Implementation.fused, Implementation.foreach],
+    ids=lambda each: each.value,
 )
 def test_parameters_other_than_block_matrices_use_adamw_with_its_own_rate(
     implementation: Implementation,
@@ -106,7 +116,9 @@ def test_parameters_other_than_block_matrices_use_adamw_with_its_own_rate(
         ns_dtype=MatmulDType.float32, implementation=implementation,
     )  # fmt: skip
     blocks = {"layers.0.weight", "layers.0.bias"}
-    optimizer = build_optimizer(config, mine.items(), {"embed.weight", "layers.0.weight"}, blocks)
+    optimizer = build_optimizer(
+        config, mine.items(), {"embed.weight", "layers.0.weight"}, blocks
+    )
     take_steps(optimizer, list(mine.values()))
     adamw = torch.optim.AdamW(
         [{"params": [theirs["embed.weight"]], "weight_decay": 0.1},
@@ -118,7 +130,9 @@ def test_parameters_other_than_block_matrices_use_adamw_with_its_own_rate(
         torch.testing.assert_close(mine[name], theirs[name], rtol=1e-6, atol=1e-7)
     kept = {name: set(optimizer.state[param]) for name, param in mine.items()}
     assert kept["layers.0.weight"] == {"momentum_buffer"}
-    assert kept["embed.weight"] == kept["norm.weight"] == {"step", "exp_avg", "exp_avg_sq"}
+    assert (
+        kept["embed.weight"] == kept["norm.weight"] == {"step", "exp_avg", "exp_avg_sq"}
+    )
     assert not torch.equal(mine["layers.0.weight"], model()["layers.0.weight"])
 
 
@@ -127,7 +141,10 @@ def test_matrices_of_a_stack_are_orthogonalized_separately() -> None:
     generator = torch.Generator().manual_seed(0)
     stack = torch.randn(3, 8, 5, generator=generator)
     grads = torch.randn(3, 8, 5, generator=generator)
-    together, apart = nn.Parameter(stack.clone()), [nn.Parameter(each.clone()) for each in stack]
+    together, apart = (
+        nn.Parameter(stack.clone()),
+        [nn.Parameter(each.clone()) for each in stack],
+    )
     for named in (
         [("layers.w", together)],
         [(f"layers.{i}", each) for i, each in enumerate(apart)],

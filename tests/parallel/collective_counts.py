@@ -29,7 +29,9 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.events: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.namespace == "c10d":
             name = func.overloadpacket.__name__
             self.events.append(KINDS.get(name, name))
@@ -42,10 +44,14 @@ def block_hooks(blocks: list[nn.Module], events: list[str]) -> Iterator[None]:
     handles = []
     for index, block in enumerate(blocks):
         handles.append(
-            block.register_forward_pre_hook(lambda *_, i=index: events.append(f"forward {i}"))
+            block.register_forward_pre_hook(
+                lambda *_, i=index: events.append(f"forward {i}")
+            )
         )
         handles.append(
-            block.register_full_backward_hook(lambda *_, i=index: events.append(f"backward {i}"))
+            block.register_full_backward_hook(
+                lambda *_, i=index: events.append(f"backward {i}")
+            )
         )
     yield
     for handle in handles:

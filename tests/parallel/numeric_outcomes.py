@@ -67,7 +67,8 @@ def train(config: Config) -> Outcome:
         balance=[step.routing.aux_loss for step in history if step.routing],
         grads=grads,
         parameters={
-            name: param.numpy().copy() for name, param in trainer.strategy.full_parameters()
+            name: param.numpy().copy()
+            for name, param in trainer.strategy.full_parameters()
         },
     )
 
@@ -104,7 +105,11 @@ def split(world_size: int, ep_size: int, **options: Any) -> Config:
 
 def distance(one: numpy.ndarray, other: numpy.ndarray) -> float:
     norm = float(numpy.linalg.norm(other))
-    return float(numpy.linalg.norm(one - other)) / norm if norm else float(numpy.abs(one).max())
+    return (
+        float(numpy.linalg.norm(one - other)) / norm
+        if norm
+        else float(numpy.abs(one).max())
+    )
 
 
 def assert_close(
@@ -120,7 +125,10 @@ def assert_close(
     if not tensors:
         return
     assert got.balance == pytest.approx(expected.balance, rel=tolerance)
-    for ours, theirs in ((got.grads, expected.grads), (got.parameters, expected.parameters)):
+    for ours, theirs in (
+        (got.grads, expected.grads),
+        (got.parameters, expected.parameters),
+    ):
         assert ours.keys() == theirs.keys()
         far = {name: distance(ours[name], theirs[name]) for name in theirs}
         assert {name: far[name] for name in far if far[name] > tolerance} == {}

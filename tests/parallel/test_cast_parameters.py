@@ -45,7 +45,9 @@ def test_dropped_model_on_cast_parameters_frees_them() -> None:
     """Oracle: the garbage collector, after a backward, whose graph nodes hold the hooks of
     parameters."""
     model = filled(tiny_model())
-    CastParameters(model, torch.bfloat16)(torch.tensor([[3, 1, 4]])).float().sum().backward()
+    CastParameters(model, torch.bfloat16)(
+        torch.tensor([[3, 1, 4]])
+    ).float().sum().backward()
     held = weakref.ref(next(model.parameters()))
     del model
     gc.collect()
@@ -60,7 +62,9 @@ class Casts(TorchDispatchMode):
         self._names = {param: name for name, param in model.named_parameters()}
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten._to_copy.default and args[0] in self._names:
             self.counts[self._names[args[0]]] += 1
         return func(*args, **(kwargs or {}))
@@ -80,13 +84,17 @@ def order_of_gradients(model: DecoderModel) -> list[str]:
 @pytest.mark.parametrize(
     "how", ["plain", "checkpointed", "selective", "compiled", "compiled around"]
 )
-def test_parameters_are_cast_once_and_gradients_arrive_block_by_block(how: str, tied: bool) -> None:
+def test_parameters_are_cast_once_and_gradients_arrive_block_by_block(
+    how: str, tied: bool
+) -> None:
     """Oracles: the gradients of a forward on copies made up front, bitwise; hooks on gradients; the
     dispatcher."""
     config = tiny_model(tie_embeddings=tied)
     tokens_BT = torch.arange(24).view(2, 12) % 7
     oracle = filled(config)
-    copies = {name: param.to(torch.bfloat16) for name, param in oracle.named_parameters()}
+    copies = {
+        name: param.to(torch.bfloat16) for name, param in oracle.named_parameters()
+    }
     functional_call(
         oracle, copies, (tokens_BT,), tie_weights=True
     ).float().square().mean().backward()
@@ -97,9 +105,13 @@ def test_parameters_are_cast_once_and_gradients_arrive_block_by_block(how: str, 
         if how in ("checkpointed", "compiled around")
         else GradientCheckpointing.none
     )
-    checkpoint_blocks(model.layers, GradientCheckpointing.selective if how == "selective" else mode)
+    checkpoint_blocks(
+        model.layers, GradientCheckpointing.selective if how == "selective" else mode
+    )
     if how.startswith("compiled"):
-        compile_blocks(model.layers, inner_hooks=how == "compiled around", backend="aot_eager")
+        compile_blocks(
+            model.layers, inner_hooks=how == "compiled around", backend="aot_eager"
+        )
     order = order_of_gradients(model)
     casting = CastParameters(model, torch.bfloat16)
     casting(tokens_BT)  # a forward without a backward leaves nothing to the next
@@ -124,7 +136,9 @@ def orders(configs: list[Config]) -> list[list[str]]:
     return found
 
 
-def test_ddp_gets_gradients_of_the_last_block_before_the_backward_of_the_first_begins() -> None:
+def test_ddp_gets_gradients_of_the_last_block_before_the_backward_of_the_first_begins() -> (
+    None
+):
     """Oracle: hooks on gradients and on the backward."""
     half = {"param_dtype": DType.bfloat16}
     configs = [

@@ -47,7 +47,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "full": {"gradient_checkpointing": FULL},
     "selective": {"gradient_checkpointing": SELECTIVE},
     "full, offload": {"gradient_checkpointing": FULL, "activation_offload": True},
-    "selective, offload": {"gradient_checkpointing": SELECTIVE, "activation_offload": True},
+    "selective, offload": {
+        "gradient_checkpointing": SELECTIVE,
+        "activation_offload": True,
+    },
     "full, every 2": {"gradient_checkpointing": FULL, "checkpointing_every": 2},
 }
 
@@ -99,9 +102,13 @@ def test_checkpointing_gathers_no_more_than_the_pytorch_wrapper(name: str) -> No
         return make_config(UNITS[name], 2, memory=MemoryConfig(**memory), **options)
 
     configs = {way: config(**memory) for way, memory in WAYS.items()}
-    configs |= {f"PyTorch's {every}": with_pytorchs_wrapper(config(), every) for every in (1, 2)}
+    configs |= {
+        f"PyTorch's {every}": with_pytorchs_wrapper(config(), every) for every in (1, 2)
+    }
     events = run_ranks(2, second_step, list(configs.values()))[0]
-    gathers = {way: count(of_way, GATHER) for way, of_way in zip(configs, events, strict=True)}
+    gathers = {
+        way: count(of_way, GATHER) for way, of_way in zip(configs, events, strict=True)
+    }
     assert gathers["full, every 2"] == gathers["PyTorch's 2"]
     for way in ("full", "selective", "full, offload", "selective, offload"):
         assert gathers[way] == gathers["PyTorch's 1"], way
@@ -148,15 +155,23 @@ def train(configs: list[Config]) -> list[tuple[list[tuple[float, float]], int]]:
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("way", levels(COMPILED_WAYS, {"full"}))
 @pytest.mark.parametrize("name", levels(COMPILED, {"fsdp2"}))
-def test_compiled_blocks_match_eager_ones_with_one_compilation(name: str, way: str) -> None:
+def test_compiled_blocks_match_eager_ones_with_one_compilation(
+    name: str, way: str
+) -> None:
     """Oracle: blocks in eager mode, losses to 1e-6 relative, or to bfloat16's precision; graphs
     counted by Dynamo."""
     parallel = COMPILED[name]
-    options: dict[str, Any] = {"model": TINY["qwen3"], "deterministic": False, "steps": 2}
+    options: dict[str, Any] = {
+        "model": TINY["qwen3"],
+        "deterministic": False,
+        "steps": 2,
+    }
     if name == "fsdp2 float8":
         options |= {"model": WITH_BLOCKS["llama"], "float8_all_gather": True}
         options["float8"] = Float8.tensorwise
-    compiled = make_config(parallel, 2, memory=COMPILED_WAYS[way], compile=True, **options)
+    compiled = make_config(
+        parallel, 2, memory=COMPILED_WAYS[way], compile=True, **options
+    )
     (expected, _), (history, graphs) = run_ranks(
         2, train, [make_config(parallel, 2, **options), compiled]
     )[0]

@@ -10,7 +10,14 @@ from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfi
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import make_config
-from tests.parallel.collective_counts import GATHER, LAYERS, REDUCE, SCATTER, count, second_step
+from tests.parallel.collective_counts import (
+    GATHER,
+    LAYERS,
+    REDUCE,
+    SCATTER,
+    count,
+    second_step,
+)
 
 UNITS = {FSDP1Config: LAYERS + 3, FSDP2Config: LAYERS + 2}
 """Embedding, blocks and head; the norm is FSDP1's root alone, and in one unit with FSDP2's head."""
@@ -23,7 +30,13 @@ ACCUMULATING: dict[str, tuple[ParallelConfig, str, int]] = {
 }
 """Strategies, their reductions, and the number of these in a micro-batch; a tiny model fits one DDP
 bucket."""
-DEPTHS = [(FSDP1Config, 0), (FSDP1Config, 1), (FSDP2Config, 0), (FSDP2Config, 1), (FSDP2Config, 2)]
+DEPTHS = [
+    (FSDP1Config, 0),
+    (FSDP1Config, 1),
+    (FSDP2Config, 0),
+    (FSDP2Config, 1),
+    (FSDP2Config, 2),
+]
 
 Events = Callable[..., list[str]]
 
@@ -35,19 +48,32 @@ def events_of() -> Events:
         config(forward_prefetch=n, backward_prefetch=n) for config, n in DEPTHS
     ]
     for config in UNITS:
-        settings += [config(reshard_after_forward=policy) for policy in ReshardAfterForward]
-        settings += [config(), config(wrap=Wrap.block), config(wrap=Wrap.block_attn_mlp)]
+        settings += [
+            config(reshard_after_forward=policy) for policy in ReshardAfterForward
+        ]
+        settings += [
+            config(),
+            config(wrap=Wrap.block),
+            config(wrap=Wrap.block_attn_mlp),
+        ]
     runs = [(parallel, {}) for parallel in [*settings, DDPConfig()]]
     for parallel, _, _ in ACCUMULATING.values():
-        runs += [(parallel, {"grad_accum": 3, "deterministic": mode}) for mode in (False, True)]
+        runs += [
+            (parallel, {"grad_accum": 3, "deterministic": mode})
+            for mode in (False, True)
+        ]
     keys = [(repr(parallel), *train.items()) for parallel, train in runs]
     configs = {
         key: make_config(
-            parallel, 2, **{"deterministic": False, "steps": 1, "grad_accum": 1, **train}
+            parallel,
+            2,
+            **{"deterministic": False, "steps": 1, "grad_accum": 1, **train},
         )
         for key, (parallel, train) in zip(keys, runs, strict=True)
     }
-    events = dict(zip(configs, run_ranks(2, second_step, list(configs.values()))[0], strict=True))
+    events = dict(
+        zip(configs, run_ranks(2, second_step, list(configs.values()))[0], strict=True)
+    )
     return lambda parallel, **train: events[(repr(parallel), *train.items())]
 
 
@@ -76,10 +102,15 @@ def test_wrap_policy_determines_the_number_of_units(
 ) -> None:
     """Oracle: units counted by hand; each unit reduces its gradients once."""
     assert count(events_of(config(wrap=Wrap.block)), SCATTER) == UNITS[config]
-    assert count(events_of(config(wrap=Wrap.block_attn_mlp)), SCATTER) == UNITS[config] + 2 * LAYERS
+    assert (
+        count(events_of(config(wrap=Wrap.block_attn_mlp)), SCATTER)
+        == UNITS[config] + 2 * LAYERS
+    )
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize(
+    "deterministic", [False, True], ids=["default", "deterministic"]
+)
 @pytest.mark.parametrize("name", ACCUMULATING)
 def test_accumulation_reduces_once_per_step_unless_deterministic(
     name: str, deterministic: bool, events_of: Events
@@ -107,7 +138,9 @@ def test_prefetch_depth_determines_how_early_units_are_gathered(
     assert count(before_first_block, GATHER) == root + 2 + depth
     # The head is gathered in the forward, unless it was prefetched; the last block alone.
     later = events[
-        events.index(f"forward {LAYERS - 1}") + 1 : events.index(f"backward {LAYERS - 1}")
+        events.index(f"forward {LAYERS - 1}") + 1 : events.index(
+            f"backward {LAYERS - 1}"
+        )
     ]
     head = 1 if depth == 0 else 0
     assert count(later, GATHER) == head + 1 + depth

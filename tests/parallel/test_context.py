@@ -42,7 +42,9 @@ def train(configs: list[Config]) -> list[Outcome] | None:
     """Train all; activations of any size are offloaded, and the compiler generates no machine
     code."""
     prepare_module.ActivationOffload = functools.partial(ActivationOffload, min_bytes=0)  # type: ignore[attr-defined]
-    prepare_module.compile_blocks = functools.partial(compile_blocks, backend="aot_eager")  # type: ignore[attr-defined]
+    prepare_module.compile_blocks = functools.partial(
+        compile_blocks, backend="aot_eager"
+    )  # type: ignore[attr-defined]
     return train_all(configs)
 
 
@@ -57,7 +59,9 @@ def families() -> dict[str, Row]:
             rows[f"{family} {form.value}"] = Row(
                 parallel, 4, {"cp_size": cp_size}, {"model": model, **options}
             )
-    for form in FORMS if TORCH >= (2, 8) else ():  # with which FSDP2 replicates on a CPU
+    for form in (
+        FORMS if TORCH >= (2, 8) else ()
+    ):  # with which FSDP2 replicates on a CPU
         layout = {"cp_size": 2, "fsdp_size": 2}
         rows[f"hsdp2 {form.value}"] = Row(
             FSDP2Config(context=form), 4, layout, {"model": TINY["llama4"], **options}
@@ -90,7 +94,11 @@ def switches() -> dict[str, Row]:
         "selective, offload": (
             DType.float32,
             {},
-            {"memory": MemoryConfig(gradient_checkpointing=SELECTIVE, activation_offload=True)},
+            {
+                "memory": MemoryConfig(
+                    gradient_checkpointing=SELECTIVE, activation_offload=True
+                )
+            },
         ),
         "documents": (DType.float32, documents, {"memory": selective}),
         "documents of gpt2": (DType.float32, {"model": TINY["gpt2"], **documents}, {}),
@@ -159,7 +167,11 @@ def test_shared_sequences_train_like_one_process(row: str, trained: Pairs) -> No
     """Oracle: losses, norms and held-out losses of one process over two micro-batches with ragged
     padding."""
     # A rounding to 16 bits that falls otherwise is 2**-9 of a value; norms add many of them.
-    tolerances = (2e-4, 1e-2) if ROWS[row].parallel.param_dtype is DType.bfloat16 else (2e-6, 1e-5)
+    tolerances = (
+        (2e-4, 1e-2)
+        if ROWS[row].parallel.param_dtype is DType.bfloat16
+        else (2e-6, 1e-5)
+    )
     assert_close(*trained[row], *tolerances, tensors=False)
 
 
@@ -172,16 +184,24 @@ def test_strategies_agree_in_every_bit_in_the_deterministic_mode(ranks: int) -> 
         for kind in STRATEGIES.values()
         if CAPABILITIES[kind.name].context_forms and kind is not ToyCPConfig
     ]
-    parallels = [kind(context=ULYSSES) for kind in kinds if issubclass(kind, ReducingConfig)]
-    assert len(parallels) == len(STRATEGIES) - 3  # without one process and the toys of the two axes
-    configs = [make_config(parallel, ranks, cp_size=2, steps=2) for parallel in parallels]
+    parallels = [
+        kind(context=ULYSSES) for kind in kinds if issubclass(kind, ReducingConfig)
+    ]
+    assert (
+        len(parallels) == len(STRATEGIES) - 3
+    )  # without one process and the toys of the two axes
+    configs = [
+        make_config(parallel, ranks, cp_size=2, steps=2) for parallel in parallels
+    ]
     first, *others = run_ranks(ranks, outcomes.train_all, configs)[0]
     single = make_config(SingleConfig(simulated_ranks=ranks // 2), 1, steps=2)
     (alone,) = run_ranks(1, outcomes.train_all, [single])[0]
     assert first.losses == pytest.approx(alone.losses, rel=2e-6)
     assert first.grad_norms == pytest.approx(alone.grad_norms, rel=1e-5)
     assert [
-        kind.name for kind, other in zip(parallels[1:], others, strict=True) if other != first
+        kind.name
+        for kind, other in zip(parallels[1:], others, strict=True)
+        if other != first
     ] == []
 
 
@@ -201,7 +221,9 @@ def attend(
     return out, *torch.autograd.grad(out, leaves, upstream)
 
 
-def differences(cases: list[tuple[ContextForm, int, int, torch.dtype, str]]) -> list[float]:
+def differences(
+    cases: list[tuple[ContextForm, int, int, torch.dtype, str]],
+) -> list[float]:
     """Largest difference of each case from attention over full sequences, over chunk lengths and
     documents."""
     group, found = dist.group.WORLD, []
@@ -211,7 +233,9 @@ def differences(cases: list[tuple[ContextForm, int, int, torch.dtype, str]]) -> 
         kernels = choose_ops({"attention": attention})
         worst = 0.0
         generator = torch.Generator().manual_seed(0)
-        shapes = [(2, heads, 48, 8) for heads in (n_heads, n_kv_heads, n_kv_heads, n_heads)]
+        shapes = [
+            (2, heads, 48, 8) for heads in (n_heads, n_kv_heads, n_kv_heads, n_heads)
+        ]
         full = [
             torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
             for shape in shapes
@@ -219,21 +243,35 @@ def differences(cases: list[tuple[ContextForm, int, int, torch.dtype, str]]) -> 
         for chunk_len in (None, 10, 7):
             for documents in (False, True) if form is not RING else (False,):
                 numbers = torch.tensor([[0] * 29 + [1] * 19, [0] * 7 + [1] * 41]) * 48
-                segments = numbers + torch.arange(48) // (chunk_len or 48) if documents else None
+                segments = (
+                    numbers + torch.arange(48) // (chunk_len or 48)
+                    if documents
+                    else None
+                )
                 # Of rows in two dtypes the wider is the oracle.
                 expected = attend(
-                    FULL_SEQUENCES, [x.double() for x in full], kernels, chunk_len, segments
+                    FULL_SEQUENCES,
+                    [x.double() for x in full],
+                    kernels,
+                    chunk_len,
+                    segments,
                 )
                 for part, right in zip(
-                    attend(context, full, kernels, chunk_len, segments), expected, strict=True
+                    attend(context, full, kernels, chunk_len, segments),
+                    expected,
+                    strict=True,
                 ):
-                    worst = max(worst, (part.double() - context.cut(right, 2)).abs().max().item())
+                    worst = max(
+                        worst,
+                        (part.double() - context.cut(right, 2)).abs().max().item(),
+                    )
         found.append(worst)
     return found
 
 
 @pytest.mark.parametrize(
-    "ranks", [3, *(pytest.param(ranks, marks=pytest.mark.extended) for ranks in (2, 4, 6))]
+    "ranks",
+    [3, *(pytest.param(ranks, marks=pytest.mark.extended) for ranks in (2, 4, 6))],
 )
 def test_attention_matches_that_of_full_sequences(ranks: int) -> None:
     """Oracle: one rank's attention in float64, values and gradients, for grouped heads, chunks and
@@ -249,7 +287,9 @@ def test_attention_matches_that_of_full_sequences(ranks: int) -> None:
         for attention in ("torch", "math")
     ]
     cases += [
-        (form, 12, 2, dtype, "torch") for form in FORMS for dtype in (torch.bfloat16, torch.float16)
+        (form, 12, 2, dtype, "torch")
+        for form in FORMS
+        for dtype in (torch.bfloat16, torch.float16)
     ]
     for case, found in zip(cases, run_ranks(ranks, differences, cases)[0], strict=True):
         assert found < (1e-12 if case[3] is torch.float64 else 0.1), case
@@ -306,7 +346,13 @@ def test_ranks_hold_their_share_of_the_activations(ranks: int, seq_len: int) -> 
     }
     configs = [make_config(FSDP2Config(), ranks, grad_accum=1, **settings)]
     configs += [
-        make_config(FSDP2Config(context=form), ranks, cp_size=ranks, grad_accum=ranks, **settings)
+        make_config(
+            FSDP2Config(context=form),
+            ranks,
+            cp_size=ranks,
+            grad_accum=ranks,
+            **settings,
+        )
         for form in FORMS
     ]
     alone, *shared = run_ranks(ranks, activation_bytes, configs)[0]

@@ -26,9 +26,21 @@ from tests.harness.tiny import make_config, tiny_model
 
 # Wide enough for gradients of several buckets of 1 MiB.
 WIDE = dataclasses.replace(
-    tiny_model(), dim=256, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=512, vocab_size=512
+    tiny_model(),
+    dim=256,
+    n_layers=1,
+    n_heads=4,
+    n_kv_heads=2,
+    ffn_dim=512,
+    vocab_size=512,
 )
-SETTINGS = {"model": WIDE, "steps": 2, "deterministic": False, "grad_accum": 1, "seq_len": 16}
+SETTINGS = {
+    "model": WIDE,
+    "steps": 2,
+    "deterministic": False,
+    "grad_accum": 1,
+    "seq_len": 16,
+}
 
 LAYOUTS: dict[str, tuple[ParallelConfig, ParallelConfig]] = {
     "parallel.bucket_cap_mb": (DDPConfig(bucket_cap_mb=1), DDPConfig()),
@@ -57,7 +69,9 @@ def test_options_that_change_bits_are_declared_so() -> None:
     """Oracle: losses, norms and parameters of two runs that differ in the option, equal or not, and
     close."""
     configs = [
-        make_config(parallel, 4, **SETTINGS) for pair in LAYOUTS.values() for parallel in pair
+        make_config(parallel, 4, **SETTINGS)
+        for pair in LAYOUTS.values()
+        for parallel in pair
     ]
     configs += [
         make_config(FSDP2Config(), 4, optim=optim, **SETTINGS)
@@ -65,7 +79,9 @@ def test_options_that_change_bits_are_declared_so() -> None:
         for optim in pair
     ]
     runs = run_ranks(4, train_all, configs)[0]
-    effects = dict.fromkeys(LAYOUTS, Effect.rounding) | dict.fromkeys(FORMATS, Effect.format)
+    effects = dict.fromkeys(LAYOUTS, Effect.rounding) | dict.fromkeys(
+        FORMATS, Effect.format
+    )
     for key, first, second in zip(effects, runs[::2], runs[1::2], strict=True):
         expected = Effect.none if first == second else effects[key]
         assert declared_options()[key].effect is expected, key

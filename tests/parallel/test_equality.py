@@ -17,7 +17,13 @@ from fsdptoys.memory import (
 )
 from fsdptoys.memory.activation_offload import Copies
 from fsdptoys.models import MODELS
-from fsdptoys.optim import AdamWConfig, Implementation, OptimConfig, SGDConfig, WeightDecayOn
+from fsdptoys.optim import (
+    AdamWConfig,
+    Implementation,
+    OptimConfig,
+    SGDConfig,
+    WeightDecayOn,
+)
 from fsdptoys.parallel import (
     DDPConfig,
     FSDP1Config,
@@ -87,13 +93,17 @@ def families() -> dict[str, Row]:
     """
     rows: dict[str, Row] = {}
     for number, (family, model) in enumerate(TINY.items()):
-        feed_forward = {"gpt2": "GELUFeedForward", "qwen3_moe": "Experts"}.get(family, "SwiGLU")
+        feed_forward = {"gpt2": "GELUFeedForward", "qwen3_moe": "Experts"}.get(
+            family, "SwiGLU"
+        )
         classes = ["Attention", feed_forward]
         linear = ["Linear", "Experts"] if "moe" in family else ["Linear"]
         checkpointed = {"memory": CHECKPOINTED}
         of_family = {
             name: Row(
-                parallel, 4 if name == "fsdp2" or fsdp_size > 0 else 2, {"fsdp_size": fsdp_size}
+                parallel,
+                4 if name == "fsdp2" or fsdp_size > 0 else 2,
+                {"fsdp_size": fsdp_size},
             )
             for name, (parallel, fsdp_size) in STRATEGIES.items()
         } | {
@@ -103,7 +113,9 @@ def families() -> dict[str, Row]:
             "fsdp1 by class": Row(FSDP1Config(wrap_classes=classes), 2, checkpointed),
             "fsdp2 by class": Row(FSDP2Config(wrap_classes=linear)),
             "toy_fsdp by size": Row(ToyFSDPConfig(min_params=40), 2, checkpointed),
-            "hsdp2 by class": Row(FSDP2Config(wrap_classes=classes), 4, {"fsdp_size": 2}),
+            "hsdp2 by class": Row(
+                FSDP2Config(wrap_classes=classes), 4, {"fsdp_size": 2}
+            ),
         }
         for index, (name, row) in enumerate(of_family.items()):
             dtype = (DType.float32, DType.bfloat16)[(index + number) % 2]
@@ -131,14 +143,23 @@ def settings() -> dict[str, Row]:
         memory = {"memory": CHECKPOINTED} if (first + second) % 2 == 1 else {}
         label = f"{wrap} reshard={reshard.value}"
         fsdp1 = FSDP1Config(
-            reshard_after_forward=reshard, forward_prefetch=1, backward_prefetch=0, **choice
+            reshard_after_forward=reshard,
+            forward_prefetch=1,
+            backward_prefetch=0,
+            **choice,
         )
         fsdp2 = FSDP2Config(
-            reshard_after_forward=reshard, forward_prefetch=2, backward_prefetch=2, **choice
+            reshard_after_forward=reshard,
+            forward_prefetch=2,
+            backward_prefetch=2,
+            **choice,
         )
         rows |= {f"fsdp1 {label}": (fsdp1, memory), f"fsdp2 {label}": (fsdp2, memory)}
     options = {"tie_embeddings": True, "steps": 2}
-    return {name: Row(parallel, 2, layout, options) for name, (parallel, layout) in rows.items()}
+    return {
+        name: Row(parallel, 2, layout, options)
+        for name, (parallel, layout) in rows.items()
+    }
 
 
 def checkpointing() -> dict[str, Row]:
@@ -147,8 +168,18 @@ def checkpointing() -> dict[str, Row]:
     bf16 = DType.bfloat16
     never = ReshardAfterForward.never
     strategies: dict[str, tuple[ParallelConfig, int, dict[str, Any], str]] = {
-        "fsdp2 parts": (FSDP2Config(wrap=PARTS, forward_prefetch=1), 2, {}, "qwen3_moe"),
-        "fsdp2 bf16": (FSDP2Config(param_dtype=bf16, reshard_after_forward=never), 2, {}, "gpt2"),
+        "fsdp2 parts": (
+            FSDP2Config(wrap=PARTS, forward_prefetch=1),
+            2,
+            {},
+            "qwen3_moe",
+        ),
+        "fsdp2 bf16": (
+            FSDP2Config(param_dtype=bf16, reshard_after_forward=never),
+            2,
+            {},
+            "gpt2",
+        ),
         "hsdp2": (FSDP2Config(), 4, {"fsdp_size": 2}, "qwen3"),
         "fsdp1 parts": (FSDP1Config(wrap=PARTS), 2, {}, "llama4"),
         "fsdp1 bf16 flat": (replace(FLAT, param_dtype=bf16), 2, {}, "qwen3_moe"),
@@ -158,7 +189,10 @@ def checkpointing() -> dict[str, Row]:
         "full every 2": {"gradient_checkpointing": FULL, "checkpointing_every": 2},
         "full, offload": {"gradient_checkpointing": FULL, "activation_offload": True},
         "selective": {"gradient_checkpointing": SELECTIVE},
-        "selective, offload": {"gradient_checkpointing": SELECTIVE, "activation_offload": True},
+        "selective, offload": {
+            "gradient_checkpointing": SELECTIVE,
+            "activation_offload": True,
+        },
     }
     rows = {
         f"{name} {way}": Row(
@@ -225,7 +259,9 @@ def optimizers() -> dict[str, Row]:
         "for_loop": AdamWConfig(lr=1e-2, implementation=Implementation.for_loop),
     }
     rows = {
-        f"{name} {optim}": Row(STRATEGIES[name][0], 2, {}, {"optim": optims[optim], "steps": 3})
+        f"{name} {optim}": Row(
+            STRATEGIES[name][0], 2, {}, {"optim": optims[optim], "steps": 3}
+        )
         for name, optim in product(SHARED, optims)
     }
     # FSDP1 cannot keep an unreduced bf16 gradient of a weight with two names.
@@ -237,20 +273,55 @@ def optimizers() -> dict[str, Row]:
 
 
 ROWS = supported(
-    layouts() | families() | settings() | checkpointing() | all_switches() | optimizers()
+    layouts()
+    | families()
+    | settings()
+    | checkpointing()
+    | all_switches()
+    | optimizers()
 )
 SHORT = {
     *(f"{name} float32 on 2" for name in strategies_on(2)),
-    *("fsdp1 bfloat16 on 2", "fsdp2 bfloat16 on 2", "fsdp2 float32 on 1", "hsdp1 float32 on 4"),
-    *("hsdp2 bfloat16 on 4", "qwen3 fsdp1", "qwen3_moe fsdp2 by class", "qwen3_moe ddp"),
+    *(
+        "fsdp1 bfloat16 on 2",
+        "fsdp2 bfloat16 on 2",
+        "fsdp2 float32 on 1",
+        "hsdp1 float32 on 4",
+    ),
+    *(
+        "hsdp2 bfloat16 on 4",
+        "qwen3 fsdp1",
+        "qwen3_moe fsdp2 by class",
+        "qwen3_moe ddp",
+    ),
     *("llama4 fsdp2 cpu offload", "llama4 fsdp1 by class"),
     *("gpt2 fsdp2 parts", "gpt2 fsdp1 flat", "gpt2 toy_fsdp by size"),
-    *("fsdp1 parts reshard=always", "fsdp1 classes reshard=never", "fsdp1 size reshard=default"),
-    *("fsdp2 parts reshard=always", "fsdp2 classes reshard=never", "fsdp2 size reshard=default"),
-    *("ddp small buckets", "fsdp2 without backward prefetch", "fsdp2 parts full, offload"),
-    *("fsdp1 bf16 flat full every 2", "fsdp1 parts selective, offload", "ddp selective"),
+    *(
+        "fsdp1 parts reshard=always",
+        "fsdp1 classes reshard=never",
+        "fsdp1 size reshard=default",
+    ),
+    *(
+        "fsdp2 parts reshard=always",
+        "fsdp2 classes reshard=never",
+        "fsdp2 size reshard=default",
+    ),
+    *(
+        "ddp small buckets",
+        "fsdp2 without backward prefetch",
+        "fsdp2 parts full, offload",
+    ),
+    *(
+        "fsdp1 bf16 flat full every 2",
+        "fsdp1 parts selective, offload",
+        "ddp selective",
+    ),
     "fsdp1 bf16 tied",
-    *("all switches ddp float32", "all switches fsdp1 flat float32", "all switches fsdp2 bfloat16"),
+    *(
+        "all switches ddp float32",
+        "all switches fsdp1 flat float32",
+        "all switches fsdp2 bfloat16",
+    ),
     "all switches fsdp2 on the cpu bfloat16",
     *("fsdp1 sgd", "fsdp2 sgd", "fsdp1 adamw", "fsdp2 foreach"),
     "fsdp1 accumulates tied bf16 alone",
@@ -302,7 +373,9 @@ CLOSE: dict[str, Row] = {
 }
 FUSED = AdamWConfig(lr=1e-3, implementation=Implementation.fused)
 CLOSE |= {
-    f"{name} fused": Row(STRATEGIES[name][0], 2, {}, {"deterministic": False, "optim": FUSED})
+    f"{name} fused": Row(
+        STRATEGIES[name][0], 2, {}, {"deterministic": False, "optim": FUSED}
+    )
     for name in SHARED
 }
 
@@ -311,7 +384,9 @@ trained_by_default = trained_rows(CLOSE, argument="name")
 
 
 @pytest.mark.parametrize("name", CLOSE)
-def test_default_mode_matches_one_process_closely(name: str, trained_by_default: Pairs) -> None:
+def test_default_mode_matches_one_process_closely(
+    name: str, trained_by_default: Pairs
+) -> None:
     """Oracle: one process in float32; the vector and tail loops of the fused kernel round
     differently."""
     outcome, expected = trained_by_default[name]
@@ -321,7 +396,9 @@ def test_default_mode_matches_one_process_closely(name: str, trained_by_default:
 
 def test_default_mode_of_fsdp1_equals_fsdp2_bitwise(trained_by_default: Pairs) -> None:
     """Oracle: each other; at two ranks they add the same two numbers."""
-    fsdp1, flat, fsdp2 = (trained_by_default[name][0] for name in ("fsdp1", "fsdp1 flat", "fsdp2"))
+    fsdp1, flat, fsdp2 = (
+        trained_by_default[name][0] for name in ("fsdp1", "fsdp1 flat", "fsdp2")
+    )
     assert fsdp1 == flat == fsdp2
 
 
@@ -333,7 +410,9 @@ def test_initial_values_differ_by_parameter_and_seed() -> None:
     """Oracle: other hashes; the equality above would hold for constants too. All norms are
     equal."""
     first, other = run_ranks(
-        1, initial_hashes, [make_config(SingleConfig(), 1, init_seed=seed) for seed in (0, 1)]
+        1,
+        initial_hashes,
+        [make_config(SingleConfig(), 1, init_seed=seed) for seed in (0, 1)],
     )[0]
     assert len(set(first.values())) == len(first) - 6 == 24
     differing = {name for name, value in first.items() if value != other[name]}
@@ -355,19 +434,25 @@ def first_step(configs: list[Config]) -> list[tuple[float, float, float]]:
             )
         )
         trainer.train()
-        results.append((trainer.history[0].loss, trainer.history[0].grad_norm, seen[0].item()))
+        results.append(
+            (trainer.history[0].loss, trainer.history[0].grad_norm, seen[0].item())
+        )
     return results
 
 
 def clipped_by_pytorch() -> tuple[float, float]:
     """Return the norms before and after PyTorch's own clipping in one process."""
-    trainer = Trainer(make_config(SingleConfig(simulated_ranks=2), 1, steps=1, max_grad_norm=None))
+    trainer = Trainer(
+        make_config(SingleConfig(simulated_ranks=2), 1, steps=1, max_grad_norm=None)
+    )
     params = [param for _, param in trainer.strategy.named_parameters()]
     norms: list[float] = []
 
     def clip(*_: Any) -> None:
         norms.append(torch.nn.utils.clip_grad_norm_(params, MAX_NORM).item())
-        norms.append(torch.nn.utils.get_total_norm([param.grad for param in params]).item())
+        norms.append(
+            torch.nn.utils.get_total_norm([param.grad for param in params]).item()
+        )
 
     trainer.optimizer.register_step_pre_hook(clip)
     trainer.train()
@@ -378,7 +463,9 @@ def test_clipping_scales_every_strategys_gradient_to_the_same_norm() -> None:
     """Oracle: torch.nn.utils.clip_grad_norm_ over the full gradient of one process, then its
     norm."""
     options: dict[str, Any] = {"steps": 1, "max_grad_norm": MAX_NORM}
-    configs = [make_config(parallel, 2, **options) for parallel, _ in strategies_on(2).values()]
+    configs = [
+        make_config(parallel, 2, **options) for parallel, _ in strategies_on(2).values()
+    ]
     configs.append(make_config(FSDP2Config(), 2, memory=OFFLOADED, **options))
     before, after = run_ranks(1, clipped_by_pytorch)[0]
     assert before > MAX_NORM

@@ -19,7 +19,14 @@ from fsdptoys.train.trainer import Trainer
 from tests.harness import outcomes
 from tests.harness.ranks import run_ranks
 from tests.harness.run_tables import Pair, Pairs, Row, levels, trained_rows
-from tests.harness.tiny import EXPERTS, TINY, WITH_BLOCKS, make_config, supported, with_sizes
+from tests.harness.tiny import (
+    EXPERTS,
+    TINY,
+    WITH_BLOCKS,
+    make_config,
+    supported,
+    with_sizes,
+)
 from tests.parallel.numeric_outcomes import (
     SGD,
     Outcome,
@@ -39,11 +46,14 @@ MODELS: dict[str, ModelConfig] = {
 def single(world_size: int, **options: Any) -> Config:
     dtype = options.pop("param_dtype", DType.float32)
     options = {"optim": SGD, "steps": 2, "deterministic": False, **options}
-    return make_config(SingleConfig(simulated_ranks=world_size, param_dtype=dtype), 1, **options)
+    return make_config(
+        SingleConfig(simulated_ranks=world_size, param_dtype=dtype), 1, **options
+    )
 
 
 FULL, SELECTIVE = (
-    MemoryConfig(gradient_checkpointing=mode) for mode in list(GradientCheckpointing)[1:]
+    MemoryConfig(gradient_checkpointing=mode)
+    for mode in list(GradientCheckpointing)[1:]
 )
 BY_SGD: dict[str, Any] = {"optim": SGD, "steps": 2, "deterministic": False}
 TOY = ToyEPConfig()
@@ -69,7 +79,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hsdp2": {"ep_size": 2, "fsdp_size": 2},
 }
 for name, (label, layout) in product(MODELS, LAYOUTS.items()):
-    ROWS[f"{name} {label}"] = Row(FSDP2Config(), 4, layout, {"model": MODELS[name], **BY_SGD})
+    ROWS[f"{name} {label}"] = Row(
+        FSDP2Config(), 4, layout, {"model": MODELS[name], **BY_SGD}
+    )
 ROUGH = {
     "muon": MuonConfig(lr=1e-2),
     "int8": AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.int8),
@@ -78,7 +90,10 @@ ROUGH = {
 for (name, optim), ep_size in product(ROUGH.items(), (2, 4)):
     model = with_sizes(WITH_BLOCKS["qwen3_moe"], n_experts=4)
     ROWS[f"{name} {ep_size}"] = Row(
-        FSDP2Config(), 4, {"ep_size": ep_size}, {"model": model, "optim": optim, "steps": 2}
+        FSDP2Config(),
+        4,
+        {"ep_size": ep_size},
+        {"model": model, "optim": optim, "steps": 2},
     )
 ROWS = supported(ROWS)
 SHORT = {"two ranks, chunked loss", "toy", "qwen3_moe hsdp2", "muon 2"}
@@ -108,7 +123,9 @@ def train_with_idle_experts(configs: list[Config]) -> list[Outcome] | None:
         pytest.param("llama4", 4, marks=pytest.mark.extended),
     ],
 )
-def test_ranks_whose_experts_get_no_token_have_zero_gradients(family: str, ranks: int) -> None:
+def test_ranks_whose_experts_get_no_token_have_zero_gradients(
+    family: str, ranks: int
+) -> None:
     """Oracle: one process, with every token sent to expert 0: ranks receive all rows, or none.
 
     ``test_experts.py`` compares the bits of strategies that split no experts.
@@ -130,40 +147,56 @@ def test_bf16_is_as_near_to_float32_as_one_process_in_bf16() -> None:
     rows = [single(2, **options), single(2, **options, param_dtype=DType.bfloat16)]
     exact, rounded = run_ranks(1, train_all, rows)[0]
     (outcome,) = run_ranks(
-        2, train_all, [split(2, 2, **options, parallel=FSDP2Config(param_dtype=DType.bfloat16))]
+        2,
+        train_all,
+        [split(2, 2, **options, parallel=FSDP2Config(param_dtype=DType.bfloat16))],
     )[0]
     assert outcome.losses == pytest.approx(exact.losses, rel=1e-3)
     for name, grad in exact.grads.items():
         assert (
-            distance(outcome.grads[name], grad) < 1.5 * distance(rounded.grads[name], grad) + 1e-3
+            distance(outcome.grads[name], grad)
+            < 1.5 * distance(rounded.grads[name], grad) + 1e-3
         ), name
 
 
-IN_BACKWARD: dict[str, Any] = {"grad_accum": 1, "max_grad_norm": None, "skip_nonfinite": False}
+IN_BACKWARD: dict[str, Any] = {
+    "grad_accum": 1,
+    "max_grad_norm": None,
+    "skip_nonfinite": False,
+}
 ALIKE: dict[str, dict[str, Any]] = {
     "parts": {"parallel": FSDP2Config(wrap=Wrap.block_attn_mlp, backward_prefetch=2)},
     "classes": {
         "parallel": FSDP2Config(
-            wrap_classes=["MoE", "Attention"], reshard_after_forward=ReshardAfterForward.never
+            wrap_classes=["MoE", "Attention"],
+            reshard_after_forward=ReshardAfterForward.never,
         )
     },
     "size": {
         "parallel": FSDP2Config(
-            min_params=1500, forward_prefetch=2, reshard_after_forward=ReshardAfterForward.always
+            min_params=1500,
+            forward_prefetch=2,
+            reshard_after_forward=ReshardAfterForward.always,
         )
     },
     "checkpointing": {
         "memory": MemoryConfig(
-            gradient_checkpointing=GradientCheckpointing.full, checkpointing_start_index=1
+            gradient_checkpointing=GradientCheckpointing.full,
+            checkpointing_start_index=1,
         )
     },
     "selective": {"memory": SELECTIVE},
     "cpu offload": {"memory": MemoryConfig(cpu_offload=True)},
     "overlapped": {
-        "memory": MemoryConfig(cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped)
+        "memory": MemoryConfig(
+            cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped
+        )
     },
     "optimizer offload": {"memory": MemoryConfig(optimizer_offload=True)},
-    "in the backward": {**IN_BACKWARD, "memory": MemoryConfig(optimizer_in_backward=True)},
+    "in the backward": {
+        **IN_BACKWARD,
+        "memory": MemoryConfig(optimizer_in_backward=True),
+    },
 }
 """Settings that must not change a bit of a run with split experts."""
 
@@ -176,7 +209,14 @@ MUST_EQUAL: dict[str, Any] = {
 PAIRS: dict[str, Pair] = {
     setting: (
         (4, split(4, 2, **MUST_EQUAL | options)),
-        (4, split(4, 2, **MUST_EQUAL | (IN_BACKWARD if setting == "in the backward" else {}))),
+        (
+            4,
+            split(
+                4,
+                2,
+                **MUST_EQUAL | (IN_BACKWARD if setting == "in the backward" else {}),
+            ),
+        ),
     )
     for setting, options in ALIKE.items()
 }
@@ -224,9 +264,17 @@ def test_traced_exchanges_count_the_rows_that_leave_a_rank() -> None:
             pairs * model.dim * 4,
             pairs * 4,
         )
-        assert (results.gives_bytes, results.gets_bytes) == (rows.gets_bytes, rows.gives_bytes)
+        assert (results.gives_bytes, results.gets_bytes) == (
+            rows.gets_bytes,
+            rows.gives_bytes,
+        )
         assert rows.sends_bytes == model.dim * weights.sends_bytes
-    one, other = ([call for call in calls if call.collective == "all_to_all"] for calls in by_rank)
+    one, other = (
+        [call for call in calls if call.collective == "all_to_all"] for calls in by_rank
+    )
     for ours, theirs in zip(one, other, strict=True):
         if ours.site == "expert_parallel.exchange":
-            assert ours.gets_bytes == ours.gives_bytes - ours.sends_bytes + theirs.sends_bytes
+            assert (
+                ours.gets_bytes
+                == ours.gives_bytes - ours.sends_bytes + theirs.sends_bytes
+            )

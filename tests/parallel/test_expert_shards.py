@@ -55,9 +55,15 @@ def read_own(config: Config) -> tuple[int, int, set[str], set[str]]:
     trainer = Trainer(config)
     of_experts = {name: size for name, size in sizes.items() if ".experts." in name}
     stacks = {
-        name: param for name, param in trainer.strategy.named_parameters() if ".experts." in name
+        name: param
+        for name, param in trainer.strategy.named_parameters()
+        if ".experts." in name
     }
-    held = {f"{n.split('.')[1]}.{e}" for n, p in stacks.items() for e in range(*local_bounds(p)[0])}
+    held = {
+        f"{n.split('.')[1]}.{e}"
+        for n, p in stacks.items()
+        for e in range(*local_bounds(p)[0])
+    }
     read_experts = {f"{name.split('.')[2]}.{name.split('.')[5]}" for name in of_experts}
     return (
         sum(of_experts.values()),
@@ -79,4 +85,6 @@ def test_a_rank_reads_only_its_own_experts_from_a_folder(tmp_path: Path) -> None
     for elements, held, experts_read, experts_held in results:
         assert elements == held == total // 4
         assert experts_read == experts_held and len(experts_held) == MODEL.n_layers * 2
-    assert run_ranks(4, initial, split)[0] == run_ranks(1, initial, config(1, 1, model))[0]
+    assert (
+        run_ranks(4, initial, split)[0] == run_ranks(1, initial, config(1, 1, model))[0]
+    )

@@ -61,7 +61,8 @@ def test_fewer_experts_than_ranks_are_sharded_evenly() -> None:
     ):
         assert len(shares) == 4
         assert all(
-            share == 0.25 and "dim=1" in placements for placements, share in shares.values()
+            share == 0.25 and "dim=1" in placements
+            for placements, share in shares.values()
         ), shares
 
 
@@ -88,7 +89,12 @@ def test_idle_experts_neither_hang_nor_change_gradients(ranks: int) -> None:
         "optim": SGDConfig(lr=0.1, weight_decay=0.0),
         "steps": 3,
     }
-    strategies = [DDPConfig(), FSDP1Config(), FSDP1Config(use_orig_params=False), FSDP2Config()]
+    strategies = [
+        DDPConfig(),
+        FSDP1Config(),
+        FSDP1Config(use_orig_params=False),
+        FSDP2Config(),
+    ]
     configs = [make_config(parallel, ranks, **options) for parallel in strategies]
     if ranks == 4 and TORCH >= (2, 8):  # which HSDP needs under FSDP2 on a CPU
         configs.append(make_config(FSDP2Config(), ranks, fsdp_size=2, **options))

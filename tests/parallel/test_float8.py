@@ -57,22 +57,34 @@ MODEL = LlamaConfig(
 
 
 def config_of(
-    parallel: ParallelConfig, world_size: int, kind: Float8 = Float8.tensorwise, **settings: Any
+    parallel: ParallelConfig,
+    world_size: int,
+    kind: Float8 = Float8.tensorwise,
+    **settings: Any,
 ) -> Config:
     return make_config(
-        parallel, world_size, **{"model": copy.copy(MODEL), "float8": kind, "steps": 3, **settings}
+        parallel,
+        world_size,
+        **{"model": copy.copy(MODEL), "float8": kind, "steps": 3, **settings},
     )
 
 
 FULL = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full)
 TENSORWISE, ROWWISE = Float8.tensorwise, Float8.rowwise
-SHORT = {"ddp rowwise", "fsdp2 checkpointing tensorwise", "fsdp2 gather", "toy_zero3 tensorwise"}
+SHORT = {
+    "ddp rowwise",
+    "fsdp2 checkpointing tensorwise",
+    "fsdp2 gather",
+    "toy_zero3 tensorwise",
+}
 ROWS: dict[str, Row] = {}
 for kind in (TENSORWISE, ROWWISE):
     common = {"model": MODEL, "float8": kind, "steps": 3}
     ROWS |= {
         f"ddp {kind.value}": Row(DDPConfig(), 2, {}, common),
-        f"fsdp2 checkpointing {kind.value}": Row(FSDP2Config(), 2, {"memory": FULL}, common),
+        f"fsdp2 checkpointing {kind.value}": Row(
+            FSDP2Config(), 2, {"memory": FULL}, common
+        ),
         f"toy_zero3 {kind.value}": Row(ToyZero3Config(), 2, {}, common),
     }
 for label, memory in {
@@ -80,7 +92,9 @@ for label, memory in {
     "fsdp2 gather, offload": MemoryConfig(optimizer_offload=True),
 }.items():
     layout = {"float8_all_gather": True, "memory": memory}
-    ROWS[label] = Row(FSDP2Config(), 2, layout, {"model": MODEL, "float8": TENSORWISE, "steps": 3})
+    ROWS[label] = Row(
+        FSDP2Config(), 2, layout, {"model": MODEL, "float8": TENSORWISE, "steps": 3}
+    )
 trained = trained_rows(ROWS)
 
 
@@ -92,7 +106,9 @@ def test_float8_matches_a_single_process_bitwise(row: str, trained: Pairs) -> No
     assert found == expected
 
 
-@pytest.mark.parametrize("kind", [TENSORWISE, pytest.param(ROWWISE, marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "kind", [TENSORWISE, pytest.param(ROWWISE, marks=pytest.mark.extended)]
+)
 def test_operands_are_rounded(kind: Float8) -> None:
     """Oracle: losses without float8, which differ by less than 5%."""
     configs = [config_of(SingleConfig(), 1, each) for each in (kind, Float8.none)]
@@ -103,12 +119,18 @@ def test_operands_are_rounded(kind: Float8) -> None:
 
 def gathered(configs: list[Config]) -> list[int]:
     """Bytes that this rank received in all-gathers of a step, for each configuration."""
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    name = (
+        "all_gather_single"
+        if hasattr(dist, "all_gather_single")
+        else "all_gather_into_tensor"
+    )
     inner, found = getattr(dist, name), []
     for config in configs:
         sizes = []
 
-        def call(output: Tensor, *args: Any, sizes: list[int] = sizes, **options: Any) -> Any:
+        def call(
+            output: Tensor, *args: Any, sizes: list[int] = sizes, **options: Any
+        ) -> Any:
             sizes.append(output.numel() * output.itemsize)
             return inner(output, *args, **options)
 
@@ -123,15 +145,22 @@ def test_float8_all_gather_communicates_one_byte_per_element() -> None:
     backward."""
     options = {"deterministic": False, "steps": 1}
     configs = [
-        config_of(FSDP2Config(param_dtype=dtype), 2, float8_all_gather=all_gather, **options)
+        config_of(
+            FSDP2Config(param_dtype=dtype), 2, float8_all_gather=all_gather, **options
+        )
         for dtype in (DType.float32, DType.bfloat16)
         for all_gather in (False, True)
     ]
     wide, wide_float8, half, half_float8 = run_ranks(2, gathered, configs)[0]
     with torch.device("meta"):
         blocks = MODEL.build().layers
-    elements = 2 * 2 * sum(param.numel() for param in blocks.parameters() if param.ndim == 2)
-    assert (wide - wide_float8, half - half_float8) == (elements * (4 - 1), elements * (2 - 1))
+    elements = (
+        2 * 2 * sum(param.numel() for param in blocks.parameters() if param.ndim == 2)
+    )
+    assert (wide - wide_float8, half - half_float8) == (
+        elements * (4 - 1),
+        elements * (2 - 1),
+    )
 
 
 def train_in_sequence(configs: list[Config]) -> list[list[float]]:
@@ -151,9 +180,10 @@ def train_in_sequence(configs: list[Config]) -> list[list[float]]:
             trainer.load_state_dict(facts, load)
         trainer.train()
         tensors = trainer.strategy.state_tensors(trainer.optimizer)
-        assert {type(getattr(tensor, "_local_tensor", tensor)) for tensor in tensors.values()} == {
-            Tensor
-        }
+        assert {
+            type(getattr(tensor, "_local_tensor", tensor))
+            for tensor in tensors.values()
+        } == {Tensor}
         saved, facts = host_copy(tensors), trainer.state_dict()
         losses.append([step.loss for step in trainer.history])
     return losses
@@ -163,17 +193,32 @@ def train_in_sequence(configs: list[Config]) -> list[list[float]]:
 def test_run_resumes_with_and_without_float8_from_plain_checkpoints() -> None:
     """Oracle: one process with the same schedule; checkpoints are plain tensors for any gathered
     dtype."""
-    chain = [(TENSORWISE, True), (Float8.none, False), (TENSORWISE, True), (TENSORWISE, False)]
+    chain = [
+        (TENSORWISE, True),
+        (Float8.none, False),
+        (TENSORWISE, True),
+        (TENSORWISE, False),
+    ]
     one, two = (
         [
             config_of(
-                parallel, ranks, kind, float8_all_gather=all_gather and ranks == 2, steps=2 * number
+                parallel,
+                ranks,
+                kind,
+                float8_all_gather=all_gather and ranks == 2,
+                steps=2 * number,
             )
             for number, (kind, all_gather) in enumerate(chain, start=1)
         ]
-        for ranks, parallel in ((1, SingleConfig(simulated_ranks=2)), (2, FSDP2Config()))
+        for ranks, parallel in (
+            (1, SingleConfig(simulated_ranks=2)),
+            (2, FSDP2Config()),
+        )
     )
-    assert run_ranks(2, train_in_sequence, two)[0] == run_ranks(1, train_in_sequence, one)[0]
+    assert (
+        run_ranks(2, train_in_sequence, two)[0]
+        == run_ranks(1, train_in_sequence, one)[0]
+    )
 
 
 @pytest.mark.extended
@@ -210,7 +255,9 @@ def train_on_graphs(configs: list[Config]) -> Any:
     """Train without generating machine code; return the number of graphs too."""
     compiling = functools.partial(compile_blocks, backend="aot_eager_decomp_partition")
     with mock.patch.object(prepare, "compile_blocks", compiling):
-        before = counters["stats"]["unique_graphs"]  # of the process that this one was forked from
+        before = counters["stats"][
+            "unique_graphs"
+        ]  # of the process that this one was forked from
         return train_all(configs), counters["stats"]["unique_graphs"] - before
 
 
@@ -221,7 +268,8 @@ def test_compiled_blocks_support_float8() -> None:
     """
     options = {"deterministic": False, "steps": 2, "float8_all_gather": True}
     configs = [
-        config_of(FSDP2Config(), 2, compile=compiles, **options) for compiles in (False, True)
+        config_of(FSDP2Config(), 2, compile=compiles, **options)
+        for compiles in (False, True)
     ]
     (expected, found), graphs = run_ranks(2, train_on_graphs, configs)[0]
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
@@ -237,11 +285,14 @@ def test_only_the_blocks_linear_layers_divisible_by_16_are_converted() -> None:
         odd = TINY["qwen3"].build()
     assert convert_to_float8(model, Float8.tensorwise, False, "cpu") == 4
     converted = {
-        name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__ == "Float8Linear"
     }
     assert converted == {f"layers.0.attn.{name}_proj" for name in "qkvo"}
     with pytest.raises(
-        ConfigError, match=r"train\.float8=rowwise finds no linear layer .*; set train\.float8=none"
+        ConfigError,
+        match=r"train\.float8=rowwise finds no linear layer .*; set train\.float8=none",
     ):
         convert_to_float8(odd, Float8.rowwise, False, "cpu")
 
@@ -254,7 +305,8 @@ def test_devices_and_environments_without_float8_are_refused(
     planned = config_of(FSDP2Config(param_dtype=DType.bfloat16), 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(
-        ConfigError, match=r"8\.9 or more, and this one has 8\.0; set train\.float8=none"
+        ConfigError,
+        match=r"8\.9 or more, and this one has 8\.0; set train\.float8=none",
     ):
         check_float8_here(Float8.tensorwise, "cuda")
     planned.validate(2, "cuda")
@@ -267,6 +319,8 @@ def test_devices_and_environments_without_float8_are_refused(
         ):
             check_float8_here(Float8.tensorwise, device_type)
         check_float8_here(Float8.none, device_type)
-    with pytest.raises(ConfigError, match="needs torchao, which is not installed; run pip install"):
+    with pytest.raises(
+        ConfigError, match="needs torchao, which is not installed; run pip install"
+    ):
         resolve_run(["train.float8=tensorwise", "launch.device=cpu"], {})
     planned.validate(2, "cuda")

@@ -18,7 +18,9 @@ def train_offloaded(configs: list[Config]) -> list[Outcome]:
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign, assignment]
     torch.cpu.Stream.synchronize = lambda _: None  # type: ignore[attr-defined]
     for config in configs:
-        config.memory.cpu_offload = True  # after validation, which requires an accelerator
+        config.memory.cpu_offload = (
+            True  # after validation, which requires an accelerator
+        )
     return train_all(configs)
 
 
@@ -32,4 +34,7 @@ def test_fsdp1_cpu_offload_matches_training_without_offload(
     def config() -> Config:
         return make_config(parallel, 2, grad_accum=grad_accum, deterministic=False)
 
-    assert run_ranks(2, train_offloaded, [config()])[0] == run_ranks(2, train_all, [config()])[0]
+    assert (
+        run_ranks(2, train_offloaded, [config()])[0]
+        == run_ranks(2, train_all, [config()])[0]
+    )

@@ -9,14 +9,25 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdptoys.parallel.gradient_norms import FLOAT32_NORM_ELEMENTS, norms_in, norms_in_float32
+from fsdptoys.parallel.gradient_norms import (
+    FLOAT32_NORM_ELEMENTS,
+    norms_in,
+    norms_in_float32,
+)
 from fsdptoys.parallel.strategy import Strategy
 
 SIZES = (2**22, 3 * FLOAT32_NORM_ELEMENTS + 5, FLOAT32_NORM_ELEMENTS, 1000, 1)
 
 
 def total(norms: list[Tensor]) -> float:
-    return torch.cat([norm.flatten() for norm in norms]).double().square().sum().sqrt().item()
+    return (
+        torch.cat([norm.flatten() for norm in norms])
+        .double()
+        .square()
+        .sum()
+        .sqrt()
+        .item()
+    )
 
 
 @pytest.mark.parametrize("spread", [0, 4, 12], ids="{}_decades".format)
@@ -42,7 +53,9 @@ class Operators(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += "norm" in str(func)
         return func(*args, **(kwargs or {}))
 

@@ -27,7 +27,9 @@ def initialized(param: torch.Tensor, threads: int = 1) -> torch.Tensor:
     return param
 
 
-def shards_unlike_the_full_parameter(shapes: list[tuple[int, ...]], sizes: list[int]) -> list[Any]:
+def shards_unlike_the_full_parameter(
+    shapes: list[tuple[int, ...]], sizes: list[int]
+) -> list[Any]:
     """All combinations of shape, block size and placement whose shards are not slices of the full
     parameter."""
     flat = init_device_mesh("cpu", (4,))
@@ -71,7 +73,9 @@ def test_threads_draw_the_values_of_one_thread(
     blocks = []
     for block, rows in enumerate([5, 5, 5, 5, 5, 5, 3]):
         drawn = torch.empty(rows, 17)
-        fill("weight", drawn, torch.Generator().manual_seed(seed_of(3, "weight", block)))
+        fill(
+            "weight", drawn, torch.Generator().manual_seed(seed_of(3, "weight", block))
+        )
         blocks.append(drawn)
     assert torch.equal(got, torch.cat(blocks).to(dtype))
 
@@ -93,7 +97,13 @@ def peak_and_sizes_bytes() -> tuple[int, int, int]:
     Trainer(make_config(FSDP2Config(), 2))
     config = make_config(FSDP2Config(), 2)
     config.model = LlamaConfig(
-        dim=512, n_layers=6, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=6000, max_seq_len=64
+        dim=512,
+        n_layers=6,
+        n_heads=8,
+        n_kv_heads=8,
+        ffn_dim=1408,
+        vocab_size=6000,
+        max_seq_len=64,
     )
     trainers: list[Trainer] = []
     growth = peak_growth_bytes(lambda: trainers.append(Trainer(config)))

@@ -38,13 +38,23 @@ from tests.harness.tiny import TINY, make_config, tiny_model, with_sizes
 
 LORA = LoRAConfig(rank=4, dropout=0.2)
 NF4 = dataclasses.replace(LORA, base=Base.nf4)
-QUANTIZED: dict[str, Any] = {"tune": NF4, "model": LLAMA, "steps": 2, "deterministic": False}
+QUANTIZED: dict[str, Any] = {
+    "tune": NF4,
+    "model": LLAMA,
+    "steps": 2,
+    "deterministic": False,
+}
 
 
 def settings_of(ranks: int, **options: Any) -> dict[str, Any]:
     """Return steps of eight sequences, three unless given."""
     shares = ranks // options.get("cp_size", 1)
-    return {"batch_size": 8 // shares, "grad_accum": 1, "steps": 3, "tune": LORA} | options
+    return {
+        "batch_size": 8 // shares,
+        "grad_accum": 1,
+        "steps": 3,
+        "tune": LORA,
+    } | options
 
 
 def config(parallel: ParallelConfig, ranks: int, **options: Any) -> Config:
@@ -73,27 +83,45 @@ def train_all(configs: list[Config]) -> list[Tuned]:
         held = trainer.strategy.held_parameters()
         sizes = [local_tensor(param).nbytes for name, param in held if is_packed(name)]
         trainer.train()
-        names = [key.split(".", 1)[1] for key in trainer.strategy.state_tensors(trainer.optimizer)]
+        names = [
+            key.split(".", 1)[1]
+            for key in trainer.strategy.state_tensors(trainer.optimizer)
+        ]
         adapters = sum(map(is_adapter, names))
         found = outcome(trainer)
-        packed = {name: value for name, value in found.parameters.items() if is_packed(name)}
-        results.append(Tuned(found, adapters, len(names) - adapters, packed, sum(sizes)))
+        packed = {
+            name: value for name, value in found.parameters.items() if is_packed(name)
+        }
+        results.append(
+            Tuned(found, adapters, len(names) - adapters, packed, sum(sizes))
+        )
     return results
 
 
-NAMES = [name for name, can in CAPABILITIES.items() if not can.single_process and name != "toy_ep"]
+NAMES = [
+    name
+    for name, can in CAPABILITIES.items()
+    if not can.single_process and name != "toy_ep"
+]
 PACKING = [
-    name for name, can in CAPABILITIES.items() if can.mixed_dtypes and not can.single_process
+    name
+    for name, can in CAPABILITIES.items()
+    if can.mixed_dtypes and not can.single_process
 ]
 OFFLOADED = {"memory": MemoryConfig(optimizer_offload=True)}
-CHECKPOINTED = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, chunk_loss=True)
+CHECKPOINTED = MemoryConfig(
+    gradient_checkpointing=GradientCheckpointing.full, chunk_loss=True
+)
 SWITCHES: dict[str, dict[str, Any]] = {
     "fsdp2 cpu offload": {"memory": MemoryConfig(cpu_offload=True)},
     "fsdp2 optimizer offload": OFFLOADED,
     "fsdp2 checkpointing": {"memory": CHECKPOINTED},
     "fsdp2 cp": {"cp_size": 2},
 }
-MODELS = {"llama": tiny_model(), "qwen3_moe": with_sizes(TINY["qwen3_moe"], n_experts=4)}
+MODELS = {
+    "llama": tiny_model(),
+    "qwen3_moe": with_sizes(TINY["qwen3_moe"], n_experts=4),
+}
 LAYOUTS: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
     "ddp": (DDPConfig(), {"grad_accum": 2, "batch_size": 1}),
     "fsdp1": (FSDP1Config(), {}),
@@ -104,7 +132,9 @@ LAYOUTS: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
 BF16, F32 = DType.bfloat16, DType.float32
 
 
-def row(parallel: ParallelConfig, ranks: int, layout: dict[str, Any], **options: Any) -> Row:
+def row(
+    parallel: ParallelConfig, ranks: int, layout: dict[str, Any], **options: Any
+) -> Row:
     """Return a run that is compared with one process of the same sequences."""
     settings = settings_of(1, **options)
     return Row(parallel, ranks, settings_of(ranks, **layout), settings, settings)
@@ -117,7 +147,8 @@ def quantized(name: str, dtype: DType = BF16, **layout: Any) -> Row:
 
 CLOSE = {name: row(STRATEGIES[name](), 2, {}, deterministic=False) for name in NAMES}
 CLOSE |= {
-    name: row(FSDP2Config(), 2, layout, deterministic=False) for name, layout in SWITCHES.items()
+    name: row(FSDP2Config(), 2, layout, deterministic=False)
+    for name, layout in SWITCHES.items()
 }
 NF4_ROWS = {f"nf4 {name}": quantized(name) for name in PACKING}
 NF4_ROWS |= {f"nf4 {name} float32": quantized(name, F32) for name in ("ddp", "fsdp2")}
@@ -149,21 +180,29 @@ def test_every_strategy_trains_adapters_as_one_process(name: str, close: Pairs) 
     found, expected = close[name]
     loss, norm = (2e-6, 2e-5)
     if name in NF4_ROWS:
-        loss, norm = (2e-5, 1e-4) if CLOSE[name].parallel.param_dtype is F32 else (2e-2, 1e-1)
+        loss, norm = (
+            (2e-5, 1e-4) if CLOSE[name].parallel.param_dtype is F32 else (2e-2, 1e-1)
+        )
         layers = LLAMA.build().layers.named_parameters()
         weights = sum(param.numel() for key, param in layers if "_proj.weight" in key)
         ranks = 2 if "fsdp2" in name else 1
         assert found.packed_bytes * 8 == weights * 4.5 / ranks
     assert found.outcome.losses == pytest.approx(expected.outcome.losses, rel=loss)
-    assert found.outcome.grad_norms == pytest.approx(expected.outcome.grad_norms, rel=norm)
+    assert found.outcome.grad_norms == pytest.approx(
+        expected.outcome.grad_norms, rel=norm
+    )
     assert found.packed == expected.packed
     assert found.adapters == expected.adapters > 0
     assert found.others == expected.others == 0
 
 
-@pytest.mark.skipif(not fsdp2_can_sum(), reason="FSDP2 of this torch cannot sum gradients")
+@pytest.mark.skipif(
+    not fsdp2_can_sum(), reason="FSDP2 of this torch cannot sum gradients"
+)
 @pytest.mark.parametrize("row", levels(EXACT, {"qwen3_moe ep"}))
-def test_adapters_have_the_bits_of_one_process_under_every_layout(row: str, exact: Pairs) -> None:
+def test_adapters_have_the_bits_of_one_process_under_every_layout(
+    row: str, exact: Pairs
+) -> None:
     """Oracle: one process, in the layout mode."""
     found, expected = exact[row]
     assert found.outcome == expected.outcome
@@ -179,7 +218,9 @@ def compare_with_plain(configs: list[Config]) -> list[list[Outcome]]:
         values: dict[str, Tensor] = {}
         for name, param in trainer.strategy.full_parameters():
             if is_packed(name):
-                values[unquantized_name(name)] = unpack(param, codebook.pairs, param.dtype).float()
+                values[unquantized_name(name)] = unpack(
+                    param, codebook.pairs, param.dtype
+                ).float()
             else:
                 values[name] = param.clone()
 
@@ -231,9 +272,13 @@ def test_runs_start_from_the_adapters_of_a_folder(tmp_path: Path) -> None:
             layer = f"layers.{name.removesuffix('.weight')}"
             adapters[f"{layer}.lora_a.weight"] = torch.randn(4, param.shape[1])
             adapters[f"{layer}.lora_b.weight"] = torch.randn(param.shape[0], 4)
-    write_adapter(tmp_path / "adapter", adapters, tiny_model(), rank=4, alpha=16.0, dropout=0.0)
+    write_adapter(
+        tmp_path / "adapter", adapters, tiny_model(), rank=4, alpha=16.0, dropout=0.0
+    )
     lora = LoRAConfig(rank=4, adapter=str(tmp_path / "adapter"))
     kinds = [STRATEGIES[name]() for name in NAMES]
     runs = [config(kind, 2, tune=lora) for kind in kinds]
     for kind, found in zip(kinds, run_ranks(2, read_adapters, runs)[0], strict=True):
-        assert found == {name: param.numpy().tobytes() for name, param in adapters.items()}, kind
+        assert found == {
+            name: param.numpy().tobytes() for name, param in adapters.items()
+        }, kind

@@ -24,7 +24,9 @@ def layouts(sizes: list[int]) -> list[Layout]:
         axes = MeshConfig(size).axes(4, shards=True)
         mesh = dense_mesh(axes, Device("cpu"), TIMEOUT)
         groups = mesh.get_all_groups() if mesh.ndim > 1 else []
-        timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+        timeouts = [
+            group._get_backend(torch.device("cpu")).options._timeout for group in groups
+        ]
         ranks = mesh.mesh.flatten().tolist()
         found.append((mesh.mesh_dim_names, tuple(mesh.shape), ranks, timeouts))
     dist.barrier()  # a rank that ended would break connections that others are still making
@@ -51,7 +53,8 @@ def test_indivisible_fsdp_size_is_refused_with_a_divisor(
 ) -> None:
     """Oracle: the largest divisor up to that size."""
     with pytest.raises(
-        ConfigError, match=f"mesh.fsdp_size={size} must divide .* set mesh.fsdp_size={fix} or"
+        ConfigError,
+        match=f"mesh.fsdp_size={size} must divide .* set mesh.fsdp_size={fix} or",
     ):
         MeshConfig(size).shard_ranks(world_size)
 
@@ -90,9 +93,12 @@ def test_shard_group_across_nodes_is_reported(
     shard_ranks: int, world_size: int, node_ranks: int, warns: bool
 ) -> None:
     """Oracle: groups enumerated one by one, and the number of nodes of each."""
-    groups = [range(start, start + shard_ranks) for start in range(0, world_size, shard_ranks)]
+    groups = [
+        range(start, start + shard_ranks) for start in range(0, world_size, shard_ranks)
+    ]
     machines = [len({rank // node_ranks for rank in group}) for group in groups]
     assert warns == (
-        shard_ranks < world_size and max(machines) * min(node_ranks, shard_ranks) > shard_ranks
+        shard_ranks < world_size
+        and max(machines) * min(node_ranks, shard_ranks) > shard_ranks
     )
     assert (straddling(shard_ranks, world_size, node_ranks) is not None) == warns

@@ -85,27 +85,39 @@ def spoil_last_stage(config: Config) -> list[bool]:
     trainer.stepper.clip = spoil_and_clip  # type: ignore[method-assign]
     before = hash_parameters(trainer)
     trainer.train()
-    return [step.skipped for step in trainer.history] + [hash_parameters(trainer) == before]
+    return [step.skipped for step in trainer.history] + [
+        hash_parameters(trainer) == before
+    ]
 
 
 @needs_sums
 def test_a_gradient_that_is_not_finite_skips_the_update_of_all_stages() -> None:
     """Oracle: the initial parameters."""
     config = make_config(
-        pipeline("1f1b"), 2, model=STAGES["llama"], pp_size=2, steps=1, deterministic=False
+        pipeline("1f1b"),
+        2,
+        model=STAGES["llama"],
+        pp_size=2,
+        steps=1,
+        deterministic=False,
     )
     assert run_ranks(2, spoil_last_stage, config) == [[True, True]] * 2
 
 
-def test_older_versions_of_torch_have_fewer_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_versions_of_torch_have_fewer_schedules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: the sentences; gpipe passes."""
     options: dict[str, Any] = {"pp_size": 2, "deterministic": False}
     monkeypatch.setattr("fsdptoys.config.rules.pipeline.TORCH", (2, 11))
     found = refusal(pipeline("zero_bubble"), 4, **options)
     assert re.match(
-        r"parallel\.schedule=zero_bubble needs torch 2\.13 .*; set .*=interleaved", found
+        r"parallel\.schedule=zero_bubble needs torch 2\.13 .*; set .*=interleaved",
+        found,
     )
     monkeypatch.setattr("fsdptoys.config.rules.pipeline.TORCH", (2, 10))
     found = refusal(pipeline("1f1b"), 4, **options)
-    assert re.match(r"parallel\.schedule=1f1b needs torch 2\.11 .*; set parallel\.sch", found)
+    assert re.match(
+        r"parallel\.schedule=1f1b needs torch 2\.11 .*; set parallel\.sch", found
+    )
     make_config(pipeline("gpipe"), 4, **options)

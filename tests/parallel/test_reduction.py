@@ -24,18 +24,26 @@ LAYOUTS: dict[str, tuple[type[FSDPConfig], int, dict[str, Any]]] = {
     "toy_fsdp": (ToyFSDPConfig, 2, {}),
     "hsdp2": (FSDP2Config, 4, {"fsdp_size": 2}),
     "hsdp1": (FSDP1Config, 4, {"fsdp_size": 2}),
-    "ep": (FSDP2Config, 4, {"ep_size": 2, "model": with_sizes(TINY["qwen3_moe"], **EXPERTS)}),
+    "ep": (
+        FSDP2Config,
+        4,
+        {"ep_size": 2, "model": with_sizes(TINY["qwen3_moe"], **EXPERTS)},
+    ),
     "tp": (FSDP2Config, 4, {"tp_size": 2, "model": with_sizes(tiny_model(), **EVEN)}),
     "cp": (FSDP2Config, 4, {"cp_size": 2}),
 }
 """Name → strategy, ranks and options."""
 
 
-def config(name: str, each: bool, dtype: DType = DType.float32, **options: Any) -> Config:
+def config(
+    name: str, each: bool, dtype: DType = DType.float32, **options: Any
+) -> Config:
     """Return a run of four micro-batches a step."""
     kind, ranks, layout = LAYOUTS[name]
     settings = {"grad_accum": 4, "batch_size": 1, "steps": 2, **layout, **options}
-    return make_config(kind(reduce_each_microbatch=each, param_dtype=dtype), ranks, **settings)
+    return make_config(
+        kind(reduce_each_microbatch=each, param_dtype=dtype), ranks, **settings
+    )
 
 
 def both(name: str, **options: Any) -> list[Config]:
@@ -44,7 +52,10 @@ def both(name: str, **options: Any) -> list[Config]:
 
 @pytest.mark.parametrize(
     "name",
-    [*list(LAYOUTS)[:2], *(pytest.param(name, marks=extended) for name in list(LAYOUTS)[2:])],
+    [
+        *list(LAYOUTS)[:2],
+        *(pytest.param(name, marks=extended) for name in list(LAYOUTS)[2:]),
+    ],
 )
 def test_runs_are_those_of_one_reduction_a_step(name: str) -> None:
     """Oracle: the run that reduces once: every bit in the deterministic mode, which reduces often
@@ -92,7 +103,13 @@ def peaks(configs: list[Config]) -> list[tuple[float, int]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["fsdp2", *(pytest.param(each, marks=extended) for each in ("fsdp1", "hsdp2", "ep", "tp"))],
+    [
+        "fsdp2",
+        *(
+            pytest.param(each, marks=extended)
+            for each in ("fsdp1", "hsdp2", "ep", "tp")
+        ),
+    ],
 )
 def test_only_a_shard_of_the_gradients_is_kept_between_microbatches(name: str) -> None:
     """Oracle: bytes of whole gradients less those of a shard; gathered units that gloo still holds

@@ -100,7 +100,9 @@ def in_full(made: Trainer) -> dict[str, numpy.ndarray]:
     copies = host_copy(tensors)
     addresses = {name: local_tensor(copy).data_ptr() for name, copy in copies.items()}
     copies = host_copy(tensors, into=copies)
-    assert addresses == {name: local_tensor(copy).data_ptr() for name, copy in copies.items()}
+    assert addresses == {
+        name: local_tensor(copy).data_ptr() for name, copy in copies.items()
+    }
     # NumPy has no bfloat16, which is exact in float32.
     exact = {torch.bfloat16: torch.float32}
     named = {
@@ -138,7 +140,9 @@ def filler(saved: dict[str, numpy.ndarray]) -> Callable[[dict[str, Tensor]], Non
     return fill
 
 
-def differing(got: dict[str, numpy.ndarray], expected: dict[str, numpy.ndarray]) -> list[str]:
+def differing(
+    got: dict[str, numpy.ndarray], expected: dict[str, numpy.ndarray]
+) -> list[str]:
     """Names under which two states differ in a bit."""
     names = {
         name
@@ -173,7 +177,9 @@ class Loading:
 
     def configs(self) -> tuple[Config, Config]:
         """Return the run, and the one process."""
-        single = SingleConfig(simulated_ranks=self.ranks, param_dtype=self.parallel.param_dtype)
+        single = SingleConfig(
+            simulated_ranks=self.ranks, param_dtype=self.parallel.param_dtype
+        )
         run = config(self.parallel, self.ranks, **self.options, **self.layout)
         return run, config(single, 1, **self.options)
 
@@ -194,9 +200,14 @@ def resume_rows(rows: list[tuple[Loading, Saved]]) -> list[dict[str, Any]]:
         loaded = differing(in_full(resumed), saved.tensors)
         take_steps(resumed, MIDDLE + 1, run.train.steps)
         end = outcome(resumed)
-        same = end.losses == saved.end.losses[MIDDLE:] and end.parameters == saved.end.parameters
+        same = (
+            end.losses == saved.end.losses[MIDDLE:]
+            and end.parameters == saved.end.parameters
+        )
         last = differing(in_full(resumed), saved.end_tensors)
-        exact = {"same": same, "end": last} if loading.exact else {"same": True, "end": []}
+        exact = (
+            {"same": same, "end": last} if loading.exact else {"same": True, "end": []}
+        )
         results.append({"loaded": loaded, **exact})
     return results
 
@@ -206,9 +217,14 @@ def loadings() -> dict[str, Loading]:
     single step is enough."""
     rows: dict[str, Loading] = {}
     for ranks in (1, 2, 4):
-        strategies = [name for name in STRATEGIES if ranks == 4 or not name.startswith("hsdp")]
+        strategies = [
+            name for name in STRATEGIES if ranks == 4 or not name.startswith("hsdp")
+        ]
         for model in ("llama", "gpt2") if ranks == 2 else ("tied", "qwen3_moe"):
-            options = {"model": MODELS[model], "steps": MIDDLE + 1 if ranks == 4 else STEPS}
+            options = {
+                "model": MODELS[model],
+                "steps": MIDDLE + 1 if ranks == 4 else STEPS,
+            }
             # Only their experts are special, and many ranks are slow.
             of_experts = ("fsdp1 flat", "fsdp2", "hsdp2")
             for name in of_experts if model == "qwen3_moe" else strategies:
@@ -237,9 +253,17 @@ def loadings() -> dict[str, Loading]:
             ]
             for name in names:
                 parallel, layout = STRATEGIES[name]
-                rows[f"{name} {kind} on {ranks}"] = Loading(parallel, ranks, options, layout)
+                rows[f"{name} {kind} on {ranks}"] = Loading(
+                    parallel, ranks, options, layout
+                )
     tied = {"model": MODELS["tied"]}
-    for toy in (ToyDDPConfig, ToyZero1Config, ToyZero2Config, ToyZero3Config, ToyFSDPConfig):
+    for toy in (
+        ToyDDPConfig,
+        ToyZero1Config,
+        ToyZero2Config,
+        ToyZero3Config,
+        ToyFSDPConfig,
+    ):
         rows[toy.name] = Loading(toy(), 2, tied)
     for name, optim in {"adamw": AdamWConfig(), "muon": MuonConfig()}.items():
         experts = {"model": with_sizes(TINY["qwen3_moe"], **EXPERTS), "optim": optim}
@@ -253,7 +277,9 @@ def loadings() -> dict[str, Loading]:
                 FSDP2Config(), ranks, experts, layout, exact=False
             )
         if name == "adamw":  # the toy refuses Muon
-            rows["toy_ep"] = Loading(ToyEPConfig(), 2, experts, {"ep_size": 2}, exact=False)
+            rows["toy_ep"] = Loading(
+                ToyEPConfig(), 2, experts, {"ep_size": 2}, exact=False
+            )
     small = {"model": replace(MODELS["llama"], n_layers=1)}
     sgd = {"optim": SGDConfig(lr=0.1, weight_decay_on=WeightDecayOn.all), **small}
     still = SGDConfig(lr=0.1, momentum=0.0, weight_decay_on=WeightDecayOn.all)
@@ -277,7 +303,12 @@ def loadings() -> dict[str, Loading]:
 LOADINGS = loadings()
 LOADED = {
     *("fsdp1 llama on 2", "fsdp1 parts gpt2 on 2", "fsdp2 llama on 2", "ddp gpt2 on 2"),
-    *("fsdp1 flat llama on 2", "fsdp2 tied on 1", "hsdp2 qwen3_moe on 4", "fsdp2 muon on 2"),
+    *(
+        "fsdp1 flat llama on 2",
+        "fsdp2 tied on 1",
+        "hsdp2 qwen3_moe on 4",
+        "fsdp2 muon on 2",
+    ),
     *("fsdp1 bfloat16 on 2", "fsdp2 int8 on 2", "lazy ddp", "lazy sgd", "lazy fsdp2"),
     *("split experts adamw on 2", "split experts adamw hsdp2", "toy_ep"),
     *("toy_ddp", "toy_zero1", "toy_zero2", "toy_zero3", "toy_fsdp"),
@@ -298,7 +329,9 @@ def loaded(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
             if row.ranks == world_size
         }
         results |= zip(
-            group, run_ranks(world_size, resume_rows, list(group.values()))[0], strict=True
+            group,
+            run_ranks(world_size, resume_rows, list(group.values()))[0],
+            strict=True,
         )
     return results
 

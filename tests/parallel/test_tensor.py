@@ -22,7 +22,15 @@ from tests.harness.folders import build, write
 from tests.harness.outcomes import hash_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.run_tables import Pairs, Row, levels, trained_rows
-from tests.harness.tiny import DOCUMENTS, EVEN, TINY, make_config, supported, tiny_model, with_sizes
+from tests.harness.tiny import (
+    DOCUMENTS,
+    EVEN,
+    TINY,
+    make_config,
+    supported,
+    tiny_model,
+    with_sizes,
+)
 from tests.parallel.numeric_outcomes import SGD, Outcome, assert_close, train_all
 from tests.parallel.split_models import FEATURES, SELECTIVE, SMOOTH, STAGES, needs_sums
 
@@ -40,17 +48,27 @@ CHUNKS_AND_OFFLOAD = MemoryConfig(
     chunk_loss=True,
     chunk_tokens="16",
 )
-OVERLAPPED = MemoryConfig(cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped)
+OVERLAPPED = MemoryConfig(
+    cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped
+)
 
 BY_SGD: dict[str, Any] = {"optim": SGD, "steps": 1, "deterministic": False}
 
 
 def row(
-    model: str, layout: dict[str, Any], parallel: FSDP2Config | None = None, **options: Any
+    model: str,
+    layout: dict[str, Any],
+    parallel: FSDP2Config | None = None,
+    **options: Any,
 ) -> Row:
     """Return a run on four ranks, two of them with features unless given."""
     layout = {"tp_size": 2, **layout}
-    return Row(parallel or FSDP2Config(), 4, layout, {"model": MODELS[model], **BY_SGD, **options})
+    return Row(
+        parallel or FSDP2Config(),
+        4,
+        layout,
+        {"model": MODELS[model], **BY_SGD, **options},
+    )
 
 
 ROWS = supported(
@@ -97,7 +115,9 @@ def initial(configs: list[Config]) -> list[dict[str, str]]:
 def generated(config: Config) -> list[int]:
     trainer = Trainer(config)
     prompt_T = torch.tensor([3, 1, 4, 1, 5])
-    return generate(trainer.strategy.full_model, prompt_T, 12, 12, Draw(0.0, None, 1.0, 0)).tolist()
+    return generate(
+        trainer.strategy.full_model, prompt_T, 12, 12, Draw(0.0, None, 1.0, 0)
+    ).tolist()
 
 
 SPLITS: dict[str, tuple[Any, FSDP2Config, int, dict[str, int]]] = {
@@ -113,7 +133,9 @@ SPLITS: dict[str, tuple[Any, FSDP2Config, int, dict[str, int]]] = {
 
 @pytest.mark.parametrize("name", levels(SPLITS, {"gpt2"}))
 @needs_sums
-def test_split_models_begin_with_the_values_of_one_process(tmp_path: Path, name: str) -> None:
+def test_split_models_begin_with_the_values_of_one_process(
+    tmp_path: Path, name: str
+) -> None:
     """Oracle: one process, from the seed and from a folder in Hugging Face format; and the tokens
     it generates."""
     model, parallel, ranks, mesh = SPLITS[name]
@@ -121,6 +143,11 @@ def test_split_models_begin_with_the_values_of_one_process(tmp_path: Path, name:
     models = [model, dataclasses.replace(model, init_from=str(tmp_path / "folder"))]
     options: dict[str, Any] = {"steps": 1, "deterministic": False}
     alone = [make_config(SingleConfig(), 1, model=each, **options) for each in models]
-    shared = [make_config(parallel, ranks, model=each, **mesh, **options) for each in models]
+    shared = [
+        make_config(parallel, ranks, model=each, **mesh, **options) for each in models
+    ]
     assert run_ranks(ranks, initial, shared)[0] == run_ranks(1, initial, alone)[0]
-    assert run_ranks(ranks, generated, shared[1]) == run_ranks(1, generated, alone[1]) * ranks
+    assert (
+        run_ranks(ranks, generated, shared[1])
+        == run_ranks(1, generated, alone[1]) * ranks
+    )

@@ -61,8 +61,16 @@ def pairs_on(ranks: int) -> dict[str, Counterparts]:
         for name, model in MODELS.items()
     }
     pairs |= {
-        "toy_ddp without overlap": (DDPConfig(), ToyDDPConfig(overlap=False), {**DEFAULT, **GPT2}),
-        "toy_ddp deterministic": (DDPConfig(), ToyDDPConfig(), {**SMALL, "memory": CHECKPOINTED}),
+        "toy_ddp without overlap": (
+            DDPConfig(),
+            ToyDDPConfig(overlap=False),
+            {**DEFAULT, **GPT2},
+        ),
+        "toy_ddp deterministic": (
+            DDPConfig(),
+            ToyDDPConfig(),
+            {**SMALL, "memory": CHECKPOINTED},
+        ),
         "toy_ddp reduced in bf16": (
             DDPConfig(reduce_dtype=ReduceDType.bfloat16),
             ToyDDPConfig(reduce_dtype=ReduceDType.bfloat16),
@@ -100,17 +108,36 @@ def pairs_on(ranks: int) -> dict[str, Counterparts]:
                 ToyZero2Config(overlap=False),
                 {**ONCE, **GPT2},
             ),
-            "toy_zero3": (DDPConfig(), ToyZero3Config(), {**ONCE, "model": MODELS["qwen3_moe"]}),
-            "toy_zero3 alone": (DDPConfig(), ToyZero3Config(prefetch=False), {**ONCE, **GPT2}),
+            "toy_zero3": (
+                DDPConfig(),
+                ToyZero3Config(),
+                {**ONCE, "model": MODELS["qwen3_moe"]},
+            ),
+            "toy_zero3 alone": (
+                DDPConfig(),
+                ToyZero3Config(prefetch=False),
+                {**ONCE, **GPT2},
+            ),
         }
     pairs |= {
-        f"toy_fsdp {name}": (FSDP2Config(), ToyFSDPConfig(), {"model": model, **DEFAULT})
+        f"toy_fsdp {name}": (
+            FSDP2Config(),
+            ToyFSDPConfig(),
+            {"model": model, **DEFAULT},
+        )
         for name, model in MODELS.items()
     }
     if ranks == 4:
-        pairs["toy_fsdp replicas"] = (FSDP2Config(), ToyFSDPConfig(), {**DEFAULT, "fsdp_size": 2})
+        pairs["toy_fsdp replicas"] = (
+            FSDP2Config(),
+            ToyFSDPConfig(),
+            {**DEFAULT, "fsdp_size": 2},
+        )
     if ranks == 2:
-        freed = {"wrap": Wrap.block_attn_mlp, "reshard_after_forward": ReshardAfterForward.always}
+        freed = {
+            "wrap": Wrap.block_attn_mlp,
+            "reshard_after_forward": ReshardAfterForward.always,
+        }
         ahead = {
             "reshard_after_forward": ReshardAfterForward.never,
             "forward_prefetch": 2,
@@ -122,7 +149,11 @@ def pairs_on(ranks: int) -> dict[str, Counterparts]:
             ("deterministic", {}, {**SMALL, "eval_every": 2, "eval_batches": 1}),
             ("bf16", half, DEFAULT),
             ("parts, freed, recomputed", freed, {**SMALL, "memory": CHECKPOINTED}),
-            ("not freed, prefetched", ahead, {**SMALL, "memory": MemoryConfig(chunk_loss=True)}),
+            (
+                "not freed, prefetched",
+                ahead,
+                {**SMALL, "memory": MemoryConfig(chunk_loss=True)},
+            ),
             ("states offloaded", {}, {**SMALL, **offloaded}),
         ):
             pairs[f"toy_fsdp {label}"] = (
@@ -151,7 +182,9 @@ trained = trained_rows(PAIRS, argument="label")
 
 
 @pytest.mark.parametrize("label", levels(PAIRS, SHORT))
-def test_toys_match_their_native_counterparts_bitwise(label: str, trained: Pairs) -> None:
+def test_toys_match_their_native_counterparts_bitwise(
+    label: str, trained: Pairs
+) -> None:
     """Oracle: the native strategy at the same world size, on every family, with accumulation and
     clipping."""
     toy, native = trained[label]
@@ -169,7 +202,8 @@ PREDICTED = {
 def test_planner_refuses_toys(words: str) -> None:
     """Oracle: the expected message; a prediction of the wrong strategy would be worse than none."""
     sentence = (
-        rf"^parallel=toy_\w+ cannot be predicted; set parallel={PREDICTED[words]}, which is closest"
+        r"^parallel=toy_\w+ cannot be predicted; set "
+        f"parallel={PREDICTED[words]}, which is closest"
     )
     with pytest.raises(ConfigError, match=sentence):
         plan_command([*words.split(), "plan.hardware=h100"])

@@ -65,10 +65,17 @@ def test_policies_choose_the_units_of_pytorchs(name: str) -> None:
     """Oracle: FullyShardedDataParallel with ``size_based_auto_wrap_policy`` and
     ``ModuleWrapPolicy``."""
     model = built(name)
-    kinds = {kind.__name__: kind for module in model.modules() for kind in type(module).__mro__}
-    classes = [names for each in CLASSES if (names := [name for name in each if name in kinds])]
+    kinds = {
+        kind.__name__: kind
+        for module in model.modules()
+        for kind in type(module).__mro__
+    }
+    classes = [
+        names for each in CLASSES if (names := [name for name in each if name in kinds])
+    ]
     policies: list[Any] = [
-        functools.partial(size_based_auto_wrap_policy, min_num_params=size) for size in SIZES
+        functools.partial(size_based_auto_wrap_policy, min_num_params=size)
+        for size in SIZES
     ]
     policies += [ModuleWrapPolicy({kinds[each] for each in names}) for names in classes]
     configs = [FSDP2Config(min_params=size) for size in SIZES] + [
@@ -84,8 +91,12 @@ def test_tied_weights_belong_to_the_root() -> None:
     """Oracle: the names; a weight in two units would be gathered and reduced twice."""
     with torch.device("meta"):
         model = tiny_model(tie_embeddings=True).build()
-    assert set(names_of(FSDP1Config(min_params=1), model)).isdisjoint({"embed_tokens", "lm_head"})
-    linear = names_of(FSDP2Config(wrap_classes=["Linear"]), model)  # LMHead derives from Linear
+    assert set(names_of(FSDP1Config(min_params=1), model)).isdisjoint(
+        {"embed_tokens", "lm_head"}
+    )
+    linear = names_of(
+        FSDP2Config(wrap_classes=["Linear"]), model
+    )  # LMHead derives from Linear
     assert len(linear) == 7 * 3 and all(name.endswith("_proj") for name in linear)
     with pytest.raises(
         ConfigError,
@@ -122,8 +133,15 @@ def test_units_of_a_users_model_are_modules_whose_forward_runs_in_its_order() ->
     mlp = [name.removeprefix("layers.0.") for name in linear if ".mlp" in name]
     assert mlp == ["mlp", "mlp.late", "mlp.heads.0", "mlp.heads.1"]
     assert inside_out(mlp) == ["mlp.late", "mlp.heads.0", "mlp.heads.1", "mlp"]
-    assert "layers.0.mlp.pytorchs" in names_of(FSDP1Config(min_params=36 * 36 * 4), model)
-    for name in ("ModuleList", "NonDynamicallyQuantizableLinear", "RotaryModel", "Module"):
+    assert "layers.0.mlp.pytorchs" in names_of(
+        FSDP1Config(min_params=36 * 36 * 4), model
+    )
+    for name in (
+        "ModuleList",
+        "NonDynamicallyQuantizableLinear",
+        "RotaryModel",
+        "Module",
+    ):
         with pytest.raises(ConfigError, match=f"names {name}, but"):
             names_of(FSDP2Config(wrap_classes=[name]), model)
 
@@ -136,7 +154,9 @@ def test_search_keeps_units_chosen_by_class_or_by_size(word: str) -> None:
     words."""
     words = ["model=llama3_1b", "parallel=fsdp2", word]
     base = compose_config(words)
-    combinations = Combinations(base, {"parallel", word.partition("=")[0]}, EVERYTHING, 8, 8)
+    combinations = Combinations(
+        base, {"parallel", word.partition("=")[0]}, EVERYTHING, 8, 8
+    )
     configs = [
         vary(base, changes)
         for changes in combinations.neighbors(next(combinations.all()), 1, faster=True)
@@ -145,7 +165,8 @@ def test_search_keeps_units_chosen_by_class_or_by_size(word: str) -> None:
         model = base.model.build()
     for config in configs:
         assert (
-            compose_config([*words, *overrides_between(base, config)]).parallel == config.parallel
+            compose_config([*words, *overrides_between(base, config)]).parallel
+            == config.parallel
         )
         validate_switches(config, 8, "cuda")
         assert config.parallel.units(model) == base.parallel.units(model)

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import _runtime_utils
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+    FSDPCommContext,
+    FSDPParamGroup,
+)
 
 from fsdptoys.patches import PATCHES, apply_patches, check_patches
 from fsdptoys.patches.patch import parse_version
@@ -18,7 +21,11 @@ ALL = ["fsdp1_stream_reuse", "fsdp2_stream_reuse", "fsdp2_backward_prefetch"]
 
 def targets() -> list[object]:
     """Return the targets of the three patches, in the order of ``ALL``."""
-    return [_runtime_utils._init_streams, FSDPCommContext.lazy_init, FSDPParamGroup.post_forward]
+    return [
+        _runtime_utils._init_streams,
+        FSDPCommContext.lazy_init,
+        FSDPParamGroup.post_forward,
+    ]
 
 
 def changed(before: list[object]) -> list[bool]:
@@ -66,7 +73,9 @@ def test_failed_patch_undoes_all_patches() -> None:
     assert targets() == before
 
 
-def test_undo_keeps_later_replacements_by_other_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undo_keeps_later_replacements_by_other_libraries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: identity; other libraries replace the same methods when they are first used."""
 
     def around(*args: object) -> None:
@@ -83,10 +92,13 @@ def test_undo_keeps_later_replacements_by_other_libraries(monkeypatch: pytest.Mo
 SHARED = "applied: the {} roots of a process share their streams"
 ORDER = "applied: recomputed forwards do not disturb the order of backward prefetching"
 NOT_NEEDED = (
-    "not needed because torch {} keeps recomputed forwards out of the prefetch order itself"
+    "not needed because torch {} keeps recomputed forwards out of the prefetch "
+    "order itself"
 )
 TOO_OLD = "not applied because torch 2.6.0 is older than 2.7"
-TOO_NEW = "not applied because torch 2.16.0 is newer than the versions it was written against"
+TOO_NEW = (
+    "not applied because torch 2.16.0 is newer than the versions it was written against"
+)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +108,10 @@ TOO_NEW = "not applied because torch 2.16.0 is newer than the versions it was wr
         (
             "fsdp2",
             "2.9.1",
-            {"fsdp2_stream_reuse": SHARED.format("FSDP2"), "fsdp2_backward_prefetch": ORDER},
+            {
+                "fsdp2_stream_reuse": SHARED.format("FSDP2"),
+                "fsdp2_backward_prefetch": ORDER,
+            },
         ),
         (
             "fsdp2",
@@ -123,7 +138,9 @@ def test_auto_applies_patches_by_strategy_and_torch_version(
     assert list(PATCHES) == ALL
     with apply_patches("auto", strategy) as applied:
         assert applied.report == list(report.items())
-        assert changed(before) == [report.get(name, "").startswith("applied") for name in ALL]
+        assert changed(before) == [
+            report.get(name, "").startswith("applied") for name in ALL
+        ]
     assert targets() == before
 
 
@@ -141,9 +158,18 @@ def test_only_named_patches_are_applied(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
-        (["x"], f"is not the name of a patch; choose from {', '.join(ALL)}, or set patches=auto"),
-        (3, "must be auto or a list of names; set patches=auto, or patches=[] for none"),
-        ([3], "must be auto or a list of names; set patches=auto, or patches=[] for none"),
+        (
+            ["x"],
+            f"is not the name of a patch; choose from {', '.join(ALL)}, or set patches=auto",
+        ),
+        (
+            3,
+            "must be auto or a list of names; set patches=auto, or patches=[] for none",
+        ),
+        (
+            [3],
+            "must be auto or a list of names; set patches=auto, or patches=[] for none",
+        ),
         (
             ["fsdp2_stream_reuse", "fsdp1_stream_reuse"],
             (
@@ -162,7 +188,10 @@ def test_only_named_patches_are_applied(monkeypatch: pytest.MonkeyPatch) -> None
 )
 @pytest.mark.parametrize("call", [check_patches, apply_patches])
 def test_invalid_and_ineffective_patch_names_are_refused(
-    names: Any, sentence: str, call: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+    names: Any,
+    sentence: str,
+    call: Callable[..., object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: written by hand; the check and the application raise the same message."""
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
@@ -179,7 +208,9 @@ def test_invalid_and_ineffective_patch_names_are_refused(
     [("2.13.0+cpu", (2, 13)), ("2.12.0a0+git3f1b2c4", (2, 12)), ("2.7.1", (2, 7)),
      ("2.10", (2, 10)), ("2.8.0.dev20250601+cu128", (2, 8)), ("3.0.0rc1", (3, 0))],
 )  # fmt: skip
-def test_torch_versions_parse_to_numbers(version: str, numbers: tuple[int, int]) -> None:
+def test_torch_versions_parse_to_numbers(
+    version: str, numbers: tuple[int, int]
+) -> None:
     """Oracle: written by hand; as text 2.10 would come before 2.7."""
     assert parse_version(version) == numbers
     with pytest.raises(

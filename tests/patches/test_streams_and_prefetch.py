@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+    FSDPCommContext,
+    FSDPParamGroup,
+)
 from torch.utils.checkpoint import checkpoint
 
 from fsdptoys.patches import PATCHES, apply_patches, streams
@@ -60,7 +63,10 @@ def train_recorded(
     """
     used = record_streams()
     roots, gradients = train_two(strategy, hybrid, patched, order)
-    contexts = [root if strategy == "fsdp1" else root._get_fsdp_state()._comm_ctx for root in roots]
+    contexts = [
+        root if strategy == "fsdp1" else root._get_fsdp_state()._comm_ctx
+        for root in roots
+    ]
     same = all(same_streams(*(streams_of(strategy, root) for root in roots)))
     return len(used), gradients, (same, contexts[0] is contexts[1])
 
@@ -111,7 +117,9 @@ def test_two_roots_share_streams_with_bitwise_equal_gradients(
     assert used == 2 * streams_of_a_root
     assert first and first != second
     shared = run_ranks(ranks, train_recorded, strategy, hybrid, True, order)
-    assert shared == [(streams_of_a_root, gradients, (True, False)) for _, gradients, _ in alone]
+    assert shared == [
+        (streams_of_a_root, gradients, (True, False)) for _, gradients, _ in alone
+    ]
 
 
 def report_outcomes(strategy: str) -> list[str]:
@@ -121,17 +129,26 @@ def report_outcomes(strategy: str) -> list[str]:
     name = f"{strategy}_stream_reuse"
     with apply_patches([name], strategy) as patches:
         root, other = (make_root(strategy, seed) for seed in (1, 2))
-        outcomes = [patches.outcomes(model)[name] for model in (root, nn.ModuleList([root, other]))]
+        outcomes = [
+            patches.outcomes(model)[name]
+            for model in (root, nn.ModuleList([root, other]))
+        ]
         forward_and_backward(root)
         return [*outcomes, patches.outcomes(other)[name]]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_patch_without_a_second_root_is_reported_to_have_no_effect(strategy: str) -> None:
+def test_patch_without_a_second_root_is_reported_to_have_no_effect(
+    strategy: str,
+) -> None:
     """Oracle: streams are shared with other roots of the process only, present or earlier."""
     applied = f"applied: the {strategy.upper()} roots of a process share their streams"
     for outcomes in run_ranks(2, report_outcomes, strategy):
-        assert outcomes == [f"{applied}, no effect in this run: one root", applied, applied]
+        assert outcomes == [
+            f"{applied}, no effect in this run: one root",
+            applied,
+            applied,
+        ]
 
 
 def number_streams() -> list[list[int]]:
@@ -146,7 +163,9 @@ def number_streams() -> list[list[int]]:
             forward_and_backward(root)
             assert hybrid == (root._all_reduce_stream is not root._default_stream)
             streams = [*streams_of("fsdp1", root), root._default_stream]
-            of_roots.append([numbers.setdefault(stream, len(numbers)) for stream in streams])
+            of_roots.append(
+                [numbers.setdefault(stream, len(numbers)) for stream in streams]
+            )
     return of_roots
 
 
@@ -218,7 +237,9 @@ def make_model() -> nn.Module:
     head = nn.Linear(WIDTH, 3)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = functools.partial(
+            checkpoint, block.forward, use_reentrant=False
+        )
         for unit in (block.attn, block.mlp, block):
             fully_shard(unit, mesh=mesh, reshard_after_forward=True)
     fully_shard(head, mesh=mesh, reshard_after_forward=True)
@@ -233,7 +254,9 @@ def post_forward_until_2_9(self: Any, module: nn.Module, args: Any, output: Any)
     return output
 
 
-def backward_gathers(without_fix: bool, patched: bool) -> tuple[list[str], list[list[float]]]:
+def backward_gathers(
+    without_fix: bool, patched: bool
+) -> tuple[list[str], list[list[float]]]:
     """Names of the units gathered in the backward, in order, and the gradients."""
     if without_fix:
         FSDPParamGroup.post_forward = post_forward_until_2_9
@@ -255,7 +278,9 @@ def backward_gathers(without_fix: bool, patched: bool) -> tuple[list[str], list[
     assert gathered == ["0", "0.attn", "0.mlp", "1", "1.attn", "1.mlp", "2"]
     gathered.clear()
     loss.backward()
-    return gathered, [param.grad.to_local().flatten().tolist() for param in model.parameters()]
+    return gathered, [
+        param.grad.to_local().flatten().tolist() for param in model.parameters()
+    ]
 
 
 IN_ORDER = ["2", "1", "1.mlp", "1.attn", "0", "0.mlp", "0.attn"]

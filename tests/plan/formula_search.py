@@ -35,9 +35,16 @@ HARDWARE = imagined_hardware(devices_per_node=8, memory_bytes=80 * GIB)
 def formula(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     """A prediction with the properties that a search relies on: memory that grows with the batch,
     time convex in it, and switches that trade one for the other."""
-    parallel, memory, train, model = config.parallel, config.memory, config.train, config.model
+    parallel, memory, train, model = (
+        config.parallel,
+        config.memory,
+        config.train,
+        config.model,
+    )
     parameters = 12 * model.n_layers * model.dim**2
-    shards = config.mesh.shard_ranks(world_size) if parallel.name.startswith("fsdp") else 1
+    shards = (
+        config.mesh.shard_ranks(world_size) if parallel.name.startswith("fsdp") else 1
+    )
     full = memory.gradient_checkpointing is GradientCheckpointing.full
     kept = {"none": 30, "selective": 12, "full": 2}[memory.gradient_checkpointing.value]
     kept *= 0.3 if memory.activation_offload else 1
@@ -56,12 +63,28 @@ def formula(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     whole = (0 if parallel.name.startswith("fsdp") else 2) * parameters
     logits = (1 if memory.chunk_loss else 10) * tokens * model.vocab_size
     reserved = int(
-        state + gathered + whole + kept * tokens * model.dim * model.n_layers + logits + GIB
+        state
+        + gathered
+        + whole
+        + kept * tokens * model.dim * model.n_layers
+        + logits
+        + GIB
     )
-    reserved -= int(0.1 * GIB) if read(config, "parallel.wrap") is Wrap.block_attn_mlp else 0
-    compute = 6 * parameters * tokens * (4 / 3 if full else 1.1 if memory.checkpoints else 1) / 4e14
+    reserved -= (
+        int(0.1 * GIB) if read(config, "parallel.wrap") is Wrap.block_attn_mlp else 0
+    )
+    compute = (
+        6
+        * parameters
+        * tokens
+        * (4 / 3 if full else 1.1 if memory.checkpoints else 1)
+        / 4e14
+    )
     traffic = (
-        (1 if gathered else 1.5) * parameters * (1 - 1 / shards) / (3e11 if shards <= 8 else 4e10)
+        (1 if gathered else 1.5)
+        * parameters
+        * (1 - 1 / shards)
+        / (3e11 if shards <= 8 else 4e10)
     )
     traffic += 0 if shards == world_size else 0.3 * parameters / 4e10
     step = max(compute, traffic) + 0.01 + 0.02 * (config.mesh.cp_size > 1)
@@ -84,7 +107,9 @@ def formula(config: Config, hardware: Hardware, world_size: int) -> Prediction:
         tokens_per_step=tokens * world_size,
         model_flops_per_step=6.0 * parameters * tokens,
         peak_flops=1e15,
-        memory=MemoryPrediction(reserved // 2, reserved, reserved, "forward", host_bytes=host),
+        memory=MemoryPrediction(
+            reserved // 2, reserved, reserved, "forward", host_bytes=host
+        ),
         time=TimePrediction(step, compute, step - compute, 0, 0),
     )
 
@@ -117,5 +142,8 @@ def find(
 
 
 SMALL = Space(
-    strategies=("fsdp2", "ddp"), cpu_offload=False, every_shard_size=False, exchanges=False
+    strategies=("fsdp2", "ddp"),
+    cpu_offload=False,
+    every_shard_size=False,
+    exchanges=False,
 )

@@ -37,7 +37,9 @@ def test_advice_makes_a_run_fit_or_faster_when_composed() -> None:
         assert advice and all(fits for _, fits in advice)
         speeds = []
         for text, _ in advice:
-            after = formula(compose_config([*MODEL, *words, *text.split()]), HARDWARE, 8)
+            after = formula(
+                compose_config([*MODEL, *words, *text.split()]), HARDWARE, 8
+            )
             assert after.memory.reserved_bytes <= gib * GIB
             speeds.append(after.tokens_per_second)
         assert speeds == sorted(speeds, reverse=True)
@@ -46,7 +48,9 @@ def test_advice_makes_a_run_fit_or_faster_when_composed() -> None:
 
 
 @pytest.mark.parametrize(("gib", "offloads"), [(80.0, False), (1.5, True)])
-def test_a_run_that_fits_is_not_offered_what_saves_memory_alone(gib: float, offloads: bool) -> None:
+def test_a_run_that_fits_is_not_offered_what_saves_memory_alone(
+    gib: float, offloads: bool
+) -> None:
     """Oracle: no predicted configuration offloads anything; some do where the run does not fit."""
     configs: list[Config] = []
 
@@ -57,7 +61,8 @@ def test_a_run_that_fits_is_not_offered_what_saves_memory_alone(gib: float, offl
     base = compose([*MODEL, "memory.gradient_checkpointing=full"])
     advise(base, predict, formula(vary(base, {}), HARDWARE, 8), gib * GIB)
     assert (
-        any(one.memory.cpu_offload or one.memory.optimizer_offload for one in configs) is offloads
+        any(one.memory.cpu_offload or one.memory.optimizer_offload for one in configs)
+        is offloads
     )
 
 
@@ -94,4 +99,7 @@ def test_page_counts_runs_over_the_bar_and_wrong_searches() -> None:
         and "In 19 of 20 the best" in page
         and "20.0% slower: bad" in page
     )
-    assert not render([Error("run", 0.01, -0.11, 0.0)], [])[1] and not render([], searches[-2:])[1]
+    assert (
+        not render([Error("run", 0.01, -0.11, 0.0)], [])[1]
+        and not render([], searches[-2:])[1]
+    )

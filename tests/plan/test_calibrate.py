@@ -63,7 +63,9 @@ def step_of(
     gather, copies, AdamW."""
     events: list[Any] = [Mark(1, "forward")]
     events += [Kernel("mm", 0, KernelKind.matmul, tflops * 1e12, 0, "bfloat16")]
-    events += [Kernel("attention", 0, KernelKind.attention, tflops * 1e11, 0, "bfloat16")]
+    events += [
+        Kernel("attention", 0, KernelKind.attention, tflops * 1e11, 0, "bfloat16")
+    ]
     events += [Kernel("add", 0, KernelKind.memory, 0, round(gb * 1e9), "bfloat16")]
     events += [Kernel("add", 0, KernelKind.memory, 0, 1, "bfloat16")] * small
     if gathered_gb:
@@ -78,7 +80,9 @@ def step_of(
     if updated:
         events.append(HostWork("adam", 0, updated, worker=False))
     trace = Trace(events)
-    return lambda hardware: replay(trace, hardware, NativeAllocator()).time().step_seconds
+    return lambda hardware: (
+        replay(trace, hardware, NativeAllocator()).time().step_seconds
+    )
 
 
 RUNS = {
@@ -109,7 +113,10 @@ def test_runs_that_determine_all_rates_recover_them() -> None:
     result = calibrate(cases(*RUNS), H100, today=TODAY)
     for parameter in PARAMETERS:
         for field in parameter.fields:
-            found, true = getattr(result.hardware, field).value, getattr(TRUTH, field).value
+            found, true = (
+                getattr(result.hardware, field).value,
+                getattr(TRUTH, field).value,
+            )
             assert found == pytest.approx(true, rel=0.02), field
     assert not result.unknown and all(
         abs(error(row, row.after_seconds)) < 0.01 for row in result.fitted
@@ -128,7 +135,11 @@ def test_rates_without_effect_are_reported_and_not_fitted() -> None:
         "latency of transfers",
         "AdamW on the host",
     )
-    assert set(result.changes) == {"matmul_efficiency", "attention_efficiency", "memory_efficiency"}
+    assert set(result.changes) == {
+        "matmul_efficiency",
+        "attention_efficiency",
+        "memory_efficiency",
+    }
     for field in dataclasses.fields(Hardware):
         if field.name not in (*result.changes, "attention_backends"):
             assert getattr(result.hardware, field.name) == getattr(H100, field.name)
@@ -149,7 +160,9 @@ def test_one_run_is_fitted_with_the_smallest_change() -> None:
         == pytest.approx(0.8, rel=0.01)
     )
     for backend, share in result.hardware.attention_backends.items():
-        assert share.value / H100.attention_backends[backend].value == pytest.approx(0.8, rel=0.01)
+        assert share.value / H100.attention_backends[backend].value == pytest.approx(
+            0.8, rel=0.01
+        )
     assert result.hardware.memory_efficiency.value == pytest.approx(
         H100.memory_efficiency.value, rel=0.01
     )
@@ -177,7 +190,10 @@ def test_contradictory_runs_share_the_error() -> None:
 
 
 def write_run(
-    folder: Path, config: Config, seconds: list[float], device: str = "NVIDIA H100 80GB HBM3"
+    folder: Path,
+    config: Config,
+    seconds: list[float],
+    device: str = "NVIDIA H100 80GB HBM3",
 ) -> Path:
     """Write a run directory on eight devices."""
     steps = [
@@ -225,10 +241,14 @@ def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     )
 
 
-def test_run_directory_is_read_with_synthetic_data(tmp_path: Path, config: Config) -> None:
+def test_run_directory_is_read_with_synthetic_data(
+    tmp_path: Path, config: Config
+) -> None:
     """Oracle: the written files; the median excludes the warm-up of two steps; the data becomes
     synthetic."""
-    run, made, seconds = read_run(write_run(tmp_path / "run", config, [9.0, 9.0, 0.5, 0.7, 0.6]))
+    run, made, seconds = read_run(
+        write_run(tmp_path / "run", config, [9.0, 9.0, 0.5, 0.7, 0.6])
+    )
     assert (run.world_size, run.device_type, seconds) == (8, "cuda", 0.6)
     read = made.to_dict()
     expected = config.to_dict() | {name: read[name] for name in ("data", "checkpoint")}
@@ -238,7 +258,9 @@ def test_run_directory_is_read_with_synthetic_data(tmp_path: Path, config: Confi
     made.validate(8, "cuda")
 
 
-def test_command_prints_errors_and_writes_a_profile(tmp_path: Path, config: Config) -> None:
+def test_command_prints_errors_and_writes_a_profile(
+    tmp_path: Path, config: Config
+) -> None:
     """Oracle: two runs at 0.8 of the profile's compute rate; the file gives that rate."""
     runs = []
     for batch in (3, 5):
@@ -246,7 +268,9 @@ def test_command_prints_errors_and_writes_a_profile(tmp_path: Path, config: Conf
         seconds = step_of(tflops=100 * batch)(TRUTH)
         runs.append(
             write_run(
-                tmp_path / f"run{batch}", dataclasses.replace(config, train=train), [9, 9, seconds]
+                tmp_path / f"run{batch}",
+                dataclasses.replace(config, train=train),
+                [9, 9, seconds],
             )
         )
     out, page = tmp_path / "mine.yaml", io.StringIO()
@@ -254,19 +278,24 @@ def test_command_prints_errors_and_writes_a_profile(tmp_path: Path, config: Conf
     assert calibrate_command(words, predict, Console(file=page, width=80)) == 0
     made = load_hardware(str(out))
     assert made.matmul_efficiency.value == pytest.approx(0.8 * 0.72, rel=0.01)
-    assert re.search(r"run3 +0\.\d+ s +0\.\d+ s +-\d+\.\d% +0\.\d+ s +[+-]0\.\d%", page.getvalue())
+    assert re.search(
+        r"run3 +0\.\d+ s +0\.\d+ s +-\d+\.\d% +0\.\d+ s +[+-]0\.\d%", page.getvalue()
+    )
     text = " ".join(page.getvalue().split())
     assert "matmul_efficiency: 0.72 is now 0.576" in text
     assert (
         "Not fitted, as no run depends on it: memory, host, links within a machine, links between"
         in text
     )
-    with pytest.raises(ConfigError, match=r"mine.yaml must be a new YAML file; set out=mine_new"):
+    with pytest.raises(
+        ConfigError, match=r"mine.yaml must be a new YAML file; set out=mine_new"
+    ):
         calibrate_command(words, predict, Console(file=page))
 
 
 HARDWARE_FLAW = (
-    "hardware=a2 is a npu device, and .* on a cuda device, NVIDIA H100 80GB HBM3; set its"
+    "hardware=a2 is a npu device, and .* on a cuda device, NVIDIA H100 80GB "
+    "HBM3; set its"
 )
 
 
@@ -282,7 +311,10 @@ HARDWARE_FLAW = (
             ["none"],
             "none is no run directory; give one that fsdptoys train has written, as runs/NAME",
         ),
-        (["short"], "short has 2 steps, none after the warm-up of 2; give a longer run"),
+        (
+            ["short"],
+            "short has 2 steps, none after the warm-up of 2; give a longer run",
+        ),
         (
             ["run", "other"],
             r"ran on Ascend910B3 and .*run on NVIDIA H100 80GB HBM3; calibrate one at a time",
@@ -295,7 +327,11 @@ HARDWARE_FLAW = (
     ],
 )
 def test_mistakes_are_reported_in_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Config, words: list[str], sentence: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: Config,
+    words: list[str],
+    sentence: str,
 ) -> None:
     """Oracle: the expected messages."""
     monkeypatch.chdir(tmp_path)

@@ -15,7 +15,9 @@ from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 from fsdptoys.utils.torchao import torchao_fault
 from tests.harness.traced_runs import configured
 
-needs_torchao = pytest.mark.skipif(torchao_fault() is not None, reason=f"torchao {torchao_fault()}")
+needs_torchao = pytest.mark.skipif(
+    torchao_fault() is not None, reason=f"torchao {torchao_fault()}"
+)
 extended = pytest.mark.extended
 
 GIB = 2**30
@@ -50,7 +52,11 @@ def _parameters(config: Config) -> int:
         (("parallel=fsdp2",), 8, 12, 8),
         (("parallel=fsdp2", "mesh.fsdp_size=4"), 16, 12, 4),
         pytest.param(
-            ("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"),
+            (
+                "parallel=fsdp1",
+                "parallel.use_orig_params=false",
+                "optim.weight_decay_on=all",
+            ),
             8,
             12,
             8,
@@ -60,7 +66,13 @@ def _parameters(config: Config) -> int:
         (("parallel=ddp",), 8, 16, 1),
         (("parallel=single",), 1, 12, 1),
         (("parallel=ddp", "parallel.param_dtype=float32"), 8, 16, 1),
-        pytest.param(("parallel=single", "parallel.param_dtype=float32"), 1, 12, 1, marks=extended),
+        pytest.param(
+            ("parallel=single", "parallel.param_dtype=float32"),
+            1,
+            12,
+            1,
+            marks=extended,
+        ),
         (("parallel=fsdp2", "optim=sgd", "optim.momentum=0"), 8, 4, 8),
         (("parallel=fsdp2", "optim.state_dtype=bfloat16"), 8, 8, 8),
         # Norms aside, a code for each of the two, and four bytes for 256 or 128 of them.
@@ -134,7 +146,9 @@ SAVINGS = [
 def test_each_memory_switch_saves_memory(without: str, with_: str) -> None:
     """Oracle: the purpose of each switch."""
     words = ("model=llama3_8b", "model.n_layers=4", BF16, "train.seq_len=8192")
-    more, less = (_predict(*words, *switches.split()).memory for switches in (without, with_))
+    more, less = (
+        _predict(*words, *switches.split()).memory for switches in (without, with_)
+    )
     assert less.reserved_bytes < more.reserved_bytes
     assert less.peak_bytes <= more.peak_bytes
 
@@ -147,13 +161,18 @@ def test_collective_volumes_match_the_strategy() -> None:
     once = 2 * config.model.vocab_size * config.model.dim + config.model.dim
     hybrid = _predict(*LLAMA, "mesh.fsdp_size=8", world_size=32)
     moved = {
-        (each.collective, each.axis, each.group_size): each.bytes for each in hybrid.time.volumes
+        (each.collective, each.axis, each.group_size): each.bytes
+        for each in hybrid.time.volumes
     }
     assert moved["all_gather", "shard", 8] == pytest.approx(
         7 / 8 * 2 * (2 * total - once), rel=1e-6
     )
-    assert moved["reduce_scatter", "shard", 8] == pytest.approx(7 / 8 * 4 * total, rel=1e-6)
-    assert moved["all_reduce", "replicate", 4] == pytest.approx(2 * 3 / 4 * 4 * total / 8, rel=1e-6)
+    assert moved["reduce_scatter", "shard", 8] == pytest.approx(
+        7 / 8 * 4 * total, rel=1e-6
+    )
+    assert moved["all_reduce", "replicate", 4] == pytest.approx(
+        2 * 3 / 4 * 4 * total / 8, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +189,11 @@ def test_time_and_gathers_are_linear_in_micro_batches(grad_accum: int) -> None:
     step = (predict(7).time.step_seconds - predict(3).time.step_seconds) / 4
     prediction = predict(grad_accum)
     once, several = (
-        next(volume.calls for volume in each.time.volumes if volume.collective == "all_gather")
+        next(
+            volume.calls
+            for volume in each.time.volumes
+            if volume.collective == "all_gather"
+        )
         for each in (predict(1), prediction)
     )
     assert several == grad_accum * once
@@ -187,7 +210,11 @@ def test_parts_of_a_prediction_add_up(words: tuple[str, ...]) -> None:
     categories."""
     prediction = _predict(*LLAMA, *words)
     time, memory = prediction.time, prediction.memory
-    waits = time.exposed_communication_seconds + time.exposed_transfer_seconds + time.host_seconds
+    waits = (
+        time.exposed_communication_seconds
+        + time.exposed_transfer_seconds
+        + time.host_seconds
+    )
     assert time.compute_seconds + waits == pytest.approx(time.step_seconds)
     assert sum(time.kinds.values()) == pytest.approx(time.compute_seconds)
     assert sum(memory.categories.values()) == memory.peak_bytes
@@ -198,7 +225,9 @@ def test_parts_of_a_prediction_add_up(words: tuple[str, ...]) -> None:
     ("kind", "kernels"),
     [*((kind, "") for kind in AttentionKind), ("npu", "npu"), ("flash", "compiled")],
 )
-def test_kept_activations_of_a_llama_block(kind: AttentionKind | str, kernels: str) -> None:
+def test_kept_activations_of_a_llama_block(
+    kind: AttentionKind | str, kernels: str
+) -> None:
     """Oracle: by hand, tensors in bf16: nine of width D with fused normalization, or eight,
     statistics, and of width F four, or three (gate, up, their product) with fused kernels."""
     kind = AttentionKind(kind)
@@ -210,7 +239,9 @@ def test_kept_activations_of_a_llama_block(kind: AttentionKind | str, kernels: s
     config = configured([*LLAMA, "train.batch_size=1", *words], 8, device_type)
     with torch.device("meta"):
         model = config.model.build()
-    (block,) = {id(block): block for block in segments_of(config, model, kind)[1:-1]}.values()
+    (block,) = {
+        id(block): block for block in segments_of(config, model, kind)[1:-1]
+    }.values()
     live: dict[int, int] = {}
     for event in (event for piece in block.forward for event in piece.events):
         if isinstance(event, Alloc):
@@ -247,9 +278,13 @@ def test_compiled_blocks_are_planned_with_fused_kernels() -> None:
         ("parallel=ddp",),
         pytest.param(("parallel=fsdp1",), marks=extended),
         ("parallel=fsdp2", "mesh.cp_size=2"),
-        pytest.param(("parallel=fsdp2", "model=qwen3_moe_mini", "mesh.ep_size=2"), marks=extended),
+        pytest.param(
+            ("parallel=fsdp2", "model=qwen3_moe_mini", "mesh.ep_size=2"), marks=extended
+        ),
         pytest.param(("parallel=fsdp2", "mesh.tp_size=2"), marks=extended),
-        pytest.param(("parallel=fsdp2", "mesh.pp_size=2", "train.grad_accum=2"), marks=extended),
+        pytest.param(
+            ("parallel=fsdp2", "mesh.pp_size=2", "train.grad_accum=2"), marks=extended
+        ),
     ],
     ids=" ".join,
 )
@@ -261,13 +296,19 @@ def test_layout_mode_is_planned_like_the_default_mode(words: tuple[str, ...]) ->
     small += ["optim.implementation=foreach", *words]
 
     def predict(*more: str) -> Prediction:
-        return fast_estimate(configured([*small, *more], 8, "cuda"), _hardware("a100"), 8)
+        return fast_estimate(
+            configured([*small, *more], 8, "cuda"), _hardware("a100"), 8
+        )
 
     split = ["train.slices=2"] if "mesh.tp_size=2" in words else []
     layout = predict("train.deterministic=layout", *split)
     expected = predict("kernels.rotary=torch", "kernels.swiglu=torch")
     assert layout.memory.peak_bytes == expected.memory.peak_bytes
-    assert expected.time.step_seconds < layout.time.step_seconds < 1.1 * expected.time.step_seconds
+    assert (
+        expected.time.step_seconds
+        < layout.time.step_seconds
+        < 1.1 * expected.time.step_seconds
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,7 +318,9 @@ def test_layout_mode_is_planned_like_the_default_mode(words: tuple[str, ...]) ->
         ("model=gpt2",),
         ("model=qwen3_moe_mini",),
         ("model=llama4_mini", FULL, "memory.checkpointing_every=2"),
-        pytest.param(("model=gpt2", "parallel=ddp", "train.grad_accum=2"), marks=extended),
+        pytest.param(
+            ("model=gpt2", "parallel=ddp", "train.grad_accum=2"), marks=extended
+        ),
         pytest.param(("model=llama3_1b", "mesh.fsdp_size=1"), marks=extended),
     ],
 )
@@ -294,7 +337,9 @@ def test_every_parameter_has_a_gradient_in_one_segment(words: tuple[str, ...]) -
         for index, block in enumerate(segments[1:-1])
         for name in block.gradients
     ]
-    assert sorted([*segments[0].gradients, *inside, *segments[-1].gradients]) == sorted(names)
+    assert sorted([*segments[0].gradients, *inside, *segments[-1].gradients]) == sorted(
+        names
+    )
     prediction = fast_estimate(config, _hardware("h100"), 8)
     assert (
         0
@@ -360,11 +405,16 @@ def test_units_by_class_and_by_size_are_gathered_twice_and_reduced_once(
         pytest.param("llama3_1b", marks=extended),
     ],
 )
-def test_float32_is_predicted_without_an_accelerator_kernel(model: str, hardware: str) -> None:
+def test_float32_is_predicted_without_an_accelerator_kernel(
+    model: str, hardware: str
+) -> None:
     """Oracle: the prediction exists, and takes more time than bf16, at most twice as much."""
     one, two = (
         _predict(
-            f"model={model}", f"parallel.param_dtype={dtype}", world_size=2, hardware=hardware
+            f"model={model}",
+            f"parallel.param_dtype={dtype}",
+            world_size=2,
+            hardware=hardware,
         ).memory
         for dtype in ("bfloat16", "float32")
     )

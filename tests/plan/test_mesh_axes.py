@@ -10,7 +10,13 @@ from fsdptoys.device.profile import load_hardware
 from fsdptoys.metrics.prediction import Category, Prediction, Volume
 from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.simulator.allocator import build_allocator
-from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Collective, Kernel, KernelKind, Trace
+from fsdptoys.plan.simulator.events import (
+    COMPUTE_STREAM,
+    Collective,
+    Kernel,
+    KernelKind,
+    Trace,
+)
 from fsdptoys.plan.simulator.replay import Replay, replay
 from tests.harness.traced_runs import configured, live_bytes, of_step, traced, traced_on
 
@@ -35,7 +41,9 @@ MOE = (
 )  # fmt: skip
 
 
-def both(words: Sequence[str], name: str = "h100", ranks: int = 8) -> tuple[Prediction, Replay]:
+def both(
+    words: Sequence[str], name: str = "h100", ranks: int = 8
+) -> tuple[Prediction, Replay]:
     """An estimate of a run, and the replay of its full trace."""
     hardware = load_hardware(name)
     config = configured(words, ranks, hardware.device_type)
@@ -45,10 +53,14 @@ def both(words: Sequence[str], name: str = "h100", ranks: int = 8) -> tuple[Pred
     )
 
 
-def exchanged(trace: Trace, axis: str, ranks: int, name: str = "all_to_all") -> Counter[int]:
+def exchanged(
+    trace: Trace, axis: str, ranks: int, name: str = "all_to_all"
+) -> Counter[int]:
     """Bytes of each exchange along an axis in a step → how often."""
     events = [
-        event for event in of_step(trace, Collective) if (event.name, event.axis) == (name, axis)
+        event
+        for event in of_step(trace, Collective)
+        if (event.name, event.axis) == (name, axis)
     ]
     assert {(event.group_size, event.group_stride) for event in events} == {(ranks, 1)}
     return Counter(event.bytes for event in events)
@@ -70,22 +82,35 @@ def test_ulysses_exchanges_heads_for_sequence_and_back_in_forward_and_backward(
     }
 
 
-def test_gathered_attention_gathers_keys_again_and_scatters_gradients_in_float32() -> None:
+def test_gathered_attention_gathers_keys_again_and_scatters_gradients_in_float32() -> (
+    None
+):
     """Oracle: keys and values of full sequences, gathered in forward and backward, and their
     gradients."""
-    trace = traced([*LLAMA, "model.n_kv_heads=4", "mesh.cp_size=4", "parallel.context=gathered"])
+    trace = traced(
+        [*LLAMA, "model.n_kv_heads=4", "mesh.cp_size=4", "parallel.context=gathered"]
+    )
     pair = 2 * TOKENS * 4 * WIDTH
     assert exchanged(trace, "cp", 4, "all_gather") == {pair * 2: 2 * LAYERS}
     assert exchanged(trace, "cp", 4, "reduce_scatter") == {pair * 4: LAYERS}
 
 
-def test_ring_attention_passes_blocks_in_forward_and_backward_and_their_gradients_home() -> None:
+def test_ring_attention_passes_blocks_in_forward_and_backward_and_their_gradients_home() -> (
+    None
+):
     """Oracle: N-1 messages of a rank's keys and values each way, and N of their gradients in
     float32."""
-    trace = traced([*LLAMA, "model.n_kv_heads=4", "mesh.cp_size=4", "parallel.context=ring"])
+    trace = traced(
+        [*LLAMA, "model.n_kv_heads=4", "mesh.cp_size=4", "parallel.context=ring"]
+    )
     pair = 2 * TOKENS // 4 * 4 * WIDTH
-    assert exchanged(trace, "cp", 4, "send") == {pair * 2: 2 * 3 * LAYERS, pair * 4: 4 * LAYERS}
-    streams = {event.stream for event in of_step(trace, Collective) if event.axis == "cp"}
+    assert exchanged(trace, "cp", 4, "send") == {
+        pair * 2: 2 * 3 * LAYERS,
+        pair * 4: 4 * LAYERS,
+    }
+    streams = {
+        event.stream for event in of_step(trace, Collective) if event.axis == "cp"
+    }
     assert len(streams) == 1 and COMPUTE_STREAM not in streams
 
 
@@ -96,14 +121,20 @@ def test_attention_of_a_rank_is_its_part_of_the_causal_half(form: str) -> None:
     words = [*LLAMA, "model.n_kv_heads=4"]
     trace = traced([*words, *CONTEXTS[form]])
     whole, part = (
-        sum(event.flops for event in of_step(steps, Kernel) if event.kind is KernelKind.attention)
+        sum(
+            event.flops
+            for event in of_step(steps, Kernel)
+            if event.kind is KernelKind.attention
+        )
         for steps in (traced(words), trace)
     )
     # Gathered: rank 0 has the first and the last of eight pieces, whose diagonal blocks count half.
     assert part == pytest.approx(whole / 4)
-    assert {event.attention.split()[0] for event in of_step(trace, Kernel) if event.attention} == {
-        "flash"
-    }
+    assert {
+        event.attention.split()[0]
+        for event in of_step(trace, Kernel)
+        if event.attention
+    } == {"flash"}
 
 
 def test_activations_fall_with_the_ranks_that_share_a_sequence() -> None:
@@ -111,7 +142,8 @@ def test_activations_fall_with_the_ranks_that_share_a_sequence() -> None:
     exchange."""
     words = [*LLAMA, "model.n_kv_heads=4"]
     whole, part = (
-        live_bytes(traced([*words, *more]), 2, "backward") for more in ((), ("mesh.cp_size=4",))
+        live_bytes(traced([*words, *more]), 2, "backward")
+        for more in ((), ("mesh.cp_size=4",))
     )
     twice = LAYERS * TOKENS // 4 * DIM * 2
     assert part[Category.activations] == pytest.approx(
@@ -132,24 +164,33 @@ def test_experts_exchange_rows_and_weights_of_the_assumed_load(imbalance: int) -
         rows * 2: 2 * LAYERS,
         EXPERTS * 8: LAYERS,
     }
-    grouped = [event for event in of_step(trace, Kernel) if event.name == "aten::_grouped_mm"]
+    grouped = [
+        event for event in of_step(trace, Kernel) if event.name == "aten::_grouped_mm"
+    ]
     assert {event.kind for event in grouped} == {KernelKind.matmul}
     # Three matmuls of a token with D x F numbers, and twice as many in the backward.
-    assert sum(event.flops for event in grouped) == 3 * LAYERS * rows * 2 * 3 * DIM * EXPERT_FFN
+    assert (
+        sum(event.flops for event in grouped)
+        == 3 * LAYERS * rows * 2 * 3 * DIM * EXPERT_FFN
+    )
 
 
 def test_a_rank_gathers_its_experts_only() -> None:
     """Oracle: half of the experts' parameters, over the two ranks that have the same; the others in
     full."""
     gathered: Counter[str] = Counter()
-    for event in of_step(traced([*MOE, "mesh.ep_size=4", "plan.expert_imbalance=2"]), Collective):
+    for event in of_step(
+        traced([*MOE, "mesh.ep_size=4", "plan.expert_imbalance=2"]), Collective
+    ):
         gathered[event.axis] += event.bytes * (event.name == "all_gather")
     experts = LAYERS * EXPERTS * 3 * DIM * EXPERT_FFN
     assert gathered["efsdp"] == 2 * experts // 4 * 2  # in forward and backward
     assert gathered["shard"] > 0
 
 
-SELECTIVE, FULL = (f"memory.gradient_checkpointing={mode}" for mode in ("selective", "full"))
+SELECTIVE, FULL = (
+    f"memory.gradient_checkpointing={mode}" for mode in ("selective", "full")
+)
 
 
 @pytest.mark.parametrize(
@@ -159,14 +200,25 @@ SELECTIVE, FULL = (f"memory.gradient_checkpointing={mode}" for mode in ("selecti
         (MOE, ("mesh.ep_size=4", "plan.expert_imbalance=2", FULL)),
         (LLAMA, ("mesh.tp_size=2", "mesh.fsdp_size=4", FULL, "memory.chunk_loss=true")),
         pytest.param(
-            LLAMA, ("mesh.cp_size=4", "parallel.context=gathered", SELECTIVE), marks=extended
+            LLAMA,
+            ("mesh.cp_size=4", "parallel.context=gathered", SELECTIVE),
+            marks=extended,
         ),
         pytest.param(
             LLAMA,
-            ("mesh.cp_size=8", "parallel.context=ring", "mesh.fsdp_size=8", "parallel=fsdp1"),
+            (
+                "mesh.cp_size=8",
+                "parallel.context=ring",
+                "mesh.fsdp_size=8",
+                "parallel=fsdp1",
+            ),
             marks=extended,
         ),
-        pytest.param(MOE, ("mesh.ep_size=2", "mesh.fsdp_size=4", "mesh.cp_size=2"), marks=extended),
+        pytest.param(
+            MOE,
+            ("mesh.ep_size=2", "mesh.fsdp_size=4", "mesh.cp_size=2"),
+            marks=extended,
+        ),
         pytest.param(LLAMA, ("mesh.tp_size=4", "model.n_kv_heads=4"), marks=extended),
         pytest.param(
             LLAMA,
@@ -180,12 +232,19 @@ def test_closed_form_has_the_memory_and_the_exchanges_of_the_trace(
 ) -> None:
     """Oracle: the trace of all layers."""
     closed, result = both([*words, *more])
-    assert closed.memory.peak_bytes == pytest.approx(result.memory().peak_bytes, rel=0.01)
-    assert closed.time.step_seconds == pytest.approx(result.time().step_seconds, rel=0.1)
+    assert closed.memory.peak_bytes == pytest.approx(
+        result.memory().peak_bytes, rel=0.01
+    )
+    assert closed.time.step_seconds == pytest.approx(
+        result.time().step_seconds, rel=0.1
+    )
 
     def moved(volumes: Iterable[Volume]) -> dict[tuple[str, str, int], tuple[int, int]]:
         return {
-            (volume.collective, volume.axis, volume.group_size): (volume.calls, volume.bytes)
+            (volume.collective, volume.axis, volume.group_size): (
+                volume.calls,
+                volume.bytes,
+            )
             for volume in volumes
             if volume.collective != "all_reduce"  # norms and counts
         }
@@ -195,7 +254,9 @@ def test_closed_form_has_the_memory_and_the_exchanges_of_the_trace(
     assert closed.tokens_per_step == 8 // (mesh.cp_size * mesh.tp_size) * TOKENS
 
 
-def test_split_features_gather_tokens_before_layers_and_scatter_sums_after_them() -> None:
+def test_split_features_gather_tokens_before_layers_and_scatter_sums_after_them() -> (
+    None
+):
     """Oracle: tokens of B·T·D in 16 bits, of two layers a block and the head or the embedding, in
     both directions."""
     trace = traced([*LLAMA, "model.n_kv_heads=4", "mesh.tp_size=4"])
@@ -222,13 +283,20 @@ TRACED = {
     "ddp": ("h100", ("parallel=ddp", "train.grad_accum=2")),
     "single": (
         "h100",
-        ("parallel=single", "memory.optimizer_offload=true", "memory.offload_state_dtype=bfloat16"),
+        (
+            "parallel=single",
+            "memory.optimizer_offload=true",
+            "memory.offload_state_dtype=bfloat16",
+        ),
     ),
 }
 MORE = {
     "npu": ("a2", ("parallel=fsdp2",)),
     "muon": ("h100", ("parallel=fsdp2", "optim=muon")),
-    "muon, ddp": ("h100", ("parallel=ddp", "optim=muon", "parallel.param_dtype=float32")),
+    "muon, ddp": (
+        "h100",
+        ("parallel=ddp", "optim=muon", "parallel.param_dtype=float32"),
+    ),
     "bfloat16 states": ("h100", ("parallel=fsdp2", "optim.state_dtype=bfloat16")),
     "int4 states": ("h100", ("parallel=fsdp2", "optim.state_dtype=int4")),
     "optimizer in the backward": ("h100", ("parallel=fsdp2", *LEAN, *IN_BACKWARD)),
@@ -237,7 +305,10 @@ MORE = {
 }
 LLAMA_1B = ("model=llama3_1b", "model.n_layers=4", "train.seq_len=2048")
 ROWS = [pytest.param(*row, id=name) for name, row in TRACED.items()]
-ROWS += [pytest.param(*row, id=name, marks=pytest.mark.extended) for name, row in MORE.items()]
+ROWS += [
+    pytest.param(*row, id=name, marks=pytest.mark.extended)
+    for name, row in MORE.items()
+]
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -251,8 +322,12 @@ def test_closed_form_agrees_with_the_trace(name: str, words: tuple[str, ...]) ->
     memory = replayed.memory()
     assert formula.memory.end_bytes == pytest.approx(memory.end_bytes, rel=0.01)
     assert formula.memory.peak_bytes == pytest.approx(memory.peak_bytes, rel=0.1)
-    assert formula.memory.reserved_bytes == pytest.approx(memory.reserved_bytes, rel=0.1)
-    assert formula.time.step_seconds == pytest.approx(replayed.time().step_seconds, rel=0.1)
+    assert formula.memory.reserved_bytes == pytest.approx(
+        memory.reserved_bytes, rel=0.1
+    )
+    assert formula.time.step_seconds == pytest.approx(
+        replayed.time().step_seconds, rel=0.1
+    )
     for exchange in ("all_to_all", "broadcast"):  # of Muon's matrices
         of_formula, of_trace = (
             [
@@ -269,8 +344,12 @@ def test_closed_form_agrees_with_the_trace(name: str, words: tuple[str, ...]) ->
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_ddp_buckets_match_the_trace(dtype: str) -> None:
     """Oracle: the real reducer's all-reduces; a trace has up to three more, of single numbers."""
-    formula, replayed = both([*LLAMA_1B, f"parallel.param_dtype={dtype}", "parallel=ddp"])
+    formula, replayed = both(
+        [*LLAMA_1B, f"parallel.param_dtype={dtype}", "parallel=ddp"]
+    )
     times = formula.time, replayed.time()
-    (ours,), (real,) = ([each for each in time.volumes if each.axis == "world"] for time in times)
+    (ours,), (real,) = (
+        [each for each in time.volumes if each.axis == "world"] for time in times
+    )
     assert 0 <= real.calls - ours.calls <= 3
     assert ours.bytes == pytest.approx(real.bytes, rel=1e-5)

@@ -16,7 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device.profile import AttentionKind, load_hardware
 from fsdptoys.plan.estimate.estimate import fast_estimate
-from fsdptoys.plan.simulator.events import Alloc, Kernel, KernelKind, Mark, RecordStream, Trace
+from fsdptoys.plan.simulator.events import (
+    Alloc,
+    Kernel,
+    KernelKind,
+    Mark,
+    RecordStream,
+    Trace,
+)
 from fsdptoys.plan.trace.fake_kernels import replace_kernels
 from fsdptoys.plan.trace.op_costs import PREFERS_CUDNN, attention_of
 from fsdptoys.plan.trace.op_recorder import OpRecorder
@@ -36,7 +43,9 @@ class Names(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.names.append(func._schema.name)
         return func(*args, **(kwargs or {}))
 
@@ -53,22 +62,30 @@ class Names(TorchDispatchMode):
     ],
 )
 def test_plans_take_the_backend_that_pytorch_would(
-    kind: str, dtype: torch.dtype, causal: bool, backends: Sequence[SDPBackend], expected: str
+    kind: str,
+    dtype: torch.dtype,
+    causal: bool,
+    backends: Sequence[SDPBackend],
+    expected: str,
 ) -> None:
     """Oracle: the order of ``cuda/sdp_utils.cpp`` among the enabled backends; cuDNN takes causal 16
     bits alone."""
     query, key, value = (
-        torch.empty(1, 4, 64, 32, dtype=dtype, device="meta", requires_grad=True) for _ in range(3)
+        torch.empty(1, 4, 64, 32, dtype=dtype, device="meta", requires_grad=True)
+        for _ in range(3)
     )
     with (
         replace_kernels(AttentionKind(kind)),
         Names() as seen,
         sdpa_kernel(backends) if backends else nullcontext(),
     ):
-        F.scaled_dot_product_attention(query, key, value, is_causal=causal).sum().backward()
+        F.scaled_dot_product_attention(
+            query, key, value, is_causal=causal
+        ).sum().backward()
     fused = [name for name in seen.names if "_scaled_dot_product_" in name]
     assert fused == [
-        f"aten::_scaled_dot_product_{expected}_attention{suffix}" for suffix in ("", "_backward")
+        f"aten::_scaled_dot_product_{expected}_attention{suffix}"
+        for suffix in ("", "_backward")
     ]
 
 
@@ -86,7 +103,9 @@ def test_deterministic_runs_take_flash_attention(
     """Oracle: ``check_cudnn_deterministic`` and ``check_prefer_cudnn_attention`` of
     ``cuda/sdp_utils.cpp``."""
     assert (
-        attention_of(compose_config(["experiment=null", *words]), load_hardware(hardware)).value
+        attention_of(
+            compose_config(["experiment=null", *words]), load_hardware(hardware)
+        ).value
         == expected
     )
 
@@ -130,10 +149,18 @@ TRACED_STEPS = {
 def test_every_matrix_product_of_a_step_has_flops(words: str) -> None:
     """Oracle: the names of the operators; PyTorch's counter knows none of those that write into an
     argument."""
-    trace = traced([*words.split(), "train.batch_size=1", "train.seq_len=128"], TRACED_STEPS[words])
-    kernels = [kernel for event in trace.events for kernel in getattr(event, "kernels", (event,))]
+    trace = traced(
+        [*words.split(), "train.batch_size=1", "train.seq_len=128"], TRACED_STEPS[words]
+    )
+    kernels = [
+        kernel
+        for event in trace.events
+        for kernel in getattr(event, "kernels", (event,))
+    ]
     products = [
-        kernel for kernel in kernels if isinstance(kernel, Kernel) and PRODUCTS.search(kernel.name)
+        kernel
+        for kernel in kernels
+        if isinstance(kernel, Kernel) and PRODUCTS.search(kernel.name)
     ]
     assert products
     assert {kernel.name for kernel in products if not kernel.flops} == set()
@@ -163,15 +190,23 @@ def test_closed_form_prices_attention_by_backend_and_head_width() -> None:
     slow.attention_backends["cudnn 64"] = hardware.attention_backends["cudnn 64"]
     object.__setattr__(slow, "attention", AttentionKind.cudnn)
     seconds = fast_estimate(config, slow, 1).time.kinds[KernelKind.attention.value]
-    assert seconds == pytest.approx(flops / hardware.attention_backends["cudnn 64"].value, rel=1e-6)
+    assert seconds == pytest.approx(
+        flops / hardware.attention_backends["cudnn 64"].value, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("operate", "read_and_written"),
     [
-        (lambda part: torch.linalg.vector_norm(part, dtype=torch.float32), 4 * 1000 + 4),
+        (
+            lambda part: torch.linalg.vector_norm(part, dtype=torch.float32),
+            4 * 1000 + 4,
+        ),
         # ``native/ReduceOpsUtils.h``: a norm in float64 writes a copy of its input, and reads it.
-        (lambda part: torch.linalg.vector_norm(part, dtype=torch.float64), (4 + 8 + 8) * 1000 + 8),
+        (
+            lambda part: torch.linalg.vector_norm(part, dtype=torch.float64),
+            (4 + 8 + 8) * 1000 + 8,
+        ),
         (lambda part: torch.cat([part] * 20), 2 * 20 * 4 * 1000),
     ],
     ids=["norm", "norm in float64", "a tensor joined several times"],
@@ -194,21 +229,31 @@ def of_phase(trace: Trace, phase: str) -> list[object]:
     """Events of a phase of the second step."""
     begins = trace.events.index(Mark(2, phase))
     ends = next(
-        i for i in range(begins + 1, len(trace.events)) if isinstance(trace.events[i], Mark)
+        i
+        for i in range(begins + 1, len(trace.events))
+        if isinstance(trace.events[i], Mark)
     )
     return list(trace.events[begins + 1 : ends])
 
 
 @pytest.mark.usefixtures("unmeasured")
 @newer_torch
-@pytest.mark.parametrize("strategy", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.extended)]
+)
 def test_fsdp1_concatenates_gradients_on_the_all_gather_stream(strategy: str) -> None:
     """Oracle: ``Node::stream``: FSDP1's views are made on the gathering stream, FSDP2 makes
     none."""
     trace = in_fresh_process(trace_row, f"{strategy} block gc", 2)
-    (gathering,) = (number for number, purpose in trace.streams.items() if purpose == "all-gather")
+    (gathering,) = (
+        number for number, purpose in trace.streams.items() if purpose == "all-gather"
+    )
     events = of_phase(trace, "backward")
-    joins = [event for event in events if isinstance(event, Kernel) and event.stream == gathering]
+    joins = [
+        event
+        for event in events
+        if isinstance(event, Kernel) and event.stream == gathering
+    ]
     if strategy == "fsdp2":
         assert not joins
         return
@@ -216,7 +261,9 @@ def test_fsdp1_concatenates_gradients_on_the_all_gather_stream(strategy: str) ->
     # On the gathering stream: a unit's parameters again, except the root's, which stayed, and its
     # joined gradient.
     sizes = sorted(
-        event.bytes for event in events if isinstance(event, Alloc) and event.stream == gathering
+        event.bytes
+        for event in events
+        if isinstance(event, Alloc) and event.stream == gathering
     )
     assert sizes == sorted([2 * BLOCK] * 4 + [2 * REST])
     # Its single gradients, nine a block and three of the rest, are used there too, and the joined

@@ -59,7 +59,11 @@ pytestmark = [
 
 def config_of(schedule: str, *more: str) -> Config:
     ranks, count = SCHEDULES[schedule]
-    words = [f"parallel.schedule={schedule}", f"mesh.pp_size={ranks}", f"train.grad_accum={count}"]
+    words = [
+        f"parallel.schedule={schedule}",
+        f"mesh.pp_size={ranks}",
+        f"train.grad_accum={count}",
+    ]
     return configured([*TINY, *words, *more], ranks, "cuda")
 
 
@@ -78,15 +82,22 @@ def replays() -> dict[str, tuple[Replay, ...]]:
     """All ranks of each schedule."""
     made = only_attention_takes_time()
     jobs = {
-        name: [(config_of(name), rank) for rank in range(SCHEDULES[name][0])] for name in SCHEDULES
+        name: [(config_of(name), rank) for rank in range(SCHEDULES[name][0])]
+        for name in SCHEDULES
     }
     found = {}
     for ranks in (4, 2):
         names = [name for name in SCHEDULES if SCHEDULES[name][0] == ranks]
-        traces = iter(trace_all([job for name in names for job in jobs[name]], made, ranks))
+        traces = iter(
+            trace_all([job for name in names for job in jobs[name]], made, ranks)
+        )
         for name in names:
-            allocators = [build_allocator(config_of(name).plan.allocator) for _ in range(ranks)]
-            found[name] = replay_together([next(traces) for _ in range(ranks)], made, allocators)
+            allocators = [
+                build_allocator(config_of(name).plan.allocator) for _ in range(ranks)
+            ]
+            found[name] = replay_together(
+                [next(traces) for _ in range(ranks)], made, allocators
+            )
     return found
 
 
@@ -98,7 +109,9 @@ def test_bubbles_of_equal_stages_have_the_published_share(schedule: str) -> None
     for replay in replays()[schedule]:
         time = replay.time()
         assert time.compute_seconds > 0
-        assert time.stage_seconds / time.step_seconds == pytest.approx((p - 1) / (v * m + p - 1))
+        assert time.stage_seconds / time.step_seconds == pytest.approx(
+            (p - 1) / (v * m + p - 1)
+        )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -134,7 +147,9 @@ def test_activations_are_those_of_the_micro_batches_under_way() -> None:
 
 
 def messages(rank: int, *parts: tuple[int, bool], size: int = 100) -> Messages:
-    return Messages(1, tuple(Message(peer, size, sends) for peer, sends in parts), rank, 2, 1, "pp")
+    return Messages(
+        1, tuple(Message(peer, size, sends) for peer, sends in parts), rank, 2, 1, "pp"
+    )
 
 
 def two_allocators() -> list[Allocator]:
@@ -149,10 +164,18 @@ def test_a_message_waits_for_its_later_rank_and_takes_the_time_of_its_link() -> 
     """Oracle: arithmetic: arrivals after 2 s and 5 s, 100 bytes at 50 bytes per second."""
     hardware = only_attention_takes_time(intra_node_bandwidth=50.0)
     sender = Trace(
-        [Mark(1, "forward"), kernel(2.0)._replace(stream=1), messages(0, (1, True)), Mark(1, "end")]
+        [
+            Mark(1, "forward"),
+            kernel(2.0)._replace(stream=1),
+            messages(0, (1, True)),
+            Mark(1, "end"),
+        ]
     )
     receiver = Trace([Mark(1, "forward"), kernel(5.0)._replace(stream=COMPUTE_STREAM)])
-    receiver.events += [messages(1, (0, False))._replace(stream=COMPUTE_STREAM), Mark(1, "end")]
+    receiver.events += [
+        messages(1, (0, False))._replace(stream=COMPUTE_STREAM),
+        Mark(1, "end"),
+    ]
     found = replay_together([sender, receiver], hardware, two_allocators())
     assert found[1].time().step_seconds == 5 + 2
     assert found[1].time().exposed_communication_seconds == 2
@@ -196,7 +219,10 @@ def test_messages_leave_a_node_between_ranks_of_different_nodes(
     the other node."""
     event = messages(rank, (peer, True))._replace(group_stride=stride)
     assert (
-        costs.leaves_node(imagined_hardware(devices_per_node=4), event, event.messages[0]) is leaves
+        costs.leaves_node(
+            imagined_hardware(devices_per_node=4), event, event.messages[0]
+        )
+        is leaves
     )
 
 
@@ -207,7 +233,9 @@ def test_extrapolated_micro_batches_agree_with_all_of_them() -> None:
     config, hardware = config_of("interleaved", *words), load_hardware("h100")
     found, full = predict(config, hardware, 2), predict_in_full(config, hardware, 2)
     assert found.memory.peak_bytes == pytest.approx(full.memory.peak_bytes, rel=0.05)
-    assert found.memory.reserved_bytes == pytest.approx(full.memory.reserved_bytes, rel=0.08)
+    assert found.memory.reserved_bytes == pytest.approx(
+        full.memory.reserved_bytes, rel=0.08
+    )
     assert found.time.step_seconds == pytest.approx(full.time.step_seconds, rel=0.08)
     for one, other in zip(found.stages, full.stages, strict=True):
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.12)
@@ -215,29 +243,55 @@ def test_extrapolated_micro_batches_agree_with_all_of_them() -> None:
 
 def test_layers_of_a_rank_are_named() -> None:
     """Oracle: stage s of the model is on rank s mod N."""
-    assert layers_of_ranks(config_of("interleaved", "model.n_layers=8", "model.dim=256")) == [
+    assert layers_of_ranks(
+        config_of("interleaved", "model.n_layers=8", "model.dim=256")
+    ) == [
         "0-1, 4-5",
         "2-3, 6-7",
     ]
     assert layers_of_ranks(config_of("gpipe")) == ["0", "1", "2", "3"]
 
 
-WORDS = ["model=llama3_1b", "model.tie_embeddings=false", "model.n_layers=6", "train.seq_len=2048"]
-WORDS += ["train.batch_size=2", "parallel=fsdp2", "data=synthetic", "plan.hardware=h100"]
+WORDS = [
+    "model=llama3_1b",
+    "model.tie_embeddings=false",
+    "model.n_layers=6",
+    "train.seq_len=2048",
+]
+WORDS += [
+    "train.batch_size=2",
+    "parallel=fsdp2",
+    "data=synthetic",
+    "plan.hardware=h100",
+]
 ONE_FORWARD = ("parallel.schedule=1f1b", "train.grad_accum=5")
 REPLICAS = ("mesh.pp_size=4", "mesh.fsdp_size=1", "parallel.param_dtype=bfloat16")
 RUNS = {
-    "interleaved": (4, "mesh.pp_size=2", "parallel.schedule=interleaved", "train.grad_accum=4"),
+    "interleaved": (
+        4,
+        "mesh.pp_size=2",
+        "parallel.schedule=interleaved",
+        "train.grad_accum=4",
+    ),
     "1f1b": (6, "mesh.pp_size=3", *ONE_FORWARD),
     "gpipe": (3, "mesh.pp_size=3", "train.grad_accum=5", "memory.chunk_loss=true"),
-    "tp": (8, "mesh.pp_size=2", "mesh.tp_size=2", "parallel.schedule=1f1b", "train.grad_accum=4"),
+    "tp": (
+        8,
+        "mesh.pp_size=2",
+        "mesh.tp_size=2",
+        "parallel.schedule=1f1b",
+        "train.grad_accum=4",
+    ),
     "checkpointing": (8, *REPLICAS, *ONE_FORWARD, "memory.gradient_checkpointing=full"),
 }
 """Run → ranks and overrides."""
 SHORT = {"interleaved"}
 each_run = pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in SHORT else pytest.mark.extended) for name in RUNS],
+    [
+        pytest.param(name, marks=[] if name in SHORT else pytest.mark.extended)
+        for name in RUNS
+    ],
 )
 
 
@@ -246,7 +300,11 @@ def both(name: str) -> tuple[Config, Prediction, Prediction]:
     """An estimate of a run, and what full traces of all its ranks say."""
     ranks, *more = RUNS[name]
     config, hardware = configured([*WORDS, *more], ranks, "cuda"), load_hardware("h100")
-    return config, fast_estimate(config, hardware, ranks), predict_in_full(config, hardware, ranks)
+    return (
+        config,
+        fast_estimate(config, hardware, ranks),
+        predict_in_full(config, hardware, ranks),
+    )
 
 
 @each_run
@@ -257,7 +315,9 @@ def test_estimate_of_a_pipeline_agrees_with_the_traces_of_its_ranks(name: str) -
     assert closed.model_flops_per_step == pytest.approx(traced.model_flops_per_step)
     assert closed.memory.peak_bytes == pytest.approx(traced.memory.peak_bytes, rel=0.05)
     assert closed.memory.host_bytes < 2**20 > traced.memory.host_bytes
-    assert closed.memory.reserved_bytes == pytest.approx(traced.memory.reserved_bytes, rel=0.08)
+    assert closed.memory.reserved_bytes == pytest.approx(
+        traced.memory.reserved_bytes, rel=0.08
+    )
     assert closed.time.step_seconds == pytest.approx(traced.time.step_seconds, rel=0.08)
     for mine, theirs in zip(closed.stages, traced.stages, strict=True):
         assert mine.layers == theirs.layers
@@ -270,10 +330,19 @@ def test_parts_of_a_prediction_add_up_and_survive_json(name: str) -> None:
     """Oracle: the definitions of the fields."""
     prediction = both(name)[1]
     time, memory, stages = prediction.time, prediction.memory, prediction.stages
-    waits = time.exposed_communication_seconds + time.exposed_transfer_seconds + time.host_seconds
-    assert time.compute_seconds + waits + time.stage_seconds == pytest.approx(time.step_seconds)
+    waits = (
+        time.exposed_communication_seconds
+        + time.exposed_transfer_seconds
+        + time.host_seconds
+    )
+    assert time.compute_seconds + waits + time.stage_seconds == pytest.approx(
+        time.step_seconds
+    )
     assert sum(memory.categories.values()) == pytest.approx(memory.peak_bytes, rel=1e-6)
-    assert min(memory.categories.values()) >= 0 and memory.categories[Category.activations] > 0
+    assert (
+        min(memory.categories.values()) >= 0
+        and memory.categories[Category.activations] > 0
+    )
     assert memory.reserved_bytes == max(stage.reserved_bytes for stage in stages)
     assert time.compute_seconds == max(stage.compute_seconds for stage in stages)
     tree = prediction.to_dict()
@@ -304,7 +373,9 @@ def test_a_prediction_does_not_depend_on_those_before_it() -> None:
     """Oracle: the same again; a pipeline's first stage had as many ranks, and Muon asks for their
     group."""
     hardware, ranks = load_hardware("h100"), 7  # no other test has as many
-    fast_estimate(configured([*WORDS, "mesh.pp_size=2"], 2 * ranks, "cuda"), hardware, 2 * ranks)
+    fast_estimate(
+        configured([*WORDS, "mesh.pp_size=2"], 2 * ranks, "cuda"), hardware, 2 * ranks
+    )
     muon = configured([*WORDS, "optim=muon"], ranks, "cuda")
     found = fast_estimate(muon, hardware, ranks)
     estimate.TRACED.clear()
@@ -316,11 +387,24 @@ def test_a_prediction_does_not_depend_on_those_before_it() -> None:
 def test_zero_bubble_is_predicted_within_the_stated_bounds() -> None:
     """Oracle: the traces of its ranks; the caveat says that time is an upper bound and memory a
     lower one."""
-    words = [*WORDS, "mesh.pp_size=2", "parallel.schedule=zero_bubble", "train.grad_accum=4"]
+    words = [
+        *WORDS,
+        "mesh.pp_size=2",
+        "parallel.schedule=zero_bubble",
+        "train.grad_accum=4",
+    ]
     config, hardware = configured(words, 4, "cuda"), load_hardware("h100")
     found, full = predict(config, hardware, 4), predict_in_full(config, hardware, 4)
-    assert full.memory.peak_bytes * 0.7 < found.memory.peak_bytes < full.memory.peak_bytes * 1.05
-    assert full.time.step_seconds * 0.95 < found.time.step_seconds < full.time.step_seconds * 1.3
+    assert (
+        full.memory.peak_bytes * 0.7
+        < found.memory.peak_bytes
+        < full.memory.peak_bytes * 1.05
+    )
+    assert (
+        full.time.step_seconds * 0.95
+        < found.time.step_seconds
+        < full.time.step_seconds * 1.3
+    )
     assert (
         sum(
             "zero_bubble is predicted as interleaved" in doubt

@@ -10,7 +10,13 @@ from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.plan.estimate.estimate import fast_estimate
-from fsdptoys.plan.predict import caveats, estimate_run, hardware_of, predict, world_size_of
+from fsdptoys.plan.predict import (
+    caveats,
+    estimate_run,
+    hardware_of,
+    predict,
+    world_size_of,
+)
 from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
 from fsdptoys.plan.trace.extrapolate_layers import depths_of, extrapolate
 
@@ -36,7 +42,9 @@ def composed(*words: str, device_type: str = "cuda", world_size: int = 8) -> Con
         (["plan.hardware=cpu", "memory.optimizer_offload=true"], False),
     ],
 )
-def test_run_is_predicted_on_known_devices_only(words: list[str], predicted: bool) -> None:
+def test_run_is_predicted_on_known_devices_only(
+    words: list[str], predicted: bool
+) -> None:
     """Oracle: the table, and the prediction on that profile."""
     config = composed(*words, device_type="cpu", world_size=2)
     found = estimate_run(config, 2)
@@ -69,7 +77,9 @@ def test_segment_kind_changes_reserved_memory() -> None:
         (["launch.nproc_per_node=4"], 4),
     ],
 )
-def test_world_size_defaults_to_the_ranks_of_one_node(words: list[str], ranks: int) -> None:
+def test_world_size_defaults_to_the_ranks_of_one_node(
+    words: list[str], ranks: int
+) -> None:
     """Oracle: the table, for machines of eight devices."""
     config = compose_config(["experiment=null", "plan.hardware=h100", *words])
     assert world_size_of(config, hardware_of(config)) == ranks
@@ -100,7 +110,12 @@ ONE_BY_ONE = "experts are assumed to be one matmul, but are multiplied one by on
             8,
             "only two steps are traced; reserved memory may grow in a third",
         ),
-        ("h100", ("train.compile=true",), 8, "train.compile=true is predicted as eager"),
+        (
+            "h100",
+            ("train.compile=true",),
+            8,
+            "train.compile=true is predicted as eager",
+        ),
         (
             "h100",
             ("train.float8=rowwise", BF16),
@@ -113,8 +128,18 @@ ONE_BY_ONE = "experts are assumed to be one matmul, but are multiplied one by on
             8,
             f"kernels.{COMPILED} are assumed to touch each tensor once",
         ),
-        ("h100", (MOE, BF16), 8, "experts are assumed to receive equal numbers of tokens"),
-        ("h100", (MOE, LAYOUT), 8, f"{LAYOUT} is predicted for experts as the default mode"),
+        (
+            "h100",
+            (MOE, BF16),
+            8,
+            "experts are assumed to receive equal numbers of tokens",
+        ),
+        (
+            "h100",
+            (MOE, LAYOUT),
+            8,
+            f"{LAYOUT} is predicted for experts as the default mode",
+        ),
         (
             "h100",
             (LAYOUT,),
@@ -142,20 +167,30 @@ def test_caveats_are_reported_only_where_they_apply(
     """Oracle: the expected message is there; without the setting it is not."""
     profile = load_hardware(hardware)
     found = caveats(
-        composed(*words, device_type=profile.device_type, world_size=ranks), profile, ranks
+        composed(*words, device_type=profile.device_type, world_size=ranks),
+        profile,
+        ranks,
     )
     assert sum(sentence.startswith(expected) for sentence in found) == 1
     plain_words = {ONE_BY_ONE: (MOE, BF16), CUDNN: (BF16, "kernels.attention=flash")}
     for plain in ((), plain_words.get(expected, ())):
-        sentences = caveats(composed(*plain, device_type=profile.device_type), profile, 8)
+        sentences = caveats(
+            composed(*plain, device_type=profile.device_type), profile, 8
+        )
         assert not any(sentence.startswith(expected) for sentence in sentences)
 
 
 @pytest.mark.parametrize(
     ("name", "band"),
     [
-        ("a2", "took 1.05 to 1.18 times as long as predicted for this trainer without offload"),
-        ("h100", "published steps of torchtitan took 1.14 and 1.19 times as long as predicted"),
+        (
+            "a2",
+            "took 1.05 to 1.18 times as long as predicted for this trainer without offload",
+        ),
+        (
+            "h100",
+            "published steps of torchtitan took 1.14 and 1.19 times as long as predicted",
+        ),
         (
             "h200",
             (
@@ -170,7 +205,9 @@ def test_caveat_names_the_errors_of_a_profiles_times(name: str, band: str) -> No
     """Oracle: the tables of benchmarks/plan.md and gpu_planned.md; runs exist for three
     profiles."""
     (found,) = [
-        sentence for sentence in caveats(composed(), load_hardware(name), 8) if band in sentence
+        sentence
+        for sentence in caveats(composed(), load_hardware(name), 8)
+        if band in sentence
     ]
     assert found.startswith(f"plan.hardware={name} assumes")
 
@@ -193,7 +230,10 @@ def test_node_fsdp_size_uses_the_devices_of_the_hardware_profile(
         ["experiment=null", "plan.hardware=h100", "mesh.fsdp_size=node", *words]
     )
     validate_switches(
-        config, world_size, "cuda", node_ranks_of(config, load_hardware("h100"), world_size)
+        config,
+        world_size,
+        "cuda",
+        node_ranks_of(config, load_hardware("h100"), world_size),
     )
     assert config.mesh.fsdp_size == size
 
@@ -242,8 +282,12 @@ class Figures:
 
 def figures(n_layers: int) -> Figures:
     inner = Figures("forward", 100 * n_layers, 2.0 * n_layers)
-    streams = {"compute": 5 + n_layers} | ({"late": n_layers - 4} if n_layers > 4 else {})
-    return Figures("step", 7 + 3 * n_layers, 0.5 + 0.25 * n_layers, streams, (inner, inner))
+    streams = {"compute": 5 + n_layers} | (
+        {"late": n_layers - 4} if n_layers > 4 else {}
+    )
+    return Figures(
+        "step", 7 + 3 * n_layers, 0.5 + 0.25 * n_layers, streams, (inner, inner)
+    )
 
 
 def test_extrapolation_is_exact_for_linear_values() -> None:

@@ -53,7 +53,12 @@ RANDOM_STATE_BYTES = 5056
 
 OFFLOAD = ("parallel=fsdp2", "memory.optimizer_offload=true")
 PREFETCH = ("parallel=fsdp2", "parallel.forward_prefetch=1")
-LONG = ("parallel=fsdp2", "model.n_layers=4", "model.max_seq_len=2048", "train.seq_len=2048")
+LONG = (
+    "parallel=fsdp2",
+    "model.n_layers=4",
+    "model.max_seq_len=2048",
+    "train.seq_len=2048",
+)
 IN_BACKWARD = (
     "memory.optimizer_in_backward=true",
     "train.max_grad_norm=null",
@@ -72,7 +77,11 @@ CASES = {
         "memory.offload_schedule=serial",
         "memory.offload_fraction=0.5",
     ),
-    "chunked loss": ("parallel=fsdp2", "memory.chunk_loss=true", "memory.chunk_tokens=256"),
+    "chunked loss": (
+        "parallel=fsdp2",
+        "memory.chunk_loss=true",
+        "memory.chunk_tokens=256",
+    ),
     "adapters of quantized weights": (
         "parallel=fsdp2",
         "tune=lora",
@@ -85,7 +94,11 @@ MORE = {
     "fsdp2 parts": (*PREFETCH, "parallel.wrap=block_attn_mlp", "train.grad_accum=2"),
     "fsdp2 by class": (*PREFETCH, "parallel.wrap_classes=[Linear]"),
     "fsdp1 by size": ("parallel=fsdp1", "parallel.min_params=20000"),
-    "fsdp1 flat": ("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"),
+    "fsdp1 flat": (
+        "parallel=fsdp1",
+        "parallel.use_orig_params=false",
+        "optim.weight_decay_on=all",
+    ),
     "selective": ("parallel=fsdp1", "memory.gradient_checkpointing=selective"),
     "activation offload": (
         *LONG,
@@ -99,7 +112,11 @@ MORE = {
     "adapters": ("parallel=fsdp2", "tune=lora", "tune.dropout=0.1"),
     "adapters, ddp": ("parallel=ddp", "tune=lora", "train.grad_accum=2"),
     "adapters, fsdp1": ("parallel=fsdp1", "tune=lora"),
-    "documents apart": ("parallel=fsdp2", "model=gpt2_debug", "data.mask_documents=true"),
+    "documents apart": (
+        "parallel=fsdp2",
+        "model=gpt2_debug",
+        "data.mask_documents=true",
+    ),
 }
 if TORCH >= SCHEDULES_SINCE:
     MORE["stages"] = (
@@ -113,7 +130,12 @@ HYBRID = {
     "hybrid fsdp1": ("parallel=fsdp1", "mesh.fsdp_size=2"),
 }
 SINGLE = {"single": ("parallel=single",)}
-GROUPS = {"short": (2, CASES), "single": (1, SINGLE), "more": (2, MORE), "hybrid": (4, HYBRID)}
+GROUPS = {
+    "short": (2, CASES),
+    "single": (1, SINGLE),
+    "more": (2, MORE),
+    "hybrid": (4, HYBRID),
+}
 """Cases that one process group runs: its ranks, and name → overrides."""
 EXTENDED = {"more", "hybrid"}
 
@@ -124,15 +146,21 @@ Seen = tuple[dict[Phase, list[Allocation]], dict[int, list[Allocation]]]
 """Allocations by phase, and those that live at the end of each step."""
 
 
-def runs_for_real(cases: dict[str, tuple[str, ...]], world_size: int) -> dict[str, Seen]:
+def runs_for_real(
+    cases: dict[str, tuple[str, ...]], world_size: int
+) -> dict[str, Seen]:
     """On every rank: run each case and return the profiler's records."""
     grouped.choose_product("cpu", torch.float32)  # probes matmuls on the first call
-    return {name: run_for_real(words_of(words), world_size) for name, words in cases.items()}
+    return {
+        name: run_for_real(words_of(words), world_size) for name, words in cases.items()
+    }
 
 
 def words_of(case: tuple[str, ...]) -> list[str]:
     """The full configuration of a case."""
-    model = [] if any(word.startswith("model=") for word in case) else ["model=llama_debug"]
+    model = (
+        [] if any(word.startswith("model=") for word in case) else ["model=llama_debug"]
+    )
     return [*RUN, *model, *case]
 
 
@@ -145,7 +173,9 @@ def run_for_real(words: list[str], world_size: int) -> Seen:
 
     def mark(step: int, phase: str) -> None:
         marks.append((step, phase))
-        torch.empty(FIRST_MARK + len(marks), dtype=torch.uint8)  # the profiler sees it in its place
+        torch.empty(
+            FIRST_MARK + len(marks), dtype=torch.uint8
+        )  # the profiler sees it in its place
 
     trainer.on_phase = mark
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -156,7 +186,9 @@ def run_for_real(words: list[str], world_size: int) -> Seen:
         if size > FIRST_MARK:
             now = marks[size - FIRST_MARK - 1]
             if now[1] == "end":
-                live_at_end[now[0]] = [block for block in blocks.values() if block[0] >= SMALLEST]
+                live_at_end[now[0]] = [
+                    block for block in blocks.values() if block[0] >= SMALLEST
+                ]
         elif size < 0:
             blocks.pop(address, None)
         elif operators != REBUILT and not any(
@@ -184,7 +216,9 @@ def allocation_events(profiled: Any) -> list[tuple[int, int, tuple[str, ...]]]:
     return [event[1:] for event in sorted(found, key=lambda event: event[0])]
 
 
-def allocations_of(trace: Trace) -> tuple[dict[Phase, list[int]], dict[int, Counter[int]]]:
+def allocations_of(
+    trace: Trace,
+) -> tuple[dict[Phase, list[int]], dict[int, Counter[int]]]:
     """The same of a trace."""
     now: Phase = (0, "construction")
     allocations: dict[Phase, list[int]] = defaultdict(list)
@@ -222,13 +256,18 @@ def real_runs(group: str) -> dict[str, Seen]:
     ("group", "case"),
     [
         pytest.param(
-            group, case, id=case, marks=[pytest.mark.extended] if group in EXTENDED else []
+            group,
+            case,
+            id=case,
+            marks=[pytest.mark.extended] if group in EXTENDED else [],
         )
         for group, (_, cases) in GROUPS.items()
         for case in cases
     ],
 )
-def test_trace_has_the_allocations_of_a_real_run_in_order(group: str, case: str) -> None:
+def test_trace_has_the_allocations_of_a_real_run_in_order(
+    group: str, case: str
+) -> None:
     """Oracle: PyTorch's profiler on a real run (see the top of this page)."""
     world_size, cases = GROUPS[group]
     words = cases[case]
@@ -247,7 +286,9 @@ def test_trace_has_the_allocations_of_a_real_run_in_order(group: str, case: str)
                     continue
                 left = met if set(operators) & set(SCRATCH) else set()
                 now = {
-                    count + 1 for count in met if count < len(expected) and expected[count] == size
+                    count + 1
+                    for count in met
+                    if count < len(expected) and expected[count] == size
                 } | left
                 wanted = [expected[count] for count in met if count < len(expected)]
                 assert now, (
@@ -255,14 +296,18 @@ def test_trace_has_the_allocations_of_a_real_run_in_order(group: str, case: str)
                 )
                 met = now
             alone = expected[max(met) :]
-            assert not alone, f"{case}, step {step}, {phase}: a trace alone allocates {alone} B"
+            assert not alone, (
+                f"{case}, step {step}, {phase}: a trace alone allocates {alone} B"
+            )
             compared += len(expected)
     assert compared > 100
     for step, live in real_live.items():
         beside = Counter(size for size, _ in live)
         beside.subtract(trace_live[step])
         gathered = Counter(
-            size for size, names in live if any(name.startswith("FSDP::") for name in names)
+            size
+            for size, names in live
+            if any(name.startswith("FSDP::") for name in names)
         )
         assert all(0 <= count <= gathered[size] for size, count in beside.items()), (
             case,
@@ -304,14 +349,19 @@ def counted(ranks: int) -> dict[str, int]:
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("ranks", "base"), [(ranks, base) for ranks, (_, bases) in COUNTED.items() for base in bases]
+    ("ranks", "base"),
+    [(ranks, base) for ranks, (_, bases) in COUNTED.items() for base in bases],
 )
-def test_planned_peak_of_adapters_is_within_5_percent_of_a_real_run(ranks: int, base: str) -> None:
+def test_planned_peak_of_adapters_is_within_5_percent_of_a_real_run(
+    ranks: int, base: str
+) -> None:
     """Oracle: PyTorch's records of its CPU allocator over the two steps of a real run.
 
     gloo's thread frees a few of FSDP2's gathered units unseen, so a run counts up to two of them
     too many at its peak. A unit is 2% of the peak here.
     """
     hardware = load_hardware("cpu")
-    planned = predict(configured(adapters(ranks, base), ranks, "cpu"), hardware, ranks).memory
+    planned = predict(
+        configured(adapters(ranks, base), ranks, "cpu"), hardware, ranks
+    ).memory
     assert planned.peak_bytes == pytest.approx(counted(ranks)[base], rel=0.05)

@@ -18,7 +18,9 @@ EACH = "parallel.reduce_each_microbatch=true"
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_gradients_whole_between_micro_batches_are_planned_searched_and_advised() -> None:
+def test_gradients_whole_between_micro_batches_are_planned_searched_and_advised() -> (
+    None
+):
     """Oracle: the gradients' float32 bytes, of which seven eighths are other ranks' shards."""
     hardware = load_hardware("h100")
     base, reducing = compose_config(WORDS), compose_config([*WORDS, EACH])
@@ -30,7 +32,9 @@ def test_gradients_whole_between_micro_batches_are_planned_searched_and_advised(
 
     limit = then.memory.reserved_bytes
     assert now.memory.reserved_bytes > limit
-    found = search(compose_config(WORDS), WORDS, hardware, 8, limit, fast_estimate, space=SENSIBLE)
+    found = search(
+        compose_config(WORDS), WORDS, hardware, 8, limit, fast_estimate, space=SENSIBLE
+    )
     assert all(EACH in candidate.words for candidate in found.candidates)
     advice = advise(base, lambda config: fast_estimate(config, hardware, 8), now, limit)
     assert (EACH,) in [change.words for change in advice if change.fits]

@@ -26,7 +26,15 @@ from fsdptoys.plan.search.switches import (
     vary,
 )
 from fsdptoys.utils.text import value_text
-from tests.plan.formula_search import HARDWARE, MODEL, SMALL, compose, find, find_once, formula
+from tests.plan.formula_search import (
+    HARDWARE,
+    MODEL,
+    SMALL,
+    compose,
+    find,
+    find_once,
+    formula,
+)
 
 extended = pytest.mark.extended
 FULL = "memory.gradient_checkpointing=full"
@@ -36,7 +44,10 @@ SWITCHES: dict[str, Iterable[Any]] = {
     "parallel": ("fsdp2", "ddp"),
     "mesh.fsdp_size": (-1, 8),
     "parallel.wrap": Wrap,
-    "parallel.reshard_after_forward": (ReshardAfterForward.default, ReshardAfterForward.never),
+    "parallel.reshard_after_forward": (
+        ReshardAfterForward.default,
+        ReshardAfterForward.never,
+    ),
     "memory.gradient_checkpointing": GradientCheckpointing,
     "memory.activation_offload": (False, True),
     "memory.chunk_loss": (False, True),
@@ -45,7 +56,9 @@ SWITCHES: dict[str, Iterable[Any]] = {
 }
 
 
-def brute_force(words: Sequence[str], world_size: int, gib: float) -> list[tuple[float, int, str]]:
+def brute_force(
+    words: Sequence[str], world_size: int, gib: float
+) -> list[tuple[float, int, str]]:
     """Tokens a second, reserved bytes and traits of each combination of ``SMALL`` that fits, by
     nested loops."""
     base = compose(words)
@@ -54,7 +67,8 @@ def brute_force(words: Sequence[str], world_size: int, gib: float) -> list[tuple
         changes = dict(zip(SWITCHES, values, strict=True))
         if changes["parallel"] == "ddp":
             wrap, reshard = (
-                changes.pop(f"parallel.{name}") for name in ("wrap", "reshard_after_forward")
+                changes.pop(f"parallel.{name}")
+                for name in ("wrap", "reshard_after_forward")
             )
             if (changes["mesh.fsdp_size"], wrap, reshard) != (
                 -1,
@@ -63,7 +77,10 @@ def brute_force(words: Sequence[str], world_size: int, gib: float) -> list[tuple
             ):
                 continue
         checkpointing = changes["memory.gradient_checkpointing"]
-        if changes["memory.activation_offload"] and checkpointing is GradientCheckpointing.none:
+        if (
+            changes["memory.activation_offload"]
+            and checkpointing is GradientCheckpointing.none
+        ):
             continue
         if changes["mesh.fsdp_size"] == world_size:
             continue
@@ -72,7 +89,11 @@ def brute_force(words: Sequence[str], world_size: int, gib: float) -> list[tuple
         prediction = formula(config, HARDWARE, world_size)
         if prediction.memory.reserved_bytes <= gib * GIB:
             found.append(
-                (prediction.tokens_per_second, prediction.memory.reserved_bytes, label(config))
+                (
+                    prediction.tokens_per_second,
+                    prediction.memory.reserved_bytes,
+                    label(config),
+                )
             )
     return found
 
@@ -80,7 +101,10 @@ def brute_force(words: Sequence[str], world_size: int, gib: float) -> list[tuple
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     ("world_size", "gib"),
-    [(64, 24), *(pytest.param(*row, marks=extended) for row in ((8, 80), (8, 20), (64, 60)))],
+    [
+        (64, 24),
+        *(pytest.param(*row, marks=extended) for row in ((8, 80), (8, 20), (64, 60))),
+    ],
 )
 def test_search_finds_the_optimum_of_brute_force(world_size: int, gib: float) -> None:
     """Oracle: nested loops over every combination and batches up to 256; a batch that the search
@@ -148,7 +172,9 @@ def test_switches_without_effect_are_off() -> None:
         ),
     ],
 )
-def test_typed_overrides_stay_fixed_and_compose_to_the_candidate(typed: list[str]) -> None:
+def test_typed_overrides_stay_fixed_and_compose_to_the_candidate(
+    typed: list[str],
+) -> None:
     """Oracle: Hydra composing the overrides from scratch, then validating as a run does; in the
     full space and in one without some of the typed alternatives."""
     words = [*typed, *MODEL, "plan.world_size=16"]
@@ -170,7 +196,9 @@ def test_settings_of_an_experiment_are_varied() -> None:
     """Oracle: Hydra; naming an experiment fixes none of its settings."""
     words = ["experiment=llama2_7b", "train.seq_len=2048"]
     result = find(words, 512, 79)
-    assert result.best.config.memory.gradient_checkpointing is GradientCheckpointing.none
+    assert (
+        result.best.config.memory.gradient_checkpointing is GradientCheckpointing.none
+    )
     assert "memory.gradient_checkpointing=none" in list(result.best.words)
 
 
@@ -206,7 +234,11 @@ def test_failed_search_gives_the_reason(
     """Oracle: the exact message."""
     typed = [
         *words,
-        *(word for word in MODEL if not word.startswith(tuple(w.partition("=")[0] for w in words))),
+        *(
+            word
+            for word in MODEL
+            if not word.startswith(tuple(w.partition("=")[0] for w in words))
+        ),
     ]
     with pytest.raises(ConfigError, match=sentence):
         find(typed, world_size, gib)
@@ -261,20 +293,32 @@ def test_frontier_is_the_set_of_undominated_points() -> None:
         for one in points
         if not any(beats(two, one) for two in points)
     }
-    assert [(one.reserved_bytes, one.tokens_per_second) for one in chosen] == sorted(unbeaten)
+    assert [(one.reserved_bytes, one.tokens_per_second) for one in chosen] == sorted(
+        unbeaten
+    )
 
 
 @extended
 def test_largest_fitting_preset_has_composable_overrides() -> None:
     """Oracle: no larger preset fits in any combination of the same space; Hydra composes the
     overrides."""
-    names = ["llama3_1b", "gpt2_xl", "llama3_8b", "llama2_13b", "llama2_7b", "llama3_70b", "gpt2"]
+    names = [
+        "llama3_1b",
+        "gpt2_xl",
+        "llama3_8b",
+        "llama2_13b",
+        "llama2_7b",
+        "llama3_70b",
+        "gpt2",
+    ]
     words = ["experiment=llama2_7b", "train.steps=5"]
     presets = compose_presets(names)
 
     def largest(among: list[str], gib: float) -> Candidate:
         chosen = [preset for preset in presets if preset.name in among]
-        return largest_preset(chosen, compose(words), words, HARDWARE, 8, gib * GIB, formula)
+        return largest_preset(
+            chosen, compose(words), words, HARDWARE, 8, gib * GIB, formula
+        )
 
     for gib in (30, 15):
         candidate = largest(names, gib)
@@ -300,23 +344,40 @@ def test_files_of_memory_and_mesh_on_the_command_line_fix_all_their_keys() -> No
     """Oracle: the switches of the found combinations, which are those of the files."""
     words = ["memory=lean", "mesh=node"]
     found = fixed_keys([*words, "parallel=fsdp2"])
-    assert {"memory.chunk_loss", "memory.cpu_offload", "mesh.fsdp_size", "parallel"} <= found
+    assert {
+        "memory.chunk_loss",
+        "memory.cpu_offload",
+        "mesh.fsdp_size",
+        "parallel",
+    } <= found
     assert "parallel.wrap" not in found and "memory.chunk_loss" not in fixed_keys(
         ["memory.cpu_offload=true"]
     )
     made = [candidate.config for candidate in find([*MODEL, *words], 16, 80).candidates]
     assert made and all(
-        one.memory.chunk_loss and one.memory.checkpoints and one.mesh.fsdp_size == 8 for one in made
+        one.memory.chunk_loss and one.memory.checkpoints and one.mesh.fsdp_size == 8
+        for one in made
     )
-    assert not any(one.memory.cpu_offload or one.memory.optimizer_offload for one in made)
+    assert not any(
+        one.memory.cpu_offload or one.memory.optimizer_offload for one in made
+    )
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize(("gib", "sizes"), [(12, {2, 4, 8}), pytest.param(6, {8}, marks=extended)])
-def test_sequences_are_shared_where_one_does_not_fit(gib: float, sizes: set[int]) -> None:
+@pytest.mark.parametrize(
+    ("gib", "sizes"), [(12, {2, 4, 8}), pytest.param(6, {8}, marks=extended)]
+)
+def test_sequences_are_shared_where_one_does_not_fit(
+    gib: float, sizes: set[int]
+) -> None:
     """Oracle: the formula with every switch that saves memory, by the number of ranks that share a
     sequence."""
-    words = [*MODEL, "model.max_seq_len=131072", "train.seq_len=131072", "parallel=fsdp2"]
+    words = [
+        *MODEL,
+        "model.max_seq_len=131072",
+        "train.seq_len=131072",
+        "parallel=fsdp2",
+    ]
     found = find([*words, "memory.optimizer_offload=true"], 8, gib)
     least = {
         "memory.gradient_checkpointing": GradientCheckpointing.full,
@@ -327,7 +388,8 @@ def test_sequences_are_shared_where_one_does_not_fit(gib: float, sizes: set[int]
     fitting = set()
     for size in (1, 2, 4, 8):
         config = vary(
-            compose([*words, "memory.optimizer_offload=true"]), least | {"mesh.cp_size": size}
+            compose([*words, "memory.optimizer_offload=true"]),
+            least | {"mesh.cp_size": size},
         )
         if formula(config, HARDWARE, 8).memory.reserved_bytes <= gib * GIB:
             fitting.add(size)
@@ -358,7 +420,10 @@ def test_effects_are_those_of_one_setting_of_the_best() -> None:
         )
         config = vary(result.best.config, {key: read(other.config, key)})
         again = formula(config, HARDWARE, 8)
-        assert again.memory.reserved_bytes - best.memory.reserved_bytes == effect.saved_bytes
+        assert (
+            again.memory.reserved_bytes - best.memory.reserved_bytes
+            == effect.saved_bytes
+        )
         assert best.time.step_seconds - again.time.step_seconds == pytest.approx(
             effect.added_seconds
         )

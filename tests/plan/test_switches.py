@@ -17,7 +17,9 @@ from tests.plan.formula_search import MODEL, compose
 def test_switches_are_reversible() -> None:
     """Oracle: a configuration changed twice equals the first, without overrides between them;
     settings of a switch that is off have their defaults."""
-    base = compose([*MODEL, "memory.optimizer_offload=true", "memory.offload_bucket_mib=64"])
+    base = compose(
+        [*MODEL, "memory.optimizer_offload=true", "memory.offload_bucket_mib=64"]
+    )
     untouched = copy.deepcopy(base)
     off = vary(base, {"memory.optimizer_offload": False})
     assert overrides_between(base, off) == [
@@ -29,7 +31,11 @@ def test_switches_are_reversible() -> None:
     validate_switches(on, 8, "cuda")
     assert base == untouched
     with pytest.raises(ConfigError, match="offload_bucket_mib=64 has no effect"):
-        vary(base, {"memory.optimizer_offload": False}, fixed=["memory.offload_bucket_mib"])
+        vary(
+            base,
+            {"memory.optimizer_offload": False},
+            fixed=["memory.offload_bucket_mib"],
+        )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +52,9 @@ def test_switches_are_reversible() -> None:
         (48, 6, True, [6, 8, 12, 16, 24, 48]),
     ],
 )
-def test_shard_axis_sizes(world_size: int, devices: int, every: bool, sizes: list[int]) -> None:
+def test_shard_axis_sizes(
+    world_size: int, devices: int, every: bool, sizes: list[int]
+) -> None:
     """Oracle: computed by hand; powers of two, the machine and its doubles, as far as they divide
     the world."""
     assert shard_sizes(world_size, devices, every) == sizes

@@ -31,10 +31,16 @@ from fsdptoys.plan.text_report import (
 from tests.harness.traced_runs import imagined_hardware
 
 WORDS = ("model=llama2_7b", "train.seq_len=2048", "parallel.param_dtype=bfloat16")
-LEAN = ("train.batch_size=2", "memory.gradient_checkpointing=full", "memory.chunk_loss=true")
+LEAN = (
+    "train.batch_size=2",
+    "memory.gradient_checkpointing=full",
+    "memory.chunk_loss=true",
+)
 HYBRID = ("mesh.fsdp_size=8", *LEAN)
 
-HARDWARE = dataclasses.replace(imagined_hardware(devices_per_node=8), title="Imagined 80 GB")
+HARDWARE = dataclasses.replace(
+    imagined_hardware(devices_per_node=8), title="Imagined 80 GB"
+)
 
 PREDICTION = Prediction(
     method="estimated",
@@ -77,7 +83,14 @@ PREDICTION = Prediction(
 )
 
 ADVICE = (
-    Advice(("memory.gradient_checkpointing=none",), 75 * GIB, 150000.0, 15 * GIB, 0.144, True),
+    Advice(
+        ("memory.gradient_checkpointing=none",),
+        75 * GIB,
+        150000.0,
+        15 * GIB,
+        0.144,
+        True,
+    ),
     Advice(("train.batch_size=4",), 61.5 * GIB, 140000.0, 3 * GIB // 2, 0.068, True),
 )
 
@@ -91,7 +104,9 @@ def config() -> Config:
     return compose_config([*WORDS, *HYBRID])
 
 
-def printed(show: object, width: int = 80, encoding: str = "ascii", **options: object) -> str:
+def printed(
+    show: object, width: int = 80, encoding: str = "ascii", **options: object
+) -> str:
     """A page as piped, without trailing spaces."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
     assert callable(show)
@@ -105,7 +120,9 @@ def prediction_page(
 ) -> str:
     advice = how.pop("advice", ADVICE)
     return printed(
-        lambda console: print_prediction(config, prediction, HARDWARE, gib * GIB, advice, console),  # type: ignore[arg-type]
+        lambda console: print_prediction(
+            config, prediction, HARDWARE, gib * GIB, advice, console
+        ),  # type: ignore[arg-type]
         **how,  # type: ignore[arg-type]
     )
 
@@ -132,8 +149,13 @@ def test_excess_memory_and_advice_are_printed(config: Config) -> None:
     page = prediction_page(config, gib=50, advice=[saves])
     assert "\nChanges that make it fit\n" in page
     assert "40.00 GiB   140,000  -10.0%  train.batch_size=4" in page
-    page = prediction_page(config, gib=30, advice=[dataclasses.replace(saves, fits=False)])
-    assert "\nLargest savings; no two changes make it fit, so try fsdptoys plan search\n" in page
+    page = prediction_page(
+        config, gib=30, advice=[dataclasses.replace(saves, fits=False)]
+    )
+    assert (
+        "\nLargest savings; no two changes make it fit, so try fsdptoys plan search\n"
+        in page
+    )
     assert "Faster settings" not in prediction_page(config, advice=[])
 
 
@@ -149,7 +171,9 @@ def test_single_rank_and_an_unknown_peak_are_reported(config: Config) -> None:
         time=TimePrediction(2.0, 2.0, 0.0, 0.0, 0.0),
         caveats=(),
     )
-    page = prediction_page(compose_config([*WORDS, "parallel=single"]), alone, advice=[])
+    page = prediction_page(
+        compose_config([*WORDS, "parallel=single"]), alone, advice=[]
+    )
     assert (
         "1 rank on Imagined 80 GB; estimated\nsingle: full parameters on each rank, bfloat16\n"
         in page
@@ -174,20 +198,28 @@ def search_result(config: Config) -> SearchResult:
         config: Config, more: tuple[str, ...], gib: float, tokens: int, place: int
     ) -> Candidate:
         host = closed.memory.host_bytes if place == 1 else 0
-        memory = dataclasses.replace(closed.memory, reserved_bytes=int(gib * GIB), host_bytes=host)
+        memory = dataclasses.replace(
+            closed.memory, reserved_bytes=int(gib * GIB), host_bytes=host
+        )
         prediction = dataclasses.replace(
             closed,
             memory=memory,
             tokens_per_step=tokens,
             model_flops_per_step=2e14 * tokens / 65536,
         )
-        return Candidate((*WORDS, *more), config, prediction, len(more), {"place": place}, place)
+        return Candidate(
+            (*WORDS, *more), config, prediction, len(more), {"place": place}, place
+        )
 
     small = ("parallel=fsdp1", "parallel.wrap=block_attn_mlp", *LEAN)
     small += ("memory.activation_offload=true", "memory.optimizer_offload=true")
     first = candidate(config, HYBRID, 60, 65536, 1)
-    one = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=1))
-    second = candidate(one, tuple(word for word in HYBRID if "batch" not in word), 12, 32768, 2)
+    one = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, batch_size=1)
+    )
+    second = candidate(
+        one, tuple(word for word in HYBRID if "batch" not in word), 12, 32768, 2
+    )
     third = candidate(compose_config([*WORDS, *small]), small, 6, 16384, 3)
     over = candidate(config, HYBRID, 90, 70000, 0)
     refused = {"a sentence": 2}
@@ -213,7 +245,11 @@ def test_search_is_printed_word_for_word(config: Config) -> None:
         (16, ("launch.nnodes=2", "launch.rdzv_endpoint=a:1"), ""),
         (8, (), ""),
         (4, (), "launch.nproc_per_node=4"),
-        (12, (), "launch.nnodes=2 launch.rdzv_endpoint=HOST:29400 launch.nproc_per_node=6"),
+        (
+            12,
+            (),
+            "launch.nnodes=2 launch.rdzv_endpoint=HOST:29400 launch.nproc_per_node=6",
+        ),
         (1, (), "launch.nproc_per_node=1"),
     ],
 )
@@ -223,7 +259,9 @@ def test_printed_command_starts_the_predicted_number_of_ranks(
     """Oracle: computed by hand, for machines of eight devices; typed settings are not repeated."""
     prediction = dataclasses.replace(PREDICTION, world_size=ranks)
     candidate = Candidate((*WORDS, *words), config, prediction, 0)
-    line = printed(lambda console: print_command(candidate, HARDWARE, console)).splitlines()[-1]
+    line = printed(
+        lambda console: print_command(candidate, HARDWARE, console)
+    ).splitlines()[-1]
     assert line == " ".join(["bash run_fsdp.sh", *WORDS, *words, *more.split()])
 
 
@@ -236,9 +274,13 @@ def test_search_and_advice_serialize_to_json(config: Config) -> None:
         and read["fitting"] == 3
         and read["refused"] == {"a sentence": 2}
     )
-    assert [row["prediction"]["memory"]["reserved_bytes"] / GIB for row in read["frontier"]] == [
+    assert [
+        row["prediction"]["memory"]["reserved_bytes"] / GIB for row in read["frontier"]
+    ] == [
         6,
         12,
         60,
     ]
-    assert json.loads(json.dumps(advice_to_dict(ADVICE)))[1]["words"] == ["train.batch_size=4"]
+    assert json.loads(json.dumps(advice_to_dict(ADVICE)))[1]["words"] == [
+        "train.batch_size=4"
+    ]

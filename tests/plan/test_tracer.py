@@ -31,7 +31,16 @@ from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 from tests.harness.traced_runs import live_bytes, of_step, traced
 
 BF16 = "parallel.param_dtype=bfloat16"
-DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, TOKENS = 256, 3, 4, 2, 64, 512, 1024, 512
+DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, TOKENS = (
+    256,
+    3,
+    4,
+    2,
+    64,
+    512,
+    1024,
+    512,
+)
 LLAMA = (
     "model=llama_debug", f"model.dim={DIM}", f"model.n_layers={LAYERS}", f"model.n_heads={HEADS}",
     f"model.n_kv_heads={KV_HEADS}", f"model.ffn_dim={FFN}", f"model.vocab_size={VOCAB}",
@@ -39,7 +48,9 @@ LLAMA = (
 )  # fmt: skip
 ADAMW_BYTES = {Category.parameters: 4, Category.optimizer_states: 8}
 extended = pytest.mark.extended
-TRACES_DDP = pytest.mark.skipif(not registers_devices(), reason="this torch cannot trace DDP")
+TRACES_DDP = pytest.mark.skipif(
+    not registers_devices(), reason="this torch cannot trace DDP"
+)
 BLOCK = 2 * DIM * DIM + 2 * DIM * KV_HEADS * HEAD_DIM + 3 * DIM * FFN + 2 * DIM
 PARAMETERS = LAYERS * BLOCK + 2 * VOCAB * DIM + DIM
 
@@ -72,17 +83,24 @@ def test_memory_at_the_end_of_a_step_is_the_sharded_state(
     stays (ZeRO)."""
     trace = traced([*LLAMA, BF16, *words])
     live = live_bytes(trace, 2, "end")
-    for category in (Category.parameters, Category.gradients, Category.optimizer_states):
+    for category in (
+        Category.parameters,
+        Category.gradients,
+        Category.optimizer_states,
+    ):
         expected = PARAMETERS // shards * bytes_each.get(category, 0)
         assert live[category] == pytest.approx(expected, abs=1024), category
     assert live[Category.activations] == live[Category.logits] == 0
     # The rest: the table of rotations, and the step's own few numbers.
     assert (
-        sum(live.values()) - sum(PARAMETERS // shards * each for each in bytes_each.values())
+        sum(live.values())
+        - sum(PARAMETERS // shards * each for each in bytes_each.values())
         < 16384
     )
     offloaded = 12 - sum(bytes_each.values()) if "offload" in " ".join(words) else 0
-    assert trace.host_bytes == pytest.approx(PARAMETERS // shards * offloaded, rel=0.6, abs=20_000)
+    assert trace.host_bytes == pytest.approx(
+        PARAMETERS // shards * offloaded, rel=0.6, abs=20_000
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +120,9 @@ def test_collective_volumes_match_zero_3(strategy: str, param_bytes: int) -> Non
     if strategy == "fsdp1":
         # The norm, alone in the root, stays; the embedding is gathered again
         gathered += DIM + embedding - DIM
-    assert moved["all_gather", "shard"] == pytest.approx(gathered * param_bytes, rel=0.001)
+    assert moved["all_gather", "shard"] == pytest.approx(
+        gathered * param_bytes, rel=0.001
+    )
     assert moved["reduce_scatter", "shard"] == pytest.approx(PARAMETERS * 4, rel=0.001)
 
 
@@ -111,18 +131,28 @@ def test_replicas_all_reduce_each_shard() -> None:
     gradients."""
     found = of_step(traced([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=2"]), Collective)
     reduced = [event for event in found if event.axis == "replicate"]
-    assert {(event.name, event.group_size, event.group_stride) for event in reduced} == {
-        ("all_reduce", 4, 2)
-    }
-    assert sum(event.bytes for event in reduced) == pytest.approx(PARAMETERS / 2 * 4, rel=0.001)
+    assert {
+        (event.name, event.group_size, event.group_stride) for event in reduced
+    } == {("all_reduce", 4, 2)}
+    assert sum(event.bytes for event in reduced) == pytest.approx(
+        PARAMETERS / 2 * 4, rel=0.001
+    )
 
 
 def test_chunked_loss_matmuls_have_the_dtype_of_their_operands() -> None:
     """Oracle: bf16 operands, also where the weight's gradient is accumulated in float32."""
     trace = traced(
-        [*LLAMA, "parallel=fsdp2", BF16, "memory.chunk_loss=true", "memory.chunk_tokens=32"]
+        [
+            *LLAMA,
+            "parallel=fsdp2",
+            BF16,
+            "memory.chunk_loss=true",
+            "memory.chunk_tokens=32",
+        ]
     )
-    products = [event for event in of_step(trace, Kernel) if event.kind is KernelKind.matmul]
+    products = [
+        event for event in of_step(trace, Kernel) if event.kind is KernelKind.matmul
+    ]
     assert len(products) > 20 and {event.dtype for event in products} == {"bfloat16"}
 
 
@@ -149,7 +179,9 @@ def test_ddp_all_reduces_concurrently_with_the_backward() -> None:
         for index, event in enumerate(small.events)
         if isinstance(event, Collective) and event.stream != 0
     ]
-    in_step = [index for index in buckets if index > small.events.index(Mark(2, "backward"))]
+    in_step = [
+        index for index in buckets if index > small.events.index(Mark(2, "backward"))
+    ]
     rest = small.events[in_step[0] : small.events.index(Mark(2, "optimizer"))]
     assert len(in_step) > 2 and any(
         isinstance(e, Kernel) and e.kind is KernelKind.matmul for e in rest
@@ -170,7 +202,12 @@ def test_ddp_all_reduces_concurrently_with_the_backward() -> None:
 @pytest.mark.parametrize(
     ("device_type", "words", "operator", "row_bytes"),
     [
-        ("cuda", (BF16,), "aten::_scaled_dot_product_flash_attention", HEAD_DIM * 2 + 4),
+        (
+            "cuda",
+            (BF16,),
+            "aten::_scaled_dot_product_flash_attention",
+            HEAD_DIM * 2 + 4,
+        ),
         ("npu", (BF16,), "planned::npu_fusion_attention", HEAD_DIM * 2 + 2 * 8 * 4),
         (
             "cuda",
@@ -186,7 +223,11 @@ def test_attention_saves_its_output_and_statistics(
     """Oracle: a head's row of the result, and the float32 statistics that each library documents;
     2·B·H·T²·K FLOPs."""
     trace = traced([*LLAMA, "parallel=fsdp2", *words], device_type=device_type)
-    at = next(i for i, e in enumerate(trace.events) if isinstance(e, Kernel) and e.name == operator)
+    at = next(
+        i
+        for i, e in enumerate(trace.events)
+        if isinstance(e, Kernel) and e.name == operator
+    )
     kernel = trace.events[at]
     assert isinstance(kernel, Kernel) and kernel.kind is KernelKind.attention
     assert kernel.flops == 2 * HEADS * TOKENS**2 * HEAD_DIM
@@ -200,13 +241,19 @@ def test_attention_saves_its_output_and_statistics(
         for event in results
         if trace.categories.get(event.block, event.category) is Category.activations
     ]
-    assert sum(event.bytes for event in kept) == pytest.approx(HEADS * TOKENS * row_bytes, abs=64)
+    assert sum(event.bytes for event in kept) == pytest.approx(
+        HEADS * TOKENS * row_bytes, abs=64
+    )
 
 
 @pytest.mark.parametrize(
     ("device_type", "kernels", "calls"),
     [
-        ("npu", (), {"npu_fusion_attention": 1, "rms_norm": 2, "rotary": 4, "npu_swiglu": 1}),
+        (
+            "npu",
+            (),
+            {"npu_fusion_attention": 1, "rms_norm": 2, "rotary": 4, "npu_swiglu": 1},
+        ),
         ("npu", ("torch",), {"npu_fusion_attention": 1}),
         (
             "npu",
@@ -239,7 +286,9 @@ def test_chosen_kernels_are_traced(
         for name, count in counts.items()
         if name.startswith("planned::") and not name.endswith("_backward")
     }
-    expected = {name: count * LAYERS + (name == "rms_norm") for name, count in calls.items()}
+    expected = {
+        name: count * LAYERS + (name == "rms_norm") for name, count in calls.items()
+    }
     assert found == expected
 
 
@@ -259,9 +308,15 @@ def test_flops_of_a_traced_step_match_the_model() -> None:
     trace = traced([*LLAMA, "parallel=fsdp2", BF16])
     kernels = of_step(trace, Kernel)
     weights = PARAMETERS - VOCAB * DIM - (2 * LAYERS + 1) * DIM
-    assert sum(e.flops for e in kernels if e.kind is KernelKind.matmul) == 6 * weights * TOKENS
+    assert (
+        sum(e.flops for e in kernels if e.kind is KernelKind.matmul)
+        == 6 * weights * TOKENS
+    )
     attention = 12 * HEADS * HEAD_DIM * TOKENS / 2 * TOKENS * LAYERS
-    assert sum(e.flops for e in kernels if e.kind is KernelKind.attention) == attention * 3.5 / 3
+    assert (
+        sum(e.flops for e in kernels if e.kind is KernelKind.attention)
+        == attention * 3.5 / 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -285,10 +340,16 @@ def test_flops_of_a_traced_step_match_the_model() -> None:
         )),
     ],
 )  # fmt: skip
-def test_traces_of_families_and_switches_complete_and_repeat(words: tuple[str, ...]) -> None:
+def test_traces_of_families_and_switches_complete_and_repeat(
+    words: tuple[str, ...],
+) -> None:
     """Oracle: the trace itself: blocks are freed once, and as much is left after the second step as
     after the first."""
-    strategy = () if any(word.startswith("parallel=") for word in words) else ("parallel=fsdp2",)
+    strategy = (
+        ()
+        if any(word.startswith("parallel=") for word in words)
+        else ("parallel=fsdp2",)
+    )
     trace = traced([*words, *strategy])
     assert trace.events[-1] == Mark(2, "end")
     begun = {event.block for event in trace.events if isinstance(event, Alloc)}
@@ -297,9 +358,9 @@ def test_traces_of_families_and_switches_complete_and_repeat(words: tuple[str, .
     assert len(ended) == len(set(ended)) and set(ended) <= begun
     after = [sum(live_bytes(trace, step, "end").values()) for step in (1, 2)]
     assert after[0] == after[1]
-    assert 0 in trace.streams and {e.stream for e in trace.events if isinstance(e, Alloc)} <= set(
-        trace.streams
-    )
+    assert 0 in trace.streams and {
+        e.stream for e in trace.events if isinstance(e, Alloc)
+    } <= set(trace.streams)
 
 
 def test_streamed_states_are_copied_both_ways_asynchronously() -> None:
@@ -315,11 +376,23 @@ def test_streamed_states_are_copied_both_ways_asynchronously() -> None:
     )
     streams = {purpose: number for number, purpose in trace.streams.items()}
     for purpose, to_device in (("load", True), ("store", False)):
-        copies = [event for event in of_step(trace, Transfer) if event.stream == streams[purpose]]
-        assert sum(event.bytes for event in copies) == pytest.approx(PARAMETERS // 8 * 8, rel=0.01)
-        assert all(event.to_device is to_device and not event.blocking for event in copies)
-    recorded = {event.block for event in trace.events if isinstance(event, RecordStream)}
-    assert {trace.categories[block] for block in recorded} == {Category.optimizer_states}
+        copies = [
+            event
+            for event in of_step(trace, Transfer)
+            if event.stream == streams[purpose]
+        ]
+        assert sum(event.bytes for event in copies) == pytest.approx(
+            PARAMETERS // 8 * 8, rel=0.01
+        )
+        assert all(
+            event.to_device is to_device and not event.blocking for event in copies
+        )
+    recorded = {
+        event.block for event in trace.events if isinstance(event, RecordStream)
+    }
+    assert {trace.categories[block] for block in recorded} == {
+        Category.optimizer_states
+    }
 
 
 def test_worker_threads_update_every_offloaded_parameter_once() -> None:
@@ -339,13 +412,17 @@ def test_worker_threads_update_every_offloaded_parameter_once() -> None:
     assert sum(event.elements for event in updates) == PARAMETERS // 8 + padding
     assert all(event.worker for event in updates)
     works = sum(event.worker for event in trace.events if isinstance(event, HostWork))
-    waits = [event.works for event in trace.events if isinstance(event, HostWaitWorkers)]
+    waits = [
+        event.works for event in trace.events if isinstance(event, HostWaitWorkers)
+    ]
     assert waits == sorted(waits) and 0 < waits[-1] <= works
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((7, 3), 0), ((1, 4), 0), ((6, 8), 1)])
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_chunks_are_those_of_fsdp2(shape: tuple[int, ...], dim: int, count: int) -> None:
+def test_chunks_are_those_of_fsdp2(
+    shape: tuple[int, ...], dim: int, count: int
+) -> None:
     """Oracle: the function that they replace."""
     tensor = torch.arange(math.prod(shape)).view(shape)
     expected = _fsdp_param._chunk_with_empty(tensor, count, dim)

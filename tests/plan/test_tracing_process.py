@@ -55,7 +55,11 @@ def test_lost_tracing_process_is_reported_and_replaced(
     number: int, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the full message; the next prediction has the numbers of the one before the loss."""
-    words = (*WORDS, "train.seq_len=4096", f"optim.beta1=0.{number}")  # not traced by others
+    words = (
+        *WORDS,
+        "train.seq_len=4096",
+        f"optim.beta1=0.{number}",
+    )  # not traced by others
     config, hardware = configured(words, 8, "cuda"), load_hardware("h100")
     before = fast_estimate(config, hardware, 8)
     estimate.TRACED.clear()

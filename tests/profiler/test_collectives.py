@@ -21,8 +21,23 @@ from tests.harness.tiny import make_config, tiny_model
 LAYERS = tiny_model().n_layers
 UNITS = LAYERS + 2
 """Of FSDP: embedding, blocks, head with norm."""
-STEPS = {"steps": 3, "seq_len": 8, "batch_size": 1, "deterministic": False, "grad_accum": 1}
-PLAIN = ("ddp", "fsdp1", "fsdp2", "toy_ddp", "toy_zero1", "toy_zero2", "toy_zero3", "toy_fsdp")
+STEPS = {
+    "steps": 3,
+    "seq_len": 8,
+    "batch_size": 1,
+    "deterministic": False,
+    "grad_accum": 1,
+}
+PLAIN = (
+    "ddp",
+    "fsdp1",
+    "fsdp2",
+    "toy_ddp",
+    "toy_zero1",
+    "toy_zero2",
+    "toy_zero3",
+    "toy_fsdp",
+)
 CASES: dict[str, dict[str, Any]] = {name: {} for name in PLAIN}
 CASES["ddp deterministic"] = {"deterministic": True, "grad_accum": 2}
 CASES["toy_fsdp twice"] = CASES["toy_zero2 twice"] = {"grad_accum": 2}
@@ -33,25 +48,40 @@ def parallel_of(label: str) -> ParallelConfig:
     return STRATEGIES[label.split()[0]]()
 
 
-def train_traced(folder: Path, cases: dict[str, dict[str, Any]], traces: bool) -> list[Any]:
+def train_traced(
+    folder: Path, cases: dict[str, dict[str, Any]], traces: bool
+) -> list[Any]:
     """Train each case with or without the trace; return its losses, and on rank 0 the file's
     content."""
     outcomes: list[Any] = []
     for label, more in cases.items():
-        config = make_config(parallel_of(label), dist.get_world_size(), **{**STEPS, **more})
+        config = make_config(
+            parallel_of(label), dist.get_world_size(), **{**STEPS, **more}
+        )
         config.debug.trace_collectives = traces
-        config.metrics.console, config.metrics.run_dir = Console.none, str(folder / label)
+        config.metrics.console, config.metrics.run_dir = (
+            Console.none,
+            str(folder / label),
+        )
         trainer = Trainer(config)
         Run(trainer).run()
         file = folder / label / "collectives.jsonl"
-        lines = file.read_text().splitlines() if file.exists() and trainer.world.rank == 0 else None
-        elements = {name: param.numel() for name, param in trainer.strategy.full_parameters()}
+        lines = (
+            file.read_text().splitlines()
+            if file.exists() and trainer.world.rank == 0
+            else None
+        )
+        elements = {
+            name: param.numel() for name, param in trainer.strategy.full_parameters()
+        }
         outcomes.append(([step.loss for step in trainer.history], lines, elements))
     return outcomes
 
 
 def train_both(folder: Path) -> list[Any]:
-    return [train_traced(folder / str(traces), CASES, traces) for traces in (False, True)]
+    return [
+        train_traced(folder / str(traces), CASES, traces) for traces in (False, True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -121,15 +151,23 @@ def test_zero1_and_zero2_gather_parameters_after_the_optimizer_step(
     ):
         found = [call for call in calls if call.collective == collective]
         assert {call.phase for call in found} == ({phase} if times else set())
-        assert times * whole <= total(calls, collective) < times * whole + 8 * max(1, len(found))
-        assert set(named(calls, collective, phase).values()) == ({times} if times else set())
+        assert (
+            times * whole
+            <= total(calls, collective)
+            < times * whole + 8 * max(1, len(found))
+        )
+        assert set(named(calls, collective, phase).values()) == (
+            {times} if times else set()
+        )
 
 
 def test_zero3_broadcasts_blocks_twice_and_other_parameters_once(outcomes: Any) -> None:
     """Oracle: the page of ZeRO-3; owners broadcast their parameters and receive their reduced
     gradients."""
     calls, _, _, elements = outcomes["toy_zero3"]
-    blocks = {name: size for name, size in elements.items() if name.startswith("layers.")}
+    blocks = {
+        name: size for name, size in elements.items() if name.startswith("layers.")
+    }
     assert (
         total(calls, "broadcast", "forward")
         == total(calls, "reduce", "backward")
@@ -143,9 +181,15 @@ def test_zero3_broadcasts_blocks_twice_and_other_parameters_once(outcomes: Any) 
     )
     assert named(calls, "broadcast", "backward") == Counter(list(blocks))
     owned = {
-        call.size_bytes for call in calls if call.collective == "broadcast" and call.gives_bytes
+        call.size_bytes
+        for call in calls
+        if call.collective == "broadcast" and call.gives_bytes
     }
-    kept = {call.size_bytes for call in calls if call.collective == "reduce" and call.gets_bytes}
+    kept = {
+        call.size_bytes
+        for call in calls
+        if call.collective == "reduce" and call.gets_bytes
+    }
     assert owned == kept
     for call in calls:
         if call.collective == "broadcast":
@@ -161,8 +205,14 @@ def test_fsdp_gathers_units_in_forward_and_backward_and_reduces_them_once(
     calls, _, _, elements = outcomes[label]
     counts = Counter((call.phase, call.collective) for call in calls)
     root = label == "fsdp1"  # a unit of its own, of the norm alone
-    assert counts["forward", "all_gather"] == counts["backward", "reduce_scatter"] == UNITS + root
-    assert counts["backward", "all_gather"] == LAYERS + root  # FSDP1 gathers the embedding again
+    assert (
+        counts["forward", "all_gather"]
+        == counts["backward", "reduce_scatter"]
+        == UNITS + root
+    )
+    assert (
+        counts["backward", "all_gather"] == LAYERS + root
+    )  # FSDP1 gathers the embedding again
     assert named(calls, "all_gather", "forward") == Counter(list(elements))
     assert named(calls, "reduce_scatter", "backward") == Counter(list(elements))
     for call in calls:
@@ -187,23 +237,31 @@ def test_toy_fsdp_issues_the_collectives_of_fsdp2_in_order(outcomes: Any) -> Non
 
 
 @pytest.mark.parametrize("label", ["ddp deterministic", "toy_fsdp twice"])
-def test_collectives_are_assigned_to_their_micro_batch(outcomes: Any, label: str) -> None:
+def test_collectives_are_assigned_to_their_micro_batch(
+    outcomes: Any, label: str
+) -> None:
     """Oracle: the deterministic mode reduces float64 after each; otherwise only the last one is
     reduced."""
     calls, _, _, elements = outcomes[label]
     reductions = [
-        call for call in calls if call.phase == "backward" and "reduce" in call.collective
+        call
+        for call in calls
+        if call.phase == "backward" and "reduce" in call.collective
     ]
     if label == "toy_fsdp twice":
         assert {call.microbatch for call in reductions} == {2}
-        gathers = Counter(call.microbatch for call in calls if call.collective == "all_gather")
+        gathers = Counter(
+            call.microbatch for call in calls if call.collective == "all_gather"
+        )
         assert gathers == {1: UNITS + LAYERS, 2: UNITS + LAYERS}
     else:
         assert [(call.microbatch, call.dtype) for call in reductions] == [
             (1, "float64"),
             (2, "float64"),
         ]
-        assert [call.size_bytes for call in reductions] == [8 * sum(elements.values())] * 2
+        assert [call.size_bytes for call in reductions] == [
+            8 * sum(elements.values())
+        ] * 2
 
 
 @pytest.mark.parametrize("label", CASES)
@@ -211,34 +269,69 @@ def test_trainer_collectives_are_labeled_with_phase_and_call_site(
     outcomes: Any, label: str
 ) -> None:
     """Oracle: the trainer: the count of labels, the norm of shards, and the loss are reduced."""
-    small = [(call.phase, call.site) for call in outcomes[label][0] if not call.parameters]
+    small = [
+        (call.phase, call.site) for call in outcomes[label][0] if not call.parameters
+    ]
     clips = [("clip", "strategy.total_norm")] if "ddp" not in label else []
-    assert small == [("other", "trainer.train_step"), *clips, ("other", "trainer._agree")]
+    assert small == [
+        ("other", "trainer.train_step"),
+        *clips,
+        ("other", "trainer._agree"),
+    ]
 
 
 def call_of(number: int, collective: str, name: str, ranks: int = 2) -> Call:
-    return Call(number, "backward", 1, collective, "float32", 8, 4, 8, 4.0, ranks, "", "f", [name])
+    return Call(
+        number,
+        "backward",
+        1,
+        collective,
+        "float32",
+        8,
+        4,
+        8,
+        4.0,
+        ranks,
+        "",
+        "f",
+        [name],
+    )
 
 
 def test_repeated_collectives_are_folded_without_loss() -> None:
     """Oracle: a sequence with a run, a pattern of two and a single call, written by hand."""
     kinds = ["all_gather"] * 3 + ["broadcast"] + ["all_gather", "reduce_scatter"] * 4
-    calls = [call_of(number, kind, f"layers.{number}.w") for number, kind in enumerate(kinds, 1)]
+    calls = [
+        call_of(number, kind, f"layers.{number}.w")
+        for number, kind in enumerate(kinds, 1)
+    ]
     folds = fold(calls)
     assert [(part.period, part.times) for part in folds] == [(1, 3), (1, 1), (2, 4)]
     assert [call.number for part in folds for call in part.calls] == list(range(1, 13))
     page = render(calls, "collectives")
     assert "1-3  backward  all-gather × 3" in page and "layers.1 … layers.3" in page
     assert "5-12  backward  all-gather × 4" in page and "layers.6 … layers.12" in page
-    assert page.splitlines()[-1].split() == ["together", "12", "96", "bytes", "48", "bytes"]
+    assert page.splitlines()[-1].split() == [
+        "together",
+        "12",
+        "96",
+        "bytes",
+        "48",
+        "bytes",
+    ]
 
 
 def test_one_rank_sends_no_bytes(tmp_path: Path) -> None:
     """Oracle: one process sends no bytes, although it calls the same collectives."""
     _, lines, _ = run_ranks(1, train_traced, tmp_path, {"single": {}}, True)[0][0]
     rows = [json.loads(line) for line in lines]
-    assert {row["ranks"] for row in rows} == {1} and {row["sends_bytes"] for row in rows} == {0}
-    calls = [Call(**{key: value for key, value in row.items() if key != "step"}) for row in rows]
+    assert {row["ranks"] for row in rows} == {1} and {
+        row["sends_bytes"] for row in rows
+    } == {0}
+    calls = [
+        Call(**{key: value for key, value in row.items() if key != "step"})
+        for row in rows
+    ]
     assert (
         render(calls, "step 3")
         == "step 3: none but 2 calls over groups of one rank, which send nothing"
@@ -250,15 +343,25 @@ def test_ring_bytes_follow_the_documented_formulas(ranks: int) -> None:
     """Oracle: an all-reduce is a reduce-scatter and an all-gather; in a broadcast all ranks but one
     receive all."""
     size = 840
-    scatter, gather = (ring_bytes(kind, size, ranks) for kind in ("reduce_scatter", "all_gather"))
-    assert (
-        ring_bytes("all_reduce", size, ranks) == scatter + gather == 2 * size * (ranks - 1) / ranks
+    scatter, gather = (
+        ring_bytes(kind, size, ranks) for kind in ("reduce_scatter", "all_gather")
     )
-    assert ranks * ring_bytes("broadcast", size, ranks) == pytest.approx((ranks - 1) * size)
-    assert ranks * ring_bytes("gather", size, ranks) == pytest.approx((ranks - 1) * size / ranks)
+    assert (
+        ring_bytes("all_reduce", size, ranks)
+        == scatter + gather
+        == 2 * size * (ranks - 1) / ranks
+    )
+    assert ranks * ring_bytes("broadcast", size, ranks) == pytest.approx(
+        (ranks - 1) * size
+    )
+    assert ranks * ring_bytes("gather", size, ranks) == pytest.approx(
+        (ranks - 1) * size / ranks
+    )
 
 
-@pytest.mark.parametrize(("first", "last", "step"), [(1, 10, 3), (1, 2, 2), (1, 1, 1), (7, 20, 9)])
+@pytest.mark.parametrize(
+    ("first", "last", "step"), [(1, 10, 3), (1, 2, 2), (1, 1, 1), (7, 20, 9)]
+)
 def test_third_or_last_step_is_traced(first: int, last: int, step: int) -> None:
     """Oracle: hand-computed values."""
     assert traced_step(first, last) == step
@@ -266,7 +369,12 @@ def test_third_or_last_step_is_traced(first: int, last: int, step: int) -> None:
 
 def test_partially_moved_blocks_are_marked() -> None:
     """Oracle: hand-computed values."""
-    names = ["embed_tokens.weight", "layers.0.a.weight", "layers.0.b.weight", "norm.weight"]
+    names = [
+        "embed_tokens.weight",
+        "layers.0.a.weight",
+        "layers.0.b.weight",
+        "norm.weight",
+    ]
     assert describe(names[:2], names) == "embed_tokens, layers.0~"
     assert describe(names[1:3], names) == block_of(names[1]) == "layers.0"
     assert describe([], names) == "-"
@@ -287,7 +395,10 @@ def functional_calls() -> list[tuple[str, int, int, int]]:
         dist.barrier()
         parts = [torch.empty(6), torch.empty(6)]
         dist.all_gather(parts, part)
-    return [(call.collective, call.size_bytes, call.gives_bytes, call.gets_bytes) for call in found]
+    return [
+        (call.collective, call.size_bytes, call.gives_bytes, call.gets_bytes)
+        for call in found
+    ]
 
 
 def test_functional_and_list_collectives_are_recognized() -> None:

@@ -33,7 +33,9 @@ class Memory:
         self.calls: list[str] = []
 
     def _record_memory_history(self, *args, **kwargs) -> None:
-        bound = inspect.signature(torch.cuda.memory._record_memory_history).bind(*args, **kwargs)
+        bound = inspect.signature(torch.cuda.memory._record_memory_history).bind(
+            *args, **kwargs
+        )
         bound.apply_defaults()
         if bound.arguments["enabled"]:
             assert (
@@ -83,18 +85,30 @@ def test_history_covers_the_chosen_steps_and_is_written_once(tmp_path):
         "stop",
     ]
     folder = tmp_path / "profile"
-    names = ["memory-rank0-interactive.html", "memory-rank0.html", "memory-rank0.pickle"]
+    names = [
+        "memory-rank0-interactive.html",
+        "memory-rank0.html",
+        "memory-rank0.pickle",
+    ]
     assert sorted(path.name for path in folder.iterdir()) == names
-    assert pickle.loads((folder / "memory-rank0.pickle").read_bytes()) == make_snapshot()
+    assert (
+        pickle.loads((folder / "memory-rank0.pickle").read_bytes()) == make_snapshot()
+    )
     assert said == [f"memory snapshot (steps 2 to 3): {folder / 'memory-rank0.html'}"]
-    assert summary == "Memory of rank 0: [profile/memory-rank0.html](profile/memory-rank0.html)."
+    assert (
+        summary
+        == "Memory of rank 0: [profile/memory-rank0.html](profile/memory-rank0.html)."
+    )
 
 
 @pytest.mark.parametrize(
     ("last", "words"),
     [
         (2, "memory snapshot (steps 2 to 2, where the run ended)"),
-        (1, "no memory snapshot: the run ended after step 1, before profile.snapshot_first_step=2"),
+        (
+            1,
+            "no memory snapshot: the run ended after step 1, before profile.snapshot_first_step=2",
+        ),
     ],
 )
 def test_early_end_writes_the_history_or_reports_its_absence(tmp_path, last, words):
@@ -142,7 +156,11 @@ def test_timeline_includes_allocations_older_than_the_history():
 def test_page_lists_holders_of_memory_and_loads_no_resources():
     """Oracle: the history made by hand, and PyTorch's own summary of it."""
     source = render_snapshot(
-        make_snapshot(), 1, "steps 2 & 3", "memory-rank0.pickle", "memory-rank0-interactive.html"
+        make_snapshot(),
+        1,
+        "steps 2 & 3",
+        "memory-rank0.pickle",
+        "memory-rank0-interactive.html",
     )
     (image,) = re.findall(r'src="([^"]+)"', source)
     assert image.startswith("data:image/png;base64,")
@@ -151,13 +169,18 @@ def test_page_lists_holders_of_memory_and_loads_no_resources():
     assert "steps 2 & 3" in text
     assert "34.00 MiB at the peak" in text
     assert "Reserved by the allocator at the end: 64.00 MiB" in text
-    rows = re.findall(r"<tr><td>([^<]+)</td><td>([^<]+)</td>.*?<summary>([^<]+)</summary>", source)
+    rows = re.findall(
+        r"<tr><td>([^<]+)</td><td>([^<]+)</td>.*?<summary>([^<]+)</summary>", source
+    )
     assert rows == [
         ("24.00 MiB", "70.6%", "loss.py:17 cross_entropy_sum"),
         ("8.00 MiB", "23.5%", UNKNOWN),
         ("2.00 MiB", "5.9%", "norm.py:9 forward"),
     ]
-    assert "3.00 MiB stream_0 › trainer.py:180:_train_step2.00 MiB norm.py:9:forward" in text
+    assert (
+        "3.00 MiB stream_0 › trainer.py:180:_train_step2.00 MiB norm.py:9:forward"
+        in text
+    )
     assert torch.cuda._memory_viz.segsum(make_snapshot()) in text
     (crosses,) = timeline_picture(read_timeline(make_snapshot(), 1)).series[1:]
     assert crosses.name == "memory ran out" and len(crosses.x) == 1

@@ -35,7 +35,11 @@ DDP = Switches(
     seq_len=1024, grad_accum=2, dim=512, n_layers=8, vocab_size=32_000, param_dtype="float32",
 )  # fmt: skip
 FSDP = dataclasses.replace(
-    DDP, shards_parameters=True, takes_cpu_offload=True, fsdp_size=4, param_dtype="bfloat16"
+    DDP,
+    shards_parameters=True,
+    takes_cpu_offload=True,
+    fsdp_size=4,
+    param_dtype="bfloat16",
 )
 LIVE = LiveBytes(PlacedBytes(2 * GIB), PlacedBytes(GIB), PlacedBytes(4 * GIB))
 REST = 10 * GIB
@@ -71,7 +75,10 @@ def oom_context(
 
 
 def advised(
-    switches: Switches, phase: str = "backward", live: LiveBytes = LIVE, rest: int = REST
+    switches: Switches,
+    phase: str = "backward",
+    live: LiveBytes = LIVE,
+    rest: int = REST,
 ) -> dict[str, int]:
     savings = device_savings(live, rest, phase, switches)
     assert [saving.saved_bytes for saving in savings] == sorted(
@@ -91,10 +98,20 @@ BF16 = "parallel.param_dtype=bfloat16"
 def test_savings_follow_from_the_sizes():
     """Oracle: computed by hand, for DDP on four ranks in float32."""
     inputs = 4 * 1024 * 512 * 8 * 4
-    common = {CHUNK: 4 * 1024 * 32_000 * 12, HALF_BATCH: REST // 2, OPTIMIZER_OFFLOAD: 4 * GIB}
+    common = {
+        CHUNK: 4 * 1024 * 32_000 * 12,
+        HALF_BATCH: REST // 2,
+        OPTIMIZER_OFFLOAD: 4 * GIB,
+    }
     shards = {"parallel=fsdp2 mesh.fsdp_size=-1": 7 * GIB * 3 // 4}
-    assert advised(DDP) == common | shards | {CHECKPOINTING: REST - inputs, BF16: REST // 2}
-    assert advised(FSDP) == common | {CHECKPOINTING: REST - inputs // 2, CPU_OFFLOAD: 7 * GIB}
+    assert advised(DDP) == common | shards | {
+        CHECKPOINTING: REST - inputs,
+        BF16: REST // 2,
+    }
+    assert advised(FSDP) == common | {
+        CHECKPOINTING: REST - inputs // 2,
+        CPU_OFFLOAD: 7 * GIB,
+    }
 
 
 @pytest.mark.parametrize(
@@ -106,7 +123,11 @@ def test_savings_follow_from_the_sizes():
             {CHECKPOINTING},
             {"memory.activation_offload=true": 4 * 1024 * 512 * 8 * 2},
         ),
-        ({"gradient_checkpointing": "selective", "activation_offload": True}, {CHECKPOINTING}, {}),
+        (
+            {"gradient_checkpointing": "selective", "activation_offload": True},
+            {CHECKPOINTING},
+            {},
+        ),
         ({"cpu_offload": True}, {CPU_OFFLOAD, OPTIMIZER_OFFLOAD}, {}),
         (
             {"optimizer_offload": True},
@@ -153,18 +174,26 @@ def test_states_not_yet_allocated_count_only_in_the_optimizer_step():
     before."""
     live = dataclasses.replace(LIVE, states=PlacedBytes())
     switches = dataclasses.replace(FSDP, states_bytes=6 * GIB)
-    assert advised(switches, "optimizer", live)["memory.optimizer_offload=true"] == 6 * GIB
+    assert (
+        advised(switches, "optimizer", live)["memory.optimizer_offload=true"] == 6 * GIB
+    )
     assert "memory.optimizer_offload=true" not in advised(switches, "forward", live)
     failure = Failure(False, None, None, 13 * GIB, None)
     words = "the first optimizer step will add 6.00 GiB of states"
-    assert words in out_of_memory_report(failure, oom_context(switches, "forward", live), "cuda")
+    assert words in out_of_memory_report(
+        failure, oom_context(switches, "forward", live), "cuda"
+    )
     assert words not in out_of_memory_report(
         failure, oom_context(switches, "optimizer", live), "cuda"
     )
-    assert words not in out_of_memory_report(failure, oom_context(FSDP, "forward"), "cuda")
+    assert words not in out_of_memory_report(
+        failure, oom_context(FSDP, "forward"), "cuda"
+    )
 
 
-@pytest.mark.parametrize(("device_type", "message"), [("cuda", CUDA_MESSAGE), ("npu", NPU_MESSAGE)])
+@pytest.mark.parametrize(
+    ("device_type", "message"), [("cuda", CUDA_MESSAGE), ("npu", NPU_MESSAGE)]
+)
 def test_report_has_the_failures_numbers_and_each_category(device_type, message):
     """Oracle: the allocator's message; the device's own statistics, read later, are others."""
     device = accelerator(device_type)
@@ -205,7 +234,9 @@ def test_exhausted_host_memory_advises_disabling_offload(on_host, advised):
     switches = dataclasses.replace(FSDP, optimizer_offload=True)
     failure = Failure(on_host, None, None, 6 * GIB, None)
     report = out_of_memory_report(failure, oom_context(switches, live=live), "cuda")
-    advice = [line.split()[:3] for line in report.split("switch alone:\n")[1].splitlines()]
+    advice = [
+        line.split()[:3] for line in report.split("switch alone:\n")[1].splitlines()
+    ]
     assert (advice == [["4.00", "GiB", "memory.optimizer_offload=false"]]) is advised
     assert OPTIMIZER_OFFLOAD not in report
 
@@ -214,7 +245,9 @@ def test_report_without_advice_is_explicit():
     """Oracle: one process with CPU offload, in the optimizer step."""
     switches = dataclasses.replace(FSDP, cpu_offload=True)
     report = out_of_memory_report(
-        Failure(False, None, None, GIB, None), oom_context(switches, "optimizer"), "cuda"
+        Failure(False, None, None, GIB, None),
+        oom_context(switches, "optimizer"),
+        "cuda",
     )
     assert report.splitlines()[-1].startswith("no other switch saves memory")
 
@@ -243,11 +276,15 @@ def test_failed_allocation_on_the_cpu_is_explained(allocate, phase):
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("size mismatch"), ValueError("out of memory"), KeyboardInterrupt()]
+    "error",
+    [RuntimeError("size mismatch"), ValueError("out of memory"), KeyboardInterrupt()],
 )
 def test_other_errors_propagate_unchanged(error):
     """Oracle: the same object."""
-    with pytest.raises(type(error)) as caught, explain_out_of_memory(Device("cpu"), oom_context):
+    with (
+        pytest.raises(type(error)) as caught,
+        explain_out_of_memory(Device("cpu"), oom_context),
+    ):
         raise error
     assert caught.value is error and not is_out_of_memory(error)
 
@@ -270,14 +307,18 @@ def test_allocation_that_failed_behind_another_error_is_explained(explained):
     their own."""
     with (
         pytest.raises(
-            ExplainedOutOfMemoryError, match=r"on rank 2 in the forward of step 3\n1024.00 TiB"
+            ExplainedOutOfMemoryError,
+            match=r"on rank 2 in the forward of step 3\n1024.00 TiB",
         ) as caught,
         explain_out_of_memory(
-            Device("cpu"), lambda: oom_context(phase="outer" if explained else "forward")
+            Device("cpu"),
+            lambda: oom_context(phase="outer" if explained else "forward"),
         ),
     ):
         try:
-            inner = explain_out_of_memory(Device("cpu"), lambda: oom_context(phase="forward"))
+            inner = explain_out_of_memory(
+                Device("cpu"), lambda: oom_context(phase="forward")
+            )
             with inner if explained else contextlib.nullcontext():
                 torch.empty(2**50, dtype=torch.uint8)
         except RuntimeError as error:
@@ -298,10 +339,14 @@ def test_shared_storages_are_counted_once_in_full():
     for param in (first, second):
         param.grad = torch.ones_like(param)
     before = live_bytes([first, second, frozen, planned], optimizer)
-    assert before == LiveBytes(PlacedBytes(0, 440), PlacedBytes(0, 400), PlacedBytes(0, 0))
+    assert before == LiveBytes(
+        PlacedBytes(0, 440), PlacedBytes(0, 400), PlacedBytes(0, 0)
+    )
     optimizer.step()
     after = live_bytes([first, second, frozen, planned], optimizer)
-    assert after.states.host_bytes == 2 * 400 + 2 * 4  # two moments and the number of the step
+    assert (
+        after.states.host_bytes == 2 * 400 + 2 * 4
+    )  # two moments and the number of the step
     assert after.on_host().device_bytes == 440 + 400 + 808
     assert live_bytes([first], None).states == PlacedBytes()
 
@@ -309,7 +354,10 @@ def test_shared_storages_are_counted_once_in_full():
 def _count_sharded() -> LiveBytes:
     model = torch.nn.Linear(64, 32, bias=False)
     fully_shard(
-        model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        model,
+        mesh=torch.distributed.device_mesh.init_device_mesh(
+            "cpu", (dist.get_world_size(),)
+        ),
     )
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 64)).sum().backward()

@@ -19,11 +19,17 @@ from tests.harness.snapshots import summary_of
 
 def window(skip: int, warmup: int, active: int, **others: Any) -> ProfileConfig:
     return ProfileConfig(
-        enabled=True, skip_steps=skip, warmup_steps=warmup, active_steps=active, **others
+        enabled=True,
+        skip_steps=skip,
+        warmup_steps=warmup,
+        active_steps=active,
+        **others,
     )
 
 
-def take_steps(profiler: Profiler, first: int, last: int, fail_in: int | None = None) -> None:
+def take_steps(
+    profiler: Profiler, first: int, last: int, fail_in: int | None = None
+) -> None:
     """Take steps with distinct calls: each multiplies matrices once, and step n adds n times."""
     a = torch.randn(32, 32)
     with profiler:
@@ -61,7 +67,9 @@ def test_trace_holds_only_the_chosen_steps_under_their_numbers(tmp_path, first):
     said: list[str] = []
     waits: list[str] = []
     config = window(1, 1, 2, memory=True)
-    device = types.SimpleNamespace(type="cpu", synchronize=lambda: waits.append("waited"))
+    device = types.SimpleNamespace(
+        type="cpu", synchronize=lambda: waits.append("waited")
+    )
     profiler = Profiler(
         config, device, 0, tmp_path / "profile", first_step=first, message=said.append
     )
@@ -79,7 +87,10 @@ def test_trace_holds_only_the_chosen_steps_under_their_numbers(tmp_path, first):
         "or in chrome://tracing)"
     ]
     page = summary_of(profiler)
-    assert f"Rank 0, steps {active[0]} to {active[1]}; trace: `profile/rank0.json.gz`." in page
+    assert (
+        f"Rank 0, steps {active[0]} to {active[1]}; trace: `profile/rank0.json.gz`."
+        in page
+    )
     assert "| operator | calls | self CPU time | total CPU time | self memory |" in page
     calls = dict(re.findall(r"^\| `([^`]+)` \| ([\d,]+) \|", page, re.MULTILINE))
     assert calls["aten::mm"] == "2" and calls["aten::add"] == str(sum(active))
@@ -89,17 +100,31 @@ def test_trace_holds_only_the_chosen_steps_under_their_numbers(tmp_path, first):
 @pytest.mark.parametrize(
     ("last", "fail_in", "traced", "words"),
     [
-        (4, None, {3, 4}, "trace of steps 3 to 4 (the run ended before step 6 was done)"),
-        (6, 5, {3, 4, 5}, "trace of steps 3 to 4 (the run ended before step 6 was done)"),
+        (
+            4,
+            None,
+            {3, 4},
+            "trace of steps 3 to 4 (the run ended before step 6 was done)",
+        ),
+        (
+            6,
+            5,
+            {3, 4, 5},
+            "trace of steps 3 to 4 (the run ended before step 6 was done)",
+        ),
         (6, 3, {3}, "trace of step 3 (the run ended before step 6 was done)"),
         (2, None, set(), "nothing was traced: the run ended after step 2"),
         (6, 1, set(), "nothing was traced: the run ended after step 0"),
     ],
 )
-def test_early_end_keeps_the_trace_or_reports_its_absence(tmp_path, last, fail_in, traced, words):
+def test_early_end_keeps_the_trace_or_reports_its_absence(
+    tmp_path, last, fail_in, traced, words
+):
     """Oracle: the steps that the loop began within the window 3 to 6."""
     said: list[str] = []
-    profiler = Profiler(window(1, 1, 4), Device("cpu"), 0, tmp_path, message=said.append)
+    profiler = Profiler(
+        window(1, 1, 4), Device("cpu"), 0, tmp_path, message=said.append
+    )
     with (
         pytest.raises(RuntimeError, match="the step failed")
         if fail_in
@@ -122,7 +147,9 @@ def test_each_switch_adds_its_field_to_the_trace(tmp_path, switch, field):
     def fields(config: ProfileConfig, folder: Path) -> set[str]:
         take_steps(Profiler(config, Device("cpu"), 0, folder), 1, 3)
         return {
-            name for event in read_trace(folder / "rank0.json.gz") for name in event.get("args", {})
+            name
+            for event in read_trace(folder / "rank0.json.gz")
+            for name in event.get("args", {})
         }
 
     assert field not in fields(window(0, 1, 2), tmp_path / "without")
@@ -133,7 +160,9 @@ def test_failed_trace_write_does_not_end_the_run(tmp_path):
     """Oracle: a folder where the file should be."""
     (tmp_path / "rank0.json.gz").mkdir()
     said: list[str] = []
-    profiler = Profiler(window(0, 0, 1), Device("cpu"), 0, tmp_path, message=said.append)
+    profiler = Profiler(
+        window(0, 0, 1), Device("cpu"), 0, tmp_path, message=said.append
+    )
     take_steps(profiler, 1, 3)
     assert "cannot be written" in said[0] and summary_of(profiler) is None
 
@@ -159,5 +188,7 @@ MatMulV2,AI_CORE,2,100.25,50,50.125,50.25,92.2
 
 def test_npu_operators_are_read_from_the_analysis():
     """Oracle: a table in the format of CANN. ``tests/torch_npu`` traces with torch_npu itself."""
-    operators = [(op.name, op.calls, op.self_device_us) for op in npu_top_ops(OP_STATISTIC)]
+    operators = [
+        (op.name, op.calls, op.self_device_us) for op in npu_top_ops(OP_STATISTIC)
+    ]
     assert operators == [("MatMulV2", 2, 100.25), ("Add", 4, 8.5)]

@@ -8,12 +8,21 @@ from pathlib import Path
 
 from fsdptoys.device import GIB
 from fsdptoys.metrics import StepMetrics
-from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, TimePrediction
+from fsdptoys.metrics.prediction import (
+    Category,
+    MemoryPrediction,
+    Prediction,
+    TimePrediction,
+)
 from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep
 from tests.harness.recorded_runs import GPU_STEP, write_run
 from tests.harness.snapshots import make_snapshot
 
-DEVICE = {"device.type": "cuda", "device.name": "An imagined device", "versions.cuda": "12.8"}
+DEVICE = {
+    "device.type": "cuda",
+    "device.name": "An imagined device",
+    "versions.cuda": "12.8",
+}
 HOSTILE = "<script>document.title='run'</script>"
 """A text that a page must show and not run."""
 
@@ -63,7 +72,8 @@ def device_prediction(seconds: float, gib: float) -> Prediction:
     """A prediction with all of its parts."""
     parts = (0.1, 0.1, 0.25, 0.1, 0.05, 0.02, 0.28, 0.06, 0.01, 0.03)
     sizes = {
-        kind: int(share * 0.88 * gib * GIB) for kind, share in zip(Category, parts, strict=True)
+        kind: int(share * 0.88 * gib * GIB)
+        for kind, share in zip(Category, parts, strict=True)
     }
     memory = MemoryPrediction(
         int(0.4 * gib * GIB),
@@ -79,7 +89,12 @@ def device_prediction(seconds: float, gib: float) -> Prediction:
         "element-wise": 0.1 * seconds,
     }
     time = TimePrediction(
-        0.95 * seconds, 0.82 * seconds, 0.08 * seconds, 0.01 * seconds, 0.04 * seconds, kinds
+        0.95 * seconds,
+        0.82 * seconds,
+        0.08 * seconds,
+        0.01 * seconds,
+        0.04 * seconds,
+        kinds,
     )
     return Prediction("traced", "imagined", 8, 65536, 1e14, 1e15, memory, time)
 
@@ -95,13 +110,22 @@ def write_device_sweep(path: Path) -> Path:
             "memory.gradient_checkpointing": checkpointing,
             "memory.chunk_loss": chunk,
         }
-        varied = {key.removesuffix(".name"): str(value).lower() for key, value in settings.items()}
-        jobs.append(Job(f"{number:02}", (), varied, f"print {number}", JobStatus.done, 0))
+        varied = {
+            key.removesuffix(".name"): str(value).lower()
+            for key, value in settings.items()
+        }
+        jobs.append(
+            Job(f"{number:02}", (), varied, f"print {number}", JobStatus.done, 0)
+        )
         prediction = None if number == 3 else device_prediction(seconds, gib)
         steps = device_steps(120, seconds, gib)
         settings["train.steps"] = len(steps)
         write_run(
-            path / "jobs" / jobs[-1].name / "run", steps, settings, DEVICE, prediction=prediction
+            path / "jobs" / jobs[-1].name / "run",
+            steps,
+            settings,
+            DEVICE,
+            prediction=prediction,
         )
     more = {"parallel": "ddp", "memory.gradient_checkpointing": "none"}
     reason = f"the memory of the cuda device ran out on rank 0 {HOSTILE}"
@@ -127,8 +151,12 @@ def write_device_sweep(path: Path) -> Path:
             "it took too long",
         )
     )
-    skipped = [Skipped({"parallel": "single"}, "one process has no ranks to shard over")]
-    Sweep(path, "imagined", f"fsdptoys sweep imagined {HOSTILE}", jobs, skipped, None).write()
+    skipped = [
+        Skipped({"parallel": "single"}, "one process has no ranks to shard over")
+    ]
+    Sweep(
+        path, "imagined", f"fsdptoys sweep imagined {HOSTILE}", jobs, skipped, None
+    ).write()
     return path
 
 
@@ -141,7 +169,9 @@ def write_device_run(path: Path) -> Path:
         prediction=device_prediction(0.5, 70.0),
     )
     (path / "profile").mkdir()
-    (path / "profile" / "memory-rank0.pickle").write_bytes(pickle.dumps(make_snapshot()))
+    (path / "profile" / "memory-rank0.pickle").write_bytes(
+        pickle.dumps(make_snapshot())
+    )
     (path / "summary.md").write_text(
         "# imagined\n\n## What came out\n\n| result | value |\n| --- | --- |\n| steps | 300 of "
         "300; all steps done |\n| reference: unigram entropy of the data | 3.2437 nats |\n\n## "

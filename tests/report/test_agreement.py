@@ -13,9 +13,21 @@ from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.optim import AdamWConfig, WeightDecayOn
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+)
 from fsdptoys.parallel.precision import DType
-from fsdptoys.report.loss_agreement import COARSE, FINE, HELD_OUT, Tolerance, find_disagreements
+from fsdptoys.report.loss_agreement import (
+    COARSE,
+    FINE,
+    HELD_OUT,
+    Tolerance,
+    find_disagreements,
+)
 from fsdptoys.report.runs_table import Record
 from fsdptoys.train.gradient_scale import GradientScale, StepScale
 from tests.harness.coverage import without_coverage
@@ -33,14 +45,18 @@ from tests.harness.tiny import make_config
 EXACT = Tolerance(0.0, 0.0, 1.0, 0.0, 0.0)
 ADAMW = AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all)
 CHUNKED = MemoryConfig(
-    chunk_loss=True, chunk_tokens="20", gradient_checkpointing=GradientCheckpointing.full
+    chunk_loss=True,
+    chunk_tokens="20",
+    gradient_checkpointing=GradientCheckpointing.full,
 )
 BF16 = DType.bfloat16
 
 
 def config_of(parallel: ParallelConfig, world_size: int, **changes: Any) -> Config:
     """Three steps: the last is the first that shows a wrong momentum."""
-    return make_config(parallel, world_size, **{"deterministic": False, "steps": 3} | changes)
+    return make_config(
+        parallel, world_size, **{"deterministic": False, "steps": 3} | changes
+    )
 
 
 def right() -> dict[str, Config]:
@@ -101,14 +117,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "optim.lr": 1e-2,
             "optim.beta1": 0.9,
         }
-        path.write_text(yaml.safe_dump(changed(yaml.safe_load(path.read_text()), recorded)))
+        path.write_text(
+            yaml.safe_dump(changed(yaml.safe_load(path.read_text()), recorded))
+        )
     return folder
 
 
 def test_layouts_and_memory_switches_agree_in_every_dtype(trained: Path) -> None:
     """Oracle: they are one training (tests/parallel/test_equality.py checks equal bits, or
     1e-6)."""
-    assert find_disagreements([record_of(trained / name) for name in [*right(), "single"]]) == []
+    assert (
+        find_disagreements([record_of(trained / name) for name in [*right(), "single"]])
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,10 +142,14 @@ def test_layouts_and_memory_switches_agree_in_every_dtype(trained: Path) -> None
         ("momentum", "loss", 3),
     ],
 )
-def test_disagreeing_training_is_marked(trained: Path, name: str, quantity: str, step: int) -> None:
+def test_disagreeing_training_is_marked(
+    trained: Path, name: str, quantity: str, step: int
+) -> None:
     """Oracle: the first quantity that the mistake changes: values, samples, doubled gradients, the
     rate, updates."""
-    (found,) = find_disagreements([record_of(trained / run) for run in ("ddp", "fsdp2", name)])
+    (found,) = find_disagreements(
+        [record_of(trained / run) for run in ("ddp", "fsdp2", name)]
+    )
     assert (found.name, found.reference, found.quantity, found.step) == (
         name,
         "ddp",
@@ -134,7 +159,9 @@ def test_disagreeing_training_is_marked(trained: Path, name: str, quantity: str,
     assert found.sentence.startswith(
         f"{name} does not agree with ddp, which trains the same: from step {step} on"
     )
-    assert name != "gradient" or found.value == pytest.approx(2 * found.expected, rel=1e-5)
+    assert name != "gradient" or found.value == pytest.approx(
+        2 * found.expected, rel=1e-5
+    )
 
 
 def test_one_wrong_row_is_marked_at_any_position(trained: Path) -> None:
@@ -180,7 +207,9 @@ def test_rows_may_differ_by_the_rounding_of_their_dtype(
     name = {"loss": "loss", "grad_norm": "gradient norm"}[quantity]
     allowed = tolerance.at(name, 5)
     assert (
-        find_disagreements(pair(tmp_path / "less", apart(0.99 * allowed, quantity, 5), both=both))
+        find_disagreements(
+            pair(tmp_path / "less", apart(0.99 * allowed, quantity, 5), both=both)
+        )
         == []
     )
     (found,) = find_disagreements(
@@ -190,7 +219,12 @@ def test_rows_may_differ_by_the_rounding_of_their_dtype(
             both=both,
         )
     )
-    assert (found.name, found.step, found.quantity, found.allowed) == ("b", 5, name, allowed)
+    assert (found.name, found.step, found.quantity, found.allowed) == (
+        "b",
+        5,
+        name,
+        allowed,
+    )
 
 
 SETTINGS = yaml.safe_load(
@@ -200,7 +234,9 @@ LOSSES_APART = apart(0.5, "loss", 3)
 
 
 @pytest.mark.parametrize("second", SETTINGS["another"], ids=str)
-def test_different_trainings_are_not_compared(tmp_path: Path, second: dict[str, Any]) -> None:
+def test_different_trainings_are_not_compared(
+    tmp_path: Path, second: dict[str, Any]
+) -> None:
     """Oracle: losses far apart, which are no mistake if a setting explains them."""
     assert find_disagreements(pair(tmp_path, LOSSES_APART, second=second)) == []
 
@@ -218,12 +254,21 @@ def test_experts_with_other_balancing_are_not_compared(tmp_path: Path) -> None:
     """Oracle: arXiv:2501.11873: with several micro-batches a backward balances by those so far."""
     experts = {"model.n_experts": 4, "model.router_aux_loss_coef": 0.1}
     other = {"train.batch_size": 1, "train.grad_accum": 4}
-    assert find_disagreements(pair(tmp_path / "a", LOSSES_APART, both=experts, second=other)) == []
+    assert (
+        find_disagreements(
+            pair(tmp_path / "a", LOSSES_APART, both=experts, second=other)
+        )
+        == []
+    )
     unbalanced = experts | {"model.router_aux_loss_coef": 0.0}
-    assert find_disagreements(pair(tmp_path / "b", LOSSES_APART, both=unbalanced, second=other))
+    assert find_disagreements(
+        pair(tmp_path / "b", LOSSES_APART, both=unbalanced, second=other)
+    )
 
 
-@pytest.mark.parametrize("part", [{"device.type": "cuda"}, {"versions.torch": "2.7.1"}], ids=str)
+@pytest.mark.parametrize(
+    "part", [{"device.type": "cuda"}, {"versions.torch": "2.7.1"}], ids=str
+)
 def test_rows_of_other_devices_or_versions_are_not_compared(
     tmp_path: Path, part: dict[str, Any]
 ) -> None:
@@ -234,7 +279,9 @@ def test_rows_of_other_devices_or_versions_are_not_compared(
 def test_nan_loss_agrees_only_with_nan(tmp_path: Path) -> None:
     """Oracle: NaN in both, and in one."""
     steps = [*run_of(3), replace(STEP, step=4, loss=float("nan"))]
-    (found,) = find_disagreements(write_records(tmp_path, a=[steps], b=[steps], c=[run_of(4)]))
+    (found,) = find_disagreements(
+        write_records(tmp_path, a=[steps], b=[steps], c=[run_of(4)])
+    )
     assert (found.name, found.reference, found.step) == ("c", "a", 4)
     assert "they are not both finite" in found.sentence
 
@@ -272,7 +319,12 @@ def test_held_out_losses_are_compared_over_equal_samples(tmp_path: Path) -> None
         d=[steps_with({5: 4.0 * (1 + 1e-5)})],
     )
     (found,) = find_disagreements(records)
-    assert (found.name, found.quantity, found.step, found.value) == ("b", "held-out loss", 5, 4.4)
+    assert (found.name, found.quantity, found.step, found.value) == (
+        "b",
+        "held-out loss",
+        5,
+        4.4,
+    )
     assert found.expected == pytest.approx(4.0, rel=1e-4)
 
 
@@ -292,7 +344,8 @@ def test_optimizer_steps_on_the_host_are_bitwise_equal_on_cpus_only(
 
 
 @pytest.mark.parametrize(
-    ("step", "loss", "grad_norm", "held_out"), [(5, 2e-5, 2e-4, 2.2e-5), (10**6, 0.01, 0.1, 0.01)]
+    ("step", "loss", "grad_norm", "held_out"),
+    [(5, 2e-5, 2e-4, 2.2e-5), (10**6, 0.01, 0.1, 0.01)],
 )
 def test_tolerances_grow_with_the_steps_up_to_their_maximum(
     step: int, loss: float, grad_norm: float, held_out: float
@@ -307,4 +360,9 @@ def test_tolerances_grow_with_the_steps_up_to_their_maximum(
 def test_rows_without_common_steps_are_not_compared(tmp_path: Path) -> None:
     """Oracle: no common steps to compare."""
     late = [replace(step, loss=1.0) for step in run_of(5)[2:]]
-    assert find_disagreements(write_records(tmp_path, a=[run_of(5)], none=[[]], late=[late])) == []
+    assert (
+        find_disagreements(
+            write_records(tmp_path, a=[run_of(5)], none=[[]], late=[late])
+        )
+        == []
+    )

@@ -31,7 +31,9 @@ def compared(
     """A run, and another with other settings and environment."""
     write_run(folder / "a", first)
     write_run(folder / "b", second, settings, environment)
-    return compare_runs(read_recorded_run(folder / "a"), read_recorded_run(folder / "b"), tolerance)
+    return compare_runs(
+        read_recorded_run(folder / "a"), read_recorded_run(folder / "b"), tolerance
+    )
 
 
 def altered(**at: tuple[int, float]) -> list[StepMetrics]:
@@ -57,10 +59,18 @@ def test_first_and_the_largest_difference_are_reported(tmp_path: Path) -> None:
     courses = {course.quantity: course for course in found.courses}
     loss = courses["loss"]
     assert loss.first is not None and loss.largest is not None
-    assert (loss.first.step, loss.largest.step, loss.differing, loss.steps) == (3, 5, 2, 6)
+    assert (loss.first.step, loss.largest.step, loss.differing, loss.steps) == (
+        3,
+        5,
+        2,
+        6,
+    )
     assert loss.first.relative == pytest.approx(1e-4 / 4.7001)
     assert loss.largest.relative == pytest.approx(0.5)
-    assert courses["valid tokens"].first is None and courses["learning rate"].largest is None
+    assert (
+        courses["valid tokens"].first is None
+        and courses["learning rate"].largest is None
+    )
     assert verdict(found) == (
         "They differ from step 2 on, first in the gradient norm: 1 and 1.5, 0.5 apart (0.33 "
         "relative); 6 steps were compared."
@@ -69,21 +79,31 @@ def test_first_and_the_largest_difference_are_reported(tmp_path: Path) -> None:
 
 def test_one_bit_is_a_difference_that_a_tolerance_allows(tmp_path: Path) -> None:
     """Oracle: the next number after 4.7; step times are not compared."""
-    second = altered(loss=(3, math.nextafter(run_of(6)[2].loss, 9.0)), step_time_seconds=(4, 7.0))
+    second = altered(
+        loss=(3, math.nextafter(run_of(6)[2].loss, 9.0)), step_time_seconds=(4, 7.0)
+    )
     assert not compared(tmp_path, run_of(6), second).same
     first, other = read_recorded_run(tmp_path / "a"), read_recorded_run(tmp_path / "b")
-    assert verdict(compare_runs(first, other, 1e-15)) == "Same: 6 steps, within 1e-15 relative."
+    assert (
+        verdict(compare_runs(first, other, 1e-15))
+        == "Same: 6 steps, within 1e-15 relative."
+    )
     same = compare_runs(first, first)
     assert verdict(same) == "Same: 6 steps, equal in every bit."
     assert "All settings, versions and machines are equal." in printed(same)
 
 
 @pytest.mark.parametrize("lengths", [(6, 4), (4, 6)], ids=str)
-def test_run_that_ends_earlier_differs(tmp_path: Path, lengths: tuple[int, int]) -> None:
+def test_run_that_ends_earlier_differs(
+    tmp_path: Path, lengths: tuple[int, int]
+) -> None:
     """Oracle: ``cmp``, which reports the end of one file as a difference."""
     found = compared(tmp_path, run_of(lengths[0]), run_of(lengths[1]))
     assert not found.same and found.first_difference is None
-    assert verdict(found) == "The 4 steps that both have are equal in every bit, but one has more."
+    assert (
+        verdict(found)
+        == "The 4 steps that both have are equal in every bit, but one has more."
+    )
     letter = "A" if lengths[0] > lengths[1] else "B"
     assert f"{letter} has 2 steps that the other lacks: 5 to 6." in printed(found)
 
@@ -111,7 +131,10 @@ def test_held_out_losses_are_compared_if_both_runs_have_one(tmp_path: Path) -> N
     """Oracle: 4.0 and 4.4 after step 3; step 2 has one in the first run alone, which is no
     difference."""
     found = compared(
-        tmp_path / "other", evaluated(None, 5.0, 4.0), evaluated(None, None, 4.4), CHANGES
+        tmp_path / "other",
+        evaluated(None, 5.0, 4.0),
+        evaluated(None, None, 4.4),
+        CHANGES,
     )
     assert found.first_difference is not None and not found.same
     course, difference = found.first_difference
@@ -121,13 +144,17 @@ def test_held_out_losses_are_compared_if_both_runs_have_one(tmp_path: Path) -> N
         3,
         4.4,
     )
-    assert compared(tmp_path / "same", evaluated(None, 5.0, 4.0), evaluated(None, None, 4.0)).same
+    assert compared(
+        tmp_path / "same", evaluated(None, 5.0, 4.0), evaluated(None, None, 4.0)
+    ).same
     assert "held-out loss" not in {
         course.quantity for course in compared(tmp_path / "no", [STEP], [STEP]).courses
     }
 
 
-def test_held_out_losses_of_other_samples_are_reported_as_not_compared(tmp_path: Path) -> None:
+def test_held_out_losses_of_other_samples_are_reported_as_not_compared(
+    tmp_path: Path,
+) -> None:
     """Oracle: 3 batches are other samples than the usual 8; half the batch size with twice the
     batches is the same."""
     losses = evaluated(4.0), evaluated(4.4)
@@ -146,7 +173,9 @@ def test_runs_with_unreadable_lines_are_not_the_same(tmp_path: Path) -> None:
     for name in "ab":
         with open(write_run(tmp_path / name, run_of(3)) / "metrics.jsonl", "a") as file:
             file.write("garbage\n")
-    found = compare_runs(read_recorded_run(tmp_path / "a"), read_recorded_run(tmp_path / "b"))
+    found = compare_runs(
+        read_recorded_run(tmp_path / "a"), read_recorded_run(tmp_path / "b")
+    )
     assert not found.same
     assert (
         verdict(found)
@@ -191,14 +220,19 @@ def test_most_likely_explanation_comes_first(
     assert keys[Effect.training] == first_keys
     assert keys[Effect.format] == ["parallel.param_dtype"]
     assert set(keys[Effect.rounding]) == {"parallel.name", "memory.chunk_loss"}
-    assert set(keys[Effect.none]) == {"memory.gradient_checkpointing", "metrics.log_every"}
+    assert set(keys[Effect.none]) == {
+        "memory.gradient_checkpointing",
+        "metrics.log_every",
+    }
 
 
 def test_option_without_effect_is_never_accused(tmp_path: Path) -> None:
     """Oracle: the declarations: of two runs that differ in such an option, none changes the
     training or rounds."""
     others = {
-        key: "another" for key, option in declared_options().items() if option.effect is Effect.none
+        key: "another"
+        for key, option in declared_options().items()
+        if option.effect is Effect.none
     }
     switched = {
         "profile.enabled": True,
@@ -206,7 +240,9 @@ def test_option_without_effect_is_never_accused(tmp_path: Path) -> None:
         "memory.gradient_checkpointing": "selective",
     }
     found = compared(tmp_path, run_of(6), run_of(6), others | switched)
-    assert {change.effect for change in found.changes} == {Effect.none} and len(others) > 75
+    assert {change.effect for change in found.changes} == {Effect.none} and len(
+        others
+    ) > 75
     assert {change.key for change in found.changes} >= {
         "train.gc_every",
         "memory.offload_fraction",
@@ -243,10 +279,18 @@ def test_another_batch_size_is_another_training_and_another_split_of_it_is_not(
     assert [change.effect for change in more.changes] == [Effect.training]
     split = {"train.batch_size": 1, "train.grad_accum": 4}
     assert {
-        each.effect for each in compared(tmp_path / "as", run_of(6), run_of(6), split).changes
+        each.effect
+        for each in compared(tmp_path / "as", run_of(6), run_of(6), split).changes
     } == {Effect.rounding}
-    (ranks,) = compared(tmp_path / "ranks", run_of(6), run_of(6), None, {"world_size": 4}).changes
-    assert (ranks.key, ranks.first, ranks.second, ranks.effect) == ("ranks", 2, 4, Effect.training)
+    (ranks,) = compared(
+        tmp_path / "ranks", run_of(6), run_of(6), None, {"world_size": 4}
+    ).changes
+    assert (ranks.key, ranks.first, ranks.second, ranks.effect) == (
+        "ranks",
+        2,
+        4,
+        Effect.training,
+    )
 
 
 def test_versions_and_machines_are_reported(tmp_path: Path) -> None:
@@ -291,5 +335,9 @@ def test_invalid_comparisons_are_refused_in_a_sentence(tmp_path: Path) -> None:
 
 def test_tolerance_is_relative_to_the_larger(tmp_path: Path) -> None:
     """Oracle: 5 and 4 are 0.2 apart of 5."""
-    assert compared(tmp_path / "x", [STEP], [replace(STEP, loss=4.0)], tolerance=0.2).same
-    assert not compared(tmp_path / "y", [STEP], [replace(STEP, loss=4.0)], tolerance=0.19).same
+    assert compared(
+        tmp_path / "x", [STEP], [replace(STEP, loss=4.0)], tolerance=0.2
+    ).same
+    assert not compared(
+        tmp_path / "y", [STEP], [replace(STEP, loss=4.0)], tolerance=0.19
+    ).same

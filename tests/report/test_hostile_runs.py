@@ -27,7 +27,9 @@ from tests.harness.recorded_runs import run_of, write_run
 STEERING = re.compile(r"[^\n\t -~\u00a0-\ud7ff\ue000-\uffff]")
 
 extended = pytest.mark.extended
-FILES = yaml.safe_load(Path(__file__).with_name("hostile_files.yaml").read_text(encoding="utf-8"))
+FILES = yaml.safe_load(
+    Path(__file__).with_name("hostile_files.yaml").read_text(encoding="utf-8")
+)
 LONG = {"{deep}": "[" * 100_000, "{digits}": "9" * 400}
 
 
@@ -47,7 +49,9 @@ def write_giant(path: Path) -> None:
 
 
 KINDS = [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir, write_giant]
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=["pipe", "device", "folder", "giant"])
+every_kind = pytest.mark.parametrize(
+    "kind", KINDS, ids=["pipe", "device", "folder", "giant"]
+)
 
 
 def check_others(folder: Path, output: str) -> None:
@@ -56,7 +60,11 @@ def check_others(folder: Path, output: str) -> None:
     table = make_table(gather([folder]))
     text = to_markdown(table) + to_csv(table) + to_json(table)
     bad, good = table.records
-    assert (bad.status, bad.run, good.status) == (JobStatus.failed, None, JobStatus.done)
+    assert (bad.status, bad.run, good.status) == (
+        JobStatus.failed,
+        None,
+        JobStatus.done,
+    )
     assert good.run is not None and output in str(bad.reason)
     assert str(bad.reason) in to_csv(table) + "\n".join(table.notes)
     assert not STEERING.search(text)
@@ -64,7 +72,10 @@ def check_others(folder: Path, output: str) -> None:
     with pytest.raises(ConfigError, match=output):
         gather([folder / "bad"])
     # No process writes it, so following it ends.
-    assert follow(folder / "bad", Console(file=io.StringIO()), poll_seconds=0.0) in (0, 1)
+    assert follow(folder / "bad", Console(file=io.StringIO()), poll_seconds=0.0) in (
+        0,
+        1,
+    )
 
 
 @pytest.fixture
@@ -104,7 +115,10 @@ def test_run_with_special_files_is_listed_with_the_reason(
     else:
         bad = row_of_bad(runs)
         assert bad.run is None and "resumes.jsonl cannot be read" in str(bad.reason)
-        assert follow(runs / "bad", Console(file=io.StringIO()), poll_seconds=0.0) in (0, 1)
+        assert follow(runs / "bad", Console(file=io.StringIO()), poll_seconds=0.0) in (
+            0,
+            1,
+        )
 
 
 @every_kind
@@ -120,7 +134,9 @@ def test_damaged_optional_files_are_ignored(
 
 
 @pytest.mark.parametrize(("name", "text"), FILES["optional"])
-def test_damaged_optional_file_is_omitted_with_a_note(runs: Path, name: str, text: str) -> None:
+def test_damaged_optional_file_is_omitted_with_a_note(
+    runs: Path, name: str, text: str
+) -> None:
     """Oracle: the run's other numbers, and the note."""
     write_content(runs / "bad" / name, text)
     run = row_of_bad(runs).run
@@ -130,7 +146,9 @@ def test_damaged_optional_file_is_omitted_with_a_note(runs: Path, name: str, tex
     assert any(f"{name} {reason}" in note for note in run.notes)
 
 
-@pytest.mark.parametrize("form", ["--table", "--markdown", "--csv", "--json", "compare", "--live"])
+@pytest.mark.parametrize(
+    "form", ["--table", "--markdown", "--csv", "--json", "compare", "--live"]
+)
 def test_control_characters_of_a_run_are_escaped_on_the_terminal(
     runs: Path, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,9 +157,13 @@ def test_control_characters_of_a_run_are_escaped_on_the_terminal(
     hostile = "\x1b[2J\x1b]0;owned\x07\r\u202e"
     for name, value in (("good", "a"), ("bad", hostile)):
         path = runs / name / "config.yaml"
-        text = path.read_text().replace("name: tiny", f"name: {json.dumps(f'tiny{value}')}")
+        text = path.read_text().replace(
+            "name: tiny", f"name: {json.dumps(f'tiny{value}')}"
+        )
         path.write_text(
-            text + json.dumps({f"x{hostile}": {f"y{hostile}": f"z{value}"}})[1:-1] + "\n"
+            text
+            + json.dumps({f"x{hostile}": {f"y{hostile}": f"z{value}"}})[1:-1]
+            + "\n"
         )
         environment = json.loads((runs / name / "environment.json").read_text())
         environment["device"]["name"] = f"d{value}"
@@ -160,7 +182,12 @@ def test_control_characters_of_a_run_are_escaped_on_the_terminal(
 
 
 @pytest.mark.parametrize(
-    "words", [["report", "x" * 300], ["compare", "x" * 300, "y"], ["report", "--live", "x" * 300]]
+    "words",
+    [
+        ["report", "x" * 300],
+        ["compare", "x" * 300, "y"],
+        ["report", "--live", "x" * 300],
+    ],
 )
 def test_impossible_file_name_is_reported_in_one_sentence(
     words: list[str], capsys: pytest.CaptureFixture[str]
@@ -181,10 +208,12 @@ HUGE = [
 
 
 @pytest.mark.parametrize(
-    "value", [1e308, pytest.param(-1e308, marks=extended), pytest.param(1e-320, marks=extended)]
+    "value",
+    [1e308, pytest.param(-1e308, marks=extended), pytest.param(1e-320, marks=extended)],
 )
 @pytest.mark.parametrize(
-    "name", [HUGE[0], HUGE[-1], *(pytest.param(name, marks=extended) for name in HUGE[1:-1])]
+    "name",
+    [HUGE[0], HUGE[-1], *(pytest.param(name, marks=extended) for name in HUGE[1:-1])],
 )
 def test_numbers_near_the_ends_of_floats_do_not_end_the_report(
     runs: Path, name: str, value: float
@@ -192,16 +221,24 @@ def test_numbers_near_the_ends_of_floats_do_not_end_the_report(
     """Oracle: the page and the table with the other run, and its end; ticks, digits and sizes
     overflow."""
     shutil.rmtree(runs / "bad")
-    write_run(runs / "bad", [dataclasses.replace(step, **{name: value}) for step in run_of(4)])
-    assert main(["report", str(runs)]) == 0 and main(["report", str(runs), "--table"]) == 0
+    write_run(
+        runs / "bad", [dataclasses.replace(step, **{name: value}) for step in run_of(4)]
+    )
+    assert (
+        main(["report", str(runs)]) == 0 and main(["report", str(runs), "--table"]) == 0
+    )
     assert (runs / "report.html").exists()
     assert follow(runs / "bad", Console(file=io.StringIO()), poll_seconds=0.0) in (0, 1)
 
 
-def test_error_messages_escape_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_messages_escape_control_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Oracle: Python's own escapes."""
     assert main(["report", "\x1b]0;owned\x07"]) == 2
-    assert capsys.readouterr().err.startswith("fsdptoys: \\x1b]0;owned\\x07 holds neither")
+    assert capsys.readouterr().err.startswith(
+        "fsdptoys: \\x1b]0;owned\\x07 holds neither"
+    )
 
 
 def test_pages_escape_control_characters() -> None:

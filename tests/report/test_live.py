@@ -46,7 +46,9 @@ def polled(run: WrittenRun) -> FollowedRun:
     return followed
 
 
-def test_lines_appear_when_written_and_a_partial_line_is_waited_for(run: WrittenRun) -> None:
+def test_lines_appear_when_written_and_a_partial_line_is_waited_for(
+    run: WrittenRun,
+) -> None:
     """Oracle: the written steps, each once; a partial line is ignored until it is complete."""
     run.add(*(step_of(number) for number in range(1, 4)))
     watching = Watching(run.path)
@@ -66,11 +68,15 @@ def test_lines_appear_when_written_and_a_partial_line_is_waited_for(run: Written
         watching.lines()[-1]
         == f"the run has ended: 20 of 20; all steps done; {run.path / 'summary.md'}"
     )
-    assert any(line.startswith("step 5: optimizer step skipped") for line in watching.lines())
+    assert any(
+        line.startswith("step 5: optimizer step skipped") for line in watching.lines()
+    )
 
 
 @pytest.mark.parametrize("grows_past", [False, True])
-def test_run_that_returns_to_a_checkpoint_is_read_again(run: WrittenRun, grows_past: bool) -> None:
+def test_run_that_returns_to_a_checkpoint_is_read_again(
+    run: WrittenRun, grows_past: bool
+) -> None:
     """Oracle: the file's own steps, cut and written again with a look in between, or without."""
     run.add(*(step_of(number) for number in range(1, 5)))
     at_checkpoint = (run.path / "metrics.jsonl").stat().st_size
@@ -135,20 +141,33 @@ def test_ctrl_c_ends_watching_but_not_the_run(run: WrittenRun, terminal: bool) -
     assert follow(run.path, console_of(stream, terminal), POLL) == 0
     thread.join()
     assert "1/20" in stream.getvalue()
-    assert is_locked(run.path) and sorted(path.name for path in run.path.iterdir()) == before
+    assert (
+        is_locked(run.path)
+        and sorted(path.name for path in run.path.iterdir()) == before
+    )
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_live_view_fits_the_width(run: WrittenRun, width: int) -> None:
     """Oracle: rich's own count of cells in every line; the written numbers are in the picture."""
-    run.add(*(step_of(number, eval_loss=5.0 if number == 7 else None) for number in range(1, 10)))
+    run.add(
+        *(
+            step_of(number, eval_loss=5.0 if number == 7 else None)
+            for number in range(1, 10)
+        )
+    )
     run.add(step_of(10, loss_spike=9.5, skipped=True, skipped_steps=1))
     beat(run.path, 0, 11, "forward")
     stream = io.StringIO()
     console = Console(file=stream, width=width, force_terminal=False)
-    console.print(draw_run(polled(run), State.running, console, "job 01 of 8, \x1b[31mlr=1: "))
+    console.print(
+        draw_run(polled(run), State.running, console, "job 01 of 8, \x1b[31mlr=1: ")
+    )
     text = stream.getvalue()
-    assert all(cell_len(line) <= width for line in text.splitlines()) and "\x1b" not in text
+    assert (
+        all(cell_len(line) <= width for line in text.splitlines())
+        and "\x1b" not in text
+    )
     flat = " ".join(text.split())
     expected = [
         "2 ranks, a CPU",
@@ -191,11 +210,15 @@ def test_rank_that_falls_behind_is_named(run: WrittenRun) -> None:
     assert sentence.startswith(
         "rank 1 is late; its last heartbeat is of step 6 (backward), 60 s ago, pid "
     )
-    ended = {0: dataclasses.replace(signs[0], pid=2**22 + 1)}  # over the highest that Linux gives
+    ended = {
+        0: dataclasses.replace(signs[0], pid=2**22 + 1)
+    }  # over the highest that Linux gives
     assert "rank 0 has ended; " in next(iter(followed.late_ranks(ended, now).values()))
 
 
-def test_without_locks_a_run_is_running_while_its_ranks_have_heartbeats(run: WrittenRun) -> None:
+def test_without_locks_a_run_is_running_while_its_ranks_have_heartbeats(
+    run: WrittenRun,
+) -> None:
     """Oracle: the states before and after the heartbeat of a live process."""
     run.add(step_of(1))
     run.die()
@@ -208,7 +231,9 @@ def test_without_locks_a_run_is_running_while_its_ranks_have_heartbeats(run: Wri
 def test_chart_spans_the_range_of_the_values() -> None:
     """Oracle: a straight line falls by an eighth of a block a value; a non-finite value leaves a
     gap."""
-    lines = draw_chart([float(value) for value in range(8 * CHART_LINES, 0, -1)], 80, "loss")
+    lines = draw_chart(
+        [float(value) for value in range(8 * CHART_LINES, 0, -1)], 80, "loss"
+    )
     assert len(lines) == CHART_LINES
     assert lines[0] == "  40 █▇▆▅▄▃▂▁" and lines[2].startswith("loss ")
     assert lines[-1].startswith("   1 ████") and lines[-1].endswith("█▇▆▅▄▃▂▁")
@@ -234,7 +259,11 @@ def test_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
     training = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
-        wait_until(lambda: metrics.exists() or training.poll(), "the file of steps", [training.pid])
+        wait_until(
+            lambda: metrics.exists() or training.poll(),
+            "the file of steps",
+            [training.pid],
+        )
         watching = Watching(tmp_path / "run")
         assert training.wait() == 0
         assert watching.end() == 0

@@ -14,7 +14,9 @@ def sweep_of(path: Path, statuses: list[JobStatus]) -> Sweep:
     """A sweep's folder with jobs in the given states."""
     jobs = [
         Job(f"{number:02}", ("train.steps=20",), {"parallel": name}, name, status)
-        for number, (name, status) in enumerate(zip(("fsdp1", "fsdp2"), statuses, strict=False), 1)
+        for number, (name, status) in enumerate(
+            zip(("fsdp1", "fsdp2"), statuses, strict=False), 1
+        )
     ]
     sweep = Sweep(path, "debug", "fsdptoys sweep debug", jobs, [], None)
     sweep.write()
@@ -31,10 +33,14 @@ def test_sweep_is_followed_job_by_job(tmp_path: Path) -> None:
     written.add(step_of(1))
     watching.wait_for_text("step  1/20")
     written.finish()
-    write_job(sweep.job_folder(first), dataclasses.replace(first, status=JobStatus.done))
+    write_job(
+        sweep.job_folder(first), dataclasses.replace(first, status=JobStatus.done)
+    )
     watching.wait_for_text("job 01 of 2, parallel=fsdp1: done")
     watching.wait_for_text("no job is running: 1 waiting, 1 done")
-    write_job(sweep.job_folder(second), dataclasses.replace(second, status=JobStatus.running))
+    write_job(
+        sweep.job_folder(second), dataclasses.replace(second, status=JobStatus.running)
+    )
     written = WrittenRun(sweep.run_dir(second))
     written.add(step_of(1), step_of(2))
     watching.wait_for_text("job 02 of 2, parallel=fsdp2: ")

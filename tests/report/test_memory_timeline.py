@@ -77,7 +77,9 @@ def test_lifetimes_of_a_real_trace(traced: tuple[Timeline, list[int], int]) -> N
     timeline, counter, parameter_bytes = traced
     assert timeline.total.max() == max(counter)
     assert timeline.total[-1] == counter[-1]
-    assert timeline.layers[Lifetime.gradients].max() == pytest.approx(parameter_bytes, rel=0.02)
+    assert timeline.layers[Lifetime.gradients].max() == pytest.approx(
+        parameter_bytes, rel=0.02
+    )
     assert len(timeline.backwards) == 2
     assert not timeline.knows_before
     kept = timeline.layers[Lifetime.activations].max()
@@ -121,7 +123,10 @@ def test_block_is_classified_by_the_phases_of_its_begin_and_end(
     [
         (["fsdptoys/train/trainer.py train_step"], "forward"),
         (
-            ["fsdptoys/memory/optimizer_stepper.py step", "fsdptoys/train/trainer.py train_step"],
+            [
+                "fsdptoys/memory/optimizer_stepper.py step",
+                "fsdptoys/train/trainer.py train_step",
+            ],
             "update",
         ),
         (
@@ -139,7 +144,10 @@ def test_stack_identifies_the_phase(names: list[str], expected: str) -> None:
     calls = [name.split() for name in names]
     assert (
         phase_of_stack(
-            [{"filename": f"/src/{file}", "name": name, "line": 1} for file, name in calls]
+            [
+                {"filename": f"/src/{file}", "name": name, "line": 1}
+                for file, name in calls
+            ]
         )
         == expected
     )
@@ -166,13 +174,21 @@ def test_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"not gzip", gzip.compress(b'{"traceEvents": [{"name": "[memory]"}]}', mtime=0)],
+    [
+        b"",
+        b"not gzip",
+        gzip.compress(b'{"traceEvents": [{"name": "[memory]"}]}', mtime=0),
+    ],
 )
-def test_unreadable_trace_is_reported_in_one_sentence(tmp_path: Path, content: bytes) -> None:
+def test_unreadable_trace_is_reported_in_one_sentence(
+    tmp_path: Path, content: bytes
+) -> None:
     """Oracle: the message names the file and a fix."""
     path = tmp_path / "rank0.json.gz"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"rank0\.json\.gz cannot be read .*profile\.memory=true"):
+    with pytest.raises(
+        ConfigError, match=r"rank0\.json\.gz cannot be read .*profile\.memory=true"
+    ):
         read_trace(path, "cpu")
 
 

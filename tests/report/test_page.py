@@ -17,9 +17,13 @@ from tests.harness.coverage import without_coverage
 from tests.report.device_runs import write_device_run, write_device_sweep
 
 CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    shutil.which("chromium")
+    or shutil.which("chromium-browser")
+    or shutil.which("google-chrome")
 )
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="there is no chromium on the PATH"
+)
 PATIENCE_MS = 120_000
 
 OVERLAPS = """() => {
@@ -80,17 +84,22 @@ def browser() -> Iterator[Any]:
     )
     with sync_api.sync_playwright() as playwright:
         launch = playwright.chromium.launch
-        browser = launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=PATIENCE_MS)
+        browser = launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"], timeout=PATIENCE_MS
+        )
         yield browser
         browser.close()
 
 
 def load(browser: Any, path: Path, width: int) -> Loaded:
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme="light")
+    context = browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme="light"
+    )
     context.set_default_timeout(PATIENCE_MS)
     loaded = Loaded(context.new_page())
     loaded.page.on(
-        "console", lambda message: loaded.messages.append(f"{message.type}: {message.text}")
+        "console",
+        lambda message: loaded.messages.append(f"{message.type}: {message.text}"),
     )
     loaded.page.on("pageerror", lambda error: loaded.messages.append(str(error)))
     loaded.page.on("request", lambda request: loaded.requests.append(request.url))
@@ -144,11 +153,13 @@ def test_page_renders_without_browser_messages_or_requests(
     """Oracle: the browser's console and its own list of requests, with the file as the only one."""
     loaded = request.getfixturevalue(size)
     assert loaded.messages == []
-    assert [url for url in loaded.requests if not url.startswith(("data:", "blob:"))] == [
-        loaded.page.url
-    ]
+    assert [
+        url for url in loaded.requests if not url.startswith(("data:", "blob:"))
+    ] == [loaded.page.url]
     plots = loaded.page.locator(".plot")
-    assert plots.count() == loaded.page.locator(".plot .main-svg:first-child").count() >= 7
+    assert (
+        plots.count() == loaded.page.locator(".plot .main-svg:first-child").count() >= 7
+    )
     assert loaded.page.title() in (
         "imagined",
         "One <b>run</b>",
@@ -169,7 +180,9 @@ def test_page_fits_its_window_without_overlapping_text(
     assert loaded.page.evaluate(OVERLAPS) == []
     for box in loaded.page.locator(".box").all():
         assert (
-            box.evaluate("e => e.clientWidth <= innerWidth && getComputedStyle(e).overflowX")
+            box.evaluate(
+                "e => e.clientWidth <= innerWidth && getComputedStyle(e).overflowX"
+            )
             == "auto"
         )
 
@@ -269,7 +282,9 @@ def test_run_page_has_the_files_of_the_run(files: dict[str, list[Path]]) -> None
     assert "unigram entropy of the data: 3.244" in page and "An imagined device" in page
 
 
-def test_failed_and_skipped_rows_show_their_reasons(files: dict[str, list[Path]]) -> None:
+def test_failed_and_skipped_rows_show_their_reasons(
+    files: dict[str, list[Path]],
+) -> None:
     """Oracle: the sweep as written; text that looks like a script is shown as text."""
     page = files["sweep"][0].read_text()
     failed = page[page.index('id="failed-table"') :].split("</table>")[0]
@@ -282,7 +297,10 @@ def test_failed_and_skipped_rows_show_their_reasons(files: dict[str, list[Path]]
     ):
         assert words in failed
     assert "one process has no ranks to shard over" in failed
-    assert "<script>document.title" not in page and "&lt;script&gt;document.title" in failed
+    assert (
+        "<script>document.title" not in page
+        and "&lt;script&gt;document.title" in failed
+    )
 
 
 def test_every_picture_is_saved_with_the_page(files: dict[str, list[Path]]) -> None:
@@ -291,8 +309,14 @@ def test_every_picture_is_saved_with_the_page(files: dict[str, list[Path]]) -> N
         text = page.read_text()
         links = re.findall(r'href="([^"]+\.png)"', text)
         assert len(set(re.findall(r'aria-label="PNG: ([^"]+)"', text))) == len(links)
-        assert sorted(links) == sorted(str(path.relative_to(page.parent)) for path in pictures)
-        assert len(re.findall(r'role="img" aria-label="[^"]{20,}"', text)) == len(pictures) >= 7
+        assert sorted(links) == sorted(
+            str(path.relative_to(page.parent)) for path in pictures
+        )
+        assert (
+            len(re.findall(r'role="img" aria-label="[^"]{20,}"', text))
+            == len(pictures)
+            >= 7
+        )
         for path in pictures:
             assert path.parent == pictures_folder(page)
             with Image.open(path) as image:

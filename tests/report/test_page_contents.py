@@ -20,7 +20,9 @@ from tests.report.device_runs import device_prediction
 @pytest.fixture
 def without_pngs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the PNGs, for tests of the pages' text."""
-    monkeypatch.setattr("fsdptoys.report.html_page.draw_png", lambda path, picture: None)
+    monkeypatch.setattr(
+        "fsdptoys.report.html_page.draw_png", lambda path, picture: None
+    )
 
 
 def test_pages_without_predictions_explain_missing_splits(
@@ -29,7 +31,9 @@ def test_pages_without_predictions_explain_missing_splits(
     """Oracle: the run directories have no prediction.json, and are of a CPU."""
     for name in ("a", "b"):
         write_run(tmp_path / "runs" / name, run_of(6))
-    page = write_page(gather([tmp_path / "runs"]), tmp_path / "report.html")[0].read_text()
+    page = write_page(gather([tmp_path / "runs"]), tmp_path / "report.html")[
+        0
+    ].read_text()
     assert "Measured totals; a breakdown needs a prediction" in page
     assert "There is no prediction" in page and page.count("plan.hardware") >= 2
     body = page[page.index("<main>") : page.index("</main>")]
@@ -41,43 +45,61 @@ ODD = "a`b` **c** $d$ <i>\udcff"
 """A valid folder name with a byte outside UTF-8."""
 
 
-def test_names_of_settings_are_marked_as_code(tmp_path: Path, without_pngs: None) -> None:
+def test_names_of_settings_are_marked_as_code(
+    tmp_path: Path, without_pngs: None
+) -> None:
     """Oracle: written by hand, for a heading of a table and a definition."""
     for name in ("a", "b"):
-        write_run(tmp_path / name, run_of(6), {"train.seq_len": 16 if name == "a" else 32})
-    page = write_page(gather([tmp_path / "a", tmp_path / "b"]), tmp_path / "report.html")[0]
+        write_run(
+            tmp_path / name, run_of(6), {"train.seq_len": 16 if name == "a" else 32}
+        )
+    page = write_page(
+        gather([tmp_path / "a", tmp_path / "b"]), tmp_path / "report.html"
+    )[0]
     text = page.read_text()
     assert "<code>train.seq_len</code>" in text and "<code>data=chat</code>" in text
     assert "&lt;code&gt;" not in text
 
 
-def test_manipulated_runs_render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manipulated_runs_render(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the defects written here; names appear in the page unchanged, except for control
     characters."""
     monkeypatch.setattr(
-        "fsdptoys.report.html_page.draw_png", lambda path, picture: drawn.append(picture)
+        "fsdptoys.report.html_page.draw_png",
+        lambda path, picture: drawn.append(picture),
     )
     drawn: list[Picture] = []
     runs = tmp_path / "runs"
     write_run(
-        runs / "a", run_of(6), {"model": None, "profile": {"enabled": True}}, {"versions": []}
+        runs / "a",
+        run_of(6),
+        {"model": None, "profile": {"enabled": True}},
+        {"versions": []},
     )
     idle = [
         replace(step, valid_tokens=0, tokens_per_second=0.0, mfu=0.0)
         for step in run_of(6, GPU_STEP)
     ]
     elsewhere = {"versions": None, "device.type": "cuda"}
-    write_run(runs / "b", idle, environment=elsewhere, prediction=device_prediction(0.5, 70.0))
+    write_run(
+        runs / "b", idle, environment=elsewhere, prediction=device_prediction(0.5, 70.0)
+    )
     try:
         write_run(runs / ODD, run_of(6))
     except OSError:
         pytest.skip("this file system takes names in UTF-8 alone")
-    page = write_page(replace(gather([runs]), title=ODD), tmp_path / "all.html")[0].read_text()
+    page = write_page(replace(gather([runs]), title=ODD), tmp_path / "all.html")[
+        0
+    ].read_text()
     assert "a`b` **c** $d$ &lt;i&gt;\\udcff" in page and "<strong>" not in page
     assert "Steps under the profiler are slower; medians include them: a." in page
     render_png(next(picture for picture in drawn if picture.name == "time_split"))
     for name in ("a", "b"):
-        own = write_page(gather([runs / name]), tmp_path / f"{name}.html")[0].read_text()
+        own = write_page(gather([runs / name]), tmp_path / f"{name}.html")[
+            0
+        ].read_text()
         assert ("Steps under the profiler are slower; medians" in own) is (name == "a")
 
 
@@ -102,11 +124,17 @@ def test_sweep_with_one_job_still_lists_skipped_combinations(
 def test_unfinished_rows_are_never_the_best(tmp_path: Path, without_pngs: None) -> None:
     """Oracle: the killed run is faster, smaller and has the lower loss."""
     better = replace(
-        STEP, loss=3.0, resident_set_gib=0.1, resident_set_peak_gib=0.1, tokens_per_second=1e6
+        STEP,
+        loss=3.0,
+        resident_set_gib=0.1,
+        resident_set_peak_gib=0.1,
+        tokens_per_second=1e6,
     )
     write_run(tmp_path / "runs" / "ended", run_of(6))
     write_run(tmp_path / "runs" / "killed", run_of(6, better), finished=False)
-    page = write_page(gather([tmp_path / "runs"]), tmp_path / "report.html")[0].read_text()
+    page = write_page(gather([tmp_path / "runs"]), tmp_path / "report.html")[
+        0
+    ].read_text()
     glance = page[page.index('class="cards"') :].split("</dl>")[0]
     assert glance.count("<small>ended") == 3 and "killed" not in glance
 

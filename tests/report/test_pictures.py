@@ -36,14 +36,17 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> list[PlottedRun]:
             environment={"device.type": "cuda"},
             prediction=prediction,
         )
-        found.append(PlottedRun(f"run{number}", read_recorded_run(run), (f"number={number}",)))
+        found.append(
+            PlottedRun(f"run{number}", read_recorded_run(run), (f"number={number}",))
+        )
     return found
 
 
 def luminance(color: str) -> float:
     parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+        for part in parts
     ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -64,26 +67,38 @@ def test_thinning_keeps_extremes_and_gaps() -> None:
     few_x, (few_y,), width = thin(x, y, most=500)
     assert len(few_x) < 700 and width == 20
     for start in range(0, 5000, width):
-        whole, part = y[start : start + width], few_y[(few_x >= start) & (few_x < start + width)]
+        whole, part = (
+            y[start : start + width],
+            few_y[(few_x >= start) & (few_x < start + width)],
+        )
         if np.isfinite(whole).any():
-            assert np.nanmin(part) == np.nanmin(whole) and np.nanmax(part) == np.nanmax(whole)
+            assert np.nanmin(part) == np.nanmin(whole) and np.nanmax(part) == np.nanmax(
+                whole
+            )
         assert np.isnan(part).any() == np.isnan(whole).any()
     assert list(few_x) == sorted(few_x) and few_x[-1] == 4999
 
 
-def test_runs_of_different_batches_are_compared_by_their_tokens(shown: list[PlottedRun]) -> None:
+def test_runs_of_different_batches_are_compared_by_their_tokens(
+    shown: list[PlottedRun],
+) -> None:
     """Oracle: a run of half the tokens a step in half the time is no faster."""
     other = shown[0].run
     halves = [
         dataclasses.replace(
-            m, valid_tokens=m.valid_tokens // 2, step_time_seconds=m.step_time_seconds / 2
+            m,
+            valid_tokens=m.valid_tokens // 2,
+            step_time_seconds=m.step_time_seconds / 2,
         )
         for m in other.steps
     ]
     half = dataclasses.replace(other, steps=halves, results=summarize(halves, 2))
     picture = draw_tradeoff([shown[0], PlottedRun("half", half, ())])
     assert picture is not None
-    assert "1,000 tokens" in picture.x.title and "different numbers of tokens" in picture.caption
+    assert (
+        "1,000 tokens" in picture.x.title
+        and "different numbers of tokens" in picture.caption
+    )
     assert picture.series[1].x == pytest.approx(picture.series[2].x)
 
 
@@ -100,7 +115,9 @@ def test_bars_add_up_to_the_prediction(shown: list[PlottedRun]) -> None:
             if name == one.name
         ]
         if one.run.prediction is not None:
-            assert sum(parts) == pytest.approx(one.run.prediction.time.step_seconds * 1e3)
+            assert sum(parts) == pytest.approx(
+                one.run.prediction.time.step_seconds * 1e3
+            )
         else:
             assert len(parts) == 1
 
@@ -137,7 +154,10 @@ def test_frontier_has_the_undominated_runs(shown: list[PlottedRun]) -> None:
     assert picture is not None
     places = [(1e3 * seconds, gib) for _, _, _, seconds, gib in JOBS]
     beaten = {
-        i for i, a in enumerate(places) for b in places if b != a and b[0] <= a[0] and b[1] <= a[1]
+        i
+        for i, a in enumerate(places)
+        for b in places
+        if b != a and b[0] <= a[0] and b[1] <= a[1]
     }
     assert set(pareto_front(places)) == set(range(len(places))) - beaten
     assert set(picture.series[0].hover) == {

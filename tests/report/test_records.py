@@ -29,7 +29,9 @@ from tests.report.watched_runs import beat
 TRAIN = TrainConfig(steps=20, max_seconds=9.0)
 
 
-def stop_by(votes: Sequence[float] = (0,) * (len(STOP_SIGNALS) + 1), in_a_row: int = 0) -> Stop:
+def stop_by(
+    votes: Sequence[float] = (0,) * (len(STOP_SIGNALS) + 1), in_a_row: int = 0
+) -> Stop:
     """The trainer's stop for these votes."""
     skipped = SkippedSteps(None)
     for _ in range(in_a_row):
@@ -48,7 +50,9 @@ def record_run(path: Path, last: int, stop: Stop | None, after: int = 0) -> None
     """Have a recorder write a run of 20 steps up to some step, from a checkpoint on, and finish
     after a stop."""
     config = MetricsConfig(run_dir=str(path), console=Console.none)
-    offsets = {"metrics.jsonl": (path / "metrics.jsonl").stat().st_size} if after else {}
+    offsets = (
+        {"metrics.jsonl": (path / "metrics.jsonl").stat().st_size} if after else {}
+    )
     resumed = ResumePoint(after, offsets, "a checkpoint") if after else None
     with RunRecorder(
         config, "a run", plain_tree(), ENVIRONMENT, TRAIN.steps, {}, resumed
@@ -102,7 +106,9 @@ def test_run_killed_after_resuming_is_not_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sign", ["lock", "heartbeat"])
-def test_run_with_a_writer_is_running_despite_a_summary(tmp_path: Path, sign: str) -> None:
+def test_run_with_a_writer_is_running_despite_a_summary(
+    tmp_path: Path, sign: str
+) -> None:
     """Oracle: a held lock, or a heartbeat of a live process, next to a summary."""
     path = write_run(tmp_path / "run", run_of(3))
     lock = None
@@ -167,7 +173,9 @@ def test_finished_job_without_settings_is_reported(tmp_path: Path) -> None:
     (sweep.run_dir(sweep.jobs[0]) / "config.yaml").unlink()
     shutil.rmtree(sweep.run_dir(sweep.jobs[1]))
     lost, gone = gather([sweep.path]).records
-    assert lost.status is JobStatus.failed and "config.yaml cannot be read" in (lost.reason or "")
+    assert lost.status is JobStatus.failed and "config.yaml cannot be read" in (
+        lost.reason or ""
+    )
     assert (gone.status, gone.run) == (JobStatus.done, None)
 
 

@@ -17,7 +17,14 @@ from fsdptoys.report.table_export import to_csv, to_json, to_markdown
 from fsdptoys.report.table_terminal import print_table
 from fsdptoys.sweep import Job, JobStatus, Skipped
 from fsdptoys.sweep.folder import write_job
-from tests.harness.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_records, write_run
+from tests.harness.recorded_runs import (
+    GPU_STEP,
+    STEP,
+    record_of,
+    run_of,
+    write_records,
+    write_run,
+)
 
 GPU = {"device.type": "cuda", "device.name": "A device"}
 
@@ -30,7 +37,9 @@ def table_of(
 
 def cells(table: Table) -> dict[str, list[str]]:
     """Heading → texts."""
-    return {column.heading: [cell.text for cell in column.cells] for column in table.columns}
+    return {
+        column.heading: [cell.text for cell in column.cells] for column in table.columns
+    }
 
 
 def printed(table: Table, width: int) -> str:
@@ -67,7 +76,11 @@ def test_columns_are_differing_settings_and_results(two: list[Record]) -> None:
         "model=tiny parallel=fsdp2 ranks=2" in table.everywhere[0]
         and "parallel.wrap=block" in table.everywhere[0]
     )
-    assert table.everywhere[1:] == ["Memory allocated (GiB) 1.00", "tokens/s 5,120", "MFU (%) 40.0"]
+    assert table.everywhere[1:] == [
+        "Memory allocated (GiB) 1.00",
+        "tokens/s 5,120",
+        "MFU (%) 40.0",
+    ]
     assert table.notes[0].startswith("Step time, tokens/s and MFU are medians")
 
 
@@ -95,17 +108,25 @@ def test_on_a_cpu_the_resident_set_replaces_device_memory(tmp_path: Path) -> Non
     table = table_of(write_records(tmp_path, a=[run_of(5)], b=[run_of(5, larger)]))
     assert cells(table)["Peak resident set (GiB)"] == ["0.750", "1.250"]
     assert not any("emory" in heading or "MFU" in heading for heading in cells(table))
-    assert any(note.startswith("Host memory is the resident set") for note in table.notes)
+    assert any(
+        note.startswith("Host memory is the resident set") for note in table.notes
+    )
 
 
 def test_counted_memory_of_a_cpu_has_the_columns_of_devices(tmp_path: Path) -> None:
     """Oracle: the numbers of the steps in the unit of the largest, with three significant digits of
     the smallest."""
-    plain = replace(STEP, memory_allocated_gib=0.02, memory_peak_gib=0.25, memory_host_gib=0.0)
+    plain = replace(
+        STEP, memory_allocated_gib=0.02, memory_peak_gib=0.25, memory_host_gib=0.0
+    )
     offloaded = replace(
         plain, memory_allocated_gib=0.0039, memory_peak_gib=0.2, memory_host_gib=0.0161
     )
-    texts = cells(table_of(write_records(tmp_path, a=[run_of(5, plain)], b=[run_of(5, offloaded)])))
+    texts = cells(
+        table_of(
+            write_records(tmp_path, a=[run_of(5, plain)], b=[run_of(5, offloaded)])
+        )
+    )
     assert texts["Memory allocated (MiB)"] == ["20.48", "3.99"]
     assert texts["Peak memory (MiB)"] == ["256", "205"]
     assert texts["Offloaded (MiB)"] == ["0.0", "16.5"]
@@ -140,7 +161,9 @@ def mixed(tmp_path: Path) -> Table:
     for number in ("01", "02"):
         steps = run_of(8 if number == "01" else 3)
         write_run(
-            tmp_path / number / "run", steps, {"parallel.name": "ddp"} if number == "01" else None
+            tmp_path / number / "run",
+            steps,
+            {"parallel.name": "ddp"} if number == "01" else None,
         )
     words = ("parallel=fsdp1", "train.seq_len=4096", "launch.nproc_per_node=2")
     write_job(tmp_path / "03", Job("03", words, {"parallel": "fsdp1"}, "f"))
@@ -151,7 +174,11 @@ def mixed(tmp_path: Path) -> Table:
     ]
     records = [
         record_of(
-            tmp_path / name / "run", status, name=name, reason=reason, varied={"parallel": parallel}
+            tmp_path / name / "run",
+            status,
+            name=name,
+            reason=reason,
+            varied={"parallel": parallel},
         )
         for name, status, reason, parallel in jobs
     ]
@@ -173,17 +200,28 @@ def test_failed_and_skipped_rows_are_listed_with_their_reason(mixed: Table) -> N
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])
-def test_table_fits_its_terminal_and_names_omitted_columns(two: list[Record], width: int) -> None:
+def test_table_fits_its_terminal_and_names_omitted_columns(
+    two: list[Record], width: int
+) -> None:
     """Oracle: the width; each column is on the page or named below it."""
     folder = two[0].path.parent
-    write_run(folder / "third", run_of(6), {"parallel.wrap": "block_attn_mlp"}, environment=GPU)
+    write_run(
+        folder / "third",
+        run_of(6),
+        {"parallel.wrap": "block_attn_mlp"},
+        environment=GPU,
+    )
     table = table_of([*two, record_of(folder / "third")])
     text = printed(table, width)
     assert max(map(len, text.splitlines())) <= width
     words = " ".join(text.split())
     shown, _, missing = words.partition("No room for the numbers in brackets")
     for column in table.columns:
-        assert column.setting or column.heading.split()[0] in shown or column.heading in missing
+        assert (
+            column.setting
+            or column.heading.split()[0] in shown
+            or column.heading in missing
+        )
     for row, time in {"plain": "155", "lean": "145", "third": "145"}.items():
         assert re.search(rf"^{row} .*{time}", text, re.MULTILINE)
     assert ("155 (135–175)" in text) == (not missing) == (width == 160)
@@ -202,19 +240,27 @@ def test_markdown_shows_special_characters_literally(tmp_path: Path) -> None:
     table = table_of(records, title="# `one`\nline\x1b[31m")
     text = to_markdown(table)
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {len(table.columns) + 1}
-    assert r"a\|b\*c" in text and r"\[a\|b\](c)\<d\>\_e\_" in text and "plain_text" in text
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {
+        len(table.columns) + 1
+    }
+    assert (
+        r"a\|b\*c" in text and r"\[a\|b\](c)\<d\>\_e\_" in text and "plain_text" in text
+    )
     assert text.splitlines()[0] == r"# # \`one\` line\\x1b\[31m"
     assert "\x1b" not in printed(table, 100)
 
 
-def test_csv_has_no_cell_that_controls_a_terminal_or_a_spreadsheet(tmp_path: Path) -> None:
+def test_csv_has_no_cell_that_controls_a_terminal_or_a_spreadsheet(
+    tmp_path: Path,
+) -> None:
     """Oracle: OWASP's list of formula prefixes; numbers, negative ones too, stay numbers."""
     formula = {"data.files": "=1+1", "optim.weight_decay": -1.5}
     control = {"data.files": "x\x1b[31m\ny", "optim.weight_decay": 2.5}
     records = write_records(tmp_path, a=[run_of(3), formula], b=[run_of(3), control])
     text = to_csv(
-        table_of([replace(records[0], name="@SUM(A1)"), replace(records[1], name="-cmd")])
+        table_of(
+            [replace(records[0], name="@SUM(A1)"), replace(records[1], name="-cmd")]
+        )
     )
     assert "\x1b" not in text and len(text.splitlines()) == 3
     first, second = csv.DictReader(io.StringIO(text))
@@ -237,21 +283,35 @@ def test_json_has_everything_of_a_row(mixed: Table) -> None:
     tree = json.loads(to_json(mixed))
     done, full, failed = tree["rows"]
     assert (tree["commands"], tree["loss_step"]) == (["fsdptoys sweep x"], 8)
-    assert tree["skipped"] == [{"varied": {"parallel": "single"}, "reason": "it has one rank"}]
+    assert tree["skipped"] == [
+        {"varied": {"parallel": "single"}, "reason": "it has one rank"}
+    ]
     assert (
         done["settings"]["train.seq_len"] == 24
         and done["environment"]["versions"]["torch"] == "2.13.0"
     )
-    assert (full["status"], full["reason"], full["steps"]) == ("out of memory", "no room", 3)
-    assert failed["words"] == ["parallel=fsdp1", "train.seq_len=4096", "launch.nproc_per_node=2"]
-    assert failed["settings"]["train.seq_len"] == 4096 and failed["settings"]["ranks"] == 2
+    assert (full["status"], full["reason"], full["steps"]) == (
+        "out of memory",
+        "no room",
+        3,
+    )
+    assert failed["words"] == [
+        "parallel=fsdp1",
+        "train.seq_len=4096",
+        "launch.nproc_per_node=2",
+    ]
+    assert (
+        failed["settings"]["train.seq_len"] == 4096 and failed["settings"]["ranks"] == 2
+    )
     assert failed["varied"] == {"parallel": "fsdp1"} and failed["environment"] is None
 
 
 def test_nan_loss_is_null_in_json_and_shown(tmp_path: Path) -> None:
     """Oracle: strict JSON has no NaN."""
     table = table_of(
-        write_records(tmp_path, a=[[*run_of(3), replace(STEP, step=4, loss=float("nan"))]])
+        write_records(
+            tmp_path, a=[[*run_of(3), replace(STEP, step=4, loss=float("nan"))]]
+        )
     )
     assert json.loads(to_json(table))["rows"][0]["loss"] is None
     assert cells(table)["Loss after 4 steps"] == ["nan"]
@@ -261,24 +321,34 @@ def test_differing_places_of_rows_are_reported(tmp_path: Path) -> None:
     """Oracle: the versions and devices that differ, and no note if none does."""
     commit = "0123456789abcdef0123456789abcdef01234567-dirty"
     other = {"versions.torch": "2.7.1", "versions.fsdptoys_commit": commit}
-    records = write_records(tmp_path, a=[run_of(3)], b=[run_of(3), None, other], c=[run_of(3)])
+    records = write_records(
+        tmp_path, a=[run_of(3)], b=[run_of(3), None, other], c=[run_of(3)]
+    )
     assert (
         "Rows come from different environments, so their times and memory may not be comparable: "
         f"torch 2.13.0 (a, c), 2.7.1 (b); commit None (a, c), {commit} (b)."
     ) in table_of(records).notes
-    assert not any("different places" in note for note in table_of([records[0], records[2]]).notes)
+    assert not any(
+        "different places" in note for note in table_of([records[0], records[2]]).notes
+    )
 
 
 def test_row_whose_losses_disagree_is_marked_and_explained(tmp_path: Path) -> None:
     """Oracle: the altered row."""
     wrong = [replace(step, loss=step.loss * 1.1) for step in run_of(5)]
-    table = table_of(write_records(tmp_path, a=[run_of(5)], b=[wrong, {"parallel.name": "ddp"}]))
+    table = table_of(
+        write_records(tmp_path, a=[run_of(5)], b=[wrong, {"parallel.name": "ddp"}])
+    )
     assert cells(table)["Run"] == ["a", "b ≠"]
     assert table.disagreements["b"].sentence in table.notes and table.disagreements[
         "b"
     ].sentence in to_markdown(table)
     row = json.loads(to_json(table))["rows"][1]
-    assert (row["run"], row["disagreement"]["reference"], row["disagreement"]["step"]) == (
+    assert (
+        row["run"],
+        row["disagreement"]["reference"],
+        row["disagreement"]["step"],
+    ) == (
         "b",
         "a",
         1,

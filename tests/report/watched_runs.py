@@ -80,7 +80,9 @@ def beat(path: Path, rank: int, step: int, phase: str) -> None:
 
 def console_of(stream: io.StringIO, terminal: bool) -> Console:
     """Return a console of 80 columns."""
-    return Console(file=stream, width=80, height=40, force_terminal=terminal, highlight=False)
+    return Console(
+        file=stream, width=80, height=40, force_terminal=terminal, highlight=False
+    )
 
 
 class Watching:
@@ -105,7 +107,11 @@ class Watching:
 
     def wait_for_text(self, text: str) -> None:
         """Wait for a line with some text."""
-        wait_until(lambda: text in self.stream.getvalue(), f"{text!r} in the output", [os.getpid()])
+        wait_until(
+            lambda: text in self.stream.getvalue(),
+            f"{text!r} in the output",
+            [os.getpid()],
+        )
 
     def end(self) -> int:
         """Wait for the end; the exit status."""

@@ -60,7 +60,10 @@ RUNS = {
             ["is through its first step after 9.5 s, the fastest peer 9.0 s"],
         ),
         ({ACCELERATE: run_of(10.0, 2.3, 900, loss=2.01)}, ["not the same work"] * 4),
-        ({PLAIN: Measured(failure="status 1 after 0 of 3 steps")}, ["failed: status 1"] * 2),
+        (
+            {PLAIN: Measured(failure="status 1 after 0 of 3 steps")},
+            ["failed: status 1"] * 2,
+        ),
     ],
 )
 def test_verdicts_cover_speed_memory_startup_and_first_loss(
@@ -78,7 +81,9 @@ def test_verdicts_cover_speed_memory_startup_and_first_loss(
 def test_tables_show_speeds_and_ratios_within_a_round(tmp_path: Path) -> None:
     """Oracle: 2 ranks × 2 × 8 tokens in 2 seconds are 16 a second."""
     work = Work(str(tmp_path), "", 2, 2, 8, 3, "float32", "cpu")
-    page = bench_peers.render({name: [run, run] for name, run in RUNS.items()}, work, warmup=1)
+    page = bench_peers.render(
+        {name: [run, run] for name, run in RUNS.items()}, work, warmup=1
+    )
     rows = [line for line in page.splitlines() if line.startswith(f"| {OURS_DDP}")]
     assert rows[0] == f"| {OURS_DDP} | 16 | 1.15 | 1.20 |  | 4.00 | 900 | 9.0 |"
     assert rows[1] == f"| {OURS_DDP} | 2.00000 | 2.00000 | 2.00000 |"
@@ -104,9 +109,16 @@ print("step 2/2  loss 2.25")
 def test_run_is_measured_from_its_launcher_process(tmp_path: Path) -> None:
     """Oracle: the process below the launcher: 64 MiB for a moment, two lines, a note."""
     launcher = (
-        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {LAUNCHED!r}], check=True)"
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', "
+        f"{LAUNCHED!r}], check=True)"
     )
-    run = Run([sys.executable, "-c", launcher], os.environ, tmp_path, steps=2, limit_seconds=300)
+    run = Run(
+        [sys.executable, "-c", launcher],
+        os.environ,
+        tmp_path,
+        steps=2,
+        limit_seconds=300,
+    )
     take_turns([run])
     result = run.result
     assert result.failure is None
@@ -124,7 +136,11 @@ def test_run_is_measured_from_its_launcher_process(tmp_path: Path) -> None:
             300,
             "status 3 after 0 of 2 steps\nno such folder\n",
         ),
-        ("import time; time.sleep(600)", 0.2, "status -9 after 0 of 2 steps\nkilled after 0.2 s"),
+        (
+            "import time; time.sleep(600)",
+            0.2,
+            "status -9 after 0 of 2 steps\nkilled after 0.2 s",
+        ),
     ],
 )
 def test_failed_run_reports_its_output_and_hanging_run_is_killed(
@@ -168,7 +184,14 @@ def test_fsdp2_losses_equal_those_of_the_plain_script(tmp_path: Path) -> None:
     model = LlamaConfig(name="peers", max_seq_len=64, **sizes)
     write_inputs(tmp_path, model)
     work = Work(
-        str(tmp_path / "weights"), str(tmp_path / "batches.bin"), 2, 2, 16, 3, "float32", "cpu"
+        str(tmp_path / "weights"),
+        str(tmp_path / "batches.bin"),
+        2,
+        2,
+        16,
+        3,
+        "float32",
+        "cpu",
     )
     write_batches(tmp_path, work, model.vocab_size)
     (ours,) = (each for each in CONTESTANTS if each.name == OURS_FSDP2)

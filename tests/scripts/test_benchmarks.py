@@ -28,7 +28,9 @@ from scripts.benchmarks.bench_toys import Contestant, Measured
 from scripts.benchmarks.memory_rows import Result
 from tests.harness.ranks import run_ranks
 
-DATA = shlex.split("--tokens 64000 --shards 2 --seq-lens 64 --seconds 0.01 --repeats 1 --files 3")
+DATA = shlex.split(
+    "--tokens 64000 --shards 2 --seq-lens 64 --seconds 0.01 --repeats 1 --files 3"
+)
 DATA += shlex.split("--vocab-size 300 --processes 1 --steps 0")
 
 
@@ -42,7 +44,9 @@ def test_page_lists_every_row_and_exit_status_follows_the_target(
     assert bench_data.main([*DATA, "--write", str(tmp_path / "data.md")]) == status
     page = (tmp_path / "data.md").read_text()
     assert (
-        page.count("| 64 | ") == 5 and page.count("| 1 | ") == 2 and page.count("MISSED") == status
+        page.count("| 64 | ") == 5
+        and page.count("| 1 | ") == 2
+        and page.count("MISSED") == status
     )
 
 
@@ -52,7 +56,10 @@ def test_read_rate_is_tokens_over_elapsed_seconds(tmp_path: Path, monkeypatch) -
     folder = bench_data.write_shards(tmp_path / "out", 64_000, 1, wide=True)
     seconds = iter(range(1000))
     monkeypatch.setattr(bench_data.time, "process_time", lambda: next(seconds))
-    assert bench_data.read_rate(PreparedConfig(folder=folder), 64, 4.5, 2) == 4 * 8 * 64 / 5
+    assert (
+        bench_data.read_rate(PreparedConfig(folder=folder), 64, 4.5, 2)
+        == 4 * 8 * 64 / 5
+    )
 
 
 LOSS = shlex.split("--shapes 96x16x300 --repeats 1 --threads 1 --chunk-tokens 32")
@@ -74,7 +81,12 @@ def test_script_lists_every_loss_and_exit_status_follows_the_targets(
     path = tmp_path / "loss.md"
     assert bench_loss.main([*LOSS, "--write", str(path)]) == status
     text = path.read_text()
-    for name in (bench_loss.PLAIN, bench_loss.CHECKPOINTED, bench_loss.OURS, bench_loss.OURS_BF16):
+    for name in (
+        bench_loss.PLAIN,
+        bench_loss.CHECKPOINTED,
+        bench_loss.OURS,
+        bench_loss.OURS_BF16,
+    ):
         assert text.count(f"| {name} |") == 2
     assert text.count("MISSED") == 2 * status
 
@@ -95,11 +107,25 @@ def test_wrong_loss_ends_the_script_before_timing() -> None:
 def test_rows_run_on_the_cpu_or_give_their_reason(tmp_path: Path) -> None:
     """Oracle: the table of the real command; a CPU cannot run one of its rows."""
     page = tmp_path / "table.md"
-    words = shlex.split("--device=cpu --model=llama_debug --seq-len=32 --steps=3 --warmup-steps=1")
-    words += ["--strategies", "fsdp1", "fsdp2", "--rows", "gc chunk co", "--write", str(page)]
-    subprocess.run([sys.executable, bench_memory.__file__, *words], check=True, capture_output=True)
+    words = shlex.split(
+        "--device=cpu --model=llama_debug --seq-len=32 --steps=3 --warmup-steps=1"
+    )
+    words += [
+        "--strategies",
+        "fsdp1",
+        "fsdp2",
+        "--rows",
+        "gc chunk co",
+        "--write",
+        str(page),
+    ]
+    subprocess.run(
+        [sys.executable, bench_memory.__file__, *words], check=True, capture_output=True
+    )
     first, second = (
-        line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| fsdp")
+        line.split(" | ")
+        for line in page.read_text().splitlines()
+        if line.startswith("| fsdp")
     )
     assert first[:2] == ["| fsdp1", "gc chunk co"]
     assert first[2].startswith("not run: memory.cpu_offload=true needs an accelerator")
@@ -144,7 +170,9 @@ def test_row_fails_if_an_update_was_skipped(value: float) -> None:
     """Oracle: parameters of NaN, whose gradients the fake collectives turn to zeros but whose loss
     is NaN."""
     result = run_ranks(1, measure_with, value)[0]
-    skipped = result.failure == "an update was skipped: a loss or gradient was not finite"
+    skipped = (
+        result.failure == "an update was skipped: a loss or gradient was not finite"
+    )
     assert skipped == (value != value) and (result.seconds is None) == skipped
 
 
@@ -163,17 +191,23 @@ def prediction(seconds: float, end: float, peak: float, reserved: float) -> Pred
 def test_verdicts_compare_each_prediction_with_its_tolerance() -> None:
     """Oracle: the bars of the page, worked by hand: 0.01 GiB, 2%, 5%, 20% and 8%."""
     near = Compared(
-        MEASURED, prediction(2.39, 9.725, 15.29, 18.8), prediction(2.15, 9.725, 15.29, 18.8), True
+        MEASURED,
+        prediction(2.39, 9.725, 15.29, 18.8),
+        prediction(2.15, 9.725, 15.29, 18.8),
+        True,
     )
-    assert [verdict.split(":")[0] for verdict in bench_plan.judge({("fsdp2", "gc"): near})] == [
-        "met"
-    ] * 5
+    assert [
+        verdict.split(":")[0] for verdict in bench_plan.judge({("fsdp2", "gc"): near})
+    ] == ["met"] * 5
     far = Compared(
-        MEASURED, prediction(2.41, 9.74, 15.31, 19.0), prediction(2.17, 9.74, 15.31, 19.0), True
+        MEASURED,
+        prediction(2.41, 9.74, 15.31, 19.0),
+        prediction(2.17, 9.74, 15.31, 19.0),
+        True,
     )
-    assert [verdict.split(":")[0] for verdict in bench_plan.judge({("fsdp2", "gc"): far})] == [
-        "missed"
-    ] * 5
+    assert [
+        verdict.split(":")[0] for verdict in bench_plan.judge({("fsdp2", "gc"): far})
+    ] == ["missed"] * 5
     offload = dataclasses.replace(far, on_device=False)
     assert len(bench_plan.judge({("fsdp2", "gc chunk oo"): offload})) == 3
 
@@ -183,7 +217,9 @@ TOYS += shlex.split("--vocab-size 4001 --batch-size 1 --seq-len 16")
 
 
 @pytest.mark.parametrize(
-    "target", [pytest.param(1e9, marks=pytest.mark.extended), 0.0], ids=["met", "missed"]
+    "target",
+    [pytest.param(1e9, marks=pytest.mark.extended), 0.0],
+    ids=["met", "missed"],
 )
 def test_script_lists_every_contestant_and_exit_status_follows_the_targets(
     target: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -191,7 +227,9 @@ def test_script_lists_every_contestant_and_exit_status_follows_the_targets(
     """Oracle: the contestants of its first page, and targets always or never met; real ranks, equal
     losses."""
     groups = {
-        name: [dataclasses.replace(each, target=each.target and target) for each in group]
+        name: [
+            dataclasses.replace(each, target=each.target and target) for each in group
+        ]
         for name, group in bench_toys.GROUPS.items()
     }
     chosen = list(groups) if target else ["ddp"]
@@ -207,12 +245,15 @@ def test_script_lists_every_contestant_and_exit_status_follows_the_targets(
         each.name for name in chosen for each in groups[name]
     ]
     assert all(
-        float(row[2]) > 0 and float(row[6]) > 0 and row[7].strip().endswith("%") for row in rows
+        float(row[2]) > 0 and float(row[6]) > 0 and row[7].strip().endswith("%")
+        for row in rows
     )
     assert all(0 < float(row[8]) < float(row[9]) for row in rows), (
         "memory at the end of a step, and its peak"
     )
-    judged = [each.name for name in chosen for each in groups[name] if each.target is not None]
+    judged = [
+        each.name for name in chosen for each in groups[name] if each.target is not None
+    ]
     assert text.count("- met: ") + text.count("- MISSED: ") == len(judged)
     assert ("MISSED" in text) is not bool(target)
 
@@ -221,7 +262,9 @@ def test_different_loss_ends_the_script() -> None:
     """Oracle: the check itself, given a loss off by a thousandth."""
     group = [Contestant("native", "ddp"), Contestant("toy", "toy_ddp", 1.05)]
     with pytest.raises(SystemExit, match="not the same work: step 2 of toy"):
-        bench_toys.check_losses(group, [Measured(losses=[2.0, 1.0]), Measured(losses=[2.0, 1.001])])
+        bench_toys.check_losses(
+            group, [Measured(losses=[2.0, 1.0]), Measured(losses=[2.0, 1.001])]
+        )
 
 
 def test_step_time_is_that_of_the_slower_rank_and_ratios_are_per_turn() -> None:

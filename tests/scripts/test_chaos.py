@@ -44,7 +44,10 @@ def test_run_stopped_by_signals_resumes_to_identical_results(tmp_path: Path) -> 
     config = compose_config(words_of(CAMPAIGN, whole, STEPS))
     config.validate(CAMPAIGN.ranks, "cpu")
     run_ranks(CAMPAIGN.ranks, lambda: Run(Trainer(config)).run())
-    for number, of_launcher, step in ((signal.SIGTERM, False, 4), (signal.SIGUSR1, True, 8)):
+    for number, of_launcher, step in (
+        (signal.SIGTERM, False, 4),
+        (signal.SIGUSR1, True, 8),
+    ):
         attempt = Attempt(CAMPAIGN, stopped, STEPS, tmp_path / "log", resume=True)
         pids = wait_for_step(attempt, step)
         os.kill(attempt.process.pid if of_launcher else pids[1], number)
@@ -58,9 +61,14 @@ def test_run_stopped_by_signals_resumes_to_identical_results(tmp_path: Path) -> 
 
 def write_run(folder: Path, losses: list[float], resumes: str, weights: bytes) -> Path:
     (folder / "weights").mkdir(parents=True)
-    steps = ({"step": step, "loss": loss, "grad_norm": 1.0} for step, loss in enumerate(losses, 1))
+    steps = (
+        {"step": step, "loss": loss, "grad_norm": 1.0}
+        for step, loss in enumerate(losses, 1)
+    )
     rest = {"learning_rate": 0.1, "valid_tokens": 4, "skipped": False}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(step | rest) + "\n" for step in steps))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(step | rest) + "\n" for step in steps)
+    )
     (folder / "resumes.jsonl").write_text(resumes)
     (folder / "weights" / "weights.safetensors").write_bytes(weights)
     return folder
@@ -82,6 +90,8 @@ def test_comparison_detects_wrong_losses_steps_and_weights(
     """Oracle: runs that differ in one of them."""
     whole = write_run(tmp_path / "whole", [5.0, 4.0, 3.0], "", b"same")
     assert (
-        count_wrong(whole, write_run(tmp_path / "resumed", losses, '{"step": 2}\n', weights), 3)
+        count_wrong(
+            whole, write_run(tmp_path / "resumed", losses, '{"step": 2}\n', weights), 3
+        )
         == wrong
     )

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from scripts.toys import record_layers, record_toys
-from scripts.toys.draw_toys import KEPT, STRATEGIES, TIMELINES, draw_memory, draw_timelines
+from scripts.toys.draw_toys import (
+    KEPT,
+    STRATEGIES,
+    TIMELINES,
+    draw_memory,
+    draw_timelines,
+)
 from scripts.toys.record_layers import ATTENTIONS, PASSED, ROUTINGS, SENT, SWAPPED
 from scripts.toys.record_toys import Recorded, record
 from tests.harness.ranks import run_ranks
@@ -18,28 +24,46 @@ pytestmark = pytest.mark.extended
 def steps() -> dict[str, list[Recorded]]:
     """Strategy → records of both ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        small = ["model.dim=128", "model.n_layers=2", "model.ffn_dim=352", "train.seq_len=16"]
+        small = [
+            "model.dim=128",
+            "model.n_layers=2",
+            "model.ffn_dim=352",
+            "train.seq_len=16",
+        ]
         patch.setattr(record_toys, "MODEL", [*record_toys.MODEL, *small])
         patch.setattr(record_toys, "TIMED_STEPS", 2)
-        per_rank = run_ranks(2, record, [[f"parallel={name}"] for name in STRATEGIES], 1)
+        per_rank = run_ranks(
+            2, record, [[f"parallel={name}"] for name in STRATEGIES], 1
+        )
     return {
-        name: [recorded[index] for recorded in per_rank] for index, name in enumerate(STRATEGIES)
+        name: [recorded[index] for recorded in per_rank]
+        for index, name in enumerate(STRATEGIES)
     }
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_memory_at_the_optimizer_step_matches_the_formula(steps: Any, name: str) -> None:
+def test_memory_at_the_optimizer_step_matches_the_formula(
+    steps: Any, name: str
+) -> None:
     """Oracle: bytes of parameters, gradients and AdamW's states; the batch and rotary tables are
     within a percent."""
     for rank in steps[name]:
         formula = KEPT[name](2) * rank.parameters
         off = 0.001 if name == "toy_zero3" else 0.0  # balance of its unsplit tensors
-        before = [size for moment, size in rank.memory if moment <= rank.phases["optimizer"]]
+        before = [
+            size for moment, size in rank.memory if moment <= rank.phases["optimizer"]
+        ]
         at_update = [
             before[-1],
-            *(size for moment, size in rank.memory if moment > rank.phases["optimizer"]),
+            *(
+                size
+                for moment, size in rank.memory
+                if moment > rank.phases["optimizer"]
+            ),
         ]
-        assert any((1 - off) * formula <= size < (1.02 + off) * formula for size in at_update)
+        assert any(
+            (1 - off) * formula <= size < (1.02 + off) * formula for size in at_update
+        )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +89,11 @@ def test_timelines_have_the_documented_blocks_and_collectives(
             "1",
             "head",
         ]
-        assert [bar.label for bar in computing if bar.kind == "backward"] == ["head", "1", "0"]
+        assert [bar.label for bar in computing if bar.kind == "backward"] == [
+            "head",
+            "1",
+            "0",
+        ]
 
 
 def test_every_strategy_has_a_picture(steps: Any, tmp_path: Path) -> None:
@@ -75,7 +103,9 @@ def test_every_strategy_has_a_picture(steps: Any, tmp_path: Path) -> None:
         for names in TIMELINES.values()
     ]
     titles = [axes.get_title(loc="left") for figure in figures for axes in figure.axes]
-    assert titles == [f"parallel={name}" for names in TIMELINES.values() for name in names]
+    assert titles == [
+        f"parallel={name}" for names in TIMELINES.values() for name in names
+    ]
     draw_memory(steps).savefig(tmp_path / "memory.png", dpi=30)
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
@@ -94,7 +124,8 @@ def test_layers_exchange_what_the_pages_say(monkeypatch: pytest.MonkeyPatch) -> 
     for rank in ranks:
         assert list(rank) == [*ATTENTIONS, *ROUTINGS]
         assert {
-            case: tuple(bar.label for bar in found.collectives) for case, found in rank.items()
+            case: tuple(bar.label for bar in found.collectives)
+            for case, found in rank.items()
         } == labels
     for routing in ROUTINGS:
         rows = [int(rank[routing].computing[0].label.split()[0]) for rank in ranks]

@@ -23,13 +23,17 @@ def test_mutated_files_cause_no_traceback_and_no_other_values() -> None:
 
 
 @pytest.mark.extended
-def test_undetected_damage_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undetected_damage_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: checkpoints whose checksums are not compared; without damage the newest is loaded."""
     specimens = tmp_path / "specimens"
     save_steps(specimens / "steps")
     resume_damaged(specimens / "steps")
     monkeypatch.setattr(reading, "verify_file", lambda *args: None)
-    results = run_cases([("damaged checkpoints", number) for number in range(150)], 0, specimens)
+    results = run_cases(
+        [("damaged checkpoints", number) for number in range(150)], 0, specimens
+    )
     assert sum(result.failure is not None for result in results) > 2
 
 
@@ -66,4 +70,8 @@ def test_failing_reader_is_reported(
     results = list(run_cases(cases, 0, specimens))
     assert [result.case for result in results] == cases
     for result in results:
-        assert (result.failure is None) if failure is None else failure in str(result.failure)
+        assert (
+            (result.failure is None)
+            if failure is None
+            else failure in str(result.failure)
+        )

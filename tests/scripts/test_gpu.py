@@ -16,7 +16,16 @@ from fsdptoys.config.compose import compose_config
 from scripts import gpu_smoke
 from scripts.benchmarks import bench_gpu
 from scripts.benchmarks.bench_gpu import SHAPES, why
-from scripts.benchmarks.gpu_page import ACCELERATE, BARE, COMPILED, EAGER, FLOAT8, STEPS, Row, judge
+from scripts.benchmarks.gpu_page import (
+    ACCELERATE,
+    BARE,
+    COMPILED,
+    EAGER,
+    FLOAT8,
+    STEPS,
+    Row,
+    judge,
+)
 from scripts.benchmarks.peers.measure import Measured
 from scripts.gpu_smoke import read_events
 from scripts.planner import gpu_planned
@@ -72,8 +81,18 @@ def test_losses_other_than_the_oracles_fail(row: Trained, failures: int) -> None
 @pytest.mark.parametrize(
     ("output", "errors", "status", "expected"),
     [
-        ('["met", "a", null]\nnoise\n["fact", "b", 2]\n', "", 0, ("passed", 1, [], {"b": 2})),
-        ('["met", "a", null]\n["failed", "c", null]\n', "", 0, ("failed", 1, ["c"], {})),
+        (
+            '["met", "a", null]\nnoise\n["fact", "b", 2]\n',
+            "",
+            0,
+            ("passed", 1, [], {"b": 2}),
+        ),
+        (
+            '["met", "a", null]\n["failed", "c", null]\n',
+            "",
+            0,
+            ("failed", 1, ["c"], {}),
+        ),
         ('["fact", "b", 2]\n', "", 0, ("failed", 0, [], {"b": 2})),
         ('["met", "a", null]\n["fa', "", None, ("timed out", 1, [], {})),
         ("", "Traceback\nRuntimeError: no\n", 1, ("crashed", 0, [], {})),
@@ -86,7 +105,9 @@ def test_check_passes_only_if_all_comparisons_are_met(
     failed."""
     line = read_events(io.StringIO(output), io.StringIO(errors), status)
     assert tuple(line[key] for key in ("status", "met", "failed", "facts")) == expected
-    assert ("RuntimeError: no" in line.get("reason", "")) == (line["status"] == "crashed")
+    assert ("RuntimeError: no" in line.get("reason", "")) == (
+        line["status"] == "crashed"
+    )
 
 
 @pytest.mark.extended
@@ -108,7 +129,9 @@ def test_script_writes_a_line_of_each_check(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "smoke.jsonl").read_text() == done.stdout
     device, float8 = map(json.loads, done.stdout.splitlines())
-    assert device["status"] == "passed" and torch.__version__ in device["facts"]["machine"]
+    assert (
+        device["status"] == "passed" and torch.__version__ in device["facts"]["machine"]
+    )
     assert float8["status"] == "not on cpu" and float8["reason"]
     page = (tmp_path / "out" / "smoke.md").read_text()
     assert "| device | passed |" in page and device["facts"]["machine"] in page
@@ -117,10 +140,17 @@ def test_script_writes_a_line_of_each_check(tmp_path: Path) -> None:
 BF16 = ["parallel.param_dtype=bfloat16"]
 COMPARED = ("memory", "compile", "float8", "optimizers", "adapters", "speed")
 CUDA_ROWS = {
-    f"{check}, {name}": words for check in COMPARED for name, words in words_of(check).items()
+    f"{check}, {name}": words
+    for check in COMPARED
+    for name, words in words_of(check).items()
 }
 CUDA_ROWS |= {
-    f"{name} in layout mode": [*words, "parallel=fsdp2", *BF16, "train.deterministic=layout"]
+    f"{name} in layout mode": [
+        *words,
+        "parallel=fsdp2",
+        *BF16,
+        "train.deterministic=layout",
+    ]
     for name, words in training.layout_models("cuda").items()
 }
 CUDA_ROWS |= {
@@ -160,7 +190,10 @@ def row_of(contestant: str, speed: float | None) -> Row:
     ("changes", "expected"),
     [
         ({}, []),
-        ({COMPILED: 970.0}, ["missed: llama3_8b-8192 compiled has 49.5% MFU, target 50%"]),
+        (
+            {COMPILED: 970.0},
+            ["missed: llama3_8b-8192 compiled has 49.5% MFU, target 50%"],
+        ),
         (
             {FLOAT8: 1200.0},
             ["missed: llama3_8b-8192 float8 has 1.20 of bf16's tokens/s, target 1.25"],
@@ -169,8 +202,14 @@ def row_of(contestant: str, speed: float | None) -> Row:
             {ACCELERATE: 1250.0},
             ["missed: llama3_8b-8192 compiled has 0.80 of the tokens/s of accelerate"],
         ),
-        ({BARE: None, ACCELERATE: None}, ["not measured: llama3_8b-8192 against a peer"]),
-        ({COMPILED: None}, ["not measured: llama3_8b-8192 FSDPToys, compiled: out of memory"]),
+        (
+            {BARE: None, ACCELERATE: None},
+            ["not measured: llama3_8b-8192 against a peer"],
+        ),
+        (
+            {COMPILED: None},
+            ["not measured: llama3_8b-8192 FSDPToys, compiled: out of memory"],
+        ),
     ],
 )
 def test_verdicts_are_met_missed_or_not_measured(
@@ -181,24 +220,34 @@ def test_verdicts_are_met_missed_or_not_measured(
         [row_of(name, speed) for name, speed in {**SPEEDS, **changes}.items()], [SHAPE]
     )
     found = [line for line in verdicts if not line.startswith("met")]
-    assert [line[: len(words)] for line, words in zip(found, expected, strict=True)] == expected
+    assert [
+        line[: len(words)] for line, words in zip(found, expected, strict=True)
+    ] == expected
 
 
 @pytest.mark.parametrize(("loss", "is_missed"), [(12.1, False), (12.2, True)])
-def test_a_first_loss_more_than_1_percent_apart_is_missed(loss: float, is_missed: bool) -> None:
+def test_a_first_loss_more_than_1_percent_apart_is_missed(
+    loss: float, is_missed: bool
+) -> None:
     """Oracle: 12.0 and 1% of it."""
     rows = [row_of(name, speed) for name, speed in SPEEDS.items()]
     rows = [
         dataclasses.replace(row, losses=[loss, 11.0]) if row.contestant == BARE else row
         for row in rows
     ]
-    assert any("begins with the loss" in line for line in judge(rows, [SHAPE])) == is_missed
+    assert (
+        any("begins with the loss" in line for line in judge(rows, [SHAPE]))
+        == is_missed
+    )
 
 
 @pytest.mark.parametrize(
     ("failure", "reason"),
     [
-        ("status 1 after 0\ntorch.OutOfMemoryError: CUDA out of memory. Tried to", "out of memory"),
+        (
+            "status 1 after 0\ntorch.OutOfMemoryError: CUDA out of memory. Tried to",
+            "out of memory",
+        ),
         (
             "status -9 after 0 of 8 steps\nkilled after 90 s",
             "no end within its time, 0 of 8 steps done",
@@ -238,10 +287,14 @@ def test_cpu_trial_writes_rows_and_reports_failed_peers(
     assert len(ours["losses"]) == STEPS and ours["losses"] == pytest.approx(
         theirs["losses"], rel=1e-3
     )
-    assert failed["tokens_per_second"] is None and failed["failure"].startswith("failed: ")
+    assert failed["tokens_per_second"] is None and failed["failure"].startswith(
+        "failed: "
+    )
     page = (tmp_path / "gpu.md").read_text()
     assert f"| {BARE} | failed: " in page
-    assert f"| {EAGER} | {' | '.join(f'{loss:.3f}' for loss in ours['losses'])} |" in page
+    assert (
+        f"| {EAGER} | {' | '.join(f'{loss:.3f}' for loss in ours['losses'])} |" in page
+    )
 
 
 ROOT = Path(__file__).parents[2]
@@ -256,7 +309,10 @@ echo "$name" >> "{calls}"
 def run_script(*words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     command = ["bash", str(ROOT / "scripts" / "gpu_day.sh"), *words]
     return subprocess.run(
-        command, env={"PATH": "/usr/bin:/bin", **variables}, capture_output=True, text=True
+        command,
+        env={"PATH": "/usr/bin:/bin", **variables},
+        capture_output=True,
+        text=True,
     )
 
 
@@ -273,7 +329,9 @@ class Machine:
     def call(self, *words: str, status: int = 0) -> list[str]:
         """Call the script, expect a status, and return the Python scripts that ran."""
         self.calls.write_text("")
-        done = run_script("run", "--out", str(self.folder / "day"), *words, PYTHON=str(self.python))
+        done = run_script(
+            "run", "--out", str(self.folder / "day"), *words, PYTHON=str(self.python)
+        )
         assert done.returncode == status, done.stderr
         return self.calls.read_text().split()
 
@@ -320,11 +378,23 @@ def test_fresh_machine_continues_from_the_archive(tmp_path: Path) -> None:
 @pytest.mark.extended
 def test_dry_run_writes_a_page(tmp_path: Path) -> None:
     """Oracle: the page of one real part on a CPU; its target is an exit status of 0 or 1."""
-    words = ["run", "--device", "cpu", "--tiny", "--only", "loss", "--out", str(tmp_path / "day")]
+    words = [
+        "run",
+        "--device",
+        "cpu",
+        "--tiny",
+        "--only",
+        "loss",
+        "--out",
+        str(tmp_path / "day"),
+    ]
     done = run_script(*words, PYTHON=sys.executable, OMP_NUM_THREADS="1")
     assert done.returncode in (0, 1), done.stderr
     page = (tmp_path / "day" / "loss.md").read_text()
-    assert "python scripts/benchmarks/bench_loss.py --device cpu" in page and "64 tokens" in page
+    assert (
+        "python scripts/benchmarks/bench_loss.py --device cpu" in page
+        and "64 tokens" in page
+    )
     assert (tmp_path / "day.tar.gz").exists()
 
 
@@ -335,10 +405,14 @@ def test_page_has_the_error_of_each_measured_row(
     """Oracle: the error by hand, of a row whose measured peak is twice the planned one, and of no
     row without one."""
     monkeypatch.setattr(
-        gpu_planned, "SMALL", ["model=llama_debug", "train.batch_size=1", "train.seq_len=16"]
+        gpu_planned,
+        "SMALL",
+        ["model=llama_debug", "train.batch_size=1", "train.seq_len=16"],
     )
     line = {"check": "memory", "device": "cuda", "facts": {"machine": "one H200"}}
-    (planned,) = gpu_planned.compare([line | {"facts": {"plain": {"peak_gib": 1.0}}}], "h200")
+    (planned,) = gpu_planned.compare(
+        [line | {"facts": {"plain": {"peak_gib": 1.0}}}], "h200"
+    )
     facts = {
         "machine": "one H200",
         "plain": {"peak_gib": 2 * planned.peak_gib},
@@ -356,7 +430,9 @@ def test_page_has_the_error_of_each_measured_row(
     ]
     monkeypatch.setattr("sys.argv", words)
     gpu_planned.main()
-    (row,) = [text for text in page.read_text().splitlines() if text.startswith("| memory")]
+    (row,) = [
+        text for text in page.read_text().splitlines() if text.startswith("| memory")
+    ]
     assert (
         row.startswith("| memory | plain |")
         and row.endswith("| -50.00% |")

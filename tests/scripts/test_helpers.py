@@ -29,7 +29,10 @@ WAITS_LONG = [
     "toys/toys_memory.py",
     "toys/draw_toys.py",
     "benchmarks/init_from_memory.py",
-    *sorted(path.relative_to(SCRIPTS).as_posix() for path in SCRIPTS.glob("benchmarks/bench_*.py")),
+    *sorted(
+        path.relative_to(SCRIPTS).as_posix()
+        for path in SCRIPTS.glob("benchmarks/bench_*.py")
+    ),
 ]
 
 
@@ -42,7 +45,9 @@ def test_long_scripts_report_progress(name: str) -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    turns = "take_turns" if "bench_peers" in name else "unit"  # bench_peers uses peers/measure.py
+    turns = (
+        "take_turns" if "bench_peers" in name else "unit"
+    )  # bench_peers uses peers/measure.py
     assert {"progress", turns} <= called
 
 
@@ -56,13 +61,22 @@ def test_remaining_time_is_extrapolated_from_finished_units() -> None:
     )
     printer.begin("a", 100.0)
     assert (
-        printer.end("a", "12 MiB", 110.0) == "[1/4] a: 12 MiB … 0:10, elapsed 0:10, about 0:30 left"
+        printer.end("a", "12 MiB", 110.0)
+        == "[1/4] a: 12 MiB … 0:10, elapsed 0:10, about 0:30 left"
     )
     printer.doing("writing", 110.0)
-    assert printer.beat(112.0) == "[2/4] writing … running for 0:02, elapsed 0:12, about 0:28 left"
+    assert (
+        printer.beat(112.0)
+        == "[2/4] writing … running for 0:02, elapsed 0:12, about 0:28 left"
+    )
     printer.begin("b", 112.0)
-    assert printer.beat(130.0) == "[2/4] b … running for 0:18, elapsed 0:30, about 0:50 left"
-    assert printer.end("b", "", 150.0) == "[2/4] b … 0:38, elapsed 0:50, about 0:50 left"
+    assert (
+        printer.beat(130.0)
+        == "[2/4] b … running for 0:18, elapsed 0:30, about 0:50 left"
+    )
+    assert (
+        printer.end("b", "", 150.0) == "[2/4] b … 0:38, elapsed 0:50, about 0:50 left"
+    )
 
 
 SLOW = """
@@ -82,7 +96,11 @@ print("the end")
 def start_slow(folder: Path, redirection: str) -> "subprocess.Popen[str]":
     """Start a script whose first unit ends when the file ``go`` exists."""
     (folder / "slow.py").write_text(SLOW)
-    command = ["bash", "-c", f"PYTHONPATH={ROOT} exec {sys.executable} slow.py {redirection}"]
+    command = [
+        "bash",
+        "-c",
+        f"PYTHONPATH={ROOT} exec {sys.executable} slow.py {redirection}",
+    ]
     return subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -98,7 +116,9 @@ def test_slow_unit_reports_periodically(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     output, rest = process.communicate()
     lines += rest.splitlines()
-    assert [line[:5] for line in lines if " … " in line and "running for" not in line] == [
+    assert [
+        line[:5] for line in lines if " … " in line and "running for" not in line
+    ] == [
         "[1/2]",
         "[2/2]",
     ]
@@ -124,7 +144,12 @@ def test_children_import_carried_packages_after_this_checkout(
     ask = "import carried, fsdptoys; print(fsdptoys.__path__[0])"
     words = [sys.executable, "-c", ask]
     done = subprocess.run(
-        words, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=True
+        words,
+        cwd=tmp_path,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert Path(done.stdout.strip()).parent == ROOT
 
@@ -139,12 +164,16 @@ def lose_the_only_rank() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("ranks", "function"), [(2, lose_rank_1), (1, lose_the_only_rank)])
+@pytest.mark.parametrize(
+    ("ranks", "function"), [(2, lose_rank_1), (1, lose_the_only_rank)]
+)
 def test_failure_names_the_rank_that_a_signal_ended(
     ranks: int, function: Callable[[], None]
 ) -> None:
     """Oracle: the signal, beside what is left to report: a lost connection, or nothing."""
-    with pytest.raises(RuntimeError, match=rf"(?s)rank .*\nrank {ranks - 1} was ended by SIGKILL$"):
+    with pytest.raises(
+        RuntimeError, match=rf"(?s)rank .*\nrank {ranks - 1} was ended by SIGKILL$"
+    ):
         run_ranks(ranks, function)
 
 
@@ -166,5 +195,10 @@ def test_status_is_1_if_any_version_failed(failed: int, tmp_path: Path) -> None:
         paths.append(tmp_path / f"{version}.json")
         paths[-1].write_text(json.dumps(dataclasses.asdict(result(version, tests))))
     page = tmp_path / "page.md"
-    assert main(["page", str(page), "--command", "bash versions.sh", *map(str, paths)]) == failed
-    assert ("- torch 2.7.1, loss: test_it: assert &lt;1>" in page.read_text()) == bool(failed)
+    assert (
+        main(["page", str(page), "--command", "bash versions.sh", *map(str, paths)])
+        == failed
+    )
+    assert ("- torch 2.7.1, loss: test_it: assert &lt;1>" in page.read_text()) == bool(
+        failed
+    )

@@ -19,7 +19,10 @@ from scripts.mutation.mutation_sites import add_probes, draw_sites, find_sites
         ("x = 'é' != a is not b", ["x = 'é' == a is not b", "x = 'é' != a is b"]),
         ("x = a + b // c", ["x = a - b // c", "x = a + b * c"]),
         ("x = a and b or c", ["x = (a and b) and c", "x = (a or b) or c"]),
-        ("x = [1, 2.5, True]", ["x = [2, 2.5, True]", "x = [1, 3.5, True]", "x = [1, 2.5, False]"]),
+        (
+            "x = [1, 2.5, True]",
+            ["x = [2, 2.5, True]", "x = [1, 3.5, True]", "x = [1, 2.5, False]"],
+        ),
         ("x = a[b:c]", ["x = a[b:c + 1]"]),
         ("x = max(a, b)", ["x = min(a, b)"]),
         ("a.add(b)", ["..."]),
@@ -37,7 +40,9 @@ from scripts.mutation.mutation_sites import add_probes, draw_sites, find_sites
         ("def __repr__(self): return self.name", []),
     ],
 )
-def test_break_replaces_one_piece_and_spares_messages(line: str, broken: list[str]) -> None:
+def test_break_replaces_one_piece_and_spares_messages(
+    line: str, broken: list[str]
+) -> None:
     """Oracle: the broken lines, written out."""
     assert sorted(site.after for site in find_sites("a.py", line)) == sorted(broken)
 
@@ -99,7 +104,10 @@ def write_project(root: Path) -> None:
     (root / "fsdptoys" / "__init__.py").touch()
     functions = {"add": "a + b", "times": "a * b", "minus": "a - b", "both": "a and b"}
     text = (
-        "\n\n".join(f"def {name}(a, b):\n    return {value}" for name, value in functions.items())
+        "\n\n".join(
+            f"def {name}(a, b):\n    return {value}"
+            for name, value in functions.items()
+        )
         + "\n\nLIMIT = 2"
     )
     (root / "fsdptoys" / "one" / "core.py").write_text(text + "\n")
@@ -107,7 +115,9 @@ def write_project(root: Path) -> None:
     (root / "fsdptoys" / "config" / "compose.py").write_text("compose_config = list\n")
     own_tests = shutil.ignore_patterns("test_*")
     shutil.copytree(
-        mutations.ROOT / "tests" / "harness", root / "tests" / "harness", ignore=own_tests
+        mutations.ROOT / "tests" / "harness",
+        root / "tests" / "harness",
+        ignore=own_tests,
     )
     for name in ("tests/conftest.py", "tests/harness/coverage.py", "pyproject.toml"):
         shutil.copy(mutations.ROOT / name, root / name)
@@ -120,8 +130,14 @@ def test_draw_depends_on_seed_and_files_only(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_project(tmp_path / name)
     first = draw_sites(tmp_path / "a", 2, seed=0)
-    assert first == draw_sites(tmp_path / "b", 2, seed=0) != draw_sites(tmp_path / "a", 2, seed=2)
-    with pytest.raises(ValueError, match="--sites=0 must be at least the number of packages, 2"):
+    assert (
+        first
+        == draw_sites(tmp_path / "b", 2, seed=0)
+        != draw_sites(tmp_path / "a", 2, seed=2)
+    )
+    with pytest.raises(
+        ValueError, match="--sites=0 must be at least the number of packages, 2"
+    ):
         draw_sites(tmp_path / "a", 0, seed=0)
 
 
@@ -138,7 +154,10 @@ def test_report_says_which_level_catches_a_line(tmp_path: Path) -> None:
         "--folder",
         str(tmp_path / "found"),
     ]
-    for more in ([], ["--resume", "--jobs", "0"]):  # without jobs nothing can be checked
+    for more in (
+        [],
+        ["--resume", "--jobs", "0"],
+    ):  # without jobs nothing can be checked
         report.unlink(missing_ok=True)
         mutations.main([*options, "--report", str(report), *more])
         rows = [
@@ -153,4 +172,8 @@ def test_report_says_which_level_catches_a_line(tmp_path: Path) -> None:
             "`return a and b`": ("no", "no"),
             "`LIMIT = 2`": ("yes", "yes"),
         }
-        assert report.read_text().rstrip().endswith("- fsdptoys/one/core.py:8 `return a - b`")
+        assert (
+            report.read_text()
+            .rstrip()
+            .endswith("- fsdptoys/one/core.py:8 `return a - b`")
+        )

@@ -23,13 +23,23 @@ them."""
 @pytest.mark.extended
 @pytest.mark.parametrize("model", FEW)
 @pytest.mark.parametrize(
-    ("mode", "dtype"), [("layout", "float32"), ("layout", "bfloat16"), ("default", "float32")]
+    ("mode", "dtype"),
+    [("layout", "float32"), ("layout", "bfloat16"), ("default", "float32")],
 )
 def test_layouts_have_the_promised_bits(model: str, mode: str, dtype: str) -> None:
     """Oracle: one ordinary process with the global batch, over two steps."""
     console = Console(file=io.StringIO(), width=200)
     args = parity.parse_arguments(
-        ["--world-sizes", "4", "--steps", "2", "--seq-len", "32", "--layouts", *FEW[model]]
+        [
+            "--world-sizes",
+            "4",
+            "--steps",
+            "2",
+            "--seq-len",
+            "32",
+            "--layouts",
+            *FEW[model],
+        ]
     )
     training = Training(model, dtype, mode, args.steps, args.seq_len)
     assert compare_layouts(args, training, console) == []
@@ -65,7 +75,11 @@ NAMED = {
     "norm of the rank's own shard": "step 1: gradient norm",
 }
 """Bug → the part of the training that it changes, as the table names it."""
-SHORT = {"labels shifted after the cut", "wrong divide factor", "norm of the rank's own shard"}
+SHORT = {
+    "labels shifted after the cut",
+    "wrong divide factor",
+    "norm of the rank's own shard",
+}
 
 
 @pytest.mark.parametrize("bug", by_level(BUGS, SHORT))
@@ -73,5 +87,7 @@ def test_injected_bug_is_caught_and_named_at_step_1(bug: str) -> None:
     """Oracle: the part of the training that the bug changes."""
     console = Console(file=io.StringIO(), width=400)
     assert inject_all([bug], 1, 32, console) == []
-    (row,) = [line for line in console.file.getvalue().splitlines() if line.startswith("│")]
+    (row,) = [
+        line for line in console.file.getvalue().splitlines() if line.startswith("│")
+    ]
     assert bug in row and NAMED.get(bug, "") in row

@@ -13,7 +13,9 @@ from tests.harness.levels import extended
 
 
 def arguments(*words: str) -> argparse.Namespace:
-    return parity.parse_arguments(["--world-sizes", "2", "--steps", "2", "--seq-len", "16", *words])
+    return parity.parse_arguments(
+        ["--world-sizes", "2", "--steps", "2", "--seq-len", "16", *words]
+    )
 
 
 MODES = EXACT, USUAL, ROUNDED = tuple(parity_rows.MODES)
@@ -45,7 +47,11 @@ def test_script_prints_a_row_per_strategy_without_breaches(
     args = arguments("--strategies", *strategies)
     assert parity.compare(args, model, mode, "float32", console) == []
     table = console.file.getvalue()
-    rows = [line.split("│")[2].strip() for line in table.splitlines() if line.startswith("│")]
+    rows = [
+        line.split("│")[2].strip()
+        for line in table.splitlines()
+        if line.startswith("│")
+    ]
     assert rows == ["single", *strategies]
 
 
@@ -67,7 +73,11 @@ def outcome(loss: float, parameters: str = "same") -> parity.Outcome:
         (USUAL, {"fsdp1": outcome(1.0 + 1e-5), "fsdp2": outcome(1.0 + 1e-5)}, 2),
         (USUAL, {"fsdp1": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0)}, 1),
         (USUAL, {"ddp": outcome(math.nan)}, 1),
-        (USUAL, {"toy-fsdp": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0 + 1e-7, "other")}, 1),
+        (
+            USUAL,
+            {"toy-fsdp": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0 + 1e-7, "other")},
+            1,
+        ),
         (USUAL, {"toy-ddp": outcome(1.0), "ddp": outcome(1.0 + 1e-7)}, 1),
         (USUAL, {"toy-zero3": outcome(1.0 + 1e-7), "ddp": outcome(1.0)}, 1),
     ],

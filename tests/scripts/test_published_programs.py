@@ -28,13 +28,25 @@ from scripts.planner.planned_rows import PlannedRow, planned_table
 from scripts.planner.published_findings import a2
 from scripts.planner.published_layouts import MACHINES, PublishedLayout, read_layouts
 from scripts.planner.published_programs import ROWS, first_program
-from scripts.planner.trainer_rows import NAMES, TrainerRow, predict_trainer_row, row_words
+from scripts.planner.trainer_rows import (
+    NAMES,
+    TrainerRow,
+    predict_trainer_row,
+    row_words,
+)
 from scripts.planner.validate_plan import trace_row
 from tests.harness.plan_processes import in_fresh_process
 from tests.harness.ranks import run_ranks
 from tests.harness.traced_runs import newer_torch
 
-TINY = {"dim": 32, "n_layers": 2, "n_heads": 4, "ffn_dim": 64, "vocab_size": 96, "seq_len": 16}
+TINY = {
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "ffn_dim": 64,
+    "vocab_size": 96,
+    "seq_len": 16,
+}
 CPU = torch.device("cpu")
 GIB = 2**30
 
@@ -82,17 +94,27 @@ def test_all_published_rows_have_equal_losses(strategy: str) -> None:
 @pytest.mark.extended
 @newer_torch
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-@pytest.mark.parametrize("name", ["block", "block gc chunk oo", "block gc chunk co", "parts gc"])
-def test_traced_row_ends_with_parameters_states_and_outputs(strategy: str, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["block", "block gc chunk oo", "block gc chunk co", "parts gc"]
+)
+def test_traced_row_ends_with_parameters_states_and_outputs(
+    strategy: str, name: str
+) -> None:
     """Oracle: parameters and states over 8 ranks, the rotary table, hidden states and logits, by
     hand."""
     switches = ROWS[strategy, name][0]
     trace = in_fresh_process(trace_row, f"{strategy} {name}", 2)
-    end_bytes = replay(trace, a2(), build_allocator(AllocatorKind.expandable)).memory().end_bytes
+    end_bytes = (
+        replay(trace, a2(), build_allocator(AllocatorKind.expandable))
+        .memory()
+        .end_bytes
+    )
     block, rest = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 2 * 32000 * 4096 + 4096
     resident = 0 if switches.cpu_offload else 4 if switches.optimizer_offload else 12
     expected = resident * (2 * block + rest) // 8
-    expected += 65536 * 128 * 4 + 2 * 4096 * 4096 + 2 * 4096 * 32000 * (not switches.chunk_loss)
+    expected += (
+        65536 * 128 * 4 + 2 * 4096 * 4096 + 2 * 4096 * 32000 * (not switches.chunk_loss)
+    )
     # Also tokens, labels, the loss, and the optimizer's step counts.
     assert 0 <= end_bytes - expected < 2**20
 
@@ -126,7 +148,10 @@ FEW_ROWS = ("fsdp1 block gc", "fsdp1 block gc chunk co", "fsdp2 block gc")
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(name, marks=() if name.partition(" ")[2] in FEW_ROWS else pytest.mark.extended)
+        pytest.param(
+            name,
+            marks=() if name.partition(" ")[2] in FEW_ROWS else pytest.mark.extended,
+        )
         for name in NAMES
     ],
 )
@@ -161,14 +186,18 @@ def test_a_cell_above_the_published_value_fails_the_script(
     prediction = Prediction("test", "a2", 8, 1, 1.0, None, memory, time)
     row = TrainerRow("trainer fsdp2 block gc", ROWS["fsdp2", "block gc"][1], prediction)
     monkeypatch.setattr(validate_plan, "predict_trainer_row", lambda name: row)
-    monkeypatch.setattr("sys.argv", ["validate_plan.py", "--rows", "trainer fsdp2 block gc"])
+    monkeypatch.setattr(
+        "sys.argv", ["validate_plan.py", "--rows", "trainer fsdp2 block gc"]
+    )
     assert validate_plan.main() == status
     page = capsys.readouterr().out
     assert f"{status} of 2 cells of today's trainer are above" in page
     assert page.count("**fail**") == status
 
 
-def planned(name: str, published: float, predicted: float, **values: Any) -> PlannedLayout:
+def planned(
+    name: str, published: float, predicted: float, **values: Any
+) -> PlannedLayout:
     """A row of eight GPUs and its prediction; rows of several layouts have other numbers of
     GPUs."""
     values = {"gpus": 8, "tokens_per_second": published, **values}
@@ -181,14 +210,23 @@ def test_every_row_has_a_source_and_sizes_and_can_be_planned_or_says_why() -> No
     product."""
     rows = read_layouts()
     for row in rows:
-        assert row.source and row.date and row.gpus % (row.fsdp * row.cp * row.tp * row.pp) == 0
+        assert (
+            row.source
+            and row.date
+            and row.gpus % (row.fsdp * row.cp * row.tp * row.pp) == 0
+        )
         if not row.unplanned:
             axes = (config := row.config()).parallel.axes(row.gpus, config.mesh)
             assert (axes.replicate, axes.shard) == (
                 row.gpus // row.ranks_of_copy,
                 row.fsdp * row.cp,
             )
-            assert (axes.cp, axes.tp, axes.ep, axes.pp) == (row.cp, row.tp, row.ep, row.pp)
+            assert (axes.cp, axes.tp, axes.ep, axes.pp) == (
+                row.cp,
+                row.tp,
+                row.ep,
+                row.pp,
+            )
     assert {row.machine for row in rows} == set(MACHINES)
     assert {row.pp for row in rows if not row.unplanned} == {1, 8, 16}
 
@@ -199,7 +237,11 @@ def test_every_row_has_a_source_and_sizes_and_can_be_planned_or_says_why() -> No
         ([1, 2, 9], [3, 4, 5], 1.0),
         ([1, 2, 9], [5, 4, 3], -1.0),
         ([10, 20, 30, 40], [2, 1, 4, 3], 1 - 6 * 4 / (4 * 15)),
-        ([5, 7, 7, 9], [2, 1, 3, 3], np.corrcoef([0, 1.5, 1.5, 3], [1, 0, 2.5, 2.5])[0, 1]),
+        (
+            [5, 7, 7, 9],
+            [2, 1, 3, 3],
+            np.corrcoef([0, 1.5, 1.5, 3], [1, 0, 2.5, 2.5])[0, 1],
+        ),
         ([1, 2, 3], [4, 4, 4], math.nan),
     ],
 )
@@ -213,7 +255,10 @@ def test_rank_correlation_follows_its_formula(
 
 def test_rankings_need_three_layouts_and_separate_numerics() -> None:
     """Oracle: the groups by hand; a second row of one layout is no further layout."""
-    rows = [planned(str(size), 100 - size, 90 - size, gpus=8 * size, tp=size) for size in (1, 2, 4)]
+    rows = [
+        planned(str(size), 100 - size, 90 - size, gpus=8 * size, tp=size)
+        for size in (1, 2, 4)
+    ]
     found = rankings([*rows, planned("float8", 150, 89, float8=True)])
     titles = [(ranking.title, ranking.rows) for ranking in found]
     assert titles == [("H100, llama3_8b, all rows", 4), ("H100, llama3_8b, eager", 3)]
@@ -233,7 +278,9 @@ def test_page_has_every_row_with_its_verdict_or_its_obstacle() -> None:
     )
     assert "| 52.0 | 50.0 | 0.96 | met | 100 | 125 | 1.25 |  |  |" in page
     assert "| 60.0 | 50.0 | 0.83 | **missed** | 100 | 50 | 0.50 |  | compile |" in page
-    assert "| deep | H100 | PP 8 | 10 |  | no batch |" in page and "- a page, 2025" in page
+    assert (
+        "| deep | H100 | PP 8 | 10 |  | no batch |" in page and "- a page, 2025" in page
+    )
     assert not met and "1 of 2 memories" in page
 
 
@@ -261,14 +308,18 @@ SMALL = ["model=llama_debug", "train.seq_len=64"]
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("case", "differs"), [("one root", False), ("frozen reference", True)])
+@pytest.mark.parametrize(
+    ("case", "differs"), [("one root", False), ("frozen reference", True)]
+)
 def test_sharing_streams_changes_reserved_memory_only_with_a_second_root(
     case: str, differs: bool
 ) -> None:
     """Oracle: equal tensors, so an equal peak; a root's two streams with memory are used by the
     second one too."""
     own, shared = (
-        in_fresh_process(stream_reuse.measure, case, "fsdp2", patched, load_hardware("h100"), SMALL)
+        in_fresh_process(
+            stream_reuse.measure, case, "fsdp2", patched, load_hardware("h100"), SMALL
+        )
         for patched in (False, True)
     )
     assert own[1] == shared[1]

@@ -60,13 +60,18 @@ def run_npu_ranks(
 
 
 def run_on_npu(
-    function: Callable[..., Any], *args: Any, mode: str = "immediate", capacity_mib: int = 4096
+    function: Callable[..., Any],
+    *args: Any,
+    mode: str = "immediate",
+    capacity_mib: int = 4096,
 ) -> Any:
     """Call ``function(*args)`` in a process with one simulated NPU."""
     return run_npu_ranks(1, function, *args, mode=mode, capacity_mib=capacity_mib)[0]
 
 
-def config_for(device: str, parallel: ParallelConfig, ranks: int, **options: Any) -> Config:
+def config_for(
+    device: str, parallel: ParallelConfig, ranks: int, **options: Any
+) -> Config:
     """Return the same training for a device: HCCL reduces no float64, and a CPU's own AdamW rounds
     otherwise."""
     settings: dict[str, Any] = {
@@ -77,4 +82,6 @@ def config_for(device: str, parallel: ParallelConfig, ranks: int, **options: Any
     settings["optim"] = AdamWConfig(
         1e-2, weight_decay_on=WeightDecayOn.all, implementation=Implementation.foreach
     )
-    return make_config(parallel, ranks, device=device, **{**settings, "steps": 2, **options})
+    return make_config(
+        parallel, ranks, device=device, **{**settings, "steps": 2, **options}
+    )

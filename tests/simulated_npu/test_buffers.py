@@ -65,7 +65,9 @@ def save_and_load(folder: str) -> tuple[str, bool, int]:
     filled = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
     load_tensors(storage, "a", filled, None)
     same = all(torch.equal(filled[name].cpu(), saved[name].cpu()) for name in saved)
-    digest = hashlib.sha256((Path(folder) / "a/tensors-00000.safetensors").read_bytes()).hexdigest()
+    digest = hashlib.sha256(
+        (Path(folder) / "a/tensors-00000.safetensors").read_bytes()
+    ).hexdigest()
     return digest, same, max(pinned)
 
 
@@ -109,7 +111,9 @@ def test_next_part_is_copied_while_one_is_written() -> None:
     """Oracle: by hand, 4 parts of 24 numbers or less: the copy of each begins before the write of
     the one before."""
     order = "copy 0, copy 24, write 0, copy 48, write 24, copy 72, write 48, write 72"
-    assert run_on_npu(order_of_work, mode="delayed") == [f"{each}.0" for each in order.split(", ")]
+    assert run_on_npu(order_of_work, mode="delayed") == [
+        f"{each}.0" for each in order.split(", ")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,14 @@ def test_next_part_is_copied_while_one_is_written() -> None:
         (FSDP2Config(), "optimizer_offload", 4),
         (FSDP1Config(), "cpu_offload", 0),
     ],
-    ids=["fsdp1", "fsdp1 flat", "fsdp2", "fsdp1 optimizer", "fsdp2 optimizer", "fsdp1 parameters"],
+    ids=[
+        "fsdp1",
+        "fsdp1 flat",
+        "fsdp2",
+        "fsdp1 optimizer",
+        "fsdp2 optimizer",
+        "fsdp1 parameters",
+    ],
 )
 def test_step_leaves_no_gradients_and_buffers_on_a_device(
     parallel: ParallelConfig, switch: str | None, bytes_each: int
@@ -134,7 +145,9 @@ def test_step_leaves_no_gradients_and_buffers_on_a_device(
     """
     memory = MemoryConfig(**({switch: True} if switch else {}))
     model = replace(tiny_model(), dim=96, ffn_dim=256)
-    config = config_for("npu", parallel, 2, model=model, seq_len=8, batch_size=1, memory=memory)
+    config = config_for(
+        "npu", parallel, 2, model=model, seq_len=8, batch_size=1, memory=memory
+    )
 
     def bytes_and_elements() -> tuple[int, int]:
         device = Device("npu")
@@ -142,7 +155,8 @@ def test_step_leaves_no_gradients_and_buffers_on_a_device(
         trainer = Trainer(config)
         trainer.train()
         elements = sum(
-            local_tensor(param).numel() for _, param in trainer.strategy.named_parameters()
+            local_tensor(param).numel()
+            for _, param in trainer.strategy.named_parameters()
         )
         return device.memory().allocated_bytes - before, elements
 

@@ -19,14 +19,21 @@ pytestmark = pytest.mark.launcher
 
 def run(words: list[str], cwd: Path, status: int = 0, **variables: str) -> str:
     """Run a command with four simulated NPUs, check its exit status, and return its output."""
-    variables |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{SITE}", "SIMULATED_NPU_DEVICES": "4"}
+    variables |= {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{SITE}",
+        "SIMULATED_NPU_DEVICES": "4",
+    }
     present = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("COVERAGE_PROCESS_")
     }
     done = subprocess.run(
-        [sys.executable, *words], cwd=cwd, env=present | variables, capture_output=True, text=True
+        [sys.executable, *words],
+        cwd=cwd,
+        env=present | variables,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout if status == 0 else done.stderr
@@ -35,12 +42,17 @@ def run(words: list[str], cwd: Path, status: int = 0, **variables: str) -> str:
 def train(words: str, cwd: Path, status: int = 0, **variables: str) -> str:
     """Output of a small run."""
     small = "train model=llama_debug experiment=null train.seq_len=32 launch.device=npu"
-    return run(["-m", "fsdptoys", *small.split(), *words.split()], cwd, status, **variables)
+    return run(
+        ["-m", "fsdptoys", *small.split(), *words.split()], cwd, status, **variables
+    )
 
 
 def losses(run_dir: Path) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
 
 
@@ -53,7 +65,13 @@ def test_portable_mode_matches_cpu_ranks_bitwise(tmp_path: Path) -> None:
         "--dtypes float32"
     )
     table = run(
-        [str(ROOT / "scripts" / "parity.py"), *words.split(), "--strategies", "ddp", "fsdp2"],
+        [
+            str(ROOT / "scripts" / "parity.py"),
+            *words.split(),
+            "--strategies",
+            "ddp",
+            "fsdp2",
+        ],
         tmp_path,
     )
     assert "parity: no breach" in table and "portable mode" in table
@@ -76,11 +94,17 @@ def test_two_dimensional_mesh_trains_and_resumes(tmp_path: Path) -> None:
         "metrics.run_dir=run"
     )
     said = [train(f"{words} train.steps={steps}", tmp_path) for steps in (2, 3)]
-    first = next(line for line in said[0].splitlines() if line.startswith("fsdptoys: found"))
-    assert (
-        first.startswith("fsdptoys: found 4 × Simulated NPU") and "HCCL_EXEC_TIMEOUT=660" in first
+    first = next(
+        line for line in said[0].splitlines() if line.startswith("fsdptoys: found")
     )
-    assert "checkpoint of step 2 saved" in said[0] and "3 of 3 steps; all steps done" in said[1]
+    assert (
+        first.startswith("fsdptoys: found 4 × Simulated NPU")
+        and "HCCL_EXEC_TIMEOUT=660" in first
+    )
+    assert (
+        "checkpoint of step 2 saved" in said[0]
+        and "3 of 3 steps; all steps done" in said[1]
+    )
     assert "barrier(): using the device under current context" not in "".join(said)
 
 
@@ -89,7 +113,8 @@ def test_cpu_ranks_resume_from_a_checkpoint_of_npus(tmp_path: Path) -> None:
     """Oracle: the same four steps on CPU ranks without a break, to the last bit of losses and
     norms."""
     words = (
-        "train.steps={} parallel=fsdp2 launch.nproc_per_node=2 launch.device={} metrics.run_dir={} "
+        "train.steps={} parallel=fsdp2 launch.nproc_per_node=2 launch.device={} "
+        "metrics.run_dir={} "
     )
     words += (
         "train.sum_dtype=float32 optim.implementation=foreach optim.schedule=constant "
@@ -106,16 +131,19 @@ def test_cpu_ranks_resume_from_a_checkpoint_of_npus(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "whole")) == 4
 
 
-def test_profile_uses_the_pytorch_profiler_and_snapshot_has_stacks(tmp_path: Path) -> None:
+def test_profile_uses_the_pytorch_profiler_and_snapshot_has_stacks(
+    tmp_path: Path,
+) -> None:
     """Oracle: the files; a device without torch_npu is traced by PyTorch alone."""
     words = (
         "parallel=single launch.nproc_per_node=1 train.steps=3 metrics.run_dir=run "
         "profile.enabled=true "
     )
-    words += (
-        "profile.skip_steps=1 profile.warmup_steps=0 profile.active_steps=1 profile.snapshot=true "
+    words += "profile.skip_steps=1 profile.warmup_steps=0 profile.active_steps=1 "
+    words += "profile.snapshot=true "
+    said = train(
+        words + "profile.snapshot_first_step=2 profile.snapshot_steps=1", tmp_path
     )
-    said = train(words + "profile.snapshot_first_step=2 profile.snapshot_steps=1", tmp_path)
     assert (
         "trace of step 2: run/profile/rank0.json.gz" in said
         and "memory snapshot (steps 2 to 2)" in said
@@ -123,17 +151,25 @@ def test_profile_uses_the_pytorch_profiler_and_snapshot_has_stacks(tmp_path: Pat
     with open(tmp_path / "run" / "profile" / "memory-rank0.pickle", "rb") as file:
         entries = pickle.load(file)["device_traces"][0]
     assert {"alloc", "free_completed"} <= {entry["action"] for entry in entries}
-    assert any("trainer.py" in frame["filename"] for entry in entries for frame in entry["frames"])
+    assert any(
+        "trainer.py" in frame["filename"]
+        for entry in entries
+        for frame in entry["frames"]
+    )
 
 
 @pytest.mark.extended
 def test_out_of_memory_message_lists_live_tensors_and_options(tmp_path: Path) -> None:
     """Oracle: the device's capacity, and switches of memory by name."""
     words = (
-        "parallel=fsdp2 launch.nproc_per_node=2 train.steps=2 train.seq_len=512 train.batch_size=16"
+        "parallel=fsdp2 launch.nproc_per_node=2 train.steps=2 train.seq_len=512 "
+        "train.batch_size=16"
     )
     said = train(words, tmp_path, 1, SIMULATED_NPU_MIB="24")
-    assert "the memory of the npu device ran out on rank" in said and "24.00 MiB in all" in said
+    assert (
+        "the memory of the npu device ran out on rank" in said
+        and "24.00 MiB in all" in said
+    )
     assert (
         "activations, temporaries, gathered parameters" in said
         and "memory.gradient_checkpointing=full" in said
@@ -155,5 +191,6 @@ def test_smoke_test_passes_on_an_npu(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in run(words, tmp_path).splitlines()]
     assert [line["status"] for line in lines] == ["passed"] * 3
     assert (
-        "Simulated NPU" in lines[0]["facts"]["machine"] and lines[2]["facts"]["backend"] == "hccl"
+        "Simulated NPU" in lines[0]["facts"]["machine"]
+        and lines[2]["facts"]["backend"] == "hccl"
     )

@@ -36,7 +36,11 @@ def compute() -> None:
     attended = F.scaled_dot_product_attention(*heads, is_causal=True)
     normed = F.rms_norm(F.silu(x), (8,)) + F.layer_norm(x, (8,))
     loss = F.cross_entropy(F.linear(normed, weight), tokens.flatten()[:6] % 5)
-    loss = loss + F.embedding(tokens, x).sum() + x.to(torch.bfloat16).float().cumsum(0).sum()
+    loss = (
+        loss
+        + F.embedding(tokens, x).sum()
+        + x.to(torch.bfloat16).float().cumsum(0).sum()
+    )
     (loss + attended.square().mean() + torch.topk(x, 3).values.sum()).backward()
     torch.cat([x, x[tokens[:, 0]]]).cpu()
 
@@ -86,7 +90,9 @@ def freed_on_one_stream(recorded: bool) -> bool:
     if recorded:
         x.record_stream(side)
     del x
-    other = torch.zeros(1000, device="npu")  # in the same block, unless it is known to be in use
+    other = torch.zeros(
+        1000, device="npu"
+    )  # in the same block, unless it is known to be in use
     torch.accelerator.current_stream().synchronize()
     side.synchronize()
     return bool((added.cpu() + other.cpu() == 2).all())
@@ -169,7 +175,10 @@ def random_numbers(device: str) -> list[Any]:
 @BOTH_MODES
 def test_random_numbers_equal_the_cpu_bitwise(mode: str) -> None:
     """Oracle: the same on the CPU."""
-    assert run_on_npu(random_numbers, "npu", mode=mode) == run_ranks(1, random_numbers, "cpu")[0]
+    assert (
+        run_on_npu(random_numbers, "npu", mode=mode)
+        == run_ranks(1, random_numbers, "cpu")[0]
+    )
 
 
 def test_autocast_runs_matmul_in_bfloat16_and_softmax_in_float32() -> None:
@@ -198,7 +207,9 @@ def test_delayed_mode_delays_all_operators_of_a_training_step() -> None:
     }
 
 
-def test_free_memory_is_that_of_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_that_of_the_fullest_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: the devices' size, as a process of its own with the simulated devices sees it."""
     monkeypatch.setenv("PYTHONPATH", f"{SITE.parents[2]}{os.pathsep}{SITE}")
     monkeypatch.setenv("SIMULATED_NPU_DEVICES", "2")
@@ -231,10 +242,15 @@ def test_host_waiting_elsewhere_does_not_block_collectives(tmp_path: Path) -> No
         x = torch.ones(3, device="npu")
         dist.broadcast(x, src=0)
         if dist.get_rank() == 1:
-            total = float(x.sum())  # needs rank 0's part, which its host does not wait for
+            total = float(
+                x.sum()
+            )  # needs rank 0's part, which its host does not wait for
             done.touch()
             return total
         wait_until(done.exists, "the sum on rank 1")
         return float(x.sum())
 
-    assert run_npu_ranks(RANKS, reduce_while_one_host_waits, mode="delayed") == [3.0, 3.0]
+    assert run_npu_ranks(RANKS, reduce_while_one_host_waits, mode="delayed") == [
+        3.0,
+        3.0,
+    ]

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from fsdptoys.config.schema import Config
-from fsdptoys.optim import AdamWConfig, Implementation, OptimStateDType, WeightDecayOn, fused_adamw
+from fsdptoys.optim import (
+    AdamWConfig,
+    Implementation,
+    OptimStateDType,
+    WeightDecayOn,
+    fused_adamw,
+)
 from fsdptoys.optim.loss_scale import LossScaleConfig
 from fsdptoys.parallel import FSDP2Config, SingleConfig
 from fsdptoys.parallel.precision import DType
@@ -27,11 +33,17 @@ def train(config: Config, obeys: bool) -> tuple[bool, list[bool], tuple[Any, ...
         decided = trainer.stepper.skips_on_device
         trainer.train()
     norms = [repr(step.grad_norm) for step in trainer.history]
-    return decided, [step.skipped for step in trainer.history], (norms, hash_parameters(trainer))
+    return (
+        decided,
+        [step.skipped for step in trainer.history],
+        (norms, hash_parameters(trainer)),
+    )
 
 
 @BOTH_MODES
-@pytest.mark.parametrize("dtype", [OptimStateDType.float32, extended(OptimStateDType.bfloat16)])
+@pytest.mark.parametrize(
+    "dtype", [OptimStateDType.float32, extended(OptimStateDType.bfloat16)]
+)
 @pytest.mark.parametrize("ranks", [1, extended(2)])
 def test_steps_skipped_on_the_device_equal_those_skipped_by_the_host(
     ranks: int, dtype: OptimStateDType, mode: str

@@ -12,12 +12,18 @@ from tests.harness.roots import streams_of, train_two
 from tests.simulated_npu.ranks import BOTH_MODES, run_npu_ranks, simulated_npu
 
 
-def two_roots(strategy: str, hybrid: bool, patched: bool) -> tuple[list[list[int]], list[Any]]:
+def two_roots(
+    strategy: str, hybrid: bool, patched: bool
+) -> tuple[list[list[int]], list[Any]]:
     """Identifiers of the streams of two interleaved roots, and their gradients."""
     torch.npu.set_device(dist.get_rank())
     roots, gradients = train_two(strategy, hybrid, patched, device="npu")
     streams = [
-        [stream for stream in streams_of(strategy, root) if isinstance(stream, torch.Stream)]
+        [
+            stream
+            for stream in streams_of(strategy, root)
+            if isinstance(stream, torch.Stream)
+        ]
         for root in roots
     ]
     return [[stream.stream_id for stream in of_root] for of_root in streams], gradients
@@ -51,6 +57,9 @@ def gradients_without_waits(strategy: str) -> list[Any]:
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_delayed_streams_expose_missing_waits(strategy: str) -> None:
     """Oracle: the gradients with all waits; immediate streams do not expose missing ones."""
-    right = [gradients for _, gradients in run_npu_ranks(2, two_roots, strategy, False, False)]
+    right = [
+        gradients
+        for _, gradients in run_npu_ranks(2, two_roots, strategy, False, False)
+    ]
     assert run_npu_ranks(2, gradients_without_waits, strategy) == right
     assert run_npu_ranks(2, gradients_without_waits, strategy, mode="delayed") != right

@@ -13,14 +13,26 @@ import pytest
 from fsdptoys.config.schema import Config, SumDType
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, fused_adamw
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+)
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import LoRAConfig
 from tests.harness.levels import by_level
 from tests.harness.outcomes import hash_parameters
-from tests.harness.resumed_runs import kept, poison_gradients, run_to_the_end, run_until, steps_of
+from tests.harness.resumed_runs import (
+    kept,
+    poison_gradients,
+    run_to_the_end,
+    run_until,
+    steps_of,
+)
 from tests.harness.tiny import DOCUMENTS, EVEN, TINY, make_config, tiny_model
 from tests.simulated_npu.ranks import run_npu_ranks, simulated_npu
 
@@ -59,8 +71,16 @@ ROWS: dict[str, tuple[int, ParallelConfig, dict[str, Any]]] = {
     "single, no skipping": (1, SingleConfig(), UNLOGGED),
     "ddp, no skipping": (2, DDPConfig(), UNLOGGED),
     "fsdp2, no skipping": (2, FSDP2Config(), UNLOGGED),
-    "fsdp2, experts, no skipping": (2, FSDP2Config(), {"model": TINY["qwen3_moe"], **UNLOGGED}),
-    "fsdp2, accumulation, no skipping": (2, FSDP2Config(), {"grad_accum": 4, **UNLOGGED}),
+    "fsdp2, experts, no skipping": (
+        2,
+        FSDP2Config(),
+        {"model": TINY["qwen3_moe"], **UNLOGGED},
+    ),
+    "fsdp2, accumulation, no skipping": (
+        2,
+        FSDP2Config(),
+        {"grad_accum": 4, **UNLOGGED},
+    ),
 }
 """Kind of run → ranks, strategy and settings."""
 
@@ -91,9 +111,12 @@ def count_waits(name: str) -> list[Counter[str]]:
         steps: list[Counter[str]] = []
 
         def on_phase(step: int, phase: str) -> None:
-            if phase == "data":  # the calls of a step are those up to the next one's beginning
+            if (
+                phase == "data"
+            ):  # the calls of a step are those up to the next one's beginning
                 callers = [
-                    (wait["call"], caller_of(wait["frames"])) for wait in extension.take_waits()
+                    (wait["call"], caller_of(wait["frames"]))
+                    for wait in extension.take_waits()
                 ]
                 calls = Counter(
                     f"{call} in {caller}"
@@ -138,7 +161,8 @@ def test_a_step_waits_for_the_device_at_most_once(name: str) -> None:
     counts themselves."""
     steps = count_waits(name)
     calls = [
-        sum(times for call, times in step.items() if "grouped.py" not in call) for step in steps
+        sum(times for call, times in step.items() if "grouped.py" not in call)
+        for step in steps
     ]
     assert calls == [0 if "no skipping" in name else 1] * 2, steps
 
@@ -151,7 +175,9 @@ def config_of(log_every: int = 10, **options: Any) -> Config:
     }
     # The simulated kernel is the CPU's, which skips as CUDA's does
     fused_adamw.IGNORED_ON = frozenset()
-    config = make_config(FSDP2Config(), 2, device="npu", seq_len=8, **{**settings, **options})
+    config = make_config(
+        FSDP2Config(), 2, device="npu", seq_len=8, **{**settings, **options}
+    )
     return replace(config, metrics=replace(config.metrics, log_every=log_every))
 
 
@@ -170,7 +196,10 @@ def limited() -> tuple[list[tuple[int, int]], str]:
     trainer = Trainer(config_of(steps=8, max_skipped_in_a_row=3, optim=FUSED))
     seen: dict[int, dict[str, str]] = {}
     poison_gradients(
-        trainer, {2, 3, 4, 5, 6}, 1, lambda step: seen.update({step: hash_parameters(trainer)})
+        trainer,
+        {2, 3, 4, 5, 6},
+        1,
+        lambda step: seen.update({step: hash_parameters(trainer)}),
     )
     read = read_after(trainer)
     counts = [(step.skipped, step.skipped_steps) for step in trainer.history]
@@ -192,9 +221,12 @@ def signalled(config: Config, step: int) -> tuple[list[tuple[int, int]], str]:
     return read_after(trainer, request=request)
 
 
-REACHED = "3 steps in a row had a non-finite loss or gradients (train.max_skipped_in_a_row=3)"
+REACHED = (
+    "3 steps in a row had a non-finite loss or gradients (train.max_skipped_in_a_row=3)"
+)
 READS: dict[
-    str, tuple[Callable[[], tuple[list[tuple[int, int]], str]], list[tuple[int, int]], str]
+    str,
+    tuple[Callable[[], tuple[list[tuple[int, int]], str]], list[tuple[int, int]], str],
 ] = {
     # Step 4 reaches the limit, and step 5 is launched when it is read. A record follows the launch
     # of ``steps_done``.
@@ -230,8 +262,12 @@ READS: dict[
 """Case → its run, the records with the steps launched by then, and the reason for the end."""
 
 
-@pytest.mark.parametrize("case", by_level(READS, READS.keys() - {"unsignalled", "evaluated"}))
-def test_steps_are_read_once_in_order_and_stops_come_at_most_one_read_later(case: str) -> None:
+@pytest.mark.parametrize(
+    "case", by_level(READS, READS.keys() - {"unsignalled", "evaluated"})
+)
+def test_steps_are_read_once_in_order_and_stops_come_at_most_one_read_later(
+    case: str,
+) -> None:
     """Oracle: the documented step of each read, on both ranks, with streams that work only when
     they are waited for."""
     run, records, reason = READS[case]
@@ -239,7 +275,9 @@ def test_steps_are_read_once_in_order_and_stops_come_at_most_one_read_later(case
 
 
 @pytest.mark.extended
-def test_checkpoint_has_the_counts_of_its_step_and_resumes_bitwise(tmp_path: Path) -> None:
+def test_checkpoint_has_the_counts_of_its_step_and_resumes_bitwise(
+    tmp_path: Path,
+) -> None:
     """Oracle: the uninterrupted run, with a skipped step just before the checkpoint."""
 
     def resume() -> tuple[str, str]:
@@ -259,7 +297,16 @@ def test_checkpoint_has_the_counts_of_its_step_and_resumes_bitwise(tmp_path: Pat
     whole, killed = run_npu_ranks(2, resume)[0]
     assert whole == killed
     assert steps_of(tmp_path / "whole") == steps_of(tmp_path / "killed")
-    assert [step[-1] for step in steps_of(tmp_path / "whole")] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert [step[-1] for step in steps_of(tmp_path / "whole")] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+        2,
+        2,
+    ]
 
 
 def test_run_that_fails_records_the_steps_that_were_launched(tmp_path: Path) -> None:

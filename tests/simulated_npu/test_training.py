@@ -12,7 +12,13 @@ import pytest
 from fsdptoys import parallel
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig, OffloadSchedule
 from fsdptoys.models import grouped, linear
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+)
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
 from tests.harness import offloaded_runs as offloaded
@@ -62,7 +68,9 @@ HYBRID: dict[str, ParallelConfig] = {
 }
 SWITCHES: dict[str, dict[str, Any]] = {
     "full checkpointing": {"gradient_checkpointing": FULL},
-    "selective checkpointing": {"gradient_checkpointing": GradientCheckpointing.selective},
+    "selective checkpointing": {
+        "gradient_checkpointing": GradientCheckpointing.selective
+    },
     "chunked loss": {"chunk_loss": True, "chunk_tokens": "20"},
     "activation offload": {"activation_offload": True, "gradient_checkpointing": FULL},
 }
@@ -78,7 +86,9 @@ ROWS["fsdp2 overlapped"] = Row(
 )
 for fsdp in (FSDP1Config(), FSDP2Config()):
     for name, switches in SWITCHES.items():
-        ROWS[f"{fsdp.name} {name}"] = Row(fsdp, options={"memory": MemoryConfig(**switches)})
+        ROWS[f"{fsdp.name} {name}"] = Row(
+            fsdp, options={"memory": MemoryConfig(**switches)}
+        )
     for schedule in [
         schedule for schedule in OffloadSchedule if schedule is not OffloadSchedule.auto
     ]:
@@ -119,7 +129,9 @@ def outcome_of(request: pytest.FixtureRequest) -> OutcomeOf:
     """Outcome of a row in a mode, or on CPUs: all chosen rows of as many ranks run in one group, at
     the first."""
     chosen = {
-        item.callspec.params["name"] for item in request.session.items if item.path == request.path
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.path == request.path
     }
 
     @functools.cache
@@ -131,9 +143,13 @@ def outcome_of(request: pytest.FixtureRequest) -> OutcomeOf:
         ]
         rows = [ROWS[name] for name in names]
         device = "cpu" if mode == "cpu" else "npu"
-        configs = [config_for(device, row.parallel, ranks, **row.options) for row in rows]
+        configs = [
+            config_for(device, row.parallel, ranks, **row.options) for row in rows
+        ]
         if device == "cpu":
-            outcomes = run_ranks(ranks, train_all, configs, prepare=multiply_in_16_bits)[0]
+            outcomes = run_ranks(
+                ranks, train_all, configs, prepare=multiply_in_16_bits
+            )[0]
         else:
             given = [
                 (config, row.schedule, row.offload)
@@ -147,7 +163,9 @@ def outcome_of(request: pytest.FixtureRequest) -> OutcomeOf:
 
 @BOTH_MODES
 @pytest.mark.parametrize("name", by_level(ROWS, SHORT))
-def test_training_on_npus_matches_cpu_ranks(name: str, mode: str, outcome_of: OutcomeOf) -> None:
+def test_training_on_npus_matches_cpu_ranks(
+    name: str, mode: str, outcome_of: OutcomeOf
+) -> None:
     """Oracle: the same run on CPU ranks, without offload, bitwise; where a CPU sums otherwise, its
     losses to 1e-6."""
     outcome = outcome_of(name, mode)

@@ -47,7 +47,9 @@ ON_SLURM = f"hydra/launcher={SLURM}"
 
 def hand_over(sweep: Sweep, ids: dict[str, str]) -> None:
     """Write the files of a submission: a folder for each id."""
-    submission = begin_submission(sweep, SLURM, [job for job in sweep.jobs if job.name in ids])
+    submission = begin_submission(
+        sweep, SLURM, [job for job in sweep.jobs if job.name in ids]
+    )
     for identity in ids.values():
         (submission.folder / identity).mkdir()
         (submission.folder / identity / f"{identity}_submitted.pkl").touch()

@@ -27,14 +27,18 @@ from tests.sweep.jobs import axes
         ("train.steps=5", ("5",)),
     ],
 )
-def test_values_are_read_as_hydra_reads_them(word: str, values: tuple[str, ...]) -> None:
+def test_values_are_read_as_hydra_reads_them(
+    word: str, values: tuple[str, ...]
+) -> None:
     """Oracle: Hydra's documentation of its sweep syntax: quoted text and lists are one value."""
     assert axes(word) == [Axis(word.partition("=")[0], values)]
 
 
 def test_last_key_varies_fastest() -> None:
     """Oracle: the order of nested loops over the typed arguments."""
-    found = combine([], [], axes("train.seed=1,2", "train.steps=5", "parallel=ddp,fsdp2"))
+    found = combine(
+        [], [], axes("train.seed=1,2", "train.steps=5", "parallel=ddp,fsdp2")
+    )
     assert [one.words for one in found] == [
         (f"train.seed={seed}", "train.steps=5", f"parallel={strategy}")
         for seed in (1, 2)
@@ -47,7 +51,9 @@ def test_typed_arguments_replace_those_of_the_file() -> None:
     """Oracle: a value for the file's axis fixes it, several replace it at its position, other keys
     come last."""
     base = axes("train.steps=10", "parallel=fsdp1,fsdp2", "train.seed=1,2")
-    found = combine(base, [], axes("parallel=ddp", "train.seed=7,8,9", "train.batch_size=1,2"))
+    found = combine(
+        base, [], axes("parallel=ddp", "train.seed=7,8,9", "train.batch_size=1,2")
+    )
     assert len(found) == 6
     assert found[0].words == (
         "train.steps=10",
@@ -62,7 +68,10 @@ def test_rows_alternate_before_typed_axes_vary() -> None:
     """Oracle: a row's value overrides the base's, a typed one the row's; a row without a key has
     the base's."""
     base = axes("train.steps=10", "memory.chunk_loss=false")
-    rows = [tuple(axes("parallel=fsdp1")), tuple(axes("parallel=fsdp2", "memory.chunk_loss=true"))]
+    rows = [
+        tuple(axes("parallel=fsdp1")),
+        tuple(axes("parallel=fsdp2", "memory.chunk_loss=true")),
+    ]
     found = combine(base, rows, axes("train.steps=5,6"))
     assert [sorted(one.words) for one in found] == [
         ["memory.chunk_loss=false", "parallel=fsdp1", "train.steps=5"],
@@ -70,7 +79,11 @@ def test_rows_alternate_before_typed_axes_vary() -> None:
         ["memory.chunk_loss=true", "parallel=fsdp2", "train.steps=5"],
         ["memory.chunk_loss=true", "parallel=fsdp2", "train.steps=6"],
     ]
-    assert found[3].varied == {"parallel": "fsdp2", "memory.chunk_loss": "true", "train.steps": "6"}
+    assert found[3].varied == {
+        "parallel": "fsdp2",
+        "memory.chunk_loss": "true",
+        "train.steps": "6",
+    }
     fixed = combine(base, rows, axes("parallel=ddp"))
     assert [one.varied for one in fixed] == [{}, {"memory.chunk_loss": "true"}]
 
@@ -92,5 +105,7 @@ def test_file_values_parse_as_on_the_command_line(tmp_path: Path) -> None:
         "grid: {a: [true, null, 1, 0.5, 1e-3, [b, 2], text, \"'x,y'\"]}\ntime_limit_seconds: 5"
     )
     found = read_definition(str(path))
-    assert found.grid == {"a": ["true", "null", "1", "0.5", "1e-3", "[b,2]", "text", "'x,y'"]}
+    assert found.grid == {
+        "a": ["true", "null", "1", "0.5", "1e-3", "[b,2]", "text", "'x,y'"]
+    }
     assert (found.title, found.time_limit_seconds) == ("mine", 5.0)

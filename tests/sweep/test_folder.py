@@ -23,7 +23,13 @@ from tests.sweep.jobs import STANDIN, once_ready
 
 def make_job(folder: Path, how: int) -> Path:
     write_job(
-        folder, Job("01", (f"train.seed={how}", "train.steps=5"), {"train.seed": str(how)}, "abc")
+        folder,
+        Job(
+            "01",
+            (f"train.seed={how}", "train.steps=5"),
+            {"train.seed": str(how)},
+            "abc",
+        ),
     )
     return folder
 
@@ -43,7 +49,9 @@ ENDS = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_job_runs_with_its_arguments_and_its_end_is_judged(tmp_path: Path, how: int) -> None:
+def test_job_runs_with_its_arguments_and_its_end_is_judged(
+    tmp_path: Path, how: int
+) -> None:
     """Oracle: the arguments, then the run directory as Hydra's parser restores it; the scripted end
     of each process.
 
@@ -56,7 +64,9 @@ def test_job_runs_with_its_arguments_and_its_end_is_judged(tmp_path: Path, how: 
     assert read_job(folder) == job
     run_dir = str(folder / "run")
     override = f"metrics.run_dir={quote(run_dir)}"
-    assert (folder / "log.txt").read_text() == f"words train.seed={how} train.steps=5 {override}\n"
+    assert (
+        folder / "log.txt"
+    ).read_text() == f"words train.seed={how} train.steps=5 {override}\n"
     assert parse_overrides([override], {})[0].value() == run_dir
 
 
@@ -121,7 +131,12 @@ def change(path: Path, key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("file", "key", "value", "reason"),
     [
-        ("sweep.json", "jobs", ["../../elsewhere"], "'../../elsewhere' is no number of a job"),
+        (
+            "sweep.json",
+            "jobs",
+            ["../../elsewhere"],
+            "'../../elsewhere' is no number of a job",
+        ),
         ("sweep.json", "jobs", ["/etc"], "'/etc' is no number of a job"),
         ("sweep.json", "jobs", ["01", "01"], "it names a job twice"),
         ("sweep.json", "jobs", 1, "jobs is 1"),
@@ -142,8 +157,12 @@ def test_hostile_file_is_reported_in_one_sentence(
     assert reason in str(caught.value) and str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, "{", "[]", '{"launcher": 1, "jobs": []}', None])
-def test_hostile_submission_is_reported_in_one_sentence(sweep: Sweep, text: str | None) -> None:
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, "{", "[]", '{"launcher": 1, "jobs": []}', None]
+)
+def test_hostile_submission_is_reported_in_one_sentence(
+    sweep: Sweep, text: str | None
+) -> None:
     """Oracle: the expected message, which names the file; None stands for a pipe without a
     writer."""
     path = sweep.path / "queue" / "1" / "jobs.json"
@@ -164,20 +183,26 @@ def test_job_runs_with_the_validated_arguments(sweep: Sweep) -> None:
         "words",
         ["a=1", "checkpoint.folder=/elsewhere"],
     )
-    asked = [(Combination(("a=1",), {"a": "1"}), "f1"), (Combination(("a=2",), {"a": "2"}), "f2")]
+    asked = [
+        (Combination(("a=1",), {"a": "1"}), "f1"),
+        (Combination(("a=2",), {"a": "2"}), "f2"),
+    ]
     arrangement = arrange(asked, [], read_sweep(sweep.path))
     assert [job.words for job in arrangement.to_run] == [("a=1",)]
 
 
 @pytest.mark.parametrize("place", ["jobs", "jobs/02"])
-def test_link_out_of_the_folder_is_refused(sweep: Sweep, place: str, tmp_path: Path) -> None:
+def test_link_out_of_the_folder_is_refused(
+    sweep: Sweep, place: str, tmp_path: Path
+) -> None:
     """Oracle: the message; a resumed job would write at the link's end."""
     linked = sweep.path / place
     elsewhere = tmp_path / "elsewhere"
     linked.rename(elsewhere)
     linked.symlink_to(elsewhere)
     with pytest.raises(
-        ConfigError, match=rf"{place} is a link, through which a sweep would write elsewhere; put "
+        ConfigError,
+        match=rf"{place} is a link, through which a sweep would write elsewhere; put ",
     ):
         read_sweep(sweep.path)
 
@@ -195,7 +220,9 @@ def test_files_of_earlier_attempts_are_moved_aside(tmp_path: Path) -> None:
             "outcome.json",
             "run",
         ]
-        assert json.loads((folder / name / "job.json").read_text())["status"] == "failed"
+        assert (
+            json.loads((folder / name / "job.json").read_text())["status"] == "failed"
+        )
     assert not (folder / "attempt-3").exists()
     assert (folder / "run").is_dir()
 

@@ -26,7 +26,12 @@ from tests.harness.warm_processes import start_warm
 from tests.sweep.jobs import STANDIN
 
 SUCCEED = (sys.executable, "-I", "-S", "-c", "")
-SMALL = ("model=llama_debug", "experiment=null", "parallel=ddp", "launch.nproc_per_node=2")
+SMALL = (
+    "model=llama_debug",
+    "experiment=null",
+    "parallel=ddp",
+    "launch.nproc_per_node=2",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +53,10 @@ def statuses(found: Sweep) -> list[str]:
 
 
 def interrupted(
-    numbers: Sequence[int], *words: str, behind: bool = False, closes_terminal: bool = False
+    numbers: Sequence[int],
+    *words: str,
+    behind: bool = False,
+    closes_terminal: bool = False,
 ) -> int:
     """Exit status of a sweep in its own process that receives signals once its job is running.
 
@@ -73,7 +81,9 @@ def interrupted(
             os._exit(sweep(*words))
         finally:
             os._exit(99)
-    wait_until(lambda: list(Path("sweeps").glob("*/jobs/*/ready")), "a running job", [child])
+    wait_until(
+        lambda: list(Path("sweeps").glob("*/jobs/*/ready")), "a running job", [child]
+    )
     for end in terminal:
         os.close(end)
     os.kill(child, numbers[0])
@@ -85,11 +95,15 @@ def interrupted(
         )
         os.kill(child, number)
     ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    wait_until(lambda: os.waitid(os.P_PID, child, ended), "the end of the sweep", [child])
+    wait_until(
+        lambda: os.waitid(os.P_PID, child, ended), "the end of the sweep", [child]
+    )
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_jobs_run_in_order_and_failures_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_run_in_order_and_failures_are_listed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Oracle: status 1 for one failed job; the others are done, and the tables exist."""
     assert sweep(*SMALL, "train.seed=0,2,0", "train.steps=5,6") == 1
     found = the_sweep()
@@ -108,7 +122,9 @@ def test_jobs_run_in_order_and_failures_are_listed(capsys: pytest.CaptureFixture
         "table.csv",
         "table.json",
     }
-    assert "fsdptoys: 2 of 4 jobs are not done; fsdptoys sweep --resume sweeps/" in printed
+    assert (
+        "fsdptoys: 2 of 4 jobs are not done; fsdptoys sweep --resume sweeps/" in printed
+    )
 
 
 def test_finished_jobs_are_not_run_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +148,9 @@ def test_grid_can_be_extended() -> None:
     unchanged."""
     assert sweep(*SMALL, "train.seed=0,1") == 1
     path = the_sweep().path
-    assert sweep(*SMALL, "train.seed=2,0", "train.steps=10,6", "--resume", str(path)) == 1
+    assert (
+        sweep(*SMALL, "train.seed=2,0", "train.steps=10,6", "--resume", str(path)) == 1
+    )
     found = read_sweep(path)
     assert [(job.name, job.varied) for job in found.jobs] == [
         ("01", {"train.seed": "0", "train.steps": "10"}),
@@ -155,7 +173,10 @@ def test_changed_code_runs_jobs_again(
     monkeypatch.setattr(validate, "code_version", lambda: "another")
     assert sweep("--resume", *SMALL, "train.seed=0,7") == 1
     path = the_sweep().path
-    assert sorted(each.parent.name for each in path.glob("jobs/*/attempt-1")) == ["01", "02"]
+    assert sorted(each.parent.name for each in path.glob("jobs/*/attempt-1")) == [
+        "01",
+        "02",
+    ]
     assert (
         "01 train.seed=0 runs again, since FSDPToys, PyTorch, a preset or the machine"
         in capsys.readouterr().out
@@ -163,7 +184,8 @@ def test_changed_code_runs_jobs_again(
 
 
 @pytest.mark.parametrize(
-    ("numbers", "status"), [([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGINT], 130)]
+    ("numbers", "status"),
+    [([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGINT], 130)],
 )
 def test_signal_keeps_finished_jobs_and_the_sweep_can_be_resumed(
     numbers: list[int], status: int, capfd: pytest.CaptureFixture[str]
@@ -171,10 +193,14 @@ def test_signal_keeps_finished_jobs_and_the_sweep_can_be_resumed(
     """Oracle: real signals to a real process: the running job is stopped, the next waits, and
     --resume runs both."""
     seeds = "0,6,0" if len(numbers) > 1 else "0,5,0"
-    assert interrupted(numbers, *SMALL, f"train.seed={seeds}", "train.steps=5,6") == status
+    assert (
+        interrupted(numbers, *SMALL, f"train.seed={seeds}", "train.steps=5,6") == status
+    )
     found = the_sweep()
     assert statuses(found) == ["done", "done", "stopped", "waiting"]
-    assert found.jobs[2].exit_status == -(signal.SIGKILL if len(numbers) > 1 else signal.SIGHUP)
+    assert found.jobs[2].exit_status == -(
+        signal.SIGKILL if len(numbers) > 1 else signal.SIGHUP
+    )
     printed = capfd.readouterr().out
     assert (
         f"fsdptoys: stopped by {signal.Signals(numbers[0]).name}; fsdptoys sweep --resume "
@@ -209,7 +235,9 @@ def test_full_disk_is_reported_and_the_sweep_can_be_resumed(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with pytest.raises(ConfigError) as mistake:
-            sweep(*SMALL, "train.seed=0", train=(sys.executable, "-I", "-S", "-c", fill))
+            sweep(
+                *SMALL, "train.seed=0", train=(sys.executable, "-I", "-S", "-c", fill)
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     path = the_sweep().path
@@ -225,7 +253,10 @@ def test_full_disk_is_reported_and_the_sweep_can_be_resumed(
 def test_jobs_end_with_a_killed_sweep(behind: bool) -> None:
     """Oracle: SIGKILL leaves the job's file at running; its process ends, and --resume runs it
     again."""
-    assert interrupted([signal.SIGKILL], *SMALL, "train.seed=8", behind=behind) == -signal.SIGKILL
+    assert (
+        interrupted([signal.SIGKILL], *SMALL, "train.seed=8", behind=behind)
+        == -signal.SIGKILL
+    )
     found = the_sweep()
     assert statuses(found) == ["running"]
     process = int((found.job_folder(found.jobs[0]) / "ready").read_text())
@@ -246,7 +277,10 @@ def test_train_multirun_equals_a_sweep(capsys: pytest.CaptureFixture[str]) -> No
         "  01 train.seed=1 mesh.fsdp_size=-1",
         "  02 train.seed=2 mesh.fsdp_size=-1",
     ]
-    assert "  skipped train.seed=1 mesh.fsdp_size=3: mesh.fsdp_size=3 shards parameters" in of_train
+    assert (
+        "  skipped train.seed=1 mesh.fsdp_size=3: mesh.fsdp_size=3 shards parameters"
+        in of_train
+    )
     assert not Path("sweeps").exists()
 
 
@@ -255,12 +289,16 @@ def test_users_file_is_found_from_another_folder(
 ) -> None:
     """Oracle: the folder's arguments name it by its absolute path; from another folder --resume
     reads it again."""
-    Path("mine.yaml").write_text(f"base: [{', '.join(SMALL)}]\ngrid: {{train.seed: [0]}}")
+    Path("mine.yaml").write_text(
+        f"base: [{', '.join(SMALL)}]\ngrid: {{train.seed: [0]}}"
+    )
     assert sweep("mine.yaml") == 0
     path = the_sweep().path.absolute()
     assert read_sweep(path).words == (str(tmp_path / "mine.yaml"),)
     assert sweep("mine.yaml", "--resume") == 0
-    Path("mine.yaml").write_text(f"base: [{', '.join(SMALL)}]\ngrid: {{train.seed: [0, 4]}}")
+    Path("mine.yaml").write_text(
+        f"base: [{', '.join(SMALL)}]\ngrid: {{train.seed: [0, 4]}}"
+    )
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
     assert sweep("--resume", str(path)) == 1
@@ -285,7 +323,9 @@ def test_under_torchrun_the_right_command_is_suggested(
     )
 
 
-def test_folder_is_locked_against_a_second_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_is_locked_against_a_second_sweep(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Oracle: a process holds the lock, another (with its own file handle) requests it."""
     assert sweep(*SMALL, "train.seed=0") == 0
     path = the_sweep().path
@@ -298,13 +338,17 @@ def test_folder_is_locked_against_a_second_sweep(capsys: pytest.CaptureFixture[s
     )
 
 
-def test_sweep_with_a_running_job_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_with_a_running_job_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Oracle: its recorded status is running and its run directory is locked: another process
     started it."""
     assert sweep(*SMALL, "train.seed=0") == 0
     found = the_sweep()
     job = found.jobs[0]
-    write_job(found.job_folder(job), type(job)(**{**vars(job), "status": JobStatus.running}))
+    write_job(
+        found.job_folder(job), type(job)(**{**vars(job), "status": JobStatus.running})
+    )
     lock = FolderLock(found.run_dir(job))
     assert main(["sweep", "--resume", str(found.path)]) == 2
     lock.release()
@@ -334,13 +378,19 @@ def test_recorded_launcher_arguments_that_run_commands_are_refused(
     before = Sweep(tmp_path, "t", "c", [], [], None, ("train.seed=1,2", *launcher))
     if taken:
         assert (
-            with_recorded_words(read_words(["--resume", str(tmp_path)]), before).launcher_words
+            with_recorded_words(
+                read_words(["--resume", str(tmp_path)]), before
+            ).launcher_words
             == launcher
         )
     else:
-        with pytest.raises(ConfigError, match="may run commands on the nodes") as caught:
+        with pytest.raises(
+            ConfigError, match="may run commands on the nodes"
+        ) as caught:
             with_recorded_words(read_words(["--resume", str(tmp_path)]), before)
-        assert str(caught.value).isprintable() and option.split("=")[0] in str(caught.value)
+        assert str(caught.value).isprintable() and option.split("=")[0] in str(
+            caught.value
+        )
     assert (
         with_recorded_words(
             read_words(["--resume", str(tmp_path), *launcher]), before

@@ -31,7 +31,14 @@ from fsdptoys.sweep.slurm_submit import submit
 from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.regular_file import read_regular
 from tests.harness.levels import extended
-from tests.sweep.jobs import ENDS_WELL_WHEN_ASKED, ON_SLURM, TINY, make_sweep, once_ready, stand_in
+from tests.sweep.jobs import (
+    ENDS_WELL_WHEN_ASKED,
+    ON_SLURM,
+    TINY,
+    make_sweep,
+    once_ready,
+    stand_in,
+)
 
 BEFORE_LIMIT = "as it does before its own time limit"
 
@@ -79,14 +86,18 @@ def test_queues_signal_stops_the_launcher_cleanly(
     assert (job.status, job.reason, job.exit_status) == (status, reason, 0)
 
 
-def test_nodes_rendezvous_at_the_first_which_alone_writes_the_job_file(tmp_path: Path) -> None:
+def test_nodes_rendezvous_at_the_first_which_alone_writes_the_job_file(
+    tmp_path: Path,
+) -> None:
     """Oracle: the arguments that two nodes' launchers received, and the single job file."""
     folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
     command = stand_in(
         "leave.with_name(leave.stem + '-words.json').write_text(json.dumps(sys.argv[1:]))"
     )
     context = multiprocessing.get_context("fork")
-    other = context.Process(target=run_on_node, args=(folder, 1, ["n1", "n2"], 12345, command))
+    other = context.Process(
+        target=run_on_node, args=(folder, 1, ["n1", "n2"], 12345, command)
+    )
     other.start()
     other.join()
     assert read_job(folder).status is JobStatus.waiting
@@ -95,7 +106,11 @@ def test_nodes_rendezvous_at_the_first_which_alone_writes_the_job_file(tmp_path:
         json.loads((folder / f"{name}-words.json").read_text())
         for name in ("outcome", "outcome-node1-12345")
     )
-    assert first == second == ["launch.rdzv_endpoint=n1:22345", *TINY, "launch.nnodes=2", first[-1]]
+    assert (
+        first
+        == second
+        == ["launch.rdzv_endpoint=n1:22345", *TINY, "launch.nnodes=2", first[-1]]
+    )
     assert first[-1] == f"metrics.run_dir='{folder}/run'"
     assert read_job(folder).status is JobStatus.done and other.exitcode == 0
 
@@ -116,7 +131,11 @@ def test_failed_node_reports_the_reason(
     """Oracle: the reason known only to the second node's launcher, with those of earlier
     attempts."""
     folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
-    known = {"status": 1, "reason": "rank 1 was ended by SIGKILL", "out_of_memory": True}
+    known = {
+        "status": 1,
+        "reason": "rank 1 was ended by SIGKILL",
+        "out_of_memory": True,
+    }
     (folder / "outcome-node1-6.json").write_text(
         json.dumps({"status": 1, "reason": "an earlier start's"})
     )
@@ -126,7 +145,13 @@ def test_failed_node_reports_the_reason(
     (folder / "outcome-node1-7.2.json").write_text(json.dumps(known))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     unknown = json.dumps({"status": 1, "reason": second_hand})
-    run_on_node(folder, 0, ["n1", "n2"], 7, stand_in(f"leave.write_text({unknown!r}); sys.exit(1)"))
+    run_on_node(
+        folder,
+        0,
+        ["n1", "n2"],
+        7,
+        stand_in(f"leave.write_text({unknown!r}); sys.exit(1)"),
+    )
     job = read_job(folder)
     assert (job.status, job.reason) == (
         JobStatus.out_of_memory,
@@ -157,7 +182,11 @@ def test_node_stops_its_launcher_when_the_first_has_ended(
 
     monkeypatch.setattr(nodes, "read_job", read_and_end)
     run_on_node(
-        running, 1, ["n1", "n2"], 7, stand_in("leave.with_name('ready').touch(); time.sleep(3600)")
+        running,
+        1,
+        ["n1", "n2"],
+        7,
+        stand_in("leave.with_name('ready').touch(); time.sleep(3600)"),
     )
     assert not list(running.glob("outcome-node1*"))
 
@@ -171,7 +200,9 @@ def test_job_finished_in_the_meantime_is_not_run_again(tmp_path: Path) -> None:
     assert read_job(folder) == done and not (folder / "log.txt").exists()
 
 
-def test_briefly_stale_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_briefly_stale_file_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the job as written."""
     sweep = make_sweep(tmp_path, [()])
     left = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))] * 2
@@ -192,10 +223,21 @@ def test_requeued_job_starts_from_scratch(tmp_path: Path) -> None:
     (folder / "run" / "left").touch()
     write_job(
         folder,
-        Job("01", TINY, {}, "run 1", JobStatus.stopped, reason="the queue ended it (SIGTERM)"),
+        Job(
+            "01",
+            TINY,
+            {},
+            "run 1",
+            JobStatus.stopped,
+            reason="the queue ended it (SIGTERM)",
+        ),
     )
     run_on_node(
-        folder, 0, ["here"], 7, stand_in("sys.exit(leave.parent.joinpath('run', 'left').exists())")
+        folder,
+        0,
+        ["here"],
+        7,
+        stand_in("sys.exit(leave.parent.joinpath('run', 'left').exists())"),
     )
     assert read_job(folder).status is JobStatus.done
     assert (folder / "attempt-1" / "run" / "left").exists()
@@ -215,7 +257,9 @@ class ForkingPlugin:
         ((word,),) = overrides
         folder = self._sweep.path.absolute() / word.partition("=")[2]
         arguments = (folder, 0, ["here"], 7, self._command)
-        task = multiprocessing.get_context("fork").Process(target=run_on_node, args=arguments)
+        task = multiprocessing.get_context("fork").Process(
+            target=run_on_node, args=arguments
+        )
         task.start()
         place = self._folder / str(task.pid)
         place.mkdir(parents=True)
@@ -240,7 +284,10 @@ time.sleep(3600)
     ],
 )
 def test_local_job_ends_with_the_command_that_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, command: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    command: str,
 ) -> None:
     """Oracle: status, file and locks of the job's folder, after a real signal; a second job is
     unchanged."""
@@ -264,7 +311,10 @@ def test_local_job_ends_with_the_command_that_waits_for_it(
     )
     with once_ready(folder, lambda: os.kill(os.getpid(), number)):
         assert sweep_command(words) == 128 + number
-    assert [job.status for job in read_sweep(path).jobs] == [JobStatus.stopped, JobStatus.waiting]
+    assert [job.status for job in read_sweep(path).jobs] == [
+        JobStatus.stopped,
+        JobStatus.waiting,
+    ]
     assert not is_locked(folder)
 
 
@@ -274,7 +324,9 @@ def test_local_jobs_use_the_plugin_and_failures_do_not_stop_others(
     """Oracle: real runs in submitit's processes: one that its launcher refuses, and one that
     succeeds."""
     read_launcher.cache_clear()
-    sweep = make_sweep(tmp_path / "a sweep", [("train.seq_len=0",), ("parallel=single",)])
+    sweep = make_sweep(
+        tmp_path / "a sweep", [("train.seq_len=0",), ("parallel=single",)]
+    )
     after: list[str] = []
     submit(
         sweep,
@@ -287,7 +339,9 @@ def test_local_jobs_use_the_plugin_and_failures_do_not_stop_others(
     assert first.reason is not None and first.reason.startswith(
         "train.seq_len=0 must be at least 1"
     )
-    assert second.status is JobStatus.done, (sweep.job_folder(second) / "log.txt").read_text()
+    assert second.status is JobStatus.done, (
+        sweep.job_folder(second) / "log.txt"
+    ).read_text()
     assert (sweep.run_dir(second) / "metrics.jsonl").read_text().count("\n") == 2
     assert after == ["job", "job"]
     assert "02 done after" in capsys.readouterr().out
@@ -299,7 +353,9 @@ def _idle_nodes() -> int:
     asked = subprocess.run(
         ["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True, text=True
     )
-    return sum(int(line) for line in asked.stdout.split()) if asked.returncode == 0 else 0
+    return (
+        sum(int(line) for line in asked.stdout.split()) if asked.returncode == 0 else 0
+    )
 
 
 def test_slurm_runs_a_job_on_all_its_nodes(tmp_path: Path, unmeasured: None) -> None:
@@ -313,16 +369,28 @@ def test_slurm_runs_a_job_on_all_its_nodes(tmp_path: Path, unmeasured: None) -> 
         pytest.skip("no SLURM with an idle node answers here")
     read_launcher.cache_clear()
     count = min(free, 2)
-    shared = Path(os.environ.get("FSDPTOYS_SHARED_FOLDER", tmp_path)) / f"sweep-{os.getpid()}"
+    shared = (
+        Path(os.environ.get("FSDPTOYS_SHARED_FOLDER", tmp_path))
+        / f"sweep-{os.getpid()}"
+    )
     sweep = make_sweep(
         shared, [(f"launch.nnodes={count}", "launch.nproc_per_node=1", "parallel=ddp")]
     )
-    words = [ON_SLURM, "hydra.launcher.timeout_min=10", "hydra.launcher.signal_delay_s=60"]
+    words = [
+        ON_SLURM,
+        "hydra.launcher.timeout_min=10",
+        "hydra.launcher.signal_delay_s=60",
+    ]
     with pytest.raises(ConfigError, match=r"refuses the jobs \(.*partition"):
-        submit(sweep, sweep.jobs, [*words, "hydra.launcher.partition=no-such-partition"])
+        submit(
+            sweep, sweep.jobs, [*words, "hydra.launcher.partition=no-such-partition"]
+        )
     submit(sweep, sweep.jobs, words)
     (job,) = read_sweep(sweep.path).jobs
-    assert job.status is JobStatus.done, (job, (sweep.job_folder(job) / "log.txt").read_text())
+    assert job.status is JobStatus.done, (
+        job,
+        (sweep.job_folder(job) / "log.txt").read_text(),
+    )
     environment = json.loads((sweep.run_dir(job) / "environment.json").read_text())
     assert environment["world_size"] == count
     assert jobs_in_queue(read_sweep(sweep.path)) == {}
@@ -334,6 +402,7 @@ def test_node_with_a_lone_failure_fails_its_task(
     """Oracle: the exception on which the queue stops all nodes; the first node returns normally."""
     monkeypatch.setattr(nodes, "FIRST_NODE_SECONDS", 0.5)
     with pytest.raises(
-        RuntimeError, match="node 1: its launcher ended with status 3; the first node continues"
+        RuntimeError,
+        match="node 1: its launcher ended with status 3; the first node continues",
     ):
         run_on_node(running, 1, ["n1", "n2"], 7, stand_in("sys.exit(3)"))

@@ -34,7 +34,12 @@ from fsdptoys.sweep.slurm_settings import (
     read_launcher,
 )
 from fsdptoys.sweep.slurm_submit import submit
-from fsdptoys.sweep.validate import BatchQueue, JobHardware, ValidJob, validate_combinations
+from fsdptoys.sweep.validate import (
+    BatchQueue,
+    JobHardware,
+    ValidJob,
+    validate_combinations,
+)
 from tests.harness.levels import extended
 from tests.harness.processes import wait_until
 from tests.sweep.jobs import ON_SLURM, TINY, hand_over, make_sweep
@@ -60,7 +65,9 @@ def test_ids_are_read_from_submitits_folders(tmp_path: Path) -> None:
     array = begin_submission(sweep, SLURM, sweep.jobs[:2])
     single = begin_submission(sweep, SLURM, sweep.jobs[2:])
     for submission, ids in ((array, ["12_0", "12_1"]), (single, ["13"])):
-        (submission.folder / "12").mkdir()  # an array's script is in a folder of its own
+        (
+            submission.folder / "12"
+        ).mkdir()  # an array's script is in a folder of its own
         for identity in ids:
             path = JobPaths(submission.folder / "%j", identity).submitted_pickle
             path.parent.mkdir(exist_ok=True)
@@ -89,7 +96,9 @@ def test_queued_jobs_are_known_from_squeue(
     hand_over(sweep, {"03": "13"})
     states = ask_queue(["12_0", "13", "99"])
     assert states is not None
-    assert [in_queue(states, identity) for identity in ("12_0", "12_1", "13", "99")] == [
+    assert [
+        in_queue(states, identity) for identity in ("12_0", "12_1", "13", "99")
+    ] == [
         True,
         True,
         False,
@@ -98,7 +107,8 @@ def test_queued_jobs_are_known_from_squeue(
     assert jobs_in_queue(sweep) == {"01": "12_0", "02": "12_1"}
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
-        ConfigError, match=r"submitted to SLURM that may still run \(01, 02, 03\), and squeue"
+        ConfigError,
+        match=r"submitted to SLURM that may still run \(01, 02, 03\), and squeue",
     ):
         jobs_in_queue(sweep)
 
@@ -119,7 +129,9 @@ def test_jobs_that_left_the_queue_silently_are_closed(
     sweep = make_sweep(tmp_path / "sweep", [(), (), (), ()])
     hand_over(sweep, {"01": "12_0", "02": "12_1", "03": "12_2", "04": "12_3"})
     for name, status in (("03", JobStatus.running), ("04", JobStatus.done)):
-        write_job(sweep.path / "jobs" / name, Job(name, TINY, {}, "", status, seconds=1.0))
+        write_job(
+            sweep.path / "jobs" / name, Job(name, TINY, {}, "", status, seconds=1.0)
+        )
     (submission,) = read_submissions(sweep)
     watch_jobs(sweep, dict.fromkeys(submission.jobs, submission), lambda: None)
     jobs = read_sweep(sweep.path).jobs
@@ -131,7 +143,8 @@ def test_jobs_that_left_the_queue_silently_are_closed(
     ]
     log = submission.folder / "12_0" / "12_0_0_log.err"
     assert (
-        jobs[0].reason == f"it ended without recording an outcome (SLURM says CANCELLED); see {log}"
+        jobs[0].reason
+        == f"it ended without recording an outcome (SLURM says CANCELLED); see {log}"
     )
     assert jobs[1].reason is not None and "(it has left the queue)" in jobs[1].reason
     assert "04 done" in capsys.readouterr().out
@@ -142,7 +155,10 @@ def test_jobs_that_left_the_queue_silently_are_closed(
     [signal.SIGINT, signal.SIGTERM, extended(signal.SIGHUP)],
 )
 def test_ctrl_c_leaves_the_jobs_in_the_queue_and_prints_how_to_cancel_them(
-    tmp_path: Path, slurm_commands: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+    tmp_path: Path,
+    slurm_commands: Path,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
 ) -> None:
     """Oracle: the ids that squeue lists, after a real signal to a command that waits for previously
     submitted jobs."""
@@ -152,7 +168,8 @@ def test_ctrl_c_leaves_the_jobs_in_the_queue_and_prints_how_to_cancel_them(
 
     def interrupt() -> None:
         wait_until(
-            lambda: printed.append(capsys.readouterr().out) or "12_1" in printed[-1], "the ids"
+            lambda: printed.append(capsys.readouterr().out) or "12_1" in printed[-1],
+            "the ids",
         )
         os.kill(os.getpid(), number)
 
@@ -196,17 +213,34 @@ GPUS = SlurmNeeds(2, 8, "cuda")
         (CPUS, "", 600.0, "time=13"),
         (CPUS, "timeout_min=30", 600.0, "time=30"),
         (CPUS, "cpus_per_task=16", None, "cpus-per-task=16"),
-        (CPUS, "additional_parameters.reservation=a", None, "reservation=a signal=USR1@120"),
+        (
+            CPUS,
+            "additional_parameters.reservation=a",
+            None,
+            "reservation=a signal=USR1@120",
+        ),
     ],
 )
 def test_options_of_the_batch_script_come_from_the_run(
-    needs: SlurmNeeds, typed: str, limit: float | None, expected: str, slurm_commands: Path
+    needs: SlurmNeeds,
+    typed: str,
+    limit: float | None,
+    expected: str,
+    slurm_commands: Path,
 ) -> None:
     """Oracle: the ``#SBATCH`` lines that submitit writes for the same options."""
-    words = [f"{'+' * typed.startswith('additional')}hydra.launcher.{typed}"] if typed else []
+    words = (
+        [f"{'+' * typed.startswith('additional')}hydra.launcher.{typed}"]
+        if typed
+        else []
+    )
     launcher = read_launcher((ON_SLURM, *words))
     options = {**launcher.options, **plugin_options(needs, launcher, limit)}
-    renamed = {"timeout_min": "time", "tasks_per_node": "ntasks_per_node", "name": "job_name"}
+    renamed = {
+        "timeout_min": "time",
+        "tasks_per_node": "ntasks_per_node",
+        "name": "job_name",
+    }
     left_out = {"_target_", "submitit_folder", "max_num_timeout", "mem_gb"}
     own = {
         renamed.get(key, key): value
@@ -226,12 +260,19 @@ def test_options_of_the_batch_script_come_from_the_run(
 def test_login_node_needs_none_of_the_jobs_devices(slurm_commands: Path) -> None:
     """Oracle: a run of 2 × 8 GPUs, on a machine that may have none; the queue chooses the
     rendezvous node."""
-    words = ("launch.device=cuda", "launch.nproc_per_node=8", "launch.nnodes=2", "parallel=fsdp2")
+    words = (
+        "launch.device=cuda",
+        "launch.nproc_per_node=8",
+        "launch.nnodes=2",
+        "parallel=fsdp2",
+    )
     queue = BatchQueue((ON_SLURM, "hydra.launcher.partition=gpu"), None)
     place = queue.find(words, compose_config([*words, *queue.extra_words]))
     assert place == JobHardware("cuda", "submitit_slurm partition=gpu", 16, 8)
     (job,) = validate_combinations([Combination(words, {})], queue)
     assert (
-        isinstance(job, ValidJob) and job.world_size == 16 and job.config.model.name == "llama2_7b"
+        isinstance(job, ValidJob)
+        and job.world_size == 16
+        and job.config.model.name == "llama2_7b"
     )
     assert not any("rdzv_endpoint" in word for word in job.combination.words)

@@ -108,7 +108,11 @@ def test_combination_equals_the_run_of_its_job() -> None:
     arguments."""
     words = [
         *("parallel=fsdp1,single", "optim.lr=1e-3", "data=text", "data.files=[stdlib]"),
-        *("train.max_grad_norm=null", "train.max_seconds=${train.steps}", "model.rope_theta=5000"),
+        *(
+            "train.max_grad_norm=null",
+            "train.max_seconds=${train.steps}",
+            "model.rope_theta=5000",
+        ),
         *("memory.checkpointing_save=[mm]", "memory.gradient_checkpointing=selective"),
         *("plan.predict=false", "data.sample_prompt='a, b'"),
     ]
@@ -123,7 +127,9 @@ def test_combination_equals_the_run_of_its_job() -> None:
 
 def test_switches_chosen_by_the_planner_are_refused_in_a_sweep() -> None:
     """Oracle: the message; the other combination runs."""
-    auto, lean = validate_combinations(of_words("model=llama_debug", "memory=auto,lean"))
+    auto, lean = validate_combinations(
+        of_words("model=llama_debug", "memory=auto,lean")
+    )
     assert isinstance(auto, InvalidJob) and auto.reason.startswith(
         "memory=auto is chosen for one run on its devices"
     )
@@ -168,21 +174,28 @@ def test_keys_without_effect_are_dropped_and_leave_one_baseline(words: str) -> N
     validated = validate_combinations(of_words("model=llama_debug", *words.split()))
     assert all(isinstance(one, ValidJob) for one in validated)
     assert (
-        "|".join(" ".join(one.combination.varied.values()) for one in validated) == BASELINES[words]
+        "|".join(" ".join(one.combination.varied.values()) for one in validated)
+        == BASELINES[words]
     )
 
 
-@pytest.mark.parametrize(("typed", "limit"), [((), None), (("train.max_seconds=60",), 60.0)])
+@pytest.mark.parametrize(
+    ("typed", "limit"), [((), None), (("train.max_seconds=60",), 60.0)]
+)
 def test_experiments_time_limit_does_not_end_jobs_at_different_steps(
     typed: tuple[str, ...], limit: float | None
 ) -> None:
     """Oracle: the default experiment has 700 steps and a limit, which a sweep drops unless it is
     typed."""
-    validated = validate_combinations(of_words("parallel=fsdp1,fsdp2", *typed), LocalMachine())
+    validated = validate_combinations(
+        of_words("parallel=fsdp1,fsdp2", *typed), LocalMachine()
+    )
     for one in validated:
         assert isinstance(one, ValidJob)
         assert (
-            resolve_run(list(one.combination.words), {}).composition.config.train.max_seconds
+            resolve_run(
+                list(one.combination.words), {}
+            ).composition.config.train.max_seconds
             == limit
         )
         assert (one.config.train.steps, one.config.train.max_seconds) == (700, limit)
@@ -199,7 +212,13 @@ def base() -> Config:
     return config()
 
 
-WITH_EFFECT = ("train.steps=11", "mesh.fsdp_size=1", "parallel=ddp", "train.seed=1", "patches=[]")
+WITH_EFFECT = (
+    "train.steps=11",
+    "mesh.fsdp_size=1",
+    "parallel=ddp",
+    "train.seed=1",
+    "patches=[]",
+)
 
 
 @pytest.mark.parametrize(
@@ -266,9 +285,12 @@ def test_requirements_of_writers_are_checked_before_the_first_job(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     online, offline = validate_combinations(
-        of_words("model=llama_debug", "metrics=wandb", "metrics.wandb_mode=online,offline")
+        of_words(
+            "model=llama_debug", "metrics=wandb", "metrics.wandb_mode=online,offline"
+        )
     )
     assert (
-        isinstance(online, InvalidJob) and "needs an API key for Weights & Biases" in online.reason
+        isinstance(online, InvalidJob)
+        and "needs an API key for Weights & Biases" in online.reason
     )
     assert isinstance(offline, ValidJob)

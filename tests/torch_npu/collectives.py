@@ -25,7 +25,9 @@ def main() -> None:
     dist.reduce_scatter_tensor(part, given[:ranks].contiguous())
     uneven = torch.zeros(ranks, device="npu")
     dist.all_to_all_single(uneven, given[:ranks].contiguous())
-    large = torch.full((10_000_000,), float(rank + 1), device="npu")  # more than the stub's slot
+    large = torch.full(
+        (10_000_000,), float(rank + 1), device="npu"
+    )  # more than the stub's slot
     dist.all_reduce(large)
     try:
         dist.all_reduce(torch.ones(2, dtype=torch.float64, device="npu"))

@@ -29,7 +29,9 @@ import pytest
 
 from tests.torch_npu.environment import sources
 
-FOLDER = Path(os.environ.get("TORCH_NPU_ENV", Path(__file__).parents[2] / ".venv-torch-npu"))
+FOLDER = Path(
+    os.environ.get("TORCH_NPU_ENV", Path(__file__).parents[2] / ".venv-torch-npu")
+)
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,9 @@ def make(folder: Path) -> None:
     try:
         import torch
     except ImportError:
-        raise SystemExit(f"{sys.executable} has no torch; set PYTHON=/path/to/python") from None
+        raise SystemExit(
+            f"{sys.executable} has no torch; set PYTHON=/path/to/python"
+        ) from None
     if torch.__version__.split("+")[0] != NEWEST:
         raise SystemExit(
             f"torch_npu {NEWEST} wants torch {NEWEST}, and {sys.executable} has {torch.__version__}"
@@ -55,9 +57,13 @@ def make(folder: Path) -> None:
     packages = {version: unpack(version, folder) for version in (NEWEST, OLDEST)}
     venv.create(folder, symlinks=True)
     site = Path(
-        sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)})
+        sysconfig.get_path(
+            "purelib", "venv", {"base": str(folder), "platbase": str(folder)}
+        )
     )
-    (site / "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n{packages[NEWEST]}\n")
+    (site / "shared.pth").write_text(
+        f"{sysconfig.get_path('purelib')}\n{packages[NEWEST]}\n"
+    )
     build_cann(packages[NEWEST] / "torch_npu")
     build_kernels(site, packages[NEWEST] / "torch_npu")
     mark.write_text(sources())
@@ -100,40 +106,66 @@ def build_cann(package: Path) -> None:
     built, rest = package / "lib" / LIBRARY, package / "lib" / "rest.cpp"
     run(["g++", *flags, *files, "-o", str(built)])
     missing = sorted(undefined(package) - defined(built))
-    rest.write_text("".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in missing))
+    rest.write_text(
+        "".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in missing)
+    )
     run(["g++", *flags, *files, str(rest), "-o", str(built)])
     for alias in ALIASES:
         link = package / "lib" / alias
         link.unlink(missing_ok=True)
-        link.symlink_to(LIBRARY)  # copies would be loaded separately, each with its own memory
+        link.symlink_to(
+            LIBRARY
+        )  # copies would be loaded separately, each with its own memory
 
 
 def build_kernels(site: Path, package: Path) -> None:
     """Compile the host's kernels, and have torch load them after torch_npu."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=_host_kernels"]
+    flags = [
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-DTORCH_EXTENSION_NAME=_host_kernels",
+    ]
     flags += [
         f"-I{path}"
-        for path in [*include_paths(), sysconfig.get_path("include"), *_headers(package)]
+        for path in [
+            *include_paths(),
+            sysconfig.get_path("include"),
+            *_headers(package),
+        ]
     ]
     flags += [f"-L{path}" for path in [*library_paths(), package / "lib"]]
     flags += [f"-Wl,-rpath,{package / 'lib'}"]
-    libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10", "-l:libtorch_npu.so"]
+    libraries = [
+        "-ltorch",
+        "-ltorch_cpu",
+        "-ltorch_python",
+        "-lc10",
+        "-l:libtorch_npu.so",
+    ]
     source, built = HERE / "kernels/host_kernels.cpp", site / "_host_kernels.so"
-    if not built.exists() or built.stat().st_mtime < source.stat().st_mtime:  # takes half a minute
+    if (
+        not built.exists() or built.stat().st_mtime < source.stat().st_mtime
+    ):  # takes half a minute
         run(["g++", *flags, str(source), "-o", str(built), *libraries])
     shutil.copy(HERE / "kernels/host_kernels.py", site)
     facts = site / "host_kernels-0.dist-info"
     facts.mkdir(exist_ok=True)
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: host_kernels\nVersion: 0\n")
+    (facts / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: host_kernels\nVersion: 0\n"
+    )
     (facts / "entry_points.txt").write_text(ENTRY_POINT)
 
 
 def sources() -> str:
     """A hash of all sources of the environment."""
     digest = hashlib.sha256(f"{sys.executable} {sys.version}".encode())
-    for path in sorted([Path(__file__), *(HERE / "cann").iterdir(), *(HERE / "kernels").iterdir()]):
+    for path in sorted(
+        [Path(__file__), *(HERE / "cann").iterdir(), *(HERE / "kernels").iterdir()]
+    ):
         if path.is_file():
             digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -142,7 +174,9 @@ def sources() -> str:
 def undefined(package: Path) -> set[str]:
     """CANN's functions that torch_npu's libraries import."""
     libraries = [*(package / "lib").glob("libt*.so"), *package.glob("_C.*.so")]
-    wanted = {name for library in libraries for name in _symbols(library, "--undefined-only")}
+    wanted = {
+        name for library in libraries for name in _symbols(library, "--undefined-only")
+    }
     return {name for name in wanted if CANN_SYMBOL.fullmatch(name)}
 
 

@@ -25,12 +25,18 @@ SMALL = [
         "train.seq_len=64",
         "train.steps=3",
     ),
-    *("train.sum_dtype=float32", "optim.implementation=foreach", "checkpoint.final_weights=true"),
+    *(
+        "train.sum_dtype=float32",
+        "optim.implementation=foreach",
+        "checkpoint.final_weights=true",
+    ),
 ]
 """Overrides of every run. AdamW's default form on an accelerator differs from a CPU's, and rounds
 differently."""
 
-PLAIN_KERNELS = [f"kernels.{each.name}=torch" for each in dataclasses.fields(KernelConfig)]
+PLAIN_KERNELS = [
+    f"kernels.{each.name}=torch" for each in dataclasses.fields(KernelConfig)
+]
 """PyTorch's own operations of a model: the stub computes none of torch_npu's fused ones."""
 
 
@@ -45,7 +51,8 @@ class Result:
     def steps(self) -> list[dict[str, Any]]:
         """The lines of its ``metrics.jsonl``."""
         return [
-            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+            json.loads(line)
+            for line in (self.folder / "metrics.jsonl").read_text().splitlines()
         ]
 
     def losses(self) -> list[float]:
@@ -59,7 +66,9 @@ class Result:
     def weights(self) -> dict[str, torch.Tensor]:
         """Its trained weights."""
         found = sorted((self.folder / "weights").glob("*.safetensors"))
-        return {name: tensor for path in found for name, tensor in load_file(path).items()}
+        return {
+            name: tensor for path in found for name, tensor in load_file(path).items()
+        }
 
 
 def run(
@@ -128,8 +137,12 @@ def run_python(
     return done.stdout
 
 
-def differences(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
+def differences(
+    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
+) -> list[str]:
     """Names of the tensors that differ in any bit; all, if the names differ."""
     if one.keys() != other.keys() or not one:
         return sorted(one.keys() | other.keys()) or ["no weights"]
-    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+    return [
+        name for name, tensor in one.items() if not torch.equal(tensor, other[name])
+    ]

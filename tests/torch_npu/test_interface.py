@@ -27,8 +27,12 @@ UNREAD = {
     f"{NPU}.Stream.synchronize": Use(),
     f"{NPU}.Stream.wait_event": Use(1),
     f"{NPU}.Stream.wait_stream": Use(1),
-    f"{PROFILER}.profile": Use(keywords={"record_shapes", "profile_memory", "with_stack"}),
-    f"{PROFILER}.schedule": Use(keywords={"skip_first", "wait", "warmup", "active", "repeat"}),
+    f"{PROFILER}.profile": Use(
+        keywords={"record_shapes", "profile_memory", "with_stack"}
+    ),
+    f"{PROFILER}.schedule": Use(
+        keywords={"skip_first", "wait", "warmup", "active", "repeat"}
+    ),
 }
 """Calls that no source spells out: methods of objects that are passed on, and arguments in a
 dict."""
@@ -43,7 +47,12 @@ NAMED_ONLY = {"npu_fusion_attention_v2", "npu_fusion_attention_v3"}
 """Operators that a run meets if other code calls them; the latter exists since a version after
 2.7.1."""
 
-NOT_TORCH_NPU = {"npu_level", "npu_kernels", "npu_fusion_attention_backward", "npu_swiglu_backward"}
+NOT_TORCH_NPU = {
+    "npu_level",
+    "npu_kernels",
+    "npu_fusion_attention_backward",
+    "npu_swiglu_backward",
+}
 """Texts in our sources that look like operators: a key, a module, and the planner's stand-ins."""
 
 CANN_VARIABLES = {"ASCEND_RT_VISIBLE_DEVICES", "HCCL_BUFFSIZE", "HCCL_DETERMINISTIC"}
@@ -69,7 +78,9 @@ def wheel(environment: Path, request: pytest.FixtureRequest) -> Wheel:
 @pytest.fixture(scope="module")
 def uses() -> Uses:
     """What our sources use."""
-    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    paths = [
+        path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
     # Models, patches and configs are linked to
     own = [path for path in paths if path.resolve() == path]
     return uses_of({str(path.relative_to(ROOT)): path for path in own}, HANDED)
@@ -77,17 +88,26 @@ def uses() -> Uses:
 
 def accepts(wheel: Wheel, name: str, use: Use) -> bool:
     parameters = wheel.parameters(name)
-    return parameters is not None and parameters.accepts(use.positional, frozenset(use.keywords))
+    return parameters is not None and parameters.accepts(
+        use.positional, frozenset(use.keywords)
+    )
 
 
 def test_used_names_exist_in_the_wheel(wheel: Wheel, uses: Uses) -> None:
     """Oracle: the wheel's Python, parsed."""
-    assert [name for name in (*uses.names, *UNREAD, *LEVELS) if wheel.find(name) is None] == []
+    assert [
+        name for name in (*uses.names, *UNREAD, *LEVELS) if wheel.find(name) is None
+    ] == []
 
 
-def test_used_functions_of_the_wheel_have_the_parameters(wheel: Wheel, uses: Uses) -> None:
+def test_used_functions_of_the_wheel_have_the_parameters(
+    wheel: Wheel, uses: Uses
+) -> None:
     """Oracle: the wheel's Python, parsed."""
-    calls = [*UNREAD.items(), *((name, use) for name, use in uses.names.items() if use.called)]
+    calls = [
+        *UNREAD.items(),
+        *((name, use) for name, use in uses.names.items() if use.called),
+    ]
     assert [(name, use) for name, use in calls if not accepts(wheel, name, use)] == []
 
 
@@ -103,7 +123,9 @@ def test_used_operators_exist_in_the_wheel_with_compatible_schemas(
 
 def test_used_variables_exist_in_the_wheel(wheel: Wheel, uses: Uses) -> None:
     """Oracle: the bytes of its libraries and Python."""
-    assert [name for name in uses.variables - CANN_VARIABLES if not wheel.has_text(name)] == []
+    assert [
+        name for name in uses.variables - CANN_VARIABLES if not wheel.has_text(name)
+    ] == []
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -124,7 +146,9 @@ def test_operators_not_called_directly_exist_in_the_wheel(
     environment: Path, name: str, version: str
 ) -> None:
     """Oracle: the schema in libtorch_npu.so."""
-    assert name in NAMED_ONLY and name in Wheel(environment / "wheels" / version).operators
+    assert (
+        name in NAMED_ONLY and name in Wheel(environment / "wheels" / version).operators
+    )
 
 
 def test_missing_names_and_parameters_are_detected(environment: Path) -> None:
@@ -135,7 +159,9 @@ def test_missing_names_and_parameters_are_detected(environment: Path) -> None:
     assert not accepts(wheel, "torch_npu.profiler.schedule", Use(keywords={"skip"}))
     # CUDA's has this parameter.
     assert not accepts(
-        wheel, "torch_npu.npu.memory._record_memory_history", Use(keywords={"clear_history"})
+        wheel,
+        "torch_npu.npu.memory._record_memory_history",
+        Use(keywords={"clear_history"}),
     )
 
 

@@ -18,9 +18,18 @@ def test_collectives_are_correct_and_float64_is_refused(environment: Path) -> No
     accepts."""
     output = run_python(
         environment,
-        ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "tests.torch_npu.collectives"],
+        [
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "-m",
+            "tests.torch_npu.collectives",
+        ],
     )
-    found = {int(rank): json.loads(text) for rank, text in re.findall(r"rank (\d): (.*)", output)}
+    found = {
+        int(rank): json.loads(text)
+        for rank, text in re.findall(r"rank (\d): (.*)", output)
+    }
     for rank in range(2):
         assert found[rank] == {
             "all_gather": [[0, 1, 2], [10, 11, 12]],
@@ -36,10 +45,18 @@ def test_collectives_are_correct_and_float64_is_refused(environment: Path) -> No
 @pytest.mark.parametrize(
     ("model", "operators"),
     [
-        ("llama_debug", {"npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_swiglu"}),
+        (
+            "llama_debug",
+            {"npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_swiglu"},
+        ),
         (
             "qwen3_moe_debug",
-            {"npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_grouped_matmul"},
+            {
+                "npu_fusion_attention",
+                "npu_rms_norm",
+                "npu_rotary_mul",
+                "npu_grouped_matmul",
+            },
         ),
     ],
 )
@@ -50,7 +67,9 @@ def test_fused_operators_of_torch_npu_are_used_by_default(
     backwards."""
     words = [f"model={model}", "parallel=fsdp2"]
     npu = run_fused(environment, tmp_path / "npu", words)
-    counted = [json.loads(line)["calls"] for line in re.findall(r'{"calls": .*}', npu.output)]
+    counted = [
+        json.loads(line)["calls"] for line in re.findall(r'{"calls": .*}', npu.output)
+    ]
     backwards = {"npu_fusion_attention_grad", "npu_rms_norm_backward"}
     backwards |= {"npu_swiglu_backward"} if "npu_swiglu" in operators else set()
     assert [set(calls) for calls in counted] == [operators | backwards] * 2
@@ -58,7 +77,9 @@ def test_fused_operators_of_torch_npu_are_used_by_default(
     assert npu.losses() == pytest.approx(cpu.losses(), rel=1e-5)
 
 
-def test_float64_sums_are_refused_before_the_start(environment: Path, tmp_path: Path) -> None:
+def test_float64_sums_are_refused_before_the_start(
+    environment: Path, tmp_path: Path
+) -> None:
     """Oracle: exit status 2, and no run directory."""
     refused = run(
         environment,
@@ -79,13 +100,18 @@ def test_resumed_run_equals_the_uninterrupted_one_bitwise(
     whole = run(environment, tmp_path / "whole", "npu", words)
     (after_two,) = (whole.folder / "checkpoints").glob("*2")
     resumed = run(
-        environment, tmp_path / "resumed", "npu", [*words, f"checkpoint.resume={after_two}"]
+        environment,
+        tmp_path / "resumed",
+        "npu",
+        [*words, f"checkpoint.resume={after_two}"],
     )
     assert [step["step"] for step in resumed.steps()] == [3, 4]
     assert differences(resumed.weights(), whole.weights()) == []
 
 
-def test_profile_uses_the_profiler_of_torch_npu(environment: Path, tmp_path: Path) -> None:
+def test_profile_uses_the_profiler_of_torch_npu(
+    environment: Path, tmp_path: Path
+) -> None:
     """Oracle: the trace that torch_npu's own analysis writes: the operators of the host, since CANN
     records nothing."""
     words = [
@@ -98,17 +124,30 @@ def test_profile_uses_the_profiler_of_torch_npu(environment: Path, tmp_path: Pat
     (written,) = (done.folder / "profile").glob("rank0_*_ascend_pt")
     output = "".join(done.output.split())  # a console narrower than the path cuts it
     assert f"traceofstep2:{written}" in output, done.output
-    events = json.loads((written / "ASCEND_PROFILER_OUTPUT/trace_view.json").read_text())
+    events = json.loads(
+        (written / "ASCEND_PROFILER_OUTPUT/trace_view.json").read_text()
+    )
     names = {event["name"] for event in events}
-    assert "aten::mm" in names and any(name.startswith("ProfilerStep#2") for name in names)
+    assert "aten::mm" in names and any(
+        name.startswith("ProfilerStep#2") for name in names
+    )
 
 
-def test_memory_history_has_the_stacks_of_torch_npu(environment: Path, tmp_path: Path) -> None:
+def test_memory_history_has_the_stacks_of_torch_npu(
+    environment: Path, tmp_path: Path
+) -> None:
     """Oracle: the pickle, which has Python's stack of the allocations in a step, and segments that
     hold them."""
-    done = run(environment, tmp_path / "run", "npu", ["parallel=fsdp2", "profile.snapshot=true"])
+    done = run(
+        environment,
+        tmp_path / "run",
+        "npu",
+        ["parallel=fsdp2", "profile.snapshot=true"],
+    )
     history = pickle.loads((done.folder / "profile/memory-rank0.pickle").read_bytes())
-    allocated = [event for event in history["device_traces"][0] if event["action"] == "alloc"]
+    allocated = [
+        event for event in history["device_traces"][0] if event["action"] == "alloc"
+    ]
     assert any(
         "fsdptoys/train/trainer.py" in frame["filename"]
         for event in allocated
@@ -124,10 +163,16 @@ def test_out_of_memory_is_explained_with_the_numbers_of_torch_npu(
     """Oracle: the stub's capacity of 40 MiB, and the report's text."""
     words = ["parallel=fsdp2", "train.batch_size=64", "profile.snapshot=true"]
     done = run(
-        environment, tmp_path / "run", "npu", words, variables={"STUB_DEVICE_MIB": "40"}, status=1
+        environment,
+        tmp_path / "run",
+        "npu",
+        words,
+        variables={"STUB_DEVICE_MIB": "40"},
+        status=1,
     )
     assert re.search(
-        r"the memory of the npu device ran out on rank \d in the forward of step 1", done.output
+        r"the memory of the npu device ran out on rank \d in the forward of step 1",
+        done.output,
     )
     assert re.search(
         r"MiB asked for, 40\.00 MiB in all, \d+\.\d+ MiB allocated, \d+\.\d+ MiB reserved",

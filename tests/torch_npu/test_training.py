@@ -62,7 +62,11 @@ CLOSE = {
 """Runs with another order of summation: gloo; the chunked loss and the experts, whose matmuls the
 device chooses."""
 THREE_BLOCKS = [*PLAIN, "model.n_layers=3"]
-OFFLOADED = [*THREE_BLOCKS, "memory.gradient_checkpointing=full", "memory.activation_offload=true"]
+OFFLOADED = [
+    *THREE_BLOCKS,
+    "memory.gradient_checkpointing=full",
+    "memory.activation_offload=true",
+]
 CASES = {name: (words, PLAIN) for name, words in EXACT.items()} | {
     name: (words, words) for name, words in OWN.items()
 }
@@ -82,7 +86,11 @@ def on_cpu(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> OnCPU
     @functools.cache
     def result(words: tuple[str, ...]) -> Result:
         return run(
-            environment, tmp_path_factory.mktemp("cpu") / "run", "cpu", words, ranks_of(list(words))
+            environment,
+            tmp_path_factory.mktemp("cpu") / "run",
+            "cpu",
+            words,
+            ranks_of(list(words)),
         )
 
     return lambda words: result(tuple(words))
@@ -90,7 +98,11 @@ def on_cpu(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> OnCPU
 
 @pytest.mark.parametrize(("words", "oracle"), CASES.values(), ids=CASES)
 def test_training_on_an_npu_matches_the_cpu_bitwise(
-    environment: Path, tmp_path: Path, on_cpu: OnCPU, words: list[str], oracle: list[str]
+    environment: Path,
+    tmp_path: Path,
+    on_cpu: OnCPU,
+    words: list[str],
+    oracle: list[str],
 ) -> None:
     """Oracle: a run with launch.device=cpu; losses and weights bitwise, gradient norms to float32's
     rounding."""
@@ -111,7 +123,9 @@ def test_training_on_an_npu_is_close_to_the_cpu(
     AdamW turns a gradient close to zero into a step of the learning rate's size, here up to 3e-5.
     """
     ranks = ranks_of(words)
-    npu = run(environment, tmp_path / "npu", "npu", words, ranks, {"STUB_DEVICES": str(ranks)})
+    npu = run(
+        environment, tmp_path / "npu", "npu", words, ranks, {"STUB_DEVICES": str(ranks)}
+    )
     expected = on_cpu(words).weights()
     assert npu.losses() == pytest.approx(on_cpu(words).losses(), rel=1e-6)
     for name, weight in npu.weights().items():

@@ -41,7 +41,9 @@ class Use:
         if call is not None:
             self.called = True
             self.positional = max(self.positional, len(call.args))
-            self.keywords |= {each.arg for each in call.keywords if each.arg is not None}
+            self.keywords |= {
+                each.arg for each in call.keywords if each.arg is not None
+            }
 
 
 @dataclass
@@ -64,7 +66,9 @@ def uses_of(sources: Mapping[str, Path], handed: Mapping[tuple[str, str], str]) 
     uses = Uses()
     for source, path in sources.items():
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        given = {name: module for (where, name), module in handed.items() if where == source}
+        given = {
+            name: module for (where, name), module in handed.items() if where == source
+        }
         _Reader(tree, given).read_into(uses)
     return uses
 
@@ -74,8 +78,12 @@ class _Reader:
         self._tree = tree
         self._bound = {**given}
         self._operators: dict[str, str] = {}
-        self._calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        self._inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        self._calls = {
+            id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)
+        }
+        self._inner = {
+            id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+        }
         self._docstrings = {
             id(node.value)
             for node in ast.walk(tree)
@@ -95,7 +103,9 @@ class _Reader:
                 uses.stream_methods.add(node.attr)
             operator = self._operator(node)
             if operator is not None:
-                uses.operators.setdefault(operator, Use()).add(self._calls.get(id(node)))
+                uses.operators.setdefault(operator, Use()).add(
+                    self._calls.get(id(node))
+                )
             if (
                 isinstance(node, ast.Constant)
                 and isinstance(node.value, str)
@@ -114,7 +124,9 @@ class _Reader:
                 and (node.module or "").split(".")[0] == "torch_npu"
             ):
                 for alias in node.names:
-                    self._bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                    self._bound[alias.asname or alias.name] = (
+                        f"{node.module}.{alias.name}"
+                    )
             if isinstance(node, ast.Import) and any(
                 alias.name == "torch_npu" for alias in node.names
             ):
@@ -141,7 +153,11 @@ class _Reader:
         if isinstance(node, ast.Name):
             return self._bound.get(node.id)
         if isinstance(node, ast.Attribute):
-            if node.attr == "npu" and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            if (
+                node.attr == "npu"
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "torch"
+            ):
                 return MODULE
             owner = self._dotted(node.value)
             if owner is not None:
@@ -159,7 +175,10 @@ class _Reader:
             found = OPERATOR.fullmatch(str(node.args[0].value))
             return found[1] if found else None
         if isinstance(node, ast.Attribute):
-            if OPERATOR.fullmatch(node.attr) and _tail(node.value) in ("npu", "torch_npu"):
+            if OPERATOR.fullmatch(node.attr) and _tail(node.value) in (
+                "npu",
+                "torch_npu",
+            ):
                 return node.attr
             return self._operators.get(node.attr)
         return self._operators.get(node.id) if isinstance(node, ast.Name) else None

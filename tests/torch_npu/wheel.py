@@ -65,7 +65,9 @@ class Wheel:
         found: dict[str, list[str]] = {}
         for name, text in SCHEMA.findall(self._binaries):
             parts = [
-                part for part in re.split(r",\s*(?![^\[(]*[\])])", text.decode()) if part != "*"
+                part
+                for part in re.split(r",\s*(?![^\[(]*[\])])", text.decode())
+                if part != "*"
             ]
             names = [part.split("=")[0].split()[-1] for part in parts if part.strip()]
             found.setdefault(name.decode(), names)
@@ -99,7 +101,11 @@ class Wheel:
         if isinstance(found, ast.ClassDef):
             makers = (self._member(found, maker) for maker in ("__init__", "__new__"))
             return next(
-                (_parameters(maker, bound=True) for maker in makers if isinstance(maker, ENDS)),
+                (
+                    _parameters(maker, bound=True)
+                    for maker in makers
+                    if isinstance(maker, ENDS)
+                ),
                 None,
             )
         if not isinstance(found, ast.FunctionDef):
@@ -125,7 +131,9 @@ class Wheel:
             return path.with_suffix(".py")
         return path / "__init__.py" if (path / "__init__.py").is_file() else None
 
-    def _named(self, path: Path, name: str, seen: frozenset[tuple[Path, str]]) -> Found | None:
+    def _named(
+        self, path: Path, name: str, seen: frozenset[tuple[Path, str]]
+    ) -> Found | None:
         """The definition of a name in a module, or in the modules that it imports; its own comes
         first."""
         if (path, name) in seen:
@@ -145,7 +153,9 @@ class Wheel:
                 source = self._source(path, node)
                 if source is None:
                     continue
-                found = self._named(source, name if alias.name == "*" else alias.name, seen)
+                found = self._named(
+                    source, name if alias.name == "*" else alias.name, seen
+                )
                 if found is not None:
                     return found
         return None
@@ -199,6 +209,8 @@ def _parameters(
 ) -> Parameters:
     assert not isinstance(node, ast.ClassDef)
     arguments = node.args
-    positional = [each.arg for each in [*arguments.posonlyargs, *arguments.args]][bound:]
+    positional = [each.arg for each in [*arguments.posonlyargs, *arguments.args]][
+        bound:
+    ]
     by_keyword = [each.arg for each in [*arguments.args, *arguments.kwonlyargs]]
     return Parameters(tuple(positional), frozenset(by_keyword))

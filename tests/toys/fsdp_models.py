@@ -38,7 +38,9 @@ class Block(nn.Module):
         """Compute, with or without recomputation in the backward."""
         if self.recomputes is None:
             return self.compute(hidden_BTD)
-        recomputed: Tensor = checkpoint(self.compute, hidden_BTD, use_reentrant=self.recomputes)
+        recomputed: Tensor = checkpoint(
+            self.compute, hidden_BTD, use_reentrant=self.recomputes
+        )
         return recomputed
 
 
@@ -82,7 +84,9 @@ def shard_blocks(library: Any, model: Model, mesh: DeviceMesh, **options: Any) -
     for block in model.blocks:
         library.fully_shard(block, mesh=mesh, **options)
     library.fully_shard(
-        model, mesh=mesh, **{key: options[key] for key in options if key != "reshard_after_forward"}
+        model,
+        mesh=mesh,
+        **{key: options[key] for key in options if key != "reshard_after_forward"},
     )
 
 
@@ -127,14 +131,20 @@ class Case:
 @functools.cache
 def mesh_of(axes: tuple[int, ...] = ()) -> DeviceMesh:
     sizes = axes or (dist.get_world_size(),)
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    return init_device_mesh(
+        "cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :]
+    )
 
 
 def build(library: types.ModuleType, case: Case) -> Any:
     """The model of a case, sharded."""
     torch.manual_seed(0)
     attributes = dict(case.model)
-    arguments = {key: attributes.pop(key) for key in ("dim", "blocks", "tied") if key in attributes}
+    arguments = {
+        key: attributes.pop(key)
+        for key in ("dim", "blocks", "tied")
+        if key in attributes
+    }
     model = Model(**arguments)
     for name, value in attributes.items():
         setattr(model, name, value)
@@ -149,7 +159,9 @@ def build(library: types.ModuleType, case: Case) -> Any:
 
 def backward(model: Any, tokens_BT: Tensor) -> Tensor:
     """Run forward and backward."""
-    loss = nn.functional.cross_entropy(model(tokens_BT).float().flatten(0, 1), tokens_BT.flatten())
+    loss = nn.functional.cross_entropy(
+        model(tokens_BT).float().flatten(0, 1), tokens_BT.flatten()
+    )
     loss.backward()
     return loss.detach()
 
@@ -157,7 +169,9 @@ def backward(model: Any, tokens_BT: Tensor) -> Tensor:
 def batches(steps: int) -> list[Tensor]:
     """Draw other tokens on each rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    return [torch.randint(VOCABULARY, (2, 6), generator=generator) for _ in range(steps)]
+    return [
+        torch.randint(VOCABULARY, (2, 6), generator=generator) for _ in range(steps)
+    ]
 
 
 def train(
@@ -168,7 +182,9 @@ def train(
     model = build(library, case)
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = (
-        torch.optim.AdamW(params, lr=1e-2) if case.clips else torch.optim.SGD(params, lr=0.5)
+        torch.optim.AdamW(params, lr=1e-2)
+        if case.clips
+        else torch.optim.SGD(params, lr=0.5)
     )
     seen: list[float] = []
     tokens = iter(batches(steps * case.micro_batches))
@@ -179,7 +195,9 @@ def train(
             if case.together:
                 tokens_BT = next(tokens)
                 losses.append(
-                    nn.functional.cross_entropy(model(tokens_BT).flatten(0, 1), tokens_BT.flatten())
+                    nn.functional.cross_entropy(
+                        model(tokens_BT).flatten(0, 1), tokens_BT.flatten()
+                    )
                 )
             else:
                 losses.append(backward(model, next(tokens)))
@@ -196,7 +214,9 @@ def train(
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """The full parameters by name."""
     return {
-        name: value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
+        name: value.full_tensor().clone()
+        if hasattr(value, "full_tensor")
+        else value.clone()
         for name, value in model.state_dict().items()
     }
 
@@ -206,5 +226,7 @@ def assert_matches_native(case: Case) -> None:
     ours, theirs = train(TOY, case), train(NATIVE, case)
     assert ours[0] == theirs[0]
     assert {
-        name for name, value in theirs[1].items() if not torch.equal(value, ours[1][name])
+        name
+        for name, value in theirs[1].items()
+        if not torch.equal(value, ours[1][name])
     } == set()

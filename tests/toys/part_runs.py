@@ -10,4 +10,6 @@ DTYPES = (torch.float64, torch.float32)
 def relative(found: Tensor | None, expected: Tensor | None) -> float:
     """Return the largest difference, divided by the largest expected number."""
     assert found is not None and expected is not None
-    return ((found - expected).abs().max() / expected.abs().max().clamp_min(1e-300)).item()
+    return (
+        (found - expected).abs().max() / expected.abs().max().clamp_min(1e-300)
+    ).item()

@@ -121,7 +121,9 @@ class ShardedLinear(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.shard = nn.Parameter(weight.chunk(dist.get_world_size())[dist.get_rank()].clone())
+        self.shard = nn.Parameter(
+            weight.chunk(dist.get_world_size())[dist.get_rank()].clone()
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Multiply by the full weight."""
@@ -161,7 +163,9 @@ class Send(torch.autograd.Function):
         return Send.apply(gradient, ctx.received, ctx.sent), None, None
 
 
-def apply_elsewhere(rows: Tensor, targets: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+def apply_elsewhere(
+    rows: Tensor, targets: Tensor, function: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Sort, send, compute, send back, restore the order."""
     counts = torch.bincount(targets, minlength=dist.get_world_size())
     coming = torch.empty_like(counts)

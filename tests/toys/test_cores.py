@@ -38,20 +38,28 @@ def core_files(core: str) -> set[Path]:
     root = TOYS.parents[1]
     finder = ModuleFinder([str(root)])
     for package in (TOYS.parent, *(file.parent for file in TOYS.rglob("__init__.py"))):
-        finder.add_module(".".join(package.relative_to(root).parts)).__path__ = [str(package)]
+        finder.add_module(".".join(package.relative_to(root).parts)).__path__ = [
+            str(package)
+        ]
     finder.import_hook(f"fsdptoys.toys.{core.replace('/', '.')}")
     assert not [name for name in finder.badmodules if name.startswith("fsdptoys")]
-    return {Path(module.__file__) for module in finder.modules.values() if module.__file__}
+    return {
+        Path(module.__file__) for module in finder.modules.values() if module.__file__
+    }
 
 
 @pytest.mark.parametrize(
     ("core", "limit"),
-    [*((core, LIMIT) for core in CORES.values()), *((core, SHORT_LIMIT) for core in SHORT_CORES)],
+    [
+        *((core, LIMIT) for core in CORES.values()),
+        *((core, SHORT_LIMIT) for core in SHORT_CORES),
+    ],
 )
 def test_core_has_at_most_its_limit_of_lines(core: str, limit: int) -> None:
     """Oracle: the lines of the core and of all toys' files that it imports, docstrings included."""
     lines = {
-        file.relative_to(TOYS): len(file.read_text().splitlines()) for file in core_files(core)
+        file.relative_to(TOYS): len(file.read_text().splitlines())
+        for file in core_files(core)
     }
     assert sum(lines.values()) <= limit, lines
 
@@ -71,19 +79,27 @@ def load_alone(core: str) -> ModuleType:
 
 def loaded_files() -> set[str]:
     """Files of the toys in this process."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("fsdptoys.toys.")]
+    modules = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("fsdptoys.toys.")
+    ]
     return {module.__file__ for module in modules if getattr(module, "__file__", None)}
 
 
 def follow(
-    model: Any, params: Iterable[nn.Parameter], attach: Callable[[Any], None] = lambda _: None
+    model: Any,
+    params: Iterable[nn.Parameter],
+    attach: Callable[[Any], None] = lambda _: None,
 ) -> list[float]:
     """Train five steps; return their losses."""
     optimizer = torch.optim.AdamW(params, lr=1e-2)
     attach(optimizer)
     losses = []
     for tokens_BT in batches(5):
-        loss = nn.functional.cross_entropy(model(tokens_BT).flatten(0, 1), tokens_BT.flatten())
+        loss = nn.functional.cross_entropy(
+            model(tokens_BT).flatten(0, 1), tokens_BT.flatten()
+        )
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -110,7 +126,9 @@ def train_ddp(model: Model) -> list[float]:
     return follow(DistributedDataParallel(model), model.parameters())
 
 
-EXTENDED: dict[str, tuple[Callable[..., list[float]], Callable[[Model], list[float]]]] = {
+EXTENDED: dict[
+    str, tuple[Callable[..., list[float]], Callable[[Model], list[float]]]
+] = {
     "zero1": (train_zero1, train_ddp),
     "fsdp": (shard_and_follow, functools.partial(shard_and_follow, NATIVE)),
 }
@@ -175,7 +193,12 @@ def refusals(folder: str) -> list[str]:
 def test_weights_of_two_units_are_refused_by_name(tmp_path: Path) -> None:
     """Oracle: the names; PyTorch's ``fully_shard`` refuses both too."""
     assert run_ranks(2, refusals, str(tmp_path))[0] == [
-        *["the parameter 'weight' is in a unit already; make one unit of all that have it"] * 2,
-        *["two units have the parameter '0.weight'; make one block of all that have it, or none"]
+        *[
+            "the parameter 'weight' is in a unit already; make one unit of all that have it"
+        ]
+        * 2,
+        *[
+            "two units have the parameter '0.weight'; make one block of all that have it, or none"
+        ]
         * 3,
     ]

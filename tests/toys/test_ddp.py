@@ -62,7 +62,9 @@ def follow(model: Any, accumulate: bool, keep_grads: bool) -> list[Tensor]:
             with model.no_sync():
                 model(torch.randn(4, 6, generator=generator)).square().mean().backward()
         model(torch.randn(4, 6, generator=generator)).square().mean().backward()
-        seen += [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        seen += [
+            param.grad.clone() for param in model.parameters() if param.grad is not None
+        ]
         optimizer.step()
         optimizer.zero_grad(set_to_none=not keep_grads)
         seen += [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
@@ -94,14 +96,21 @@ def test_every_setting_equals_native_ddp_bitwise(
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(6, 20))]
+    "seed",
+    [
+        *range(6),
+        *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(6, 20)),
+    ],
 )
 def test_bucket_assignment_equals_pytorch(seed: int) -> None:
     """Oracle: PyTorch's own assignment, over random sizes, two dtypes and limits."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 300, (30,), generator=generator).tolist()
     dtypes = [torch.float64 if size % 5 == 0 else torch.float32 for size in sizes]
-    tensors = [torch.zeros(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+    tensors = [
+        torch.zeros(size, dtype=dtype)
+        for size, dtype in zip(sizes, dtypes, strict=True)
+    ]
     limit = int(torch.randint(1, 2000, (), generator=generator))
     expected, _ = dist._compute_bucket_assignment_by_size(tensors, [limit])
     assert assign_buckets(tensors, limit) == sorted(expected, key=max)
@@ -115,7 +124,9 @@ MAKERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def record(make: Callable[..., nn.Module], overlap: bool) -> tuple[list[str], list[Tensor]]:
+def record(
+    make: Callable[..., nn.Module], overlap: bool
+) -> tuple[list[str], list[Tensor]]:
     """Order of gradients and collectives in the last of three backwards, and the gradients."""
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
@@ -128,7 +139,9 @@ def record(make: Callable[..., nn.Module], overlap: bool) -> tuple[list[str], li
         for owner, name in ((dist, "all_reduce"), (zero2, "reduce_scatter_flat")):
             call = getattr(owner, name)
 
-            def noted(*args: Any, original: Callable[..., Any] = call, **settings: Any) -> Any:
+            def noted(
+                *args: Any, original: Callable[..., Any] = call, **settings: Any
+            ) -> Any:
                 events.append("collective")
                 return original(*args, **settings)
 
@@ -137,12 +150,16 @@ def record(make: Callable[..., nn.Module], overlap: bool) -> tuple[list[str], li
             events.clear()
             wrapped.zero_grad()
             wrapped(torch.randn(2, 8, generator=generator)).square().sum().backward()
-    owned = wrapped.pieces() if isinstance(wrapped, zero2.Zero2) else wrapped.parameters()
+    owned = (
+        wrapped.pieces() if isinstance(wrapped, zero2.Zero2) else wrapped.parameters()
+    )
     return events, [param.grad.clone() for param in owned if param.grad is not None]
 
 
 @pytest.mark.parametrize("toy", MAKERS)
-def test_without_overlap_collectives_follow_the_backward_with_equal_gradients(toy: str) -> None:
+def test_without_overlap_collectives_follow_the_backward_with_equal_gradients(
+    toy: str,
+) -> None:
     """Oracle: the order of recorded events; the gradients of the toy with overlap, in every bit."""
 
     def compare() -> None:
@@ -152,7 +169,9 @@ def test_without_overlap_collectives_follow_the_backward_with_equal_gradients(to
         assert "collective" in early[:last_gradient]
         collectives = ["collective"] * (len(early) - 8)
         assert late == sorted(early, reverse=True) == ["gradient"] * 8 + collectives
-        assert len(gradients) == len(others) > 0 and all(map(torch.equal, gradients, others))
+        assert len(gradients) == len(others) > 0 and all(
+            map(torch.equal, gradients, others)
+        )
 
     run_ranks(2, compare)
 

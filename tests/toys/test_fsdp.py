@@ -21,13 +21,18 @@ from tests.toys.fsdp_models import (
 )
 
 BF16 = {"param_dtype": torch.bfloat16}
-if TORCH >= (
-    2,
-    15,
+if (
+    TORCH
+    >= (
+        2,
+        15,
+    )
 ):  # PyTorch's default is float32 from then on; the toy's is the dtype of the parameters, as before
     BF16["reduce_dtype"] = torch.bfloat16
 ACCUMULATE = Case(
-    before=lambda model, index, count: model.set_requires_gradient_sync(index == count - 1)
+    before=lambda model, index, count: model.set_requires_gradient_sync(
+        index == count - 1
+    )
 )
 
 
@@ -52,7 +57,11 @@ def prefetch(model: Any) -> None:
 
 def wide(param: nn.Parameter) -> Shard | None:
     """Shard along the second dim if divisible."""
-    return Shard(1) if param.ndim == 2 and param.shape[1] % dist.get_world_size() == 0 else None
+    return (
+        Shard(1)
+        if param.ndim == 2 and param.shape[1] % dist.get_world_size() == 0
+        else None
+    )
 
 
 def divide_by_8(model: Any) -> None:
@@ -83,7 +92,8 @@ CASES: dict[str, Case] = {
     "two forwards, one backward": Case(together=True),
     "prefetch lists": Case(configure=prefetch),
     "look-up not gathered": Case(
-        shard=shard_groups, configure=lambda model: model.embed.set_unshard_in_backward(False)
+        shard=shard_groups,
+        configure=lambda model: model.embed.set_unshard_in_backward(False),
     ),
     "more ranks than rows": Case(model={"dim": 1}),
     "own divisor": Case(configure=divide_by_8),
@@ -99,7 +109,9 @@ CASES_OF_FOUR = {
     "HSDP, bf16 reduced in float32": Case(axes=(2, 2), options=WIDE_SUMS),
     "HSDP, replicas last": Case(
         axes=(2, 2),
-        before=lambda model, index, count: model.set_requires_all_reduce(index == count - 1),
+        before=lambda model, index, count: model.set_requires_all_reduce(
+            index == count - 1
+        ),
     ),
     "HSDP of whole replicas": Case(axes=(4, 1)),
     "second dim": Case(options={"shard_placement_fn": wide}, model={"dim": 16}),
@@ -115,11 +127,16 @@ ROWS = [(2, case) for case in CASES] + [
     pytest.param(
         4,
         case,
-        marks=pytest.mark.extended if case in ("by default", "more ranks than rows") else (),
+        marks=pytest.mark.extended
+        if case in ("by default", "more ranks than rows")
+        else (),
     )
     for case in CASES_OF_FOUR
 ]
-ROWS += [(1, case) for case in ("by default", "accumulation in float32", "norm and head together")]
+ROWS += [
+    (1, case)
+    for case in ("by default", "accumulation in float32", "norm and head together")
+]
 
 
 @needs_averages
@@ -127,4 +144,6 @@ ROWS += [(1, case) for case in ("by default", "accumulation in float32", "norm a
 def test_training_matches_pytorch_bitwise(ranks: int, name: str) -> None:
     """Oracle: PyTorch's ``fully_shard`` with the same arguments; losses, norms and parameters after
     some steps."""
-    run_ranks(ranks, assert_matches_native, (CASES_OF_FOUR if ranks == 4 else CASES)[name])
+    run_ranks(
+        ranks, assert_matches_native, (CASES_OF_FOUR if ranks == 4 else CASES)[name]
+    )

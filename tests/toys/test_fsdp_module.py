@@ -69,7 +69,9 @@ def trace(library: Any, case: Case, steps: int) -> list[str]:
     """Events of the last step: starts of blocks' forwards and of collectives."""
     model, events = build(library, case), []
     for index, block in enumerate(model.blocks):
-        block.norm.register_forward_hook(lambda *_, index=index: events.append(f"forward {index}"))
+        block.norm.register_forward_hook(
+            lambda *_, index=index: events.append(f"forward {index}")
+        )
         block.norm.register_full_backward_hook(
             lambda *_, index=index: events.append(f"backward {index}")
         )
@@ -80,7 +82,9 @@ def trace(library: Any, case: Case, steps: int) -> list[str]:
         for name, word in words.items():
             original = getattr(dist, name)
 
-            def noted(*args: Any, original: Any = original, word: str = word, **kwargs: Any) -> Any:
+            def noted(
+                *args: Any, original: Any = original, word: str = word, **kwargs: Any
+            ) -> Any:
                 events.append(word)
                 return original(*args, **kwargs)
 
@@ -93,7 +97,15 @@ def trace(library: Any, case: Case, steps: int) -> list[str]:
 
 def gathers_the_next_unit_before_this_one_computes() -> None:
     # The root, whose unit has embedding, norm and head, is not freed after the forward.
-    forward = ["gather", "gather", "gather", "forward 0", "gather", "forward 1", "forward 2"]
+    forward = [
+        "gather",
+        "gather",
+        "gather",
+        "forward 0",
+        "gather",
+        "forward 1",
+        "forward 2",
+    ]
     backward_ = [
         "gather",
         "gather",
@@ -109,7 +121,11 @@ def gathers_the_next_unit_before_this_one_computes() -> None:
 
 
 def gathers_as_often_as_pytorch() -> None:
-    for case in (Case(), Case(shard=shard_groups), Case(options={"reshard_after_forward": False})):
+    for case in (
+        Case(),
+        Case(shard=shard_groups),
+        Case(options={"reshard_after_forward": False}),
+    ):
         ours, theirs = trace(TOY, case, 3), trace(NATIVE, case, 3)
         for word in ("gather", "reduce"):
             assert ours.count(word) == theirs.count(word)
@@ -133,7 +149,9 @@ def calls_hooks_of_accumulated_gradients() -> None:
             lambda param, name=name: called.append((name, param.grad is not None))
         )
     backward(model, batches(1)[0])
-    assert sorted(called) == sorted((name, True) for name, _ in model.named_parameters())
+    assert sorted(called) == sorted(
+        (name, True) for name, _ in model.named_parameters()
+    )
 
 
 def trains_after_inference_mode() -> None:
@@ -163,13 +181,21 @@ def exchanges_state_dicts_with_pytorch() -> None:
                 for param in trained.parameters():
                     param.mul_(2)
             state = trained.state_dict()
-            for value, other in zip(state.values(), fresh.state_dict().values(), strict=True):
-                assert value.placements == other.placements and value.stride() == other.stride()
+            for value, other in zip(
+                state.values(), fresh.state_dict().values(), strict=True
+            ):
                 assert (
-                    value.shape == other.shape and value.to_local().shape == other.to_local().shape
+                    value.placements == other.placements
+                    and value.stride() == other.stride()
+                )
+                assert (
+                    value.shape == other.shape
+                    and value.to_local().shape == other.to_local().shape
                 )
             fresh.load_state_dict(state, assign=assign)
-            assert torch.equal(backward(trained, batches(1)[0]), backward(fresh, batches(1)[0]))
+            assert torch.equal(
+                backward(trained, batches(1)[0]), backward(fresh, batches(1)[0])
+            )
             if target is TOY:  # parameters are views of one flat shard again
                 parts = [param.to_local() for param in fresh.blocks[0].parameters()]
                 assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
@@ -198,7 +224,9 @@ def initializes_from_the_meta_device() -> None:
         model.to_empty(device="cpu")
         expected = build(TOY, Case(shard=shard))
         with torch.no_grad():
-            for param, values in zip(model.parameters(), expected.parameters(), strict=True):
+            for param, values in zip(
+                model.parameters(), expected.parameters(), strict=True
+            ):
                 param.copy_(values)
         assert backward(model, batches(1)[0]) == backward(expected, batches(1)[0])
 
@@ -207,7 +235,9 @@ def changes_its_dtype_between_steps() -> None:
     # PyTorch's can before its first step.
     (tokens_BT,) = batches(1)
     doubled = Case(configure=lambda model: model.double())
-    expected = [backward(build(library, doubled), tokens_BT) for library in (TOY, NATIVE)]
+    expected = [
+        backward(build(library, doubled), tokens_BT) for library in (TOY, NATIVE)
+    ]
     model = build(TOY, Case())
     backward(model, tokens_BT)
     model.double()
@@ -218,14 +248,17 @@ def changes_its_dtype_between_steps() -> None:
 def refuses_units_that_one_flat_shard_cannot_hold() -> None:
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(
-        NotImplementedError, match=r"cannot mix torch\.float32 on cpu and torch\.float64"
+        NotImplementedError,
+        match=r"cannot mix torch\.float32 on cpu and torch\.float64",
     ):
         TOY.fully_shard(mixed, mesh=mesh_of())
     with pytest.raises(
         ValueError, match=r"dim 1 of a parameter of shape \(2, 3\) cannot be sharded"
     ):
         TOY.fully_shard(
-            nn.Linear(3, 2, bias=False), mesh=mesh_of(), shard_placement_fn=lambda _: Shard(1)
+            nn.Linear(3, 2, bias=False),
+            mesh=mesh_of(),
+            shard_placement_fn=lambda _: Shard(1),
         )
 
 
@@ -264,12 +297,18 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_flat_layout_matches_torch_chunk_with_zero_padding_and_is_read_back(ranks: int) -> None:
+def test_flat_layout_matches_torch_chunk_with_zero_padding_and_is_read_back(
+    ranks: int,
+) -> None:
     """Oracle: ``torch.chunk``, which DTensor uses for sharding; the tensors, some of which are not
     contiguous."""
-    pieces, numel = lay_out([shape for shape, _ in SHAPES], [dim for _, dim in SHAPES], ranks)
+    pieces, numel = lay_out(
+        [shape for shape, _ in SHAPES], [dim for _, dim in SHAPES], ranks
+    )
     flat_RS = torch.full((ranks, numel), torch.nan)
-    wholes = [torch.rand(shape[::-1]).permute(*range(len(shape))[::-1]) for shape, _ in SHAPES]
+    wholes = [
+        torch.rand(shape[::-1]).permute(*range(len(shape))[::-1]) for shape, _ in SHAPES
+    ]
     for piece, tensor in zip(pieces, wholes, strict=True):
         piece.write(tensor, flat_RS)
     for piece, tensor, (shape, dim) in zip(pieces, wholes, SHAPES, strict=True):

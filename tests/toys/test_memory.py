@@ -12,7 +12,14 @@ from fsdptoys.toys import fsdp
 from fsdptoys.toys.ddp import DDP
 from scripts.toys import toys_memory
 from scripts.toys.record_toys import LiveBytes
-from scripts.toys.toys_memory import FLOAT_BYTES, MIB, Held, expected, state_tensors, storage_bytes
+from scripts.toys.toys_memory import (
+    FLOAT_BYTES,
+    MIB,
+    Held,
+    expected,
+    state_tensors,
+    storage_bytes,
+)
 from tests.harness.ranks import run_ranks
 from tests.toys.fsdp_models import NATIVE, Case, Model, backward, batches, build
 from tests.toys.zero_runs import SMALL_BUCKETS, make
@@ -36,7 +43,9 @@ def held_bytes(kind: str) -> Held:
             optimizer.step()
             optimizer.zero_grad()
         (tokens_BT,) = batches(1)
-        nn.functional.cross_entropy(model(tokens_BT).flatten(0, 1), tokens_BT.flatten()).backward()
+        nn.functional.cross_entropy(
+            model(tokens_BT).flatten(0, 1), tokens_BT.flatten()
+        ).backward()
     shown = [*plain.parameters(), *params]
     gradients = storage_bytes(param.grad for param in shown if param.grad is not None)
     return storage_bytes(shown), gradients, storage_bytes(state_tensors(optimizer))
@@ -44,21 +53,29 @@ def held_bytes(kind: str) -> Held:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_sharded_memory_is_divided_by_the_ranks_plus_padding(kind: str, ranks: int) -> None:
+def test_sharded_memory_is_divided_by_the_ranks_plus_padding(
+    kind: str, ranks: int
+) -> None:
     """Oracle: P and P/N with the padding of each layout, computed from the shapes, to the byte;
     sums over ranks."""
     shapes = [param.shape for param in Model().parameters()]
     whole = FLOAT_BYTES * sum(shape.numel() for shape in shapes)
     per_rank = run_ranks(ranks, held_bytes, kind)
     assert per_rank == [
-        expected(kind, shapes, ranks, rank, int(SMALL_BUCKETS * MIB)) for rank in range(ranks)
+        expected(kind, shapes, ranks, rank, int(SMALL_BUCKETS * MIB))
+        for rank in range(ranks)
     ]
     # Every state is kept exactly once.
-    assert sum(states for _, _, states in per_rank) == 2 * whole * (ranks if kind == "ddp" else 1)
+    assert sum(states for _, _, states in per_rank) == 2 * whole * (
+        ranks if kind == "ddp" else 1
+    )
     # Padding is less than a row a parameter and rank, or an element a bucket and rank.
     if kind == "fsdp":
         rows = FLOAT_BYTES * sum(shape.numel() // shape[0] for shape in shapes)
-        assert all(0 <= ranks * params - whole <= (ranks - 1) * rows for params, _, _ in per_rank)
+        assert all(
+            0 <= ranks * params - whole <= (ranks - 1) * rows
+            for params, _, _ in per_rank
+        )
     if kind == "zero2":
         assert all(
             0 <= params - whole <= FLOAT_BYTES * (ranks - 1) * len(shapes)
@@ -66,8 +83,12 @@ def test_sharded_memory_is_divided_by_the_ranks_plus_padding(kind: str, ranks: i
         )
 
 
-@pytest.mark.skipif(TORCH < (2, 8), reason="collectives of torch 2.7 do not take fake tensors")
-def test_memory_of_a_gpt2_xl_rank_matches_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(
+    TORCH < (2, 8), reason="collectives of torch 2.7 do not take fake tensors"
+)
+def test_memory_of_a_gpt2_xl_rank_matches_the_formulas(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Oracle: the same formulas, and a few shapes by hand; two of the blocks, with fake tensors and
     collectives."""
     assert toys_memory.main(["--layers", "2", "--ranks", "7"]) == 0

@@ -18,7 +18,10 @@ def train(
 ) -> list[nn.Parameter]:
     """Parameters after some steps; one of them has a gradient in every other step only."""
     generator = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    params = [
+        nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for shape in SHAPES
+    ]
     groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}]
     optimizer = kind(groups, **settings)
     for step in range(STEPS):
@@ -30,7 +33,9 @@ def train(
     return params
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize(
     ("toy", "native", "settings"),
     [
@@ -62,7 +67,9 @@ def test_updates_have_the_bits_of_torch_optim(
         train(toy, settings, dtype),
         train(native, {**settings, "foreach": False}, dtype),
     )
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(found, wanted, strict=True)
+    )
 
 
 def test_step_returns_the_loss_of_its_closure() -> None:

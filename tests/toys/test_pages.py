@@ -41,11 +41,19 @@ def load_file(path: Path) -> ModuleType:
 
 
 WRONG: dict[str, tuple[dict[str, str], str]] = {
-    "ring": ({"ranks - 1:\n            received": "ranks:\n            received"}, "the sum of"),
+    "ring": (
+        {"ranks - 1:\n            received": "ranks:\n            received"},
+        "the sum of",
+    ),
     "buckets": ({"room = cap": "room = cap + 1"}, "nothing more in a full bucket"),
-    "step": ({"length = -(-len(parameter) // ranks)": "length = len(parameter)"}, "of states kept"),
+    "step": (
+        {"length = -(-len(parameter) // ranks)": "length = len(parameter)"},
+        "of states kept",
+    ),
     "rows": (
-        {"    most = -(-rows // ranks)\n    return": "    most = rows // ranks + 1\n    return"},
+        {
+            "    most = -(-rows // ranks)\n    return": "    most = rows // ranks + 1\n    return"
+        },
         "rows of rank",
     ),
     "owners": ({", key=lambda number: -sizes[number]": ""}, "on a rank for"),
@@ -89,7 +97,9 @@ def test_solutions_pass_and_unanswered_exercises_are_reported(
     softmax."""
     names = list(check.CHECKS)
     right, unanswered = {}, dict.fromkeys(names, "not answered yet")
-    found = run_ranks(ranks, lambda: (check.check(solutions, names), check.check(EXERCISES, names)))
+    found = run_ranks(
+        ranks, lambda: (check.check(solutions, names), check.check(EXERCISES, names))
+    )
     assert found == [(right, unanswered)] * ranks
 
 
@@ -99,7 +109,9 @@ def test_every_exercise_has_a_wrong_answer(check: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_check_detects_a_wrong_answer(name: str, check: ModuleType, solutions: Path) -> None:
+def test_check_detects_a_wrong_answer(
+    name: str, check: ModuleType, solutions: Path
+) -> None:
     """Oracle: a solution with a mistake, made by replacing pieces of it; the message on some
     rank."""
     replacements, sentence = WRONG[name]
@@ -108,7 +120,10 @@ def test_check_detects_a_wrong_answer(name: str, check: ModuleType, solutions: P
         assert text.count(piece) == 1, piece
         text = text.replace(piece, wrong)
     (solutions / f"{name}.py").write_text(text)
-    messages = [of_rank.get(name, "") for of_rank in run_ranks(3, check.check, solutions, [name])]
+    messages = [
+        of_rank.get(name, "")
+        for of_rank in run_ranks(3, check.check, solutions, [name])
+    ]
     assert any(sentence in message for message in messages), messages
 
 
@@ -125,7 +140,9 @@ def test_command_reports_right_wrong_and_hanging_answers(
     assert check.main() == 0
     monkeypatch.setattr(sys, "argv", ["check.py", "owners"])
     assert check.main() == 1
-    assert capsys.readouterr().out == "owners: right\nowners, 2 ranks: not answered yet\n"
+    assert (
+        capsys.readouterr().out == "owners: right\nowners, 2 ranks: not answered yet\n"
+    )
     (solutions / "ring.py").write_text(
         "import torch.distributed as dist\ndef all_reduce(tensor):\n    dist.recv(tensor)\n"
     )
@@ -146,7 +163,9 @@ def load_run(folder: Path, name: str = "run") -> ModuleType:
     return module
 
 
-def test_each_loop_has_the_bits_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_loop_has_the_bits_of_one_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Oracle: one process that takes the batches of both ranks, in losses and parameters."""
     run = load_run(LOOPS)
     assert run.main([]) == 0
@@ -160,13 +179,18 @@ def test_loops_over_parts_have_the_losses_of_one_process(
 ) -> None:
     """Oracle: the same model and batches on one rank, where nothing is split."""
     assert load_run(LOOPS, "split").main() == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["one", *PARTS]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "one",
+        *PARTS,
+    ]
 
 
 @pytest.mark.parametrize("name", [*load_run(LOOPS).LOOPS, *PARTS])
 def test_a_loop_has_at_most_20_lines(name: str) -> None:
     """Oracle: counted."""
-    _, _, loop = (LOOPS / f"{name}.py").read_text(encoding="utf-8").partition("def train")
+    _, _, loop = (
+        (LOOPS / f"{name}.py").read_text(encoding="utf-8").partition("def train")
+    )
     assert loop.count("\n") <= 20
 
 
@@ -214,9 +238,12 @@ def average_unevenly() -> list[bool]:
     params = [param for layer in layers for param in layer.parameters()]
     means = [param.grad for param in params]
     expected = torch.autograd.grad(
-        layers[0](inputs[1]).sum() / 2 + layers[1](layers[0](inputs[0])).sum() / 2, params
+        layers[0](inputs[1]).sum() / 2 + layers[1](layers[0](inputs[0])).sum() / 2,
+        params,
     )
-    return [torch.allclose(one, other) for one, other in zip(means, expected, strict=True)]
+    return [
+        torch.allclose(one, other) for one, other in zip(means, expected, strict=True)
+    ]
 
 
 def test_own_synchronization_handles_unused_modules_and_accumulation() -> None:
@@ -257,14 +284,17 @@ def test_answers_have_the_computed_numbers() -> None:
     page = (PAGES / "questions.md").read_text(encoding="utf-8")
     _, _, text = page.partition("## Answers\n")
     answers = [
-        " ".join(answer.split()) for answer in text.replace("\n   ", " ").strip().split("\n")
+        " ".join(answer.split())
+        for answer in text.replace("\n   ", " ").strip().split("\n")
     ]
     assert [answer.partition(".")[0] for answer in answers] == [
         str(number) for number in range(1, 11)
     ]
     for number, values in numbers.items():
         for value in values:
-            assert (f"{value:,}" if value >= 10_000 else str(value)) in answers[number - 1], (
+            assert (f"{value:,}" if value >= 10_000 else str(value)) in answers[
+                number - 1
+            ], (
                 number,
                 value,
             )
@@ -302,7 +332,9 @@ TOLERANCE = 0.02
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(script, marks=pytest.mark.extended if "duplicated" in script else ())
+        pytest.param(
+            script, marks=pytest.mark.extended if "duplicated" in script else ()
+        )
         for script in SCRIPTS
     ],
 )
@@ -322,7 +354,9 @@ def test_scripts_print_what_their_pages_show(
     assert numbers[0] == pytest.approx(numbers[1], rel=TOLERANCE), printed
 
 
-def take_steps(parallel: str, with_bug: bool) -> tuple[list[tuple[float, float]], list[Call]]:
+def take_steps(
+    parallel: str, with_bug: bool
+) -> tuple[list[tuple[float, float]], list[Call]]:
     """Losses and gradient norms of two steps on this rank, and the collectives of the second."""
     if with_bug:
         FullUnit.take_gradients = load_file(PAGES / "stories/with_bug.py").take_matrices
@@ -345,7 +379,9 @@ def take_steps(parallel: str, with_bug: bool) -> tuple[list[tuple[float, float]]
 
 def printed_by(words: list[str], folder: Path) -> list[str]:
     """What a run prints outside its table of steps."""
-    config = compose_config([*words, "metrics.console=none", f"metrics.run_dir={folder}"])
+    config = compose_config(
+        [*words, "metrics.console=none", f"metrics.run_dir={folder}"]
+    )
     config.validate(2, "cpu")
     run = Run(Trainer(config))
     said: list[str] = []
@@ -357,9 +393,15 @@ def printed_by(words: list[str], folder: Path) -> list[str]:
 def test_page_shows_the_collectives_that_its_command_prints(tmp_path: Path) -> None:
     """Oracle: the table that a run of the page's command prints, to the letter."""
     page = PAGES / "README.md"
-    command = next(line for line in commands(page) if "debug.trace_collectives=true" in line)
+    command = next(
+        line for line in commands(page) if "debug.trace_collectives=true" in line
+    )
     words = command.split()[2:]
-    shown = [block.text for block in blocks(page) if block.text.startswith("collectives of step")]
+    shown = [
+        block.text
+        for block in blocks(page)
+        if block.text.startswith("collectives of step")
+    ]
     assert shown[0].rstrip("\n") in run_ranks(2, printed_by, words, tmp_path / "run")[0]
 
 
@@ -376,4 +418,9 @@ def test_the_injected_bug_shows_where_the_page_says() -> None:
         for _, calls in (native, bug)
     ]
     # The norms of 64 numbers each: one beside the head, two in each block, none in the embedding.
-    assert [one - other for one, other in zip(*sizes, strict=True)] == [256, 512, 512, 0]
+    assert [one - other for one, other in zip(*sizes, strict=True)] == [
+        256,
+        512,
+        512,
+        0,
+    ]

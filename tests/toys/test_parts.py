@@ -41,11 +41,16 @@ def attention_errors(kind: str, dtype: torch.dtype, kv_heads: int) -> float:
         torch.randn(BATCH, heads, LENGTH, 8, dtype=torch.float64)
         for heads in (4, kv_heads, kv_heads, 4)
     ]
-    leaves = [tensor.to(dtype).double().clone().requires_grad_() for tensor in whole[:3]]
+    leaves = [
+        tensor.to(dtype).double().clone().requires_grad_() for tensor in whole[:3]
+    ]
     expected = causal_attention(*leaves)
     expected.backward(whole[3].to(dtype).double())
     own = own_positions(LENGTH, ranks, rank, kind == "ring")
-    parts = [tensor.to(dtype)[:, :, own].contiguous().requires_grad_() for tensor in whole[:3]]
+    parts = [
+        tensor.to(dtype)[:, :, own].contiguous().requires_grad_()
+        for tensor in whole[:3]
+    ]
     group: Any = dist.group.WORLD
     if kind == "ulysses":
         found = ulysses_attention(*parts, group)
@@ -77,7 +82,9 @@ def test_attention_over_slices_equals_attention_over_whole_sequences(
 
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_parts_are_all_pairs_that_a_causal_mask_leaves(ranks: int, balanced: bool) -> None:
+def test_parts_are_all_pairs_that_a_causal_mask_leaves(
+    ranks: int, balanced: bool
+) -> None:
     """Oracle: positions, compared pair by pair; balanced parts of other ranks have equally many
     pairs."""
     length = 24 // ranks

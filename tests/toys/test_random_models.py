@@ -49,15 +49,24 @@ class Around(nn.Module):
 def draw_module(draw: random.Random, depth: int) -> nn.Module:
     """Draw a tree of modules, some of them frozen."""
     kind = draw.choice(
-        ["linear", "mlp", "norm", *["chain", "residual", "twice", "recomputed"] * min(depth, 1)]
+        [
+            "linear",
+            "mlp",
+            "norm",
+            *["chain", "residual", "twice", "recomputed"] * min(depth, 1),
+        ]
     )
     if kind == "chain":
-        return nn.Sequential(*(draw_module(draw, depth - 1) for _ in range(draw.randint(2, 3))))
+        return nn.Sequential(
+            *(draw_module(draw, depth - 1) for _ in range(draw.randint(2, 3)))
+        )
     if kind in ("residual", "twice", "recomputed"):
         return Around(kind, draw_module(draw, depth - 1))
     leaves = {
         "linear": lambda: nn.Linear(WIDTH, WIDTH, bias=draw.random() < 0.7),
-        "mlp": lambda: nn.Sequential(nn.Linear(WIDTH, 13), nn.Dropout(0.3), nn.Linear(13, WIDTH)),
+        "mlp": lambda: nn.Sequential(
+            nn.Linear(WIDTH, 13), nn.Dropout(0.3), nn.Linear(13, WIDTH)
+        ),
         "norm": lambda: nn.LayerNorm(WIDTH),
     }
     return leaves[kind]().requires_grad_(draw.random() < 0.9)
@@ -66,7 +75,10 @@ def draw_module(draw: random.Random, depth: int) -> nn.Module:
 def draw_model(draw: random.Random) -> nn.Sequential:
     """Draw a model between two linear layers, which may share their weight."""
     model = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), draw_module(draw, 3), draw_module(draw, 3), nn.Linear(WIDTH, WIDTH)
+        nn.Linear(WIDTH, WIDTH),
+        draw_module(draw, 3),
+        draw_module(draw, 3),
+        nn.Linear(WIDTH, WIDTH),
     )
     if draw.random() < 0.3:
         model[3].weight = model[0].weight
@@ -82,7 +94,9 @@ def shard(library: Any, model: nn.Module, draw: random.Random) -> nn.Module:
         "reshard_after_forward": draw.choice([None, True, False]),
     }
     share = 0.0 if model[3].weight is model[0].weight else 0.5
-    inner = [module for module in list(model.modules())[:0:-1] if list(module.parameters())]
+    inner = [
+        module for module in list(model.modules())[:0:-1] if list(module.parameters())
+    ]
     units = [module for module in inner if draw.random() < share]
     for unit in units:
         library.fully_shard(unit, **options)
@@ -117,7 +131,8 @@ def train(model: Any, draw: random.Random) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=not keeps_zeros)
         record += [
-            getattr(param, "_local_tensor", param).detach().clone() for param in model.parameters()
+            getattr(param, "_local_tensor", param).detach().clone()
+            for param in model.parameters()
         ]
     return record
 
@@ -148,7 +163,8 @@ def differing_seeds(toy: str, seeds: range) -> list[int]:
 
 
 @pytest.mark.skipif(
-    TORCH < (2, 8), reason="FSDP2 over gloo sums gradients in torch 2.7, where it should average"
+    TORCH < (2, 8),
+    reason="FSDP2 over gloo sums gradients in torch 2.7, where it should average",
 )
 @pytest.mark.parametrize("toy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.extended), 4])

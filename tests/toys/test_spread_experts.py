@@ -29,13 +29,17 @@ class OneProcess(nn.Module):
             nn.Parameter(down_EDF.clone()),
         )
 
-    def forward(self, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    def forward(
+        self, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor
+    ) -> Tensor:
         """Weighted sum over all experts, with weight 0 for those that are not chosen."""
         out = torch.zeros_like(hidden_ND)
         for expert in range(EXPERTS):
             gate, up = (hidden_ND @ self.gate_up_LHD[expert].T).chunk(2, dim=-1)
             weight_N = (weights_NK * (experts_NK == expert)).sum(1)
-            out = out + weight_N[:, None] * ((F.silu(gate) * up) @ self.down_LDF[expert].T)
+            out = out + weight_N[:, None] * (
+                (F.silu(gate) * up) @ self.down_LDF[expert].T
+            )
         return out
 
 
@@ -49,7 +53,9 @@ def matrices(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def choose(routing: str, ranks: int) -> Tensor:
     """Experts of the tokens of all ranks, (ranks * TOKENS, TOP_K)."""
     if routing == "random":
-        scores = torch.rand(ranks * TOKENS, EXPERTS, generator=torch.Generator().manual_seed(1))
+        scores = torch.rand(
+            ranks * TOKENS, EXPERTS, generator=torch.Generator().manual_seed(1)
+        )
         return scores.topk(TOP_K, dim=1).indices
     first = 0 if routing == "first rank's" else EXPERTS - TOP_K
     return torch.arange(first, first + TOP_K).expand(ranks * TOKENS, TOP_K)
@@ -62,17 +68,24 @@ def layer_errors(routing: str, dtype: torch.dtype) -> tuple[float, int]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     stacks = matrices(dtype)
     hidden, grad = torch.randn(2, ranks * TOKENS, DIM, dtype=dtype)
-    weights, chosen = torch.rand(ranks * TOKENS, TOP_K, dtype=dtype), choose(routing, ranks)
+    weights, chosen = (
+        torch.rand(ranks * TOKENS, TOP_K, dtype=dtype),
+        choose(routing, ranks),
+    )
     rows = slice(rank * TOKENS, (rank + 1) * TOKENS)
     found: list[Any] = []
-    for layer, own in ((OneProcess(*stacks), slice(None)), (Experts(*stacks, group), rows)):
+    for layer, own in (
+        (OneProcess(*stacks), slice(None)),
+        (Experts(*stacks, group), rows),
+    ):
         inputs = [tensor[own].clone().requires_grad_() for tensor in (hidden, weights)]
         out = layer(inputs[0], chosen[own], inputs[1])
         out.backward(grad[own])
         found.append((layer, [out, *(tensor.grad for tensor in inputs)]))
     (whole, expected), (spread, results) = found
     errors = [
-        relative(result, all_rows[rows]) for result, all_rows in zip(results, expected, strict=True)
+        relative(result, all_rows[rows])
+        for result, all_rows in zip(results, expected, strict=True)
     ]
     for name, param in spread.named_parameters():
         own_experts = getattr(whole, name).grad.chunk(ranks)[rank]

@@ -26,7 +26,8 @@ class Blocks(nn.Module):
         self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 12)
         self.last.weight = self.first.weight
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 12)) for _ in range(4)
+            nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 12))
+            for _ in range(4)
         )
         self.skipped = nn.ModuleList([nn.Linear(12, 5), nn.Linear(12, 7)])
 
@@ -40,7 +41,9 @@ class Blocks(nn.Module):
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "sgd": lambda params: torch.optim.SGD(
+        params, lr=0.1, momentum=0.9, weight_decay=0.1
+    ),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, centered=True),
@@ -56,11 +59,15 @@ def parameters_after(kind: str, optimizer: str, all_alike: bool) -> dict[str, Te
     torch.manual_seed(0)
     module = Blocks(all_alike)
     if kind == "zero1":
-        module.skipped.requires_grad_(False)  # as DDP, it needs a gradient of every parameter
+        module.skipped.requires_grad_(
+            False
+        )  # as DDP, it needs a gradient of every parameter
     model, params, attach = make(kind, module)
     if kind == "ddp":
         model = Native(module, find_unused_parameters=True)
-        params = [param for name, param in module.named_parameters() if "skipped" not in name]
+        params = [
+            param for name, param in module.named_parameters() if "skipped" not in name
+        ]
     updating = OPTIMIZERS[optimizer](params)
     attach(updating)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -72,21 +79,31 @@ def parameters_after(kind: str, optimizer: str, all_alike: bool) -> dict[str, Te
         for unit in model.units:
             model.gather(unit)
     return {
-        name: param.detach() for name, param in module.named_parameters() if "skipped" not in name
+        name: param.detach()
+        for name, param in module.named_parameters()
+        if "skipped" not in name
     }
 
 
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
-    [(kind, optimizer) for kind in ("zero1", "zero2", "zero3") for optimizer in ELEMENTWISE]
+    [
+        (kind, optimizer)
+        for kind in ("zero1", "zero2", "zero3")
+        for optimizer in ELEMENTWISE
+    ]
     + [("zero3", "adafactor")],
 )
-def test_any_optimizer_matches_ddp_over_full_parameters(kind: str, optimizer: str) -> None:
+def test_any_optimizer_matches_ddp_over_full_parameters(
+    kind: str, optimizer: str
+) -> None:
     """Oracle: PyTorch's DDP and the same optimizer, bitwise where a reduction adds two numbers;
     shared weights, and under ZeRO-2 a block that one rank does not use."""
 
     def compare() -> None:
-        parameters = [parameters_after(name, optimizer, kind != "zero2") for name in ("ddp", kind)]
+        parameters = [
+            parameters_after(name, optimizer, kind != "zero2") for name in ("ddp", kind)
+        ]
         torch.testing.assert_close(*parameters, rtol=0, atol=0)
 
     run_ranks(2, compare)
@@ -102,7 +119,9 @@ def gathered_at_most() -> int:
 
     def counting(share: Share, exists: bool) -> None:
         resize(share, exists)
-        counts.append(sum(any(map(is_gathered, unit.shares)) for unit in three.units[1:]))
+        counts.append(
+            sum(any(map(is_gathered, unit.shares)) for unit in three.units[1:])
+        )
 
     def is_gathered(share: Share) -> bool:
         return share.owner != three.rank and share.flat.untyped_storage().size() > 0
@@ -147,14 +166,27 @@ def test_deferred_parameters_are_initialized_by_their_owners_only() -> None:
 
 @pytest.mark.parametrize("evenness", Evenness)
 @pytest.mark.parametrize("seed", range(10))
-def test_owner_loads_differ_by_at_most_the_largest_tensor(evenness: Evenness, seed: int) -> None:
+def test_owner_loads_differ_by_at_most_the_largest_tensor(
+    evenness: Evenness, seed: int
+) -> None:
     """Oracle: the bound of largest-first assignment: no rank exceeds the mean by more than the
     largest tensor."""
     generator = torch.Generator().manual_seed(seed)
-    units = [torch.randint(1, 1000, (1 + int(n),), generator=generator).tolist() for n in range(12)]
+    units = [
+        torch.randint(1, 1000, (1 + int(n),), generator=generator).tolist()
+        for n in range(12)
+    ]
     owners = assign_owners(units, 4, evenness)
-    judged = units if evenness is Evenness.unit else [[size for unit in units for size in unit]]
-    flat = owners if evenness is Evenness.unit else [[owner for unit in owners for owner in unit]]
+    judged = (
+        units
+        if evenness is Evenness.unit
+        else [[size for unit in units for size in unit]]
+    )
+    flat = (
+        owners
+        if evenness is Evenness.unit
+        else [[owner for unit in owners for owner in unit]]
+    )
     for sizes, ranks in zip(judged, flat, strict=True):
         kept = [
             sum(size for size, owner in zip(sizes, ranks, strict=True) if owner == rank)
@@ -167,4 +199,6 @@ def test_owner_loads_differ_by_at_most_the_largest_tensor(evenness: Evenness, se
 def test_unit_evenness_spreads_every_block_over_all_ranks() -> None:
     """Oracle: counted; of each block's four equal tensors every one of four ranks owns one."""
     units = [[10, 10, 10, 10]] * 3 + [[5, 5, 5, 5]]
-    assert all(set(owners) == {0, 1, 2, 3} for owners in assign_owners(units, 4, Evenness.unit))
+    assert all(
+        set(owners) == {0, 1, 2, 3} for owners in assign_owners(units, 4, Evenness.unit)
+    )

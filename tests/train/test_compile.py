@@ -18,7 +18,10 @@ from torch._dynamo.utils import counters
 from fsdptoys.config.schema import Config
 from fsdptoys.data import TextConfig
 from fsdptoys.errors import ConfigError
-from fsdptoys.memory.activation_checkpointing import GradientCheckpointing, checkpoint_blocks
+from fsdptoys.memory.activation_checkpointing import (
+    GradientCheckpointing,
+    checkpoint_blocks,
+)
 from fsdptoys.memory.activation_offload import ActivationOffload
 from fsdptoys.metrics import Console, MetricsConfig
 from fsdptoys.metrics.compilation import (
@@ -64,7 +67,9 @@ def run(model: DecoderModel) -> tuple[dict[str, Tensor], int]:
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in weights:
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            saved[tensor.untyped_storage().data_ptr()] = (
+                tensor.untyped_storage().nbytes()
+            )
         return tensor
 
     forward(model, 1).backward()
@@ -75,7 +80,10 @@ def run(model: DecoderModel) -> tuple[dict[str, Tensor], int]:
 
 
 def compiled(
-    family: str, mode: GradientCheckpointing = NONE, offload: bool = False, **options: Any
+    family: str,
+    mode: GradientCheckpointing = NONE,
+    offload: bool = False,
+    **options: Any,
 ) -> DecoderModel:
     model = build(SMALL[family])
     host = ActivationOffload(torch.device("cpu"), min_bytes=0) if offload else None
@@ -139,7 +147,9 @@ def adapted(base: Base) -> DecoderModel:
     return model
 
 
-@pytest.mark.parametrize("base", [Base.plain, pytest.param(Base.nf4, marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "base", [Base.plain, pytest.param(Base.nf4, marks=pytest.mark.extended)]
+)
 @pytest.mark.parametrize("mode", [NONE, pytest.param(FULL, marks=pytest.mark.extended)])
 def test_compiled_adapters_have_the_gradients_of_eager_ones(
     mode: GradientCheckpointing, base: Base
@@ -163,7 +173,9 @@ def test_compiled_adapters_have_the_gradients_of_eager_ones(
 @pytest.mark.parametrize(
     "family", ["llama2", pytest.param("qwen3_moe", marks=pytest.mark.extended)]
 )
-def test_lower_memory_budget_saves_fewer_bytes_with_equal_gradients(family: str) -> None:
+def test_lower_memory_budget_saves_fewer_bytes_with_equal_gradients(
+    family: str,
+) -> None:
     """Oracle: eager mode, with losses of routers that receive their gradients after the forward;
     bytes counted."""
     expected, _ = run(build(SMALL[family]))
@@ -180,14 +192,20 @@ def test_lower_memory_budget_saves_fewer_bytes_with_equal_gradients(family: str)
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("qwen3_moe", {}), ("llama2", {"offload": True}), ("llama2", {"inner_hooks": True})],
+    [
+        ("qwen3_moe", {}),
+        ("llama2", {"offload": True}),
+        ("llama2", {"inner_hooks": True}),
+    ],
     ids=["experts", "offload", "inner hooks"],
 )
 def test_selective_checkpointing_refuses_unsupported_compiled_blocks(
     family: str, options: dict[str, Any]
 ) -> None:
     """Oracle: the message with the configuration key."""
-    with pytest.raises(ConfigError, match=r"memory\.gradient_checkpointing=selective .*; set"):
+    with pytest.raises(
+        ConfigError, match=r"memory\.gradient_checkpointing=selective .*; set"
+    ):
         compiled(family, SELECTIVE, **options)
 
 
@@ -199,7 +217,9 @@ def watched(*lengths: int) -> tuple[DecoderModel, CompilationWatch]:
     for step, length in enumerate(lengths, start=1):
         tokens_BT = torch.zeros(2, length, dtype=torch.long)
         model(
-            tokens_BT, tokens_BT, lambda hidden, weight, labels: (hidden @ weight.T).sum()
+            tokens_BT,
+            tokens_BT,
+            lambda hidden, weight, labels: (hidden @ weight.T).sum(),
         ).backward()
         watch.record_pass("training", step)
     return model, watch
@@ -215,7 +235,8 @@ def test_new_shape_is_reported_as_a_recompilation_with_its_reason() -> None:
     assert again.reason.endswith("expected 8, actual 16")
     (sentence,) = watch.take_messages()
     assert (
-        sentence.startswith("training of step 3 recompiled compute: ") and again.reason in sentence
+        sentence.startswith("training of step 3 recompiled compute: ")
+        and again.reason in sentence
     )
     assert watch.take_messages() == []
     assert compilation_line(result).startswith("compiled 2 functions in ")
@@ -234,14 +255,21 @@ def text_config(path: str, compiles: bool) -> Config:
         max_seq_len=16,
     )
     config = make_config(
-        SingleConfig(), 1, model=model, deterministic=False, seq_len=16, compile=compiles
+        SingleConfig(),
+        1,
+        model=model,
+        deterministic=False,
+        seq_len=16,
+        compile=compiles,
     )
     config.data = TextConfig([path], sample_tokens=3)
     config.train.eval_every, config.train.eval_batches = 2, 1
     return config
 
 
-def train(configs: list[Config], backend: str) -> list[tuple[list[float], list[Compilations]]]:
+def train(
+    configs: list[Config], backend: str
+) -> list[tuple[list[float], list[Compilations]]]:
     """Losses of training and evaluation; the compilations for them, with a sample, and with one
     without a stance."""
     prepare.compile_blocks = functools.partial(compile_blocks, backend=backend)  # type: ignore[assignment]
@@ -266,7 +294,13 @@ def train(configs: list[Config], backend: str) -> list[tuple[list[float], list[C
 def draw(trainer: Trainer) -> None:
     """``sample``, without its compiler stance."""
     trainer.strategy.model.eval()
-    generate(trainer.strategy.model, torch.zeros(5, dtype=torch.long), 1, 16, Draw(1.0, seed=0))
+    generate(
+        trainer.strategy.model,
+        torch.zeros(5, dtype=torch.long),
+        1,
+        16,
+        Draw(1.0, seed=0),
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,17 +311,21 @@ def test_blocks_compile_once_for_training_and_evaluation_never_for_samples(
 ) -> None:
     """Oracle: the run in eager mode, losses to 1e-5; the same generation without the stance, which
     compiles."""
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    configs = [text_config(str(tmp_path / "text.txt"), compiles) for compiles in (False, True)]
+    (tmp_path / "text.txt").write_text(
+        "the quick brown fox jumps over the lazy dog. " * 60
+    )
+    configs = [
+        text_config(str(tmp_path / "text.txt"), compiles) for compiles in (False, True)
+    ]
     (expected, none), (losses, (compilation, after_sample, without_stance)) = run_ranks(
         1, train, configs, backend
     )[0]
     assert none == []
     assert losses == pytest.approx(expected, rel=1e-5)
     assert compilation.compiled == 2
-    assert [(each.step, each.phase, each.reason) for each in compilation.recompilations] == [
-        (2, "evaluation", "GLOBAL_STATE changed: grad_mode")
-    ]
+    assert [
+        (each.step, each.phase, each.reason) for each in compilation.recompilations
+    ] == [(2, "evaluation", "GLOBAL_STATE changed: grad_mode")]
     assert compilation.graph_breaks == {} and compilation.seconds > 0
     assert after_sample.compiled == 2 < without_stance.compiled
 
@@ -306,16 +344,27 @@ def test_console_and_summary_report_compilations(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: PyTorch's limit, set so low that the evaluation runs in eager mode."""
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    (tmp_path / "text.txt").write_text(
+        "the quick brown fox jumps over the lazy dog. " * 60
+    )
     config = text_config(str(tmp_path / "text.txt"), compiles=True)
     config.metrics = MetricsConfig(console=Console.plain, run_dir=str(tmp_path / "run"))
     run_ranks(1, record, config)
-    message, summary = capfd.readouterr().out, (tmp_path / "run" / "summary.md").read_text()
+    message, summary = (
+        capfd.readouterr().out,
+        (tmp_path / "run" / "summary.md").read_text(),
+    )
     assert (
-        message.count("evaluation of step 2 reached PyTorch's recompilation limit for a function")
+        message.count(
+            "evaluation of step 2 reached PyTorch's recompilation limit for a function"
+        )
         == 1
     )
-    line = next(line for line in message.splitlines() if line.startswith("compiled 1 function in "))
+    line = next(
+        line
+        for line in message.splitlines()
+        if line.startswith("compiled 1 function in ")
+    )
     assert "0 graph breaks; reached the recompilation limit " in line
     assert f"| compiler, rank 0 | {line} |" in summary
     assert (

@@ -7,7 +7,13 @@ import pytest
 from fsdptoys.data import BatchStream, SyntheticConfig
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModelConfig
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+)
 from fsdptoys.train.step_data import DocumentCounter
 from tests.harness.families import SMALL
 from tests.harness.folders import build
@@ -28,21 +34,29 @@ DATA = SyntheticConfig(branching=60, mask_documents=True)
         pytest.param(TINY["llama4"], id="llama4", marks=pytest.mark.extended),
     ],
 )
-def test_masked_documents_train_bitwise_equal_under_every_strategy(model: ModelConfig) -> None:
+def test_masked_documents_train_bitwise_equal_under_every_strategy(
+    model: ModelConfig,
+) -> None:
     """Oracle: one process that runs the same micro-batches; training without masks differs."""
 
-    def config(parallel: ParallelConfig, ranks: int, data: SyntheticConfig = DATA) -> object:
+    def config(
+        parallel: ParallelConfig, ranks: int, data: SyntheticConfig = DATA
+    ) -> object:
         memory = MemoryConfig(
             gradient_checkpointing=GradientCheckpointing.selective, chunk_loss=True
         )
-        return make_config(parallel, ranks, steps=2, model=model, memory=memory, data=data)
+        return make_config(
+            parallel, ranks, steps=2, model=model, memory=memory, data=data
+        )
 
     one = SingleConfig(simulated_ranks=2)
     alone, mixed = run_ranks(
         1, train_all, [config(one, 1), config(one, 1, SyntheticConfig(branching=60))]
     )[0]
     strategies = [FSDP2Config(), FSDP1Config(), DDPConfig()]
-    for found in run_ranks(2, train_all, [config(strategy, 2) for strategy in strategies])[0]:
+    for found in run_ranks(
+        2, train_all, [config(strategy, 2) for strategy in strategies]
+    )[0]:
         assert found == alone
     assert mixed.losses != alone.losses
 
@@ -61,9 +75,15 @@ def test_flops_count_only_visible_keys(case: str) -> None:
     for row in rows:
         ends = [place + 1 for place, token in enumerate(row) if token == END]
         edges = [0, *ends, len(row)]
-        lengths += [stop - start for start, stop in itertools.pairwise(edges) if stop > start]
+        lengths += [
+            stop - start for start, stop in itertools.pairwise(edges) if stop > start
+        ]
     assert len(lengths) > len(rows)
-    expected = sum(length * model.flops_per_token(length) for length in lengths) / sum(lengths)
+    expected = sum(length * model.flops_per_token(length) for length in lengths) / sum(
+        lengths
+    )
     assert counter.flops_per_token(counter.count(batches)) == pytest.approx(expected)
     whole = DocumentCounter(model, 97, 64)
-    assert whole.flops_per_token(whole.count(batches)) == pytest.approx(model.flops_per_token(64))
+    assert whole.flops_per_token(whole.count(batches)) == pytest.approx(
+        model.flops_per_token(64)
+    )

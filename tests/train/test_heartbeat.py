@@ -36,7 +36,9 @@ from tests.harness.ranks import run_ranks
 SECONDS = 3.0  # of the collective that times out
 
 
-def write(folder: Path, rank: int, *beats: tuple[int, str], start: str | None = None) -> None:
+def write(
+    folder: Path, rank: int, *beats: tuple[int, str], start: str | None = None
+) -> None:
     """Write heartbeats of a rank, by default of this start of the run."""
     heartbeat = HeartbeatWriter(folder, rank)
     if start is not None:
@@ -87,15 +89,26 @@ def test_concurrent_reader_sees_only_complete_records(tmp_path: Path) -> None:
     """Oracle: another process writes as fast as it can; each record read is consistent, and records
     are in order."""
     write(tmp_path, 0, (0, "even, and longer"))
-    writer = multiprocessing.get_context("fork").Process(target=write_until_ended, args=(tmp_path,))
+    writer = multiprocessing.get_context("fork").Process(
+        target=write_until_ended, args=(tmp_path,)
+    )
     writer.start()
     try:
-        wait_until(lambda: read_heartbeats(tmp_path)[0].step > 0, "its first record", [writer.pid])  # type: ignore[list-item]
-        signs = [sign for _ in range(2000) for sign in read_heartbeats(tmp_path).values()]
+        wait_until(
+            lambda: read_heartbeats(tmp_path)[0].step > 0,
+            "its first record",
+            [writer.pid],
+        )  # type: ignore[list-item]
+        signs = [
+            sign for _ in range(2000) for sign in read_heartbeats(tmp_path).values()
+        ]
     finally:
         writer.kill()
         writer.join()
-    assert {(sign.step % 2, sign.phase) for sign in signs} == {(0, "even, and longer"), (1, "odd")}
+    assert {(sign.step % 2, sign.phase) for sign in signs} == {
+        (0, "even, and longer"),
+        (1, "odd"),
+    }
     assert [sign.step for sign in signs] == sorted(sign.step for sign in signs)
 
 
@@ -143,7 +156,14 @@ def lose_ranks(folder: Path, how: str) -> str:
     if rank != 3 or how == "together":
         write(folder, rank, (7, "forward"), (7, "backward"), (7, "forward"))
     if rank == 0 or how == "together":
-        write(folder, rank, (7, "forward"), (7, "backward"), (7, "forward"), (7, "backward"))
+        write(
+            folder,
+            rank,
+            (7, "forward"),
+            (7, "backward"),
+            (7, "forward"),
+            (7, "backward"),
+        )
     pid = 0
     if rank == 1 and how in ("SIGKILL", "SIGSTOP"):
         # This process would read its own heartbeat as alive, so another process stands for it
@@ -197,7 +217,9 @@ def lose_ranks(folder: Path, how: str) -> str:
         ),
     ],
 )
-def test_ranks_missing_from_a_collective_are_named(tmp_path: Path, how: str, expected: str) -> None:
+def test_ranks_missing_from_a_collective_are_named(
+    tmp_path: Path, how: str, expected: str
+) -> None:
     """Oracle: the missing ranks, in phases that repeat within a step, under gloo's real timeout."""
     # A rank of an earlier start of the run was further on
     write(tmp_path, 3, (9, "forward"), start="another")
@@ -217,7 +239,8 @@ def test_other_errors_propagate_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("milliseconds", "option"), [(600000, "launch"), (7200000, "checkpoint"), (5, "launch")]
+    ("milliseconds", "option"),
+    [(600000, "launch"), (7200000, "checkpoint"), (5, "launch")],
 )
 def test_timeout_is_named_by_its_option_behind_other_errors(
     tmp_path: Path, milliseconds: int, option: str
@@ -227,16 +250,23 @@ def test_timeout_is_named_by_its_option_behind_other_errors(
     limits = {"launch.timeout_seconds": 600.0, "checkpoint.timeout_seconds": 7200.0}
     limit = limits[f"{option}.timeout_seconds"]
     says = rf"^a collective timed out \({option}\.timeout_seconds={limit:g}\); "
-    with pytest.raises(LostRanksError, match=says), explain_lost_ranks(tmp_path, 0, 1, limits):
+    with (
+        pytest.raises(LostRanksError, match=says),
+        explain_lost_ranks(tmp_path, 0, 1, limits),
+    ):
         try:
-            raise RuntimeError(f"Timed out waiting {milliseconds}ms for recv operation to complete")
+            raise RuntimeError(
+                f"Timed out waiting {milliseconds}ms for recv operation to complete"
+            )
         except RuntimeError as error:
             raise RuntimeError("failed to run forward") from error
 
 
 def test_last_heartbeats_cover_only_the_requested_workers(tmp_path: Path) -> None:
     """Oracle: the expected message; a record of another start of the run is not in it."""
-    for rank, (step, start) in enumerate([(5, "now"), (4, "now"), (5, "now"), (9, "before")]):
+    for rank, (step, start) in enumerate(
+        [(5, "now"), (4, "now"), (5, "now"), (9, "before")]
+    ):
         write(tmp_path, rank, (step, "forward"), start=start)
     sentence = describe_last_heartbeats(tmp_path, {0: os.getpid(), 3: -1}) or ""
     assert re.sub(r"\d+ s ago", "N s ago", sentence) == (
@@ -264,7 +294,9 @@ def test_symbolic_link_in_place_of_a_heartbeat_is_replaced(tmp_path: Path) -> No
     (tmp_path / "precious").write_text("precious")
     heartbeat_path(tmp_path, 0).symlink_to("precious")
     write(tmp_path, 0, (1, "forward"))
-    assert (tmp_path / "precious").read_text() == "precious" and 0 in read_heartbeats(tmp_path)
+    assert (tmp_path / "precious").read_text() == "precious" and 0 in read_heartbeats(
+        tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -280,7 +312,9 @@ def test_symbolic_link_in_place_of_a_heartbeat_is_replaced(tmp_path: Path) -> No
         {},
     ],
 )
-def test_invalid_heartbeat_is_ignored(tmp_path: Path, change: dict[str, object]) -> None:
+def test_invalid_heartbeat_is_ignored(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
     """Oracle: the same record unchanged, which is read; checksums are of the file's content."""
     record = {
         "rank": 0,
@@ -323,13 +357,17 @@ def message_of_a_rank(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
 
 def test_missing_ranks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the expected message, without another rank."""
-    message = message_of_a_rank(monkeypatch, RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
+    message = message_of_a_rank(
+        monkeypatch, RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0"
+    )
     assert message.startswith(
         "not all 2 ranks joined the process group within launch.timeout_seconds=1 [Timed out after "
     )
 
 
-def test_unreachable_or_taken_master_port_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_or_taken_master_port_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: the expected message, for a free port, and for one where something else than rank 0
     listens."""
     with socket.socket() as other:

@@ -15,7 +15,13 @@ from fsdptoys.metrics.layout import Layout, RankBytes, Unit, layout_rows
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.models import LlamaConfig
 from fsdptoys.optim import MuonConfig, SGDConfig
-from fsdptoys.parallel import STRATEGIES, DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig
+from fsdptoys.parallel import (
+    STRATEGIES,
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+)
 from fsdptoys.parallel.capabilities import CAPABILITIES
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
@@ -53,14 +59,20 @@ def measured(config: Config) -> tuple[Layout, list[int]]:
     gradients: list[int] = []
 
     def read(*_: object) -> None:
-        gradients.append(storage_bytes(param.grad for param in params if param.grad is not None))
+        gradients.append(
+            storage_bytes(param.grad for param in params if param.grad is not None)
+        )
 
     trainer.optimizer.register_step_pre_hook(read)
     trainer.train()
     if config.memory.optimizer_in_backward:
         read()
-    values = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    states = storage_bytes(value for value in values if isinstance(value, Tensor) and value.ndim)
+    values = [
+        value for state in trainer.optimizer.state.values() for value in state.values()
+    ]
+    states = storage_bytes(
+        value for value in values if isinstance(value, Tensor) and value.ndim
+    )
     counts = torch.tensor([gradients[-1], states, storage_bytes(params)])
     dist.all_reduce(counts, op=dist.ReduceOp.MAX)
     return layout, counts.tolist()
@@ -68,7 +80,10 @@ def measured(config: Config) -> tuple[Layout, list[int]]:
 
 def sizes_of(config: Config) -> dict[str, int]:
     with torch.device("meta"):
-        return {name: param.numel() for name, param in config.model.build().named_parameters()}
+        return {
+            name: param.numel()
+            for name, param in config.model.build().named_parameters()
+        }
 
 
 NAMES = [name for name in STRATEGIES if name != "single"]
@@ -79,12 +94,21 @@ LAYOUTS: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
     "fsdp2, parts of blocks": (FSDP2Config(wrap=Wrap.block_attn_mlp), {}),
     "fsdp2, muon": (FSDP2Config(), {"optim": MuonConfig()}),
     "fsdp2, no states": (FSDP2Config(), {"optim": SGDConfig(momentum=0.0)}),
-    "fsdp2, bf16, tied": (FSDP2Config(param_dtype=DType.bfloat16), {"tie_embeddings": True}),
+    "fsdp2, bf16, tied": (
+        FSDP2Config(param_dtype=DType.bfloat16),
+        {"tie_embeddings": True},
+    ),
     "half of the states offloaded": (
         FSDP2Config(),
-        {"memory": MemoryConfig(optimizer_offload=True, offload_fraction=0.5), **SWITCHED},
+        {
+            "memory": MemoryConfig(optimizer_offload=True, offload_fraction=0.5),
+            **SWITCHED,
+        },
     ),
-    "cpu offload": (FSDP2Config(), {"memory": MemoryConfig(cpu_offload=True), **SWITCHED}),
+    "cpu offload": (
+        FSDP2Config(),
+        {"memory": MemoryConfig(cpu_offload=True), **SWITCHED},
+    ),
     "optimizer in the backward": (
         FSDP2Config(),
         {"memory": MemoryConfig(optimizer_in_backward=True), **SWITCHED},
@@ -109,7 +133,11 @@ def test_bytes_per_rank_are_those_of_the_first_step(case: str) -> None:
     assert layout.parameters == sum(sizes_of(config).values())
     assert 4 * layout.parameters_per_rank == nbytes[2]
     whole = memory.cpu_offload
-    assert [kind.host > 0 for kind in of_kinds] == [whole, whole or memory.optimizer_offload, whole]
+    assert [kind.host > 0 for kind in of_kinds] == [
+        whole,
+        whole or memory.optimizer_offload,
+        whole,
+    ]
     assert (of_kinds[1].device > 0) == (not whole and nbytes[1] > 0)
 
 
@@ -121,7 +149,9 @@ def mark_toy(name: str) -> Any:
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("name", [*map(mark_toy, NAMES), "fsdp2, quantized", "ddp, quantized"])
+@pytest.mark.parametrize(
+    "name", [*map(mark_toy, NAMES), "fsdp2, quantized", "ddp, quantized"]
+)
 def test_frozen_parameters_have_neither_gradients_nor_states(name: str) -> None:
     """Oracle: storages in the first step; the numbers of adapters and of quantized weights, by
     name.
@@ -181,14 +211,24 @@ def test_four_ranks_print_mesh_units_and_bytes(
     planned = fast_estimate(config, load_hardware("cpu"), 4).memory.categories
     tensors = 3 + 2 * 9
     assert 0 <= planned[Category.parameters] - 4 * total // shards <= 512 * tensors
-    assert 0 <= planned[Category.optimizer_states] - 8 * total // shards <= 3 * 512 * tensors
+    assert (
+        0
+        <= planned[Category.optimizer_states] - 8 * total // shards
+        <= 3 * 512 * tensors
+    )
     axes = {"replicate": 4 // shards, "shard": shards}
     assert layout.mesh == {axis: size for axis, size in axes.items() if size > 1}
     if shards == 1:
-        assert (layout.units, layout.largest_unit, layout.smallest_unit) == (0, None, None)
+        assert (layout.units, layout.largest_unit, layout.smallest_unit) == (
+            0,
+            None,
+            None,
+        )
         return
     flat = config.parallel.capabilities.flattens_parameters
-    smallest = Unit("root", 64, 256) if flat else Unit("embed_tokens", 256 * 64, 4 * 256 * 64)
+    smallest = (
+        Unit("root", 64, 256) if flat else Unit("embed_tokens", 256 * 64, 4 * 256 * 64)
+    )
     assert (layout.units, layout.smallest_unit) == (5 if flat else 4, smallest)
     assert layout.largest_unit == Unit("layers.0", block, 4 * block)
 

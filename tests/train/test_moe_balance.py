@@ -14,7 +14,13 @@ from fsdptoys.metrics.step import RoutingMetrics
 from fsdptoys.models import DecoderModel, MoEConfig, routers
 from fsdptoys.models.moe import Router, Scores
 from fsdptoys.optim import SGDConfig
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+)
 from fsdptoys.train.trainer import Trainer
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import TINY, make_config
@@ -28,9 +34,15 @@ AUX_COEF, Z_COEF = (
 
 
 def config_of(
-    family: str, parallel: ParallelConfig, world_size: int, grad_accum: int, checkpointing: bool
+    family: str,
+    parallel: ParallelConfig,
+    world_size: int,
+    grad_accum: int,
+    checkpointing: bool,
 ) -> Config:
-    model = replace(TINY[family], router_aux_loss_coef=AUX_COEF, router_z_loss_coef=Z_COEF)  # type: ignore[call-arg]
+    model = replace(
+        TINY[family], router_aux_loss_coef=AUX_COEF, router_z_loss_coef=Z_COEF
+    )  # type: ignore[call-arg]
     return make_config(
         parallel,
         world_size,
@@ -46,7 +58,9 @@ def config_of(
     )
 
 
-def routed_forward(model: DecoderModel, tokens_BT: Tensor) -> tuple[Tensor, list[Tensor]]:
+def routed_forward(
+    model: DecoderModel, tokens_BT: Tensor
+) -> tuple[Tensor, list[Tensor]]:
     """Logits, and the inputs of each router."""
     inputs: list[Tensor] = []
     hooks = [
@@ -68,7 +82,9 @@ def gradients(trainer: Trainer) -> tuple[dict[str, Tensor], float, float]:
     assert isinstance(moe, MoEConfig)
     samples = trainer.strategy.data_ranks * train.batch_size * train.grad_accum
     rows = [trainer.data.dataset.train[i] for i in range(samples)]
-    tokens, labels = (torch.stack([torch.from_numpy(row[i]) for row in rows]) for i in (0, 1))
+    tokens, labels = (
+        torch.stack([torch.from_numpy(row[i]) for row in rows]) for i in (0, 1)
+    )
     valid = (labels != -100).sum()
     # Micro-batch m of all ranks: consecutive samples, as the batch stream deals them out.
     counts: list[Tensor] = []
@@ -79,7 +95,10 @@ def gradients(trainer: Trainer) -> tuple[dict[str, Tensor], float, float]:
     ):
         logits_BTV, router_logits = routed_forward(model, part_tokens)
         loss = F.cross_entropy(
-            logits_BTV.flatten(0, 1), part_labels.flatten(), ignore_index=-100, reduction="sum"
+            logits_BTV.flatten(0, 1),
+            part_labels.flatten(),
+            ignore_index=-100,
+            reduction="sum",
         )
         loss = loss / valid
         for layer, logits_NE in enumerate(router_logits):
@@ -94,7 +113,11 @@ def gradients(trainer: Trainer) -> tuple[dict[str, Tensor], float, float]:
             counts[layer] = counts[layer] + chosen_E
             probability_sums[layer] += probabilities_NE.detach().sum(0)
             shares_E = counts[layer] * moe.top_k / counts[layer].sum()
-            aux = moe.n_experts * (shares_E * probabilities_NE.sum(0)).sum() / tokens.numel()
+            aux = (
+                moe.n_experts
+                * (shares_E * probabilities_NE.sum(0)).sum()
+                / tokens.numel()
+            )
             z = logits_NE.logsumexp(-1).square().sum() / tokens.numel()
             loss = loss + (AUX_COEF * aux + Z_COEF * z) / len(router_logits)
             z_sum += z.item() / len(router_logits)
@@ -103,7 +126,11 @@ def gradients(trainer: Trainer) -> tuple[dict[str, Tensor], float, float]:
         (moe.n_experts * (count / tokens.numel() * sums / tokens.numel()).sum()).item()
         for count, sums in zip(counts, probability_sums, strict=True)
     ) / len(counts)
-    return {name: param.grad for name, param in model.named_parameters()}, aux_loss, z_sum
+    return (
+        {name: param.grad for name, param in model.named_parameters()},
+        aux_loss,
+        z_sum,
+    )
 
 
 def check_first_update(config: Config) -> None:
@@ -113,7 +140,9 @@ def check_first_update(config: Config) -> None:
     expected, aux_loss, z_loss = gradients(trainer)
     trainer.train()
     for name, param in trainer.strategy.full_parameters():
-        assert relative_error(before[name] - param, expected[name], before[name]) < 1e-5, name
+        assert (
+            relative_error(before[name] - param, expected[name], before[name]) < 1e-5
+        ), name
     routing = trainer.history[0].routing
     assert routing is not None
     assert routing.aux_loss == pytest.approx(aux_loss, rel=1e-5)
@@ -123,7 +152,9 @@ def check_first_update(config: Config) -> None:
 def relative_error(update: Tensor, gradient: Tensor, param: Tensor) -> float:
     """Beyond the error that the subtraction from the parameter rounds away."""
     rounding = 2**-23 * param.norm()
-    return ((update - gradient).norm() - rounding).clamp(min=0).item() / gradient.norm().item()
+    return ((update - gradient).norm() - rounding).clamp(
+        min=0
+    ).item() / gradient.norm().item()
 
 
 EXTENDED = pytest.mark.extended
@@ -142,16 +173,24 @@ EXTENDED = pytest.mark.extended
         pytest.param("llama4", FSDP1Config(), 2, 2, False, marks=EXTENDED),
         pytest.param("llama4", FSDP2Config(), 2, 1, False, marks=EXTENDED),
         ("llama4", FSDP2Config(), 2, 2, True),
-        pytest.param("llama4", SingleConfig(simulated_ranks=2), 1, 2, False, marks=EXTENDED),
+        pytest.param(
+            "llama4", SingleConfig(simulated_ranks=2), 1, 2, False, marks=EXTENDED
+        ),
     ],
 )
 def test_auxiliary_loss_gradients_cover_the_global_batch(
-    family: str, parallel: ParallelConfig, ranks: int, grad_accum: int, checkpointing: bool
+    family: str,
+    parallel: ParallelConfig,
+    ranks: int,
+    grad_accum: int,
+    checkpointing: bool,
 ) -> None:
     """Oracle: the definition in one plain module over all ranks' tokens, by autograd; updates to
     1e-5 relative."""
     run_ranks(
-        ranks, check_first_update, config_of(family, parallel, ranks, grad_accum, checkpointing)
+        ranks,
+        check_first_update,
+        config_of(family, parallel, ranks, grad_accum, checkpointing),
     )
 
 
@@ -191,7 +230,9 @@ def test_token_counts_sum_over_ranks_and_micro_batches(aux_coef: float) -> None:
     model = replace(TINY["qwen3_moe"], router_aux_loss_coef=aux_coef)  # type: ignore[call-arg]
     one = make_config(SingleConfig(simulated_ranks=2), 1, model=model, steps=2)
     (expected,) = run_ranks(1, metrics_of, one)
-    for metrics in run_ranks(2, metrics_of, make_config(FSDP2Config(), 2, model=model, steps=2)):
+    for metrics in run_ranks(
+        2, metrics_of, make_config(FSDP2Config(), 2, model=model, steps=2)
+    ):
         assert [step.counts for step in metrics] == [step.counts for step in expected]
     for step in expected:
         assert step is not None
@@ -214,7 +255,10 @@ def test_balancing_loss_reduces_the_maximum_load() -> None:
 
     def excess_load(aux_coef: float) -> float:
         model = replace(
-            TINY["qwen3_moe"], router_aux_loss_coef=aux_coef, router_z_loss_coef=0.0, init_std=0.5
+            TINY["qwen3_moe"],
+            router_aux_loss_coef=aux_coef,
+            router_z_loss_coef=0.0,
+            init_std=0.5,
         )  # type: ignore[call-arg]
         config = make_config(
             SingleConfig(), 1, model=model, steps=40, batch_size=8, deterministic=False

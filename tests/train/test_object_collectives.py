@@ -19,12 +19,22 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.fsdp import _optim_utils as fsdp1
 
 from fsdptoys.checkpoint.shard_format import Chunk, StoredTensor
 from fsdptoys.errors import ConfigError
-from fsdptoys.train.object_collectives import JsonReader, JsonWriter, WireError, use_json
+from fsdptoys.train.object_collectives import (
+    JsonReader,
+    JsonWriter,
+    WireError,
+    use_json,
+)
 from fsdptoys.utils.sealed_folder import FileSum
 from tests.harness.ranks import run_ranks
 
@@ -38,11 +48,17 @@ def sent(value: Any) -> Any:
 def plan() -> SavePlan:
     data = TensorWriteData(
         ChunkStorageMetadata(torch.Size([0, 3]), torch.Size([2, 3])),
-        TensorProperties(torch.bfloat16, torch.strided, True, torch.contiguous_format, False),
+        TensorProperties(
+            torch.bfloat16, torch.strided, True, torch.contiguous_format, False
+        ),
         torch.Size([4, 6]),
     )
     return SavePlan(
-        [WriteItem(MetadataIndex("a.b", [0, 3], 1), WriteItemType.SHARD, tensor_data=data)],
+        [
+            WriteItem(
+                MetadataIndex("a.b", [0, 3], 1), WriteItemType.SHARD, tensor_data=data
+            )
+        ],
         planner_data=None,
     )
 
@@ -67,11 +83,20 @@ def plan() -> SavePlan:
         ),
         Path("a b/ä"),
         [(1, "a"), {"b": [None], (1, 2): b"c"}, {3, 4}, torch.Size([2, 3])],
-        {"exp_avg": (torch.float32, True), "layout": (torch.strided, torch.preserve_format)},
+        {
+            "exp_avg": (torch.float32, True),
+            "layout": (torch.strided, torch.preserve_format),
+        },
         ({"tensors-00001.safetensors": FileSum(4, "ab")}, None),
-        {"a.b": StoredTensor("BF16", (4, 6), (Chunk("file", "a.b@0,3", (0, 3), (4, 3)),))},
+        {
+            "a.b": StoredTensor(
+                "BF16", (4, 6), (Chunk("file", "a.b@0,3", (0, 3), (4, 3)),)
+            )
+        },
         plan(),
-        fsdp1.StateInfo({"a": fsdp1._PosDimTensorInfo(torch.Size([2]), torch.float32)}, {}, {}),
+        fsdp1.StateInfo(
+            {"a": fsdp1._PosDimTensorInfo(torch.Size([2]), torch.float32)}, {}, {}
+        ),
     ],
     ids=repr,
 )
@@ -96,7 +121,10 @@ def test_objects_arrive_equal_with_the_same_type(value: Any) -> None:
             ValueError("json.decoder.JSONDecodeError: bad: line 1 column 1 (char 0)"),
         ),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "start"), UnicodeError),
-        (dist.DistBackendError("gone"), RuntimeError("torch.distributed.DistBackendError: gone")),
+        (
+            dist.DistBackendError("gone"),
+            RuntimeError("torch.distributed.DistBackendError: gone"),
+        ),
     ],
     ids=repr,
 )
@@ -135,9 +163,16 @@ def test_checkpoint_failures_arrive_with_rank_and_stack_frame() -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     stack = traceback.StackSummary.from_list([("f.py", 3, "f", "x = 1")])
-    arrived = sent(CheckpointException("write", {1: (OSError(errno.EIO, "broken"), stack)}))
+    arrived = sent(
+        CheckpointException("write", {1: (OSError(errno.EIO, "broken"), stack)})
+    )
     error, frames = arrived.failures[1]
-    assert (error.errno, frames[0].filename, frames[0].lineno, list(arrived.failures)) == (
+    assert (
+        error.errno,
+        frames[0].filename,
+        frames[0].lineno,
+        list(arrived.failures),
+    ) == (
         errno.EIO,
         "f.py",
         3,
@@ -192,12 +227,16 @@ FOREIGN = [
 @pytest.mark.parametrize("words", FOREIGN, ids=lambda words: repr(words[:50]))
 def test_malformed_messages_are_refused(words: bytes) -> None:
     """Oracle: one error class, and no other object."""
-    with pytest.raises(WireError, match="received an object that no rank of this run has sent"):
+    with pytest.raises(
+        WireError, match="received an object that no rank of this run has sent"
+    ):
         JsonReader(io.BytesIO(words)).load()
 
 
 @pytest.mark.parametrize(
-    "value", [object(), Runs("true"), os.system, torch.nn.Linear(1, 1), enum.Enum], ids=type
+    "value",
+    [object(), Runs("true"), os.system, torch.nn.Linear(1, 1), enum.Enum],
+    ids=type,
 )
 def test_objects_of_unsupported_classes_are_not_sent(value: Any) -> None:
     """Oracle: an error at the sender, not at the receiver."""
@@ -224,7 +263,9 @@ def receive_pickles(pwned: str) -> list[str]:
         lambda: dist.scatter_object_list(
             [None], [evil, evil] if dist.get_rank() == 0 else None, src=0
         ),
-        lambda: dist.gather_object(evil, gathered if dist.get_rank() == 1 else None, dst=1),
+        lambda: dist.gather_object(
+            evil, gathered if dist.get_rank() == 1 else None, dst=1
+        ),
     ):
         try:
             collective()
@@ -246,13 +287,17 @@ def test_use_json_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (module._pickler, module._unpickler) == (JsonWriter, JsonReader)
 
 
-def test_torch_without_replaceable_picklers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_replaceable_picklers_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: the expected message; without the check ranks would silently use pickles."""
     module: Any = dist.distributed_c10d
     for name in ("_pickler", "_unpickler"):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(
-        module, "_tensor_to_object", lambda tensor, size, group: pickle.loads(tensor.numpy()[:size])
+        module,
+        "_tensor_to_object",
+        lambda tensor, size, group: pickle.loads(tensor.numpy()[:size]),
     )
     with pytest.raises(WireError, match="sends pickles between ranks"):
         use_json()

@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from fsdptoys.device import Device
-from fsdptoys.train.random_states import RandomStates, random_states, restore_random_states
+from fsdptoys.train.random_states import (
+    RandomStates,
+    random_states,
+    restore_random_states,
+)
 from fsdptoys.utils.foreign import ForeignError
 from fsdptoys.utils.from_tree import build
 
@@ -77,10 +81,19 @@ OTHERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda states: states.update(torch="AAAA"),
         "torch's state holds 3 bytes, and this version's",
     ),
-    "no state of torch": (lambda states: states.update(torch=""), "torch's state holds 1 bytes"),
+    "no state of torch": (
+        lambda states: states.update(torch=""),
+        "torch's state holds 1 bytes",
+    ),
     # Torch itself accepts both of these, and reads out of bounds at the next draws.
-    "a place at the end of torch's": (place_torch(16, 624), "numbers left from 624 on, of 624"),
-    "too many left of torch's": (place_torch(8, 624), "624 numbers left from 10 on, of 624"),
+    "a place at the end of torch's": (
+        place_torch(16, 624),
+        "numbers left from 624 on, of 624",
+    ),
+    "too many left of torch's": (
+        place_torch(8, 624),
+        "624 numbers left from 10 on, of 624",
+    ),
     "a place beyond torch's": (place_torch(16, 10**9), "left from 1000000000 on"),
     "an unseeded torch state": (place_torch(12, 0), "mt19937"),
 }
@@ -109,14 +122,19 @@ OUTSIDE = r"numpy\.position is .*, not an integer from 0 to 624"
     ("key", "value", "sentence"),
     [
         # numpy accepts such positions, and crashes or returns foreign memory.
-        *(("position", position, OUTSIDE) for position in (625, -1, 2 * 10**9, 1.0, True, None)),
+        *(
+            ("position", position, OUTSIDE)
+            for position in (625, -1, 2 * 10**9, 1.0, True, None)
+        ),
         ("keys", "AAAA", r"numpy\.keys holds 3 bytes, not 2496"),
         ("keys", "=!", r"numpy\.keys is not text in base 64 \(.*\)"),
         ("has_gauss", 2, r"numpy\.has_gauss is 2, not an integer from 0 to 1"),
         ("cached", float("nan"), r"numpy\.cached is nan, not a finite number"),
     ],
 )
-def test_invalid_numpy_states_are_refused(key: str, value: object, sentence: str) -> None:
+def test_invalid_numpy_states_are_refused(
+    key: str, value: object, sentence: str
+) -> None:
     """Oracle: the expected message."""
     states = random_states(DEVICE)
     states["numpy"][key] = value

@@ -18,9 +18,26 @@ from fsdptoys.cli.convert import convert_command
 from fsdptoys.config.schema import Config
 from fsdptoys.data import BinConfig, SyntheticConfig
 from fsdptoys.errors import ConfigError, LostRanksError
-from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, OffloadStateDType
-from fsdptoys.optim import AdamWConfig, MuonConfig, OptimStateDType, SGDConfig, WeightDecayOn
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.memory import (
+    CPUOffloadExecutor,
+    MemoryConfig,
+    OffloadSchedule,
+    OffloadStateDType,
+)
+from fsdptoys.optim import (
+    AdamWConfig,
+    MuonConfig,
+    OptimStateDType,
+    SGDConfig,
+    WeightDecayOn,
+)
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+)
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.run import Run
 from fsdptoys.train.stop import Stop, saves_after
@@ -47,7 +64,9 @@ BACKGROUND = {"async_save": True}
 MUON = MuonConfig(lr=1e-2)
 LAZY = MemoryConfig(optimizer_offload=True, offload_schedule=OffloadSchedule.lazy)
 ROUNDED = {
-    "memory": MemoryConfig(optimizer_offload=True, offload_state_dtype=OffloadStateDType.bfloat16)
+    "memory": MemoryConfig(
+        optimizer_offload=True, offload_state_dtype=OffloadStateDType.bfloat16
+    )
 }
 HALVED = {
     "optim": AdamWConfig(
@@ -76,7 +95,10 @@ ROWS = {
     "single that simulates two, with a loader worker": Row(
         SingleConfig(simulated_ranks=2),
         1,
-        options={"grad_accum": 2, "data": SyntheticConfig(branching=4, ragged=True, workers=1)},
+        options={
+            "grad_accum": 2,
+            "data": SyntheticConfig(branching=4, ragged=True, workers=1),
+        },
     ),
     "ddp, at a URL, in the background": Row(
         DDPConfig(), 2, {"url": "file://", "every": 1, **BACKGROUND}
@@ -91,37 +113,53 @@ ROWS = {
         {"model": TINY["gpt2"]},
     ),
     "fsdp2, muon, experts": Row(
-        FSDP2Config(), 2, BACKGROUND, {"optim": MUON, "model": TINY["qwen3_moe"], "grad_accum": 2}
+        FSDP2Config(),
+        2,
+        BACKGROUND,
+        {"optim": MUON, "model": TINY["qwen3_moe"], "grad_accum": 2},
     ),
     "fsdp2, int8 states": Row(FSDP2Config(), 2, BACKGROUND, EIGHTH),
     "fsdp2, lazy offload": Row(FSDP2Config(), 2, BACKGROUND, {"memory": LAZY}),
     "fsdp2, optimizer in the backward": Row(FSDP2Config(), options=IN_BACKWARD),
-    "fsdp2, rounded offload": Row(FSDP2Config(), options={**ROUNDED, "optim": SGDConfig(lr=1e-2)}),
-    "fsdp2, overlapped CPU offload": Row(FSDP2Config(), 2, BACKGROUND, {"memory": OVERLAPPED}),
+    "fsdp2, rounded offload": Row(
+        FSDP2Config(), options={**ROUNDED, "optim": SGDConfig(lr=1e-2)}
+    ),
+    "fsdp2, overlapped CPU offload": Row(
+        FSDP2Config(), 2, BACKGROUND, {"memory": OVERLAPPED}
+    ),
 }
 
 MORE_ROWS = {
     "single": Row(SingleConfig(), 1),
     "fsdp2": Row(FSDP2Config(), 2, BACKGROUND),
-    "fsdp2, no state": Row(FSDP2Config(), options={"optim": SGDConfig(lr=1e-2, momentum=0.0)}),
+    "fsdp2, no state": Row(
+        FSDP2Config(), options={"optim": SGDConfig(lr=1e-2, momentum=0.0)}
+    ),
     "ddp, muon": Row(DDPConfig(), options={"optim": MUON}),
     "ddp, bf16 states": Row(DDPConfig(), options=HALVED),
     "fsdp1, bf16 states": Row(FSDP1Config(), 2, BACKGROUND, HALVED),
     "fsdp2, bf16 states": Row(FSDP2Config(), 2, BACKGROUND, HALVED),
     "ddp, int8 states": Row(DDPConfig(), options=EIGHTH),
-    "fsdp2, int8 states, full tensors": Row(FSDP2Config(), 2, {"form": Form.full}, EIGHTH),
+    "fsdp2, int8 states, full tensors": Row(
+        FSDP2Config(), 2, {"form": Form.full}, EIGHTH
+    ),
     "ddp, rounded offload": Row(DDPConfig(), options=ROUNDED),
     "hsdp2": Row(FSDP2Config(), 4, BACKGROUND, {"fsdp_size": 2}),
     "hsdp1": Row(FSDP1Config(), 4, options={"fsdp_size": 2}),
-    "hsdp2, rounded offload": Row(FSDP2Config(), 4, options={**ROUNDED, "fsdp_size": 2}),
+    "hsdp2, rounded offload": Row(
+        FSDP2Config(), 4, options={**ROUNDED, "fsdp_size": 2}
+    ),
 }
 
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
-    "label", [*ROWS, *(pytest.param(label, marks=pytest.mark.extended) for label in MORE_ROWS)]
+    "label",
+    [*ROWS, *(pytest.param(label, marks=pytest.mark.extended) for label in MORE_ROWS)],
 )
-def test_resumed_run_equals_the_uninterrupted_one_bitwise(label: str, tmp_path: Path) -> None:
+def test_resumed_run_equals_the_uninterrupted_one_bitwise(
+    label: str, tmp_path: Path
+) -> None:
     """Oracle: the uninterrupted run: losses, norms, learning rates, tokens, final parameters."""
     check_resumed_run(label, (ROWS | MORE_ROWS)[label], tmp_path)
 
@@ -137,7 +175,9 @@ def train_and_hash_samples(config: Config, killed_in: int | None) -> list[str]:
             batches = take()
             for tokens_BT, labels_BT in batches:
                 seen.extend(
-                    hashlib.sha256(tokens.numpy().tobytes() + labels.numpy().tobytes()).hexdigest()
+                    hashlib.sha256(
+                        tokens.numpy().tobytes() + labels.numpy().tobytes()
+                    ).hexdigest()
                     for tokens, labels in zip(tokens_BT, labels_BT, strict=True)
                 )
             return batches
@@ -152,10 +192,14 @@ def train_and_hash_samples(config: Config, killed_in: int | None) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], list[str]]:
+def on_two_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[str], list[str]]:
     """A folder with a finished run and one killed half-way, and the samples of each."""
     folder = tmp_path_factory.mktemp("on_two_ranks")
-    config = make_config(FSDP1Config(), 2, steps=STEPS, grad_accum=2, deterministic=False)
+    config = make_config(
+        FSDP1Config(), 2, steps=STEPS, grad_accum=2, deterministic=False
+    )
     with without_coverage():
         hashes = [
             run_ranks(2, train_and_hash_samples, kept(config, folder / name), killed_in)
@@ -185,7 +229,9 @@ def test_resuming_on_another_number_of_ranks_continues_with_the_same_samples(
     folder, wanted, first = on_two_ranks
     killed = tmp_path / "killed"
     shutil.copytree(folder / "killed", killed)
-    other = make_config(parallel, ranks, steps=STEPS, grad_accum=4 // ranks, deterministic=False)
+    other = make_config(
+        parallel, ranks, steps=STEPS, grad_accum=4 // ranks, deterministic=False
+    )
     rest = [
         row
         for rank in run_ranks(ranks, train_and_hash_samples, kept(other, killed), None)
@@ -193,7 +239,9 @@ def test_resuming_on_another_number_of_ranks_continues_with_the_same_samples(
     ]
     assert sorted(first + rest) == sorted(wanted)
     assert len(set(wanted)) == len(wanted) == STEPS * 8
-    for found, uninterrupted in zip(steps_of(killed), steps_of(folder / "whole"), strict=True):
+    for found, uninterrupted in zip(
+        steps_of(killed), steps_of(folder / "whole"), strict=True
+    ):
         assert found[0] == uninterrupted[0]
         assert found[1] == pytest.approx(uninterrupted[1], abs=1e-6)
 
@@ -212,9 +260,16 @@ def lose_a_commit(config: Config, lost: Path) -> str:
 
 
 @pytest.mark.extended
-def test_commit_beyond_the_checkpoint_timeout_counts_as_a_lost_rank(tmp_path: Path) -> None:
+def test_commit_beyond_the_checkpoint_timeout_counts_as_a_lost_rank(
+    tmp_path: Path,
+) -> None:
     """Oracle: LostRanksError of rank 1, for which a commit of rank 0 waits."""
-    config = kept(make_config(FSDP2Config(), 2, steps=1), tmp_path / "run", 1, timeout_seconds=10.0)
+    config = kept(
+        make_config(FSDP2Config(), 2, steps=1),
+        tmp_path / "run",
+        1,
+        timeout_seconds=10.0,
+    )
     assert run_ranks(2, lose_a_commit, config, tmp_path / "lost")[1] == "lost"
 
 
@@ -223,9 +278,13 @@ def test_incompatible_checkpoint_is_refused(tmp_path: Path) -> None:
     config = kept(make_config(SingleConfig(), 1, steps=2), tmp_path, every=1)
     run_ranks(1, train_and_hash_samples, config, None)
     more = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=4))
-    wider = dataclasses.replace(more, model=dataclasses.replace(more.model, vocab_size=71))
+    wider = dataclasses.replace(
+        more, model=dataclasses.replace(more.model, vocab_size=71)
+    )
     other = dataclasses.replace(more, optim=SGDConfig())
-    data = dataclasses.replace(more, data=dataclasses.replace(more.data, branching=5, workers=1))
+    data = dataclasses.replace(
+        more, data=dataclasses.replace(more.data, branching=5, workers=1)
+    )
     shorter = dataclasses.replace(
         more, train=dataclasses.replace(more.train, seq_len=more.train.seq_len // 2)
     )
@@ -269,10 +328,15 @@ def test_converted_checkpoints_equal_converted_final_weights(
         ("run/checkpoints", "newest"),
         ("run/checkpoints/step-00000002", "named"),
     ):
-        assert convert_command(["to-hf", str(tmp_path / source), str(tmp_path / target)]) == 0
+        assert (
+            convert_command(["to-hf", str(tmp_path / source), str(tmp_path / target)])
+            == 0
+        )
     (tmp_path / "run" / "weights").rename(tmp_path / "weights")
     assert (
-        convert_command(["to-hf", str(tmp_path / "run"), str(tmp_path / "run_without_weights")])
+        convert_command(
+            ["to-hf", str(tmp_path / "run"), str(tmp_path / "run_without_weights")]
+        )
         == 0
     )
     assert (
@@ -281,10 +345,14 @@ def test_converted_checkpoints_equal_converted_final_weights(
     )
     final = {path.name: path.read_bytes() for path in (tmp_path / "final").iterdir()}
     for target in ("newest", "named", "run_without_weights"):
-        assert {path.name: path.read_bytes() for path in (tmp_path / target).iterdir()} == final
+        assert {
+            path.name: path.read_bytes() for path in (tmp_path / target).iterdir()
+        } == final
     manifest = tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json"
     manifest.unlink()
-    with pytest.raises(ConfigError, match=r"step-00000002 is incomplete: it has no manifest\.json"):
+    with pytest.raises(
+        ConfigError, match=r"step-00000002 is incomplete: it has no manifest\.json"
+    ):
         convert_command(["to-hf", str(manifest.parent), str(tmp_path / "refused")])
 
 
@@ -292,8 +360,12 @@ def test_converted_checkpoints_equal_converted_final_weights(
 @pytest.mark.parametrize("every", [0, 2])
 def test_checkpoints_are_saved_as_documented(every: int, on_signal: bool) -> None:
     """Oracle: the documentation of the settings."""
-    saves = functools.partial(saves_after, CheckpointConfig(every=every, on_signal=on_signal))
-    assert saves(3, Stop("", signal=True)) == saves(4, Stop("", signal=True)) == on_signal
+    saves = functools.partial(
+        saves_after, CheckpointConfig(every=every, on_signal=on_signal)
+    )
+    assert (
+        saves(3, Stop("", signal=True)) == saves(4, Stop("", signal=True)) == on_signal
+    )
     assert saves(3, Stop("", gave_up=True))
     assert saves(3, Stop("")) == saves(4, None) == (every == 2)
     assert not saves(3, None)
@@ -303,7 +375,9 @@ def weights_of(folder: Path) -> bytes:
     return (folder / "weights.safetensors").read_bytes()
 
 
-def test_final_weights_are_kept_until_a_resumed_run_takes_a_step(tmp_path: Path) -> None:
+def test_final_weights_are_kept_until_a_resumed_run_takes_a_step(
+    tmp_path: Path,
+) -> None:
     """Oracle: the files: kept without further steps, moved aside otherwise."""
     run = tmp_path / "run"
     config = kept(make_config(SingleConfig(), 1, steps=2), run)
@@ -311,12 +385,17 @@ def test_final_weights_are_kept_until_a_resumed_run_takes_a_step(tmp_path: Path)
     for _ in range(3):
         run_ranks(1, train_and_hash_samples, config, None)
     first = weights_of(run / "weights")
-    longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=4))
+    longer = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, steps=4)
+    )
     run_ranks(1, train_and_hash_samples, longer, 4)
     assert not (run / "weights").exists()
     run_ranks(1, train_and_hash_samples, longer, None)
     assert weights_of(run / "weights-1") == first != weights_of(run / "weights")
-    assert sorted(path.name for path in run.glob("weights*")) == ["weights", "weights-1"]
+    assert sorted(path.name for path in run.glob("weights*")) == [
+        "weights",
+        "weights-1",
+    ]
 
 
 def test_second_start_does_not_modify_a_running_run(tmp_path: Path) -> None:
@@ -325,13 +404,17 @@ def test_second_start_does_not_modify_a_running_run(tmp_path: Path) -> None:
     partial.mkdir(parents=True)
     lock = FolderLock(tmp_path / "run")
     before = sorted(tmp_path.rglob("*"))
-    (message,) = run_ranks(1, refused, kept(make_config(SingleConfig(), 1), tmp_path / "run"))[0]
+    (message,) = run_ranks(
+        1, refused, kept(make_config(SingleConfig(), 1), tmp_path / "run")
+    )[0]
     lock.release()
     assert message == (
         f"metrics.run_dir={tmp_path}/run is being written by another run (pid {os.getpid()}); "
         "wait for its end, or set metrics.run_dir to another folder"
     )
-    assert [path for path in before if path.name != ".lock"] == sorted(tmp_path.rglob("*"))
+    assert [path for path in before if path.name != ".lock"] == sorted(
+        tmp_path.rglob("*")
+    )
 
 
 def fail_while_saving(config: Config) -> list[str]:
@@ -359,11 +442,16 @@ def fail_while_saving(config: Config) -> list[str]:
         Run(trainer).run()
     assert config.metrics.run_dir is not None
     return sorted(
-        path.name for path in (Path(config.metrics.run_dir) / "checkpoints").glob("step-*")
+        path.name
+        for path in (Path(config.metrics.run_dir) / "checkpoints").glob("step-*")
     )
 
 
-def test_failure_during_an_asynchronous_save_keeps_the_checkpoint(tmp_path: Path) -> None:
+def test_failure_during_an_asynchronous_save_keeps_the_checkpoint(
+    tmp_path: Path,
+) -> None:
     """Oracle: the folder after the exception."""
-    config = kept(make_config(SingleConfig(), 1, steps=4), tmp_path / "run", 2, async_save=True)
+    config = kept(
+        make_config(SingleConfig(), 1, steps=4), tmp_path / "run", 2, async_save=True
+    )
     assert run_ranks(1, fail_while_saving, config)[0] == ["step-00000002"]

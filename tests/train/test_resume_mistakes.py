@@ -52,7 +52,11 @@ UNREADABLE: list[tuple[str, object, str]] = [
         10**200,
         "data.samples is 100000000000000000...0000000000000000000, not an integer of at least 0",
     ),
-    ("skipped_steps", True, "skipped_steps is true, not an integer from 0 to 999999999999999"),
+    (
+        "skipped_steps",
+        True,
+        "skipped_steps is true, not an integer from 0 to 999999999999999",
+    ),
     ("spikes.losses", [1.0, None], "spikes.losses[1] is null, not a finite number"),
     (
         "metrics",
@@ -79,11 +83,15 @@ def run(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("key", "value", "problem"), UNREADABLE)
-def test_checkpoint_with_invalid_facts_is_refused(key: str, value: object, problem: str) -> None:
+def test_checkpoint_with_invalid_facts_is_refused(
+    key: str, value: object, problem: str
+) -> None:
     """Oracle: the exact message; checksums agree, and no file changes."""
     edit_state(key, value)
     before = sorted(Path().rglob("*"))
-    config = compose_config([*WORDS, "metrics.run_dir=new", f"checkpoint.resume={NEWEST}"])
+    config = compose_config(
+        [*WORDS, "metrics.run_dir=new", f"checkpoint.resume={NEWEST}"]
+    )
     config.validate(1, "cpu")
     with pytest.raises(ConfigError) as caught:
         _check_places(config)

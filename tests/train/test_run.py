@@ -20,12 +20,24 @@ from fsdptoys.data import TextConfig
 from fsdptoys.device import Device
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics import Console, MetricsConfig, RunRecorder, StepMetrics, environment
+from fsdptoys.metrics import (
+    Console,
+    MetricsConfig,
+    RunRecorder,
+    StepMetrics,
+    environment,
+)
 from fsdptoys.metrics.config import METRICS_FILE, PREDICTION_FILE, SUMMARY_FILE
 from fsdptoys.metrics.layout import layout_rows
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.metrics.results import read_result
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+)
 from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.profiler import ProfileConfig
 from fsdptoys.train import run as run_module
@@ -37,25 +49,38 @@ from tests.harness.ranks import run_ranks
 from tests.harness.tiny import make_config
 
 FILES = {
-    *("config.yaml", "environment.json", "loss.png", "metrics.jsonl", "result.json", "summary.md")
+    *(
+        "config.yaml",
+        "environment.json",
+        "loss.png",
+        "metrics.jsonl",
+        "result.json",
+        "summary.md",
+    )
 }
 
 
 def run_in(folder: Path, configs: dict[str, Config]) -> dict[str, list[str]]:
     """Train each configuration; return the files in the run directory that this rank sees at the
     end."""
-    text_sample.UNREADABLE = 1.0  # a model of three steps writes bytes, which are compared
+    text_sample.UNREADABLE = (
+        1.0  # a model of three steps writes bytes, which are compared
+    )
     seen = {}
     for name, config in configs.items():
         config.metrics.run_dir = str(folder / name)
         trainer = train(config)
         torch.distributed.barrier()
         assert len(trainer.history) == config.train.steps
-        seen[name] = sorted(path.name for path in (folder / name).rglob("*") if path.is_file())
+        seen[name] = sorted(
+            path.name for path in (folder / name).rglob("*") if path.is_file()
+        )
     return seen
 
 
-def test_every_strategy_writes_all_files_its_layout_and_the_same_sample(tmp_path: Path) -> None:
+def test_every_strategy_writes_all_files_its_layout_and_the_same_sample(
+    tmp_path: Path,
+) -> None:
     """Oracle: the files by name, the meshes, and the text that one process generates after the same
     steps."""
     (tmp_path / "corpus.txt").write_text("def f(x):\n    return x\n" * 500)
@@ -75,7 +100,9 @@ def test_every_strategy_writes_all_files_its_layout_and_the_same_sample(tmp_path
         parallel.name: config(parallel, 2)
         for parallel in (DDPConfig(), FSDP1Config(), FSDP2Config())
     }
-    found = run_ranks(1, run_in, tmp_path, {"one": config(SingleConfig(simulated_ranks=2), 1)})
+    found = run_ranks(
+        1, run_in, tmp_path, {"one": config(SingleConfig(simulated_ranks=2), 1)}
+    )
     found += run_ranks(2, run_in, tmp_path, strategies)
     assert all(
         set(files) == FILES and len(files) == len(FILES)
@@ -90,13 +117,20 @@ def test_every_strategy_writes_all_files_its_layout_and_the_same_sample(tmp_path
         ]
         assert [line["step"] for line in lines] == [1, 2, 3]
         summary = (tmp_path / name / "summary.md").read_text()
-        samples.add(summary.split("## Sample of the trained model")[1].split("## Layout")[0])
+        samples.add(
+            summary.split("## Sample of the trained model")[1].split("## Layout")[0]
+        )
         assert "`eval_batches=1`" in summary and "`grad_accum=1`" not in summary
         result = read_result(tmp_path / name)
         assert result is not None and result.layout is not None
-        assert result.layout.mesh == {"one": {}, "ddp": {"replicate": 2}}.get(name, {"shard": 2})
+        assert result.layout.mesh == {"one": {}, "ddp": {"replicate": 2}}.get(
+            name, {"shard": 2}
+        )
         assert "## Layout" in summary and "- Bytes per rank: " in summary
-        assert all(f"| {label} | {text} |" in summary for label, text in layout_rows(result.layout))
+        assert all(
+            f"| {label} | {text} |" in summary
+            for label, text in layout_rows(result.layout)
+        )
     assert len(samples) == 1 and "def " in samples.pop()
 
 
@@ -117,9 +151,13 @@ def run_without_room_for_weights(config: Config) -> None:
 
 def test_results_are_kept_if_weights_cannot_be_written(tmp_path: Path) -> None:
     """Oracle: the summary of all steps, although the run ends with an error."""
-    config = in_run_dir(make_config(SingleConfig(), 1, steps=2), tmp_path, final_weights=True)
+    config = in_run_dir(
+        make_config(SingleConfig(), 1, steps=2), tmp_path, final_weights=True
+    )
     run_ranks(1, run_without_room_for_weights, config)
-    assert "2 of 2; all steps done" in (tmp_path / "summary.md").read_text(encoding="utf-8")
+    assert "2 of 2; all steps done" in (tmp_path / "summary.md").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +170,9 @@ def test_results_are_kept_if_weights_cannot_be_written(tmp_path: Path) -> None:
         ("\x00\x1b[2Jabcdefgh", False),
     ],
 )
-def test_bytes_of_an_untrained_model_are_not_shown_as_text(text: str, shown: bool) -> None:
+def test_bytes_of_an_untrained_model_are_not_shown_as_text(
+    text: str, shown: bool
+) -> None:
     """Oracle: text in three scripts; characters outside UTF-8, and of control, more than a tenth of
     them."""
     assert (text_sample.why_unreadable(text) is None) == shown
@@ -147,7 +187,9 @@ def weights_before_the_sample(config: Config, weights: Path) -> list[str]:
 
 def test_weights_are_saved_before_a_sample_is_generated(tmp_path: Path) -> None:
     """Oracle: the folder at the start of sampling, which may take minutes and be interrupted."""
-    config = in_run_dir(make_config(SingleConfig(), 1, steps=1), tmp_path, final_weights=True)
+    config = in_run_dir(
+        make_config(SingleConfig(), 1, steps=1), tmp_path, final_weights=True
+    )
     names = run_ranks(1, weights_before_the_sample, config, tmp_path / "weights")[0]
     assert names == ["checksums.json", "weights.safetensors"]
 
@@ -156,7 +198,9 @@ def profile(config: Config, folder: Path) -> list[str]:
     """The traces of a run on two ranks, of which only the first knows the run directory's name."""
     if torch.distributed.get_rank() == 1:
         config.metrics.run_dir = None
-    config.profile = ProfileConfig(enabled=True, ranks=[1], skip_steps=1, active_steps=2)
+    config.profile = ProfileConfig(
+        enabled=True, ranks=[1], skip_steps=1, active_steps=2
+    )
     Run(Trainer(config)).run()
     return sorted(os.listdir(folder / "profile"))
 
@@ -167,7 +211,10 @@ def test_chosen_ranks_write_their_traces_into_the_run_directory(
     """Oracle: the run directory's listing."""
     config = in_run_dir(make_config(FSDP2Config(), 2), tmp_path)
     assert run_ranks(2, profile, config, tmp_path)[1] == ["rank1.json.gz"]
-    assert "`profile/` has the profiles of ranks 1;" in (tmp_path / "summary.md").read_text()
+    assert (
+        "`profile/` has the profiles of ranks 1;"
+        in (tmp_path / "summary.md").read_text()
+    )
     assert "rank 1: trace of steps 3 to 4" in capfd.readouterr().out
 
 
@@ -178,11 +225,13 @@ def run_patched(config: Config) -> tuple[dict[str, str], bool]:
     return dict(trainer.patches.report), FSDPCommContext.lazy_init is before
 
 
-def test_patches_are_listed_in_the_summary_and_undone_after_the_run(tmp_path: Path) -> None:
+def test_patches_are_listed_in_the_summary_and_undone_after_the_run(
+    tmp_path: Path,
+) -> None:
     """Oracle: PyTorch's own attribute; the summary's text."""
-    report, undone = run_ranks(1, run_patched, in_run_dir(make_config(FSDP2Config(), 1), tmp_path))[
-        0
-    ]
+    report, undone = run_ranks(
+        1, run_patched, in_run_dir(make_config(FSDP2Config(), 1), tmp_path)
+    )[0]
     assert report["fsdp2_stream_reuse"].startswith("applied: ")
     assert undone
     summary = (tmp_path / "summary.md").read_text()
@@ -211,17 +260,24 @@ def test_step_records_its_data_wait(tmp_path: Path) -> None:
     config = in_run_dir(make_config(SingleConfig(), 1, steps=4), tmp_path)
     config.validate(1, "cpu")
     run_ranks(1, wait_for_data, config)
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [step["data_wait_seconds"] >= DELAY_SECONDS for step in steps] == [
         False,
         False,
         True,
         False,
     ]
-    assert all(0 < step["data_wait_seconds"] < step["step_time_seconds"] for step in steps)
+    assert all(
+        0 < step["data_wait_seconds"] < step["step_time_seconds"] for step in steps
+    )
 
 
-STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5)
+STEP = StepMetrics(
+    1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5
+)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +293,11 @@ def prediction(config: Config) -> Prediction:
 
 
 def record(
-    path: Path, config: Config, prediction: Prediction | None, steps: int, finish: bool = True
+    path: Path,
+    config: Config,
+    prediction: Prediction | None,
+    steps: int,
+    finish: bool = True,
 ) -> None:
     """Write a run directory as a run does."""
     metrics = MetricsConfig(run_dir=str(path), console=Console.none)
@@ -246,12 +306,16 @@ def record(
         metrics, "a run", config.to_dict(), found, steps, {}, prediction=prediction
     ) as recorder:
         for number in range(1, steps + 1):
-            recorder.step(dataclasses.replace(STEP, step=number, step_time_seconds=0.1 * number))
+            recorder.step(
+                dataclasses.replace(STEP, step=number, step_time_seconds=0.1 * number)
+            )
         if finish:
             recorder.finish("every step was done")
 
 
-def test_recorded_run_round_trips(tmp_path: Path, config: Config, prediction: Prediction) -> None:
+def test_recorded_run_round_trips(
+    tmp_path: Path, config: Config, prediction: Prediction
+) -> None:
     """Oracle: the recorder's values; the median of 0.3, 0.4 and 0.5 s, after two steps of
     warm-up."""
     record(tmp_path / "run", config, prediction, steps=5)
@@ -274,7 +338,9 @@ def test_recorded_run_round_trips(tmp_path: Path, config: Config, prediction: Pr
     }
 
 
-def test_killed_run_is_read_up_to_its_last_complete_line(tmp_path: Path, config: Config) -> None:
+def test_killed_run_is_read_up_to_its_last_complete_line(
+    tmp_path: Path, config: Config
+) -> None:
     """Oracle: three complete lines and a torn one; an unreadable prediction."""
     record(tmp_path / "run", config, None, steps=3, finish=False)
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
@@ -282,8 +348,14 @@ def test_killed_run_is_read_up_to_its_last_complete_line(tmp_path: Path, config:
     (tmp_path / "run" / PREDICTION_FILE).write_text('{"method": "older"}')
     run = read_recorded_run(tmp_path / "run")
     assert (run.results.steps, run.finished, run.prediction) == (3, False, None)
-    assert len(run.notes) == 2 and "line 4" in run.notes[0] and "another version" in run.notes[1]
-    assert is_run_dir(tmp_path / "run") and not (tmp_path / "run" / SUMMARY_FILE).exists()
+    assert (
+        len(run.notes) == 2
+        and "line 4" in run.notes[0]
+        and "another version" in run.notes[1]
+    )
+    assert (
+        is_run_dir(tmp_path / "run") and not (tmp_path / "run" / SUMMARY_FILE).exists()
+    )
 
 
 SMALL = [
@@ -314,7 +386,11 @@ def test_run_resumes_in_a_folder_with_damaged_files(tmp_path: Path) -> None:
             f"train.steps={steps}",
         ]
         done = subprocess.run(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
@@ -331,9 +407,14 @@ def test_run_resumes_in_a_folder_with_damaged_files(tmp_path: Path) -> None:
     ):
         (run / name).symlink_to(precious)
     train(2)
-    assert [json.loads(line)["step"] for line in (run / METRICS_FILE).read_text().splitlines()] == [
+    assert [
+        json.loads(line)["step"]
+        for line in (run / METRICS_FILE).read_text().splitlines()
+    ] == [
         1,
         2,
     ]
     assert precious.read_text() == "precious"
-    assert (run / "summary.md").is_file() and (run / "checkpoints/step-00000002").is_dir()
+    assert (run / "summary.md").is_file() and (
+        run / "checkpoints/step-00000002"
+    ).is_dir()

@@ -35,7 +35,13 @@ from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
 from tests.harness.outcomes import hash_parameters
 from tests.harness.ranks import run_ranks
-from tests.harness.resumed_runs import kept, poison_gradients, run_to_the_end, run_until, steps_of
+from tests.harness.resumed_runs import (
+    kept,
+    poison_gradients,
+    run_to_the_end,
+    run_until,
+    steps_of,
+)
 from tests.harness.tiny import TINY, make_config
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -44,7 +50,9 @@ HALF: dict[str, Any] = {"param_dtype": DType.float16}
 FSDP2 = FSDP2Config(**HALF)
 HYBRID = FSDP2 if TORCH >= (2, 8) else FSDP1Config(**HALF)
 LAZY = MemoryConfig(optimizer_offload=True, offload_schedule=OffloadSchedule.lazy)
-OVERLAPPED = MemoryConfig(cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped)
+OVERLAPPED = MemoryConfig(
+    cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped
+)
 CHUNKED = MemoryConfig(chunk_loss=True, chunk_tokens="20")
 MUON = {"optim": MuonConfig(lr=1e-2)}
 EXPERTS = {"model": TINY["qwen3_moe"], "memory": CHUNKED, "max_grad_norm": None}
@@ -62,7 +70,9 @@ def half(
     **options: Any,
 ) -> Config:
     """Two micro-batches, clipping, and a scale that grows until it overflows."""
-    config = make_config(parallel, ranks, **{"steps": 3, "batch_size": 1, "seq_len": 12, **options})
+    config = make_config(
+        parallel, ranks, **{"steps": 3, "batch_size": 1, "seq_len": 12, **options}
+    )
     return dataclasses.replace(
         config, loss_scale=LossScaleConfig(initial=initial, growth_interval=interval)
     )
@@ -111,9 +121,15 @@ def test_every_strategy_scales_skips_and_trains_bitwise_as_a_single_process(
     """Oracle: one process that runs the same micro-batches in turn; deterministic mode; all ranks
     agree."""
     ranks = 2 * options.get("fsdp_size", 1)
-    of_one = {key: value for key, value in options.items() if value not in (LAZY, OVERLAPPED, 2)}
+    of_one = {
+        key: value
+        for key, value in options.items()
+        if value not in (LAZY, OVERLAPPED, 2)
+    }
     expected = run_ranks(1, train, single(ranks, **of_one))[0]
-    assert run_ranks(ranks, train, half(parallel, ranks, **options)) == [expected] * ranks
+    assert (
+        run_ranks(ranks, train, half(parallel, ranks, **options)) == [expected] * ranks
+    )
     assert False in expected[3] and (options or True in expected[3])
 
 
@@ -138,7 +154,9 @@ def test_scale_has_the_bits_of_grad_scaler(
     factors: tuple[float, float, int], initial: float
 ) -> None:
     """Oracle: ``torch.amp.GradScaler`` given the same overflows, also near the largest float32."""
-    overflows = (torch.rand(300, generator=torch.Generator().manual_seed(0)) < 0.1).tolist()
+    overflows = (
+        torch.rand(300, generator=torch.Generator().manual_seed(0)) < 0.1
+    ).tolist()
     scaler = LossScaler(LossScaleConfig(initial, *factors))
     scales = []
     for overflows_now in overflows:
@@ -156,7 +174,9 @@ def overflow(
     poison_gradients(trainer, steps, trainer.world.world_size - 1)
     with suppress(GivenUpError):
         Run(trainer).run()
-    return [(step.loss_scale, step.skipped) for step in trainer.history], hash_parameters(trainer)
+    return [
+        (step.loss_scale, step.skipped) for step in trainer.history
+    ], hash_parameters(trainer)
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -170,10 +190,17 @@ def test_infinities_of_one_rank_follow_grad_scaler_on_all_ranks(
     options: dict[str, Any] = {"initial": 256.0, "interval": 2, "steps": len(infinite)}
     options |= {"seq_len": 8}
     config = half(kind(**HALF), 2, **options, max_skipped=2, max_skipped_in_a_row=2)
-    first, second = run_ranks(2, overflow, kept(config, tmp_path, every=0), {1, 2, 5, 7})
-    expected = list(zip(grad_scaler_scales(infinite, 256.0, 2.0, 0.5, 2), infinite, strict=True))
+    first, second = run_ranks(
+        2, overflow, kept(config, tmp_path, every=0), {1, 2, 5, 7}
+    )
+    expected = list(
+        zip(grad_scaler_scales(infinite, 256.0, 2.0, 0.5, 2), infinite, strict=True)
+    )
     assert first == second and first[0] == expected
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [(line["loss_scale"], line["skipped"]) for line in lines] == expected
     assert [line["skipped_steps"] for line in lines] == [1, 2, 2, 2, 3, 3, 4]
     summary = (tmp_path / "summary.md").read_text()
@@ -187,7 +214,9 @@ def test_overflows_that_no_lower_scale_avoids_end_the_run(tmp_path: Path) -> Non
     """Oracle: the limit of two; the step of scale 2 belongs to the search for a scale and does not
     count."""
     config = single(initial=2.0, steps=6, seq_len=8, max_skipped_in_a_row=2)
-    scales, _ = run_ranks(1, overflow, kept(config, tmp_path, every=0), {1, 2, 3, 4, 5})[0]
+    scales, _ = run_ranks(
+        1, overflow, kept(config, tmp_path, every=0), {1, 2, 3, 4, 5}
+    )[0]
     assert scales == [(2.0, True), (1.0, True), (0.5, True)]
 
 
@@ -197,7 +226,9 @@ def kill(config: Config, folder: Path, has_scale: bool = True) -> None:
     def prepare(trainer: Trainer) -> None:
         if not has_scale:
             whole = trainer.state_dict
-            trainer.state_dict = lambda: {k: v for k, v in whole().items() if k != "loss_scale"}  # type: ignore[method-assign]
+            trainer.state_dict = lambda: {
+                k: v for k, v in whole().items() if k != "loss_scale"
+            }  # type: ignore[method-assign]
 
     run_until(kept(config, folder), 4, prepare)
 
@@ -228,13 +259,17 @@ def test_scale_and_bits_survive_a_resume_under_another_strategy_and_number_of_ra
     assert scales == [1024.0, 1024.0, 2048.0, 2048.0, 4096.0, 4096.0]
 
 
-def test_checkpoint_without_a_scale_resumes_in_float16_from_the_initial_one(tmp_path: Path) -> None:
+def test_checkpoint_without_a_scale_resumes_in_float16_from_the_initial_one(
+    tmp_path: Path,
+) -> None:
     """Oracle: the configured scale; the checkpoint is of bfloat16, in the form of versions without
     float16."""
     options: dict[str, Any] = {"steps": 5, "seq_len": 8}
     coarse = make_config(SingleConfig(param_dtype=DType.bfloat16), 1, **options)
     run_ranks(1, kill, coarse, tmp_path / "killed", False)
-    assert run_ranks(1, resume, single(initial=64.0, **options), tmp_path / "killed")[0][0] == [
+    assert run_ranks(1, resume, single(initial=64.0, **options), tmp_path / "killed")[
+        0
+    ][0] == [
         64.0,
         128.0,
     ]
@@ -258,26 +293,42 @@ def test_skips_in_the_search_for_a_scale_count_for_no_limit_after_a_resume_in_an
 
 
 @pytest.mark.parametrize(
-    "memory", [None, pytest.param(CHUNKED, marks=pytest.mark.extended)], ids=["plain", "chunked"]
+    "memory",
+    [None, pytest.param(CHUNKED, marks=pytest.mark.extended)],
+    ids=["plain", "chunked"],
 )
-def test_float16_losses_are_closer_to_float32_than_bfloat16s(memory: MemoryConfig | None) -> None:
+def test_float16_losses_are_closer_to_float32_than_bfloat16s(
+    memory: MemoryConfig | None,
+) -> None:
     """Oracle: float32; a rounding to 11 bits has an eighth of the error of 8, and 2**-11 of the
     loss is 0.002.
 
     A scale of 2**-20 in the last run loses small gradients, so that the loss scale is seen to
     matter.
     """
-    options: dict[str, Any] = {"steps": 8, "batch_size": 1, "seq_len": 16, "memory": memory}
+    options: dict[str, Any] = {
+        "steps": 8,
+        "batch_size": 1,
+        "seq_len": 16,
+        "memory": memory,
+    }
     options["deterministic"] = False
-    options["optim"] = SGDConfig(lr=1.0)  # Adam turns rounding of small gradients into full updates
+    options["optim"] = SGDConfig(
+        lr=1.0
+    )  # Adam turns rounding of small gradients into full updates
     configs = [
         make_config(SingleConfig(param_dtype=dtype), 1, **options)
         for dtype in (DType.float32, DType.bfloat16)
     ]
-    configs += [single(initial=initial, interval=1000, **options) for initial in (1024.0, 2.0**-20)]
+    configs += [
+        single(initial=initial, interval=1000, **options)
+        for initial in (1024.0, 2.0**-20)
+    ]
     outcomes = run_ranks(1, lambda: [train(config) for config in configs])[0]
     exact, coarse, fine, unscaled = (torch.tensor(losses) for losses, *_ in outcomes)
-    errors = [(losses - exact).abs().max().item() for losses in (fine, coarse, unscaled)]
+    errors = [
+        (losses - exact).abs().max().item() for losses in (fine, coarse, unscaled)
+    ]
     assert errors[0] < 0.002 < errors[2]
     assert errors[0] < 0.5 * errors[1]
 
@@ -285,7 +336,14 @@ def test_float16_losses_are_closer_to_float32_than_bfloat16s(memory: MemoryConfi
 def test_factor_on_the_loss_does_not_depend_on_the_layout() -> None:
     """Oracle: the same number of micro-batches; powers of two, which are exact."""
     scaler = LossScaler(LossScaleConfig())
-    assert [scaler.loss_factor(count) / 65536 for count in (1, 2, 3, 5, 6, 8)] == [1, 2, 4, 4, 8, 8]
+    assert [scaler.loss_factor(count) / 65536 for count in (1, 2, 3, 5, 6, 8)] == [
+        1,
+        2,
+        4,
+        4,
+        8,
+        8,
+    ]
 
 
 def skip(config: Config, steps: set[int]) -> tuple[list[bool], list[bool], str]:
@@ -307,7 +365,11 @@ def skip(config: Config, steps: set[int]) -> tuple[list[bool], list[bool], str]:
 
     poison_gradients(trainer, steps, trainer.world.world_size - 1, note)
     Run(trainer).run()
-    return [step.skipped for step in trainer.history], unchanged, str(hash_parameters(trainer))
+    return (
+        [step.skipped for step in trainer.history],
+        unchanged,
+        str(hash_parameters(trainer)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -332,7 +394,9 @@ def test_non_finite_step_of_one_rank_is_skipped_on_all_ranks(
     assert [step[-1] for step in steps_of(tmp_path)] == [1, 1, 1, 2, 2]
 
 
-def give_up(config: Config, steps: set[int]) -> tuple[str, list[bool], list[float], str]:
+def give_up(
+    config: Config, steps: set[int]
+) -> tuple[str, list[bool], list[float], str]:
     """Message, skipped steps, losses and parameters of a run whose first rank has infinite
     gradients in some steps."""
     trainer = Trainer(config)
@@ -363,7 +427,10 @@ def test_too_many_skipped_steps_end_the_run_with_a_checkpoint(tmp_path: Path) ->
     """Oracle: the parameters at the end, loaded from the last checkpoint; no older one was deleted
     for it."""
     config = kept(
-        make_config(FSDP2Config(), 2, steps=8, max_skipped_in_a_row=3), tmp_path, every=1, keep=1
+        make_config(FSDP2Config(), 2, steps=8, max_skipped_in_a_row=3),
+        tmp_path,
+        every=1,
+        keep=1,
     )
     message, skipped, _, parameters = run_ranks(2, give_up, config, {2, 3, 4, 5, 6})[0]
     assert skipped == [False, True, True, True]
@@ -371,7 +438,9 @@ def test_too_many_skipped_steps_end_the_run_with_a_checkpoint(tmp_path: Path) ->
         "stopped after step 4: 3 steps in a row had a non-finite loss or gradients"
     )
     assert "the newest checkpoint is that of step 4" in message
-    assert [path.name[-1] for path in sorted((tmp_path / "checkpoints").glob("step-*"))] == [
+    assert [
+        path.name[-1] for path in sorted((tmp_path / "checkpoints").glob("step-*"))
+    ] == [
         "3",
         "4",
     ]
@@ -380,15 +449,22 @@ def test_too_many_skipped_steps_end_the_run_with_a_checkpoint(tmp_path: Path) ->
 
 def test_limit_counts_all_skipped_steps(tmp_path: Path) -> None:
     """Oracle: two skipped steps with a good one between them."""
-    config = kept(make_config(FSDP2Config(), 2, steps=6, max_skipped=2), tmp_path, every=0)
+    config = kept(
+        make_config(FSDP2Config(), 2, steps=6, max_skipped=2), tmp_path, every=0
+    )
     message, skipped, *_ = run_ranks(2, give_up, config, {1, 3})[0]
     assert skipped == [True, False, True]
-    assert "2 steps in all had a non-finite loss or gradients (train.max_skipped=2)" in message
+    assert (
+        "2 steps in all had a non-finite loss or gradients (train.max_skipped=2)"
+        in message
+    )
 
 
 def test_skipping_can_be_disabled(tmp_path: Path) -> None:
     """Oracle: the losses after an unskipped step."""
-    config = kept(make_config(FSDP2Config(), 2, steps=4, skip_nonfinite=False), tmp_path, every=0)
+    config = kept(
+        make_config(FSDP2Config(), 2, steps=4, skip_nonfinite=False), tmp_path, every=0
+    )
     message, skipped, losses, _ = run_ranks(2, give_up, config, {2})[0]
     assert skipped == [False] * 4 and message == ""
     assert [math.isfinite(loss) for loss in losses] == [True, True, False, False]

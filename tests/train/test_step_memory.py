@@ -86,7 +86,9 @@ def test_each_switch_changes_the_memory_as_it_should() -> None:
     ranks."""
     rows: dict[str, StepMetrics] = trained()[0][0]
     plain, ddp = rows["fsdp2"], rows["ddp"]
-    counts = configured([*SHARED], 2, "cpu").model.build().parameter_counts().total * 4 / GIB
+    counts = (
+        configured([*SHARED], 2, "cpu").model.build().parameter_counts().total * 4 / GIB
+    )
 
     def peak(name: str) -> float:
         return rows[name].memory_peak_gib or 0.0
@@ -100,9 +102,9 @@ def test_each_switch_changes_the_memory_as_it_should() -> None:
     assert ddp.memory_optimizer_gib == pytest.approx(2 * counts, rel=0.001)
     lost = BUFFER_BYTES / GIB + 0.01 * counts
     assert 1.49 * counts < end("fsdp2") < 1.5 * counts + lost
-    assert peak("checkpointing") < 0.95 * peak("fsdp2") and peak("chunked loss") < 0.95 * peak(
-        "fsdp2"
-    )
+    assert peak("checkpointing") < 0.95 * peak("fsdp2") and peak(
+        "chunked loss"
+    ) < 0.95 * peak("fsdp2")
     assert peak("ddp") > peak("fsdp2") + counts and end("ddp") >= 2.9 * counts
     offloaded, on_host = rows["optimizer offload"], rows["cpu offload"]
     assert 0.49 * counts < end("optimizer offload") < counts / 2 + lost
@@ -116,7 +118,9 @@ def test_each_switch_changes_the_memory_as_it_should() -> None:
             row.memory_optimizer_gib,
             row.memory_rest_gib,
         )
-        assert sum(part or 0.0 for part in parts) == pytest.approx(peak(name), rel=1e-12), name
+        assert sum(part or 0.0 for part in parts) == pytest.approx(
+            peak(name), rel=1e-12
+        ), name
         assert row.memory_counted_step == 2 and row.memory_reserved_gib is None
 
 
@@ -125,7 +129,10 @@ def test_each_switch_changes_the_memory_as_it_should() -> None:
     "case",
     [
         "fsdp2",
-        *(pytest.param(case, marks=pytest.mark.extended) for case in ("checkpointing", "ddp")),
+        *(
+            pytest.param(case, marks=pytest.mark.extended)
+            for case in ("checkpointing", "ddp")
+        ),
     ],
 )
 def test_counted_memory_is_the_planned_one(case: str) -> None:
@@ -133,21 +140,30 @@ def test_counted_memory_is_the_planned_one(case: str) -> None:
     row: StepMetrics = trained()[0][0][case]
     trace = traced([*SHARED, *CASES[case]], 2, "cpu")
     memory = replay(
-        trace, load_hardware("cpu"), build_allocator(AllocatorKind.native, device_type="cpu")
+        trace,
+        load_hardware("cpu"),
+        build_allocator(AllocatorKind.native, device_type="cpu"),
     ).memory()
     assert row.memory_peak_gib is not None and row.memory_allocated_gib is not None
     for counted, planned in (
         (row.memory_peak_gib, memory.peak_bytes),
         (row.memory_allocated_gib, memory.end_bytes),
     ):
-        assert (1 - TOLERANCE) * planned < counted * GIB < (1 + TOLERANCE) * planned + BUFFER_BYTES
+        assert (
+            (1 - TOLERANCE) * planned
+            < counted * GIB
+            < (1 + TOLERANCE) * planned + BUFFER_BYTES
+        )
 
 
 def test_counting_changes_no_bit_and_only_rank_0_counts() -> None:
     """Oracle: the same steps without counting; metrics of rank 1."""
     (rows, losses), (others, _) = trained()
     assert losses[:2] == losses[2:]
-    assert rows["fsdp2"].memory_peak_gib is not None and others["fsdp2"].memory_peak_gib is None
+    assert (
+        rows["fsdp2"].memory_peak_gib is not None
+        and others["fsdp2"].memory_peak_gib is None
+    )
 
 
 def memory_of(device: Device) -> StepMemory:
@@ -170,7 +186,9 @@ def test_counts_cost_at_most_their_share(monkeypatch: pytest.MonkeyPatch) -> Non
                 counted.append(step)
             memory.end_step(step, 0.1)
         if step in counted:
-            memory.cost_seconds = 20 * 0.1 * COST  # that of a count, as if it had taken as long
+            memory.cost_seconds = (
+                20 * 0.1 * COST
+            )  # that of a count, as if it had taken as long
     assert counted == [1, 2, 23, 44]
     with memory.around(60, lambda step: False):
         assert memory._count is None
@@ -212,7 +230,10 @@ def run_out_of_memory(config: Config, part: str) -> str:
             torch.empty(2**50, dtype=torch.uint8)
         return original(*args, **options)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ExplainedOutOfMemoryError) as caught:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(ExplainedOutOfMemoryError) as caught,
+    ):
         patch.setattr(owner, name, greedy)
         trainer.train()
     return str(caught.value)
@@ -244,7 +265,9 @@ def test_out_of_memory_in_construction_reports_the_planned_bytes() -> None:
         (1, 2), run_ranks(2, construct_out_of_memory, configs)[0], strict=True
     ):
         assert "ran out on rank 0 in the construction\n" in report
-        assert f"{4 * total / share / 2**10:.2f} KiB  parameters, when complete" in report
+        assert (
+            f"{4 * total / share / 2**10:.2f} KiB  parameters, when complete" in report
+        )
         assert ("parallel=fsdp2 mesh.fsdp_size=-1" in report) == (share == 1)
 
 
@@ -282,7 +305,9 @@ def test_out_of_memory_reports_phase_live_bytes_and_advice() -> None:
         assert ("memory.chunk_loss=true" in report) == (part in ("forward", "backward"))
 
 
-def train_and_save(folder: str, background: bool, every: int) -> tuple[list[Any], list[Any]]:
+def train_and_save(
+    folder: str, background: bool, every: int
+) -> tuple[list[Any], list[Any]]:
     """Memory at the end of each step, and at its peak, of a run that saves."""
     config = kept(
         make_config(SingleConfig(), 1, **{**SMALL, "steps": 6}),
@@ -310,7 +335,9 @@ def test_saving_and_loading_do_not_change_the_counted_memory(
     step."""
     ((ends, peaks),) = run_ranks(1, train_and_save, str(tmp_path / "plain"), False, 6)
     (saving,) = run_ranks(1, train_and_save, str(tmp_path / "run"), background, 1)
-    about = functools.partial(pytest.approx, rel=1e-3)  # the saving thread takes a few bytes
+    about = functools.partial(
+        pytest.approx, rel=1e-3
+    )  # the saving thread takes a few bytes
     assert saving == (about(ends), about(peaks))
     for step in (4, 5, 6):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:08d}")

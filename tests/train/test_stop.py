@@ -35,7 +35,9 @@ def test_first_signal_is_recorded_and_repeats_within_a_second_are_ignored(
         wait_until(lambda: request.received is not None, "the request")
     assert request.received == number.name
     assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
-    assert not [thread for thread in threading.enumerate() if thread.name == "stop request"]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "stop request"
+    ]
 
 
 def request_and_kill_self() -> None:
@@ -44,7 +46,9 @@ def request_and_kill_self() -> None:
     kill_self()
 
 
-@pytest.mark.parametrize("body", [kill_self, request_and_kill_self], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "body", [kill_self, request_and_kill_self], ids=["before", "after"]
+)
 def test_signal_outside_training_ends_the_process(body: object) -> None:
     """Oracle: the exit code of a process killed by the signal."""
     assert in_child(body) == -signal.SIGTERM  # type: ignore[arg-type]
@@ -71,7 +75,9 @@ def hang(folder: Path) -> None:
         wait_until(recorded.exists, "the first signal")
         assert state(number) != "Z", "the first signal ended it"
         os.kill(number, signal.SIGTERM)
-        wait_until(lambda: state(number) == "Z", "the end by the second signal", [number])
+        wait_until(
+            lambda: state(number) == "Z", "the end by the second signal", [number]
+        )
 
 
 def state(pid: int) -> str:

@@ -17,7 +17,13 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.optim import AdamWConfig
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+)
 from fsdptoys.train.trainer import Trainer
 from tests.harness.outcomes import hash_parameters
 from tests.harness.ranks import run_ranks
@@ -33,16 +39,23 @@ def first_step_and_oracle(config: Config) -> tuple[list[float], list[float]]:
     model, train = plain_model(trainer), config.train
     samples = range(trainer.strategy.data_ranks * train.batch_size * train.grad_accum)
     rows = [trainer.data.dataset.train[i] for i in samples]
-    tokens, labels = (torch.stack([torch.from_numpy(row[i]) for row in rows]) for i in (0, 1))
+    tokens, labels = (
+        torch.stack([torch.from_numpy(row[i]) for row in rows]) for i in (0, 1)
+    )
     logits, flat = model(tokens).flatten(0, 1), labels.flatten()
-    loss = F.cross_entropy(logits, flat, ignore_index=-100, label_smoothing=train.label_smoothing)
+    loss = F.cross_entropy(
+        logits, flat, ignore_index=-100, label_smoothing=train.label_smoothing
+    )
     loss = loss + train.z_loss_coef * logits.logsumexp(-1)[flat != -100].square().mean()
     loss.backward()
     norm = torch.nn.utils.get_total_norm(
         [param.grad for param in model.parameters() if param.grad is not None]
     )
     trainer.train()
-    return [trainer.history[0].loss, trainer.history[0].grad_norm], [loss.item(), norm.item()]
+    return [trainer.history[0].loss, trainer.history[0].grad_norm], [
+        loss.item(),
+        norm.item(),
+    ]
 
 
 CHUNKED = MemoryConfig(chunk_loss=True, chunk_tokens="7")
@@ -76,9 +89,19 @@ def test_loss_is_the_mean_over_valid_tokens_of_the_global_batch(
 
 def test_evaluation_is_plain_cross_entropy_for_any_training_loss() -> None:
     """Oracle: a run that minimizes plain cross entropy, also with learning rate 0."""
-    sizes = {"eval_every": 1, "steps": 1, "optim": AdamWConfig(lr=0.0, weight_decay=0.0)}
-    changed = {"label_smoothing": 0.2, "z_loss_coef": 0.01, "memory": MemoryConfig(chunk_loss=True)}
-    configs = [make_config(SingleConfig(), 1, **sizes, **more) for more in ({}, changed)]
+    sizes = {
+        "eval_every": 1,
+        "steps": 1,
+        "optim": AdamWConfig(lr=0.0, weight_decay=0.0),
+    }
+    changed = {
+        "label_smoothing": 0.2,
+        "z_loss_coef": 0.01,
+        "memory": MemoryConfig(chunk_loss=True),
+    }
+    configs = [
+        make_config(SingleConfig(), 1, **sizes, **more) for more in ({}, changed)
+    ]
     (plain,), (smoothed,) = run_ranks(1, histories, configs)[0]
     assert smoothed.eval_loss == pytest.approx(plain.eval_loss, rel=1e-6)
     assert smoothed.loss > plain.loss
@@ -103,7 +126,9 @@ def test_evaluation_uses_the_chunked_loss_if_training_does(chunk_loss: bool) -> 
     """Oracle: calls of F.cross_entropy on full logits: two steps of two micro-batches, two
     evaluations."""
     memory = MemoryConfig(chunk_loss=chunk_loss)
-    config = make_config(SingleConfig(), 1, steps=2, eval_every=1, eval_batches=1, memory=memory)
+    config = make_config(
+        SingleConfig(), 1, steps=2, eval_every=1, eval_batches=1, memory=memory
+    )
     assert run_ranks(1, count_full_losses, config)[0] == (0 if chunk_loss else 6)
 
 
@@ -157,7 +182,9 @@ def test_sum_dtype_defaults_to_float64_where_collectives_support_it(
         ("npu", expected),
         ("cuda", "float64" if dtype == "auto" else dtype),
     ):
-        config = compose_config(["model=llama_debug", "parallel=fsdp2", f"train.sum_dtype={dtype}"])
+        config = compose_config(
+            ["model=llama_debug", "parallel=fsdp2", f"train.sum_dtype={dtype}"]
+        )
         if chosen is None:
             with pytest.raises(
                 ConfigError,
@@ -177,15 +204,27 @@ def test_evaluation_agrees_across_strategies_and_does_not_affect_training() -> N
     sizes = {"eval_every": 2, "steps": 4, "grad_accum": 1}
     one = make_config(SingleConfig(simulated_ranks=2), 1, eval_batches=4, **sizes)
     (reference,) = run_ranks(1, histories, [one])[0]
-    assert [loss is not None for loss in evaluations(reference)] == [False, True, False, True]
-    configs = [make_config(parallel, 2, eval_batches=2, **sizes) for parallel in STRATEGIES]
+    assert [loss is not None for loss in evaluations(reference)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    configs = [
+        make_config(parallel, 2, eval_batches=2, **sizes) for parallel in STRATEGIES
+    ]
     configs.append(make_config(FSDP2Config(), 2, steps=4, grad_accum=1))
     for first, second in zip(*run_ranks(2, histories, configs), strict=True):
-        assert (numbers(first), evaluations(first)) == (numbers(second), evaluations(second))
+        assert (numbers(first), evaluations(first)) == (
+            numbers(second),
+            evaluations(second),
+        )
         assert losses(first) == losses(reference)
         assert evaluations(first)[0] is None and evaluations(first)[2] is None
         if evaluations(first)[1] is not None:
-            assert evaluations(first)[1::2] == pytest.approx(evaluations(reference)[1::2], rel=1e-6)
+            assert evaluations(first)[1::2] == pytest.approx(
+                evaluations(reference)[1::2], rel=1e-6
+            )
 
 
 @pytest.mark.extended
@@ -208,21 +247,31 @@ def test_all_ranks_stop_after_the_step_that_exceeds_the_time_limit() -> None:
         for parallel in STRATEGIES
     ]
     for ranks in run_ranks(2, histories, configs):
-        assert all(len(history) == 1 and history[0].eval_loss is not None for history in ranks)
+        assert all(
+            len(history) == 1 and history[0].eval_loss is not None for history in ranks
+        )
 
 
 def loss_and_sum(config: Config) -> tuple[float, float]:
     """Loss of the first step, and sum of the first parameter."""
     trainer = Trainer(config)
     trainer.train()
-    return trainer.history[0].loss, next(iter(trainer.strategy.full_parameters()))[1].sum().item()
+    return trainer.history[0].loss, next(iter(trainer.strategy.full_parameters()))[
+        1
+    ].sum().item()
 
 
 @pytest.mark.usefixtures("unmeasured")
 def test_each_seed_affects_its_purpose_and_the_common_seed_all() -> None:
     """Oracle: changes of the data (loss of the first step) and of the initial values."""
     optim = AdamWConfig(lr=0.0)
-    seeds: list[dict[str, Any]] = [{}, {"seed": 0}, {"data_seed": 1}, {"init_seed": 1}, {"seed": 1}]
+    seeds: list[dict[str, Any]] = [
+        {},
+        {"seed": 0},
+        {"data_seed": 1},
+        {"init_seed": 1},
+        {"seed": 1},
+    ]
     configs = [
         make_config(SingleConfig(), 1, steps=1, max_grad_norm=None, optim=optim, **seed)
         for seed in seeds
@@ -244,9 +293,13 @@ def hashes_around_an_evaluation(config: Config) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("parallel", STRATEGIES, ids=lambda parallel: parallel.name)
-def test_parameters_are_readable_after_a_forward_without_backward(parallel: ParallelConfig) -> None:
+def test_parameters_are_readable_after_a_forward_without_backward(
+    parallel: ParallelConfig,
+) -> None:
     """Oracle: the parameters before the forward, which leaves units gathered for a backward."""
-    before, after = run_ranks(2, hashes_around_an_evaluation, make_config(parallel, 2))[0]
+    before, after = run_ranks(2, hashes_around_an_evaluation, make_config(parallel, 2))[
+        0
+    ]
     assert after == before
 
 
@@ -257,7 +310,9 @@ class Node:
         self.itself = self
 
 
-def train_and_watch(every: int, failing_step: int | None) -> tuple[list[bool], list[int], bool]:
+def train_and_watch(
+    every: int, failing_step: int | None
+) -> tuple[list[bool], list[int], bool]:
     """Of each step, whether the collector was on and how many cycles were alive; and whether it is
     on at the end.
 

@@ -48,7 +48,9 @@ ROWS = {
     "ddp, quantized, gpt2": Row(DDPConfig(), options={"tune": NF4, "model": GPT2}),
 }
 MORE_ROWS = {
-    "fsdp2, overlapped CPU offload, bf16": Row(BFLOAT16, options={"memory": OVERLAPPED}),
+    "fsdp2, overlapped CPU offload, bf16": Row(
+        BFLOAT16, options={"memory": OVERLAPPED}
+    ),
     "ddp, muon": Row(DDPConfig(), options=MUON),
     "fsdp2, optimizer in the backward": Row(FSDP2Config(), options=IN_BACKWARD),
     "fsdp2, quantized, bf16": Row(BFLOAT16, options={"tune": NF4}),
@@ -57,9 +59,12 @@ MORE_ROWS = {
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
-    "label", [*ROWS, *(pytest.param(label, marks=pytest.mark.extended) for label in MORE_ROWS)]
+    "label",
+    [*ROWS, *(pytest.param(label, marks=pytest.mark.extended) for label in MORE_ROWS)],
 )
-def test_resumed_runs_equal_uninterrupted_ones_bitwise(label: str, tmp_path: Path) -> None:
+def test_resumed_runs_equal_uninterrupted_ones_bitwise(
+    label: str, tmp_path: Path
+) -> None:
     """Oracle: the uninterrupted run: its steps, and all parameters, frozen and quantized ones
     too."""
     row = (ROWS | MORE_ROWS)[label]
@@ -77,7 +82,9 @@ def logits_of_trained(
         trained = TrainedModel(str(folder)).load(Device("cpu"), torch.float32)
         with torch.no_grad():
             models = (trainer.strategy.model.eval(), trained)
-            found.append([model(tokens_BT).float().flatten()[:500].tolist() for model in models])
+            found.append(
+                [model(tokens_BT).float().flatten()[:500].tolist() for model in models]
+            )
     return found
 
 
@@ -97,7 +104,18 @@ def test_final_weights_are_those_of_the_model_and_its_adapters(tmp_path: Path) -
     found = run_ranks(1, logits_of_trained, configs, folders, tokens_BT)[0]
     for trained, stored in found:
         assert stored == pytest.approx(trained, abs=1e-5)
-    assert main(["convert", "to-hf", str(base), str(merged), f"adapter={folders[0]}/adapter"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                "to-hf",
+                str(base),
+                str(merged),
+                f"adapter={folders[0]}/adapter",
+            ]
+        )
+        == 0
+    )
     with torch.no_grad():
         logits = load(merged)(tokens_BT).flatten()[:500].tolist()
     assert logits == pytest.approx(found[0][0], abs=1e-5)
@@ -126,6 +144,8 @@ def test_final_weights_are_those_of_the_model_and_its_adapters(tmp_path: Path) -
 )
 def test_checkpoints_of_other_adapters_are_refused(tune: Any, sentence: str) -> None:
     """Oracle: the message."""
-    saved = run_facts(make_config(SingleConfig(), 1, model=LLAMA, tune=LORA), 1) | {"step": 1}
+    saved = run_facts(make_config(SingleConfig(), 1, model=LLAMA, tune=LORA), 1) | {
+        "step": 1
+    }
     with pytest.raises(ConfigError, match=sentence):
         check_same_run(make_config(SingleConfig(), 1, model=LLAMA, tune=tune), saved)

@@ -39,7 +39,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with a model and rows."""
     monkeypatch.chdir(tmp_path)
     save_model(tmp_path)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in ROWS)
+    )
     return tmp_path
 
 
@@ -59,7 +61,16 @@ def prepared(words: list[str], world_size: int) -> Config:
         (["parallel=single", "parallel.simulated_ranks=3"], 1, 3),
         (["parallel=fsdp2", "train.batch_size=2", "train.grad_accum=3"], 2, 2),
         (["parallel=fsdp2", "mesh.cp_size=2", "data.mask_documents=false"], 4, 2),
-        (["parallel=fsdp2", "mesh.pp_size=2", "data.packing=none", "train.grad_accum=2"], 4, 2),
+        (
+            [
+                "parallel=fsdp2",
+                "mesh.pp_size=2",
+                "data.packing=none",
+                "train.grad_accum=2",
+            ],
+            4,
+            2,
+        ),
         (["parallel=single", "data.eval_fraction=0.3"], 1, 1),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -73,10 +84,17 @@ def test_steps_without_a_number_see_each_row_once(
     config = prepared(words, ranks)
     train = config.train
     assert train.data_seed is not None
-    samples = config.data.build(train.seq_len, config.model.vocab_size, train.data_seed).train
+    samples = config.data.build(
+        train.seq_len, config.model.vocab_size, train.data_seed
+    ).train
     everyone = range(data_ranks)
     stream = BatchStream(
-        samples, train.batch_size, train.grad_accum, everyone, data_ranks, train.data_seed
+        samples,
+        train.batch_size,
+        train.grad_accum,
+        everyone,
+        data_ranks,
+        train.data_seed,
     )
     seen: list[int] = []
     for _ in range(train.steps):
@@ -110,7 +128,8 @@ def test_run_says_how_many_steps_its_pass_has(
     ]
     assert main(words) == 0
     lines = [
-        json.loads(line) for line in (place / "tuned" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (place / "tuned" / "metrics.jsonl").read_text().splitlines()
     ]
     steps = [line for line in lines if "loss" in line]
     output = capfd.readouterr().out
@@ -120,14 +139,22 @@ def test_run_says_how_many_steps_its_pass_has(
     )
     assert said in output and "since a part is held out" in output
     assert any(line.get("eval_loss") is not None for line in steps)
-    assert main([*words, "checkpoint.resume=must"]) == 0 and said in capfd.readouterr().out
+    assert (
+        main([*words, "checkpoint.resume=must"]) == 0 and said in capfd.readouterr().out
+    )
 
 
 @pytest.mark.usefixtures("place")
 def test_profile_longer_than_the_counted_steps_is_refused() -> None:
     """Oracle: the sentence, which composing cannot know yet."""
     config = compose_config(
-        [*MODEL, *DATA, "launch.device=cpu", "profile.enabled=true", "profile.skip_steps=900"]
+        [
+            *MODEL,
+            *DATA,
+            "launch.device=cpu",
+            "profile.enabled=true",
+            "profile.skip_steps=900",
+        ]
     )
     config.validate(2, "cpu")
     config.data.prepare(config.train.seq_len, config.model.vocab_size)

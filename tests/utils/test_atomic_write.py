@@ -21,7 +21,9 @@ from fsdptoys.utils.regular_file import NotRegularFileError, open_regular, read_
 
 
 @pytest.mark.parametrize("where", ["file", ".file.{pid}.part"])
-def test_symbolic_link_is_replaced_and_its_target_kept(where: str, tmp_path: Path) -> None:
+def test_symbolic_link_is_replaced_and_its_target_kept(
+    where: str, tmp_path: Path
+) -> None:
     """Oracle: the content of both files, and the names in the folder."""
     target = tmp_path / "target"
     folder = tmp_path / "folder"
@@ -29,7 +31,9 @@ def test_symbolic_link_is_replaced_and_its_target_kept(where: str, tmp_path: Pat
     folder.mkdir()
     (folder / where.format(pid=os.getpid())).symlink_to(target)
     write_atomically(folder / "file", "new\n", sync=True)
-    assert (folder / "file").read_bytes() == b"new\n" and not (folder / "file").is_symlink()
+    assert (folder / "file").read_bytes() == b"new\n" and not (
+        folder / "file"
+    ).is_symlink()
     assert target.read_text() == "precious"
     assert [path.name for path in folder.iterdir()] == ["file"]
 
@@ -72,7 +76,10 @@ def test_lock_file_of_prepared_data_must_be_regular(tmp_path: Path) -> None:
     """Oracle: the expected message, and the file that the link leads to."""
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "lock").symlink_to("precious")
-    with pytest.raises(ConfigError) as caught, hold_lock(tmp_path / "lock", "data.cache=x", None):
+    with (
+        pytest.raises(ConfigError) as caught,
+        hold_lock(tmp_path / "lock", "data.cache=x", None),
+    ):
         raise AssertionError
     assert str(caught.value) == (
         f"data.cache=x is locked by a file, and {tmp_path}/lock is a symbolic link and not a "
@@ -110,7 +117,14 @@ def test_irregular_files_are_not_read(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["wb", "ab", "r+b", "xb"])
 @pytest.mark.parametrize(
     "kind",
-    ["a named pipe", "a folder", "a device", "a socket", "a symbolic link", "a dangling link"],
+    [
+        "a named pipe",
+        "a folder",
+        "a device",
+        "a socket",
+        "a symbolic link",
+        "a dangling link",
+    ],
 )
 def test_irregular_files_are_not_written(kind: str, mode: str, tmp_path: Path) -> None:
     """Oracle: an error, and the unchanged target of the link, which is not created."""
@@ -118,7 +132,9 @@ def test_irregular_files_are_not_written(kind: str, mode: str, tmp_path: Path) -
     before = os.listdir(tmp_path)
     with pytest.raises(OSError) as caught:
         open_regular(tmp_path / "file", mode)
-    assert isinstance(caught.value, FileExistsError if mode == "xb" else NotRegularFileError)
+    assert isinstance(
+        caught.value, FileExistsError if mode == "xb" else NotRegularFileError
+    )
     assert os.listdir(tmp_path) == before
     if kind == "a symbolic link":
         assert (tmp_path / "precious").read_text() == "precious"

@@ -14,7 +14,13 @@ import pytest
 import yaml
 
 import fsdptoys
-from fsdptoys.utils.foreign import MAX_DEPTH, MAX_YAML_BYTES, ForeignError, parse_json, parse_yaml
+from fsdptoys.utils.foreign import (
+    MAX_DEPTH,
+    MAX_YAML_BYTES,
+    ForeignError,
+    parse_json,
+    parse_yaml,
+)
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.text import one_line, printable
 from tests.harness.streams import run_with
@@ -24,7 +30,11 @@ from tests.harness.streams import run_with
     ("parse", "text", "reason"),
     [
         (parse_json, "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nested more than"),
-        (parse_json, '{"a": ' * (MAX_DEPTH + 1) + "0" + "}" * (MAX_DEPTH + 1), "nested more than"),
+        (
+            parse_json,
+            '{"a": ' * (MAX_DEPTH + 1) + "0" + "}" * (MAX_DEPTH + 1),
+            "nested more than",
+        ),
         (parse_json, '{"loss": 1' + "0" * 400 + "}", "more than 300 digits"),
         (parse_json, "9" * 5000, "digits"),
         (parse_json, b"\xff", "utf-8"),
@@ -67,7 +77,9 @@ def test_duplicate_keys_are_refused() -> None:
 
 def test_valid_json_is_parsed_like_python() -> None:
     """Oracle: literal values, emoji as a pair of escaped surrogates, 300 digits in a string."""
-    text = '{"a": [1, 2.5, null, true, "\\ud83d\\ude00"], "b": {"c": "' + "7" * 300 + '"}}'
+    text = (
+        '{"a": [1, 2.5, null, true, "\\ud83d\\ude00"], "b": {"c": "' + "7" * 300 + '"}}'
+    )
     assert parse_json(text) == {"a": [1, 2.5, None, True, "😀"], "b": {"c": "7" * 300}}
     assert math.isnan(parse_json("NaN", non_finite=True))
 
@@ -164,7 +176,9 @@ def test_plain_values_are_converted_to_the_annotated_types() -> None:
         ({"\x1b": 1}, "the key '\\x1b'"),
     ],
 )
-def test_values_of_the_wrong_type_are_named(change: dict[str, Any], reason: str) -> None:
+def test_values_of_the_wrong_type_are_named(
+    change: dict[str, Any], reason: str
+) -> None:
     """Oracle: the expected message, on one line without control characters."""
     with pytest.raises(ForeignError) as caught:
         build(Outer, {**WHOLE, **change})

@@ -23,9 +23,13 @@ def shard_twice() -> list[bool]:
     for rows, inner, outer in CASES:
         full = torch.arange(rows * 4.0).view(rows, 4)
         layer = nn.Linear(4, rows, bias=False)
-        layer.weight = nn.Parameter(distribute_tensor(full, mesh["inner"], [Shard(inner)]))
+        layer.weight = nn.Parameter(
+            distribute_tensor(full, mesh["inner"], [Shard(inner)])
+        )
         fully_shard(
-            layer, mesh=mesh["shard"], shard_placement_fn=lambda param, dim=outer: Shard(dim)
+            layer,
+            mesh=mesh["shard"],
+            shard_placement_fn=lambda param, dim=outer: Shard(dim),
         )
         (top, bottom), (left, right) = local_bounds(layer.weight)
         local = layer.weight.to_local()  # type: ignore[attr-defined]

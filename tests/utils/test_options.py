@@ -8,7 +8,13 @@ import pytest
 
 from fsdptoys.errors import UnusedKeyError
 from fsdptoys.utils.bounds import at_least
-from fsdptoys.utils.options import Effect, check_declared, check_options, option, refuse_unused
+from fsdptoys.utils.options import (
+    Effect,
+    check_declared,
+    check_options,
+    option,
+    refuse_unused,
+)
 
 
 class Mode(Enum):
@@ -53,7 +59,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_option_without_its_switch_is_refused_in_a_sentence_that_names_it(name: str) -> None:
+def test_option_without_its_switch_is_refused_in_a_sentence_that_names_it(
+    name: str,
+) -> None:
     """Oracle: the sentences by hand."""
     with pytest.raises(UnusedKeyError) as refused:
         check_options("part", Section(**{name: 1}))

@@ -18,7 +18,10 @@ AXES = Rules()
 
 def split_sizes(model: ModelConfig) -> dict[str, int]:
     """Key → size of everything that tensor parallelism splits."""
-    sizes = {"n_heads": model.n_heads, "n_kv_heads": getattr(model, "n_kv_heads", model.n_heads)}
+    sizes = {
+        "n_heads": model.n_heads,
+        "n_kv_heads": getattr(model, "n_kv_heads", model.n_heads),
+    }
     if not (isinstance(model, MoEConfig) and model.has_experts_everywhere()):
         sizes["ffn_dim"] = getattr(model, "ffn_dim", None) or model.implied()["ffn_dim"]
     if isinstance(model, MoEConfig) and model.shares_an_expert:
@@ -78,7 +81,9 @@ AXES.exclude(
 )
 AXES.exclude(
     "mesh.tp_size",
-    when=lambda config, where: isinstance(config.model, MoEConfig) and not fsdp2_can_sum(),
+    when=lambda config, where: (
+        isinstance(config.model, MoEConfig) and not fsdp2_can_sum()
+    ),
     says="{model} has experts, for which FSDP2 must sum gradients (torch 2.11 and later can), and "
     "tokens, which {mesh.tp_size} splits; set parallel=ddp or mesh.tp_size=1",
 )
@@ -92,7 +97,9 @@ def _form(config: Sections) -> ContextForm:
 
 AXES.exclude(
     "mesh.cp_size",
-    when=lambda config, where: _form(config) not in config.parallel.capabilities.context_forms,
+    when=lambda config, where: (
+        _form(config) not in config.parallel.capabilities.context_forms
+    ),
     says="{parallel.context} is not an option of {parallel}; set parallel.context=auto",
 )
 
@@ -104,7 +111,9 @@ def ulysses_divides_heads(config: Sections, where: Where) -> str | None:
     heads = config.model.n_heads // tp
     if heads % ranks == 0:
         return None
-    fitting = max(size for size in range(1, ranks) if heads % size == 0 and ranks % size == 0)
+    fitting = max(
+        size for size in range(1, ranks) if heads % size == 0 and ranks % size == 0
+    )
     of = "the model" if tp == 1 else f"a rank of mesh.tp_size={tp}"
     other = config.parallel.capabilities.context_forms[1].value
     return (
@@ -122,7 +131,9 @@ def pieces_divide_sequences(config: Sections, where: Where) -> str | None:
     if seq_len % pieces == 0:
         return None
     heads = config.model.n_heads // config.mesh.tp_size
-    fits_ulysses = form is not ContextForm.ulysses and seq_len % ranks == 0 and heads % ranks == 0
+    fits_ulysses = (
+        form is not ContextForm.ulysses and seq_len % ranks == 0 and heads % ranks == 0
+    )
     return (
         f"train.seq_len={seq_len} must be a multiple of {pieces}, the pieces into which "
         f"parallel.context={form.value} cuts a sequence with mesh.cp_size={ranks}; set "
@@ -149,7 +160,11 @@ AXES.exclude(
     "leaves each rank some rows; set kernels.document_attention=torch or parallel.context=ulysses",
 )
 PARTIAL = {
-    ContextForm.ring: (AttentionKernel.torch, AttentionKernel.flash, AttentionKernel.math),
+    ContextForm.ring: (
+        AttentionKernel.torch,
+        AttentionKernel.flash,
+        AttentionKernel.math,
+    ),
     ContextForm.gathered: (
         *(AttentionKernel.torch, AttentionKernel.flash, AttentionKernel.math),
         *(AttentionKernel.efficient, AttentionKernel.npu),
@@ -204,4 +219,6 @@ def shards_have_rows(config: Sections, where: Where) -> str | None:
 def float8_shards_are_even(config: Sections, where: Where) -> str | None:
     """A gather in float8 has equal shards."""
     with torch.device("meta"):
-        return uneven_shards(config.model.build(), config.mesh.shard_ranks(where.world_size))
+        return uneven_shards(
+            config.model.build(), config.mesh.shard_ranks(where.world_size)
+        )

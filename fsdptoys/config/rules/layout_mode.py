@@ -61,7 +61,9 @@ def ranks_have_whole_grains(config: Sections, where: Where) -> str | None:
         )
     pieces = math.lcm(form.pieces_per_rank * ranks if ranks > 1 else 1, ranks * splits)
     if train.grains % pieces:
-        cutter = f"mesh.tp_size={splits}" if splits > 1 else f"parallel.context={form.value}"
+        cutter = (
+            f"mesh.tp_size={splits}" if splits > 1 else f"parallel.context={form.value}"
+        )
         return (
             f"train.grains={train.grains} must be a multiple of {pieces}, the pieces into which "
             f"{cutter} cuts a sequence with mesh.cp_size={ranks}; set "
@@ -89,7 +91,11 @@ def ranks_have_whole_grains(config: Sections, where: Where) -> str | None:
 @LAYOUT_MODE.rule(LAYOUT)
 def ranks_have_whole_slices(config: Sections, where: Where) -> str | None:
     """Ranks that split features have whole slices."""
-    slices, ranks, sizes = config.train.slices, config.mesh.tp_size, split_sizes(config.model)
+    slices, ranks, sizes = (
+        config.train.slices,
+        config.mesh.tp_size,
+        split_sizes(config.model),
+    )
     if slices % ranks:
         return (
             f"train.slices={slices} must be a multiple of mesh.tp_size={ranks}, whose ranks have "
@@ -100,7 +106,8 @@ def ranks_have_whole_slices(config: Sections, where: Where) -> str | None:
         if size % slices:
             fitting = math.gcd(slices, *sizes.values())
             return (
-                f"train.slices={slices} must divide model.{key}={size}; set train.slices={fitting}"
+                f"train.slices={slices} must divide model.{key}={size}; set "
+                f"train.slices={fitting}"
             )
     return None
 

@@ -21,7 +21,8 @@ MEMORY.exclude(
     "mesh.fsdp_size",
     "parallel.capabilities.shards_parameters=true",
     when=lambda config, where: (
-        config.mesh.shard_ranks(where.world_size) < config.mesh.stage_ranks(where.world_size)
+        config.mesh.shard_ranks(where.world_size)
+        < config.mesh.stage_ranks(where.world_size)
     ),
     says="memory.optimizer_in_backward=true saves nothing with {mesh.fsdp_size}, since FSDP2 "
     "holds gradients that go to replicas until the backward ends; set mesh.fsdp_size=-1 or "

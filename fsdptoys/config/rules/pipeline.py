@@ -27,7 +27,11 @@ def _schedule(config: Sections) -> PipelineSchedule:
 def schedule_is_in_this_torch(config: Sections, where: Where) -> str | None:
     """Schedules come with versions of torch."""
     schedule = _schedule(config)
-    since = ZERO_BUBBLE_SINCE if schedule is PipelineSchedule.zero_bubble else SCHEDULES_SINCE
+    since = (
+        ZERO_BUBBLE_SINCE
+        if schedule is PipelineSchedule.zero_bubble
+        else SCHEDULES_SINCE
+    )
     if schedule is PipelineSchedule.gpipe or since <= TORCH:
         return None
     return (
@@ -40,7 +44,11 @@ def schedule_is_in_this_torch(config: Sections, where: Where) -> str | None:
 @PIPELINE.rule("mesh.pp_size")
 def every_stage_has_a_layer(config: Sections, where: Where) -> str | None:
     """Stages are whole layers."""
-    schedule, ranks, n_layers = _schedule(config), config.mesh.pp_size, config.model.n_layers
+    schedule, ranks, n_layers = (
+        _schedule(config),
+        config.mesh.pp_size,
+        config.model.n_layers,
+    )
     if n_layers >= ranks * schedule.stages_per_rank:
         return None
     most = n_layers // schedule.stages_per_rank
@@ -56,7 +64,11 @@ def every_stage_has_a_layer(config: Sections, where: Where) -> str | None:
 @PIPELINE.rule("mesh.pp_size")
 def micro_batches_fit_the_schedule(config: Sections, where: Where) -> str | None:
     """Schedules other than gpipe interleave the micro-batches of a step."""
-    schedule, ranks, count = _schedule(config), config.mesh.pp_size, config.train.grad_accum
+    schedule, ranks, count = (
+        _schedule(config),
+        config.mesh.pp_size,
+        config.train.grad_accum,
+    )
     if schedule is PipelineSchedule("1f1b") and count < ranks:
         return (
             f"train.grad_accum={count} has fewer micro-batches than mesh.pp_size={ranks} stages, "
@@ -101,7 +113,12 @@ PIPELINE.exclude(
     says="{train.float8} has not been tried with the stages of {mesh.pp_size}; set "
     "train.float8=none or mesh.pp_size=1",
 )
-for _switch in ("cpu_offload", "optimizer_offload", "activation_offload", "optimizer_in_backward"):
+for _switch in (
+    "cpu_offload",
+    "optimizer_offload",
+    "activation_offload",
+    "optimizer_in_backward",
+):
     PIPELINE.exclude(
         "mesh.pp_size",
         f"memory.{_switch}=true",

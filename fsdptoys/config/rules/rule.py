@@ -66,7 +66,11 @@ class Rules:
         return register
 
     def exclude(
-        self, *settings: str, when: Condition | None = None, unused: bool = False, says: str
+        self,
+        *settings: str,
+        when: Condition | None = None,
+        unused: bool = False,
+        says: str,
     ) -> None:
         """Refuse settings that occur together.
 
@@ -78,7 +82,11 @@ class Rules:
         """
 
         def check(config: Sections, where: Where) -> str | None:
-            return fill(says, config, where) if when is None or when(config, where) else None
+            return (
+                fill(says, config, where)
+                if when is None or when(config, where)
+                else None
+            )
 
         self.all.append(Rule(settings, check, unused))
 
@@ -107,13 +115,17 @@ def holds(config: Sections, where: Where, setting: str) -> bool:
     if wanted:
         return (value == wanted) is not unequal
     section, _, name = key.partition(".")
-    return value != value_text(default_of(getattr(config, section).__dataclass_fields__[name]))
+    return value != value_text(
+        default_of(getattr(config, section).__dataclass_fields__[name])
+    )
 
 
 @functools.cache
 def _parts(setting: str) -> tuple[str, bool, str]:
     """Return key, whether the value must differ, and value."""
-    key, sign, value = re.fullmatch(r"([\w.]+)(?:(!?=)(.+))?", setting).groups(default="")  # type: ignore[union-attr]
+    key, sign, value = re.fullmatch(r"([\w.]+)(?:(!?=)(.+))?", setting).groups(
+        default=""
+    )  # type: ignore[union-attr]
     return key, sign == "!=", value
 
 

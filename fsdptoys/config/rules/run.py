@@ -14,7 +14,9 @@ def _checkpointed(config: Sections) -> range:
     """Return the indices of the blocks that are checkpointed."""
     memory = config.memory
     return range(
-        memory.checkpointing_start_index, config.model.n_layers, memory.checkpointing_every
+        memory.checkpointing_start_index,
+        config.model.n_layers,
+        memory.checkpointing_every,
     )
 
 
@@ -30,7 +32,9 @@ SIZES.exclude(
 )
 SIZES.exclude(
     "memory.gradient_checkpointing",
-    when=lambda config, where: config.memory.checkpointing_start_index >= config.model.n_layers,
+    when=lambda config, where: (
+        config.memory.checkpointing_start_index >= config.model.n_layers
+    ),
     says="{memory.checkpointing_start_index} is past the last of {model.n_layers} layers; set "
     "memory.checkpointing_start_index=0 to checkpoint every block",
 )

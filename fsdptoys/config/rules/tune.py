@@ -22,7 +22,11 @@ def _linear_layers(config: Sections) -> dict[str, Linear]:
     """Return the linear layers of the blocks, by name."""
     with torch.device("meta"):
         layers = config.model.build().layers
-    return {name: module for name, module in layers.named_modules() if type(module) is Linear}
+    return {
+        name: module
+        for name, module in layers.named_modules()
+        if type(module) is Linear
+    }
 
 
 @TUNE.rule("tune.targets")

@@ -10,4 +10,9 @@ token signs (``signed_state``). Objects that ranks exchange are JSON too
 from .handlers import LocalRendezvous, describe_rendezvous_error, make_rendezvous
 from .signed_state import read_token
 
-__all__ = ["LocalRendezvous", "describe_rendezvous_error", "make_rendezvous", "read_token"]
+__all__ = [
+    "LocalRendezvous",
+    "describe_rendezvous_error",
+    "make_rendezvous",
+    "read_token",
+]

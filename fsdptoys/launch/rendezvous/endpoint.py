@@ -31,7 +31,9 @@ ANSWER_SECONDS = 60.0
 """Timeout of the proof that the listener is a store of ours; a busy machine may take long."""
 RETRY_SECONDS = 0.1  # between attempts to connect to a node that does not listen yet
 RESOLVE_SECONDS = 4.5  # timeout of resolving the endpoint's name
-CONNECT_TIMEOUT = timedelta(seconds=60)  # of connecting to the store, and of each answer
+CONNECT_TIMEOUT = timedelta(
+    seconds=60
+)  # of connecting to the store, and of each answer
 
 
 class RendezvousEndpoint:
@@ -63,7 +65,9 @@ class RendezvousEndpoint:
                     return self._server
             return self._join(ANSWER_SECONDS if wait_seconds is None else wait_seconds)
         except (ValueError, RuntimeError, TimeoutError) as error:
-            raise RendezvousConnectionError("the connection to the store has failed") from error
+            raise RendezvousConnectionError(
+                "the connection to the store has failed"
+            ) from error
 
     def _serve(self) -> TCPStore | None:
         """Open the server; None if this node does not have the address or another process serves
@@ -90,11 +94,17 @@ class RendezvousEndpoint:
         if not _is_store(connection, deadline):
             raise RendezvousConnectionError("something else has that port")
         store = TCPStore(
-            self.host, self.port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT
+            self.host,
+            self.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=CONNECT_TIMEOUT,
         )
         while not has_state(store):
             if time.monotonic() > deadline:
-                raise RendezvousConnectionError("a PyTorch store of another program has that port")
+                raise RendezvousConnectionError(
+                    "a PyTorch store of another program has that port"
+                )
             time.sleep(RETRY_SECONDS)
         return store
 
@@ -140,12 +150,18 @@ def _open_server(host: str, port: int, listening: socket.socket) -> TCPStore:
         "timeout": CONNECT_TIMEOUT,
     }
     try:
-        return TCPStore(host, port, master_listen_fd=os.dup(listening.fileno()), **options)
+        return TCPStore(
+            host, port, master_listen_fd=os.dup(listening.fileno()), **options
+        )
     except (NotImplementedError, RuntimeError) as error:
         if "listen fd" not in str(error):
             raise
     return TCPStore(
-        host, port, master_listen_fd=os.dup(listening.fileno()), use_libuv=False, **options
+        host,
+        port,
+        master_listen_fd=os.dup(listening.fileno()),
+        use_libuv=False,
+        **options,
     )
 
 
@@ -158,9 +174,13 @@ def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
     def look() -> None:
         try:
             answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            addresses.extend((int(family), address) for family, _, _, _, address in answers)
+            addresses.extend(
+                (int(family), address) for family, _, _, _, address in answers
+            )
         except (OSError, UnicodeError) as error:
-            problem[0] = f"{host} has no address: {getattr(error, 'strerror', None) or error}"
+            problem[0] = (
+                f"{host} has no address: {getattr(error, 'strerror', None) or error}"
+            )
 
     thread = threading.Thread(target=look, name="resolve", daemon=True)
     thread.start()

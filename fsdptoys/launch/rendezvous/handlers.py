@@ -70,7 +70,9 @@ class LocalRendezvous(api.RendezvousHandler):
         """Name a new store; port 0 makes a rank fail that uses ``env://``."""
         name_file_store(self._folder, self._starts)
         self._starts += 1
-        return api.RendezvousInfo(HashStore(), 0, 1, api.RendezvousStoreInfo("127.0.0.1", 0))
+        return api.RendezvousInfo(
+            HashStore(), 0, 1, api.RendezvousStoreInfo("127.0.0.1", 0)
+        )
 
     def is_closed(self) -> bool:
         return False
@@ -127,7 +129,9 @@ class NetworkRendezvous(LocalRendezvous):
         # Machines of a run start at different times; a lost connection is tried again in
         # ``next_rendezvous``.
         store = self._point.connect(None if self._complete else self._timeout.seconds)
-        self._backend = SignedBackend(store, launch.run_id, self._token, launch.rdzv_endpoint)
+        self._backend = SignedBackend(
+            store, launch.run_id, self._token, launch.rdzv_endpoint
+        )
         self._handler = DynamicRendezvousHandler.from_backend(
             launch.run_id,
             store,
@@ -239,7 +243,9 @@ class NetworkRendezvous(LocalRendezvous):
         print_status(f"launch.rdzv_endpoint={self._point.endpoint} does not answer")
 
 
-def make_rendezvous(launch: LaunchConfig, folder: Path, token: bytes | None) -> LocalRendezvous:
+def make_rendezvous(
+    launch: LaunchConfig, folder: Path, token: bytes | None
+) -> LocalRendezvous:
     """Open the rendezvous of a run, or connect to it, with the secret shared by the nodes, if any.
 
     RendezvousConnectionError if the connection fails, ValueError for an invalid endpoint.
@@ -256,7 +262,9 @@ def _agree_on_prefix(info: api.RendezvousInfo) -> str:
             info.store.set(RANKS_KEY, f"ranks/{uuid.uuid4().hex}")
         prefix = info.store.get(RANKS_KEY).decode()
     except RuntimeError as error:
-        raise api.RendezvousConnectionError("the connection to the store has failed") from error
+        raise api.RendezvousConnectionError(
+            "the connection to the store has failed"
+        ) from error
     if not re.fullmatch(r"ranks/[0-9a-f]{32}", prefix):
         raise ValueError("another prefix")
     return prefix

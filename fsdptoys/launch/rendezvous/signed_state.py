@@ -42,7 +42,9 @@ from fsdptoys.utils.regular_file import open_regular
 from fsdptoys.utils.text import one_line, printable
 
 KEY = "fsdptoys.rendezvous"
-NOTHING = "nothing"  # placeholder before the first state, since reading a missing key blocks
+NOTHING = (
+    "nothing"  # placeholder before the first state, since reading a missing key blocks
+)
 MOST_BYTES = 2**20  # of a message; a thousand nodes take 200 KB
 LAST_SECOND = 2.0**32
 """Upper bound of times; dates beyond Python's range would raise an OverflowError."""
@@ -72,7 +74,9 @@ def read_token(path: str | None) -> bytes | None:
         )
     if not LEAST_TOKEN_BYTES <= len(token) <= MOST_TOKEN_BYTES:
         limits = f"{LEAST_TOKEN_BYTES} to {MOST_TOKEN_BYTES}"
-        raise ConfigError(f"{key} holds {len(token)} bytes and must hold {limits}; {make}")
+        raise ConfigError(
+            f"{key} holds {len(token)} bytes and must hold {limits}; {make}"
+        )
     return token
 
 
@@ -96,7 +100,9 @@ class SignedBackend(RendezvousBackend):
     RendezvousConnectionError if the store at ``endpoint`` is silent.
     """
 
-    def __init__(self, store: Store, run_id: str, token: bytes | None, endpoint: str) -> None:
+    def __init__(
+        self, store: Store, run_id: str, token: bytes | None, endpoint: str
+    ) -> None:
         self._store = store
         self._run_id = run_id
         self._token = token
@@ -117,7 +123,9 @@ class SignedBackend(RendezvousBackend):
             self._ask("get", KEY) if self._ask("check", [KEY]) else NOTHING.encode()
         )
 
-    def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
+    def set_state(
+        self, state: bytes, token: Any | None = None
+    ) -> tuple[bytes, Any, bool] | None:
         """See RendezvousBackend; the pickle comes from this process."""
         message = self._encode(pickle.loads(state))
         before = token.decode() if isinstance(token, bytes) else NOTHING
@@ -129,7 +137,9 @@ class SignedBackend(RendezvousBackend):
         try:
             return getattr(self._store, operation)(*words)
         except (ValueError, RuntimeError, TimeoutError) as error:
-            raise RendezvousConnectionError("the connection to the store has failed") from error
+            raise RendezvousConnectionError(
+                "the connection to the store has failed"
+            ) from error
 
     def _encode(self, state: Any) -> str:
         self.most_nodes = max(self.most_nodes, len(state.participants))
@@ -178,7 +188,9 @@ class SignedBackend(RendezvousBackend):
                 "this one has; set launch.rdzv_token_file on each machine"
             )
         expected = self._sign(text)
-        if expected is None or not hmac.compare_digest(expected.encode(), signature.encode()):
+        if expected is None or not hmac.compare_digest(
+            expected.encode(), signature.encode()
+        ):
             raise ForeignStateError(
                 f"another machine at launch.rdzv_endpoint={self._endpoint} has another token "
                 "than this one; give launch.rdzv_token_file the same content on each machine"
@@ -245,7 +257,9 @@ class _Envelope:
 def _plain_state(state: Any) -> dict[str, Any]:
     """Convert torch's state to JSON values, which ``build`` reads as a ``_State``."""
     fields = {field.name for field in dataclasses.fields(_State)}
-    assert set(vars(state)) == fields, f"this torch has another state: {sorted(vars(state))}"
+    assert set(vars(state)) == fields, (
+        f"this torch has another state: {sorted(vars(state))}"
+    )
     ranks = state.participants.items()
     beats = state.last_heartbeats.items()
     return vars(state) | {
@@ -253,7 +267,9 @@ def _plain_state(state: Any) -> dict[str, Any]:
         "participants": [{"node": asdict(node), "rank": rank} for node, rank in ranks],
         "wait_list": list(map(asdict, state.wait_list)),
         "redundancy_list": list(map(asdict, state.redundancy_list)),
-        "last_heartbeats": [{"node": asdict(node), "seconds": _seconds(at)} for node, at in beats],
+        "last_heartbeats": [
+            {"node": asdict(node), "seconds": _seconds(at)} for node, at in beats
+        ],
     }
 
 
@@ -263,11 +279,15 @@ def _torch_state(plain: _State) -> Any:
     state.complete = plain.complete
     state.closed = plain.closed
     state.deadline = None if plain.deadline is None else _moment(plain.deadline)
-    state.participants = {entry.node.for_torch(): entry.rank for entry in plain.participants}
+    state.participants = {
+        entry.node.for_torch(): entry.rank for entry in plain.participants
+    }
     state.wait_list = {node.for_torch() for node in plain.wait_list}
     state.redundancy_list = {node.for_torch() for node in plain.redundancy_list}
     beats = plain.last_heartbeats
-    state.last_heartbeats = {beat.node.for_torch(): _moment(beat.seconds) for beat in beats}
+    state.last_heartbeats = {
+        beat.node.for_torch(): _moment(beat.seconds) for beat in beats
+    }
     return state
 
 
@@ -275,10 +295,16 @@ def _torch_state(plain: _State) -> Any:
 
 
 def _seconds(moment: datetime) -> float:
-    with_zone = moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)
+    with_zone = (
+        moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)
+    )
     return with_zone.timestamp()
 
 
 def _moment(seconds: float) -> datetime:
     moment = datetime.fromtimestamp(seconds, timezone.utc)
-    return moment if hasattr(dynamic_rendezvous, "timezone") else moment.replace(tzinfo=None)
+    return (
+        moment
+        if hasattr(dynamic_rendezvous, "timezone")
+        else moment.replace(tzinfo=None)
+    )

@@ -41,7 +41,11 @@ from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace import tracing_process
-from fsdptoys.plan.trace.extrapolate_layers import depths_of, extrapolate, layers_in_turn
+from fsdptoys.plan.trace.extrapolate_layers import (
+    depths_of,
+    extrapolate,
+    layers_in_turn,
+)
 from fsdptoys.plan.trace.groups import PlannedGroup
 from fsdptoys.plan.trace.op_costs import attention_of, matmul_workspace_bytes
 from fsdptoys.plan.trace.tracer import DEVICE_TYPES
@@ -73,7 +77,9 @@ def fast_estimate(config: Config, hardware: Hardware, world_size: int) -> Predic
         if mesh.pp_size > 1:
             model = _built(_model_key(config), Uncached(config))
             turn = math.lcm(layers_in_turn(model), config.memory.checkpointing_every)
-            memory, time, stages = predict_pipeline(config, replays, (2 * turn, 3 * turn))
+            memory, time, stages = predict_pipeline(
+                config, replays, (2 * turn, 3 * turn)
+            )
         else:
             memory, time = _of_one_rank(config, replays)
     # Those of one rank: ranks that share sequences, or have other layers, have a part of each.
@@ -90,7 +96,8 @@ def fast_estimate(config: Config, hardware: Hardware, world_size: int) -> Predic
         hardware=hardware.name,
         world_size=world_size,
         tokens_per_step=round(tokens * world_size),
-        model_flops_per_step=tokens * _flops(_model_key(config), train.seq_len, Uncached(config)),
+        model_flops_per_step=tokens
+        * _flops(_model_key(config), train.seq_len, Uncached(config)),
         peak_flops=peak_flops.value if peak_flops else None,
         memory=memory,
         time=time,
@@ -99,15 +106,21 @@ def fast_estimate(config: Config, hardware: Hardware, world_size: int) -> Predic
     )
 
 
-def _of_one_rank(config: Config, replays: Replays) -> tuple[MemoryPrediction, TimePrediction]:
+def _of_one_rank(
+    config: Config, replays: Replays
+) -> tuple[MemoryPrediction, TimePrediction]:
     """Two depths, and two numbers of micro-batches, extrapolated to the run's."""
     n_layers = config.model.n_layers
     is_fsdp1 = isinstance(config.parallel, FSDP1Config)
     least = LEAST_LAYERS_FSDP1 if is_fsdp1 else LEAST_LAYERS
     depths = depths_of(config, _built(_model_key(config), Uncached(config)), least)
-    micro_batches = config.train.grad_accum * getattr(config.parallel, "simulated_ranks", 1)
+    micro_batches = config.train.grad_accum * getattr(
+        config.parallel, "simulated_ranks", 1
+    )
     counts = (
-        [micro_batches] if micro_batches <= MICRO_BATCHES else [MICRO_BATCHES - 1, MICRO_BATCHES]
+        [micro_batches]
+        if micro_batches <= MICRO_BATCHES
+        else [MICRO_BATCHES - 1, MICRO_BATCHES]
     )
     results = []
     for count in counts:
@@ -118,7 +131,9 @@ def _of_one_rank(config: Config, replays: Replays) -> tuple[MemoryPrediction, Ti
         results.append(result)
     time = results[-1].time()
     if len(results) > 1:
-        time = extrapolate(results[0].time(), time, (counts[0], counts[1]), micro_batches)
+        time = extrapolate(
+            results[0].time(), time, (counts[0], counts[1]), micro_batches
+        )
     return result.memory(), time
 
 
@@ -147,13 +162,19 @@ def _replays(
             deep.parallel = dataclasses.replace(config.parallel, simulated_ranks=1)
         model = _built(_model_key(deep), Uncached(deep), axes.ep, axes.tp)
         sparse = axes.ep > 1 or (
-            axes.tp > 1 and any(isinstance(module, Experts) for module in model.modules())
+            axes.tp > 1
+            and any(isinstance(module, Experts) for module in model.modules())
         )
         names = _unit_names(
-            _model_key(deep), repr(config.parallel), sparse, Uncached((model, config.parallel))
+            _model_key(deep),
+            repr(config.parallel),
+            sparse,
+            Uncached((model, config.parallel)),
         )
         segments = segments_of(deep, model, attention, names)
-        inner = any(name.startswith("layers.") and name.count(".") > 1 for name in names)
+        inner = any(
+            name.startswith("layers.") and name.count(".") > 1 for name in names
+        )
         contents.append(segments)
         ties = model.lm_head.weight is model.embed_tokens.weight
         layouts = tuple(segment.layout(offloads, ties) for segment in segments)
@@ -166,23 +187,35 @@ def _replays(
     for segments, skeleton in zip(contents, skeletons, strict=True):
         trace = splice(skeleton, segments, matmul_workspace_bytes(hardware), offloads)
         if config.kernels.attention is AttentionKernel.npu:
-            block = max(event.block for event in trace.events if isinstance(event, Alloc)) + 1
-            trace.events.insert(
-                1, Alloc(block, npu_kernels.MASK_ROWS**2, COMPUTE_STREAM, Category.buffers)
+            block = (
+                max(event.block for event in trace.events if isinstance(event, Alloc))
+                + 1
             )
-        allocator = build_allocator(config.plan.allocator, device_type=hardware.device_type)
+            trace.events.insert(
+                1,
+                Alloc(
+                    block, npu_kernels.MASK_ROWS**2, COMPUTE_STREAM, Category.buffers
+                ),
+            )
+        allocator = build_allocator(
+            config.plan.allocator, device_type=hardware.device_type
+        )
         replays.append(replay(trace, hardware, allocator))
     return replays
 
 
-def _skeletons(device_type: str, world_size: int, requests: Sequence[Any]) -> list[Trace]:
+def _skeletons(
+    device_type: str, world_size: int, requests: Sequence[Any]
+) -> list[Trace]:
     """Return the skeletons of requests. Each is traced once."""
     keys = [
         repr((device_type, world_size, rank, vars(config), *others))
         for rank, _, (config, *others) in requests
     ]
     missing = {
-        key: request for key, request in zip(keys, requests, strict=True) if key not in TRACED
+        key: request
+        for key, request in zip(keys, requests, strict=True)
+        if key not in TRACED
     }
     traces = tracing_process.traced(device_type, world_size, list(missing.values()))
     TRACED.update(zip(missing, traces, strict=True))
@@ -191,7 +224,10 @@ def _skeletons(device_type: str, world_size: int, requests: Sequence[Any]) -> li
 
 @functools.lru_cache(maxsize=512)
 def _unit_names(
-    model_key: str, parallel_key: str, sparse: bool, source: Uncached[tuple[DecoderModel, Any]]
+    model_key: str,
+    parallel_key: str,
+    sparse: bool,
+    source: Uncached[tuple[DecoderModel, Any]],
 ) -> tuple[str, ...]:
     """Modules that are units."""
     model, parallel = source.value
@@ -234,7 +270,9 @@ def _built(
         model = config.value.model.build()
         samples = tune_model(model, config.value)
         if samples is not None:
-            samples.numbers_B = torch.empty(config.value.train.batch_size, dtype=torch.int64)
+            samples.numbers_B = torch.empty(
+                config.value.train.batch_size, dtype=torch.int64
+            )
         quantize_base(model, config.value)
         model.init_buffers(torch.device("meta"))
     if features_over > 1:
@@ -246,9 +284,13 @@ def _built(
                 setattr(
                     experts,
                     name,
-                    nn.Parameter(stack.new_empty(len(stack) // experts_over, *stack.shape[1:])),
+                    nn.Parameter(
+                        stack.new_empty(len(stack) // experts_over, *stack.shape[1:])
+                    ),
                 )
-            experts.dispatch = _Exchange(cast(Any, PlannedGroup(EXPERT_AXIS, experts_over)))
+            experts.dispatch = _Exchange(
+                cast(Any, PlannedGroup(EXPERT_AXIS, experts_over))
+            )
     return model
 
 

@@ -20,12 +20,21 @@ import torch
 
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing
-from fsdptoys.metrics.prediction import Category, MemoryPrediction, StagePrediction, TimePrediction
+from fsdptoys.metrics.prediction import (
+    Category,
+    MemoryPrediction,
+    StagePrediction,
+    TimePrediction,
+)
 from fsdptoys.models.stage_split import split_model
 from fsdptoys.models.stages import Stage
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel.pipeline import PipelineSchedule
-from fsdptoys.plan.simulator.pipeline_schedules import duration, most_in_flight, order_of
+from fsdptoys.plan.simulator.pipeline_schedules import (
+    duration,
+    most_in_flight,
+    order_of,
+)
 from fsdptoys.plan.simulator.replay import Replay
 from fsdptoys.plan.trace.extrapolate_layers import extrapolate
 
@@ -63,7 +72,11 @@ class _Traced:
     """
 
     def __init__(
-        self, replays: Replays, depths: tuple[int, int], schedule: PipelineSchedule, count: int
+        self,
+        replays: Replays,
+        depths: tuple[int, int],
+        schedule: PipelineSchedule,
+        count: int,
     ) -> None:
         self.depths, self.count = depths, count
         self.all_at_once = schedule is PipelineSchedule.gpipe
@@ -76,17 +89,25 @@ class _Traced:
         for length, micro_batches in zip(lengths, self.counts, strict=True):
             places = [(depth, rank) for depth in depths for rank in (0, length - 1)]
             made = replays(
-                [Part(length * depth, micro_batches, length, rank, kind) for depth, rank in places]
+                [
+                    Part(length * depth, micro_batches, length, rank, kind)
+                    for depth, rank in places
+                ]
             )
             self._found.append(
-                {(rank > 0, depth): each for (depth, rank), each in zip(places, made, strict=True)}
+                {
+                    (rank > 0, depth): each
+                    for (depth, rank), each in zip(places, made, strict=True)
+                }
             )
 
     def pair(self, layers: int, is_last: bool = False) -> tuple[Replay, Replay]:
         """The first or last rank of both pipelines, with that many layers."""
         shallow, deep = self.depths
         few, more = (
-            extrapolate(each[is_last, shallow], each[is_last, deep], self.depths, layers)
+            extrapolate(
+                each[is_last, shallow], each[is_last, deep], self.depths, layers
+            )
             for each in self._found
         )
         return few, more
@@ -101,9 +122,9 @@ class _Traced:
             one, all_of_first = (
                 self.memory(layers, number)[0].peak_bytes for number in (1, in_flight)
             )
-            return _changed(few.memory(), {Category.activations: all_of_first - one}), self.counts[
-                0
-            ]
+            return _changed(
+                few.memory(), {Category.activations: all_of_first - one}
+            ), self.counts[0]
         received = self.counts[0] + in_flight - self.in_flight[0]
         return extrapolate(few, more, self.in_flight, in_flight).memory(), received
 
@@ -116,7 +137,11 @@ class _Traced:
         """Time of a micro-batch, without waits for the host, which goes on while a rank waits for
         others."""
         few, more = (each.time() for each in self.pair(layers, is_last))
-        return more.step_seconds - more.host_seconds - (few.step_seconds - few.host_seconds)
+        return (
+            more.step_seconds
+            - more.host_seconds
+            - (few.step_seconds - few.host_seconds)
+        )
 
 
 def predict_pipeline(
@@ -125,7 +150,11 @@ def predict_pipeline(
     """Memory of the rank that reserves most, time of the busiest, and both of every rank; arguments
     as ``_Traced``."""
     assert isinstance(config.parallel, FSDP2Config)
-    ranks, count, schedule = config.mesh.pp_size, config.train.grad_accum, config.parallel.schedule
+    ranks, count, schedule = (
+        config.mesh.pp_size,
+        config.train.grad_accum,
+        config.parallel.schedule,
+    )
     keeps_logits = schedule is PipelineSchedule.zero_bubble
     schedule = PipelineSchedule.interleaved if keeps_logits else schedule
     traced = _Traced(replays, depths, schedule, count)
@@ -137,11 +166,17 @@ def predict_pipeline(
     for rank, order in enumerate(orders):
         own = stages[rank::ranks]
         layers, is_last = sum(stage.size for stage in own), rank == ranks - 1
-        memory, received = traced.memory(layers, most_in_flight(order, stages) / layers, is_last)
+        memory, received = traced.memory(
+            layers, most_in_flight(order, stages) / layers, is_last
+        )
         time = traced.time(layers, is_last)
         # Every message of a step has a buffer of its own.
-        messages = count * sum((not stage.embeds) + (not stage.predicts) for stage in own)
-        changes = {Category.exchange_buffers: round((messages - received) * message_bytes)}
+        messages = count * sum(
+            (not stage.embeds) + (not stage.predicts) for stage in own
+        )
+        changes = {
+            Category.exchange_buffers: round((messages - received) * message_bytes)
+        }
         if 0 < rank < ranks - 1:
             changes |= {each: -size for each, size in table.items()}
             time = _without(time, no_layers)
@@ -160,7 +195,9 @@ def predict_pipeline(
         time, step_seconds=step, stage_seconds=wait, host_seconds=step - on_device
     )
     parts = [
-        StagePrediction(name, memory.peak_bytes, memory.reserved_bytes, own.compute_seconds, wait)
+        StagePrediction(
+            name, memory.peak_bytes, memory.reserved_bytes, own.compute_seconds, wait
+        )
         for name, memory, own, wait in zip(
             layers_of_ranks(config), memories, times, waits, strict=True
         )
@@ -174,7 +211,10 @@ def layers_of_ranks(config: Config) -> list[str]:
         f"{each.first}-{each.end - 1}" if each.size > 1 else str(each.first)
         for each in stages_of(config)
     ]
-    return [", ".join(names[rank :: config.mesh.pp_size]) for rank in range(config.mesh.pp_size)]
+    return [
+        ", ".join(names[rank :: config.mesh.pp_size])
+        for rank in range(config.mesh.pp_size)
+    ]
 
 
 def stages_of(config: Config) -> list[Stage]:
@@ -183,7 +223,9 @@ def stages_of(config: Config) -> list[Stage]:
     with torch.device("meta"):
         model = config.model.build()
     return split_model(
-        model, config.mesh.pp_size * config.parallel.schedule.stages_per_rank, config.train.seq_len
+        model,
+        config.mesh.pp_size * config.parallel.schedule.stages_per_rank,
+        config.train.seq_len,
     )
 
 
@@ -193,7 +235,9 @@ def _table(memory: MemoryPrediction, parallel: FSDP2Config) -> dict[Category, in
     # Its full gradients are as many as its gathered parameters, and add up in the dtype of
     # reductions.
     wider = parallel.reduce_dtype.torch.itemsize / parallel.param_dtype.torch.itemsize
-    return sizes | {Category.reduction_buffers: round(sizes[Category.gathered_parameters] * wider)}
+    return sizes | {
+        Category.reduction_buffers: round(sizes[Category.gathered_parameters] * wider)
+    }
 
 
 def _message_bytes(config: Config) -> int:
@@ -211,16 +255,25 @@ def _logit_bytes(config: Config) -> int:
     return _message_bytes(config) // config.model.dim * config.model.vocab_size
 
 
-def _stage_seconds(config: Config, traced: _Traced, stages: Sequence[Stage]) -> list[list[float]]:
+def _stage_seconds(
+    config: Config, traced: _Traced, stages: Sequence[Stage]
+) -> list[list[float]]:
     """By stage: seconds of a micro-batch's forward, and of its backward, which has twice the
     matmuls."""
     shallow, deep = traced.depths
     of_layer = (traced.seconds(deep) - traced.seconds(shallow)) / (deep - shallow)
-    share = 1 / 4 if config.memory.gradient_checkpointing is GradientCheckpointing.full else 1 / 3
+    share = (
+        1 / 4
+        if config.memory.gradient_checkpointing is GradientCheckpointing.full
+        else 1 / 3
+    )
     seconds = [
-        [of_layer * stage.size * share, of_layer * stage.size * (1 - share)] for stage in stages
+        [of_layer * stage.size * share, of_layer * stage.size * (1 - share)]
+        for stage in stages
     ]
-    chunked = config.memory.chunk_loss  # A chunked loss has its gradients in the forward.
+    chunked = (
+        config.memory.chunk_loss
+    )  # A chunked loss has its gradients in the forward.
     for stage, forward in ((0, 1 / 3), (-1, 1.0 if chunked else 1 / 3)):
         edge = traced.seconds(0, is_last=stage == -1)
         seconds[stage] = [
@@ -233,7 +286,8 @@ def _stage_seconds(config: Config, traced: _Traced, stages: Sequence[Stage]) -> 
 def _without(time: TimePrediction, part: TimePrediction) -> TimePrediction:
     """Time without the computations of a part, an embedding's."""
     kinds = {
-        kind: max(0.0, seconds - part.kinds.get(kind, 0.0)) for kind, seconds in time.kinds.items()
+        kind: max(0.0, seconds - part.kinds.get(kind, 0.0))
+        for kind, seconds in time.kinds.items()
     }
     gone = time.compute_seconds - sum(kinds.values())
     return dataclasses.replace(
@@ -249,7 +303,9 @@ def _changed(memory: MemoryPrediction, by: dict[Category, int]) -> MemoryPredict
     activations."""
     more = sum(by.values())
     kinds = dict.fromkeys([*memory.categories, *by, Category.activations])
-    categories = {each: max(0, memory.categories.get(each, 0) + by.get(each, 0)) for each in kinds}
+    categories = {
+        each: max(0, memory.categories.get(each, 0) + by.get(each, 0)) for each in kinds
+    }
     peak = memory.peak_bytes + more
     categories[Category.activations] += peak - sum(categories.values())
     return dataclasses.replace(

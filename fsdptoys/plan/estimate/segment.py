@@ -4,7 +4,15 @@ loss."""
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Event, Free, Kernel, Kernels, Mark
+from fsdptoys.plan.simulator.events import (
+    COMPUTE_STREAM,
+    Alloc,
+    Event,
+    Free,
+    Kernel,
+    Kernels,
+    Mark,
+)
 
 from .skeleton import Layout
 
@@ -40,13 +48,17 @@ class Segment:
     kept: dict[int, int]
     """Block → bytes of a tensor that checkpointing saves besides the input, if large enough for
     activation offload."""
-    gradients: dict[str, int]  # Parameter → block of its gradient, which outlives the backward
+    gradients: dict[
+        str, int
+    ]  # Parameter → block of its gradient, which outlives the backward
     views: frozenset[str]  # Parameters whose gradient is a view
     tokens: int  # Of the input
 
     def layout(self, offloaded: bool, ties: bool) -> Layout:
         """The skeleton's description, with kept tensors if they are offloaded."""
-        stages = tuple(piece.mark.phase for piece in self.forward if piece.mark.step == STAGE)
+        stages = tuple(
+            piece.mark.phase for piece in self.forward if piece.mark.step == STAGE
+        )
         if stages[0]:
             stages = tuple(filter(None, stages))  # no module contains the others
         marks = (piece.mark for piece in self.backward)

@@ -56,7 +56,9 @@ class Note(NamedTuple):
 class Layout:
     """The parts of a segment's contents that the trainer depends on."""
 
-    stages: tuple[str, ...]  # Names of modules, in the order of the forward; empty outside of these
+    stages: tuple[
+        str, ...
+    ]  # Names of modules, in the order of the forward; empty outside of these
     # Parameters in the order of the backward, and whether theirs are views
     gradients: tuple[tuple[str, bool], ...]
     # Bytes of a token of each tensor that activation offload takes besides the input
@@ -92,7 +94,9 @@ def reduced(config: Config, inner_units: bool) -> Config:
         and not memory.activation_offload
     ):
         # Recomputation runs the hooks of units within a block.
-        memory.gradient_checkpointing = GradientCheckpointing[("none", "full")[inner_units]]
+        memory.gradient_checkpointing = GradientCheckpointing[
+            ("none", "full")[inner_units]
+        ]
     if memory.gradient_checkpointing is GradientCheckpointing.none:
         memory.checkpointing_every, memory.checkpointing_start_index = 1, 0
     memory.chunk_loss, memory.chunk_tokens = False, "auto"
@@ -113,7 +117,9 @@ def reduced(config: Config, inner_units: bool) -> Config:
 class _Segments:
     """Stand-ins for the forwards of a model's segments; see ``train.parallelize.StandIns``."""
 
-    def __init__(self, config: Config, recorder: OpRecorder, layouts: Sequence[Layout]) -> None:
+    def __init__(
+        self, config: Config, recorder: OpRecorder, layouts: Sequence[Layout]
+    ) -> None:
         self._config = config
         self._recorder = recorder
         self._layouts = layouts
@@ -134,7 +140,9 @@ class _Segments:
         pipeline.fixed_shape = (1, TOKENS, self._config.model.dim)
 
     def _stand_in(self, number: int, root: nn.Module) -> "_StandIn":
-        return _StandIn(self._recorder, number, self._layouts[number], root, self._config)
+        return _StandIn(
+            self._recorder, number, self._layouts[number], root, self._config
+        )
 
 
 def _equal_stages(model: DecoderModel, count: int, seq_len: int) -> list[Stage]:
@@ -148,7 +156,9 @@ def _equal_stages(model: DecoderModel, count: int, seq_len: int) -> list[Stage]:
 def innermost(name: str, parts: Any) -> str:
     """The longest of the parts that contains a module or parameter; empty if none does."""
     return max(
-        (part for part in parts if part and f"{name}.".startswith(f"{part}.")), key=len, default=""
+        (part for part in parts if part and f"{name}.".startswith(f"{part}.")),
+        key=len,
+        default="",
     )
 
 
@@ -156,9 +166,19 @@ class _StandIn:
     """The forward of a segment; a module's stages are run from its forward."""
 
     def __init__(
-        self, recorder: OpRecorder, number: int, layout: Layout, root: nn.Module, config: Config
+        self,
+        recorder: OpRecorder,
+        number: int,
+        layout: Layout,
+        root: nn.Module,
+        config: Config,
     ) -> None:
-        self.recorder, self.number, self.layout, self.root = recorder, number, layout, root
+        self.recorder, self.number, self.layout, self.root = (
+            recorder,
+            number,
+            layout,
+            root,
+        )
         self.dtype, self.width = config.parallel.param_dtype.torch, config.model.dim
         self.place = 0  # Next stage
         self.owners: dict[str, nn.Module] = {}
@@ -211,24 +231,38 @@ class _StandIn:
     def _stage(self, part: str, hidden: Tensor) -> Tensor:
         stages, visit = self.layout.stages, self.place
         self.place += 1
-        kept = [self._keep(*each) for each in enumerate(self.layout.kept)] if visit == 0 else []
+        kept = (
+            [self._keep(*each) for each in enumerate(self.layout.kept)]
+            if visit == 0
+            else []
+        )
         begin = self._note("forward", part, visit)
-        hidden = Notice.apply(hidden, begin, self._note("end", part, visit), hidden, *kept)
+        hidden = Notice.apply(
+            hidden, begin, self._note("end", part, visit), hidden, *kept
+        )
         if visit == stages.index(part):
             for owner in self.own:
                 if innermost(owner, stages) == part:
                     hidden = (
-                        self.take(owner, hidden) if owner == part else self._module(owner)(hidden)
+                        self.take(owner, hidden)
+                        if owner == part
+                        else self._module(owner)(hidden)
                     )
-        left: Tensor = Notice.apply(hidden, lambda: None, self._note("backward", part, visit))
+        left: Tensor = Notice.apply(
+            hidden, lambda: None, self._note("backward", part, visit)
+        )
         return left
 
     def take(self, owner: str, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         """Use a module's parameters."""
         for name, leaf, is_view in self.own[owner]:
             param = getattr(self.owners[owner], leaf)
-            param = param.to_local() if is_dtensor(param) else param  # of experts that ranks split
-            hidden = _Parameter.apply(hidden, param, is_view, self._note("gradient", name))
+            param = (
+                param.to_local() if is_dtensor(param) else param
+            )  # of experts that ranks split
+            hidden = _Parameter.apply(
+                hidden, param, is_view, self._note("gradient", name)
+            )
         return hidden
 
     def _keep(self, number: int, size: int) -> Tensor:
@@ -237,12 +271,17 @@ class _StandIn:
         rows, columns = ((TOKENS, 0), (0, size // self.dtype.itemsize))
         device = torch.device(self.recorder.device_type)
         return torch.mm(
-            *(torch.empty(shape, dtype=self.dtype, device=device) for shape in (rows, columns))
+            *(
+                torch.empty(shape, dtype=self.dtype, device=device)
+                for shape in (rows, columns)
+            )
         )
 
     def _module(self, name: str) -> Any:
         """A submodule, or its replacement by a strategy."""
-        return functools.reduce(getattr, name.split("."), self.root) if name else self.root
+        return (
+            functools.reduce(getattr, name.split("."), self.root) if name else self.root
+        )
 
     def _note(self, kind: str, name: str = "", visit: int = 0) -> Callable[[], None]:
         in_backward = {
@@ -283,7 +322,9 @@ class Notice(torch.autograd.Function):
     tensors."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, begin: Any, end: Any, *kept: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, begin: Any, end: Any, *kept: Tensor
+    ) -> Tensor:
         """Call ``begin``."""
         ctx.end = end
         ctx.count = len(kept)
@@ -303,8 +344,14 @@ class _Parameter(torch.autograd.Function):
     recomputes it."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, param: Tensor, is_view: bool, note: Any) -> Tensor:
-        ctx.like, ctx.is_view, ctx.note = (param.shape, param.dtype, param.device), is_view, note
+    def forward(
+        ctx: Any, hidden: Tensor, param: Tensor, is_view: bool, note: Any
+    ) -> Tensor:
+        ctx.like, ctx.is_view, ctx.note = (
+            (param.shape, param.dtype, param.device),
+            is_view,
+            note,
+        )
         ctx.save_for_backward(hidden)
         return hidden.view_as(hidden)
 
@@ -316,7 +363,12 @@ class _Parameter(torch.autograd.Function):
         ctx.note()
         shape, dtype, device = ctx.like
         gradient = torch.empty(shape, dtype=dtype, device=device)
-        return grads[0], gradient.view_as(gradient) if ctx.is_view else gradient, None, None
+        return (
+            grads[0],
+            gradient.view_as(gradient) if ctx.is_view else gradient,
+            None,
+            None,
+        )
 
 
 class _Output(torch.autograd.Function):
@@ -335,7 +387,9 @@ class _Output(torch.autograd.Function):
         shape, dtype, device = ctx.like
         same = grads[0].shape == shape
         return (
-            grads[0] if same else torch.empty((), dtype=dtype, device=device).expand(shape),
+            grads[0]
+            if same
+            else torch.empty((), dtype=dtype, device=device).expand(shape),
             None,
             None,
         )

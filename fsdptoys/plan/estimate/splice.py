@@ -45,7 +45,9 @@ class _Instance:
     done: bool = False  # Whether the pass that has begun is over
 
 
-def splice(skeleton: Trace, segments: list[Segment], workspace_bytes: int, offloads: bool) -> Trace:
+def splice(
+    skeleton: Trace, segments: list[Segment], workspace_bytes: int, offloads: bool
+) -> Trace:
     """Insert the contents of segments, from the embedding to the head.
 
     Args:
@@ -57,16 +59,29 @@ def splice(skeleton: Trace, segments: list[Segment], workspace_bytes: int, offlo
 
 class _Splicer:
     def __init__(
-        self, skeleton: Trace, segments: list[Segment], workspace_bytes: int, offloads: bool
+        self,
+        skeleton: Trace,
+        segments: list[Segment],
+        workspace_bytes: int,
+        offloads: bool,
     ) -> None:
-        self.skeleton, self.segments, self.workspace_bytes = skeleton, segments, workspace_bytes
+        self.skeleton, self.segments, self.workspace_bytes = (
+            skeleton,
+            segments,
+            workspace_bytes,
+        )
         self.offloads = offloads
         self.tokens = max(segment.tokens for segment in segments)
-        self.trace = Trace([], dict(skeleton.streams), skeleton.categories, skeleton.host_bytes)
+        self.trace = Trace(
+            [], dict(skeleton.streams), skeleton.categories, skeleton.host_bytes
+        )
         self.add = self.trace.events.append
-        self.blocks = 1 + max(event.block for event in skeleton.events if isinstance(event, Alloc))
+        self.blocks = 1 + max(
+            event.block for event in skeleton.events if isinstance(event, Alloc)
+        )
         self.events = 1 + max(
-            (e.event for e in skeleton.events if isinstance(e, events.RecordEvent)), default=0
+            (e.event for e in skeleton.events if isinstance(e, events.RecordEvent)),
+            default=0,
         )
         self.exchange = 1 + max(self.trace.streams, default=0)
         self.trace.streams[self.exchange] = "communication"
@@ -82,7 +97,11 @@ class _Splicer:
     def run(self) -> Trace:
         """The joined trace."""
         step, phase = 0, ""
-        copying = [number for number, purpose in self.trace.streams.items() if purpose == OFFLOAD]
+        copying = [
+            number
+            for number, purpose in self.trace.streams.items()
+            if purpose == OFFLOAD
+        ]
         event: Any
         for event in self.skeleton.events:
             kind = type(event)
@@ -103,7 +122,10 @@ class _Splicer:
             elif kind is events.RecordStream:
                 self.add(event._replace(block=self.same.get(event.block, event.block)))
             elif kind is events.Messages:
-                sizes = (one._replace(bytes=self._scaled(one.bytes)) for one in event.messages)
+                sizes = (
+                    one._replace(bytes=self._scaled(one.bytes))
+                    for one in event.messages
+                )
                 self.add(event._replace(messages=tuple(sizes)))
             elif kind is events.Transfer:
                 scaled = self._scaled(event.bytes)
@@ -113,7 +135,9 @@ class _Splicer:
                     and step == 1
                     and phase == "forward"
                 ):
-                    self.trace.host_bytes += pinned_bytes(scaled) - pinned_bytes(event.bytes)
+                    self.trace.host_bytes += pinned_bytes(scaled) - pinned_bytes(
+                        event.bytes
+                    )
                 self.add(event._replace(bytes=scaled))
             else:
                 if kind is Mark:
@@ -148,9 +172,9 @@ class _Splicer:
             self._begin(note)
         if kind == "backward" and self._over(self.backwards, note):
             self._turn(note.segment)
-        instance = (self.forwards if kind in ("forward", "kept", "output") else self.backwards)[
-            note.segment
-        ]
+        instance = (
+            self.forwards if kind in ("forward", "kept", "output") else self.backwards
+        )[note.segment]
         if kind in ("forward", "backward"):
             self._advance(instance, STAGE, note.name)
         elif kind == "gradient":
@@ -187,7 +211,11 @@ class _Splicer:
         """Begin a segment's backward, whose first gradient the following segment has allocated, or
         another rank."""
         instance = self.backwards[number] = self.waiting[number].popleft()
-        instance.pieces, instance.place, instance.done = instance.segment.backward, 0, False
+        instance.pieces, instance.place, instance.done = (
+            instance.segment.backward,
+            0,
+            False,
+        )
         if instance.segment.output_gradient and number + 1 in self.backwards:
             after = self.backwards[number + 1]
             gradient = after.segment.input_gradient
@@ -218,7 +246,14 @@ class _Splicer:
         segment, add, kind = instance.segment, self.add, type(event)
         made: Any = event
         if kind is Alloc:
-            add(Alloc(instance.block + made.block, made.bytes, COMPUTE_STREAM, made.category))
+            add(
+                Alloc(
+                    instance.block + made.block,
+                    made.bytes,
+                    COMPUTE_STREAM,
+                    made.category,
+                )
+            )
         elif kind is Free:
             if not (self.offloads and made.block in segment.kept):
                 add(Free(instance.known.get(made.block, instance.block + made.block)))
@@ -229,7 +264,12 @@ class _Splicer:
                 self.multiplied.add(made.phase)
                 self.blocks += 1
                 add(
-                    Alloc(self.blocks - 1, self.workspace_bytes, COMPUTE_STREAM, Category.temporary)
+                    Alloc(
+                        self.blocks - 1,
+                        self.workspace_bytes,
+                        COMPUTE_STREAM,
+                        Category.temporary,
+                    )
                 )
         else:
             if getattr(made, "stream", COMPUTE_STREAM) == EXCHANGE:

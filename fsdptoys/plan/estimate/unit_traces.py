@@ -52,7 +52,9 @@ class _End(torch.autograd.Function):
     that share nothing."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
         ctx.shape = tensor.shape
         ctx.dtype = tensor.dtype
         return tensor.new_empty(shape, dtype=dtype)
@@ -63,7 +65,10 @@ class _End(torch.autograd.Function):
 
 
 def segments_of(
-    config: Config, model: DecoderModel, attention: AttentionKind, units: Collection[str] = ()
+    config: Config,
+    model: DecoderModel,
+    attention: AttentionKind,
+    units: Collection[str] = (),
 ) -> list[Segment]:
     """Trace embedding, blocks and head on the meta device, or return cached traces; ``units`` are
     names of modules."""
@@ -87,12 +92,28 @@ def segments_of(
     chosen = range(model.config.n_layers)[first::every]
     blocks = []
     for index, kind in enumerate(_kinds(model)):
-        mode = memory.gradient_checkpointing if index in chosen else GradientCheckpointing.none
-        save = tuple(memory.checkpointing_save) if mode is GradientCheckpointing.selective else ()
+        mode = (
+            memory.gradient_checkpointing
+            if index in chosen
+            else GradientCheckpointing.none
+        )
+        save = (
+            tuple(memory.checkpointing_save)
+            if mode is GradientCheckpointing.selective
+            else ()
+        )
         prefix = f"layers.{index}."
         parts = (name.removeprefix(prefix) for name in units if name.startswith(prefix))
         blocks.append(
-            _block(key, kind, tuple(sorted(parts)), common, mode, save, Uncached((model, index)))
+            _block(
+                key,
+                kind,
+                tuple(sorted(parts)),
+                common,
+                mode,
+                save,
+                Uncached((model, index)),
+            )
         )
     chunks = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
     objective = Objective(train.label_smoothing, train.z_loss_coef)
@@ -152,13 +173,17 @@ def _block(
         rotations = model.rotations(torch.arange(common.sequence))
     form, ranks = common.context
     if ranks > 1:
-        context = build_context(form, cast(Any, PlannedGroup(CONTEXT_AXIS, ranks)), compiles=False)
+        context = build_context(
+            form, cast(Any, PlannedGroup(CONTEXT_AXIS, ranks)), compiles=False
+        )
         for module in block.modules():
             if isinstance(module, Attention):
                 module.context = context
     run = functools.partial(_run_block, block, rotations)
     keeps = mode is not GradientCheckpointing.none
-    return _trace_unit(block, run, model.config.dim, common, recorder, rotations or (), keeps)
+    return _trace_unit(
+        block, run, model.config.dim, common, recorder, rotations or (), keeps
+    )
 
 
 def _begun(forward: Callable[..., Any], recorder: OpRecorder, *args: Any) -> Any:
@@ -180,7 +205,9 @@ def _cut_part(module: nn.Module, part: str, outside: str, recorder: OpRecorder) 
         made = forward(Notice.apply(hidden, inside, around), *args, **kwargs)
         if isinstance(made, Tensor):
             return Notice.apply(made, around, inside)
-        *others, last = made  # a router's experts, which have no gradient, and their weights
+        *others, last = (
+            made  # a router's experts, which have no gradient, and their weights
+        )
         return (*others, Notice.apply(last, around, inside))
 
     module.forward = cut
@@ -196,7 +223,9 @@ def _embedding(
     for name, module in source.value.named_children():
         if name.startswith("embed"):
             model._modules[name] = tables[name] = copy.deepcopy(module).to(common.dtype)
-    tokens_BT = torch.empty(common.batch, common.sequence, dtype=torch.int64, device="meta")
+    tokens_BT = torch.empty(
+        common.batch, common.sequence, dtype=torch.int64, device="meta"
+    )
     recorder = OpRecorder("meta", common.attention)
     for part in parts:
         _cut_part(tables[part], part, "", recorder)
@@ -217,14 +246,23 @@ def _head(
     loss: tuple[bool, int | None, torch.dtype, Objective],
     source: Uncached[DecoderModel],
 ) -> Segment:
-    group = cast(Any, PlannedGroup(TENSOR_AXIS, common.features)) if common.features > 1 else None
+    group = (
+        cast(Any, PlannedGroup(TENSOR_AXIS, common.features))
+        if common.features > 1
+        else None
+    )
     vocabulary = Vocabulary(group) if group is not None else None
     model, loss_fn = source.value, build_loss(*loss, vocabulary=vocabulary)
     both = nn.ModuleDict(
-        {name: copy.deepcopy(model.get_submodule(name)).to(common.dtype) for name in HEAD}
+        {
+            name: copy.deepcopy(model.get_submodule(name)).to(common.dtype)
+            for name in HEAD
+        }
     )
     norm, head = both.values()
-    labels_BT = torch.empty(common.batch, common.sequence, dtype=torch.int64, device="meta")
+    labels_BT = torch.empty(
+        common.batch, common.sequence, dtype=torch.int64, device="meta"
+    )
     recorder = OpRecorder("meta", common.attention)
     for name, part in both.items():
         _cut_part(part, name, "", recorder)
@@ -258,7 +296,9 @@ def kernels_of(attention: AttentionKind) -> Iterator[None]:
         shared = query.shape[1] // key.shape[1]
         if not torch.backends.cuda.flash_sdp_enabled():
             math = torch.ops.aten._scaled_dot_product_attention_math
-            plain: Tensor = math(query, key, value, is_causal=is_causal, enable_gqa=shared > 1)[0]
+            plain: Tensor = math(
+                query, key, value, is_causal=is_causal, enable_gqa=shared > 1
+            )[0]
             return plain
         if shared > 1 and not fuses_rms_norm():
             # torch 2.7's operator has no shared heads in its gradient.
@@ -268,7 +308,11 @@ def kernels_of(attention: AttentionKind) -> Iterator[None]:
         )[0]
         return out
 
-    fused = [(F, "scaled_dot_product_attention", attend)] if attention is AttentionKind.cpu else []
+    fused = (
+        [(F, "scaled_dot_product_attention", attend)]
+        if attention is AttentionKind.cpu
+        else []
+    )
     with replace_kernels(attention), replaced(*fused):
         yield
 
@@ -295,7 +339,11 @@ def _trace_unit(
         seen[name] = number(gradient)
 
     anchor = torch.empty((), device="meta", requires_grad=True)
-    with kernels_of(common.attention), fake_exchanges(recorder, common.imbalance), recorder.watch():
+    with (
+        kernels_of(common.attention),
+        fake_exchanges(recorder, common.imbalance),
+        recorder.watch(),
+    ):
         use_ops(module, choose_ops(dict(common.kernels)))
         causal = npu_kernels.causal_mask(anchor.device)
         for tensor in (anchor, *module.parameters(), *others, causal):
@@ -328,7 +376,9 @@ def _trace_unit(
                 )
         loss.backward()
         gradients = {
-            name: param.grad for name, param in module.named_parameters() if param.grad is not None
+            name: param.grad
+            for name, param in module.named_parameters()
+            if param.grad is not None
         }
         for gradient in gradients.values():
             recorder.categorize(gradient, Category.reduction_buffers)
@@ -339,7 +389,12 @@ def _trace_unit(
     input_gradient = seen.get("input", 0)
     ends = given, made, output_gradient, input_gradient
     handed_on = {given, made, input_gradient}
-    passes: dict[str, list[Piece]] = {"forward": [], "turn": [], "backward": [], "end": []}
+    passes: dict[str, list[Piece]] = {
+        "forward": [],
+        "turn": [],
+        "backward": [],
+        "end": [],
+    }
     current, live, kept = passes["end"], dict[int, int](), dict[int, int]()
     current.append(Piece(Mark(0, ""), []))
     for event in trace.events:
@@ -347,7 +402,9 @@ def _trace_unit(
             if event.step == 0:
                 current = passes[event.phase]
             # The backward begins outside of parts.
-            current.append(Piece(Mark(STAGE, "") if event.phase == "backward" else event, []))
+            current.append(
+                Piece(Mark(STAGE, "") if event.phase == "backward" else event, [])
+            )
             if event.phase == "turn" and keeps:
                 kept = {
                     block: size
@@ -360,7 +417,9 @@ def _trace_unit(
             elif event.block > before:
                 live[event.block] = event.bytes
                 current[-1].events.append(
-                    event._replace(category=trace.categories.get(event.block, event.category))
+                    event._replace(
+                        category=trace.categories.get(event.block, event.category)
+                    )
                 )
         elif not isinstance(event, Free) or event.block in {*live, *ends} - handed_on:
             current[-1].events.append(event)
@@ -373,4 +432,6 @@ def _trace_unit(
         for name in ("forward", "backward")
     )
     last, tokens = (recorder.blocks, recorder.device_events), common.batch * common.part
-    return Segment(forward, backward, *last, *ends, kept, numbers, frozenset(views), tokens)
+    return Segment(
+        forward, backward, *last, *ends, kept, numbers, frozenset(views), tokens
+    )

@@ -65,21 +65,31 @@ def advise(
         saved = reserved - prediction.memory.reserved_bytes
         ratio = after.tokens_per_second / prediction.tokens_per_second
         speed = prediction.tokens_per_second * ratio
-        return Advice(tuple(words), reserved, speed, saved, ratio - 1, reserved <= memory_bytes)
+        return Advice(
+            tuple(words), reserved, speed, saved, ratio - 1, reserved <= memory_bytes
+        )
 
     changes_of_one = list(_changes(config, world_size, node_ranks))
     if prediction.device_type == "cpu":  # everything is in host memory already
         changes_of_one = [
-            changes for changes in changes_of_one if not any("offload" in key for key in changes)
+            changes
+            for changes in changes_of_one
+            if not any("offload" in key for key in changes)
         ]
     if fits:
-        changes_of_one = [changes for changes in changes_of_one if not _only_saves(config, changes)]
+        changes_of_one = [
+            changes for changes in changes_of_one if not _only_saves(config, changes)
+        ]
     alone = [(changes, evaluate(changes)) for changes in changes_of_one]
     advice = [one for _, one in alone if one is not None]
     if fits:
-        return _fastest(one for one in advice if one.fits and one.speed_change >= WORTHWHILE)
+        return _fastest(
+            one for one in advice if one.fits and one.speed_change >= WORTHWHILE
+        )
     savers = [
-        changes for changes, one in alone if one is not None and one.reserved_change_bytes < 0
+        changes
+        for changes, one in alone
+        if one is not None and one.reserved_change_bytes < 0
     ]
     pairs = [
         one | other
@@ -87,7 +97,9 @@ def advise(
         if not one.keys() & other.keys()
     ]
     enough = [one for one in advice if one.fits]
-    gain = max((one.tokens_per_second for one in enough), default=0.0) * (1 + WORTHWHILE)
+    gain = max((one.tokens_per_second for one in enough), default=0.0) * (
+        1 + WORTHWHILE
+    )
     advice += [one for one in map(evaluate, pairs) if one is not None]
     enough += [one for one in advice if one.fits and one.tokens_per_second >= gain]
     if enough:
@@ -100,14 +112,20 @@ def _only_saves(config: Config, changes: Changes) -> bool:
     more often."""
     if changes.get("parallel.reshard_after_forward") is ReshardAfterForward.always:
         return True
-    return any(map(changes.get, OFFLOADS)) and not any(read(config, key) for key in OFFLOADS)
+    return any(map(changes.get, OFFLOADS)) and not any(
+        read(config, key) for key in OFFLOADS
+    )
 
 
 def _fastest(advice: Iterable[Advice]) -> list[Advice]:
-    return sorted(advice, key=lambda one: (-one.tokens_per_second, len(one.words)))[:MAX_ADVICE]
+    return sorted(advice, key=lambda one: (-one.tokens_per_second, len(one.words)))[
+        :MAX_ADVICE
+    ]
 
 
-def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[str, Any]]:
+def _changes(
+    config: Config, world_size: int, node_ranks: int
+) -> Iterator[dict[str, Any]]:
     """All changes of one switch."""
     memory, parallel, batch = config.memory, config.parallel, config.train.batch_size
     can = parallel.capabilities
@@ -115,27 +133,47 @@ def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[
         {"memory.chunk_loss": not memory.chunk_loss},
         *({"memory.gradient_checkpointing": mode} for mode in GradientCheckpointing),
         {"memory.activation_offload": not memory.activation_offload},
-        {"memory.optimizer_offload": not memory.optimizer_offload, "memory.cpu_offload": False},
-        {"memory.cpu_offload": not memory.cpu_offload, "memory.optimizer_offload": False},
+        {
+            "memory.optimizer_offload": not memory.optimizer_offload,
+            "memory.cpu_offload": False,
+        },
+        {
+            "memory.cpu_offload": not memory.cpu_offload,
+            "memory.optimizer_offload": False,
+        },
         {"parallel.param_dtype": DType.bfloat16},
         *({"train.batch_size": size} for size in (2 * batch, 4 * batch)),
-        *({"train.batch_size": batch >> halvings} for halvings in range(1, batch.bit_length())),
+        *(
+            {"train.batch_size": batch >> halvings}
+            for halvings in range(1, batch.bit_length())
+        ),
     ]
     if memory.cpu_offload or can.overlapped_cpu_offload:
         overlapped = {"memory.cpu_offload_executor": CPUOffloadExecutor.overlapped}
         alternatives.append(
-            {"memory.cpu_offload": True, **overlapped, "memory.optimizer_offload": False}
+            {
+                "memory.cpu_offload": True,
+                **overlapped,
+                "memory.optimizer_offload": False,
+            }
         )
     if memory.checkpoints:
         alternatives.append(
             {"memory.checkpointing_every": 2 if memory.checkpointing_every == 1 else 1}
         )
     if can.shards_parameters:
-        alternatives += [{"parallel.wrap": wrap} for wrap in (Wrap.block, Wrap.block_attn_mlp)]
         alternatives += [
-            {"parallel.reshard_after_forward": reshard} for reshard in ReshardAfterForward
+            {"parallel.wrap": wrap} for wrap in (Wrap.block, Wrap.block_attn_mlp)
         ]
-        sizes = (-1, node_ranks) if node_ranks < config.mesh.stage_ranks(world_size) else (-1,)
+        alternatives += [
+            {"parallel.reshard_after_forward": reshard}
+            for reshard in ReshardAfterForward
+        ]
+        sizes = (
+            (-1, node_ranks)
+            if node_ranks < config.mesh.stage_ranks(world_size)
+            else (-1,)
+        )
         alternatives += [{"mesh.fsdp_size": size} for size in sizes]
         alternatives += [{REDUCES_OFTEN: not parallel.reduces_often}]
     axes: dict[str, int] = {}
@@ -147,7 +185,9 @@ def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[
         axes["mesh.tp_size"] = config.mesh.tp_size
     for key, size in axes.items():
         alternatives += [
-            {key: other} for other in (2 * size, max(1, size // 2)) if world_size % other == 0
+            {key: other}
+            for other in (2 * size, max(1, size // 2))
+            if world_size % other == 0
         ]
     if world_size > 1:
         alternatives.append({"parallel": "fsdp2"})

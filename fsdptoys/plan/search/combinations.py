@@ -18,7 +18,11 @@ from fsdptoys.parallel.pipeline import PipelineSchedule
 from .switches import STRATEGIES, Changes, count_parameters, read
 
 EXECUTOR = "memory.cpu_offload_executor"
-OFFLOADS = ("memory.activation_offload", "memory.optimizer_offload", "memory.cpu_offload")
+OFFLOADS = (
+    "memory.activation_offload",
+    "memory.optimizer_offload",
+    "memory.cpu_offload",
+)
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,19 @@ SENSIBLE = Space(
 
 
 REDUCES_OFTEN = "parallel.reduce_each_microbatch"
-PIPELINE = ("mesh.pp_size", "parallel.schedule", "train.grad_accum")  # Settings of a pipeline
+PIPELINE = (
+    "mesh.pp_size",
+    "parallel.schedule",
+    "train.grad_accum",
+)  # Settings of a pipeline
 SCHEDULES = (PipelineSchedule("1f1b"), PipelineSchedule.interleaved)
 MICRO_BATCHES = 8
 """Micro-batches of each stage: with 1f1b stages wait for at most a ninth of a step."""
 
-CHUNKED: tuple[Changes, ...] = ({"memory.chunk_loss": True}, {"memory.chunk_loss": False})
+CHUNKED: tuple[Changes, ...] = (
+    {"memory.chunk_loss": True},
+    {"memory.chunk_loss": False},
+)
 """Chunking costs so little that the alternative is tried only next to the best."""
 
 
@@ -76,14 +87,24 @@ class Combinations:
         node_devices: int,
         memory_bytes: float = math.inf,
     ) -> None:
-        self.base, self.fixed, self.space, self.world_size = base, fixed, space, world_size
+        self.base, self.fixed, self.space, self.world_size = (
+            base,
+            fixed,
+            space,
+            world_size,
+        )
         self.memory_bytes = memory_bytes
         # All ranks are typed as -1.
-        self._sizes = [*shard_sizes(world_size, node_devices, space.every_shard_size)[:-1], -1]
+        self._sizes = [
+            *shard_sizes(world_size, node_devices, space.every_shard_size)[:-1],
+            -1,
+        ]
         ranks = min(world_size, node_devices)
         self._nodes = world_size // ranks
         self._divisors = (
-            [size for size in range(1, ranks + 1) if ranks % size == 0] if space.exchanges else []
+            [size for size in range(1, ranks + 1) if ranks % size == 0]
+            if space.exchanges
+            else []
         )
 
     def all(self) -> Iterator[dict[str, Any]]:
@@ -97,14 +118,18 @@ class Combinations:
             }
         else:
             table = {name: can for name, can in table.items() if not can.single_process}
-        per_parameter = {name: can for name, can in table.items() if not can.flattens_parameters}
+        per_parameter = {
+            name: can for name, can in table.items() if not can.flattens_parameters
+        }
         if "parallel" not in self.fixed and any(
             can.shards_parameters for can in per_parameter.values()
         ):
             # FSDP1 moves the same bytes as FSDP2: it is tried only next to the best
             table = per_parameter
         for strategy in self._allowed([{"parallel": name} for name in table]):
-            for changes in _products([strategy], *self._lists(self._capabilities(strategy))):
+            for changes in _products(
+                [strategy], *self._lists(self._capabilities(strategy))
+            ):
                 # What leaves the device is tried with the smallest shards, and with others next to
                 # the best.
                 if changes.get("mesh.fsdp_size", -1) == -1 or not any(
@@ -112,7 +137,9 @@ class Combinations:
                 ):
                     yield changes
 
-    def neighbors(self, changes: Changes, batch: int, faster: bool) -> Iterator[dict[str, Any]]:
+    def neighbors(
+        self, changes: Changes, batch: int, faster: bool
+    ) -> Iterator[dict[str, Any]]:
         """Combinations in its batch that differ in one switch: the strategy, its units, logits,
         exchanging axes.
 
@@ -140,17 +167,32 @@ class Combinations:
     def _of_units(self, changes: Changes, faster: bool) -> Iterator[Changes]:
         """Alternatives of FSDP's own settings, one at a time."""
         splits = "mesh.pp_size" in changes
-        others = (name for name in self.space.strategies if CAPABILITIES[name].shards_parameters)
+        others = (
+            name
+            for name in self.space.strategies
+            if CAPABILITIES[name].shards_parameters
+        )
         names = [self._name(changes), *others]
-        names = [name for name in names if CAPABILITIES[name].splits_layers or not splits]
-        yield from self._allowed([{"parallel": name} for name in STRATEGIES if name in names])
+        names = [
+            name for name in names if CAPABILITIES[name].splits_layers or not splits
+        ]
+        yield from self._allowed(
+            [{"parallel": name} for name in STRATEGIES if name in names]
+        )
         if self.base.train.grad_accum > 1 and not splits:
             yield from self._allowed([{REDUCES_OFTEN: True}, {REDUCES_OFTEN: False}])
-        if getattr(self.base.parallel, "wrap", None) is not Wrap.auto:  # not by class or size
-            yield from self._allowed([{"parallel.wrap": wrap} for wrap in self.space.wraps])
+        if (
+            getattr(self.base.parallel, "wrap", None) is not Wrap.auto
+        ):  # not by class or size
+            yield from self._allowed(
+                [{"parallel.wrap": wrap} for wrap in self.space.wraps]
+            )
         if faster:
             yield from self._allowed(
-                [{"parallel.reshard_after_forward": each} for each in self.space.reshards]
+                [
+                    {"parallel.reshard_after_forward": each}
+                    for each in self.space.reshards
+                ]
             )
             if EXECUTOR in changes:
                 yield from self._allowed([{EXECUTOR: CPUOffloadExecutor.native}])
@@ -166,7 +208,9 @@ class Combinations:
         """
         single = batch == 1 or "train.batch_size" in self.fixed
         shards = (
-            changes.get("mesh.fsdp_size", self.base.mesh.fsdp_size) if can.shards_parameters else -1
+            changes.get("mesh.fsdp_size", self.base.mesh.fsdp_size)
+            if can.shards_parameters
+            else -1
         )
         ranks = self.world_size if shards == -1 else shards
         divisors, parts = set(self._divisors), changes.get("mesh.tp_size", 1)
@@ -188,7 +232,9 @@ class Combinations:
             if applies and key not in self.fixed:
                 others = {name: value for name, value in changes.items() if name != key}
                 sizes = (size for size in sorted(choices) if ranks % size == 0)
-                yield from ({**others, key: size} if size > 1 else others for size in sizes)
+                yield from (
+                    {**others, key: size} if size > 1 else others for size in sizes
+                )
 
     def _stages(self, can: Capabilities, changes: Changes) -> Iterator[dict[str, Any]]:
         """Numbers of stages, over as many blocks of nodes, and their schedule.
@@ -196,11 +242,20 @@ class Combinations:
         Within a node others exchange as fast. The first number is the least with which a rank's
         gathered parameters and full gradients fit, or twice that; then twice or half as many.
         """
-        if not (can.splits_layers and self.space.exchanges) or "mesh.pp_size" in self.fixed:
+        if (
+            not (can.splits_layers and self.space.exchanges)
+            or "mesh.pp_size" in self.fixed
+        ):
             return
         size = changes.get("mesh.pp_size", 1)
-        others = {key: value for key, value in changes.items() if key not in (*PIPELINE, EXECUTOR)}
-        filling = self._gathered_bytes / changes.get("mesh.tp_size", 1) / self.memory_bytes
+        others = {
+            key: value
+            for key, value in changes.items()
+            if key not in (*PIPELINE, EXECUTOR)
+        }
+        filling = (
+            self._gathered_bytes / changes.get("mesh.tp_size", 1) / self.memory_bytes
+        )
         least = max(2, 2 ** math.ceil(math.log2(filling))) if filling else 2
         for ranks in (least, 2 * least) if size == 1 else (size // 2, 2 * size):
             if ranks == 1:
@@ -248,18 +303,30 @@ class Combinations:
         # Every second size; the others are tried next to the best.
         sizes = [*self._sizes[:-1:2], -1] if shards else [-1]
         typed = "memory.activation_offload" in self.fixed
-        offloading = (False, True) if self.space.activation_offload or typed else (False,)
+        offloading = (
+            (False, True) if self.space.activation_offload or typed else (False,)
+        )
         checkpointing: list[Changes] = [
             {"memory.gradient_checkpointing": GradientCheckpointing.none},
             *(
-                {"memory.gradient_checkpointing": mode, "memory.activation_offload": offload}
-                for mode in (GradientCheckpointing.selective, GradientCheckpointing.full)
+                {
+                    "memory.gradient_checkpointing": mode,
+                    "memory.activation_offload": offload,
+                }
+                for mode in (
+                    GradientCheckpointing.selective,
+                    GradientCheckpointing.full,
+                )
                 for offload in offloading
             ),
         ]
-        offloads: list[Changes] = [{"memory.optimizer_offload": False, "memory.cpu_offload": False}]
+        offloads: list[Changes] = [
+            {"memory.optimizer_offload": False, "memory.cpu_offload": False}
+        ]
         if self.space.optimizer_offload:
-            offloads.append({"memory.optimizer_offload": True, "memory.cpu_offload": False})
+            offloads.append(
+                {"memory.optimizer_offload": True, "memory.cpu_offload": False}
+            )
         if self.space.cpu_offload and shards:
             best = (
                 CPUOffloadExecutor.overlapped
@@ -269,7 +336,11 @@ class Combinations:
             if EXECUTOR in self.fixed:
                 best = self.base.memory.cpu_offload_executor
             offloads.append(
-                {"memory.cpu_offload": True, "memory.optimizer_offload": False, EXECUTOR: best}
+                {
+                    "memory.cpu_offload": True,
+                    "memory.optimizer_offload": False,
+                    EXECUTOR: best,
+                }
             )
         mesh = [{"mesh.fsdp_size": size} for size in sizes]
         return [
@@ -282,17 +353,23 @@ class Combinations:
 
         def agrees(changes: Changes) -> bool:
             return all(
-                read(self.base, key) == value for key, value in changes.items() if key in self.fixed
+                read(self.base, key) == value
+                for key, value in changes.items()
+                if key in self.fixed
             )
 
-        kept = [changes for changes in alternatives if agrees(changes)] or alternatives[:1]
+        kept = [changes for changes in alternatives if agrees(changes)] or alternatives[
+            :1
+        ]
         return [
             {key: value for key, value in changes.items() if key not in self.fixed}
             for changes in kept
         ]
 
 
-def shard_sizes(world_size: int, devices_per_node: int, every: bool = True) -> list[int]:
+def shard_sizes(
+    world_size: int, devices_per_node: int, every: bool = True
+) -> list[int]:
     """Sizes of the shard axis to try, the whole world last.
 
     ``every`` adds powers of two, and the node times powers of two; sizes below a node only if the
@@ -307,10 +384,14 @@ def shard_sizes(world_size: int, devices_per_node: int, every: bool = True) -> l
             for doubling in range(world_size.bit_length())
         }
         sizes = {
-            size for size in sizes if size >= devices_per_node or world_size < 2 * devices_per_node
+            size
+            for size in sizes
+            if size >= devices_per_node or world_size < 2 * devices_per_node
         }
     return [
-        *sorted(size for size in sizes if 1 < size < world_size and world_size % size == 0),
+        *sorted(
+            size for size in sizes if 1 < size < world_size and world_size % size == 0
+        ),
         world_size,
     ]
 

@@ -41,7 +41,9 @@ class Effect:
 
     setting: str  # ``key=value`` of the best
     instead_of: str  # The other value
-    saved_bytes: int  # Reserved memory that the best needs less; negative if it needs more
+    saved_bytes: (
+        int  # Reserved memory that the best needs less; negative if it needs more
+    )
     added_seconds: float  # Of a step; negative if the best is faster
     speedup: float  # Relative difference in tokens per second
     fits: bool  # Whether the other combination fits
@@ -64,7 +66,8 @@ def effects(
                     f"{key}={value_text(mine[key])}",
                     value_text(theirs[key]),
                     other.reserved_bytes - best.reserved_bytes,
-                    best.prediction.time.step_seconds - other.prediction.time.step_seconds,
+                    best.prediction.time.step_seconds
+                    - other.prediction.time.step_seconds,
                     best.tokens_per_second / other.tokens_per_second - 1,
                     fits,
                 )
@@ -78,5 +81,7 @@ def _settings(config: Config) -> dict[str, Any]:
     if not config.memory.cpu_offload:
         settings["memory.cpu_offload_executor"] = None
     if not config.parallel.capabilities.shards_parameters:
-        settings |= {key: None for key in ("parallel.wrap", "parallel.reshard_after_forward")}
+        settings |= {
+            key: None for key in ("parallel.wrap", "parallel.reshard_after_forward")
+        }
     return settings

@@ -34,7 +34,10 @@ def layout(config: Config) -> str:
         (PIPE_AXIS, mesh.pp_size),
     )
     return " ".join(
-        [config.parallel.name + size, *(f"{name}{ranks}" for name, ranks in axes if ranks > 1)]
+        [
+            config.parallel.name + size,
+            *(f"{name}{ranks}" for name, ranks in axes if ranks > 1),
+        ]
     )
 
 
@@ -46,13 +49,18 @@ def traits(config: Config) -> list[str]:
         words.append(parallel.schedule.value)
     if (
         config.mesh.cp_size > 1
-        and (form := getattr(parallel, "context", ContextForm.ulysses)) is not ContextForm.ulysses
+        and (form := getattr(parallel, "context", ContextForm.ulysses))
+        is not ContextForm.ulysses
     ):
         words.append(form.value)
     if memory.checkpoints:
-        every = f"/{memory.checkpointing_every}" if memory.checkpointing_every > 1 else ""
+        every = (
+            f"/{memory.checkpointing_every}" if memory.checkpointing_every > 1 else ""
+        )
         words.append(
-            memory.gradient_checkpointing.value + every + "+offload" * memory.activation_offload
+            memory.gradient_checkpointing.value
+            + every
+            + "+offload" * memory.activation_offload
         )
     if memory.chunk_loss:
         words.append("chunk")
@@ -61,7 +69,8 @@ def traits(config: Config) -> list[str]:
     if memory.cpu_offload:
         words.append(
             "cpu-offload"
-            + "+overlapped" * (memory.cpu_offload_executor is CPUOffloadExecutor.overlapped)
+            + "+overlapped"
+            * (memory.cpu_offload_executor is CPUOffloadExecutor.overlapped)
         )
     for name, plain in (("wrap", "block"), ("reshard_after_forward", "default")):
         value = value_text(getattr(parallel, name, plain))
@@ -81,8 +90,12 @@ class Candidate:
     words: tuple[str, ...]
     config: Config  # Validated; its section ``plan`` is as composed
     prediction: Prediction
-    switches: int  # Number of sharding and memory settings that differ from their defaults
-    changes: Changes = field(default_factory=dict)  # Changed switches, without the batch
+    switches: (
+        int  # Number of sharding and memory settings that differ from their defaults
+    )
+    changes: Changes = field(
+        default_factory=dict
+    )  # Changed switches, without the batch
     place: int = 0  # Rank; tied candidates share it
 
     @property
@@ -128,7 +141,12 @@ def rank(candidates: Collection[Candidate]) -> list[Candidate]:
         place += 1
         for candidate in sorted(ties, key=_simplicity):
             memory, time = candidate.prediction.memory, candidate.prediction.time
-            sizes = (memory.end_bytes, memory.peak_bytes, memory.reserved_bytes, memory.host_bytes)
+            sizes = (
+                memory.end_bytes,
+                memory.peak_bytes,
+                memory.reserved_bytes,
+                memory.host_bytes,
+            )
             same = (candidate.config.train.batch_size, *sizes, time.step_seconds)
             firsts.setdefault(same, dataclasses.replace(candidate, place=place))
         rest = rest[len(ties) :]

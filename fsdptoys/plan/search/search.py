@@ -74,7 +74,8 @@ class SearchResult:
             )
             ties = [tie for tie in seen.values() if tie.place == one.place]
             if not any(
-                tie.reserved_bytes <= one.reserved_bytes and tie.switches <= one.switches
+                tie.reserved_bytes <= one.reserved_bytes
+                and tie.switches <= one.switches
                 for tie in ties
             ):
                 seen.setdefault(combination, one)
@@ -118,7 +119,9 @@ def search(
         raise exploration.why_nothing()
     ranked = rank(exploration.fitting)
     refused = dict(exploration.refused.most_common())
-    return SearchResult(hardware, world_size, memory_bytes, ranked, exploration.over, refused)
+    return SearchResult(
+        hardware, world_size, memory_bytes, ranked, exploration.over, refused
+    )
 
 
 def largest_preset(
@@ -142,12 +145,22 @@ def largest_preset(
             train = dataclasses.replace(train, seq_len=preset.max_seq_len)
         config = dataclasses.replace(base, model=preset, train=train)
         others = [
-            *(word for word in words if not word.startswith(("model=", "train.seq_len="))),
+            *(
+                word
+                for word in words
+                if not word.startswith(("model=", "train.seq_len="))
+            ),
             *more,
         ]
         try:
             return search(
-                config, others, hardware, world_size, memory_bytes, predict, space=SENSIBLE
+                config,
+                others,
+                hardware,
+                world_size,
+                memory_bytes,
+                predict,
+                space=SENSIBLE,
             ).best
         except ConfigError as error:
             failure = error
@@ -171,7 +184,9 @@ class _Exploration:
         # A run takes none of the planner's overrides except a custom profile.
         profile = re.compile(r"plan\.hardware=.*\.ya?ml$")
         self.words = tuple(
-            word for word in self.overrides if not word.startswith("plan.") or profile.match(word)
+            word
+            for word in self.overrides
+            if not word.startswith("plan.") or profile.match(word)
         )
         self.fixed = fixed_keys(self.overrides)
         self.node_ranks = node_ranks_of(self.base, self.hardware, self.world_size)
@@ -180,7 +195,8 @@ class _Exploration:
         self.refused: Counter[str] = Counter()
         self.tried: dict[frozenset[tuple[str, Any]], Candidate | None] = {}
         self.plain = {
-            key: read(self.base, key) for key in ("parallel.wrap", "parallel.reshard_after_forward")
+            key: read(self.base, key)
+            for key in ("parallel.wrap", "parallel.reshard_after_forward")
         }
 
     def explore(self, space: Space) -> None:
@@ -195,18 +211,28 @@ class _Exploration:
                 hopeless.append(changes)
             else:
                 self._grow_batch(changes, 1)
-        for changes in hopeless if not self.fitting else ():  # which name the smallest memory
+        for changes in (
+            hopeless if not self.fitting else ()
+        ):  # which name the smallest memory
             self._grow_batch(changes, 1)
         for _ in range(ROUNDS):
-            by_speed = sorted(self.fitting, key=lambda candidate: -candidate.tokens_per_second)
+            by_speed = sorted(
+                self.fitting, key=lambda candidate: -candidate.tokens_per_second
+            )
             fastest = by_speed[0].tokens_per_second if by_speed else 0.0
             by_size = sorted(self.over, key=lambda candidate: candidate.reserved_bytes)
             promising = [one for one in by_size if one.tokens_per_second > fastest]
             # A limit near the smallest memory makes those that are slow here the fastest.
             useful = [
-                one for one in frontier(self.fitting) if one.tokens_per_second >= SLOWEST * fastest
+                one
+                for one in frontier(self.fitting)
+                if one.tokens_per_second >= SLOWEST * fastest
             ]
-            for seeds, faster in ((by_speed, True), (useful, False), (promising, False)):
+            for seeds, faster in (
+                (by_speed, True),
+                (useful, False),
+                (promising, False),
+            ):
                 for seed in _different(seeds):
                     batch = seed.config.train.batch_size
                     for changes in combinations.neighbors(seed.changes, batch, faster):
@@ -218,8 +244,12 @@ class _Exploration:
         if not changes.get("memory.activation_offload"):
             return False
         batch = self.base.train.batch_size if "train.batch_size" in self.fixed else 1
-        plain = self.tried.get(self._key({**changes, "memory.activation_offload": False}, batch))
-        return plain is not None and plain.prediction.memory.end_bytes > self.memory_bytes
+        plain = self.tried.get(
+            self._key({**changes, "memory.activation_offload": False}, batch)
+        )
+        return (
+            plain is not None and plain.prediction.memory.end_bytes > self.memory_bytes
+        )
 
     def _key(self, changes: Changes, batch: int) -> frozenset[tuple[str, Any]]:
         return frozenset({**self.plain, **changes, "train.batch_size": batch}.items())
@@ -231,10 +261,16 @@ class _Exploration:
             self._try(changes, self.base.train.batch_size)
             return
         batch, candidate = start, self._try(changes, start)
-        while batch > 1 and candidate is not None and not self.fits(candidate.prediction):
+        while (
+            batch > 1 and candidate is not None and not self.fits(candidate.prediction)
+        ):
             batch //= 2
             candidate = self._try(changes, batch)
-        while candidate is not None and self.fits(candidate.prediction) and batch < MOST_SEQUENCES:
+        while (
+            candidate is not None
+            and self.fits(candidate.prediction)
+            and batch < MOST_SEQUENCES
+        ):
             before, batch = candidate, 2 * batch
             candidate = self._try(changes, batch)
             if (
@@ -254,13 +290,17 @@ class _Exploration:
                 self.refused[str(refusal)] += 1
             else:
                 self.tried[key] = candidate
-                (self.fitting if self.fits(candidate.prediction) else self.over).append(candidate)
+                (self.fitting if self.fits(candidate.prediction) else self.over).append(
+                    candidate
+                )
         return self.tried[key]
 
     def _candidate(self, changes: Changes, batch: int) -> Candidate:
         varied = vary(self.base, {**changes, "train.batch_size": batch}, self.fixed)
         words = (*self.words, *overrides_between(self.base, varied))
-        validate_switches(varied, self.world_size, self.hardware.device_type, self.node_ranks)
+        validate_switches(
+            varied, self.world_size, self.hardware.device_type, self.node_ranks
+        )
         prediction = self.quick(varied, self.hardware, self.world_size)
         return Candidate(words, varied, prediction, count_switches(varied), changes)
 
@@ -298,7 +338,9 @@ class _Exploration:
             changes["parallel"] = "fsdp2"
         if self.fixed.isdisjoint(changes):
             with suppress(ConfigError):
-                for ranks in (self.world_size << doublings for doublings in range(1, 7)):
+                for ranks in (
+                    self.world_size << doublings for doublings in range(1, 7)
+                ):
                     more = vary(least.config, changes, self.fixed)
                     validate_switches(more, ranks, self.hardware.device_type)
                     if self.fits(self.quick(more, self.hardware, ranks)):

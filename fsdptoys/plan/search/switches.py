@@ -19,7 +19,13 @@ from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.models import ModelConfig
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+)
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.utils.text import value_text
 
@@ -27,7 +33,8 @@ Changes = Mapping[str, Any]
 """Key → value, as typed except for the value's type; ``parallel`` names the strategy."""
 
 STRATEGIES: dict[str, type[ParallelConfig]] = {
-    strategy.name: strategy for strategy in (FSDP2Config, FSDP1Config, DDPConfig, SingleConfig)
+    strategy.name: strategy
+    for strategy in (FSDP2Config, FSDP1Config, DDPConfig, SingleConfig)
 }
 
 SECTIONS = ("parallel", "mesh", "train", "memory")
@@ -59,7 +66,9 @@ def vary(config: Config, changes: Changes, fixed: Collection[str] = ()) -> Confi
             if "parallel" in changes:
                 kind = STRATEGIES[changes["parallel"]]
             for key in (*changes, *fixed):
-                if key.startswith("parallel.") and key.partition(".")[2] not in _names(kind):
+                if key.startswith("parallel.") and key.partition(".")[2] not in _names(
+                    kind
+                ):
                     raise ConfigError(
                         f"{key} is not an option of parallel={kind.name}; leave it out"
                     )
@@ -92,7 +101,11 @@ def check_strategy(config: Config) -> None:
     parallel = config.parallel
     if parallel.name not in STRATEGIES:
         can = parallel.capabilities
-        like = FSDP2Config if can.shards_parameters or not can.optimizer_offload else DDPConfig
+        like = (
+            FSDP2Config
+            if can.shards_parameters or not can.optimizer_offload
+            else DDPConfig
+        )
         raise ConfigError(
             f"parallel={parallel.name} cannot be predicted; set parallel={like.name}, which is "
             "closest"
@@ -124,7 +137,9 @@ def validate_switches(
         SyntheticConfig(branching=1, mask_documents=data.mask_documents),
         0,
     )
-    config.model = dataclasses.replace(model, init_from=None) if model.init_from else model
+    config.model = (
+        dataclasses.replace(model, init_from=None) if model.init_from else model
+    )
     try:
         config.validate(world_size, device_type, node_ranks)
     finally:
@@ -152,7 +167,8 @@ def count_switches(config: Config) -> int:
     return sum(
         getattr(section, name) != getattr(default, name)
         for section, default in (
-            (each, type(each)()) for each in (config.mesh, config.parallel, config.memory)
+            (each, type(each)())
+            for each in (config.mesh, config.parallel, config.memory)
         )
         for name in _names(type(section))
         if name not in formats
@@ -166,7 +182,11 @@ def fixed_keys(words: Sequence[str]) -> frozenset[str]:
     files = {"mesh": MeshConfig, "memory": MemoryConfig}
     return frozenset(
         typed
-        | {f"{group}.{name}" for group in typed & files.keys() for name in _names(files[group])}
+        | {
+            f"{group}.{name}"
+            for group in typed & files.keys()
+            for name in _names(files[group])
+        }
     )
 
 
@@ -176,7 +196,11 @@ def _names(kind: type[Any]) -> tuple[str, ...]:
 
 def _shared(section: Any, kind: type[Any]) -> dict[str, Any]:
     """Values of the fields that the section's new class has too."""
-    return {name: getattr(section, name) for name in _names(kind) if name in _names(type(section))}
+    return {
+        name: getattr(section, name)
+        for name in _names(kind)
+        if name in _names(type(section))
+    }
 
 
 def _idle(memory: dict[str, Any], fixed: Collection[str]) -> dict[str, Any]:

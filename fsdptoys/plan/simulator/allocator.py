@@ -25,7 +25,9 @@ from fsdptoys.config.plan_config import AllocatorKind
 MIB = 2**20
 MIN_BLOCK_BYTES = 512  # Every block is a multiple
 SMALL_BYTES = MIB  # Largest request of a small pool
-SMALL_SEGMENT_BYTES = 2 * MIB  # Native segments, and pages of expandable ones, in small pools
+SMALL_SEGMENT_BYTES = (
+    2 * MIB
+)  # Native segments, and pages of expandable ones, in small pools
 LARGE_SEGMENT_BYTES = 20 * MIB
 """Native segments for requests below ``MIN_LARGE_BYTES``, and pages of expandable ones, in large
 pools."""
@@ -93,7 +95,9 @@ class Allocator(ABC):
     def __init__(self, device_type: str = "cuda") -> None:
         self._padding_bytes = NPU_PADDING_BYTES if device_type == "npu" else 0
         self._alignment_bytes = self.npu_alignment_bytes if device_type == "npu" else 1
-        self.allocated_bytes = 0  # Bytes of blocks in use, rounded: ``memory_allocated()``
+        self.allocated_bytes = (
+            0  # Bytes of blocks in use, rounded: ``memory_allocated()``
+        )
         self.pools: dict[int, tuple[Pool, Pool]] = {}
         # Bytes taken from the device for each stream with a request: ``memory_reserved()``
         self.reserved_by_stream: defaultdict[int, int] = defaultdict(int)
@@ -104,7 +108,10 @@ class Allocator(ABC):
         size = -(-(bytes + self._padding_bytes) // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         pools = self.pools.get(stream)
         if pools is None:
-            pools = self.pools[stream] = Pool(stream, is_small=False), Pool(stream, is_small=True)
+            pools = self.pools[stream] = (
+                Pool(stream, is_small=False),
+                Pool(stream, is_small=True),
+            )
         pool = pools[size <= SMALL_BYTES]
         block = self._best_fit(pool, size) or self._grow(pool, size)
         gap = -block.address % self._alignment_bytes
@@ -112,7 +119,9 @@ class Allocator(ABC):
             before = block
             block = self._cut(before, gap)
             pool.put(before)
-        if block.size - size >= (MIN_BLOCK_BYTES if pool.is_small else self.leaves_bytes):
+        if block.size - size >= (
+            MIN_BLOCK_BYTES if pool.is_small else self.leaves_bytes
+        ):
             pool.put(self._cut(block, size))
         block.in_use = True
         self.allocated_bytes += block.size

@@ -26,7 +26,12 @@ def spread(hardware: Hardware, group_size: int, group_stride: int) -> tuple[int,
 
 
 def kernel_seconds(
-    hardware: Hardware, kind: KernelKind, flops: float, bytes: int, dtype: str, attention: str = ""
+    hardware: Hardware,
+    kind: KernelKind,
+    flops: float,
+    bytes: int,
+    dtype: str,
+    attention: str = "",
 ) -> float:
     """Time of an operator on the device; a dtype without a peak of its own counts with the slowest
     listed peak.
@@ -34,7 +39,9 @@ def kernel_seconds(
     ``attention`` names a backend; one that the profile does not list runs as fast as FlashAttention
     at its width.
     """
-    seconds = bytes / (hardware.memory_bandwidth.value * hardware.memory_efficiency.value)
+    seconds = bytes / (
+        hardware.memory_bandwidth.value * hardware.memory_efficiency.value
+    )
     if kind is not KernelKind.memory:
         peaks = hardware.peak_flops
         peak = (
@@ -56,7 +63,10 @@ def kernel_seconds(
 
 def transfer_seconds(hardware: Hardware, bytes: int) -> float:
     """Time of a copy between host and device in one direction."""
-    return hardware.transfer_latency_seconds.value + bytes / hardware.transfer_bandwidth.value
+    return (
+        hardware.transfer_latency_seconds.value
+        + bytes / hardware.transfer_bandwidth.value
+    )
 
 
 def host_work_seconds(hardware: Hardware, bytes: int, elements: int = 0) -> float:
@@ -101,7 +111,11 @@ def collective_seconds(
     sent = sent_bytes(name, bytes, group_size)
     if name == "all_to_all":
         leaving = bytes * (group_size - local) / group_size
-        return max((sent - leaving) / intra, leaving / inter) + intra_latency + inter_latency
+        return (
+            max((sent - leaving) / intra, leaving / inter)
+            + intra_latency
+            + inter_latency
+        )
     if name == "send":
         if nodes > 1:
             return sent / inter + inter_latency
@@ -134,10 +148,22 @@ def messages_seconds(hardware: Hardware, event: Messages) -> float:
                     within + message.bytes * (not leaves),
                     between + message.bytes * leaves,
                 )
-        intra = hardware.intra_node_bandwidth.value * hardware.intra_node_efficiency.value
-        inter = hardware.inter_node_bandwidth.value * hardware.inter_node_efficiency.value
-        of_intra = within / intra + hardware.intra_node_latency_seconds.value if within else 0.0
-        of_inter = between / inter + hardware.inter_node_latency_seconds.value if between else 0.0
+        intra = (
+            hardware.intra_node_bandwidth.value * hardware.intra_node_efficiency.value
+        )
+        inter = (
+            hardware.inter_node_bandwidth.value * hardware.inter_node_efficiency.value
+        )
+        of_intra = (
+            within / intra + hardware.intra_node_latency_seconds.value
+            if within
+            else 0.0
+        )
+        of_inter = (
+            between / inter + hardware.inter_node_latency_seconds.value
+            if between
+            else 0.0
+        )
         seconds.append(max(of_intra, of_inter))
     return max(seconds)
 
@@ -151,4 +177,7 @@ def leaves_node(hardware: Hardware, event: Messages, message: Message) -> bool:
     """
     devices, stride = int(hardware.devices_per_node.value), event.group_stride
     first, second = event.rank * stride, message.peer * stride
-    return any((first + place) // devices != (second + place) // devices for place in range(stride))
+    return any(
+        (first + place) // devices != (second + place) // devices
+        for place in range(stride)
+    )

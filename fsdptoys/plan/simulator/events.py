@@ -56,7 +56,9 @@ class Kernel(NamedTuple):
     flops: float  # As computed: for causal attention half the square
     bytes: int
     dtype: str  # Dtype of its largest input, such as ``bfloat16``
-    attention: str = ""  # Backend of attention: a key of a profile's ``attention_backends``
+    attention: str = (
+        ""  # Backend of attention: a key of a profile's ``attention_backends``
+    )
 
 
 class Kernels(NamedTuple):
@@ -81,7 +83,9 @@ class Transfer(NamedTuple):
     stream: int
     bytes: int
     to_device: bool
-    blocking: bool  # Whether the host waits for its end: not pinned, or not asynchronous
+    blocking: (
+        bool  # Whether the host waits for its end: not pinned, or not asynchronous
+    )
 
 
 class Collective(NamedTuple):

@@ -35,7 +35,9 @@ class Action(NamedTuple):
         return 0 <= self.before.stage <= last
 
 
-def order_of(schedule: PipelineSchedule, ranks: int, rank: int, count: int) -> Iterator[Action]:
+def order_of(
+    schedule: PipelineSchedule, ranks: int, rank: int, count: int
+) -> Iterator[Action]:
     """Forwards and backwards of ``count`` micro-batches on a rank, in their order.
 
     Source: the papers of ``parallel.pipeline``; a test compares it with
@@ -52,7 +54,9 @@ def order_of(schedule: PipelineSchedule, ranks: int, rank: int, count: int) -> I
     warm_up = min(ahead[schedule], total)
 
     def action(is_forward: bool, number: int) -> Action:
-        rounds, place = divmod(number, ranks)  # Micro-batches pass in groups of as many as ranks
+        rounds, place = divmod(
+            number, ranks
+        )  # Micro-batches pass in groups of as many as ranks
         turn, own = divmod(rounds, per_rank)
         own = own if is_forward else per_rank - 1 - own
         return Action(is_forward, own * ranks + rank, turn * ranks + place)
@@ -73,7 +77,9 @@ def most_in_flight(order: Sequence[Action], stages: Sequence[Stage]) -> int:
     return most
 
 
-def duration(orders: Sequence[Sequence[Action]], seconds: Sequence[Sequence[float]]) -> float:
+def duration(
+    orders: Sequence[Sequence[Action]], seconds: Sequence[Sequence[float]]
+) -> float:
     """Seconds of a step's forwards and backwards, bubbles included; an action waits for the message
     that it needs.
 
@@ -125,7 +131,9 @@ def _with_messages(
     left, received = [deque(order) for order in orders], set[Action]()
     while any(left):
         for rank, actions in enumerate(left):
-            if not actions or (actions[0].needs(last) and actions[0].before not in received):
+            if not actions or (
+                actions[0].needs(last) and actions[0].before not in received
+            ):
                 continue
             action = actions.popleft()
             programs[rank].append((action, False))

@@ -18,7 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdptoys.device.profile import Hardware
-from fsdptoys.metrics.prediction import Category, MemoryPrediction, TimePrediction, Volume
+from fsdptoys.metrics.prediction import (
+    Category,
+    MemoryPrediction,
+    TimePrediction,
+    Volume,
+)
 
 from .allocator import Allocator, Block
 from .events import Alloc, Collective, Free, Mark, Messages, RecordStream, Trace
@@ -68,14 +73,19 @@ class Replay:
         for phase in self.phases:
             for stream, bytes in phase.used.items():
                 used[stream] = max(used.get(stream, 0), bytes)
-            then = {stream: bytes + phase.gaps.get(stream, 0) for stream, bytes in used.items()}
+            then = {
+                stream: bytes + phase.gaps.get(stream, 0)
+                for stream, bytes in used.items()
+            }
             reserved = max(reserved, then, key=lambda streams: sum(streams.values()))
         return MemoryPrediction(
             end_bytes=self.phases[-1].end_bytes,
             peak_bytes=peak.peak_bytes,
             reserved_bytes=sum(reserved.values()),
             peak_phase=peak.name,
-            categories={category: bytes for category, bytes in peak.categories.items() if bytes},
+            categories={
+                category: bytes for category, bytes in peak.categories.items() if bytes
+            },
             streams=reserved,
             host_bytes=self.host_bytes,
         )
@@ -141,7 +151,9 @@ class _Replaying:
 
     def run(self, axes: Container[str]) -> Replaying:
         clock, events = self.clock, self.trace.events
-        last_step = max((event.step for event in events if isinstance(event, Mark)), default=0)
+        last_step = max(
+            (event.step for event in events if isinstance(event, Mark)), default=0
+        )
         mark = Mark(0, "construction")
         event: Any
         for event in events:
@@ -191,7 +203,9 @@ class _Replaying:
     def record_stream(self, event: RecordStream) -> None:
         """Record a use on another stream; on an NPU the block's own stream counts too."""
         found = self.blocks.get(event.block)
-        if found is not None and (self.own_stream_counts or found[0].pool.stream != event.stream):
+        if found is not None and (
+            self.own_stream_counts or found[0].pool.stream != event.stream
+        ):
             self.uses.setdefault(event.block, set()).add(event.stream)
 
     def free(self, number: int) -> None:
@@ -228,6 +242,8 @@ class _Replaying:
             self.clock.now - self.phase_begins,
             (end_bytes, self.peak_bytes, self.at_peak),
         )
-        self.phases.append(Phase(mark.step, mark.phase, seconds, *memory, dict(used), dict(gaps)))
+        self.phases.append(
+            Phase(mark.step, mark.phase, seconds, *memory, dict(used), dict(gaps))
+        )
         self.phase_begins = self.clock.now
         self.peak_bytes, self.rising = end_bytes, True

@@ -46,7 +46,9 @@ class Work(NamedTuple):
 class Parts:
     """Seconds of the compute stream, and collectives, since the last ``Clock.begin_window``."""
 
-    kinds: dict[KernelKind, float] = field(default_factory=lambda: dict.fromkeys(KernelKind, 0.0))
+    kinds: dict[KernelKind, float] = field(
+        default_factory=lambda: dict.fromkeys(KernelKind, 0.0)
+    )
     """Compute, by kind of kernel."""
     waits: dict[Cause, float] = field(default_factory=lambda: dict.fromkeys(Cause, 0.0))
     """Waits, and its own part in collectives and copies."""
@@ -94,15 +96,21 @@ class Clock:
         self._last: defaultdict[int, Work | None] = defaultdict(lambda: None)
         """The work that a stream is ready after; None for the host or the compute stream."""
         self._host_last: Work | None = None
-        self._others = 0.0  # Time until which other ranks hold up the event that is processed
+        self._others = (
+            0.0  # Time until which other ranks hold up the event that is processed
+        )
         self._causes: defaultdict[int, Cause] = defaultdict(lambda: Cause.communication)
         self._events: dict[int, tuple[float, Work | None]] = {}
-        self._communicators: defaultdict[tuple[str, int, int], float] = defaultdict(float)
+        self._communicators: defaultdict[tuple[str, int, int], float] = defaultdict(
+            float
+        )
         self._intra, self._inter, self._up, self._down = Lane(), Lane(), Lane(), Lane()
         self._sums: dict[int, tuple[float, dict[KernelKind, float]]] = {}
         """Seconds of ``Kernels``, by the identity of their tuple."""
         self._workers: list[float] = []  # Ends of the worker threads' operators
-        self._computed = 0.0  # Time until which the compute stream is accounted for in ``parts``
+        self._computed = (
+            0.0  # Time until which the compute stream is accounted for in ``parts``
+        )
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Kernel: self._kernel,
             events.Kernels: self._kernels,
@@ -177,7 +185,9 @@ class Clock:
             self.parts.kinds[kind] += end - self._computed
             self._computed, self._last[stream] = end, None
         else:
-            self._last[stream] = Work(ready, end, self._causes[stream], self._needed(last))
+            self._last[stream] = Work(
+                ready, end, self._causes[stream], self._needed(last)
+            )
         if self._host_computes:
             self._host_until(end, self._last[stream])
 
@@ -202,24 +212,36 @@ class Clock:
                 self.parts.kinds[kind] += part
             self._computed = end
         else:
-            self._last[stream] = Work(ready, end, self._causes[stream], self._needed(last))
+            self._last[stream] = Work(
+                ready, end, self._causes[stream], self._needed(last)
+            )
         if self._host_computes:
             self._host_until(end, self._last[stream])
 
     def _collective(self, event: events.Collective) -> None:
         self.host += self._hardware.host_collective_seconds.value
         name, size, stride = event.name, event.group_size, event.group_stride
-        seconds = costs.collective_seconds(self._hardware, name, event.bytes, size, stride)
+        seconds = costs.collective_seconds(
+            self._hardware, name, event.bytes, size, stride
+        )
         self._count_volume(
-            (name, event.axis, size), round(costs.sent_bytes(name, event.bytes, size)), seconds
+            (name, event.axis, size),
+            round(costs.sent_bytes(name, event.bytes, size)),
+            seconds,
         )
         nodes, local = costs.spread(self._hardware, size, stride)
         lanes = [
-            lane for lane, used in ((self._intra, local > 1), (self._inter, nodes > 1)) if used
+            lane
+            for lane, used in ((self._intra, local > 1), (self._inter, nodes > 1))
+            if used
         ]
         communicator = (event.axis, size, stride)
         end = self._serve(
-            event.stream, lanes, seconds, Cause.communication, self._communicators[communicator]
+            event.stream,
+            lanes,
+            seconds,
+            Cause.communication,
+            self._communicators[communicator],
         )
         self._communicators[communicator] = end
 
@@ -230,18 +252,28 @@ class Clock:
                 seconds = costs.messages_seconds(
                     self._hardware, event._replace(messages=(message,))
                 )
-                self._count_volume(("send", event.axis, event.group_size), message.bytes, seconds)
-        leaving = {costs.leaves_node(self._hardware, event, message) for message in event.messages}
+                self._count_volume(
+                    ("send", event.axis, event.group_size), message.bytes, seconds
+                )
+        leaving = {
+            costs.leaves_node(self._hardware, event, message)
+            for message in event.messages
+        }
         lanes = [
             lane
             for lane, leaves in ((self._intra, False), (self._inter, True))
             if leaves in leaving
         ]
         self._serve(
-            event.stream, lanes, costs.messages_seconds(self._hardware, event), Cause.communication
+            event.stream,
+            lanes,
+            costs.messages_seconds(self._hardware, event),
+            Cause.communication,
         )
 
-    def _count_volume(self, key: tuple[str, str, int], sent: int, seconds: float) -> None:
+    def _count_volume(
+        self, key: tuple[str, str, int], sent: int, seconds: float
+    ) -> None:
         now = self.parts.volumes.get(key, Volume(*key, 0, 0, 0.0))
         self.parts.volumes[key] = Volume(
             *key, 1 + now.calls, sent + now.bytes, seconds + now.seconds
@@ -256,7 +288,12 @@ class Clock:
             self._host_until(end, self._last[event.stream])
 
     def _serve(
-        self, stream: int, lanes: list[Lane], seconds: float, cause: Cause, not_before: float = 0.0
+        self,
+        stream: int,
+        lanes: list[Lane],
+        seconds: float,
+        cause: Cause,
+        not_before: float = 0.0,
     ) -> float:
         ready, last = self._start(stream)
         if self._others > ready:

@@ -14,7 +14,9 @@ from .fake_device import MODULE
 from .groups import place_of
 from .storages import Storages
 
-EXCHANGE = -3  # Stream of exchanges on the meta device and on CPUs, which have no streams
+EXCHANGE = (
+    -3
+)  # Stream of exchanges on the meta device and on CPUs, which have no streams
 PURPOSES = {
     "all_gather": Category.gathered_parameters,
     "reduce_scatter": Category.reduction_buffers,
@@ -55,12 +57,20 @@ class Exchanges:
         self._pending.clear()
 
     def communicate(
-        self, name: str, tensors: Iterable[Tensor], size: int, group: Any, *, asynchronous: bool
+        self,
+        name: str,
+        tensors: Iterable[Tensor],
+        size: int,
+        group: Any,
+        *,
+        asynchronous: bool,
     ) -> Callable[[], None]:
         """Record a collective of ``size`` bytes, and return a function with which the current
         stream waits for it."""
         place, axis = place_of(group, name)
-        purpose = Category.exchange_buffers if axis in EXCHANGING_AXES else PURPOSES.get(name)
+        purpose = (
+            Category.exchange_buffers if axis in EXCHANGING_AXES else PURPOSES.get(name)
+        )
         for tensor in tensors:
             self._storages.see(tensor)
             if purpose is not None:
@@ -72,7 +82,9 @@ class Exchanges:
             lambda stream: simulated.Collective(name, stream, size, *place, axis), group
         )
 
-    def exchange(self, parts: Sequence[tuple[bool, Tensor, int]], group: Any) -> Callable[[], None]:
+    def exchange(
+        self, parts: Sequence[tuple[bool, Tensor, int]], group: Any
+    ) -> Callable[[], None]:
         """Record messages that are issued together, and return a function with which the current
         stream waits for them.
 
@@ -83,13 +95,19 @@ class Exchanges:
             self._storages.see(tensor)
             self._storages.categorize(tensor, Category.exchange_buffers)
         messages = tuple(
-            simulated.Message(peer, tensor.nbytes, sends) for sends, tensor, peer in parts
+            simulated.Message(peer, tensor.nbytes, sends)
+            for sends, tensor, peer in parts
         )
         return self._issue(
-            lambda stream: simulated.Messages(stream, messages, group.rank(), *place, axis), group
+            lambda stream: simulated.Messages(
+                stream, messages, group.rank(), *place, axis
+            ),
+            group,
         )
 
-    def _issue(self, event_on: Callable[[int], simulated.Event], group: Any) -> Callable[[], None]:
+    def _issue(
+        self, event_on: Callable[[int], simulated.Event], group: Any
+    ) -> Callable[[], None]:
         """Add an event on the stream of a group; the compute stream waits for it with the work."""
         if self._device_type in ("cpu", "meta"):
             self.device_events += 2

@@ -40,7 +40,9 @@ def depths_of(config: Config, model: DecoderModel, least: int) -> list[int]:
     turn = math.lcm(layers_in_turn(model), config.memory.checkpointing_every)
     # Layers before the first checkpointed one differ from those after it.
     first = config.memory.checkpointing_start_index + turn * math.ceil(least / turn)
-    second = first + turn * math.ceil(max(least // 2, n_layers * least // APART_SHARE) / turn)
+    second = first + turn * math.ceil(
+        max(least // 2, n_layers * least // APART_SHARE) / turn
+    )
     # The model's depth must be a multiple of turns away.
     offset = (n_layers - first) % turn
     depths = [first + offset, second + offset]
@@ -60,8 +62,12 @@ def layers_in_turn(model: DecoderModel) -> int:
 def block_kind(block: nn.Module) -> tuple[object, ...]:
     """Key of blocks that do the same work: shapes of the parameters and the way of attention."""
     attention = block.get_submodule("attn")
-    plain = tuple(getattr(attention, name, None) is None for name in ("rotation", "temperature"))
-    shapes = tuple((name, tuple(param.shape)) for name, param in block.named_parameters())
+    plain = tuple(
+        getattr(attention, name, None) is None for name in ("rotation", "temperature")
+    )
+    shapes = tuple(
+        (name, tuple(param.shape)) for name, param in block.named_parameters()
+    )
     return shapes, plain, getattr(attention, "chunk_len", None)
 
 
@@ -105,7 +111,9 @@ def extrapolate(shallow: T, deep: T, depths: tuple[int, int], n_layers: float) -
 def _figures(holder: Any) -> list[dataclasses.Field[Any]]:
     """Fields of a dataclass that depend on the depth."""
     return [
-        field for field in dataclasses.fields(holder) if field.metadata.get("extrapolates", True)
+        field
+        for field in dataclasses.fields(holder)
+        if field.metadata.get("extrapolates", True)
     ]
 
 
@@ -116,6 +124,13 @@ def _zero(like: Any) -> Any:
         return tuple(map(_zero, like))
     if dataclasses.is_dataclass(like):
         return dataclasses.replace(
-            like, **{field.name: _zero(getattr(like, field.name)) for field in _figures(like)}
+            like,
+            **{
+                field.name: _zero(getattr(like, field.name)) for field in _figures(like)
+            },
         )  # type: ignore[type-var]
-    return type(like)(0) if isinstance(like, (int, float)) and not isinstance(like, bool) else like
+    return (
+        type(like)(0)
+        if isinstance(like, (int, float)) and not isinstance(like, bool)
+        else like
+    )

@@ -36,7 +36,9 @@ HOLDERS = {
 """Purpose of a stream → attributes that hold it, in PyTorch's FSDP2, FSDP1 and here."""
 PURPOSES = {name: purpose for purpose, names in HOLDERS.items() for name in names}
 
-DEVICE_NAME = "planned"  # Device type that stands for CUDA: a name that nothing else has
+DEVICE_NAME = (
+    "planned"  # Device type that stands for CUDA: a name that nothing else has
+)
 
 
 @contextmanager
@@ -117,7 +119,9 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         """Record the event on a stream."""
         self.number = next(Event._numbers)
-        MODULE.report(simulated.RecordEvent(self.number, (stream or MODULE.current).number))
+        MODULE.report(
+            simulated.RecordEvent(self.number, (stream or MODULE.current).number)
+        )
 
     def wait(self, stream: Stream | None = None) -> None:
         """Let a stream wait."""
@@ -154,7 +158,9 @@ class DeviceModule:
         self.live_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self.current_stream = lambda device=None: self.current
         self.default_stream = lambda device=None: self.default
-        self.synchronize = lambda device=None: self.report(simulated.HostWaitStream(None))
+        self.synchronize = lambda device=None: self.report(
+            simulated.HostWaitStream(None)
+        )
         self.get_device_name = lambda device=None: self.name
 
     def report(self, event: simulated.Event) -> None:
@@ -178,10 +184,14 @@ def stream_purposes() -> dict[int, str]:
     """Purposes of the live streams, by the attributes that hold them."""
     purposes = {simulated.COMPUTE_STREAM: "compute"}
     streams = [
-        stream for stream in MODULE.live_streams if stream.number != simulated.COMPUTE_STREAM
+        stream
+        for stream in MODULE.live_streams
+        if stream.number != simulated.COMPUTE_STREAM
     ]
     for holder in gc.get_referrers(*streams) if streams else []:
-        attributes = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+        attributes = (
+            holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+        )
         for name, value in list(attributes.items()):
             if isinstance(value, Stream) and name in PURPOSES:
                 purposes.setdefault(value.number, PURPOSES[name])
@@ -243,7 +253,9 @@ def install(device_type: str, world_size: int, rank: int = 0) -> None:
         _forget_meshes()
     elif device_type != "cpu":
         if registers_devices():
-            from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+            from torch.utils.backend_registration import (
+                _setup_privateuseone_for_python_backend,
+            )
 
             _setup_privateuseone_for_python_backend(rename=name, backend_module=MODULE)
         else:
@@ -266,7 +278,9 @@ def _forget_meshes() -> None:
     if hasattr(debug, "_clear_sharding_prop_cache"):  # from torch 2.8 on
         debug._clear_sharding_prop_cache()
     else:
-        propagate: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+        propagate: Any = (
+            DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+        )
         propagate.cache.cache_clear()
 
 

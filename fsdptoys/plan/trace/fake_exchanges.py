@@ -62,7 +62,9 @@ class _FakeExchanges:
     def collective(self, name: str) -> Callable[..., None]:
         def communicate(received: Tensor, sent: Tensor, *_: Any, group: Any) -> None:
             size = max(touched_bytes(received), touched_bytes(sent))
-            self.recorder.communicate(name, (received, sent), size, group, asynchronous=False)
+            self.recorder.communicate(
+                name, (received, sent), size, group, asynchronous=False
+            )
 
         return communicate
 

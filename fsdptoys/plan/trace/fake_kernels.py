@@ -34,7 +34,13 @@ from fsdptoys.optim import low_bit_adamw
 from .fake_device import Listener, replaced
 from .inline_executor import InlineExecutor
 from .op_costs import fuses_rms_norm
-from .planned_operators import COMPILED, NPU_OPERATORS, npu_attention, rms_norm, update_low_bit
+from .planned_operators import (
+    COMPILED,
+    NPU_OPERATORS,
+    npu_attention,
+    rms_norm,
+    update_low_bit,
+)
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -58,7 +64,9 @@ def rms_norm_cuda(
 ) -> Tensor:
     """``F.rms_norm`` on CUDA from torch 2.9 on: one kernel, unless weight and input differ in
     dtype."""
-    if len(normalized_shape) != 1 or (weight is not None and weight.dtype != input.dtype):
+    if len(normalized_shape) != 1 or (
+        weight is not None and weight.dtype != input.dtype
+    ):
         return original(input, normalized_shape, weight, eps)
     return rms_norm(input, weight, eps)
 
@@ -80,7 +88,10 @@ def attention_cuda(
     the memory-efficient kernel, for which shared heads are repeated; else plain matmuls.
     """
     width = query.shape[-1]
-    flashes = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.cudnn_sdp_enabled()
+    flashes = (
+        torch.backends.cuda.flash_sdp_enabled()
+        or torch.backends.cuda.cudnn_sdp_enabled()
+    )
     if (
         flashes
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -91,14 +102,20 @@ def attention_cuda(
             query, key, value = (F.pad(x, (0, -width % 8)) for x in (query, key, value))
             scale = scale or 1 / math.sqrt(width)
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0][..., :width]
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0][
+            ..., :width
+        ]
     if torch.backends.cuda.mem_efficient_sdp_enabled():
         # As ``models.attention`` does on CUDA, which the fake device is not.
         if (share := query.shape[1] // key.shape[1]) > 1:
             key, value = (x.repeat_interleave(share, dim=1) for x in (key, value))
-        keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        keeps = torch.is_grad_enabled() and any(
+            x.requires_grad for x in (query, key, value)
+        )
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale)[0]
+        return efficient(
+            query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale
+        )[0]
     options = {"scale": scale, "enable_gqa": enable_gqa}
     plain = torch.ops.aten._scaled_dot_product_attention_math
     return plain(query, key, value, attn_mask, dropout_p, is_causal, None, **options)[0]
@@ -125,7 +142,14 @@ def attention_with_cudnn(
         return attention_cuda(query, key, value, attn_mask, **options)
     cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
     return cudnn(
-        query, key, value, None, torch.is_grad_enabled(), 0.0, True, scale=options.get("scale")
+        query,
+        key,
+        value,
+        None,
+        torch.is_grad_enabled(),
+        0.0,
+        True,
+        scale=options.get("scale"),
     )[0]
 
 
@@ -143,7 +167,9 @@ def attention_npu(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> 
     mask = None
     if options.get("is_causal"):
         mask = torch.ones(
-            (npu_kernels.MASK_ROWS, npu_kernels.MASK_ROWS), dtype=torch.bool, device=query.device
+            (npu_kernels.MASK_ROWS, npu_kernels.MASK_ROWS),
+            dtype=torch.bool,
+            device=query.device,
         ).triu(1)
     return npu_attention(query, key, value, mask)
 
@@ -173,17 +199,23 @@ class PlannedGrouped(grouped.Grouped):
 
     def __init__(self) -> None:
         # torch 2.7 has none.
-        in_bfloat16: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+        in_bfloat16: Any = getattr(F, "grouped_mm", None) or getattr(
+            torch, "_grouped_mm", None
+        )
 
         def grouped_mm(left: Tensor, right: Tensor, *, offs: Tensor) -> Any:
             native = left.dtype == torch.bfloat16 and in_bfloat16 is not None
-            return (in_bfloat16 if native else torch.ops.planned.grouped_mm)(left, right, offs=offs)
+            return (in_bfloat16 if native else torch.ops.planned.grouped_mm)(
+                left, right, offs=offs
+            )
 
         self.grouped_mm = grouped_mm
 
 
 @contextmanager
-def replace_kernels(attention: AttentionKind, listener: Listener | None = None) -> Iterator[None]:
+def replace_kernels(
+    attention: AttentionKind, listener: Listener | None = None
+) -> Iterator[None]:
     """Use a device's kernels, and run worker threads' jobs inline."""
     replacements: list[tuple[Any, str, Any]] = [
         (low_bit_adamw, "choose_update", lambda compiles: update_low_bit),
@@ -197,10 +229,16 @@ def replace_kernels(attention: AttentionKind, listener: Listener | None = None) 
     ]
     if listener is not None:
         replacements.append(
-            (cpu_offload, "ThreadPoolExecutor", lambda *args, **kwargs: InlineExecutor(listener))
+            (
+                cpu_offload,
+                "ThreadPoolExecutor",
+                lambda *args, **kwargs: InlineExecutor(listener),
+            )
         )
     if attention.on_cuda:
-        attend = functools.partial(attention_with_cudnn, attention is AttentionKind.cudnn)
+        attend = functools.partial(
+            attention_with_cudnn, attention is AttentionKind.cudnn
+        )
         replacements += [
             (F, "scaled_dot_product_attention", attend),
             (block_attention, "_takes", blocks_flash_cuda),
@@ -208,10 +246,14 @@ def replace_kernels(attention: AttentionKind, listener: Listener | None = None) 
             (chunked_loss, "choose_products", lambda hidden, weight: CUDAProducts()),
         ]
         if fuses_rms_norm():
-            replacements.append((F, "rms_norm", functools.partial(rms_norm_cuda, F.rms_norm)))
+            replacements.append(
+                (F, "rms_norm", functools.partial(rms_norm_cuda, F.rms_norm))
+            )
     if attention is AttentionKind.cpu:
         for dtype in (torch.float32, torch.bfloat16):
-            grouped.choose_product("cpu", dtype)  # fills a cache by trials, which take real tensors
+            grouped.choose_product(
+                "cpu", dtype
+            )  # fills a cache by trials, which take real tensors
     # No trial, which takes real tensors.
     planned = dict.fromkeys(("torch", "looped"), lambda *args: PlannedGrouped())
     # A block mask is small, and flex_attention keeps the same tensors as FlashAttention.
@@ -232,7 +274,10 @@ def replace_kernels(attention: AttentionKind, listener: Listener | None = None) 
         entries.append((IMPLEMENTATIONS[operation], {"compiled": function}))
     if attention is AttentionKind.npu:
         replacements.append((F, "scaled_dot_product_attention", attention_npu))
-        kept = (*SAVED_OPERATORS["attention"], torch.ops.planned.npu_fusion_attention.default)
+        kept = (
+            *SAVED_OPERATORS["attention"],
+            torch.ops.planned.npu_fusion_attention.default,
+        )
         entries.append((SAVED_OPERATORS, {"attention": kept}))
     with replaced(*replacements), ExitStack() as stack:
         for table, values in entries:

@@ -31,7 +31,10 @@ class FakeWork:
     """Messages under way, which hold their tensors until something waits for them."""
 
     def __init__(
-        self, recorder: OpRecorder, parts: Sequence[tuple[bool, Tensor, int]], group: Any
+        self,
+        recorder: OpRecorder,
+        parts: Sequence[tuple[bool, Tensor, int]],
+        group: Any,
     ) -> None:
         self._parts = parts
         self._wait = recorder.exchange(parts, group)
@@ -46,7 +49,10 @@ class FakeWork:
 @contextmanager
 def fake_stages(recorder: OpRecorder) -> Iterator[None]:
     """Let a stage's messages be recorded instead of sent."""
-    from torch.distributed.pipelining import _utils, schedules  # takes a second to import
+    from torch.distributed.pipelining import (  # takes a second to import
+        _utils,
+        schedules,
+    )
 
     def isend(tensor: Tensor, *, group: Any, tag: int, group_dst: int) -> FakeWork:
         return FakeWork(recorder, [(True, tensor, group_dst)], group)
@@ -61,7 +67,11 @@ def fake_stages(recorder: OpRecorder) -> Iterator[None]:
     run_stage = PipelinedModel.run_stage
 
     def run_first(
-        pipelined: PipelinedModel, stage: Stage, modules: nn.Module, received: Tensor, place: Tensor
+        pipelined: PipelinedModel,
+        stage: Stage,
+        modules: nn.Module,
+        received: Tensor,
+        place: Tensor,
     ) -> Tensor:
         recorder.begin_part("forward")
         out = run_stage(pipelined, stage, modules, received, torch.tensor(0))
@@ -76,7 +86,9 @@ def fake_stages(recorder: OpRecorder) -> Iterator[None]:
     # An operation's function is compared with those of the module that defines them.
     owners = (dist, dist.distributed_c10d)
     replacements: list[tuple[Any, str, Any]] = [
-        (owner, name, function) for owner in owners for name, function in functions.items()
+        (owner, name, function)
+        for owner in owners
+        for name, function in functions.items()
     ]
     if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
         replacements.append((schedules._PipelineSchedule, "_warmup_p2p", agree))

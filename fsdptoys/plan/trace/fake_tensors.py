@@ -16,7 +16,11 @@ import torch
 import torch._dynamo  # compares signatures of replaced functions when imported
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import _runtime_utils
@@ -30,7 +34,15 @@ from .fake_device import MODULE, Stream, replaced
 
 JOINS = ("SplitBackward0", "SplitWithSizesBackward0")
 """Backward nodes of the operators that make the views; they join the gradients."""
-FACTORIES = ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "new_zeros", "_to_copy")
+FACTORIES = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "zeros",
+    "zeros_like",
+    "new_zeros",
+    "_to_copy",
+)
 WRITERS = (
     "zero_",
     "copy_",
@@ -74,7 +86,9 @@ class _FakeMode(FakeTensorMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # as ``OpRecorder``
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # Asked everywhere in C++
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return META if self.in_kernel_invocation else args[0].fake_device
@@ -82,18 +96,22 @@ class _FakeMode(FakeTensorMode):
             return func(*args, **(kwargs or {}))
         return self.dispatch(func, types, args, kwargs or {})
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run an operator directly, if it is known to allow that, or as PyTorch does."""
         device = self._device_of_result(func, args, kwargs)
         if device is None:
             return super().dispatch(func, types, args, kwargs)
         on_meta = kwargs or {}
         if func.overloadpacket is torch.ops.aten.cat and _are_many_alike(args[0]):
-            return on_meta["out"] if "out" in on_meta else self._join(*args, device=device)
+            return (
+                on_meta["out"] if "out" in on_meta else self._join(*args, device=device)
+            )
         if on_meta.get("device") is not None:
-            on_meta = {name: value for name, value in on_meta.items() if name != "pin_memory"} | {
-                "device": META
-            }
+            on_meta = {
+                name: value for name, value in on_meta.items() if name != "pin_memory"
+            } | {"device": META}
         try:
             with in_kernel_invocation_manager(self):
                 result = func(*args, **on_meta)
@@ -113,7 +131,9 @@ class _FakeMode(FakeTensorMode):
             joined = torch.empty(shape, dtype=tensors[0].dtype, device=META)
         return self._fake(joined, device)
 
-    def _device_of_result(self, func: Any, args: Any, kwargs: Any) -> torch.device | None:
+    def _device_of_result(
+        self, func: Any, args: Any, kwargs: Any
+    ) -> torch.device | None:
         """Device of an operator's results; None if it cannot run directly."""
         if func not in self._direct:
             self._direct[func] = (
@@ -121,7 +141,10 @@ class _FakeMode(FakeTensorMode):
             ) or func._schema.name in DIRECT
         if not self._direct[func]:
             return None
-        device, first = kwargs.get("device") if kwargs else None, args[0] if args else None
+        device, first = (
+            kwargs.get("device") if kwargs else None,
+            args[0] if args else None,
+        )
         while isinstance(first, (list, tuple)) and first:
             first = first[0]
         if isinstance(first, Tensor):
@@ -238,7 +261,10 @@ class Chunks:
 
 
 def _are_many_alike(tensors: Sequence[Tensor]) -> bool:
-    return len(tensors) >= MANY and len({(tensor.ndim, tensor.dtype) for tensor in tensors}) == 1
+    return (
+        len(tensors) >= MANY
+        and len({(tensor.ndim, tensor.dtype) for tensor in tensors}) == 1
+    )
 
 
 def repeating_chunks(chunk: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,7 +351,10 @@ def _fsdp1_streams() -> list[tuple[Any, str, Any]]:
     one, as in autograd's engine (``torch/csrc/autograd/input_buffer.cpp``). Private API of PyTorch:
     tested with torch 2.13.
     """
-    make_views, finish = FlatParamHandle._use_unsharded_views, _runtime_utils._post_backward_hook
+    make_views, finish = (
+        FlatParamHandle._use_unsharded_views,
+        _runtime_utils._post_backward_hook,
+    )
 
     def watched_views(handle: FlatParamHandle, as_params: bool) -> None:
         make_views(handle, as_params)

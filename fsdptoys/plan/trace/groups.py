@@ -35,6 +35,9 @@ def place_of(group: Any, name: str) -> tuple[tuple[int, int], str]:
     axis = group.group_desc.removeprefix("mesh_")
     if axis not in AXES:
         axis = "shard" if stride == 1 else "replicate"
-        if size == dist.get_world_size() and name not in ("all_gather", "reduce_scatter"):
+        if size == dist.get_world_size() and name not in (
+            "all_gather",
+            "reduce_scatter",
+        ):
             axis = "world"
     return (size, stride), axis

@@ -19,7 +19,13 @@ from torch.utils.flop_counter import flop_registry
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import AttentionKind, Hardware
 from fsdptoys.plan.simulator.events import KernelKind
-from fsdptoys.profiler.dispatch import Argument, arguments_of, dtype_name, given, tensors_in
+from fsdptoys.profiler.dispatch import (
+    Argument,
+    arguments_of,
+    dtype_name,
+    given,
+    tensors_in,
+)
 
 MIB = 2**20
 
@@ -38,7 +44,9 @@ ATTENTION = {
 WIDENED_NORM = "aten::linalg_vector_norm"
 """Reduces a copy in the wider dtype of its result: written, then read
 (``native/ReduceOpsUtils.h``)."""
-NARROW_HEAD = 64  # Head width up to which a profile may list another efficiency of a backend
+NARROW_HEAD = (
+    64  # Head width up to which a profile may list another efficiency of a backend
+)
 
 PREFERS_CUDNN = (2, 11)
 """First torch whose wheels for CUDA 13 prefer cuDNN's attention
@@ -83,7 +91,9 @@ LOOK_UPS = {"aten::embedding": "weight"} | {
 
 TRAFFIC: dict[str, Callable[[tuple[Any, ...]], int]] = {
     # Its schema does not declare the write.
-    "fsdp::all_gather_copy_in": lambda args: 2 * sum(map(touched_bytes, tensors_in(args[0]))),
+    "fsdp::all_gather_copy_in": lambda args: (
+        2 * sum(map(touched_bytes, tensors_in(args[0])))
+    ),
     # Reads the logits twice and writes them once (``loss.softmax_triton``).
     "planned::softmax_gradient_": lambda args: 3 * touched_bytes(args[0]),
 }
@@ -114,7 +124,9 @@ def matmul_workspace_bytes(hardware: Hardware) -> int:
 def attention_of(config: Config, hardware: Hardware) -> AttentionKind:
     """The kind of fused attention in a run's steps; cuDNN's is not deterministic, nor preferred
     before torch 2.11."""
-    older = tuple(int(part) for part in torch.__version__.split(".")[:2]) < PREFERS_CUDNN
+    older = (
+        tuple(int(part) for part in torch.__version__.split(".")[:2]) < PREFERS_CUDNN
+    )
     # Builds without CUDA plan for another machine
     older |= int((torch.version.cuda or "13").split(".")[0]) < 13
     cudnn = hardware.attention is AttentionKind.cudnn
@@ -143,11 +155,16 @@ def cost_of(
     # The output may be a sum in a wider dtype than the operands.
     operands = [tensor for argument, tensor in inputs if not argument.writes]
     chosen = max(
-        operands or [*tensors_in(results), *(tensor for _, tensor in inputs)], key=Tensor.numel
+        operands or [*tensors_in(results), *(tensor for _, tensor in inputs)],
+        key=Tensor.numel,
     )
     bytes = traffic(name, args, inputs, fresh)
     return Operator(
-        kind if flops else KernelKind.memory, flops, bytes, dtype_name(chosen), attention
+        kind if flops else KernelKind.memory,
+        flops,
+        bytes,
+        dtype_name(chosen),
+        attention,
     )
 
 
@@ -158,10 +175,14 @@ def has_no_kernel(name: str) -> bool:
 
 def touched_bytes(tensor: Tensor) -> int:
     """Bytes that a kernel touches of a tensor; broadcast memory counts once."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    return min(
+        tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+    )
 
 
-def traffic(name: str, args: tuple[Any, ...], inputs: Inputs, fresh: list[Tensor]) -> int:
+def traffic(
+    name: str, args: tuple[Any, ...], inputs: Inputs, fresh: list[Tensor]
+) -> int:
     """Bytes that an operator reads and writes; ``fresh`` are new tensors among its results."""
     if name in TRAFFIC:
         return TRAFFIC[name](args)
@@ -169,7 +190,11 @@ def traffic(name: str, args: tuple[Any, ...], inputs: Inputs, fresh: list[Tensor
     looked_up = LOOK_UPS.get(name)
     if looked_up is not None and not fresh:
         written = max(
-            (touched_bytes(tensor) for argument, tensor in inputs if argument.name != looked_up),
+            (
+                touched_bytes(tensor)
+                for argument, tensor in inputs
+                if argument.name != looked_up
+            ),
             default=0,
         )
     total, seen = written if fresh else 0, set()
@@ -178,23 +203,32 @@ def traffic(name: str, args: tuple[Any, ...], inputs: Inputs, fresh: list[Tensor
         if argument.name == looked_up:
             size = min(size, written)
         key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape)
-        if key not in seen or name == "aten::cat":  # reads a tensor as often as it is given
+        if (
+            key not in seen or name == "aten::cat"
+        ):  # reads a tensor as often as it is given
             seen.add(key)
             total += size * (argument.reads + argument.writes)
     if name == WIDENED_NORM and fresh:
         (_, tensor), *_ = inputs
-        if tensor.device.type != "cpu" and fresh[0].element_size() > tensor.element_size():
+        if (
+            tensor.device.type != "cpu"
+            and fresh[0].element_size() > tensor.element_size()
+        ):
             total += 2 * tensor.numel() * fresh[0].element_size()
     return total
 
 
-def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+def count_flops(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> float:
     """Floating-point operations of an operator; causal attention counts half the square, with a
     mask all of it."""
     name = func._schema.name
     if name in ATTENTION:
         arguments = arguments_of(func)
-        values = {argument.name: value for argument, value in given(arguments, args, kwargs)}
+        values = {
+            argument.name: value for argument, value in given(arguments, args, kwargs)
+        }
         # The NPU's operator has a mask that it knows to be causal.
         causal = values.get(
             "is_causal", all(argument.name != "is_causal" for argument in arguments)
@@ -208,7 +242,9 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
     # ``addmm``.
     namespace, _, operator = name.partition("::")
     formula = flop_registry.get(
-        getattr(getattr(torch.ops, namespace), operator.rstrip("_"), func._overloadpacket)
+        getattr(
+            getattr(torch.ops, namespace), operator.rstrip("_"), func._overloadpacket
+        )
     )
     return float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
 
@@ -231,7 +267,9 @@ def updates_parameters(name: str, args: tuple[Any, ...]) -> int:
     return sum(param.numel() for param in args[0])
 
 
-def scratch_bytes(name: str, args: tuple[Any, ...], attention: AttentionKind) -> list[int]:
+def scratch_bytes(
+    name: str, args: tuple[Any, ...], attention: AttentionKind
+) -> list[int]:
     """Temporary blocks of a kernel."""
     scratch = _SCRATCH.get(name) if attention.on_cuda else None
     return scratch(args) if scratch else []

@@ -22,7 +22,13 @@ from fsdptoys.device.profile import AttentionKind
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator import events as simulated
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, KernelKind, Mark, Trace
-from fsdptoys.profiler.dispatch import COLLECTIVES, arguments_of, dtype_name, given, tensors_in
+from fsdptoys.profiler.dispatch import (
+    COLLECTIVES,
+    arguments_of,
+    dtype_name,
+    given,
+    tensors_in,
+)
 
 from .exchanges import Exchanges
 from .fake_device import MODULE, replaced, stream_purposes
@@ -73,7 +79,10 @@ class OpRecorder(TorchDispatchMode):
         self._named: set[int] | None = None
         """Streams that were live when their purposes were looked up."""
         self._exchanges = Exchanges(device_type, self._storages, self.add, self.stream)
-        self.communicate, self.exchange = self._exchanges.communicate, self._exchanges.exchange
+        self.communicate, self.exchange = (
+            self._exchanges.communicate,
+            self._exchanges.exchange,
+        )
         self.memory, self.categorize = self._storages.memory, self._storages.categorize
         self.find, self.see = self._storages.find, self._storages.see
 
@@ -89,7 +98,11 @@ class OpRecorder(TorchDispatchMode):
         """Start a phase."""
         self._exchanges.wait()
         self._storages.begin_phase(phase)
-        if phase in ("data", "optimizer", "end"):  # in other phases FSDP1 shows full parameters
+        if phase in (
+            "data",
+            "optimizer",
+            "end",
+        ):  # in other phases FSDP1 shows full parameters
             for category, tensor in self.objects():
                 self.categorize(tensor, category)
         if phase == "end":
@@ -98,7 +111,9 @@ class OpRecorder(TorchDispatchMode):
             if self._named is None or live - self._named:
                 # Visits every object of the process.
                 self._named, self.trace.streams = live, stream_purposes()
-            self.trace.streams |= dict.fromkeys(self._exchanges.streams, "communication")
+            self.trace.streams |= dict.fromkeys(
+                self._exchanges.streams, "communication"
+            )
         self.add(Mark(step, phase))
 
     def begin_part(self, phase: str) -> None:
@@ -124,7 +139,8 @@ class OpRecorder(TorchDispatchMode):
         self._recording = self._storages.recording = False
         events = self.trace.events
         last = max(
-            (index for index, event in enumerate(events) if isinstance(event, Mark)), default=-1
+            (index for index, event in enumerate(events) if isinstance(event, Mark)),
+            default=-1,
         )
         del events[last + 1 :]
         self._storages.finish(self.trace)
@@ -139,7 +155,9 @@ class OpRecorder(TorchDispatchMode):
 
     # Operators
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if (
             func is DEVICE
             and type(args[0]) is FakeTensor
@@ -172,7 +190,9 @@ class OpRecorder(TorchDispatchMode):
             return self._sum(self._operator(func))
         return self._operator(func)
 
-    def _without_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _without_kernel(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             self._storages.see(tensor).pinned |= bool(kwargs.get("pin_memory"))
@@ -196,7 +216,9 @@ class OpRecorder(TorchDispatchMode):
             ]
             storages = {tensor.untyped_storage()._cdata for _, tensor in inputs}
             fresh = [
-                tensor for tensor in outputs if tensor.untyped_storage()._cdata not in storages
+                tensor
+                for tensor in outputs
+                if tensor.untyped_storage()._cdata not in storages
             ]
             seen = [self._storages.see(tensor) for tensor in outputs]
             if not fresh and not mutates:
@@ -208,7 +230,9 @@ class OpRecorder(TorchDispatchMode):
                 for storage in seen:
                     storage.pinned |= bool(kwargs.get("pin_memory"))
                 self._host_work(
-                    name, traffic(name, args, inputs, fresh), updates_parameters(name, args)
+                    name,
+                    traffic(name, args, inputs, fresh),
+                    updates_parameters(name, args),
                 )
                 return result
             cost = cost_of(func, args, kwargs, result, inputs, fresh)
@@ -236,14 +260,24 @@ class OpRecorder(TorchDispatchMode):
         handle_in_place = self._operator(in_place)
 
         def handle_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
-            if node is None or not isinstance(args[1], Tensor) or args[0].shape != args[1].shape:
+            node = (
+                None if torch.is_grad_enabled() else torch._C._current_autograd_node()
+            )
+            if (
+                node is None
+                or not isinstance(args[1], Tensor)
+                or args[0].shape != args[1].shape
+            ):
                 return handle(func, args, kwargs)
             if node.name() == "torch::autograd::AccumulateGrad":
                 return handle_in_place(in_place, args, kwargs)
             peak, events = self.memory().peak_bytes, len(self.trace.events)
             result = handle(func, args, kwargs)
-            if self._recording and not args[0]._is_view() and result.dtype == args[0].dtype:
+            if (
+                self._recording
+                and not args[0]._is_view()
+                and result.dtype == args[0].dtype
+            ):
                 self._storages.mark_sum(args[0], result, events, peak)
             return result
 
@@ -263,12 +297,17 @@ class OpRecorder(TorchDispatchMode):
             if self._shapes_only in (target.device.type, source.device.type):
                 return result
             into = self._storages.see(target)
-            onto_device, from_device = target.device.type == here, source.device.type == here
+            onto_device, from_device = (
+                target.device.type == here,
+                source.device.type == here,
+            )
             if onto_device == from_device:
                 within += touched_bytes(target) + touched_bytes(source)
                 continue
             if name == "aten::_to_copy" and asynchronous and from_device:
-                into.pinned = True  # ``Tensor.to`` pins host memory for an asynchronous copy
+                into.pinned = (
+                    True  # ``Tensor.to`` pins host memory for an asynchronous copy
+                )
             host = into if from_device else self._storages.find(source)
             waits = not (asynchronous and host is not None and host.pinned)
             size = touched_bytes(target if onto_device else source)
@@ -286,11 +325,17 @@ class OpRecorder(TorchDispatchMode):
         self._host_work(func._schema.name, 2 * touched_bytes(made), 0)
         return made
 
-    def _read_number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _read_number(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         tensor = args[0]
         if not isinstance(tensor, FakeTensor):
             return func(*args, **kwargs)
-        return tensor.constant.item() if tensor.constant is not None else self._number(tensor)
+        return (
+            tensor.constant.item()
+            if tensor.constant is not None
+            else self._number(tensor)
+        )
 
     def _number(self, tensor: Tensor) -> Any:
         """A placeholder for a real number: 0 from the device, where norms and losses are.
@@ -298,7 +343,11 @@ class OpRecorder(TorchDispatchMode):
         From the host it is 1, since optimizers divide by values derived from their step counters.
         """
         kind: type = (
-            bool if tensor.dtype is torch.bool else float if tensor.is_floating_point() else int
+            bool
+            if tensor.dtype is torch.bool
+            else float
+            if tensor.is_floating_point()
+            else int
         )
         if tensor.device.type != self.device_type or self.device_type == "cpu":
             return kind(1)
@@ -312,10 +361,13 @@ class OpRecorder(TorchDispatchMode):
             value = [value] * size
         return value
 
-    def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _collective(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Answer a collective as if it were complete; record its size, group and stream."""
         named = {
-            argument.name: value for argument, value in given(arguments_of(func), args, kwargs)
+            argument.name: value
+            for argument, value in given(arguments_of(func), args, kwargs)
         }
         name = COLLECTIVES.get(func._schema.name.partition("::")[2])
         future: torch.futures.Future[Any] = torch.futures.Future()
@@ -323,15 +375,22 @@ class OpRecorder(TorchDispatchMode):
         work = torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
         result = (args[0], work) if len(func._schema.returns) == 2 else work
         tensors = [tensor for value in args for tensor in tensors_in(value)]
-        if name is None or not any(tensor.device.type == self.device_type for tensor in tensors):
+        if name is None or not any(
+            tensor.device.type == self.device_type for tensor in tensors
+        ):
             return result
         largest = max(sum(map(touched_bytes, tensors_in(value))) for value in args)
         by_default = any(
-            each.name == "async_op" and each.default_value for each in func._schema.arguments
+            each.name == "async_op" and each.default_value
+            for each in func._schema.arguments
         )
         group = dist.ProcessGroup.unbox(named["process_group"])
         self.communicate(
-            name, tensors, largest, group, asynchronous=named.get("async_op", by_default)
+            name,
+            tensors,
+            largest,
+            group,
+            asynchronous=named.get("async_op", by_default),
         )
         return result
 
@@ -348,7 +407,9 @@ class OpRecorder(TorchDispatchMode):
         if place in self._multiplied:
             return
         self._multiplied.add(place)
-        if self.device_type == "meta":  # a part of a program does not know what ran before
+        if (
+            self.device_type == "meta"
+        ):  # a part of a program does not know what ran before
             self.add(Mark(FIRST_MATMUL, "backward" if place[0] else "forward"))
         elif self._workspace_bytes:
             with replaced((self._storages, "phase", "library")):
@@ -356,7 +417,11 @@ class OpRecorder(TorchDispatchMode):
 
     def stream(self) -> int:
         """Number of the current stream."""
-        return MODULE.current.number if self.device_type not in ("cpu", "meta") else COMPUTE_STREAM
+        return (
+            MODULE.current.number
+            if self.device_type not in ("cpu", "meta")
+            else COMPUTE_STREAM
+        )
 
     @contextmanager
     def watch(self) -> Iterator[None]:

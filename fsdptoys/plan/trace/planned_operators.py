@@ -25,7 +25,9 @@ def _alike(*like: int) -> Callable[..., Any]:
     return lambda *tensors: tuple(tensors[i].new_empty(tensors[i].shape) for i in like)
 
 
-def _rms_norm(input: Tensor, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+def _rms_norm(
+    input: Tensor, weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
     output = torch.empty_like(input, memory_format=torch.contiguous_format)
     return output, input.new_empty((*input.shape[:-1], 1), dtype=torch.float32)
 
@@ -34,13 +36,17 @@ def _rms_norm_backward(
     grad: Tensor, input: Tensor, rstd: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     grad_input = torch.empty_like(input, memory_format=torch.contiguous_format)
-    return grad_input, torch.empty_like(weight) if weight is not None else grad.new_empty(0)
+    return grad_input, torch.empty_like(
+        weight
+    ) if weight is not None else grad.new_empty(0)
 
 
 def _npu_fusion_attention(
     query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = [query.new_empty((*query.shape[:3], 8), dtype=torch.float32) for _ in range(2)]
+    statistics = [
+        query.new_empty((*query.shape[:3], 8), dtype=torch.float32) for _ in range(2)
+    ]
     return query.new_empty(query.shape), statistics[0], statistics[1]
 
 
@@ -63,21 +69,31 @@ SHAPES: dict[str, Callable[..., Any]] = {
         "output, Tensor maximum, Tensor sum) -> (Tensor, Tensor, Tensor)"
     ): _alike(1, 2, 3),
     "grouped_mm(Tensor left, Tensor right, Tensor offs) -> Tensor": _grouped_mm,
-    "rotary(Tensor input, Tensor cos, Tensor sin) -> Tensor": lambda input, *_: torch.empty_like(
-        input
+    "rotary(Tensor input, Tensor cos, Tensor sin) -> Tensor": lambda input, *_: (
+        torch.empty_like(input)
     ),
-    "npu_swiglu(Tensor input) -> Tensor": lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
-    "npu_swiglu_backward(Tensor grad, Tensor input) -> Tensor": lambda _, input: input.new_empty(
-        input.shape
+    "npu_swiglu(Tensor input) -> Tensor": lambda x: x.new_empty(
+        (*x.shape[:-1], x.shape[-1] // 2)
     ),
-    "swiglu(Tensor gate, Tensor up) -> Tensor": lambda gate, _: gate.new_empty(gate.shape),
-    "swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)": _alike(1, 2),
+    "npu_swiglu_backward(Tensor grad, Tensor input) -> Tensor": lambda _, input: (
+        input.new_empty(input.shape)
+    ),
+    "swiglu(Tensor gate, Tensor up) -> Tensor": lambda gate, _: gate.new_empty(
+        gate.shape
+    ),
+    "swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)": _alike(
+        1, 2
+    ),
     (
         "low_bit_adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) codes, Tensor(c!) scales, "
         "Tensor(d!) more_codes, Tensor(e!) more_scales, Tensor(f!) copies) -> ()"
     ): lambda *_: None,
-    "softmax_gradient_(Tensor(a!) logits, Tensor labels, Tensor(b!) losses) -> ()": lambda *_: None,
-    "addmm_to_float32_(Tensor(a!) sum, Tensor left, Tensor right) -> ()": lambda *_: None,
+    "softmax_gradient_(Tensor(a!) logits, Tensor labels, Tensor(b!) losses) -> ()": lambda *_: (
+        None
+    ),
+    "addmm_to_float32_(Tensor(a!) sum, Tensor left, Tensor right) -> ()": lambda *_: (
+        None
+    ),
 }
 """Schema of an operator → the function that makes its results."""
 for _schema, _shape in SHAPES.items():
@@ -89,7 +105,9 @@ class _RMSNorm(torch.autograd.Function):
     """Fused normalization; keeps its input and one number per row."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, eps: float | None
+    ) -> Tensor:
         output, rstd = torch.ops.planned.rms_norm(input, weight, eps)
         ctx.save_for_backward(input, weight, rstd)
         return output
@@ -97,7 +115,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         input, weight, rstd = ctx.saved_tensors
-        grad_input, grad_weight = torch.ops.planned.rms_norm_backward(grads[0], input, rstd, weight)
+        grad_input, grad_weight = torch.ops.planned.rms_norm_backward(
+            grads[0], input, rstd, weight
+        )
         return grad_input, None if weight is None else grad_weight, None
 
 
@@ -109,7 +129,9 @@ class _NPUAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
         results = torch.ops.planned.npu_fusion_attention(query, key, value)
         ctx.save_for_backward(mask, query, key, value, *results)
         output: Tensor = results[0]
@@ -136,7 +158,9 @@ class _KeepsInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        made = getattr(torch.ops.planned, f"{ctx.name}_backward")(grads[0], *ctx.saved_tensors)
+        made = getattr(torch.ops.planned, f"{ctx.name}_backward")(
+            grads[0], *ctx.saved_tensors
+        )
         return None, *([made] if isinstance(made, Tensor) else made)
 
 
@@ -144,7 +168,9 @@ class _Rotary(torch.autograd.Function):
     """A compiled rotation; keeps the tables."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
         output: Tensor = torch.ops.planned.rotary(input, cos, sin)
         return output
@@ -174,7 +200,9 @@ NPU_OPERATORS: dict[str, Callable[..., Any]] = {
         npu_attention(query, key, value, atten_mask),
     ),
     "npu_rms_norm": lambda input, gamma, epsilon: (rms_norm(input, gamma, epsilon),),
-    "npu_rotary_mul": lambda input, cos, sin, mode: torch.ops.planned.rotary(input, cos, sin),
+    "npu_rotary_mul": lambda input, cos, sin, mode: torch.ops.planned.rotary(
+        input, cos, sin
+    ),
     "npu_swiglu": lambda input, dim: _KeepsInputs.apply("npu_swiglu", input),
     "npu_grouped_matmul": lambda left, right, *, group_list, **_: [
         torch.ops.planned.grouped_mm(left[0], right[0], group_list)

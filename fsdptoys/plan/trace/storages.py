@@ -54,7 +54,9 @@ class _Replaced(NamedTuple):
 class Storages:
     """Follows storages and writes ``Alloc`` and ``Free``."""
 
-    def __init__(self, device_type: str, events: list[Event], stream: Callable[[], int]) -> None:
+    def __init__(
+        self, device_type: str, events: list[Event], stream: Callable[[], int]
+    ) -> None:
         self._device_type, self._events, self._stream = device_type, events, stream
         self.phase = "construction"
         self.region: Category | None = None
@@ -82,7 +84,10 @@ class Storages:
             # Meta tensors of a trace on another device, such as a model before its initialization,
             # have no memory.
             seen = Storage(
-                0 if tensor.device.type == "meta" and not on_device else storage.nbytes(), on_device
+                0
+                if tensor.device.type == "meta" and not on_device
+                else storage.nbytes(),
+                on_device,
             )
             seen.reference = weakref.ref(storage, functools.partial(self._forget, key))
             self._live[key] = seen
@@ -97,7 +102,9 @@ class Storages:
             self.blocks += 1
             block = storage.block = self.blocks
             recomputed = self.phase == "backward" and _recomputes()
-            category = self.region or (Category.activations if recomputed else Category.temporary)
+            category = self.region or (
+                Category.activations if recomputed else Category.temporary
+            )
             self._add(Alloc(block, storage.bytes, self._stream(), category))
             self._categories[block] = category
             if self.phase == "forward":
@@ -161,12 +168,20 @@ class Storages:
 
     def finish(self, trace: Trace) -> None:
         """Give a trace the categories that became known after the blocks."""
-        words = {"all-gather": Category.gathered_parameters, "reduce": Category.reduction_buffers}
+        words = {
+            "all-gather": Category.gathered_parameters,
+            "reduce": Category.reduction_buffers,
+        }
         streams = trace.streams.items()
         by_stream = {
-            number: words[word] for number, purpose in streams for word in words if word in purpose
+            number: words[word]
+            for number, purpose in streams
+            for word in words
+            if word in purpose
         }
-        transfers = {number for number, purpose in streams if purpose in ("load", "store")}
+        transfers = {
+            number for number, purpose in streams if purpose in ("load", "store")
+        }
         for event in trace.events:
             if isinstance(event, Alloc) and event.stream in by_stream:
                 self._categorize(event.block, by_stream[event.stream])

@@ -61,10 +61,18 @@ def tracing_environment() -> dict[str, str]:
     return os.environ | hidden | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def record(program: Program, *, attention: AttentionKind, workspace_bytes: int = 0) -> Trace:
+def record(
+    program: Program, *, attention: AttentionKind, workspace_bytes: int = 0
+) -> Trace:
     """Record a program up to its last mark, in a process with a fake device."""
-    recorder = OpRecorder(torch_device_type(DEVICE_TYPES[attention]), attention, workspace_bytes)
-    with replace_kernels(attention, recorder), fake_tensors(recorder.device_type), recorder.watch():
+    recorder = OpRecorder(
+        torch_device_type(DEVICE_TYPES[attention]), attention, workspace_bytes
+    )
+    with (
+        replace_kernels(attention, recorder),
+        fake_tensors(recorder.device_type),
+        recorder.watch(),
+    ):
         program(recorder)
         return recorder.finish()
 
@@ -135,7 +143,9 @@ def _steps_only(config: Config) -> Config:
         "profile": ProfileConfig(),
         "debug": DebugConfig(),
     }
-    return dataclasses.replace(config, train=train, memory=memory, data=data, model=model, **off)  # type: ignore[arg-type]
+    return dataclasses.replace(
+        config, train=train, memory=memory, data=data, model=model, **off
+    )  # type: ignore[arg-type]
 
 
 def _known(trainer: Trainer) -> Iterator[tuple[Category, Tensor]]:
@@ -150,7 +160,10 @@ def _known(trainer: Trainer) -> Iterator[tuple[Category, Tensor]]:
     for buffer in trainer.strategy.model.buffers():
         yield Category.buffers, buffer
     if npu_kernels.causal_mask.cache_info().currsize:
-        yield Category.buffers, npu_kernels.causal_mask(trainer.world.device.torch_device)
+        yield (
+            Category.buffers,
+            npu_kernels.causal_mask(trainer.world.device.torch_device),
+        )
     for module in trainer.strategy.model.modules():
         if isinstance(module, CastParameters):
             for copied in module._copies.values():

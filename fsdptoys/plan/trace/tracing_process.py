@@ -51,7 +51,9 @@ class Worker:
     errors: IO[bytes]  # File with what it has printed
 
 
-def traced(device_type: str, world_size: int, requests: Sequence[Request]) -> list[Trace]:
+def traced(
+    device_type: str, world_size: int, requests: Sequence[Request]
+) -> list[Trace]:
     """Trace requests in a world of fake devices, ``WORKERS`` at a time.
 
     Raises:
@@ -95,7 +97,11 @@ def _workers(device_type: str, owner: int) -> list[Worker]:
 
 
 def start_worker(
-    forks: bool, device_type: str, pipe: Connection, errors_path: str, inherited: list[Connection]
+    forks: bool,
+    device_type: str,
+    pipe: Connection,
+    errors_path: str,
+    inherited: list[Connection],
 ) -> BaseProcess:
     """Start a process that answers: a fork, or a new interpreter."""
     context: ForkContext | SpawnContext = multiprocessing.get_context("spawn")
@@ -144,10 +150,15 @@ def _answer_of(worker: Worker) -> Any:
 
 
 def serve(
-    device_type: str, pipe: Connection, errors_path: str, inherited: Sequence[Connection]
+    device_type: str,
+    pipe: Connection,
+    errors_path: str,
+    inherited: Sequence[Connection],
 ) -> None:
     """Answer requests until they end."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the parent ends it at its own end
+    signal.signal(
+        signal.SIGTERM, signal.SIG_DFL
+    )  # by which the parent ends it at its own end
     for connection in inherited:
         connection.close()
     descriptor = os.open(errors_path, os.O_WRONLY)
@@ -172,7 +183,10 @@ def serve(
         except ConfigError as mistake:
             answer = ConfigError, str(mistake)
         except Exception:
-            answer = RuntimeError, f"the trainer could not be traced:\n{traceback.format_exc()}"
+            answer = (
+                RuntimeError,
+                f"the trainer could not be traced:\n{traceback.format_exc()}",
+            )
         pipe.send(answer)
         count += 1
         if count == 1:

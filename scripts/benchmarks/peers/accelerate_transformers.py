@@ -16,7 +16,8 @@ from work import (
 
 work = read_work()
 accelerator = Accelerator(
-    cpu=work.device == "cpu", mixed_precision="bf16" if work.bfloat16 and not work.half else "no"
+    cpu=work.device == "cpu",
+    mixed_precision="bf16" if work.bfloat16 and not work.half else "no",
 )
 assert accelerator.num_processes == work.ranks and not work.low_bits
 model = build_llama(work)

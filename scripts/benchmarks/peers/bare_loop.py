@@ -27,12 +27,18 @@ if work.low_bits:
         decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS
     )
 else:
-    optimizer = AdamW(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
+    optimizer = AdamW(
+        decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True
+    )
 model.train()
 mixed = work.bfloat16 and not work.half
 
 for step, (tokens, labels) in enumerate(work.batches_of(0), 1):
-    with torch.autocast(work.device, torch.bfloat16) if mixed else contextlib.nullcontext():
+    with (
+        torch.autocast(work.device, torch.bfloat16)
+        if mixed
+        else contextlib.nullcontext()
+    ):
         loss = model(input_ids=tokens, labels=labels, shift_labels=labels).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)

@@ -13,7 +13,16 @@ from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
 from litgpt.utils import chunked_cross_entropy
 from safetensors.torch import load_file
 from torch.optim import AdamW
-from work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, Work, decay_groups, read_work, tell_step
+from work import (
+    BETAS,
+    EPS,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    Work,
+    decay_groups,
+    read_work,
+    tell_step,
+)
 
 
 def open_fabric(work: Work) -> tuple[Fabric, str]:
@@ -21,7 +30,9 @@ def open_fabric(work: Work) -> tuple[Fabric, str]:
     precision = "bf16-mixed" if work.bfloat16 else "32-true"
     settings = {"accelerator": "cpu", "devices": work.ranks, "precision": precision}
     try:
-        strategy = FSDPStrategy(auto_wrap_policy={Block}, sharding_strategy="FULL_SHARD")
+        strategy = FSDPStrategy(
+            auto_wrap_policy={Block}, sharding_strategy="FULL_SHARD"
+        )
         return Fabric(strategy=strategy, **settings), "FSDPStrategy"
     except (ValueError, RuntimeError) as error:
         return Fabric(

@@ -94,7 +94,11 @@ class Run:
         self.result = Measured()
         self._stops, self._last_line = stops, 0.0
         self.steps, self.limit_seconds, self.metrics = steps, limit_seconds, metrics
-        self._command, self._environment, self._folder = list(command), dict(environment), folder
+        self._command, self._environment, self._folder = (
+            list(command),
+            dict(environment),
+            folder,
+        )
         self._output: list[str] = []
         self._process: subprocess.Popen[str] | None = None
 
@@ -137,7 +141,10 @@ class Run:
                     self._send(signal.SIGSTOP)
                     result.cpu_seconds.append(self._cpu_seconds() - cpu_before)
                     result.peak_bytes = max(
-                        [result.peak_bytes, *map(_peak_bytes, _descendants(process.pid))]
+                        [
+                            result.peak_bytes,
+                            *map(_peak_bytes, _descendants(process.pid)),
+                        ]
                     )
                     return
                 else:
@@ -145,14 +152,18 @@ class Run:
             status = process.wait()
         if status or len(result.seconds) != self.steps:
             output = "".join(
-                self._output if len(self._output) <= 40 else self._output[:10] + self._output[-30:]
+                self._output
+                if len(self._output) <= 40
+                else self._output[:10] + self._output[-30:]
             )
             result.failure = (
-                f"status {status} after {len(result.seconds)} of {self.steps} steps\n{output}"
+                f"status {status} after {len(result.seconds)} of {self.steps} "
+                f"steps\n{output}"
             )
         elif self.metrics is not None:
             result.losses = [
-                json.loads(line)["loss"] for line in self.metrics.read_text().splitlines()
+                json.loads(line)["loss"]
+                for line in self.metrics.read_text().splitlines()
             ]
 
     def kill(self) -> None:
@@ -224,7 +235,9 @@ def _descendants(root: int) -> list[int]:
         if entry.name.isdecimal() and (fields := _stat(int(entry.name))):
             parents[int(entry.name)] = int(fields[1])
     below = {root}
-    while found := {pid for pid, parent in parents.items() if parent in below and pid not in below}:
+    while found := {
+        pid for pid, parent in parents.items() if parent in below and pid not in below
+    }:
         below |= found
     return sorted(below - {root})
 

@@ -6,7 +6,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from transformers_llama import build_llama
-from work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, Work, decay_groups, read_work, tell_step
+from work import (
+    BETAS,
+    EPS,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    Work,
+    decay_groups,
+    read_work,
+    tell_step,
+)
 
 
 def train(work: Work) -> list[float]:

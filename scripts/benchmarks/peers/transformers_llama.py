@@ -16,7 +16,9 @@ def build_llama(work: Work) -> LlamaForCausalLM:
         "attn_implementation": "sdpa",
     }
     if any(Path(work.weights).glob("*.safetensors")):
-        model = LlamaForCausalLM.from_pretrained(work.weights, **options, use_cache=False)
+        model = LlamaForCausalLM.from_pretrained(
+            work.weights, **options, use_cache=False
+        )
     else:
         with torch.device(work.device):
             model = AutoModelForCausalLM.from_config(
@@ -25,7 +27,9 @@ def build_llama(work: Work) -> LlamaForCausalLM:
         for name, param in model.named_parameters():
             draw(param, name)
     if work.checkpoints:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
     if work.compiles:
         for layer in model.model.layers:
             layer.compile()

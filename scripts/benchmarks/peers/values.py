@@ -26,5 +26,7 @@ def draw(param: Tensor, name: str) -> None:
         return
     generator = torch.Generator(param.device).manual_seed(zlib.crc32(name.encode()))
     param.copy_(
-        torch.empty(param.shape, device=param.device).normal_(0.0, INIT_STD, generator=generator)
+        torch.empty(param.shape, device=param.device).normal_(
+            0.0, INIT_STD, generator=generator
+        )
     )

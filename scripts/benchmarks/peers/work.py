@@ -53,14 +53,19 @@ class Work:
 
     def arguments(self) -> list[str]:
         """The command line that ``read_work`` reads."""
-        return [f"--{name.replace('_', '-')}={value}" for name, value in vars(self).items()]
+        return [
+            f"--{name.replace('_', '-')}={value}" for name, value in vars(self).items()
+        ]
 
     def batches_of(self, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
         """tokens_BT and labels_BT of each step."""
         shape = (self.steps, self.ranks, 2, self.batch_size, self.seq_len)
-        for tokens, labels in np.memmap(self.batches, np.int32, "r", shape=shape)[:, rank]:
+        for tokens, labels in np.memmap(self.batches, np.int32, "r", shape=shape)[
+            :, rank
+        ]:
             yield tuple(
-                torch.from_numpy(ids.astype(np.int64)).to(self.device) for ids in (tokens, labels)
+                torch.from_numpy(ids.astype(np.int64)).to(self.device)
+                for ids in (tokens, labels)
             )
 
 

@@ -32,7 +32,18 @@ from fsdptoys.plan.simulator.replay import replay
 from tests.harness.traced_runs import imagined_hardware
 
 KINDS = [NativeAllocator, ExpandableAllocator]
-EDGES = [1, 512, 513, MIB, MIB + 1, 10 * MIB - 512, 10 * MIB, 19 * MIB - 512, 19 * MIB, 20 * MIB]
+EDGES = [
+    1,
+    512,
+    513,
+    MIB,
+    MIB + 1,
+    10 * MIB - 512,
+    10 * MIB,
+    19 * MIB - 512,
+    19 * MIB,
+    20 * MIB,
+]
 """Bytes at which a rule changes."""
 
 
@@ -41,7 +52,12 @@ EDGES = [1, 512, 513, MIB, MIB + 1, 10 * MIB - 512, 10 * MIB, 19 * MIB - 512, 19
     [
         ("cuda", 1, 2 * MIB, 2 * MIB),
         ("cuda", MIB, 2 * MIB, 2 * MIB),
-        ("npu", MIB, 20 * MIB, 20 * MIB),  # its padded size exceeds the limit of small blocks
+        (
+            "npu",
+            MIB,
+            20 * MIB,
+            20 * MIB,
+        ),  # its padded size exceeds the limit of small blocks
         ("cuda", MIB + 1, 20 * MIB, 20 * MIB),
         ("cuda", 10 * MIB - 512, 20 * MIB, 20 * MIB),
         ("cuda", 10 * MIB, 10 * MIB, 20 * MIB),
@@ -104,7 +120,9 @@ def test_invariants_hold_over_random_requests(kind: type[Allocator], seed: int) 
         if live and generator.random() < (0.45 if len(live) < 150 else 0.8):
             allocator.free(live.pop(generator.randrange(len(live))))
         else:
-            live.append(allocator.allocate(_some_size(generator), stream=generator.randrange(3)))
+            live.append(
+                allocator.allocate(_some_size(generator), stream=generator.randrange(3))
+            )
         if number % 50 == 0:
             _check(allocator, live)
     for block in live:
@@ -164,7 +182,10 @@ def _check(allocator: Allocator, live: list[Block]) -> None:
     assert sum(block.size for block in blocks) == _reserved(allocator)
     for block in blocks:
         if block.next is not None:
-            assert block.next.previous is block and block.next.address == block.address + block.size
+            assert (
+                block.next.previous is block
+                and block.next.address == block.address + block.size
+            )
             assert block.in_use or block.next.in_use  # else they had been merged
 
 
@@ -242,11 +263,15 @@ def test_requests_are_rounded_to_512_bytes_after_32_more_on_an_npu(
     kind: AllocatorKind, device_type: str, bytes: int, size: int
 ) -> None:
     """Oracle: ``round_size`` of each."""
-    assert build_allocator(kind, device_type=device_type).allocate(bytes, 0).size == size
+    assert (
+        build_allocator(kind, device_type=device_type).allocate(bytes, 0).size == size
+    )
 
 
 @pytest.mark.parametrize(("kind", "gap"), [("expandable", 16 * KIB), ("native", 512)])
-def test_large_blocks_of_an_npu_are_aligned_in_expandable_segments(kind: str, gap: int) -> None:
+def test_large_blocks_of_an_npu_are_aligned_in_expandable_segments(
+    kind: str, gap: int
+) -> None:
     """Oracle: by hand: 4 MiB take 512 bytes more, so the next block of an expandable segment starts
     at the next multiple of 16 KiB."""
     allocator = build_allocator(AllocatorKind(kind), "npu")
@@ -278,4 +303,7 @@ def test_recording_a_blocks_own_stream_delays_its_reuse_on_an_npu(
     ]
     hardware = imagined_hardware(device_type=device_type)
     allocator = build_allocator(AllocatorKind.expandable, device_type=device_type)
-    assert replay(Trace(events), hardware, allocator).memory().reserved_bytes == pages * 20 * MIB
+    assert (
+        replay(Trace(events), hardware, allocator).memory().reserved_bytes
+        == pages * 20 * MIB
+    )

@@ -23,11 +23,19 @@ def h100(**changes: float) -> Hardware:
     """Peaks and links of an H100 without latencies and with links that reach all they have."""
     exact = {
         name: 1.0
-        for name in ("matmul_efficiency", "intra_node_efficiency", "inter_node_efficiency")
+        for name in (
+            "matmul_efficiency",
+            "intra_node_efficiency",
+            "inter_node_efficiency",
+        )
     }
-    exact |= {"intra_node_latency_seconds": 0.0, "inter_node_latency_seconds": 0.0} | changes
+    exact |= {
+        "intra_node_latency_seconds": 0.0,
+        "inter_node_latency_seconds": 0.0,
+    } | changes
     return dataclasses.replace(
-        load_hardware("h100"), **{name: Quantity(value, "test") for name, value in exact.items()}
+        load_hardware("h100"),
+        **{name: Quantity(value, "test") for name, value in exact.items()},
     )
 
 
@@ -36,9 +44,21 @@ def h100(**changes: float) -> Hardware:
     [
         (KernelKind.matmul, 60.0, 10, "bfloat16", 120.0),  # half of one FLOP/s
         (KernelKind.matmul, 60.0, 10, "float32", 240.0),
-        (KernelKind.matmul, 60.0, 10, "float8_e4m3fn", 240.0),  # the slowest dtype that has a peak
+        (
+            KernelKind.matmul,
+            60.0,
+            10,
+            "float8_e4m3fn",
+            240.0,
+        ),  # the slowest dtype that has a peak
         (KernelKind.attention, 60.0, 10, "bfloat16", 240.0),  # a quarter
-        (KernelKind.matmul, 1.0, 10, "bfloat16", 12.5),  # memory-bound: 0.8 bytes a second
+        (
+            KernelKind.matmul,
+            1.0,
+            10,
+            "bfloat16",
+            12.5,
+        ),  # memory-bound: 0.8 bytes a second
         (KernelKind.memory, 60.0, 10, "bfloat16", 12.5),  # independent of its FLOPs
         (KernelKind.memory, 0.0, 1, "bfloat16", 3.0),  # no kernel is shorter
     ],
@@ -48,7 +68,10 @@ def test_kernel_time_follows_the_roofline(
 ) -> None:
     """Oracle: the roofline, by hand."""
     hardware = imagined_hardware(
-        matmul_efficiency=0.5, attention_efficiency=0.25, memory_efficiency=0.8, kernel_seconds=3.0
+        matmul_efficiency=0.5,
+        attention_efficiency=0.25,
+        memory_efficiency=0.8,
+        kernel_seconds=3.0,
     )
     assert kernel_seconds(hardware, kind, flops, bytes, dtype) == pytest.approx(seconds)
 
@@ -60,7 +83,9 @@ def test_kernel_time_follows_the_roofline(
         ("cudnn 64", 1000.0), ("efficient", 400.0), ("efficient 64", 800.0), ("", 400.0),
     ],
 )  # fmt: skip
-def test_attention_runs_at_the_efficiency_of_its_backend(backend: str, seconds: float) -> None:
+def test_attention_runs_at_the_efficiency_of_its_backend(
+    backend: str, seconds: float
+) -> None:
     """Oracle: 100 FLOPs at 0.25 of one FLOP/s, or at the share of the backend for that head
     width."""
     listed = {
@@ -101,13 +126,16 @@ def test_host_and_transfer_times_follow_their_definitions() -> None:
         ("all_reduce", 1, 0.0),
     ],
 )
-def test_sent_bytes_follow_the_factors_of_nccl_tests(name: str, size: int, sent: float) -> None:
+def test_sent_bytes_follow_the_factors_of_nccl_tests(
+    name: str, size: int, sent: float
+) -> None:
     """Oracle: the correction factors in doc/PERFORMANCE.md of nccl-tests."""
     assert sent_bytes(name, 1000, size) == pytest.approx(1000 * sent)
 
 
 @pytest.mark.parametrize(
-    ("size", "stride"), [(4, 1), (8, 1), (16, 1), (12, 1), (1024, 1), (16, 8), (4, 4), (2, 64)]
+    ("size", "stride"),
+    [(4, 1), (8, 1), (16, 1), (12, 1), (1024, 1), (16, 8), (4, 4), (2, 64)],
 )
 def test_spread_counts_nodes_and_members_per_node(size: int, stride: int) -> None:
     """Oracle: counting ranks 0, stride, 2 stride, … in machines of eight."""
@@ -156,12 +184,16 @@ def test_latency_follows_the_steps_of_ring_and_tree(
     """Oracle: NCCL's cost model: steps of a ring between and within machines, depth of a tree of
     machines."""
     hardware = h100(intra_node_latency_seconds=3e-6, inter_node_latency_seconds=10e-6)
-    assert collective_seconds(hardware, name, 0, size, stride) == pytest.approx(latency * 1e-6)
+    assert collective_seconds(hardware, name, 0, size, stride) == pytest.approx(
+        latency * 1e-6
+    )
 
 
 def test_all_to_all_leaves_the_node_over_the_ranks_own_nic() -> None:
     """Oracle: computed by hand: of 16 ranks' shares, 8 leave by 50 GB/s while 7 stay at 450."""
-    assert collective_seconds(h100(), "all_to_all", 16_000_000_000, 16, 1) == pytest.approx(8 / 50)
+    assert collective_seconds(
+        h100(), "all_to_all", 16_000_000_000, 16, 1
+    ) == pytest.approx(8 / 50)
 
 
 def test_collective_of_one_rank_is_a_copy() -> None:

@@ -10,7 +10,12 @@ from fsdptoys.config.rules.pipeline import SCHEDULES_SINCE
 from fsdptoys.models.stages import Stage
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.pipeline import PipelineSchedule
-from fsdptoys.plan.simulator.pipeline_schedules import Action, duration, most_in_flight, order_of
+from fsdptoys.plan.simulator.pipeline_schedules import (
+    Action,
+    duration,
+    most_in_flight,
+    order_of,
+)
 
 ONE_BY_ONE, INTERLEAVED = PipelineSchedule("1f1b"), PipelineSchedule.interleaved
 
@@ -33,7 +38,8 @@ def test_interleaved_order_is_pytorchs(ranks: int, count: int) -> None:
     }
     common |= {"has_backward": True, "submod": None, "device": torch.device("cpu")}
     stages = [
-        SimpleNamespace(stage_index=index, is_first=index == 0, **common) for index in (0, ranks)
+        SimpleNamespace(stage_index=index, is_first=index == 0, **common)
+        for index in (0, ranks)
     ]
     schedule = pipelining.ScheduleInterleaved1F1B(stages, count)  # type: ignore[arg-type]
     for rank, actions in schedule.pipeline_order.items():
@@ -78,7 +84,9 @@ def test_a_slow_stage_determines_the_time() -> None:
     """Oracle: two stages of 1 and 3 seconds, worked by hand: the slow one begins after a forward of
     the other."""
     orders = [list(order_of(ONE_BY_ONE, 2, rank, 4)) for rank in range(2)]
-    assert duration(orders, [(0.25, 0.75), (1.0, 2.0)]) == pytest.approx(0.25 + 4 * 3.0 + 0.75)
+    assert duration(orders, [(0.25, 0.75), (1.0, 2.0)]) == pytest.approx(
+        0.25 + 4 * 3.0 + 0.75
+    )
 
 
 def test_micro_batches_in_flight_are_those_of_the_schedule() -> None:

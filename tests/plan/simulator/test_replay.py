@@ -34,7 +34,9 @@ def compute(seconds: float, stream: int = 0) -> Kernel:
     return Kernel("mm", stream, KernelKind.matmul, seconds, 0, "bfloat16")
 
 
-def gather(seconds: float, stream: int = 1, axis: str = "shard", stride: int = 1) -> Collective:
+def gather(
+    seconds: float, stream: int = 1, axis: str = "shard", stride: int = 1
+) -> Collective:
     """Of two ranks: half of the bytes are sent."""
     return Collective("all_gather", stream, round(2 * seconds), 2, stride, axis)
 
@@ -51,7 +53,9 @@ def run(*events: Event, device_type: str = "cuda", **hardware: float) -> Clock:
 
 
 def waits(clock: Clock) -> dict[str, float]:
-    return {cause.name: seconds for cause, seconds in clock.parts.waits.items() if seconds}
+    return {
+        cause.name: seconds for cause, seconds in clock.parts.waits.items() if seconds
+    }
 
 
 TO_DEVICE = {"to_device": True, "blocking": False}
@@ -101,7 +105,13 @@ TIMELINES: dict[str, tuple[list[Event], float, dict[str, float]]] = {
         {"transfer": 7, "host": 5, "communication": 1},
     ),
     "kernels of a communication stream count as communication": (
-        [gather(3), compute(2, stream=1), RecordEvent(0, 1), WaitEvent(0, 0), compute(1)],
+        [
+            gather(3),
+            compute(2, stream=1),
+            RecordEvent(0, 1),
+            WaitEvent(0, 0),
+            compute(1),
+        ],
         6,
         {"communication": 5},
     ),
@@ -126,17 +136,27 @@ HOSTS: dict[str, tuple[list[Event], float, dict[str, float], dict[str, Any]]] = 
         {"host": 4},
         {"device_type": "cpu"} | SLOW,
     ),
-    "a slow host issues operators 2 seconds apart": ([compute(1)] * 3, 7, {"host": 4}, SLOW),
+    "a slow host issues operators 2 seconds apart": (
+        [compute(1)] * 3,
+        7,
+        {"host": 4},
+        SLOW,
+    ),
 }
 AFTER_GATHER = (6, {"communication": 4, "host": 1}, {"host_operator_seconds": 1})
 HOSTS |= {
-    f"work after {wait} starts after the gather": ([*GATHER_4, wait, compute(1)], *AFTER_GATHER)
+    f"work after {wait} starts after the gather": (
+        [*GATHER_4, wait, compute(1)],
+        *AFTER_GATHER,
+    )
     for wait in (HostWaitEvent(0), HostWaitStream(1), HostWaitStream(None))
 }
 ALL = {name: (*row, {}) for name, row in TIMELINES.items()} | HOSTS
 
 
-@pytest.mark.parametrize(("events", "end", "waiting", "hardware"), ALL.values(), ids=ALL)
+@pytest.mark.parametrize(
+    ("events", "end", "waiting", "hardware"), ALL.values(), ids=ALL
+)
 def test_timeline(
     events: list[Event], end: float, waiting: dict[str, float], hardware: dict[str, Any]
 ) -> None:
@@ -152,11 +172,19 @@ def test_timeline(
         ([gather(4), gather(3, stream=2, axis="replicate", stride=2)], (4, 3)),
         # Machines of two, so stride 2 is between machines only; each copy has 1 of latency.
         ([Transfer(1, 3, **TO_DEVICE), Transfer(2, 3, **TO_DEVICE)], (4, 8)),
-        ([Transfer(1, 3, **TO_DEVICE), Transfer(2, 3, to_device=False, blocking=False)], (4, 4)),
+        (
+            [
+                Transfer(1, 3, **TO_DEVICE),
+                Transfer(2, 3, to_device=False, blocking=False),
+            ],
+            (4, 4),
+        ),
     ],
     ids=["one group", "different links", "one direction", "opposite directions"],
 )
-def test_work_on_one_link_is_serialized(events: list[Event], tails: tuple[float, float]) -> None:
+def test_work_on_one_link_is_serialized(
+    events: list[Event], tails: tuple[float, float]
+) -> None:
     """Oracle: computed by hand: ends of the two streams."""
     clock = run(*events, transfer_latency_seconds=1)
     assert (clock.tail(1), clock.tail(2)) == tails
@@ -168,9 +196,13 @@ def test_another_group_uses_gaps_of_a_shared_link() -> None:
     before = [compute(5), RecordEvent(0, 0), WaitEvent(0, 1), gather(4, stream=1)]
     assert run(*before, gather(3, stream=2, axis="world")).tail(2) == 3
     assert run(*before, gather(6, stream=2, axis="world")).tail(2) == 15
-    assert run(*before, gather(3, stream=2)).tail(2) == 12  # of the same group: in order
     assert (
-        run(gather(3, stream=3, axis="all"), *before, gather(3, stream=2, axis="world")).tail(2)
+        run(*before, gather(3, stream=2)).tail(2) == 12
+    )  # of the same group: in order
+    assert (
+        run(
+            gather(3, stream=3, axis="all"), *before, gather(3, stream=2, axis="world")
+        ).tail(2)
         == 12
     )
 
@@ -180,7 +212,10 @@ def test_volumes_add_up_by_collective_and_axis() -> None:
     6."""
     clock = run(gather(4), gather(2), Collective("all_reduce", 2, 6, 2, 2, "replicate"))
     volumes = clock.parts.volumes
-    gathers, reduction = volumes["all_gather", "shard", 2], volumes["all_reduce", "replicate", 2]
+    gathers, reduction = (
+        volumes["all_gather", "shard", 2],
+        volumes["all_reduce", "replicate", 2],
+    )
     assert (gathers.calls, gathers.bytes, gathers.seconds) == (2, 6, 6.0)
     assert (reduction.calls, reduction.bytes, reduction.seconds) == (1, 6, 6.0)
 
@@ -219,7 +254,10 @@ def test_phases_of_the_last_step_have_peak_end_and_categories() -> None:
             Free(number * 10 + 3),
         ]
     result = replay_of(*parameters, *step, categories={23: Category.gradients})
-    assert [phase.name for phase in result.phases] == ["construction"] + 2 * ["forward", "backward"]
+    assert [phase.name for phase in result.phases] == ["construction"] + 2 * [
+        "forward",
+        "backward",
+    ]
     forward, backward = result.last_step
     assert (forward.peak_bytes, forward.end_bytes) == (90 * MIB, 60 * MIB)
     assert (backward.peak_bytes, backward.end_bytes) == (110 * MIB, 40 * MIB)
@@ -239,7 +277,9 @@ def test_phases_of_the_last_step_have_peak_end_and_categories() -> None:
 
 
 @pytest.mark.parametrize(("waits", "segments"), [(False, 2), (True, 1)])
-def test_memory_used_by_another_stream_is_reused_after_that_use(waits: bool, segments: int) -> None:
+def test_memory_used_by_another_stream_is_reused_after_that_use(
+    waits: bool, segments: int
+) -> None:
     """Oracle: by hand: the compute stream uses the block until 10; the host requests the next at 0,
     or at 10 if it waits. Allocated memory falls with the free, before the reuse."""
     wait = [HostWaitStream(0)] if waits else []
@@ -294,7 +334,11 @@ def test_step_time_is_that_of_the_last_step_with_matching_parts() -> None:
         compute(3),
     )
     time = result.time()
-    assert (time.step_seconds, time.compute_seconds, time.exposed_communication_seconds) == (
+    assert (
+        time.step_seconds,
+        time.compute_seconds,
+        time.exposed_communication_seconds,
+    ) == (
         9,
         5,
         4,
@@ -304,5 +348,7 @@ def test_step_time_is_that_of_the_last_step_with_matching_parts() -> None:
         ("forward", 6),
         ("backward", 3),
     ]
-    assert time.kinds["matrix products"] == 5 and [volume.bytes for volume in time.volumes] == [4]
+    assert time.kinds["matrix products"] == 5 and [
+        volume.bytes for volume in time.volumes
+    ] == [4]
     assert result.phases[0].name == "construction" and result.phases[0].seconds == 7

@@ -52,12 +52,17 @@ def install() -> None:
     for name in _aten_names():
         if name in OWN or name == ATTENTION:
             continue
-        if _has(name, "AutogradPrivateUse1") and _has(name, "CompositeImplicitAutograd"):
+        if _has(name, "AutogradPrivateUse1") and _has(
+            name, "CompositeImplicitAutograd"
+        ):
             composed_with_autograd.append(name)
         if _has(name, "PrivateUse1"):
             if _has(name, "CPU") or name == "copy_":
                 on_host.append(name)
-            elif any(_has(name, f"Composite{kind}Autograd{rest}") for kind, rest in COMPOSITES):
+            elif any(
+                _has(name, f"Composite{kind}Autograd{rest}")
+                for kind, rest in COMPOSITES
+            ):
                 composed.append(name)
     _host_kernels.install(on_host, composed, composed_with_autograd)
 

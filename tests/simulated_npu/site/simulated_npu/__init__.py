@@ -40,7 +40,9 @@ def load() -> None:
 
 
 def install(
-    devices: int = DEFAULT_DEVICES, capacity_bytes: int = DEFAULT_MIB * 2**20, delayed: bool = False
+    devices: int = DEFAULT_DEVICES,
+    capacity_bytes: int = DEFAULT_MIB * 2**20,
+    delayed: bool = False,
 ) -> None:
     """Install the device in this process, for its lifetime.
 
@@ -71,7 +73,9 @@ def install(
         )
         return extension.make_hccl(inner)
 
-    dist.Backend.register_backend("hccl", create_hccl, extended_api=True, devices=["npu"])
+    dist.Backend.register_backend(
+        "hccl", create_hccl, extended_api=True, devices=["npu"]
+    )
     extension.set_delayed(delayed)
 
 
@@ -87,7 +91,13 @@ def _composed_elsewhere() -> list[str]:
         "set_.source_Tensor",
         "set_.source_Storage_storage_offset",
     }
-    own |= {"empty.memory_format", "empty_strided", "_copy_from", "_copy_from_and_resize", "copy_"}
+    own |= {
+        "empty.memory_format",
+        "empty_strided",
+        "_copy_from",
+        "_copy_from_and_resize",
+        "copy_",
+    }
     own |= {"_has_compatible_shallow_copy_type"}
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     composite = (

@@ -46,8 +46,12 @@ def build_extension() -> Path:
     Raises:
         RuntimeError: with the output of g++.
     """
-    build = FOLDER / "build" / f"torch-{torch.__version__}-{sys.implementation.cache_tag}"
-    library = build / f"{NAME}-{_digest([*sorted(SOURCES.iterdir()), Path(__file__)])}.so"
+    build = (
+        FOLDER / "build" / f"torch-{torch.__version__}-{sys.implementation.cache_tag}"
+    )
+    library = (
+        build / f"{NAME}-{_digest([*sorted(SOURCES.iterdir()), Path(__file__)])}.so"
+    )
     if library.exists():
         return library
     build.mkdir(parents=True, exist_ok=True)

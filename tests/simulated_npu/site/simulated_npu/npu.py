@@ -68,10 +68,12 @@ def build_module(extension: Any) -> types.ModuleType:
         manual_seed=lambda seed: extension.default_generator(-1).manual_seed(seed),
         manual_seed_all=manual_seed_all,
         initial_seed=lambda: extension.default_generator(-1).initial_seed(),
-        get_rng_state=lambda where=None: extension.default_generator(index(where)).get_state(),
-        set_rng_state=lambda state, where=None: extension.default_generator(index(where)).set_state(
-            state
-        ),
+        get_rng_state=lambda where=None: extension.default_generator(
+            index(where)
+        ).get_state(),
+        set_rng_state=lambda state, where=None: extension.default_generator(
+            index(where)
+        ).set_state(state),
         memory=_build_memory_module(extension),
     )
     for name in (
@@ -84,7 +86,11 @@ def build_module(extension: Any) -> types.ModuleType:
         "reset_accumulated_memory_stats",
     ):
         statistic = getattr(accelerator, name)
-        setattr(module, name, lambda where=None, statistic=statistic: statistic(index(where)))
+        setattr(
+            module,
+            name,
+            lambda where=None, statistic=statistic: statistic(index(where)),
+        )
     return module
 
 
@@ -107,10 +113,14 @@ def _build_memory_module(extension: Any) -> types.ModuleType:
         ]
         return {
             "segments": segments,
-            "device_traces": [extension.history(i) for i in range(extension.device_count())],
+            "device_traces": [
+                extension.history(i) for i in range(extension.device_count())
+            ],
         }
 
-    memory.__dict__.update(_record_memory_history=record_memory_history, _snapshot=snapshot)
+    memory.__dict__.update(
+        _record_memory_history=record_memory_history, _snapshot=snapshot
+    )
     return memory
 
 
