@@ -10,7 +10,8 @@ from fsdptoys.models import DecoderModel
 from fsdptoys.models.lora import Samples, add_adapters, is_adapter
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]
-RANK, ALPHA = 4, 6.0
+RANK = 4
+ALPHA = 6.0
 
 
 def adapted(model: DecoderModel, targets: list[str] = TARGETS) -> DecoderModel:

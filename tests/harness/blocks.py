@@ -61,11 +61,11 @@ def gradients(model: DecoderModel) -> dict[str, Tensor]:
     }
 
 
-def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_equal(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Assert bitwise equality."""
-    assert got.keys() == expected.keys()
+    assert grads.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert torch.equal(got[name], gradient), name
+        assert torch.equal(grads[name], gradient), name
 
 
 class Operators(TorchDispatchMode):
@@ -74,7 +74,7 @@ class Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[Any] = Counter()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -87,13 +87,18 @@ class Operators(TorchDispatchMode):
                 ret.alias_info for ret in func._schema.returns
             ):
                 storage = result.untyped_storage()
-                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self._storages[storage._cdata] = (
+                    StorageWeakRef(storage),
+                    storage.nbytes(),
+                )
         return results
 
     def alive_bytes(self) -> int:
         """Bytes of all created tensors with live references."""
         return sum(
-            nbytes for storage, nbytes in self._made.values() if not storage.expired()
+            nbytes
+            for storage, nbytes in self._storages.values()
+            if not storage.expired()
         )
 
 

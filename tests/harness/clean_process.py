@@ -63,12 +63,12 @@ SIGNALS = (
 def clean_environment(present: Mapping[str, str], home: str) -> dict[str, str]:
     """Return the variables of a test process: the kept ones of ``present``, fixed ones, and a home
     folder."""
-    kept = {
+    inherited = {
         name: value
         for name, value in present.items()
         if name in KEPT or name.startswith(KEPT_PREFIXES)
     }
-    return kept | FIXED | {"HOME": home}
+    return inherited | FIXED | {"HOME": home}
 
 
 def clean_process() -> None:

@@ -37,7 +37,8 @@ class WatchedStorage:
     """
 
     def __init__(self, storage: Storage, watch: Watch) -> None:
-        self._storage, self._watch = storage, watch
+        self._storage = storage
+        self._watch = watch
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._storage, name)
@@ -71,7 +72,9 @@ class WatchedStorage:
 
 class _WatchedFile:
     def __init__(self, file: BinaryIO, path: str, watch: Watch) -> None:
-        self._file, self._path, self._watch = file, path, watch
+        self._file = file
+        self._path = path
+        self._watch = watch
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._file, name)
@@ -118,14 +121,17 @@ class FaultyStorage(WatchedStorage):
         self.operations: list[str] = []
         """All requested operations."""
         self.refused: str | None = None
-        self._code, self._moment, self._lasting = code, moment, lasting
+        self._code = code
+        self._moment = moment
+        self._lasting = lasting
         self._path: str | None = None
 
     def _fail(self, operation: str, path: str, half: Half) -> None:
         is_first = len(self.operations) == self._moment
         self.operations.append(f"{operation} {path}")
         if is_first:
-            self._path, self.refused = path, self.operations[-1]
+            self._path = path
+            self.refused = self.operations[-1]
         if is_first or (self._lasting and self._path == path):
             raise OSError(self._code, os.strerror(self._code), path)
 
@@ -169,24 +175,24 @@ def refusing(
 
 
 class _File:
-    def __init__(self, kept: bytes = b"") -> None:
-        self.buffer = io.BytesIO(kept)
-        self.kept = kept
+    def __init__(self, synced: bytes = b"") -> None:
+        self.buffer = io.BytesIO(synced)
+        self.durable = synced
 
     @property
-    def seen(self) -> bytes:
+    def current(self) -> bytes:
         return self.buffer.getvalue()
 
 
 class _Folder:
     def __init__(self) -> None:
-        self.seen: dict[str, Any] = {}
-        self.kept: dict[str, Any] = {}
+        self.current: dict[str, Any] = {}
+        self.durable: dict[str, Any] = {}
         self.changes: list[tuple[str | None, str | None, Any]] = []
         """Removed name, added name and its node, for each change since the last sync."""
 
     def change(self, gone: str | None, come: str | None, node: Any) -> None:
-        _apply(self.seen, gone, come, node)
+        _apply(self.current, gone, come, node)
         self.changes.append((gone, come, node))
 
 
@@ -211,52 +217,52 @@ class LossyDisk(Storage):
 
     def names(self, folder: str = "") -> list[str]:
         node = self._find(folder)
-        return sorted(node.seen) if isinstance(node, _Folder) else []
+        return sorted(node.current) if isinstance(node, _Folder) else []
 
     def exists(self, path: str) -> bool:
         return self._find(path) is not None
 
     def size(self, path: str) -> int:
-        return len(self._find(path, _File).seen)
+        return len(self._find(path, _File).current)
 
     def reading(self, path: str) -> AbstractContextManager[BinaryIO]:
-        return io.BytesIO(self._find(path, _File).seen)
+        return io.BytesIO(self._find(path, _File).current)
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
         folder, name = self._parent(path)
-        if name not in folder.seen:
+        if name not in folder.current:
             folder.change(None, name, _File())
-        file = folder.seen[name]
+        file = folder.current[name]
         file.buffer = io.BytesIO()
         yield file.buffer
-        file.kept = file.seen
+        file.durable = file.current
 
     def make(self, folder: str) -> None:
         node = self.root
         for part in folder.split("/") if folder else []:
-            if part not in node.seen:
+            if part not in node.current:
                 node.change(None, part, _Folder())
-            node = node.seen[part]
+            node = node.current[part]
 
     def sync(self, folder: str) -> None:
         node = self._find(folder, _Folder)
-        node.kept = dict(node.seen)
+        node.durable = dict(node.current)
         node.changes = []
 
     def rename(self, old: str, new: str) -> None:
         folder, gone = self._parent(old)
         other, come = self._parent(new)
         assert folder is other, "only within a folder"
-        present = folder.seen.get(come)
-        if isinstance(present, _Folder) and present.seen:
+        present = folder.current.get(come)
+        if isinstance(present, _Folder) and present.current:
             raise OSError(39, "Directory not empty")
-        folder.change(gone, come, folder.seen[gone])
+        folder.change(gone, come, folder.current[gone])
 
     def remove(self, path: str) -> None:
         node = self._find(path)
         if isinstance(node, _Folder):
-            for name in list(node.seen):
+            for name in list(node.current):
                 self.remove(f"{path}/{name}")
         if node is not None:
             folder, name = self._parent(path)
@@ -266,7 +272,7 @@ class LossyDisk(Storage):
         """Return the node of a path, or None; a FileNotFoundError if it must be of one kind."""
         node: Any = self.root
         for part in path.split("/") if path else []:
-            node = node.seen.get(part) if isinstance(node, _Folder) else None
+            node = node.current.get(part) if isinstance(node, _Folder) else None
         if kind is not None and not isinstance(node, kind):
             raise FileNotFoundError(2, "No such file or directory", path)
         return node
@@ -290,21 +296,21 @@ def _survivor(node: Any, keeps: str, draw: random.Random) -> Any:
         if (
             keeps == "none"
             or (keeps == "any" and draw.random() < 0.3)
-            or node.kept == node.seen
+            or node.durable == node.current
         ):
-            return _File(node.kept)
+            return _File(node.durable)
         return _File(
-            node.seen
+            node.current
             if keeps == "all"
-            else node.seen[: draw.randrange(len(node.seen) + 1)]
+            else node.current[: draw.randrange(len(node.current) + 1)]
         )
-    entries = dict(node.kept)
+    entries = dict(node.durable)
     for change in node.changes:
         if keeps == "all" or (keeps == "any" and draw.random() < 0.5):
             _apply(entries, *change)
     folder = _Folder()
-    folder.kept = {
+    folder.durable = {
         name: _survivor(entry, keeps, draw) for name, entry in entries.items()
     }
-    folder.seen = dict(folder.kept)
+    folder.current = dict(folder.durable)
     return folder

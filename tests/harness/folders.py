@@ -152,19 +152,22 @@ def save(checkpoints: Checkpointer, step: int) -> bool:
     return checkpoints.save(step, full_tensors(step), facts(step), own_facts(step))
 
 
-def check(found: Checkpoint | None, step: int) -> None:
+def check(checkpoint: Checkpoint | None, step: int) -> None:
     """Check that the checkpoint equals the one saved for this step by one process."""
-    assert found is not None and (found.step, found.name) == (step, f"step-{step:08d}")
-    assert found.facts == facts(step) | {"step": step, "world_size": 1}
-    assert found.own_facts == own_facts(step)
-    check_tensors(found, step)
+    assert checkpoint is not None and (checkpoint.step, checkpoint.name) == (
+        step,
+        f"step-{step:08d}",
+    )
+    assert checkpoint.facts == facts(step) | {"step": step, "world_size": 1}
+    assert checkpoint.own_facts == own_facts(step)
+    check_tensors(checkpoint, step)
 
 
-def check_tensors(found: Checkpoint, step: int) -> None:
+def check_tensors(checkpoint: Checkpoint, step: int) -> None:
     tensors = {
         name: torch.full_like(tensor, 77) for name, tensor in full_tensors(step).items()
     }
-    found.load(tensors)
+    checkpoint.load(tensors)
     for name, tensor in full_tensors(step).items():
         assert tensors[name].dtype == tensor.dtype and torch.equal(
             tensors[name], tensor

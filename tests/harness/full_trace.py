@@ -39,10 +39,9 @@ from fsdptoys.plan.trace.tracer import (
 )
 from tests.harness.multi_rank_replay import replay_together
 
-REQUEST, ANSWER = (
-    "request.pickle",
-    "answer-{}.pickle",
-)  # Files of the tracing process; an answer for each job
+# Files of the tracing process; an answer for each job
+REQUEST = "request.pickle"
+ANSWER = "answer-{}.pickle"
 
 
 def predict_in_full(config: Config, hardware: Hardware, world_size: int) -> Prediction:
@@ -62,9 +61,12 @@ def predict_in_full(config: Config, hardware: Hardware, world_size: int) -> Pred
         replays = [replay(traces[0], hardware, allocators[0])]
     else:
         replays = list(replay_together(traces, hardware, allocators))
-    memory = max(replays, key=lambda each: each.memory().reserved_bytes).memory()
-    time = max(replays, key=lambda each: each.time().compute_seconds).time()
-    train, axes = config.train, config.parallel.axes(world_size, config.mesh)
+    memory = max(
+        replays, key=lambda replayed: replayed.memory().reserved_bytes
+    ).memory()
+    time = max(replays, key=lambda replayed: replayed.time().compute_seconds).time()
+    train = config.train
+    axes = config.parallel.axes(world_size, config.mesh)
     micro_batches = train.grad_accum * getattr(config.parallel, "simulated_ranks", 1)
     tokens = train.batch_size * train.seq_len * micro_batches * axes.data_ranks
     with torch.device("meta"):
@@ -88,10 +90,11 @@ def stage_predictions(
     config: Config, replays: Sequence[Replay]
 ) -> tuple[StagePrediction, ...]:
     """Memory and time of each pipeline rank."""
-    found = []
-    for layers, each in zip(layers_of_ranks(config), replays, strict=True):
-        memory, time = each.memory(), each.time()
-        found.append(
+    stages = []
+    for layers, replayed in zip(layers_of_ranks(config), replays, strict=True):
+        memory = replayed.memory()
+        time = replayed.time()
+        stages.append(
             StagePrediction(
                 layers,
                 memory.peak_bytes,
@@ -100,7 +103,7 @@ def stage_predictions(
                 time.stage_seconds,
             )
         )
-    return tuple(found)
+    return tuple(stages)
 
 
 def trace_all(
@@ -123,14 +126,14 @@ def trace_all(
 
 def run_tracer(command: list[str]) -> str:
     """Run a command and return its standard error."""
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         env=tracing_environment(),
     )
-    return done.stderr
+    return process.stderr
 
 
 def read_answer(path: Path, stderr: str = "") -> Trace:

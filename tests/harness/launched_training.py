@@ -13,11 +13,11 @@ from tests.harness.processes import kill_tree, wait_until
 class Training:
     """``python -m WORDS`` in a session of its own."""
 
-    def __init__(self, words: Sequence[str], output: Path, **options: Any) -> None:
+    def __init__(self, argv: Sequence[str], output: Path, **options: Any) -> None:
         self._output = output
         with output.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *words],
+                [sys.executable, "-m", *argv],
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
@@ -40,9 +40,9 @@ class Training:
 
 
 @contextlib.contextmanager
-def training(words: Sequence[str], output: Path, **options: Any) -> Iterator[Training]:
+def training(argv: Sequence[str], output: Path, **options: Any) -> Iterator[Training]:
     """Start a run, which is killed in the end."""
-    run = Training(words, output, **options)
+    run = Training(argv, output, **options)
     try:
         yield run
     finally:

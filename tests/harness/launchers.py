@@ -250,7 +250,9 @@ def launch(folder: Path, how: str, ranks: int, options: dict[str, Any]) -> None:
     (folder / "toy_worker.py").write_text(WORKER)
     for stream, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), stream)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
+    # not pytest's
+    sys.stdout = os.fdopen(1, "w")
+    sys.stderr = os.fdopen(2, "w")
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(folder)
     for name in [

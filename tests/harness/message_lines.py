@@ -28,7 +28,7 @@ class Row:
     """A typed line and the sentence that answers it."""
 
     topic: str
-    typed: str
+    line: str
     says: str
     ranks: int | None = None
     """Ranks for which settings are validated; None: the line is a whole command."""
@@ -39,15 +39,15 @@ class Row:
     not apply."""
 
     @property
-    def words(self) -> list[str]:
+    def argv(self) -> list[str]:
         """The words of the line, as a shell splits them."""
-        return shlex.split(f"{self.prefix} {self.typed}")
+        return shlex.split(f"{self.prefix} {self.line}")
 
     @property
     def settings(self) -> list[str]:
         """The typed words, without those of a command."""
-        words = shlex.split(self.typed)
-        return words[words[0] in command_names() :]
+        argv = shlex.split(self.line)
+        return argv[argv[0] in command_names() :]
 
 
 def read_rows() -> list[Row]:
@@ -62,7 +62,7 @@ def read_rows() -> list[Row]:
                 if name not in ("typed", "says")
             }
             rows.append(
-                Row(typed=entry["typed"], says=entry["says"], notes=notes, **shared)
+                Row(line=entry["typed"], says=entry["says"], notes=notes, **shared)
             )
     return rows
 
@@ -81,11 +81,11 @@ def dump_rows(rows: Sequence[Row]) -> str:
     )
 
 
-def answer(words: Sequence[str], row: Row, capsys: pytest.CaptureFixture[str]) -> str:
+def answer(argv: Sequence[str], row: Row, capsys: pytest.CaptureFixture[str]) -> str:
     """Return the sentence that answers the words, "" if they are accepted."""
     if row.ranks is None:
         capsys.readouterr()
-        status = main(words)
+        status = main(argv)
         printed = capsys.readouterr()
         assert status != 2 or printed.out == ""
         return (
@@ -94,7 +94,7 @@ def answer(words: Sequence[str], row: Row, capsys: pytest.CaptureFixture[str]) -
             else ""
         )
     try:
-        config = compose_config(parse("train", words).words)
+        config = compose_config(parse("train", argv).words)
         launch = config.launch
         ranks = (
             row.ranks
@@ -109,12 +109,13 @@ def answer(words: Sequence[str], row: Row, capsys: pytest.CaptureFixture[str]) -
 
 
 def answer_without_start(
-    words: Sequence[str], row: Row, capsys: pytest.CaptureFixture[str]
+    argv: Sequence[str], row: Row, capsys: pytest.CaptureFixture[str]
 ) -> str:
     """Return the answer to a corrected line, before a run or a trace would start."""
-    if row.ranks is not None or words[0] not in ("train", "sweep", "plan"):
-        return answer(words, row, capsys)
-    command, rest = words[0], list(words[1:])
+    if row.ranks is not None or argv[0] not in ("train", "sweep", "plan"):
+        return answer(argv, row, capsys)
+    command = argv[0]
+    rest = list(argv[1:])
     if command == "train" and "-m" not in rest:
         return answer(["train", *rest, "--cfg", "job"], row, capsys)
     if command != "plan":
@@ -143,11 +144,11 @@ def corrected(row: Row) -> list[list[str]]:
     if "fix" in row.notes:
         return [_apply(row, shlex.split(row.notes["fix"]), verb)]
     if command:
-        words = shlex.split(command.group(1))
-        return [words + row.words[len(words) :] if verb == "did you mean" else words]
+        argv = shlex.split(command.group(1))
+        return [argv + row.argv[len(argv) :] if verb == "did you mean" else argv]
     if clause.startswith("leave out "):
         return [
-            [word for word in row.words if _key(word) != clause.split()[2].strip(",")]
+            [word for word in row.argv if _key(word) != clause.split()[2].strip(",")]
         ]
     lines = []
     for part in re.split(r",? or ", clause):
@@ -162,10 +163,11 @@ def corrected(row: Row) -> list[list[str]]:
 def _apply(row: Row, fix: list[str], verb: str) -> list[str]:
     """Return the words of a row with a fix; without one, leave out the word that the sentence
     begins with."""
-    words, first = row.words, row.says.split()[0].strip("'")
+    argv = row.argv
+    first = row.says.split()[0].strip("'")
     wrong = next(
-        (index for index, word in enumerate(words) if _key(word) == _key(first)),
-        len(words),
+        (index for index, word in enumerate(argv) if _key(word) == _key(first)),
+        len(argv),
     )
     if not fix or fix[0].startswith("--"):
         is_same = (
@@ -175,14 +177,16 @@ def _apply(row: Row, fix: list[str], verb: str) -> list[str]:
             or "=" in first
         )
         if not is_same:
-            return [*words, *fix]
-        pair = words[wrong : wrong + 2]
+            return [*argv, *fix]
+        pair = argv[wrong : wrong + 2]
         has_value = row.says.startswith(" ".join(pair)) or first == "=".join(pair)
-        return [*words[:wrong], *fix, *words[wrong + 1 + has_value :]]
+        return [*argv[:wrong], *fix, *argv[wrong + 1 + has_value :]]
     keys = {_key(word) for word in fix}
-    several, found, _ = row.says.partition(" are not settings; ")
-    keys |= {_key(word) for word in re.split(", | and ", several)} if found else set()
-    rest = [word for word in words if _key(word) not in keys]
+    several, separator, _ = row.says.partition(" are not settings; ")
+    keys |= (
+        {_key(word) for word in re.split(", | and ", several)} if separator else set()
+    )
+    rest = [word for word in argv if _key(word) not in keys]
     if verb in ("write", "did you mean", "set for example"):
         rest = [
             word
@@ -197,8 +201,12 @@ def names_word(word: str, sentence: str) -> bool:
     """Return whether a sentence has the key and the value of a typed word, or an equal number."""
     key, _, value = word.partition("=")
     values = [text.strip("[]'\"") for text in [value, *value.split(",")]]
-    shown = re.findall(rf"{re.escape(key)}=([^\s,;]+)", sentence)
-    same = any(_number(text) == _number(number) for text in shown for number in values)
+    values_in_sentence = re.findall(rf"{re.escape(key)}=([^\s,;]+)", sentence)
+    same = any(
+        _number(text) == _number(number)
+        for text in values_in_sentence
+        for number in values
+    )
     return _has(key, sentence) and (
         not value or same or any(_has(text, sentence) for text in values)
     )

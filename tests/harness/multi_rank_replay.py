@@ -23,7 +23,8 @@ class _Rank:
     """A rank's replay, stopped where it meets others."""
 
     def __init__(self, number: int, replaying: Replaying) -> None:
-        self.number, self._replaying = number, replaying
+        self.number = number
+        self._replaying = replaying
         self._order: Counter[Hashable] = Counter()
         self.meetings: list[tuple[Hashable, ...]] = []
         """All of these take place in the event at which it is stopped."""
@@ -83,7 +84,9 @@ def replay_together(
         ready = [
             rank
             for rank in waiting
-            if all(_complete(each, arrivals, len(ranks)) for each in rank.meetings)
+            if all(
+                _complete(meeting, arrivals, len(ranks)) for meeting in rank.meetings
+            )
         ]
         if not ready:
             stuck = {rank.number: rank.meetings for rank in waiting}

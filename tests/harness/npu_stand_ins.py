@@ -64,7 +64,9 @@ def _count(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal attention aligned to the upper left corner, as with ``sparse_mode=2``."""
-    heads, groups, length = query.shape[1], key.shape[1], query.shape[2]
+    heads = query.shape[1]
+    groups = key.shape[1]
+    length = query.shape[2]
     keys, values = (
         x.float().repeat_interleave(heads // groups, dim=1) for x in (key, value)
     )
@@ -83,7 +85,9 @@ def _fusion_attention(
     input_layout: str,
     *rest: Any,
 ) -> Any:
-    mask, scale, sparse_mode = rest[2], rest[3], rest[11]
+    mask = rest[2]
+    scale = rest[3]
+    sparse_mode = rest[11]
     assert (
         input_layout == "BNSD"
         and head_num == query.shape[1]
@@ -107,15 +111,16 @@ def _fusion_attention(
 
 def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.save_for_backward(*inputs[:3], inputs[7], *output[:3])
-    ctx.scale, ctx.others = inputs[8], len(inputs) - 3
+    ctx.scale = inputs[8]
+    ctx.others = len(inputs) - 3
 
 
 def _attention_gradient(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     query, key, value, *_ = ctx.saved_tensors
-    made = _gradients(
+    grads = _gradients(
         lambda *leaves: _attend(*leaves, ctx.scale), (query, key, value), grad
     )
-    return *made, *[None] * ctx.others
+    return *grads, *[None] * ctx.others
 
 
 def _fusion_attention_grad(
@@ -125,17 +130,17 @@ def _fusion_attention_grad(
     dy: Tensor,
     head_num: int,
     input_layout: str,
-    **given: Any,
+    **options: Any,
 ) -> tuple[Tensor, ...]:
     assert (
         head_num == query.shape[1]
         and input_layout == "BNSD"
-        and given["sparse_mode"] == 2
+        and options["sparse_mode"] == 2
     )
-    assert given["atten_mask"].shape == (2048, 2048)
-    scale = given["scale_value"]
-    made = _gradients(lambda *leaves: _attend(*leaves, scale), (query, key, value), dy)
-    return *made, query.new_empty(0), query.new_empty(0)
+    assert options["atten_mask"].shape == (2048, 2048)
+    scale = options["scale_value"]
+    grads = _gradients(lambda *leaves: _attend(*leaves, scale), (query, key, value), dy)
+    return *grads, query.new_empty(0), query.new_empty(0)
 
 
 def _gradients(
@@ -144,8 +149,8 @@ def _gradients(
     """Gradients by plain arithmetic on the host, for tensors on any device."""
     with torch.enable_grad():
         leaves = [x.detach().cpu().requires_grad_() for x in inputs]
-        made = torch.autograd.grad(function(*leaves), leaves, grad.cpu())
-    return tuple(each.to(grad.device) for each in made)
+        grads = torch.autograd.grad(function(*leaves), leaves, grad.cpu())
+    return tuple(input_grad.to(grad.device) for input_grad in grads)
 
 
 def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -167,10 +172,11 @@ def _rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """By the formula, from rstd instead of epsilon; the gradient of gamma is float32 for any dtype
     of gamma."""
-    wide, grad = x.float() * rstd, dy.float()
+    wide = x.float() * rstd
+    grad = dy.float()
     scaled = grad * gamma.float()
-    made = rstd * (scaled - wide * (scaled * wide).mean(-1, keepdim=True))
-    return made.to(x.dtype), (grad * wide).flatten(0, -2).sum(0)
+    x_grad = rstd * (scaled - wide * (scaled * wide).mean(-1, keepdim=True))
+    return x_grad.to(x.dtype), (grad * wide).flatten(0, -2).sum(0)
 
 
 def _rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
@@ -204,12 +210,14 @@ def _keep_gate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _grouped_matmul(
-    x: list[Tensor], weight: list[Tensor], **given: Any
+    x: list[Tensor], weight: list[Tensor], **options: Any
 ) -> list[Tensor]:
-    (left,), (right,) = x, weight
-    groups, kind = given["group_list"], given.get("group_list_type", 0)
+    (left,) = x
+    (right,) = weight
+    groups = options["group_list"]
+    kind = options.get("group_list_type", 0)
     assert (
-        left.dtype == right.dtype and left.ndim == 2 and given["split_item"] in (2, 3)
+        left.dtype == right.dtype and left.ndim == 2 and options["split_item"] in (2, 3)
     )
     assert (
         groups.dtype == torch.int64
@@ -221,19 +229,19 @@ def _grouped_matmul(
         slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)
     ]
     if (
-        given["group_type"] == 0
+        options["group_type"] == 0
     ):  # rows are split; the left factor must not be a transposed view
         assert (
             ends[-1] == left.shape[0]
             and left.is_contiguous()
             and right.shape[:2] == (len(ends), left.shape[1])
         )
-        made = [
+        products = [
             (left[piece].float() @ right[i].float()) for i, piece in enumerate(pieces)
         ]
-        return [torch.cat(made).to(left.dtype)]
+        return [torch.cat(products).to(left.dtype)]
     # The inner dim is split, of which the left factor is a transposed view
-    assert given["group_type"] == 2
+    assert options["group_type"] == 2
     assert (
         ends[-1] == left.shape[1] == right.shape[0]
         and left.t().is_contiguous()

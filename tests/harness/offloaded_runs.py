@@ -20,7 +20,7 @@ SMALL_BUCKETS = 2**13
 """Bytes: several buckets a unit, and parameters larger than a bucket."""
 
 
-def trainer(config: Config, how: str | None, **memory: Any) -> Trainer:
+def build_trainer(config: Config, how: str | None, **memory: Any) -> Trainer:
     """A trainer with offload of its optimizer, whose buckets are small.
 
     Args:
@@ -40,38 +40,36 @@ def trainer(config: Config, how: str | None, **memory: Any) -> Trainer:
             "offload_bucket_mib": 1,
         }
     before, optimizer_offload.MIB = optimizer_offload.MIB, SMALL_BUCKETS
-    made = Trainer(replace(config, memory=replace(config.memory, **memory)))
+    trainer = Trainer(replace(config, memory=replace(config.memory, **memory)))
     optimizer_offload.MIB = before
-    assert isinstance(made.optimizer, BucketedOptimizer) == (how is not None)
-    return made
+    assert isinstance(trainer.optimizer, BucketedOptimizer) == (how is not None)
+    return trainer
 
 
-def outcome(made: Trainer) -> Outcome:
+def outcome(trainer: Trainer) -> Outcome:
     """Losses, norms and parameters of a trainer so far."""
-    if isinstance(made.optimizer, BucketedOptimizer):
-        made.optimizer.flush()
-    losses, norms = (
-        [step.loss for step in made.history],
-        [step.grad_norm for step in made.history],
-    )
-    return Outcome(losses=losses, grad_norms=norms, parameters=hash_parameters(made))
+    if isinstance(trainer.optimizer, BucketedOptimizer):
+        trainer.optimizer.flush()
+    losses = [step.loss for step in trainer.history]
+    norms = [step.grad_norm for step in trainer.history]
+    return Outcome(losses=losses, grad_norms=norms, parameters=hash_parameters(trainer))
 
 
 def train_all(rows: list[tuple[Config, str | None, dict[str, Any]]]) -> list[Outcome]:
     """Train every row on the ranks that this one belongs to."""
     outcomes = []
     for config, how, memory in rows:
-        made = trainer(config, how, **memory)
-        made.train()
-        outcomes.append(outcome(made))
+        trainer = build_trainer(config, how, **memory)
+        trainer.train()
+        outcomes.append(outcome(trainer))
     return outcomes
 
 
-def take_steps(made: Trainer, first: int, last: int) -> None:
+def take_steps(trainer: Trainer, first: int, last: int) -> None:
     """Take the steps numbered from ``first`` to ``last``."""
     for step in range(first, last + 1):
-        made.train_step(step)
-        made.history += made.readings.finish(step)
+        trainer.train_step(step)
+        trainer.history += trainer.readings.finish(step)
 
 
 def offloaded(ranks: int, config: Config, how: str, **memory: Any) -> Pair:

@@ -41,11 +41,13 @@ class Zygote:
     """
 
     def __init__(self) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = FORK.Process(target=_serve, args=(theirs, self._channel))
+        self._channel, other_end = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET
+        )
+        self._process = FORK.Process(target=_serve, args=(other_end, self._channel))
         self._process.start()
         multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # ends with the channel
-        theirs.close()
+        other_end.close()
 
     def fork(
         self, function: Callable[..., None], *args: Any, descriptors: Sequence[int]

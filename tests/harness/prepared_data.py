@@ -53,7 +53,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def read_split(folder: Path, split: str) -> list[bytes]:
     """Documents of a split of bytes, without their ends, by the folder's own boundaries."""
-    index, found = read_index(str(folder), "folder"), []
+    index = read_index(str(folder), "folder")
+    texts = []
     for shard in index.of(split):
         ids = np.fromfile(folder / f"{shard.name}.bin", index.dtype)
         starts = 0
@@ -62,10 +63,10 @@ def read_split(folder: Path, split: str) -> list[bytes]:
                 ids[stop - 1] == index.document_end
                 and (ids[starts : stop - 1] != index.document_end).all()
             )
-            found.append(ids[starts : stop - 1].astype(np.uint8).tobytes())
+            texts.append(ids[starts : stop - 1].astype(np.uint8).tobytes())
             starts = stop
         assert starts == len(ids) == shard.tokens
-    return found
+    return texts
 
 
 def save_tokenizer(folder: Path, end: str | None) -> str:

@@ -67,10 +67,10 @@ def changed(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     tree = copy.deepcopy(tree)
     for key, value in changes.items():
         *sections, last = key.split(".")
-        place = functools.reduce(
+        section = functools.reduce(
             lambda part, name: part.setdefault(name, {}), sections, tree
         )
-        place[last] = value
+        section[last] = value
     return tree
 
 

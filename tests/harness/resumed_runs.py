@@ -22,7 +22,7 @@ from tests.harness.outcomes import hash_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import make_config, supported, tiny_model
 
-KEPT = (
+COMPARED_FIELDS = (
     "step",
     "loss",
     "grad_norm",
@@ -47,7 +47,7 @@ class Killed(BaseException):
     """Stands for a kill of the process."""
 
 
-def kept(
+def with_checkpoints(
     config: Config,
     folder: Path,
     every: int = 3,
@@ -101,7 +101,7 @@ def run_until(
 
 def steps_of(folder: Path) -> list[list[Any]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [[json.loads(line)[name] for name in KEPT] for line in lines]
+    return [[json.loads(line)[name] for name in COMPARED_FIELDS] for line in lines]
 
 
 def refused(*configs: Config) -> list[str]:
@@ -132,7 +132,7 @@ def check_resumed_run(label: str, row: Row, folder: Path) -> None:
         pytest.skip("this torch lacks a feature of it")
     config = make_config(row.parallel, row.ranks, **SMALL | row.options)
     checkpoint = {"every": 2, **row.checkpoint}
-    killed = kept(config, folder / "killed", **checkpoint)
+    killed = with_checkpoints(config, folder / "killed", **checkpoint)
     alone = dataclasses.replace(
         config, data=dataclasses.replace(config.data, workers=0)
     )
@@ -140,7 +140,9 @@ def check_resumed_run(label: str, row: Row, folder: Path) -> None:
     def body() -> tuple[int, dict[str, str], dict[str, str]]:
         # Torchao's optimizers take half a minute to compile
         torch.compiler.set_stance("force_eager")
-        uninterrupted = run_to_the_end(kept(alone, folder / "whole", every=0))
+        uninterrupted = run_to_the_end(
+            with_checkpoints(alone, folder / "whole", every=0)
+        )
         run_until(killed, SHORT)
         resumed = run_to_the_end(killed)
         return (

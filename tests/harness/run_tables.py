@@ -57,8 +57,8 @@ def train_runs(runs: Iterable[Run], train: Train = train_all) -> list[Any]:
             group = {
                 key: config for key, config in unique.items() if key[0] == world_size
             }
-            found = run_ranks(world_size, train, list(group.values()))[0]
-            results |= zip(group, found, strict=True)
+            group_results = run_ranks(world_size, train, list(group.values()))[0]
+            results |= zip(group, group_results, strict=True)
     return [results[ranks, repr(config)] for ranks, config in runs]
 
 

@@ -54,7 +54,9 @@ def block(
 
 
 def make_snapshot() -> dict[str, Any]:
-    weights, logits, norm = BASE, BASE + 8 * MIB, BASE + 32 * MIB
+    weights = BASE
+    logits = BASE + 8 * MIB
+    norm = BASE + 32 * MIB
     failure = event("oom", 0, 40, INNER, LOSS, MAIN) | {"device_free": MIB}
     failure.pop("addr")
     trace = [

@@ -16,7 +16,7 @@ REASONS = {
 
 
 def run_with(
-    stdout: str, stderr: str, words: list[str], folder: Path = ROOT, **environment: str
+    stdout: str, stderr: str, argv: list[str], folder: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these streams: "fine", "full", "broken" (a pipe without reader) or
     "closed"."""
@@ -31,7 +31,7 @@ def run_with(
         f'exec "$@" {" ".join(closes)}',
         "sh",
         sys.executable,
-        *words,
+        *argv,
     ]
     reader, writer = os.pipe()
     os.close(reader)
@@ -42,7 +42,7 @@ def run_with(
             "full": full,
             "broken": writer,
         }
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             stdout=places[stdout],
             stderr=places[stderr],
@@ -52,4 +52,4 @@ def run_with(
             check=False,
         )
     os.close(writer)
-    return done
+    return process

@@ -55,7 +55,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("suite")
     for name, text in {"conftest.py": CONFTEST, **SUITE}.items():
         (folder / name).write_text(text)
-    words = [
+    argv = [
         sys.executable,
         "-m",
         "pytest",
@@ -66,11 +66,11 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         "ignore",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    process = subprocess.run(
+        argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 1, done.stdout + done.stderr
-    return done.stdout, (folder / "times").read_text()
+    assert process.returncode == 1, process.stdout + process.stderr
+    return process.stdout, (folder / "times").read_text()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_inherited_state_is_reset() -> None:
         "LC_ALL": "tr_TR.UTF-8",
         "PYTHONPATH": str(ROOT),
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **variables},
         preexec_fn=ignore,
@@ -156,9 +156,11 @@ def test_inherited_state_is_reset() -> None:
         text=True,
         timeout=300,
     )
-    assert done.stdout.splitlines() == ["True SIG_DFL", "['PATH'] b''", "0o22 set()"], (
-        done.stderr
-    )
+    assert process.stdout.splitlines() == [
+        "True SIG_DFL",
+        "['PATH'] b''",
+        "0o22 set()",
+    ], process.stderr
 
 
 def test_a_wait_in_vain_names_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +183,7 @@ def test_short_level_leaves_out_extended_tests(tmp_path: Path) -> None:
     )
     ids = []
     for options in ([], ["--all"]):
-        words = [
+        argv = [
             sys.executable,
             "-m",
             "pytest",
@@ -191,7 +193,7 @@ def test_short_level_leaves_out_extended_tests(tmp_path: Path) -> None:
             str(ROOT / "pyproject.toml"),
             *options,
         ]
-        words += [
+        argv += [
             "--rootdir",
             str(tmp_path),
             "-p",
@@ -200,8 +202,8 @@ def test_short_level_leaves_out_extended_tests(tmp_path: Path) -> None:
             str(tmp_path),
         ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            words, env=environment, capture_output=True, text=True, timeout=300
+        process = subprocess.run(
+            argv, env=environment, capture_output=True, text=True, timeout=300
         )
-        ids.append(re.findall(r"test_sizes\[(\d)\]", done.stdout))
+        ids.append(re.findall(r"test_sizes\[(\d)\]", process.stdout))
     assert ids == [["1"], ["1", "2"]]

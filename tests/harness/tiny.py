@@ -132,9 +132,9 @@ WRAPS: dict[str, dict[str, Any]] = {
 
 def with_sizes(model: ModelConfig, **sizes: Any) -> Any:
     """Return the model with those of the sizes that its family has."""
-    known = {field.name for field in dataclasses.fields(model)}
+    field_names = {field.name for field in dataclasses.fields(model)}
     return dataclasses.replace(
-        model, **{name: size for name, size in sizes.items() if name in known}
+        model, **{name: size for name, size in sizes.items() if name in field_names}
     )
 
 

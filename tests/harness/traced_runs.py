@@ -55,24 +55,27 @@ def imagined_hardware(device_type: str = "cuda", **values: float) -> Hardware:
     )
 
 
-def configured(words: Sequence[str], world_size: int, device_type: str) -> Config:
+def configured(overrides: Sequence[str], world_size: int, device_type: str) -> Config:
     """A validated configuration."""
-    config = compose_config(["experiment=null", *words])
+    config = compose_config(["experiment=null", *overrides])
     config.validate(world_size, device_type)
     return config
 
 
 def traced(
-    words: Sequence[str], world_size: int = 8, device_type: str = "cuda"
+    overrides: Sequence[str], world_size: int = 8, device_type: str = "cuda"
 ) -> Trace:
     """Two steps of the project's trainer; made once."""
-    return _traced(tuple(sorted(words)), world_size, device_type)
+    return _traced(tuple(sorted(overrides)), world_size, device_type)
 
 
 @functools.cache
-def _traced(words: tuple[str, ...], world_size: int, device_type: str) -> Trace:
+def _traced(overrides: tuple[str, ...], world_size: int, device_type: str) -> Trace:
     trace: Trace = in_fresh_process(
-        trace_steps, configured(words, world_size, device_type), world_size, device_type
+        trace_steps,
+        configured(overrides, world_size, device_type),
+        world_size,
+        device_type,
     )
     return trace
 
@@ -122,7 +125,8 @@ def live_bytes(trace: Trace, step: int, phase: str) -> dict[Category, int]:
 
 def of_step(trace: Trace, kind: type, step: int = 2) -> list[Any]:
     """The events of a kind in a step."""
-    chosen, now = [], 0
+    chosen = []
+    now = 0
     for event in trace.events:
         now = event.step if isinstance(event, Mark) else now
         if isinstance(event, kind) and now == step:

@@ -52,17 +52,17 @@ def start_warm(patch: pytest.MonkeyPatch) -> None:
 class WarmPopen(subprocess.Popen):
     """``subprocess.Popen`` that forks where it would start this very interpreter for a module."""
 
-    def _execute_child(self, *given: Any) -> None:
-        options = dict(zip(_parameters, given, strict=True))
-        words = (
+    def _execute_child(self, *args: Any) -> None:
+        options = dict(zip(_parameters, args, strict=True))
+        argv = (
             []
             if isinstance(options["args"], str)
             else [os.fspath(word) for word in options["args"]]
         )
-        if words[1:2] == ["-u"]:  # as torchrun starts its ranks
-            del words[1]
-        if words[:2] != [sys.executable, "-m"]:
-            super()._execute_child(*given)  # type: ignore[misc]
+        if argv[1:2] == ["-u"]:  # as torchrun starts its ranks
+            del argv[1]
+        if argv[:2] != [sys.executable, "-m"]:
+            super()._execute_child(*args)  # type: ignore[misc]
             return
         ready, started = os.pipe()
 
@@ -79,7 +79,7 @@ class WarmPopen(subprocess.Popen):
                 options["preexec_fn"]()
             os.write(started, b"x")
             os.closerange(3, MOST_FILES)
-            run_module(words[2], words[3:])
+            run_module(argv[2], argv[3:])
 
         process = multiprocessing.get_context("fork").Process(target=body)
         process.start()

@@ -58,7 +58,8 @@ class _Forwarder:
     """In a worker: sends reports to the parent."""
 
     def __init__(self, config: pytest.Config, sender: Any) -> None:
-        self.config, self.sender = config, sender
+        self.config = config
+        self.sender = sender
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         data = self.config.hook.pytest_report_to_serializable(
@@ -160,7 +161,9 @@ class WorkersPlugin:
     """
 
     def __init__(self, count: int, slow: tuple[str, ...], times: Path | None) -> None:
-        self.count, self.slow, self.times = count, slow, times
+        self.count = count
+        self.slow = slow
+        self.times = times
         self.started = spent()
 
     def add_times(self, cpu: float, wall: float, name: str) -> None:
@@ -242,7 +245,8 @@ class WorkersPlugin:
             return False
         hook = session.config.hook
         if kind == "start":
-            worker.current, worker.since = worker.items.popleft(), time.monotonic()
+            worker.current = worker.items.popleft()
+            worker.since = time.monotonic()
         elif kind == "report":
             report = hook.pytest_report_from_serializable(
                 config=session.config, data=content

@@ -33,10 +33,10 @@ from fsdptoys.parallel.fsdp2_internals import gathering_stream
 from fsdptoys.parallel.precision import DType
 from tests.harness.offloaded_runs import (
     OVERLAPPED,
+    build_trainer,
     offloaded,
     take_steps,
     train_all,
-    trainer,
 )
 from tests.harness.ranks import run_ranks
 from tests.harness.run_tables import Pair, Pairs, levels, trained_rows
@@ -247,7 +247,7 @@ def test_auto_schedule_holds_no_gradients_between_steps() -> None:
 
 def gathered_events(config: Config) -> tuple[int, list[int], bool]:
     """Number of units, and which of them waited for an event in the forward after a lazy step."""
-    made = trainer(config, LAZY)
+    made = build_trainer(config, LAZY)
     assert isinstance(made.strategy, FSDP2)
     modules = [module for module, _ in made.strategy.units()]
     waited: list[int] = []
@@ -281,7 +281,7 @@ def test_every_gather_of_fsdp2_waits_for_the_optimizer_step_of_its_parameters(
 
 def parameters_that_travel(config: Config) -> list[tuple[bool, torch.dtype]]:
     """Whether FSDP2 uploads the mirror of each parameter, and its dtype."""
-    made = trainer(config, OVERLAPPED)
+    made = build_trainer(config, OVERLAPPED)
     assert isinstance(made.optimizer, BucketedOptimizer)
     take_steps(made, 1, 2)
     mirror: Mirror = made.optimizer.executor._on_updated.__self__  # type: ignore[attr-defined]

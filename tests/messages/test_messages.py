@@ -57,7 +57,7 @@ def parameters(without: str = "") -> list[object]:
     return [
         pytest.param(
             row,
-            id=f"{row.topic}: {row.notes.get('file', row.typed)}",
+            id=f"{row.topic}: {row.notes.get('file', row.line)}",
             marks=pytest.mark.extended if row.notes.get("extended") in levels else (),
         )
         for row in ROWS
@@ -133,7 +133,7 @@ def test_answer_is_the_recorded_sentence(
         Path("mine.yaml").write_text(row.notes["file"])
     before = sorted(files.rglob("*"))
     sentence = (
-        answer(row.words, row, capsys)
+        answer(row.argv, row, capsys)
         .replace(str(files), "{folder}")
         .replace(torch.__version__, "{torch}")
     )

@@ -32,7 +32,7 @@ from fsdptoys.parallel.precision import DType
 from fsdptoys.report.setting_effects import bits_of
 from tests.harness.outcomes import hash_parameters
 from tests.harness.ranks import run_ranks
-from tests.harness.resumed_runs import kept, run_to_the_end, run_until
+from tests.harness.resumed_runs import run_to_the_end, run_until, with_checkpoints
 from tests.harness.run_tables import Pairs, Row, levels, trained_rows
 from tests.harness.tiny import (
     DOCUMENTS,
@@ -374,7 +374,7 @@ def test_a_run_resumed_on_other_layouts_has_the_bits_of_an_uninterrupted_one(
     def part(
         parallel: ParallelConfig, ranks: int, folder: str = "run", **more: Any
     ) -> Config:
-        return kept(
+        return with_checkpoints(
             config(parallel, ranks, model, **options, **more),
             tmp_path / folder,
             every=1,

@@ -40,7 +40,7 @@ from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import local_bounds, local_tensor
-from tests.harness.offloaded_runs import OVERLAPPED, outcome, take_steps, trainer
+from tests.harness.offloaded_runs import OVERLAPPED, build_trainer, outcome, take_steps
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import run_ranks
 from tests.harness.run_tables import levels, selected, train_runs
@@ -118,7 +118,7 @@ def run_saved(configs: list[Config]) -> list[Saved]:
     """Runs with a copy of their state in the middle."""
     saved = []
     for each in configs:
-        made = trainer(each, None)
+        made = build_trainer(each, None)
         take_steps(made, 1, MIDDLE)
         middle = in_full(made), made.data.batches.state_dict()
         take_steps(made, MIDDLE + 1, each.train.steps)
@@ -169,7 +169,7 @@ class Loading:
     """Settings of the one process too."""
     layout: dict[str, Any] = field(default_factory=dict)
     how: str | None = None
-    """Its offload, see ``offloaded_runs.trainer``."""
+    """Its offload, see ``offloaded_runs.build_trainer``."""
     used: bool = True
     """Whether the trainer has taken a step before."""
     exact: bool = True
@@ -189,7 +189,7 @@ def resume_rows(rows: list[tuple[Loading, Saved]]) -> list[dict[str, Any]]:
     results = []
     for loading, saved in rows:
         run, _ = loading.configs()
-        resumed = trainer(run, loading.how)
+        resumed = build_trainer(run, loading.how)
         if loading.used:
             take_steps(resumed, 1, 1)
             resumed.history.clear()

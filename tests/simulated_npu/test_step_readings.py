@@ -27,11 +27,11 @@ from fsdptoys.tune import LoRAConfig
 from tests.harness.levels import by_level
 from tests.harness.outcomes import hash_parameters
 from tests.harness.resumed_runs import (
-    kept,
     poison_gradients,
     run_to_the_end,
     run_until,
     steps_of,
+    with_checkpoints,
 )
 from tests.harness.tiny import DOCUMENTS, EVEN, TINY, make_config, tiny_model
 from tests.simulated_npu.ranks import run_npu_ranks, simulated_npu
@@ -284,7 +284,7 @@ def test_checkpoint_has_the_counts_of_its_step_and_resumes_bitwise(
         """Return the parameters of a whole run, and of one killed in step 6 and resumed from step
         4."""
         whole, killed = (
-            kept(config_of(steps=8, optim=FUSED), tmp_path / name, every=4)
+            with_checkpoints(config_of(steps=8, optim=FUSED), tmp_path / name, every=4)
             for name in ("whole", "killed")
         )
         run_until(killed, 6, lambda trainer: poison_gradients(trainer, {4, 7}, 1))
@@ -314,7 +314,9 @@ def test_run_that_fails_records_the_steps_that_were_launched(tmp_path: Path) -> 
     ended on the device."""
 
     def fail() -> None:
-        trainer = Trainer(kept(config_of(4, steps=8, **UNLOGGED), tmp_path, every=0))
+        trainer = Trainer(
+            with_checkpoints(config_of(4, steps=8, **UNLOGGED), tmp_path, every=0)
+        )
         next_step = trainer.data.batches.next_step
 
         def failing() -> Any:

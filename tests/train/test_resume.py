@@ -49,11 +49,11 @@ from tests.harness.ranks import run_ranks
 from tests.harness.resumed_runs import (
     Row,
     check_resumed_run,
-    kept,
     refused,
     run_to_the_end,
     run_until,
     steps_of,
+    with_checkpoints,
 )
 from tests.harness.tiny import TINY, WITH_BLOCKS, make_config
 
@@ -202,7 +202,12 @@ def on_two_ranks(
     )
     with without_coverage():
         hashes = [
-            run_ranks(2, train_and_hash_samples, kept(config, folder / name), killed_in)
+            run_ranks(
+                2,
+                train_and_hash_samples,
+                with_checkpoints(config, folder / name),
+                killed_in,
+            )
             for name, killed_in in (("whole", None), ("killed", 4))
         ]
     wanted, first = ([row for rank in ranks for row in rank] for ranks in hashes)
@@ -234,7 +239,9 @@ def test_resuming_on_another_number_of_ranks_continues_with_the_same_samples(
     )
     rest = [
         row
-        for rank in run_ranks(ranks, train_and_hash_samples, kept(other, killed), None)
+        for rank in run_ranks(
+            ranks, train_and_hash_samples, with_checkpoints(other, killed), None
+        )
         for row in rank
     ]
     assert sorted(first + rest) == sorted(wanted)
@@ -264,7 +271,7 @@ def test_commit_beyond_the_checkpoint_timeout_counts_as_a_lost_rank(
     tmp_path: Path,
 ) -> None:
     """Oracle: LostRanksError of rank 1, for which a commit of rank 0 waits."""
-    config = kept(
+    config = with_checkpoints(
         make_config(FSDP2Config(), 2, steps=1),
         tmp_path / "run",
         1,
@@ -275,7 +282,9 @@ def test_commit_beyond_the_checkpoint_timeout_counts_as_a_lost_rank(
 
 def test_incompatible_checkpoint_is_refused(tmp_path: Path) -> None:
     """Oracle: the expected messages."""
-    config = kept(make_config(SingleConfig(), 1, steps=2), tmp_path, every=1)
+    config = with_checkpoints(
+        make_config(SingleConfig(), 1, steps=2), tmp_path, every=1
+    )
     run_ranks(1, train_and_hash_samples, config, None)
     more = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=4))
     wider = dataclasses.replace(
@@ -315,7 +324,7 @@ def test_converted_checkpoints_equal_converted_final_weights(
     form: Form, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the folder in Hugging Face format made from the final weights, byte for byte."""
-    config = kept(
+    config = with_checkpoints(
         make_config(FSDP2Config(), 2, steps=2, model=TINY["qwen3_moe"]),
         tmp_path / "run",
         2,
@@ -380,7 +389,7 @@ def test_final_weights_are_kept_until_a_resumed_run_takes_a_step(
 ) -> None:
     """Oracle: the files: kept without further steps, moved aside otherwise."""
     run = tmp_path / "run"
-    config = kept(make_config(SingleConfig(), 1, steps=2), run)
+    config = with_checkpoints(make_config(SingleConfig(), 1, steps=2), run)
     config.checkpoint.final_weights = True
     for _ in range(3):
         run_ranks(1, train_and_hash_samples, config, None)
@@ -405,7 +414,7 @@ def test_second_start_does_not_modify_a_running_run(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path / "run")
     before = sorted(tmp_path.rglob("*"))
     (message,) = run_ranks(
-        1, refused, kept(make_config(SingleConfig(), 1), tmp_path / "run")
+        1, refused, with_checkpoints(make_config(SingleConfig(), 1), tmp_path / "run")
     )[0]
     lock.release()
     assert message == (
@@ -451,7 +460,7 @@ def test_failure_during_an_asynchronous_save_keeps_the_checkpoint(
     tmp_path: Path,
 ) -> None:
     """Oracle: the folder after the exception."""
-    config = kept(
+    config = with_checkpoints(
         make_config(SingleConfig(), 1, steps=4), tmp_path / "run", 2, async_save=True
     )
     assert run_ranks(1, fail_while_saving, config)[0] == ["step-00000002"]

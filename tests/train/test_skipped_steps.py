@@ -36,11 +36,11 @@ from fsdptoys.train.trainer import Trainer
 from tests.harness.outcomes import hash_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.resumed_runs import (
-    kept,
     poison_gradients,
     run_to_the_end,
     run_until,
     steps_of,
+    with_checkpoints,
 )
 from tests.harness.tiny import TINY, make_config
 
@@ -191,7 +191,7 @@ def test_infinities_of_one_rank_follow_grad_scaler_on_all_ranks(
     options |= {"seq_len": 8}
     config = half(kind(**HALF), 2, **options, max_skipped=2, max_skipped_in_a_row=2)
     first, second = run_ranks(
-        2, overflow, kept(config, tmp_path, every=0), {1, 2, 5, 7}
+        2, overflow, with_checkpoints(config, tmp_path, every=0), {1, 2, 5, 7}
     )
     expected = list(
         zip(grad_scaler_scales(infinite, 256.0, 2.0, 0.5, 2), infinite, strict=True)
@@ -215,7 +215,7 @@ def test_overflows_that_no_lower_scale_avoids_end_the_run(tmp_path: Path) -> Non
     count."""
     config = single(initial=2.0, steps=6, seq_len=8, max_skipped_in_a_row=2)
     scales, _ = run_ranks(
-        1, overflow, kept(config, tmp_path, every=0), {1, 2, 3, 4, 5}
+        1, overflow, with_checkpoints(config, tmp_path, every=0), {1, 2, 3, 4, 5}
     )[0]
     assert scales == [(2.0, True), (1.0, True), (0.5, True)]
 
@@ -230,7 +230,7 @@ def kill(config: Config, folder: Path, has_scale: bool = True) -> None:
                 k: v for k, v in whole().items() if k != "loss_scale"
             }  # type: ignore[method-assign]
 
-    run_until(kept(config, folder), 4, prepare)
+    run_until(with_checkpoints(config, folder), 4, prepare)
 
 
 def resume(config: Config, killed: Path) -> tuple[list[float | None], dict[str, str]]:
@@ -239,7 +239,7 @@ def resume(config: Config, killed: Path) -> tuple[list[float | None], dict[str, 
     if dist.get_rank() == 0:
         shutil.copytree(killed, folder)
     dist.barrier()
-    trainer = run_to_the_end(kept(config, folder))
+    trainer = run_to_the_end(with_checkpoints(config, folder))
     return [step.loss_scale for step in trainer.history], hash_parameters(trainer)
 
 
@@ -285,8 +285,8 @@ def test_skips_in_the_search_for_a_scale_count_for_no_limit_after_a_resume_in_an
     coarse = make_config(
         SingleConfig(param_dtype=DType.bfloat16), 1, steps=5, batch_size=1, **options
     )
-    run_ranks(1, overflow, kept(scaled, tmp_path), {1, 2})
-    assert run_ranks(1, overflow, kept(coarse, tmp_path), {4})[0][0] == [
+    run_ranks(1, overflow, with_checkpoints(scaled, tmp_path), {1, 2})
+    assert run_ranks(1, overflow, with_checkpoints(coarse, tmp_path), {4})[0][0] == [
         (None, True),
         (None, False),
     ]
@@ -387,7 +387,9 @@ def test_non_finite_step_of_one_rank_is_skipped_on_all_ranks(
     parallel: ParallelConfig, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Oracle: the parameters before the step, and the other ranks."""
-    config = kept(make_config(parallel, 2, steps=5, **options), tmp_path, every=0)
+    config = with_checkpoints(
+        make_config(parallel, 2, steps=5, **options), tmp_path, every=0
+    )
     first, second = run_ranks(2, skip, config, {1, 4})
     assert first[:2] == ([True, False, False, True, False], [True, True])
     assert first == second
@@ -426,7 +428,7 @@ def load_and_hash(config: Config) -> tuple[int, str]:
 def test_too_many_skipped_steps_end_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     """Oracle: the parameters at the end, loaded from the last checkpoint; no older one was deleted
     for it."""
-    config = kept(
+    config = with_checkpoints(
         make_config(FSDP2Config(), 2, steps=8, max_skipped_in_a_row=3),
         tmp_path,
         every=1,
@@ -449,7 +451,7 @@ def test_too_many_skipped_steps_end_the_run_with_a_checkpoint(tmp_path: Path) ->
 
 def test_limit_counts_all_skipped_steps(tmp_path: Path) -> None:
     """Oracle: two skipped steps with a good one between them."""
-    config = kept(
+    config = with_checkpoints(
         make_config(FSDP2Config(), 2, steps=6, max_skipped=2), tmp_path, every=0
     )
     message, skipped, *_ = run_ranks(2, give_up, config, {1, 3})[0]
@@ -462,7 +464,7 @@ def test_limit_counts_all_skipped_steps(tmp_path: Path) -> None:
 
 def test_skipping_can_be_disabled(tmp_path: Path) -> None:
     """Oracle: the losses after an unskipped step."""
-    config = kept(
+    config = with_checkpoints(
         make_config(FSDP2Config(), 2, steps=4, skip_nonfinite=False), tmp_path, every=0
     )
     message, skipped, losses, _ = run_ranks(2, give_up, config, {2})[0]

@@ -27,7 +27,7 @@ from fsdptoys.profiler import ExplainedOutOfMemoryError, live_bytes
 from fsdptoys.train.step_memory import COST, StepMemory
 from fsdptoys.train.trainer import Trainer
 from tests.harness.ranks import run_ranks
-from tests.harness.resumed_runs import SMALL, kept, run_to_the_end
+from tests.harness.resumed_runs import SMALL, run_to_the_end, with_checkpoints
 from tests.harness.tiny import make_config
 from tests.harness.traced_runs import configured, traced
 
@@ -309,7 +309,7 @@ def train_and_save(
     folder: str, background: bool, every: int
 ) -> tuple[list[Any], list[Any]]:
     """Memory at the end of each step, and at its peak, of a run that saves."""
-    config = kept(
+    config = with_checkpoints(
         make_config(SingleConfig(), 1, **{**SMALL, "steps": 6}),
         Path(folder),
         every,

@@ -22,7 +22,12 @@ from fsdptoys.tune import Base, FullConfig, LoRAConfig
 from tests.harness.folders import build, load, write
 from tests.harness.nf4_models import GPT2, LLAMA
 from tests.harness.ranks import run_ranks
-from tests.harness.resumed_runs import Row, check_resumed_run, kept, run_to_the_end
+from tests.harness.resumed_runs import (
+    Row,
+    check_resumed_run,
+    run_to_the_end,
+    with_checkpoints,
+)
 from tests.harness.tiny import make_config
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -78,7 +83,9 @@ def logits_of_trained(
     """Logits of the model at the end of each run, and of what its run directory holds."""
     found = []
     for config, folder in zip(configs, folders, strict=True):
-        trainer = run_to_the_end(kept(config, folder, every=0, final_weights=True))
+        trainer = run_to_the_end(
+            with_checkpoints(config, folder, every=0, final_weights=True)
+        )
         trained = TrainedModel(str(folder)).load(Device("cpu"), torch.float32)
         with torch.no_grad():
             models = (trainer.strategy.model.eval(), trained)
