@@ -23,10 +23,6 @@ METHODS = {
 WRAPPERS = ("partial", "compile", "disable")
 
 EXCEPTIONS = {
-    (
-        "fsdptoys/launch/elastic_agent.py",
-        "close",
-    ): "torch's workers, which tell nobody that they close",
     ("fsdptoys/parallel/precision.py", "around"): "a callback of compiled blocks",
     (
         "fsdptoys/parallel/toy_ep.py",

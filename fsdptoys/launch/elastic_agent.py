@@ -1,6 +1,8 @@
 """Torch's elastic agent, extended to report pids and failures, so that it can run in a thread.
 
-The agent's own methods wait up to 30 seconds for workers to end. Tested with torch 2.7 and 2.13.
+Torch terminates the other workers in the call in which it finds a failed one. So this agent looks
+at the workers first, and calls torch only to close them. Closing waits up to 30 seconds for workers
+to end. Tested with torch 2.7 and 2.13.
 """
 
 import contextlib
@@ -11,7 +13,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
@@ -37,15 +44,12 @@ class Watcher(Protocol):
     def after_start(self, pids: dict[int, int]) -> None:
         """Workers have started, with these process ids by rank."""
 
-    def before_close(self) -> None:
-        """Return the remaining workers are about to be terminated."""
+    def closing(self) -> AbstractContextManager[None]:
+        """Context of a call that terminates the remaining workers, and waits for their end."""
 
     def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
         """All workers have ended, after these failures by rank; ``EndedError`` prevents a
         restart."""
-
-    def bounded_wait(self) -> AbstractContextManager[None]:
-        """Context of a call that may wait for workers to end."""
 
 
 class Agent(LocalElasticAgent):
@@ -70,15 +74,6 @@ class Agent(LocalElasticAgent):
         self._watcher.before_start()
         with _forked_workers() if self._forks else contextlib.nullcontext():
             pids = super()._start_workers(worker_group)
-        assert self._pcontext is not None
-        close = self._pcontext.close
-
-        def noted_close(*args: Any, **options: Any) -> None:
-            self._watcher.before_close()
-            close(*args, **options)
-
-        # The workers' context terminates the others in the same call that finds a failed one.
-        self._pcontext.close = noted_close  # type: ignore[method-assign]
         self._watcher.after_start(
             {
                 worker.global_rank: pids[worker.local_rank]
@@ -97,14 +92,18 @@ class Agent(LocalElasticAgent):
             ) from error
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        with self._watcher.bounded_wait():
+        assert self._pcontext is not None
+        pids = self._pcontext.pids().values()
+        if any(map(runs, pids)) and not any(map(failed, pids)):
+            return RunResult(state=WorkerState.HEALTHY)
+        with self._watcher.closing():
             result = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._watcher.after_failure(result.failures)
         return result
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
-        with self._watcher.bounded_wait():
+        with self._watcher.closing():
             super()._shutdown(*args, **options)
 
 
@@ -143,9 +142,22 @@ def group_runs(group: int) -> bool:
 def runs(pid: int) -> bool:
     """Return whether a child process still runs; leaves reaping it to the agent."""
     try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        return _exit_of(pid) is None
     except ChildProcessError:
         return False
+
+
+def failed(pid: int) -> bool:
+    """Return whether a child process has failed; leaves reaping it to the agent."""
+    try:
+        ended = _exit_of(pid)
+    except ChildProcessError:  # reaped, so the agent has seen its status
+        return False
+    return ended is not None and ended.si_status != 0
+
+
+def _exit_of(pid: int) -> os.waitid_result | None:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
 def import_environment(present: Mapping[str, str]) -> dict[str, str]:

@@ -31,9 +31,9 @@ class ExitRecord:
 
 def write_exit_record(record: ExitRecord) -> None:
     """Write the record if a file was named; errors such as a full disk are ignored."""
-    if named := os.environ.get(EXIT_RECORD_VARIABLE):
+    if path := os.environ.get(EXIT_RECORD_VARIABLE):
         with contextlib.suppress(OSError, ValueError):  # ValueError: the root folder
-            write_atomically(named, json.dumps(dataclasses.asdict(record)) + "\n")
+            write_atomically(path, json.dumps(dataclasses.asdict(record)) + "\n")
 
 
 def read_exit_record(path: Path) -> ExitRecord | None:

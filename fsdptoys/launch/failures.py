@@ -135,8 +135,8 @@ def first_failure(
         killed: ranks that the launcher killed because they did not end.
         terminated: ranks still running when the launcher sent SIGTERM after another rank's failure.
     """
-    ours = [record for record in _records(folder) if "rank" in record["extraInfo"]]
-    ours.sort(
+    records = [record for record in _records(folder) if "rank" in record["extraInfo"]]
+    records.sort(
         key=lambda record: (
             _remoteness(record["message"]),
             record["extraInfo"]["time_ns"],
@@ -156,10 +156,10 @@ def first_failure(
     ended = {
         rank: failure for rank, failure in silent.items() if rank not in by_launcher
     }
-    if ours and not (ended and _remoteness(ours[0]["message"])):
-        recorded = {record["extraInfo"]["rank"] for record in ours}
+    if records and not (ended and _remoteness(records[0]["message"])):
+        recorded = {record["extraInfo"]["rank"] for record in records}
         return _recorded(
-            ours[0], tuple(sorted(silent.keys() - ended.keys() - recorded))
+            records[0], tuple(sorted(silent.keys() - ended.keys() - recorded))
         )
     requests = {number for request in REQUESTS for number in (-request, 128 + request)}
     # NCCL aborts a rank whose peer is gone.

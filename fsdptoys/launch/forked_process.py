@@ -1,4 +1,4 @@
-"""``python -m MODULE WORDS`` as a fork of this process, which saves the seconds of importing torch
+"""``python -m MODULE ARGV`` as a fork of this process, which saves the seconds of importing torch
 again.
 
 The fork gets the arguments, variables, session and signals of a new interpreter, plus the modules
@@ -29,7 +29,7 @@ class ForkedProcess:
     uses."""
 
     def __init__(
-        self, module: str, words: Sequence[str], environment: Mapping[str, str]
+        self, module: str, argv: Sequence[str], environment: Mapping[str, str]
     ) -> None:
         def body() -> None:
             os.setsid()
@@ -43,7 +43,7 @@ class ForkedProcess:
             ):  # deleted since the parent started
                 shadowing.add(os.getcwd())
             sys.path[:] = [folder for folder in sys.path if folder not in shadowing]
-            run_module(module, words)
+            run_module(module, argv)
 
         ready, started = os.pipe()
         self._process = multiprocessing.get_context("fork").Process(target=body)
@@ -96,13 +96,13 @@ def become_interpreter(environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
 
 
-def run_module(name: str, words: Sequence[str]) -> None:
-    """Run a module as ``python -m name words`` does."""
+def run_module(name: str, argv: Sequence[str]) -> None:
+    """Run a module as ``python -m name argv`` does."""
     sys.path[:0] = [
         folder
         for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)
         if folder
     ]
-    sys.argv = [name, *words]
+    sys.argv = [name, *argv]
     sys.modules.pop(f"{name}.__main__", None)  # runpy warns of a second copy
     runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -51,11 +51,12 @@ class ResolvedRun:
     hardware: FoundHardware
     local_ranks: int
     world_size: int
-    words: list[
-        str
-    ]  # The overrides, including the chosen experiment, strategy and device
-    strategy_chosen: bool = False  # Whether the number of ranks decided the strategy
-    by_hardware: bool = False  # Whether the hardware decided the experiment
+    overrides: list[str]
+    """Including the chosen experiment, strategy and device."""
+    strategy_chosen: bool = False
+    """Whether the number of ranks decided the strategy."""
+    by_hardware: bool = False
+    """Whether the hardware decided the experiment."""
 
     def request(self) -> WorkerRequest:
         """Return the run for its workers."""
@@ -65,7 +66,7 @@ class ResolvedRun:
 
 
 def resolve_run(
-    words: Sequence[str],
+    overrides: Sequence[str],
     present: Mapping[str, str],
     choose_preset: Callable[
         [str, str, int], list[str]
@@ -79,8 +80,8 @@ def resolve_run(
     ConfigError for the first mistake.
 
     Args:
-        words: overrides as typed; the hardware decides the experiment if none of them names a part
-            of one.
+        overrides: as typed; the hardware decides the experiment if none of them names a part of
+            one.
         present: the environment; torchrun's variables set the number of ranks where present.
         choose_preset: returns the overrides of a command line without any, given an experiment's
             override, a device type and the number of ranks; the CLI passes the planner's choice.
@@ -88,9 +89,9 @@ def resolve_run(
             overrides, the configuration composed from them, the device type, and the numbers of
             ranks in all and on this machine.
     """
-    words = list(words)
-    by_hardware = not names_training(words)
-    composition = compose(words)
+    overrides = list(overrides)
+    by_hardware = not names_training(overrides)
+    composition = compose(overrides)
     launch = composition.config.launch
     single_process = composition.config.parallel.capabilities.single_process
     hardware = find_hardware(launch.device)
@@ -100,33 +101,36 @@ def resolve_run(
     else:
         local_ranks = ranks_on_this_machine(launch, hardware, single_process)
         world_size = local_ranks * launch.nnodes
-    typed = bool(words)
+    has_overrides = bool(overrides)
     if by_hardware:  # by the number of ranks
         experiment = f"experiment={choose_experiment(hardware.device_type, world_size)}"
-        words = (
-            [experiment, *words]
-            if typed
+        overrides = (
+            [experiment, *overrides]
+            if has_overrides
             else choose_preset(experiment, hardware.device_type, world_size)
         )
-        composition = compose(words)
+        composition = compose(overrides)
     # A preset is chosen together with its strategy.
     single = (
-        choose_single(words, hardware.device_type)
-        if typed and hardware.devices and world_size == 1
+        choose_single(overrides, hardware.device_type)
+        if has_overrides and hardware.devices and world_size == 1
         else None
     )
     if single is not None:
-        words = [*words, SINGLE]
+        overrides = [*overrides, SINGLE]
         composition = single
     if composition.choices["memory"] == AUTO:
         more = choose_switches(
-            words, composition.config, hardware.device_type, world_size, local_ranks
+            overrides, composition.config, hardware.device_type, world_size, local_ranks
         )
         if more:
-            words, composition = [*words, *more], compose([*words, *more])
-    words.append(f"launch.device={hardware.device_type}")
-    if any("${" in word for word in words):
-        composition = compose(words)  # a reference to launch.device has its final value
+            overrides = [*overrides, *more]
+            composition = compose(overrides)
+    overrides.append(f"launch.device={hardware.device_type}")
+    if any("${" in word for word in overrides):
+        composition = compose(
+            overrides
+        )  # a reference to launch.device has its final value
     composition.config.launch.device = DeviceChoice(hardware.device_type)
     if composition.config.mesh.fsdp_size in (NODE, HYBRID):
         _check_machines(present, composition.config.mesh.fsdp_size)
@@ -138,31 +142,31 @@ def resolve_run(
         hardware,
         local_ranks,
         world_size,
-        words,
+        overrides,
         single is not None,
         by_hardware,
     )
 
 
-def names_training(words: Sequence[str]) -> bool:
+def names_training(overrides: Sequence[str]) -> bool:
     """Return whether a command line names its experiment or a part of it, so that the hardware does
     not choose one."""
-    return any(map(NAMES_TRAINING.match, words))
+    return any(map(NAMES_TRAINING.match, overrides))
 
 
-def choose_single(words: Sequence[str], device_type: str) -> Composition | None:
-    """Compose the run of one rank without sharding; None if ``words`` name a strategy or need
+def choose_single(overrides: Sequence[str], device_type: str) -> Composition | None:
+    """Compose the run of one rank without sharding; None if ``overrides`` name a strategy or need
     another one.
 
     FSDP2 would copy every parameter in the forward and in the backward, and every gradient, on the
     compute stream.
     """
-    if any(word.startswith("parallel=") for word in words):
+    if any(word.startswith("parallel=") for word in overrides):
         return None
     try:
-        checked = compose([*words, SINGLE])
+        checked = compose([*overrides, SINGLE])
         checked.config.validate(1, device_type, 1)
-        return compose([*words, SINGLE])
+        return compose([*overrides, SINGLE])
     except ConfigError:  # such as memory.cpu_offload=true, or an option of FSDP2
         return None
 
@@ -328,12 +332,12 @@ def _describe_defaults(run: ResolvedRun) -> list[str]:
             f"experiment={experiment}: the default of this hardware, since neither model nor data "
             "are named"
         ]
-    typed = {word.lstrip("+").partition("=")[0] for word in run.words}
+    keys = {word.lstrip("+").partition("=")[0] for word in run.overrides}
     settings = []
     for key in TOLD_DEFAULTS if experiment is None else ():
         value = operator.attrgetter(key)(run.composition.config)
         # A run that tunes a model counts its steps from its data later
-        if key not in typed and value != -1:
+        if key not in keys and value != -1:
             text = f"{value:,}" if isinstance(value, int) else value_text(value)
             settings.append(f"{key.partition('.')[2]} {text}")
     return [f"{', '.join(settings)}: the defaults on every machine"] if settings else []
@@ -360,10 +364,10 @@ def launch(run: ResolvedRun) -> int:
     environment = request.environment()
     forks = run.hardware.device_type == "cpu"
     print_run(run, environment)
-    words = ["train", *run.words]
+    argv = ["train", *run.overrides]
     return run_workers(
         "fsdptoys",
-        words,
+        argv,
         run.local_ranks,
         request.config.launch,
         environment,

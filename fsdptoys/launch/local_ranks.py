@@ -303,8 +303,12 @@ class LocalRanks:
             if self._stop is not None or self._end is not None:
                 raise EndedError  # the agent ends them; none is in its training loop yet
 
-    def before_close(self) -> None:
-        """Give the ranks that the agent is about to end time to record a failure of their own."""
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """Return a context in which the agent ends ranks, and waits for their end.
+
+        They get time before it to record a failure of their own.
+        """
         deadline = time.monotonic() + OTHERS_SECONDS
         while (
             own_failure_is_recorded(self.folder) is False
@@ -313,8 +317,11 @@ class LocalRanks:
         ):
             time.sleep(0.02)
         self._terminated |= self._running()
-        if self._busy_since is not None:
-            self._busy_since = time.monotonic()
+        self._busy_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._busy_since = None
 
     def _running(self) -> set[int]:
         return {rank for rank, pid in self._pids.items() if runs(pid)}
@@ -342,15 +349,6 @@ class LocalRanks:
         self._failures = {}
         count = f"({self._failed_starts} of {self.launch.max_restarts})"
         print_status(f"{message}; restarting {count}")
-
-    @contextlib.contextmanager
-    def bounded_wait(self) -> Iterator[None]:
-        """Return a context of a call that may wait for workers to end."""
-        self._busy_since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._busy_since = None
 
 
 def _stopped(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Choose the ranks of a trainer, and how its optimizer steps."""
+"""Choose the ranks of a trainer, and build its optimizer."""
 
 import functools
 import os
@@ -19,21 +19,25 @@ from fsdptoys.memory import (
     overlap_cpu_offload,
     threads_per_rank,
 )
+from fsdptoys.optim import build_optimizer
 from fsdptoys.parallel import Strategy, World
 from fsdptoys.parallel.float8 import prepare_all_gathers
+from fsdptoys.profiler import explain_out_of_memory
 from fsdptoys.utils.dtensor import local_tensor
 
 from .distributed import device_of
+from .oom_context import construction_context
+from .parallelize import ParallelModel
 
 
 def build_world(config: Config, device: Device | None = None) -> World:
     """Return the ranks of the process group, on a device or on that of the config and the local
     rank."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    world_size = dist.get_world_size()
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return World(
         device=device or device_of(config),
-        rank=rank,
+        rank=dist.get_rank(),
         world_size=world_size,
         mesh=config.mesh,
         deterministic=config.train.deterministic,
@@ -44,11 +48,20 @@ def build_world(config: Config, device: Device | None = None) -> World:
     )
 
 
-def build_stepper(
-    optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config
-) -> OptimizerStepper:
-    """Choose where and when the optimizer steps; the strategy has been sharded."""
-    stepper = _choose_stepper(optimizer, strategy, config)
+def build_stepper(config: Config, parallel_model: ParallelModel) -> OptimizerStepper:
+    """Build the optimizer of a model over ranks, and choose where and when it steps."""
+    strategy = parallel_model.strategy
+    optimizer = build_optimizer(
+        config.optim,
+        strategy.trainable_parameters(),
+        parallel_model.matrix_names,
+        parallel_model.block_names,
+    )
+    strategy.attach(optimizer)
+    elements = sum(parallel_model.parameter_sizes.values())
+    explain = construction_context(config, strategy.world, elements)
+    with explain_out_of_memory(strategy.world.device, explain):
+        stepper = _choose_stepper(optimizer, strategy, config)
     # With unit-by-unit updates, each unit's all-gather computes its own scales.
     if config.train.float8_all_gather and not stepper.unit_by_unit:
         stepper.after_update = functools.partial(prepare_all_gathers, strategy.model)
@@ -58,7 +71,8 @@ def build_stepper(
 def _choose_stepper(
     optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config
 ) -> OptimizerStepper:
-    memory, world = config.memory, strategy.world
+    memory = config.memory
+    world = strategy.world
     units = [
         (module, [param for param in params if param.requires_grad])
         for module, params in strategy.units()

@@ -81,14 +81,14 @@ def process_group(config: Config) -> Iterator[None]:
 
 @contextmanager
 def deterministic_kernels(
-    wanted: Deterministic | bool, device_type: str
+    deterministic: Deterministic | bool, device_type: str
 ) -> Iterator[None]:
-    """Make PyTorch use deterministic kernels within this context, if ``wanted``.
+    """Make PyTorch use deterministic kernels within this context, if ``deterministic``.
 
     PyTorch then also fills uninitialized memory, which would take a fifth of a step of the many
     small matmuls of ``layout``, and is left out there.
     """
-    if not wanted:
+    if not deterministic:
         yield
         return
     options: Any = torch.utils.deterministic
@@ -104,7 +104,7 @@ def deterministic_kernels(
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     options.fill_uninitialized_memory = (
-        filled and not Deterministic(wanted).covers_layouts
+        filled and not Deterministic(deterministic).covers_layouts
     )
     try:
         yield

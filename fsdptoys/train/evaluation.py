@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdptoys.loss.objective import IGNORE_INDEX
 from fsdptoys.models.layers import LossFn
+from fsdptoys.parallel import Strategy
 
 
 @torch.no_grad()
@@ -30,7 +31,8 @@ def sum_losses(
             same number.
         zero: scalar of the results' device and dtype.
     """
-    loss_sum, valid = zero.clone(), zero.clone()
+    loss_sum = zero.clone()
+    valid = zero.clone()
     for tokens_BT, labels_BT in batches:
         loss_sum += model(tokens_BT.to(device), labels_BT.to(device), loss_fn).to(
             zero.device
@@ -40,21 +42,22 @@ def sum_losses(
 
 
 def held_out_loss(
-    model: nn.Module,
-    loss_fn: LossFn,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    zero: Tensor,
-    shares: int = 1,
+    strategy: Strategy, loss_fn: LossFn, batches: Iterable[tuple[Tensor, Tensor]]
 ) -> float:
-    """Mean loss over all ranks' batches, in nats per token, with arguments as for ``sum_losses``. A
-    collective.
+    """Mean loss over all ranks' batches, in nats per token. A collective.
 
-    ``shares``: ranks that share each sequence: each computes the loss of its part, and counts all
-    labels.
+    Args:
+        strategy: of the model.
+        loss_fn: sums the loss over valid labels.
+        batches: (tokens_BT, labels_BT) of this rank; every rank needs the same number.
     """
+    zero = strategy.world.zero()
+    model = strategy.full_model
     model.eval()
     loss_sum, valid = sum_losses(model, loss_fn, batches, zero.device, zero)
     dist.all_reduce(loss_sum)
     dist.all_reduce(valid)
     model.train()
-    return loss_sum.item() / max(1.0, valid.item() / shares)
+    # Ranks that share a sequence compute the loss of their part, and count all of its labels.
+    axes = strategy.mesh_axes
+    return loss_sum.item() / max(1.0, valid.item() / (axes.pp * axes.sharing))

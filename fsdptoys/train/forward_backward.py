@@ -10,13 +10,13 @@ from torch import Tensor
 from fsdptoys.parallel.pipeline import Step
 
 from .gradient_scale import StepScale
-from .parallelize import Parallelized
+from .parallelize import ParallelModel
 from .step_data import StepInputs
 from .tuning import show_samples
 
 
 def forward_backward(
-    built: Parallelized,
+    parallel_model: ParallelModel,
     inputs: StepInputs,
     scale: StepScale,
     enter: Callable[[str], None],
@@ -30,11 +30,11 @@ def forward_backward(
         enter: called with ``forward`` and ``backward`` as these begin; a pipeline has both in one
             phase.
     """
-    strategy = built.strategy
-    routing = built.routing
+    strategy = parallel_model.strategy
+    routing = parallel_model.routing
     microbatches = inputs.microbatches
     loss_sum = strategy.world.zero()
-    begin = functools.partial(show_samples, built.samples, inputs.samples)
+    begin = functools.partial(show_samples, parallel_model.samples, inputs.samples)
     if routing:
         routing.begin_step(scale.tokens, scale.factor)
     if strategy.pipelined is not None:

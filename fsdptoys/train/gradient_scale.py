@@ -25,6 +25,8 @@ from fsdptoys.loss.objective import Objective
 from fsdptoys.optim.loss_scale import LossScaler, nearest_power_of_two
 from fsdptoys.parallel import Strategy
 
+from .step_data import StepInputs
+
 
 class StepScale(NamedTuple):
     """Factors of one step."""
@@ -47,13 +49,12 @@ class GradientScale:
     Args:
         config: of the run.
         strategy: of the model, which has been sharded.
-        scaler: finds the loss scale; None for dtypes that need none.
     """
 
-    def __init__(
-        self, config: Config, strategy: Strategy, scaler: LossScaler | None
-    ) -> None:
-        self._scaler = scaler
+    def __init__(self, config: Config, strategy: Strategy) -> None:
+        needs_scale = config.parallel.param_dtype.needs_loss_scale
+        self.scaler = LossScaler(config.loss_scale) if needs_scale else None
+        """Finds the loss scale; None for dtypes that need none."""
         self._divisor = strategy.gradient_divisor
         of_experts = strategy.expert_gradient_divisor
         if of_experts != self._divisor:
@@ -63,26 +64,31 @@ class GradientScale:
         self._objective = Objective(
             config.train.label_smoothing, config.train.z_loss_coef
         )
-        self._build_loss = loss_builder(config, strategy)
+        self._build_loss = _loss_builder(config, strategy)
         self.loss_fn = self._build_loss(objective=self._objective)
         """Sums the loss over valid labels, unless a loss scale changes from step to step."""
 
     @property
     def loss_scale(self) -> float | None:
         """Return the loss scale of the next step; None for dtypes that need none."""
-        return self._scaler.scale if self._scaler else None
+        return self.scaler.scale if self.scaler else None
 
-    def of(self, valid: Tensor, microbatches: int, tokens: int) -> StepScale:
+    def plain_loss(self) -> LossFn:
+        """Return the loss of evaluations: the cross entropy, summed over valid labels."""
+        return self._build_loss()
+
+    def of(self, inputs: StepInputs, tokens: int) -> StepScale:
         """Return the factors of a step.
 
         Args:
-            valid: tokens with labels in the global batch, on the device, where it stays.
-            microbatches: of this rank.
+            inputs: with counts of the global batch, which stay on the device.
             tokens: in the global batch, with or without labels.
         """
-        loss_fn, factor = self.loss_fn, float(self._divisor)
-        if self._scaler:
-            factor = self._scaler.loss_factor(microbatches * self._data_ranks)
+        loss_fn = self.loss_fn
+        factor = float(self._divisor)
+        if self.scaler:
+            microbatches = len(inputs.microbatches)
+            factor = self.scaler.loss_factor(microbatches * self._data_ranks)
             # Valid tokens are known on the device only; there are at most as many as tokens.
             gradient_scale = nearest_power_of_two(factor / tokens)
             objective = dataclasses.replace(
@@ -91,14 +97,15 @@ class GradientScale:
             loss_fn = self._build_loss(objective=objective)
         # Not ``factor / valid``, which multiplies by a rounded reciprocal.
         per_token = torch.div(
-            torch.full_like(self._zero, factor), valid.clamp(min=1)
+            torch.full_like(self._zero, factor), inputs.counts[0].clamp(min=1)
         ).float()
         return StepScale(loss_fn, per_token, factor, self._divisor / factor, tokens)
 
 
-def loss_builder(config: Config, strategy: Strategy) -> Callable[..., LossFn]:
+def _loss_builder(config: Config, strategy: Strategy) -> Callable[..., LossFn]:
     """Return ``build_loss`` with the settings of a run, except for the objective."""
-    memory, group = config.memory, strategy.tensor_group
+    memory = config.memory
+    group = strategy.tensor_group
     return functools.partial(
         build_loss,
         memory.chunk_loss,

@@ -101,13 +101,13 @@ class Heartbeat:
             return "has ended"
         except (OSError, ValueError, IndexError):
             return None
-        named = {
+        descriptions = {
             "Z": "has ended",
             "X": "has ended",
             "T": "is stopped (SIGSTOP)",
             "t": "is stopped (by a debugger)",
         }
-        return named.get(letter)
+        return descriptions.get(letter)
 
     def describe(self, now: float) -> str:
         """Step, phase, age and process, for a sentence."""
@@ -143,7 +143,8 @@ class HeartbeatWriter:
             "pid": os.getpid(),
             "start": _start(),
         }
-        self._step, self._beat = -1, 0
+        self._step = -1
+        self._beat = 0
 
     def beat(self, step: int, phase: str) -> None:
         """Record that this rank is now in ``phase`` of ``step``; write errors are ignored."""
@@ -189,7 +190,11 @@ def lost_message(error: BaseException) -> str | None:
     ranks."""
     messages = map(str, with_causes(error))
     return next(
-        (each for each in messages if TIMED_OUT.search(each) or LOST_PEER.search(each)),
+        (
+            message
+            for message in messages
+            if TIMED_OUT.search(message) or LOST_PEER.search(message)
+        ),
         None,
     )
 
@@ -220,8 +225,8 @@ def explain_lost_ranks(
 
 def _passed_limit(message: str, limits: Mapping[str, float]) -> str:
     """The option of the timeout that a message names, or else the first, with its value."""
-    named = re.search(r"(\d+) ?ms|Timeout\(ms\)=(\d+)", message)
-    seconds = float(named[1] or named[2]) / 1000 if named else None
+    match = re.search(r"(\d+) ?ms|Timeout\(ms\)=(\d+)", message)
+    seconds = float(match[1] or match[2]) / 1000 if match else None
     option = next(
         (option for option, limit in limits.items() if limit == seconds),
         next(iter(limits)),
@@ -231,13 +236,15 @@ def _passed_limit(message: str, limits: Mapping[str, float]) -> str:
 
 def describe_missing_ranks(folder: Path, rank: int, world_size: int) -> str:
     """Describe the ranks whose progress differs from that of ``rank``."""
-    signs, now = read_heartbeats(folder), time.time()
+    signs = read_heartbeats(folder)
+    now = time.time()
     own = signs.get(rank)
     if own is None:
         return "no rank has a heartbeat yet"
     signs = {other: sign for other, sign in signs.items() if sign.start == own.start}
     here = f"step {own.step} ({own.phase})"
-    lines, silent = [], []
+    lines = []
+    silent = []
     for other in range(world_size):
         sign = signs.get(other)
         if sign is None:
@@ -283,23 +290,24 @@ def describe_last_heartbeats(folder: Path, pids: Mapping[int, int]) -> str | Non
 
     ``pids``, the process ids of this machine's ranks, identify the start whose files count.
     """
-    signs, now = read_heartbeats(folder), time.time()
+    signs = read_heartbeats(folder)
+    now = time.time()
     starts = {
         sign.start
         for rank, sign in signs.items()
         if pids.get(rank) == sign.pid and sign.host == _host()
     }
-    places: dict[tuple[int, str], list[Heartbeat]] = {}
+    groups: dict[tuple[int, str], list[Heartbeat]] = {}
     for sign in signs.values():
         if sign.start in starts:
-            places.setdefault((sign.step, sign.phase), []).append(sign)
-    if not places:
+            groups.setdefault((sign.step, sign.phase), []).append(sign)
+    if not groups:
         return None
     lines = [
-        f"{format_ranks([sign.rank for sign in there])} in step {step} ({phase}) "
-        f"{max(0.0, now - max(sign.time for sign in there)):.0f} s ago"
-        for (step, phase), there in sorted(
-            places.items(), key=lambda place: max(sign.progress for sign in place[1])
+        f"{format_ranks([sign.rank for sign in group])} in step {step} ({phase}) "
+        f"{max(0.0, now - max(sign.time for sign in group)):.0f} s ago"
+        for (step, phase), group in sorted(
+            groups.items(), key=lambda item: max(sign.progress for sign in item[1])
         )
     ]
     return "last heartbeats: " + ", ".join(lines)
@@ -307,9 +315,9 @@ def describe_last_heartbeats(folder: Path, pids: Mapping[int, int]) -> str | Non
 
 def format_ranks(ranks: list[int]) -> str:
     """Format as ``rank 3`` or ``ranks 0, 2``, with at most ``MAX_RANKS_NAMED`` numbers."""
-    named = ", ".join(str(rank) for rank in ranks[:MAX_RANKS_NAMED])
+    numbers = ", ".join(str(rank) for rank in ranks[:MAX_RANKS_NAMED])
     more = f" and {len(ranks) - MAX_RANKS_NAMED} more" * (len(ranks) > MAX_RANKS_NAMED)
-    return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
+    return f"rank{'s' * (len(ranks) > 1)} {numbers}{more}"
 
 
 def _encode(record: dict[str, object]) -> bytes:
@@ -318,9 +326,9 @@ def _encode(record: dict[str, object]) -> bytes:
     return whole.ljust(RECORD_BYTES - 1).encode() + b"\n"
 
 
-def _decode(written: bytes) -> Heartbeat:
+def _decode(line: bytes) -> Heartbeat:
     """Decode a record; ValueError if it is torn or invalid."""
-    record = parse_json(written)
+    record = parse_json(line)
     checksum = record.pop("crc32", None) if isinstance(record, dict) else None
     if checksum != zlib.crc32(json.dumps(record).encode()):
         raise ValueError("torn")

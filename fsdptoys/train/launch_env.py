@@ -39,8 +39,8 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 def launch_folder() -> Path | None:
     """The launcher's folder on this machine; None under another launcher or without one."""
-    named = os.environ.get(LAUNCH_FOLDER)
-    return Path(named) if named else None
+    path = os.environ.get(LAUNCH_FOLDER)
+    return Path(path) if path else None
 
 
 def restart_count() -> int:
@@ -100,13 +100,13 @@ def open_rank_store(world_size: int) -> "dist.Store | None":
     # rank's environment.
     if STORE not in os.environ or os.environ.get(LAUNCHED) != str(os.getppid()):
         return None
-    place = json.loads(os.environ[STORE])
-    if "file" in place:
-        return dist.FileStore(place["file"], world_size)
+    address = json.loads(os.environ[STORE])
+    if "file" in address:
+        return dist.FileStore(address["file"], world_size)
     store = dist.TCPStore(
-        place["host"], place["port"], is_master=False, wait_for_workers=False
+        address["host"], address["port"], is_master=False, wait_for_workers=False
     )
-    return dist.PrefixStore(place["prefix"], store)
+    return dist.PrefixStore(address["prefix"], store)
 
 
 def loopback_environment(
@@ -122,18 +122,18 @@ def loopback_environment(
     if not names:
         return {}
     # NCCL matches names as prefixes unless they follow an equals sign.
-    wanted = {GLOO_INTERFACE: names[0], "NCCL_SOCKET_IFNAME": f"={names[0]}"}
-    return {name: value for name, value in wanted.items() if name not in present}
+    variables = {GLOO_INTERFACE: names[0], "NCCL_SOCKET_IFNAME": f"={names[0]}"}
+    return {name: value for name, value in variables.items() if name not in present}
 
 
 def check_interface() -> None:
     """Raise a ConfigError if this machine lacks a network interface named in
     ``GLOO_SOCKET_IFNAME``."""
-    wanted = os.environ.get(GLOO_INTERFACE, "")
+    interfaces = os.environ.get(GLOO_INTERFACE, "")
     present = [name for _, name in socket.if_nameindex()]
-    for name in filter(None, wanted.split(",")):
+    for name in filter(None, interfaces.split(",")):
         if name not in present:
             raise ConfigError(
-                f"{GLOO_INTERFACE}={wanted} names no network interface of this machine; set it "
+                f"{GLOO_INTERFACE}={interfaces} names no network interface of this machine; set it "
                 f"to one of {', '.join(present)}, or unset it"
             )

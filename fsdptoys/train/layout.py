@@ -24,15 +24,14 @@ if TYPE_CHECKING:
 
 def measure_layout(trainer: "Trainer") -> Layout:
     """Measure this rank and take the largest number over all ranks. A collective."""
-    config, strategy, sizes = (
-        trainer.config,
-        trainer.strategy,
-        trainer.built.parameter_sizes,
-    )
+    config = trainer.config
+    strategy = trainer.strategy
+    sizes = trainer.parallel_model.parameter_sizes
     params = dict(strategy.held_parameters())
     own = {name: local_tensor(param) for name, param in params.items()}
     trained = {name: own[name] for name, param in params.items() if param.requires_grad}
-    held, elements = storage_bytes(own.values()), count_elements(own)
+    parameter_bytes = storage_bytes(own.values())
+    elements = count_elements(own)
     frozen = [own[name] for name in own.keys() - trained.keys()]
     in_backward = config.memory.optimizer_in_backward
     gradients = (
@@ -43,27 +42,32 @@ def measure_layout(trainer: "Trainer") -> Layout:
         states = sum(bucket.slab.nbytes for bucket in buckets if not bucket.on_host)
         on_host = sum(bucket.slab.nbytes for bucket in buckets if bucket.on_host)
     else:
-        states, on_host = 0, 0
+        states = 0
+        on_host = 0
         for name, local in trained.items():
             states += sum(
                 config.optim.state_bytes(
-                    params[name].shape, local.numel(), name in trainer.built.block_names
+                    params[name].shape,
+                    local.numel(),
+                    name in trainer.parallel_model.block_names,
                 )
             )
     numbers = torch.tensor(
-        [elements, held, gradients, states, on_host],
+        [elements, parameter_bytes, gradients, states, on_host],
         device=trainer.world.device.torch_device,
     )
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-    elements, *each, on_host = map(int, numbers.tolist())
+    elements, *sizes_of_kinds, on_host = map(int, numbers.tolist())
     kinds = "parameters", "gradients", "optimizer states"
     offloads = config.memory.cpu_offload
     held_bytes = {
         kind: RankBytes(*((0, size) if offloads else (size, 0)))
-        for kind, size in zip(kinds, each, strict=True)
+        for kind, size in zip(kinds, sizes_of_kinds, strict=True)
     }
     if on_host:
-        held_bytes[kinds[-1]] = RankBytes(0 if offloads else each[-1], on_host)
+        held_bytes[kinds[-1]] = RankBytes(
+            0 if offloads else sizes_of_kinds[-1], on_host
+        )
     # A unit gathers only its rank's part of experts and features.
     gathered = {
         name: size // strategy.gathered_parts(name) for name, size in sizes.items()
@@ -96,14 +100,14 @@ def count_elements(own: Mapping[str, Tensor]) -> int:
     kinds = {tensor.dtype for tensor in own.values()}
     plain = {
         kind: [
-            each
-            for name, each in own.items()
-            if each.dtype is kind and not is_packed(name)
+            tensor
+            for name, tensor in own.items()
+            if tensor.dtype is kind and not is_packed(name)
         ]
         for kind in kinds
     }
     return unpacked_elements(packed) + sum(
-        storage_bytes(each) // kind.itemsize for kind, each in plain.items()
+        storage_bytes(tensors) // kind.itemsize for kind, tensors in plain.items()
     )
 
 
@@ -119,10 +123,10 @@ def unit_sizes(units: Iterable[list[str]], sizes: Mapping[str, int]) -> dict[str
         for names in units
         for name in names
     }
-    found = dict.fromkeys(unit_of.values(), 0)
+    unit_elements = dict.fromkeys(unit_of.values(), 0)
     for name, size in sizes.items() if unit_of else ():
         module = name.rpartition(".")[0]
         while module and module not in unit_of:
             module = module.rpartition(".")[0]
-        found[unit_of[module]] += size
-    return {name: size for name, size in found.items() if size}
+        unit_elements[unit_of[module]] += size
+    return {name: size for name, size in unit_elements.items() if size}

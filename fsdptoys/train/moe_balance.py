@@ -75,7 +75,8 @@ class RoutingBalance:
         on the loss."""
         self._tokens = tokens
         self._loss_scale = loss_scale
-        n_layers, n_experts = self._n_layers, self._n_experts
+        n_layers = self._n_layers
+        n_experts = self._n_experts
         self._counts_LE = torch.zeros(
             n_layers, n_experts, dtype=torch.int64, device=self._device
         )
@@ -103,10 +104,10 @@ class RoutingBalance:
             return
         counts_LE = torch.zeros_like(self._counts_LE)
         with torch.no_grad():
-            for place, (tokens_BT, labels_BT) in enumerate(
+            for micro_batch, (tokens_BT, labels_BT) in enumerate(
                 microbatches[index : index + together], index
             ):
-                begin(place)
+                begin(micro_batch)
                 # Labels and an empty loss avoid the computation of logits.
                 model(tokens_BT.to(self._device), labels_BT.to(self._device), _no_loss)
                 for router, row in self._rows.items():
@@ -119,21 +120,21 @@ class RoutingBalance:
     def around_stage(self, modules: nn.Module) -> Iterator[None]:
         """Balance the routers of a stage around its forward of one of several micro-batches. A
         collective."""
-        found = routers(modules)
-        for router in found:
+        stage_routers = routers(modules)
+        for router in stage_routers:
             router.renew_gradient()
         yield
-        if found:
-            self.before_backward(found)
+        if stage_routers:
+            self.before_backward(stage_routers)
 
-    def before_backward(self, found: Sequence[Router] | None = None) -> None:
+    def before_backward(self, stage_routers: Sequence[Router] | None = None) -> None:
         """Set the gradients of all routers, or of consecutive ones, between forward and backward. A
         collective."""
-        found = list(self._rows) if found is None else found
-        rows = slice(self._rows[found[0]], self._rows[found[-1]] + 1)
-        self._sums[rows] += torch.stack([router.sums for router in found])
+        stage_routers = list(self._rows) if stage_routers is None else stage_routers
+        rows = slice(self._rows[stage_routers[0]], self._rows[stage_routers[-1]] + 1)
+        self._sums[rows] += torch.stack([router.sums for router in stage_routers])
         if not self._counted:
-            counts_LE = torch.stack([router.counts_E for router in found])
+            counts_LE = torch.stack([router.counts_E for router in stage_routers])
             if self._aux_coef:
                 dist.all_reduce(counts_LE, group=self._stage_group)
             self._counts_LE[rows] += counts_LE
@@ -143,7 +144,9 @@ class RoutingBalance:
         shares_LE = counts_LE / (counts_LE.sum(1, keepdim=True) / self._top_k)
         aux_LE = shares_LE * (self._aux_coef * self._n_experts * scale)
         z_L1 = torch.full_like(aux_LE[:, :1], self._z_coef * scale)
-        for router, grad in zip(found, torch.cat([aux_LE, z_L1], dim=1), strict=True):
+        for router, grad in zip(
+            stage_routers, torch.cat([aux_LE, z_L1], dim=1), strict=True
+        ):
             router.sums_grad.copy_(grad)
 
     def end_step(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -162,11 +165,10 @@ class RoutingBalance:
         """Compute the metrics of a step from the results of ``end_step`` over all ranks, on the
         host."""
         n_layers = self._n_layers
-        means, counts_LE = (
-            sums.view(n_layers, -1).double() / self._tokens,
-            counts.view(n_layers, -1),
-        )
-        probabilities_LE, z_L = means[:, :-1], means[:, -1]
+        means = sums.view(n_layers, -1).double() / self._tokens
+        counts_LE = counts.view(n_layers, -1)
+        probabilities_LE = means[:, :-1]
+        z_L = means[:, -1]
         n_experts = counts_LE.shape[1]
         aux_L = n_experts * (counts_LE.double() / self._tokens * probabilities_LE).sum(
             1

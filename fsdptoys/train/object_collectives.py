@@ -91,13 +91,12 @@ def use_json() -> None:
     can silently use pickle: WireError otherwise.
     """
     module: Any = distributed_c10d
-    module._pickler, module._unpickler = JsonWriter, JsonReader
+    module._pickler = JsonWriter
+    module._unpickler = JsonReader
     # Reads their code, since a call needs a process group on CUDA with
     # TORCH_DISTRIBUTED_DEBUG=DETAIL.
-    writes, reads = (
-        module._object_to_tensor.__code__.co_names,
-        module._tensor_to_object.__code__.co_names,
-    )
+    writes = module._object_to_tensor.__code__.co_names
+    reads = module._tensor_to_object.__code__.co_names
     if "_pickler" not in writes or "_unpickler" not in reads:
         raise WireError(
             f"torch {torch.__version__} sends pickles between ranks; use torch 2.7 to 2.15"
@@ -129,7 +128,8 @@ def _find_encoder(kind: Any) -> Callable[[Any], list[Any]]:
         )
     if issubclass(kind, enum.Enum):
         return lambda value: ["enum", kind.__module__, kind.__qualname__, value.name]
-    head, names = ["object", kind.__module__, kind.__qualname__], _fields(kind)
+    head = ["object", kind.__module__, kind.__qualname__]
+    names = _fields(kind)
     return lambda value: [
         *head,
         *[
@@ -167,7 +167,7 @@ _ENCODERS: dict[Any, Callable[[Any], list[Any]]] = {
     torch.Size: lambda value: ["Size", *value],
     dict: lambda value: [
         "dict",
-        *[[_plain(key), _plain(held)] for key, held in value.items()],
+        *[[_plain(key), _plain(item)] for key, item in value.items()],
     ],
     bytes: lambda value: ["bytes", _encode_bytes(value)],
     type(Path()): lambda value: ["path", _plain(str(value))],
@@ -176,8 +176,8 @@ _ENCODERS: dict[Any, Callable[[Any], list[Any]]] = {
     str: lambda value: ["text", _encode_bytes(value.encode("utf-8", "surrogatepass"))],
     traceback.StackSummary: _plain_stack,
     **{
-        named: lambda value: ["torch", str(value).removeprefix("torch.")]
-        for named in _NAMED
+        kind: lambda value: ["torch", str(value).removeprefix("torch.")]
+        for kind in _NAMED
     },
 }
 
@@ -224,10 +224,10 @@ def _tensor(dtype: Any, shape: Any, content: str) -> torch.Tensor:
 
 
 def _named_of_torch(name: str) -> Any:
-    found = getattr(torch, name)
-    if not isinstance(found, _NAMED):
+    constant = getattr(torch, name)
+    if not isinstance(constant, _NAMED):
         raise ForeignError("it names something else of torch")
-    return found
+    return constant
 
 
 def _stack(*frames: Any) -> traceback.StackSummary:
@@ -239,23 +239,23 @@ def _stack(*frames: Any) -> traceback.StackSummary:
 
 
 def _member(module: str, name: str, member: str) -> Any:
-    kind, _ = _known(module, name)
+    kind, _ = _known_class(module, name)
     if not issubclass(kind, enum.Enum):
         raise ForeignError("it names no enumeration")
     return kind[member]
 
 
 def _instance(module: str, name: str, *fields: Any) -> Any:
-    kind, names = _known(module, name)
-    values = {key: _value(held) for key, held in fields}
+    kind, names = _known_class(module, name)
+    values = {key: _value(plain) for key, plain in fields}
     if issubclass(kind, enum.Enum) or not values.keys() <= names:
         raise ForeignError("it has other fields")
     if issubclass(kind, tuple):
         return tuple.__new__(kind, [values[key] for key in _fields(kind)])
-    made = object.__new__(kind)
-    for key, held in values.items():
-        object.__setattr__(made, key, held)
-    return made
+    instance = object.__new__(kind)
+    for key, value in values.items():
+        object.__setattr__(instance, key, value)
+    return instance
 
 
 def _failures(message: Any, failures: Any) -> BaseException:
@@ -273,14 +273,14 @@ def _os_error(number: Any, text: Any, path: Any) -> OSError:
 
 
 def _error(module: str, name: str, message: Any) -> BaseException:
-    found = getattr(builtins if module == "builtins" else _loaded(module), name)
-    if not (isinstance(found, type) and issubclass(found, BaseException)):
+    kind = getattr(builtins if module == "builtins" else _loaded(module), name)
+    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         raise ForeignError("it names no exception")
-    if module != "builtins" and not _is_own_error(found):
+    if module != "builtins" and not _is_own_error(kind):
         raise ForeignError("it names another exception")
-    made: BaseException = found.__new__(found, str(_value(message)))
-    made.args = (str(_value(message)),)
-    return made
+    error: BaseException = kind.__new__(kind, str(_value(message)))
+    error.args = (str(_value(message)),)
+    return error
 
 
 def _is_own_error(kind: type) -> bool:
@@ -320,25 +320,23 @@ def _loaded(module: Any) -> Any:
 
 
 @functools.cache
-def _known(module: Any, name: Any) -> tuple[Any, frozenset[str]]:
+def _known_class(module: Any, name: Any) -> tuple[Any, frozenset[str]]:
     """Return a known class and the names of its fields."""
-    found = vars(_loaded(module))[name]
-    if not (
-        isinstance(found, type) and found.__module__ == module and _is_known(found)
-    ):
+    kind = vars(_loaded(module))[name]
+    if not (isinstance(kind, type) and kind.__module__ == module and _is_known(kind)):
         raise ForeignError("it names another class")
-    return found, frozenset() if issubclass(found, enum.Enum) else frozenset(
-        _fields(found)
+    return kind, frozenset() if issubclass(kind, enum.Enum) else frozenset(
+        _fields(kind)
     )
 
 
 _DECODERS: dict[str, Callable[..., Any]] = {
-    "list": lambda *held: [_value(each) for each in held],
-    "tuple": lambda *held: tuple([_value(each) for each in held]),
-    "set": lambda *held: {_value(each) for each in held},
-    "frozenset": lambda *held: frozenset([_value(each) for each in held]),
+    "list": lambda *items: [_value(item) for item in items],
+    "tuple": lambda *items: tuple([_value(item) for item in items]),
+    "set": lambda *items: {_value(item) for item in items},
+    "frozenset": lambda *items: frozenset([_value(item) for item in items]),
     "Size": lambda *lengths: torch.Size(lengths),
-    "dict": lambda *pairs: {_value(key): _value(held) for key, held in pairs},
+    "dict": lambda *pairs: {_value(key): _value(item) for key, item in pairs},
     "bytes": _bytes,
     "text": lambda text: _bytes(text).decode("utf-8", "surrogatepass"),
     "path": lambda text: Path(str(_value(text))),

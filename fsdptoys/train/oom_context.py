@@ -1,15 +1,12 @@
 """Collect phase, live bytes and settings of a run, from which an out-of-memory error is
 explained."""
 
-import functools
-from collections.abc import Callable, Iterable
-
-from torch import Tensor
+from collections.abc import Callable
 
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import OptimizerStepper
 from fsdptoys.optim.matrix_optimizer import MATRICES
-from fsdptoys.parallel import World
+from fsdptoys.parallel import Strategy, World
 from fsdptoys.parallel.fsdp import FSDPConfig
 from fsdptoys.profiler import LiveBytes, OOMContext, PlacedBytes, Switches, live_bytes
 from fsdptoys.utils.dtensor import local_tensor
@@ -18,34 +15,42 @@ from fsdptoys.utils.dtensor import local_tensor
 def construction_context(
     config: Config, world: World, parameter_count: int
 ) -> Callable[[], OOMContext]:
-    """Return a function that explains an out-of-memory error of construction, of a model with that
-    many parameters."""
-    return functools.partial(
-        oom_context, config, world, 0, "construction", parameter_count=parameter_count
-    )
+    """Return a function that explains an out-of-memory error of construction.
+
+    Nothing can be counted yet: it reports the planned share of the ``parameter_count`` parameters.
+    """
+
+    def context() -> OOMContext:
+        switches = _switches(config, world.world_size, 0)
+        planned_bytes = 4 * -(-parameter_count // switches.fsdp_size)
+        on_host = config.memory.cpu_offload or not world.device.is_accelerator
+        parameters = PlacedBytes(
+            device_bytes=0 if on_host else planned_bytes,
+            host_bytes=planned_bytes if on_host else 0,
+        )
+        live = LiveBytes(parameters=parameters)
+        return OOMContext(0, "construction", world.rank, live, switches)
+
+    return context
 
 
 def oom_context(
     config: Config,
-    world: World,
+    strategy: Strategy,
+    stepper: OptimizerStepper,
     step: int,
     phase: str,
-    parameters: Iterable[Tensor] = (),
-    stepper: OptimizerStepper | None = None,
-    *,
-    parameter_count: int = 0,
 ) -> OOMContext:
     """Count live bytes, and collect the settings that affect memory.
 
-    During construction (step 0, no parameters) nothing can be counted yet; the rank's planned share
-    of the ``parameter_count`` parameters is reported instead. ``phase`` is ``construction``,
-    ``forward``, ``backward``, ``optimizer`` or ``evaluation``.
+    ``phase`` is ``forward``, ``backward``, ``optimizer`` or ``evaluation``.
     """
-    parameters, world_size = list(parameters), world.world_size
-    model, memory, train = config.model, config.memory, config.train
-    groups = stepper.optimizer.param_groups if stepper else []
+    parameters = [param for _, param in strategy.named_parameters()]
     in_blocks = {
-        param for group in groups if group.get(MATRICES) for param in group["params"]
+        param
+        for group in stepper.optimizer.param_groups
+        if group.get(MATRICES)
+        for param in group["params"]
     }
     states_bytes = sum(
         sum(
@@ -56,8 +61,18 @@ def oom_context(
         for param in parameters
         if param.requires_grad
     )
+    world = strategy.world
+    live = live_bytes(parameters, stepper.optimizer, stepper.held_gradients)
+    switches = _switches(config, world.world_size, states_bytes)
+    return OOMContext(step, phase, world.rank, live, switches)
+
+
+def _switches(config: Config, world_size: int, states_bytes: int) -> Switches:
+    model = config.model
+    memory = config.memory
+    train = config.train
     offloads = memory.optimizer_offload or memory.cpu_offload
-    switches = Switches(
+    return Switches(
         shards_parameters=config.parallel.capabilities.shards_parameters,
         takes_cpu_offload=config.parallel.capabilities.cpu_offload,
         world_size=world_size,
@@ -83,18 +98,3 @@ def oom_context(
         and not train.deterministic,
         states_bytes=0 if offloads else states_bytes,
     )
-    if phase == "construction":
-        planned = 4 * -(-parameter_count // switches.fsdp_size)
-        on_host = memory.cpu_offload or not world.device.is_accelerator
-        live = LiveBytes(
-            parameters=PlacedBytes(
-                device_bytes=0 if on_host else planned, host_bytes=planned * on_host
-            )
-        )
-    else:
-        live = live_bytes(
-            parameters,
-            stepper.optimizer if stepper else None,
-            stepper.held_gradients if stepper else (),
-        )
-    return OOMContext(step, phase, world.rank, live, switches)

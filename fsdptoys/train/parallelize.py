@@ -42,7 +42,7 @@ class StandIns(Protocol):
 
 
 @dataclass(frozen=True)
-class Parallelized:
+class ParallelModel:
     """A model over ranks, and what can no longer be read from it."""
 
     strategy: Strategy
@@ -69,7 +69,7 @@ def parallelize(
     world: World,
     param_init: ParamInit | None = None,
     stand_ins: StandIns | None = None,
-) -> Parallelized:
+) -> ParallelModel:
     """Build a model and spread it over ranks. A collective.
 
     Args:
@@ -78,7 +78,8 @@ def parallelize(
         param_init: gives parameters their initial values; None for those of the config.
         stand_ins: of a trace; None to train.
     """
-    train, device = config.train, world.device
+    train = config.train
+    device = world.device
     # 1. The model on the meta device, which takes no memory; adapters, and kernels of its layers.
     with torch.device("meta"):
         model = config.model.build()
@@ -122,7 +123,7 @@ def parallelize(
         device, construction_context(config, world, sum(sizes.values()))
     ):
         strategy.shard(model, param_init)
-    return Parallelized(
+    return ParallelModel(
         strategy,
         model,
         samples,

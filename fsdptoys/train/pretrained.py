@@ -122,23 +122,24 @@ class TrainedModel:
             else self.config.max_seq_len
         )
 
-    def choose_context(self, typed: int | None) -> int:
+    def choose_context(self, context: int | None) -> int:
         """Return the context length to use, in tokens; ConfigError if it exceeds
         ``model.max_seq_len``."""
-        if typed is not None and typed > self.config.max_seq_len:
+        if context is not None and context > self.config.max_seq_len:
             longest = self.config.max_seq_len
             raise ConfigError(
-                f"--context {typed} is more than model.max_seq_len={longest}; write --context "
+                f"--context {context} is more than model.max_seq_len={longest}; write --context "
                 f"{longest}"
             )
-        return typed or self.context
+        return context or self.context
 
     def tokenizer(self, choice: str | None) -> Tokenizer:
         """Return the chosen tokenizer, or that of the folder or of the run's data; ConfigError if
         none is known."""
         if choice == "ids":
             return open_tokenizer(choice, self.config.vocab_size)
-        data, reason = self.data(), ""
+        data = self.data()
+        reason = ""
         if choice is None and isinstance(self._weights, HuggingFaceFolder):
             if (self._weights.path / TOKENIZER_FILE).is_file():
                 choice = str(self._weights.path)
@@ -158,9 +159,11 @@ class TrainedModel:
     def chat_template(self, choice: str | None) -> ChatTemplate:
         """The template of the run's conversations, or of the chosen tokenizer's folder; ConfigError
         if none."""
-        data, template = self.data(), None
+        data = self.data()
+        template = None
         if choice is None and isinstance(data, ChatConfig):
-            choice, template = data.find_tokenizer(), data.template
+            choice = data.find_tokenizer()
+            template = data.template
         elif choice is None:
             choice = (
                 str(self._weights.path)
@@ -195,8 +198,8 @@ class TrainedModel:
         """End-of-text token ids named by a folder in Hugging Face format; empty otherwise."""
         if not isinstance(self._weights, HuggingFaceFolder):
             return frozenset()
-        found = read_token_ids(self._weights.path).get("eos_token_id", [])
-        return frozenset(found if isinstance(found, list) else [found])
+        ids = read_token_ids(self._weights.path).get("eos_token_id", [])
+        return frozenset(ids if isinstance(ids, list) else [ids])
 
     @torch.no_grad()
     def load(self, device: Device, dtype: torch.dtype) -> DecoderModel:

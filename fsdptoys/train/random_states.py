@@ -121,7 +121,9 @@ def _restore(states: dict[str, Any], device: Device) -> None:
             f"torch's state holds {len(state)} bytes, and this version's {len(own)}"
         )
     _check_torch_state(state)
-    on_device, python, numpy = states["device"], states["python"], states["numpy"]
+    on_device = states["device"]
+    python = states["python"]
+    numpy = states["numpy"]
     version = random.getstate()[0]
     if python["version"] != version:
         raise ValueError(

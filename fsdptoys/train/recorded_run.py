@@ -197,10 +197,10 @@ def _check_file(path: Path) -> None:
     """Refuse pipes and devices, on which a read could block, and files larger than any run
     writes."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise ForeignError("it is not a regular file")
-        if found.st_size > LARGEST_LINES_BYTES:
+        if status.st_size > LARGEST_LINES_BYTES:
             raise ForeignError(f"it is longer than {LARGEST_LINES_BYTES} bytes")
     except FileNotFoundError:
         return

@@ -128,9 +128,9 @@ def check_resume(config: Config, restarted: bool) -> None:
 
     ConfigError if it is missing, damaged, or belongs to another model or optimizer.
     """
-    named = config.metrics.run_dir
+    run_dir = config.metrics.run_dir
     folder = checkpoint_folder(
-        config, run_dir_path(named) if named is not None else None
+        config, run_dir_path(run_dir) if run_dir is not None else None
     )
     facts = peek(config.checkpoint, folder, restarted, FACTS)
     if facts is not None:
@@ -160,10 +160,10 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
     """
     where = f"the checkpoint of step {facts['step']}"
     before = facts["config"]
-    wanted = model_config_of(
+    saved_model = model_config_of(
         before["model"], where, "start a new run in another folder"
     )
-    check_same(config.model, wanted, where, "the config.yaml of its run")
+    check_same(config.model, saved_model, where, "the config.yaml of its run")
     settings = _settings_of_states(config.to_dict())
     for key, saved in _settings_of_states(before).items():
         own = settings[key]
@@ -192,11 +192,9 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
 
 def _settings_of_states(tree: dict[str, Any]) -> dict[str, Any]:
     """Settings on which parameters and optimizer states depend, by key."""
-    optim, memory, tune = (
-        tree["optim"],
-        tree["memory"],
-        tree.get("tune", {"name": "full"}),
-    )
+    optim = tree["optim"]
+    memory = tree["memory"]
+    tune = tree.get("tune", {"name": "full"})
     offloaded = (
         memory["offload_state_dtype"] if memory["optimizer_offload"] else "float32"
     )

@@ -7,7 +7,6 @@ write checkpoints.
 
 import dataclasses
 import functools
-import itertools
 import sys
 import time
 from contextlib import ExitStack, suppress
@@ -15,10 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
 
-from fsdptoys.checkpoint import WEIGHTS_FOLDER, Checkpoint, Checkpointer, save_weights
-from fsdptoys.checkpoint.adapter_export import ADAPTER_FOLDER, merged, write_adapter
+from fsdptoys.checkpoint import Checkpoint, Checkpointer
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import GivenUpError
 from fsdptoys.metrics import (
@@ -37,18 +34,19 @@ from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.metrics.results import ProfileResult, RunStatus
 from fsdptoys.parallel import full_tensors, host_copy
 from fsdptoys.profiler import Profiler
-from fsdptoys.tune import LoRAConfig
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.file_lock import FolderLock
 from fsdptoys.utils.from_tree import build
 
 from .distributed import process_group
+from .final_weights import save_final_weights, set_weights_aside
 from .heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter, explain_lost_ranks
 from .launch_env import remember_run_dir, remembered_run_dir, restart_count
 from .layout import measure_layout
 from .random_states import random_states, restore_random_states
 from .resume import FACTS, check_restart, check_same_run, checkpoint_folder, run_facts
 from .stop import Stop, StopRequest
+from .text_sample import sample_text
 from .trainer import Trainer
 
 LAST_WAIT_SECONDS = 5.0
@@ -79,7 +77,8 @@ class Run:
         self.trainer = trainer
         self._prediction = prediction
         self.config = trainer.config
-        self.rank, self.world_size = trainer.world.rank, trainer.world.world_size
+        self.rank = trainer.world.rank
+        self.world_size = trainer.world.world_size
         self.title = f"{self.config.model.name}-{self.config.parallel.name}"
         self._lock: FolderLock | None = None
         self.run_dir = self._claim_run_dir()
@@ -91,7 +90,8 @@ class Run:
     def run(self) -> None:
         """Resume from a checkpoint if there is one, train, save the weights, sample, and write the
         summary."""
-        trainer, config = self.trainer, self.config
+        trainer = self.trainer
+        config = self.config
         heartbeats = self.run_dir / HEARTBEATS_FOLDER
         with ExitStack() as stack:
             if self._lock is not None:
@@ -142,7 +142,8 @@ class Run:
         if not self.checkpoints.finish():
             self._saved = False
         self._say(*self.checkpoints.report())
-        reason, sample = stop.reason, None
+        reason = stop.reason
+        sample = None
         if stop.signal or stop.gave_up:
             newest = self.checkpoints.last_step
             if newest is None:
@@ -150,21 +151,21 @@ class Run:
             else:
                 reason += f"; the newest checkpoint is that of step {newest}"
             if stop.signal and newest is not None:
-                named = self.config.metrics.run_dir is not None
-                words = {
+                has_run_dir = self.config.metrics.run_dir is not None
+                is_set = {
                     "checkpoint.resume=auto": self.config.checkpoint.resumes,
-                    f"metrics.run_dir={self.run_dir}": named,
+                    f"metrics.run_dir={self.run_dir}": has_run_dir,
                 }
                 missing = " and ".join(
-                    word for word, typed in words.items() if not typed
+                    word for word, present in is_set.items() if not present
                 )
                 added = f" with {missing}" if missing else ""
                 self._say(f"the same command{added} continues the run")
         try:
             if not (stop.signal or stop.gave_up):
                 if self.config.checkpoint.final_weights:
-                    self._save_weights()
-                sample = self.trainer.sample()
+                    save_final_weights(self.config, self.trainer.strategy, self.run_dir)
+                sample = sample_text(self.trainer)
         finally:
             # A disk too full for the weights must not lose the results as well.
             if self._recorder:
@@ -193,9 +194,9 @@ class Run:
         """Choose and lock the run directory on rank 0, and broadcast it."""
         path: Path | None = None
         if self.rank == 0:
-            named = self.config.metrics.run_dir
+            run_dir = self.config.metrics.run_dir
             path = remembered_run_dir() or (
-                run_dir_path(named) if named is not None else None
+                run_dir_path(run_dir) if run_dir is not None else None
             )
             if path is None:
                 check_restart(self.config)
@@ -233,35 +234,43 @@ class Run:
 
     def _resume(self) -> None:
         """Load the checkpoint selected by the settings or a restart, if any."""
-        trainer, config = self.trainer, self.config
+        trainer = self.trainer
+        config = self.config
         restarted = restart_count() > 0
-        found = self.checkpoints.resume(restarted=restarted)
-        if found is None:
+        checkpoint = self.checkpoints.resume(restarted=restarted)
+        if checkpoint is None:
             if restarted or config.checkpoint.resumes:
                 self._resumed = ResumePoint(0, {}, None)
                 if self.rank == 0:
-                    self._set_weights_aside()
+                    set_weights_aside(self.run_dir)
             return
-        self._say(*check_same_run(config, found.facts))
-        before, now = found.facts["global_batch"], trainer.data.batches.global_batch
+        self._say(*check_same_run(config, checkpoint.facts))
+        before = checkpoint.facts["global_batch"]
+        now = trainer.data.batches.global_batch
         if before != now:
             self._say(
                 f"the global batch was {before} sequences and is {now}, so the steps differ from "
                 "those of the uninterrupted run; train.batch_size and train.grad_accum set it"
             )
-        if self.rank == 0 and found.step < config.train.steps:
-            self._set_weights_aside()
-        trainer.load_state_dict(found.facts, found.load)
-        self._restore_random_states(found)
-        self._resumed = ResumePoint(found.step, found.facts["metrics"], found.name)
+        if self.rank == 0 and checkpoint.step < config.train.steps:
+            set_weights_aside(self.run_dir)
+        trainer.load_state_dict(checkpoint.facts, checkpoint.load)
+        self._restore_random_states(checkpoint)
+        self._resumed = ResumePoint(
+            checkpoint.step, checkpoint.facts["metrics"], checkpoint.name
+        )
 
-    def _restore_random_states(self, found: Checkpoint) -> None:
+    def _restore_random_states(self, checkpoint: Checkpoint) -> None:
         """Restore each rank's generators; rank 0 reports the ranks that start from the seed
         instead."""
         seed = self.config.train.init_seed
         assert seed is not None
         reason = restore_random_states(
-            found.own_facts, self.trainer.world.device, seed, found.step, self.rank
+            checkpoint.own_facts,
+            self.trainer.world.device,
+            seed,
+            checkpoint.step,
+            self.rank,
         )
         reasons = self.checkpoints.gather(reason)
         ranks = [rank for rank, of_rank in enumerate(reasons) if of_rank is not None]
@@ -270,7 +279,7 @@ class Run:
                 f" and {len(ranks) - 1} others" if ranks[1:] else ""
             )
             self._say(
-                f"the random number states of {whose} in {found.name} cannot be used here "
+                f"the random number states of {whose} in {checkpoint.name} cannot be used here "
                 f"({reasons[ranks[0]]}), so generators start from the seed"
             )
 
@@ -289,7 +298,7 @@ class Run:
                 self.trainer.world.device, self.world_size, sys.argv
             )
             | {
-                "attention_backend": self.trainer.built.attention_backend,
+                "attention_backend": self.trainer.parallel_model.attention_backend,
                 "patches_of_pytorch": self.trainer.patches.outcomes(
                     self.trainer.strategy.model
                 )
@@ -326,24 +335,26 @@ class Run:
         from fsdptoys.profiler.collective_table import render, to_lines
         from fsdptoys.profiler.collectives import Call, CollectiveTrace, traced_step
 
-        trainer, parallel = self.trainer, self.config.parallel.name
+        trainer = self.trainer
+        parallel = self.config.parallel.name
         step = traced_step(trainer.steps_done + 1, self.config.train.steps)
         stepper = type(trainer.stepper)
         within = {stepper.clip.__code__: "clip", stepper.step.__code__: "optimizer"}
 
-        def done(calls: list[Call]) -> None:
+        def write_table(calls: list[Call]) -> None:
             write_atomically(self.run_dir / COLLECTIVES_FILE, to_lines(calls, step))
             whose = f"step {step} on rank {self.rank} of {self.world_size}, parallel={parallel}"
             self._say(render(calls, f"collectives of {whose}"))
 
-        trace = CollectiveTrace(step, trainer.strategy.model, within, done)
+        trace = CollectiveTrace(step, trainer.strategy.model, within, write_table)
         beat = trainer.on_phase
 
         def on_phase(step: int, phase: str) -> None:
             beat(step, phase)
             trace.enter(step, phase)
 
-        trainer.on_phase, trainer.around_step = on_phase, trace.around
+        trainer.on_phase = on_phase
+        trainer.around_step = trace.around
 
     def _on_step(self, metrics: StepMetrics) -> None:
         if self._recorder:
@@ -374,40 +385,6 @@ class Run:
             how = "being written; training paused for" if paused else "saved in"
             self._say(f"checkpoint of step {trainer.steps_done} {how} {seconds:.2f} s")
 
-    def _save_weights(self) -> None:
-        """Gather the trained weights and write them from rank 0. A collective."""
-        parameters, tune = self.trainer.strategy.full_parameters(), self.config.tune
-        adapters: dict[str, Tensor] = {}
-        if isinstance(tune, LoRAConfig):
-            parameters = merged(parameters, tune.alpha / tune.rank, adapters)
-        folder = self.run_dir / WEIGHTS_FOLDER
-        # Existing weights are current: no step was taken since.
-        if self.rank == 0 and not folder.exists():
-            save_weights(folder, parameters)
-            if isinstance(tune, LoRAConfig):
-                write_adapter(
-                    self.run_dir / ADAPTER_FOLDER,
-                    adapters,
-                    self.config.model,
-                    rank=tune.rank,
-                    alpha=tune.alpha,
-                    dropout=tune.dropout,
-                )
-        else:
-            for _ in parameters:
-                self.checkpoints.wait(LAST_WAIT_SECONDS)
-
-    def _set_weights_aside(self) -> None:
-        """Rename final weights of an earlier end of the run, which will no longer be its last
-        step."""
-        folder = self.run_dir / WEIGHTS_FOLDER
-        names = (
-            folder.with_name(f"{WEIGHTS_FOLDER}-{number}")
-            for number in itertools.count(1)
-        )
-        if folder.exists():
-            folder.rename(next(name for name in names if not name.exists()))
-
     def _report_problem(self, sentence: str) -> None:
         self._problem = sentence
         self._say(sentence)
@@ -420,8 +397,8 @@ class Run:
                 print(f"fsdptoys: {text}", file=sys.stderr, flush=True)
 
 
-def run_status(stop: Stop, done: int, planned: int) -> RunStatus:
+def run_status(stop: Stop, steps_done: int, planned: int) -> RunStatus:
     """Status of a run that stopped after ``done`` of ``planned`` steps."""
     if stop.gave_up:
         return RunStatus.failed
-    return RunStatus.stopped if stop.signal and done < planned else RunStatus.done
+    return RunStatus.stopped if stop.signal and steps_done < planned else RunStatus.done

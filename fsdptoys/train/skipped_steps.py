@@ -58,7 +58,8 @@ class SkippedSteps:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a ``state_dict``, also of a version without float16 or of a run in another
         dtype."""
-        self.in_all, self.in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
+        self.in_all = state["skipped_steps"]
+        self.in_a_row = state["skipped_in_a_row"]
         self._expected = state.get("expected_skips", 0)
         if self.scaler and (saved := state.get("loss_scale")) is not None:
             self.scaler.load_state_dict(saved)

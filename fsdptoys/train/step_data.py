@@ -12,19 +12,19 @@ counts the attended keys.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsdptoys.config.schema import Config
-from fsdptoys.data import BatchStream
+from fsdptoys.data import BatchStream, eval_batches
 from fsdptoys.device import Device
 from fsdptoys.loss.objective import IGNORE_INDEX
 from fsdptoys.models import DecoderModel, attended_keys
 
-from .parallelize import Parallelized
+from .parallelize import ParallelModel
 
 
 class StepInputs(NamedTuple):
@@ -49,14 +49,15 @@ class StepData:
         built: the model; it gets the id that ends documents, if documents are kept apart.
     """
 
-    def __init__(self, config: Config, built: Parallelized) -> None:
-        strategy = built.strategy
+    def __init__(self, config: Config, parallel_model: ParallelModel) -> None:
+        strategy = parallel_model.strategy
         train = config.train
         assert train.data_seed is not None, "the config must have been validated"
-        axes, local = strategy.mesh_axes, strategy.local_data_ranks
-        stage, place = divmod(strategy.world.rank, axes.stage_ranks)
-        self.data_rank, place = divmod(place, axes.sharing)
-        self.owns_token_count = place == stage == 0
+        axes = strategy.mesh_axes
+        local = strategy.local_data_ranks
+        stage, rank_in_stage = divmod(strategy.world.rank, axes.stage_ranks)
+        self.data_rank, sharing_rank = divmod(rank_in_stage, axes.sharing)
+        self.owns_token_count = sharing_rank == stage == 0
         """Whether this rank counts the tokens of its sequences, which it may share with others."""
         self.dataset = config.data.build(
             train.seq_len, config.model.vocab_size, train.data_seed
@@ -65,7 +66,7 @@ class StepData:
         """Counts what tokens attend to; None where documents are not kept apart."""
         if config.data.mask_documents:
             end = self.dataset.end_labels_with_documents()
-            self.documents = DocumentCounter(built.model, end, train.seq_len)
+            self.documents = DocumentCounter(parallel_model.model, end, train.seq_len)
         self.batches = BatchStream(
             self.dataset.train,
             train.batch_size,
@@ -79,8 +80,22 @@ class StepData:
         )
         self.global_tokens = self.batches.global_batch * train.seq_len
         """Tokens of a global batch, with or without labels."""
+        self._train = train
         self._device = strategy.world.device
-        self._numbers_samples = built.samples is not None
+        self._eval_ranks = strategy.world.world_size // (axes.pp * axes.sharing)
+        self._numbers_samples = parallel_model.samples is not None
+
+    def eval_batches(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """This process's share of the first batches of the held-out split."""
+        assert self.dataset.eval is not None
+        train = self._train
+        return eval_batches(
+            self.dataset.eval,
+            train.batch_size,
+            train.eval_batches,
+            self.data_rank,
+            self._eval_ranks,
+        )
 
     def next_step(self, wait_of: Callable[[float], float]) -> StepInputs:
         """Copy the micro-batches of the next step to the device, with what this rank counts in

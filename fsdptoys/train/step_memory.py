@@ -86,7 +86,8 @@ class StepMemory:
         self._device.record(count.finish(self._labels()))
         self.cost_seconds += time.perf_counter() - started
         self._counts += 1
-        self._seconds_since, self.counted_step = 0.0, step
+        self._seconds_since = 0.0
+        self.counted_step = step
 
     def measure(self) -> dict[str, Any]:
         """Return the memory after a step as fields of ``StepMetrics``."""
@@ -96,9 +97,9 @@ class StepMemory:
         """Whether the next step is to be counted."""
         if not self.enabled:
             return False
-        known = self._device.memory() is not None
+        is_counted = self._device.memory() is not None
         return (
-            not known
+            not is_counted
             or self._counts < FIRST_STEPS
             or self.cost_seconds <= COST * self._seconds_since
         )

@@ -1,4 +1,4 @@
-"""The numbers of steps on their way from the device to the host, and the metrics made of them.
+"""The numbers of steps: their sums over ranks, their way to the host, and the metrics made of them.
 
 A CPU's numbers are read in their step. An accelerator runs behind the host, which would idle it by
 waiting for a number of the step that it has just launched. So each step's numbers are copied to
@@ -24,18 +24,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fsdptoys.config.schema import Config
 from fsdptoys.device import Event
 from fsdptoys.metrics import SpikeDetector, StepMetrics, step_rates
+from fsdptoys.optim.loss_scale import LossScaler
 from fsdptoys.parallel.precision import DType
 
 from .named_tensors import NamedTensors
-from .parallelize import Parallelized
+from .parallelize import ParallelModel
 from .skipped_steps import SkippedSteps
 from .step_data import DocumentCounter
-from .stop import Stop, agreed_stop
+from .stop import Stopping, evaluates_after, saves_after
 
 MOST_UNREAD = 100
 """Steps after which stop signals are seen at the latest, however rarely the console has a line."""
@@ -62,7 +64,7 @@ class StepStats:
     ended: Event = None
     seconds: float = 0.0
     """Duration on a CPU; an accelerator's follows from its events."""
-    done: bool = False
+    has_ended: bool = False
     """Whether the host knows that the step has ended on the device."""
     outcome: dict[str, Any] = field(default_factory=dict)
     """Fields of ``StepMetrics`` that follow from the loss and the earlier steps; empty before
@@ -71,45 +73,46 @@ class StepStats:
 
 
 class StepReadings:
-    """Reads the numbers of steps; counts skipped steps, scores losses and collects votes in the
-    steps' order.
+    """Agrees on the numbers of steps and reads them; counts skipped steps, scores losses and
+    collects votes in the steps' order.
 
     Args:
         config: of the run.
         built: the model over ranks.
-        skipped: counts the skipped steps.
-        spikes: scores the losses.
-        skips_on_device: whether the optimizer can leave out an update without the host.
+        stopping: votes for this rank, and gets the votes of all ranks.
+        scaler: finds the loss scale; None for dtypes that need none.
         documents: counts what the tokens of documents attend to; None for causal attention.
+        skips_on_device: whether the optimizer can leave out an update without the host.
     """
 
     def __init__(
         self,
         config: Config,
-        built: Parallelized,
-        skipped: SkippedSteps,
-        spikes: SpikeDetector,
+        parallel_model: ParallelModel,
+        stopping: Stopping,
+        scaler: LossScaler | None,
+        documents: DocumentCounter | None,
         *,
         skips_on_device: bool,
-        documents: DocumentCounter | None,
     ) -> None:
         self._train = config.train
+        self._checkpoint = config.checkpoint
         self._log_every = config.metrics.log_every
-        self._built = built
-        self._skipped = skipped
-        self._spikes = spikes
+        self._parallel_model = parallel_model
+        self._stopping = stopping
+        self._skipped = SkippedSteps(scaler)
+        self._spikes = SpikeDetector(config.metrics.spike_threshold)
+        self._skips_on_device = skips_on_device
         self._documents = documents
-        self._device = built.strategy.world.device
-        self._world_size = built.strategy.world.world_size
+        self._device = parallel_model.strategy.world.device
+        self._world_size = parallel_model.strategy.world.world_size
         # Published peak FLOPs are for bfloat16; data sheets state the same for float16.
         is_half = config.parallel.param_dtype is not DType.float32
         self._peak_flops = self._device.peak_flops if is_half else None
-        needs_host = skipped.scaler is not None or not skips_on_device
+        needs_host = scaler is not None or not skips_on_device
         self.in_step = config.train.skip_nonfinite and needs_host
         """Whether the host needs the numbers before the update."""
         self._queue: deque[StepStats] = deque()
-        self.stop: Stop | None = None
-        """The first reason to stop of a resolved step; the same on all ranks."""
 
     @property
     def newest(self) -> StepStats:
@@ -132,11 +135,6 @@ class StepReadings:
         """
         return seconds if self.is_idle else 0.0
 
-    @property
-    def pending(self) -> int:
-        """Number of steps whose metrics are not made yet."""
-        return len(self._queue)
-
     def mark(self, timing: bool = True) -> Event:
         """Record an event on the compute stream; None on a CPU."""
         if not self._device.is_accelerator:
@@ -149,64 +147,100 @@ class StepReadings:
         """Note the beginning of a step."""
         return StepStats(step, self.mark(), time.perf_counter())
 
-    def add(
+    def agree(
         self,
         stats: StepStats,
-        sums: NamedTensors,
+        input_counts: Tensor,
+        loss_sum: Tensor,
         grad_norm: Tensor,
-        counts: NamedTensors,
-    ) -> None:
-        """Begin the copies of a step's numbers; with ``in_step`` resolve it as well, which waits
-        for the device."""
+    ) -> Tensor | bool:
+        """Sum a step's numbers over ranks in one all-reduce, and begin to copy them to the host.
+
+        With ``in_step`` the copies are awaited and resolved.
+
+        Args:
+            stats: of the step.
+            input_counts: ``StepInputs.counts`` of all ranks.
+            loss_sum: of this rank's valid tokens.
+            grad_norm: the same on all ranks, unless it is not finite.
+
+        Returns:
+            Whether to leave out the update; a float32 scalar if the device decides.
+        """
+        routing = self._parallel_model.routing
+        votes = torch.tensor(self._stopping.votes(), dtype=loss_sum.dtype)
+        numbers = {
+            "loss": loss_sum,
+            "not_finite": ~grad_norm.isfinite(),
+            "votes": self._device.upload(votes),
+        }
+        routing_sums, routing_counts = routing.end_step() if routing else ({}, {})
+        sums = NamedTensors.join(numbers | routing_sums, loss_sum.dtype)
+        dist.all_reduce(sums.flat)
+        counts = NamedTensors.join(
+            {"inputs": input_counts, **routing_counts}, torch.int64
+        )
         flat = torch.cat([sums.flat, grad_norm.to(sums.flat).view(1)])
         stats.sums = NamedTensors(
             self._device.download(flat), sums.sizes | {"grad_norm": 1}
         )
         stats.counts = NamedTensors(self._device.download(counts.flat), counts.sizes)
         self._queue.append(stats)
-        if not self.in_step:
-            return
+        if self.in_step:
+            self._resolve_in_step(stats)
+        if not self._train.skip_nonfinite:
+            return False
+        if not self._skips_on_device:
+            return bool(stats.outcome["skipped"])
+        not_finite = ~sums["loss"].isfinite() | (sums["not_finite"] > 0)
+        return not_finite.float().squeeze(0)
+
+    def _resolve_in_step(self, stats: StepStats) -> None:
         copied = self.mark(timing=False)
         if copied is not None:
             copied.synchronize()
             for earlier in self._queue:
-                earlier.done = earlier is not stats
+                earlier.has_ended = earlier is not stats
         self._resolve(stats)
-
-    def skip(
-        self, stats: StepStats, agreed: NamedTensors, on_device: bool
-    ) -> Tensor | bool:
-        """Return whether to leave out the update of a step; as a float32 scalar if the device
-        decides."""
-        if not self._train.skip_nonfinite:
-            return False
-        if not on_device:
-            return bool(stats.outcome["skipped"])
-        return (
-            (~agreed["loss"].isfinite() | (agreed["not_finite"] > 0)).float().squeeze(0)
-        )
 
     def end(self, stats: StepStats) -> None:
         """Note the end of a step, as far as the host has launched it."""
         stats.ended = self.mark()
         stats.seconds = time.perf_counter() - stats.started_seconds
 
-    def due(self, step: int) -> int:
-        """Number of the last step to read after a step; the steps before it are read too."""
-        if not self._device.is_accelerator:
+    def read_after(self, step: int) -> int:
+        """Read the steps that are due after a step; return the number of the last one read.
+
+        After a stop all are read.
+        """
+        last = self._due(step)
+        self.resolve(last)
+        if self._stopping.stop and last < step:
+            last = step
+            self.resolve(last)
+        return last
+
+    def _due(self, step: int) -> int:
+        train = self._train
+        if (
+            not self._device.is_accelerator
+            or step == train.steps
+            or evaluates_after(train, step)
+            or saves_after(self._checkpoint, step, None)
+        ):
             return step
         before = step - 1
         logged = before == 1 or before % min(self._log_every, MOST_UNREAD) == 0
-        return before if self._train.skip_nonfinite or logged else 0
+        return before if train.skip_nonfinite or logged else 0
 
     def resolve(self, through: int) -> None:
-        """Read the steps up to a number, and decide whether to stop."""
+        """Read the steps up to a number."""
         waiting = [stats for stats in self._queue if stats.step <= through]
-        if waiting and not waiting[-1].done:
+        if waiting and not waiting[-1].has_ended:
             if waiting[-1].ended is not None:
                 waiting[-1].ended.synchronize()
             for stats in waiting:
-                stats.done = True
+                stats.has_ended = True
         for stats in waiting:
             if not stats.outcome:
                 self._resolve(stats)
@@ -225,7 +259,8 @@ class StepReadings:
 
         A step that waits for a lost rank never ends.
         """
-        done, give_up = 0, time.monotonic() + PATIENCE_SECONDS
+        last = 0
+        give_up = time.monotonic() + PATIENCE_SECONDS
         for stats in self._queue:
             if stats.ended is None:
                 break
@@ -233,8 +268,18 @@ class StepReadings:
                 time.sleep(0.01)
             if not stats.ended.query():
                 break
-            done = stats.step
-        return self.finish(done)
+            last = stats.step
+        return self.finish(last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts and scores of the steps read, as JSON values."""
+        assert not self._queue, "counts of steps that are not read yet would be missing"
+        return {"spikes": self._spikes.state_dict(), **self._skipped.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a ``state_dict``."""
+        self._skipped.load_state_dict(state)
+        self._spikes.load_state_dict(state["spikes"])
 
     def _resolve(self, stats: StepStats) -> None:
         sums = stats.sums
@@ -251,9 +296,7 @@ class StepReadings:
             "skipped_steps": self._skipped.in_all,
             "loss_spike": self._spikes.spike(loss),
         }
-        self.stop = self.stop or agreed_stop(
-            self._train, sums["votes"].tolist(), self._skipped
-        )
+        self._stopping.record(stats.step, sums["votes"].tolist(), self._skipped)
 
     def _metrics(self, stats: StepStats) -> StepMetrics:
         seconds = stats.seconds
@@ -261,9 +304,9 @@ class StepReadings:
             seconds = stats.started.elapsed_time(stats.ended) / 1e3
         valid, tokens, *in_documents = stats.counts["inputs"].tolist()
         routing = None
-        flops_per_token = self._built.flops_per_token
-        if self._built.routing is not None:
-            routing = self._built.routing.metrics(
+        flops_per_token = self._parallel_model.flops_per_token
+        if self._parallel_model.routing is not None:
+            routing = self._parallel_model.routing.metrics(
                 stats.sums["routing"], stats.counts["experts"]
             )
         if self._documents is not None:

@@ -94,7 +94,8 @@ class StopRequest:
                 if number not in STOP_SIGNALS:
                     continue  # it belongs to another handler in this process
                 if self.received is None:
-                    self.received, first = signal.Signals(number).name, now
+                    self.received = signal.Signals(number).name
+                    first = now
                 elif now - first >= SAME_REQUEST_SECONDS:
                     os._exit(128 + number)
 
@@ -131,14 +132,22 @@ class Stopping:
     """Decides when a run stops.
 
     Args:
-        train: limits of time and of skipped steps.
-        request: may ask this rank to stop, which stops all ranks.
+        train: limits of steps, of time and of skipped steps.
     """
 
-    def __init__(self, train: TrainConfig, request: StopRequest | None = None) -> None:
+    def __init__(self, train: TrainConfig) -> None:
         self._train = train
+        self.begin(0)
+
+    def begin(self, step: int, request: StopRequest | None = None) -> None:
+        """Begin or continue a run after a step.
+
+        ``request`` may ask this rank to stop, which stops all ranks.
+        """
         self._request = request
         self._started = time.perf_counter()
+        self.stop = self._at_end(step)
+        """The first reason to stop; the same on all ranks."""
 
     def votes(self) -> list[float]:
         """Return this rank's votes, 1 or 0, for ``agreed_stop``."""
@@ -148,6 +157,14 @@ class Stopping:
         return [float(received == number.name) for number in STOP_SIGNALS] + [
             float(out_of_time)
         ]
+
+    def record(self, step: int, votes: Sequence[float], skipped: SkippedSteps) -> None:
+        """Decide after a step, from its votes summed over ranks and the steps skipped so far."""
+        if self.stop is None:
+            self.stop = agreed_stop(self._train, votes, skipped) or self._at_end(step)
+
+    def _at_end(self, step: int) -> Stop | None:
+        return Stop("all steps done") if step >= self._train.steps else None
 
 
 def agreed_stop(
@@ -178,6 +195,13 @@ def agreed_stop(
     return (
         Stop(f"train.max_seconds={train.max_seconds:g} reached") if votes[-1] else None
     )
+
+
+def evaluates_after(train: TrainConfig, step: int, stop: Stop | None = None) -> bool:
+    """Return whether an evaluation is due after a step, after which the run may stop."""
+    if train.eval_every == 0:
+        return False
+    return not stop.signal if stop is not None else step % train.eval_every == 0
 
 
 def saves_after(checkpoint: CheckpointConfig, step: int, stop: Stop | None) -> bool:

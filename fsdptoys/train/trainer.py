@@ -11,38 +11,31 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdptoys.config.schema import Config
-from fsdptoys.data import eval_batches
 from fsdptoys.device import Device
-from fsdptoys.metrics import SpikeDetector, StepMetrics
+from fsdptoys.metrics import StepMetrics
 from fsdptoys.metrics.compilation import CompilationWatch
-from fsdptoys.optim import build_optimizer
 from fsdptoys.optim.config import build_schedule, set_schedule
-from fsdptoys.optim.loss_scale import LossScaler
 from fsdptoys.parallel import ParamInit
 from fsdptoys.patches import apply_patches
-from fsdptoys.profiler import OOMContext, Profiler, explain_out_of_memory
+from fsdptoys.profiler import Profiler, explain_out_of_memory
 
 from .build import build_stepper, build_world
 from .distributed import deterministic_kernels
 from .evaluation import held_out_loss
 from .forward_backward import forward_backward
 from .garbage import collection_between_steps
-from .gradient_scale import GradientScale, loss_builder
-from .named_tensors import NamedTensors
-from .oom_context import construction_context, oom_context
+from .gradient_scale import GradientScale
+from .oom_context import oom_context
 from .parallelize import StandIns, parallelize
 from .resume import restore_position
-from .skipped_steps import SkippedSteps
 from .step_data import StepData
 from .step_memory import StepMemory
 from .step_readings import StepReadings
-from .stop import Stop, Stopping, StopRequest, saves_after
-from .text_sample import continued
+from .stop import Stop, Stopping, StopRequest, evaluates_after, saves_after
 
 
 class Trainer:
@@ -64,51 +57,35 @@ class Trainer:
             stand_ins: replaces the forwards of a model in a trace.
         """
         self.config = config
-        train = config.train
         self.world = build_world(config, device)
         config.count_steps(self.world.world_size)  # the launcher has done so, to say it
         self.patches = apply_patches(config.patches, config.parallel.name)
-
-        self.built = parallelize(config, self.world, param_init, stand_ins)
-        self.strategy = self.built.strategy
-        scales = config.parallel.param_dtype.needs_loss_scale
-        scaler = LossScaler(config.loss_scale) if scales else None
-        self.scale = GradientScale(config, self.strategy, scaler)
-
-        names = self.built.matrix_names, self.built.block_names
-        optimizer = build_optimizer(
-            config.optim, self.strategy.trainable_parameters(), *names
-        )
-        self.strategy.attach(optimizer)
-        elements = sum(self.built.parameter_sizes.values())
-        explain = construction_context(config, self.world, elements)
-        with explain_out_of_memory(self.world.device, explain):
-            self.stepper = build_stepper(optimizer, self.strategy, config)
+        self.parallel_model = parallelize(config, self.world, param_init, stand_ins)
+        self.strategy = self.parallel_model.strategy
+        self.scale = GradientScale(config, self.strategy)
+        self.stepper = build_stepper(config, self.parallel_model)
         self.optimizer = self.stepper.optimizer
-        self.schedule = build_schedule(config.optim, self.optimizer, train.steps)
+        self.schedule = build_schedule(config.optim, self.optimizer, config.train.steps)
+        self.data = StepData(config, self.parallel_model)
 
-        self.data = StepData(config, self.built)
         self.steps_done = 0
-        self.stopping = Stopping(train)
-        self.skipped = SkippedSteps(scaler)
-        self.spikes = SpikeDetector(config.metrics.spike_threshold)
-        self.memory = StepMemory(
-            self.strategy, self.stepper, enabled=self.world.rank == 0
-        )
+        self.stopping = Stopping(config.train)
         self.readings = StepReadings(
             config,
-            self.built,
-            self.skipped,
-            self.spikes,
+            self.parallel_model,
+            self.stopping,
+            self.scale.scaler,
+            self.data.documents,
             skips_on_device=self.stepper.skips_on_device,
-            documents=self.data.documents,
         )
         """Numbers of the steps taken, until they are read."""
         self.history: list[StepMetrics] = []
         """Metrics of the steps taken by this object and read."""
-        self.compilation = (
-            CompilationWatch() if train.compile or config.kernels.compiles else None
+        self.memory = StepMemory(
+            self.strategy, self.stepper, enabled=self.world.rank == 0
         )
+        compiles = config.train.compile or config.kernels.compiles
+        self.compilation = CompilationWatch() if compiles else None
         """Records compilations and their causes; None if nothing is compiled."""
         self.on_phase: Callable[[int, str], None] = lambda step, phase: None
         """Called with step and phase: data, forward, backward, optimizer, evaluation or
@@ -127,59 +104,33 @@ class Trainer:
         # 1. The loss is the mean over valid tokens of all ranks and micro-batches.
         enter("data")
         inputs = self.data.next_step(self.readings.data_wait)
-        stats.host_values["data_wait_seconds"] = inputs.wait_seconds
         dist.all_reduce(inputs.counts)
-        scale = self.scale.of(
-            inputs.counts[0], len(inputs.microbatches), self.data.global_tokens
-        )
+        scale = self.scale.of(inputs, self.data.global_tokens)
 
         # 2. Gradients of all micro-batches add up.
-        loss_sum = forward_backward(self.built, inputs, scale, enter)
+        loss_sum = forward_backward(self.parallel_model, inputs, scale, enter)
 
         # 3. Clip; agree in one all-reduce on the loss, on whether to update and whether to stop.
         enter("optimizer")
         self.memory.label_gradients()
         max_norm = self.config.train.max_grad_norm or math.inf
         grad_norm = self.stepper.clip(self.strategy, max_norm, scale.unscale)
-        agreed, routing_counts = self._agree(loss_sum, grad_norm)
-        counts = NamedTensors.join(
-            {"inputs": inputs.counts, **routing_counts}, torch.int64
-        )
+        stats.host_values = {
+            "data_wait_seconds": inputs.wait_seconds,
+            "learning_rate": float(self.schedule.get_last_lr()[0]),
+            "loss_scale": self.scale.loss_scale,
+        }
+        skip = self.readings.agree(stats, inputs.counts, loss_sum, grad_norm)
 
-        # 4. Begin to read the numbers, and update.
-        stats.host_values["learning_rate"] = float(self.schedule.get_last_lr()[0])
-        stats.host_values["loss_scale"] = self.scale.loss_scale
-        self.readings.add(stats, agreed, grad_norm, counts)
-        self.stepper.step(
-            self.readings.skip(stats, agreed, self.stepper.skips_on_device)
-        )
-        if self._evaluates_after(step):
+        # 4. Update.
+        self.stepper.step(skip)
+        if evaluates_after(self.config.train, step):
             self.stepper.finish()  # within the step, so that its time counts in the step time
         set_schedule(self.schedule, step)
         self.strategy.zero_grad(self.optimizer)
         self.readings.end(stats)
         self.memory.end_step(step, stats.seconds)
         stats.host_values |= self.memory.measure()
-
-    def _agree(
-        self, loss_sum: Tensor, grad_norm: Tensor
-    ) -> tuple[NamedTensors, dict[str, Tensor]]:
-        """Sum the numbers of a step over ranks.
-
-        Returns:
-            The sums by name (``StepStats.sums``), and the counts of experts, if there are any.
-        """
-        routing = self.built.routing
-        votes = torch.tensor(self.stopping.votes(), dtype=loss_sum.dtype)
-        sums = {
-            "loss": loss_sum,
-            "not_finite": ~grad_norm.isfinite(),
-            "votes": self.world.device.upload(votes),
-        }
-        routing_sums, routing_counts = routing.end_step() if routing else ({}, {})
-        agreed = NamedTensors.join(sums | routing_sums, loss_sum.dtype)
-        dist.all_reduce(agreed.flat)
-        return agreed, routing_counts
 
     def train(
         self,
@@ -198,28 +149,30 @@ class Trainer:
                 last one.
             request: may ask this rank to stop, which stops all ranks.
         """
-        train, device = self.config.train, self.world.device
-        self.stopping = Stopping(train, request)
+        train = self.config.train
+        device = self.world.device
+        self.stopping.begin(self.steps_done, request)
         device.reset_peak_memory()
-        stop = Stop("all steps done") if self.steps_done >= train.steps else None
-        profiled = profiler.traces if profiler else lambda step: False
+        traces = profiler.traces if profiler else lambda step: False
         with (
             closing(self.data.batches),
             deterministic_kernels(train.deterministic, device.type),
             collection_between_steps(train.gc_every) as collect_garbage,
-            profiler or nullcontext() as watching,
+            profiler or nullcontext(),
         ):
-            while stop is None:
+            while self.stopping.stop is None:
                 step = self.steps_done + 1
                 try:
-                    stop, read = self._step_and_evaluate(step, profiled)
+                    last_read = self._step_and_evaluate(step, traces)
                     self.steps_done = step
-                    self._record(self.readings.finish(read), on_step)
-                    if watching:
-                        watching.step(step)
-                    if save and saves_after(self.config.checkpoint, step, stop):
+                    self._record(self.readings.finish(last_read), on_step)
+                    if profiler:
+                        profiler.step(step)
+                    if save and saves_after(
+                        self.config.checkpoint, step, self.stopping.stop
+                    ):
                         self._enter(step, "checkpoint")
-                        save(stop)
+                        save(self.stopping.stop)
                 except BaseException:
                     # A device that failed may not answer, a full disk takes no record
                     with suppress(Exception):
@@ -227,82 +180,45 @@ class Trainer:
                     raise
                 collect_garbage(step)
             self.stepper.finish()
-        return stop
+        return self.stopping.stop
 
-    def _step_and_evaluate(
-        self, step: int, profiled: Callable[[int], bool]
-    ) -> tuple[Stop | None, int]:
-        """Take a step, and evaluate if it is due; return a reason to stop, and the last step that
-        is read."""
-        train, readings = self.config.train, self.readings
+    def _step_and_evaluate(self, step: int, traces: Callable[[int], bool]) -> int:
+        """Take a step, and evaluate if it is due; return the last step that is read."""
         with explain_out_of_memory(
-            self.world.device, functools.partial(self._oom_context, step)
+            self.world.device,
+            lambda: oom_context(
+                self.config, self.strategy, self.stepper, step, self._phase
+            ),
         ):
-            with self.around_step(step), self.memory.around(step, profiled):
+            with self.around_step(step), self.memory.around(step, traces):
                 self.train_step(step)
             if self.compilation:
                 self.compilation.record_pass("training", step)
-            last, evaluates = step == train.steps, self._evaluates_after(step)
-            reads = last or evaluates or saves_after(self.config.checkpoint, step, None)
-            read = step if reads else readings.due(step)
-            readings.resolve(read)
-            if readings.stop:
-                readings.resolve(read := step)
-            stop = readings.stop or (Stop("all steps done") if last else None)
-            hurries = stop is not None and stop.signal
-            if not hurries and (evaluates or (train.eval_every and stop)):
-                readings.newest.eval_loss = self.evaluate(step)
-        return stop, read
+            last_read = self.readings.read_after(step)
+            if evaluates_after(self.config.train, step, self.stopping.stop):
+                self.readings.newest.eval_loss = self.evaluate(step)
+        return last_read
 
     def evaluate(self, step: int) -> float:
         """Mean loss over the first batches of the held-out split, in nats per token. A
         collective."""
-        train, data, axes = self.config.train, self.data, self.strategy.mesh_axes
-        assert data.dataset.eval is not None
         self._enter(step, "evaluation")
         self.stepper.finish()
-        sharing = axes.pp * axes.sharing
-        ranks = (data.data_rank, self.world.world_size // sharing)
-        batches = eval_batches(
-            data.dataset.eval, train.batch_size, train.eval_batches, *ranks
-        )
-        loss_fn = loss_builder(self.config, self.strategy)()
-        loss = held_out_loss(
-            self.strategy.full_model, loss_fn, batches, self.world.zero(), sharing
-        )
+        loss_fn = self.scale.plain_loss()
+        loss = held_out_loss(self.strategy, loss_fn, self.data.eval_batches())
         if self.compilation:
             self.compilation.record_pass("evaluation", step)
         return loss
 
-    def sample(self) -> str | None:
-        """The prompt with the model's continuation; None without a ``text_sample``. A collective if
-        sharded."""
-        text, train = self.data.dataset.text_sample, self.config.train
-        if not text:
-            return None
-        # Compiled parts run eagerly, since each length would recompile.
-        with (
-            torch.compiler.set_stance("force_eager")
-            if self.compilation
-            else nullcontext()
-        ):
-            return continued(
-                text, self.strategy.full_model, self.world.device.torch_device, train
-            )
-
     def state_dict(self) -> dict[str, Any]:
         """Progress of the run as JSON values; with the strategy's tensors, all that a resume
         needs."""
-        assert not self.readings.pending, (
-            "counts of steps that are not read yet would be missing"
-        )
         return {
             "step": self.steps_done,
             "data": self.data.batches.state_dict(),
             "global_batch": self.data.batches.global_batch,
             "optimizer_steps": self.stepper.steps_taken,
-            "spikes": self.spikes.state_dict(),
-            **self.skipped.state_dict(),
+            **self.readings.state_dict(),
         }
 
     def load_state_dict(
@@ -319,31 +235,18 @@ class Trainer:
         self.steps_done = state["step"]
         set_schedule(self.schedule, self.steps_done)
         self.stepper.restore(state["optimizer_steps"])
-        self.skipped.load_state_dict(state)
-        self.spikes.load_state_dict(state["spikes"])
+        self.readings.load_state_dict(state)
 
     def _record(
         self,
-        finished: Sequence[StepMetrics],
+        steps: Sequence[StepMetrics],
         on_step: Callable[[StepMetrics], None] | None,
     ) -> None:
-        for metrics in finished:
+        for metrics in steps:
             self.history.append(metrics.without_counts())
             if on_step:
                 on_step(metrics)
 
-    def _evaluates_after(self, step: int) -> bool:
-        return (
-            self.config.train.eval_every > 0
-            and step % self.config.train.eval_every == 0
-        )
-
     def _enter(self, step: int, phase: str) -> None:
         self._phase = phase
         self.on_phase(step, phase)
-
-    def _oom_context(self, step: int) -> OOMContext:
-        params = (param for _, param in self.strategy.named_parameters())
-        return oom_context(
-            self.config, self.world, step, self._phase, params, self.stepper
-        )

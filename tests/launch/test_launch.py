@@ -200,7 +200,7 @@ def test_one_accelerator_trains_without_sharding_unless_the_words_ask_for_it(
     have(monkeypatch, devices)
     run = resolve_run(words, {})
     assert run.composition.config.parallel.name == name
-    assert ("parallel=single" in run.words) is (name == "single")
+    assert ("parallel=single" in run.overrides) is (name == "single")
     print_run(run, {})
     reason = (
         "parallel=single since one rank has no ranks to shard over; type "
@@ -286,7 +286,7 @@ def test_memory_switches_are_chosen_only_where_the_words_ask_for_it(
         choose_switches=lambda *_: ["memory.chunk_loss=true", "memory.chunk_tokens=77"],
     )
     assert (run.composition.config.memory.chunk_tokens == "77") is chosen
-    assert ("memory.chunk_tokens=77" in run.words) is chosen
+    assert ("memory.chunk_tokens=77" in run.overrides) is chosen
 
 
 def test_unexpected_world_size_across_nodes_is_refused(

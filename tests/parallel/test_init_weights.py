@@ -116,7 +116,7 @@ def peak_and_sizes_bytes() -> tuple[int, int, int]:
     return (
         growth,
         sum(param.nbytes for param in params),
-        4 * sum(trainer.built.parameter_sizes.values()),
+        4 * sum(trainer.parallel_model.parameter_sizes.values()),
     )
 
 

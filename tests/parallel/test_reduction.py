@@ -95,7 +95,9 @@ def peaks(configs: list[Config]) -> list[tuple[float, int]]:
         found.append(
             (
                 (peak or 0.0) * GIB,
-                4 * sum(trainer.built.parameter_sizes.values()) // one.mesh.tp_size,
+                4
+                * sum(trainer.parallel_model.parameter_sizes.values())
+                // one.mesh.tp_size,
             )
         )
     return found

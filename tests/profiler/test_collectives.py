@@ -276,7 +276,7 @@ def test_trainer_collectives_are_labeled_with_phase_and_call_site(
     assert small == [
         ("other", "trainer.train_step"),
         *clips,
-        ("other", "trainer._agree"),
+        ("other", "step_readings.agree"),
     ]
 
 

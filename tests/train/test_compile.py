@@ -39,6 +39,7 @@ from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.train import parallelize as prepare
 from fsdptoys.train.compile import compile_blocks
 from fsdptoys.train.run import train as run_in_directory
+from fsdptoys.train.text_sample import sample_text
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import Base
 from tests.harness.blocks import LLAMA, build, forward, gradients
@@ -283,8 +284,8 @@ def train(
         found = []
         if trainer.compilation is not None:
             found.append(trainer.compilation.result())
-            for once_more in (trainer.sample, functools.partial(draw, trainer)):
-                once_more()
+            for sample in (sample_text, draw):
+                sample(trainer)
                 trainer.compilation.record_pass("sample", config.train.steps)
                 found.append(trainer.compilation.result())
         results.append((losses, found))

@@ -24,6 +24,7 @@ from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.replay import replay
 from fsdptoys.profiler import ExplainedOutOfMemoryError, live_bytes
+from fsdptoys.train.oom_context import oom_context
 from fsdptoys.train.step_memory import COST, StepMemory
 from fsdptoys.train.trainer import Trainer
 from tests.harness.ranks import run_ranks
@@ -281,7 +282,10 @@ def memory_of_a_lazy_run(config: Config) -> tuple[int, int]:
     parameters = live_bytes(
         (param for _, param in trainer.strategy.named_parameters()), None
     ).parameters
-    return trainer._oom_context(2).live.gradients.host_bytes, parameters.host_bytes
+    context = oom_context(
+        trainer.config, trainer.strategy, trainer.stepper, 2, "forward"
+    )
+    return context.live.gradients.host_bytes, parameters.host_bytes
 
 
 def test_gradients_of_deferred_steps_count_as_gradients() -> None:

@@ -133,9 +133,9 @@ class SignedBackend(RendezvousBackend):
         decoded = self._decode(stored)
         return None if decoded is None else (*decoded, stored == message.encode())
 
-    def _ask(self, operation: str, *words: Any) -> Any:
+    def _ask(self, operation: str, *args: Any) -> Any:
         try:
-            return getattr(self._store, operation)(*words)
+            return getattr(self._store, operation)(*args)
         except (ValueError, RuntimeError, TimeoutError) as error:
             raise RendezvousConnectionError(
                 "the connection to the store has failed"
