@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(
 
 
 def pytest_collection_finish() -> None:
-    """Compose once, whose first time takes longest, and exempt objects from garbage collection,
+    """Compose once, since the first time takes longest, and exempt objects from garbage collection,
     which copies pages."""
     from fsdptoys.config.compose import compose_config
 

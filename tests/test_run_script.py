@@ -136,15 +136,15 @@ def test_bare_checkout_runs_with_the_given_interpreter(
     ]
     elsewhere = tmp_path / "runs go here"
     elsewhere.mkdir()
-    done = sandbox.start(*arguments, cwd=elsewhere, PYTHON=sys.executable)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
+    process = sandbox.start(*arguments, cwd=elsewhere, PYTHON=sys.executable)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout) == {
         "python": sys.executable,
         "file": str(sandbox.checkout / "fsdptoys" / "__main__.py"),
         "cwd": str(elsewhere),
         "arguments": ["train", *arguments],
     }
-    assert f"fsdptoys itself is taken from {sandbox.checkout}" in done.stderr
+    assert f"fsdptoys itself is taken from {sandbox.checkout}" in process.stderr
     assert {path.name for path in sandbox.checkout.iterdir()} == {"fsdptoys", *COPIED}
 
 
@@ -165,8 +165,8 @@ def test_first_argument_may_be_a_command(
     arguments: str, command: str, sandbox: Sandbox
 ) -> None:
     """Oracle: the arguments of the started module; a setting has a = sign and an option a dash."""
-    done = sandbox.start(*arguments.split(), PYTHON=sys.executable)
-    assert json.loads(done.stdout)["arguments"] == command.split()
+    process = sandbox.start(*arguments.split(), PYTHON=sys.executable)
+    assert json.loads(process.stdout)["arguments"] == command.split()
 
 
 @pytest.mark.parametrize(
@@ -176,26 +176,30 @@ def test_symbolic_links_to_the_script_run_the_checkout(
     kind: str, sandbox: Sandbox, tmp_path: Path
 ) -> None:
     """Oracle: the file of the started module; CDPATH must not lead elsewhere."""
-    script, cwd = tmp_path / "link.sh", tmp_path
+    script = tmp_path / "link.sh"
+    cwd = tmp_path
     if kind == "absolute":
         script.symlink_to(sandbox.checkout / "run_fsdp.sh")
     elif kind == "called by its bare name":
-        script, cwd = Path("run_fsdp.sh"), sandbox.checkout
+        script = Path("run_fsdp.sh")
+        cwd = sandbox.checkout
     else:
         relative = Path(sandbox.checkout.name, "run_fsdp.sh")
         script.symlink_to(relative)
         if kind == "chain":
             (tmp_path / "second.sh").symlink_to("link.sh")
             script = Path("second.sh")
-    done = sandbox.start(script=script, cwd=cwd, PYTHON=sys.executable, CDPATH="/tmp:/")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["file"] == str(
+    process = sandbox.start(
+        script=script, cwd=cwd, PYTHON=sys.executable, CDPATH="/tmp:/"
+    )
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["file"] == str(
         sandbox.checkout / "fsdptoys" / "__main__.py"
     )
 
 
 @pytest.mark.parametrize(
-    ("states", "variables", "taken"),
+    ("states", "variables", "name"),
     [
         ({"python3": "ready"}, {}, "python3"),
         ({"python3": "ready", "chosen": "ready"}, {"PYTHON": "chosen"}, "chosen"),
@@ -222,15 +226,15 @@ def test_symbolic_links_to_the_script_run_the_checkout(
     ids=["PATH", "PYTHON", "newer on PATH", "active environment", ".venv"],
 )
 def test_python_is_chosen_in_the_documented_order(
-    states: dict[str, str], variables: dict[str, str], taken: str, sandbox: Sandbox
+    states: dict[str, str], variables: dict[str, str], name: str, sandbox: Sandbox
 ) -> None:
     """Oracle: the name of the only called stub."""
     sandbox.add_stubs(states)
     if "VIRTUAL_ENV" in variables:
         variables = {"VIRTUAL_ENV": str(sandbox.path / "venv")}
-    done = sandbox.start("--help", **variables)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sandbox.calls() == [f"{taken} -m fsdptoys train --help"]
+    process = sandbox.start("--help", **variables)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert sandbox.calls() == [f"{name} -m fsdptoys train --help"]
 
 
 def test_other_copy_of_fsdptoys_on_pythonpath_is_ignored(
@@ -240,8 +244,8 @@ def test_other_copy_of_fsdptoys_on_pythonpath_is_ignored(
     PYTHONPATH."""
     other = tmp_path / "other"
     shutil.copytree(sandbox.checkout / "fsdptoys", other / "fsdptoys")
-    done = sandbox.start(PYTHON=sys.executable, PYTHONPATH=str(other))
-    assert json.loads(done.stdout)["file"] == str(
+    process = sandbox.start(PYTHON=sys.executable, PYTHONPATH=str(other))
+    assert json.loads(process.stdout)["file"] == str(
         sandbox.checkout / "fsdptoys" / "__main__.py"
     )
 
@@ -257,22 +261,22 @@ def test_own_environment_is_installed_once_and_repaired(sandbox: Sandbox) -> Non
     )
     train = "python -m fsdptoys train x=1"
 
-    done = sandbox.start("x=1", PIP_FAILS="1")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "no matching distribution" in done.stderr
-    assert done.stderr.endswith(
+    process = sandbox.start("x=1", PIP_FAILS="1")
+    assert (process.returncode, process.stdout) == (1, "")
+    assert "no matching distribution" in process.stderr
+    assert process.stderr.endswith(
         "start again to try again, or set PYTHON to a Python that has its dependencies\n"
     )
     assert sandbox.calls() == [make, install]
 
     for expected in ([install, train], [train]):
         sandbox.log.unlink()
-        done = sandbox.start("x=1")
-        assert done.returncode == 0, done.stderr
+        process = sandbox.start("x=1")
+        assert process.returncode == 0, process.stderr
         assert sandbox.calls() == expected
         hints = [
             shlex.split(line)[-1]
-            for line in done.stderr.splitlines()
+            for line in process.stderr.splitlines()
             if "in your shell: source" in line
         ]
         assert hints == [f"{venv}/bin/activate"] * (install in expected)
@@ -293,15 +297,15 @@ def test_working_torch_is_kept_and_only_missing_packages_are_pinned(
     with (sandbox.checkout / "constraints.txt").open("a") as file:
         file.write("fsdptoys-has-no-such-package==1.0\n")
     venv = sandbox.checkout / ".venv"
-    done = sandbox.start("x=1", TORCH=sys.executable)
-    assert done.returncode == 0, done.stderr
+    process = sandbox.start("x=1", TORCH=sys.executable)
+    assert process.returncode == 0, process.stderr
     assert sandbox.calls() == [
         f"python3 -m venv --system-site-packages {venv}",
         f"python -m pip install -c {venv}/constraints.txt -e {sandbox.checkout}[report]",
         "python -m fsdptoys train x=1",
     ]
     torch = metadata.version("torch")
-    assert f"keeps torch {torch} of {sandbox.path}/python3; " in done.stderr
+    assert f"keeps torch {torch} of {sandbox.path}/python3; " in process.stderr
     constraints = (venv / "constraints.txt").read_text().splitlines()
     assert (constraints[0], constraints[-1]) == (
         f"torch=={torch}",
@@ -334,7 +338,7 @@ def test_missing_python_or_venv_is_reported_in_one_sentence(
 ) -> None:
     """Oracle: exit status 2, one line with a fix, and no started process."""
     sandbox.add_stubs(states)
-    done = sandbox.start("--help", PYTHON="chosen", NO_VENV_MODULE=no_venv_module)
-    assert done.returncode == 2
-    assert sentence in done.stderr.splitlines()[-1]
+    process = sandbox.start("--help", PYTHON="chosen", NO_VENV_MODULE=no_venv_module)
+    assert process.returncode == 2
+    assert sentence in process.stderr.splitlines()[-1]
     assert sandbox.calls() == []

@@ -197,7 +197,7 @@ def check_plan_settings(plan: PlanConfig, device_type: str) -> None:
 
 def check_threads(present: Mapping[str, str]) -> None:
     """Check that OMP_NUM_THREADS lists numbers above 0; PyTorch would reject others only in the
-    ranks, and OpenMP ends a process whose threads it cannot create."""
+    ranks, and OpenMP ends a process if it cannot create its threads."""
     value = present.get("OMP_NUM_THREADS", "").strip()
     level = r"\s*0*[1-9]\d{0,2}\s*"
     if value and not re.fullmatch(f"{level}(,{level})*", value, re.ASCII):

@@ -1,8 +1,8 @@
 """The launcher's temporary folder: private to its user and locked while the launcher lives.
 
-A killed launcher cannot remove its folder, so the next one removes each folder of its user whose
-lock is free. A process id in a file would not do: ids are reused, and differ between containers
-that share a temporary folder.
+A killed launcher cannot remove its folder, so the next one removes each folder of its user with a
+free lock. A process id in a file would not do: ids are reused, and differ between containers that
+share a temporary folder.
 """
 
 import contextlib

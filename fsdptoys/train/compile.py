@@ -2,7 +2,7 @@
 for the backward.
 
 Identical blocks share one compilation, and the strategy's hooks, which gather and reduce, stay
-outside the graphs. The partitioner saves the activations whose recomputation is slow. With a budget
+outside the graphs. The partitioner saves the activations that are slow to recompute. With a budget
 below 1 it recomputes more, those with the fewest FLOPs first, until the rest fits into that share:
 a finer choice than activation checkpointing of full blocks.
 

@@ -2,8 +2,8 @@
 
 Left alone, the collector runs whenever this process has allocated enough objects: each rank pauses
 in another step, and all others wait for it in the next collective. Here it runs between steps only.
-A pass visits the objects made since the last one; every ``FULL``-th visits all, most of which are
-PyTorch's modules. Freezing those instead could not be undone for them alone (``gc.unfreeze`` has no
+A pass visits the objects made since the last one; every ``FULL``-th visits all; most are PyTorch's
+modules. Freezing those instead could not be undone for them alone (``gc.unfreeze`` has no
 argument).
 
 Steps leave reference cycles of Python objects, but the tensors of a step are not in cycles, and are

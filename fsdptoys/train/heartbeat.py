@@ -235,7 +235,7 @@ def _passed_limit(message: str, limits: Mapping[str, float]) -> str:
 
 
 def describe_missing_ranks(folder: Path, rank: int, world_size: int) -> str:
-    """Describe the ranks whose progress differs from that of ``rank``."""
+    """Describe the ranks that are at another point than ``rank``."""
     signs = read_heartbeats(folder)
     now = time.time()
     own = signs.get(rank)
@@ -288,7 +288,8 @@ def describe_heartbeat(folder: Path, rank: int, pid: int) -> str | None:
 def describe_last_heartbeats(folder: Path, pids: Mapping[int, int]) -> str | None:
     """Describe the last progress of all ranks after the run has ended; None without heartbeats.
 
-    ``pids``, the process ids of this machine's ranks, identify the start whose files count.
+    ``pids``, the process ids of this machine's ranks, identify the start; files of other starts do
+    not count.
     """
     signs = read_heartbeats(folder)
     now = time.time()

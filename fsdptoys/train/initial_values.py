@@ -38,8 +38,8 @@ class InitialValues:
     def fill(self, param: Tensor, name: str) -> None:
         """Fill a parameter, or this rank's shard of it, in place.
 
-        A quantized one is filled from the values of the plain one, of which only one at a time
-        exists.
+        A quantized one is filled from the values of the plain one; only one plain parameter exists
+        at a time.
         """
         if is_packed(name):
             packed = local_tensor(param)

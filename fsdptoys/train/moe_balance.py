@@ -4,8 +4,8 @@ A router sees its own micro-batch only (``models/moe.py``). ``RoutingBalance`` s
 counts of all ranks between forward and backward and gives each router the gradient of the auxiliary
 losses, which are linear in the router's sums. With gradient accumulation a backward uses the counts
 of the micro-batches so far, since later ones are not routed yet (arXiv:2501.11873); the reported
-losses cover the full step. With ``train.deterministic=layout``, whose gradients do not depend on
-the micro-batches, one more forward of each routes the full step first.
+losses cover the full step. With ``train.deterministic=layout`` gradients do not depend on the
+micro-batches; one more forward of each routes the full step first.
 
 Over the tokens of a step, padding included, and a layer's E experts:
 
@@ -36,7 +36,7 @@ class RoutingBalance:
     """Balances the routers of a model; methods are listed in the order in which a step calls them.
 
     Args:
-        model: of MoE blocks, of which a rank may have some; split, and not yet sharded.
+        model: of MoE blocks, or this rank's part of them; split, and not yet sharded.
         strategy: of the model.
     """
 

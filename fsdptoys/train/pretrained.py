@@ -80,7 +80,7 @@ class TrainedModel:
     Args:
         source: as for ``open_weights``, or a folder in Hugging Face format.
         say: receives messages for the user.
-        adapter: folder in PEFT's format, whose adapters are added to the weights.
+        adapter: folder in PEFT's format; its adapters are added to the weights.
     """
 
     config: ModelConfig

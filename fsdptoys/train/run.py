@@ -142,36 +142,19 @@ class Run:
         if not self.checkpoints.finish():
             self._saved = False
         self._say(*self.checkpoints.report())
-        reason = stop.reason
+        is_early = stop.signal or stop.gave_up
+        reason = self._early_reason(stop) if is_early else stop.reason
         sample = None
-        if stop.signal or stop.gave_up:
-            newest = self.checkpoints.last_step
-            if newest is None:
-                reason += "; nothing is saved"
-            else:
-                reason += f"; the newest checkpoint is that of step {newest}"
-            if stop.signal and newest is not None:
-                has_run_dir = self.config.metrics.run_dir is not None
-                is_set = {
-                    "checkpoint.resume=auto": self.config.checkpoint.resumes,
-                    f"metrics.run_dir={self.run_dir}": has_run_dir,
-                }
-                missing = " and ".join(
-                    word for word, present in is_set.items() if not present
-                )
-                added = f" with {missing}" if missing else ""
-                self._say(f"the same command{added} continues the run")
         try:
-            if not (stop.signal or stop.gave_up):
+            if not is_early:
                 if self.config.checkpoint.final_weights:
                     save_final_weights(self.config, self.trainer.strategy, self.run_dir)
                 sample = sample_text(self.trainer)
         finally:
             # A disk too full for the weights must not lose the results as well.
             if self._recorder:
-                compilation = (
-                    watch.result() if (watch := self.trainer.compilation) else None
-                )
+                watch = self.trainer.compilation
+                compilation = watch.result() if watch else None
                 status = run_status(
                     stop, self.trainer.steps_done, self.config.train.steps
                 )
@@ -189,6 +172,22 @@ class Run:
         if self._saved:
             return None
         return self._broadcast(self._problem) or "the last checkpoint was not saved"
+
+    def _early_reason(self, stop: Stop) -> str:
+        """Return the reason of an early stop with the newest checkpoint; say what continues the
+        run."""
+        newest = self.checkpoints.last_step
+        if newest is None:
+            return f"{stop.reason}; nothing is saved"
+        if stop.signal:
+            missing = []
+            if not self.config.checkpoint.resumes:
+                missing.append("checkpoint.resume=auto")
+            if self.config.metrics.run_dir is None:
+                missing.append(f"metrics.run_dir={self.run_dir}")
+            added = f" with {' and '.join(missing)}" if missing else ""
+            self._say(f"the same command{added} continues the run")
+        return f"{stop.reason}; the newest checkpoint is that of step {newest}"
 
     def _claim_run_dir(self) -> Path:
         """Choose and lock the run directory on rank 0, and broadcast it."""
@@ -284,7 +283,9 @@ class Run:
             )
 
     def _open_recorder(self, layout: Layout) -> RunRecorder:
-        dataset = self.trainer.data.dataset
+        trainer = self.trainer
+        dataset = trainer.data.dataset
+        patches = trainer.patches.outcomes(trainer.strategy.model)
         references = {
             "unigram entropy of the data": dataset.unigram_entropy_nats,
             "conditional entropy of the data": dataset.conditional_entropy_nats,
@@ -294,15 +295,10 @@ class Run:
             title=self.title,
             config_tree=self.config.to_dict(),
             defaults=self.config.defaults(),
-            environment=environment(
-                self.trainer.world.device, self.world_size, sys.argv
-            )
+            environment=environment(trainer.world.device, self.world_size, sys.argv)
             | {
-                "attention_backend": self.trainer.parallel_model.attention_backend,
-                "patches_of_pytorch": self.trainer.patches.outcomes(
-                    self.trainer.strategy.model
-                )
-                or "none",
+                "attention_backend": trainer.parallel_model.attention_backend,
+                "patches_of_pytorch": patches or "none",
             },
             steps=self.config.train.steps,
             references={

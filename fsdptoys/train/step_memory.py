@@ -32,7 +32,7 @@ class StepMemory:
     Args:
         strategy: of the model.
         stepper: of the optimizer.
-        enabled: False for ranks whose metrics are not recorded.
+        enabled: False for ranks without a recorder.
     """
 
     def __init__(

@@ -9,8 +9,8 @@ pinned memory, and read later, all of a step at once and in the order of the ste
   ``metrics.log_every`` (of ``MOST_UNREAD`` if that is less) or the first one, for all steps up to
   it;
 - where the host needs the numbers of step k for its update: within the step, before the update. So
-  it is in float16, whose next step needs the loss scale, and with optimizers that cannot skip on
-  the device;
+  it is in float16, because the next step needs the loss scale, and with optimizers that cannot skip
+  on the device;
 - before an evaluation, before a checkpoint, and at the end: all of them.
 
 Which of these applies depends on the configuration only, so all ranks read, and stop, after the

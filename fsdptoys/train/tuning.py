@@ -13,7 +13,7 @@ from fsdptoys.tune import Base, LoRAConfig
 
 
 def tune_model(model: DecoderModel, config: Config) -> Samples | None:
-    """Freeze a model on the meta device and add adapters, where the configuration says so.
+    """Freeze a model on the meta device and add adapters, if the configuration says so.
 
     Returns:
         The samples of a micro-batch, for layers with dropout; None without dropout.
@@ -50,7 +50,6 @@ def show_samples(
 
 
 def quantize_base(model: DecoderModel, config: Config) -> None:
-    """Quantize the frozen weights of a model on the meta device, where the configuration says
-    so."""
+    """Quantize the frozen weights of a model on the meta device, if the configuration says so."""
     if isinstance(config.tune, LoRAConfig) and config.tune.base is Base.nf4:
         quantize_linears(model)

@@ -1,9 +1,10 @@
 """A rank's work in a step does not depend on the world size: counted for 8 and for about 1000
 ranks.
 
-Ranks of large worlds are alone here, in a process group whose collectives do nothing
-(``step_counts.py`` of ``scripts/benchmarks``). Not covered so: DDP, whose reducer wants an answer;
-and FSDP1 over all ranks on a CPU, where PyTorch itself gathers with a list of tensors, one a rank.
+Ranks of large worlds are alone here, in a process group with collectives that do nothing
+(``step_counts.py`` of ``scripts/benchmarks``). Not covered so: DDP, since its reducer wants an
+answer; and FSDP1 over all ranks on a CPU, since PyTorch itself gathers there with a list of
+tensors, one a rank.
 """
 
 import os
@@ -58,9 +59,9 @@ STEPS = {
 
 
 def numbers_of_a_step(
-    words: Sequence[str], world_size: int
+    overrides: Sequence[str], world_size: int
 ) -> tuple[dict[str, int], dict[str, int], list[Any]]:
-    counted, collectives, _ = count_step(words, world_size)
+    counted, collectives, _ = count_step(overrides, world_size)
     listed = [(call.phase, call.collective, call.size_bytes) for call in collectives]
     return dict(counted.lines), dict(counted.calls), listed
 
@@ -80,17 +81,17 @@ def differences(
 def test_work_of_a_step_does_not_depend_on_the_world_size(name: str) -> None:
     """Oracle: the smaller world: lines of ours that ran, function by function, calls of any Python
     function, and the collectives with their sizes."""
-    words, small, large = STEPS[name]
-    ((few, calls, collectives),) = run_ranks(1, numbers_of_a_step, words, small)
+    overrides, small, large = STEPS[name]
+    ((few, calls, collectives),) = run_ranks(1, numbers_of_a_step, overrides, small)
     ((many, more_calls, more_collectives),) = run_ranks(
-        1, numbers_of_a_step, words, large
+        1, numbers_of_a_step, overrides, large
     )
     assert differences(few, many) == differences(calls, more_calls) == {}
     assert sum(calls.values()) > 1000 and sum(few.values()) > 500
     # Parameters are padded to a multiple of the number of ranks
-    if "mesh.fsdp_size=node" not in words:
+    if "mesh.fsdp_size=node" not in overrides:
         collectives, more_collectives = (
-            [each[:2] for each in listed] for listed in (collectives, more_collectives)
+            [call[:2] for call in listed] for listed in (collectives, more_collectives)
         )
     assert collectives == more_collectives
     assert len(collectives) > 2
@@ -130,9 +131,9 @@ def numbers_of_a_save(config: Config) -> tuple[list[str], list[str]]:
 def test_work_of_a_save_does_not_depend_on_the_world_size(tmp_path: Path) -> None:
     """Oracle: the other world size, separately for rank 0, which handles the common files, and for
     the other ranks."""
-    found = {}
+    counts = {}
     for ranks in (2, 4):
-        words = [
+        overrides = [
             *SMALL,
             "mesh.fsdp_size=2",
             "train.steps=3",
@@ -140,14 +141,14 @@ def test_work_of_a_save_does_not_depend_on_the_world_size(tmp_path: Path) -> Non
             "metrics.console=none",
         ]
         config = configured(
-            [*words, f"metrics.run_dir={tmp_path / str(ranks)}"], ranks, ranks
+            [*overrides, f"metrics.run_dir={tmp_path / str(ranks)}"], ranks, ranks
         )
-        found[ranks] = run_ranks(ranks, numbers_of_a_save, config)
-    first = found[4][0]
-    others = found[4][1:]
-    assert found[2][0] == first and len(first[0]) > 3 and len(first[1]) > 4
-    assert all(Counter(other[0]) == Counter(found[2][1][0]) for other in others)
-    assert all(set(other[1]) <= set(found[2][1][1]) for other in others)
+        counts[ranks] = run_ranks(ranks, numbers_of_a_save, config)
+    first = counts[4][0]
+    others = counts[4][1:]
+    assert counts[2][0] == first and len(first[0]) > 3 and len(first[1]) > 4
+    assert all(Counter(other[0]) == Counter(counts[2][1][0]) for other in others)
+    assert all(set(other[1]) <= set(counts[2][1][1]) for other in others)
 
 
 def test_message_counts_follow_the_ring_algorithms() -> None:

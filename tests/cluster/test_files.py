@@ -58,7 +58,7 @@ def test_sbatch_options_are_documented() -> None:
 class Job:
     """The batch script, started as SLURM would, except for the commands that it calls."""
 
-    def __init__(self, folder: Path, *words: str, **environment: str) -> None:
+    def __init__(self, folder: Path, *argv: str, **environment: str) -> None:
         self.folder = folder
         for name, text in COMMANDS.items():
             path = folder / "bin" / name
@@ -74,10 +74,10 @@ class Job:
         slurm |= {"GPUS_ON_NODE": "4", "CPUS_PER_TASK": "16"}
         present = {
             "PATH": f"{folder}/bin:{os.environ['PATH']}",
-            **{f"SLURM_{key}": each for key, each in slurm.items()},
+            **{f"SLURM_{key}": value for key, value in slurm.items()},
         }
         self.process = subprocess.Popen(
-            ["bash", SBATCH, *words],
+            ["bash", SBATCH, *argv],
             cwd=folder,
             env=present | environment,
             stdout=subprocess.PIPE,
@@ -109,8 +109,8 @@ def test_every_node_starts_the_run_with_the_first_node_as_rendezvous(
         SLURM_RESTART_COUNT="2",
     )
     assert job.end() == (status, ["scontrol show hostnames node[7-8]", "srun 16"])
-    words = (tmp_path / "words").read_text().split()
-    assert words == [
+    argv = (tmp_path / "words").read_text().split()
+    assert argv == [
         *(
             "-m",
             "fsdptoys",
@@ -126,11 +126,11 @@ def test_every_node_starts_the_run_with_the_first_node_as_rendezvous(
         ),
         *("model=llama_debug", "train.steps=3"),
     ]
-    assert resolve_run([*words[3:], "launch.device=cpu"], {}).world_size == 8
+    assert resolve_run([*argv[3:], "launch.device=cpu"], {}).world_size == 8
 
 
 @pytest.mark.parametrize(
-    "asked, requeued",
+    "step_status, requeued",
     [
         (0, True),
         *(
@@ -141,17 +141,17 @@ def test_every_node_starts_the_run_with_the_first_node_as_rendezvous(
     ],
 )
 def test_run_at_its_time_limit_saves_and_is_requeued(
-    asked: int, requeued: bool, tmp_path: Path
+    step_status: int, requeued: bool, tmp_path: Path
 ) -> None:
     """Oracle: the calls, in order: the step is asked to stop, and the job requeued when it has
     ended well, or before its first step, where one node's end may be another's SIGTERM or
     SIGKILL."""
-    job = Job(tmp_path, ASKED=str(asked))
+    job = Job(tmp_path, ASKED=str(step_status))
     job.signal()
     status, log = job.end()
     assert log[2] == "scancel --signal=USR1 123456.0"
     assert (status, log[3:]) == (
-        (0, ["scontrol requeue 123456"]) if requeued else (asked, [])
+        (0, ["scontrol requeue 123456"]) if requeued else (step_status, [])
     )
 
 
@@ -179,8 +179,8 @@ def test_manifest_is_valid_for_kubeflow_trainer() -> None:
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     pod = node["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert {each["name"] for each in container["volumeMounts"]} == {
-        each["name"] for each in pod["volumes"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
     }
     assert container["command"] == ["torchrun"] and trainer["args"][:3] == [
         "-m",
@@ -207,10 +207,10 @@ def test_documented_torchx_command_builds_a_job() -> None:
     from torchx.runner import get_runner  # type: ignore[import-not-found]
 
     text = (FILES.parents[1] / "docs" / "cluster.md").read_text()
-    found = re.search(r"^torchx run (.*?)\n```", text, re.M | re.S)
-    assert found is not None
-    words = found[1].replace("\\\n", " ").split()
-    component = words[words.index("dist.ddp") + 1 :]
+    command = re.search(r"^torchx run (.*?)\n```", text, re.M | re.S)
+    assert command is not None
+    argv = command[1].replace("\\\n", " ").split()
+    component = argv[argv.index("dist.ddp") + 1 :]
     with get_runner() as runner:
         request = str(
             runner.dryrun_component(

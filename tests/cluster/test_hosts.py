@@ -1,7 +1,7 @@
 """Training over two machines made of Linux namespaces: each has its own name, address and network
 card, on one switch.
 
-A host is a network namespace whose card ends in a bridge in another namespace, so that the network
+A host is a network namespace; its card ends in a bridge in another namespace, so that the network
 of the machine that this runs on is not touched. Processes enter a host after the fork, with its
 name (UTS namespace) and its /etc/hosts (mount namespace). Hosts share memory, cores, process
 numbers and disks, which is a shared file system of the best kind; different clocks and late packets
@@ -94,7 +94,7 @@ def connected_hosts(count: int, folder: Path) -> Iterator[list[Host]]:
     names = folder / "hosts"
     names.write_text(
         "127.0.0.1 localhost\n"
-        + "".join(f"{each} {name}\n" for name, each in addresses.items())
+        + "".join(f"{address} {name}\n" for name, address in addresses.items())
     )
     hosts = [
         Host(
@@ -143,7 +143,9 @@ def _succeed(status: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-RANKS, STEPS, EVERY = 2, 24, 10
+RANKS = 2
+STEPS = 24
+EVERY = 10
 """Ranks on a host; steps of a run; steps between checkpoints."""
 GATE = 13
 """Every rank waits before this step for the test."""
@@ -226,12 +228,12 @@ def on_hosts(
     hosts: Sequence[Host], command: Sequence[str], folder: Path, **environment: str
 ) -> Iterator[list[Training]]:
     """Run the same command on every host, with its output and its run directory in the folder."""
-    words = [*command, *WORDS, f"metrics.run_dir={folder / 'run'}"]
+    argv = [*command, *WORDS, f"metrics.run_dir={folder / 'run'}"]
     with contextlib.ExitStack() as stack:
         options = {"env": os.environ | environment}
         yield [
             stack.enter_context(
-                training(words, folder / host.name, preexec_fn=host.enter, **options)
+                training(argv, folder / host.name, preexec_fn=host.enter, **options)
             )
             for host in hosts
         ]
@@ -246,14 +248,14 @@ def wait_for_gate(runs: Sequence[Training], folder: Path) -> None:
     )
 
 
-def launcher(port: int, timeout_seconds: float, *words: str) -> list[str]:
+def launcher(port: int, timeout_seconds: float, *overrides: str) -> list[str]:
     """Return the command of a host's launcher."""
     return [
         *("fsdptoys", "train", f"launch.nproc_per_node={RANKS}", "launch.nnodes=2"),
         *(
             f"launch.rdzv_endpoint=node0:{port}",
             f"launch.timeout_seconds={timeout_seconds}",
-            *words,
+            *overrides,
         ),
     ]
 
@@ -279,14 +281,17 @@ def test_two_hosts_under_torchrun_match_one_host_bitwise(
     command += [f"--rdzv-endpoint={hosts[0].address}:{PORT}", "-m", "fsdptoys", "train"]
     with on_hosts(hosts, command, tmp_path, GLOO_SOCKET_IFNAME=CARD) as runs:
         wait_for_gate(runs, tmp_path)
-        seen = {
+        senders = {
             (sign.rank, sign.host)
             for sign in read_heartbeats(tmp_path / "run" / "heartbeats").values()
         }
         open_gate()
         results = [run.result() for run in runs]
     assert [status for status, _ in results] == [0, 0], results
-    assert len(seen) == 2 * RANKS and {host for _, host in seen} == {"node0", "node1"}
+    assert len(senders) == 2 * RANKS and {host for _, host in senders} == {
+        "node0",
+        "node1",
+    }
     assert f"fsdp_size: {RANKS}\n" in (tmp_path / "run" / "config.yaml").read_text()
     assert count_wrong(whole, tmp_path / "run", STEPS) == 0
 

@@ -41,8 +41,8 @@ def train_on(run: Path, data: DataConfig) -> None:
 
 
 def save_model(folder: Path) -> None:
-    """Write ``run``, whose ``train.seq_len`` is 16, and ``folder``, with the same weights in
-    Hugging Face format."""
+    """Write ``run`` with ``train.seq_len=16``, and ``folder``, with the same weights in Hugging
+    Face format."""
     save_run(folder / "run", BYTES)
     edit_settings(folder / "run", "train", {"seq_len": 16})
     write(folder / "folder", build(BYTES))

@@ -111,7 +111,7 @@ def kill_self() -> None:
 
 
 class FaultyStorage(WatchedStorage):
-    """A storage whose operation ``moment``, counted from 0, fails with the error ``code``.
+    """A storage that fails with the error ``code`` in its operation ``moment``, counted from 0.
 
     If ``lasting``, all later operations on the same path fail too.
     """

@@ -89,8 +89,7 @@ def load(folder: Path) -> DecoderModel:
 
 
 def full_tensors(step: int) -> dict[str, Tensor]:
-    """Tensors of several dtypes, shapes and strides, none of which divides evenly over 2 or 4
-    ranks."""
+    """Tensors of several dtypes, shapes and strides; none divides evenly over 2 or 4 ranks."""
     generator = torch.Generator().manual_seed(step)
     return {
         "model.embed.weight": torch.randn(7, 5, generator=generator),

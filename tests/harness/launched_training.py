@@ -1,4 +1,4 @@
-"""Runs as processes whose output is in a file."""
+"""Runs as processes, with their output in a file."""
 
 import contextlib
 import subprocess

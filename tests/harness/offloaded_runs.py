@@ -1,5 +1,4 @@
-"""Training runs whose optimizer is offloaded in buckets small enough that a tiny model has several
-a unit."""
+"""Training runs with an offloaded optimizer; a tiny model has several of its buckets a unit."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ SMALL_BUCKETS = 2**13
 
 
 def build_trainer(config: Config, how: str | None, **memory: Any) -> Trainer:
-    """A trainer with offload of its optimizer, whose buckets are small.
+    """A trainer with offload of its optimizer in small buckets.
 
     Args:
         config: without it.

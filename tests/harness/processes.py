@@ -66,7 +66,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def describe_tree(pid: int) -> str:
-    """Return a line for a process and each of its descendants: state, where it waits, CPU seconds,
+    """Return a line for a process and each of its descendants: state, wait channel, CPU seconds,
     command."""
     return "\n".join(map(_describe, descendants(pid)))
 

@@ -75,7 +75,7 @@ def changed(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_of(count: int, step: StepMetrics = STEP) -> list[StepMetrics]:
-    """Steps whose loss falls by a tenth each and whose time grows by 10 ms; the first two are
+    """Steps; the loss falls by a tenth a step and the time grows by 10 ms; the first two are
     slow."""
     return [
         replace(

@@ -1,4 +1,4 @@
-"""FSDP roots of three blocks, and the training of two whose streams a patch may share."""
+"""FSDP roots of three blocks, and the training of two; a patch may share their streams."""
 
 from typing import Any
 

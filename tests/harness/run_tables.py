@@ -1,5 +1,4 @@
-"""Tables of runs of which each row is a test, while rows on as many ranks share one group of
-processes."""
+"""Tables of runs. Each row is a test; rows on as many ranks share one group of processes."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -135,7 +134,7 @@ def trained_rows(
 
 
 def one_in(share: int, names: Iterable[str]) -> list[Any]:
-    """Return all names as parameters, of which the short level runs one in ``share``."""
+    """Return all names as parameters; the short level runs one in ``share``."""
     return [
         extended(name) if index % share else name for index, name in enumerate(names)
     ]

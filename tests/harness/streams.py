@@ -1,4 +1,4 @@
-"""Programs whose standard streams are lost."""
+"""Programs that lose their standard streams."""
 
 import os
 import subprocess

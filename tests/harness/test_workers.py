@@ -108,7 +108,7 @@ def test_a_hanging_test_shows_the_stacks_of_its_processes(
 
 
 def test_times_has_a_row_for_every_test_that_ended(output: tuple[str, str]) -> None:
-    """Oracle: the tests whose processes lived on."""
+    """Oracle: the tests with processes that lived on."""
     rows = [line.split("\t") for line in output[1].splitlines()]
     assert {row[2].rpartition("::")[2] for row in rows} == {
         "(imports, collection)",
@@ -125,7 +125,7 @@ def test_times_has_a_row_for_every_test_that_ended(output: tuple[str, str]) -> N
 
 
 def test_inherited_state_is_reset() -> None:
-    """Oracle: a process whose parent ignored signals and set variables of launchers and
+    """Oracle: a process; its parent ignored signals and set variables of launchers and
     terminals."""
     code = (
         "from tests.harness.clean_process import clean_process\nclean_process()\nimport os, "

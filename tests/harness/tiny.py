@@ -53,7 +53,7 @@ Row = TypeVar("Row")
 
 
 def supported(rows: dict[str, Row]) -> dict[str, Row]:
-    """Leave out the rows whose label names a feature that this torch lacks."""
+    """Leave out the rows with a label that names a feature that this torch lacks."""
     lacks = {
         "int8": torchao_fault() is not None,
         "hsdp2": TORCH < (2, 8),

@@ -1,4 +1,4 @@
-"""transformers, whose models and files are an oracle of ours."""
+"""transformers: its models and files are an oracle of ours."""
 
 import importlib
 import sys

@@ -48,10 +48,10 @@ def _all_listening(root: int) -> Iterator[tuple[str, str, int]]:
     for name in ("tcp", "tcp6", "udp", "udp6"):
         # of the network namespace that the process is in
         for line in Path(f"/proc/{root}/net/{name}").read_text().splitlines()[1:]:
-            words = line.split()
-            address, port = words[1].split(":")
-            if words[3] == LISTENING or name.startswith("udp"):
-                yield words[9], address, int(port, 16)
+            fields = line.split()
+            address, port = fields[1].split(":")
+            if fields[3] == LISTENING or name.startswith("udp"):
+                yield fields[9], address, int(port, 16)
 
 
 def attack(host: str, port: int, path: str) -> int:

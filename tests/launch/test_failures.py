@@ -51,7 +51,7 @@ TIMED_OUT = "RuntimeError: Wait timeout"
 
 
 @pytest.mark.parametrize(
-    "ends, by_us, shown",
+    "ends, by_us, message",
     [
         ({0: LOST, 1: "ValueError: x"}, (), "rank 1 failed"),
         ({1: "ValueError: y", 0: "ValueError: x"}, (), "rank 1 failed"),
@@ -74,7 +74,7 @@ TIMED_OUT = "RuntimeError: Wait timeout"
     ],
 )
 def test_root_cause_is_distinguished_from_its_consequences(
-    ends: dict[int, str | int], by_us: tuple[int, ...], shown: str, tmp_path: Path
+    ends: dict[int, str | int], by_us: tuple[int, ...], message: str, tmp_path: Path
 ) -> None:
     """Oracle: the rank that failed on its own, regardless of the order in which the launcher saw
     failures.
@@ -94,13 +94,13 @@ def test_root_cause_is_distinguished_from_its_consequences(
     first = first_failure(failures, tmp_path, set(by_us) - set(terminated), terminated)
     assert (
         first.status == 1
-        and first.message().startswith(shown)
+        and first.message().startswith(message)
         and "\n" not in first.in_short
     )
     assert not first.stopped
-    assert first.silent == ("ended" in shown)
+    assert first.silent == ("ended" in message)
     assert not first.silent or first.reason == first.headline
-    rank = int(shown.split()[1])
+    rank = int(message.split()[1])
     assert first.out_of_memory == (ends[rank] == -signal.SIGKILL and rank not in by_us)
 
 

@@ -107,18 +107,18 @@ def test_hccl_timeouts_exceed_the_run_timeout(
 
 
 @pytest.mark.parametrize(
-    "visible, meant",
+    "visible, fix",
     [("1,0", "0,1"), ("0, 1", "0,1"), ("npu:0", "0"), ("0,1", None), ("", None)],
 )
 def test_ambiguous_visible_npus_are_refused(
-    visible: str, meant: str | None, monkeypatch: pytest.MonkeyPatch
+    visible: str, fix: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the table, from CANN's description of the variable; None stands for a valid value."""
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
-    if meant is None:
+    if fix is None:
         assert find_hardware(DeviceChoice.auto).devices >= 0
         return
-    with pytest.raises(ConfigError, match=rf"set ASCEND_RT_VISIBLE_DEVICES={meant}$"):
+    with pytest.raises(ConfigError, match=rf"set ASCEND_RT_VISIBLE_DEVICES={fix}$"):
         find_hardware(DeviceChoice.auto)
     assert find_hardware(DeviceChoice.cpu).device_type == "cpu"
 
@@ -159,11 +159,11 @@ def test_torchrun_rank_sets_the_allocator_before_it_queries_the_device() -> None
     allocator."""
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     command = [sys.executable, "-c", NAME_QUERY]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=os.environ | rank, capture_output=True, text=True
     )
-    assert done.returncode == 3, done.stderr
-    assert ast.literal_eval(done.stdout) == {ALLOC_CONF: "expandable_segments:True"}
+    assert process.returncode == 3, process.stderr
+    assert ast.literal_eval(process.stdout) == {ALLOC_CONF: "expandable_segments:True"}
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ WORDS = (
 def test_interrupted_run_saves_says_how_to_go_on_and_continues(tmp_path: Path) -> None:
     """Oracle: the rows of all steps, each once, after the continuation that the output names."""
     folder = tmp_path / "run"
-    words = f"{WORDS}{folder} train.steps=100000".split()
-    with training(words, tmp_path / "first.txt") as run:
+    argv = f"{WORDS}{folder} train.steps=100000".split()
+    with training(argv, tmp_path / "first.txt") as run:
         rows = folder / METRICS_FILE
         wait_while_running(
             [run],
@@ -40,8 +40,8 @@ def test_interrupted_run_saves_says_how_to_go_on_and_continues(tmp_path: Path) -
     last = int(saved[1])
     assert (folder / f"checkpoints/step-{last:08}/manifest.json").is_file()
 
-    words[-1] = f"train.steps={last + 2}"
-    with training([*words, "checkpoint.resume=auto"], tmp_path / "second.txt") as run:
+    argv[-1] = f"train.steps={last + 2}"
+    with training([*argv, "checkpoint.resume=auto"], tmp_path / "second.txt") as run:
         status, output = run.result()
     assert status == 0, output
     assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == list(

@@ -39,7 +39,7 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE
 
 
 @pytest.mark.parametrize(
-    "words, present, world_size, local_ranks",
+    "overrides, present, world_size, local_ranks",
     [
         ([], {}, 2, 2),
         (["parallel=single"], {}, 1, 1),
@@ -49,11 +49,11 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE
     ],
 )
 def test_world_size_follows_device_settings_and_torchrun(
-    words: list[str], present: dict[str, str], world_size: int, local_ranks: int
+    overrides: list[str], present: dict[str, str], world_size: int, local_ranks: int
 ) -> None:
     """Oracle: two ranks on a CPU, one for ``single``, the configured number, or what it refers to,
     and torchrun's numbers first of all."""
-    run = resolve_run(["launch.device=cpu", *words], present)
+    run = resolve_run(["launch.device=cpu", *overrides], present)
     assert (run.hardware.device_type, run.world_size, run.local_ranks) == (
         "cpu",
         world_size,
@@ -62,17 +62,17 @@ def test_world_size_follows_device_settings_and_torchrun(
 
 
 @pytest.mark.parametrize(
-    "words, present, size",
+    "overrides, present, size",
     [
         (TWO_NODES, {}, 3),
         ([], TORCHRUN | {"GROUP_WORLD_SIZE": "2"}, 2),
     ],
 )
 def test_node_fsdp_size_equals_the_ranks_per_node(
-    words: list[str], present: dict[str, str], size: int
+    overrides: list[str], present: dict[str, str], size: int
 ) -> None:
     """Oracle: the ranks of a machine, as the settings or torchrun have them."""
-    run = resolve_run(["mesh.fsdp_size=node", "launch.device=cpu", *words], present)
+    run = resolve_run(["mesh.fsdp_size=node", "launch.device=cpu", *overrides], present)
     assert run.composition.config.mesh.fsdp_size == size
 
 
@@ -122,18 +122,18 @@ REFUSED = {
 """Overrides and variables, in addition to torchrun's (a dash removes one) → the message."""
 
 
-@pytest.mark.parametrize("given", REFUSED, ids=lambda given: given[:50])
-def test_invalid_settings_and_variables_are_refused(given: str) -> None:
+@pytest.mark.parametrize("line", REFUSED, ids=lambda line: line[:50])
+def test_invalid_settings_and_variables_are_refused(line: str) -> None:
     """Oracle: the expected message; without LOCAL_RANK every rank would take the first device, and
     ranks that cut the mesh differently would wait for each other."""
-    assignments = [tuple(word.split("=")) for word in given.split()]
+    assignments = [tuple(word.split("=")) for word in line.split()]
     variables = TORCHRUN | {
         name: value for name, value in assignments if name.isupper()
     }
-    words = [f"{name}={value}" for name, value in assignments if not name.isupper()]
-    with pytest.raises(ConfigError, match=f"^{REFUSED[given]}"):
+    overrides = [f"{name}={value}" for name, value in assignments if not name.isupper()]
+    with pytest.raises(ConfigError, match=f"^{REFUSED[line]}"):
         resolve_run(
-            [*words, "launch.device=cpu"],
+            [*overrides, "launch.device=cpu"],
             {name: value for name, value in variables.items() if value != "-"},
         )
 
@@ -171,12 +171,12 @@ def test_run_description_names_hardware_and_choices() -> None:
 
 def have(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
     """Be a machine with so many GPUs, or with a CPU alone."""
-    found = FoundHardware("cuda" if devices else "cpu", devices, "NVIDIA H200", 16)
-    monkeypatch.setattr("fsdptoys.launch.launch.find_hardware", lambda choice: found)
+    hardware = FoundHardware("cuda" if devices else "cpu", devices, "NVIDIA H200", 16)
+    monkeypatch.setattr("fsdptoys.launch.launch.find_hardware", lambda choice: hardware)
 
 
 @pytest.mark.parametrize(
-    ("words", "devices", "name"),
+    ("overrides", "devices", "name"),
     [
         (["model=llama3_1b"], 1, "single"),
         (["experiment=llama3_1b", "memory=none"], 1, "single"),
@@ -189,7 +189,7 @@ def have(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
     ],
 )
 def test_one_accelerator_trains_without_sharding_unless_the_words_ask_for_it(
-    words: list[str],
+    overrides: list[str],
     devices: int,
     name: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -198,7 +198,7 @@ def test_one_accelerator_trains_without_sharding_unless_the_words_ask_for_it(
     """Oracle: the table; the first lines give the reason, and a preset chosen by the planner keeps
     its strategy."""
     have(monkeypatch, devices)
-    run = resolve_run(words, {})
+    run = resolve_run(overrides, {})
     assert run.composition.config.parallel.name == name
     assert ("parallel=single" in run.overrides) is (name == "single")
     print_run(run, {})
@@ -214,7 +214,7 @@ TRAINING = ("model", "data", "optim", "tune", "train", "memory", "mesh")
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ["model=llama_debug"],
         ["data=text", "memory=lean"],
@@ -225,14 +225,14 @@ TRAINING = ("model", "data", "optim", "tune", "train", "memory", "mesh")
     ids=" ".join,
 )
 def test_command_that_names_a_part_of_an_experiment_trains_the_same_on_every_machine(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the run without an accelerator; only device and strategy of one accelerator
     differ."""
 
     def settings(devices: int) -> dict[str, Any]:
         have(monkeypatch, devices)
-        run = resolve_run(words, {})
+        run = resolve_run(overrides, {})
         tree = run.composition.config.to_dict()
         one = devices == 1 and tree["parallel"]["name"] == "single"
         return (
@@ -247,7 +247,7 @@ def test_command_that_names_a_part_of_an_experiment_trains_the_same_on_every_mac
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "defaults"),
     [
         (
             ["model=llama_debug"],
@@ -259,15 +259,15 @@ def test_command_that_names_a_part_of_an_experiment_trains_the_same_on_every_mac
         ),
     ],
 )
-def test_first_line_names_each_default(words: list[str], said: str) -> None:
+def test_first_line_names_each_default(overrides: list[str], defaults: str) -> None:
     """Oracle: the settings that are not typed, in their order."""
-    line = describe_run(resolve_run([*words, "launch.device=cpu"], {}), {})
-    assert f" with fsdp2 on 2 ranks; {said}" in line
+    line = describe_run(resolve_run([*overrides, "launch.device=cpu"], {}), {})
+    assert f" with fsdp2 on 2 ranks; {defaults}" in line
     assert line.endswith(": the defaults on every machine")
 
 
 @pytest.mark.parametrize(
-    ("words", "chosen"),
+    ("overrides", "chosen"),
     [
         (["model=llama3_1b", "memory=auto"], True),
         (["model=llama3_1b"], False),
@@ -276,12 +276,12 @@ def test_first_line_names_each_default(words: list[str], said: str) -> None:
     ],
 )
 def test_memory_switches_are_chosen_only_where_the_words_ask_for_it(
-    words: list[str], chosen: bool, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the table; the stand-in for the planner chooses a value that no file has."""
     have(monkeypatch, 2)
     run = resolve_run(
-        words,
+        overrides,
         {},
         choose_switches=lambda *_: ["memory.chunk_loss=true", "memory.chunk_tokens=77"],
     )
@@ -293,31 +293,36 @@ def test_unexpected_world_size_across_nodes_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: the expected message; a launcher assumes equal numbers of ranks on all machines."""
-    words = [
+    overrides = [
         "launch.nproc_per_node=2",
         "launch.nnodes=2",
         "launch.rdzv_endpoint=x:1",
         "launch.device=cpu",
     ]
-    run = resolve_run(words, {})
+    run = resolve_run(overrides, {})
     request = WorkerRequest(
         run.composition.config, run.hardware, run.local_ranks, run.world_size
     )
     monkeypatch.setattr("fsdptoys.launch.worker.read_request", lambda: request)
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError) as caught:
-        _work(words)
+        _work(overrides)
     assert str(caught.value) == (
         "launch.nnodes=2 machines of 2 ranks were expected, and 3 ranks have come; set "
         "launch.nproc_per_node to the same on each"
     )
 
 
-@pytest.mark.parametrize("words", [[], ["experiment=cpu_text"]])
-def test_reference_to_the_device_has_its_final_value(words: list[str]) -> None:
+@pytest.mark.parametrize("overrides", [[], ["experiment=cpu_text"]])
+def test_reference_to_the_device_has_its_final_value(overrides: list[str]) -> None:
     """Oracle: the device of the run."""
     run = resolve_run(
-        [*words, "metrics.run_dir=runs/${launch.device}", "launch.nproc_per_node=1"], {}
+        [
+            *overrides,
+            "metrics.run_dir=runs/${launch.device}",
+            "launch.nproc_per_node=1",
+        ],
+        {},
     )
     assert (
         run.composition.config.metrics.run_dir

@@ -32,8 +32,8 @@ def test_run_survives_a_lost_console(stdout: str, stderr: str, tmp_path: Path) -
     """Oracle: status 0, every step, the last checkpoint, and one sentence in the summary, of two
     ranks."""
     run = tmp_path / "run"
-    done = run_with(stdout, stderr, ["-m", "fsdptoys", *f"{WORDS}{run}".split()])
-    assert done.returncode == 0, done.stderr
+    process = run_with(stdout, stderr, ["-m", "fsdptoys", *f"{WORDS}{run}".split()])
+    assert process.returncode == 0, process.stderr
     assert [
         json.loads(line)["step"]
         for line in (run / METRICS_FILE).read_text().splitlines()
@@ -49,7 +49,9 @@ def test_run_survives_a_lost_console(stdout: str, stderr: str, tmp_path: Path) -
     )
     assert (run / "summary.md").read_text().count(f"\n{sentence}") == 1
     if stderr == "fine":
-        assert done.stderr == f"fsdptoys: {sentence}); metrics.jsonl has every step.\n"
+        assert (
+            process.stderr == f"fsdptoys: {sentence}); metrics.jsonl has every step.\n"
+        )
 
 
 PROGRAM = """
@@ -110,9 +112,9 @@ def test_printing_to_lost_streams_never_fails(
     """Oracle: the program's own exit status; a file that it opens is no stream, and the loss is
     known."""
     stdout, stderr = streams.split()
-    words = ["-c", PROGRAM, str(tmp_path / "opened")]
-    done = run_with(stdout, stderr, words, PYTHONUNBUFFERED=unbuffered)
-    assert done.returncode == 3, done.stderr
+    argv = ["-c", PROGRAM, str(tmp_path / "opened")]
+    process = run_with(stdout, stderr, argv, PYTHONUNBUFFERED=unbuffered)
+    assert process.returncode == 3, process.stderr
     lost = {
         name: REASONS[how]
         for name, how in (("stdout", stdout), ("stderr", stderr))
@@ -120,12 +122,14 @@ def test_printing_to_lost_streams_never_fails(
     }
     assert json.loads((tmp_path / "opened").read_text()) == lost
     if stdout == "fine":
-        assert "step 1/2" in done.stdout and done.stdout.endswith("stays in the buffer")
+        assert "step 1/2" in process.stdout and process.stdout.endswith(
+            "stays in the buffer"
+        )
     if stderr == "fine":
         assert (
-            "a warning" in done.stderr
-            and "ZeroDivisionError" in done.stderr
-            and "OSError" not in done.stderr
+            "a warning" in process.stderr
+            and "ZeroDivisionError" in process.stderr
+            and "OSError" not in process.stderr
         )
 
 
@@ -150,8 +154,8 @@ def test_command_reports_incomplete_output(
 ) -> None:
     """Oracle: the status of a program that SIGPIPE ends, without a word, as after ``| head``; 1 for
     a full disk."""
-    done = run_with(stdout, "fine", ["-m", "fsdptoys", "--help"])
-    assert (done.returncode, done.stderr) == (status, message)
+    process = run_with(stdout, "fine", ["-m", "fsdptoys", "--help"])
+    assert (process.returncode, process.stderr) == (status, message)
 
 
 RESUMES_LATER = """
@@ -172,10 +176,10 @@ print("third", flush=True)
 def test_later_lines_are_written_once_there_is_space(tmp_path: Path) -> None:
     """Oracle: the file, with a limit on its size for a while, which fails as a full disk does."""
     with open(tmp_path / "log", "wb") as log:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", RESUMES_LATER], stdout=log, cwd=ROOT, check=False
         )
-    assert done.returncode == 0
+    assert process.returncode == 0
     assert (tmp_path / "log").read_text() == "first\nthird\n"
 
 
@@ -217,8 +221,8 @@ sys.exit(ForkedProcess("worker", [], {**os.environ, "PYTHONPATH": folders}).wait
 def test_fork_without_streams_does_not_print_into_its_files(tmp_path: Path) -> None:
     """Oracle: the first file that the fork of a launcher without streams opens, to which it prints
     nothing."""
-    done = run_with(
+    process = run_with(
         "closed", "fine", ["-c", FORKS, str(ROOT)], tmp_path, PYTHONPATH=str(ROOT)
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (process.returncode, process.stderr) == (0, "")
     assert (tmp_path / "own").read_text() == "{'stdout': 'it is closed'}"

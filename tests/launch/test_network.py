@@ -65,24 +65,24 @@ def test_single_node_run_listens_on_loopback_only_and_unpickles_nothing(
     end; a file that each pickle would make, put into every store behind them."""
     pwned = tmp_path / "pwned"
     folder = tmp_path / "run"
-    found: set[tuple[str, int]] = set()
+    sockets: set[tuple[str, int]] = set()
     attacked: set[int] = set()
-    words = [
+    argv = [
         *WORDS,
         "launch.nproc_per_node=2",
         "checkpoint.every=20",
         f"metrics.run_dir={folder}",
     ]
-    with training(words, tmp_path / "output") as run:
+    with training(argv, tmp_path / "output") as run:
         while not run.ended():
-            found |= listening_sockets(run.process.pid)
+            sockets |= listening_sockets(run.process.pid)
             if (folder / "metrics.jsonl").exists():
-                for port in {port for _, port in found} - attacked:
+                for port in {port for _, port in sockets} - attacked:
                     attacked.add(port)
                     attack("127.0.0.1", port, str(pwned))
             time.sleep(0.02)
         assert run.process.returncode == 0, run.output
-    assert found and {address for address, _ in found} <= LOOPBACK
+    assert sockets and {address for address, _ in sockets} <= LOOPBACK
     assert not pwned.exists()
 
 
@@ -100,16 +100,16 @@ def test_multi_node_store_unpickles_nothing_and_listens_on_its_address_only(
     pwned = tmp_path / "pwned"
     folder = tmp_path / "run"
     port = free_port()
-    words = [
+    argv = [
         *TWO_NODES,
         f"launch.rdzv_endpoint=127.0.0.1:{port}",
         f"metrics.run_dir={folder}",
     ]
     if token is not None:
-        words.append(token_file(tmp_path, token))
+        argv.append(token_file(tmp_path, token))
     with (
-        training(words, tmp_path / "output0") as first,
-        training(words, tmp_path / "output1") as second,
+        training(argv, tmp_path / "output0") as first,
+        training(argv, tmp_path / "output1") as second,
     ):
         metrics = folder / "metrics.jsonl"
         wait_while_running(
@@ -120,9 +120,9 @@ def test_multi_node_store_unpickles_nothing_and_listens_on_its_address_only(
         listening = listening_sockets(first.process.pid) | listening_sockets(
             second.process.pid
         )
-        assert {address for address, place in listening if place == port} == {
-            "0100007F"
-        }
+        assert {
+            address for address, listening_port in listening if listening_port == port
+        } == {"0100007F"}
         assert attack("127.0.0.1", port, str(pwned)) > 0
         results = [run.result() for run in (first, second)]
     assert not pwned.exists()
@@ -145,11 +145,11 @@ def test_launcher_with_a_different_token_exits_with_one_sentence(
 ) -> None:
     """Oracle: its output; the first machine keeps waiting for the right one."""
     endpoint = f"127.0.0.1:{free_port()}"
-    words = [*TWO_NODES, f"launch.rdzv_endpoint={endpoint}"]
+    argv = [*TWO_NODES, f"launch.rdzv_endpoint={endpoint}"]
     with (
-        training([*words, token_file(tmp_path, TOKEN)], tmp_path / "output0") as first,
+        training([*argv, token_file(tmp_path, TOKEN)], tmp_path / "output0") as first,
         training(
-            [*words, token_file(tmp_path, b"another token...")], tmp_path / "output1"
+            [*argv, token_file(tmp_path, b"another token...")], tmp_path / "output1"
         ) as second,
     ):
         pids = [first.process.pid, second.process.pid]
@@ -194,7 +194,7 @@ except ConfigError as error:
 def test_low_open_file_limit_is_refused(tmp_path: Path) -> None:
     """Oracle: the full output, of a launcher under this limit."""
     (tmp_path / "launches.py").write_text(LAUNCH)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "launches"],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24)),
         capture_output=True,
@@ -205,20 +205,20 @@ def test_low_open_file_limit_is_refused(tmp_path: Path) -> None:
         "ulimit -n is 24, which is too few open files for a run; set it higher, as with: "
         "ulimit -n 1024\n"
     )
-    assert (done.stdout, done.stderr) == (message, "")
+    assert (process.stdout, process.stderr) == (message, "")
 
 
 def test_invalid_log_level_is_refused() -> None:
     """Oracle: the full stderr; the import of torch itself would end with a traceback."""
     command = [sys.executable, "-m", "fsdptoys", "train"]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env={**os.environ, "LOGLEVEL": "NOPE"}, capture_output=True, text=True
     )
     message = (
         "PyTorch refuses a variable of the environment (Unknown level: 'NOPE'); unset "
         "TORCH_DISTRIBUTED_DEBUG, TORCH_LOGS or LOGLEVEL"
     )
-    assert (done.returncode, done.stderr) == (2, f"fsdptoys: {message}\n")
+    assert (process.returncode, process.stderr) == (2, f"fsdptoys: {message}\n")
 
 
 def test_only_folders_of_killed_launchers_are_removed(
@@ -235,12 +235,12 @@ def test_only_folders_of_killed_launchers_are_removed(
         (folder / "request").write_text("x")
     (tmp_path / f"{PREFIX}link").symlink_to(elsewhere)
     (tmp_path / f"{PREFIX}file").write_text("x")
-    made = LaunchFolder()
-    assert stat.S_IMODE(made.path.stat().st_mode) == 0o700
+    launch_folder = LaunchFolder()
+    assert stat.S_IMODE(launch_folder.path.stat().st_mode) == 0o700
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {
         living.path.name,
-        made.path.name,
+        launch_folder.path.name,
         "elsewhere",
         "fsdptoys-other",
         f"{PREFIX}link",
@@ -248,8 +248,8 @@ def test_only_folders_of_killed_launchers_are_removed(
     }
     assert (elsewhere / "request").exists()
     living.remove()
-    made.remove()
-    assert not living.path.exists() and not made.path.exists()
+    launch_folder.remove()
+    assert not living.path.exists() and not launch_folder.path.exists()
 
 
 def test_user_defined_network_interfaces_are_kept() -> None:

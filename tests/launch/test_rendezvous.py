@@ -43,16 +43,16 @@ WITH_AND_WITHOUT = pytest.mark.parametrize(
 
 
 def state() -> Any:
-    """A state with two nodes, one of which waits."""
-    made = _RendezvousState()
+    """A state with two nodes; one waits."""
+    state = _RendezvousState()
     node = _NodeDesc("node0", 1, 0)
     other = _NodeDesc("node1", 2, 0)
-    made.round = 3
-    made.complete = True
-    made.participants = {node: 0}
-    made.wait_list = {other}
-    made.last_heartbeats = {node: datetime.fromtimestamp(1.5e9 + 0.25, timezone.utc)}
-    return made
+    state.round = 3
+    state.complete = True
+    state.participants = {node: 0}
+    state.wait_list = {other}
+    state.last_heartbeats = {node: datetime.fromtimestamp(1.5e9 + 0.25, timezone.utc)}
+    return state
 
 
 STATE = pickle.dumps(state())
@@ -61,9 +61,9 @@ STATE = pickle.dumps(state())
 @pytest.fixture
 def store() -> Any:
     """An empty store of ours."""
-    made = HashStore()
-    open_state(made)
-    return made
+    store = HashStore()
+    open_state(store)
+    return store
 
 
 def backend(store: Any, token: bytes | None = None) -> SignedBackend:
@@ -81,13 +81,15 @@ def test_state_round_trips_and_stale_writers_are_fenced(
     assert first.get_state() is None
     by_first = first.set_state(STATE)
     assert by_first is not None and by_first[2]
-    seen = other.get_state()
-    assert seen is not None and vars(pickle.loads(seen[0])) == vars(state())
+    state_of_first = other.get_state()
+    assert state_of_first is not None and vars(pickle.loads(state_of_first[0])) == vars(
+        state()
+    )
     assert first.most_nodes == other.most_nodes == 1
     late = other.set_state(STATE)  # as if there were none
     assert late is not None and not late[2]
-    known = other.set_state(STATE, seen[1])
-    assert known is not None and known[2]
+    successor = other.set_state(STATE, state_of_first[1])
+    assert successor is not None and successor[2]
     stale = first.set_state(STATE, by_first[1])
     assert stale is not None and not stale[2]
 
@@ -227,7 +229,7 @@ def test_first_launcher_opens_the_store_and_the_others_join(
 
 @pytest.mark.parametrize("use_libuv", [False, True])
 def test_every_server_of_torch_is_recognized(use_libuv: bool) -> None:
-    """Oracle: torch's own servers, of whose private protocol we speak two messages."""
+    """Oracle: torch's own servers; we speak two messages of their private protocol."""
     store = open_store(use_libuv=use_libuv)
     open_state(store)
     assert RendezvousEndpoint(f"127.0.0.1:{store.port}").connect().num_keys() >= 1
@@ -309,8 +311,8 @@ def test_unreachable_and_unresolvable_endpoints_are_refused(
 def test_loopback_host_name_listens_on_all_interfaces(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the kernel's list; Debian gives a machine's own name to 127.0.1.1, where no other
-    machine comes."""
+    """Oracle: the kernel's list; Debian gives a machine's own name to 127.0.1.1, which no other
+    machine reaches."""
     port = free_port()
     resolve = socket.getaddrinfo
     monkeypatch.setattr(
@@ -332,10 +334,10 @@ def test_store_is_joined_once_its_node_has_marked_it(
     """Oracle: the key that the serving node sets between two queries of the joining one, which
     never creates it."""
     store = open_store()
-    seen = []
+    key_counts = []
 
     def open_later(_: float) -> None:
-        seen.append(store.num_keys())
+        key_counts.append(store.num_keys())
         open_state(store)
 
     monkeypatch.setattr(
@@ -344,7 +346,7 @@ def test_store_is_joined_once_its_node_has_marked_it(
         SimpleNamespace(monotonic=time.monotonic, sleep=open_later),
     )
     RendezvousEndpoint(f"127.0.0.1:{store.port}").connect()
-    assert len(seen) == 1
+    assert len(key_counts) == 1
 
 
 def test_node_without_the_address_waits_for_the_first_node(

@@ -105,10 +105,11 @@ def test_train_starts_ranks_and_writes_a_run_directory(
     """Oracle: exit status, the one line of hardware, one line of metrics a step, the rank's share
     of the cores, which a fork of the launcher does not have by default; repeating the same
     arguments is refused."""
-    done, folder = plain
-    assert (done.returncode, done.stderr) == (0, "")
+    process, folder = plain
+    assert (process.returncode, process.stderr) == (0, "")
     assert (
-        done.stdout.count("fsdptoys: ") == 1 and "with fsdp2 on 2 ranks" in done.stdout
+        process.stdout.count("fsdptoys: ") == 1
+        and "with fsdp2 on 2 ranks" in process.stdout
     )
     assert len(read_numbers(folder / "python")[0]) == 3
     environment = json.loads((folder / "python" / "environment.json").read_text())
@@ -129,12 +130,12 @@ def test_every_launch_command_gives_the_same_numbers(
 ) -> None:
     """Oracle: the plainest command: losses, norms and learning rates of every step, and the written
     configuration."""
-    done = start(name, tmp_path)
+    process = start(name, tmp_path)
     # Under load torchrun's own interpreter may abort when it leaves, with all ranks ended well.
     aborted = (
         name == "torchrun"
-        and done.returncode == -signal.SIGABRT
-        and "Error" not in done.stderr
+        and process.returncode == -signal.SIGABRT
+        and "Error" not in process.stderr
     )
-    assert done.returncode == 0 or aborted, done.stderr
+    assert process.returncode == 0 or aborted, process.stderr
     assert read_numbers(tmp_path / name) == read_numbers(plain[1] / "python")

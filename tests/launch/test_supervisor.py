@@ -32,9 +32,9 @@ def set_same_request(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def test_worker_exception_is_shown_once_and_ends_all_workers(
     launched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: rank 1 raises; rank 0 waits in gloo, whose own error is the consequence; rank 2
-    sleeps an hour, and records SIGTERM instead of dying of it. torch's agent would wait for it,
-    here as long."""
+    """Oracle: rank 1 raises; rank 0 waits in gloo, and its error is the consequence; rank 2 sleeps
+    an hour, and records SIGTERM instead of dying of it. torch's agent would wait for it, here as
+    long."""
     monkeypatch.setattr(PContext.close, "__defaults__", (None, 3600))
     run = launched("fail", ranks=3)
     pids = run.workers()
@@ -67,8 +67,8 @@ def test_end_of_a_worker_is_reported_in_one_line_a_start(
 ) -> None:
     """Oracle: the full stderr: a mistake that both ranks find, a status, and a kill after the only
     restart."""
-    found, stderr = launched(how, max_restarts=restarts).result()
-    assert found == status
+    exit_status, stderr = launched(how, max_restarts=restarts).result()
+    assert exit_status == status
     assert stderr == "".join(f"fsdptoys: {line}\n" for line in lines)
 
 
@@ -245,7 +245,7 @@ def test_killed_ranks_leave_no_semaphores(launched: Any, whom: str) -> None:
     run = launched("semaphores")
     pids = run.workers()
     message = [text.split() for text in run.wait_for_files("children")]
-    paths = [Path(f"/dev/shm/sem.{words[-1].lstrip('/')}") for words in message]
+    paths = [Path(f"/dev/shm/sem.{fields[-1].lstrip('/')}") for fields in message]
     assert all(path.exists() for path in paths)
     os.kill(
         *((run.pid, signal.SIGINT) if whom == "launcher" else (pids[1], signal.SIGKILL))
@@ -254,7 +254,7 @@ def test_killed_ranks_leave_no_semaphores(launched: Any, whom: str) -> None:
     assert (
         status == (130 if whom == "launcher" else 1) and len(stderr.splitlines()) == 1
     ), stderr
-    trackers = [int(child) for words in message for child in words[:-1]]
+    trackers = [int(child) for fields in message for child in fields[:-1]]
     wait_until(
         lambda: not any(path.exists() for path in paths),
         "the removal of the semaphores",
@@ -284,8 +284,8 @@ def test_occupied_rendezvous_port_is_reported_in_one_sentence(
     """Oracle: the message, for a service that accepts connections silently; torch's rendezvous
     would wait forever."""
     monkeypatch.setattr(endpoint_module, "ANSWER_SECONDS", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
         assert launched("nothing", nnodes=2, rdzv_endpoint=endpoint).result() == (
             2,
             (

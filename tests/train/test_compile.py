@@ -93,11 +93,11 @@ def compiled(
     return model
 
 
-def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_close(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """To 1e-5 of each gradient's largest element."""
-    assert got.keys() == expected.keys()
+    assert grads.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert (got[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+        assert (grads[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
 
 
 @pytest.mark.parametrize(
@@ -120,15 +120,16 @@ def test_compiled_blocks_have_the_gradients_of_eager_blocks(
     """Oracle: the same model without checkpointing, in eager mode; graphs counted by Dynamo; bytes
     saved."""
     expected, plain_bytes = run(build(SMALL[family]))
-    got, saved_bytes = run(compiled(family, mode, **options))
-    assert_close(got, expected)
+    grads, saved_bytes = run(compiled(family, mode, **options))
+    assert_close(grads, expected)
     assert counters["stats"]["unique_graphs"] >= 1
     assert saved_bytes < plain_bytes
 
 
 def adapted(base: Base) -> DecoderModel:
     """Adapters with dropout, and values that depend only on parameter names."""
-    model, samples = build(SMALL["llama3 scaled tied"]), Samples(1)
+    model = build(SMALL["llama3 scaled tied"])
+    samples = Samples(1)
     add_adapters(model, ["q_proj", "up_proj"], 4, 8.0, 0.2, samples)
     samples.numbers_B = torch.tensor([3, 4])
     for name, param in model.layers.named_parameters():
@@ -164,9 +165,9 @@ def test_compiled_adapters_have_the_gradients_of_eager_ones(
     model = adapted(base)
     checkpoint_blocks(model.layers, mode)
     compile_blocks(model.layers, backend=BACKEND)
-    got, _ = run(model)
-    assert_close(got, expected)
-    assert len(got) == 12 and not counters["graph_break"]
+    grads, _ = run(model)
+    assert_close(grads, expected)
+    assert len(grads) == 12 and not counters["graph_break"]
     # Torch 2.7 compiles checkpointed blocks once more, 2.11 does not.
     assert counters["stats"]["unique_graphs"] == 2 + (mode is FULL and TORCH < (2, 11))
 
@@ -184,8 +185,8 @@ def test_lower_memory_budget_saves_fewer_bytes_with_equal_gradients(
     saved = []
     for budget in (0.0, 0.5, 1.0):
         torch._dynamo.reset()
-        got, saved_bytes = run(compiled(family, budget=budget))
-        assert_close(got, expected)
+        grads, saved_bytes = run(compiled(family, budget=budget))
+        assert_close(grads, expected)
         saved.append(saved_bytes)
     assert saved[0] < saved[1] < saved[2]
     assert torch._functorch.config.activation_memory_budget == before
@@ -264,7 +265,8 @@ def text_config(path: str, compiles: bool) -> Config:
         compile=compiles,
     )
     config.data = TextConfig([path], sample_tokens=3)
-    config.train.eval_every, config.train.eval_batches = 2, 1
+    config.train.eval_every = 2
+    config.train.eval_batches = 1
     return config
 
 
@@ -281,14 +283,14 @@ def train(
         losses = [step.loss for step in trainer.history] + [
             step.eval_loss or 0.0 for step in trainer.history
         ]
-        found = []
+        compilations = []
         if trainer.compilation is not None:
-            found.append(trainer.compilation.result())
+            compilations.append(trainer.compilation.result())
             for sample in (sample_text, draw):
                 sample(trainer)
                 trainer.compilation.record_pass("sample", config.train.steps)
-                found.append(trainer.compilation.result())
-        results.append((losses, found))
+                compilations.append(trainer.compilation.result())
+        results.append((losses, compilations))
     return results
 
 
@@ -325,7 +327,8 @@ def test_blocks_compile_once_for_training_and_evaluation_never_for_samples(
     assert losses == pytest.approx(expected, rel=1e-5)
     assert compilation.compiled == 2
     assert [
-        (each.step, each.phase, each.reason) for each in compilation.recompilations
+        (record.step, record.phase, record.reason)
+        for record in compilation.recompilations
     ] == [(2, "evaluation", "GLOBAL_STATE changed: grad_mode")]
     assert compilation.graph_breaks == {} and compilation.seconds > 0
     assert after_sample.compiled == 2 < without_stance.compiled
@@ -351,10 +354,8 @@ def test_console_and_summary_report_compilations(
     config = text_config(str(tmp_path / "text.txt"), compiles=True)
     config.metrics = MetricsConfig(console=Console.plain, run_dir=str(tmp_path / "run"))
     run_ranks(1, record, config)
-    message, summary = (
-        capfd.readouterr().out,
-        (tmp_path / "run" / "summary.md").read_text(),
-    )
+    message = capfd.readouterr().out
+    summary = (tmp_path / "run" / "summary.md").read_text()
     assert (
         message.count(
             "evaluation of step 2 reached PyTorch's recompilation limit for a function"

@@ -54,10 +54,10 @@ def test_masked_documents_train_bitwise_equal_under_every_strategy(
         1, train_all, [config(one, 1), config(one, 1, SyntheticConfig(branching=60))]
     )[0]
     strategies = [FSDP2Config(), FSDP1Config(), DDPConfig()]
-    for found in run_ranks(
+    for outcome in run_ranks(
         2, train_all, [config(strategy, 2) for strategy in strategies]
     )[0]:
-        assert found == alone
+        assert outcome == alone
     assert mixed.losses != alone.losses
 
 
@@ -73,7 +73,7 @@ def test_flops_count_only_visible_keys(case: str) -> None:
     rows = [row for tokens_BT, _ in batches for row in tokens_BT.tolist()]
     lengths = []
     for row in rows:
-        ends = [place + 1 for place, token in enumerate(row) if token == END]
+        ends = [position + 1 for position, token in enumerate(row) if token == END]
         edges = [0, *ends, len(row)]
         lengths += [
             stop - start for start, stop in itertools.pairwise(edges) if stop > start

@@ -64,8 +64,8 @@ def test_heartbeat_round_trips(tmp_path: Path) -> None:
 
 
 def test_damaged_heartbeat_files_are_ignored(tmp_path: Path) -> None:
-    """Oracle: the one complete record; others are torn, of which one is still valid JSON, or
-    copies."""
+    """Oracle: the one complete record; others are copies or torn; a torn one is still valid
+    JSON."""
     for rank in range(4):
         write(tmp_path, rank, (1234, "forward"))
     whole = heartbeat_path(tmp_path, 0).read_bytes()
@@ -174,9 +174,9 @@ def lose_ranks(folder: Path, how: str) -> str:
         # It is dead, and its status has not been read yet.
         os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
     dist.barrier()
-    seen = folder / "seen"
+    timeout_file = folder / "seen"
     if rank:
-        wait_until(seen.exists, "the timeout of rank 0")
+        wait_until(timeout_file.exists, "the timeout of rank 0")
         if pid:
             os.kill(pid, signal.SIGKILL)
         return ""
@@ -186,7 +186,7 @@ def lose_ranks(folder: Path, how: str) -> str:
     except LostRanksError as error:
         return str(error)
     finally:
-        seen.touch()
+        timeout_file.touch()
     return "no error"
 
 
@@ -245,8 +245,8 @@ def test_other_errors_propagate_unchanged(tmp_path: Path) -> None:
 def test_timeout_is_named_by_its_option_behind_other_errors(
     tmp_path: Path, milliseconds: int, option: str
 ) -> None:
-    """Oracle: the option whose value the message of gloo names; pipelines wrap that error in
-    another one."""
+    """Oracle: the option with the value in gloo's message; pipelines wrap that error in another
+    one."""
     limits = {"launch.timeout_seconds": 600.0, "checkpoint.timeout_seconds": 7200.0}
     limit = limits[f"{option}.timeout_seconds"]
     says = rf"^a collective timed out \({option}\.timeout_seconds={limit:g}\); "

@@ -252,13 +252,20 @@ def test_rows_name_axes_and_memory_in_words(
     mesh: dict[str, int], sharded: str, expected: str
 ) -> None:
     """Oracle: the sentences."""
-    held = {
+    bytes_by_kind = {
         "parameters": RankBytes(2048, 0),
         "gradients": RankBytes(0, 1024),
         "optimizer states": RankBytes(1, 2**20),
     }
     layout = Layout(
-        2000, 1000, 1, Unit("a", 2000, 4000), Unit("a", 2000, 4000), mesh, sharded, held
+        2000,
+        1000,
+        1,
+        Unit("a", 2000, 4000),
+        Unit("a", 2000, 4000),
+        mesh,
+        sharded,
+        bytes_by_kind,
     )
     assert layout_rows(layout) == [
         ("parameters", "2,000, of which a rank holds 1,000"),

@@ -27,10 +27,9 @@ from tests.harness.tiny import TINY, make_config
 from tests.harness.transformers_oracle import import_transformers
 from tests.train.plain_model import plain_model
 
-AUX_COEF, Z_COEF = (
-    3.0,
-    0.5,
-)  # large, so that a wrong gradient cannot hide behind the cross entropy's
+# large, so that a wrong gradient cannot hide behind the cross entropy's
+AUX_COEF = 3.0
+Z_COEF = 0.5
 
 
 def config_of(
@@ -77,8 +76,10 @@ def routed_forward(
 
 def gradients(trainer: Trainer) -> tuple[dict[str, Tensor], float, float]:
     """Gradients by the definition in one plain module, and both auxiliary losses of the step."""
-    model, config = plain_model(trainer), trainer.config
-    train, moe = config.train, config.model
+    model = plain_model(trainer)
+    config = trainer.config
+    train = config.train
+    moe = config.model
     assert isinstance(moe, MoEConfig)
     samples = trainer.strategy.data_ranks * train.batch_size * train.grad_accum
     rows = [trainer.data.dataset.train[i] for i in range(samples)]

@@ -224,13 +224,13 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize("words", FOREIGN, ids=lambda words: repr(words[:50]))
-def test_malformed_messages_are_refused(words: bytes) -> None:
+@pytest.mark.parametrize("message", FOREIGN, ids=lambda message: repr(message[:50]))
+def test_malformed_messages_are_refused(message: bytes) -> None:
     """Oracle: one error class, and no other object."""
     with pytest.raises(
         WireError, match="received an object that no rank of this run has sent"
     ):
-        JsonReader(io.BytesIO(words)).load()
+        JsonReader(io.BytesIO(message)).load()
 
 
 @pytest.mark.parametrize(

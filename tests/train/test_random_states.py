@@ -110,9 +110,9 @@ def test_incompatible_states_fall_back_to_the_seed(case: str) -> None:
     build(RandomStates, states)
     message = restore_random_states(states, DEVICE, seed=3, step=4, rank=1)
     assert message is not None and reason in message
-    found = draws()
+    numbers = draws()
     assert restore_random_states(None, DEVICE, seed=3, step=4, rank=1) is None
-    assert draws() == found
+    assert draws() == numbers
 
 
 OUTSIDE = r"numpy\.position is .*, not an integer from 0 to 624"

@@ -14,10 +14,9 @@ import pytest
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.checkpoint.config import Form
 from fsdptoys.checkpoint.retention import Series
-from fsdptoys.cli.convert import convert_command
 from fsdptoys.config.schema import Config
 from fsdptoys.data import BinConfig, SyntheticConfig
-from fsdptoys.errors import ConfigError, LostRanksError
+from fsdptoys.errors import LostRanksError
 from fsdptoys.memory import (
     CPUOffloadExecutor,
     MemoryConfig,
@@ -166,7 +165,7 @@ def test_resumed_run_equals_the_uninterrupted_one_bitwise(
 
 def train_and_hash_samples(config: Config, killed_in: int | None) -> list[str]:
     """Train, and return a hash of every training sample."""
-    seen: list[str] = []
+    sample_hashes: list[str] = []
 
     def prepare(trainer: Trainer) -> None:
         take = trainer.data.batches.next_step
@@ -174,7 +173,7 @@ def train_and_hash_samples(config: Config, killed_in: int | None) -> list[str]:
         def next_step() -> Any:
             batches = take()
             for tokens_BT, labels_BT in batches:
-                seen.extend(
+                sample_hashes.extend(
                     hashlib.sha256(
                         tokens.numpy().tobytes() + labels.numpy().tobytes()
                     ).hexdigest()
@@ -188,7 +187,7 @@ def train_and_hash_samples(config: Config, killed_in: int | None) -> list[str]:
         run_to_the_end(config, prepare)
     else:
         run_until(config, killed_in, prepare)
-    return seen
+    return sample_hashes
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +209,8 @@ def on_two_ranks(
             )
             for name, killed_in in (("whole", None), ("killed", 4))
         ]
-    wanted, first = ([row for rank in ranks for row in rank] for ranks in hashes)
-    return folder, wanted, first
+    whole, first = ([row for rank in ranks for row in rank] for ranks in hashes)
+    return folder, whole, first
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -231,7 +230,7 @@ def test_resuming_on_another_number_of_ranks_continues_with_the_same_samples(
 ) -> None:
     """Oracle: the uninterrupted run on two ranks with the same global batch; losses within 1e-6,
     each sample once."""
-    folder, wanted, first = on_two_ranks
+    folder, whole, first = on_two_ranks
     killed = tmp_path / "killed"
     shutil.copytree(folder / "killed", killed)
     other = make_config(
@@ -244,13 +243,13 @@ def test_resuming_on_another_number_of_ranks_continues_with_the_same_samples(
         )
         for row in rank
     ]
-    assert sorted(first + rest) == sorted(wanted)
-    assert len(set(wanted)) == len(wanted) == STEPS * 8
-    for found, uninterrupted in zip(
+    assert sorted(first + rest) == sorted(whole)
+    assert len(set(whole)) == len(whole) == STEPS * 8
+    for step, uninterrupted in zip(
         steps_of(killed), steps_of(folder / "whole"), strict=True
     ):
-        assert found[0] == uninterrupted[0]
-        assert found[1] == pytest.approx(uninterrupted[1], abs=1e-6)
+        assert step[0] == uninterrupted[0]
+        assert step[1] == pytest.approx(uninterrupted[1], abs=1e-6)
 
 
 def lose_a_commit(config: Config, lost: Path) -> str:
@@ -311,58 +310,13 @@ def test_incompatible_checkpoint_is_refused(tmp_path: Path) -> None:
     )
     before = "when the checkpoint of step 2 was made, so the order of the data cannot continue; set"
     new = "or start a new run in another folder"
-    branching, length = config.data.branching, config.train.seq_len
+    branching = config.data.branching
+    length = config.train.seq_len
     assert messages[2:] == [
         f"data.branching=5 was {branching} {before} data.branching={branching} {new}",
         f"train.seq_len={length // 2} was {length} {before} train.seq_len={length} {new}",
         f"data=bin was synthetic {before} data=synthetic {new}",
     ]
-
-
-@pytest.mark.parametrize("form", list(Form), ids=lambda form: form.value)
-def test_converted_checkpoints_equal_converted_final_weights(
-    form: Form, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Oracle: the folder in Hugging Face format made from the final weights, byte for byte."""
-    config = with_checkpoints(
-        make_config(FSDP2Config(), 2, steps=2, model=TINY["qwen3_moe"]),
-        tmp_path / "run",
-        2,
-        form=form,
-    )
-    config.checkpoint.final_weights = True
-    run_ranks(2, train_and_hash_samples, config, None)
-    for source, target in (
-        ("run", "final"),
-        ("run/checkpoints", "newest"),
-        ("run/checkpoints/step-00000002", "named"),
-    ):
-        assert (
-            convert_command(["to-hf", str(tmp_path / source), str(tmp_path / target)])
-            == 0
-        )
-    (tmp_path / "run" / "weights").rename(tmp_path / "weights")
-    assert (
-        convert_command(
-            ["to-hf", str(tmp_path / "run"), str(tmp_path / "run_without_weights")]
-        )
-        == 0
-    )
-    assert (
-        "holds no final weights; taking those of its newest checkpoint, step-00000002"
-        in capsys.readouterr().out
-    )
-    final = {path.name: path.read_bytes() for path in (tmp_path / "final").iterdir()}
-    for target in ("newest", "named", "run_without_weights"):
-        assert {
-            path.name: path.read_bytes() for path in (tmp_path / target).iterdir()
-        } == final
-    manifest = tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json"
-    manifest.unlink()
-    with pytest.raises(
-        ConfigError, match=r"step-00000002 is incomplete: it has no manifest\.json"
-    ):
-        convert_command(["to-hf", str(manifest.parent), str(tmp_path / "refused")])
 
 
 @pytest.mark.parametrize("on_signal", [True, False])
@@ -378,33 +332,6 @@ def test_checkpoints_are_saved_as_documented(every: int, on_signal: bool) -> Non
     assert saves(3, Stop("", gave_up=True))
     assert saves(3, Stop("")) == saves(4, None) == (every == 2)
     assert not saves(3, None)
-
-
-def weights_of(folder: Path) -> bytes:
-    return (folder / "weights.safetensors").read_bytes()
-
-
-def test_final_weights_are_kept_until_a_resumed_run_takes_a_step(
-    tmp_path: Path,
-) -> None:
-    """Oracle: the files: kept without further steps, moved aside otherwise."""
-    run = tmp_path / "run"
-    config = with_checkpoints(make_config(SingleConfig(), 1, steps=2), run)
-    config.checkpoint.final_weights = True
-    for _ in range(3):
-        run_ranks(1, train_and_hash_samples, config, None)
-    first = weights_of(run / "weights")
-    longer = dataclasses.replace(
-        config, train=dataclasses.replace(config.train, steps=4)
-    )
-    run_ranks(1, train_and_hash_samples, longer, 4)
-    assert not (run / "weights").exists()
-    run_ranks(1, train_and_hash_samples, longer, None)
-    assert weights_of(run / "weights-1") == first != weights_of(run / "weights")
-    assert sorted(path.name for path in run.glob("weights*")) == [
-        "weights",
-        "weights-1",
-    ]
 
 
 def test_second_start_does_not_modify_a_running_run(tmp_path: Path) -> None:

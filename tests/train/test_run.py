@@ -19,7 +19,6 @@ from fsdptoys.config.schema import Config
 from fsdptoys.data import TextConfig
 from fsdptoys.device import Device
 from fsdptoys.device.profile import load_hardware
-from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import (
     Console,
     MetricsConfig,
@@ -40,7 +39,6 @@ from fsdptoys.parallel import (
 )
 from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.profiler import ProfileConfig
-from fsdptoys.train import run as run_module
 from fsdptoys.train import text_sample
 from fsdptoys.train.recorded_run import is_run_dir, read_recorded_run
 from fsdptoys.train.run import Run, train
@@ -66,16 +64,16 @@ def run_in(folder: Path, configs: dict[str, Config]) -> dict[str, list[str]]:
     text_sample.UNREADABLE = (
         1.0  # a model of three steps writes bytes, which are compared
     )
-    seen = {}
+    results = {}
     for name, config in configs.items():
         config.metrics.run_dir = str(folder / name)
         trainer = train(config)
         torch.distributed.barrier()
         assert len(trainer.history) == config.train.steps
-        seen[name] = sorted(
+        results[name] = sorted(
             path.name for path in (folder / name).rglob("*") if path.is_file()
         )
-    return seen
+    return results
 
 
 def test_every_strategy_writes_all_files_its_layout_and_the_same_sample(
@@ -86,27 +84,27 @@ def test_every_strategy_writes_all_files_its_layout_and_the_same_sample(
     (tmp_path / "corpus.txt").write_text("def f(x):\n    return x\n" * 500)
 
     def config(parallel: ParallelConfig, world_size: int) -> Config:
-        made = make_config(
+        settings = make_config(
             parallel, world_size, steps=3, grad_accum=1, eval_every=2, eval_batches=1
         )
-        made.model.vocab_size = 256
-        made.data = TextConfig(
+        settings.model.vocab_size = 256
+        settings.data = TextConfig(
             files=[str(tmp_path / "corpus.txt")], sample_tokens=20, eval_fraction=0.1
         )
-        made.validate(world_size, "cpu")
-        return made
+        settings.validate(world_size, "cpu")
+        return settings
 
     strategies = {
         parallel.name: config(parallel, 2)
         for parallel in (DDPConfig(), FSDP1Config(), FSDP2Config())
     }
-    found = run_ranks(
+    results = run_ranks(
         1, run_in, tmp_path, {"one": config(SingleConfig(simulated_ranks=2), 1)}
     )
-    found += run_ranks(2, run_in, tmp_path, strategies)
+    results += run_ranks(2, run_in, tmp_path, strategies)
     assert all(
         set(files) == FILES and len(files) == len(FILES)
-        for rank in found
+        for rank in results
         for files in rank.values()
     )
     samples = set()
@@ -134,34 +132,14 @@ def test_every_strategy_writes_all_files_its_layout_and_the_same_sample(
     assert len(samples) == 1 and "def " in samples.pop()
 
 
-def in_run_dir(config: Config, folder: Path, final_weights: bool = False) -> Config:
+def in_run_dir(config: Config, folder: Path) -> Config:
     config.metrics.run_dir = str(folder)
-    config.checkpoint.final_weights = final_weights
+    config.checkpoint.final_weights = False
     return config
 
 
-def run_without_room_for_weights(config: Config) -> None:
-    def refuse(*_: Any) -> None:
-        raise ConfigError("no room")
-
-    run_module.save_weights = refuse
-    with pytest.raises(ConfigError, match="no room"):
-        Run(Trainer(config)).run()
-
-
-def test_results_are_kept_if_weights_cannot_be_written(tmp_path: Path) -> None:
-    """Oracle: the summary of all steps, although the run ends with an error."""
-    config = in_run_dir(
-        make_config(SingleConfig(), 1, steps=2), tmp_path, final_weights=True
-    )
-    run_ranks(1, run_without_room_for_weights, config)
-    assert "2 of 2; all steps done" in (tmp_path / "summary.md").read_text(
-        encoding="utf-8"
-    )
-
-
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "is_text"),
     [
         ("def f(x):\n\treturn x\r\n", True),
         ("Grüße, 你好\u3000世界 🙂", True),
@@ -171,31 +149,15 @@ def test_results_are_kept_if_weights_cannot_be_written(tmp_path: Path) -> None:
     ],
 )
 def test_bytes_of_an_untrained_model_are_not_shown_as_text(
-    text: str, shown: bool
+    text: str, is_text: bool
 ) -> None:
     """Oracle: text in three scripts; characters outside UTF-8, and of control, more than a tenth of
     them."""
-    assert (text_sample.why_unreadable(text) is None) == shown
-
-
-def weights_before_the_sample(config: Config, weights: Path) -> list[str]:
-    names: list[str] = []
-    Trainer.sample = lambda self: names.extend(sorted(os.listdir(weights)))  # type: ignore[assignment, method-assign]
-    Run(Trainer(config)).run()
-    return names
-
-
-def test_weights_are_saved_before_a_sample_is_generated(tmp_path: Path) -> None:
-    """Oracle: the folder at the start of sampling, which may take minutes and be interrupted."""
-    config = in_run_dir(
-        make_config(SingleConfig(), 1, steps=1), tmp_path, final_weights=True
-    )
-    names = run_ranks(1, weights_before_the_sample, config, tmp_path / "weights")[0]
-    assert names == ["checksums.json", "weights.safetensors"]
+    assert (text_sample.why_unreadable(text) is None) == is_text
 
 
 def profile(config: Config, folder: Path) -> list[str]:
-    """The traces of a run on two ranks, of which only the first knows the run directory's name."""
+    """The traces of a run on two ranks; only the first knows the run directory's name."""
     if torch.distributed.get_rank() == 1:
         config.metrics.run_dir = None
     config.profile = ProfileConfig(
@@ -244,7 +206,8 @@ DELAY_SECONDS = 10_000.0
 def wait_for_data(config: Config) -> None:
     """Train, with a clock that jumps ahead while the third step waits for its batches."""
     trainer = Trainer(config)
-    next_step, clock = trainer.data.batches.next_step, time.perf_counter
+    next_step = trainer.data.batches.next_step
+    clock = time.perf_counter
 
     def late_next_step() -> Any:
         if trainer.steps_done == 2:
@@ -282,9 +245,9 @@ STEP = StepMetrics(
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    found = compose_config(["experiment=null", "parallel=ddp"])
-    found.validate(2, "cpu")
-    return found
+    composed = compose_config(["experiment=null", "parallel=ddp"])
+    composed.validate(2, "cpu")
+    return composed
 
 
 @pytest.fixture(scope="module")
@@ -301,9 +264,15 @@ def record(
 ) -> None:
     """Write a run directory as a run does."""
     metrics = MetricsConfig(run_dir=str(path), console=Console.none)
-    found = environment(Device("cpu"), 2, ["fsdptoys"])
+    recorded_environment = environment(Device("cpu"), 2, ["fsdptoys"])
     with RunRecorder(
-        metrics, "a run", config.to_dict(), found, steps, {}, prediction=prediction
+        metrics,
+        "a run",
+        config.to_dict(),
+        recorded_environment,
+        steps,
+        {},
+        prediction=prediction,
     ) as recorder:
         for number in range(1, steps + 1):
             recorder.step(
@@ -332,7 +301,7 @@ def test_recorded_run_round_trips(
         (),
     )
     assert run.config().parallel == config.parallel
-    assert {each.quantity for each in run.prediction_errors()} == {
+    assert {error.quantity for error in run.prediction_errors()} == {
         "step time",
         "tokens/s, all ranks",
     }
@@ -385,14 +354,16 @@ def test_run_resumes_in_a_folder_with_damaged_files(tmp_path: Path) -> None:
             f"metrics.run_dir={run}",
             f"train.steps={steps}",
         ]
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             check=False,
         )
-        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        assert process.returncode == 0 and "Traceback" not in process.stderr, (
+            process.stderr
+        )
 
     train(1)
     (run / "config.yaml").write_text("a: &a [x]\nb: [*a, *a]\n" + "[" * 100_000)

@@ -57,9 +57,9 @@ BUFFER_BYTES = 2 * 2048 * 64 * 4
 last."""
 
 
-def train(words: tuple[str, ...], counts: bool = True) -> list[StepMetrics]:
+def train(overrides: tuple[str, ...], counts: bool = True) -> list[StepMetrics]:
     gc.collect()  # a trainer's hooks are cycles, and the memory of the last one would count
-    trainer = Trainer(configured([*SHARED, *words], 2, "cpu"), Device("cpu"))
+    trainer = Trainer(configured([*SHARED, *overrides], 2, "cpu"), Device("cpu"))
     if not counts:
         trainer.memory = StepMemory(trainer.strategy, trainer.stepper, enabled=False)
     trainer.train()
@@ -67,13 +67,13 @@ def train(words: tuple[str, ...], counts: bool = True) -> list[StepMetrics]:
 
 
 def train_all() -> tuple[dict[str, StepMetrics], list[list[float]]]:
-    found = {name: train(words)[-1] for name, words in CASES.items()}
+    last_steps = {name: train(overrides)[-1] for name, overrides in CASES.items()}
     losses = [
         [metrics.loss, metrics.grad_norm]
         for counts in (True, False)
         for metrics in train((), counts)
     ]
-    return found, losses
+    return last_steps, losses
 
 
 @functools.cache
@@ -86,7 +86,8 @@ def test_each_switch_changes_the_memory_as_it_should() -> None:
     """Oracle: the purpose of each switch; bytes of parameters and states from the shapes of all
     ranks."""
     rows: dict[str, StepMetrics] = trained()[0][0]
-    plain, ddp = rows["fsdp2"], rows["ddp"]
+    plain = rows["fsdp2"]
+    ddp = rows["ddp"]
     counts = (
         configured([*SHARED], 2, "cpu").model.build().parameter_counts().total * 4 / GIB
     )
@@ -107,7 +108,8 @@ def test_each_switch_changes_the_memory_as_it_should() -> None:
         "chunked loss"
     ) < 0.95 * peak("fsdp2")
     assert peak("ddp") > peak("fsdp2") + counts and end("ddp") >= 2.9 * counts
-    offloaded, on_host = rows["optimizer offload"], rows["cpu offload"]
+    offloaded = rows["optimizer offload"]
+    on_host = rows["cpu offload"]
     assert 0.49 * counts < end("optimizer offload") < counts / 2 + lost
     assert offloaded.memory_host_gib == pytest.approx(counts, rel=0.01)
     assert end("cpu offload") < lost
@@ -216,7 +218,7 @@ def test_other_profilers_than_those_tried_leave_steps_uncounted(
 
 
 def run_out_of_memory(config: Config, part: str) -> str:
-    """The report of a run whose second step runs out of memory in the given part."""
+    """The report of a run that runs out of memory in a part of its second step."""
     trainer = Trainer(config)
     owner, name = {
         "forward": (trainer.strategy.model, "forward"),

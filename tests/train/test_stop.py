@@ -57,7 +57,8 @@ def test_signal_outside_training_ends_the_process(body: object) -> None:
 def hang(folder: Path) -> None:
     """Rank 0 waits for rank 1, which sends it two signals."""
     stop.SAME_REQUEST_SECONDS = 0.0
-    pid, recorded = folder / "pid", folder / "recorded"
+    pid = folder / "pid"
+    recorded = folder / "recorded"
     with StopRequest() as request:
         if dist.get_rank() == 0:
 

@@ -36,13 +36,15 @@ STRATEGIES: list[ParallelConfig] = [DDPConfig(), FSDP1Config(), FSDP2Config()]
 def first_step_and_oracle(config: Config) -> tuple[list[float], list[float]]:
     """Loss and norm of the first step, and the oracle's."""
     trainer = Trainer(config)
-    model, train = plain_model(trainer), config.train
+    model = plain_model(trainer)
+    train = config.train
     samples = range(trainer.strategy.data_ranks * train.batch_size * train.grad_accum)
     rows = [trainer.data.dataset.train[i] for i in samples]
     tokens, labels = (
         torch.stack([torch.from_numpy(row[i]) for row in rows]) for i in (0, 1)
     )
-    logits, flat = model(tokens).flatten(0, 1), labels.flatten()
+    logits = model(tokens).flatten(0, 1)
+    flat = labels.flatten()
     loss = F.cross_entropy(
         logits, flat, ignore_index=-100, label_smoothing=train.label_smoothing
     )
@@ -80,11 +82,11 @@ def test_loss_is_the_mean_over_valid_tokens_of_the_global_batch(
 
     Label smoothing is cross_entropy's own, and the z loss is the mean squared logsumexp.
     """
-    found, expected = run_ranks(
+    numbers_of_step, expected = run_ranks(
         2, first_step_and_oracle, make_config(parallel, 2, steps=1, **options)
     )[0]
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert numbers_of_step == pytest.approx(expected, rel=1e-5)
+    assert numbers_of_step[0] == pytest.approx(expected[0], rel=1e-6)
 
 
 def test_evaluation_is_plain_cross_entropy_for_any_training_loss() -> None:
@@ -109,7 +111,8 @@ def test_evaluation_is_plain_cross_entropy_for_any_training_loss() -> None:
 
 def count_full_losses(config: Config) -> int:
     """Number of full-logits losses of a run with evaluations."""
-    calls, original = 0, F.cross_entropy
+    calls = 0
+    original = F.cross_entropy
 
     def counted(*args: Any, **options: Any) -> torch.Tensor:
         nonlocal calls
@@ -234,9 +237,9 @@ def test_loss_falls_to_the_entropy_of_the_data() -> None:
     data = SyntheticConfig(branching=2)
     sizes = {"steps": 150, "grad_accum": 1, "batch_size": 16, "max_grad_norm": 1.0}
     config = make_config(SingleConfig(), 1, optim=optim, data=data, **sizes)
-    found = losses(run_ranks(1, histories, [config])[0][0])
-    assert found[0] == pytest.approx(math.log(67), rel=0.02)
-    assert math.log(2) < sum(found[-10:]) / 10 < math.log(2) + 0.1
+    history = losses(run_ranks(1, histories, [config])[0][0])
+    assert history[0] == pytest.approx(math.log(67), rel=0.02)
+    assert math.log(2) < sum(history[-10:]) / 10 < math.log(2) + 0.1
 
 
 def test_all_ranks_stop_after_the_step_that_exceeds_the_time_limit() -> None:
@@ -320,7 +323,9 @@ def train_and_watch(
     """
     config = make_config(SingleConfig(), 1, steps=6, gc_every=every)
     trainer = Trainer(config)
-    enabled, alive, nodes = [], [], []
+    enabled = []
+    alive = []
+    nodes = []
 
     def on_phase(step: int, phase: str) -> None:
         if phase == "optimizer":

@@ -81,7 +81,7 @@ def logits_of_trained(
     configs: list[Config], folders: list[Path], tokens_BT: Tensor
 ) -> list[list[list[float]]]:
     """Logits of the model at the end of each run, and of what its run directory holds."""
-    found = []
+    logits = []
     for config, folder in zip(configs, folders, strict=True):
         trainer = run_to_the_end(
             with_checkpoints(config, folder, every=0, final_weights=True)
@@ -89,17 +89,18 @@ def logits_of_trained(
         trained = TrainedModel(str(folder)).load(Device("cpu"), torch.float32)
         with torch.no_grad():
             models = (trainer.strategy.model.eval(), trained)
-            found.append(
+            logits.append(
                 [model(tokens_BT).float().flatten()[:500].tolist() for model in models]
             )
-    return found
+    return logits
 
 
 @pytest.mark.usefixtures("unmeasured")
 def test_final_weights_are_those_of_the_model_and_its_adapters(tmp_path: Path) -> None:
     """Oracle: the logits of the run's model; the folder ``adapter`` on the base, for an unquantized
     one."""
-    base, merged = tmp_path / "base", tmp_path / "merged"
+    base = tmp_path / "base"
+    merged = tmp_path / "merged"
     write(base, build(LLAMA))
     started = dataclasses.replace(LLAMA, init_from=str(base))
     configs = [
@@ -108,8 +109,8 @@ def test_final_weights_are_those_of_the_model_and_its_adapters(tmp_path: Path) -
     ]
     folders = [tmp_path / name for name in ("plain", "nf4", "gpt2")]
     tokens_BT = torch.arange(24).view(1, 24)
-    found = run_ranks(1, logits_of_trained, configs, folders, tokens_BT)[0]
-    for trained, stored in found:
+    pairs = run_ranks(1, logits_of_trained, configs, folders, tokens_BT)[0]
+    for trained, stored in pairs:
         assert stored == pytest.approx(trained, abs=1e-5)
     assert (
         main(
@@ -125,7 +126,7 @@ def test_final_weights_are_those_of_the_model_and_its_adapters(tmp_path: Path) -
     )
     with torch.no_grad():
         logits = load(merged)(tokens_BT).flatten()[:500].tolist()
-    assert logits == pytest.approx(found[0][0], abs=1e-5)
+    assert logits == pytest.approx(pairs[0][0], abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ DATA = [
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with a model and rows."""
     monkeypatch.chdir(tmp_path)
     save_model(tmp_path)
@@ -45,9 +45,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def prepared(words: list[str], world_size: int) -> Config:
-    """A validated configuration whose data are prepared and whose steps are counted."""
-    config = compose_config([*MODEL, *DATA, "launch.device=cpu", *words])
+def prepared(overrides: list[str], world_size: int) -> Config:
+    """A validated configuration with prepared data and counted steps."""
+    config = compose_config([*MODEL, *DATA, "launch.device=cpu", *overrides])
     config.validate(world_size, "cpu")
     config.data.prepare(config.train.seq_len, config.model.vocab_size)
     config.count_steps(world_size)
@@ -55,7 +55,7 @@ def prepared(words: list[str], world_size: int) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("words", "ranks", "data_ranks"),
+    ("overrides", "ranks", "data_ranks"),
     [
         (["parallel=single"], 1, 1),
         (["parallel=single", "parallel.simulated_ranks=3"], 1, 3),
@@ -75,13 +75,13 @@ def prepared(words: list[str], world_size: int) -> Config:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-@pytest.mark.usefixtures("place")
+@pytest.mark.usefixtures("workspace")
 def test_steps_without_a_number_see_each_row_once(
-    words: list[str], ranks: int, data_ranks: int
+    overrides: list[str], ranks: int, data_ranks: int
 ) -> None:
     """Oracle: the sampler: the last step meets the last row, and a held-out part is evaluated at
     most four times."""
-    config = prepared(words, ranks)
+    config = prepared(overrides, ranks)
     train = config.train
     assert train.data_seed is not None
     samples = config.data.build(
@@ -96,23 +96,23 @@ def test_steps_without_a_number_see_each_row_once(
         data_ranks,
         train.data_seed,
     )
-    seen: list[int] = []
+    numbers: list[int] = []
     for _ in range(train.steps):
-        assert len(set(seen)) < len(samples)
-        seen += torch.cat(stream.sample_numbers()).tolist()
+        assert len(set(numbers)) < len(samples)
+        numbers += torch.cat(stream.sample_numbers()).tolist()
         stream.next_step()
-    assert len(set(seen)) >= len(samples)
+    assert len(set(numbers)) >= len(samples)
     times = 0 if train.eval_every == 0 else -(-train.steps // train.eval_every)
-    assert (times > 0) == ("data.eval_fraction=0.3" in words) and times <= 4
+    assert (times > 0) == ("data.eval_fraction=0.3" in overrides) and times <= 4
 
 
 @pytest.mark.usefixtures("unmeasured")
 def test_run_says_how_many_steps_its_pass_has(
-    place: Path, capfd: pytest.CaptureFixture[str]
+    workspace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the lines of metrics, a held-out loss among them, and the resumed run's, which counts
     the same."""
-    words = [
+    argv = [
         "train",
         *MODEL,
         *DATA,
@@ -120,31 +120,32 @@ def test_run_says_how_many_steps_its_pass_has(
         "launch.device=cpu",
         "parallel=single",
     ]
-    words += [
+    argv += [
         "metrics.run_dir=tuned",
         "metrics.console=none",
         "plan.predict=false",
         "checkpoint.every=2",
     ]
-    assert main(words) == 0
+    assert main(argv) == 0
     lines = [
         json.loads(line)
-        for line in (place / "tuned" / "metrics.jsonl").read_text().splitlines()
+        for line in (workspace / "tuned" / "metrics.jsonl").read_text().splitlines()
     ]
     steps = [line for line in lines if "loss" in line]
     output = capfd.readouterr().out
-    said = (
+    sentence = (
         f"train.steps={len(steps)}: one pass over {len(steps)} rows of 64 tokens, 1 a step; "
         "train.eval_every="
     )
-    assert said in output and "since a part is held out" in output
+    assert sentence in output and "since a part is held out" in output
     assert any(line.get("eval_loss") is not None for line in steps)
     assert (
-        main([*words, "checkpoint.resume=must"]) == 0 and said in capfd.readouterr().out
+        main([*argv, "checkpoint.resume=must"]) == 0
+        and sentence in capfd.readouterr().out
     )
 
 
-@pytest.mark.usefixtures("place")
+@pytest.mark.usefixtures("workspace")
 def test_profile_longer_than_the_counted_steps_is_refused() -> None:
     """Oracle: the sentence, which composing cannot know yet."""
     config = compose_config(

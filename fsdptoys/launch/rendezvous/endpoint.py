@@ -141,8 +141,8 @@ class RendezvousEndpoint:
 def _open_server(host: str, port: int, listening: socket.socket) -> TCPStore:
     """Open a server on a socket that listens already.
 
-    Tested with torch 2.13; older versions whose libuv server accepts no socket fall back to the
-    other server.
+    Tested with torch 2.13; older versions fall back to the other server if libuv's accepts no
+    socket.
     """
     options: dict[str, Any] = {
         "is_master": True,

@@ -9,7 +9,7 @@ which includes a sequence number. Messages with another signature, or older than
 connection has seen, are rejected.
 
 Not covered, so the network must be trusted: deleting keys, flooding the store, or replaying
-messages of an earlier run with the same token to a new node, all of which prevent a rendezvous; and
+messages of an earlier run with the same token to a new node, which all prevent a rendezvous; and
 the unsigned addresses of the ranks.
 
 Source: https://docs.pytorch.org/docs/stable/elastic/rendezvous.html
