@@ -93,8 +93,8 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None
-        pids = self._pcontext.pids().values()
-        if any(map(runs, pids)) and not any(map(failed, pids)):
+        statuses = [exit_status(pid) for pid in self._pcontext.pids().values()]
+        if None in statuses and not any(statuses):
             return RunResult(state=WorkerState.HEALTHY)
         with self._watcher.closing():
             result = super()._monitor_workers(worker_group)
@@ -141,23 +141,19 @@ def group_runs(group: int) -> bool:
 
 def runs(pid: int) -> bool:
     """Return whether a child process still runs; leaves reaping it to the agent."""
+    return exit_status(pid) is None
+
+
+def exit_status(pid: int) -> int | None:
+    """Return a child's exit status, or the number of the signal that ended it; None while it runs.
+
+    Leaves reaping it to the agent; 0 for one that the agent has reaped.
+    """
     try:
-        return _exit_of(pid) is None
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return False
-
-
-def failed(pid: int) -> bool:
-    """Return whether a child process has failed; leaves reaping it to the agent."""
-    try:
-        ended = _exit_of(pid)
-    except ChildProcessError:  # reaped, so the agent has seen its status
-        return False
-    return ended is not None and ended.si_status != 0
-
-
-def _exit_of(pid: int) -> os.waitid_result | None:
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return 0
+    return ended.si_status if ended else None
 
 
 def import_environment(present: Mapping[str, str]) -> dict[str, str]:

@@ -157,14 +157,12 @@ def _record(path: Path, rank: int, error: Exception, message: str) -> None:
         "timestamp": str(now_ns // 10**9),
         "time_ns": now_ns,
         "rank": rank,
-    }
-    extra |= {"config_error": str(error) if isinstance(error, ConfigError) else None}
-    extra |= {"given_up": str(error) if isinstance(error, GivenUpError) else None}
-    # These repeat after a restart.
-    extra |= {
+        "config_error": str(error) if isinstance(error, ConfigError) else None,
+        "given_up": str(error) if isinstance(error, GivenUpError) else None,
+        # These repeat after a restart.
         "final": isinstance(
             error, (ConfigError, ExplainedOutOfMemoryError, GivenUpError)
-        )
+        ),
     }
     # Atomic, since a partial record would hide the failure.
     message = f"{type(error).__name__}: {error}"

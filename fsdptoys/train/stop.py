@@ -124,10 +124,6 @@ class Stop:
     """Whether too many steps were skipped."""
 
 
-N_VOTES = len(STOP_SIGNALS) + 1
-"""Votes of a rank: one for each signal, and one for the time limit."""
-
-
 class Stopping:
     """Decides when a run stops.
 

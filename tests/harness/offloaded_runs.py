@@ -11,7 +11,7 @@ from fsdptoys.memory import (
     optimizer_offload,
 )
 from fsdptoys.train.trainer import Trainer
-from tests.harness.outcomes import Outcome, hash_parameters
+from tests.harness.outcomes import Outcome, outcome_of
 from tests.harness.run_tables import Pair
 
 OVERLAPPED = "overlapped"
@@ -46,12 +46,10 @@ def build_trainer(config: Config, how: str | None, **memory: Any) -> Trainer:
 
 
 def outcome(trainer: Trainer) -> Outcome:
-    """Losses, norms and parameters of a trainer so far."""
+    """Take the pending optimizer steps, and return the outcome."""
     if isinstance(trainer.optimizer, BucketedOptimizer):
         trainer.optimizer.flush()
-    losses = [step.loss for step in trainer.history]
-    norms = [step.grad_norm for step in trainer.history]
-    return Outcome(losses=losses, grad_norms=norms, parameters=hash_parameters(trainer))
+    return outcome_of(trainer)
 
 
 def train_all(rows: list[tuple[Config, str | None, dict[str, Any]]]) -> list[Outcome]:

@@ -28,14 +28,17 @@ def train_all(configs: list[Config]) -> list[Outcome]:
             False  # compared nowhere, and a tenth of the time of short runs
         )
         trainer.train()
-        outcomes.append(
-            Outcome(
-                losses=[step.loss for step in trainer.history],
-                grad_norms=[step.grad_norm for step in trainer.history],
-                parameters=hash_parameters(trainer),
-            )
-        )
+        outcomes.append(outcome_of(trainer))
     return outcomes
+
+
+def outcome_of(trainer: Trainer) -> Outcome:
+    """Losses, norms and parameters of a trainer so far."""
+    return Outcome(
+        losses=[step.loss for step in trainer.history],
+        grad_norms=[step.grad_norm for step in trainer.history],
+        parameters=hash_parameters(trainer),
+    )
 
 
 def hash_parameters(trainer: Trainer) -> dict[str, str]:

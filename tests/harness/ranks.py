@@ -8,35 +8,25 @@ have started threads or touched an accelerator, so keep ``OMP_NUM_THREADS=1`` th
 import gc
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
-from unittest import mock
 
 import torch
 import torch._dynamo  # by the first model or optimizer
 import torch.distributed as dist
 import torch.distributed.fsdp  # with these in the parent, no rank takes a second to import them
-from torch.distributed import distributed_c10d
 
 from fsdptoys.train.object_collectives import use_json
 
 GROUP_TIMEOUT = timedelta(minutes=30)
 """Of a collective. A rank that ends closes its connections, so the others wait for a hanging rank
 only."""
-
-
-def pickled_objects() -> AbstractContextManager[None]:
-    """Let torch's object collectives send pickles again, as outside of a run."""
-    picklers = {"_pickler": pickle.Pickler, "_unpickler": pickle.Unpickler}
-    return mock.patch.multiple(distributed_c10d, **picklers)
 
 
 def run_ranks(

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
+from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig, OffloadSchedule
+from fsdptoys.optim import MuonConfig
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
@@ -31,6 +33,17 @@ COMPARED_FIELDS = (
     "skipped",
     "skipped_steps",
 )
+
+LAZY = MemoryConfig(optimizer_offload=True, offload_schedule=OffloadSchedule.lazy)
+OVERLAPPED = MemoryConfig(
+    cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped, cpu_threads=2
+)
+IN_BACKWARD = {
+    "memory": MemoryConfig(optimizer_in_backward=True),
+    "max_grad_norm": None,
+    "skip_nonfinite": False,
+}
+MUON = {"optim": MuonConfig(lr=1e-2)}
 
 SHORT = 4
 """Steps of runs with many configurations: every second one is saved, and one is repeated."""
@@ -99,9 +112,13 @@ def run_until(
         raise AssertionError("it came to its end")
 
 
-def steps_of(folder: Path) -> list[list[Any]]:
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [[json.loads(line)[name] for name in COMPARED_FIELDS] for line in lines]
+    return [json.loads(line) for line in lines]
+
+
+def steps_of(folder: Path) -> list[list[Any]]:
+    return [[step[name] for name in COMPARED_FIELDS] for step in metrics_of(folder)]
 
 
 def refused(*configs: Config) -> list[str]:

@@ -54,6 +54,11 @@ def spent() -> tuple[float, float]:
     )
 
 
+def spent_since(start: tuple[float, float]) -> list[float]:
+    """Return CPU seconds and wall seconds since a result of ``spent``."""
+    return [now - then for now, then in zip(spent(), start, strict=True)]
+
+
 class _Forwarder:
     """In a worker: sends reports to the parent."""
 
@@ -85,9 +90,7 @@ def _run_items(
         since = spent()
         sender.send(("start", item.nodeid))
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        sender.send(
-            ("end", [now - then for now, then in zip(spent(), since, strict=True)])
-        )
+        sender.send(("end", spent_since(since)))
         if session.shouldfail or session.shouldstop:
             break
     sender.send(("done", None))
@@ -182,10 +185,7 @@ class WorkersPlugin:
             raise session.Interrupted(f"{session.testsfailed} errors during collection")
         if session.config.option.collectonly:
             return True
-        self.add_times(
-            *(now - then for now, then in zip(spent(), self.started, strict=True)),
-            "(imports, collection)",
-        )
+        self.add_times(*spent_since(self.started), "(imports, collection)")
         groups = [
             list(items)
             for _, items in itertools.groupby(session.items, lambda item: item.path)
@@ -205,11 +205,7 @@ class WorkersPlugin:
                     list(workers), timeout=1.0
                 ):
                     if not self._take(session, workers[receiver]):
-                        queue.extendleft(
-                            [rest]
-                            if (rest := self._end(session, workers.pop(receiver)))
-                            else []
-                        )
+                        self._end(session, queue, workers.pop(receiver))
                 for receiver in [
                     receiver for receiver, worker in workers.items() if worker.hangs()
                 ]:
@@ -218,9 +214,7 @@ class WorkersPlugin:
                         f"no end after {time.monotonic() - worker.since:.0f} "
                         f"s\n{worker.read_stacks()}"
                     )
-                    queue.extendleft(
-                        [rest] if (rest := self._end(session, worker, why)) else []
-                    )
+                    self._end(session, queue, worker, why)
         finally:
             for worker in workers.values():
                 kill_tree(worker.process.pid)
@@ -264,9 +258,13 @@ class WorkersPlugin:
         return True
 
     def _end(
-        self, session: pytest.Session, worker: _Worker, why: str | None = None
-    ) -> list[pytest.Item]:
-        """Wait for a worker's exit, report how its test failed if it did not end, and return the
+        self,
+        session: pytest.Session,
+        queue: deque[list[pytest.Item]],
+        worker: _Worker,
+        why: str | None = None,
+    ) -> None:
+        """Wait for a worker's exit, report how its test failed if it did not end, and queue the
         tests left to run."""
         process = worker.process
         process.join(0 if why else EXIT_SECONDS)
@@ -286,7 +284,8 @@ class WorkersPlugin:
             self._report_failure(session, item, why)
         worker.receiver.close()
         worker.stacks.close()
-        return list(worker.items)
+        if worker.items:
+            queue.appendleft(list(worker.items))
 
     def _report_failure(
         self, session: pytest.Session, item: pytest.Item, why: str

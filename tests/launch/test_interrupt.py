@@ -1,6 +1,5 @@
 """Ctrl-C in the terminal of a run."""
 
-import json
 import os
 import re
 import signal
@@ -10,6 +9,7 @@ import pytest
 
 from fsdptoys.metrics.config import METRICS_FILE
 from tests.harness.launched_training import training, wait_while_running
+from tests.harness.resumed_runs import metrics_of
 
 WORDS = (
     "fsdptoys train experiment=null model=llama_debug data=synthetic train.batch_size=1 "
@@ -44,6 +44,5 @@ def test_interrupted_run_saves_says_how_to_go_on_and_continues(tmp_path: Path) -
     with training([*argv, "checkpoint.resume=auto"], tmp_path / "second.txt") as run:
         status, output = run.result()
     assert status == 0, output
-    assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == list(
-        range(1, last + 3)
-    )
+    steps = [step["step"] for step in metrics_of(folder)]
+    assert steps == list(range(1, last + 3))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdptoys.metrics.config import METRICS_FILE
 from tests.harness.levels import extended
+from tests.harness.resumed_runs import metrics_of
 from tests.harness.streams import REASONS, ROOT, run_with
 
 WORDS = (
@@ -34,15 +34,7 @@ def test_run_survives_a_lost_console(stdout: str, stderr: str, tmp_path: Path) -
     run = tmp_path / "run"
     process = run_with(stdout, stderr, ["-m", "fsdptoys", *f"{WORDS}{run}".split()])
     assert process.returncode == 0, process.stderr
-    assert [
-        json.loads(line)["step"]
-        for line in (run / METRICS_FILE).read_text().splitlines()
-    ] == [
-        1,
-        2,
-        3,
-        4,
-    ]
+    assert [step["step"] for step in metrics_of(run)] == [1, 2, 3, 4]
     assert (run / "checkpoints/step-00000004/manifest.json").is_file()
     sentence = (
         f"Console output was lost before the first step (stdout: {REASONS[stdout]}"

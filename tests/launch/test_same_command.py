@@ -12,6 +12,7 @@ import pytest
 
 from fsdptoys.cli.main import main
 from tests.harness.coverage import without_coverage
+from tests.harness.resumed_runs import metrics_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,9 +71,7 @@ def start(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def read_numbers(run: Path) -> tuple[list[list[Any]], str]:
     """Return the numbers of each step of a run, and its written configuration without names."""
-    steps = [
-        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
-    ]
+    steps = metrics_of(run)
     numbers = (
         "step",
         "loss",

@@ -1,7 +1,6 @@
 """Float16 with a dynamic loss scale: its bits, its search, and a resume in the middle of it."""
 
 import dataclasses
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -15,8 +14,8 @@ import torch.distributed as dist
 
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import GivenUpError
-from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig, OffloadSchedule
-from fsdptoys.optim import MuonConfig, SGDConfig
+from fsdptoys.memory import MemoryConfig
+from fsdptoys.optim import SGDConfig
 from fsdptoys.optim.loss_scale import LossScaleConfig, LossScaler
 from fsdptoys.parallel import (
     DDPConfig,
@@ -34,6 +33,10 @@ from fsdptoys.train.trainer import Trainer
 from tests.harness.outcomes import hash_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.resumed_runs import (
+    LAZY,
+    MUON,
+    OVERLAPPED,
+    metrics_of,
     poison_gradients,
     run_to_the_end,
     run_until,
@@ -46,12 +49,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 HALF: dict[str, Any] = {"param_dtype": DType.float16}
 FSDP2 = FSDP2Config(**HALF)
 HYBRID = FSDP2 if TORCH >= (2, 8) else FSDP1Config(**HALF)
-LAZY = MemoryConfig(optimizer_offload=True, offload_schedule=OffloadSchedule.lazy)
-OVERLAPPED = MemoryConfig(
-    cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped
-)
 CHUNKED = MemoryConfig(chunk_loss=True, chunk_tokens="20")
-MUON = {"optim": MuonConfig(lr=1e-2)}
 EXPERTS = {"model": TINY["qwen3_moe"], "memory": CHUNKED, "max_grad_norm": None}
 
 Outcome = tuple[list[float], list[str], list[float | None], list[bool], dict[str, str]]
@@ -194,10 +192,7 @@ def test_infinities_of_one_rank_follow_grad_scaler_on_all_ranks(
         zip(grad_scaler_scales(infinite, 256.0, 2.0, 0.5, 2), infinite, strict=True)
     )
     assert first == second and first[0] == expected
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = metrics_of(tmp_path)
     assert [(line["loss_scale"], line["skipped"]) for line in lines] == expected
     assert [line["skipped_steps"] for line in lines] == [1, 2, 2, 2, 3, 3, 4]
     summary = (tmp_path / "summary.md").read_text()

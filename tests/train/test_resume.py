@@ -18,14 +18,11 @@ from fsdptoys.config.schema import Config
 from fsdptoys.data import BinConfig, SyntheticConfig
 from fsdptoys.errors import LostRanksError
 from fsdptoys.memory import (
-    CPUOffloadExecutor,
     MemoryConfig,
-    OffloadSchedule,
     OffloadStateDType,
 )
 from fsdptoys.optim import (
     AdamWConfig,
-    MuonConfig,
     OptimStateDType,
     SGDConfig,
     WeightDecayOn,
@@ -46,6 +43,10 @@ from tests.harness.coverage import without_coverage
 from tests.harness.processes import wait_until
 from tests.harness.ranks import run_ranks
 from tests.harness.resumed_runs import (
+    IN_BACKWARD,
+    LAZY,
+    MUON,
+    OVERLAPPED,
     Row,
     check_resumed_run,
     refused,
@@ -60,8 +61,6 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 STEPS = 6
 BACKGROUND = {"async_save": True}
-MUON = MuonConfig(lr=1e-2)
-LAZY = MemoryConfig(optimizer_offload=True, offload_schedule=OffloadSchedule.lazy)
 ROUNDED = {
     "memory": MemoryConfig(
         optimizer_offload=True, offload_state_dtype=OffloadStateDType.bfloat16
@@ -77,14 +76,6 @@ EIGHTH = {
         lr=1e-2, state_dtype=OptimStateDType.int8, weight_decay_on=WeightDecayOn.all
     ),
     "model": WITH_BLOCKS["qwen3_moe"],
-}
-OVERLAPPED = MemoryConfig(
-    cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped, cpu_threads=2
-)
-IN_BACKWARD = {
-    "memory": MemoryConfig(optimizer_in_backward=True),
-    "max_grad_norm": None,
-    "skip_nonfinite": False,
 }
 
 ROWS = {
@@ -115,7 +106,7 @@ ROWS = {
         FSDP2Config(),
         2,
         BACKGROUND,
-        {"optim": MUON, "model": TINY["qwen3_moe"], "grad_accum": 2},
+        {**MUON, "model": TINY["qwen3_moe"], "grad_accum": 2},
     ),
     "fsdp2, int8 states": Row(FSDP2Config(), 2, BACKGROUND, EIGHTH),
     "fsdp2, lazy offload": Row(FSDP2Config(), 2, BACKGROUND, {"memory": LAZY}),
@@ -134,7 +125,7 @@ MORE_ROWS = {
     "fsdp2, no state": Row(
         FSDP2Config(), options={"optim": SGDConfig(lr=1e-2, momentum=0.0)}
     ),
-    "ddp, muon": Row(DDPConfig(), options={"optim": MUON}),
+    "ddp, muon": Row(DDPConfig(), options=MUON),
     "ddp, bf16 states": Row(DDPConfig(), options=HALVED),
     "fsdp1, bf16 states": Row(FSDP1Config(), 2, BACKGROUND, HALVED),
     "fsdp2, bf16 states": Row(FSDP2Config(), 2, BACKGROUND, HALVED),

@@ -2,7 +2,6 @@
 files."""
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from fsdptoys.metrics import (
     StepMetrics,
     environment,
 )
-from fsdptoys.metrics.config import METRICS_FILE, PREDICTION_FILE, SUMMARY_FILE
+from fsdptoys.metrics.config import PREDICTION_FILE, SUMMARY_FILE
 from fsdptoys.metrics.layout import layout_rows
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.metrics.results import read_result
@@ -44,6 +43,7 @@ from fsdptoys.train.recorded_run import is_run_dir, read_recorded_run
 from fsdptoys.train.run import Run, train
 from fsdptoys.train.trainer import Trainer
 from tests.harness.ranks import run_ranks
+from tests.harness.resumed_runs import metrics_of
 from tests.harness.tiny import make_config
 
 FILES = {
@@ -109,10 +109,7 @@ def test_every_strategy_writes_all_files_its_layout_and_the_same_sample(
     )
     samples = set()
     for name in ("one", *strategies):
-        lines = [
-            json.loads(line)
-            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        ]
+        lines = metrics_of(tmp_path / name)
         assert [line["step"] for line in lines] == [1, 2, 3]
         summary = (tmp_path / name / "summary.md").read_text()
         samples.add(
@@ -134,7 +131,6 @@ def test_every_strategy_writes_all_files_its_layout_and_the_same_sample(
 
 def in_run_dir(config: Config, folder: Path) -> Config:
     config.metrics.run_dir = str(folder)
-    config.checkpoint.final_weights = False
     return config
 
 
@@ -223,10 +219,7 @@ def test_step_records_its_data_wait(tmp_path: Path) -> None:
     config = in_run_dir(make_config(SingleConfig(), 1, steps=4), tmp_path)
     config.validate(1, "cpu")
     run_ranks(1, wait_for_data, config)
-    steps = [
-        json.loads(line)
-        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    ]
+    steps = metrics_of(tmp_path)
     assert [step["data_wait_seconds"] >= DELAY_SECONDS for step in steps] == [
         False,
         False,
@@ -378,13 +371,7 @@ def test_run_resumes_in_a_folder_with_damaged_files(tmp_path: Path) -> None:
     ):
         (run / name).symlink_to(precious)
     train(2)
-    assert [
-        json.loads(line)["step"]
-        for line in (run / METRICS_FILE).read_text().splitlines()
-    ] == [
-        1,
-        2,
-    ]
+    assert [step["step"] for step in metrics_of(run)] == [1, 2]
     assert precious.read_text() == "precious"
     assert (run / "summary.md").is_file() and (
         run / "checkpoints/step-00000002"

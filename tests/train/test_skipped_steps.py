@@ -9,7 +9,6 @@ import pytest
 
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import GivenUpError
-from fsdptoys.memory import MemoryConfig, OffloadSchedule
 from fsdptoys.parallel import (
     DDPConfig,
     FSDP1Config,
@@ -21,6 +20,7 @@ from fsdptoys.train.trainer import Trainer
 from tests.harness.outcomes import hash_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.resumed_runs import (
+    LAZY,
     poison_gradients,
     steps_of,
     with_checkpoints,
@@ -28,8 +28,6 @@ from tests.harness.resumed_runs import (
 from tests.harness.tiny import make_config
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
-
-LAZY = MemoryConfig(optimizer_offload=True, offload_schedule=OffloadSchedule.lazy)
 
 
 def skip(config: Config, steps: set[int]) -> tuple[list[bool], list[bool], str]:

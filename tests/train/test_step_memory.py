@@ -16,7 +16,6 @@ from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB, Device
 from fsdptoys.device.profile import load_hardware
-from fsdptoys.memory import MemoryConfig, OffloadSchedule
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.parallel import DDPConfig, FSDP2Config, SingleConfig
 from fsdptoys.parallel.ddp import DDP
@@ -28,7 +27,7 @@ from fsdptoys.train.oom_context import oom_context
 from fsdptoys.train.step_memory import COST, StepMemory
 from fsdptoys.train.trainer import Trainer
 from tests.harness.ranks import run_ranks
-from tests.harness.resumed_runs import SMALL, run_to_the_end, with_checkpoints
+from tests.harness.resumed_runs import LAZY, SMALL, run_to_the_end, with_checkpoints
 from tests.harness.tiny import make_config
 from tests.harness.traced_runs import configured, traced
 
@@ -272,9 +271,6 @@ def test_out_of_memory_in_construction_reports_the_planned_bytes() -> None:
             f"{4 * total / share / 2**10:.2f} KiB  parameters, when complete" in report
         )
         assert ("parallel=fsdp2 mesh.fsdp_size=-1" in report) == (share == 1)
-
-
-LAZY = MemoryConfig(optimizer_offload=True, offload_schedule=OffloadSchedule.lazy)
 
 
 def memory_of_a_lazy_run(config: Config) -> tuple[int, int]:

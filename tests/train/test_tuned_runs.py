@@ -12,8 +12,6 @@ from fsdptoys.cli.main import main
 from fsdptoys.config.schema import Config
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
-from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig
-from fsdptoys.optim import MuonConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.pretrained import TrainedModel
@@ -23,6 +21,9 @@ from tests.harness.folders import build, load, write
 from tests.harness.nf4_models import GPT2, LLAMA
 from tests.harness.ranks import run_ranks
 from tests.harness.resumed_runs import (
+    IN_BACKWARD,
+    MUON,
+    OVERLAPPED,
     Row,
     check_resumed_run,
     run_to_the_end,
@@ -37,15 +38,6 @@ NF4 = dataclasses.replace(LORA, base=Base.nf4)
 
 
 BFLOAT16 = FSDP2Config(param_dtype=DType.bfloat16)
-MUON = {"optim": MuonConfig(lr=1e-2)}
-OVERLAPPED = MemoryConfig(
-    cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped, cpu_threads=2
-)
-IN_BACKWARD = {
-    "memory": MemoryConfig(optimizer_in_backward=True),
-    "max_grad_norm": None,
-    "skip_nonfinite": False,
-}
 
 ROWS = {
     "fsdp1": Row(FSDP1Config(), 2, {"async_save": True}),

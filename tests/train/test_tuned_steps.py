@@ -12,6 +12,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.data.sampler import BatchStream
 from fsdptoys.errors import ConfigError
 from tests.harness.byte_model import save_model
+from tests.harness.resumed_runs import metrics_of
 
 ROWS = [
     {
@@ -127,10 +128,7 @@ def test_run_says_how_many_steps_its_pass_has(
         "checkpoint.every=2",
     ]
     assert main(argv) == 0
-    lines = [
-        json.loads(line)
-        for line in (workspace / "tuned" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = metrics_of(workspace / "tuned")
     steps = [line for line in lines if "loss" in line]
     output = capfd.readouterr().out
     sentence = (
