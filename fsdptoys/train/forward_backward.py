@@ -24,7 +24,7 @@ def forward_backward(
     """Add up gradients, and return the sum of the losses of this rank's valid tokens. A collective.
 
     Args:
-        built: the model.
+        parallel_model: the model.
         inputs: of this rank.
         scale: of the losses.
         enter: called with ``forward`` and ``backward`` as these begin; a pipeline has both in one

@@ -46,7 +46,7 @@ class StepData:
 
     Args:
         config: of the run.
-        built: the model; it gets the id that ends documents, if documents are kept apart.
+        parallel_model: the model; it gets the id that ends documents, if documents are kept apart.
     """
 
     def __init__(self, config: Config, parallel_model: ParallelModel) -> None:

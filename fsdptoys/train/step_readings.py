@@ -78,7 +78,7 @@ class StepReadings:
 
     Args:
         config: of the run.
-        built: the model over ranks.
+        parallel_model: the model over ranks.
         stopping: votes for this rank, and gets the votes of all ranks.
         scaler: finds the loss scale; None for dtypes that need none.
         documents: counts what the tokens of documents attend to; None for causal attention.

@@ -195,7 +195,7 @@ def agreed_stop(
 
 def evaluates_after(train: TrainConfig, step: int, stop: Stop | None = None) -> bool:
     """Return whether an evaluation is due after a step, after which the run may stop."""
-    if train.eval_every == 0:
+    if train.eval_every <= 0:
         return False
     return not stop.signal if stop is not None else step % train.eval_every == 0
 
