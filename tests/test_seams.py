@@ -40,10 +40,6 @@ EXCEPTIONS = {
         "fsdptoys/plan/estimate/unit_traces.py",
         "forward",
     ): "marks around a copy's parts, in traces only",
-    (
-        "fsdptoys/sweep/slurm_submit.py",
-        "update",
-    ): "submitit's watcher, which would poll sacct",
 }
 """File and name of the method, or ``setattr`` → reason."""
 

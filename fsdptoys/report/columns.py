@@ -4,10 +4,10 @@ drop them."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from fsdptoys.device import GIB
-from fsdptoys.metrics.results import Spread
+from fsdptoys.metrics.results import RunResults, Spread
 from fsdptoys.sweep import JobStatus
 from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.from_tree import look_up
@@ -61,14 +61,23 @@ class Measure:
     name: str  # Attribute of :class:`~fsdptoys.metrics.results.RunResults`
     heading: str  # Without the unit of memory, which fits the largest value
     weight: int
-    factor: float = (
-        1.0  # Converts the raw unit to the unit of the heading; memory has its own
-    )
-    shows_spread: bool = False
+    # Converts the raw unit to the unit of the heading; memory has its own
+    factor: float = 1.0
+    shows_spread: bool = False  # Whether cells show the percentiles of a spread
 
     def read(self, run: RecordedRun | None) -> float | Spread | None:
         """The value of a run, in the raw unit."""
         return getattr(run.results, self.name) if run is not None else None
+
+    def export(self, run: RecordedRun | None) -> dict[str, float | None]:
+        """Key → raw number, with a key for each percentile of a spread; None without a value."""
+        value = self.read(run)
+        if get_type_hints(RunResults)[self.name] != Spread | None:
+            return {self.name: _median(value)}
+        return {
+            f"{self.name}_{part}": getattr(value, part, None)
+            for part in ("median", "p10", "p90")
+        }
 
 
 MEASURES = (

@@ -17,12 +17,6 @@ from .columns import MEASURES, TableColumn, measured_steps
 from .setting_diff import as_word, words_of
 from .table import Table
 
-WITH_SPREAD = (
-    "step_time_seconds",
-    "tokens_per_second",
-    "mfu",
-)  # Measures with percentiles
-
 
 def to_markdown(table: Table) -> str:
     """Format title, common values, rows, notes and skipped combinations as Markdown."""
@@ -136,12 +130,7 @@ def _measured(run: RecordedRun | None) -> dict[str, Any]:
         "warmup_steps": run.results.warmup_steps if run else None,
     }
     for measure in MEASURES:
-        value = measure.read(run)
-        if measure.name in WITH_SPREAD:
-            for part in ("median", "p10", "p90"):
-                numbers[f"{measure.name}_{part}"] = getattr(value, part, None)
-        else:
-            numbers[measure.name] = value
+        numbers |= measure.export(run)
     return numbers
 
 

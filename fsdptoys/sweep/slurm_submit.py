@@ -27,12 +27,14 @@ from types import FrameType
 from typing import Any
 
 import hydra
+import submitit
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
+from submitit.slurm.slurm import SlurmInfoWatcher
 
 from fsdptoys.config.compose import CONFIG_MODULE
 from fsdptoys.errors import ConfigError
@@ -70,6 +72,16 @@ GRACE_SECONDS = 15.0
 running."""
 
 POLL_SECONDS = 0.1
+
+
+class SilentWatcher(SlurmInfoWatcher):
+    """Never ask ``sacct`` for states.
+
+    ``slurm_queue`` polls ``squeue``, which needs no accounting database.
+    """
+
+    def update(self) -> None:
+        """Keep every job's state unknown; submitit's own files say when a job has ended."""
 
 
 class EndRequest(KeyboardInterrupt):
@@ -119,12 +131,8 @@ def submit(
             [members] if launcher.name == SLURM else [[job] for job in members]
         )
     ]
-    import submitit
-
-    # Silence submitit and its polling by sacct; we poll squeue, which needs no accounting database.
     logging.getLogger("submitit").setLevel(logging.CRITICAL)
-    watcher: Any = submitit.SlurmJob.watcher
-    watcher.update = lambda: None
+    submitit.SlurmJob.watcher = SilentWatcher()
     watched = still_queued(sweep, queued)
     try:
         with handle_signals(
@@ -321,8 +329,6 @@ def _make_launcher(
 
 def run_in_job(_: DictConfig) -> None:
     """Run one node's task of a job; called by the plugin on the node."""
-    import submitit
-
     environment = submitit.JobEnvironment()
     run_on_node(
         Path(HydraConfig.get().runtime.output_dir),

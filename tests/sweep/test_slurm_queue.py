@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import submitit
 from submitit.core.utils import JobPaths
 from submitit.slurm.slurm import _make_sbatch_string
 
@@ -276,3 +277,13 @@ def test_login_node_needs_none_of_the_jobs_devices(slurm_commands: Path) -> None
         and job.config.model.name == "llama2_7b"
     )
     assert not any("rdzv_endpoint" in word for word in job.combination.words)
+
+
+def test_submitit_never_asks_sacct(slurm_commands: Path, tmp_path: Path) -> None:
+    """Oracle: a ``sacct`` that leaves a file; SLURM without an accounting database has none."""
+    trace = tmp_path / "called"
+    (slurm_commands / "sacct").write_text(f"#!/bin/sh\ntouch {trace}\n")
+    (slurm_commands / "sacct").chmod(0o755)
+    submit(make_sweep(tmp_path / "sweep", []), [], [ON_SLURM])
+    assert submitit.SlurmJob.watcher.get_state("12_0", mode="force") == "UNKNOWN"
+    assert not trace.exists()
