@@ -98,7 +98,8 @@ def make_source_zip(archive: Path) -> None:
         ]:
             if path.is_symlink():
                 info = zipfile.ZipInfo(path.relative_to(ROOT).as_posix())
-                info.create_system, info.external_attr = 3, (stat.S_IFLNK | 0o777) << 16
+                info.create_system = 3
+                info.external_attr = (stat.S_IFLNK | 0o777) << 16
                 target.writestr(info, os.readlink(path))
             elif path.suffix != ".pyc" and path.resolve() == path and path.is_file():
                 target.write(path, path.relative_to(ROOT))
@@ -119,11 +120,11 @@ def unpack(archive: Path, folder: Path, links: bool) -> None:
 
 def run(*command: str) -> str:
     """Run a command in a folder without sources; return its stdout."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *command], cwd="/", capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -150,7 +151,8 @@ def test_every_distribution_contains_models_patches_and_configs(
     """Oracle: the Python, YAML and other data files of the source tree; nothing but fsdptoys
     may be installed."""
     pytest.importorskip("pip")
-    tree, installed = tmp_path / "tree", tmp_path / "installed"
+    tree = tmp_path / "tree"
+    installed = tmp_path / "installed"
     if form == "checkout":
         tree = ROOT
     else:
@@ -176,16 +178,14 @@ def test_every_distribution_contains_models_patches_and_configs(
             path.name for path in installed.iterdir() if not allowed.match(path.name)
         ] == []
 
-    folder, home = (
-        (installed if installed.exists() else tree),
-        (installed if form == "wheel" else tree),
-    )
+    folder = installed if installed.exists() else tree
+    home = installed if form == "wheel" else tree
     libraries = [
         path
         for path in sys.path
         if Path(path).name in ("site-packages", "dist-packages")
     ]
-    found = json.loads(
+    answer = json.loads(
         run(
             "-I",
             "-S",
@@ -196,13 +196,13 @@ def test_every_distribution_contains_models_patches_and_configs(
             json.dumps(module_names(tree)),
         )
     )
-    assert Path(found["file"]).is_relative_to(home)
-    assert found["missing"] == []
+    assert Path(answer["file"]).is_relative_to(home)
+    assert answer["missing"] == []
     configs = tree / "configs"
-    assert found["yaml"] == sorted(
+    assert answer["yaml"] == sorted(
         path.relative_to(configs).as_posix() for path in configs.rglob("*.yaml")
     )
-    assert "config.yaml" in found["yaml"]
+    assert "config.yaml" in answer["yaml"]
     for path in (tree / "fsdptoys").rglob("*"):
         if path.suffix in (".css", ".html", ".js", ".txt"):
             assert (home / path.relative_to(tree)).is_file()
@@ -217,7 +217,7 @@ def test_constraints_pin_every_dependency_of_pyproject() -> None:
         (ROOT / "pyproject.toml").read_text(),
         re.DOTALL | re.MULTILINE,
     )
-    asked = [
+    requirements = [
         packaging.Requirement(line) for line in re.findall(r'"(.+?)"', "".join(arrays))
     ]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
@@ -233,7 +233,7 @@ def test_constraints_pin_every_dependency_of_pyproject() -> None:
         assert len(versions) == len(valid)
         unmet = [
             str(r)
-            for r in asked
+            for r in requirements
             if r.name != "fsdptoys" and versions.get(r.name.lower()) not in r.specifier
         ]
         assert unmet == []

@@ -32,7 +32,7 @@ class PlottedRun:
     settings: tuple[
         str, ...
     ]  # ``key=value`` of the settings that differ among the runs
-    done: bool = True  # Whether it finished; unfinished runs are drawn but not ranked
+    is_finished: bool = True  # Unfinished runs are drawn but not ranked
 
 
 def draw_time_split(runs: Sequence[PlottedRun]) -> Picture | None:

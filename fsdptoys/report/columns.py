@@ -170,19 +170,24 @@ def _losses(record: Record, name: str) -> dict[int, float]:
 
 def common_step(records: Sequence[Record], name: str = "loss") -> int | None:
     """Last step of which all finished rows, or all rows if none has finished, have a loss."""
-    known = [
+    losses_of_rows = [
         (record.status, losses)
         for record in records
         if (losses := _losses(record, name))
     ]
-    done = [losses.keys() for status, losses in known if status is JobStatus.done]
-    steps = done or [losses.keys() for _, losses in known]
+    finished_steps = [
+        losses.keys()
+        for status, losses in losses_of_rows
+        if status is JobStatus.completed
+    ]
+    steps = finished_steps or [losses.keys() for _, losses in losses_of_rows]
     return max(set.intersection(*map(set, steps)), default=None) if steps else None
 
 
 def measured_steps(run: RecordedRun) -> int:
     """Number of steps in the medians: not skipped, and after the warm-up of each start."""
-    starts, warmup = run.results.starts, run.results.warmup_steps
+    starts = run.results.starts
+    warmup = run.results.warmup_steps
     return sum(
         not metrics.skipped
         and not any(start < metrics.step <= start + warmup for start in starts)
@@ -200,7 +205,8 @@ def _number_column(
 ) -> TableColumn:
     """Numbers or medians, of which some are followed by the ends of the spread in brackets."""
     medians = list(map(_median, values))
-    heading, factor = measure.heading, measure.factor
+    heading = measure.heading
+    factor = measure.factor
     if measure.name.endswith("_gib"):
         unit, size = fitting_unit(
             GIB * max(filter(math.isfinite, filter(None, medians)), default=0.0)

@@ -79,12 +79,12 @@ class RunComparison:
     def first_difference(self) -> tuple[Course, Difference] | None:
         """The earliest differing step; at equal steps, the quantity that comes first in
         ``QUANTITIES``."""
-        found = [
+        differences = [
             (course, course.first)
             for course in self.courses
             if course.first is not None
         ]
-        return min(found, key=lambda pair: pair[1].step, default=None)
+        return min(differences, key=lambda pair: pair[1].step, default=None)
 
     @property
     def same(self) -> bool:
@@ -126,16 +126,17 @@ def compare_runs(
     Raises:
         ConfigError: if they have no step in common.
     """
-    ours, theirs = (
+    first_steps, second_steps = (
         {metrics.step: metrics for metrics in run.steps} for run in (first, second)
     )
-    common = sorted(ours.keys() & theirs.keys())
+    common = sorted(first_steps.keys() & second_steps.keys())
     if not common:
         raise ConfigError(
-            f"{first.path} and {second.path} have no step in common: steps {min(ours)} to "
-            f"{max(ours)} and {min(theirs)} to {max(theirs)}; compare runs that overlap"
+            f"{first.path} and {second.path} have no step in common: steps {min(first_steps)} to "
+            f"{max(first_steps)} and {min(second_steps)} to {max(second_steps)}; compare runs that "
+            "overlap"
         )
-    pairs = [(ours[step], theirs[step]) for step in common]
+    pairs = [(first_steps[step], second_steps[step]) for step in common]
     courses = [_course(quantity, pairs, tolerance) for quantity in QUANTITIES]
     courses = [course for course in courses if course.steps]
     unreadable = [note for run in (first, second) for note in run.notes]
@@ -156,8 +157,8 @@ def compare_runs(
     return RunComparison(
         tolerance=tolerance,
         courses=courses,
-        only_first=sorted(ours.keys() - theirs.keys()),
-        only_second=sorted(theirs.keys() - ours.keys()),
+        only_first=sorted(first_steps.keys() - second_steps.keys()),
+        only_second=sorted(second_steps.keys() - first_steps.keys()),
         changes=_changes(first, second, courses),
         environment=[
             (key, *pair)
@@ -180,8 +181,8 @@ def _course(
         for step, a, b in values
         if a is not None and b is not None
     ]
-    over = [each for each in differences if each.relative > tolerance]
-    largest = max(differences, key=lambda each: each.relative, default=None)
+    over = [difference for difference in differences if difference.relative > tolerance]
+    largest = max(differences, key=lambda difference: difference.relative, default=None)
     return Course(
         quantity=quantity,
         steps=len(differences),
@@ -190,8 +191,8 @@ def _course(
         largest=largest if largest is not None and largest.relative else None,
         is_finite=all(
             math.isfinite(value)
-            for each in differences
-            for value in (each.first, each.second)
+            for difference in differences
+            for value in (difference.first, difference.second)
         ),
     )
 
@@ -199,17 +200,17 @@ def _course(
 def _changes(
     first: RecordedRun, second: RecordedRun, courses: Sequence[Course]
 ) -> list[Change]:
-    ours, theirs = (
+    first_settings, second_settings = (
         usual_formats() | {RANKS: run.world_size} | effective(run.tree)
         for run in (first, second)
     )
-    same_batch = global_batch(ours) == global_batch(theirs)
+    same_batch = global_batch(first_settings) == global_batch(second_settings)
     changes = [
         Change(key, old, new, effect_of(key, same_batch))
-        for key, (old, new) in changed_settings(ours, theirs).items()
+        for key, (old, new) in changed_settings(first_settings, second_settings).items()
         if key not in EXCLUDED
         and (old, new) != (None, None)
-        and not _only_switched(key, ours, theirs)
+        and not _only_switched(key, first_settings, second_settings)
     ]
     stage = _stage(courses)
     return sorted(
@@ -217,12 +218,12 @@ def _changes(
     )
 
 
-def _only_switched(key: str, ours: Settings, theirs: Settings) -> bool:
+def _only_switched(key: str, first: Settings, second: Settings) -> bool:
     """Return whether one run lacks a setting, whose switch is off, and the other has its
     default."""
-    if (key in ours) == (key in theirs):
+    if (key in first) == (key in second):
         return False
-    return (ours | theirs)[key] == option_defaults().get(key, MISSING)
+    return (first | second)[key] == option_defaults().get(key, MISSING)
 
 
 def _stage(courses: Sequence[Course]) -> Stage:

@@ -24,51 +24,51 @@ COURSE_HEAD = ("", "first", "A", "B", "relative", "steps", "most")
 
 
 def print_comparison(
-    found: RunComparison, names: tuple[str, str], console: Console
+    comparison: RunComparison, names: tuple[str, str], console: Console
 ) -> None:
     """Print the verdict, the numbers behind it, and possible causes; ``names`` are those of the
     runs."""
-    print_line(verdict(found), console, "bold")
-    for steps, letter in ((found.only_first, "A"), (found.only_second, "B")):
+    print_line(verdict(comparison), console, "bold")
+    for steps, letter in ((comparison.only_first, "A"), (comparison.only_second, "B")):
         if steps:
             count = counted(len(steps), "step")
             span = f"{steps[0]} to {steps[-1]}"
             print_line(f"{letter} has {count} that the other lacks: {span}.", console)
-    for note in found.notes:
+    for note in comparison.notes:
         print_line(value_text(note), console)
     console.print()
     for letter, name in zip("AB", names, strict=True):
         print_line(f"{letter}: {value_text(name)}", console)
     console.print()
-    rows = [COURSE_HEAD, *map(_course_row, found.courses)]
+    rows = [COURSE_HEAD, *map(_course_row, comparison.courses)]
     print_grid(rows, "lrrrrrr", console, headed=True, wraps=())
     for effect, title in REASONS.items():
         changes = [
             (change.key.removesuffix(".name"), change.first, change.second)
-            for change in found.changes
+            for change in comparison.changes
             if change.effect is effect
         ]
         _print_changes(title, changes, console)
-    _print_changes("Environments", found.environment, console)
-    if not found.changes and not found.environment:
+    _print_changes("Environments", comparison.environment, console)
+    if not comparison.changes and not comparison.environment:
         console.print()
         print_line("All settings, versions and machines are equal.", console)
 
 
-def verdict(found: RunComparison) -> str:
+def verdict(comparison: RunComparison) -> str:
     """Summarize the comparison in one sentence."""
-    steps = counted(found.courses[0].steps, "step")
+    steps = counted(comparison.courses[0].steps, "step")
     how = (
-        f"within {found.tolerance:g} relative"
-        if found.tolerance
+        f"within {comparison.tolerance:g} relative"
+        if comparison.tolerance
         else "equal in every bit"
     )
-    if found.same:
+    if comparison.same:
         return f"Same: {steps}, {how}."
-    if found.first_difference is None:
-        why = "not all lines can be read" if found.unread else "one has more"
+    if comparison.first_difference is None:
+        why = "not all lines can be read" if comparison.unread else "one has more"
         return f"The {steps} that both have are {how}, but {why}."
-    course, difference = found.first_difference
+    course, difference = comparison.first_difference
     return (
         f"They differ from step {difference.step} on, first in the {course.quantity}: "
         f"{_number(difference.first)} and {_number(difference.second)}, {_apart(difference)}; "
@@ -77,15 +77,15 @@ def verdict(found: RunComparison) -> str:
 
 
 def _course_row(course: Course) -> tuple[str, ...]:
-    shown = course.first or course.largest
-    if shown is None or course.largest is None:
+    example = course.first or course.largest
+    if example is None or course.largest is None:
         return (course.quantity, "-", "equal", "equal", "0", "0", "0")
     return (
         course.quantity,
         str(course.first.step) if course.first else "-",
-        _number(shown.first),
-        _number(shown.second),
-        f"{shown.relative:.2g}",
+        _number(example.first),
+        _number(example.second),
+        f"{example.relative:.2g}",
         f"{course.differing:,}",
         f"{course.largest.relative:.2g}",
     )

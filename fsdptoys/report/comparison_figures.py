@@ -93,10 +93,8 @@ def draw_tradeoff(runs: Sequence[PlottedRun]) -> Picture | None:
     points: list[Series] = []
     left_out = []
     for look, (one, gib) in enumerate(zip(runs, memories, strict=True)):
-        steps, speed = (
-            one.run.results.step_time_seconds,
-            one.run.results.tokens_per_second,
-        )
+        steps = one.run.results.step_time_seconds
+        speed = one.run.results.tokens_per_second
         if (
             gib is None
             or steps is None
@@ -215,8 +213,10 @@ def _predictions(
     for (look, run, error), (measured, predicted) in zip(
         errors, values.tolist(), strict=True
     ):
-        shown = f"measured {measured:,.4g} {unit}\npredicted {predicted:,.4g} {unit}"
-        hover = f"{run}\n{shown} ({error.difference:+.1%})"
+        values_text = (
+            f"measured {measured:,.4g} {unit}\npredicted {predicted:,.4g} {unit}"
+        )
+        hover = f"{run}\n{values_text} ({error.difference:+.1%})"
         series.append(
             Series(run, Shape.points, [measured], [predicted], look, (hover,))
         )

@@ -25,7 +25,7 @@ from .page_parts import (
     value_cell,
 )
 from .runs_table import Collection, Record
-from .setting_diff import as_word, differing, own_key
+from .setting_diff import as_override, differing, own_key
 from .table import MARK, Table, make_table
 
 
@@ -40,31 +40,31 @@ def comparison_page(
     ]
     keys = differing(rows.settings, varied)
     names = [short_name(record) for record in collection.records]
-    shown = [
+    plotted = [
         PlottedRun(
             name,
             record.run,
-            tuple(as_word(key, own[key]) for key in keys if key in own),
-            record.status is JobStatus.done,
+            tuple(as_override(key, own[key]) for key in keys if key in own),
+            record.status is JobStatus.completed,
         )
         for name, record, own in zip(
             names, collection.records, rows.settings, strict=True
         )
         if record.run is not None and record.run.steps
     ]
-    runs = [(one.name, one.run) for one in shown]
-    pictures = draw_comparison(shown)
+    runs = [(one.name, one.run) for one in plotted]
+    pictures = draw_comparison(plotted)
     nothing = render("paragraphs", ["No run has a step to draw."])
 
-    def figures(*wanted: str) -> Markup:
+    def figures(*selection: str) -> Markup:
         return render(
-            "figures", [one for one in pictures if one.name in wanted], folder
+            "figures", [one for one in pictures if one.name in selection], folder
         )
 
     predicted = render("pair", figures("predicted_time", "predicted_memory"))
     notes = notes_html([run for _, run in runs])
     sections = [
-        Section("glance", "At a glance", _glance(collection, shown) + notes),
+        Section("glance", "At a glance", _glance(collection, plotted) + notes),
         Section("table", "All configurations", _rows(rows)),
         Section(
             "tradeoff", "Memory and time", figures("memory_against_time") or nothing
@@ -93,8 +93,8 @@ def comparison_page(
 
 def short_name(record: Record) -> str:
     """Chart label of a row: its name, which is unique, and what its sweep switches on."""
-    words = (_short_word(key, value) for key, value in (record.varied or {}).items())
-    return value_text(" ".join([record.name, *words]))
+    labels = (_short_word(key, value) for key, value in (record.varied or {}).items())
+    return value_text(" ".join([record.name, *labels]))
 
 
 def _short_word(key: str, value: str) -> str:
@@ -106,14 +106,16 @@ def _short_word(key: str, value: str) -> str:
     return value if value.isidentifier() else f"{name}={value}"
 
 
-def _glance(collection: Collection, shown: Sequence[PlottedRun]) -> Markup:
+def _glance(collection: Collection, plotted: Sequence[PlottedRun]) -> Markup:
     counts = Counter(record.status.value for record in collection.records)
-    done = counts.pop(JobStatus.done.value, 0)
+    completed = counts.pop(JobStatus.completed.value, 0)
     if collection.skipped:
         counts["skipped"] = len(collection.skipped)
     others = ", ".join(f"{count} {what}" for what, count in counts.items())
-    cards = [("configurations done", f"{done} of {len(collection.records)}", others)]
-    ranked = [one for one in shown if one.done] or shown
+    cards = [
+        ("configurations done", f"{completed} of {len(collection.records)}", others)
+    ]
+    ranked = [one for one in plotted if one.is_finished] or plotted
     speeds = [(one.run.results.tokens_per_second, one.name) for one in ranked]
     if medians := [(speed.median, name) for speed, name in speeds if speed is not None]:
         speed, name = max(medians)
@@ -126,11 +128,11 @@ def _glance(collection: Collection, shown: Sequence[PlottedRun]) -> Markup:
         )
         cards.append((f"least memory: {MEASURES[measure][0]}", gib_text(least), name))
     losses = [(one.run.results.mean_last_loss, one) for one in ranked]
-    known = [
+    numeric_losses = [
         (loss, one) for loss, one in losses if loss is not None and not math.isnan(loss)
     ]
-    if known:
-        loss, best = min(known, key=lambda pair: pair[0])
+    if numeric_losses:
+        loss, best = min(numeric_losses, key=lambda pair: pair[0])
         over = f"{best.name}, mean of its last {best.run.results.mean_last_steps} steps"
         cards.append(("lowest loss", f"{loss:.4f}", over))
     return render("cards", cards) + render("commands", collection.commands)
@@ -138,7 +140,7 @@ def _glance(collection: Collection, shown: Sequence[PlottedRun]) -> Markup:
 
 def _rows(rows: Table) -> Markup:
     cells = [
-        [_shown(column.cells[index], record) for column in rows.columns]
+        [_html_cell(column.cells[index], record) for column in rows.columns]
         for index, record in enumerate(rows.records)
     ]
     caption = "Press a heading to sort; a third press restores the original order."
@@ -149,8 +151,8 @@ def _rows(rows: Table) -> Markup:
     return html + render("items", rows.notes, "soft")
 
 
-def _shown(cell: TableCell, record: Record) -> HtmlCell:
-    off = record.status is not JobStatus.done and cell.text == record.status.value
+def _html_cell(cell: TableCell, record: Record) -> HtmlCell:
+    off = record.status is not JobStatus.completed and cell.text == record.status.value
     return value_cell(cell.value, cell.text, "warn" * (off or cell.text.endswith(MARK)))
 
 
@@ -179,7 +181,7 @@ def _failed(collection: Collection, names: Sequence[str]) -> list[list[HtmlCell 
     unfinished = [
         (name, record.status.value, record.reason or "no reason recorded")
         for record, name in zip(collection.records, names, strict=True)
-        if record.status is not JobStatus.done
+        if record.status is not JobStatus.completed
     ]
     skipped = [
         (

@@ -12,7 +12,8 @@ from typing import Any
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.figures import Axis, Picture, Series, Shape
 
-HEIGHT, BAR_HEIGHT = 420, 30  # Pixels: height of a figure, and of each bar
+HEIGHT = 420
+BAR_HEIGHT = 30  # Pixels: height of a figure, and of each bar
 INK = "black"  # Placeholder that the page's script replaces with the text color
 SIDES = {
     "right": {"xanchor": "left", "xshift": 9},
@@ -49,10 +50,10 @@ def figure(picture: Picture) -> dict[str, Any]:
     """Data and layout of a figure as a JSON tree, validated by plotly."""
     import plotly.graph_objects as go  # most of a second to import
 
-    made = go.Figure(
+    plot = go.Figure(
         [_trace(go, picture, series) for series in picture.series], _layout(picture)
     )
-    read: dict[str, Any] = json.loads(made.to_json())
+    read: dict[str, Any] = json.loads(plot.to_json())
     read["layout"].pop("template", None)
     return read
 
@@ -169,11 +170,11 @@ def _layout(picture: Picture) -> dict[str, Any]:
         }
         annotations.append({**corner, "text": html.escape(text), "showarrow": False})
     for start, end in picture.bands:
-        place = {"x0": start, "x1": end, "y0": 0, "y1": 1, "yref": "paper"}
+        corners = {"x0": start, "x1": end, "y0": 0, "y1": 1, "yref": "paper"}
         shapes.append(
             {
                 "type": "rect",
-                **place,
+                **corners,
                 "line": {"width": 0},
                 "layer": "below",
                 "name": "band",
@@ -213,25 +214,31 @@ def _log_ticks(low: float, high: float) -> dict[str, Any]:
 def _axis(axis: Axis, ends: tuple[float, float] | None, fixed: bool) -> dict[str, Any]:
     """Settings of an axis for plotly; if ``fixed``, it spans exactly ``ends``, else plotly
     chooses."""
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "title": {"text": html.escape(axis.text), "standoff": 8},
         "automargin": True,
     }
     if axis.categories:
         names = [html.escape(name) for name in axis.categories]
-        made |= {"type": "category", "categoryorder": "array", "categoryarray": names}
-        return made | {"range": [len(names) - 0.4, -0.6], "fixedrange": True}
-    made |= {
+        settings |= {
+            "type": "category",
+            "categoryorder": "array",
+            "categoryarray": names,
+        }
+        return settings | {"range": [len(names) - 0.4, -0.6], "fixedrange": True}
+    settings |= {
         "type": "log" if axis.log else "linear",
         "exponentformat": "none",
         "separatethousands": True,
     }
     if axis.log and ends is not None:
-        made |= _log_ticks(*ends)
+        settings |= _log_ticks(*ends)
     if axis.integer:
-        made |= {"tickformat": ",d", "minallowed": 0}
+        settings |= {"tickformat": ",d", "minallowed": 0}
     if axis.from_zero:
-        made["rangemode"] = "tozero"
+        settings["rangemode"] = "tozero"
     if ends is not None and fixed:
-        made["range"] = [math.log10(end) for end in ends] if axis.log else list(ends)
-    return made
+        settings["range"] = (
+            [math.log10(end) for end in ends] if axis.log else list(ends)
+        )
+    return settings

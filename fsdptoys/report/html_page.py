@@ -32,15 +32,18 @@ POLICY = (
 )
 
 
-def check_page(path: Path, named: str = "--out") -> None:
-    """Check the page's path, called ``named`` in messages, and that plotly is installed, before any
-    run is read.
+def check_page(path: Path, path_name: str = "--out") -> None:
+    """Check a page's path and that plotly is installed, before any run is read.
+
+    Args:
+        path: of the page.
+        path_name: what messages call the path.
 
     Raises:
         ConfigError: for another suffix than .html or .htm, a path that cannot be written, or
             missing plotly.
     """
-    check_output(path, "--out", "report.html", (".html", ".htm"), named)
+    check_output(path, "--out", "report.html", (".html", ".htm"), path_name)
     check_plotly()
 
 
@@ -64,19 +67,19 @@ def write_page(collection: Collection, path: Path) -> list[Path]:
     else:
         sections, pictures = comparison_page(collection, folder.name)
     page = render_page(collection.title, _subtitle(collection), sections, pictures)
-    written = [path]
+    files = [path]
     try:
         for picture in pictures:
             folder.mkdir(exist_ok=True)
-            written.append(folder / f"{picture.name}.png")
-            draw_png(written[-1], picture)
+            files.append(folder / f"{picture.name}.png")
+            draw_png(files[-1], picture)
         write_atomically(path, page)
     except OSError as mistake:
         raise ConfigError(
             f"the page {path} cannot be written ({mistake.strerror or mistake}); write --out "
             "report.html"
         ) from mistake
-    return written
+    return files
 
 
 def render_page(

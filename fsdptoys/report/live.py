@@ -89,7 +89,8 @@ class _Follower:
 
     def follow_sweep(self, path: Path) -> int:
         """Follow the jobs one after another until all have ended."""
-        printed, idle_since = None, time.monotonic()
+        printed = None
+        idle_since = time.monotonic()
         while True:
             sweep = read_sweep(path)
             statuses = [job.status for job in sweep.jobs]
@@ -102,9 +103,9 @@ class _Follower:
                 if status in statuses
             )
             if running is not None:
-                place = f"job {running.name} of {len(sweep.jobs)}, {running.label}: "
+                heading = f"job {running.name} of {len(sweep.jobs)}, {running.label}: "
                 if (
-                    self._follow_job(sweep.job_folder(running), place).status
+                    self._follow_job(sweep.job_folder(running), heading).status
                     is JobStatus.running
                 ):
                     self.print_line(
@@ -112,7 +113,8 @@ class _Follower:
                         f"--resume {path}"
                     )
                     return 1
-                printed, idle_since = None, time.monotonic()
+                printed = None
+                idle_since = time.monotonic()
                 continue
             if all(status.ended for status in statuses):
                 self.print_line(f"the sweep has ended: {counts}; {path}")
@@ -136,7 +138,7 @@ class _Follower:
             self.print_line(f"{folder} waits to start")
         while read_job(folder).status is JobStatus.waiting:
             time.sleep(self.poll_seconds)
-        return 0 if self._follow_job(folder, "").status is JobStatus.done else 1
+        return 0 if self._follow_job(folder, "").status is JobStatus.completed else 1
 
     def _follow_job(self, folder: Path, heading: str) -> Job:
         """Follow the run of a started job; return the job's final state."""
@@ -174,11 +176,11 @@ class _Follower:
             ending = read_ending(path)
             texts = filter(None, [ending.text, str(path / SUMMARY_FILE)])
             self.print_line(f"the run has ended: {'; '.join(texts)}")
-            return 0 if ending.status is JobStatus.done else 1
-        done = run.steps[-1].step if run.steps else 0
+            return 0 if ending.status is JobStatus.completed else 1
+        last_step = run.steps[-1].step if run.steps else 0
         self.print_line(
-            f"the run ended without a summary after step {done}, since it was killed or failed; "
-            "resume from its checkpoints, if any, with the same command and "
+            f"the run ended without a summary after step {last_step}, since it was killed or "
+            "failed; resume from its checkpoints, if any, with the same command and "
             "checkpoint.resume=auto"
         )
         return 1
@@ -209,12 +211,12 @@ class _Follower:
     ) -> None:
         """Print the lines of the plain console, starting at the latest step."""
         self.print_line(f"{heading}{run.settings.title} in {run.path}")
-        shown = run.steps[-1].step - 1 if run.steps else 0
+        printed_step = run.steps[-1].step - 1 if run.steps else 0
         reporter: PlainReporter | None = None
         reported: set[object] = set()
         for state in self._polls(run, job_folder):
             for metrics in run.steps:
-                if metrics.step > shown:
+                if metrics.step > printed_step:
                     settings = run.settings
                     reporter = reporter or PlainReporter(
                         settings.planned_steps or 0,
@@ -222,7 +224,7 @@ class _Follower:
                         self.console.file,
                     )
                     reporter.step(metrics)
-                    shown = metrics.step
+                    printed_step = metrics.step
             late = (
                 run.late_ranks(run.signs(), time.time())
                 if state is State.running

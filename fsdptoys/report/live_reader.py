@@ -73,7 +73,7 @@ class FollowedRun:
         self.steps: list[StepMetrics] = []
         self.resumes: list[Resume] = []
         self.settings = _read_settings(path)
-        self._seen: dict[str, tuple[int, int] | None] = {}
+        self._versions: dict[str, tuple[int, int] | None] = {}
         self._offset = 0
         self._last_line = b""
 
@@ -83,10 +83,11 @@ class FollowedRun:
         # After the steps: a run writes its settings first, so these steps never appear with older
         # settings.
         names = (CONFIG_FILE, ENVIRONMENT_FILE, PREDICTION_FILE, RESUMES_FILE)
-        seen = {name: _version(self.path / name) for name in names}
-        if seen != self._seen:
-            self._seen = seen
-            self.settings, self.resumes = _read_settings(self.path), []
+        versions = {name: _version(self.path / name) for name in names}
+        if versions != self._versions:
+            self._versions = versions
+            self.settings = _read_settings(self.path)
+            self.resumes = []
             with contextlib.suppress(
                 OSError
             ):  # something else than a file, as for the steps
@@ -171,12 +172,11 @@ class FollowedRun:
 def _read_settings(path: Path) -> Settings:
     """Read settings from files that may be missing or half written; the next poll reads changed
     files again."""
-    config, environment = (
-        _read_tree(path / CONFIG_FILE),
-        _read_tree(path / ENVIRONMENT_FILE),
-    )
+    config = _read_tree(path / CONFIG_FILE)
+    environment = _read_tree(path / ENVIRONMENT_FILE)
     names = [look_up(config, "model.name"), look_up(config, "parallel.name")]
-    prediction, device = None, look_up(environment, "device.name")
+    prediction = None
+    device = look_up(environment, "device.name")
     with contextlib.suppress(ValueError):  # another version, or missing
         prediction = Prediction.from_dict(read_tree(path / PREDICTION_FILE))
     return Settings(

@@ -35,7 +35,8 @@ def draw_run(
 ) -> RenderableType:
     """Draw progress, metrics, loss curve, summary and ranks of a polled run, whose name ``heading``
     precedes."""
-    width, settings = console.width, run.settings
+    width = console.width
+    settings = run.settings
 
     def line(text: str, style: str = "") -> Text:
         return Text(printable(text, console.file), style=style, no_wrap=False)
@@ -52,7 +53,8 @@ def draw_run(
     ]
     if run.steps:
         facts = Table.grid("", "", padding=(0, 2))
-        facts.columns[0].style, facts.columns[0].no_wrap = "dim", True
+        facts.columns[0].style = "dim"
+        facts.columns[0].no_wrap = True
         for name, text in fact_rows(run, run.results()):
             facts.add_row(name, line(text))
         parts += [_bar(run), Text(), metrics_columns(run.steps[-1]), Text()]
@@ -92,7 +94,8 @@ def draw_chart(losses: Sequence[float], width: int, label: str) -> list[str]:
     columns = min(len(values), max(NARROWEST_CHART, width - margin - 1))
     parts = (part[np.isfinite(part)] for part in np.array_split(values, columns))
     means = np.array([part.mean() if part.size else math.nan for part in parts])
-    low, high = np.nanmin(means), np.nanmax(means)
+    low = np.nanmin(means)
+    high = np.nanmax(means)
     eighths = CHART_LINES * 8
     shares = (
         (means - low) / (high - low)
@@ -111,7 +114,8 @@ def draw_chart(losses: Sequence[float], width: int, label: str) -> list[str]:
 
 
 def _bar(run: FollowedRun) -> RenderableType:
-    step, planned = run.steps[-1].step, run.settings.planned_steps
+    step = run.steps[-1].step
+    planned = run.settings.planned_steps
     spent = duration_text(sum(metrics.step_time_seconds for metrics in run.steps))
     left = run.seconds_left()
     times = f"{spent} in steps" + (

@@ -108,7 +108,7 @@ class Disagreement:
     @property
     def sentence(self) -> str:
         """The disagreement as one sentence."""
-        shown = (
+        difference = (
             f"{self.difference:.1e} relative"
             if math.isfinite(self.difference)
             else "they are not both finite"
@@ -121,7 +121,7 @@ class Disagreement:
         return (
             f"{value_text(self.name)} does not agree with {value_text(self.reference)}, which "
             f"trains the same: from step {self.step} on, its {self.quantity} is {self.value:.8g} "
-            f"and not {self.expected:.8g} ({shown}; {allowed})."
+            f"and not {self.expected:.8g} ({difference}; {allowed})."
         )
 
 
@@ -162,7 +162,7 @@ class _Row:
     quantities: tuple[str, ...]
     numbers: npt.NDArray[np.int64]  # Step numbers, ascending
     values: npt.NDArray[np.float64]  # [steps, quantities]; NaN for a missing value
-    known: npt.NDArray[np.bool_]  # [steps, quantities]: whether there is a value
+    has_value: npt.NDArray[np.bool_]  # [steps, quantities]: whether there is a value
     # [steps, quantities]: tolerance for rows that need not be bitwise equal
     allowed: npt.NDArray[np.float64]
 
@@ -184,13 +184,18 @@ def find_disagreements(records: Sequence[Record]) -> list[Disagreement]:
             held_out.setdefault((key, samples), []).append(
                 _row(record.name, run, (HELD_OUT,))
             )
-    found = {each.name: each for group in groups.values() for each in _in_group(group)}
+    disagreements: dict[str, Disagreement] = {}
+    for group in groups.values():
+        disagreements |= _in_group(group)
     for rows in held_out.values():
         # Grouped separately: a row without held-out losses on these samples would agree with all
         # rows.
-        rest = [row for row in rows if row.name not in found]
-        found |= {each.name: each for each in (_in_group(rest) if rest else [])}
-    return [found[record.name] for record in records if record.name in found]
+        rest = [row for row in rows if row.name not in disagreements]
+        if rest:
+            disagreements |= _in_group(rest)
+    return [
+        disagreements[record.name] for record in records if record.name in disagreements
+    ]
 
 
 def _key(run: RecordedRun) -> str | None:
@@ -246,7 +251,7 @@ def _row(name: str, run: RecordedRun, quantities: tuple[str, ...]) -> _Row:
         quantities=quantities,
         numbers=np.array(list(steps), dtype=np.int64),
         values=np.array(read, dtype=np.float64),  # None becomes NaN
-        known=np.array(
+        has_value=np.array(
             [[value is not None for value in line] for line in read], dtype=np.bool_
         ),
         allowed=np.array(
@@ -258,8 +263,12 @@ def _row(name: str, run: RecordedRun, quantities: tuple[str, ...]) -> _Row:
     )
 
 
-def _in_group(group: Sequence[_Row]) -> list[Disagreement]:
-    """Compare rows that should all agree with the one that most others agree with."""
+def _in_group(group: Sequence[_Row]) -> dict[str, Disagreement]:
+    """Compare rows that should all agree with the one that most others agree with.
+
+    Returns:
+        Name → disagreement of each row that differs.
+    """
     # Rows with identical comparisons to all others
     alike: dict[tuple[object, ...], list[_Row]] = {}
     for row in group:
@@ -267,39 +276,47 @@ def _in_group(group: Sequence[_Row]) -> list[Disagreement]:
             row.bits,
             row.numbers.tobytes(),
             row.values.tobytes(),
-            row.known.tobytes(),
+            row.has_value.tobytes(),
         )
         alike.setdefault(content, []).append(row)
     classes = list(alike.values())
-    agreeing = [len(each) for each in classes]
+    agreeing = [len(rows) for rows in classes]
     for one, rows in enumerate(classes):
         for other in range(one):
             if _first_difference(rows[0], classes[other][0]) is None:
                 agreeing[one] += len(classes[other])
                 agreeing[other] += len(rows)
     reference = classes[agreeing.index(max(agreeing))][0]
-    found = [_first_difference(row, reference) for row in group if row is not reference]
-    return [each for each in found if each is not None]
+    disagreements = {
+        row.name: _first_difference(row, reference)
+        for row in group
+        if row is not reference
+    }
+    return {name: first for name, first in disagreements.items() if first is not None}
 
 
 def _first_difference(row: _Row, reference: _Row) -> Disagreement | None:
     common = row.numbers
-    ours = theirs = np.arange(len(common))
+    indices = reference_indices = np.arange(len(common))
     if not np.array_equal(common, reference.numbers):
-        common, ours, theirs = np.intersect1d(
+        common, indices, reference_indices = np.intersect1d(
             row.numbers, reference.numbers, assume_unique=True, return_indices=True
         )
     exact = row.bits is not None and row.bits == reference.bits
-    allowed = np.zeros_like(row.allowed[ours]) if exact else row.allowed[ours]
-    known = row.known[ours] & reference.known[theirs]
-    differences = _relative_differences(row.values[ours], reference.values[theirs])
-    over = known & (differences > allowed)
+    allowed = np.zeros_like(row.allowed[indices]) if exact else row.allowed[indices]
+    comparable = row.has_value[indices] & reference.has_value[reference_indices]
+    differences = _relative_differences(
+        row.values[indices], reference.values[reference_indices]
+    )
+    over = comparable & (differences > allowed)
     if not over.any():
         return None
     line, column = divmod(int(over.argmax()), len(row.quantities))
-    step, quantity = int(common[line]), row.quantities[column]
+    step = int(common[line])
+    quantity = row.quantities[column]
     value, expected = (
-        QUANTITIES[quantity](each.steps[step]) for each in (row, reference)
+        QUANTITIES[quantity](disagreement.steps[step])
+        for disagreement in (row, reference)
     )
     assert value is not None and expected is not None
     sizes = float(differences[line, column]), float(allowed[line, column])

@@ -43,7 +43,7 @@ class Lifetime(Enum):
     """Phases between which a block was live."""
 
     before = "live before the first event"
-    kept = "allocated in an update and kept (optimizer states)"
+    persistent = "allocated in an update and kept (optimizer states)"
     gradients = "from a backward until after it (gradients)"
     activations = "from a forward to a backward (activations)"
     temporary = "within one phase (temporary)"
@@ -102,18 +102,20 @@ def read_trace(path: Path, device_type: str) -> Timeline | None:
             )
         events = parse_json(text, non_finite=True)["traceEvents"]
         # C10's device type numbers; NPUs write no such trace
-        wanted = 0 if device_type == "cpu" else 1
+        device_number = 0 if device_type == "cpu" else 1
         memory = sorted(
             (
                 e
                 for e in events
-                if e.get("name") == "[memory]" and e["args"]["Device Type"] == wanted
+                if e.get("name") == "[memory]"
+                and e["args"]["Device Type"] == device_number
             ),
             key=lambda e: (_checked(e["ts"]), _checked(e["args"].get("Ev Idx", 0))),
         )
         if not memory:
             return None
-        start, first = float(memory[0]["ts"]), memory[0]["args"]
+        start = float(memory[0]["ts"])
+        first = memory[0]["args"]
         changes = [
             (
                 (e["ts"] - start) / 1e3,
@@ -257,7 +259,7 @@ def lifetime(begin: float, end: float, phases: Sequence[Mark]) -> Lifetime:
     )
     if end == np.inf:
         # Blocks cut off by the end of the history are classified as in earlier steps.
-        return {"update": Lifetime.kept, "backward": Lifetime.gradients}.get(
+        return {"update": Lifetime.persistent, "backward": Lifetime.gradients}.get(
             first, Lifetime.other
         )
     if begun == ended:
@@ -266,7 +268,7 @@ def lifetime(begin: float, end: float, phases: Sequence[Mark]) -> Lifetime:
         return Lifetime.activations
     if first == "backward":
         return Lifetime.gradients
-    return Lifetime.kept if first == "update" else Lifetime.other
+    return Lifetime.persistent if first == "update" else Lifetime.other
 
 
 def _timeline(

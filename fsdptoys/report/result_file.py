@@ -90,12 +90,12 @@ def read_ending(run_dir: Path) -> Ending:
 
 def references(result: RunResult | None, run_dir: Path) -> dict[str, float]:
     """Label → nats per token of the finite reference losses."""
-    found = (
+    nats_by_label = (
         result.references_nats if result is not None else _summary_references(run_dir)
     )
     return {
         one_line(label): float(nats)
-        for label, nats in found.items()
+        for label, nats in nats_by_label.items()
         if math.isfinite(nats)
     }
 
@@ -104,10 +104,10 @@ def operators(result: RunResult | None, run_dir: Path) -> list[list[str]]:
     """Heading and rows of the slowest operators; empty for a run without a profile."""
     if result is None:
         return _summary_table(run_dir, PROFILE_HEADINGS)
-    found = result.profile.operators if result.profile is not None else ()
+    slowest = result.profile.operators if result.profile is not None else ()
     return (
-        [[one_line(cell) for cell in row] for row in operator_rows(found)]
-        if found
+        [[one_line(cell) for cell in row] for row in operator_rows(slowest)]
+        if slowest
         else []
     )
 
@@ -117,22 +117,24 @@ def _summary_ending(run_dir: Path) -> Ending:
     rows = _summary_table(run_dir, RESULTS_HEADINGS)
     line = next((row[1] for row in rows if len(row) > 1 and row[0] == "steps"), None)
     if line is None:
-        return Ending(JobStatus.done, None)
+        return Ending(JobStatus.completed, None)
     steps = STEPS.match(line)
     if GAVE_UP.search(line):
         return Ending(JobStatus.failed, line)
     if steps and steps[1] != steps[2] and "train.max_seconds" not in line:
         return Ending(JobStatus.stopped, line)
-    return Ending(JobStatus.done, line)
+    return Ending(JobStatus.completed, line)
 
 
 def _summary_references(run_dir: Path) -> dict[str, float]:
-    found = {}
+    nats_by_label = {}
     for row in _summary_table(run_dir, RESULTS_HEADINGS)[1:]:
         if row[0].startswith("reference: ") and len(row) > 1:
             with contextlib.suppress(ValueError, IndexError):
-                found[row[0].removeprefix("reference: ")] = float(row[1].split()[0])
-    return found
+                nats_by_label[row[0].removeprefix("reference: ")] = float(
+                    row[1].split()[0]
+                )
+    return nats_by_label
 
 
 def _summary_table(run_dir: Path, headings: str) -> list[list[str]]:

@@ -52,16 +52,17 @@ def gather(paths: Sequence[Path]) -> Collection:
     """
     records: list[Record] = []
     skipped: list[Skipped] = []
-    commands, titles = [], []
-    found = _found(paths)
+    commands = []
+    titles = []
+    folders = _find_folders(paths)
     for (path, is_named), name in zip(
-        found.items(), _own_names(list(found)), strict=True
+        folders.items(), _own_names(list(folders)), strict=True
     ):
         title = os.path.basename(os.path.abspath(path))
         try:
             if is_sweep_dir(path):
                 sweep = read_sweep(path)
-                records += _of_sweep(sweep, f"{name}/" if len(found) > 1 else "")
+                records += _of_sweep(sweep, f"{name}/" if len(folders) > 1 else "")
                 skipped += sweep.skipped
                 commands.append(sweep.command)
                 title = sweep.title
@@ -76,40 +77,44 @@ def gather(paths: Sequence[Path]) -> Collection:
     return Collection(title, records, skipped, commands)
 
 
-def _found(paths: Sequence[Path]) -> dict[Path, bool]:
+def _find_folders(paths: Sequence[Path]) -> dict[Path, bool]:
     """Run directories and sweep folders, without duplicates → whether the path itself was given,
     not its parent."""
-    found: dict[Path, tuple[Path, bool]] = {}
+    folders: dict[Path, tuple[Path, bool]] = {}
     for path in paths:
         is_named = is_sweep_dir(path) or is_run_dir(path)
         inside = [path] if is_named else sorted(path.iterdir()) if path.is_dir() else []
         inside = [
-            each
-            for each in inside
-            if is_named or is_sweep_dir(each) or is_run_dir(each)
+            folder
+            for folder in inside
+            if is_named or is_sweep_dir(folder) or is_run_dir(folder)
         ]
         if not inside:
             raise ConfigError(
                 f"{path} holds neither a run nor a sweep; give a folder that fsdptoys train or "
                 "fsdptoys sweep has written, as runs/NAME"
             )
-        for each in inside:
-            first, was_named = found.get(each.resolve(), (each, False))
-            found[each.resolve()] = first, is_named or was_named
-    return dict(found.values())
+        for folder in inside:
+            first, was_named = folders.get(folder.resolve(), (folder, False))
+            folders[folder.resolve()] = first, is_named or was_named
+    return dict(folders.values())
 
 
 def _of_sweep(sweep: Sweep, prefix: str) -> list[Record]:
     records = []
     for job in sweep.jobs:
-        path, status, reason = sweep.run_dir(job), job.status, job.reason
+        path = sweep.run_dir(job)
+        status = job.status
+        reason = job.reason
         run = None
         try:
-            is_there = is_run_dir(path) or (status is JobStatus.done and path.is_dir())
+            is_there = is_run_dir(path) or (
+                status is JobStatus.completed and path.is_dir()
+            )
             run = read_recorded_run(path) if is_there else None
         except ConfigError as mistake:
             # Without a readable run the job failed, whatever status its launcher recorded.
-            status = JobStatus.failed if status is JobStatus.done else status
+            status = JobStatus.failed if status is JobStatus.completed else status
             reason = f"{reason}; {mistake}" if reason else str(mistake)
         records.append(Record(prefix + job.name, path, status, run, reason, job.varied))
     return records
@@ -129,7 +134,7 @@ def _of_run(path: Path, name: str) -> Record:
             path,
             ending.status,
             run,
-            None if ending.status is JobStatus.done else ending.text,
+            None if ending.status is JobStatus.completed else ending.text,
         )
     return Record(
         name,
@@ -144,4 +149,4 @@ def _own_names(paths: Sequence[Path]) -> list[str]:
     """Name of each folder, below the last folder that contains all."""
     places = [os.path.abspath(path) for path in paths]
     common = os.path.commonpath(map(os.path.dirname, places))
-    return [os.path.relpath(place, common) for place in places]
+    return [os.path.relpath(path, common) for path in places]

@@ -72,7 +72,9 @@ def settings_of(record: Record) -> Settings:
         return {RANKS: record.run.world_size} | effective(record.run.tree)
     varied = [f"{key}={text}" for key, text in (record.varied or {}).items()]
     settings = dict(
-        _typed(word) for word in [*varied, *words_of(record)] if "=" in word
+        _parse_override(word)
+        for word in [*varied, *overrides_of(record)]
+        if "=" in word
     )
     ranks = settings.get("launch.nproc_per_node")
     if isinstance(ranks, int) and ranks > 0:
@@ -80,12 +82,12 @@ def settings_of(record: Record) -> Settings:
     return settings
 
 
-def words_of(record: Record) -> list[str]:
+def overrides_of(record: Record) -> list[str]:
     """Overrides that started a job of a sweep; empty for a single run, whose environment records
     the command."""
     with contextlib.suppress(ConfigError):
         if record.varied is not None and (record.path.parent / JOB_FILE).exists():
-            return list(read_job(record.path.parent).words)
+            return list(read_job(record.path.parent).overrides)
     return []
 
 
@@ -126,7 +128,7 @@ def own_key(key: str) -> str:
     )
 
 
-def as_word(key: str, value: Any) -> str:
+def as_override(key: str, value: Any) -> str:
     """A setting as typed on the command line."""
     return f"{value_text(key.removesuffix('.name'))}={value_text(value)}"
 
@@ -152,7 +154,7 @@ def source_notes(records: Sequence[Record]) -> list[str]:
     return [f"{note}{'; '.join(differences)}."] if differences else []
 
 
-def _typed(word: str) -> tuple[str, Any]:
+def _parse_override(word: str) -> tuple[str, Any]:
     key, _, text = word.partition("=")
     for kind in (int, float):
         with contextlib.suppress(ValueError):

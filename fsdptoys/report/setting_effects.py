@@ -92,7 +92,8 @@ def global_batch(settings: Mapping[str, Any]) -> int | None:
 def _data_ranks(settings: Mapping[str, Any]) -> int | None:
     """Groups of ranks with sequences of their own; None if a setting is missing or makes no
     sense."""
-    ranks, shared = settings.get(RANKS), [settings.get(key, 1) for key in SHARING]
+    ranks = settings.get(RANKS)
+    shared = [settings.get(key, 1) for key in SHARING]
     if type(ranks) is not int or not all(
         type(size) is int and size > 0 for size in shared
     ):
@@ -110,24 +111,24 @@ def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
     batch = global_batch(settings)
     if batch is None:
         return None
-    kept: Settings = {
+    training: Settings = {
         key: value for key, value in settings.items() if effect_of(key) <= Effect.format
     }
-    kept[GLOBAL_BATCH] = batch
-    kept["parallel.reduce_dtype"] = (
+    training[GLOBAL_BATCH] = batch
+    training["parallel.reduce_dtype"] = (
         "bfloat16"
         if settings.get("parallel.reduce_dtype") == "bfloat16"
         else "at least 32 bits"
     )
-    kept = usual_formats() | kept
+    training = usual_formats() | training
     if settings.get("optim.schedule") == "constant":
-        kept.pop(
+        training.pop(
             "train.steps", None
         )  # the learning rate does not depend on the last step
     if settings.get("model.router_aux_loss_coef"):
         # Expert loads are balanced over the micro-batches so far (arXiv:2501.11873).
-        kept["train.grad_accum"] = settings["train.grad_accum"]
-    return kept
+        training["train.grad_accum"] = settings["train.grad_accum"]
+    return training
 
 
 def _having(effect: Effect) -> list[str]:
@@ -152,10 +153,10 @@ def held_out_samples(tree: dict[str, Any], world_size: int) -> tuple[Any, Any] |
     """Key equal for runs that evaluate the same held-out samples; None if settings are missing."""
     settings = effective(tree)
     ranks = _data_ranks({RANKS: world_size} | settings)
-    asked = _product(
+    samples = _product(
         [settings.get("train.eval_batches"), settings.get("train.batch_size"), ranks]
     )
-    return None if asked is None else (asked, settings.get("data.eval_samples"))
+    return None if samples is None else (samples, settings.get("data.eval_samples"))
 
 
 def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings | None:

@@ -26,7 +26,7 @@ from .runs_table import Collection, Record
 from .setting_diff import (
     HEADINGS,
     Settings,
-    as_word,
+    as_override,
     differing,
     own_key,
     settings_of,
@@ -63,7 +63,9 @@ def make_table(collection: Collection) -> Table:
     records = collection.records
     settings = [settings_of(record) for record in records]
     step = common_step(records)
-    disagreements = {found.name: found for found in find_disagreements(records)}
+    disagreements = {
+        disagreement.name: disagreement for disagreement in find_disagreements(records)
+    }
     varied = list(
         dict.fromkeys(own_key(key) for record in records for key in record.varied or {})
     )
@@ -79,8 +81,8 @@ def make_table(collection: Collection) -> Table:
         *measured_columns(records),
         *loss_columns(records),
     ]
-    shown, everywhere = _fold(everything, records)
-    shown[0] = replace(
+    displayed, everywhere = _fold(everything, records)
+    displayed[0] = replace(
         names,
         cells=[
             replace(cell, text=cell.text + MARK * (cell.value in disagreements))
@@ -91,7 +93,7 @@ def make_table(collection: Collection) -> Table:
         title=value_text(collection.title),
         records=list(records),
         settings=settings,
-        columns=shown,
+        columns=displayed,
         everything=everything,
         everywhere=everywhere,
         loss_step=step,
@@ -104,11 +106,11 @@ def make_table(collection: Collection) -> Table:
                 if record.run is not None
                 for note in record.run.notes
             ),
-            *(found.sentence for found in disagreements.values()),
+            *(disagreement.sentence for disagreement in disagreements.values()),
             *(
-                f"{value_text(each.name)} {each.status.value}: {value_text(each.reason)}"
-                for each in records
-                if each.reason
+                f"{value_text(record.name)} {record.status.value}: {value_text(record.reason)}"
+                for record in records
+                if record.reason
             ),
         ],
         disagreements=disagreements,
@@ -122,14 +124,18 @@ def _chosen(
 ) -> list[TableColumn]:
     """Columns of the settings in ``HEADINGS``, then of varied and differing ones; empty columns are
     left out."""
-    known = [
+    run_settings = [
         row
         for row, record in zip(settings, records, strict=True)
         if record.run is not None
     ]
     keys = [
         *HEADINGS,
-        *(key for key in [*varied, *differing(known, varied)] if key not in HEADINGS),
+        *(
+            key
+            for key in [*varied, *differing(run_settings, varied)]
+            if key not in HEADINGS
+        ),
     ]
     columns = [setting_column(key, settings) for key in dict.fromkeys(keys)]
     return [column for column in columns if not column.empty]
@@ -139,7 +145,9 @@ def _fold(
     columns: Sequence[TableColumn], records: Sequence[Record]
 ) -> tuple[list[TableColumn], list[str]]:
     """Split columns into those that differ among the rows, and texts for those that do not."""
-    shown, settings, numbers = [], [], []
+    displayed = []
+    settings = []
+    numbers = []
     for column in columns:
         # A row without a recorded run and without a value does not count.
         cells = zip(column.cells, records, strict=True)
@@ -159,15 +167,15 @@ def _fold(
         if column.setting and same:
             value = counted[0].value
             if value is not None:
-                settings.append(as_word(column.name, value))
+                settings.append(as_override(column.name, value))
         elif column.name == "status":
-            if any(record.status is not JobStatus.done for record in records):
-                shown.append(column)
+            if any(record.status is not JobStatus.completed for record in records):
+                displayed.append(column)
         elif column.name != "run" and same and len(counted) > 1:
             numbers.append(f"{column.heading} {counted[0].text}")
         else:
-            shown.append(column)
-    return shown, [*([" ".join(settings)] if settings else []), *numbers]
+            displayed.append(column)
+    return displayed, [*([" ".join(settings)] if settings else []), *numbers]
 
 
 DEFINITIONS = {

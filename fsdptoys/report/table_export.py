@@ -14,7 +14,7 @@ from fsdptoys.utils.tables import markdown_table
 from fsdptoys.utils.text import printable, value_text
 
 from .columns import MEASURES, TableColumn, measured_steps
-from .setting_diff import as_word, words_of
+from .setting_diff import as_override, overrides_of
 from .table import Table
 
 
@@ -32,14 +32,13 @@ def to_markdown(table: Table) -> str:
     if table.notes:
         parts.append("\n".join(f"- {escape(note)}" for note in table.notes))
     if table.skipped:
-        lines = [
-            (
-                f"- {escape(' '.join(as_word(key, value) for key, value in each.varied.items()))}: "
-                f"{escape(each.reason)}"
+        lines = ["Skipped:", ""]
+        for skipped in table.skipped:
+            overrides = " ".join(
+                as_override(key, value) for key, value in skipped.varied.items()
             )
-            for each in table.skipped
-        ]
-        parts.append("\n".join(["Skipped:", "", *lines]))
+            lines.append(f"- {escape(overrides)}: {escape(skipped.reason)}")
+        parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
 
@@ -73,7 +72,8 @@ def to_json(table: Table) -> str:
         "notes": table.notes,
         "rows": [_deep_row(table, index) for index in range(len(table.records))],
         "skipped": [
-            {"varied": each.varied, "reason": each.reason} for each in table.skipped
+            {"varied": skipped.varied, "reason": skipped.reason}
+            for skipped in table.skipped
         ],
     }
     return json.dumps(_finite(tree), indent=2, allow_nan=False, default=str) + "\n"
@@ -146,7 +146,7 @@ def _deep_row(table: Table, index: int) -> dict[str, Any]:
             if key not in settings
         },
         "varied": record.varied,
-        "words": words_of(record),
+        "words": overrides_of(record),
         "settings": table.settings[index],
         "disagreement": dataclasses.asdict(disagreement) if disagreement else None,
         "prediction": run.prediction.to_dict() if run and run.prediction else None,

@@ -9,7 +9,7 @@ from fsdptoys.utils.tables import GAP, print_grid
 from fsdptoys.utils.text import encodable, printable, value_text
 
 from .columns import STAYS, TableCell, TableColumn
-from .setting_diff import as_word
+from .setting_diff import as_override
 from .table import Table
 
 WIDEST_TEXT = 8
@@ -36,15 +36,17 @@ def print_table(table: Table, console: Console) -> None:
     for sentence in table.notes:
         print_line(sentence, console)
     for skipped in table.skipped:
-        words = " ".join(as_word(key, value) for key, value in skipped.varied.items())
-        print_line(f"skipped {words}: {value_text(skipped.reason)}", console)
+        overrides = " ".join(
+            as_override(key, value) for key, value in skipped.varied.items()
+        )
+        print_line(f"skipped {overrides}: {value_text(skipped.reason)}", console)
 
 
 def fit(columns: list[TableColumn], width: int) -> list[TableColumn]:
     """Return the columns that fit: first without percentiles, then without the lightest."""
     if _width_of(columns) <= width:
         return columns
-    kept = [
+    visible = [
         replace(
             column,
             cells=[
@@ -53,11 +55,11 @@ def fit(columns: list[TableColumn], width: int) -> list[TableColumn]:
         )
         for column in columns
     ]
-    lightest = min(kept, key=lambda column: column.weight)
-    while _width_of(kept) > width and lightest.weight < STAYS:
-        kept.remove(lightest)
-        lightest = min(kept, key=lambda column: column.weight)
-    return kept
+    lightest = min(visible, key=lambda column: column.weight)
+    while _width_of(visible) > width and lightest.weight < STAYS:
+        visible.remove(lightest)
+        lightest = min(visible, key=lambda column: column.weight)
+    return visible
 
 
 def _width_of(columns: Sequence[TableColumn]) -> int:

@@ -46,55 +46,55 @@ class Axis:
     values: tuple[str, ...]
 
     @property
-    def words(self) -> list[str]:
-        """One word for each value."""
+    def overrides(self) -> list[str]:
+        """One override for each value."""
         return [f"{self.key}={value}" for value in self.values]
 
 
 @dataclass(frozen=True)
 class Combination:
-    """The words of one job."""
+    """The overrides of one job."""
 
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     varied: dict[str, str]
 
     @property
     def keys(self) -> list[str]:
-        """The words' keys, without a typed ``+``."""
-        return [word.partition("=")[0].lstrip("+") for word in self.words]
+        """The overrides' keys, without a typed ``+``."""
+        return [word.partition("=")[0].lstrip("+") for word in self.overrides]
 
     def without(self, key: str) -> "Combination":
-        """Return the combination without the words of a key."""
-        words = (
+        """Return the combination without the overrides of a key."""
+        overrides = (
             word
-            for word, other in zip(self.words, self.keys, strict=True)
+            for word, other in zip(self.overrides, self.keys, strict=True)
             if other != key
         )
         return Combination(
-            tuple(words),
+            tuple(overrides),
             {name: v for name, v in self.varied.items() if name.lstrip("+") != key},
         )
 
 
-def read_axes(words: Sequence[str], choices: Choices) -> list[Axis]:
-    """Parse the words of a command line.
+def read_axes(overrides: Sequence[str], choices: Choices) -> list[Axis]:
+    """Parse the overrides of a command line.
 
     Args:
-        words: ``KEY=VALUE`` and ``KEY=VALUE,VALUE``.
+        overrides: ``KEY=VALUE`` and ``KEY=VALUE,VALUE``.
         choices: used to expand globs and to suggest a fix for a word without ``=``.
 
     Raises:
         ConfigError: for the first malformed word.
     """
     axes: list[Axis] = []
-    for index, word in enumerate(words):
+    for index, word in enumerate(overrides):
         key, _, value = word.partition("=")
         if key.lstrip("+") == "sweep":
             raise ConfigError(
                 f"{word} names a sweep as if it were a setting; write fsdptoys sweep "
                 f"{value or 'NAME'}"
             )
-        axis = _read_axis(word, words[index + 1 :], choices)
+        axis = _read_axis(word, overrides[index + 1 :], choices)
         for other in axes:
             if other.key == axis.key and other != axis:
                 both = ",".join([*other.values, *axis.values])
@@ -162,12 +162,12 @@ def _read_axis(word: str, later: Sequence[str], choices: Choices) -> Axis:
             f"{word} has an empty value; leave out the comma, or write '' for an empty text"
         )
     if override is None or not override.is_sweep_override():
-        # The words after a word without a value show the intended one.
+        # The overrides after a word without a value show the intended one.
         parse_overrides([word] if value else [word, *later[:2]], choices)
         axis = Axis(key, (value,))
     else:
         axis = Axis(key, tuple(_values(override, key, word, choices)))
-        for single in axis.words:
+        for single in axis.overrides:
             parse_overrides([single], choices)
     if reason := SET_BY_SWEEP.get(key.lstrip("+")):
         raise ConfigError(f"{word} is not for a sweep, since {reason}; leave it out")
@@ -175,9 +175,9 @@ def _read_axis(word: str, later: Sequence[str], choices: Choices) -> Axis:
 
 
 def _values(override: Override, key: str, word: str, choices: Choices) -> list[str]:
-    typed = override.value()
-    if isinstance(typed, Glob):
-        names = typed.filter(list(choices.get(override.key_or_group, ())))
+    values = override.value()
+    if isinstance(values, Glob):
+        names = values.filter(list(choices.get(override.key_or_group, ())))
         if not names:
             raise ConfigError(
                 f"{word} matches no choice of a group; write {key}=VALUE,VALUE"
@@ -189,10 +189,10 @@ def _values(override: Override, key: str, word: str, choices: Choices) -> list[s
             f"{key}=VALUE,VALUE"
         )
     most = MOST_COMBINATIONS
-    if isinstance(typed, RangeSweep):
+    if isinstance(values, RangeSweep):
         # Counted first, since shuffling a range materializes it.
         count = (
-            len(list(itertools.islice(typed.range(), most + 1))) if typed.step else 0
+            len(list(itertools.islice(values.range(), most + 1))) if values.step else 0
         )
         if not 0 < count <= most:
             raise ConfigError(
@@ -211,14 +211,14 @@ def _as_typed(value: Any) -> str:
 
 
 def combine(
-    base: Sequence[Axis], rows: Sequence[Sequence[Axis]], typed: Sequence[Axis]
+    base: Sequence[Axis], rows: Sequence[Sequence[Axis]], user_axes: Sequence[Axis]
 ) -> list[Combination]:
     """Expand a sweep into its combinations.
 
     Args:
         base: keys of the sweep's file in order, shared by all jobs (one value) or varied (several).
         rows: rows of the sweep's file, which vary slower than the typed keys; may be empty.
-        typed: the user's keys, which replace those of the file.
+        user_axes: the user's keys, which replace those of the file.
 
     Returns:
         The combinations, the last key varying fastest. Words are in the file's order, then the
@@ -227,7 +227,7 @@ def combine(
     Raises:
         ConfigError: for more than ``MOST_COMBINATIONS``.
     """
-    by_key = {axis.key: axis for axis in typed}
+    by_key = {axis.key: axis for axis in user_axes}
     kept_rows = [[axis for axis in row if axis.key not in by_key] for row in rows] or [
         []
     ]
@@ -255,9 +255,11 @@ def combine(
         axes = [*rest, *shared]
         for values in itertools.product(*(axis.values for axis in axes)):
             pairs = list(zip(axes, values, strict=True))
-            words = [f"{axis.key}={value}" for axis, value in pairs]
-            words[len(rest) : len(rest)] = (word for axis in row for word in axis.words)
+            overrides = [f"{axis.key}={value}" for axis, value in pairs]
+            overrides[len(rest) : len(rest)] = (
+                word for axis in row for word in axis.overrides
+            )
             varied = {axis.key: axis.values[0] for axis in row}
             varied |= {axis.key: value for axis, value in pairs if len(axis.values) > 1}
-            combinations.append(Combination(tuple(words), varied))
+            combinations.append(Combination(tuple(overrides), varied))
     return combinations

@@ -2,7 +2,7 @@
 
     sweeps/20261122-101500-debug/
       sweep.json            definition: jobs in order, skipped combinations with reasons
-      jobs/01/job.json      one job: its words and status
+      jobs/01/job.json      one job: its overrides and status
       jobs/01/log.txt       output of its launcher and ranks
       jobs/01/run/          its run directory
       table.md, table.csv, table.json
@@ -15,6 +15,7 @@ import dataclasses
 import json
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -40,7 +41,8 @@ LARGEST_FILE_BYTES = 2**24
 JOB_NAME = re.compile(r"[0-9]{2,9}")
 """Pattern of a job's folder name, which keeps it inside the sweep's folder."""
 
-READS, READ_AGAIN_SECONDS = 3, 0.1
+READS = 3
+READ_AGAIN_SECONDS = 0.1
 """On shared disks, a file being replaced by another node may be stale or missing for a moment."""
 
 
@@ -49,7 +51,7 @@ class JobStatus(Enum):
 
     waiting = "waiting"
     running = "running"
-    done = "done"
+    completed = "done"
     failed = "failed"
     out_of_memory = "out of memory"
     timed_out = "timed out"
@@ -68,7 +70,7 @@ class Job:
 
     name: str
     """Name of its folder: its number in the sweep, from 01."""
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     """Arguments of ``fsdptoys train``, without the run directory."""
     varied: dict[str, str]
     """Key → value, as typed, of the varied settings."""
@@ -86,7 +88,7 @@ class Job:
 
     def restarted(self) -> "Job":
         """Return the job as before its first start."""
-        return Job(self.name, self.words, self.varied, self.fingerprint)
+        return Job(self.name, self.overrides, self.varied, self.fingerprint)
 
     @property
     def label(self) -> str:
@@ -119,7 +121,7 @@ class Sweep:
     skipped: list[Skipped]
     time_limit_seconds: float | None
     """Time limit of one job."""
-    words: tuple[str, ...] = ()
+    argv: tuple[str, ...] = ()
     """Arguments as typed, without dashed options: a sweep's name, overrides and launcher
     settings."""
 
@@ -144,9 +146,13 @@ class Sweep:
             self.time_limit_seconds,
             jobs,
             self.skipped,
-            self.words,
+            self.argv,
         )
-        text = json.dumps(dataclasses.asdict(content), indent=2, ensure_ascii=False)
+        text = json.dumps(
+            _renamed(dataclasses.asdict(content), "argv", "words"),
+            indent=2,
+            ensure_ascii=False,
+        )
         write_atomically(self.path / SWEEP_FILE, text + "\n")
 
 
@@ -159,7 +165,12 @@ class _SweepFile:
     time_limit_seconds: float | None = dataclasses.field(metadata=above(0))
     jobs: list[str]
     skipped: list[Skipped]
-    words: tuple[str, ...] = ()
+    argv: tuple[str, ...] = ()
+
+
+def _renamed(tree: Mapping[str, Any], key: str, name: str) -> dict[str, Any]:
+    """Return a tree with one key under another name, in the same order."""
+    return {name if other == key else other: tree[other] for other in tree}
 
 
 def is_sweep_dir(path: Path) -> bool:
@@ -175,7 +186,9 @@ def read_sweep(path: Path) -> Sweep:
     """
     tree = _read(path / SWEEP_FILE)
     try:
-        definition = build(_SweepFile, tree)
+        definition = build(
+            _SweepFile, _renamed(tree, "words", "argv"), names={"argv": "words"}
+        )
         for name in definition.jobs:
             _check_name(name)
         if len(set(definition.jobs)) < len(definition.jobs):
@@ -205,7 +218,7 @@ def read_sweep(path: Path) -> Sweep:
         jobs,
         definition.skipped,
         definition.time_limit_seconds,
-        definition.words,
+        definition.argv,
     )
 
 
@@ -217,7 +230,9 @@ def read_job(folder: Path) -> Job:
     """
     tree = _read(folder / JOB_FILE)
     try:
-        job = build(Job, tree)
+        job = build(
+            Job, _renamed(tree, "words", "overrides"), names={"overrides": "words"}
+        )
         _check_name(job.name)
         return job
     except ForeignError as mistake:
@@ -236,9 +251,10 @@ def write_job(folder: Path, job: Job) -> None:
     """Write a job's file atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     tree = {**dataclasses.asdict(job), "status": job.status.value}
-    write_atomically(
-        folder / JOB_FILE, json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(
+        _renamed(tree, "overrides", "words"), indent=2, ensure_ascii=False
     )
+    write_atomically(folder / JOB_FILE, text + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Match combinations with the jobs already in a sweep's folder, and number new jobs.
 
-Jobs with equal fingerprints are the same run. If only the words are equal, the code, PyTorch or the
-machine has changed, so the earlier result is moved aside and the job runs again.
+Jobs with equal fingerprints are the same run. If only the overrides are equal, the code, PyTorch
+or the machine has changed: the earlier result is moved aside, and the job runs again.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ class Arrangement:
     skipped: list[Skipped]
     to_run: list[Job]
     changed: list[Job]
-    """Previous state of jobs that run again although their words are unchanged."""
-    kept: list[Job]
+    """Previous state of jobs that run again although their overrides are unchanged."""
+    ended: list[Job]
     """Requested jobs that have ended already."""
 
 
@@ -48,8 +48,8 @@ def arrange(
     earlier = before.jobs if before is not None else []
     by_fingerprint = {job.fingerprint: job for job in earlier}
     fingerprints = {number for _, number in combinations}
-    by_words = {
-        job.words: job for job in earlier if job.fingerprint not in fingerprints
+    by_overrides = {
+        job.overrides: job for job in earlier if job.fingerprint not in fingerprints
     }
     result = Arrangement([], [*refused], [], [], [])
     jobs: dict[str, Job] = {}
@@ -67,21 +67,25 @@ def arrange(
             )
             continue
         old = by_fingerprint.get(number)
-        done = False
+        is_reused = False
         if old is not None:
-            done = old.status.ended and not (retry and old.status is not JobStatus.done)
-            # A job to run takes the validated words, not those recorded in the folder.
-            words = old.words if done else combination.words
-            job = dataclasses.replace(old, words=words, varied=combination.varied)
+            is_reused = old.status.ended and not (
+                retry and old.status is not JobStatus.completed
+            )
+            # A job to run takes the validated overrides, not those recorded in the folder.
+            overrides = old.overrides if is_reused else combination.overrides
+            job = dataclasses.replace(
+                old, overrides=overrides, varied=combination.varied
+            )
         else:
-            old = by_words.pop(combination.words, None)
+            old = by_overrides.pop(combination.overrides, None)
             last_number += old is None
             name = f"{last_number:02d}" if old is None else old.name
-            job = Job(name, combination.words, combination.varied, number)
+            job = Job(name, combination.overrides, combination.varied, number)
             if old is not None and old.status is not JobStatus.waiting:
                 result.changed.append(old)
         jobs[number] = job
-        (result.kept if done else result.to_run).append(job)
+        (result.ended if is_reused else result.to_run).append(job)
     names = {job.name for job in jobs.values()}
     others = (
         job

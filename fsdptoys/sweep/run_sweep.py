@@ -31,7 +31,7 @@ from .folder import SWEEP_FILE, Job, JobStatus, Skipped, Sweep, is_sweep_dir, re
 from .job_list import Arrangement, arrange, still_running, write_arrangement
 from .runner import TRAIN, print_line, run_jobs
 from .slurm_queue import jobs_in_queue
-from .slurm_settings import refuse_commands, split_launcher_words
+from .slurm_settings import refuse_commands, split_launcher_overrides
 from .validate import (
     NO_TIME_LIMIT,
     BatchQueue,
@@ -52,13 +52,13 @@ MakeTables = Callable[[Path, Console | None], None]
 class SweepArguments:
     """What to run, where, and in which folder."""
 
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     """Arguments without dashed options; a sweep's file as an absolute path, valid from any
     folder."""
     name: str | None
     """Name or file of a sweep."""
     settings: list[str]
-    launcher_words: list[str]
+    launcher_overrides: list[str]
     command: str = "fsdptoys sweep"
     """The command line, recorded in a new folder."""
     resume: bool = False
@@ -70,13 +70,13 @@ class SweepArguments:
     retry: bool = False
 
 
-def split_words(words: Sequence[str]) -> SweepArguments:
-    """Split the arguments without dashed options into name, settings and launcher words.
+def split_words(argv: Sequence[str]) -> SweepArguments:
+    """Split the arguments without dashed options into name, settings and launcher overrides.
 
     Raises:
         ConfigError: for a misplaced name.
     """
-    settings, launcher_words = split_launcher_words(words)
+    settings, launcher_overrides = split_launcher_overrides(argv)
     name = None
     if settings and "=" not in settings[0] and not settings[0].startswith("-"):
         name = settings.pop(0)
@@ -88,37 +88,37 @@ def split_words(words: Sequence[str]) -> SweepArguments:
             raise ConfigError(f"{word} names a sweep; put it first, and only one")
     absolute = [
         os.path.abspath(word) if word == name and is_file_name(word) else word
-        for word in words
+        for word in argv
     ]
-    return SweepArguments(tuple(absolute), name, settings, launcher_words)
+    return SweepArguments(tuple(absolute), name, settings, launcher_overrides)
 
 
-def with_recorded_words(arguments: SweepArguments, sweep: Sweep) -> SweepArguments:
-    """Return the arguments with the words of the resumed folder; a typed launcher replaces the
+def with_recorded_arguments(arguments: SweepArguments, sweep: Sweep) -> SweepArguments:
+    """Complete the arguments by those of the resumed folder; a typed launcher replaces the
     recorded one.
 
     Raises:
-        ConfigError: if the folder has no words, or its launcher words may run commands.
+        ConfigError: if the folder has no arguments, or its launcher overrides may run commands.
     """
-    if not sweep.words:
+    if not sweep.argv:
         raise ConfigError(
             f"{sweep.path / SWEEP_FILE} does not say its words; give them after --resume "
             f"{sweep.path}"
         )
-    old = split_words(sweep.words)
-    if not arguments.launcher_words:
-        refuse_commands(old.launcher_words, sweep.path)
-    launcher_words = arguments.launcher_words or old.launcher_words
-    words = (
-        *(word for word in old.words if word not in old.launcher_words),
-        *launcher_words,
+    old = split_words(sweep.argv)
+    if not arguments.launcher_overrides:
+        refuse_commands(old.launcher_overrides, sweep.path)
+    launcher_overrides = arguments.launcher_overrides or old.launcher_overrides
+    argv = (
+        *(word for word in old.argv if word not in old.launcher_overrides),
+        *launcher_overrides,
     )
     return dataclasses.replace(
         arguments,
-        words=words,
+        argv=argv,
         name=old.name,
         settings=old.settings,
-        launcher_words=launcher_words,
+        launcher_overrides=launcher_overrides,
     )
 
 
@@ -130,7 +130,7 @@ def run_sweep(
     Args:
         arguments: from the command line.
         make_tables: called after each job.
-        train: the command of a job on this machine, before its words.
+        train: the command of a job on this machine, before its overrides.
 
     Returns:
         Exit status: 0 if all jobs are done, 1 if one is not, 128 + number after a signal.
@@ -141,14 +141,14 @@ def run_sweep(
     """
     before = _before(arguments)
     if before is not None and arguments.name is None and not arguments.settings:
-        arguments = with_recorded_words(arguments, before)
+        arguments = with_recorded_arguments(arguments, before)
     title, combinations, limit = _combinations(arguments)
     time_limit_seconds = arguments.time_limit_seconds or (
         limit if before is None else before.time_limit_seconds
     )
     where = (
-        BatchQueue(arguments.launcher_words, time_limit_seconds)
-        if arguments.launcher_words
+        BatchQueue(arguments.launcher_overrides, time_limit_seconds)
+        if arguments.launcher_overrides
         else LocalMachine()
     )
     validated = validate_combinations(combinations, where)
@@ -177,7 +177,7 @@ def run_sweep(
             arrangement.jobs,
             arrangement.skipped,
             time_limit_seconds,
-            arguments.words,
+            arguments.argv,
         ), arrangement
 
     if arguments.dry_run:
@@ -196,7 +196,7 @@ def run_sweep(
             )  # another process may have changed it before we took the lock
             queued = jobs_in_queue(before)
             for job in before.jobs:
-                watched = arguments.launcher_words and job.name in queued
+                watched = arguments.launcher_overrides and job.name in queued
                 if (
                     job.status is JobStatus.running
                     and not watched
@@ -204,7 +204,7 @@ def run_sweep(
                 ):
                     raise still_running(before, job)
         sweep, arrangement = arranged(path, before, queued)
-        for job in arrangement.to_run if not arguments.launcher_words else ():
+        for job in arrangement.to_run if not arguments.launcher_overrides else ():
             if job.name in queued:
                 raise ConfigError(
                     f"job {job.name} of {path} is still a batch queue's; wait for its end, "
@@ -213,7 +213,7 @@ def run_sweep(
         write_arrangement(sweep, arrangement, queued)
         _print_plan(sweep, arrangement, briefly=True)
         return _run(
-            sweep, arrangement.to_run, arguments.launcher_words, make_tables, train
+            sweep, arrangement.to_run, arguments.launcher_overrides, make_tables, train
         )
     except OSError as error:
         raise ConfigError(
@@ -225,7 +225,7 @@ def run_sweep(
 
 
 def _before(arguments: SweepArguments) -> Sweep | None:
-    """Return the sweep to resume, of several with the same words the newest; None for a new
+    """Return the sweep to resume, of several with the same arguments the newest; None for a new
     sweep."""
     if not arguments.resume:
         return None
@@ -237,7 +237,7 @@ def _before(arguments: SweepArguments) -> Sweep | None:
                 "with the same arguments"
             )
         return read_sweep(arguments.resume_dir)
-    if not arguments.words:
+    if not arguments.argv:
         raise ConfigError(
             "--resume names neither a folder nor the words of the sweep; write fsdptoys sweep "
             "--resume sweeps/NAME"
@@ -245,12 +245,12 @@ def _before(arguments: SweepArguments) -> Sweep | None:
     folders = []
     for file in filter(Path.is_file, SWEEPS_FOLDER.glob(f"*/{SWEEP_FILE}")):
         with contextlib.suppress(ConfigError):
-            if read_sweep(file.parent).words == arguments.words:
+            if read_sweep(file.parent).argv == arguments.argv:
                 folders.append((file.stat().st_mtime, file.parent))
     if not folders:
         raise ConfigError(
             f"--resume finds no sweep below {SWEEPS_FOLDER} that was started with "
-            f"{shlex.join(arguments.words)}; leave --resume out to start it, or write --resume "
+            f"{shlex.join(arguments.argv)}; leave --resume out to start it, or write --resume "
             f"{SWEEPS_FOLDER}/NAME"
         )
     return read_sweep(max(folders)[1])
@@ -265,13 +265,19 @@ def _combinations(
             "fsdptoys sweep has neither a name nor keys to vary; write fsdptoys sweep debug"
         )
     choices = list_choices()
-    typed = read_axes(arguments.settings, choices)
+    user_axes = read_axes(arguments.settings, choices)
     if arguments.name is None:
-        keys = [axis.key.rpartition(".")[2] for axis in typed if len(axis.values) > 1]
-        return "-".join(keys) or "one-job", combine([], [], typed), None
+        keys = [
+            axis.key.rpartition(".")[2] for axis in user_axes if len(axis.values) > 1
+        ]
+        return "-".join(keys) or "one-job", combine([], [], user_axes), None
     definition = read_definition(arguments.name)
     base, rows = read_base(definition, arguments.name, choices)
-    return definition.title, combine(base, rows, typed), definition.time_limit_seconds
+    return (
+        definition.title,
+        combine(base, rows, user_axes),
+        definition.time_limit_seconds,
+    )
 
 
 def _refuse_used(out: Path) -> None:
@@ -315,8 +321,8 @@ def _print_plan(sweep: Sweep, arrangement: Arrangement, briefly: bool = False) -
     jobs = len(arrangement.jobs)
     to_run = len(arrangement.to_run)
     count = f"{jobs} job{'s' * (jobs != 1)}"
-    if arrangement.kept:
-        count += f", {len(arrangement.kept)} of which have ended already"
+    if arrangement.ended:
+        count += f", {len(arrangement.ended)} of which have ended already"
     limit = (
         f", each for {duration_text(sweep.time_limit_seconds)} at most"
         if sweep.time_limit_seconds is not None
@@ -331,7 +337,7 @@ def _print_plan(sweep: Sweep, arrangement: Arrangement, briefly: bool = False) -
                 f"  {job.name} {job.label}"
                 + ("" if job.name in waiting else f" ({job.status.value})")
             )
-    if any(NO_TIME_LIMIT in job.words for job in arrangement.to_run):
+    if any(NO_TIME_LIMIT in job.overrides for job in arrangement.to_run):
         print_line(
             f"  with {NO_TIME_LIMIT}, so that all jobs run the same steps; type "
             "train.max_seconds to limit them"
@@ -352,18 +358,18 @@ def _print_plan(sweep: Sweep, arrangement: Arrangement, briefly: bool = False) -
 def _run(
     sweep: Sweep,
     to_run: Sequence[Job],
-    launcher_words: Sequence[str],
+    launcher_overrides: Sequence[str],
     make_tables: MakeTables,
     train: Sequence[str],
 ) -> int:
     """Run jobs, keep the tables up to date, and print the last one."""
     after_job = functools.partial(make_tables, sweep.path, None)
     number: int | None = None
-    if launcher_words:
+    if launcher_overrides:
         from .slurm_submit import submit
 
         try:
-            submit(sweep, to_run, launcher_words, after_job)
+            submit(sweep, to_run, launcher_overrides, after_job)
         except KeyboardInterrupt as request:
             number = getattr(request, "number", signal.SIGINT)
     else:
@@ -376,7 +382,7 @@ def _run(
             f"fsdptoys: stopped by {signal.Signals(number).name}; {resume} continues it"
         )
         return 128 + number
-    bad = [job for job in jobs if job.status is not JobStatus.done]
+    bad = [job for job in jobs if job.status is not JobStatus.completed]
     if bad:
         print_line(
             f"fsdptoys: {len(bad)} of {len(jobs)} jobs are not done; {resume} --retry runs them "

@@ -117,7 +117,7 @@ def run_jobs(
         sweep: the sweep; the caller holds its folder's lock.
         jobs: its jobs to run, in order.
         after_job: called after each job, whatever its outcome.
-        train: the command of a job, before its words.
+        train: the command of a job, before its overrides.
 
     Returns:
         Number of the interrupting signal, or None.
@@ -150,7 +150,7 @@ def run_job(
         time_limit_seconds: the job is ended after this time; None for no limit.
         interruption: polled for a request to end the job; None where an exception requests it
             instead.
-        train: the command, before the job's words.
+        train: the command, before the job's overrides.
 
     Returns:
         The ended job.
@@ -166,7 +166,7 @@ def run_job(
     write_job(folder, job)
     with open_regular(folder / LOG_FILE, "wb") as log:
         process = start_launcher(
-            folder, [*train, *job.words], folder / OUTCOME_FILE, log
+            folder, [*train, *job.overrides], folder / OUTCOME_FILE, log
         )
         interruption.watch(process.pid)
         deadline = (
@@ -202,12 +202,12 @@ def run_job(
 
 
 def start_launcher(
-    folder: Path, words: Sequence[str], exit_record: Path, log: IO[bytes]
+    folder: Path, command: Sequence[str], exit_record: Path, log: IO[bytes]
 ) -> "subprocess.Popen[bytes]":
     """Start the launcher of the job in a (absolute) folder, with its output in ``log``, in its own
     session."""
     return subprocess.Popen(
-        [*words, f"metrics.run_dir={quote(str(folder / RUN_FOLDER))}"],
+        [*command, f"metrics.run_dir={quote(str(folder / RUN_FOLDER))}"],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -223,7 +223,7 @@ def _judge(exit_status: int, outcome: ExitRecord | None) -> tuple[JobStatus, str
     if outcome is not None and outcome.stopped_by is not None:
         return JobStatus.stopped, f"{outcome.stopped_by} requested the end"
     if exit_status == 0:
-        return JobStatus.done, ""
+        return JobStatus.completed, ""
     if exit_status == -signal.SIGKILL:
         return (
             JobStatus.out_of_memory,

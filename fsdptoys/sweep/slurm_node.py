@@ -32,7 +32,8 @@ from fsdptoys.utils.signal_handlers import handle_signals
 from .folder import Job, JobStatus, read_job, read_sweep, write_job
 from .runner import TRAIN, Interruption, end_launcher, run_job, start_launcher
 
-FIRST_PORT, PORTS = 20000, 10000
+FIRST_PORT = 20000
+PORTS = 10000
 """Range of rendezvous ports, below the ephemeral ports of the system."""
 
 LAUNCHERS_SECONDS = 30.0
@@ -100,7 +101,7 @@ def run_on_node(
         node: index of this node in the job, from 0.
         hosts: host names of the job's nodes.
         job_number: the queue's job id, from which the rendezvous port is derived.
-        train: the command, before the job's words.
+        train: the command, before the job's overrides.
     """
     train = list(train)
     if len(hosts) > 1:
@@ -213,9 +214,9 @@ def _follow(
         RuntimeError: if the launcher failed but the first node continues.
     """
     outcome = _outcome_file(folder, node, start)
-    words = read_job(folder).words
+    overrides = read_job(folder).overrides
     with open_regular(folder / f"log-node{node}-{start}.txt", "ab") as log:
-        process = start_launcher(folder.absolute(), [*train, *words], outcome, log)
+        process = start_launcher(folder.absolute(), [*train, *overrides], outcome, log)
     request.process = process.pid
     ran = False
     deadline = math.inf

@@ -44,7 +44,8 @@ LARGEST_FILE_BYTES = 2**20
 ANSWER_SECONDS = 60
 """Timeout of ``squeue``."""
 
-ASK_EVERY_SECONDS, HURRY_SECONDS = 30.0, 5.0
+ASK_EVERY_SECONDS = 30.0
+HURRY_SECONDS = 5.0
 """Interval of polling the queue; the second once the plugin has stopped waiting."""
 
 POLL_SECONDS = 1.0

@@ -86,8 +86,8 @@ class QueueLauncher:
     """The requested launcher, validated."""
 
     name: str
-    words: tuple[str, ...]
-    typed: Mapping[str, Any]
+    overrides: tuple[str, ...]
+    user_options: Mapping[str, Any]
     """Typed options of the plugin → value."""
     options: Mapping[str, Any]
     """All options of the plugin, as composed."""
@@ -103,26 +103,26 @@ class SlurmNeeds:
     device_type: str
 
 
-def split_launcher_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split words into those of the run and those of the launcher."""
+def split_launcher_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split overrides into those of the run and those of the launcher."""
     of_launcher = [
-        word for word in words if re.match(r"\+{0,2}hydra[/.]launcher\b", word)
+        word for word in overrides if re.match(r"\+{0,2}hydra[/.]launcher\b", word)
     ]
-    return [word for word in words if word not in of_launcher], of_launcher
+    return [word for word in overrides if word not in of_launcher], of_launcher
 
 
 @functools.cache
-def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
-    """Check the launcher's words, and that the launcher can be used from here.
+def read_launcher(overrides: tuple[str, ...]) -> QueueLauncher:
+    """Check the launcher's overrides, and that the launcher can be used from here.
 
     Raises:
         ConfigError: for the first mistake.
     """
-    pairs = [word.lstrip("+").partition("=")[::2] for word in words]
+    pairs = [word.lstrip("+").partition("=")[::2] for word in overrides]
     names = [value for key, value in pairs if key == LAUNCHER_GROUP]
     if not names:
         raise ConfigError(
-            f"{words[0]} is of no use without a launcher; add {LAUNCHER_GROUP}={SLURM}"
+            f"{overrides[0]} is of no use without a launcher; add {LAUNCHER_GROUP}={SLURM}"
         )
     if len(names) > 1:
         launchers = " ".join(f"{LAUNCHER_GROUP}={name}" for name in names)
@@ -153,34 +153,36 @@ def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
             f"from a login node of the cluster, or leave {LAUNCHER_GROUP} out to run the jobs "
             "here"
         )
-    options = _compose_launcher(words)
+    options = _compose_launcher(overrides)
     keys = [
         key.removeprefix(LAUNCHER_SECTION) for key, _ in pairs if key != LAUNCHER_GROUP
     ]
-    typed = {key: options.get(key) for key in keys}
+    user_options = {key: options.get(key) for key in keys}
     for key, (allowed, why) in FIXED_OPTIONS.items():
-        if key in typed and typed[key] not in allowed:
+        if key in user_options and user_options[key] not in allowed:
             raise ConfigError(
-                f"{LAUNCHER_SECTION}{key}={typed[key]} cannot be set, since {why}; leave it out"
+                f"{LAUNCHER_SECTION}{key}={user_options[key]} cannot be set, since {why}; "
+                "leave it out"
             )
-    return QueueLauncher(name, words, typed, options)
+    return QueueLauncher(name, overrides, user_options, options)
 
 
-def refuse_commands(words: Sequence[str], folder: Path) -> None:
-    """Reject launcher words from a sweep's folder that may run commands: the folder may come from
-    someone else.
+def refuse_commands(overrides: Sequence[str], folder: Path) -> None:
+    """Reject launcher overrides from a folder, perhaps someone else's, that may run commands.
 
     Raises:
-        ConfigError: showing the words, so that the user can type them if wanted.
+        ConfigError: showing the overrides, so that the user can type them if wanted.
     """
-    for word in words:
+    for word in overrides:
         key, _, value = word.partition("=")
         key = key.lstrip("+")
         if key == LAUNCHER_GROUP and re.fullmatch(r"\w+", value):
             continue
         option = key.removeprefix(LAUNCHER_SECTION)
         if not (HARMLESS_OPTION.fullmatch(option) and HARMLESS_VALUE.fullmatch(value)):
-            command = shlex.join(["fsdptoys", "sweep", "--resume", str(folder), *words])
+            command = shlex.join(
+                ["fsdptoys", "sweep", "--resume", str(folder), *overrides]
+            )
             raise ConfigError(
                 f"the folder {folder} says {one_line(word, longest=None)}, which may run "
                 "commands on the nodes and is not taken from a folder; if it is meant, write "
@@ -188,27 +190,29 @@ def refuse_commands(words: Sequence[str], folder: Path) -> None:
             )
 
 
-def launching_words(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the words of a run that decide its devices and ranks."""
+def launching_overrides(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides of a run that decide its devices and ranks."""
     return tuple(
-        word for word in words if re.match(r"(launch\.|(parallel|experiment)=)", word)
+        word
+        for word in overrides
+        if re.match(r"(launch\.|(parallel|experiment)=)", word)
     )
 
 
 @functools.cache
-def find_needs(words: tuple[str, ...], launcher_name: str) -> SlurmNeeds:
-    """Return the nodes, ranks and device type of a run, given its :func:`launching_words`.
+def find_needs(overrides: tuple[str, ...], launcher_name: str) -> SlurmNeeds:
+    """Return the nodes, ranks and device type of a run, given its :func:`launching_overrides`.
 
     Raises:
         ConfigError: if these do not decide them.
     """
-    for word in words:
+    for word in overrides:
         if word.startswith("launch.rdzv_endpoint="):
             raise ConfigError(
                 f"{word} is for machines that are known before; leave it out, the queue chooses "
                 "them"
             )
-    settings = compose_config([*words, UNKNOWN_ENDPOINT])
+    settings = compose_config([*overrides, UNKNOWN_ENDPOINT])
     launch = settings.launch
     ranks = (
         1
@@ -246,23 +250,23 @@ def plugin_options(
     Raises:
         ConfigError: if a typed option contradicts the run's settings.
     """
-    typed = launcher.typed
-    if typed.get("nodes", needs.nodes) != needs.nodes:
+    user_options = launcher.user_options
+    if user_options.get("nodes", needs.nodes) != needs.nodes:
         raise ConfigError(
-            f"{LAUNCHER_SECTION}nodes={typed['nodes']} and launch.nnodes={needs.nodes} "
+            f"{LAUNCHER_SECTION}nodes={user_options['nodes']} and launch.nnodes={needs.nodes} "
             f"contradict each other; leave out {LAUNCHER_SECTION}nodes"
         )
     if (
         needs.device_type != "cpu"
-        and (typed.get("gpus_per_node") or needs.ranks) < needs.ranks
+        and (user_options.get("gpus_per_node") or needs.ranks) < needs.ranks
     ):
         raise ConfigError(
-            f"{LAUNCHER_SECTION}gpus_per_node={typed['gpus_per_node']} is under "
+            f"{LAUNCHER_SECTION}gpus_per_node={user_options['gpus_per_node']} is under "
             f"launch.nproc_per_node={needs.ranks}; leave out {LAUNCHER_SECTION}gpus_per_node"
         )
     options: dict[str, Any] = {"nodes": needs.nodes, "tasks_per_node": 1}
     if needs.device_type == "cuda" and not any(
-        typed.get(key) for key in ("gpus_per_task", "gres")
+        user_options.get(key) for key in ("gpus_per_task", "gres")
     ):
         options["gpus_per_node"] = needs.ranks
     if needs.device_type == "cpu":
@@ -272,10 +276,10 @@ def plugin_options(
     if time_limit_seconds is not None:
         seconds = time_limit_seconds + START_SECONDS + signal_seconds
         needed = math.ceil(seconds / 60)
-        if (typed.get("timeout_min") or needed) * 60 < time_limit_seconds:
+        if (user_options.get("timeout_min") or needed) * 60 < time_limit_seconds:
             raise ConfigError(
-                f"{LAUNCHER_SECTION}timeout_min={typed['timeout_min']} ends jobs before their "
-                f"own limit of {time_limit_seconds:g} s; set "
+                f"{LAUNCHER_SECTION}timeout_min={user_options['timeout_min']} ends jobs before "
+                f"their own limit of {time_limit_seconds:g} s; set "
                 f"{LAUNCHER_SECTION}timeout_min={needed}"
             )
         options["timeout_min"] = needed
@@ -290,18 +294,18 @@ def plugin_options(
     return {
         key: value
         for key, value in options.items()
-        if key in merged or typed.get(key) is None
+        if key in merged or user_options.get(key) is None
     }
 
 
-def _compose_launcher(words: tuple[str, ...]) -> dict[str, Any]:
+def _compose_launcher(overrides: tuple[str, ...]) -> dict[str, Any]:
     try:
         with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
             tree = hydra.compose(
-                None, list(words), return_hydra_config=True
+                None, list(overrides), return_hydra_config=True
             ).hydra.launcher
     except (HydraException, OmegaConfBaseException) as error:
-        listed = [word for word in words if not word.startswith(LAUNCHER_GROUP)]
+        listed = [word for word in overrides if not word.startswith(LAUNCHER_GROUP)]
         raise ConfigError(
             f"{' '.join(listed)} cannot be composed ({first_line(error)}); "
             "hydra-submitit-launcher lists its options"

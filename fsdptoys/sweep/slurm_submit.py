@@ -62,7 +62,7 @@ from .slurm_settings import (
     QueueLauncher,
     SlurmNeeds,
     find_needs,
-    launching_words,
+    launching_overrides,
     plugin_options,
     read_launcher,
 )
@@ -95,7 +95,7 @@ class EndRequest(KeyboardInterrupt):
 def submit(
     sweep: Sweep,
     jobs: Sequence[Job],
-    launcher_words: Sequence[str],
+    launcher_overrides: Sequence[str],
     after_job: Callable[[], None] = lambda: None,
 ) -> None:
     """Submit jobs and watch until all have ended, printing a line when each begins and ends.
@@ -105,7 +105,7 @@ def submit(
     Args:
         sweep: its folder must be on a disk shared by all nodes.
         jobs: its jobs to run.
-        launcher_words: ``hydra/launcher=…`` and ``hydra.launcher.…=…``.
+        launcher_overrides: ``hydra/launcher=…`` and ``hydra.launcher.…=…``.
         after_job: called after the end of each job.
 
     Raises:
@@ -113,7 +113,7 @@ def submit(
         KeyboardInterrupt: for Ctrl-C, or SIGTERM and SIGHUP as EndRequest, after a message about
             SLURM's remaining jobs and ending a local one.
     """
-    launcher = read_launcher(tuple(launcher_words))
+    launcher = read_launcher(tuple(launcher_overrides))
     queued = jobs_in_queue(sweep)
     groups: dict[SlurmNeeds, list[Job]] = {}
     for job in jobs:
@@ -121,7 +121,7 @@ def submit(
             raise still_running(sweep, job)
         if job.name not in queued:
             groups.setdefault(
-                find_needs(launching_words(job.words), launcher.name), []
+                find_needs(launching_overrides(job.overrides), launcher.name), []
             ).append(job)
     batches = [
         (part, plugin_options(needs, launcher, sweep.time_limit_seconds))
@@ -303,22 +303,22 @@ def _make_launcher(
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if root not in paths:  # a checkout need not be installed
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, *paths]))
-    words = [
-        *launcher.words,
+    overrides = [
+        *launcher.overrides,
         f"hydra.sweep.dir={quote(str(sweep.path.absolute()))}",
         "hydra.output_subdir=null",
     ]
-    words += [
+    overrides += [
         "hydra.job.chdir=false",
         "hydra/job_logging=none",
         "hydra/hydra_logging=none",
     ]
     with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-        tree = hydra.compose(None, words, return_hydra_config=True)
+        tree = hydra.compose(None, overrides, return_hydra_config=True)
         loader = GlobalHydra.instance().config_loader()
     title = re.sub(r"[^\w.-]+", "-", sweep.title) or "sweep"
     with open_dict(tree):
-        if "name" not in launcher.typed:
+        if "name" not in launcher.user_options:
             tree.hydra.launcher.name = f"fsdptoys-{title}"
         tree.hydra.launcher.update(options)
     context = HydraContext(config_loader=loader, callbacks=Callbacks())

@@ -3,7 +3,7 @@
 A word invalid in every combination is the user's mistake and stops the sweep. Keys that do nothing
 in a combination, as ``memory.offload_schedule`` without optimizer offload, are dropped from it if
 another combination uses them: all their values leave one baseline. A combination with contradictory
-words, or one that does not fit this machine or number of ranks, is skipped with the reason.
+overrides, or one that does not fit this machine or number of ranks, is skipped with the reason.
 Combinations with equal fingerprints are the same run; environment variables and machine load are
 not part of it.
 """
@@ -40,7 +40,7 @@ from .slurm_settings import (
     SLURM,
     UNKNOWN_ENDPOINT,
     find_needs,
-    launching_words,
+    launching_overrides,
     plugin_options,
     read_launcher,
 )
@@ -70,15 +70,15 @@ class JobHardware:
 class LocalMachine:
     """This machine."""
 
-    extra_words: tuple[str, ...] = ()
+    extra_overrides: tuple[str, ...] = ()
     """Words added to those of each job."""
 
-    def find(self, words: Sequence[str], settings: Config) -> JobHardware:
+    def find(self, overrides: Sequence[str], settings: Config) -> JobHardware:
         """Return the devices and ranks of a job.
 
         Args:
-            words: the job's words that decide them.
-            settings: composed from these words.
+            overrides: the job's overrides that decide them.
+            settings: composed from these overrides.
         """
         launch = settings.launch
         hardware = find_hardware(launch.device)
@@ -93,25 +93,25 @@ class LocalMachine:
 class BatchQueue(LocalMachine):
     """Nodes chosen by a batch queue."""
 
-    extra_words = (UNKNOWN_ENDPOINT,)
+    extra_overrides = (UNKNOWN_ENDPOINT,)
 
     def __init__(
-        self, launcher_words: Sequence[str], time_limit_seconds: float | None
+        self, launcher_overrides: Sequence[str], time_limit_seconds: float | None
     ) -> None:
-        self._launcher = read_launcher(tuple(launcher_words))
+        self._launcher = read_launcher(tuple(launcher_overrides))
         self._limit = time_limit_seconds
 
-    def find(self, words: Sequence[str], settings: Config) -> JobHardware:
+    def find(self, overrides: Sequence[str], settings: Config) -> JobHardware:
         """Return the devices and ranks that a job requests from the queue."""
-        needs = find_needs(launching_words(words), self._launcher.name)
+        needs = find_needs(launching_overrides(overrides), self._launcher.name)
         plugin_options(needs, self._launcher, self._limit)
         if self._launcher.name != SLURM:
-            return super().find(words, settings)
-        typed = self._launcher.typed
+            return super().find(overrides, settings)
+        user_options = self._launcher.user_options
         constraints = [
-            f"{key}={typed[key]}"
+            f"{key}={user_options[key]}"
             for key in ("partition", "constraint", "gres")
-            if typed.get(key)
+            if user_options.get(key)
         ]
         return JobHardware(
             needs.device_type,
@@ -137,8 +137,8 @@ class InvalidJob:
 
     combination: Combination
     reason: str
-    words: tuple[str, ...]
-    """The composed words, including the chosen experiment."""
+    overrides: tuple[str, ...]
+    """The composed overrides, including the chosen experiment."""
     by_composition: bool = False
     """Whether composing failed; otherwise validation did."""
     unused_key: str | None = None
@@ -184,11 +184,11 @@ def _drop_unused(
     another combination."""
     valid = [entry for entry in validated if isinstance(entry, ValidJob)]
     used = {key for entry in valid for key in entry.combination.keys}
-    seen: set[object] = {entry.fingerprint for entry in valid}
+    runs: set[object] = {entry.fingerprint for entry in valid}
     jobs: list[ValidJob | InvalidJob] = []
     for entry in validated:
         shorter = entry
-        # A key that a group's file sets is among no words, and stays.
+        # A key that a group's file sets is among no overrides, and stays.
         while isinstance(
             shorter, InvalidJob
         ) and shorter.unused_key in used.intersection(shorter.combination.keys):
@@ -196,11 +196,11 @@ def _drop_unused(
         run = (
             shorter.fingerprint
             if isinstance(shorter, ValidJob)
-            else shorter.combination.words
+            else shorter.combination.overrides
         )
-        if shorter is entry or run not in seen:
+        if shorter is entry or run not in runs:
             jobs.append(shorter)
-        seen.add(run)
+        runs.add(run)
     return jobs
 
 
@@ -209,22 +209,22 @@ def _validate(
     where: LocalMachine,
     hardware: dict[tuple[str, ...], JobHardware],
 ) -> ValidJob | InvalidJob:
-    """Compose and validate a combination; ``hardware`` is a cache by words."""
-    words = [*combination.words, *where.extra_words]
-    launching = launching_words(combination.words)
+    """Compose and validate a combination; ``hardware`` is a cache by overrides."""
+    overrides = [*combination.overrides, *where.extra_overrides]
+    launching = launching_overrides(combination.overrides)
     by_composition = True
     try:
         if launching not in hardware:
-            settings = compose_config([*launching, *where.extra_words])
+            settings = compose_config([*launching, *where.extra_overrides])
             by_composition = False
             hardware[launching] = where.find(launching, settings)
             by_composition = True
         job = hardware[launching]
-        if not names_training(words):
-            words.insert(
+        if not names_training(overrides):
+            overrides.insert(
                 0, f"experiment={choose_experiment(job.device_type, job.world_size)}"
             )
-        composition = compose(words)
+        composition = compose(overrides)
         config = composition.config
         if composition.choices["memory"] == AUTO:
             by_composition = False
@@ -238,9 +238,9 @@ def _validate(
             and "train.max_seconds" not in combination.keys
         ):
             combination = Combination(
-                (*combination.words, NO_TIME_LIMIT), combination.varied
+                (*combination.overrides, NO_TIME_LIMIT), combination.varied
             )
-            config = compose_config([*words, NO_TIME_LIMIT])
+            config = compose_config([*overrides, NO_TIME_LIMIT])
         by_composition = False
         check_plan_settings(config.plan, job.device_type)
         config.validate(job.world_size, job.device_type, job.node_ranks)
@@ -250,7 +250,7 @@ def _validate(
     except ConfigError as reason:
         unused = reason.key if isinstance(reason, UnusedKeyError) else None
         return InvalidJob(
-            combination, str(reason), tuple(words), by_composition, unused
+            combination, str(reason), tuple(overrides), by_composition, unused
         )
 
 
@@ -270,12 +270,12 @@ def _refuse_mistakes(validated: Sequence[ValidJob | InvalidJob]) -> None:
         for entry in validated
         if not (isinstance(entry, InvalidJob) and entry.by_composition)
     )
-    fine = {word for entry in valid for word in entry.combination.words}
+    fine = {word for entry in valid for word in entry.combination.overrides}
     choices = list_choices()
     fine_alone = set()
     for entry in broken:
-        groups = [word for word in entry.words if word.partition("=")[0] in choices]
-        for word in entry.combination.words:
+        groups = [word for word in entry.overrides if word.partition("=")[0] in choices]
+        for word in entry.combination.overrides:
             key = word.partition("=")[0]
             if word in fine or key.lstrip("+") not in entry.reason:
                 continue

@@ -44,7 +44,7 @@ from fsdptoys.report.run_page import run_page
 from fsdptoys.report.runs_table import gather
 from fsdptoys.sweep import read_sweep
 from fsdptoys.sweep.definition import read_definition
-from fsdptoys.sweep.run_sweep import with_recorded_words
+from fsdptoys.sweep.run_sweep import with_recorded_arguments
 from fsdptoys.sweep.slurm_queue import read_submissions
 from fsdptoys.train.heartbeat import (
     HEARTBEATS_FOLDER,
@@ -229,8 +229,8 @@ def read_sweep_files(copy: Path) -> str:
     """Files that ``--resume`` reads in a sweep's folder."""
     sweep = read_sweep(copy)
     read_submissions(sweep)
-    asked = with_recorded_words(read_words(["--resume", str(copy)]), sweep)
-    assert not any("setup" in word for word in asked.launcher_words)
+    asked = with_recorded_arguments(read_words(["--resume", str(copy)]), sweep)
+    assert not any("setup" in word for word in asked.launcher_overrides)
     return ""
 
 

@@ -59,21 +59,21 @@ TINY = {
 def run_block(block: Block, folder: Path) -> None:
     """Run a block's commands one after another, and compare the output of a ``console`` block."""
     lines = block.text.replace("\\\n", " ").splitlines()
-    typed = [
+    commands = [
         line.removeprefix("$ ")
         for line in lines
         if block.info == "bash" or line.startswith("$ ")
     ]
-    for line in typed:
-        words = shlex.split(line)
-        if words[0] == "fsdptoys":
-            words[:1] = [sys.executable, "-m", "fsdptoys"]
-        elif words[:2] == ["bash", "run_fsdp.sh"] and len(words) > 2:
+    for line in commands:
+        argv = shlex.split(line)
+        if argv[0] == "fsdptoys":
+            argv[:1] = [sys.executable, "-m", "fsdptoys"]
+        elif argv[:2] == ["bash", "run_fsdp.sh"] and len(argv) > 2:
             # The script itself ran for the README
-            words[:2] = [sys.executable, "-m", "fsdptoys", "train"]
-        if {"run_fsdp.sh", "train", "sweep"} & set(words) and "--cfg" not in words:
-            settings = [word.partition("=") for word in words]
-            words = [
+            argv[:2] = [sys.executable, "-m", "fsdptoys", "train"]
+        if {"run_fsdp.sh", "train", "sweep"} & set(argv) and "--cfg" not in argv:
+            settings = [word.partition("=") for word in argv]
+            argv = [
                 key + mark + (TINY.get(key, value) if mark else "")
                 for key, mark, value in settings
             ]
@@ -81,18 +81,18 @@ def run_block(block: Block, folder: Path) -> None:
                 TINY.keys() - {key for key, _, _ in settings} - {"checkpoint.every"}
             )
             is_default = not any(
-                word.startswith(("experiment=", "model=", "data=")) for word in words
+                word.startswith(("experiment=", "model=", "data=")) for word in argv
             )
             # Which it would be without the settings below
-            words += ["experiment=cpu_text"] * is_default
+            argv += ["experiment=cpu_text"] * is_default
             absent -= (
                 set()
-                if {"data=text", "experiment=cpu_text"} & set(words)
+                if {"data=text", "experiment=cpu_text"} & set(argv)
                 else {"data.sample_tokens"}
             )
-            words += [f"{key}={TINY[key]}" for key in sorted(absent)]
+            argv += [f"{key}={TINY[key]}" for key in sorted(absent)]
         ended = subprocess.run(
-            words, cwd=folder, capture_output=True, text=True, errors="replace"
+            argv, cwd=folder, capture_output=True, text=True, errors="replace"
         )
         if block.info == "bash":
             assert ended.returncode == 0, f"{line}\n{ended.stdout}\n{ended.stderr}"
@@ -133,7 +133,8 @@ def find_mistake_of_run(settings: list[str]) -> str | None:
 
     A number of ranks that some of them lack is no mistake.
     """
-    kind, found = "npu" if "launch.device=npu" in settings else "cuda", set()
+    kind = "npu" if "launch.device=npu" in settings else "cuda"
+    mistakes = set()
     for devices in (0, 1, 4, 8):
         hardware = (
             FoundHardware(kind, devices, "made up", 16)
@@ -146,19 +147,19 @@ def find_mistake_of_run(settings: list[str]) -> str | None:
         ):
             try:
                 resolve_run(settings, {})
-                found.add(None)
+                mistakes.add(None)
             except ConfigError as error:
                 if not re.match(FEW_DEVICES, str(error)):
-                    found.add(None if re.match(ABSENT, str(error)) else str(error))
+                    mistakes.add(None if re.match(ABSENT, str(error)) else str(error))
     return max(
-        found, key=lambda sentence: sentence or "", default="no machine can run it"
+        mistakes, key=lambda sentence: sentence or "", default="no machine can run it"
     )
 
 
-def find_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str | None:
+def find_mistake(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str | None:
     """Return the error of a command, or None, without starting a run; the files that it names do
     not exist."""
-    command, *rest = words
+    command, *rest = argv
     if command == "train" and "-m" in rest:
         command, rest = "sweep", [word for word in rest if word != "-m"]
     settings = [word for word in rest if "=" in word and not word.startswith("-")]
@@ -190,15 +191,15 @@ def find_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str | 
 def arguments(line: str) -> list[str]:
     """Arguments after ``fsdptoys`` in a command line, without placeholders and files that exist
     here."""
-    words = [
+    argv = [
         word.replace("stdlib", "absent.txt")
         for word in shlex.split(line)
         if word != "…" and word[0] != "["
     ]
     programs = ("fsdptoys", "run_fsdp.sh", "docs/toys/stories/with_bug.py")
-    start = next(place for place, word in enumerate(words) if word in programs)
-    rest = [word for word in words[start + 1 :] if word != "--"]
-    return ["train", *rest] if words[start] == "run_fsdp.sh" else rest
+    start = next(index for index, word in enumerate(argv) if word in programs)
+    rest = [word for word in argv[start + 1 :] if word != "--"]
+    return ["train", *rest] if argv[start] == "run_fsdp.sh" else rest
 
 
 @pytest.mark.parametrize(
@@ -308,12 +309,12 @@ def test_pages_named_in_sources_exist() -> None:
         )
         for file in files:
             if file.suffix in (".py", ".sh", ".yaml", ".toml", ".sbatch"):
-                named = re.findall(
+                pages = re.findall(
                     r"(?<![\w/.])docs/[\w/]+\.md", file.read_text(encoding="utf-8")
                 )
                 missing += [
                     f"{file.relative_to(ROOT)}: {page}"
-                    for page in named
+                    for page in pages
                     if not (ROOT / page).exists()
                 ]
     assert not missing

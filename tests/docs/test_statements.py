@@ -65,12 +65,12 @@ def test_experiments_page_counts_the_published_steps_with_offload() -> None:
 def test_page_counts_the_injected_bugs(page: Path) -> None:
     """Oracle: the table of the script, and its printed result on the page of the measurement."""
     result = r"(\d+) of \1 bugs caught at step 1; (\d+) would have passed"
-    found = re.search(
+    counts = re.search(
         result, (ROOT / "benchmarks" / "parity_layouts.md").read_text(encoding="utf-8")
     )
     text = page.read_text(encoding="utf-8")
-    assert found is not None and int(found[1]) == len(BUGS)
+    assert counts is not None and int(counts[1]) == len(BUGS)
     assert (
-        re.search(rf"\b{found[1]} (injected )?bugs\b", text)
-        and f"{found[2]} would have passed" in text
+        re.search(rf"\b{counts[1]} (injected )?bugs\b", text)
+        and f"{counts[2]} would have passed" in text
     )

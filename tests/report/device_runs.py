@@ -115,7 +115,7 @@ def write_device_sweep(path: Path) -> Path:
             for key, value in settings.items()
         }
         jobs.append(
-            Job(f"{number:02}", (), varied, f"print {number}", JobStatus.done, 0)
+            Job(f"{number:02}", (), varied, f"print {number}", JobStatus.completed, 0)
         )
         prediction = None if number == 3 else device_prediction(seconds, gib)
         steps = device_steps(120, seconds, gib)

@@ -147,28 +147,33 @@ def test_disagreeing_training_is_marked(
 ) -> None:
     """Oracle: the first quantity that the mistake changes: values, samples, doubled gradients, the
     rate, updates."""
-    (found,) = find_disagreements(
+    (disagreement,) = find_disagreements(
         [record_of(trained / run) for run in ("ddp", "fsdp2", name)]
     )
-    assert (found.name, found.reference, found.quantity, found.step) == (
+    assert (
+        disagreement.name,
+        disagreement.reference,
+        disagreement.quantity,
+        disagreement.step,
+    ) == (
         name,
         "ddp",
         quantity,
         step,
     )
-    assert found.sentence.startswith(
+    assert disagreement.sentence.startswith(
         f"{name} does not agree with ddp, which trains the same: from step {step} on"
     )
-    assert name != "gradient" or found.value == pytest.approx(
-        2 * found.expected, rel=1e-5
+    assert name != "gradient" or disagreement.value == pytest.approx(
+        2 * disagreement.expected, rel=1e-5
     )
 
 
 def test_one_wrong_row_is_marked_at_any_position(trained: Path) -> None:
     """Oracle: the row with the mistake, which is the first: most others agree with each other."""
     records = [record_of(trained / name) for name in ("seed", "ddp", "fsdp2", "fsdp1")]
-    (found,) = find_disagreements(records)
-    assert (found.name, found.reference) == ("seed", "ddp")
+    (disagreement,) = find_disagreements(records)
+    assert (disagreement.name, disagreement.reference) == ("seed", "ddp")
 
 
 def pair(
@@ -212,14 +217,19 @@ def test_rows_may_differ_by_the_rounding_of_their_dtype(
         )
         == []
     )
-    (found,) = find_disagreements(
+    (disagreement,) = find_disagreements(
         pair(
             tmp_path / "more",
             apart(1.01 * allowed / (1 - 1.01 * allowed) + 1e-15, quantity, 5),
             both=both,
         )
     )
-    assert (found.name, found.step, found.quantity, found.allowed) == (
+    assert (
+        disagreement.name,
+        disagreement.step,
+        disagreement.quantity,
+        disagreement.allowed,
+    ) == (
         "b",
         5,
         name,
@@ -246,8 +256,8 @@ def test_same_training_in_another_layout_is_compared(
     tmp_path: Path, second: dict[str, Any]
 ) -> None:
     """Oracle: losses far apart, which none of these changes explains."""
-    (found,) = find_disagreements(pair(tmp_path, LOSSES_APART, second=second))
-    assert (found.name, found.step) == ("b", 3)
+    (disagreement,) = find_disagreements(pair(tmp_path, LOSSES_APART, second=second))
+    assert (disagreement.name, disagreement.step) == ("b", 3)
 
 
 def test_experts_with_other_balancing_are_not_compared(tmp_path: Path) -> None:
@@ -279,11 +289,15 @@ def test_rows_of_other_devices_or_versions_are_not_compared(
 def test_nan_loss_agrees_only_with_nan(tmp_path: Path) -> None:
     """Oracle: NaN in both, and in one."""
     steps = [*run_of(3), replace(STEP, step=4, loss=float("nan"))]
-    (found,) = find_disagreements(
+    (disagreement,) = find_disagreements(
         write_records(tmp_path, a=[steps], b=[steps], c=[run_of(4)])
     )
-    assert (found.name, found.reference, found.step) == ("c", "a", 4)
-    assert "they are not both finite" in found.sentence
+    assert (disagreement.name, disagreement.reference, disagreement.step) == (
+        "c",
+        "a",
+        4,
+    )
+    assert "they are not both finite" in disagreement.sentence
 
 
 def test_run_resumed_with_other_settings_is_not_compared(tmp_path: Path) -> None:
@@ -318,14 +332,19 @@ def test_held_out_losses_are_compared_over_equal_samples(tmp_path: Path) -> None
         c=[steps_with({5: 4.4}), {"train.eval_batches": 3}],
         d=[steps_with({5: 4.0 * (1 + 1e-5)})],
     )
-    (found,) = find_disagreements(records)
-    assert (found.name, found.quantity, found.step, found.value) == (
+    (disagreement,) = find_disagreements(records)
+    assert (
+        disagreement.name,
+        disagreement.quantity,
+        disagreement.step,
+        disagreement.value,
+    ) == (
         "b",
         "held-out loss",
         5,
         4.4,
     )
-    assert found.expected == pytest.approx(4.0, rel=1e-4)
+    assert disagreement.expected == pytest.approx(4.0, rel=1e-4)
 
 
 @pytest.mark.parametrize("device, count", [("cuda", 0), ("cpu", 1)])
@@ -334,7 +353,8 @@ def test_optimizer_steps_on_the_host_are_bitwise_equal_on_cpus_only(
 ) -> None:
     """Oracle: an accelerator's AdamW is another kernel than the host's, so that one bit may differ;
     on a CPU none."""
-    both, environment = {"train.deterministic": True}, {"device.type": device}
+    both = {"train.deterministic": True}
+    environment = {"device.type": device}
     steps = [apart(1e-9, "loss", 3)(step) for step in run_of(3)]
     offloaded = both | {"memory.cpu_offload": True}
     records = write_records(

@@ -44,9 +44,9 @@ def altered(**at: tuple[int, float]) -> list[StepMetrics]:
     return steps
 
 
-def printed(found: RunComparison, width: int = 100) -> str:
+def printed(comparison: RunComparison, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
-    print_comparison(found, ("a", "b"), console)
+    print_comparison(comparison, ("a", "b"), console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -55,8 +55,8 @@ def test_first_and_the_largest_difference_are_reported(tmp_path: Path) -> None:
     second = altered(grad_norm=(2, 1.5))
     second[2] = replace(second[2], loss=4.7001)
     second[4] = replace(second[4], loss=9.0)
-    found = compared(tmp_path, run_of(6), second)
-    courses = {course.quantity: course for course in found.courses}
+    comparison = compared(tmp_path, run_of(6), second)
+    courses = {course.quantity: course for course in comparison.courses}
     loss = courses["loss"]
     assert loss.first is not None and loss.largest is not None
     assert (loss.first.step, loss.largest.step, loss.differing, loss.steps) == (
@@ -71,7 +71,7 @@ def test_first_and_the_largest_difference_are_reported(tmp_path: Path) -> None:
         courses["valid tokens"].first is None
         and courses["learning rate"].largest is None
     )
-    assert verdict(found) == (
+    assert verdict(comparison) == (
         "They differ from step 2 on, first in the gradient norm: 1 and 1.5, 0.5 apart (0.33 "
         "relative); 6 steps were compared."
     )
@@ -83,7 +83,8 @@ def test_one_bit_is_a_difference_that_a_tolerance_allows(tmp_path: Path) -> None
         loss=(3, math.nextafter(run_of(6)[2].loss, 9.0)), step_time_seconds=(4, 7.0)
     )
     assert not compared(tmp_path, run_of(6), second).same
-    first, other = read_recorded_run(tmp_path / "a"), read_recorded_run(tmp_path / "b")
+    first = read_recorded_run(tmp_path / "a")
+    other = read_recorded_run(tmp_path / "b")
     assert (
         verdict(compare_runs(first, other, 1e-15))
         == "Same: 6 steps, within 1e-15 relative."
@@ -98,14 +99,14 @@ def test_run_that_ends_earlier_differs(
     tmp_path: Path, lengths: tuple[int, int]
 ) -> None:
     """Oracle: ``cmp``, which reports the end of one file as a difference."""
-    found = compared(tmp_path, run_of(lengths[0]), run_of(lengths[1]))
-    assert not found.same and found.first_difference is None
+    comparison = compared(tmp_path, run_of(lengths[0]), run_of(lengths[1]))
+    assert not comparison.same and comparison.first_difference is None
     assert (
-        verdict(found)
+        verdict(comparison)
         == "The 4 steps that both have are equal in every bit, but one has more."
     )
     letter = "A" if lengths[0] > lengths[1] else "B"
-    assert f"{letter} has 2 steps that the other lacks: 5 to 6." in printed(found)
+    assert f"{letter} has 2 steps that the other lacks: 5 to 6." in printed(comparison)
 
 
 def test_nan_equals_only_nan(tmp_path: Path) -> None:
@@ -114,9 +115,12 @@ def test_nan_equals_only_nan(tmp_path: Path) -> None:
     both = compared(tmp_path / "both", bad, bad)
     assert both.same
     assert "The loss is NaN or infinite in some steps" in printed(both)
-    found = compared(tmp_path / "one", bad, run_of(6), tolerance=0.9)
-    assert found.first_difference is not None and found.first_difference[1].step == 4
-    assert "nan and 4.6, which are not both finite" in verdict(found)
+    comparison = compared(tmp_path / "one", bad, run_of(6), tolerance=0.9)
+    assert (
+        comparison.first_difference is not None
+        and comparison.first_difference[1].step == 4
+    )
+    assert "nan and 4.6, which are not both finite" in verdict(comparison)
 
 
 def evaluated(*losses: float | None) -> list[StepMetrics]:
@@ -130,14 +134,14 @@ def evaluated(*losses: float | None) -> list[StepMetrics]:
 def test_held_out_losses_are_compared_if_both_runs_have_one(tmp_path: Path) -> None:
     """Oracle: 4.0 and 4.4 after step 3; step 2 has one in the first run alone, which is no
     difference."""
-    found = compared(
+    comparison = compared(
         tmp_path / "other",
         evaluated(None, 5.0, 4.0),
         evaluated(None, None, 4.4),
         CHANGES,
     )
-    assert found.first_difference is not None and not found.same
-    course, difference = found.first_difference
+    assert comparison.first_difference is not None and not comparison.same
+    course, difference = comparison.first_difference
     assert (course.quantity, course.steps, difference.step, difference.second) == (
         "held-out loss",
         1,
@@ -173,17 +177,17 @@ def test_runs_with_unreadable_lines_are_not_the_same(tmp_path: Path) -> None:
     for name in "ab":
         with open(write_run(tmp_path / name, run_of(3)) / "metrics.jsonl", "a") as file:
             file.write("garbage\n")
-    found = compare_runs(
+    comparison = compare_runs(
         read_recorded_run(tmp_path / "a"), read_recorded_run(tmp_path / "b")
     )
-    assert not found.same
+    assert not comparison.same
     assert (
-        verdict(found)
+        verdict(comparison)
         == "The 3 steps that both have are equal in every bit, but not all lines can be read."
     )
     for name in "ab":
         note = f"{tmp_path}/{name}/metrics.jsonl cannot be read in line 4"
-        assert note in " ".join(printed(found, 1000).split())
+        assert note in " ".join(printed(comparison, 1000).split())
 
 
 CHANGES = {
@@ -212,9 +216,9 @@ def test_most_likely_explanation_comes_first(
 ) -> None:
     """Oracle: the first loss depends on data and no update; the learning rate, later and held-out
     losses do on both."""
-    found = compared(tmp_path, first, second, CHANGES)
+    comparison = compared(tmp_path, first, second, CHANGES)
     keys = {
-        effect: [change.key for change in found.changes if change.effect is effect]
+        effect: [change.key for change in comparison.changes if change.effect is effect]
         for effect in Effect
     }
     assert keys[Effect.training] == first_keys
@@ -239,16 +243,16 @@ def test_option_without_effect_is_never_accused(tmp_path: Path) -> None:
         "memory.optimizer_offload": True,
         "memory.gradient_checkpointing": "selective",
     }
-    found = compared(tmp_path, run_of(6), run_of(6), others | switched)
-    assert {change.effect for change in found.changes} == {Effect.none} and len(
+    comparison = compared(tmp_path, run_of(6), run_of(6), others | switched)
+    assert {change.effect for change in comparison.changes} == {Effect.none} and len(
         others
     ) > 75
-    assert {change.key for change in found.changes} >= {
+    assert {change.key for change in comparison.changes} >= {
         "train.gc_every",
         "memory.offload_fraction",
         "data.workers",
     }
-    assert "Settings that change the training" not in printed(found)
+    assert "Settings that change the training" not in printed(comparison)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +271,8 @@ def test_switch_alone_is_blamed_and_not_the_options_that_need_it(
 ) -> None:
     """Oracle: the change; an option that gains its switch and keeps its default was not changed,
     and null is a value."""
-    found = compared(tmp_path, run_of(6), run_of(6), change)
-    assert [change.key for change in found.changes] == list(change)
+    comparison = compared(tmp_path, run_of(6), run_of(6), change)
+    assert [change.key for change in comparison.changes] == list(change)
 
 
 def test_another_batch_size_is_another_training_and_another_split_of_it_is_not(
@@ -279,8 +283,8 @@ def test_another_batch_size_is_another_training_and_another_split_of_it_is_not(
     assert [change.effect for change in more.changes] == [Effect.training]
     split = {"train.batch_size": 1, "train.grad_accum": 4}
     assert {
-        each.effect
-        for each in compared(tmp_path / "as", run_of(6), run_of(6), split).changes
+        change.effect
+        for change in compared(tmp_path / "as", run_of(6), run_of(6), split).changes
     } == {Effect.rounding}
     (ranks,) = compared(
         tmp_path / "ranks", run_of(6), run_of(6), None, {"world_size": 4}
@@ -301,12 +305,12 @@ def test_versions_and_machines_are_reported(tmp_path: Path) -> None:
         "started_at": "later",
         "command": "typed otherwise",
     }
-    found = compared(tmp_path, run_of(6), run_of(6), None, other)
-    assert found.environment == [
+    comparison = compared(tmp_path, run_of(6), run_of(6), None, other)
+    assert comparison.environment == [
         ("device.name", "A processor", "Another"),
         ("versions.torch", "2.13.0", "2.7.1"),
     ]
-    assert "versions.torch  2.13.0       2.7.1" in printed(found)
+    assert "versions.torch  2.13.0       2.7.1" in printed(comparison)
 
 
 def test_invalid_comparisons_are_refused_in_a_sentence(tmp_path: Path) -> None:

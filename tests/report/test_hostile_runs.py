@@ -63,7 +63,7 @@ def check_others(folder: Path, output: str) -> None:
     assert (bad.status, bad.run, good.status) == (
         JobStatus.failed,
         None,
-        JobStatus.done,
+        JobStatus.completed,
     )
     assert good.run is not None and output in str(bad.reason)
     assert str(bad.reason) in to_csv(table) + "\n".join(table.notes)
@@ -182,7 +182,7 @@ def test_control_characters_of_a_run_are_escaped_on_the_terminal(
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [
         ["report", "x" * 300],
         ["compare", "x" * 300, "y"],
@@ -190,10 +190,10 @@ def test_control_characters_of_a_run_are_escaped_on_the_terminal(
     ],
 )
 def test_impossible_file_name_is_reported_in_one_sentence(
-    words: list[str], capsys: pytest.CaptureFixture[str]
+    argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: status 2, and one line."""
-    assert main(words) == 2
+    assert main(argv) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 

@@ -35,9 +35,9 @@ from tests.report.watched_runs import (
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WrittenRun]:
     """A run, on a terminal that understands control codes."""
     monkeypatch.setenv("TERM", "xterm")
-    written = WrittenRun(tmp_path / "run")
-    yield written
-    written.release()
+    run = WrittenRun(tmp_path / "run")
+    yield run
+    run.release()
 
 
 def polled(run: WrittenRun) -> FollowedRun:
@@ -180,7 +180,7 @@ def test_live_view_fits_the_width(run: WrittenRun, width: int) -> None:
         "768.00 MiB of rank 0",
         "rank 0 in step 11 (forward)",
     ]
-    assert [words for words in expected if words not in flat and width > 40] == []
+    assert [text for text in expected if text not in flat and width > 40] == []
 
 
 def test_terminal_is_redrawn_and_keeps_the_last_state(run: WrittenRun) -> None:
@@ -247,15 +247,15 @@ def test_chart_spans_the_range_of_the_values() -> None:
 def test_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
     """Oracle: the configured steps, the run's own name, the end of its summary, and its files
     alone."""
-    words = [
+    argv = [
         "experiment=null",
         "parallel=single",
         "train.steps=20",
         "train.seq_len=64",
         "metrics.log_every=1",
     ]
-    words += ["metrics.run_dir=run", "metrics.console=none"]
-    command = [sys.executable, "-m", "fsdptoys", "train", *words]
+    argv += ["metrics.run_dir=run", "metrics.console=none"]
+    command = [sys.executable, "-m", "fsdptoys", "train", *argv]
     training = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"

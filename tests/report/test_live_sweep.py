@@ -29,23 +29,23 @@ def test_sweep_is_followed_job_by_job(tmp_path: Path) -> None:
     first, second = sweep.jobs
     watching = Watching(sweep.path)
     watching.wait_for_text("job 01 of 2, parallel=fsdp1: ")
-    written = WrittenRun(sweep.run_dir(first))
-    written.add(step_of(1))
+    run = WrittenRun(sweep.run_dir(first))
+    run.add(step_of(1))
     watching.wait_for_text("step  1/20")
-    written.finish()
+    run.finish()
     write_job(
-        sweep.job_folder(first), dataclasses.replace(first, status=JobStatus.done)
+        sweep.job_folder(first), dataclasses.replace(first, status=JobStatus.completed)
     )
     watching.wait_for_text("job 01 of 2, parallel=fsdp1: done")
     watching.wait_for_text("no job is running: 1 waiting, 1 done")
     write_job(
         sweep.job_folder(second), dataclasses.replace(second, status=JobStatus.running)
     )
-    written = WrittenRun(sweep.run_dir(second))
-    written.add(step_of(1), step_of(2))
+    run = WrittenRun(sweep.run_dir(second))
+    run.add(step_of(1), step_of(2))
     watching.wait_for_text("job 02 of 2, parallel=fsdp2: ")
     watching.wait_for_text("step  2/20")
-    written.die()
+    run.die()
     write_job(
         sweep.job_folder(second),
         dataclasses.replace(second, status=JobStatus.failed, reason="rank 1 failed"),
@@ -58,7 +58,7 @@ def test_sweep_is_followed_job_by_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "exit_status"), [(JobStatus.done, 0), (JobStatus.out_of_memory, 1)]
+    ("status", "exit_status"), [(JobStatus.completed, 0), (JobStatus.out_of_memory, 1)]
 )
 def test_single_job_of_a_sweep_is_followed(
     tmp_path: Path, status: JobStatus, exit_status: int

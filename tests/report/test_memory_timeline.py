@@ -26,7 +26,8 @@ from fsdptoys.report.memory_timeline import (
 from tests.harness.ranks import run_ranks
 from tests.harness.snapshots import make_snapshot
 
-ROWS, WIDTH = 64, 256
+ROWS = 64
+WIDTH = 256
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +83,8 @@ def test_lifetimes_of_a_real_trace(traced: tuple[Timeline, list[int], int]) -> N
     )
     assert len(timeline.backwards) == 2
     assert not timeline.knows_before
-    kept = timeline.layers[Lifetime.activations].max()
-    assert 3 * ROWS * WIDTH * 4 <= kept <= 4 * ROWS * WIDTH * 4
+    peak = timeline.layers[Lifetime.activations].max()
+    assert 3 * ROWS * WIDTH * 4 <= peak <= 4 * ROWS * WIDTH * 4
 
 
 def test_snapshot_peak_equals_that_of_its_own_page(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_snapshot_peak_equals_that_of_its_own_page(tmp_path: Path) -> None:
         (0.5, 1.5, Lifetime.activations),
         (1.5, 2.5, Lifetime.gradients),
         (1.5, np.inf, Lifetime.gradients),
-        (2.5, np.inf, Lifetime.kept),
+        (2.5, np.inf, Lifetime.persistent),
         (0.5, 2.5, Lifetime.other),
         (-np.inf, 1.0, Lifetime.before),
     ],

@@ -66,7 +66,8 @@ class Loaded:
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     """Pages of a sweep and of one run, with their pictures."""
     folder = tmp_path_factory.mktemp("pages")
-    sweep, run = write_device_sweep(folder / "sweep"), write_device_run(folder / "run")
+    sweep = write_device_sweep(folder / "sweep")
+    run = write_device_run(folder / "run")
     titled = replace(gather([run]), title="One <b>run</b>")
     with without_coverage():
         return {
@@ -288,14 +289,14 @@ def test_failed_and_skipped_rows_show_their_reasons(
     """Oracle: the sweep as written; text that looks like a script is shown as text."""
     page = files["sweep"][0].read_text()
     failed = page[page.index('id="failed-table"') :].split("</table>")[0]
-    for words in (
+    for text in (
         "out of memory",
         "the memory of the cuda device ran out",
         "timed out",
         "it took too long",
         "skipped",
     ):
-        assert words in failed
+        assert text in failed
     assert "one process has no ranks to shard over" in failed
     assert (
         "<script>document.title" not in page

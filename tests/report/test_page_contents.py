@@ -108,7 +108,7 @@ def test_sweep_with_one_job_still_lists_skipped_combinations(
 ) -> None:
     """Oracle: the reason as written into the sweep."""
     write_run(tmp_path / "jobs" / "01" / "run", run_of(6))
-    job = Job("01", (), {"parallel": "fsdp2"}, "print 1", JobStatus.done, 0)
+    job = Job("01", (), {"parallel": "fsdp2"}, "print 1", JobStatus.completed, 0)
     Sweep(
         tmp_path,
         "one",

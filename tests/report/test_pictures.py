@@ -24,9 +24,9 @@ PAPERS = ("#ffffff", "#14181d")
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> list[PlottedRun]:
+def plotted(tmp_path_factory: pytest.TempPathFactory) -> list[PlottedRun]:
     folder = tmp_path_factory.mktemp("runs")
-    found = []
+    runs = []
     for number, (_, _, _, seconds, gib) in enumerate(JOBS, 1):
         prediction = None if number == 3 else device_prediction(seconds, gib)
         steps = device_steps(60, seconds, gib)
@@ -36,10 +36,10 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> list[PlottedRun]:
             environment={"device.type": "cuda"},
             prediction=prediction,
         )
-        found.append(
+        runs.append(
             PlottedRun(f"run{number}", read_recorded_run(run), (f"number={number}",))
         )
-    return found
+    return runs
 
 
 def luminance(color: str) -> float:
@@ -67,10 +67,8 @@ def test_thinning_keeps_extremes_and_gaps() -> None:
     few_x, (few_y,), width = thin(x, y, most=500)
     assert len(few_x) < 700 and width == 20
     for start in range(0, 5000, width):
-        whole, part = (
-            y[start : start + width],
-            few_y[(few_x >= start) & (few_x < start + width)],
-        )
+        whole = y[start : start + width]
+        part = few_y[(few_x >= start) & (few_x < start + width)]
         if np.isfinite(whole).any():
             assert np.nanmin(part) == np.nanmin(whole) and np.nanmax(part) == np.nanmax(
                 whole
@@ -80,10 +78,10 @@ def test_thinning_keeps_extremes_and_gaps() -> None:
 
 
 def test_runs_of_different_batches_are_compared_by_their_tokens(
-    shown: list[PlottedRun],
+    plotted: list[PlottedRun],
 ) -> None:
     """Oracle: a run of half the tokens a step in half the time is no faster."""
-    other = shown[0].run
+    other = plotted[0].run
     halves = [
         dataclasses.replace(
             m,
@@ -93,7 +91,7 @@ def test_runs_of_different_batches_are_compared_by_their_tokens(
         for m in other.steps
     ]
     half = dataclasses.replace(other, steps=halves, results=summarize(halves, 2))
-    picture = draw_tradeoff([shown[0], PlottedRun("half", half, ())])
+    picture = draw_tradeoff([plotted[0], PlottedRun("half", half, ())])
     assert picture is not None
     assert (
         "1,000 tokens" in picture.x.title
@@ -102,11 +100,11 @@ def test_runs_of_different_batches_are_compared_by_their_tokens(
     assert picture.series[1].x == pytest.approx(picture.series[2].x)
 
 
-def test_bars_add_up_to_the_prediction(shown: list[PlottedRun]) -> None:
+def test_bars_add_up_to_the_prediction(plotted: list[PlottedRun]) -> None:
     """Oracle: the predicted step time itself; a run without a prediction has its measured total."""
-    picture = draw_time_split(shown)
+    picture = draw_time_split(plotted)
     assert picture is not None and "Gray: measured totals of run3" in picture.caption
-    for one in shown:
+    for one in plotted:
         parts = [
             size
             for series in picture.series
@@ -123,22 +121,24 @@ def test_bars_add_up_to_the_prediction(shown: list[PlottedRun]) -> None:
 
 
 def test_bars_beyond_the_height_of_a_png_are_cut(
-    shown: list[PlottedRun], monkeypatch: pytest.MonkeyPatch
+    plotted: list[PlottedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the height of a picture with the allowed number of rows."""
     monkeypatch.setattr(png, "MOST_BARS", 3)
     heights = []
     for count in (6, 3):
-        picture = draw_time_split(shown[:count])
+        picture = draw_time_split(plotted[:count])
         assert picture is not None
         heights.append(Image.open(io.BytesIO(png.render_png(picture))).height)
     assert heights[0] == heights[1]
 
 
-def test_twenty_runs_of_five_thousand_steps_stay_small(shown: list[PlottedRun]) -> None:
+def test_twenty_runs_of_five_thousand_steps_stay_small(
+    plotted: list[PlottedRun],
+) -> None:
     """Oracle: the JSON of all pictures next to plotly's own 4.8 MB; captions name the omitted
     series."""
-    long = dataclasses.replace(shown[0].run, steps=device_steps(5000, 0.5, 70.0))
+    long = dataclasses.replace(plotted[0].run, steps=device_steps(5000, 0.5, 70.0))
     pictures = draw_comparison([PlottedRun(f"run {n}", long, ()) for n in range(20)])
     assert sum(len(json.dumps(figure(picture))) for picture in pictures) < 2_500_000
     assert all(
@@ -148,9 +148,9 @@ def test_twenty_runs_of_five_thousand_steps_stay_small(shown: list[PlottedRun]) 
     )
 
 
-def test_frontier_has_the_undominated_runs(shown: list[PlottedRun]) -> None:
+def test_frontier_has_the_undominated_runs(plotted: list[PlottedRun]) -> None:
     """Oracle: comparing every pair of runs."""
-    picture = draw_tradeoff(shown)
+    picture = draw_tradeoff(plotted)
     assert picture is not None
     places = [(1e3 * seconds, gib) for _, _, _, seconds, gib in JOBS]
     beaten = {

@@ -72,9 +72,9 @@ def row_of(path: Path) -> Record:
 @pytest.mark.parametrize(
     ("last", "stop", "status"),
     [
-        (20, Stop("all steps done"), JobStatus.done),
-        (20, BY_SIGNAL, JobStatus.done),
-        (4, BY_TIME, JobStatus.done),
+        (20, Stop("all steps done"), JobStatus.completed),
+        (20, BY_SIGNAL, JobStatus.completed),
+        (4, BY_TIME, JobStatus.completed),
         (4, BY_SIGNAL, JobStatus.stopped),
         (4, BY_SKIPS, JobStatus.failed),
         (20, BY_SKIPS, JobStatus.failed),
@@ -89,7 +89,7 @@ def test_run_has_the_status_and_reason_of_its_end(
     if file == "summary.md":
         (tmp_path / "run" / "result.json").unlink()
     record = row_of(tmp_path / "run")
-    reason = None if status is JobStatus.done else f"{last} of 20; {stop.reason}"
+    reason = None if status is JobStatus.completed else f"{last} of 20; {stop.reason}"
     assert (record.status, record.reason) == (status, reason)
 
 
@@ -123,7 +123,9 @@ def test_run_with_a_writer_is_running_despite_a_summary(
 
 def sweep_in(path: Path, *names: str) -> Sweep:
     """A sweep whose jobs are done, each with a run."""
-    jobs = [Job(name, (), {"optim.lr": name}, name, JobStatus.done) for name in names]
+    jobs = [
+        Job(name, (), {"optim.lr": name}, name, JobStatus.completed) for name in names
+    ]
     sweep = Sweep(path, "debug", "fsdptoys sweep debug", jobs, [], None)
     sweep.write()
     for job in jobs:
@@ -138,11 +140,12 @@ def names_of(*paths: Path) -> list[str]:
 
 def test_rows_are_named_below_the_last_common_folder(tmp_path: Path) -> None:
     """Oracle: written by hand."""
-    for place in ("A/runs/a", "B/runs/a", "A/runs/b"):
-        write_run(tmp_path / place, run_of(3))
-    for place in ("A/s1", "B/s1"):
-        sweep_in(tmp_path / place, "01", "02")
-    a, b = tmp_path / "A", tmp_path / "B"
+    for folder in ("A/runs/a", "B/runs/a", "A/runs/b"):
+        write_run(tmp_path / folder, run_of(3))
+    for folder in ("A/s1", "B/s1"):
+        sweep_in(tmp_path / folder, "01", "02")
+    a = tmp_path / "A"
+    b = tmp_path / "B"
     assert names_of(a / "runs/a", a / "runs/b") == ["a", "b"]
     assert names_of(a / "runs/a", b / "runs/a") == ["A/runs/a", "B/runs/a"]
     assert names_of(a / "s1") == ["01", "02"]
@@ -176,20 +179,20 @@ def test_finished_job_without_settings_is_reported(tmp_path: Path) -> None:
     assert lost.status is JobStatus.failed and "config.yaml cannot be read" in (
         lost.reason or ""
     )
-    assert (gone.status, gone.run) == (JobStatus.done, None)
+    assert (gone.status, gone.run) == (JobStatus.completed, None)
 
 
 def test_damaged_sweep_in_a_folder_leaves_the_others_intact(tmp_path: Path) -> None:
     """Oracle: the rows of the intact sweep, after the sentence on the other."""
-    for place in ("s1", "s2"):
-        sweep_in(tmp_path / place, "01")
+    for folder in ("s1", "s2"):
+        sweep_in(tmp_path / folder, "01")
     (tmp_path / "s1" / "sweep.json").write_text("{")
     bad, good = gather([tmp_path]).records
     assert (bad.name, bad.status, good.name, good.status) == (
         "s1",
         JobStatus.failed,
         "s2/01",
-        JobStatus.done,
+        JobStatus.completed,
     )
 
 
@@ -200,8 +203,8 @@ RUNS = [FOLDER / "jobs" / number / "run" for number in ("01", "02")]
 @pytest.mark.parametrize("paths", [[FOLDER], RUNS], ids=["sweep", "runs"])
 def test_tables_of_old_directories_keep_their_values(paths: list[Path]) -> None:
     """Oracle: the table written by the old version at the end of the sweep."""
-    found = list(csv.DictReader(io.StringIO(to_csv(make_table(gather(paths))))))
+    rows = list(csv.DictReader(io.StringIO(to_csv(make_table(gather(paths))))))
     expected = list(csv.DictReader(io.StringIO((FOLDER / "expected.csv").read_text())))
-    for row, old in zip(found, expected, strict=True):
+    for row, old in zip(rows, expected, strict=True):
         keys = row.keys() & old.keys() - {"run", "path"}
         assert {key: row[key] for key in keys} == {key: old[key] for key in keys}

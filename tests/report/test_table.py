@@ -165,10 +165,10 @@ def mixed(tmp_path: Path) -> Table:
             steps,
             {"parallel.name": "ddp"} if number == "01" else None,
         )
-    words = ("parallel=fsdp1", "train.seq_len=4096", "launch.nproc_per_node=2")
-    write_job(tmp_path / "03", Job("03", words, {"parallel": "fsdp1"}, "f"))
+    overrides = ("parallel=fsdp1", "train.seq_len=4096", "launch.nproc_per_node=2")
+    write_job(tmp_path / "03", Job("03", overrides, {"parallel": "fsdp1"}, "f"))
     jobs = [
-        ("01", JobStatus.done, None, "ddp"),
+        ("01", JobStatus.completed, None, "ddp"),
         ("02", JobStatus.out_of_memory, "no room", "fsdp2"),
         ("03", JobStatus.failed, "it\nbroke", "fsdp1"),
     ]
@@ -189,10 +189,10 @@ def mixed(tmp_path: Path) -> Table:
 def test_failed_and_skipped_rows_are_listed_with_their_reason(mixed: Table) -> None:
     """Oracle: statuses, reasons and arguments of the jobs; a row without steps does not shorten the
     others' losses."""
-    shown = cells(mixed)
-    assert shown["Strategy"] == ["ddp", "fsdp2", "fsdp1"]
-    assert shown["Status"] == ["done", "out of memory", "failed"]
-    assert shown["Loss after 8 steps"] == ["4.2000", "–", "–"]
+    texts = cells(mixed)
+    assert texts["Strategy"] == ["ddp", "fsdp2", "fsdp1"]
+    assert texts["Status"] == ["done", "out of memory", "failed"]
+    assert texts["Loss after 8 steps"] == ["4.2000", "–", "–"]
     for text in (printed(mixed, 100), to_markdown(mixed)):
         assert "02 out of memory: no room" in text and "03 failed: it broke" in text
         assert "parallel=single: it has one rank" in text
@@ -214,12 +214,12 @@ def test_table_fits_its_terminal_and_names_omitted_columns(
     table = table_of([*two, record_of(folder / "third")])
     text = printed(table, width)
     assert max(map(len, text.splitlines())) <= width
-    words = " ".join(text.split())
-    shown, _, missing = words.partition("No room for the numbers in brackets")
+    output = " ".join(text.split())
+    visible, _, missing = output.partition("No room for the numbers in brackets")
     for column in table.columns:
         assert (
             column.setting
-            or column.heading.split()[0] in shown
+            or column.heading.split()[0] in visible
             or column.heading in missing
         )
     for row, time in {"plain": "155", "lean": "145", "third": "145"}.items():
@@ -281,14 +281,14 @@ def test_rows_under_the_profiler_are_reported(tmp_path: Path) -> None:
 def test_json_has_everything_of_a_row(mixed: Table) -> None:
     """Oracle: the values in the jobs and runs."""
     tree = json.loads(to_json(mixed))
-    done, full, failed = tree["rows"]
+    completed, full, failed = tree["rows"]
     assert (tree["commands"], tree["loss_step"]) == (["fsdptoys sweep x"], 8)
     assert tree["skipped"] == [
         {"varied": {"parallel": "single"}, "reason": "it has one rank"}
     ]
     assert (
-        done["settings"]["train.seq_len"] == 24
-        and done["environment"]["versions"]["torch"] == "2.13.0"
+        completed["settings"]["train.seq_len"] == 24
+        and completed["environment"]["versions"]["torch"] == "2.13.0"
     )
     assert (full["status"], full["reason"], full["steps"]) == (
         "out of memory",

@@ -40,7 +40,8 @@ def wait_for_step(attempt: Attempt, step: int) -> list[int]:
 @pytest.mark.usefixtures("warm")
 def test_run_stopped_by_signals_resumes_to_identical_results(tmp_path: Path) -> None:
     """Oracle: the undisturbed run, bitwise in steps and final weights; status 0 at each stop."""
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole = tmp_path / "whole"
+    stopped = tmp_path / "stopped"
     config = compose_config(words_of(CAMPAIGN, whole, STEPS))
     config.validate(CAMPAIGN.ranks, "cpu")
     run_ranks(CAMPAIGN.ranks, lambda: Run(Trainer(config)).run())

@@ -282,7 +282,9 @@ def test_cpu_trial_writes_rows_and_reports_failed_peers(
     assert bench_gpu.main() == 0
     written = json.loads((tmp_path / "gpu.json").read_text())["rows"].values()
     rows = {row["contestant"]: row for row in written}
-    ours, failed, theirs = rows[EAGER], rows[BARE], rows[ACCELERATE]
+    ours = rows[EAGER]
+    failed = rows[BARE]
+    theirs = rows[ACCELERATE]
     assert ours["tokens_per_second"] > 0 and ours["failure"] is None
     assert len(ours["losses"]) == STEPS and ours["losses"] == pytest.approx(
         theirs["losses"], rel=1e-3

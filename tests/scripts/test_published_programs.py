@@ -109,7 +109,8 @@ def test_traced_row_ends_with_parameters_states_and_outputs(
         .memory()
         .end_bytes
     )
-    block, rest = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 2 * 32000 * 4096 + 4096
+    block = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    rest = 2 * 32000 * 4096 + 4096
     resident = 0 if switches.cpu_offload else 4 if switches.optimizer_offload else 12
     expected = resident * (2 * block + rest) // 8
     expected += (
@@ -131,7 +132,8 @@ SWITCHES = {
 @pytest.mark.parametrize("row", NAMES)
 def test_rows_have_the_published_switches(row: str) -> None:
     """Oracle: the switches of the program that made the published row."""
-    words, (strategy, name) = row_words(row), NAMES[row]
+    words = row_words(row)
+    (strategy, name) = NAMES[row]
     published = ROWS[strategy, name][0]
     assert f"parallel={strategy}" in words and len(
         {word.partition("=")[0] for word in words}
@@ -165,7 +167,8 @@ def test_todays_trainer_takes_at_most_the_published_memory(row: str) -> None:
 def test_row_with_offloaded_states_ends_with_parameters() -> None:
     """Oracle: bytes of the blocks and the rest over 8 ranks, by hand, 4 an element: no gradients
     and no buckets."""
-    block, rest = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 2 * 32000 * 4096 + 4096
+    block = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    rest = 2 * 32000 * 4096 + 4096
     row = predict_trainer_row("trainer fsdp1 block gc chunk oo")
     end_bytes = row.prediction.memory.end_bytes
     expected = 4 * (32 * block + rest) / 8
@@ -293,7 +296,8 @@ def test_table_shows_speed_and_parts_of_the_step() -> None:
     }
     time = TimePrediction(0.5, 0.45, 0.01, 0.02, 0.02, kinds)
     memory = MemoryPrediction(0, 40 * GIB, 41 * GIB, "forward")
-    flops, peak = 1.5e14, 9.894e14
+    flops = 1.5e14
+    peak = 9.894e14
     prediction = Prediction("test", "h200", 1, 16384, flops, peak, memory, time)
     line = planned_table([PlannedRow("h200 1B 4x4096", prediction)]).splitlines()[2]
     mfu = flops / 0.5 / peak

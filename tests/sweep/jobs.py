@@ -28,8 +28,8 @@ TINY = (
 )
 
 
-def axes(*words: str) -> list[Axis]:
-    return read_axes(words, list_choices())
+def axes(*overrides: str) -> list[Axis]:
+    return read_axes(overrides, list_choices())
 
 
 def make_sweep(path: Path, rows: list[tuple[str, ...]]) -> Sweep:

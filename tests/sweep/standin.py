@@ -18,10 +18,10 @@ def note(*_: object) -> None:
     Path(outcome.parent, "asked").touch()
 
 
-words = dict(word.split("=", 1) for word in sys.argv[1:])
+overrides = dict(word.split("=", 1) for word in sys.argv[1:])
 outcome = Path(os.environ["FSDPTOYS_OUTCOME_FILE"])
 print("words", *sys.argv[1:], flush=True)
-Path(words["metrics.run_dir"].strip("'").replace("\\'", "'")).mkdir()
+Path(overrides["metrics.run_dir"].strip("'").replace("\\'", "'")).mkdir()
 outcomes = {
     "0": {"status": 0},
     "1": {"status": 1, "reason": "rank 1 failed: RuntimeError: no"},
@@ -32,7 +32,7 @@ outcomes = {
     },
     "7": {"status": 0, "stopped_by": "SIGTERM"},
 }
-how = words["train.seed"]
+how = overrides["train.seed"]
 if how == "3":
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "4":

@@ -36,32 +36,32 @@ def test_values_are_read_as_hydra_reads_them(
 
 def test_last_key_varies_fastest() -> None:
     """Oracle: the order of nested loops over the typed arguments."""
-    found = combine(
+    combinations = combine(
         [], [], axes("train.seed=1,2", "train.steps=5", "parallel=ddp,fsdp2")
     )
-    assert [one.words for one in found] == [
+    assert [one.overrides for one in combinations] == [
         (f"train.seed={seed}", "train.steps=5", f"parallel={strategy}")
         for seed in (1, 2)
         for strategy in ("ddp", "fsdp2")
     ]
-    assert found[1].varied == {"train.seed": "1", "parallel": "fsdp2"}
+    assert combinations[1].varied == {"train.seed": "1", "parallel": "fsdp2"}
 
 
 def test_typed_arguments_replace_those_of_the_file() -> None:
     """Oracle: a value for the file's axis fixes it, several replace it at its position, other keys
     come last."""
     base = axes("train.steps=10", "parallel=fsdp1,fsdp2", "train.seed=1,2")
-    found = combine(
+    combinations = combine(
         base, [], axes("parallel=ddp", "train.seed=7,8,9", "train.batch_size=1,2")
     )
-    assert len(found) == 6
-    assert found[0].words == (
+    assert len(combinations) == 6
+    assert combinations[0].overrides == (
         "train.steps=10",
         "parallel=ddp",
         "train.seed=7",
         "train.batch_size=1",
     )
-    assert found[1].varied == {"train.seed": "7", "train.batch_size": "2"}
+    assert combinations[1].varied == {"train.seed": "7", "train.batch_size": "2"}
 
 
 def test_rows_alternate_before_typed_axes_vary() -> None:
@@ -72,14 +72,14 @@ def test_rows_alternate_before_typed_axes_vary() -> None:
         tuple(axes("parallel=fsdp1")),
         tuple(axes("parallel=fsdp2", "memory.chunk_loss=true")),
     ]
-    found = combine(base, rows, axes("train.steps=5,6"))
-    assert [sorted(one.words) for one in found] == [
+    combinations = combine(base, rows, axes("train.steps=5,6"))
+    assert [sorted(one.overrides) for one in combinations] == [
         ["memory.chunk_loss=false", "parallel=fsdp1", "train.steps=5"],
         ["memory.chunk_loss=false", "parallel=fsdp1", "train.steps=6"],
         ["memory.chunk_loss=true", "parallel=fsdp2", "train.steps=5"],
         ["memory.chunk_loss=true", "parallel=fsdp2", "train.steps=6"],
     ]
-    assert found[3].varied == {
+    assert combinations[3].varied == {
         "parallel": "fsdp2",
         "memory.chunk_loss": "true",
         "train.steps": "6",
@@ -104,8 +104,8 @@ def test_file_values_parse_as_on_the_command_line(tmp_path: Path) -> None:
     path.write_text(
         "grid: {a: [true, null, 1, 0.5, 1e-3, [b, 2], text, \"'x,y'\"]}\ntime_limit_seconds: 5"
     )
-    found = read_definition(str(path))
-    assert found.grid == {
+    definition = read_definition(str(path))
+    assert definition.grid == {
         "a": ["true", "null", "1", "0.5", "1e-3", "[b,2]", "text", "'x,y'"]
     }
-    assert (found.title, found.time_limit_seconds) == ("mine", 5.0)
+    assert (definition.title, definition.time_limit_seconds) == ("mine", 5.0)

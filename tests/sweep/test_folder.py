@@ -35,7 +35,7 @@ def make_job(folder: Path, how: int) -> Path:
 
 
 ENDS = {
-    0: (JobStatus.done, 0, None),
+    0: (JobStatus.completed, 0, None),
     1: (JobStatus.failed, 1, "rank 1 failed: RuntimeError: no"),
     2: (JobStatus.out_of_memory, 1, "rank 0 failed: host memory ran out on rank 0"),
     3: (
@@ -109,9 +109,9 @@ def sweep(tmp_path: Path) -> Sweep:
     """Two jobs and a skipped combination."""
     jobs = [
         Job("01", ("a=1",), {"a": "1"}, "f1"),
-        Job("02", ("a=2",), {"a": "2"}, "f2", JobStatus.done, 0, None, "t", 2.5),
+        Job("02", ("a=2",), {"a": "2"}, "f2", JobStatus.completed, 0, None, "t", 2.5),
     ]
-    made = Sweep(
+    sweep = Sweep(
         tmp_path / "sweep",
         "title",
         "fsdptoys sweep",
@@ -120,8 +120,8 @@ def sweep(tmp_path: Path) -> Sweep:
         60.0,
         ("a=1,2",),
     )
-    made.write()
-    return made
+    sweep.write()
+    return sweep
 
 
 def change(path: Path, key: str, value: Any) -> None:
@@ -183,26 +183,26 @@ def test_job_runs_with_the_validated_arguments(sweep: Sweep) -> None:
         "words",
         ["a=1", "checkpoint.folder=/elsewhere"],
     )
-    asked = [
+    combinations = [
         (Combination(("a=1",), {"a": "1"}), "f1"),
         (Combination(("a=2",), {"a": "2"}), "f2"),
     ]
-    arrangement = arrange(asked, [], read_sweep(sweep.path))
-    assert [job.words for job in arrangement.to_run] == [("a=1",)]
+    arrangement = arrange(combinations, [], read_sweep(sweep.path))
+    assert [job.overrides for job in arrangement.to_run] == [("a=1",)]
 
 
-@pytest.mark.parametrize("place", ["jobs", "jobs/02"])
+@pytest.mark.parametrize("folder", ["jobs", "jobs/02"])
 def test_link_out_of_the_folder_is_refused(
-    sweep: Sweep, place: str, tmp_path: Path
+    sweep: Sweep, folder: str, tmp_path: Path
 ) -> None:
     """Oracle: the message; a resumed job would write at the link's end."""
-    linked = sweep.path / place
+    linked = sweep.path / folder
     elsewhere = tmp_path / "elsewhere"
     linked.rename(elsewhere)
     linked.symlink_to(elsewhere)
     with pytest.raises(
         ConfigError,
-        match=rf"{place} is a link, through which a sweep would write elsewhere; put ",
+        match=rf"{folder} is a link, through which a sweep would write elsewhere; put ",
     ):
         read_sweep(sweep.path)
 

@@ -16,7 +16,7 @@ from fsdptoys.cli.sweep import read_words, sweep_command
 from fsdptoys.errors import ConfigError
 from fsdptoys.sweep import JobStatus, Sweep, read_sweep, validate
 from fsdptoys.sweep.folder import write_job
-from fsdptoys.sweep.run_sweep import with_recorded_words
+from fsdptoys.sweep.run_sweep import with_recorded_arguments
 from fsdptoys.train.recorded_run import read_recorded_run
 from fsdptoys.utils.console_stream import install_streams, let_stdout_end
 from fsdptoys.utils.file_lock import FolderLock
@@ -39,8 +39,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def sweep(*words: str, train: Sequence[str] = STANDIN) -> int:
-    return sweep_command(words, train)
+def sweep(*argv: str, train: Sequence[str] = STANDIN) -> int:
+    return sweep_command(argv, train)
 
 
 def the_sweep() -> Sweep:
@@ -48,13 +48,13 @@ def the_sweep() -> Sweep:
     return read_sweep(path)
 
 
-def statuses(found: Sweep) -> list[str]:
-    return [job.status.value for job in found.jobs]
+def statuses(sweep: Sweep) -> list[str]:
+    return [job.status.value for job in sweep.jobs]
 
 
 def interrupted(
     numbers: Sequence[int],
-    *words: str,
+    *argv: str,
     behind: bool = False,
     closes_terminal: bool = False,
 ) -> int:
@@ -62,7 +62,7 @@ def interrupted(
 
     Args:
         numbers: numbers of the signals.
-        words: arguments of the sweep.
+        argv: arguments of the sweep.
         behind: ignores SIGINT from its start, as background processes of shells do.
         closes_terminal: prints to a terminal closed before the signals arrive.
     """
@@ -78,7 +78,7 @@ def interrupted(
                 sys.stdout = os.fdopen(1, "w")
                 install_streams()
                 let_stdout_end()
-            os._exit(sweep(*words))
+            os._exit(sweep(*argv))
         finally:
             os._exit(99)
     wait_until(
@@ -106,18 +106,18 @@ def test_jobs_run_in_order_and_failures_are_listed(
 ) -> None:
     """Oracle: status 1 for one failed job; the others are done, and the tables exist."""
     assert sweep(*SMALL, "train.seed=0,2,0", "train.steps=5,6") == 1
-    found = the_sweep()
-    assert statuses(found) == ["done", "done", "out of memory", "out of memory"]
-    assert [one.reason for one in found.skipped] == [
+    result = the_sweep()
+    assert statuses(result) == ["done", "done", "out of memory", "out of memory"]
+    assert [one.reason for one in result.skipped] == [
         "it is the same run as 01",
         "it is the same run as 02",
     ]
-    assert found.title == "seed-steps" and found.words[-1] == "train.steps=5,6"
+    assert result.title == "seed-steps" and result.argv[-1] == "train.steps=5,6"
     printed = capsys.readouterr().out
     assert "fsdptoys: seed-steps: 4 jobs, 4 to run in sweeps/" in printed
     assert "[3/4] 03 train.seed=2 train.steps=5\n" in printed
     assert "host memory ran out on rank 0 (sweeps/" in printed
-    assert {path.name for path in found.path.glob("table.*")} == {
+    assert {path.name for path in result.path.glob("table.*")} == {
         "table.md",
         "table.csv",
         "table.json",
@@ -131,15 +131,15 @@ def test_finished_jobs_are_not_run_again(capsys: pytest.CaptureFixture[str]) -> 
     """Oracle: attempts: none with --resume, one with --retry of the failed job, and the newest
     folder with these arguments.
     """
-    words = (*SMALL, "train.seed=0,1")
-    assert sweep(*words) == 1
-    assert sweep("--resume", *words) == 1
+    argv = (*SMALL, "train.seed=0,1")
+    assert sweep(*argv) == 1
+    assert sweep("--resume", *argv) == 1
     path = the_sweep().path
     assert not list(path.glob("jobs/*/attempt-*"))
     assert sweep("--resume", str(path), "--retry") == 1
-    assert [str(each.relative_to(path)) for each in path.glob("jobs/*/attempt-*")] == [
-        "jobs/02/attempt-1"
-    ]
+    assert [
+        str(attempt.relative_to(path)) for attempt in path.glob("jobs/*/attempt-*")
+    ] == ["jobs/02/attempt-1"]
     assert "2 jobs, 2 of which have ended already, 0 to run" in capsys.readouterr().out
 
 
@@ -151,8 +151,8 @@ def test_grid_can_be_extended() -> None:
     assert (
         sweep(*SMALL, "train.seed=2,0", "train.steps=10,6", "--resume", str(path)) == 1
     )
-    found = read_sweep(path)
-    assert [(job.name, job.varied) for job in found.jobs] == [
+    result = read_sweep(path)
+    assert [(job.name, job.varied) for job in result.jobs] == [
         ("01", {"train.seed": "0", "train.steps": "10"}),
         ("02", {"train.seed": "1"}),
         ("03", {"train.seed": "2", "train.steps": "10"}),
@@ -173,7 +173,7 @@ def test_changed_code_runs_jobs_again(
     monkeypatch.setattr(validate, "code_version", lambda: "another")
     assert sweep("--resume", *SMALL, "train.seed=0,7") == 1
     path = the_sweep().path
-    assert sorted(each.parent.name for each in path.glob("jobs/*/attempt-1")) == [
+    assert sorted(attempt.parent.name for attempt in path.glob("jobs/*/attempt-1")) == [
         "01",
         "02",
     ]
@@ -196,19 +196,21 @@ def test_signal_keeps_finished_jobs_and_the_sweep_can_be_resumed(
     assert (
         interrupted(numbers, *SMALL, f"train.seed={seeds}", "train.steps=5,6") == status
     )
-    found = the_sweep()
-    assert statuses(found) == ["done", "done", "stopped", "waiting"]
-    assert found.jobs[2].exit_status == -(
+    result = the_sweep()
+    assert statuses(result) == ["done", "done", "stopped", "waiting"]
+    assert result.jobs[2].exit_status == -(
         signal.SIGKILL if len(numbers) > 1 else signal.SIGHUP
     )
     printed = capfd.readouterr().out
     assert (
         f"fsdptoys: stopped by {signal.Signals(numbers[0]).name}; fsdptoys sweep --resume "
-        f"{found.path} continues it"
+        f"{result.path} continues it"
     ) in printed
-    assert sweep("--resume", str(found.path), train=SUCCEED) == 0
-    assert statuses(read_sweep(found.path)) == ["done"] * 4
-    assert [each.parent.name for each in found.path.glob("jobs/*/attempt-1")] == ["03"]
+    assert sweep("--resume", str(result.path), train=SUCCEED) == 0
+    assert statuses(read_sweep(result.path)) == ["done"] * 4
+    assert [
+        attempt.parent.name for attempt in result.path.glob("jobs/*/attempt-1")
+    ] == ["03"]
 
 
 def test_closed_terminal_does_not_prevent_the_tables() -> None:
@@ -218,9 +220,9 @@ def test_closed_terminal_does_not_prevent_the_tables() -> None:
         interrupted([signal.SIGHUP], *SMALL, "train.seed=5", closes_terminal=True)
         == 128 + signal.SIGHUP
     )
-    found = the_sweep()
-    assert statuses(found) == ["stopped"]
-    assert "stopped" in (found.path / "table.md").read_text()
+    result = the_sweep()
+    assert statuses(result) == ["stopped"]
+    assert "stopped" in (result.path / "table.md").read_text()
 
 
 def test_full_disk_is_reported_and_the_sweep_can_be_resumed(
@@ -257,20 +259,20 @@ def test_jobs_end_with_a_killed_sweep(behind: bool) -> None:
         interrupted([signal.SIGKILL], *SMALL, "train.seed=8", behind=behind)
         == -signal.SIGKILL
     )
-    found = the_sweep()
-    assert statuses(found) == ["running"]
-    process = int((found.job_folder(found.jobs[0]) / "ready").read_text())
+    result = the_sweep()
+    assert statuses(result) == ["running"]
+    process = int((result.job_folder(result.jobs[0]) / "ready").read_text())
     wait_until(lambda: not runs(process), "the end of the job", [process])
-    assert sweep("--resume", str(found.path), train=SUCCEED) == 0
+    assert sweep("--resume", str(result.path), train=SUCCEED) == 0
 
 
 def test_train_multirun_equals_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: ``-m`` and ``sweep`` print the same jobs; several values without it are refused."""
-    words = [*SMALL, "train.seed=1,2", "mesh.fsdp_size=-1,3", "--dry-run"]
-    assert main(["train", "-m", *words]) == 0
+    argv = [*SMALL, "train.seed=1,2", "mesh.fsdp_size=-1,3", "--dry-run"]
+    assert main(["train", "-m", *argv]) == 0
     of_train = capsys.readouterr().out
     for same in (["sweep"], ["sweep", "-m"]):
-        assert main([*same, *words]) == 0
+        assert main([*same, *argv]) == 0
         assert capsys.readouterr().out == of_train
     assert of_train.splitlines()[:3] == [
         "fsdptoys: seed-fsdp_size: 2 jobs, 2 to run",
@@ -294,7 +296,7 @@ def test_users_file_is_found_from_another_folder(
     )
     assert sweep("mine.yaml") == 0
     path = the_sweep().path.absolute()
-    assert read_sweep(path).words == (str(tmp_path / "mine.yaml"),)
+    assert read_sweep(path).argv == (str(tmp_path / "mine.yaml"),)
     assert sweep("mine.yaml", "--resume") == 0
     Path("mine.yaml").write_text(
         f"base: [{', '.join(SMALL)}]\ngrid: {{train.seed: [0, 4]}}"
@@ -344,19 +346,19 @@ def test_sweep_with_a_running_job_is_refused(
     """Oracle: its recorded status is running and its run directory is locked: another process
     started it."""
     assert sweep(*SMALL, "train.seed=0") == 0
-    found = the_sweep()
-    job = found.jobs[0]
+    result = the_sweep()
+    job = result.jobs[0]
     write_job(
-        found.job_folder(job), type(job)(**{**vars(job), "status": JobStatus.running})
+        result.job_folder(job), type(job)(**{**vars(job), "status": JobStatus.running})
     )
-    lock = FolderLock(found.run_dir(job))
-    assert main(["sweep", "--resume", str(found.path)]) == 2
+    lock = FolderLock(result.run_dir(job))
+    assert main(["sweep", "--resume", str(result.path)]) == 2
     lock.release()
-    assert f"job 01 of {found.path} is still running" in capsys.readouterr().err
+    assert f"job 01 of {result.path} is still running" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("option", "taken"),
+    ("option", "is_used"),
     [
         ("hydra.launcher.partition=gpu", True),
         ("hydra.launcher.timeout_min=60", True),
@@ -370,31 +372,31 @@ def test_sweep_with_a_running_job_is_refused(
     ],
 )
 def test_recorded_launcher_arguments_that_run_commands_are_refused(
-    tmp_path: Path, option: str, taken: bool
+    tmp_path: Path, option: str, is_used: bool
 ) -> None:
     """Oracle: the arguments in use, or a sentence that shows them; typed arguments are used in
     either case."""
     launcher = ["hydra/launcher=submitit_slurm", option]
     before = Sweep(tmp_path, "t", "c", [], [], None, ("train.seed=1,2", *launcher))
-    if taken:
+    if is_used:
         assert (
-            with_recorded_words(
+            with_recorded_arguments(
                 read_words(["--resume", str(tmp_path)]), before
-            ).launcher_words
+            ).launcher_overrides
             == launcher
         )
     else:
         with pytest.raises(
             ConfigError, match="may run commands on the nodes"
         ) as caught:
-            with_recorded_words(read_words(["--resume", str(tmp_path)]), before)
+            with_recorded_arguments(read_words(["--resume", str(tmp_path)]), before)
         assert str(caught.value).isprintable() and option.split("=")[0] in str(
             caught.value
         )
     assert (
-        with_recorded_words(
+        with_recorded_arguments(
             read_words(["--resume", str(tmp_path), *launcher]), before
-        ).launcher_words
+        ).launcher_overrides
         == launcher
     )
 
@@ -426,7 +428,11 @@ def test_real_jobs_end_as_configured_and_fill_the_tables(
     assert main(["sweep", "mine.yaml", "--out", "it's here"]) == 1
     sweep = read_sweep(tmp_path / "it's here")
     good, bad = sweep.jobs
-    assert (good.status, good.exit_status, good.reason) == (JobStatus.done, 0, None)
+    assert (good.status, good.exit_status, good.reason) == (
+        JobStatus.completed,
+        0,
+        None,
+    )
     assert bad.status is JobStatus.out_of_memory
     assert "host memory ran out on rank 0 in the construction" in (bad.reason or "")
     run = read_recorded_run(sweep.run_dir(good))

@@ -112,7 +112,7 @@ def test_nodes_rendezvous_at_the_first_which_alone_writes_the_job_file(
         == ["launch.rdzv_endpoint=n1:22345", *TINY, "launch.nnodes=2", first[-1]]
     )
     assert first[-1] == f"metrics.run_dir='{folder}/run'"
-    assert read_job(folder).status is JobStatus.done and other.exitcode == 0
+    assert read_job(folder).status is JobStatus.completed and other.exitcode == 0
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_failed_node_reports_the_reason(
     """Oracle: the reason known only to the second node's launcher, with those of earlier
     attempts."""
     folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
-    known = {
+    record = {
         "status": 1,
         "reason": "rank 1 was ended by SIGKILL",
         "out_of_memory": True,
@@ -142,7 +142,7 @@ def test_failed_node_reports_the_reason(
     (folder / "outcome-node1-7.json").write_text(
         json.dumps({"status": 1, "reason": "an earlier start's"})
     )
-    (folder / "outcome-node1-7.2.json").write_text(json.dumps(known))
+    (folder / "outcome-node1-7.2.json").write_text(json.dumps(record))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     unknown = json.dumps({"status": 1, "reason": second_hand})
     run_on_node(
@@ -194,10 +194,10 @@ def test_node_stops_its_launcher_when_the_first_has_ended(
 def test_job_finished_in_the_meantime_is_not_run_again(tmp_path: Path) -> None:
     """Oracle: its file, with a command that would write another."""
     folder = make_sweep(tmp_path, [()]).path / "jobs/01"
-    done = Job("01", TINY, {}, "run 1", JobStatus.done)
-    write_job(folder, done)
+    completed = Job("01", TINY, {}, "run 1", JobStatus.completed)
+    write_job(folder, completed)
     run_on_node(folder, 0, ["here"], 7, stand_in("sys.exit(1)"))
-    assert read_job(folder) == done and not (folder / "log.txt").exists()
+    assert read_job(folder) == completed and not (folder / "log.txt").exists()
 
 
 def test_briefly_stale_file_is_read_again(
@@ -239,7 +239,7 @@ def test_requeued_job_starts_from_scratch(tmp_path: Path) -> None:
         7,
         stand_in("sys.exit(leave.parent.joinpath('run', 'left').exists())"),
     )
-    assert read_job(folder).status is JobStatus.done
+    assert read_job(folder).status is JobStatus.completed
     assert (folder / "attempt-1" / "run" / "left").exists()
 
 
@@ -261,9 +261,9 @@ class ForkingPlugin:
             target=run_on_node, args=arguments
         )
         task.start()
-        place = self._folder / str(task.pid)
-        place.mkdir(parents=True)
-        (place / f"{task.pid}_submitted.pkl").touch()
+        submitted = self._folder / str(task.pid)
+        submitted.mkdir(parents=True)
+        (submitted / f"{task.pid}_submitted.pkl").touch()
         task.join()
         return [None]
 
@@ -295,13 +295,13 @@ def test_local_job_ends_with_the_command_that_waits_for_it(
     monkeypatch.setattr(
         submitting,
         "_make_launcher",
-        lambda sweep, launcher, asked: ForkingPlugin(
-            sweep, stand_in(command), Path(asked["submitit_folder"]).parent
+        lambda sweep, launcher, options: ForkingPlugin(
+            sweep, stand_in(command), Path(options["submitit_folder"]).parent
         ),
     )
     path = tmp_path / "sweep"
     folder = path / "jobs/01"
-    words = (
+    argv = (
         *TINY,
         "train.seed=1,2",
         "launch.nproc_per_node=1",
@@ -310,7 +310,7 @@ def test_local_job_ends_with_the_command_that_waits_for_it(
         str(path),
     )
     with once_ready(folder, lambda: os.kill(os.getpid(), number)):
-        assert sweep_command(words) == 128 + number
+        assert sweep_command(argv) == 128 + number
     assert [job.status for job in read_sweep(path).jobs] == [
         JobStatus.stopped,
         JobStatus.waiting,
@@ -339,7 +339,7 @@ def test_local_jobs_use_the_plugin_and_failures_do_not_stop_others(
     assert first.reason is not None and first.reason.startswith(
         "train.seq_len=0 must be at least 1"
     )
-    assert second.status is JobStatus.done, (
+    assert second.status is JobStatus.completed, (
         sweep.job_folder(second) / "log.txt"
     ).read_text()
     assert (sweep.run_dir(second) / "metrics.jsonl").read_text().count("\n") == 2
@@ -350,11 +350,13 @@ def test_local_jobs_use_the_plugin_and_failures_do_not_stop_others(
 def _idle_nodes() -> int:
     if shutil.which("sinfo") is None:
         return 0
-    asked = subprocess.run(
+    answer = subprocess.run(
         ["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True, text=True
     )
     return (
-        sum(int(line) for line in asked.stdout.split()) if asked.returncode == 0 else 0
+        sum(int(line) for line in answer.stdout.split())
+        if answer.returncode == 0
+        else 0
     )
 
 
@@ -376,18 +378,20 @@ def test_slurm_runs_a_job_on_all_its_nodes(tmp_path: Path, unmeasured: None) -> 
     sweep = make_sweep(
         shared, [(f"launch.nnodes={count}", "launch.nproc_per_node=1", "parallel=ddp")]
     )
-    words = [
+    overrides = [
         ON_SLURM,
         "hydra.launcher.timeout_min=10",
         "hydra.launcher.signal_delay_s=60",
     ]
     with pytest.raises(ConfigError, match=r"refuses the jobs \(.*partition"):
         submit(
-            sweep, sweep.jobs, [*words, "hydra.launcher.partition=no-such-partition"]
+            sweep,
+            sweep.jobs,
+            [*overrides, "hydra.launcher.partition=no-such-partition"],
         )
-    submit(sweep, sweep.jobs, words)
+    submit(sweep, sweep.jobs, overrides)
     (job,) = read_sweep(sweep.path).jobs
-    assert job.status is JobStatus.done, (
+    assert job.status is JobStatus.completed, (
         job,
         (sweep.job_folder(job) / "log.txt").read_text(),
     )

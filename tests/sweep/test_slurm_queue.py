@@ -129,7 +129,7 @@ def test_jobs_that_left_the_queue_silently_are_closed(
     )
     sweep = make_sweep(tmp_path / "sweep", [(), (), (), ()])
     hand_over(sweep, {"01": "12_0", "02": "12_1", "03": "12_2", "04": "12_3"})
-    for name, status in (("03", JobStatus.running), ("04", JobStatus.done)):
+    for name, status in (("03", JobStatus.running), ("04", JobStatus.completed)):
         write_job(
             sweep.path / "jobs" / name, Job(name, TINY, {}, "", status, seconds=1.0)
         )
@@ -140,7 +140,7 @@ def test_jobs_that_left_the_queue_silently_are_closed(
         JobStatus.stopped,
         JobStatus.stopped,
         JobStatus.out_of_memory,
-        JobStatus.done,
+        JobStatus.completed,
     ]
     log = submission.folder / "12_0" / "12_0_0_log.err"
     assert (
@@ -194,8 +194,10 @@ def test_queued_jobs_stay_and_no_number_is_given_twice(tmp_path: Path) -> None:
     earlier start."""
     sweep = make_sweep(tmp_path, [(), (), ()])
     (tmp_path / "jobs/04").mkdir()
-    asked = [(Combination((*TINY, "train.seed=9"), {"train.seed": "9"}), "another")]
-    arrangement = arrange(asked, [], sweep, queued=["02"])
+    combinations = [
+        (Combination((*TINY, "train.seed=9"), {"train.seed": "9"}), "another")
+    ]
+    arrangement = arrange(combinations, [], sweep, queued=["02"])
     assert [job.name for job in arrangement.jobs] == ["02", "05"]
     assert [job.name for job in arrangement.to_run] == ["05"]
 
@@ -205,7 +207,7 @@ GPUS = SlurmNeeds(2, 8, "cuda")
 
 
 @pytest.mark.parametrize(
-    ("needs", "typed", "limit", "expected"),
+    ("needs", "setting", "limit", "expected"),
     [
         (GPUS, "", None, "nodes=2 ntasks-per-node=1 gpus-per-node=8 signal=USR1@120"),
         (GPUS, "gres='gpu:h100:8'", None, "gres=gpu:h100:8 gpus-per-node=None"),
@@ -224,18 +226,18 @@ GPUS = SlurmNeeds(2, 8, "cuda")
 )
 def test_options_of_the_batch_script_come_from_the_run(
     needs: SlurmNeeds,
-    typed: str,
+    setting: str,
     limit: float | None,
     expected: str,
     slurm_commands: Path,
 ) -> None:
     """Oracle: the ``#SBATCH`` lines that submitit writes for the same options."""
-    words = (
-        [f"{'+' * typed.startswith('additional')}hydra.launcher.{typed}"]
-        if typed
+    overrides = (
+        [f"{'+' * setting.startswith('additional')}hydra.launcher.{setting}"]
+        if setting
         else []
     )
-    launcher = read_launcher((ON_SLURM, *words))
+    launcher = read_launcher((ON_SLURM, *overrides))
     options = {**launcher.options, **plugin_options(needs, launcher, limit)}
     renamed = {
         "timeout_min": "time",
@@ -249,34 +251,38 @@ def test_options_of_the_batch_script_come_from_the_run(
         if key not in left_out and value is not None
     }
     script = _make_sbatch_string("true", "folder", **own)
-    written = dict(
+    settings = dict(
         line.removeprefix("#SBATCH --").partition("=")[::2]
         for line in script.splitlines()
         if line.startswith("#SBATCH --")
     )
-    wanted = dict(word.split("=") for word in expected.split())
-    assert {key: str(written.get(key)) for key in wanted} == wanted
+    expected_settings = dict(word.split("=") for word in expected.split())
+    assert {
+        key: str(settings.get(key)) for key in expected_settings
+    } == expected_settings
 
 
 def test_login_node_needs_none_of_the_jobs_devices(slurm_commands: Path) -> None:
     """Oracle: a run of 2 × 8 GPUs, on a machine that may have none; the queue chooses the
     rendezvous node."""
-    words = (
+    overrides = (
         "launch.device=cuda",
         "launch.nproc_per_node=8",
         "launch.nnodes=2",
         "parallel=fsdp2",
     )
     queue = BatchQueue((ON_SLURM, "hydra.launcher.partition=gpu"), None)
-    place = queue.find(words, compose_config([*words, *queue.extra_words]))
-    assert place == JobHardware("cuda", "submitit_slurm partition=gpu", 16, 8)
-    (job,) = validate_combinations([Combination(words, {})], queue)
+    hardware = queue.find(
+        overrides, compose_config([*overrides, *queue.extra_overrides])
+    )
+    assert hardware == JobHardware("cuda", "submitit_slurm partition=gpu", 16, 8)
+    (job,) = validate_combinations([Combination(overrides, {})], queue)
     assert (
         isinstance(job, ValidJob)
         and job.world_size == 16
         and job.config.model.name == "llama2_7b"
     )
-    assert not any("rdzv_endpoint" in word for word in job.combination.words)
+    assert not any("rdzv_endpoint" in word for word in job.combination.overrides)
 
 
 def test_submitit_never_asks_sacct(slurm_commands: Path, tmp_path: Path) -> None:

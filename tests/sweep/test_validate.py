@@ -35,37 +35,37 @@ SMALL = ["model=llama_debug", "train.seq_len=64"]
 class Imagined(LocalMachine):
     """Eight imaginary CUDA devices."""
 
-    def find(self, words: Sequence[str], settings: Config) -> JobHardware:
+    def find(self, overrides: Sequence[str], settings: Config) -> JobHardware:
         """Eight of them, unless the run is one process."""
         ranks = 1 if settings.parallel.name == "single" else 8
         return JobHardware("cuda", "imagined", ranks, ranks)
 
 
-def of_words(*words: str) -> list[Combination]:
-    return combine([], [], axes(*words))
+def of_words(*overrides: str) -> list[Combination]:
+    return combine([], [], axes(*overrides))
 
 
-def of_sweep(name: str, *words: str) -> list[Combination]:
+def of_sweep(name: str, *overrides: str) -> list[Combination]:
     base, rows = read_base(read_definition(name), name, CHOICES)
-    return combine(base, rows, axes(*words))
+    return combine(base, rows, axes(*overrides))
 
 
 @pytest.mark.parametrize("name", list_sweeps())
 @pytest.mark.parametrize(
-    "place",
+    "machine",
     [
         extended(LocalMachine(), id="two CPU ranks"),
         pytest.param(Imagined(), id="eight CUDA devices"),
     ],
 )
 def test_every_combination_of_a_shipped_sweep_is_valid_or_skipped_with_a_reason(
-    name: str, place: LocalMachine
+    name: str, machine: LocalMachine
 ) -> None:
     """Oracle: none is an invalid configuration; on eight devices as in the file, on a CPU with a
     small model."""
-    on_cpu = type(place) is LocalMachine
+    on_cpu = type(machine) is LocalMachine
     validated = validate_combinations(
-        of_sweep(name, *(SMALL if on_cpu and name != "debug" else [])), place
+        of_sweep(name, *(SMALL if on_cpu and name != "debug" else [])), machine
     )
     refused = [one for one in validated if isinstance(one, InvalidJob)]
     assert not [one for one in refused if one.by_composition]
@@ -106,7 +106,7 @@ def test_classic_sweep_has_the_rows_of_the_published_table(strategy: str) -> Non
 def test_combination_equals_the_run_of_its_job() -> None:
     """Oracle: the launcher's ``resolve_run`` composes the same tree and ranks from the same
     arguments."""
-    words = [
+    overrides = [
         *("parallel=fsdp1,single", "optim.lr=1e-3", "data=text", "data.files=[stdlib]"),
         *(
             "train.max_grad_norm=null",
@@ -116,9 +116,9 @@ def test_combination_equals_the_run_of_its_job() -> None:
         *("memory.checkpointing_save=[mm]", "memory.gradient_checkpointing=selective"),
         *("plan.predict=false", "data.sample_prompt='a, b'"),
     ]
-    for one in validate_combinations(of_words(*words)):
+    for one in validate_combinations(of_words(*overrides)):
         assert isinstance(one, ValidJob)
-        plan = resolve_run(one.combination.words, {})
+        plan = resolve_run(one.combination.overrides, {})
         expected = plan.composition.config.to_dict()
         expected["launch"]["device"] = "auto"
         assert one.config.to_dict() == expected
@@ -144,13 +144,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", one_in(3, REFUSED))
+@pytest.mark.parametrize("overrides", one_in(3, REFUSED))
 def test_combinations_that_contradict_other_arguments_or_the_machine_are_skipped(
-    words: str,
+    overrides: str,
 ) -> None:
     """Oracle: each of these arguments is valid in another combination or on another machine."""
-    validated = validate_combinations(of_words("model=llama_debug", *words.split()))
-    assert tuple(isinstance(one, InvalidJob) for one in validated) == REFUSED[words]
+    validated = validate_combinations(of_words("model=llama_debug", *overrides.split()))
+    assert tuple(isinstance(one, InvalidJob) for one in validated) == REFUSED[overrides]
     assert all(len(one.reason) > 30 for one in validated if isinstance(one, InvalidJob))
 
 
@@ -167,44 +167,44 @@ BASELINES = {
 }
 
 
-@pytest.mark.parametrize("words", one_in(3, BASELINES))
-def test_keys_without_effect_are_dropped_and_leave_one_baseline(words: str) -> None:
+@pytest.mark.parametrize("overrides", one_in(3, BASELINES))
+def test_keys_without_effect_are_dropped_and_leave_one_baseline(overrides: str) -> None:
     """Oracle: the rows by hand; where the switch is off, the keys that depend on it distinguish no
     runs."""
-    validated = validate_combinations(of_words("model=llama_debug", *words.split()))
+    validated = validate_combinations(of_words("model=llama_debug", *overrides.split()))
     assert all(isinstance(one, ValidJob) for one in validated)
     assert (
         "|".join(" ".join(one.combination.varied.values()) for one in validated)
-        == BASELINES[words]
+        == BASELINES[overrides]
     )
 
 
 @pytest.mark.parametrize(
-    ("typed", "limit"), [((), None), (("train.max_seconds=60",), 60.0)]
+    ("overrides", "limit"), [((), None), (("train.max_seconds=60",), 60.0)]
 )
 def test_experiments_time_limit_does_not_end_jobs_at_different_steps(
-    typed: tuple[str, ...], limit: float | None
+    overrides: tuple[str, ...], limit: float | None
 ) -> None:
     """Oracle: the default experiment has 700 steps and a limit, which a sweep drops unless it is
     typed."""
     validated = validate_combinations(
-        of_words("parallel=fsdp1,fsdp2", *typed), LocalMachine()
+        of_words("parallel=fsdp1,fsdp2", *overrides), LocalMachine()
     )
     for one in validated:
         assert isinstance(one, ValidJob)
         assert (
             resolve_run(
-                list(one.combination.words), {}
+                list(one.combination.overrides), {}
             ).composition.config.train.max_seconds
             == limit
         )
         assert (one.config.train.steps, one.config.train.max_seconds) == (700, limit)
 
 
-def config(*words: str) -> Config:
-    found = compose_config(["model=llama_debug", "data=synthetic", *words])
-    found.validate(2, "cpu")
-    return found
+def config(*overrides: str) -> Config:
+    settings = compose_config(["model=llama_debug", "data=synthetic", *overrides])
+    settings.validate(2, "cpu")
+    return settings
 
 
 @pytest.fixture(scope="module")
@@ -262,12 +262,12 @@ def test_changed_checkout_is_recognized_by_its_files(
     changed.parent.mkdir(parents=True)
     for path in (package / "__init__.py", changed):
         path.write_text("")
-    for words in (
+    for argv in (
         ["init", "-q"],
         ["add", "."],
         ["-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a"],
     ):
-        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+        subprocess.run(["git", "-C", str(tmp_path), *argv], check=True)
     monkeypatch.setattr(fsdptoys, "__file__", str(package / "__init__.py"))
     versions = []
     for text in ("", "a = 1\n", "a = 2\n"):
