@@ -3,7 +3,7 @@ into OUT.
 
 The pages are Markdown that also reads well in a repository browser, so links are relative paths of
 files. Links to files outside ``docs/`` become downloads; ``docs/benchmarks`` is a link to
-``benchmarks/``, whose pages are in the site.
+``benchmarks/``, so the site has its pages.
 """
 
 import re

@@ -13,7 +13,7 @@ then runs to its end.
 Counted are
 - lost checkpoints: a run resumes from an older step than the newest complete checkpoint at the
   kill;
-- wrong resumes: steps between two starts whose loss, norm or learning rate differs in any bit from
+- wrong resumes: steps between two starts that differ in a bit of loss, norm or learning rate from
   the undisturbed run, or that are missing or duplicate; or final weights that differ in any bit;
 - seconds from a kill to the next new step, interpreter and imports included.
 
@@ -61,7 +61,7 @@ class Campaign:
     """A configuration, and how it comes back."""
 
     ranks: int
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     restarts: bool = False
     """Whether the launcher starts lost ranks again."""
 
@@ -70,14 +70,16 @@ class Campaign:
         """The moments at which it is killed."""
         return (
             "step",
-            "background save" if "checkpoint.async_save=true" in self.words else "save",
+            "background save"
+            if "checkpoint.async_save=true" in self.overrides
+            else "save",
             "prune",
         )
 
     @property
     def name(self) -> str:
         """A name that is unique among the campaigns."""
-        return f"{self.ranks} ranks, {' '.join(self.words)}" + (
+        return f"{self.ranks} ranks, {' '.join(self.overrides)}" + (
             ", launcher restarts" if self.restarts else ""
         )
 
@@ -110,7 +112,7 @@ class Tally:
     """From each kill to the next new step."""
 
 
-def words_of(campaign: Campaign, folder: Path, steps: int) -> list[str]:
+def overrides_of(campaign: Campaign, folder: Path, steps: int) -> list[str]:
     """The overrides of a campaign's runs."""
     restarts = "launch.max_restarts=1000" if campaign.restarts else ""
     line = (
@@ -119,7 +121,7 @@ def words_of(campaign: Campaign, folder: Path, steps: int) -> list[str]:
         "metrics.console=none experiment=null launch.timeout_seconds=60 launch.device=cpu "
         f"launch.nproc_per_node={campaign.ranks} {restarts}"
     )
-    return [*campaign.words, *line.split(), f"metrics.run_dir={folder}"]
+    return [*campaign.overrides, *line.split(), f"metrics.run_dir={folder}"]
 
 
 class Attempt:
@@ -138,11 +140,11 @@ class Attempt:
     ) -> None:
         self.folder = folder
         self._save = campaign.moments[1]
-        words = words_of(campaign, folder, steps)
-        words += ["checkpoint.resume=auto"] if resume else []
+        overrides = overrides_of(campaign, folder, steps)
+        overrides += ["checkpoint.resume=auto"] if resume else []
         self._log = open(log, "ab")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fsdptoys", "train", *words],
+            [sys.executable, "-m", "fsdptoys", "train", *overrides],
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env=child_environment(OMP_NUM_THREADS="1"),
@@ -236,13 +238,17 @@ def alive(pid: int) -> bool:
 
 
 def kill_once(
-    attempt: Attempt, wanted: str, after: int, everybody: bool, chance: random.Random
+    attempt: Attempt,
+    next_moment: str,
+    after: int,
+    everybody: bool,
+    chance: random.Random,
 ) -> str | None:
     """Wait for a moment and kill; returns the moment, or None if the run had ended before.
 
     Args:
         attempt: a running attempt.
-        wanted: the moment to wait for.
+        next_moment: the moment to wait for.
         after: step that must have been taken.
         everybody: kill the launcher and all ranks, rather than one rank.
         chance: decides on the rank and the delay.
@@ -253,14 +259,18 @@ def kill_once(
             return None
         assert time.monotonic() < deadline, f"no step {after} in {attempt.folder}"
         time.sleep(0.002)
-    if wanted == "step":
+    if next_moment == "step":
         time.sleep(chance.random() * 0.05)
     until = (
         time.monotonic() + 3.0
     )  # a moment that does not come is not waited for longer
-    while attempt.moment() != wanted and time.monotonic() < until and not attempt.ended:
+    while (
+        attempt.moment() != next_moment
+        and time.monotonic() < until
+        and not attempt.ended
+    ):
         pass
-    if wanted != "step":
+    if next_moment != "step":
         time.sleep(chance.random() * 0.003)
     moment = attempt.moment()
     pids = [pid for pid in attempt.rank_pids() if alive(pid)]
@@ -289,11 +299,12 @@ def disturb(
     attempt = Attempt(campaign, folder, steps, log, resume=True)
     for number in range(kills):
         doing(f"{campaign.name}, kill {number + 1} of {kills}")
-        wanted, everybody = campaign.moments[number % 3], chance.random() < 0.5
+        next_moment = campaign.moments[number % 3]
+        everybody = chance.random() < 0.5
         before = attempt.last_step()
         moment = kill_once(
             attempt,
-            wanted,
+            next_moment,
             before + chance.randint(1, STEPS_A_KILL - 3),
             everybody,
             chance,
@@ -307,7 +318,8 @@ def disturb(
             for pid in attempt.rank_pids():  # ranks whose launcher is gone go too
                 while alive(pid):
                     time.sleep(0.01)
-        whole, seen = attempt.whole(), attempt.last_step()
+        whole = attempt.whole()
+        last_step = attempt.last_step()
         starts = len(read_resumes(folder))
         if everybody or not campaign.restarts:
             attempt = Attempt(campaign, folder, steps, log, resume=True)
@@ -325,11 +337,11 @@ def disturb(
             )
             time.sleep(0.005)
         tally.seconds.append(time.monotonic() - killed)
-        with unit(f"{campaign.name}, kill {number + 1}") as done:
-            done.note = f"went on after {tally.seconds[-1]:.1f} s"
+        with unit(f"{campaign.name}, kill {number + 1}") as progress_unit:
+            progress_unit.note = f"went on after {tally.seconds[-1]:.1f} s"
         print(
             f"  kill {tally.resumes}: {'all' if everybody else 'one rank'} during {moment} "
-            f"(wanted {wanted}), step {seen} done, newest whole {whole}, went on from "
+            f"(wanted {next_moment}), step {last_step} done, newest whole {whole}, went on from "
             f"{resumed}, {tally.seconds[-1]:.1f} s",
             flush=True,
         )
@@ -341,18 +353,18 @@ def disturb(
 def count_wrong(reference: Path, disturbed: Path, steps: int) -> int:
     """Number of stretches between two starts, and final weights, that differ from the undisturbed
     run."""
-    wanted = {
+    expected = {
         line["step"]: [line[name] for name in KEPT]
         for line in read_lines(reference / "metrics.jsonl")
     }
-    found: dict[int, list[list]] = {}
+    values: dict[int, list[list]] = {}
     for line in read_lines(disturbed / "metrics.jsonl"):
-        found.setdefault(line["step"], []).append([line[name] for name in KEPT])
-    assert sorted(wanted) == list(range(1, steps + 1)), reference
+        values.setdefault(line["step"], []).append([line[name] for name in KEPT])
+    assert sorted(expected) == list(range(1, steps + 1)), reference
     starts = sorted({0, *(line["step"] for line in read_resumes(disturbed))})
     ends = [*starts[1:], steps]
     stretches = sum(
-        any(found.get(step) != [wanted[step]] for step in range(start + 1, end + 1))
+        any(values.get(step) != [expected[step]] for step in range(start + 1, end + 1))
         for start, end in zip(starts, ends, strict=True)
     )
     return stretches + (hash_weights(reference) != hash_weights(disturbed))
@@ -365,7 +377,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of moments and victims")
     parser.add_argument("--folder", type=Path, help="keep the runs there")
     options = parser.parse_args()
-    chance, tally = random.Random(options.seed), Tally()
+    chance = random.Random(options.seed)
+    tally = Tally()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     campaigns = CAMPAIGNS[: max(1, min(len(CAMPAIGNS), options.kills // 5))]
@@ -377,10 +390,8 @@ def main() -> int:
             )
             steps = STEPS_A_KILL * kills + 10
             print(f"{campaign.name}: {kills} kills in {steps} steps", flush=True)
-            reference, disturbed = (
-                folder / f"{index}-undisturbed",
-                folder / f"{index}-killed",
-            )
+            reference = folder / f"{index}-undisturbed"
+            disturbed = folder / f"{index}-killed"
             with unit(f"{campaign.name}, undisturbed"):
                 undisturbed = Attempt(
                     campaign,

@@ -100,38 +100,38 @@ left() { echo $((seconds - SECONDS)); }
 # State of a part: missing, "again N" after N calls, or "done STATUS".
 state_of() { cat "$state/$1" 2>/dev/null || true; }
 
-# Sets `words` to the command of a part, and `least` to the seconds without which it is not begun.
+# Sets `argv` to the command of a part, and `least` to the seconds without which it is not begun.
 command_of() {
   least=120
   case $1 in
   smoke)
-    words=(scripts/gpu_smoke.py --device "$device" --seconds "$(($(left) - 10))" --out "$out" --resume)
-    words+=(--version "$version" --jobs "$([[ $device == cpu ]] && echo 1 || echo 6)")
+    argv=(scripts/gpu_smoke.py --device "$device" --seconds "$(($(left) - 10))" --out "$out" --resume)
+    argv+=(--version "$version" --jobs "$([[ $device == cpu ]] && echo 1 || echo 6)")
     least=$((seconds * 9 / 10))
-    [[ -z $tiny ]] || words+=(--checks device "process group")
+    [[ -z $tiny ]] || argv+=(--checks device "process group")
     ;;
   loss)
-    words=(scripts/benchmarks/bench_loss.py --device "$device" --write "$out/loss.md")
-    [[ -z $tiny ]] || words+=(--shapes 64x32x1000 --repeats 1 --dtypes float32)
+    argv=(scripts/benchmarks/bench_loss.py --device "$device" --write "$out/loss.md")
+    [[ -z $tiny ]] || argv+=(--shapes 64x32x1000 --repeats 1 --dtypes float32)
     ;;
   gpu)
-    words=(scripts/benchmarks/bench_gpu.py --device "$device" --write "$out/gpu" --resume --seconds "$(($(left) - 15))")
-    [[ -z $tiny ]] || words+=(--tiny --contestants "FSDPToys, eager")
+    argv=(scripts/benchmarks/bench_gpu.py --device "$device" --write "$out/gpu" --resume --seconds "$(($(left) - 15))")
+    [[ -z $tiny ]] || argv+=(--tiny --contestants "FSDPToys, eager")
     ;;
   moe)
-    words=(scripts/benchmarks/bench_moe.py --device "$device" --write "$out/moe.md")
-    [[ -z $tiny ]] || words+=(--dim 64 --ffn-dim 32 --tokens 64 --experts 4 --top-k 2 --repeats 1)
+    argv=(scripts/benchmarks/bench_moe.py --device "$device" --write "$out/moe.md")
+    [[ -z $tiny ]] || argv+=(--dim 64 --ffn-dim 32 --tokens 64 --experts 4 --top-k 2 --repeats 1)
     ;;
   memory)
-    words=(scripts/benchmarks/bench_memory.py --device "$device" --write "$out/memory.md" --resume --row-seconds 150)
-    words+=(--seconds "$(($(left) - 15))" --strategies fsdp2 fsdp1)
-    [[ -z $tiny ]] || words+=(--model llama_debug --seq-len 32 --steps 3 --warmup-steps 1 --rows gc "gc chunk")
+    argv=(scripts/benchmarks/bench_memory.py --device "$device" --write "$out/memory.md" --resume --row-seconds 150)
+    argv+=(--seconds "$(($(left) - 15))" --strategies fsdp2 fsdp1)
+    [[ -z $tiny ]] || argv+=(--model llama_debug --seq-len 32 --steps 3 --warmup-steps 1 --rows gc "gc chunk")
     ;;
   plan)
-    words=(scripts/benchmarks/bench_plan.py --device "$device" --measured "$out/memory.json" --write "$out/plan.md")
-    words+=(--strategies fsdp2 --rows plain gc "gc chunk" "gc chunk oo")
+    argv=(scripts/benchmarks/bench_plan.py --device "$device" --measured "$out/memory.json" --write "$out/plan.md")
+    argv+=(--strategies fsdp2 --rows plain gc "gc chunk" "gc chunk oo")
     least=300 # a trace of 32 layers takes half a minute
-    [[ -z $tiny ]] || words+=(--hardware cpu --rows gc)
+    [[ -z $tiny ]] || argv+=(--hardware cpu --rows gc)
     ;;
   *) fail "--only $1: must be of smoke, loss, gpu, moe, memory, plan" ;;
   esac
@@ -145,8 +145,8 @@ run_part() { # name; returns 0 if it is finished, 1 if it is left for another ca
   [[ $known != again* ]] || calls=${known#again }
   command_of "$part"
   (($(left) >= least)) || return 1
-  say "$part, $(left) s left: python ${words[*]}"
-  timeout --kill-after=5 "$(left)" "$python" "${words[@]}" >"$out/$part.log" 2>"$scratch/errors" || status=$?
+  say "$part, $(left) s left: python ${argv[*]}"
+  timeout --kill-after=5 "$(left)" "$python" "${argv[@]}" >"$out/$part.log" 2>"$scratch/errors" || status=$?
   tail -n 3 "$scratch/errors" >&2
   tail -n 40 "$scratch/errors" >>"$out/$part.log"
   calls=$((calls + 1))

@@ -89,12 +89,12 @@ def main() -> int:
     earlier = read_lines(args.out / "smoke.jsonl", args.version) if args.resume else {}
 
     def run(check: Check) -> dict[str, Any]:
-        with unit(check.name) as done:
+        with unit(check.name) as progress_unit:
             line = earlier.get(check.name) or run_check(
                 check, args.device, end - time.monotonic(), args.out
             )
             line["version"] = args.version
-            done.note = line["status"]
+            progress_unit.note = line["status"]
         return line
 
     with progress(len(args.checks)):
@@ -103,8 +103,8 @@ def main() -> int:
             print(json.dumps(line), flush=True)
             if args.out:
                 args.out.mkdir(parents=True, exist_ok=True)
-                written = "".join(json.dumps(line) + "\n" for line in lines)
-                (args.out / "smoke.jsonl").write_text(written)
+                rows = "".join(json.dumps(line) + "\n" for line in lines)
+                (args.out / "smoke.jsonl").write_text(rows)
                 (args.out / "smoke.md").write_text(render(lines, args.device))
     statuses = {line["status"] for line in lines}
     if "left out" in statuses:
@@ -181,12 +181,12 @@ def read_lines(path: Path, version: str) -> dict[str, dict[str, Any]]:
     """Check → its line in a file of an earlier call with this version, without those that were left
     out."""
     lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
-    kept = (
+    measured = (
         line
         for line in lines
         if line["status"] != "left out" and line.get("version") == version
     )
-    return {line["check"]: line for line in kept}
+    return {line["check"]: line for line in measured}
 
 
 def run_check(
@@ -240,7 +240,9 @@ def read_events(output: Any, errors: Any, status: int | None) -> dict[str, Any]:
     killed."""
     output.seek(0)
     errors.seek(0)
-    facts, met, failed = {}, 0, []
+    facts = {}
+    met = 0
+    failed = []
     for text in output:
         try:
             kind, name, value = json.loads(text)
@@ -252,19 +254,19 @@ def read_events(output: Any, errors: Any, status: int | None) -> dict[str, Any]:
             met += 1
         else:
             failed.append(name)
-    found: dict[str, Any] = {"met": met, "failed": failed, "facts": facts}
+    outcome: dict[str, Any] = {"met": met, "failed": failed, "facts": facts}
     if status is None:
-        return {"status": "timed out", **found}
+        return {"status": "timed out", **outcome}
     if status:
         tail = [line for line in errors.read().splitlines() if line.strip()]
         return {
             "status": "crashed",
             "reason": f"status {status}: {' | '.join(tail[-3:])}"[:600],
-            **found,
+            **outcome,
         }
     if not met and not failed:
-        return {"status": "failed", "reason": "it compared nothing", **found}
-    return {"status": "failed" if failed else "passed", **found}
+        return {"status": "failed", "reason": "it compared nothing", **outcome}
+    return {"status": "failed" if failed else "passed", **outcome}
 
 
 def render(lines: list[dict[str, Any]], device: str) -> str:
@@ -311,7 +313,7 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_text, value))
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_text(each)}" for name, each in value.items())
+        return ", ".join(f"{name} {_text(part)}" for name, part in value.items())
     return str(value)
 
 

@@ -142,13 +142,14 @@ class Result:
 
 def run_tests(name: str) -> Row:
     """Run a group in one process of pytest."""
-    row, started = Row(name), time.monotonic()
+    row = Row(name)
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "junit.xml")
-        words = ["-m", "pytest", "-q", "--all", "--tb=short", f"--junitxml={log}"]
+        options = ["-m", "pytest", "-q", "--all", "--tb=short", f"--junitxml={log}"]
         paths = [f"tests/{path}" for path in TESTS[name].split()]
-        done = subprocess.run(
-            [sys.executable, *words, *paths],
+        process = subprocess.run(
+            [sys.executable, *options, *paths],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -160,10 +161,8 @@ def run_tests(name: str) -> Row:
             else iter(())
         )
         for case in cases:
-            skips, faults = (
-                case.findall("skipped"),
-                [*case.findall("failure"), *case.findall("error")],
-            )
+            skips = case.findall("skipped")
+            faults = [*case.findall("failure"), *case.findall("error")]
             row.skipped += bool(skips)
             row.failed += bool(faults)
             row.passed += not skips and not faults
@@ -172,39 +171,39 @@ def run_tests(name: str) -> Row:
                 f"{case.get('name')}: {first_line(fault.get('message', ''))}"
                 for fault in faults
             ]
-    if done.returncode and not row.failed:
+    if process.returncode and not row.failed:
         row.failed = 1
-        row.failures.append(
-            f"pytest ended with status {done.returncode}: {first_line(done.stdout + done.stderr)}"
-        )
+        reason = first_line(process.stdout + process.stderr)
+        row.failures.append(f"pytest ended with status {process.returncode}: {reason}")
     row.seconds = time.monotonic() - started
     return row
 
 
 def run_command(arguments: str, may_be_refused: bool, folder: Path) -> Row:
     """Run a command, with the common arguments of its subcommand, in a folder."""
-    row, started = Row(f"fsdptoys {arguments}"), time.monotonic()
+    row = Row(f"fsdptoys {arguments}")
+    started = time.monotonic()
     subcommand, *rest = arguments.split()
-    words = [subcommand, *COMMON.get(subcommand, "").split(), *rest]
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdptoys", *words],
+    argv = [subcommand, *COMMON.get(subcommand, "").split(), *rest]
+    process = subprocess.run(
+        [sys.executable, "-m", "fsdptoys", *argv],
         cwd=folder,
         env=child_environment(),
         capture_output=True,
         text=True,
         errors="replace",
     )
-    output = done.stdout + done.stderr
-    if done.returncode == 2 and may_be_refused and "Traceback" not in output:
+    output = process.stdout + process.stderr
+    if process.returncode == 2 and may_be_refused and "Traceback" not in output:
         row.skipped = 1
-        row.reasons.append(done.stderr.strip().splitlines()[-1])
-    elif done.returncode or "Traceback" in output:
+        row.reasons.append(process.stderr.strip().splitlines()[-1])
+    elif process.returncode or "Traceback" in output:
         row.failed = 1
         errors = re.findall(
             r"^(?:\[.*?\] *)?(\w*(?:Error|Exception)\b.*|fsdptoys: .*)", output, re.M
         )
         row.failures.append(
-            f"status {done.returncode}: {errors[-1] if errors else first_line(output)}"
+            f"status {process.returncode}: {errors[-1] if errors else first_line(output)}"
         )
     else:
         row.passed = 1
@@ -235,15 +234,15 @@ def measure(groups: Sequence[str]) -> Result:
         progress(units=len(groups) + len(COMMANDS)),
     ):
         for name in groups:
-            with unit(name) as done:
+            with unit(name) as progress_unit:
                 result.tests.append(run_tests(name))
-                done.note = result.tests[-1].outcome
+                progress_unit.note = result.tests[-1].outcome
         for arguments, may_be_refused in COMMANDS:
-            with unit(arguments) as done:
+            with unit(arguments) as progress_unit:
                 result.commands.append(
                     run_command(arguments, may_be_refused, Path(folder))
                 )
-                done.note = result.commands[-1].outcome
+                progress_unit.note = result.commands[-1].outcome
     return result
 
 
@@ -274,7 +273,8 @@ def page_of(results: list[Result], command: str, date: str) -> str:
         "|---|---:|---:|---:|",
     ]
     for result in results:
-        tests, commands = sum_of(result.tests), sum_of(result.commands)
+        tests = sum_of(result.tests)
+        commands = sum_of(result.commands)
         seconds = tests.seconds + commands.seconds
         lines.append(
             f"| {result.torch} | {tests.outcome} | {commands.outcome} | {seconds:.0f} |"
@@ -316,7 +316,7 @@ def page_of(results: list[Result], command: str, date: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(words: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure one version, or write the page; the latter's status is 1 if anything failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -329,7 +329,7 @@ def main(words: list[str] | None = None) -> int:
     page.add_argument("page", type=Path)
     page.add_argument("--command", required=True)
     page.add_argument("results", type=Path, nargs="+")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     if arguments.action == "run":
         arguments.result.write_text(
             json.dumps(asdict(measure(QUICK if arguments.quick else list(TESTS))))

@@ -169,7 +169,7 @@ def _losses(record: Record, name: str) -> dict[int, float]:
 
 
 def common_step(records: Sequence[Record], name: str = "loss") -> int | None:
-    """Last step of which all finished rows, or all rows if none has finished, have a loss."""
+    """Last step with a loss in all finished rows, or in all rows if none has finished."""
     losses_of_rows = [
         (record.status, losses)
         for record in records
@@ -203,7 +203,7 @@ def _offloads(run: RecordedRun) -> bool:
 def _number_column(
     measure: Measure, values: Sequence[float | Spread | None]
 ) -> TableColumn:
-    """Numbers or medians, of which some are followed by the ends of the spread in brackets."""
+    """Numbers or medians, some with the ends of their spread in brackets."""
     medians = list(map(_median, values))
     heading = measure.heading
     factor = measure.factor

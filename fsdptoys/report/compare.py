@@ -219,7 +219,7 @@ def _changes(
 
 
 def _only_switched(key: str, first: Settings, second: Settings) -> bool:
-    """Return whether one run lacks a setting, whose switch is off, and the other has its
+    """Return whether one run lacks a setting, since its switch is off, and the other has the
     default."""
     if (key in first) == (key in second):
         return False

@@ -197,7 +197,7 @@ def _layout(picture: Picture) -> dict[str, Any]:
 
 
 def _log_ticks(low: float, high: float) -> dict[str, Any]:
-    """Write full numbers at minor ticks, where plotly shows only the leading digit."""
+    """Write full numbers at minor ticks; plotly shows only their leading digit."""
     decades = math.log10(high / low)
     digits = (
         (1,)

@@ -153,7 +153,7 @@ class _Follower:
     def follow_run(
         self, path: Path, heading: str = "", job_folder: Path | None = None
     ) -> int:
-        """Follow one run, whose name ``heading`` precedes; return 0 after the planned end, else 1.
+        """Follow one run; return 0 after the planned end, else 1. Lines begin with ``heading``.
 
         While the job of a sweep is running, its ranks may start again.
         """

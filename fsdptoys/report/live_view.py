@@ -33,8 +33,8 @@ STYLES = {
 def draw_run(
     run: FollowedRun, state: State, console: Console, heading: str = ""
 ) -> RenderableType:
-    """Draw progress, metrics, loss curve, summary and ranks of a polled run, whose name ``heading``
-    precedes."""
+    """Draw progress, metrics, loss curve, summary and ranks of a polled run; ``heading``
+    precedes its name."""
     width = console.width
     settings = run.settings
 

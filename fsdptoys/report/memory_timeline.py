@@ -6,7 +6,7 @@ activations; blocks allocated in a backward that outlive it are gradients; block
 of their allocation are temporary. :class:`Lifetime` names these pairs of measured phases.
 
 Memory allocated before the first traced step is a single sum in CUDA traces and missing in CPU
-traces, whose profiler counts from its own start.
+traces: their profiler counts from its own start.
 
 Snapshots are read by an unpickler limited to plain lists and dicts, since foreign pickles could run
 code.
@@ -177,8 +177,8 @@ def read_snapshot(path: Path) -> Timeline | None:
 
 @contextlib.contextmanager
 def _opened(path: Path, largest: int, fix: str) -> Iterator[IO[bytes]]:
-    """Open a file; report a malformed one, whose values, maybe millions, are not validated one by
-    one before use."""
+    """Open a file; report a malformed one. Its values, maybe millions, are not validated one by
+    one."""
     try:
         with open_regular(path) as file:
             if path.stat().st_size > largest:

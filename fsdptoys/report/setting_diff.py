@@ -83,8 +83,8 @@ def settings_of(record: Record) -> Settings:
 
 
 def overrides_of(record: Record) -> list[str]:
-    """Overrides that started a job of a sweep; empty for a single run, whose environment records
-    the command."""
+    """Overrides that started a job of a sweep; empty for a single run. Its environment records the
+    command."""
     with contextlib.suppress(ConfigError):
         if record.varied is not None and (record.path.parent / JOB_FILE).exists():
             return list(read_job(record.path.parent).overrides)

@@ -163,7 +163,7 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     """Settings that, with :func:`training_of`, determine every bit of a deterministic run; None for
     other runs.
 
-    ``memory.cpu_offload`` is left out on CPU devices, where the optimizer runs on the host anyway.
+    ``memory.cpu_offload`` is left out on CPU devices: the optimizer runs on the host anyway.
     """
     # Ranks that share sequences add up each sequence in parts, in an order of their own.
     absent = {

@@ -50,7 +50,7 @@ MakeTables = Callable[[Path, Console | None], None]
 
 @dataclass(frozen=True)
 class SweepArguments:
-    """What to run, where, and in which folder."""
+    """What to run, on which machine and in which folder."""
 
     argv: tuple[str, ...]
     """Arguments without dashed options; a sweep's file as an absolute path, valid from any

@@ -27,13 +27,16 @@ from tests.harness.ranks import run_ranks
 WARMUP = 4
 
 
-def train(words: list[str], ranks: int, steps: int) -> tuple[list[float], list[float]]:
+def train(
+    overrides: list[str], ranks: int, steps: int
+) -> tuple[list[float], list[float]]:
     """Train, counting every even step; return the seconds of each step and of each count."""
     trainer = Trainer(
-        configured([*words, f"train.steps={steps}", "train.eval_every=0"], ranks)
+        configured([*overrides, f"train.steps={steps}", "train.eval_every=0"], ranks)
     )
     costs: list[float] = []
-    counter, enabled = trainer.memory, trainer.memory.enabled
+    counter = trainer.memory
+    enabled = trainer.memory.enabled
     seconds: list[float] = []
 
     def is_due() -> bool:
@@ -61,9 +64,11 @@ def main() -> None:
         seconds, costs = run_ranks(
             args.ranks, train, overrides, args.ranks, args.steps
         )[0]
-    others, counted = seconds[::2], seconds[1::2]
+    others = seconds[::2]
+    counted = seconds[1::2]
     pairs = [one / other for one, other in zip(counted, others, strict=True)]
-    step, cost = statistics.median(others), statistics.median(costs)
+    step = statistics.median(others)
+    cost = statistics.median(costs)
     publish(
         f"other steps {step * 1e3:.1f} ms, counted steps {statistics.median(counted) * 1e3:.1f} "
         f"ms\nratio {statistics.median(pairs):.3f} (median of {len(pairs)} pairs)\n"

@@ -53,7 +53,8 @@ def write_shards(folder: Path, tokens: int, shards: int, wide: bool) -> str:
     """A folder of random ids, in documents of 3 to 2,000, and 1,001 or so on average."""
     dtype = "uint32" if wide else "uint16"
     writer = ShardsWriter(folder, "benchmark", dtype, tokens // shards)
-    random, left = np.random.default_rng(0), tokens
+    random = np.random.default_rng(0)
+    left = tokens
     while left:
         lengths = random.integers(3, 2001, 1000)
         lengths = lengths[
@@ -92,7 +93,8 @@ def read_rate(
     packed = config.packing is Packing.best_fit  # whose padding is no token
     rates = []
     for _ in range(repeats + 1):
-        started, tokens = time.process_time(), 0
+        started = time.process_time()
+        tokens = 0
         while (took := time.process_time() - started) < seconds:
             for _tokens_BT, labels_BT in stream.next_step():
                 tokens += int((labels_BT >= 0).sum()) if packed else labels_BT.numel()
@@ -104,8 +106,8 @@ def shuffle_microseconds(count: int = 10**9, places: int = 20_000) -> float:
     """Time per position of the order."""
     shuffle = EndlessShuffle(count, 0)
     started = time.process_time()
-    for place in range(places):
-        shuffle[place]
+    for position in range(places):
+        shuffle[position]
     return (time.process_time() - started) / places * 1e6
 
 
@@ -142,7 +144,8 @@ def prepare_seconds(
             folder / f"{processes}-{number}",
             processes=processes,
         )
-        started, before = time.perf_counter(), _cpu_seconds()
+        started = time.perf_counter()
+        before = _cpu_seconds()
         index = prepare_folder(request)
         took.append(time.perf_counter() - started)
         cpu.append(_cpu_seconds() - before)
@@ -155,14 +158,14 @@ def _cpu_seconds() -> float:
         resource.getrusage(who)
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     ]
-    return sum(each.ru_utime + each.ru_stime for each in usage)
+    return sum(resources.ru_utime + resources.ru_stime for resources in usage)
 
 
 def stall_share(
     folder: str, run_dir: Path, workers: int, steps: int
 ) -> tuple[float, float]:
     """The stall share of a training of two ranks, and its median step in seconds."""
-    words = [
+    overrides = [
         *(
             "experiment=cpu_text",
             "data=prepared",
@@ -183,7 +186,7 @@ def stall_share(
         ),
     ]
     subprocess.run(
-        [sys.executable, "-m", "fsdptoys", "train", *words],
+        [sys.executable, "-m", "fsdptoys", "train", *overrides],
         cwd=ROOT,
         check=True,
         stdout=subprocess.DEVNULL,
@@ -215,9 +218,9 @@ def reading_table(folder: Path, args: argparse.Namespace) -> tuple[list[str], fl
     slowest = float("inf")
     for name, config in kinds.items():
         for seq_len in args.seq_lens:
-            with unit(f"reading, {name}, {seq_len}") as done:
+            with unit(f"reading, {name}, {seq_len}") as progress_unit:
                 rate = read_rate(config, seq_len, args.seconds, args.repeats)
-                done.note = f"{rate / 1e6:.0f} M tokens/CPU s"
+                progress_unit.note = f"{rate / 1e6:.0f} M tokens/CPU s"
             slowest = min(slowest, rate)
             lines.append(f"| {name} | {seq_len} | {rate / 1e6:.0f} |")
     return lines, slowest
@@ -236,14 +239,14 @@ def preparing_table(folder: Path, args: argparse.Namespace) -> list[str]:
     ]
     for tokenizer in ("bytes", str(folder / "tokenizer.json")):
         for processes in args.processes:
-            place = folder / f"prepared-{Path(tokenizer).stem}"
+            target = folder / f"prepared-{Path(tokenizer).stem}"
             with unit(
                 f"preparing, {Path(tokenizer).stem}, {processes} processes"
-            ) as done:
+            ) as progress_unit:
                 took, cpu, ids = prepare_seconds(
-                    place, files[: args.files], tokenizer, processes, args.repeats
+                    target, files[: args.files], tokenizer, processes, args.repeats
                 )
-                done.note = f"{size / took / 1e6:.1f} MB/s"
+                progress_unit.note = f"{size / took / 1e6:.1f} MB/s"
             name = "bytes" if tokenizer == "bytes" else f"BPE, {args.vocab_size} ids"
             rates = f"{size / took / 1e6:.1f} | {size / cpu / 1e6:.1f}"
             lines.append(f"| {name} | {processes} | {rates} | {size / ids:.2f} |")
@@ -252,26 +255,24 @@ def preparing_table(folder: Path, args: argparse.Namespace) -> list[str]:
 
 def waiting_table(folder: Path, args: argparse.Namespace) -> list[str]:
     """Rows of a training on the bytes of the standard library."""
-    sources, encoder = (
-        find_sources("files", ["stdlib"]),
-        open_encoder("bytes", None, "", ""),
-    )
+    sources = find_sources("files", ["stdlib"])
+    encoder = open_encoder("bytes", None, "", "")
     prepare_folder(Request("files", sources, encoder, folder / "text"))
     lines = [
         "| data.workers | median step, ms | waiting for data |",
         "|---:|---:|---:|",
     ]
     for workers in (0, 1):
-        with unit(f"waiting, data.workers={workers}") as done:
+        with unit(f"waiting, data.workers={workers}") as progress_unit:
             stall, step = stall_share(
                 str(folder / "text"), folder / f"run{workers}", workers, args.steps
             )
-            done.note = f"{stall:.2%}"
+            progress_unit.note = f"{stall:.2%}"
         lines.append(f"| {workers} | {step * 1e3:.0f} | {stall:.2%} |")
     return lines
 
 
-def main(words: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure, print, and write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -296,7 +297,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--write", type=Path, default=None, help="page to write the tables to"
     )
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     units = (
         READING_KINDS * len(args.seq_lens)
         + 2 * len(args.processes)

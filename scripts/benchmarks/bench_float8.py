@@ -27,9 +27,9 @@ from tests.harness.ranks import run_ranks
 FORMATS = ("none", "tensorwise", "rowwise")
 
 
-def losses(words: list[str]) -> tuple[list[float], float]:
+def losses(overrides: list[str]) -> tuple[list[float], float]:
     """Loss of each step, and the last held-out loss."""
-    trainer = Trainer(configured(words))
+    trainer = Trainer(configured(overrides))
     trainer.train()
     held_out = trainer.history[-1].eval_loss
     assert held_out is not None
@@ -50,19 +50,19 @@ def main() -> None:
         f"train.steps={args.steps}", f"train.eval_every={args.steps}", "train.eval_batches=32",
         "metrics.console=none",
     ]  # fmt: skip
-    found: dict[str, list[tuple[list[float], float]]] = {}
+    losses_by_format: dict[str, list[tuple[list[float], float]]] = {}
     with progress(len(FORMATS) * args.seeds):
         for kind in FORMATS:
-            found[kind] = []
+            losses_by_format[kind] = []
             for seed in range(args.seeds):
-                words = [*common, f"train.float8={kind}", f"train.seed={seed}"]
-                with unit(f"{kind}, seed {seed}") as done:
-                    found[kind] += run_ranks(1, losses, words)
-                    done.note = f"held out {found[kind][-1][1]:.4f}"
+                overrides = [*common, f"train.float8={kind}", f"train.seed={seed}"]
+                with unit(f"{kind}, seed {seed}") as progress_unit:
+                    losses_by_format[kind] += run_ranks(1, losses, overrides)
+                    progress_unit.note = f"held out {losses_by_format[kind][-1][1]:.4f}"
     window = max(1, args.steps // 10)
     marks = [args.steps * tenth // 10 for tenth in (1, 2, 4, 6, 8, 10)]
     rows = [["train.float8", *map(str, marks), "held out", "deviation"]]
-    for kind, runs in found.items():
+    for kind, runs in losses_by_format.items():
         cells = [
             statistics.mean(
                 statistics.mean(run[mark - window : mark]) for run, _ in runs

@@ -128,7 +128,7 @@ class Bench:
             checkpoints=int(shape.checkpoints), half=int(shape.half),
         )  # fmt: skip
 
-    def words(self, shape: Shape, contestant: str) -> list[str]:
+    def overrides(self, shape: Shape, contestant: str) -> list[str]:
         """Overrides for our trainer."""
         added = CONTESTANTS[contestant]
         assert not isinstance(added, str)
@@ -137,7 +137,7 @@ class Bench:
             "experiment=null", f"model={shape.model}", "parallel=single",
             "parallel.param_dtype=bfloat16", LOSS, *recipe_words(work, self.folder / shape.name),
             "data.dtype=uint32", "optim.implementation=fused", "metrics.console=none",
-            *shape.words, *added,
+            *shape.overrides, *added,
         ]  # fmt: skip
 
     def command(self, shape: Shape, contestant: str) -> list[str]:
@@ -149,28 +149,32 @@ class Bench:
                 str(PEERS / script),
                 *self.work(shape, contestant).arguments(),
             ]
-        return [sys.executable, str(PEERS / "ours.py"), *self.words(shape, contestant)]
+        return [
+            sys.executable,
+            str(PEERS / "ours.py"),
+            *self.overrides(shape, contestant),
+        ]
 
     def environment(self, contestant: str) -> dict[str, str]:
         """One rank by itself, with the same allocator for all."""
-        kept = child_environment(
+        variables = child_environment(
             HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", RANK="0", LOCAL_RANK="0"
         )
-        kept |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        variables |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         if isinstance(CONTESTANTS[contestant], str) and self.python != sys.executable:
-            del kept[
+            del variables[
                 "PYTHONPATH"
             ]  # another environment, which packages of this one would shadow
         if self.device == "cuda":
-            kept["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+            variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         # Reads ranks from its launcher's variables; there is no launcher here
         if contestant == ACCELERATE:
-            kept = {
+            variables = {
                 name: value
-                for name, value in kept.items()
+                for name, value in variables.items()
                 if not name.endswith(("RANK", "WORLD_SIZE"))
             }
-        return kept
+        return variables
 
     def write_inputs(self, shape: Shape) -> ModelConfig:
         """A folder with the tokens, the batches made of them, and the model's ``config.json`` for
@@ -245,11 +249,11 @@ def why(result: Measured) -> str:
     return f"failed: {lines[-1]}" if lines else "failed without a word"
 
 
-def planned_memory(words: Sequence[str], device: str) -> MemoryPrediction | None:
+def planned_memory(overrides: Sequence[str], device: str) -> MemoryPrediction | None:
     """The planner's prediction; None for devices without a profile."""
     if device != "cuda":
         return None
-    config = compose_config(list(words))
+    config = compose_config(list(overrides))
     config.validate(1, "cuda")
     return fast_estimate(config, load_hardware(HARDWARE), 1).memory
 
@@ -310,17 +314,19 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.resume and not args.write:
         parser.error("--resume needs --write STEM, whose STEM.json has the rows")
-    known = TINY if args.tiny else SHAPES
-    names = args.shapes or [shape.name for shape in known]
-    unknown = set(names) - {shape.name for shape in known}
+    shapes = TINY if args.tiny else SHAPES
+    names = args.shapes or [shape.name for shape in shapes]
+    unknown = set(names) - {shape.name for shape in shapes}
     if unknown:
         parser.error(
             f"--shapes {' '.join(sorted(unknown))}: must be of "
-            f"{' '.join(shape.name for shape in known)}"
+            f"{' '.join(shape.name for shape in shapes)}"
         )
-    args.shapes = [shape for shape in known if shape.name in names]
-    wanted = args.contestants or list(CONTESTANTS)
-    args.contestants = [name for name in CONTESTANTS if name.startswith(tuple(wanted))]
+    args.shapes = [shape for shape in shapes if shape.name in names]
+    prefixes = args.contestants or list(CONTESTANTS)
+    args.contestants = [
+        name for name in CONTESTANTS if name.startswith(tuple(prefixes))
+    ]
     return args
 
 
@@ -349,34 +355,37 @@ def main() -> int:
     with progress(units), tempfile.TemporaryDirectory() as scratch:
         doing("writing inputs and planning")
         bench = Bench(args.device, Path(scratch), args.peers_python, peak, memory_gib)
-        flops, planned = {}, {}
+        flops = {}
+        planned = {}
         for shape in args.shapes:
             model = bench.write_inputs(shape)
             with torch.device("meta"):
                 flops[shape] = model.build().flops_per_token(shape.seq_len)
-            memory = planned_memory(bench.words(shape, EAGER), args.device)
+            memory = planned_memory(bench.overrides(shape, EAGER), args.device)
             planned[shape] = memory.peak_bytes / GIB if memory else None
         args.shapes.sort(key=lambda shape: not bench.holds(planned[shape]))
         for shape in args.shapes:
             for contestant in args.contestants:
                 key = f"{shape.name}, {contestant}"
-                with unit(key) as done:
+                with unit(key) as progress_unit:
                     measure = functools.partial(
                         bench.run, shape, contestant, flops[shape], planned[shape]
                     )
-                    found = finished.measure(
+                    measured = finished.measure(
                         key,
                         lambda seconds, run=measure: dataclasses.asdict(run(seconds)),
                         args.row_seconds,
                         LEAST_SECONDS,
                     )
                     row = (
-                        Row(**found)
-                        if found
+                        Row(**measured)
+                        if measured
                         else Row(shape.name, contestant, failure=NO_TIME)
                     )
                     rows.append(row)
-                    done.note = row.failure or f"{row.tokens_per_second:,.0f} tokens/s"
+                    progress_unit.note = (
+                        row.failure or f"{row.tokens_per_second:,.0f} tokens/s"
+                    )
                 verdicts = judge(rows, args.shapes)
                 if args.device == "cpu":
                     verdicts = [

@@ -41,35 +41,36 @@ NARROW = (
 )
 
 
-def words_of(strategy: str, depth: int) -> list[str]:
+def overrides_of(strategy: str, depth: int) -> list[str]:
     """Overrides of a row."""
     return f"{NARROW} model.n_layers={depth} parallel={strategy}".split()
 
 
-def measure(words: list[str], steps: int) -> float:
+def measure(overrides: list[str], steps: int) -> float:
     """Median seconds of a step of one rank."""
-    trainer = Trainer(configured([*words, f"train.steps={steps}"]))
+    trainer = Trainer(configured([*overrides, f"train.steps={steps}"]))
     trainer.train()
     return statistics.median(
         step.step_time_seconds for step in trainer.history[WARMUP:]
     )
 
 
-def operators(words: list[str]) -> float:
+def operators(overrides: list[str]) -> float:
     """Operators of a step on a CPU, by two predictions."""
     hardware = load_hardware("cpu")
 
     def predicted(seconds: float) -> float:
         quantity = dataclasses.replace(hardware.host_operator_seconds, value=seconds)
         slow = dataclasses.replace(hardware, host_operator_seconds=quantity)
-        return predict(configured(words), slow, 1).time.step_seconds
+        return predict(configured(overrides), slow, 1).time.step_seconds
 
     return (predicted(2 * SLOW) - predicted(SLOW)) / SLOW
 
 
 def slope(values: dict[int, float]) -> float:
     """Growth of a quantity with each layer, from the least to the most layers."""
-    least, most = min(values), max(values)
+    least = min(values)
+    most = max(values)
     return (values[most] - values[least]) / (most - least)
 
 
@@ -85,17 +86,18 @@ def main() -> None:
     rows = [["strategy", *depths, "ms a layer", "operators a layer", "µs an operator"]]
     with progress(len(args.strategies)):
         for strategy in args.strategies:
-            words = {depth: words_of(strategy, depth) for depth in DEPTHS}
-            with unit(strategy) as done:
+            overrides = {depth: overrides_of(strategy, depth) for depth in DEPTHS}
+            with unit(strategy) as progress_unit:
                 times = {
-                    depth: run_ranks(1, measure, words[depth], args.steps)[0]
+                    depth: run_ranks(1, measure, overrides[depth], args.steps)[0]
                     for depth in DEPTHS
                 }
                 issued = {
-                    depth: operators(words[depth]) for depth in (DEPTHS[0], DEPTHS[-1])
+                    depth: operators(overrides[depth])
+                    for depth in (DEPTHS[0], DEPTHS[-1])
                 }
                 quotient = f"{1e6 * slope(times) / slope(issued):.1f}"
-                done.note = f"{quotient} µs"
+                progress_unit.note = f"{quotient} µs"
             steps = [f"{1e3 * seconds:.1f}" for seconds in times.values()]
             layer = [f"{1e3 * slope(times):.2f}", f"{slope(issued):.0f}", quotient]
             rows.append([strategy, *steps, *layer])

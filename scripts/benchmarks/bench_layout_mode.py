@@ -77,9 +77,9 @@ def main() -> None:
                 own = [*shared, *MODES[mode]]
                 if mode.startswith("layout"):
                     own.append(f"train.grains={args.grains}")
-                with unit(mode) as done:
+                with unit(mode) as progress_unit:
                     seconds[mode] += run_ranks(1, measure, own)
-                    done.note = f"{seconds[mode][-1]:.2f} s"
+                    progress_unit.note = f"{seconds[mode][-1]:.2f} s"
     medians = {mode: statistics.median(times) for mode, times in seconds.items()}
     rows = [["`train.deterministic`", "CPU time of a step", "ratio"]]
     for mode, median in medians.items():

@@ -122,14 +122,14 @@ def context_rows(steps: int) -> dict[str, Config]:
     """Configurations of the table of contexts, all with the same global batch of four sequences."""
     # A micro-batch of cp sequences on RANKS / cp groups of ranks.
     common = f"{COMMON} {CONTEXT_MODEL} train.seq_len={SEQ_LEN} train.steps={steps}"
-    words = {"cp 1": "train.batch_size=1"}
+    overrides = {"cp 1": "train.batch_size=1"}
     for cp in (2, 4):
         for form in ("ulysses", "gathered", "ring"):
             layout = f"mesh.cp_size={cp} train.batch_size={cp} parallel.context={form}"
-            words[f"cp {cp} {form}"] = layout
+            overrides[f"cp {cp} {form}"] = layout
     return {
         name: configured(f"{common} {row}".split(), RANKS)
-        for name, row in words.items()
+        for name, row in overrides.items()
     }
 
 
@@ -152,7 +152,8 @@ def expert_bytes(config: Config, ep: int, tokens: int) -> tuple[float, float]:
     """
     model = config.model
     assert isinstance(model, Qwen3MoEConfig)
-    shards, layers = RANKS // ep, model.n_layers // model.moe_every
+    shards = RANKS // ep
+    layers = model.n_layers // model.moe_every
     rows = 4 * tokens * model.top_k * model.dim * (ep - 1) / ep
     gathered = (
         3
@@ -243,7 +244,7 @@ def bench_experts(steps: int) -> tuple[str, list[str]]:
 
 
 def other_losses(names: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """Rows whose losses differ from the first row's."""
+    """Rows with other losses than the first row's."""
     faults = []
     for name, row in zip(names, rows, strict=True):
         pairs = zip(row.losses, rows[0].losses, strict=True)

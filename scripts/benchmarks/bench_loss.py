@@ -6,10 +6,10 @@ of the same loss.
     python scripts/benchmarks/bench_loss.py --device cuda --write benchmarks/loss.md
 
 Contestants, all from hidden states, weight and labels to the gradients of the first two: the plain
-loss over whole logits; torch's own chunked ``F.linear_cross_entropy`` with its default options,
-where torch has it; the plain loss over checkpointed chunks, as long as ours; and this project's
-chunked loss, which adds up the weight's gradient in float32 or in bf16. Losses and gradients are
-compared with the plain loss in float64 before anything is timed.
+loss over whole logits; torch's own chunked ``F.linear_cross_entropy`` with its default options, if
+torch has it; the plain loss over checkpointed chunks, as long as ours; and this project's chunked
+loss, which adds up the weight's gradient in float32 or in bf16. Losses and gradients are compared
+with the plain loss in float64 before anything is timed.
 
 The contestants take turns; times are medians over turns, ratios medians of the ratios within a
 turn, so that other load on the machine affects all alike. Peak memory is the most that one step
@@ -56,8 +56,11 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 LOSS_TOLERANCE_OF_TORCH = 0.05
 """torch 2.13's own adds up its loss in the dtype of the inputs."""
 MIB = 2**20
-PLAIN, TORCH, CHECKPOINTED = "plain", "F.linear_cross_entropy", "checkpointed chunks"
-OURS, OURS_BF16 = "chunked", "chunked, bf16 sum"
+PLAIN = "plain"
+TORCH = "F.linear_cross_entropy"
+CHECKPOINTED = "checkpointed chunks"
+OURS = "chunked"
+OURS_BF16 = "chunked, bf16 sum"
 
 
 def shape(word: str) -> tuple[int, ...]:
@@ -70,7 +73,7 @@ def shape(word: str) -> tuple[int, ...]:
     return sizes
 
 
-def main(words: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run all shapes and dtypes; 0 if every bar is met."""
     parser = page_parser(__doc__)
     parser.add_argument("--device", default="cpu")
@@ -90,12 +93,12 @@ def main(words: list[str] | None = None) -> int:
         type=int,
         help="tokens a chunk; chosen by the loss if left out",
     )
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     shapes = args.shapes or ([SHAPE] if args.device == "cpu" else [SHAPE, LARGE_SHAPE])
     torch.set_num_threads(args.threads)
     texts = [
         "# Chunked loss",
-        command_line(words),
+        command_line(argv),
         machine(torch.device(args.device).type),
     ]
     contestants = 5 if hasattr(F, "linear_cross_entropy") else 4
@@ -118,9 +121,9 @@ def run_case(
     errors = check(losses, *inputs)
     peaks = {}
     for name, loss_fn in losses.items():
-        with unit(f"{dtype}, memory of {name}") as done:
+        with unit(f"{dtype}, memory of {name}") as progress_unit:
             peaks[name] = peak_bytes(loss_fn, *inputs)
-            done.note = f"{peaks[name] / MIB:.0f} MiB"
+            progress_unit.note = f"{peaks[name] / MIB:.0f} MiB"
     steps = {
         name: functools.partial(timed_step, loss_fn, inputs)
         for name, loss_fn in losses.items()
@@ -217,7 +220,7 @@ def contestants(
 def step(
     loss_fn: LossFn, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
 ) -> Tensor:
-    """Loss and gradients of its mean, as in training, where the sum is divided after the head."""
+    """Loss and gradients of its mean; as in training, the sum is divided after the head."""
     hidden_ND.grad = weight_VD.grad = None
     loss = loss_fn(hidden_ND, weight_VD, labels_N)
     (loss / len(labels_N)).backward()

@@ -70,15 +70,15 @@ def main() -> int:
         print(json.dumps(vars(measure(args))), flush=True)
         return 0
     results: dict[tuple[str, str], Result] = {}
-    wanted = rows_of(args)
-    with progress(len(wanted)):
+    pairs = rows_of(args)
+    with progress(len(pairs)):
         rows = open_rows(args)
-        for strategy, name in wanted:
-            with unit(f"{strategy} {name}") as done:
+        for strategy, name in pairs:
+            with unit(f"{strategy} {name}") as progress_unit:
                 results[strategy, name] = result = measured_row(
                     rows, args, strategy, name
                 )
-                done.note = (
+                progress_unit.note = (
                     result.failure
                     or f"{result.seconds:.3f} s, reserved {gib(result.reserved_gib)} GiB"
                 )
@@ -202,14 +202,14 @@ def run_row(
     args: argparse.Namespace, strategy: str, name: str, seconds: float
 ) -> Result:
     """Measure one row in a fresh process, so that no row sees the allocator of another."""
-    words = [sys.executable, __file__, "--one", strategy, name]
+    command = [sys.executable, __file__, "--one", strategy, name]
     for option in ROW_OPTIONS:
-        words += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
+        command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
     present = child_environment()
     environment = hardware_environment(args.device, 1, row_cores(args), False, present)
     try:
-        done = subprocess.run(
-            words,
+        process = subprocess.run(
+            command,
             capture_output=True,
             text=True,
             env=present | environment,
@@ -217,13 +217,15 @@ def run_row(
         )
     except subprocess.TimeoutExpired:
         return Result(failure=f"not done after {seconds:.0f} s")
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        return Result(failure=(done.stderr.strip().splitlines() or ["no output"])[-1])
+    lines = process.stdout.splitlines()
+    if process.returncode or not lines:
+        return Result(
+            failure=(process.stderr.strip().splitlines() or ["no output"])[-1]
+        )
     return Result(**json.loads(lines[-1]))
 
 
-def row_words(args: argparse.Namespace, strategy: str, name: str) -> list[str]:
+def row_overrides(args: argparse.Namespace, strategy: str, name: str) -> list[str]:
     """Overrides of a row."""
     line = (
         f"model={args.model} parallel={strategy} experiment=null launch.device={args.device} "
@@ -231,13 +233,13 @@ def row_words(args: argparse.Namespace, strategy: str, name: str) -> list[str]:
         f"metrics.log_every=1 train.seq_len={args.seq_len} train.batch_size=1 "
         f"train.steps={args.steps}"
     )
-    return [*line.split(), *ROWS[name].words]
+    return [*line.split(), *ROWS[name].overrides]
 
 
 def measure(args: argparse.Namespace) -> Result:
     """Be rank 0 of a world without other ranks, and take the steps of one row."""
     strategy, name = args.one
-    config = compose_config(row_words(args, strategy, name))
+    config = compose_config(row_overrides(args, strategy, name))
     try:
         config.validate(args.world_size, args.device)
     except ConfigError as error:

@@ -71,27 +71,26 @@ class Contestant:
     name: str
     script: str | None = None
     """In ``scripts/benchmarks/peers``; None for ours."""
-    words: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     """Ours: arguments added to the command."""
     group: int = 0
     """Contestants of the same group take turns, and are compared."""
 
 
-ACCELERATE, FABRIC, PLAIN = (
-    "(a) accelerate + transformers",
-    "(b) Fabric + LitGPT",
-    "(c) plain fully_shard",
-)
-OURS_DDP, OURS_FSDP2 = "FSDPToys ddp, chunked loss", "FSDPToys fsdp2, chunked loss"
+ACCELERATE = "(a) accelerate + transformers"
+FABRIC = "(b) Fabric + LitGPT"
+PLAIN = "(c) plain fully_shard"
+OURS_DDP = "FSDPToys ddp, chunked loss"
+OURS_FSDP2 = "FSDPToys fsdp2, chunked loss"
 CHUNKED = "memory.chunk_loss=true"
 CONTESTANTS = [
     Contestant(ACCELERATE, "accelerate_transformers.py"),
     Contestant(FABRIC, "fabric_litgpt.py"),
     Contestant(PLAIN, "plain_fully_shard.py", group=1),
-    Contestant("FSDPToys ddp", words=("parallel=ddp",)),
-    Contestant(OURS_DDP, words=("parallel=ddp", CHUNKED)),
-    Contestant("FSDPToys fsdp2", words=("parallel=fsdp2",), group=1),
-    Contestant(OURS_FSDP2, words=("parallel=fsdp2", CHUNKED), group=1),
+    Contestant("FSDPToys ddp", overrides=("parallel=ddp",)),
+    Contestant(OURS_DDP, overrides=("parallel=ddp", CHUNKED)),
+    Contestant("FSDPToys fsdp2", overrides=("parallel=fsdp2",), group=1),
+    Contestant(OURS_FSDP2, overrides=("parallel=fsdp2", CHUNKED), group=1),
 ]
 """Peers first; ours with the same loss, and as a user runs it."""
 PAIRS = [
@@ -114,8 +113,8 @@ class Bench:
     def command(self, contestant: Contestant, run_dir: Path) -> list[str]:
         """Command that starts a contestant's ranks."""
         if contestant.script is None:
-            return [sys.executable, "-m", "fsdptoys", "train", *self.words(), *contestant.words,
-                    f"metrics.run_dir={run_dir}"]  # fmt: skip
+            return [sys.executable, "-m", "fsdptoys", "train", *self.overrides(),
+                    *contestant.overrides, f"metrics.run_dir={run_dir}"]  # fmt: skip
         # accelerate launch --cpu starts one process, however many are asked for; under torchrun
         # there are as many.
         launcher = ["torchrun", "--standalone", f"--nproc-per-node={RANKS}"]
@@ -125,9 +124,10 @@ class Bench:
         script = str(PEERS / contestant.script)
         return [str(self.peers_bin / program), *options, script, *self.work.arguments()]
 
-    def words(self) -> list[str]:
+    def overrides(self) -> list[str]:
         """Our command line without the strategy and the loss."""
-        work, model = self.work, self.model
+        work = self.work
+        model = self.model
         return [
             "experiment=null", "model=llama_bytes", f"model.dim={model.dim}",
             f"model.n_layers={model.n_layers}", f"model.n_heads={model.n_heads}",
@@ -154,9 +154,9 @@ class Bench:
         )
 
 
-def peers_bin(named: Path | None) -> Path:
+def peers_bin(folder: Path | None) -> Path:
     """Where the peers' programs are, installed first where they are missing."""
-    home = named or ROOT / ".venv-peers"
+    home = folder or ROOT / ".venv-peers"
     programs = home / "bin"
     if not (programs / "accelerate").exists() or not (programs / "fabric").exists():
         print(

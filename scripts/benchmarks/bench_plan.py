@@ -45,7 +45,7 @@ from scripts.benchmarks.bench_memory import (
     add_row_arguments,
     measured_row,
     open_rows,
-    row_words,
+    row_overrides,
     rows_of,
 )
 from scripts.benchmarks.memory_rows import ROWS, Result
@@ -53,7 +53,11 @@ from scripts.common.finished_rows import ROWS_LEFT
 from scripts.common.machine import device_name, machine
 from scripts.common.progress import progress, unit
 
-END_GIB, PEAK, RESERVED, UNCALIBRATED, CALIBRATED = 0.01, 0.02, 0.05, 0.20, 0.08
+END_GIB = 0.01
+PEAK = 0.02
+RESERVED = 0.05
+UNCALIBRATED = 0.20
+CALIBRATED = 0.08
 """Bars: GiB, and shares of the measured value."""
 
 
@@ -84,11 +88,11 @@ def main() -> int:
     hardware = copies_for_links(load_hardware(profile), args.world_size)
     measured: dict[tuple[str, str], Result] = {}
     predictors: dict[tuple[str, str], Predict] = {}
-    wanted = rows_of(args)
-    with progress(len(wanted) + 1):
+    pairs = rows_of(args)
+    with progress(len(pairs) + 1):
         rows_of_device = None if saved is not None else open_rows(args)
-        for strategy, name in wanted:
-            with unit(f"{strategy} {name}") as done:
+        for strategy, name in pairs:
+            with unit(f"{strategy} {name}") as progress_unit:
                 if rows_of_device is not None:
                     result = measured_row(rows_of_device, args, strategy, name)
                 else:
@@ -96,7 +100,7 @@ def main() -> int:
                         f"{strategy} {name}", Result(failure="not measured")
                     )
                 measured[strategy, name] = result
-                done.note = result.failure or f"{result.seconds:.3f} s"
+                progress_unit.note = result.failure or f"{result.seconds:.3f} s"
                 if not result.failure:
                     predictors[strategy, name] = predictor(args, strategy, name)
         with unit("predictions and calibration"):
@@ -137,8 +141,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_measured(args: argparse.Namespace) -> dict[str, Result]:
-    """The rows of ``--measured``, whose device, model, ranks, length and steps become those of this
-    call."""
+    """The rows of ``--measured``; their device, model, ranks, length and steps become this
+    call's."""
     tree = json.loads(args.measured.read_text())
     for name in (*ROW_OPTIONS, "machine"):
         setattr(args, name, tree["settings"][name])
@@ -156,7 +160,8 @@ def copies_for_links(hardware: Hardware, world_size: int) -> Hardware:
         hardware.memory_bandwidth.value * hardware.memory_efficiency.value
     )
     speed = Quantity(bytes_per_second / 2 * (world_size - 1) / world_size, source)
-    whole, none = Quantity(1.0, source), Quantity(1e-30, source)
+    whole = Quantity(1.0, source)
+    none = Quantity(1e-30, source)
     return dataclasses.replace(
         hardware,
         intra_node_bandwidth=speed,
@@ -170,7 +175,7 @@ def copies_for_links(hardware: Hardware, world_size: int) -> Hardware:
 
 def predictor(args: argparse.Namespace, strategy: str, name: str) -> Predict:
     """Return a function that predicts a row."""
-    config = compose_config(row_words(args, strategy, name))
+    config = compose_config(row_overrides(args, strategy, name))
     config.validate(args.world_size, args.device)
     return lambda hardware: predict(config, hardware, args.world_size)
 
@@ -200,8 +205,9 @@ def compare(
             ).hardware
         for (owner, name), row in predictors.items():
             if owner == strategy:
-                offloads = any("offload=true" in word for word in ROWS[name].words)
-                before, after = row(hardware), row(corrected)
+                offloads = any("offload=true" in word for word in ROWS[name].overrides)
+                before = row(hardware)
+                after = row(corrected)
                 rows[owner, name] = Compared(
                     measured[owner, name], before, after, not offloads
                 )
@@ -212,7 +218,8 @@ def judge(rows: dict[tuple[str, str], Compared]) -> list[str]:
     """Every bar, met or missed."""
     verdicts = []
     for (strategy, name), row in rows.items():
-        memory, result = row.before.memory, row.measured
+        memory = row.before.memory
+        result = row.measured
         assert result.seconds is not None
         checks = [
             (
@@ -228,24 +235,24 @@ def judge(rows: dict[tuple[str, str], Compared]) -> list[str]:
                 CALIBRATED * result.seconds,
             ),
         ] * row.on_device
-        for what, predicted, got, share in (
+        for what, predicted, actual, share in (
             ("GiB at the end", memory.end_bytes, result.end_gib, None),
             ("GiB at the peak", memory.peak_bytes, result.peak_gib, PEAK),
             ("GiB reserved", memory.reserved_bytes, result.reserved_gib, RESERVED),
         ):
-            if got is not None:
+            if actual is not None:
                 checks.append(
                     (
                         what,
                         predicted / GIB,
-                        got,
-                        END_GIB if share is None else share * got,
+                        actual,
+                        END_GIB if share is None else share * actual,
                     )
                 )
-        for what, predicted, got, bar in checks:
-            met = "met" if abs(predicted - got) <= bar else "missed"
+        for what, predicted, actual, bar in checks:
+            met = "met" if abs(predicted - actual) <= bar else "missed"
             verdicts.append(
-                f"{met}: {strategy} {name}: {predicted:.3f} {what}, measured {got:.3f}, bar "
+                f"{met}: {strategy} {name}: {predicted:.3f} {what}, measured {actual:.3f}, bar "
                 f"±{bar:.3f}"
             )
     return verdicts
@@ -292,12 +299,12 @@ def render(
             (result.reserved_gib, memory.reserved_bytes),
         )
         cells = [
-            "" if got is None else f"{got:.2f} / {predicted / GIB:.2f}"
-            for got, predicted in pairs
+            "" if actual is None else f"{actual:.2f} / {predicted / GIB:.2f}"
+            for actual, predicted in pairs
         ]
         cells += [
-            f"{result.seconds:.3f} / {each.time.step_seconds:.3f}"
-            for each in (row.before, row.after)
+            f"{result.seconds:.3f} / {prediction.time.step_seconds:.3f}"
+            for prediction in (row.before, row.after)
         ]
         lines.append(f"| {strategy} | {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"- {verdict}" for verdict in verdicts)]) + "\n"

@@ -76,7 +76,8 @@ class Cost:
 @contextmanager
 def timed(into: dict[str, Cost], name: str) -> Iterator[None]:
     """Note seconds on the clock and of this process's CPU."""
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     yield
     into[name] = Cost(time.perf_counter() - wall, time.process_time() - cpu)
 
@@ -121,19 +122,22 @@ def rank_costs(config: Config, resumed: Config) -> dict[str, Cost]:
 
     again._resume = timed_load  # type: ignore[method-assign]
     again.run()
-    kept = steps[WARMUP:]
+    measured = steps[WARMUP:]
     costs["step"] = Cost(
-        statistics.median(each.wall for each in kept),
-        statistics.median(each.cpu for each in kept),
+        statistics.median(cost.wall for cost in measured),
+        statistics.median(cost.cpu for cost in measured),
     )
     return costs
 
 
-def command_cost(words: str, ranks: int) -> Cost:
+def command_cost(command_line: str, ranks: int) -> Cost:
     """Seconds on the clock of ``fsdptoys train`` with one step, and CPU seconds of each rank's
     share of it."""
-    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    line = f"-m fsdptoys train {words} train.steps=1 launch.nproc_per_node={ranks}"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.perf_counter()
+    line = (
+        f"-m fsdptoys train {command_line} train.steps=1 launch.nproc_per_node={ranks}"
+    )
     subprocess.run(
         [sys.executable, *line.split()],
         check=True,
@@ -152,25 +156,25 @@ def measured_rows(worlds: Sequence[int], steps: int) -> Iterator[list[str]]:
         with tempfile.TemporaryDirectory() as folder:
             common = f"{MEASURED} metrics.console=none mesh.fsdp_size={min(2, ranks)}"
             saves = f"train.steps={steps} checkpoint.every={steps} metrics.run_dir={folder}/run"
-            words = f"{common} {saves}".split()
-            first = configured(words, ranks)
-            resumed = configured([*words, "checkpoint.resume=must"], ranks)
+            overrides = f"{common} {saves}".split()
+            first = configured(overrides, ranks)
+            resumed = configured([*overrides, "checkpoint.resume=must"], ranks)
             with unit(f"measured, {ranks} ranks"):
-                found = run_ranks(ranks, rank_costs, first, resumed)
+                rank_results = run_ranks(ranks, rank_costs, first, resumed)
             command = f"{common} experiment=null launch.device=cpu metrics.run_dir={folder}/command"
             with unit(f"command, {ranks} ranks"):
                 start = command_cost(command, ranks)
         cells = [f"{start.wall:.1f} / {start.cpu:.1f}"]
         for name in ("initialize", "step", "save", "load"):
             # The slowest rank's clock, and a rank's CPU time on average.
-            wall = max(costs[name].wall for costs in found)
-            cpu = statistics.mean(costs[name].cpu for costs in found)
+            wall = max(costs[name].wall for costs in rank_results)
+            cpu = statistics.mean(costs[name].cpu for costs in rank_results)
             cells.append(f"{1e3 * wall:.0f} / {1e3 * cpu:.0f}")
         yield [str(ranks), *cells]
 
 
 def numbers(
-    words: Sequence[str], world_size: int
+    overrides: Sequence[str], world_size: int
 ) -> tuple[int, int, int, float, float]:
     """Lines of ours, calls of Python, collectives and MiB that a rank sends, in one step of an
     imagined world.
@@ -179,9 +183,9 @@ def numbers(
         These, and CPU seconds of the initialization, mesh and groups included, when all is
         imported.
     """
-    counted, collectives, _ = count_step(words, world_size)
+    counted, collectives, _ = count_step(overrides, world_size)
     pretend(world_size)
-    config = configured(words, world_size, 8)
+    config = configured(overrides, world_size, 8)
     started = time.process_time()
     Trainer(config)
     seconds = time.process_time() - started
@@ -239,21 +243,21 @@ def planned_rows(
                 node_ranks_of(config, hardware, world_size),
             )
             with unit(f"planned, {world_size:,} ranks, mesh.fsdp_size={size}"):
-                found = predict(config, hardware, world_size)
-            volumes = found.time.volumes
+                prediction = predict(config, hardware, world_size)
+            volumes = prediction.time.volumes
             sent = sum(volume.bytes for volume in volumes) / GIB
             calls = sum(volume.calls for volume in volumes)
             yield [
-                f"{world_size:,}", f"`{size}`", f"{found.memory.peak_bytes / GIB:.2f}",
-                f"{found.memory.reserved_bytes / GIB:.2f}",
-                f"{1e3 * found.time.step_seconds:.0f}",
-                f"{1e3 * found.time.exposed_communication_seconds:.0f}", f"{sent:.1f}",
+                f"{world_size:,}", f"`{size}`", f"{prediction.memory.peak_bytes / GIB:.2f}",
+                f"{prediction.memory.reserved_bytes / GIB:.2f}",
+                f"{1e3 * prediction.time.step_seconds:.0f}",
+                f"{1e3 * prediction.time.exposed_communication_seconds:.0f}", f"{sent:.1f}",
                 str(calls), f"{messages(volumes):,}",
-                f"{found.tokens_per_second / world_size:,.0f}",
+                f"{prediction.tokens_per_second / world_size:,.0f}",
             ]  # fmt: skip
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure, count and plan, and print the tables."""
     parser = page_parser(__doc__)
     ints: dict[str, Any] = {"type": int, "nargs": "*"}
@@ -267,7 +271,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--planned", **ints, default=worlds, help="worlds to plan for")
     parser.add_argument("--model", default="llama3_8b", help="to plan for")
     parser.add_argument("--hardware", default="h100", help="to plan for")
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     measured = ["ranks", "command with one step", "initialize", "step", "save", "load"]
     counted = [
         "ranks", "lines of ours that ran", "calls of functions", "collectives", "MiB sent",
@@ -295,7 +299,7 @@ def main(words: Sequence[str] | None = None) -> int:
     ]
     texts = [
         "# What grows with the number of ranks",
-        command_line(words),
+        command_line(argv),
         machine("cpu"),
     ]
     for title, rows in zip(titles, tables, strict=True):

@@ -112,8 +112,7 @@ class Training:
     """A contestant's model and optimizer on this rank.
 
     Args:
-        contestant: whose.
-        config: validated.
+        contestant: owner of the model. config: validated.
     """
 
     def __init__(self, contestant: Contestant, config: Config) -> None:
@@ -160,7 +159,7 @@ def compete(
     traces: bool,
 ) -> list[Measured]:
     """Run one round of a group on this rank."""
-    made = [
+    trainings = [
         Training(contestant, config)
         for contestant, config in zip(group, configs, strict=True)
     ]
@@ -176,14 +175,16 @@ def compete(
             announce=dist.get_rank() == 0,
         ):
             for number in [*range(first, len(group)), *range(first)]:
-                training, result = made[number], measured[number]
+                training = trainings[number]
+                result = measured[number]
                 if turn == args.warmup + args.turns:
                     result.collective_seconds, result.hidden_seconds = trace(
                         training, tokens_BT
                     )
                     continue
                 dist.barrier()
-                cpu_seconds, seconds = time.process_time(), time.perf_counter()
+                cpu_seconds = time.process_time()
+                seconds = time.perf_counter()
                 loss = training.take_step(tokens_BT)
                 if turn >= args.warmup:
                     result.seconds.append(time.perf_counter() - seconds)
@@ -240,7 +241,8 @@ def trace(training: Training, tokens_BT: Tensor) -> tuple[float, float]:
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of intervals."""
-    total, reached = 0.0, -float("inf")
+    total = 0.0
+    reached = -float("inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
@@ -253,16 +255,16 @@ def over_ranks(per_rank: Sequence[list[Measured]]) -> list[Measured]:
     return [
         Measured(
             seconds=[
-                max(each)
-                for each in zip(*(rank.seconds for rank in ranks), strict=True)
+                max(turn)
+                for turn in zip(*(rank.seconds for rank in ranks), strict=True)
             ],
             cpu_seconds=[
-                sum(each)
-                for each in zip(*(rank.cpu_seconds for rank in ranks), strict=True)
+                sum(turn)
+                for turn in zip(*(rank.cpu_seconds for rank in ranks), strict=True)
             ],
             losses=[
-                statistics.fmean(each)
-                for each in zip(*(rank.losses for rank in ranks), strict=True)
+                statistics.fmean(turn)
+                for turn in zip(*(rank.losses for rank in ranks), strict=True)
             ],
             collective_seconds=statistics.fmean(
                 rank.collective_seconds for rank in ranks
@@ -290,16 +292,16 @@ def check_losses(group: list[Contestant], measured: list[Measured]) -> None:
                 )
 
 
-def loss_difference(ours: Measured, native: Measured) -> float:
+def loss_difference(toy: Measured, native: Measured) -> float:
     """Return the largest difference of a step's losses, relative to the native one."""
     return max(
-        abs(a - b) / abs(b) for a, b in zip(ours.losses, native.losses, strict=True)
+        abs(a - b) / abs(b) for a, b in zip(toy.losses, native.losses, strict=True)
     )
 
 
-def ratios(ours: Measured, native: Measured) -> list[float]:
+def ratios(toy: Measured, native: Measured) -> list[float]:
     """Return the ratio of step times in each turn."""
-    return [a / b for a, b in zip(ours.seconds, native.seconds, strict=True)]
+    return [a / b for a, b in zip(toy.seconds, native.seconds, strict=True)]
 
 
 def render(group: list[Contestant], rounds: list[list[Measured]]) -> str:
@@ -325,7 +327,9 @@ def render(group: list[Contestant], rounds: list[list[Measured]]) -> str:
         cpu_seconds = itertools.chain(*(result.cpu_seconds for result in results))
         compared = ["", "", ""]
         if number:
-            worst = max(loss_difference(ours[number], ours[0]) for ours in rounds)
+            worst = max(
+                loss_difference(results[number], results[0]) for results in rounds
+            )
             medians = ", ".join(f"{statistics.median(turns):.3f}" for turns in by_round)
             compared = [
                 f"{ratio:.3f} ({low:.3f} to {high:.3f})",
@@ -349,7 +353,7 @@ def render(group: list[Contestant], rounds: list[list[Measured]]) -> str:
     return "\n".join([markdown_table(rows, range(1, 10)), "", *verdicts])
 
 
-def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = page_parser(__doc__)
     names = list(GROUPS)
@@ -370,7 +374,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=50257)
     parser.add_argument("--batch-size", type=int, default=1, help="of a rank")
     parser.add_argument("--seq-len", type=int, default=128)
-    return parser.parse_args(words)
+    return parser.parse_args(argv)
 
 
 def compose(args: argparse.Namespace, contestant: Contestant) -> Config:
@@ -383,16 +387,16 @@ def compose(args: argparse.Namespace, contestant: Contestant) -> Config:
     return configured(line.split(), RANKS)
 
 
-def main(words: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return 0 if every target is met."""
-    args = parse_arguments(words)
+    args = parse_arguments(argv)
     torch.set_num_threads(1)
     with torch.device("meta"):
         model = compose(args, GROUPS["ddp"][0]).model.build()
     parameters = sum(param.numel() for param in model.parameters())
     texts = [
         "# The toys next to PyTorch's own",
-        command_line(words),
+        command_line(argv),
         f"{machine('cpu')}.",
         f"A GPT-2 of {parameters / 1e6:.1f}M parameters (dim {args.dim}, {args.layers} layers, "
         f"vocabulary {args.vocab_size}, tied), {args.batch_size} × {args.seq_len} tokens a rank "

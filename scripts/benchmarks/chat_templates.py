@@ -5,9 +5,9 @@ python scripts/benchmarks/chat_templates.py FOLDER [--report docs/data.md] [--de
 
 FOLDER holds templates (``*.jinja``, at any depth), such as those of trl, llama.cpp and axolotl.
 Each is rendered with every row of ``ROWS`` by this project and by ``apply_chat_template`` of
-transformers, whose clock stands still on the date that this project takes. Answers are compared
-where a template has ``generation`` blocks, or where trl has a second template of the same text that
-does (``NAME_training.jinja``).
+transformers, with its clock stopped on the date that this project takes. Answers are compared where
+a template has ``generation`` blocks, or where trl has a second template of the same text that does
+(``NAME_training.jinja``).
 """
 
 import argparse
@@ -239,29 +239,33 @@ def compare(
     try:
         template = compiled(name, source)
         special = sorted({*SPECIAL.findall(source), "</s>"}, key=len, reverse=True)
-        found = template.render(row, special)
+        rendered = template.render(row, special)
     except (BadRowError, ConfigError) as error:
         return Result(
             "both refuse" if expected is None else "refused here alone", str(error)
         )
-    if found.text != expected:
+    if rendered.text != expected:
         objects = dataclasses.replace(row, messages=with_parsed_arguments(row.messages))
-        if objects != row and found.text == oracle.text(source, objects):
+        if objects != row and rendered.text == oracle.text(source, objects):
             return Result("equal with objects")
-        return Result("other text", f"{found.text!r} for {expected!r}")
+        return Result("other text", f"{rendered.text!r} for {expected!r}")
     if blocks is not None:
-        mistake = compare_answers(oracle, blocks, row, template, found)
+        mistake = compare_answers(oracle, blocks, row, template, rendered)
         if mistake:
             return Result("other answers", mistake)
     return (
-        Result("equal, loses parts", "; ".join(found.lost))
-        if found.lost
+        Result("equal, loses parts", "; ".join(rendered.lost))
+        if rendered.lost
         else Result("equal")
     )
 
 
 def compare_answers(
-    oracle: Oracle, blocks: str, row: ChatRow, template: ChatTemplate, found: Rendered
+    oracle: Oracle,
+    blocks: str,
+    row: ChatRow,
+    template: ChatTemplate,
+    rendered: Rendered,
 ) -> str | None:
     """How the answers differ from those in generation blocks, if the texts are the same.
 
@@ -272,11 +276,15 @@ def compare_answers(
         text, spans = oracle.answers(blocks, row)
     except Exception:
         return None
-    if text != found.text:
+    if text != rendered.text:
         return None
-    inside = {place for start, stop in spans for place in range(start, stop)}
-    ours = {place for start, stop in found.answers for place in range(start, stop)}
-    more, less = (_pieces(text, places) for places in (ours - inside, inside - ours))
+    inside = {position for start, stop in spans for position in range(start, stop)}
+    answers = {
+        position for start, stop in rendered.answers for position in range(start, stop)
+    }
+    more, less = (
+        _pieces(text, places) for places in (answers - inside, inside - answers)
+    )
     prompts = [
         template.prompt(row.messages[:number], row) for number in row.learned
     ] + [TOKENS["eos_token"]]
@@ -292,20 +300,20 @@ def compare_answers(
 def _pieces(text: str, places: set[int]) -> list[str]:
     """The texts of adjacent places."""
     pieces: dict[int, str] = {}
-    for count, place in enumerate(sorted(places)):
-        first = place - count  # the same for adjacent places
-        pieces[first] = pieces.get(first, "") + text[place]
+    for count, position in enumerate(sorted(places)):
+        first = position - count  # the same for adjacent places
+        pieces[first] = pieces.get(first, "") + text[position]
     return list(pieces.values())
 
 
 def templates_in(folder: Path) -> Iterator[tuple[str, str, str | None]]:
     """Name, source, and a source of the same text with generation blocks, of each template once."""
-    seen: set[str] = set()
+    hashes: set[str] = set()
     for path in sorted(folder.rglob("*.jinja")):
         source = path.read_text(encoding="utf-8")
-        if source in seen:
+        if source in hashes:
             continue
-        seen.add(source)
+        hashes.add(source)
         training = path.with_name(f"{path.stem}_training.jinja")
         blocks = None
         if re.search(r"\{%-?\s*generation\s*-?%\}", source):
@@ -326,7 +334,8 @@ def main() -> int:
         "--report", type=Path, help="put the table between this file's marks"
     )
     options = parser.parse_args()
-    oracle, counts = Oracle(), {name: collections.Counter[str]() for name in ROWS}
+    oracle = Oracle()
+    counts = {name: collections.Counter[str]() for name in ROWS}
     rows = {name: read_row(row) for name, row in ROWS.items()}
     templates = list(templates_in(options.folder))
     for name, source, blocks in templates:
@@ -339,8 +348,10 @@ def main() -> int:
         f"| row ({len(templates)} templates) | {' | '.join(KINDS)} |",
         "|---|" + "---:|" * len(KINDS),
     ]
-    for shape, found in counts.items():
-        lines.append(f"| {shape} | {' | '.join(str(found[kind]) for kind in KINDS)} |")
+    for shape, results in counts.items():
+        lines.append(
+            f"| {shape} | {' | '.join(str(results[kind]) for kind in KINDS)} |"
+        )
     table = "\n".join(lines)
     print(table)
     if options.report:
@@ -350,7 +361,10 @@ def main() -> int:
             f"{before}{MARK}\n\n{table}\n\n{MARK}{after}", encoding="utf-8"
         )
     return int(
-        any(found["other text"] + found["other answers"] for found in counts.values())
+        any(
+            results["other text"] + results["other answers"]
+            for results in counts.values()
+        )
     )
 
 

@@ -1,5 +1,5 @@
-"""Collectives of PyTorch's fake process group, whose ranks are one process, with the same results
-under every torch."""
+"""Collectives of PyTorch's fake process group, with the same results under every torch; one process
+is all its ranks."""
 
 from typing import Any
 

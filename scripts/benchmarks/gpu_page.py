@@ -5,20 +5,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-EAGER, COMPILED, FLOAT8 = (
-    "FSDPToys, eager",
-    "FSDPToys, compiled",
-    "FSDPToys, compiled, float8",
-)
-BARE, ACCELERATE = (
-    "PyTorch loop + transformers, compiled",
-    "accelerate + transformers, eager",
-)
+EAGER = "FSDPToys, eager"
+COMPILED = "FSDPToys, compiled"
+FLOAT8 = "FSDPToys, compiled, float8"
+BARE = "PyTorch loop + transformers, compiled"
+ACCELERATE = "accelerate + transformers, eager"
 FLOAT8_GAIN = 1.25
 """Of the tokens/s of bf16, both compiled."""
 LOSS_TOLERANCE = 0.01
 """Relative, of first losses: the same initial values, other roundings (0.13% apart in float8)."""
-STEPS, WARMUP = 8, 3
+STEPS = 8
+WARMUP = 3
 """Of a row; its figures leave the warm-up out."""
 LOSS = "memory.chunk_loss=true"
 """Of all our rows."""
@@ -31,7 +28,7 @@ class Shape:
     model: str
     seq_len: int
     batch_size: int
-    words: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     """Of ours, so that it fits."""
     checkpoints: bool = False
     """Whether the peers compute blocks again."""
@@ -77,8 +74,8 @@ def judge(rows: Sequence[Row], shapes: Sequence[Shape]) -> list[str]:
             for name, row in of.items()
             if row.tokens_per_second is not None
         }
-        ours = speeds.get(COMPILED)
-        if ours is None:
+        speed = speeds.get(COMPILED)
+        if speed is None:
             failure = of[COMPILED].failure if COMPILED in of else "it was not asked for"
             lines.append(f"not measured: {shape.name} {COMPILED}: {failure}")
             continue
@@ -89,7 +86,7 @@ def judge(rows: Sequence[Row], shapes: Sequence[Shape]) -> list[str]:
                 f"{shape.name} compiled has {mfu:.1%} MFU, target {shape.target_mfu:.0%}",
             )
         if FLOAT8 in speeds:
-            gain = speeds[FLOAT8] / ours
+            gain = speeds[FLOAT8] / speed
             judge_target(
                 gain >= FLOAT8_GAIN,
                 f"{shape.name} float8 has {gain:.2f} of bf16's tokens/s, target {FLOAT8_GAIN}",
@@ -99,7 +96,7 @@ def judge(rows: Sequence[Row], shapes: Sequence[Shape]) -> list[str]:
         peers = {name: speeds[name] for name in (BARE, ACCELERATE) if name in speeds}
         if peers:
             best = max(peers, key=peers.__getitem__)
-            ratio = ours / peers[best]
+            ratio = speed / peers[best]
             judge_target(
                 ratio >= 1,
                 f"{shape.name} compiled has {ratio:.2f} of the tokens/s of {best}, target 1",
@@ -155,7 +152,7 @@ def render(
         peers = "all in bf16" if shape.half else "fp32 parameters and states"
         lines += [
             "", f"## {shape.model}, {shape.batch_size} × {shape.seq_len} tokens a step", "",
-            f"Ours: `{' '.join([LOSS, *shape.words])}`; peers: logits in one piece, {peers}"
+            f"Ours: `{' '.join([LOSS, *shape.overrides])}`; peers: logits in one piece, {peers}"
             f"{', blocks computed again' * shape.checkpoints}.", "",
             "| | tokens/s | MFU | peak GiB | planned GiB | start, s |", "|---|" + "---:|" * 5,
         ]  # fmt: skip

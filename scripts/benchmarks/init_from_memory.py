@@ -90,7 +90,8 @@ def fill(folder: Path) -> tuple[int, int, float]:
     strategy = parallel.build(context)
     source = HuggingFaceFolder(folder)
     Path("/proc/self/clear_refs").write_text("5")  # start a new peak
-    before, started = peak_bytes(), time.perf_counter()
+    before = peak_bytes()
+    started = time.perf_counter()
     with torch.device("meta"):
         model = source.model_config().build()
     source.check(model)

@@ -31,7 +31,8 @@ def judge(results: dict[tuple[str, str], Result], classic: bool) -> list[str]:
             if owner == strategy and not result.failure
         }
         for name, result in of.items():
-            base, target = ROWS[name].base, ROWS[name].target
+            base = ROWS[name].base
+            target = ROWS[name].target
             if target and base in of:
                 ratio = result.seconds / of[base].seconds
                 verdict(
@@ -50,16 +51,16 @@ def judge(results: dict[tuple[str, str], Result], classic: bool) -> list[str]:
                 f"{strategy} chunked loss saves {saved:.2f} GiB, {CHUNK_SAVES_GIB}",
             )
         for name, result in of.items() if classic else ():
-            for what, got, wanted in (
+            for what, actual, published in (
                 ("allocated at the end", result.end_gib, ROWS[name].published_end_gib),
                 ("reserved", result.reserved_gib, ROWS[name].published_reserved_gib),
             ):
-                if got is not None and strategy in wanted:
+                if actual is not None and strategy in published:
                     verdict_text = (
-                        f"{strategy} {name}: {got:.2f} GiB {what}, published "
-                        f"{wanted[strategy]:.2f}"
+                        f"{strategy} {name}: {actual:.2f} GiB {what}, published "
+                        f"{published[strategy]:.2f}"
                     )
-                    verdict(got <= wanted[strategy] + 0.005, verdict_text)
+                    verdict(actual <= published[strategy] + 0.005, verdict_text)
     return verdicts
 
 
@@ -123,7 +124,7 @@ def render(
             if base and base.seconds
             else ""
         )
-        wanted = ROWS[name].published_reserved_gib if classic else {}
+        published = ROWS[name].published_reserved_gib if classic else {}
         cells = [
             f"{result.seconds:.3f}",
             ratio,
@@ -132,7 +133,7 @@ def render(
             gib(result.reserved_gib),
         ]
         lines.append(
-            f"| {strategy} | {name} | {' | '.join(cells)} | {gib(wanted.get(strategy))} |"
+            f"| {strategy} | {name} | {' | '.join(cells)} | {gib(published.get(strategy))} |"
         )
     return "\n".join([*lines, "", *(f"- {verdict}" for verdict in verdicts)]) + "\n"
 

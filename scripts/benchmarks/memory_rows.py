@@ -22,7 +22,7 @@ NO_COST = 1.02
 class Row:
     """One combination of switches."""
 
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     base: str | None = None
     """The row that its time is divided by."""
     published_end_gib: dict[str, float] = field(default_factory=dict)

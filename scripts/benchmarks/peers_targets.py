@@ -14,30 +14,30 @@ LOSS_TOLERANCE = 1e-3
 class Pair:
     """A judged pair: one row of ours and one of theirs."""
 
-    ours: str
-    theirs: str
+    contestant: str
+    peer: str
     target: float
 
 
-def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def median_ratio(first: Sequence[float], second: Sequence[float]) -> float:
     """Median of the ratios within a round."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    return statistics.median(a / b for a, b in zip(first, second, strict=True))
 
 
 def speed_ratio(
-    ours: Sequence[Measured], theirs: Sequence[Measured], warmup: int
+    contestant: Sequence[Measured], peer: Sequence[Measured], warmup: int
 ) -> float:
     """Tokens/s of ours over theirs: the median of the ratios within a turn."""
     first = max(1, warmup)
     return statistics.median(
         b / a
-        for own, other in zip(ours, theirs, strict=True)
+        for own, other in zip(contestant, peer, strict=True)
         for a, b in zip(own.seconds[first:], other.seconds[first:], strict=True)
     )
 
 
 def losses_agree(results: dict[str, list[Measured]]) -> list[str]:
-    """A sentence for each contestant whose first loss is another than the first one's."""
+    """A sentence for each contestant with another first loss than the first contestant's."""
     reference, *_ = results
     expected = results[reference][0].losses[0]
     wrong = []
@@ -72,23 +72,25 @@ def judge(
         verdicts.append(sentence if met else f"missed: {sentence}")
 
     for pair in judged:
-        ours, theirs = results[pair.ours], results[pair.theirs]
-        speed = speed_ratio(ours, theirs, warmup)
+        first = results[pair.contestant]
+        second = results[pair.peer]
+        speed = speed_ratio(first, second, warmup)
         add(
             speed >= pair.target,
-            f"{pair.ours} has {speed:.2f} of the tokens/s of {pair.theirs}, target {pair.target}",
+            f"{pair.contestant} has {speed:.2f} of the tokens/s of {pair.peer}, "
+            f"target {pair.target}",
         )
         memory = median_ratio(
-            [r.peak_bytes for r in ours], [r.peak_bytes for r in theirs]
+            [r.peak_bytes for r in first], [r.peak_bytes for r in second]
         )
         add(
             memory <= 1,
-            f"{pair.ours} takes {memory:.2f} of the memory of {pair.theirs}, target 1.0",
+            f"{pair.contestant} takes {memory:.2f} of the memory of {pair.peer}, target 1.0",
         )
     fastest = min(
         statistics.median(r.startup_seconds for r in results[name]) for name in peers
     )
-    for name in dict.fromkeys(pair.ours for pair in judged):
+    for name in dict.fromkeys(pair.contestant for pair in judged):
         seconds = statistics.median(r.startup_seconds for r in results[name])
         add(
             seconds <= fastest,

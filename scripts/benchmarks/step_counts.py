@@ -68,16 +68,16 @@ def compares(frame: FrameType | None) -> bool:
 def counting() -> Iterator[Counted]:
     """Count this thread's lines and calls."""
     counted = Counted(Counter(), Counter())
-    ours: dict[str, bool] = {}
+    is_own_file: dict[str, bool] = {}
 
     def on_call(frame: FrameType, event: str, _: Any) -> Any:
         if compares(frame):
             return None
         name = frame.f_code.co_filename
         counted.calls[f"{name}:{name_of(frame)}"] += 1
-        if name not in ours:
-            ours[name] = os.path.realpath(name).startswith(OURS)
-        return on_line if ours[name] else None
+        if name not in is_own_file:
+            is_own_file[name] = os.path.realpath(name).startswith(OURS)
+        return on_line if is_own_file[name] else None
 
     def on_line(frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
@@ -96,8 +96,7 @@ def counting() -> Iterator[Counted]:
 
 
 def pretend(world_size: int, rank: int = 0) -> None:
-    """Be one of so many ranks of a group whose collectives do nothing, in the place of any other
-    group."""
+    """Join a fake process group of so many ranks; its collectives do nothing."""
     # Registers the backend: PyTorch's own test helper, which stands in torch 2.7 to 2.13.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -107,12 +106,12 @@ def pretend(world_size: int, rank: int = 0) -> None:
 
 
 def count_step(
-    words: Sequence[str], world_size: int, node_ranks: int = 8
+    overrides: Sequence[str], world_size: int, node_ranks: int = 8
 ) -> tuple[Counted, list[Call], Trainer]:
     """Train three steps as rank 0 of an imagined world.
 
     Args:
-        words: of the run; three steps, without evaluation.
+        overrides: of the run; three steps, without evaluation.
         world_size: ranks.
         node_ranks: of one machine.
 
@@ -122,7 +121,7 @@ def count_step(
     pretend(world_size)
     trainer = Trainer(
         configured(
-            [*words, "train.steps=3", "train.eval_every=0"], world_size, node_ranks
+            [*overrides, "train.steps=3", "train.eval_every=0"], world_size, node_ranks
         )
     )
     # Of a CPU alone, in few steps, and with as many calls as there are objects

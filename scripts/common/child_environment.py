@@ -8,8 +8,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """This process's variables with this checkout first in ``PYTHONPATH``, whose other folders
-    stay.
+    """This process's variables with this checkout first in ``PYTHONPATH``, before the other
+    folders.
 
     On a machine without network, packages installed with ``pip install --target FOLDER`` are found
     through ``PYTHONPATH`` alone.

@@ -7,7 +7,7 @@ from fsdptoys.config.schema import Config
 
 
 def configured(
-    words: Sequence[str],
+    overrides: Sequence[str],
     world_size: int = 1,
     node_ranks: int | None = None,
     device: str = "cpu",
@@ -15,11 +15,11 @@ def configured(
     """Compose and check a configuration.
 
     Args:
-        words: its overrides.
+        overrides: its overrides.
         world_size: ranks.
         node_ranks: ranks of one machine; by default all.
         device: of the ranks.
     """
-    config = compose_config(list(words))
+    config = compose_config(list(overrides))
     config.validate(world_size, device, node_ranks)
     return config

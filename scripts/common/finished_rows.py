@@ -38,7 +38,8 @@ class FinishedRows:
         resume: bool,
         seconds: float | None = None,
     ) -> None:
-        self.path, self.settings = path, settings
+        self.path = path
+        self.settings = settings
         self._end = math.inf if seconds is None else time.monotonic() + seconds
         self.left = 0
         """Rows that no time was left for."""
@@ -80,12 +81,12 @@ class FinishedRows:
             return None
         row = measure(min(limit_seconds, left))
         if time.monotonic() < self._end:
-            self.put(key, row)
+            self.add(key, row)
         else:
             self.left += 1  # a later call has more time for it
         return row
 
-    def put(self, key: str, row: dict[str, Any]) -> None:
+    def add(self, key: str, row: dict[str, Any]) -> None:
         """Add a row and write the file; a call killed meanwhile leaves the previous file."""
         self.rows[key] = row
         if self.path is not None:

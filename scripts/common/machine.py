@@ -62,15 +62,15 @@ def nvidia_driver() -> str:
         "--format=csv,noheader",
     ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30.0)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=30.0)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     fields = (
-        [field.strip() for field in done.stdout.splitlines()[0].split(",")]
-        if done.stdout
+        [field.strip() for field in process.stdout.splitlines()[0].split(",")]
+        if process.stdout
         else []
     )
-    if done.returncode or len(fields) != len(query):
+    if process.returncode or len(fields) != len(query):
         return ""
     driver, sm, most, memory, watts = fields
     return f"driver {driver}, SM clock {sm} of {most}, memory clock {memory}, power limit {watts}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def page_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose help is a script's docstring, with ``--write PAGE``."""
+    """Return a parser with a script's docstring as help, and ``--write PAGE``."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -18,9 +18,9 @@ def page_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def command_line(words: Sequence[str] | None = None) -> str:
+def command_line(argv: Sequence[str] | None = None) -> str:
     """Return the line of a page that names the command behind it; by default of this process."""
-    command = [sys.argv[0], *(sys.argv[1:] if words is None else words)]
+    command = [sys.argv[0], *(sys.argv[1:] if argv is None else argv)]
     return f"Command: `python {shlex.join(command)}`"
 
 

@@ -35,7 +35,7 @@ BEAT_SECONDS = 9.0
 
 
 @dataclass
-class Done:
+class ProgressUnit:
     """Printed when a unit is finished."""
 
     note: object = ""
@@ -85,19 +85,19 @@ def progress(units: int) -> Iterator[None]:
 
 
 @contextmanager
-def unit(name: str, *, announce: bool = True) -> Iterator[Done]:
+def unit(name: str, *, announce: bool = True) -> Iterator[ProgressUnit]:
     """One unit of the ``progress`` around it; without one, nothing is announced.
 
     Args:
         name: for people.
         announce: false on all ranks but one.
     """
-    done = Done()
+    progress_unit = ProgressUnit()
     if announce:
         _send("begin", name, "")
-    yield done
+    yield progress_unit
     if announce:
-        _send("end", name, str(done.note))
+        _send("end", name, str(progress_unit.note))
 
 
 def doing(text: str) -> None:
@@ -114,7 +114,7 @@ def _send(what: str, name: str, note: str) -> None:
 
 
 def _plain(text: str) -> str:
-    """At most 300 characters, none of which steers a terminal."""
+    """At most 300 characters, without those that steer a terminal."""
     return "".join(char if char.isprintable() else " " for char in text[:300])
 
 
@@ -128,14 +128,16 @@ class Printer:
 
     def __init__(self, units: int, now: float) -> None:
         self.units = units
-        self.done = 0
+        self.finished_units = 0
         self._started = self._finished = now
         self._running: dict[str, float] = {}
-        self._between, self._since = "starting", now
+        self._between = "starting"
+        self._since = now
 
     def doing(self, text: str, now: float) -> None:
         """Something between units begins."""
-        self._between, self._since = text, now
+        self._between = text
+        self._since = now
 
     def begin(self, name: str, now: float) -> None:
         """A unit begins."""
@@ -143,11 +145,11 @@ class Printer:
 
     def end(self, name: str, note: str, now: float) -> str:
         """A unit is finished; returns its line."""
-        self.done += 1
+        self.finished_units += 1
         self._finished = now
         took = now - self._running.pop(name, now)
         label = f"{name}: {note}" if note else name
-        return f"[{self.done}/{self.units}] {label} … {clock(took)}, {self._times(now)}"
+        return f"[{self.finished_units}/{self.units}] {label} … {clock(took)}, {self._times(now)}"
 
     def beat(self, now: float) -> str:
         """The line of a time in which nothing ended."""
@@ -156,7 +158,7 @@ class Printer:
             key=lambda item: item[1],
             default=(self._between, self._since),
         )
-        number = min(self.done + 1, self.units)
+        number = min(self.finished_units + 1, self.units)
         return (
             f"[{number}/{self.units}] {name} … running for {clock(now - since)}, "
             f"{self._times(now)}"
@@ -164,14 +166,15 @@ class Printer:
 
     def _times(self, now: float) -> str:
         elapsed = now - self._started
-        if not self.done:
+        if not self.finished_units:
             return f"elapsed {clock(elapsed)}, time left not known yet"
-        each = (self._finished - self._started) / self.done
-        overdue = max(0.0, now - self._finished - each)
+        unit_seconds = (self._finished - self._started) / self.finished_units
+        overdue = max(0.0, now - self._finished - unit_seconds)
         left = max(
             0.0,
-            (each + overdue / self.done) * (self.units - self.done)
-            - min(now - self._finished, each),
+            (unit_seconds + overdue / self.finished_units)
+            * (self.units - self.finished_units)
+            - min(now - self._finished, unit_seconds),
         )
         return f"elapsed {clock(elapsed)}, about {clock(left)} left"
 
@@ -203,14 +206,17 @@ def main() -> None:
     """Print the lines from the pipe, until its end or that of the script."""
     with suppress(ValueError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the script's to answer
-    pipe, parent = Connection(int(sys.argv[1]), writable=False), os.getppid()
+    pipe = Connection(int(sys.argv[1]), writable=False)
+    parent = os.getppid()
     last = time.monotonic()
-    printer, prints = Printer(int(sys.argv[2]), last), True
+    printer = Printer(int(sys.argv[2]), last)
+    prints = True
     while os.getppid() == parent:
         ready, _, _ = select.select(
             [pipe], [], [], max(0.0, last + BEAT_SECONDS - time.monotonic())
         )
-        now, line = time.monotonic(), None
+        now = time.monotonic()
+        line = None
         if ready:
             try:
                 what, name, note = json.loads(pipe.recv_bytes())

@@ -132,16 +132,16 @@ def _swap(one: Path, other: Path) -> None:
 
 def resume_damaged(folder: Path) -> str:
     """Resume as a run would, and compare with the values saved at that step."""
-    found, messages = resume(folder)
-    if found is not None:
-        assert 1 <= found.step <= STEPS, f"step {found.step} was never saved"
-        ranks = 1 + found.step % 2
-        saved = facts(found.step) | {"step": found.step, "world_size": ranks}
-        assert found.facts == saved, "other facts"
-        assert found.own_facts == (None if ranks == 2 else own_facts(found.step)), (
+    point, messages = resume(folder)
+    if point is not None:
+        assert 1 <= point.step <= STEPS, f"step {point.step} was never saved"
+        ranks = 1 + point.step % 2
+        saved = facts(point.step) | {"step": point.step, "world_size": ranks}
+        assert point.facts == saved, "other facts"
+        assert point.own_facts == (None if ranks == 2 else own_facts(point.step)), (
             "other own facts"
         )
-        check_tensors(found, found.step)
+        check_tensors(point, point.step)
     return "\n".join(messages)
 
 
@@ -170,27 +170,27 @@ def edit_generator(file: Path, draw: random.Random) -> str:
     return f"position {position} of {name}"
 
 
-def resume_edited(copy: Path, words: list[str]) -> str:
+def resume_edited(copy: Path, overrides: list[str]) -> str:
     """Resume a trainer as a run would, compare what it loaded with the files, and use it.
 
     Args:
         copy: the run directory.
-        words: overrides of the run.
+        overrides: overrides of the run.
     """
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    config = compose_config([*words, "checkpoint.resume=auto"])
+    config = compose_config([*overrides, "checkpoint.resume=auto"])
     config.validate(1, "cpu")
     trainer = Trainer(config)
     messages: list[str] = []
     folder = str(copy / "checkpoints")
-    found = Checkpointer(
+    point = Checkpointer(
         config.checkpoint, folder, message=messages.append, schema=FACTS
     ).resume()
-    if found is not None:
-        check_same_run(config, found.facts)
-        trainer.load_state_dict(found.facts, found.load)
-        restore_random_states(found.own_facts, trainer.world.device, 0, found.step, 0)
+    if point is not None:
+        check_same_run(config, point.facts)
+        trainer.load_state_dict(point.facts, point.load)
+        restore_random_states(point.own_facts, trainer.world.device, 0, point.step, 0)
         drawn = [random.random() for _ in range(DRAWS)]
         for values in (drawn, np.random.random(DRAWS), torch.rand(DRAWS)):
             assert all(0 <= float(value) <= 1 for value in values), (
@@ -198,8 +198,8 @@ def resume_edited(copy: Path, words: list[str]) -> str:
             )
         loaded = trainer.state_dict()
         for key in ("step", "skipped_steps", "skipped_in_a_row", "spikes"):
-            assert loaded[key] == found.facts[key], f"loaded with another {key}"
-        assert loaded["data"]["samples"] == found.facts["data"]["samples"], (
+            assert loaded[key] == point.facts[key], f"loaded with another {key}"
+        assert loaded["data"]["samples"] == point.facts["data"]["samples"], (
             "other samples"
         )
         open_weights(str(copy)).read("norm.weight", ())

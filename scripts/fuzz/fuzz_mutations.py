@@ -116,7 +116,7 @@ Tree = Any
 
 
 def mutate_tree(tree: Tree, draw: random.Random) -> tuple[Tree, str]:
-    """A tree of which one part is another, is gone, or is new; and how."""
+    """Change, remove or add one part of a tree; say how."""
     root = {"": copy.deepcopy(tree)}
     holder, key = _draw_part(root, draw)
     kind = draw.choice(
@@ -149,14 +149,14 @@ def _draw_part(root: dict[str, Tree], draw: random.Random) -> tuple[Any, Any]:
 
 
 def mutate_json(content: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """JSON of which one part is another."""
+    """Change one part of JSON."""
     tree, how = mutate_tree(json.loads(content), draw)
     text = json.dumps(tree).replace(f'"{MARK}"', draw.choice(RAW_JSON))
     return text.encode("utf-8", "surrogatepass"), how
 
 
 def mutate_yaml(content: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """YAML of which one part is another."""
+    """Change one part of YAML."""
     tree, how = mutate_tree(yaml.safe_load(content), draw)
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=draw.random() < 0.5)
     return text.replace(f"'{MARK}'", draw.choice(RAW_YAML)).encode(
@@ -165,7 +165,7 @@ def mutate_yaml(content: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def mutate_lines(content: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """JSON lines of which one is another, is gone, or stands elsewhere."""
+    """Change, remove or move one of some JSON lines."""
     lines = content.splitlines()
     index = draw.randrange(len(lines))
     how = draw.choice(("line", "line", "line", "line", "delete", "twice", "reverse"))
@@ -184,24 +184,27 @@ def mutate_header(content: bytes, draw: random.Random) -> tuple[bytes, str]:
     """A safetensors file with another header of the length that it says."""
     length = int.from_bytes(content[:8], "little")
     if draw.random() < 0.2:
-        said = draw.choice((0, 1, length - 1, length + 1, 2**32, 2**63, 2**64 - 1))
-        return said.to_bytes(8, "little") + content[
+        header_length = draw.choice(
+            (0, 1, length - 1, length + 1, 2**32, 2**63, 2**64 - 1)
+        )
+        return header_length.to_bytes(8, "little") + content[
             8:
-        ], f"says a header of {said} bytes"
+        ], f"says a header of {header_length} bytes"
     header, how = mutate_json(content[8 : 8 + length], draw)
     return len(header).to_bytes(8, "little") + header + content[8 + length :], how
 
 
 def mutate_packed(content: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Gzipped JSON of which one part is another."""
+    """Change one part of gzipped JSON."""
     text, how = mutate_json(gzip.decompress(content), draw)
     return gzip.compress(text, 1), how
 
 
 def mutate_bytes(content: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Bytes of which some are others."""
-    place = draw.randrange(len(content) + 1)
-    before, after = content[:place], content[place:]
+    """Change some bytes."""
+    offset = draw.randrange(len(content) + 1)
+    before = content[:offset]
+    after = content[offset:]
     kind = draw.choice(
         ("truncate", "flip", "flip", "insert", "overwrite", "empty", "noise", "utf-8")
     )
@@ -223,7 +226,7 @@ def mutate_bytes(content: bytes, draw: random.Random) -> tuple[bytes, str]:
         changed = before + wrong + after
     else:
         changed = b""
-    return changed, f"{kind} at byte {place}"
+    return changed, f"{kind} at byte {offset}"
 
 
 def replace_file(path: Path, draw: random.Random) -> str:

@@ -51,7 +51,9 @@ PROCESSOR_SECONDS = 10
 WAITING_SECONDS = 60
 MEMORY_BYTES = 2**31
 """Beyond the process's memory before its case."""
-MUTATION, ANSWER, TRACES = "mutation", "answer", "traces"
+MUTATION = "mutation"
+ANSWER = "answer"
+TRACES = "traces"
 """Files of a case: its mutation, its result, and where it was when a limit ended it."""
 
 Case = tuple[str, int]
@@ -94,9 +96,9 @@ def run_case(case: Case, seed: int, specimens: Path, scratch: Path) -> Result:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            found = reader.read(copy)
+            answer = reader.read(copy)
     except reader.errors as error:
-        found = None
+        answer = None
         if not str(error).strip():
             return Result(case, mutation, "an error without a sentence")
     except BaseException as error:
@@ -104,7 +106,7 @@ def run_case(case: Case, seed: int, specimens: Path, scratch: Path) -> Result:
         at = f"{Path(frame.filename).name}:{frame.lineno}"
         failure = f"{type(error).__name__} at {at}: {ascii(str(error))[:80]}"
         return Result(case, mutation, failure, traceback.format_exc())
-    text = printed.getvalue() + (found if isinstance(found, str) else "")
+    text = printed.getvalue() + (answer if isinstance(answer, str) else "")
     for index, character in enumerate(text):
         if not character.isprintable() and character not in "\n\t":
             context = ascii(text[max(0, index - 60) : index + 60])
@@ -167,25 +169,25 @@ def run_cases(cases: Sequence[Case], seed: int, specimens: Path) -> Iterator[Res
 
 def fuzz(cases: Sequence[Case], seed: int) -> tuple[Counter[str], list[Result]]:
     """Run cases; return how many each reader had, and those that failed."""
-    done: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     failed: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="fsdptoys-fuzz-") as name, progress(1):
         specimens = Path(name) / "specimens"
         doing("making specimens")
         make_specimens(specimens)
         for result in run_cases(cases, seed, specimens):
-            done[result.case[0]] += 1
+            counts[result.case[0]] += 1
             failed += [result] if result.failure else []
             doing(
-                f"{sum(done.values()):,} of {len(cases):,} cases, {len(failed)} failed"
+                f"{sum(counts.values()):,} of {len(cases):,} cases, {len(failed)} failed"
             )
-    return done, failed
+    return counts, failed
 
 
-def print_results(done: Counter[str], failed: Sequence[Result]) -> None:
+def print_results(counts: Counter[str], failed: Sequence[Result]) -> None:
     """Print a table of the readers, then the failures: one of each kind in full."""
     print(f"\n{'reader':<30}  cases  failed")
-    for name, count in done.items():
+    for name, count in counts.items():
         failures = sum(result.case[0] == name for result in failed)
         print(f"{name:<30}  {count:>5}  {failures:>6}")
     kinds: dict[tuple[str, str], list[Result]] = {}
@@ -198,7 +200,7 @@ def print_results(done: Counter[str], failed: Sequence[Result]) -> None:
             print(f'  --case "{name}:{result.case[1]}"  {result.mutation}')
         if len(results) > 3:
             print(f"  and {len(results) - 3} more")
-    print(f"\n{sum(done.values()):,} cases, {len(failed)} failed")
+    print(f"\n{sum(counts.values()):,} cases, {len(failed)} failed")
 
 
 def main() -> int:
@@ -222,8 +224,8 @@ def main() -> int:
         if name not in READERS or not number.isdecimal():
             parser.error(f"--case {args.case} must be a reader and a number")
         cases = [(name, int(number))]
-    done, failed = fuzz(cases, args.seed)
-    print_results(done, failed)
+    counts, failed = fuzz(cases, args.seed)
+    print_results(counts, failed)
     return 1 if failed else 0
 
 

@@ -134,7 +134,7 @@ def _make_run(folder: Path) -> None:
 
 
 def _make_sweep(folder: Path) -> None:
-    done = Job(
+    job = Job(
         "01",
         ("train.seed=1",),
         {"train.seed": "1"},
@@ -145,8 +145,8 @@ def _make_sweep(folder: Path) -> None:
         "2026",
         2.5,
     )
-    jobs = [done, Job("02", ("train.seed=2",), {"train.seed": "2"}, "f2")]
-    words = (
+    jobs = [job, Job("02", ("train.seed=2",), {"train.seed": "2"}, "f2")]
+    argv = (
         "train.seed=1,2",
         "hydra/launcher=submitit_slurm",
         "hydra.launcher.partition=gpu",
@@ -158,7 +158,7 @@ def _make_sweep(folder: Path) -> None:
         jobs,
         [Skipped({"train.seed": "3"}, "why")],
         60.0,
-        words,
+        argv,
     )
     sweep.write()
     begin_submission(sweep, "submitit_slurm", jobs)
@@ -168,7 +168,7 @@ def _make_sweep(folder: Path) -> None:
         sweep.run_dir(jobs[0]),
         ignore=shutil.ignore_patterns("checkpoints"),
     )
-    write_job(sweep.job_folder(jobs[0]), done)
+    write_job(sweep.job_folder(jobs[0]), job)
 
 
 def _make_model(folder: Path) -> None:
@@ -262,7 +262,8 @@ def _make_profile(folder: Path) -> None:
     (folder / "snapshot").mkdir()
     events: list[dict[str, Any]] = []
     for number in range(6):
-        size, moment = (64 if number % 2 == 0 else -64), 1000.0 + 10 * number
+        size = 64 if number % 2 == 0 else -64
+        moment = 1000.0 + 10 * number
         details = {
             "Device Type": 0,
             "Addr": 4096,

@@ -95,11 +95,11 @@ class Reader:
         return f"{file.relative_to(copy)} {how}"
 
 
-def command(*words: str) -> Callable[[Path], None]:
+def command(*argv: str) -> Callable[[Path], None]:
     """A command line; ``{}`` is the mutated copy, and ``{}/..`` its parent."""
 
     def run(copy: Path) -> None:
-        status = main([word.format(copy) for word in words])
+        status = main([word.format(copy) for word in argv])
         assert status in (0, 1, 2), status
 
     return run
@@ -229,8 +229,8 @@ def read_sweep_files(copy: Path) -> str:
     """Files that ``--resume`` reads in a sweep's folder."""
     sweep = read_sweep(copy)
     read_submissions(sweep)
-    asked = with_recorded_arguments(read_words(["--resume", str(copy)]), sweep)
-    assert not any("setup" in word for word in asked.launcher_overrides)
+    arguments = with_recorded_arguments(read_words(["--resume", str(copy)]), sweep)
+    assert not any("setup" in word for word in arguments.launcher_overrides)
     return ""
 
 
@@ -260,24 +260,24 @@ def read_signs(copy: Path) -> str:
 def read_prediction(copy: Path) -> str:
     """A prediction, and all that follows from it."""
     try:
-        found = Prediction.from_dict(read_tree(copy / "prediction.json"))
+        prediction = Prediction.from_dict(read_tree(copy / "prediction.json"))
     except ConfigError:
         raise
     except ValueError:
         return ""
-    assert math.isfinite(found.time.step_seconds)
-    json.dumps(found.to_dict())
+    assert math.isfinite(prediction.time.step_seconds)
+    json.dumps(prediction.to_dict())
     return ""
 
 
 def read_results(copy: Path) -> str:
     """The results of a run, and the summary rendered from them."""
     try:
-        found = read_result(copy)
+        result = read_result(copy)
     except ValueError:
         return ""
-    if found is not None:
-        render_summary(found)
+    if result is not None:
+        render_summary(result)
     return ""
 
 

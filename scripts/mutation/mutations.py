@@ -210,7 +210,7 @@ def check_sites(
         with unit(site.name) as done:
             row = breaker.check(site)
             with lock:
-                finished.put(site.name, row)
+                finished.add(site.name, row)
             done.note = f"short {row['short']}, all {row['all']} {row['test']}"
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -322,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                         Path(scratch),
                     )
                 )
-                recorded.put("recording", row)
+                recorded.add("recording", row)
             recording = Recording(**row)
             chosen, passed_over = choose_sites(drawn, recording)
             done.note = (

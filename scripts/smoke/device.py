@@ -20,9 +20,9 @@ from scripts.smoke.runs import COMMON, RANK
 def check_device(report: Report, device: str) -> None:
     """Versions, memory outside the allocator, expandable segments, and products against float64."""
     for package in ("triton", "numpy", "transformers", "torchao", "hydra-core"):
-        found = importlib.util.find_spec(package.replace("hydra-core", "hydra"))
+        spec = importlib.util.find_spec(package.replace("hydra-core", "hydra"))
         report.fact(
-            package, importlib.metadata.version(package) if found else "not installed"
+            package, importlib.metadata.version(package) if spec else "not installed"
         )
     report.fact(
         "compilers", [name for name in ("cc", "gcc", "nvcc") if shutil.which(name)]
@@ -51,17 +51,21 @@ def _check_products(report: Report, device: str) -> None:
     a, b = (torch.randn(256, 256, generator=generator) for _ in range(2))
     # 1e-3 would be TF32.
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
-        x, y = a.to(dtype), b.to(dtype)
-        got, expected = x.to(device) @ y.to(device), x.double() @ y.double()
+        x = a.to(dtype)
+        y = b.to(dtype)
+        actual = x.to(device) @ y.to(device)
+        expected = x.double() @ y.double()
         report.error(
-            f"{dtype} product against float64", relative_error(got, expected), tolerance
+            f"{dtype} product against float64",
+            relative_error(actual, expected),
+            tolerance,
         )
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Relative error in the Frobenius norm; NaN stays NaN."""
     expected = expected.detach().cpu().double()
-    return ((got.detach().cpu().double() - expected).norm() / expected.norm()).item()
+    return ((actual.detach().cpu().double() - expected).norm() / expected.norm()).item()
 
 
 def _check_memory(report: Report, on: Device) -> None:
@@ -72,10 +76,10 @@ def _check_memory(report: Report, on: Device) -> None:
         values = torch.full(
             (count * unit,), count, dtype=torch.uint8, device=on.torch_device
         )
-        found = [int(extreme) for extreme in values.aminmax()]
+        extremes = [int(extreme) for extreme in values.aminmax()]
         report.expect(
-            found == [count, count],
-            f"{count} units of memory hold {found}, written was {count}",
+            extremes == [count, count],
+            f"{count} units of memory hold {extremes}, written was {count}",
         )
         del values
     if on.type == "cuda":
@@ -104,21 +108,19 @@ def check_process_group(report: Report, device: str) -> None:
         ]
         for dtype in dtypes:
             values = torch.arange(1, 1001, device=on.torch_device).to(dtype)
-            reduced, gathered, scattered = (
-                values.clone(),
-                torch.empty_like(values),
-                torch.empty_like(values),
-            )
+            reduced = values.clone()
+            gathered = torch.empty_like(values)
+            scattered = torch.empty_like(values)
             dist.all_reduce(reduced)
             dist.all_gather_into_tensor(gathered, values)
             dist.reduce_scatter_tensor(scattered, values)
-            for name, got in (
+            for name, actual in (
                 ("all_reduce", reduced),
                 ("all_gather", gathered),
                 ("reduce_scatter", scattered),
             ):
                 report.expect(
-                    torch.equal(got, values),
+                    torch.equal(actual, values),
                     f"{name} of one rank in {dtype} gives its input",
                 )
         gloo = dist.new_group([0], backend="gloo")

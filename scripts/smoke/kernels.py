@@ -54,10 +54,8 @@ def check_loss(report: Report, device: str) -> None:
         exact_N = _exact_losses(exact_NV, labels_N.to(exact_NV.device), objective)
         exact_N.sum().backward()
         assert exact_NV.grad is not None
-        got_NV, got_N = (
-            rounded_NV.to(device),
-            torch.full((N,), float("nan"), device=device),
-        )
+        got_NV = rounded_NV.to(device)
+        got_N = torch.full((N,), float("nan"), device=device)
         softmax_gradient_(got_NV, labels_N.to(device), got_N, objective, gradient=True)
         report.error(
             f"{dtype} losses of {N}×{V} logits", relative_error(got_N, exact_N), 1e-5
@@ -97,19 +95,19 @@ def _check_head(report: Report, device: str, N: int, V: int, D: int) -> None:
     F.cross_entropy(
         exact[0] @ exact[1].t(), labels_N.to(where), reduction="sum"
     ).backward()
-    got = [x.to(device).requires_grad_() for x in (hidden_ND, weight_VD)]
+    inputs = [x.to(device).requires_grad_() for x in (hidden_ND, weight_VD)]
     loss_fn = build_loss(chunk_loss=True)
     report.fact(
         "chunked loss, first call, ms",
-        milliseconds(device, lambda: loss_fn(*got, labels_N).backward()),
+        milliseconds(device, lambda: loss_fn(*inputs, labels_N).backward()),
     )
-    for name, found, expected in zip(
-        ("hidden states", "weight"), got, exact, strict=True
+    for name, actual, expected in zip(
+        ("hidden states", "weight"), inputs, exact, strict=True
     ):
-        assert found.grad is not None and expected.grad is not None
+        assert actual.grad is not None and expected.grad is not None
         report.error(
             f"chunked loss's gradient of the {name}",
-            relative_error(found.grad, expected.grad),
+            relative_error(actual.grad, expected.grad),
             2e-2,
         )
 
@@ -142,8 +140,8 @@ def check_attention(report: Report, device: str) -> None:
 
 
 def _check_documents(report: Report, device: str, length: int, K: int) -> None:
-    """Documents of odd lengths, with rows whose scores are all below -88, where float32's
-    exponential is zero.
+    """Documents of odd lengths, with rows of scores below -88; float32's exponential of these is
+    zero.
 
     cuDNN's backward gave NaN for such rows under a mask
     (https://github.com/pytorch/pytorch/issues/196678).
@@ -155,10 +153,10 @@ def _check_documents(report: Report, device: str, length: int, K: int) -> None:
     segments_BT = (torch.arange(length, device=q.device) // (length // 3 + 5)).expand(
         len(q), -1
     )
-    seen = _causal(length, q.device) & (
+    visible = _causal(length, q.device) & (
         segments_BT[0, :, None] == segments_BT[0, None, :]
     )
-    exact = _exact_attention(q, k, v, grad, seen)
+    exact = _exact_attention(q, k, v, grad, visible)
     for name, documents in IMPLEMENTATIONS["document_attention"].items():
         if name == "flex" and device != "cuda":
             continue
@@ -228,26 +226,26 @@ def _causal(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril_()
 
 
-def _exact_output(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+def _exact_output(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """Attention by its formula in float64; on a device other than CUDA, on the CPU."""
     if q.device.type != "cuda":
-        q, k, v, seen = (x.cpu() for x in (q, k, v, seen))
+        q, k, v, visible = (x.cpu() for x in (q, k, v, visible))
     repeats = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(repeats, 1) for x in (k, v))
     scores = (q.double() @ k.transpose(2, 3) / q.shape[3] ** 0.5).masked_fill(
-        ~seen, -torch.inf
+        ~visible, -torch.inf
     )
     return scores.softmax(3) @ v
 
 
 def _exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Tensor
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, visible: Tensor
 ) -> list[Tensor]:
     inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     wide = [x.double() for x in inputs]
     for x in wide:
         x.retain_grad()
-    out = _exact_output(*wide, seen)
+    out = _exact_output(*wide, visible)
     out.backward(grad.to(out.device, torch.float64))
     return [out.detach(), *(x.grad for x in wide)]  # type: ignore[list-item]
 
@@ -280,14 +278,14 @@ def _compare(
         report.expect(not required, f"{name} runs, or is not required")
         return
     report.fact(f"{name}: first and second call, ms", times)
-    found = [outputs[0], *(leaf.grad for leaf in leaves)]
-    for part, got, expected in zip(
-        ("output", "q's", "k's", "v's"), found, exact, strict=True
+    results = [outputs[0], *(leaf.grad for leaf in leaves)]
+    for part, actual, expected in zip(
+        ("output", "q's", "k's", "v's"), results, exact, strict=True
     ):
-        assert got is not None
+        assert actual is not None
         part = part if part == "output" else f"{part} gradient"
         report.error(
-            f"{name} {part}", relative_error(got, expected), TOLERANCE[grad.dtype]
+            f"{name} {part}", relative_error(actual, expected), TOLERANCE[grad.dtype]
         )
 
 
@@ -314,25 +312,25 @@ def _check_block(report: Report, device: str, dtype: torch.dtype) -> None:
     hidden_ND = torch.randn(333, 64).to(dtype)
     grad_ND = torch.randn(333, 64).to(dtype)
     results = []
-    for each, where, kind in (
+    for layer, where, kind in (
         (block, device, dtype),
         (expected_block, "cpu", torch.float32),
     ):
-        each.to(where)
+        layer.to(where)
         inputs = hidden_ND.clone().to(where, kind).requires_grad_()
-        outputs = each(inputs)
+        outputs = layer(inputs)
         outputs.backward(grad_ND.to(where, kind))
         gradients = {
-            f"{name} gradient": param.grad for name, param in each.named_parameters()
+            f"{name} gradient": param.grad for name, param in layer.named_parameters()
         }
         values = {"output": outputs, "input gradient": inputs.grad}
-        results.append(values | {"experts": each.router.counts_E} | gradients)
-    got, expected = results
-    report.fact(f"tokens of the experts, {dtype}", got.pop("experts").tolist())
+        results.append(values | {"experts": layer.router.counts_E} | gradients)
+    actual, expected = results
+    report.fact(f"tokens of the experts, {dtype}", actual.pop("experts").tolist())
     expected.pop("experts")
     # A token whose router logits are nearly equal may choose another expert in bf16.
     tolerance = 1e-4 if dtype is torch.float32 else 0.1
-    for name, value in got.items():
+    for name, value in actual.items():
         report.error(
             f"block of experts in {dtype}, {name}",
             relative_error(value, expected[name]),

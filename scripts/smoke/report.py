@@ -43,13 +43,14 @@ class Report:
     def close(
         self,
         name: str,
-        got: Sequence[float],
+        actual: Sequence[float],
         expected: Sequence[float],
         tolerance: float,
     ) -> None:
         """Expect numbers within a relative tolerance of an oracle's; NaN is never close."""
         errors = [
-            abs(a - b) / max(abs(b), 1e-12) for a, b in zip(got, expected, strict=True)
+            abs(a - b) / max(abs(b), 1e-12)
+            for a, b in zip(actual, expected, strict=True)
         ]
         self.error(
             name,

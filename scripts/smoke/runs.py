@@ -93,24 +93,22 @@ def train(device: str, rows: dict[str, list[str]]) -> dict[str, Trained]:
     """Train every row in this process, one rank by itself."""
     os.environ.update(RANK)
     with process_group(compose_config([*COMMON, f"launch.device={device}"])):
-        return {name: _train_row(device, words) for name, words in rows.items()}
+        return {name: _train_row(device, overrides) for name, overrides in rows.items()}
 
 
-def _train_row(device: str, words: list[str]) -> Trained:
+def _train_row(device: str, overrides: list[str]) -> Trained:
     trained = Trained()
     gc.collect()
     try:
-        config = compose_config([*COMMON, f"launch.device={device}", *words])
+        config = compose_config([*COMMON, f"launch.device={device}", *overrides])
         config.validate(1, device)
         trainer = Trainer(config, param_init=fill)
 
         def on_step(step: StepMetrics) -> None:
             trained.losses.append(step.loss)
             trained.grad_norms.append(step.grad_norm)
-            trained.peak_gib, trained.step_ms = (
-                step.memory_peak_gib,
-                1e3 * step.step_time_seconds,
-            )
+            trained.peak_gib = step.memory_peak_gib
+            trained.step_ms = 1e3 * step.step_time_seconds
             if step.step == 1:
                 trainer.world.device.reset_peak_memory()
 
@@ -118,21 +116,22 @@ def _train_row(device: str, words: list[str]) -> Trained:
         trainer.train(on_step)
         hashes = []
         for name, param in trainer.strategy.full_parameters():
-            held = param.contiguous().cpu().view(torch.uint8).numpy().tobytes()
-            hashes.append(f"{name} {hashlib.sha256(held).hexdigest()}")
+            content = param.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+            hashes.append(f"{name} {hashlib.sha256(content).hexdigest()}")
         # FSDP1 has them in another order than the model.
         trained.digest = hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()
         if trainer.compilation:
-            found = trainer.compilation.result()
+            compilation = trainer.compilation.result()
             trained.note = (
-                f"{found.compiled} compiled in {found.seconds:.0f} s, "
-                f"{len(found.recompilations)} again"
+                f"{compilation.compiled} compiled in {compilation.seconds:.0f} s, "
+                f"{len(compilation.recompilations)} again"
             )
-            trained.note += f", graph breaks {sum(found.graph_breaks.values())}"
+            trained.note += f", graph breaks {sum(compilation.graph_breaks.values())}"
     except ConfigError as error:
-        trained.error, trained.refused = str(error), True
+        trained.error = str(error)
+        trained.refused = True
     except Exception as error:
-        print(f"row {' '.join(words)}", file=sys.stderr)
+        print(f"row {' '.join(overrides)}", file=sys.stderr)
         traceback.print_exc()
         trained.error = (
             f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -143,15 +142,15 @@ def _train_row(device: str, words: list[str]) -> Trained:
 def train_apart(device: str, rows: dict[str, list[str]]) -> dict[str, Trained]:
     """The same in a process of its own, as for the oracle on a CPU."""
     command = [sys.executable, __file__, device, json.dumps(rows)]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=child_environment(), capture_output=True, text=True
     )
-    sys.stderr.write(done.stderr)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    sys.stderr.write(process.stderr)
+    if process.returncode:
+        raise RuntimeError(process.stderr.strip().splitlines()[-1])
     return {
         name: Trained(**row)
-        for name, row in json.loads(done.stdout.splitlines()[-1]).items()
+        for name, row in json.loads(process.stdout.splitlines()[-1]).items()
     }
 
 

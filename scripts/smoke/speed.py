@@ -31,7 +31,9 @@ from scripts.smoke.report import Report
 from scripts.smoke.runs import COMMON, RANK, TINY, split_rows
 from scripts.smoke.training import fsdptoys, losses_of, train_command
 
-STEPS, WARMUP, PROFILED = 9, 3, 2
+STEPS = 9
+WARMUP = 3
+PROFILED = 2
 """Of a row: all steps, the first ones without figures, and the last ones, which the profiler slows
 down."""
 MODEL = shlex.split(
@@ -62,15 +64,15 @@ def check_speed(report: Report, device: str) -> None:
     # At 1e-3 losses of other roundings are 2% apart after nine steps.
     common += [f"train.steps={STEPS}", "optim.lr=1e-4"]
     rows = {
-        name: [*common, *words]
-        for name, words in ROWS.items()
-        if device == "cuda" or "compile" not in words[-1]
+        name: [*common, *overrides]
+        for name, overrides in ROWS.items()
+        if device == "cuda" or "compile" not in overrides[-1]
     }
     first: list[float] = []
     with process_group(compose_config([*COMMON, f"launch.device={device}"])):
-        for name, words in rows.items():
+        for name, overrides in rows.items():
             try:
-                config = compose_config(words)
+                config = compose_config(overrides)
                 config.validate(1, device)
                 facts, losses = _measure(config)
             except ConfigError as error:
@@ -178,10 +180,10 @@ def _predict(config: Config, device: str) -> dict[str, Any]:
     if hardware is None:
         return {"predicted": "no profile of this device"}
     profile = load_hardware(hardware)
-    found = predict(config, profile, 1)
+    prediction = predict(config, profile, 1)
     return {
-        "predicted_step_ms": 1e3 * found.time.step_seconds,
-        "predicted_peak_gib": found.memory.peak_bytes / GIB,
+        "predicted_step_ms": 1e3 * prediction.time.step_seconds,
+        "predicted_peak_gib": prediction.memory.peak_bytes / GIB,
     }
 
 
@@ -190,15 +192,15 @@ def check_torchrun(report: Report, device: str) -> None:
     memory snapshot."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = ["train.steps=3"]
+        overrides = ["train.steps=3"]
         if device != "cpu":
-            words += shlex.split(
+            overrides += shlex.split(
                 "profile.enabled=true profile.snapshot=true profile.snapshot_first_step=2 "
                 "profile.skip_steps=0 profile.active_steps=1 profile.snapshot_steps=1"
             )
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-        fsdptoys(train_command(device, "own", *words), folder)
-        fsdptoys(train_command(device, "torchrun", *words), folder, torchrun)
+        fsdptoys(train_command(device, "own", *overrides), folder)
+        fsdptoys(train_command(device, "torchrun", *overrides), folder, torchrun)
         report.close(
             "losses under torchrun",
             losses_of(folder / "torchrun"),
@@ -222,23 +224,23 @@ def check_torchrun(report: Report, device: str) -> None:
 def check_first_command(report: Report, device: str) -> None:
     """``bash run_fsdp.sh`` with three steps: the model that it chooses fits, and its loss falls."""
     with tempfile.TemporaryDirectory() as folder:
-        words = shlex.split(
+        overrides = shlex.split(
             f"train.steps=3 launch.device={device} metrics.run_dir={folder}/run "
             "metrics.log_every=1 metrics.console=plain"
         )
         if device != "cuda":
-            words += ["experiment=null", *TINY, "launch.nproc_per_node=1"]
-        command = ["bash", str(ROOT / "run_fsdp.sh"), *words]
-        done = subprocess.run(
+            overrides += ["experiment=null", *TINY, "launch.nproc_per_node=1"]
+        command = ["bash", str(ROOT / "run_fsdp.sh"), *overrides]
+        process = subprocess.run(
             command, cwd=folder, env=child_environment(), capture_output=True, text=True
         )
-        said = (done.stdout + done.stderr).strip().splitlines()
-        report.fact("first lines", said[:6])
+        lines = (process.stdout + process.stderr).strip().splitlines()
+        report.fact("first lines", lines[:6])
         report.expect(
-            done.returncode == 0,
-            f"run_fsdp.sh ends with status {done.returncode}: {said[-1:]}",
+            process.returncode == 0,
+            f"run_fsdp.sh ends with status {process.returncode}: {lines[-1:]}",
         )
-        if done.returncode == 0:
+        if process.returncode == 0:
             losses = losses_of(Path(folder) / "run")
             report.expect(
                 len(losses) == 3 and all(0 < loss < 20 for loss in losses),

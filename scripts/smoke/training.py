@@ -100,8 +100,8 @@ def compare(
 def in_both_dtypes(rows: Rows) -> Rows:
     """Return rows that compute in float32, and the same in bf16."""
     return {
-        f"{name} {dtype}": [*words, f"parallel.param_dtype={dtype}"]
-        for name, words in rows.items()
+        f"{name} {dtype}": [*overrides, f"parallel.param_dtype={dtype}"]
+        for name, overrides in rows.items()
         for dtype in ("float32", "bfloat16")
     }
 
@@ -113,8 +113,8 @@ def tolerance_of(name: str) -> float:
 
 def against_cpu(report: Report, device: str, oracle: list[str], rows: Rows) -> None:
     """Compare rows in both dtypes with one process on a CPU in float32."""
-    words = [*oracle, "parallel.param_dtype=float32"]
-    plain = train_apart("cpu", {"oracle": words})["oracle"]
+    overrides = [*oracle, "parallel.param_dtype=float32"]
+    plain = train_apart("cpu", {"oracle": overrides})["oracle"]
     for name, row in train(device, in_both_dtypes(rows)).items():
         compare(report, name, row, plain, tolerance_of(name))
 
@@ -123,12 +123,13 @@ def against_plain(
     report: Report, device: str, base: list[str], rows: Rows, tolerance: float
 ) -> None:
     """Compare rows with switches to the plain run in bf16 on the same device."""
-    words = [*base, "parallel=fsdp2", "parallel.param_dtype=bfloat16"]
-    found = train(
-        device, {"eager": words} | {name: [*words, *row] for name, row in rows.items()}
+    overrides = [*base, "parallel=fsdp2", "parallel.param_dtype=bfloat16"]
+    trained_rows = train(
+        device,
+        {"eager": overrides} | {name: [*overrides, *row] for name, row in rows.items()},
     )
-    eager = found.pop("eager")
-    for name, row in found.items():
+    eager = trained_rows.pop("eager")
+    for name, row in trained_rows.items():
         compare(report, name, row, eager, tolerance)
 
 
@@ -166,10 +167,12 @@ def check_memory(report: Report, device: str) -> None:
     """Every memory switch against the plain run: the same losses, and a lower peak."""
     base = [*small_model(device), "parallel=fsdp2", "parallel.param_dtype=float32"]
     switches = {"plain": [], "plain without clipping": shlex.split(UNCLIPPED)} | MEMORY
-    found = train(device, {name: [*base, *words] for name, words in switches.items()})
-    plain = found["plain"]
-    unclipped = found.pop("plain without clipping")
-    for name, row in found.items():
+    trained_rows = train(
+        device, {name: [*base, *overrides] for name, overrides in switches.items()}
+    )
+    plain = trained_rows["plain"]
+    unclipped = trained_rows.pop("plain without clipping")
+    for name, row in trained_rows.items():
         like = unclipped if name == "optimizer_in_backward" else plain
         if compare(report, name, row, like, LOSS) and name in LOWERS_PEAK:
             assert row.peak_gib is not None and plain.peak_gib is not None
@@ -221,7 +224,9 @@ def check_layout_mode(report: Report, device: str) -> None:
 def check_layout_families(report: Report, device: str) -> None:
     """The same for FSDP2 and debug models of every family."""
     models = {
-        prefix: words for prefix, words in layout_models(device).items() if prefix
+        prefix: overrides
+        for prefix, overrides in layout_models(device).items()
+        if prefix
     }
     _compare_bits(report, device, models, ("fsdp2",))
 
@@ -230,14 +235,14 @@ def _compare_bits(
     report: Report, device: str, models: Rows, strategies: tuple[str, ...]
 ) -> None:
     rows: Rows = {}
-    for model, words in models.items():
-        base = [*words, "train.deterministic=layout"]
+    for model, overrides in models.items():
+        base = [*overrides, "train.deterministic=layout"]
         rows |= {
             f"{model}{name}": [*base, f"parallel={name}"]
             for name in ("single", *strategies)
         }
         size = next(
-            int(word[17:]) for word in words if word.startswith("train.batch_size=")
+            int(word[17:]) for word in overrides if word.startswith("train.batch_size=")
         )
         halves = [
             "parallel=fsdp2",
@@ -245,11 +250,11 @@ def _compare_bits(
             "train.grad_accum=2",
         ]
         rows[f"{model}two micro-batches"] = [*base, *halves]
-    found = train_apart(device, in_both_dtypes(rows))
-    for name, row in found.items():
+    trained_rows = train_apart(device, in_both_dtypes(rows))
+    for name, row in trained_rows.items():
         prefix = next(prefix for prefix in reversed(models) if name.startswith(prefix))
         reference = f"{prefix}single {name.split()[-1]}"
-        single = found[reference]
+        single = trained_rows[reference]
         if name == reference:
             report.expect(
                 not single.error, f"{reference} trains: {single.error or 'yes'}"
@@ -269,9 +274,9 @@ def adapter_rows(device: str) -> Rows:
 
 def check_adapters(report: Report, device: str) -> None:
     """Low-rank adapters beside plain and 4-bit weights, against a CPU in float32."""
-    for form, words in adapter_rows(device).items():
-        oracle = [*words, "parallel=single"]
-        against_cpu(report, device, oracle, {form: [*words, "parallel=fsdp2"]})
+    for form, overrides in adapter_rows(device).items():
+        oracle = [*overrides, "parallel=single"]
+        against_cpu(report, device, oracle, {form: [*overrides, "parallel=fsdp2"]})
 
 
 def check_compile(report: Report, device: str) -> None:
@@ -281,7 +286,9 @@ def check_compile(report: Report, device: str) -> None:
 
 def check_float8(report: Report, device: str) -> None:
     """Compiled float8 training against eager bf16."""
-    rows = {name: ["train.compile=true", *words] for name, words in FLOAT8.items()}
+    rows = {
+        name: ["train.compile=true", *overrides] for name, overrides in FLOAT8.items()
+    }
     against_plain(report, device, small_model(device), rows, 3e-2)
 
 
@@ -307,28 +314,28 @@ def check_optimizers(report: Report, device: str) -> None:
             "muon": [*base, "optim=muon"],
         },
     )
-    found = train(device, {name: [*base, *OPTIMIZERS[name]] for name in names})
-    for name, row in found.items():
+    trained_rows = train(device, {name: [*base, *OPTIMIZERS[name]] for name in names})
+    for name, row in trained_rows.items():
         tolerance = LOSS if name in ("foreach", "fused") else 1e-2
         compare(report, name, row, oracles.get(name, oracles["adamw"]), tolerance)
 
 
-def fsdptoys(words: list[str], folder: Path, launcher: list[str] | None = None) -> str:
+def fsdptoys(argv: list[str], folder: Path, launcher: list[str] | None = None) -> str:
     """Standard output of a command of the project; RuntimeError with its last line if it fails."""
-    command = [sys.executable, *(launcher or []), "-m", "fsdptoys", *words]
-    done = subprocess.run(
+    command = [sys.executable, *(launcher or []), "-m", "fsdptoys", *argv]
+    process = subprocess.run(
         command, cwd=folder, env=child_environment(), capture_output=True, text=True
     )
-    if done.returncode:
-        sys.stderr.write(done.stderr)
-        lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
+    if process.returncode:
+        sys.stderr.write(process.stderr)
+        lines = (process.stderr + process.stdout).strip().splitlines() or ["no output"]
         raise RuntimeError(
-            f"{' '.join(words[:2])} ended with status {done.returncode}: {lines[-1]}"
+            f"{' '.join(argv[:2])} ended with status {process.returncode}: {lines[-1]}"
         )
-    return done.stdout
+    return process.stdout
 
 
-def train_command(device: str, run_dir: str, *words: str) -> list[str]:
+def train_command(device: str, run_dir: str, *overrides: str) -> list[str]:
     """A command line of a small run."""
     common = [
         word
@@ -338,7 +345,7 @@ def train_command(device: str, run_dir: str, *words: str) -> list[str]:
     return [
         "train", *common, *small_model(device), f"launch.device={device}",
         "launch.nproc_per_node=1", "parallel=fsdp2", "parallel.param_dtype=float32",
-        "metrics.console=plain", f"metrics.run_dir={run_dir}", *words,
+        "metrics.console=plain", f"metrics.run_dir={run_dir}", *overrides,
     ]  # fmt: skip
 
 
@@ -360,18 +367,16 @@ def check_commands(report: Report, device: str) -> None:
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor() as pool:
         folder = Path(name)
 
-        def trained(run_dir: str, *words: str) -> "Future[str]":
+        def trained(run_dir: str, *overrides: str) -> "Future[str]":
             return pool.submit(
                 fsdptoys,
-                train_command(device, run_dir, "plan.predict=false", *words),
+                train_command(device, run_dir, "plan.predict=false", *overrides),
                 folder,
             )
 
         halves = ["checkpoint.every=2"]
-        first, whole = (
-            trained("run", "train.steps=2", *halves),
-            trained("whole", "train.steps=4"),
-        )
+        first = trained("run", "train.steps=2", *halves)
+        whole = trained("whole", "train.steps=4")
         first.result()
         trained("run", "train.steps=4", *halves, "checkpoint.resume=must").result()
         whole.result()
@@ -400,12 +405,13 @@ def check_commands(report: Report, device: str) -> None:
             }
         }
         losses = {
-            where: float(json.loads(said.result())["loss"])
-            for where, said in evaluated.items()
+            where: float(json.loads(answer.result())["loss"])
+            for where, answer in evaluated.items()
         }
         report.close("evaluated loss", [losses[device]], [losses["cpu"]], LOSS)
         ids = {
-            key: json.loads(said.result())[0]["ids"] for key, said in generated.items()
+            key: json.loads(answer.result())[0]["ids"]
+            for key, answer in generated.items()
         }
         same = ids[device, "float32"] == ids["cpu", "float32"]
         report.expect(

@@ -41,7 +41,7 @@ def test_changelog_has_each_entry_once() -> None:
 
 
 def test_experiments_page_counts_the_published_steps_with_offload() -> None:
-    """Oracle: the rows of the comparison, whose names end with ``oo`` or ``co``."""
+    """Oracle: the rows of the comparison named ``… oo`` or ``… co``."""
     text = (ROOT / "benchmarks" / "plan.md").read_text(encoding="utf-8")
     _, _, section = text.partition("## 3a. ")
     errors = re.findall(

@@ -38,8 +38,7 @@ JOBS = (
 
 
 def device_steps(count: int, seconds: float, gib: float) -> list[StepMetrics]:
-    """Steps of which the first two are slow and every 97th slightly slow, with a falling, noisy
-    loss."""
+    """Steps, the first two slow and every 97th slightly slow, with a falling, noisy loss."""
     steps = []
     for n in range(1, count + 1):
         time = (

@@ -282,7 +282,7 @@ def test_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
 def test_steps_never_appear_with_settings_older_than_them(
     run: WrittenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the file's settings, where the run writes them and its first steps while the follower
+    """Oracle: the file's settings; the run writes them and its first steps while the follower
     polls."""
     config = run.path / "config.yaml"
     text = config.read_text()

@@ -88,8 +88,8 @@ def test_lifetimes_of_a_real_trace(traced: tuple[Timeline, list[int], int]) -> N
 
 
 def test_snapshot_peak_equals_that_of_its_own_page(tmp_path: Path) -> None:
-    """Oracle: the profiler's walk over the same history, back from its end, where a block is 512
-    bytes short."""
+    """Oracle: the profiler's walk over the same history, back from its end; a block is 512 bytes
+    short there."""
     (tmp_path / "memory-rank0.pickle").write_bytes(pickle.dumps(make_snapshot()))
     timeline = read_timeline(tmp_path, "cuda")
     events = read_events(make_snapshot(), 1)

@@ -122,7 +122,7 @@ def test_run_with_a_writer_is_running_despite_a_summary(
 
 
 def sweep_in(path: Path, *names: str) -> Sweep:
-    """A sweep whose jobs are done, each with a run."""
+    """A sweep of finished jobs, each with a run."""
     jobs = [
         Job(name, (), {"optim.lr": name}, name, JobStatus.completed) for name in names
     ]

@@ -23,7 +23,7 @@ POLL = 0.02
 
 
 def step_of(number: int, **changes: float) -> StepMetrics:
-    """A step whose loss is lower than that of the one before."""
+    """A step with a lower loss than the step before."""
     return replace(STEP, **({"step": number, "loss": 6.0 - number / 100} | changes))
 
 

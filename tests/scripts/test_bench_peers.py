@@ -32,7 +32,9 @@ MIB = 2**20
 def run_of(startup: float, step: float, peak_mib: int, loss: float = 2.0) -> Measured:
     """Measurements of a run of three steps; CPU seconds are twice the wall's."""
     seconds = [startup, step, step]
-    return Measured(seconds, [loss] * 3, [2 * each for each in seconds], peak_mib * MIB)
+    return Measured(
+        seconds, [loss] * 3, [2 * value for value in seconds], peak_mib * MIB
+    )
 
 
 RUNS = {
@@ -73,9 +75,9 @@ def test_verdicts_cover_speed_memory_startup_and_first_loss(
     results = {name: [run, run] for name, run in {**RUNS, **changes}.items()}
     peers = [ACCELERATE, FABRIC, PLAIN]
     verdicts = judge(results, bench_peers.PAIRS, warmup=1, peers=peers)
-    found = [line for line in verdicts if line.startswith("missed")]
-    assert len(found) == len(missed)
-    assert all(words in line for words, line in zip(missed, found, strict=True))
+    missed_lines = [line for line in verdicts if line.startswith("missed")]
+    assert len(missed_lines) == len(missed)
+    assert all(text in line for text, line in zip(missed, missed_lines, strict=True))
 
 
 def test_tables_show_speeds_and_ratios_within_a_round(tmp_path: Path) -> None:
@@ -152,9 +154,9 @@ def test_failed_run_reports_its_output_and_hanging_run_is_killed(
     assert run.result.failure == failure
 
 
-def train_ours(words: list[str]) -> list[float]:
+def train_ours(overrides: list[str]) -> list[float]:
     """Losses of the run of a command line."""
-    config = compose_config(words)
+    config = compose_config(overrides)
     config.validate(2, "cpu")
     (outcome,) = train_all([config])
     return outcome.losses
@@ -194,13 +196,13 @@ def test_fsdp2_losses_equal_those_of_the_plain_script(tmp_path: Path) -> None:
         "cpu",
     )
     write_batches(tmp_path, work, model.vocab_size)
-    (ours,) = (each for each in CONTESTANTS if each.name == OURS_FSDP2)
-    words = [
-        *Bench(work, model, tmp_path, Path("bin")).words(),
-        *ours.words,
+    (contestant,) = (row for row in CONTESTANTS if row.name == OURS_FSDP2)
+    overrides = [
+        *Bench(work, model, tmp_path, Path("bin")).overrides(),
+        *contestant.overrides,
         "metrics.console=none",
     ]
-    losses = run_ranks(2, train_ours, words)[0]
+    losses = run_ranks(2, train_ours, overrides)[0]
     expected = run_ranks(2, train_plain, work)[0]
     assert losses[0] != losses[2]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)

@@ -107,10 +107,10 @@ def test_wrong_loss_ends_the_script_before_timing() -> None:
 def test_rows_run_on_the_cpu_or_give_their_reason(tmp_path: Path) -> None:
     """Oracle: the table of the real command; a CPU cannot run one of its rows."""
     page = tmp_path / "table.md"
-    words = shlex.split(
+    argv = shlex.split(
         "--device=cpu --model=llama_debug --seq-len=32 --steps=3 --warmup-steps=1"
     )
-    words += [
+    argv += [
         "--strategies",
         "fsdp1",
         "fsdp2",
@@ -120,7 +120,7 @@ def test_rows_run_on_the_cpu_or_give_their_reason(tmp_path: Path) -> None:
         str(page),
     ]
     subprocess.run(
-        [sys.executable, bench_memory.__file__, *words], check=True, capture_output=True
+        [sys.executable, bench_memory.__file__, *argv], check=True, capture_output=True
     )
     first, second = (
         line.split(" | ")
@@ -160,15 +160,15 @@ ARGS = argparse.Namespace(
 
 
 def measure_with(value: float) -> Result:
-    """A row whose parameters begin with this value."""
+    """A row of parameters that begin with this value."""
     bench_memory.fill = lambda param, name: local_tensor(param).fill_(value)
     return bench_memory.measure(ARGS)
 
 
 @pytest.mark.parametrize("value", [0.01, float("nan")])
 def test_row_fails_if_an_update_was_skipped(value: float) -> None:
-    """Oracle: parameters of NaN, whose gradients the fake collectives turn to zeros but whose loss
-    is NaN."""
+    """Oracle: parameters of NaN. Their loss is NaN; fake collectives turn their gradients to
+    zeros."""
     result = run_ranks(1, measure_with, value)[0]
     skipped = (
         result.failure == "an update was skipped: a loss or gradient was not finite"
@@ -228,7 +228,8 @@ def test_script_lists_every_contestant_and_exit_status_follows_the_targets(
     losses."""
     groups = {
         name: [
-            dataclasses.replace(each, target=each.target and target) for each in group
+            dataclasses.replace(contestant, target=contestant.target and target)
+            for contestant in group
         ]
         for name, group in bench_toys.GROUPS.items()
     }
@@ -242,7 +243,7 @@ def test_script_lists_every_contestant_and_exit_status_follows_the_targets(
         if line.startswith("| ") and "×" not in line and "---" not in line
     ]
     assert [row[1].strip() for row in rows] == [
-        each.name for name in chosen for each in groups[name]
+        contestant.name for name in chosen for contestant in groups[name]
     ]
     assert all(
         float(row[2]) > 0 and float(row[6]) > 0 and row[7].strip().endswith("%")
@@ -252,7 +253,10 @@ def test_script_lists_every_contestant_and_exit_status_follows_the_targets(
         "memory at the end of a step, and its peak"
     )
     judged = [
-        each.name for name in chosen for each in groups[name] if each.target is not None
+        contestant.name
+        for name in chosen
+        for contestant in groups[name]
+        if contestant.target is not None
     ]
     assert text.count("- met: ") + text.count("- MISSED: ") == len(judged)
     assert ("MISSED" in text) is not bool(target)

@@ -11,7 +11,7 @@ import pytest
 from fsdptoys.config.compose import compose_config
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
-from scripts.chaos import Attempt, Campaign, count_wrong, read_resumes, words_of
+from scripts.chaos import Attempt, Campaign, count_wrong, overrides_of, read_resumes
 from tests.harness.processes import wait_until
 from tests.harness.ranks import run_ranks
 
@@ -42,7 +42,7 @@ def test_run_stopped_by_signals_resumes_to_identical_results(tmp_path: Path) -> 
     """Oracle: the undisturbed run, bitwise in steps and final weights; status 0 at each stop."""
     whole = tmp_path / "whole"
     stopped = tmp_path / "stopped"
-    config = compose_config(words_of(CAMPAIGN, whole, STEPS))
+    config = compose_config(overrides_of(CAMPAIGN, whole, STEPS))
     config.validate(CAMPAIGN.ranks, "cpu")
     run_ranks(CAMPAIGN.ranks, lambda: Run(Trainer(config)).run())
     for number, of_launcher, step in (

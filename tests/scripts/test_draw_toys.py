@@ -124,8 +124,8 @@ def test_layers_exchange_what_the_pages_say(monkeypatch: pytest.MonkeyPatch) -> 
     for rank in ranks:
         assert list(rank) == [*ATTENTIONS, *ROUTINGS]
         assert {
-            case: tuple(bar.label for bar in found.collectives)
-            for case, found in rank.items()
+            case: tuple(bar.label for bar in layer.collectives)
+            for case, layer in rank.items()
         } == labels
     for routing in ROUTINGS:
         rows = [int(rank[routing].computing[0].label.split()[0]) for rank in ranks]

@@ -15,8 +15,8 @@ from scripts.fuzz.fuzz_targets import READERS, Reader
 @pytest.mark.extended
 def test_mutated_files_cause_no_traceback_and_no_other_values() -> None:
     """Oracle: every reader's own errors, and the saved values; a full run of the fuzzer."""
-    done, failed = fuzz_readers.fuzz(plan_cases(2000, None), seed=0)
-    assert set(done) == set(READERS)
+    counts, failed = fuzz_readers.fuzz(plan_cases(2000, None), seed=0)
+    assert set(counts) == set(READERS)
     assert not failed, "\n".join(
         f"{result.case} {result.mutation}: {result.failure}" for result in failed
     )
@@ -26,7 +26,7 @@ def test_mutated_files_cause_no_traceback_and_no_other_values() -> None:
 def test_undetected_damage_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: checkpoints whose checksums are not compared; without damage the newest is loaded."""
+    """Oracle: checkpoints without a check of checksums; without damage the newest is loaded."""
     specimens = tmp_path / "specimens"
     save_steps(specimens / "steps")
     resume_damaged(specimens / "steps")

@@ -125,10 +125,10 @@ def test_script_writes_a_line_of_each_check(tmp_path: Path) -> None:
         "--out",
         tmp_path / "out",
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out" / "smoke.jsonl").read_text() == done.stdout
-    device, float8 = map(json.loads, done.stdout.splitlines())
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / "out" / "smoke.jsonl").read_text() == process.stdout
+    device, float8 = map(json.loads, process.stdout.splitlines())
     assert (
         device["status"] == "passed" and torch.__version__ in device["facts"]["machine"]
     )
@@ -140,22 +140,22 @@ def test_script_writes_a_line_of_each_check(tmp_path: Path) -> None:
 BF16 = ["parallel.param_dtype=bfloat16"]
 COMPARED = ("memory", "compile", "float8", "optimizers", "adapters", "speed")
 CUDA_ROWS = {
-    f"{check}, {name}": words
+    f"{check}, {name}": overrides
     for check in COMPARED
-    for name, words in words_of(check).items()
+    for name, overrides in words_of(check).items()
 }
 CUDA_ROWS |= {
     f"{name} in layout mode": [
-        *words,
+        *overrides,
         "parallel=fsdp2",
         *BF16,
         "train.deterministic=layout",
     ]
-    for name, words in training.layout_models("cuda").items()
+    for name, overrides in training.layout_models("cuda").items()
 }
 CUDA_ROWS |= {
-    f"adapters alone, {name}": [*words, *training.SINGLE]
-    for name, words in training.adapter_rows("cuda").items()
+    f"adapters alone, {name}": [*overrides, *training.SINGLE]
+    for name, overrides in training.adapter_rows("cuda").items()
 }
 
 
@@ -219,9 +219,9 @@ def test_verdicts_are_met_missed_or_not_measured(
     verdicts = judge(
         [row_of(name, speed) for name, speed in {**SPEEDS, **changes}.items()], [SHAPE]
     )
-    found = [line for line in verdicts if not line.startswith("met")]
+    unmet = [line for line in verdicts if not line.startswith("met")]
     assert [
-        line[: len(words)] for line, words in zip(found, expected, strict=True)
+        line[: len(text)] for line, text in zip(unmet, expected, strict=True)
     ] == expected
 
 
@@ -266,7 +266,7 @@ def test_cpu_trial_writes_rows_and_reports_failed_peers(
 ) -> None:
     """Oracle: transformers under accelerate, with the same initial values; a peer without a
     script."""
-    words = [
+    argv = [
         "--device",
         "cpu",
         "--tiny",
@@ -277,17 +277,17 @@ def test_cpu_trial_writes_rows_and_reports_failed_peers(
         BARE,
         ACCELERATE,
     ]
-    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", *words])
+    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", *argv])
     monkeypatch.setitem(bench_gpu.CONTESTANTS, BARE, "no_such_peer.py")
     assert bench_gpu.main() == 0
-    written = json.loads((tmp_path / "gpu.json").read_text())["rows"].values()
-    rows = {row["contestant"]: row for row in written}
-    ours = rows[EAGER]
+    rows_of_file = json.loads((tmp_path / "gpu.json").read_text())["rows"].values()
+    rows = {row["contestant"]: row for row in rows_of_file}
+    eager = rows[EAGER]
     failed = rows[BARE]
-    theirs = rows[ACCELERATE]
-    assert ours["tokens_per_second"] > 0 and ours["failure"] is None
-    assert len(ours["losses"]) == STEPS and ours["losses"] == pytest.approx(
-        theirs["losses"], rel=1e-3
+    peer = rows[ACCELERATE]
+    assert eager["tokens_per_second"] > 0 and eager["failure"] is None
+    assert len(eager["losses"]) == STEPS and eager["losses"] == pytest.approx(
+        peer["losses"], rel=1e-3
     )
     assert failed["tokens_per_second"] is None and failed["failure"].startswith(
         "failed: "
@@ -295,7 +295,7 @@ def test_cpu_trial_writes_rows_and_reports_failed_peers(
     page = (tmp_path / "gpu.md").read_text()
     assert f"| {BARE} | failed: " in page
     assert (
-        f"| {EAGER} | {' | '.join(f'{loss:.3f}' for loss in ours['losses'])} |" in page
+        f"| {EAGER} | {' | '.join(f'{loss:.3f}' for loss in eager['losses'])} |" in page
     )
 
 
@@ -308,8 +308,8 @@ echo "$name" >> "{calls}"
 """
 
 
-def run_script(*words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    command = ["bash", str(ROOT / "scripts" / "gpu_day.sh"), *words]
+def run_script(*argv: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    command = ["bash", str(ROOT / "scripts" / "gpu_day.sh"), *argv]
     return subprocess.run(
         command,
         env={"PATH": "/usr/bin:/bin", **variables},
@@ -319,7 +319,7 @@ def run_script(*words: str, **variables: str) -> "subprocess.CompletedProcess[st
 
 
 class Machine:
-    """Calls on a machine whose Python only notes the scripts."""
+    """Calls on a machine with a Python that only notes the scripts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -328,13 +328,13 @@ class Machine:
         self.python.write_text(PYTHON.format(calls=self.calls, folder=folder))
         self.python.chmod(0o755)
 
-    def call(self, *words: str, status: int = 0) -> list[str]:
+    def call(self, *argv: str, status: int = 0) -> list[str]:
         """Call the script, expect a status, and return the Python scripts that ran."""
         self.calls.write_text("")
-        done = run_script(
-            "run", "--out", str(self.folder / "day"), *words, PYTHON=str(self.python)
+        process = run_script(
+            "run", "--out", str(self.folder / "day"), *argv, PYTHON=str(self.python)
         )
-        assert done.returncode == status, done.stderr
+        assert process.returncode == status, process.stderr
         return self.calls.read_text().split()
 
     def set_status(self, script: str, status: int) -> None:
@@ -380,7 +380,7 @@ def test_fresh_machine_continues_from_the_archive(tmp_path: Path) -> None:
 @pytest.mark.extended
 def test_dry_run_writes_a_page(tmp_path: Path) -> None:
     """Oracle: the page of one real part on a CPU; its target is an exit status of 0 or 1."""
-    words = [
+    argv = [
         "run",
         "--device",
         "cpu",
@@ -390,8 +390,8 @@ def test_dry_run_writes_a_page(tmp_path: Path) -> None:
         "--out",
         str(tmp_path / "day"),
     ]
-    done = run_script(*words, PYTHON=sys.executable, OMP_NUM_THREADS="1")
-    assert done.returncode in (0, 1), done.stderr
+    process = run_script(*argv, PYTHON=sys.executable, OMP_NUM_THREADS="1")
+    assert process.returncode in (0, 1), process.stderr
     page = (tmp_path / "day" / "loss.md").read_text()
     assert (
         "python scripts/benchmarks/bench_loss.py --device cpu" in page
@@ -404,8 +404,8 @@ def test_dry_run_writes_a_page(tmp_path: Path) -> None:
 def test_page_has_the_error_of_each_measured_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the error by hand, of a row whose measured peak is twice the planned one, and of no
-    row without one."""
+    """Oracle: the error by hand, of a row with twice the planned peak, and of no row without a
+    peak."""
     monkeypatch.setattr(
         gpu_planned,
         "SMALL",
@@ -422,7 +422,7 @@ def test_page_has_the_error_of_each_measured_row(
     }
     (tmp_path / "smoke.jsonl").write_text(json.dumps(line | {"facts": facts}) + "\n")
     page = tmp_path / "page.md"
-    words = [
+    argv = [
         "gpu_planned.py",
         str(tmp_path / "smoke.jsonl"),
         "--hardware",
@@ -430,7 +430,7 @@ def test_page_has_the_error_of_each_measured_row(
         "--write",
         str(page),
     ]
-    monkeypatch.setattr("sys.argv", words)
+    monkeypatch.setattr("sys.argv", argv)
     gpu_planned.main()
     (row,) = [
         text for text in page.read_text().splitlines() if text.startswith("| memory")

@@ -52,8 +52,8 @@ def test_long_scripts_report_progress(name: str) -> None:
 
 
 def test_remaining_time_is_extrapolated_from_finished_units() -> None:
-    """Oracle: computed by hand: units of ten seconds, of which one takes longer, and the text
-    between units."""
+    """Oracle: computed by hand: units of ten seconds, one of them longer, and the text between
+    units."""
     printer = Printer(4, 100.0)
     assert (
         printer.beat(105.0)
@@ -94,7 +94,7 @@ print("the end")
 
 
 def start_slow(folder: Path, redirection: str) -> "subprocess.Popen[str]":
-    """Start a script whose first unit ends when the file ``go`` exists."""
+    """Start a script; its first unit ends when the file ``go`` exists."""
     (folder / "slow.py").write_text(SLOW)
     command = [
         "bash",
@@ -142,16 +142,16 @@ def test_children_import_carried_packages_after_this_checkout(
     (tmp_path / "carried.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     ask = "import carried, fsdptoys; print(fsdptoys.__path__[0])"
-    words = [sys.executable, "-c", ask]
-    done = subprocess.run(
-        words,
+    command = [sys.executable, "-c", ask]
+    process = subprocess.run(
+        command,
         cwd=tmp_path,
         env=child_environment(),
         capture_output=True,
         text=True,
         check=True,
     )
-    assert Path(done.stdout.strip()).parent == ROOT
+    assert Path(process.stdout.strip()).parent == ROOT
 
 
 def lose_rank_1() -> None:

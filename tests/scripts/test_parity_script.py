@@ -12,9 +12,9 @@ from scripts.equality import parity_rows
 from tests.harness.levels import extended
 
 
-def arguments(*words: str) -> argparse.Namespace:
+def arguments(*argv: str) -> argparse.Namespace:
     return parity.parse_arguments(
-        ["--world-sizes", "2", "--steps", "2", "--seq-len", "16", *words]
+        ["--world-sizes", "2", "--steps", "2", "--seq-len", "16", *argv]
     )
 
 
@@ -86,8 +86,8 @@ def test_breaches_of_parity_are_detected(
     mode: str, outcomes: dict[str, parity.Outcome], breaches: int
 ) -> None:
     """Oracle: breaches made by hand, on two ranks in float32, with one micro-batch."""
-    found = [
+    messages = [
         parity.judge(name, outcomes, outcome(1.0), 2, "float32", mode, 1).breach
         for name in outcomes
     ]
-    assert len([breach for breach in found if breach]) == breaches
+    assert len([message for message in messages if message]) == breaches

@@ -132,13 +132,13 @@ SWITCHES = {
 @pytest.mark.parametrize("row", NAMES)
 def test_rows_have_the_published_switches(row: str) -> None:
     """Oracle: the switches of the program that made the published row."""
-    words = row_words(row)
+    overrides = row_words(row)
     (strategy, name) = NAMES[row]
     published = ROWS[strategy, name][0]
-    assert f"parallel={strategy}" in words and len(
-        {word.partition("=")[0] for word in words}
-    ) == len(words)
-    assert {switch for switch, word in SWITCHES.items() if word in words} == {
+    assert f"parallel={strategy}" in overrides and len(
+        {word.partition("=")[0] for word in overrides}
+    ) == len(overrides)
+    assert {switch for switch, word in SWITCHES.items() if word in overrides} == {
         switch for switch in SWITCHES if getattr(published, switch)
     }
 
@@ -262,10 +262,10 @@ def test_rankings_need_three_layouts_and_separate_numerics() -> None:
         planned(str(size), 100 - size, 90 - size, gpus=8 * size, tp=size)
         for size in (1, 2, 4)
     ]
-    found = rankings([*rows, planned("float8", 150, 89, float8=True)])
-    titles = [(ranking.title, ranking.rows) for ranking in found]
+    row_rankings = rankings([*rows, planned("float8", 150, 89, float8=True)])
+    titles = [(ranking.title, ranking.rows) for ranking in row_rankings]
     assert titles == [("H100, llama3_8b, all rows", 4), ("H100, llama3_8b, eager", 3)]
-    assert found[1].value == 1 and found[1].met
+    assert row_rankings[1].value == 1 and row_rankings[1].met
     assert not rankings([*rows[:2], planned("float8", 150, 89, float8=True)])
 
 
@@ -277,7 +277,7 @@ def test_page_has_every_row_with_its_verdict_or_its_obstacle() -> None:
     ]
     pipeline = planned("deep", 10, 0, pp=8, unplanned="no batch").row
     page, met = render_layouts(
-        [*(each.row for each in members), pipeline], LayoutResults(members, [])
+        [*(member.row for member in members), pipeline], LayoutResults(members, [])
     )
     assert "| 52.0 | 50.0 | 0.96 | met | 100 | 125 | 1.25 |  |  |" in page
     assert "| 60.0 | 50.0 | 0.83 | **missed** | 100 | 50 | 0.50 |  | compile |" in page

@@ -6,8 +6,8 @@ machine that others share may be a third slower a minute later, and then it is s
 
 - A step is the time from when the run is continued to the step's line; the tokens of a step over it
   are the speed. A device continues with queued work while its process is stopped, so a run that has
-  the machine to itself is not stopped (``stops=False``), nor is /proc read between its steps, each
-  of which lasts from one line to the next.
+  the machine to itself is not stopped (``stops=False``), nor is /proc read between its steps; a
+  step lasts from one line to the next.
 - Start-up is the time from the start of the command to the line of step 1: launcher, imports,
   weights, and the step.
 - Memory is the highest resident set (``VmHWM``) of any process below the launcher, when a step's
@@ -92,13 +92,14 @@ class Run:
         stops: bool = True,
     ) -> None:
         self.result = Measured()
-        self._stops, self._last_line = stops, 0.0
-        self.steps, self.limit_seconds, self.metrics = steps, limit_seconds, metrics
-        self._command, self._environment, self._folder = (
-            list(command),
-            dict(environment),
-            folder,
-        )
+        self._stops = stops
+        self._last_line = 0.0
+        self.steps = steps
+        self.limit_seconds = limit_seconds
+        self.metrics = metrics
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._folder = folder
         self._output: list[str] = []
         self._process: subprocess.Popen[str] | None = None
 
@@ -214,8 +215,8 @@ def take_turns(runs: Sequence[Run], name: str = "peers") -> None:
 
     Args:
         runs: of as many steps each.
-        name: of all of them, for the progress, of which every turn is a unit: as many as steps, and
-            one more.
+        name: of all of them, for the progress. Every turn is a unit: as many as steps, and one
+            more.
     """
     try:
         turns = max(run.steps for run in runs) + 1
@@ -235,10 +236,10 @@ def _descendants(root: int) -> list[int]:
         if entry.name.isdecimal() and (fields := _stat(int(entry.name))):
             parents[int(entry.name)] = int(fields[1])
     below = {root}
-    while found := {
+    while children := {
         pid for pid, parent in parents.items() if parent in below and pid not in below
     }:
-        below |= found
+        below |= children
     return sorted(below - {root})
 
 
@@ -257,7 +258,7 @@ def _cpu_seconds(pid: int) -> float:
 
 def _peak_bytes(pid: int) -> int:
     try:
-        found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+        peak = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     except OSError:
         return 0
-    return int(found[1]) * 1024 if found else 0
+    return int(peak[1]) * 1024 if peak else 0

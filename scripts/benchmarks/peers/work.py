@@ -90,7 +90,7 @@ def decay_groups(model: torch.nn.Module) -> list[dict[str, object]]:
 
 
 def tell_peak(device: str) -> None:
-    """The highest sum of tensors on the device, where it is no CPU."""
+    """The highest sum of tensors on the device, unless it is a CPU."""
     if device != "cpu":
         print(f"peak {torch.cuda.max_memory_allocated()}", flush=True)
 
