@@ -61,7 +61,7 @@ CHECKS = [
     Check("adapters", "training:check_adapters", 90),
     Check("MoE model", "training:check_experts", 60),
     Check("optimizers", "training:check_optimizers", 150),
-    Check("commands", "training:check_commands", 180),
+    Check("commands", "commands:check_commands", 180),
     Check("compile", "training:check_compile", 120, ("cuda",), COMPILES),
     Check("float8", "training:check_float8", 120, ("cuda",), COMPILES),
     Check("speed", "speed:check_speed", 150, alone=True),

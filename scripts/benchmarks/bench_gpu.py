@@ -162,9 +162,8 @@ class Bench:
         )
         variables |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         if isinstance(CONTESTANTS[contestant], str) and self.python != sys.executable:
-            del variables[
-                "PYTHONPATH"
-            ]  # another environment, which packages of this one would shadow
+            # Packages of this environment would shadow those of the peers' environment
+            del variables["PYTHONPATH"]
         if self.device == "cuda":
             variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         # Reads ranks from its launcher's variables; there is no launcher here
@@ -314,15 +313,11 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.resume and not args.write:
         parser.error("--resume needs --write STEM, whose STEM.json has the rows")
-    shapes = TINY if args.tiny else SHAPES
-    names = args.shapes or [shape.name for shape in shapes]
-    unknown = set(names) - {shape.name for shape in shapes}
-    if unknown:
-        parser.error(
-            f"--shapes {' '.join(sorted(unknown))}: must be of "
-            f"{' '.join(shape.name for shape in shapes)}"
-        )
-    args.shapes = [shape for shape in shapes if shape.name in names]
+    shapes = {shape.name: shape for shape in (TINY if args.tiny else SHAPES)}
+    names = set(args.shapes or shapes)
+    if unknown := sorted(names - shapes.keys()):
+        parser.error(f"--shapes {' '.join(unknown)}: must be of {' '.join(shapes)}")
+    args.shapes = [shape for name, shape in shapes.items() if name in names]
     prefixes = args.contestants or list(CONTESTANTS)
     args.contestants = [
         name for name in CONTESTANTS if name.startswith(tuple(prefixes))

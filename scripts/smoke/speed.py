@@ -27,9 +27,9 @@ from fsdptoys.train.distributed import process_group
 from fsdptoys.train.trainer import Trainer
 from scripts.benchmarks.peers.ours import fill
 from scripts.common.child_environment import ROOT, child_environment
+from scripts.smoke.commands import fsdptoys, losses_of, train_command
 from scripts.smoke.report import Report
 from scripts.smoke.runs import COMMON, RANK, TINY, split_rows
-from scripts.smoke.training import fsdptoys, losses_of, train_command
 
 STEPS = 9
 WARMUP = 3

@@ -29,7 +29,8 @@ from fsdptoys.config.schema import Config
 from fsdptoys.train.heartbeat import read_heartbeats
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
-from scripts.chaos import count_wrong, read_resumes
+from scripts.chaos import count_wrong
+from scripts.chaos_runs import read_resumes
 from tests.harness.launched_training import Training, training, wait_while_running
 from tests.harness.processes import load_factor
 from tests.harness.ranks import run_ranks

@@ -114,7 +114,9 @@ def write_run(
     return path
 
 
-def record_of(path: Path, status: JobStatus = JobStatus.completed, **more: Any) -> Record:
+def record_of(
+    path: Path, status: JobStatus = JobStatus.completed, **more: Any
+) -> Record:
     """The row of a run directory."""
     run = read_recorded_run(path) if path.exists() else None
     return Record(more.pop("name", path.name), path, status, run, **more)

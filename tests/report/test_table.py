@@ -340,15 +340,11 @@ def test_row_whose_losses_disagree_is_marked_and_explained(tmp_path: Path) -> No
         write_records(tmp_path, a=[run_of(5)], b=[wrong, {"parallel.name": "ddp"}])
     )
     assert cells(table)["Run"] == ["a", "b ≠"]
-    assert table.disagreements["b"].sentence in table.notes and table.disagreements[
-        "b"
-    ].sentence in to_markdown(table)
+    sentence = table.disagreements["b"].sentence
+    assert sentence in table.notes and sentence in to_markdown(table)
     row = json.loads(to_json(table))["rows"][1]
-    assert (
-        row["run"],
-        row["disagreement"]["reference"],
-        row["disagreement"]["step"],
-    ) == (
+    disagreement = row["disagreement"]
+    assert (row["run"], disagreement["reference"], disagreement["step"]) == (
         "b",
         "a",
         1,

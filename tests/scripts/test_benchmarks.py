@@ -24,8 +24,8 @@ from scripts.benchmarks import (
     memory_page,
 )
 from scripts.benchmarks.bench_plan import Compared
-from scripts.benchmarks.bench_toys import Contestant, Measured
 from scripts.benchmarks.memory_rows import Result
+from scripts.benchmarks.toys_page import Contestant, Measured, ratios
 from tests.harness.ranks import run_ranks
 
 DATA = shlex.split(
@@ -286,4 +286,4 @@ def test_step_time_is_that_of_the_slower_rank_and_ratios_are_per_turn() -> None:
     native, toy = bench_toys.over_ranks(ranks)
     assert (native.seconds, toy.seconds) == ([2.0, 4.0], [2.0, 6.0])
     assert native.cpu_seconds == [4.0, 4.0] and native.losses == [4.0, 2.0]
-    assert bench_toys.ratios(toy, native) == [1.0, 1.5]
+    assert ratios(toy, native) == [1.0, 1.5]

@@ -11,7 +11,8 @@ import pytest
 from fsdptoys.config.compose import compose_config
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
-from scripts.chaos import Attempt, Campaign, count_wrong, overrides_of, read_resumes
+from scripts.chaos import count_wrong
+from scripts.chaos_runs import Attempt, Campaign, overrides_of, read_resumes
 from tests.harness.processes import wait_until
 from tests.harness.ranks import run_ranks
 

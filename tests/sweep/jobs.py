@@ -4,12 +4,13 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from fsdptoys.cli.sweep import sweep_command
 from fsdptoys.config.choices import list_choices
 from fsdptoys.sweep.axes import Axis, read_axes
-from fsdptoys.sweep.folder import Job, Sweep
+from fsdptoys.sweep.folder import Job, Sweep, read_sweep
 from fsdptoys.sweep.slurm_queue import SLURM, begin_submission
 from tests.harness.processes import wait_until
 
@@ -25,6 +26,15 @@ TINY = (
     "train.steps=2",
     "train.seq_len=16",
     "launch.device=cpu",
+)
+
+
+SUCCEED = (sys.executable, "-I", "-S", "-c", "")
+SMALL = (
+    "model=llama_debug",
+    "experiment=null",
+    "parallel=ddp",
+    "launch.nproc_per_node=2",
 )
 
 
@@ -88,3 +98,16 @@ leave.with_name("ready").touch()
 while True:  # the handler waits for the end of a sleep that starts just after its signal
     time.sleep(0.01)
 """
+
+
+def sweep(*argv: str, train: Sequence[str] = STANDIN) -> int:
+    return sweep_command(argv, train)
+
+
+def the_sweep() -> Sweep:
+    (path,) = Path("sweeps").iterdir()
+    return read_sweep(path)
+
+
+def statuses(sweep: Sweep) -> list[str]:
+    return [job.status.value for job in sweep.jobs]
