@@ -8,7 +8,7 @@
 #      Python of step 1 has a torch that works, .venv uses that torch and installs only missing packages.
 # Looking for hardware, setting its environment variables, choosing the number of ranks and saying so is done by
 # `fsdptoys train` (fsdptoys/launch/launch.py), so that this script, `python -m fsdptoys train` and torchrun do the same. The
-# variables and their reasons stand in fsdptoys/device/environment.py, those for Ascend NPUs also in docs/ascend.md.
+# variables and their reasons stand in fsdptoys/device/kinds.py, those for Ascend NPUs also in docs/ascend.md.
 # torch_npu is not among the dependencies: for NPUs install the extra "npu" first, in the environment of step 1.
 #
 # It kills nothing and, besides .venv and the fsdptoys.egg-info that an editable installation leaves here, writes nothing.

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdptoys.device import available_device_type
+from fsdptoys.device import KINDS, available_device_type
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, choose_ops, npu_kernels, use_ops
 from fsdptoys.models.attention import BACKENDS, chosen_backend
@@ -191,7 +191,9 @@ def find_attention_backend(
     name = config.attention.value
     layer = next(module for module in model.modules() if isinstance(module, Attention))
     flexes = masks and config.document_attention is DocumentKernel.flex
-    if name in ("npu", "flex") or flexes or device.type not in ("cuda", "cpu"):
+    if name in ("npu", "flex") or flexes or device.type not in KINDS:
+        return None
+    if not KINDS[device.type].attention_backends:
         return None
     memory_BTHK = torch.empty(
         (1, seq_len, layer.n_heads, layer.head_dim), dtype=dtype, device=device

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from fsdptoys.device import DEVICE_TYPES
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import MOST_RANKS, MOST_SECONDS, above, at_least
 from fsdptoys.utils.options import Effect, check_options, option
@@ -12,10 +13,10 @@ class DeviceChoice(Enum):
     """Hardware to run on."""
 
     auto = "auto"
-    """CUDA if available, else NPU, else CPU."""
-    cuda = "cuda"
-    npu = "npu"
-    cpu = "cpu"
+    """This machine's accelerator if there is one, else its CPU."""
+    _ignore_ = "device_type"
+    for device_type in DEVICE_TYPES:
+        locals()[device_type] = device_type
 
 
 @dataclass

@@ -21,27 +21,25 @@ from .device import (
     peak_flops,
 )
 from .environment import (
-    DETERMINISTIC,
     allocator_environment,
     check_allocator_settings,
     device_environment,
 )
 from .host import available_cores, highest_resident_set_bytes, resident_set_bytes
-from .kinds import (
-    DEVICE_TYPES,
+from .kinds import DEVICE_TYPES, KINDS, float64_collectives
+from .presence import (
     available_device_type,
     check_visible_devices,
     device_count,
-    float64_collectives,
     missing_device,
 )
 
 GIB = 2**30
 
 __all__ = [
-    "DETERMINISTIC",
     "DEVICE_TYPES",
     "GIB",
+    "KINDS",
     "REST",
     "AllocationCount",
     "CountedBytes",

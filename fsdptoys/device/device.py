@@ -1,4 +1,4 @@
-"""The device of this process, its streams and events, and peak FLOP/s by device name.
+"""The device of this process, its streams and events, and its peak FLOP/s.
 
 Extends ``torch.accelerator``, which serves CUDA and NPU, so that no other package asks for the type
 of hardware. On a CPU device memory is the bytes of tensors, which ``allocations`` counts in some
@@ -16,37 +16,11 @@ from fsdptoys.errors import ConfigError
 
 from .allocations import CountedBytes
 from .host import cpu_name, host_memory_bytes
-from .kinds import KINDS, device_count, missing_device
+from .kinds import KINDS
+from .presence import device_count, missing_device
 
 Stream = Any  # A stream of the device's module; CUDA's and NPU's have the same methods
 Event = Any  # An event of the device's module; None for nothing to wait for
-
-PEAK_FLOPS = {
-    # Dense bf16 FLOP/s with float32 accumulation, from NVIDIA's data sheets (2:1 sparsity taken
-    # out).
-    "H200": 989e12,
-    "H200 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "H800": 989e12,
-    "H800 PCIe": 756e12,
-    "H20": 148e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    # Huawei's figure (jdc.huawei.com, viewthread 1175654): 20 cores × 8,192 FLOP a cycle × 1.91
-    # GHz. The other variants of the 910B differ in cores and clock and have no published figure.
-    "Ascend910B3": 313e12,
-}
-"""Part of the device's name → peak; the longest match counts."""
 
 
 class MemoryStats(NamedTuple):
@@ -268,11 +242,13 @@ def peak_flops(device_name: str) -> float | None:
     """Return the peak dense bf16 FLOP/s of a device; None if unknown."""
     if re.search(r"\b(MIG|Laptop)\b", device_name):
         return None
-    matches = sorted(
-        (words for words in PEAK_FLOPS if re.search(rf"\b{words}\b", device_name)),
-        key=len,
-    )
-    return PEAK_FLOPS[matches[-1]] if matches else None
+    peaks = {
+        part: peak
+        for kind in KINDS.values()
+        for part, peak in kind.peak_flops.items()
+        if re.search(rf"\b{part}\b", device_name)
+    }
+    return peaks[max(peaks, key=len)] if peaks else None
 
 
 def is_accelerator(device: torch.device) -> bool:

@@ -19,9 +19,9 @@ def least_free_bytes(device_type: str, devices: int) -> int | None:
     """
     command = [sys.executable, "-c", QUERY, device_type, str(devices)]
     try:
-        done = subprocess.run(
+        query = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True
         )
-        return int(done.stdout.split()[-1])
+        return int(query.stdout.split()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None

@@ -34,7 +34,7 @@ class FoundHardware:
 def find_hardware(choice: DeviceChoice) -> FoundHardware:
     """Find the devices to run on; ConfigError if the type is missing, or a variable hides it by
     mistake."""
-    if choice in (DeviceChoice.auto, DeviceChoice.npu) and VISIBLE_NPUS in os.environ:
+    if choice.value in ("auto", "npu") and VISIBLE_NPUS in os.environ:
         device.check_visible_devices(os.environ[VISIBLE_NPUS])
     device_type = (
         device.available_device_type() if choice is DeviceChoice.auto else choice.value

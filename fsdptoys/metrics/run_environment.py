@@ -14,24 +14,11 @@ from typing import Any
 import torch
 
 import fsdptoys
-from fsdptoys.device import GIB, Device, device_count
+from fsdptoys.device import GIB, KINDS, Device, device_count
 from fsdptoys.utils.text import counted
 
-PACKAGES = ("numpy", "hydra-core", "omegaconf", "torch-npu", "torchao", "tokenizers")
-"""Distributions with recorded versions, in addition to Python and PyTorch."""
-
-ENVIRONMENT_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_NPU_ALLOC_CONF",
-    "MULTI_STREAM_MEMORY_REUSE",
-    "TASK_QUEUE_ENABLE",
-    "ASCEND_LAUNCH_BLOCKING",
-    "HCCL_BUFFSIZE",
-    "HCCL_DETERMINISTIC",
-)
-"""Environment variables that affect speed and memory."""
+PACKAGES = ("numpy", "hydra_core", "omegaconf", "torchao", "tokenizers")
+"""Packages with recorded versions, in addition to Python, PyTorch and those of devices."""
 
 
 def environment(
@@ -40,6 +27,11 @@ def environment(
     """Describe the environment of a run as plain values, with the device of rank 0; absent ones are
     None."""
     host = Device("cpu")
+    kinds = KINDS.values()
+    packages = [*PACKAGES, *(kind.package for kind in kinds if kind.package)]
+    variables = ["OMP_NUM_THREADS"]
+    for kind in kinds:
+        variables += [*kind.allocator_variables, *kind.recorded_variables]
     own_cores = (
         len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -62,12 +54,14 @@ def environment(
             ),
             "python": platform.python_version(),
             "torch": str(torch.__version__),
-            "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "hip": torch.version.hip,
-            # Set by torch_npu where CANN is installed
-            "cann": getattr(torch.version, "cann", None),
-            **{name.replace("-", "_"): _package_version(name) for name in PACKAGES},
+            # torch_npu adds CANN's to torch.version
+            **{
+                name: getattr(torch.version, name, None)
+                for kind in kinds
+                for name in kind.recorded_versions
+            },
+            **{name: _package_version(name) for name in packages},
         },
         "machine": {
             "platform": platform.platform(),
@@ -77,20 +71,19 @@ def environment(
             "torch_threads": torch.get_num_threads(),
             "memory_gib": round(host.total_memory_bytes / GIB, 2),
         },
-        "environment_variables": {
-            name: os.environ.get(name) for name in ENVIRONMENT_VARIABLES
-        },
+        "environment_variables": {name: os.environ.get(name) for name in variables},
     }
 
 
 def hardware_line(environment: dict[str, Any]) -> str:
     """One line on ranks and devices of an ``environment``; one read from a file may lack
     versions."""
-    device, versions = environment["device"], environment.get("versions")
+    device = environment["device"]
+    versions = environment.get("versions")
     ranks = int(environment["world_size"])
     torch_version = versions.get("torch") if isinstance(versions, dict) else None
     where = f"{counted(ranks, 'rank')} on {device['name']} ({device['type']})"
-    backend = environment.get("attention_backend") if device["type"] == "cuda" else None
+    backend = environment.get("attention_backend") if device["type"] != "cpu" else None
     parts = (
         where,
         torch_version and f"torch {torch_version}",
@@ -116,14 +109,14 @@ def checkout_commit(root: Path) -> str | None:
         "--dirty",
     ]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
+        description = subprocess.run(
             [*command, "--exclude=*"],
             capture_output=True,
             text=True,
             timeout=10,
             check=True,
         )
-        return done.stdout.strip() or None
+        return description.stdout.strip() or None
     return None
 
 

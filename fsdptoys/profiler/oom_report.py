@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdptoys.device import Device, highest_resident_set_bytes
+from fsdptoys.device import KINDS, Device, highest_resident_set_bytes
 from fsdptoys.utils.causes import with_causes
 from fsdptoys.utils.tables import align_columns
 from fsdptoys.utils.text import UNITS, size_text
@@ -20,16 +20,8 @@ from fsdptoys.utils.text import UNITS, size_text
 from .live_bytes import LiveBytes
 from .oom_advice import Switches, device_savings, host_savings
 
-HOST_WORDS = (
-    "DefaultCPUAllocator",
-    "not enough memory: you tried to allocate",
-    "Malloc pin memory failed",
-)
-DEVICE_WORDS = (
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "NPU out of memory",
-)
+HOST_TEXTS = [text for kind in KINDS.values() for text in kind.host_memory_errors]
+DEVICE_TEXTS = [text for kind in KINDS.values() for text in kind.device_memory_errors]
 REST = "the rest: activations, temporaries, gathered parameters"
 
 
@@ -93,30 +85,30 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _out_of_memory(error: BaseException) -> BaseException | None:
     """The error of the allocator."""
-    for each in with_causes(error):
+    for cause in with_causes(error):
         if isinstance(
-            each, (torch.OutOfMemoryError, ExplainedOutOfMemoryError, MemoryError)
+            cause, (torch.OutOfMemoryError, ExplainedOutOfMemoryError, MemoryError)
         ):
-            return each
-        if isinstance(each, RuntimeError) and any(
-            words in str(each) for words in HOST_WORDS + DEVICE_WORDS
+            return cause
+        if isinstance(cause, RuntimeError) and any(
+            text in str(cause) for text in HOST_TEXTS + DEVICE_TEXTS
         ):
-            return each
+            return cause
     return None
 
 
 def read_failure(error: BaseException, device: Device) -> Failure:
     """Read the numbers from an allocator's message, or else from the device."""
     error = _out_of_memory(error) or error
-    text = str(error)
-    asked = _find_size(text, r"(?:ried to|Unable to) allocate:?\s*SIZE")
+    message = str(error)
+    requested_bytes = _find_size(message, r"(?:ried to|Unable to) allocate:?\s*SIZE")
     on_host = isinstance(error, MemoryError) or any(
-        words in text for words in HOST_WORDS
+        text in message for text in HOST_TEXTS
     )
     if on_host or not device.is_accelerator:
         return Failure(
             True,
-            asked,
+            requested_bytes,
             Device("cpu").total_memory_bytes,
             highest_resident_set_bytes(),
             None,
@@ -126,14 +118,16 @@ def read_failure(error: BaseException, device: Device) -> Failure:
     # CUDA: "77.21 GiB is allocated by PyTorch[, with … in private pools], and 120.45 MiB is
     # reserved by PyTorch but unallocated". NPU: "60.97 GiB total capacity; 30.00 GiB already
     # allocated; …; 31.00 GiB reserved in total".
-    allocated = _find_size(text, "SIZE (?:is allocated by PyTorch|already allocated)")
-    reserved = _find_size(text, "SIZE reserved in total")
-    unallocated = _find_size(text, "SIZE is reserved by PyTorch but unallocated")
+    allocated = _find_size(
+        message, "SIZE (?:is allocated by PyTorch|already allocated)"
+    )
+    reserved = _find_size(message, "SIZE reserved in total")
+    unallocated = _find_size(message, "SIZE is reserved by PyTorch but unallocated")
     if reserved is None and allocated is not None and unallocated is not None:
         reserved = allocated + unallocated
     return Failure(
         on_host=False,
-        asked_bytes=asked,
+        asked_bytes=requested_bytes,
         total_bytes=device.total_memory_bytes,
         allocated_bytes=now.allocated_bytes if allocated is None else allocated,
         reserved_bytes=now.reserved_bytes if reserved is None else reserved,

@@ -21,6 +21,8 @@ from typing import Any
 
 from torch.autograd import DeviceType
 
+from fsdptoys.device import KINDS
+
 from .config import Message, ProfileConfig
 
 TOP_OPS = 20  # Operators in the table
@@ -57,8 +59,9 @@ class Trace:
         message: Message,
     ) -> None:
         # An NPU without torch_npu is simulated: its operators run on the host.
-        simulated = device_type == "npu" and "torch_npu" not in sys.modules
-        self._device_type = "cpu" if simulated else device_type
+        package = KINDS[device_type].package
+        is_simulated = package is not None and package not in sys.modules
+        self._device_type = "cpu" if is_simulated else device_type
         self._config, self._folder, self._first_step, self._message = (
             config,
             folder,
@@ -145,10 +148,10 @@ class Trace:
     def _build(self) -> Any:
         from torch.profiler import ProfilerActivity, profile, schedule
 
-        activities = [
-            ProfilerActivity.CPU,
-            *([ProfilerActivity.CUDA] if self._device_type == "cuda" else []),
-        ]
+        activities = [ProfilerActivity.CPU]
+        activity = KINDS[self._device_type].profiler_activity
+        if activity is not None:
+            activities.append(getattr(ProfilerActivity, activity))
         steps = schedule(**self._phases())
         return profile(
             activities=activities,

@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fsdptoys.config.compose import CONFIG_MODULE, compose_config
 from fsdptoys.config.launch_config import DeviceChoice
+from fsdptoys.device import DEVICE_TYPES
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import find_hardware
 from fsdptoys.utils.text import one_line, suggestion
@@ -232,7 +233,7 @@ def find_needs(overrides: tuple[str, ...], launcher_name: str) -> SlurmNeeds:
     if launch.device is DeviceChoice.auto:
         raise ConfigError(
             f"{LAUNCHER_GROUP}={SLURM} runs jobs on machines that are not looked at before, so "
-            "their devices must be named; add launch.device=cuda (or npu, or cpu)"
+            f"their devices must be named; add launch.device={' or '.join(DEVICE_TYPES)}"
         )
     if ranks == -1:
         raise ConfigError(

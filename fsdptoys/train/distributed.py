@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdptoys.config.schema import Config
-from fsdptoys.device import DETERMINISTIC, Device, available_device_type
+from fsdptoys.device import KINDS, Device, available_device_type
 from fsdptoys.errors import ConfigError, LostRanksError
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.precision import DType
@@ -99,7 +99,7 @@ def deterministic_kernels(
     filled = options.fill_uninitialized_memory
     # For processes not started by our launcher: cuBLAS reads its variable with the first handle,
     # HCCL with the first group. Without cuBLAS's variable PyTorch refuses deterministic matmuls.
-    for name, value in DETERMINISTIC.get(device_type, {}).items():
+    for name, value in KINDS[device_type].deterministic_variables.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

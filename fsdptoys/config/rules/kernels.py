@@ -1,6 +1,7 @@
 """Kernels against device, compiler, deterministic modes, dtype and mask."""
 
 from fsdptoys.config.kernel_choice import KernelConfig
+from fsdptoys.device import DEVICE_TYPES, KINDS
 from fsdptoys.models.attention import BACKENDS
 
 from .rule import Rules
@@ -8,8 +9,6 @@ from .rule import Rules
 KERNELS = Rules()
 FLASH_WIDTH = 256
 """Widest head of FlashAttention in PyTorch."""
-CPU_BACKENDS = ("flash", "math")
-"""Backends of ``scaled_dot_product_attention`` on a CPU."""
 
 for _operation in sorted(KernelConfig().names().keys() - {"document_attention"}):
     KERNELS.exclude(
@@ -59,7 +58,9 @@ KERNELS.exclude(
     "data.mask_documents=true or kernels.document_attention=auto",
 )
 for _name in BACKENDS:
-    for _device in ("npu",) if _name in CPU_BACKENDS else ("npu", "cpu"):
+    for _device in DEVICE_TYPES:
+        if _name in KINDS[_device].attention_backends:
+            continue
         KERNELS.exclude(
             f"kernels.attention={_name}",
             f"launch.device={_device}",

@@ -1,7 +1,7 @@
 """Formats of numbers: float8, the loss scale, sums over ranks."""
 
 from fsdptoys.config.sections import Sections
-from fsdptoys.device import float64_collectives
+from fsdptoys.device import KINDS, float64_collectives
 from fsdptoys.parallel.float8 import MULTIPLE
 
 from .rule import Rules, Where
@@ -48,12 +48,14 @@ NUMBERS.exclude(
         "parallel.min_params=null"
     ),
 )
-NUMBERS.exclude(
-    "train.float8",
-    "launch.device=npu",
-    says="{train.float8} needs CUDA's float8 matmuls, which an NPU does not have; set "
-    "train.float8=none",
-)
+for _device, _kind in KINDS.items():
+    if not _kind.has_float8:
+        NUMBERS.exclude(
+            "train.float8",
+            f"launch.device={_device}",
+            says="{train.float8} needs float8 matmuls, which {launch.device} does not have; set "
+            "train.float8=none",
+        )
 NUMBERS.exclude(
     "train.float8",
     "parallel.param_dtype!=bfloat16",
