@@ -11,7 +11,7 @@ from typing import Any
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
 from fsdptoys.utils.foreign import ForeignError
-from fsdptoys.utils.from_tree import build, typed
+from fsdptoys.utils.from_tree import build, convert
 from fsdptoys.utils.text import one_line, value_text
 
 
@@ -43,7 +43,7 @@ def check_type(value: Any, annotation: Any, where: str, key: str) -> None:
     """Check a file's value against its field's type; a ConfigError names file, key, value and
     type."""
     try:
-        typed(annotation, value, key)
+        convert(annotation, value, key)
     except ForeignError as error:
         raise ConfigError(f"{where}: {error}; correct it") from error
 

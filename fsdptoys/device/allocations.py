@@ -125,7 +125,7 @@ class AllocationCount:
     ) -> None:
         self._host_purposes = frozenset(host_purposes)
         self._marks: dict[int, Callable[[], None]] = {}
-        self._kept: list[torch.UntypedStorage] = []
+        self._marks: list[torch.UntypedStorage] = []
         self._live: dict[int, _Block] = {}
         self._changes: list[tuple[_Block, bool]] = []
         self._ends: list[weakref.ref[torch.UntypedStorage]] = []
@@ -185,7 +185,7 @@ class AllocationCount:
     def _mark(self, action: Callable[[], None]) -> None:
         # A storage without a tensor: allocated past the dispatcher, whatever modes are active.
         mark = torch.UntypedStorage(1)
-        self._kept.append(mark)
+        self._marks.append(mark)
         self._marks[mark.data_ptr()] = action
 
     def _replay(self, address: int, size: int) -> None:

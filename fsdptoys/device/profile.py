@@ -149,9 +149,9 @@ def hardware_for(device_name: str, device_type: str) -> str | None:
     """
     matches = []
     for hardware in map(load_hardware, list_hardware()):
-        for words in hardware.matches if hardware.device_type == device_type else ():
+        for part in hardware.matches if hardware.device_type == device_type else ():
             rest = re.sub(
-                rf"(?<!\w){re.escape(words)}(?!\w)",
+                rf"(?<!\w){re.escape(part)}(?!\w)",
                 "",
                 device_name,
                 flags=re.IGNORECASE,
@@ -159,7 +159,7 @@ def hardware_for(device_name: str, device_type: str) -> str | None:
             if rest != device_name and not re.search(
                 r"\b(PCIe|NVL|MIG|Laptop|D)\b", rest, flags=re.IGNORECASE
             ):
-                matches.append((len(words), hardware.name))
+                matches.append((len(part), hardware.name))
     return max(matches)[1] if matches else None
 
 

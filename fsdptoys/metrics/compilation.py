@@ -55,10 +55,11 @@ class CompilationWatch:
     """Reads the compiler's records after each pass over a model."""
 
     def __init__(self) -> None:
-        self._seen = len(_records())
+        self._record_count = len(_records())
         self._breaks = _graph_breaks()
         self._passes: Counter[str] = Counter()
-        self._compiled, self._seconds = 0, 0.0
+        self._compiled = 0
+        self._seconds = 0.0
         self._recompilations: list[Recompilation] = []
         self._sentences: list[str] = []
         self._reported = 0
@@ -69,9 +70,9 @@ class CompilationWatch:
         The first pass of a ``phase``, such as training, is expected to compile.
         """
         records = _records()
-        new, self._seen = records[self._seen :], len(records)
+        new_records, self._record_count = records[self._record_count :], len(records)
         recompilations = []
-        for record in new:
+        for record in new_records:
             self._compiled += bool(record.has_guarded_code)
             self._seconds += (record.duration_us or 0) / 1e6
             at_limit = "recompile_limit" in (record.fail_reason or "")
@@ -83,7 +84,7 @@ class CompilationWatch:
                 )
         self._recompilations += recompilations
         self._passes[phase] += 1
-        if any(each.at_limit for each in recompilations) or (
+        if any(recompilation.at_limit for recompilation in recompilations) or (
             recompilations and self._passes[phase] > 1
         ):
             self._report(recompilations)
@@ -101,7 +102,7 @@ class CompilationWatch:
         )
 
     def _report(self, recompilations: list[Recompilation]) -> None:
-        worst = max(recompilations, key=lambda each: each.at_limit)
+        worst = max(recompilations, key=lambda recompilation: recompilation.at_limit)
         where = f"{worst.phase} of step {worst.step}"
         if worst.at_limit:
             self._sentences.append(
@@ -154,7 +155,11 @@ SHOWN = 20
 
 def compilation_line(compilation: Compilations) -> str:
     """One line on number and time of compilations, recompilations and graph breaks."""
-    again = [each for each in compilation.recompilations if not each.at_limit]
+    again = [
+        recompilation
+        for recompilation in compilation.recompilations
+        if not recompilation.at_limit
+    ]
     given_up = len(compilation.recompilations) - len(again)
     breaks = sum(compilation.graph_breaks.values())
     line = f"compiled {counted(compilation.compiled, 'function')} in {compilation.seconds:.1f} s"
@@ -176,13 +181,20 @@ def compilation_line(compilation: Compilations) -> str:
 def recompilation_rows(compilation: Compilations) -> list[tuple[str, str, str, str]]:
     """Step, phase, function and reason of each recompilation."""
     rows = []
-    for each in compilation.recompilations[:SHOWN]:
+    for recompilation in compilation.recompilations[:SHOWN]:
         reason = (
             "`"
-            + each.reason.replace("`", "'")
+            + recompilation.reason.replace("`", "'")
             + "`"
-            + " (limit reached)" * each.at_limit
+            + " (limit reached)" * recompilation.at_limit
         )
-        rows.append((str(each.step), each.phase, f"`{each.function}`", reason))
+        rows.append(
+            (
+                str(recompilation.step),
+                recompilation.phase,
+                f"`{recompilation.function}`",
+                reason,
+            )
+        )
     more = len(compilation.recompilations) - SHOWN
     return rows + ([("…", "", "", f"{more} more")] if more > 0 else [])

@@ -36,7 +36,9 @@ class PlainReporter(Reporter):
     step."""
 
     def __init__(self, steps: int, log_every: int, stream: IO[str]) -> None:
-        self._steps, self._log_every, self._stream = steps, log_every, stream
+        self._steps = steps
+        self._log_every = log_every
+        self._stream = stream
         self._unprinted: StepMetrics | None = None
 
     def step(self, metrics: StepMetrics) -> None:
@@ -74,11 +76,13 @@ class PlainReporter(Reporter):
 class RichReporter(Reporter):
     """A progress bar with elapsed and remaining time over a table of the latest step."""
 
-    def __init__(self, steps: int, console: "RichConsole", done: int = 0) -> None:
+    def __init__(
+        self, steps: int, console: "RichConsole", resumed_step: int = 0
+    ) -> None:
         from .live_console import StepProgress
 
         self._console = console
-        self._progress = StepProgress(steps, console, done)
+        self._progress = StepProgress(steps, console, resumed_step)
         self._progress.start()
 
     def step(self, metrics: StepMetrics) -> None:
@@ -101,9 +105,9 @@ class RichReporter(Reporter):
 
 
 def build_reporter(
-    choice: Console, steps: int, log_every: int, done: int = 0
+    choice: Console, steps: int, log_every: int, resumed_step: int = 0
 ) -> Reporter:
-    """Construct the configured reporter on stdout; ``done`` is the step from which the run
+    """Construct the configured reporter on stdout; ``resumed_step`` is the step from which the run
     resumes."""
     if choice is Console.auto:
         can_draw = (
@@ -115,7 +119,7 @@ def build_reporter(
     if choice is Console.rich:
         import rich.console
 
-        return RichReporter(steps, rich.console.Console(file=sys.stdout), done)
+        return RichReporter(steps, rich.console.Console(file=sys.stdout), resumed_step)
     return (
         PlainReporter(steps, log_every, sys.stdout)
         if choice is Console.plain

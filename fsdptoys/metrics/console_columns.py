@@ -51,7 +51,8 @@ def _sizes(*gib: float | None) -> str:
 
 
 def _memory(metrics: StepMetrics) -> str | None:
-    allocated, peak = metrics.memory_allocated_gib, metrics.memory_peak_gib
+    allocated = metrics.memory_allocated_gib
+    peak = metrics.memory_peak_gib
     if metrics.memory_reserved_gib is not None:
         return f"{_sizes(allocated, peak, metrics.memory_reserved_gib)} allocated/peak/reserved"
     return None if allocated is None else f"{_sizes(allocated, peak)} allocated/peak"

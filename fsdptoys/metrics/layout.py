@@ -65,7 +65,8 @@ def layout_rows(layout: Layout) -> list[tuple[str, str]]:
             f"{layout.parameters:,}, of which {share}a rank holds {layout.parameters_per_rank:,}",
         )
     ]
-    largest, smallest = layout.largest_unit, layout.smallest_unit
+    largest = layout.largest_unit
+    smallest = layout.smallest_unit
     if largest is not None and smallest is not None:
         rows.append(
             (
@@ -75,7 +76,8 @@ def layout_rows(layout: Layout) -> list[tuple[str, str]]:
         )
     rows.append(("mesh", _mesh_text(layout)))
     parts = ", ".join(
-        f"{name} {_bytes_text(each)}" for name, each in layout.bytes_per_rank.items()
+        f"{name} {_bytes_text(rank_bytes)}"
+        for name, rank_bytes in layout.bytes_per_rank.items()
     )
     return [*rows, ("bytes per rank", parts)]
 
@@ -95,11 +97,10 @@ def _unit_text(unit: Unit) -> str:
 def _mesh_text(layout: Layout) -> str:
     mesh = dict(layout.mesh)
     # Both are among the ranks of the other axes.
-    sharing, splits = mesh.pop("cp", 1), mesh.pop("ep", 1)
-    axes, shards = (
-        " × ".join(f"{axis}={ranks}" for axis, ranks in mesh.items()),
-        mesh.get("shard"),
-    )
+    sharing = mesh.pop("cp", 1)
+    splits = mesh.pop("ep", 1)
+    axes = " × ".join(f"{axis}={ranks}" for axis, ranks in mesh.items())
+    shards = mesh.get("shard")
     replicas = mesh.get("replicate")
     shared = f"; cp={sharing}: each sequence shared by {sharing} ranks" * (sharing > 1)
     if shards is None:
@@ -115,8 +116,8 @@ def _mesh_text(layout: Layout) -> str:
     return f"{axes}: {f'{replicas} copies, each with ' * bool(replicas)}{split}{shared}"
 
 
-def _bytes_text(held: RankBytes) -> str:
-    on_host = f"{size_text(held.host)} in host memory"
-    if held.host and held.device:
-        return f"{size_text(held.device)} and {on_host}"
-    return on_host if held.host else size_text(held.device)
+def _bytes_text(rank_bytes: RankBytes) -> str:
+    on_host = f"{size_text(rank_bytes.host)} in host memory"
+    if rank_bytes.host and rank_bytes.device:
+        return f"{size_text(rank_bytes.device)} and {on_host}"
+    return on_host if rank_bytes.host else size_text(rank_bytes.device)

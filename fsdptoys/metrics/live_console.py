@@ -20,7 +20,7 @@ from .step import StepMetrics
 class StepProgress(Progress):
     """Bar with steps, elapsed and remaining time; ``show`` updates the numbers below."""
 
-    def __init__(self, steps: int, console: Console, done: int = 0) -> None:
+    def __init__(self, steps: int, console: Console, resumed_step: int = 0) -> None:
         self._latest: StepMetrics | None = None
         super().__init__(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -33,7 +33,7 @@ class StepProgress(Progress):
             expand=True,
             refresh_per_second=4,  # on a CPU, the drawing thread competes with training for cores
         )
-        self._task = self.add_task("steps", total=steps, completed=done)
+        self._task = self.add_task("steps", total=steps, completed=resumed_step)
 
     def start(self) -> None:
         """Start drawing, and show the cursor hidden by rich, since a killed process could not

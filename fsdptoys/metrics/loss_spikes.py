@@ -62,7 +62,8 @@ class SpikeDetector:
         else:
             self._in_a_row += 1
             if self._in_a_row == FEWEST:
-                self._losses, self._in_a_row = [], 0
+                self._losses = []
+                self._in_a_row = 0
         return score
 
     def spike(self, loss: float) -> float | None:

@@ -189,10 +189,8 @@ class PredictionError:
 def prediction_line(prediction: Prediction, memory_bytes: float) -> str:
     """One line with the prediction, shown before the model is built; ``memory_bytes`` are those of
     the allocator."""
-    memory, where = (
-        prediction.memory,
-        f"({prediction.method}, plan.hardware={prediction.hardware})",
-    )
+    memory = prediction.memory
+    where = f"({prediction.method}, plan.hardware={prediction.hardware})"
     seconds = prediction.time.step_seconds
     duration = f"{seconds * 1e3:,.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
     text = (
@@ -205,10 +203,8 @@ def prediction_line(prediction: Prediction, memory_bytes: float) -> str:
         if memory.reserved_bytes > memory_bytes
         else ""
     )
-    peak, reserved = (
-        size_text(round(memory.peak_bytes)),
-        size_text(round(memory.reserved_bytes)),
-    )
+    peak = size_text(round(memory.peak_bytes))
+    reserved = size_text(round(memory.reserved_bytes))
     return f"{text}, {peak} peak, {reserved} reserved{over} {where}"
 
 
@@ -218,14 +214,14 @@ def prediction_rows(
     """Rows of the summary's table."""
     return [
         (
-            each.quantity,
-            _number(each.predicted, each.unit),
-            _number(each.measured, each.unit),
-            f"**{each.difference:+.1%}**, over {FLAGGED:.0%}"
-            if each.flagged
-            else f"{each.difference:+.1%}",
+            comparison.quantity,
+            _number(comparison.predicted, comparison.unit),
+            _number(comparison.measured, comparison.unit),
+            f"**{comparison.difference:+.1%}**, over {FLAGGED:.0%}"
+            if comparison.flagged
+            else f"{comparison.difference:+.1%}",
         )
-        for each in comparisons
+        for comparison in comparisons
     ]
 
 

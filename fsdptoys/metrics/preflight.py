@@ -68,9 +68,11 @@ def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
             f"{key} cannot be used ({error.strerror}); set metrics.run_dir to another folder"
         ) from error
     if config.run_dir is not None:
-        held = next((name for name in RUN_FILES if os.path.lexists(path / name)), None)
-        if held is not None and not resumes:
-            raise ConfigError(already_holds(config.run_dir, held))
+        file_name = next(
+            (name for name in RUN_FILES if os.path.lexists(path / name)), None
+        )
+        if file_name is not None and not resumes:
+            raise ConfigError(already_holds(config.run_dir, file_name))
         check_files(path)
     if not nearest.is_dir():
         raise ConfigError(

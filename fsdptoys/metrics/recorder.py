@@ -25,6 +25,7 @@ from .config import (
     MetricsConfig,
 )
 from .console import Reporter, build_reporter
+from .definitions import definitions
 from .layout import Layout, layout_lines, layout_rows
 from .prediction import Prediction
 from .results import (
@@ -39,7 +40,7 @@ from .resume_log import ResumePoint, starts
 from .run_directory import RunDirectory, writing
 from .run_environment import hardware_line
 from .step import StepMetrics
-from .summary import definitions, render_summary
+from .summary import render_summary
 from .writers import RunStart, Writers, build_writers
 
 
@@ -76,14 +77,14 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         defaults: Mapping[str, Any] = {},
     ) -> None:
         self._defaults = defaults
-        self._prediction, self._layout, self._config, self._title = (
-            prediction,
-            layout,
-            config,
-            title,
-        )
-        self._config_tree, self._environment = config_tree, environment
-        self._planned_steps, self._references = steps, references
+        self._prediction = prediction
+        self._layout = layout
+        self._config = config
+        self._title = title
+        self._config_tree = config_tree
+        self._environment = environment
+        self._planned_steps = steps
+        self._references = references
         self._last_counts: list[list[int]] = []
         self._counts_step = 0
         self._started = time.perf_counter()
@@ -93,18 +94,18 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         )
         self.run_dir = self._directory.path
         self._steps = self._directory.earlier_steps
-        done = resumed.step if resumed else 0
+        resumed_step = resumed.step if resumed else 0
         self._reporter: Reporter = build_reporter(
-            config.console, steps, config.log_every, done
+            config.console, steps, config.log_every, resumed_step
         )
         self.message(
             f"{title}\n{hardware_line(environment)}, {steps} steps into {self.run_dir}"
         )
         if layout is not None:
             self.message(layout_lines(layout_rows(layout)))
-        if resumed and done:
+        if resumed and resumed_step:
             self.message(
-                f"resuming after step {done}"
+                f"resuming after step {resumed_step}"
                 + f" from {resumed.checkpoint}" * bool(resumed.checkpoint)
             )
         self.message(*self._directory.notes)
@@ -112,14 +113,14 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
             self._directory.write(
                 PREDICTION_FILE, json.dumps(prediction.to_dict(), indent=2) + "\n"
             )
-        self._writers = Writers(build_writers(config), self.message, done)
-        start = RunStart(title, config_tree, environment, self.run_dir, done)
-        self._writers.each(lambda writer: writer.start(start))
+        self._writers = Writers(build_writers(config), self.message, resumed_step)
+        start = RunStart(title, config_tree, environment, self.run_dir, resumed_step)
+        self._writers.call(lambda writer: writer.start(start))
         self._watch_console()
 
     def __exit__(self, *error: object) -> None:
         self._reporter.close()
-        self._writers.each(lambda writer: writer.close())
+        self._writers.call(lambda writer: writer.close())
         self._directory.close()
 
     def step(self, metrics: StepMetrics) -> None:
@@ -133,12 +134,12 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         self._reporter.step(metrics)
         self._watch_console()
         self._writers.last_step = metrics.step
-        self._writers.each(lambda writer: writer.step(metrics))
+        self._writers.call(lambda writer: writer.step(metrics))
 
     def offsets(self) -> dict[str, int]:
         """Flush all files to the disk, and return ``ResumePoint.offsets`` for a checkpoint after
         the last step."""
-        self._writers.each(lambda writer: writer.flush())
+        self._writers.call(lambda writer: writer.flush())
         self.message(*self._directory.restore())
         return self._directory.offsets()
 
@@ -150,7 +151,7 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
     def finish(
         self,
         stop_reason: str,
-        status: RunStatus = RunStatus.done,
+        status: RunStatus = RunStatus.completed,
         sample: str | None = None,
         profile: ProfileResult | None = None,
         compilation: Compilations | None = None,
@@ -212,10 +213,10 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         self._directory.write(RESULT_FILE, result.to_json())
         # Last, since readers take a folder with a summary for a finished run.
         self._directory.write(SUMMARY_FILE, render_summary(result, self._defaults))
-        self._writers.each(
+        self._writers.call(
             lambda writer: writer.finish(results, stop_reason, self.run_dir / LOSS_FILE)
         )
-        self._writers.each(lambda writer: writer.close())
+        self._writers.call(lambda writer: writer.close())
         if sample is not None:
             self.message(f"sample of the trained model:\n{sample}\n")
         checkpoint = self._config_tree.get("checkpoint", {})
@@ -289,9 +290,9 @@ def closing_lines(run: RunResult) -> list[str]:
             f"steps{' of each start' * (len(results.starts) > 1)})"
         )
     lines += [
-        f"predicted {each.quantity} differs by {each.difference:+.0%} from the measurement"
-        for each in run.prediction
-        if each.flagged
+        f"predicted {error.quantity} differs by {error.difference:+.0%} from the measurement"
+        for error in run.prediction
+        if error.flagged
     ]
     return lines + (
         [compilation_line(run.compilation)] if run.compilation is not None else []

@@ -171,9 +171,9 @@ def _spread(steps: Sequence[StepMetrics], name: str) -> Spread | None:
 
 def _stall(steps: Sequence[StepMetrics]) -> float | None:
     waits = [
-        (each.data_wait_seconds, each.step_time_seconds)
-        for each in steps
-        if each.data_wait_seconds is not None
+        (step.data_wait_seconds, step.step_time_seconds)
+        for step in steps
+        if step.data_wait_seconds is not None
     ]
     return (
         sum(wait for wait, _ in waits) / sum(seconds for _, seconds in waits)
@@ -203,12 +203,10 @@ def prediction_errors(
     Measurements of 0, such as tokens/s of steps without valid tokens, are skipped, since the
     difference is relative.
     """
-    time, tokens, mfu, memory = (
-        results.step_time_seconds,
-        results.tokens_per_second,
-        results.mfu,
-        prediction.memory,
-    )
+    time = results.step_time_seconds
+    tokens = results.tokens_per_second
+    mfu = results.mfu
+    memory = prediction.memory
     rows = (
         (
             "step time",
@@ -252,7 +250,7 @@ def prediction_errors(
 class RunStatus(Enum):
     """How a run with results ended."""
 
-    done = "done"
+    completed = "done"
     """After its steps or ``train.max_seconds``."""
     stopped = "stopped"
     """By a signal."""
@@ -356,9 +354,9 @@ def plain_tree(value: Any) -> Any:
     """A tree with text as keys, lists for tuples, values of enums, and names of non-finite
     numbers."""
     if isinstance(value, dict):
-        return {str(key): plain_tree(each) for key, each in value.items()}
+        return {str(key): plain_tree(subtree) for key, subtree in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain_tree(each) for each in value]
+        return [plain_tree(subtree) for subtree in value]
     if isinstance(value, Enum):
         return value.value
     return (

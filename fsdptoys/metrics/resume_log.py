@@ -118,9 +118,11 @@ def truncate_or_move(
     if not (folder / METRICS_FILE).exists():
         # The checkpoint is from another folder; the lines of this one start with the next step.
         return move_aside(folder) if (folder / ROUTING_FILE).exists() else None, []
-    kept, notes = {}, []
+    lengths = {}
+    notes = []
     for name in LINE_FILES:
-        path, offset = folder / name, resumed.offsets.get(name)
+        path = folder / name
+        offset = resumed.offsets.get(name)
         content = _read(path)
         if offset is not None and offset <= len(content):
             if offset and not _ends_with_step(
@@ -132,7 +134,7 @@ def truncate_or_move(
                     f"{resumed.step}; it was moved to {folder / str(moved_to)} with the other "
                     "files of that run"
                 ]
-            kept[path] = offset
+            lengths[path] = offset
         elif content or offset:
             size = (
                 f"{len(content)} of the {offset} bytes"
@@ -143,8 +145,8 @@ def truncate_or_move(
                 f"{path} has {size} recorded in the checkpoint {resumed.checkpoint}; its "
                 f"complete lines up to step {resumed.step} are kept"
             )
-            kept[path] = _complete_lines_bytes(content, resumed.step)
-    for path, length in kept.items():
+            lengths[path] = _complete_lines_bytes(content, resumed.step)
+    for path, length in lengths.items():
         if path.exists():
             with open_regular(path, "r+b") as file:
                 file.truncate(length)
@@ -175,15 +177,16 @@ def move_aside(folder: Path) -> str | None:
 
 def read_steps(path: Path) -> tuple[list[StepMetrics], list[str]]:
     """The steps of ``metrics.jsonl``, and a sentence on invalid lines, if any."""
-    steps, unread = [], []
+    steps = []
+    unread = []
     for number, line in enumerate(_lines(path), 1):
         try:
             steps.append(StepMetrics.from_json(line.decode()))
         except ValueError:
             unread.append(str(number))
-    shown = ", ".join(unread[:5]) + ", …" * (len(unread) > 5)
+    numbers = ", ".join(unread[:5]) + ", …" * (len(unread) > 5)
     return steps, [
-        f"{path} cannot be read in line {shown}; results and plots omit it"
+        f"{path} cannot be read in line {numbers}; results and plots omit it"
     ] if unread else []
 
 
@@ -229,10 +232,8 @@ def describe_resume(
         os.path.lexists(folder / name) for name in RUN_FILES
     ):
         return None
-    before_tree, before = (
-        _read_tree(folder / CONFIG_FILE),
-        _read_tree(folder / ENVIRONMENT_FILE) or {},
-    )
+    before_tree = _read_tree(folder / CONFIG_FILE)
+    before = _read_tree(folder / ENVIRONMENT_FILE) or {}
     ranks_before = before.get("world_size")
     return Resume(
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -253,7 +254,8 @@ def changed_settings(
     before: dict[str, Any], after: dict[str, Any]
 ) -> dict[str, list[Any]]:
     """Dotted key → [old, new] of each changed setting, with None for an absent one."""
-    old, new = dict(flatten(before)), dict(flatten(after))
+    old = dict(flatten(before))
+    new = dict(flatten(after))
     changed = [
         key
         for key in old | new

@@ -215,8 +215,8 @@ def lock_run_dir(path: Path) -> FolderLock:
 def new_run_dir(title: str) -> Path:
     """Create ``runs/<date>-<time>-<title>``, with a number appended if taken; ConfigError if it
     cannot be created."""
-    words = re.sub(r"[^A-Za-z0-9._]+", "-", title).strip("-.")[:80] or "run"
-    name = f"{datetime.now():%Y%m%d-%H%M%S}-{words}"
+    slug = re.sub(r"[^A-Za-z0-9._]+", "-", title).strip("-.")[:80] or "run"
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{slug}"
     number = 1
     with writing(RUNS_FOLDER):
         RUNS_FOLDER.mkdir(parents=True, exist_ok=True)
@@ -258,7 +258,8 @@ class LineFile:
     def write(self) -> None:
         """Write all queued lines to the system, each completely or not at all."""
         while self._waiting:
-            before, left = os.fstat(self._file.fileno()).st_size, self._waiting[0]
+            before = os.fstat(self._file.fileno()).st_size
+            left = self._waiting[0]
             try:
                 while left:
                     left = left[self._file.write(left) :]
@@ -275,13 +276,15 @@ class LineFile:
         overwritten.
         """
         try:
-            found = os.lstat(self._path)
+            status = os.lstat(self._path)
         except FileNotFoundError:
-            found = None
-        if found is not None and os.path.samestat(found, os.fstat(self._file.fileno())):
+            status = None
+        if status is not None and os.path.samestat(
+            status, os.fstat(self._file.fileno())
+        ):
             return None
         sentence = f"{self._path} was removed during the run; its lines have been written again"
-        if found is not None:
+        if status is not None:
             names = (
                 self._path.with_name(f"{self._path.name}.replaced-{number}")
                 for number in itertools.count(1)

@@ -177,7 +177,8 @@ class StepMetrics:
 
     def _values(self) -> dict[str, Any]:
         values = {
-            each.name: getattr(self, each.name) for each in dataclasses.fields(self)
+            metric.name: getattr(self, metric.name)
+            for metric in dataclasses.fields(self)
         }
         routing = values.pop("routing")
         if values["loss_scale"] is None:
@@ -208,16 +209,16 @@ class StepMetrics:
                 name: _checked(values, key, float) for name, key in ROUTING_KEYS.items()
             }
             routing = RoutingMetrics(**parts)
-        known = {
-            each.name: _checked(values, each.name, each.type)
-            for each in dataclasses.fields(cls)
-            if each.name != "routing"
-            and (each.name in values or each.default is dataclasses.MISSING)
+        numbers = {
+            metric.name: _checked(values, metric.name, metric.type)
+            for metric in dataclasses.fields(cls)
+            if metric.name != "routing"
+            and (metric.name in values or metric.default is dataclasses.MISSING)
         }
         # Rates divide by it.
-        if not known["step_time_seconds"] > 0:
-            raise ValueError(f"step_time_seconds is {known['step_time_seconds']}")
-        return cls(**known, routing=routing)
+        if not numbers["step_time_seconds"] > 0:
+            raise ValueError(f"step_time_seconds is {numbers['step_time_seconds']}")
+        return cls(**numbers, routing=routing)
 
     def without_counts(self) -> "StepMetrics":
         """A copy without token counts per expert, which are too large to keep for every step."""

@@ -62,7 +62,7 @@ class RunStart:
     environment: dict[str, Any]
     """Versions, hardware and command line."""
     run_dir: Path
-    done: int
+    resumed_step: int
     """Step from which the run resumes; data written for later steps is obsolete."""
 
 
@@ -96,13 +96,15 @@ class Writers:
     def __init__(
         self, writers: Sequence[Writer], message: Callable[[str], None], last_step: int
     ) -> None:
-        self._writers, self._message, self.last_step = list(writers), message, last_step
+        self._writers = list(writers)
+        self._message = message
+        self.last_step = last_step
 
-    def each(self, call: Callable[[Writer], None]) -> None:
+    def call(self, method: Callable[[Writer], None]) -> None:
         """Call a method of all writers."""
         for writer in list(self._writers):
             try:
-                call(writer)
+                method(writer)
             except (
                 Exception
             ) as error:  # no exception of an optional package may end the training
@@ -118,7 +120,7 @@ class Writers:
 
 def build_writers(config: MetricsConfig) -> list[Writer]:
     """Construct the configured writers; their packages are imported when they start."""
-    found: list[Writer] = (
+    writers: list[Writer] = (
         [TensorBoardWriter()] if TENSORBOARD_FOLDER in config.writers else []
     )
     mode = (
@@ -127,8 +129,8 @@ def build_writers(config: MetricsConfig) -> list[Writer]:
         else WandbMode.disabled
     )
     if mode is not WandbMode.disabled:
-        found.append(WandbWriter(config.wandb_project, config.wandb_entity, mode))
-    return found
+        writers.append(WandbWriter(config.wandb_project, config.wandb_entity, mode))
+    return writers
 
 
 class TensorBoardWriter:
@@ -148,9 +150,10 @@ class TensorBoardWriter:
         """Open an event file, and write the settings and the environment as text."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        done = run.done
+        resumed_step = run.resumed_step
         self._writer = SummaryWriter(
-            run.run_dir / TENSORBOARD_FOLDER, purge_step=done + 1 if done else None
+            run.run_dir / TENSORBOARD_FOLDER,
+            purge_step=resumed_step + 1 if resumed_step else None,
         )
         for tag, tree in (
             ("config", run.config_tree),
@@ -159,7 +162,9 @@ class TensorBoardWriter:
             text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
             # In Markdown, lines with four leading spaces are a code block.
             self._writer.add_text(
-                tag, "".join(f"    {line}\n" for line in text.splitlines()), done
+                tag,
+                "".join(f"    {line}\n" for line in text.splitlines()),
+                resumed_step,
             )
 
     def step(self, metrics: StepMetrics) -> None:
@@ -201,7 +206,9 @@ class WandbWriter:
     def __init__(
         self, project: str | None, entity: str | None, mode: WandbMode
     ) -> None:
-        self._project, self._entity, self._mode = project, entity, mode
+        self._project = project
+        self._entity = entity
+        self._mode = mode
         self._run: wandb.Run | None = None
         self._finished = False
 
@@ -212,7 +219,7 @@ class WandbWriter:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb  # takes seconds
 
-        run_id, resumes = _claim_id(run.run_dir / WANDB_FOLDER, run.done)
+        run_id, resumes = _claim_id(run.run_dir / WANDB_FOLDER, run.resumed_step)
         settings: dict[str, Any] = {
             "silent": True,
             "console": "off",
@@ -222,7 +229,7 @@ class WandbWriter:
             "init_timeout": INIT_TIMEOUT_SECONDS,
             "finish_timeout": FINISH_TIMEOUT_SECONDS,
         }
-        known = wandb.Settings.model_fields
+        names = wandb.Settings.model_fields
         self._run = wandb.init(
             project=self._project,
             entity=self._entity,
@@ -239,7 +246,7 @@ class WandbWriter:
             },
             allow_val_change=True,
             settings=wandb.Settings(
-                **{name: value for name, value in settings.items() if name in known}
+                **{name: value for name, value in settings.items() if name in names}
             ),
         )
         self._run.define_metric("*", step_metric="step")
@@ -259,8 +266,10 @@ class WandbWriter:
         values: dict[str, Any] = dataclasses.asdict(results)
         for name in ("routing", "starts"):
             del values[name]
-        known = {name: value for name, value in values.items() if value is not None}
-        self._run.summary.update({"results": known, "stop_reason": stop_reason})
+        measurements = {
+            name: value for name, value in values.items() if value is not None
+        }
+        self._run.summary.update({"results": measurements, "stop_reason": stop_reason})
         self._finished = True
 
     def close(self) -> None:
@@ -270,15 +279,15 @@ class WandbWriter:
             run.finish(exit_code=0 if self._finished else 1)
 
 
-def _claim_id(folder: Path, done: int) -> tuple[str, bool]:
+def _claim_id(folder: Path, resumed_step: int) -> tuple[str, bool]:
     """The run id, and whether it existed before."""
     path = folder / ID_FILE
     if (
-        done
+        resumed_step
         and path.exists()
-        and (known := read_regular(path, LARGEST_ID_BYTES).decode().strip())
+        and (run_id := read_regular(path, LARGEST_ID_BYTES).decode().strip())
     ):
-        return known, True
+        return run_id, True
     folder.mkdir(parents=True, exist_ok=True)
     run_id = secrets.token_hex(4)
     write_atomically(path, f"{run_id}\n")

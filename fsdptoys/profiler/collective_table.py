@@ -46,7 +46,8 @@ class Fold:
 def fold(calls: Sequence[Call]) -> list[Fold]:
     """Cut a sequence into repeated patterns, greedily by the number of calls covered."""
     kinds = [_kind(call) for call in calls]
-    folds, here = [], 0
+    folds = []
+    here = 0
     while here < len(calls):
         best = (1, 1)
         for period in range(1, LONGEST_PATTERN + 1):
@@ -64,17 +65,20 @@ def fold(calls: Sequence[Call]) -> list[Fold]:
 
 def render(calls: Sequence[Call], title: str) -> str:
     """The table of a step's calls and the sums, as plain text."""
-    shown = [call for call in calls if call.ranks > 1]
-    alone = len(calls) - len(shown)
+    sending = [call for call in calls if call.ranks > 1]
+    alone = len(calls) - len(sending)
     left_out = (
         f"{alone} calls over groups of one rank, which send nothing" if alone else ""
     )
-    if not shown:
+    if not sending:
         return f"{title}: none" + (f" but {left_out}" if left_out else "")
-    rows = [COLUMNS, *(row for each in fold(shown) for row in _rows(each, calls))]
+    rows = [
+        COLUMNS,
+        *(row for pattern in fold(sending) for row in _rows(pattern, calls)),
+    ]
     table = align_columns(rows, RIGHT)
     sums = align_columns(
-        [("in all", "calls", "size", "sent by a rank on a ring"), *_sums(shown)],
+        [("in all", "calls", "size", "sent by a rank on a ring"), *_sums(sending)],
         (1, 2, 3),
     )
     return "\n".join(
@@ -96,13 +100,14 @@ def to_lines(calls: Sequence[Call], step: int) -> str:
 def describe(names: Sequence[str], everything: Sequence[str] = ()) -> str:
     """The blocks or modules of parameters; ~ marks incomplete ones if ``everything`` has all of the
     model's names."""
-    modules, total = Counter(map(block_of, names)), Counter(map(block_of, everything))
-    shown = [
+    modules = Counter(map(block_of, names))
+    total = Counter(map(block_of, everything))
+    labels = [
         module + "~" * (count < total[module]) for module, count in modules.items()
     ]
-    if len(shown) > 3:
-        return f"{shown[0]} … {shown[-1]} ({len(names)} tensors)"
-    return ", ".join(shown) or "-"
+    if len(labels) > 3:
+        return f"{labels[0]} … {labels[-1]} ({len(names)} tensors)"
+    return ", ".join(labels) or "-"
 
 
 def block_of(name: str) -> str:
@@ -125,14 +130,12 @@ def _rows(folded: Fold, calls: Sequence[Call]) -> list[tuple[str, ...]]:
     everything = list(dict.fromkeys(name for call in calls for name in call.parameters))
     several_microbatches = any(call.microbatch not in (None, 1) for call in calls)
     rows: list[tuple[str, ...]] = []
-    for place in range(folded.period):
-        first, last = (
-            folded.calls[place],
-            folded.calls[len(folded.calls) - folded.period + place],
-        )
+    for position in range(folded.period):
+        first = folded.calls[position]
+        last = folded.calls[len(folded.calls) - folded.period + position]
         number = str(first.number)
         if folded.times > 1:
-            number = "+" if place else f"{first.number}-{folded.calls[-1].number}"
+            number = "+" if position else f"{first.number}-{folded.calls[-1].number}"
         phase = (
             f"{first.phase} {first.microbatch}"
             if several_microbatches and first.microbatch
@@ -161,9 +164,7 @@ def _sums(calls: Sequence[Call]) -> list[tuple[str, ...]]:
         *groups.items(),
         *([("together", calls)] if len(groups) > 1 else []),
     ]:
-        size, sent = (
-            sum(call.size_bytes for call in group),
-            sum(call.sends_bytes for call in group),
-        )
+        size = sum(call.size_bytes for call in group)
+        sent = sum(call.sends_bytes for call in group)
         rows.append((label, str(len(group)), size_text(size), size_text(round(sent))))
     return rows

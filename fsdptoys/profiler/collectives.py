@@ -13,28 +13,22 @@ reduce-scatter of S bytes, and twice that in an all-reduce. A broadcast or reduc
 to rank, N−1 times: S·(N−1)/N on average. Libraries may choose other algorithms with the same
 result. An all-to-all with uneven splits is counted by its splits.
 
-The call stack shows the caller, and often the parameters: the gathered or reduced unit, bucket or
-share is a variable of one of the functions. Otherwise the addresses of the tensors may match
-parameters; else they stay unnamed. PyTorch's FSDP has no public way from a collective to its unit;
-only ``_native_names`` reads private attributes.
-
 Not covered: the libraries' own rendezvous. Python objects appear as the tensors that carry them.
 """
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .dispatch import COLLECTIVES, arguments_of, dtype_name, given, tensors_in
+from .collective_origins import PHASES, Origins
+from .dispatch import COLLECTIVES, arguments_of, bind_arguments, dtype_name, tensors_in
 
 FUNCTIONAL = {
     "all_reduce": "all_reduce",
@@ -50,29 +44,6 @@ MESSAGES = {
     "recv_any_source_": "receive",
     "barrier": "barrier",
 }
-WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod")
-"""Parts of a parameter's name that come from wrappers around the model."""
-PASSED_BY = (
-    "torch.distributed.distributed_c10d",
-    "torch.distributed.c10d_logger",
-    "torch.distributed._functional_collectives",
-    "torch._compile",
-    "torch._dynamo",
-    "torch.autograd",
-    "torch.utils",
-    "torch._ops",
-    "torch._tensor",
-    "torch.nn.modules.module",
-    "contextlib",
-    "fsdptoys.profiler.collectives",
-)
-"""Modules and packages between the caller and the collective."""
-CARRIERS = ("share", "bucket", "handle", "fsdp_params", "unit", "self")
-"""Variables that may hold the gathered or reduced parameters, the most exact first."""
-PHASES = (
-    "forward",
-    "backward",
-)  # Phases taken from the trainer; in its ``optimizer`` phase the caller decides
 
 
 @dataclass
@@ -97,125 +68,8 @@ class Call:
     parameters: list[str] = field(default_factory=list)
 
 
-class Origins:
-    """Finds callers, and names the parameters of a wrapped model; ``within`` maps a function to its
-    calls' phase."""
-
-    def __init__(self, model: nn.Module, within: dict[CodeType, str]) -> None:
-        self._within = within
-        self.named = [
-            (_own_name(name), param) for name, param in model.named_parameters()
-        ]
-        self._names: dict[Tensor, str] = {param: name for name, param in self.named}
-        self._modules = {
-            module: _own_name(name) for name, module in model.named_modules()
-        }
-
-    def find(self, phase: str) -> tuple[str, str, list[str]]:
-        """Caller as ``module.function``, with the last part of the module's name, phase, and
-        parameters.
-
-        Outside forward and backward the functions on the stack decide the phase.
-        """
-        site, found, parameters, in_autograd = "", None, None, False
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
-            if not site:
-                in_autograd |= module == "torch.autograd.graph"
-                if not module.startswith(PASSED_BY) and not name.startswith(
-                    ("<", "__")
-                ):
-                    site = (
-                        f"{module.rpartition('.')[2]}.{name}"
-                        if not in_autograd
-                        else "C++, in the backward"
-                    )
-            found = found or self._within.get(frame.f_code)
-            parameters = parameters or self._carried(frame)
-            frame = frame.f_back
-        return site, phase if phase in PHASES else found or "other", parameters or []
-
-    @torch.no_grad()
-    def stored_in(self, sets: Iterable[list[Tensor]]) -> list[str]:
-        """Parameters stored within tensors."""
-        spans = [
-            (
-                tensor.data_ptr(),
-                tensor.data_ptr() + tensor.numel() * tensor.element_size(),
-            )
-            for tensors in sets
-            for tensor in tensors
-            if tensor.numel()
-        ]
-        found = []
-        for name, param in self.named:
-            local = param.to_local() if isinstance(param, DTensor) else param
-            if local.numel() and any(
-                low <= local.data_ptr() < high for low, high in spans
-            ):
-                found.append(name)
-        return found
-
-    def _carried(self, frame: FrameType) -> list[str]:
-        if not set(CARRIERS).intersection(frame.f_code.co_varnames):
-            return []
-        values = frame.f_locals
-        for value in (values[carrier] for carrier in CARRIERS if carrier in values):
-            if isinstance(value, dist.GradBucket):
-                return self._names_of(value.parameters())
-            unit = getattr(value, "unit", value)
-            names = self._names_of(getattr(unit, "params", None), values.get("indices"))
-            if names or (names := self._native_names(value)):
-                return names
-        return []
-
-    def _names_of(self, params: Any, indices: list[int] | None = None) -> list[str]:
-        """Names of parameters, or of objects with ``homes``: a parameter's modules and names
-        there."""
-        if not isinstance(params, list):
-            return []
-        names = []
-        for param in (
-            params if indices is None else [params[index] for index in indices]
-        ):
-            if isinstance(param, Tensor):
-                names.append(self._names.get(param, ""))
-            elif hasattr(param, "homes"):
-                module, name = param.homes[0]
-                names.append(f"{self._modules[module]}.{name}".lstrip("."))
-        return [name for name in names if name]
-
-    def _native_names(self, value: Any) -> list[str]:
-        """Names of a unit's parameters from private attributes of PyTorch's FSDP, torch 2.7 to
-        2.13."""
-        try:
-            flat = getattr(value, "flat_param", None)
-            if isinstance(flat, nn.Parameter):  # FSDP1's handle of a unit
-                module = self._modules.get(value._fully_sharded_module, "")
-                return [
-                    f"{module}.{_own_name(name)}".lstrip(".") for name in flat._fqns
-                ]  # type: ignore[attr-defined]
-            group = (
-                value
-                if isinstance(value, list)
-                else getattr(value, "fsdp_params", None) or []
-            )
-            return [
-                _own_name(param._param_fqn)
-                for param in group
-                if getattr(param, "_param_fqn", None)
-            ]
-        except (AttributeError, TypeError):
-            return []
-
-
-def _own_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
 class CollectiveTrace(TorchDispatchMode):
-    """Records the collectives of one step, and passes them to ``done`` after it.
+    """Records the collectives of one step, and passes them to ``on_end`` after it.
 
     Args:
         model: names the parameters.
@@ -227,13 +81,15 @@ class CollectiveTrace(TorchDispatchMode):
         step: int,
         model: nn.Module,
         within: dict[CodeType, str],
-        done: Callable[[list[Call]], None],
+        on_end: Callable[[list[Call]], None],
     ) -> None:
         super().__init__()
-        self.step, self._done = step, done
+        self.step = step
+        self._on_end = on_end
         self.calls: list[Call] = []
         self._origins = Origins(model, within)
-        self._phase, self._microbatch = "other", 0
+        self._phase = "other"
+        self._microbatch = 0
         # All-reduces of the backward with their tensors, which may hold gradients after it.
         self._reduced: list[tuple[Call, list[Tensor]]] = []
 
@@ -245,7 +101,7 @@ class CollectiveTrace(TorchDispatchMode):
             return
         with self:
             yield
-        self._done(self.calls)
+        self._on_end(self.calls)
 
     def enter(self, step: int, phase: str) -> None:
         """Set the trainer's phase."""
@@ -272,11 +128,12 @@ class CollectiveTrace(TorchDispatchMode):
     ) -> None:
         values = {
             argument.name: value
-            for argument, value in given(arguments_of(func), args, kwargs)
+            for argument, value in bind_arguments(arguments_of(func), args, kwargs)
         }
         group = _group(values)
-        ranks, rank = group.size(), group.rank()
-        sets = [found for value in args if (found := list(tensors_in(value)))]
+        ranks = group.size()
+        rank = group.rank()
+        sets = [tensors for value in args if (tensors := list(tensors_in(value)))]
         sizes = [
             sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             for tensors in sets
@@ -313,14 +170,14 @@ class CollectiveTrace(TorchDispatchMode):
 
     def _name_gradients(self) -> None:
         """Find the gradients stored in all-reduced tensors."""
-        named = [
+        grads = [
             (name, param.grad)
-            for name, param in self._origins.named
+            for name, param in self._origins.named_params
             if param.grad is not None
         ]
         local = [
             (name, grad.to_local() if isinstance(grad, DTensor) else grad)
-            for name, grad in named
+            for name, grad in grads
         ]
         for call, tensors in self._reduced:
             storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -372,11 +229,11 @@ def _collective(func: Any) -> str | None:
 def _group(values: dict[str, Any]) -> dist.ProcessGroup:
     if "process_group" in values:
         return dist.ProcessGroup.unbox(values["process_group"])
-    named = values["group_name"]
+    group = values["group_name"]
     return (
-        named
-        if isinstance(named, dist.ProcessGroup)
-        else dist.distributed_c10d._resolve_process_group(named)
+        group
+        if isinstance(group, dist.ProcessGroup)
+        else dist.distributed_c10d._resolve_process_group(group)
     )
 
 

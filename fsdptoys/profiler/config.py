@@ -131,11 +131,11 @@ class DebugConfig:
 
     def validate(self, compiles: bool, compiles_kernels: bool) -> None:
         """Refuse ``train.compile`` and compiled kernels, with which the trace cannot work."""
-        for asked, setting, fix in (
+        for compiles_any, setting, fix in (
             (compiles, "train.compile=true", "set train.compile=false"),
             (compiles_kernels, "kernels.*=compiled", "set them to torch"),
         ):
-            if self.trace_collectives and asked:
+            if self.trace_collectives and compiles_any:
                 raise ConfigError(
                     "debug.trace_collectives=true is a dispatch mode, under which PyTorch does "
                     f"not compile as {setting} asks; {fix}, which takes the same collectives"

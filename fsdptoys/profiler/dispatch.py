@@ -59,7 +59,7 @@ def arguments_of(func: Any) -> list[Argument]:
     return arguments
 
 
-def given(
+def bind_arguments(
     arguments: list[Argument], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[Argument, Any]]:
     """The arguments of a call, with their values."""

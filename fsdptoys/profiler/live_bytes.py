@@ -58,13 +58,14 @@ def live_bytes(
     still needed by the optimizer.
     """
     parameters = list(parameters)
-    seen: set[int] = set()
+    identities: set[int] = set()
     return LiveBytes(
-        parameters=_count(parameters, seen),
+        parameters=_count(parameters, identities),
         gradients=_count(
-            [*(p.grad for p in parameters if p.grad is not None), *held_gradients], seen
+            [*(p.grad for p in parameters if p.grad is not None), *held_gradients],
+            identities,
         ),
-        states=_count(state_tensors(optimizer), seen),
+        states=_count(state_tensors(optimizer), identities),
     )
 
 
@@ -73,12 +74,12 @@ def state_tensors(optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
     return _tensors(optimizer.state.values() if optimizer is not None else ())
 
 
-def _count(tensors: Iterable[Tensor], seen: set[int]) -> PlacedBytes:
+def _count(tensors: Iterable[Tensor], identities: set[int]) -> PlacedBytes:
     device_bytes = host_bytes = 0
     for identity, storage in storages_of(tensors).items():
-        if identity in seen:
+        if identity in identities:
             continue
-        seen.add(identity)
+        identities.add(identity)
         if storage.device.type == "cpu":
             host_bytes += storage.nbytes()
         else:

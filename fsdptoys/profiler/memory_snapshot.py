@@ -47,9 +47,13 @@ class Snapshot:
         steps: int,
         message: Message,
     ) -> None:
-        self._memory, self._device_index = memory, device_index
-        self._name, self._folder, self._message = f"memory-rank{rank}", folder, message
-        self._first_step, self._last_step = first_step, first_step + steps - 1
+        self._memory = memory
+        self._device_index = device_index
+        self._name = f"memory-rank{rank}"
+        self._folder = folder
+        self._message = message
+        self._first_step = first_step
+        self._last_step = first_step + steps - 1
         self._last_done = 0
         self.paths: list[Path] = []  # Pages written so far
 
@@ -99,7 +103,8 @@ class Snapshot:
 
     def _write(self, name: str, title: str) -> None:
         snapshot = self._memory._snapshot()
-        pickled, page = self._folder / f"{name}.pickle", self._folder / f"{name}.html"
+        pickled = self._folder / f"{name}.pickle"
+        page = self._folder / f"{name}.html"
         interactive = self._folder / f"{name}-interactive.html"
         try:
             pickled.unlink(

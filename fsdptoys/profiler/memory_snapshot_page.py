@@ -177,7 +177,7 @@ def _frame(frame: dict[str, Any]) -> str:
     return f"{frame['filename']}:{frame['line']}:{frame['name']}"
 
 
-def _place(frames: Frames) -> str:
+def _site(frames: Frames) -> str:
     """The innermost frame outside PyTorch."""
     if not frames:
         return UNKNOWN
@@ -222,20 +222,16 @@ def _image(picture: Picture) -> str:
 def _holders_table(timeline: Timeline, peak: int) -> str:
     entries = []
     for holder in timeline.holders[:HOLDERS]:
-        place, stack = (
-            _place(holder.frames),
-            "\n".join(map(_frame, holder.frames)) or UNKNOWN,
-        )
+        site = _site(holder.frames)
+        stack = "\n".join(map(_frame, holder.frames)) or UNKNOWN
         where = (
-            f"<details><summary>{html.escape(place)}</summary>"
+            f"<details><summary>{html.escape(site)}</summary>"
             f"<pre>{html.escape(stack)}</pre></details>"
         )
         entries.append((holder.live_bytes, holder.tensors, where))
     if left_out := timeline.holders[HOLDERS:]:
-        rest, tensors = (
-            sum(each.live_bytes for each in left_out),
-            sum(each.tensors for each in left_out),
-        )
+        rest = sum(holder.live_bytes for holder in left_out)
+        tensors = sum(holder.tensors for holder in left_out)
         entries.append((rest, tensors, f"{len(left_out):,} other stacks"))
     rows = "".join(
         f"<tr><td>{size_text(size)}</td><td>{size / max(peak, 1):.1%}</td><td>{tensors:,}</td>"

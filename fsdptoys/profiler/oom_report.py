@@ -65,13 +65,13 @@ def explain_out_of_memory(
         RuntimeError,
         MemoryError,
     ) as error:  # torch.OutOfMemoryError is the first, NumPy's the second
-        found = _out_of_memory(error)
-        if found is None or isinstance(error, ExplainedOutOfMemoryError):
+        cause = _out_of_memory(error)
+        if cause is None or isinstance(error, ExplainedOutOfMemoryError):
             raise
         if isinstance(
-            found, ExplainedOutOfMemoryError
+            cause, ExplainedOutOfMemoryError
         ):  # of an inner phase, wrapped since
-            raise found from error
+            raise cause from error
         report = out_of_memory_report(
             read_failure(error, device), context(), device.type
         )
@@ -138,19 +138,20 @@ def out_of_memory_report(
     failure: Failure, context: OOMContext, device_type: str
 ) -> str:
     """Live bytes, and the switches that reduce them."""
-    live, switches = context.live, context.switches
+    live = context.live
+    switches = context.switches
     on_cpu = device_type == "cpu"
-    held = live.on_host() if failure.on_host else live
-    rest_bytes = max(0, (failure.allocated_bytes or 0) - held.device_bytes)
+    tensors = live.on_host() if failure.on_host else live
+    rest_bytes = max(0, (failure.allocated_bytes or 0) - tensors.device_bytes)
     rows = [
-        (held.parameters.device_bytes, "parameters"),
-        (held.gradients.device_bytes, "gradients"),
-        (held.states.device_bytes, "optimizer states"),
+        (tensors.parameters.device_bytes, "parameters"),
+        (tensors.gradients.device_bytes, "gradients"),
+        (tensors.states.device_bytes, "optimizer states"),
         (rest_bytes, REST + (", Python and its libraries" if failure.on_host else "")),
     ]
     constructing = context.phase == "construction"
     if constructing:
-        rows = [(held.parameters.device_bytes, "parameters, when complete")]
+        rows = [(tensors.parameters.device_bytes, "parameters, when complete")]
     memory = "host memory" if failure.on_host else "the device memory"
     lines = [
         *_headline(failure, context, device_type),
@@ -161,7 +162,7 @@ def out_of_memory_report(
         ),
     ]
     if context.phase != "optimizer" and switches.states_bytes > (
-        live.states.device_bytes or held.states.device_bytes
+        live.states.device_bytes or tensors.states.device_bytes
     ):
         lines.append(
             f"  the first optimizer step will add {size_text(switches.states_bytes)} of states"
@@ -170,7 +171,7 @@ def out_of_memory_report(
         savings = host_savings(live, switches)
     else:
         savings = device_savings(
-            held, rest_bytes, context.phase, switches, to_host=not on_cpu
+            tensors, rest_bytes, context.phase, switches, to_host=not on_cpu
         )
     if savings:
         lines.append("maximum saving of each switch alone:")
@@ -198,7 +199,7 @@ def _headline(failure: Failure, context: OOMContext, device_type: str) -> list[s
         else "allocated": failure.allocated_bytes,
         "reserved": failure.reserved_bytes,
     }
-    known = [
+    sizes = [
         f"{size_text(count)} {name}"
         for name, count in numbers.items()
         if count is not None
@@ -210,7 +211,7 @@ def _headline(failure: Failure, context: OOMContext, device_type: str) -> list[s
     )
     return [
         f"{where} ran out on rank {context.rank} in the {when}",
-        *([", ".join(known)] if known else []),
+        *([", ".join(sizes)] if sizes else []),
     ]
 
 

@@ -32,8 +32,10 @@ class Profiler:
         first_step: int = 1,
         message: Callable[[str], None] | None = None,
     ) -> None:
-        self._device, self._first_step = device, first_step
-        self._rank, self._ranks = rank, config.ranks
+        self._device = device
+        self._first_step = first_step
+        self._rank = rank
+        self._ranks = config.ranks
         self._is_on = config.enabled or config.snapshot
         self._trace: Trace | None = None
         self._snapshot: Snapshot | None = None
@@ -44,9 +46,14 @@ class Profiler:
         if config.enabled:
             self._trace = Trace(config, device.type, rank, folder, first_step, message)
         if config.snapshot:
-            place = (device.memory_history, device.torch_device.index, rank, folder)
             self._snapshot = Snapshot(
-                *place, config.snapshot_first_step, config.snapshot_steps, message
+                device.memory_history,
+                device.torch_device.index,
+                rank,
+                folder,
+                config.snapshot_first_step,
+                config.snapshot_steps,
+                message,
             )
 
     def __enter__(self) -> "Profiler":
@@ -86,16 +93,16 @@ class Profiler:
 
         On a rank that was not chosen: the chosen ranks.
         """
-        found: dict[str, Any] = {"rank": self._rank, "ranks": self._ranks}
+        findings: dict[str, Any] = {"rank": self._rank, "ranks": self._ranks}
         if self._is_on and self._rank not in self._ranks:
-            return found
+            return findings
         if self._trace and self._trace.path:
             operators = [dataclasses.asdict(op) for op in self._trace.top_ops]
-            found |= {
+            findings |= {
                 "trace_file": self._trace.path.name,
                 "traced_steps": self._trace.window,
                 "operators": operators,
             }
         if self._snapshot and self._snapshot.paths:
-            found["snapshot_files"] = [path.name for path in self._snapshot.paths]
-        return found if len(found) > 2 else None
+            findings["snapshot_files"] = [path.name for path in self._snapshot.paths]
+        return findings if len(findings) > 2 else None

@@ -62,12 +62,10 @@ class Trace:
         package = KINDS[device_type].package
         is_simulated = package is not None and package not in sys.modules
         self._device_type = "cpu" if is_simulated else device_type
-        self._config, self._folder, self._first_step, self._message = (
-            config,
-            folder,
-            first_step,
-            message,
-        )
+        self._config = config
+        self._folder = folder
+        self._first_step = first_step
+        self._message = message
         self._first_traced = first_step + config.skip_steps + config.warmup_steps
         self._last_step = self._first_traced + config.active_steps - 1
         self._last_done = first_step - 1
@@ -138,12 +136,12 @@ class Trace:
     def _phases(self) -> dict[str, int]:
         """Keywords of both ``schedule`` functions, whose positional orders differ."""
         config = self._config
-        kept = {
+        steps = {
             "warmup": config.warmup_steps,
             "active": config.active_steps,
             "repeat": 1,
         }
-        return {"skip_first": self._first_step, "wait": config.skip_steps, **kept}
+        return {"skip_first": self._first_step, "wait": config.skip_steps, **steps}
 
     def _build(self) -> Any:
         from torch.profiler import ProfilerActivity, profile, schedule
@@ -161,16 +159,15 @@ class Trace:
         )
 
     def _build_npu(self) -> Any:
-        from torch_npu import (
-            profiler as npu,
-        )  # only here: importing torch loads the rest of torch_npu by itself
+        # Only here: importing torch loads the rest of torch_npu by itself
+        from torch_npu import profiler as npu
 
         level = self._config.npu_level.value.capitalize()
         write = npu.tensorboard_trace_handler(
             dir_name=str(self._folder), worker_name=self._worker_name, analyse_flag=True
         )
 
-        def written(profiler: Any) -> None:
+        def write_trace(profiler: Any) -> None:
             if not self._is_empty:
                 write(profiler)
                 self._find_npu_files()
@@ -178,7 +175,7 @@ class Trace:
         return npu.profile(
             activities=[npu.ProfilerActivity.CPU, npu.ProfilerActivity.NPU],
             schedule=npu.schedule(**self._phases()),
-            on_trace_ready=written,
+            on_trace_ready=write_trace,
             experimental_config=npu._ExperimentalConfig(
                 profiler_level=getattr(npu.ProfilerLevel, level),
                 export_type=npu.ExportType.Text,
@@ -205,7 +202,7 @@ class Trace:
         self.top_ops = top_ops(
             profiler.key_averages(), self._device_type != "cpu", self._config.memory
         )
-        self._done(path, "open it at https://ui.perfetto.dev or in chrome://tracing")
+        self._report(path, "open it at https://ui.perfetto.dev or in chrome://tracing")
 
     def _find_npu_files(self) -> None:
         """Find the files of torch_npu's handler, which does not return them."""
@@ -224,12 +221,12 @@ class Trace:
             self.top_ops = npu_top_ops(
                 (output / "op_statistic.csv").read_text(encoding="utf-8")
             )
-        self._done(
+        self._report(
             folders[-1],
             "MindStudio Insight opens it; trace_view.json in it is for chrome://tracing",
         )
 
-    def _done(self, path: Path, how: str) -> None:
+    def _report(self, path: Path, how: str) -> None:
         last = min(self._last_step, self._last_done)
         # After an exception the trace may hold only the unfinished first step.
         self.traced_steps = (self._first_traced, max(self._first_traced, last))

@@ -15,9 +15,9 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 from markupsafe import escape as escape_html
 
+from fsdptoys.metrics.definitions import definitions
 from fsdptoys.metrics.prediction import prediction_rows
 from fsdptoys.metrics.resume_log import flatten
-from fsdptoys.metrics.summary import definitions
 from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.text import printable, value_text
 

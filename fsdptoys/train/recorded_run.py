@@ -36,7 +36,7 @@ from fsdptoys.metrics.results import (
 from fsdptoys.metrics.resume_log import read_resumes, read_steps, starts
 from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.foreign import ForeignError
-from fsdptoys.utils.from_tree import look_up, typed
+from fsdptoys.utils.from_tree import convert, look_up
 from fsdptoys.utils.text import one_line
 
 from .heartbeat import HEARTBEATS_FOLDER, Heartbeat, read_heartbeats
@@ -132,14 +132,14 @@ def read_recorded_run(path: Path) -> RecordedRun:
         )
     environment = read_tree(path / ENVIRONMENT_FILE)
     try:
-        world_size: int = typed(int, environment.get("world_size"), "world_size")
-        device: dict[str, Any] = typed(
+        world_size: int = convert(int, environment.get("world_size"), "world_size")
+        device: dict[str, Any] = convert(
             dict[str, Any], environment.get("device"), "device"
         )
         if not 1 <= world_size <= MOST_RANKS:
             raise ForeignError(f"world_size is {world_size}")
         device_type, device_name = (
-            typed(str, device.get(key), f"device.{key}") for key in ("type", "name")
+            convert(str, device.get(key), f"device.{key}") for key in ("type", "name")
         )
     except ForeignError as mistake:
         raise ConfigError(

@@ -397,4 +397,4 @@ def run_status(stop: Stop, steps_done: int, planned: int) -> RunStatus:
     """Status of a run that stopped after ``done`` of ``planned`` steps."""
     if stop.gave_up:
         return RunStatus.failed
-    return RunStatus.stopped if stop.signal and steps_done < planned else RunStatus.done
+    return RunStatus.stopped if stop.signal and done < planned else RunStatus.completed

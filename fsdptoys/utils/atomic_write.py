@@ -16,23 +16,23 @@ def check_output(
     option: str,
     usual: str,
     suffixes: Sequence[str],
-    named: str | None = None,
+    label: str | None = None,
 ) -> None:
     """Check before a long computation that a file can be written.
 
     Args:
         usual: file that messages propose for ``option``.
         suffixes: allowed ones, the usual first.
-        named: name of the file in messages; the option by default.
+        label: name of the file in messages; the option by default.
 
     Raises:
         ConfigError: for another suffix, a folder, or a path outside any folder.
     """
-    named = named or option
+    label = label or option
     if path.suffix.lower() not in suffixes:
         name = path.name.partition(".")[0] or Path(usual).stem
         raise ConfigError(
-            f"{named} {path} must end in {suffixes[0]}; write {option} {name}{suffixes[0]}"
+            f"{label} {path} must end in {suffixes[0]}; write {option} {name}{suffixes[0]}"
         )
     if path.is_dir() or not path.absolute().parent.is_dir():
         problem = (
@@ -40,7 +40,7 @@ def check_output(
             if path.is_dir()
             else f"is in {path.parent}, which is not a folder"
         )
-        raise ConfigError(f"{named} {path} {problem}; write {option} {usual}")
+        raise ConfigError(f"{label} {path} {problem}; write {option} {usual}")
 
 
 def write_atomically(

@@ -8,10 +8,10 @@ def with_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception, and those that it was raised from or while handling, the outermost
     first."""
     waiting: list[BaseException | None] = [error]
-    seen: set[int] = set()
+    identities: set[int] = set()
     while waiting:
         cause = waiting.pop(0)
-        if cause is not None and id(cause) not in seen:
-            seen.add(id(cause))
+        if cause is not None and id(cause) not in identities:
+            identities.add(id(cause))
             yield cause
             waiting += [cause.__cause__, cause.__context__]

@@ -98,10 +98,10 @@ class _Descriptor(io.FileIO):
         left = memoryview(data).cast("B")
         try:
             while left:  # python -u would lose the rest of a short write
-                written = super().write(left)
-                if written is None:  # a non-blocking pipe is full
+                count = super().write(left)
+                if count is None:  # a non-blocking pipe is full
                     select.select([], [self], [])
-                left = left[written or 0 :]
+                left = left[count or 0 :]
         except OSError as error:
             _lost.setdefault(self._number, error.errno or errno.EIO)
             # A stream closed from the start is the user's choice, as with a plain print.

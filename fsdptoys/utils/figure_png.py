@@ -14,7 +14,9 @@ from .text import one_line
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, GRID, SHADE = "#20262c", "#d9dde1", "#eef1f4"
+INK = "#20262c"
+GRID = "#d9dde1"
+SHADE = "#eef1f4"
 RULE_COLORS = ("#2a9d6f", "#b07d12", "#7b5ea7", "#3b8ea5")
 DASHED = (0, (5, 3))
 PAPER = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1}
@@ -70,8 +72,8 @@ def render_png(
         )
         if shares_x:
             axes.label_outer()
-        named = axes.get_legend_handles_labels()[0]
-        handles += named if len(named) > 1 else []
+        series_handles = axes.get_legend_handles_labels()[0]
+        handles += series_handles if len(series_handles) > 1 else []
     if title:
         heading: dict[str, Any] = {
             "x": 0.01,
@@ -143,9 +145,9 @@ def _draw_bars(
     axes: "Axes", series: Series, rows: Mapping[str, int], lefts: np.ndarray
 ) -> None:
     """Draw bars that begin at ``lefts``, and move these to their ends."""
-    shown = [name in rows for name in series.y]
+    mask = [name in rows for name in series.y]
     places = [rows[str(name)] for name in series.y if name in rows]
-    sizes = np.asarray(series.x, dtype=float)[shown]
+    sizes = np.asarray(series.x, dtype=float)[mask]
     look: dict[str, Any] = {
         "color": series.color,
         "edgecolor": "white",
@@ -243,19 +245,22 @@ def _draw_line(axes: "Axes", series: Series, rows: Mapping[str, int]) -> None:
 def _set_axes(axes: "Axes", picture: Picture) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-    for axis, given, set_scale in (
+    for axis, settings, set_scale in (
         (axes.xaxis, picture.x, axes.set_xscale),
         (axes.yaxis, picture.y, axes.set_yscale),
     ):
-        axis.set_label_text(given.text, color=INK, parse_math=False)
-        if given.log:
+        axis.set_label_text(settings.text, color=INK, parse_math=False)
+        if settings.log:
             set_scale("log")
             axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
             axis.set_major_formatter("{x:,g}")
             axis.set_minor_formatter(NullFormatter())
-        elif given.integer:
+        elif settings.integer:
             axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        elif not given.categories and max(map(abs, axis.get_view_interval())) >= 10_000:
+        elif (
+            not settings.categories
+            and max(map(abs, axis.get_view_interval())) >= 10_000
+        ):
             axis.set_major_formatter("{x:,.0f}")
     categories = [
         one_line(name, LONGEST_NAME) for name in picture.y.categories[:MOST_BARS]

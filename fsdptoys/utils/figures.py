@@ -33,7 +33,8 @@ HATCHES = ("", "/", ".", "x", "-", "\\", "+", "|")
 
 MOST_POINTS = 1200  # Points of one line; see :func:`thin`
 
-SMALLEST, LARGEST = 1e-100, 1e100
+SMALLEST = 1e-100
+LARGEST = 1e100
 """Ends of the magnitudes that are drawn."""
 
 Numbers = Sequence[float] | np.ndarray
@@ -72,13 +73,13 @@ def drawable(values: Numbers) -> Numbers:
     range."""
     numbers = np.asarray(values, dtype=float)
     size = np.abs(numbers)
-    kept = np.where(
+    bounded = np.where(
         ((size > SMALLEST) & (size < LARGEST)) | (size == 0), numbers, math.nan
     )
     return (
         values
-        if np.array_equal(kept, numbers, equal_nan=True)
-        else tuple(kept.tolist())
+        if np.array_equal(bounded, numbers, equal_nan=True)
+        else tuple(bounded.tolist())
     )
 
 
@@ -171,9 +172,9 @@ class Picture:
             rule for rule in self.rules if math.isfinite(drawable([rule[0]])[0])
         )
         labels = tuple(
-            each
-            for each in self.labels
-            if np.isfinite(drawable([each.x, each.y])).all()
+            label
+            for label in self.labels
+            if np.isfinite(drawable([label.x, label.y])).all()
         )
         object.__setattr__(self, "rules", rules)
         object.__setattr__(self, "labels", labels)
@@ -243,7 +244,7 @@ def thin(
     if len(x) <= most:
         return x, list(ys), 1
     width = -(-2 * len(x) // most)
-    kept: list[int] = []
+    indices: list[int] = []
     for start in range(0, len(x), width):
         part = ys[0][start : start + width]
         finite = np.isfinite(part)
@@ -251,9 +252,9 @@ def thin(
         if finite.any():
             chosen |= {start + int(np.argmin(np.where(finite, part, np.inf)))}
             chosen |= {start + int(np.argmax(np.where(finite, part, -np.inf)))}
-        kept += sorted(chosen)
-    kept = sorted({0, *kept, len(x) - 1})
-    return x[kept], [y[kept] for y in ys], width
+        indices += sorted(chosen)
+    indices = sorted({0, *indices, len(x) - 1})
+    return x[indices], [y[indices] for y in ys], width
 
 
 def thinned_line(name: str, x: np.ndarray, y: np.ndarray, look: int) -> Series:
@@ -279,34 +280,36 @@ def label_points(
     def scaled(x: float, y: float) -> tuple[float, float]:
         return (x - left) / (right - left), (y - bottom) / (top - bottom)
 
-    taken: list[Box] = []
+    occupied: list[Box] = []
     for series in picture.series:
         corners = [scaled(x, float(y)) for x, y in zip(series.x, series.y, strict=True)]
         for low, high, (_, y) in zip(series.low, series.high, corners, strict=False):
-            taken.append((scaled(low, 0)[0], y - 0.008, scaled(high, 0)[0], y + 0.008))
+            occupied.append(
+                (scaled(low, 0)[0], y - 0.008, scaled(high, 0)[0], y + 0.008)
+            )
         if series.shape is Shape.steps:
             for (x0, y0), (x1, y1) in itertools.pairwise(corners):
-                taken.append((x0, y0 - 0.008, x1, y0 + 0.008))
-                taken.append((x1 - 0.004, min(y0, y1), x1 + 0.004, max(y0, y1)))
+                occupied.append((x0, y0 - 0.008, x1, y0 + 0.008))
+                occupied.append((x1 - 0.004, min(y0, y1), x1 + 0.004, max(y0, y1)))
     points = [scaled(x, y) for x, y, _ in texts]
-    taken += [(x - 0.008, y - 0.018, x + 0.008, y + 0.018) for x, y in points]
+    occupied += [(x - 0.008, y - 0.018, x + 0.008, y + 0.018) for x, y in points]
     labels = []
     for (x, y), label in zip(points, texts, strict=True):
         width = 0.0085 * len(label[2])
         height = 0.05
-        boxes = {
+        sides = {
             "above": (x - width / 2, y + 0.022, x + width / 2, y + 0.022 + height),
             "below": (x - width / 2, y - 0.022 - height, x + width / 2, y - 0.022),
             "right": (x + 0.012, y - height / 2, x + 0.012 + width, y + height / 2),
             "left": (x - 0.012 - width, y - height / 2, x - 0.012, y + height / 2),
         }
-        for side, box in boxes.items():
+        for side, box in sides.items():
             if (
                 min(box) >= 0
                 and max(box) <= 1
-                and not any(_overlap(box, other) for other in taken)
+                and not any(_overlap(box, other) for other in occupied)
             ):
-                taken.append(box)
+                occupied.append(box)
                 labels.append(Label(*label, side))
                 break
     return dataclasses.replace(picture, labels=tuple(labels))

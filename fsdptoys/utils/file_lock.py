@@ -46,7 +46,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._held = contextlib.ExitStack()
+        self._resources = contextlib.ExitStack()
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 self._acquire(folder)
@@ -67,11 +67,11 @@ class FolderLock:
             descriptor = lock_folder(folder)
             if descriptor is not None:
                 stack.callback(os.close, descriptor)
-            self._held = stack.pop_all()
+            self._resources = stack.pop_all()
 
     def release(self) -> None:
         """Release the lock; may be called twice."""
-        self._held.close()
+        self._resources.close()
 
 
 def is_locked(folder: Path) -> bool:

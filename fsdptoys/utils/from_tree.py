@@ -70,12 +70,13 @@ def build(
         raise ForeignError(
             f"{name or 'it'} has the key {short_text(unknown)}, which this version does not read"
         )
-    values, hints = {}, _hints(kind)  # type: ignore[arg-type]  # a class has a hash
+    hints = _hints(kind)  # type: ignore[arg-type]  # a class has a hash
+    values = {}
     for key, field in fields.items():
         label = names.get(key, key) if names else key
         full_name = f"{name}.{label}" if name else label
         if key in tree:
-            values[key] = _typed(
+            values[key] = _convert(
                 hints[key],
                 tree[key],
                 full_name,
@@ -90,15 +91,17 @@ def build(
     return kind(**values)
 
 
-def typed(kind: Any, value: Any, name: str) -> Any:
+def convert(kind: Any, value: Any, name: str) -> Any:
     """Convert a value to an annotation's type; lists may become tuples, and integers floats.
     ForeignError otherwise."""
-    return _typed(kind, value, name, Bounds(), _Options())
+    return _convert(kind, value, name, Bounds(), _Options())
 
 
-def _typed(kind: Any, value: Any, name: str, bounds: Bounds, options: _Options) -> Any:
+def _convert(
+    kind: Any, value: Any, name: str, bounds: Bounds, options: _Options
+) -> Any:
     inner = functools.partial(
-        _typed, bounds=bounds._replace(longest=math.inf), options=options
+        _convert, bounds=bounds._replace(longest=math.inf), options=options
     )
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
@@ -110,10 +113,10 @@ def _typed(kind: Any, value: Any, name: str, bounds: Bounds, options: _Options) 
         others = [element for element in arguments if element is not type(None)]
         for element in others[:-1]:
             try:
-                return _typed(element, value, name, bounds, options)
+                return _convert(element, value, name, bounds, options)
             except ForeignError:
                 continue
-        return _typed(others[-1], value, name, bounds, options)
+        return _convert(others[-1], value, name, bounds, options)
     if (
         origin in (list, tuple)
         and isinstance(value, (list, tuple))
@@ -130,7 +133,7 @@ def _typed(kind: Any, value: Any, name: str, bounds: Bounds, options: _Options) 
         and len(value) <= bounds.longest
     ):
         return {
-            typed(arguments[0], key, f"a key of {name}"): inner(
+            convert(arguments[0], key, f"a key of {name}"): inner(
                 arguments[1], element, f"{name}.{key}"
             )
             for key, element in value.items()

@@ -22,18 +22,20 @@ from fsdptoys.errors import ConfigError
 
 
 def quantities(hardware: Hardware) -> dict[str, Quantity]:
-    found = {
+    fields = {
         field.name: getattr(hardware, field.name)
         for field in dataclasses.fields(hardware)
     }
-    found |= {
+    fields |= {
         f"peak_flops.{dtype}": peak for dtype, peak in hardware.peak_flops.items()
     }
-    found |= {
+    fields |= {
         f"{backend}_efficiency": share
         for backend, share in hardware.attention_backends.items()
     }
-    return {name: value for name, value in found.items() if isinstance(value, Quantity)}
+    return {
+        name: value for name, value in fields.items() if isinstance(value, Quantity)
+    }
 
 
 def test_list_of_profiles_is_as_documented() -> None:

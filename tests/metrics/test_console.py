@@ -36,19 +36,17 @@ BROKEN_STEP = replace(GPU_STEP, loss=NAN, grad_norm=float("inf"), eval_loss=NAN)
 ROUTING = RoutingMetrics(
     2.1, 3.5, 0.98765, max_load=1.84, min_load=0.5, counts=[[92, 25, 25, 58]]
 )
-CPU_EXPERTS_STEP, GPU_EXPERTS_STEP = (
-    replace(CPU_STEP, routing=ROUTING),
-    replace(GPU_STEP, routing=ROUTING),
-)
+CPU_EXPERTS_STEP = replace(CPU_STEP, routing=ROUTING)
+GPU_EXPERTS_STEP = replace(GPU_STEP, routing=ROUTING)
 COLLAPSED_STEP = replace(
     EXTREME_STEP, routing=replace(ROUTING, entropy=0.0, max_load=128.0)
 )
 
 
-def plain_lines(steps: int, log_every: int, shown: list[StepMetrics]) -> list[str]:
+def plain_lines(steps: int, log_every: int, run: list[StepMetrics]) -> list[str]:
     stream = io.StringIO()
     reporter = PlainReporter(steps, log_every, stream)
-    for metrics in shown:
+    for metrics in run:
         reporter.step(metrics)
     reporter.close()
     reporter.close()
@@ -111,18 +109,18 @@ def test_plain_line_of_a_step(metrics, planned, line):
 
 
 @pytest.mark.parametrize(
-    ("planned", "done", "shown"),
+    ("planned", "last", "numbers"),
     [(25, 25, [10, 20, 25]), (20, 20, [10, 20]), (25, 13, [10, 13]), (5, 5, [5])],
 )
 def test_plain_lines_are_printed_every_log_every_steps_and_for_the_last(
-    planned, done, shown
+    planned, last, numbers
 ):
     """Oracle: the multiples of ``log_every`` and the last step, whether planned or stopped early;
     none twice."""
     lines = plain_lines(
-        planned, 10, [replace(CPU_STEP, step=number) for number in range(1, done + 1)]
+        planned, 10, [replace(CPU_STEP, step=number) for number in range(1, last + 1)]
     )
-    assert [int(line.split()[1].split("/")[0]) for line in lines] == shown
+    assert [int(line.split()[1].split("/")[0]) for line in lines] == numbers
 
 
 def test_evaluations_and_non_finite_values_are_shown():
@@ -152,9 +150,9 @@ def test_live_numbers_fit_the_width_and_are_complete(width, metrics):
     """Oracle: the rendered lines, none wider than the terminal, and the words of the plain line."""
     lines = rich_lines(width, replace(metrics, eval_loss=None))
     assert all(cell_len(line) <= width for line in lines)
-    words = plain_lines(100_000, 1, [replace(metrics, eval_loss=None)])[0].split()[2:]
-    shown = " ".join(lines).split()
-    assert [word for word in words if word not in shown] == []
+    plain_line = plain_lines(100_000, 1, [replace(metrics, eval_loss=None)])[0]
+    live_cells = " ".join(lines).split()
+    assert [cell for cell in plain_line.split()[2:] if cell not in live_cells] == []
 
 
 def test_console_follows_the_config(monkeypatch, capsys):
@@ -192,7 +190,8 @@ def show_steps(terminal: int, closes: bool) -> None:
     os.dup2(terminal, 0)
     os.dup2(terminal, 1)
     os.environ.update(TERM="xterm-256color", COLUMNS="100", LINES="40")
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     reporter = build_reporter(Console.auto, 3, 1)
     assert isinstance(reporter, RichReporter)
     for number in (1, 2):

@@ -32,7 +32,14 @@ from tests.harness.ranks import run_ranks
 from tests.harness.recording import STEP, open_recorder
 
 PRECIOUS = b"precious\n"
-KINDS = ("link", "dangling link", "pipe", "device link", "folder")
+KINDS = {
+    "link": "symbolic link",
+    "dangling link": "symbolic link",
+    "device link": "symbolic link",
+    "pipe": "named pipe",
+    "folder": "folder",
+}
+"""Replacement of a file → its name in messages."""
 FILES = [name for name in RUN_FILES if name not in RUN_FOLDERS]
 METRICS = Path("run/metrics.jsonl")
 
@@ -48,7 +55,7 @@ def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     assert not (tmp_path / "nowhere").exists()
 
 
-def put(kind: str, path: Path) -> None:
+def replace_by(kind: str, path: Path) -> None:
     """Put something in the place of a file."""
     if path.is_dir() and not path.is_symlink():
         path.rmdir()
@@ -95,7 +102,7 @@ def test_irregular_file_is_rejected_before_anything_is_written(
 ) -> None:
     """Oracle: one sentence that names file and fix, from the launcher's check and the run; nothing
     changes."""
-    put(kind, Path("run", name))
+    replace_by(kind, Path("run", name))
     before = {path.name: path.lstat().st_mtime_ns for path in Path("run").iterdir()}
     for attempt in (
         lambda: check_run_dir(MetricsConfig(run_dir="run"), resumes=True),
@@ -104,13 +111,8 @@ def test_irregular_file_is_rejected_before_anything_is_written(
     ):
         with pytest.raises(ConfigError) as raised:
             attempt()
-        what = (
-            kind.split()[-1]
-            .replace("link", "symbolic link")
-            .replace("pipe", "named pipe")
-        )
         assert str(raised.value) == (
-            f"run/{name} is a {what} and not a regular file; remove it, or set metrics.run_dir "
+            f"run/{name} is a {KINDS[kind]} and not a regular file; remove it, or set metrics.run_dir "
             "to another folder"
         )
     assert before == {
@@ -145,7 +147,7 @@ def test_profile_folder_may_be_a_link_to_a_folder_only(resumed: ResumePoint) -> 
     Path("elsewhere").mkdir()
     Path("run/profile").symlink_to(Path("elsewhere").absolute())
     check_run_dir(MetricsConfig(run_dir="run"), resumes=True)
-    put("pipe", Path("run/profile"))
+    replace_by("pipe", Path("run/profile"))
     with pytest.raises(
         ConfigError,
         match=r"^run/profile is a named pipe and not a folder; remove it, or set metrics",
@@ -157,7 +159,7 @@ def test_profile_folder_may_be_a_link_to_a_folder_only(resumed: ResumePoint) -> 
 def test_lock_must_be_a_regular_file(kind: str) -> None:
     """Oracle: one sentence, with and without the launcher's check, for new and for resumed runs."""
     Path("run").mkdir()
-    put(kind, Path("run", LOCK_FILE))
+    replace_by(kind, Path("run", LOCK_FILE))
     for attempt in (
         lambda: check_run_dir(MetricsConfig(run_dir="run")),
         lambda: check_run_dir(MetricsConfig(run_dir="run"), resumes=True),
@@ -181,16 +183,16 @@ def test_existing_temporary_file_is_replaced(
     Path("run").mkdir()
     for name in ("config.yaml", "environment.json", "summary.md", "loss.png"):
         for part in (f".{name}.part", f".{name}.{os.getpid()}.part"):
-            put(kind, Path("run", part))
+            replace_by(kind, Path("run", part))
     for part in ("job.json", "outcome"):
-        put(kind, Path(f".{part}.{os.getpid()}.part"))
+        replace_by(kind, Path(f".{part}.{os.getpid()}.part"))
     record(None, 1, 2)
     write_job(Path(), Job("01", (), {}, "abc"))
     write_exit_record(ExitRecord(0))
-    for path in map(
-        Path,
-        ("run/config.yaml", "run/loss.png", "run/summary.md", "job.json", "outcome"),
-    ):
+    run_files = [
+        Path("run", name) for name in ("config.yaml", "loss.png", "summary.md")
+    ]
+    for path in (*run_files, Path("job.json"), Path("outcome")):
         assert path.is_file() and not path.is_symlink()
 
 
@@ -198,7 +200,7 @@ def test_existing_temporary_file_is_replaced(
 def test_heartbeat_replaces_an_existing_file(kind: str) -> None:
     """Oracle: the record of the rank where it can be written; a run can do without one."""
     Path("beats").mkdir()
-    put(kind, Path("beats/rank-00000.json"))
+    replace_by(kind, Path("beats/rank-00000.json"))
     heartbeat = HeartbeatWriter(Path("beats"), 0)
     heartbeat.beat(7, "forward")
     heartbeat.close()
@@ -306,9 +308,9 @@ def test_invalid_resume_line_is_omitted(change: dict, resumed: ResumePoint) -> N
     path.write_text(
         "\n".join([json.dumps(RESUME | change), DEEP, json.dumps(RESUME)]) + "\n"
     )
-    assert [each.step for each in read_resumes(path)] == [1]
+    assert [resume.step for resume in read_resumes(path)] == [1]
     record(resumed, 3)
-    assert [each.step for each in read_resumes(path)] == [1, 2]
+    assert [resume.step for resume in read_resumes(path)] == [1, 2]
     assert "## Resumes" in Path("run/summary.md").read_text()
 
 
@@ -316,7 +318,7 @@ def test_link_that_appears_during_the_run_has_no_offset() -> None:
     """Oracle: one sentence at the checkpoint, and not the size of the file behind the link."""
     with open_recorder() as recorder:
         recorder.step(STEP)
-        put("link", Path("run/routing.jsonl"))
+        replace_by("link", Path("run/routing.jsonl"))
         with pytest.raises(
             ConfigError,
             match=r"^run/routing.jsonl is a symbolic link and not a regular file",

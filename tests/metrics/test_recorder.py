@@ -16,11 +16,12 @@ import pytest
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import Console, RunRecorder, StepMetrics
 from fsdptoys.metrics.config import RUN_FILES
+from fsdptoys.metrics.definitions import LAYOUT_DEFINITION
 from fsdptoys.metrics.figures import draw_experts, draw_loss
 from fsdptoys.metrics.layout import Layout, RankBytes, Unit
 from fsdptoys.metrics.recorder import closing_lines
 from fsdptoys.metrics.results import read_result, summarize
-from fsdptoys.metrics.summary import LAYOUT_DEFINITION, fence
+from fsdptoys.metrics.summary import fence
 from tests.harness.recording import GPU_STEP, ROUTING, STEP, open_recorder
 
 REFERENCES = {"uniform": math.log(256), "unigram": 3.0}
@@ -239,9 +240,9 @@ def test_summary_splits_the_counted_peak(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("count", "written"), [(15, [1, 10, 15]), (20, [1, 10, 20]), (1, [1])]
+    ("count", "logged_steps"), [(15, [1, 10, 15]), (20, [1, 10, 20]), (1, [1])]
 )
-def test_run_of_an_moe_model_writes_its_routing(tmp_path, count, written):
+def test_run_of_an_moe_model_writes_its_routing(tmp_path, count, logged_steps):
     """Oracle: two files more; the tokens given in the first, every tenth and the last step; rows
     worked out by hand."""
     page = write_run(tmp_path, run_with_experts(count))
@@ -253,7 +254,7 @@ def test_run_of_an_moe_model_writes_its_routing(tmp_path, count, written):
         for line in (run_dir / "routing.jsonl").read_text().splitlines()
     ] == [
         {"step": step, "expert_tokens": [[100 + step, 100, 100, 100]] * 2}
-        for step in written
+        for step in logged_steps
     ]
     for row in (
         f"| load-balancing loss, last step | {2 + count / 100:.4f} |",
@@ -328,7 +329,8 @@ EXPERT_RUNS = {
 )
 def test_height_of_a_plot_follows_its_panels(tmp_path, steps, inches):
     """Oracle: matplotlib reads 9 inches by the expected height at 150 dpi, without warnings."""
-    path, title = tmp_path / "plot.png", "a $title$ " * 20
+    path = tmp_path / "plot.png"
+    title = "a $title$ " * 20
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if steps and steps[-1].routing is not None:

@@ -147,7 +147,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "sentence"),
     [
         (
             {"format_version": FORMAT_VERSION + 1},
@@ -161,14 +161,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ],
 )
 def test_invalid_file_is_reported_in_one_sentence(
-    tmp_path: Path, recorded: dict[str, Any], changes: dict[str, Any], words: str
+    tmp_path: Path, recorded: dict[str, Any], changes: dict[str, Any], sentence: str
 ) -> None:
     """Oracle: the key and the value; a key of a later version is ignored."""
     path = tmp_path / "result.json"
     path.write_text(json.dumps(recorded | {"later": 1}))
     assert read_result(tmp_path) is not None
     path.write_text(json.dumps(recorded | changes))
-    with pytest.raises(ForeignError, match=words):
+    with pytest.raises(ForeignError, match=sentence):
         read_result(tmp_path)
 
 
@@ -204,11 +204,11 @@ def test_differences_are_relative_to_the_measurement_and_flagged_above_10_percen
 ) -> None:
     """Oracle: the differences worked by hand: 0.5 s against 0.4, 20 GiB against 19, 24 against 20;
     a CPU has two."""
-    found = prediction_errors(
+    errors = prediction_errors(
         PREDICTION, summarize(steps_of(3, on_gpu), warmup_steps=1)
     )
     differences = {
-        error.quantity: (round(error.difference, 4), error.flagged) for error in found
+        error.quantity: (round(error.difference, 4), error.flagged) for error in errors
     }
     assert differences == dict(list(DIFFERENCES.items())[:count])
 
@@ -251,10 +251,10 @@ def test_summary_compares_prediction_and_measurement(
     assert "prediction.json" in listed and listed.keys() == {
         path.name for path in (tmp_path / "run").iterdir()
     }
-    written = json.loads((tmp_path / "run/prediction.json").read_text())
+    prediction_tree = json.loads((tmp_path / "run/prediction.json").read_text())
     assert (
-        written["memory"]["categories"] == {"parameters": 4 * GIB}
-        and written["tokens_per_second"] == 16384
+        prediction_tree["memory"]["categories"] == {"parameters": 4 * GIB}
+        and prediction_tree["tokens_per_second"] == 16384
     )
     assert (
         "predicted step time differs by +25% from the measurement"

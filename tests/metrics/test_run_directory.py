@@ -44,11 +44,11 @@ def append(directory: RunDirectory, step: int = 1) -> list[str]:
 def test_config_is_written_after_the_files_read_with_it(monkeypatch):
     """Oracle: existing files at the time the settings are written, which make the folder a run
     directory."""
-    seen = []
+    listings = []
     write = RunDirectory.write
 
     def watched(self: RunDirectory, name: str, text: str) -> None:
-        seen.append(
+        listings.append(
             (
                 name,
                 sorted(
@@ -62,7 +62,7 @@ def test_config_is_written_after_the_files_read_with_it(monkeypatch):
 
     monkeypatch.setattr(RunDirectory, "write", watched)
     open_run("run").close()
-    assert dict(seen)["config.yaml"] == ["environment.json", "metrics.jsonl"]
+    assert dict(listings)["config.yaml"] == ["environment.json", "metrics.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -165,28 +165,28 @@ def test_environment_has_versions_and_hardware_but_no_host_name(monkeypatch):
     """Oracle: the running interpreter's own answers; JSON takes it; the host's name is nowhere."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    found = json.loads(
+    facts = json.loads(
         json.dumps(
             environment(Device("cpu"), 4, ["fsdptoys", "train", "data.path=a b"])
         )
     )
-    assert found["command"] == "fsdptoys train 'data.path=a b'"
+    assert facts["command"] == "fsdptoys train 'data.path=a b'"
     expected = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
     }
     expected |= {"cudnn": torch.backends.cudnn.version()}
-    assert {name: found["versions"][name] for name in expected} == expected
-    assert found["world_size"] == 4
-    assert found["machine"]["cpu_cores"] == os.cpu_count()
-    assert found["environment_variables"]["OMP_NUM_THREADS"] == "3"
-    assert found["environment_variables"]["PYTORCH_ALLOC_CONF"] is None
-    assert found["started_at"].endswith("+00:00")
-    assert "node" not in found["machine"]
-    assert hardware_line(found).startswith("4 ranks on ")
-    found["device"]["type"] = "cuda"
-    line = hardware_line(found | {"attention_backend": "cudnn"})
+    assert {name: facts["versions"][name] for name in expected} == expected
+    assert facts["world_size"] == 4
+    assert facts["machine"]["cpu_cores"] == os.cpu_count()
+    assert facts["environment_variables"]["OMP_NUM_THREADS"] == "3"
+    assert facts["environment_variables"]["PYTORCH_ALLOC_CONF"] is None
+    assert facts["started_at"].endswith("+00:00")
+    assert "node" not in facts["machine"]
+    assert hardware_line(facts).startswith("4 ranks on ")
+    facts["device"]["type"] = "cuda"
+    line = hardware_line(facts | {"attention_backend": "cudnn"})
     assert line.endswith(f"torch {torch.__version__}, attention by cudnn")
 
 
@@ -196,7 +196,7 @@ def test_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
     root = tmp_path / "checkout"
     root.mkdir()
 
-    def git(*words: str) -> str:
+    def git(*argv: str) -> str:
         identity = [
             "-c",
             "user.name=a",
@@ -205,13 +205,13 @@ def test_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
             "-c",
             "commit.gpgsign=false",
         ]
-        done = subprocess.run(
-            ["git", "-C", str(root), *identity, *words],
+        child = subprocess.run(
+            ["git", "-C", str(root), *identity, *argv],
             capture_output=True,
             text=True,
             check=True,
         )
-        return done.stdout.strip()
+        return child.stdout.strip()
 
     try:
         git("init")

@@ -208,12 +208,12 @@ def test_jump_of_one_nat_is_found_after_the_fast_initial_decrease():
     losses = falling(5_000, 0.05)
     jumps = set(range(199, 5_000, 100))
     detector = SpikeDetector(8.0)
-    found = {
+    spikes = {
         n
         for n, loss in enumerate(losses)
         if detector.spike(loss + (n in jumps)) is not None
     }
-    assert found == jumps
+    assert spikes == jumps
 
 
 def test_constant_loss_has_the_minimum_deviation():
@@ -258,7 +258,9 @@ def test_resumed_detector_equals_an_uninterrupted_one(steps):
     losses = falling(200, 0.03)
     for number in range(125, 133):
         losses[number] += 5.0
-    whole, stopped, resumed = SpikeDetector(8.0), SpikeDetector(8.0), SpikeDetector(8.0)
+    whole = SpikeDetector(8.0)
+    stopped = SpikeDetector(8.0)
+    resumed = SpikeDetector(8.0)
     expected = [whole.score(loss) for loss in losses]
     before = [stopped.score(loss) for loss in losses[:steps]]
     resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))

@@ -79,10 +79,8 @@ class Outcome:
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
-    home, folder = (
-        tmp_path_factory.mktemp("home"),
-        tmp_path_factory.mktemp("runs") / "run",
-    )
+    home = tmp_path_factory.mktemp("home")
+    folder = tmp_path_factory.mktemp("runs") / "run"
     printed = io.StringIO()
     proxy = socket.create_server(("127.0.0.1", 0))
     proxy.setblocking(False)
@@ -135,20 +133,20 @@ def test_event_files_have_each_step_once(outcome: Outcome) -> None:
     assert [line["step"] for line in lines] == [*range(1, 9)]
     names = {name for line in lines for name in line} - {"step", "non_finite"}
     for name in names:
-        written = {
+        expected = {
             line["step"]: float(line[name])
             for line in lines
             if line.get(name) is not None
         }
         if name == "grad_norm":
-            written = dict(sorted((written | {6: float("inf")}).items()))
-        if not written:
+            expected = dict(sorted((expected | {6: float("inf")}).items()))
+        if not expected:
             assert name not in events.Tags()["scalars"]
             continue
         scalars = events.Scalars(name)
-        assert [event.step for event in scalars] == list(written), name
+        assert [event.step for event in scalars] == list(expected), name
         assert [event.value for event in scalars] == pytest.approx(
-            list(written.values()), rel=1e-6
+            list(expected.values()), rel=1e-6
         ), name
     (config,) = events.Tensors("config/text_summary")[-1:]
     assert b"dim: 64" in config.tensor_proto.string_val[0]
@@ -160,19 +158,20 @@ def records_of(path: Path) -> list:
     """The records of a file of Weights & Biases: LevelDB's log format after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
-    content, place, records, parts = path.read_bytes(), 7, [], b""
+    content = path.read_bytes()
+    offset = 7
+    records = []
+    parts = b""
     assert content[:4] == b":W&B"
-    while place < len(content):
-        room = 32768 - place % 32768
+    while offset < len(content):
+        room = 32768 - offset % 32768
         if room < 7:
-            place += room
+            offset += room
             continue
-        length, kind = (
-            int.from_bytes(content[place + 4 : place + 6], "little"),
-            content[place + 6],
-        )
-        parts += content[place + 7 : place + 7 + length]
-        place += 7 + length
+        length = int.from_bytes(content[offset + 4 : offset + 6], "little")
+        kind = content[offset + 6]
+        parts += content[offset + 7 : offset + 7 + length]
+        offset += 7 + length
         if kind in (1, 4):  # whole, or the last part
             records.append(wandb_internal_pb2.Record.FromString(parts))
             parts = b""
@@ -187,7 +186,8 @@ def test_wandb_has_both_starts_under_one_id(outcome: Outcome) -> None:
         key=lambda path: path.stat().st_mtime_ns,
     )
     assert len(files) == 2
-    histories, summary = [], {}
+    histories = []
+    summary = {}
     for path, exit_code in zip(files, (1, 0), strict=True):
         records = records_of(path)
         assert {record.run.run_id for record in records if record.HasField("run")} == {
@@ -246,29 +246,30 @@ class Fragile:
     label = "Fragile"
 
     def __init__(self, fails_at: str | None) -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self._fails_at = fails_at
 
     def __getattr__(self, name: str):
-        def asked(*_: object) -> None:
-            self.asked.append(name)
+        def method(*_: object) -> None:
+            self.calls.append(name)
             if name == self._fails_at:
                 raise OSError(28, "No space left on device")
 
-        return asked
+        return method
 
 
 @pytest.mark.parametrize("stage", ["start", "step", "flush", "finish", "close"])
 def test_failed_writer_is_closed_and_never_called_again(stage: str) -> None:
     """Oracle: the calls of it and of a working one, and the sentence."""
     messages: list[str] = []
-    broken, sound = Fragile(stage), Fragile(None)
+    broken = Fragile(stage)
+    sound = Fragile(None)
     writers = Writers([broken, sound], messages.append, 0)
     order = ["start", "step", "step", "flush", "finish", "close"]
     for writers.last_step, name in zip((0, 1, 2, 2, 2, 2), order, strict=True):
-        writers.each(methodcaller(name, step_of(1)))
-    assert sound.asked == order
-    assert broken.asked == [*order[: order.index(stage) + 1], "close"]
+        writers.call(methodcaller(name, step_of(1)))
+    assert sound.calls == order
+    assert broken.calls == [*order[: order.index(stage) + 1], "close"]
     step = {"start": 0, "step": 1}.get(stage, 2)
     assert messages == [
         f"Fragile failed after step {step} ([Errno 28] No space left on device) and is disabled; "
@@ -344,12 +345,10 @@ def test_going_online_needs_a_key(
 
 def test_wandb_mode_setting_precedes_the_environment() -> None:
     """Oracle: the order in which the field's docstring names them."""
-    named = MetricsConfig(writers=["wandb"], wandb_mode=WandbMode.disabled)
-    assert wandb_mode(named, {"WANDB_MODE": "offline"}) is WandbMode.disabled
-    assert (
-        wandb_mode(MetricsConfig(writers=["wandb"]), {"WANDB_MODE": "run"})
-        is WandbMode.online
-    )
+    config = MetricsConfig(writers=["wandb"], wandb_mode=WandbMode.disabled)
+    assert wandb_mode(config, {"WANDB_MODE": "offline"}) is WandbMode.disabled
+    config = MetricsConfig(writers=["wandb"])
+    assert wandb_mode(config, {"WANDB_MODE": "run"}) is WandbMode.online
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
@@ -383,19 +382,15 @@ def test_writer_that_cannot_open_its_folder_is_reported_and_disabled(
     """Oracle: a file in the folder's place; one sentence, and a complete run without the writer."""
     pytest.importorskip(name)
     (tmp_path / name).write_text("no folder")
-    with recorder_with(
-        tmp_path, [name], ResumePoint(2, {}, "step-00000002")
-    ) as recorder:
+    resumed = ResumePoint(2, {}, "step-00000002")
+    with recorder_with(tmp_path, [name], resumed) as recorder:
         recorder.step(step_of(3))
         recorder.finish("all steps done")
     label = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}[name]
-    (message,) = [
-        line for line in capsys.readouterr().out.splitlines() if label in line
-    ]
-    assert message.startswith(f"{label} failed after step 2 (") and message.endswith(
-        "metrics.jsonl has every step"
-    )
-    assert (tmp_path / "summary.md").exists() and len(
-        (tmp_path / "metrics.jsonl").read_text().splitlines()
-    ) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (message,) = [line for line in lines if label in line]
+    assert message.startswith(f"{label} failed after step 2 (")
+    assert message.endswith("metrics.jsonl has every step")
+    assert (tmp_path / "summary.md").exists()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     assert (tmp_path / name).read_text() == "no folder"

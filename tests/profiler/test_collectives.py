@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fsdptoys.metrics import Console
 from fsdptoys.parallel import STRATEGIES, ParallelConfig
-from fsdptoys.profiler.collective_table import block_of, describe, fold, render
+from fsdptoys.profiler.collective_table import render
 from fsdptoys.profiler.collectives import Call, CollectiveTrace, ring_bytes, traced_step
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
@@ -59,10 +59,8 @@ def train_traced(
             parallel_of(label), dist.get_world_size(), **{**STEPS, **more}
         )
         config.debug.trace_collectives = traces
-        config.metrics.console, config.metrics.run_dir = (
-            Console.none,
-            str(folder / label),
-        )
+        config.metrics.console = Console.none
+        config.metrics.run_dir = str(folder / label)
         trainer = Trainer(config)
         Run(trainer).run()
         file = folder / label / "collectives.jsonl"
@@ -91,15 +89,20 @@ def outcomes(
     """Label → calls of the traced step, losses without and with the trace, elements of each
     parameter."""
     plain, traced = run_ranks(2, train_both, tmp_path_factory.mktemp("runs"))[0]
-    found = {}
+    outcomes_by_label = {}
     for label, (losses, no_lines, _), (traced_losses, lines, elements) in zip(
         CASES, plain, traced, strict=True
     ):
         assert no_lines is None, "no file without the switch"
         rows = [json.loads(line) for line in lines]
         assert {row.pop("step") for row in rows} == {3}
-        found[label] = ([Call(**row) for row in rows], losses, traced_losses, elements)
-    return found
+        outcomes_by_label[label] = (
+            [Call(**row) for row in rows],
+            losses,
+            traced_losses,
+            elements,
+        )
+    return outcomes_by_label
 
 
 @pytest.mark.parametrize("label", CASES)
@@ -117,7 +120,7 @@ def total(calls: list[Call], collective: str, phase: str | None = None) -> int:
     )
 
 
-def named(calls: list[Call], collective: str, phase: str) -> Counter[str]:
+def count_names(calls: list[Call], collective: str, phase: str) -> Counter[str]:
     return Counter(
         name
         for call in calls
@@ -132,7 +135,7 @@ def test_ddp_all_reduces_every_gradient_once(outcomes: Any, label: str) -> None:
     DDP's C++."""
     calls, _, _, elements = outcomes[label]
     assert total(calls, "all_reduce", "backward") == 4 * sum(elements.values())
-    assert named(calls, "all_reduce", "backward") == Counter(list(elements))
+    assert count_names(calls, "all_reduce", "backward") == Counter(list(elements))
 
 
 @pytest.mark.parametrize(
@@ -149,14 +152,14 @@ def test_zero1_and_zero2_gather_parameters_after_the_optimizer_step(
         ("all_gather", "optimizer", 1),
         ("reduce_scatter", "backward", backwards),
     ):
-        found = [call for call in calls if call.collective == collective]
-        assert {call.phase for call in found} == ({phase} if times else set())
+        matches = [call for call in calls if call.collective == collective]
+        assert {call.phase for call in matches} == ({phase} if times else set())
         assert (
             times * whole
             <= total(calls, collective)
-            < times * whole + 8 * max(1, len(found))
+            < times * whole + 8 * max(1, len(matches))
         )
-        assert set(named(calls, collective, phase).values()) == (
+        assert set(count_names(calls, collective, phase).values()) == (
             {times} if times else set()
         )
 
@@ -175,22 +178,22 @@ def test_zero3_broadcasts_blocks_twice_and_other_parameters_once(outcomes: Any) 
     )
     assert total(calls, "broadcast", "backward") == 4 * sum(blocks.values())
     assert (
-        named(calls, "broadcast", "forward")
-        == named(calls, "reduce", "backward")
+        count_names(calls, "broadcast", "forward")
+        == count_names(calls, "reduce", "backward")
         == Counter(list(elements))
     )
-    assert named(calls, "broadcast", "backward") == Counter(list(blocks))
+    assert count_names(calls, "broadcast", "backward") == Counter(list(blocks))
     owned = {
         call.size_bytes
         for call in calls
         if call.collective == "broadcast" and call.gives_bytes
     }
-    kept = {
+    reduced = {
         call.size_bytes
         for call in calls
         if call.collective == "reduce" and call.gets_bytes
     }
-    assert owned == kept
+    assert owned == reduced
     for call in calls:
         if call.collective == "broadcast":
             assert sorted((call.gives_bytes, call.gets_bytes)) == [0, call.size_bytes]
@@ -213,8 +216,8 @@ def test_fsdp_gathers_units_in_forward_and_backward_and_reduces_them_once(
     assert (
         counts["backward", "all_gather"] == LAYERS + root
     )  # FSDP1 gathers the embedding again
-    assert named(calls, "all_gather", "forward") == Counter(list(elements))
-    assert named(calls, "reduce_scatter", "backward") == Counter(list(elements))
+    assert count_names(calls, "all_gather", "forward") == Counter(list(elements))
+    assert count_names(calls, "reduce_scatter", "backward") == Counter(list(elements))
     for call in calls:
         if call.collective in ("all_gather", "reduce_scatter"):
             least = 4 * sum(elements[name] for name in call.parameters)
@@ -280,47 +283,6 @@ def test_trainer_collectives_are_labeled_with_phase_and_call_site(
     ]
 
 
-def call_of(number: int, collective: str, name: str, ranks: int = 2) -> Call:
-    return Call(
-        number,
-        "backward",
-        1,
-        collective,
-        "float32",
-        8,
-        4,
-        8,
-        4.0,
-        ranks,
-        "",
-        "f",
-        [name],
-    )
-
-
-def test_repeated_collectives_are_folded_without_loss() -> None:
-    """Oracle: a sequence with a run, a pattern of two and a single call, written by hand."""
-    kinds = ["all_gather"] * 3 + ["broadcast"] + ["all_gather", "reduce_scatter"] * 4
-    calls = [
-        call_of(number, kind, f"layers.{number}.w")
-        for number, kind in enumerate(kinds, 1)
-    ]
-    folds = fold(calls)
-    assert [(part.period, part.times) for part in folds] == [(1, 3), (1, 1), (2, 4)]
-    assert [call.number for part in folds for call in part.calls] == list(range(1, 13))
-    page = render(calls, "collectives")
-    assert "1-3  backward  all-gather × 3" in page and "layers.1 … layers.3" in page
-    assert "5-12  backward  all-gather × 4" in page and "layers.6 … layers.12" in page
-    assert page.splitlines()[-1].split() == [
-        "together",
-        "12",
-        "96",
-        "bytes",
-        "48",
-        "bytes",
-    ]
-
-
 def test_one_rank_sends_no_bytes(tmp_path: Path) -> None:
     """Oracle: one process sends no bytes, although it calls the same collectives."""
     _, lines, _ = run_ranks(1, train_traced, tmp_path, {"single": {}}, True)[0][0]
@@ -367,23 +329,9 @@ def test_third_or_last_step_is_traced(first: int, last: int, step: int) -> None:
     assert traced_step(first, last) == step
 
 
-def test_partially_moved_blocks_are_marked() -> None:
-    """Oracle: hand-computed values."""
-    names = [
-        "embed_tokens.weight",
-        "layers.0.a.weight",
-        "layers.0.b.weight",
-        "norm.weight",
-    ]
-    assert describe(names[:2], names) == "embed_tokens, layers.0~"
-    assert describe(names[1:3], names) == block_of(names[1]) == "layers.0"
-    assert describe([], names) == "-"
-    assert describe([*names, "lm_head.weight"]) == "embed_tokens … lm_head (5 tensors)"
-
-
 def functional_calls() -> list[tuple[str, int, int, int]]:
-    found: list[Call] = []
-    trace = CollectiveTrace(1, torch.nn.Linear(1, 1), {}, found.extend)
+    recorded_calls: list[Call] = []
+    trace = CollectiveTrace(1, torch.nn.Linear(1, 1), {}, recorded_calls.extend)
     group = dist.distributed_c10d._get_default_group().group_name
     ops = torch.ops._c10d_functional
     with trace.around(1):
@@ -397,7 +345,7 @@ def functional_calls() -> list[tuple[str, int, int, int]]:
         dist.all_gather(parts, part)
     return [
         (call.collective, call.size_bytes, call.gives_bytes, call.gets_bytes)
-        for call in found
+        for call in recorded_calls
     ]
 
 

@@ -55,24 +55,25 @@ def record_steps(
 ) -> tuple[list[str], list[str], str | None]:
     """Steps of a run whose window is 2 to 3: the allocator's calls, the messages, and the
     summary."""
-    memory, said = Memory(), []
+    memory = Memory()
+    messages = []
     device = types.SimpleNamespace(
         type="cuda", torch_device=torch.device("cuda", 1), memory_history=memory
     )
     config = ProfileConfig(snapshot=True, snapshot_first_step=2, snapshot_steps=2)
-    profiler = Profiler(config, device, 0, folder / "profile", message=said.append)
+    profiler = Profiler(config, device, 0, folder / "profile", message=messages.append)
     with profiler:
         for step in range(1, last + 1):
             memory.calls.append(f"step {step}")
             if step == fail_in:
                 raise torch.OutOfMemoryError(error)
             profiler.step(step)
-    return memory.calls, said, summary_of(profiler)
+    return memory.calls, messages, summary_of(profiler)
 
 
 def test_history_covers_the_chosen_steps_and_is_written_once(tmp_path):
     """Oracle: the order of calls: emptied before step 2, read after step 3."""
-    calls, said, summary = record_steps(tmp_path, 4)
+    calls, messages, summary = record_steps(tmp_path, 4)
     assert calls == [
         "record",
         "step 1",
@@ -94,7 +95,9 @@ def test_history_covers_the_chosen_steps_and_is_written_once(tmp_path):
     assert (
         pickle.loads((folder / "memory-rank0.pickle").read_bytes()) == make_snapshot()
     )
-    assert said == [f"memory snapshot (steps 2 to 3): {folder / 'memory-rank0.html'}"]
+    assert messages == [
+        f"memory snapshot (steps 2 to 3): {folder / 'memory-rank0.html'}"
+    ]
     assert (
         summary
         == "Memory of rank 0: [profile/memory-rank0.html](profile/memory-rank0.html)."
@@ -102,7 +105,7 @@ def test_history_covers_the_chosen_steps_and_is_written_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("last", "words"),
+    ("last", "sentence"),
     [
         (2, "memory snapshot (steps 2 to 2, where the run ended)"),
         (
@@ -111,10 +114,12 @@ def test_history_covers_the_chosen_steps_and_is_written_once(tmp_path):
         ),
     ],
 )
-def test_early_end_writes_the_history_or_reports_its_absence(tmp_path, last, words):
+def test_early_end_writes_the_history_or_reports_its_absence(tmp_path, last, sentence):
     """Oracle: the message; the window is 2 to 3."""
-    calls, said, _ = record_steps(tmp_path, last)
-    assert calls[-1] == "stop" and len(said) == 1 and said[0].startswith(words)
+    calls, messages, _ = record_steps(tmp_path, last)
+    assert (
+        calls[-1] == "stop" and len(messages) == 1 and messages[0].startswith(sentence)
+    )
     assert ("snapshot" in calls) == (last == 2)
 
 

@@ -28,7 +28,8 @@ from fsdptoys.profiler.oom_advice import device_savings
 from fsdptoys.profiler.oom_report import read_failure
 from tests.harness.ranks import run_ranks
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 
 DDP = Switches(
     shards_parameters=False, takes_cpu_offload=False, world_size=4, fsdp_size=1, batch_size=4,
@@ -146,7 +147,8 @@ def test_savings_follow_from_the_sizes():
 )
 def test_enabled_switches_are_not_advised_and_may_be_replaced(change, gone, come):
     """Oracle: the advice before the change, for FSDP2 over all ranks."""
-    before, after = advised(FSDP), advised(dataclasses.replace(FSDP, **change))
+    before = advised(FSDP)
+    after = advised(dataclasses.replace(FSDP, **change))
     assert gone <= set(before) and not gone & set(after)
     assert {switch: after.get(switch) for switch in come} == come
     assert set(after) - set(before) <= set(come)
@@ -155,10 +157,8 @@ def test_enabled_switches_are_not_advised_and_may_be_replaced(change, gone, come
 def test_whole_gradients_of_sharded_parameters_are_named() -> None:
     """Oracle: by hand: gradients of 3 more shards of 2 GiB, and never more than the rest that is
     held."""
-    key, whole = (
-        "parallel.reduce_each_microbatch=true",
-        dataclasses.replace(FSDP, sums_whole_gradients=True),
-    )
+    key = "parallel.reduce_each_microbatch=true"
+    whole = dataclasses.replace(FSDP, sums_whole_gradients=True)
     assert advised(whole)[key] == advised(whole, "forward")[key] == 6 * GIB
     assert advised(whole, rest=GIB)[key] == GIB
     assert key not in advised(whole, "optimizer") | advised(FSDP)
@@ -179,14 +179,14 @@ def test_states_not_yet_allocated_count_only_in_the_optimizer_step():
     )
     assert "memory.optimizer_offload=true" not in advised(switches, "forward", live)
     failure = Failure(False, None, None, 13 * GIB, None)
-    words = "the first optimizer step will add 6.00 GiB of states"
-    assert words in out_of_memory_report(
+    sentence = "the first optimizer step will add 6.00 GiB of states"
+    assert sentence in out_of_memory_report(
         failure, oom_context(switches, "forward", live), "cuda"
     )
-    assert words not in out_of_memory_report(
+    assert sentence not in out_of_memory_report(
         failure, oom_context(switches, "optimizer", live), "cuda"
     )
-    assert words not in out_of_memory_report(
+    assert sentence not in out_of_memory_report(
         failure, oom_context(FSDP, "forward"), "cuda"
     )
 
@@ -331,10 +331,8 @@ def test_shared_storages_are_counted_once_in_full():
     gradient."""
     flat = torch.zeros(100)
     first, second = (torch.nn.Parameter(part) for part in (flat[:60], flat[60:]))
-    frozen, planned = (
-        torch.nn.Parameter(torch.zeros(10)),
-        torch.nn.Parameter(torch.zeros(10, device="meta")),
-    )
+    frozen = torch.nn.Parameter(torch.zeros(10))
+    planned = torch.nn.Parameter(torch.zeros(10, device="meta"))
     optimizer = torch.optim.AdamW([first, second])
     for param in (first, second):
         param.grad = torch.ones_like(param)
@@ -378,7 +376,9 @@ def test_sharded_parameters_count_as_their_local_shard():
 def test_loss_peak_memory_matches_the_advice():
     """Oracle: the loss's own peak by the profiler's allocations: 12 bytes per logit in both
     dtypes."""
-    tokens, dim, vocab = 256, 16, 4000
+    tokens = 256
+    dim = 16
+    vocab = 4000
     for dtype in (torch.float32, torch.bfloat16):
         hidden_ND = torch.randn(tokens, dim, dtype=dtype, requires_grad=True)
         weight_VD = torch.randn(vocab, dim, dtype=dtype, requires_grad=True)

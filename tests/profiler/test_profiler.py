@@ -64,14 +64,19 @@ def marks(events: list[dict]) -> set[int]:
 def test_trace_holds_only_the_chosen_steps_under_their_numbers(tmp_path, first):
     """Oracle: the calls of the loop; step n adds n times. Kernels of the step before the window
     would be in the trace."""
-    said: list[str] = []
+    messages: list[str] = []
     waits: list[str] = []
     config = window(1, 1, 2, memory=True)
     device = types.SimpleNamespace(
         type="cpu", synchronize=lambda: waits.append("waited")
     )
     profiler = Profiler(
-        config, device, 0, tmp_path / "profile", first_step=first, message=said.append
+        config,
+        device,
+        0,
+        tmp_path / "profile",
+        first_step=first,
+        message=messages.append,
     )
     take_steps(profiler, first, first + 6)
     assert waits == ["waited"]
@@ -82,7 +87,7 @@ def test_trace_holds_only_the_chosen_steps_under_their_numbers(tmp_path, first):
     assert count(events, "aten::mm") == 2
     assert count(events, "aten::add") == sum(active)
     assert list(path.parent.iterdir()) == [path]
-    assert said == [
+    assert messages == [
         f"trace of steps {active[0]} to {active[1]}: {path} (open it at https://ui.perfetto.dev "
         "or in chrome://tracing)"
     ]
@@ -98,7 +103,7 @@ def test_trace_holds_only_the_chosen_steps_under_their_numbers(tmp_path, first):
 
 
 @pytest.mark.parametrize(
-    ("last", "fail_in", "traced", "words"),
+    ("last", "fail_in", "traced", "sentence"),
     [
         (
             4,
@@ -118,12 +123,12 @@ def test_trace_holds_only_the_chosen_steps_under_their_numbers(tmp_path, first):
     ],
 )
 def test_early_end_keeps_the_trace_or_reports_its_absence(
-    tmp_path, last, fail_in, traced, words
+    tmp_path, last, fail_in, traced, sentence
 ):
     """Oracle: the steps that the loop began within the window 3 to 6."""
-    said: list[str] = []
+    messages: list[str] = []
     profiler = Profiler(
-        window(1, 1, 4), Device("cpu"), 0, tmp_path, message=said.append
+        window(1, 1, 4), Device("cpu"), 0, tmp_path, message=messages.append
     )
     with (
         pytest.raises(RuntimeError, match="the step failed")
@@ -133,7 +138,7 @@ def test_early_end_keeps_the_trace_or_reports_its_absence(
         take_steps(profiler, 1, last, fail_in)
     path = tmp_path / "rank0.json.gz"
     assert (marks(read_trace(path)) - {last + 1} if path.exists() else set()) == traced
-    assert len(said) == 1 and said[0].startswith(words)
+    assert len(messages) == 1 and messages[0].startswith(sentence)
     assert (summary_of(profiler) is None) == (not traced)
 
 
@@ -159,12 +164,12 @@ def test_each_switch_adds_its_field_to_the_trace(tmp_path, switch, field):
 def test_failed_trace_write_does_not_end_the_run(tmp_path):
     """Oracle: a folder where the file should be."""
     (tmp_path / "rank0.json.gz").mkdir()
-    said: list[str] = []
+    messages: list[str] = []
     profiler = Profiler(
-        window(0, 0, 1), Device("cpu"), 0, tmp_path, message=said.append
+        window(0, 0, 1), Device("cpu"), 0, tmp_path, message=messages.append
     )
     take_steps(profiler, 1, 3)
-    assert "cannot be written" in said[0] and summary_of(profiler) is None
+    assert "cannot be written" in messages[0] and summary_of(profiler) is None
 
 
 def test_symbolic_link_in_place_of_a_trace_is_replaced(tmp_path):

@@ -33,14 +33,14 @@ BUFFER_BYTES = 96
 def tensors(device: str) -> dict[str, Tensor]:
     """Tensors smaller and larger than a buffer, of every alignment, one of them on the CPU in any
     case."""
-    made = {
+    on_cpu = {
         "matrix": torch.arange(91.0).view(7, 13),
         "transposed": torch.arange(30, dtype=torch.bfloat16).view(5, 6).t(),
         "flags": torch.arange(301) % 3 == 0,
         "scalar": torch.tensor(5.0),
         "empty": torch.empty(0, 3),
     }
-    placed = {name: tensor.to(device) for name, tensor in made.items()}
+    placed = {name: tensor.to(device) for name, tensor in on_cpu.items()}
     return placed | {"host": torch.arange(50, dtype=torch.int32)}
 
 
@@ -112,7 +112,7 @@ def test_next_part_is_copied_while_one_is_written() -> None:
     the one before."""
     order = "copy 0, copy 24, write 0, copy 48, write 24, copy 72, write 48, write 72"
     assert run_on_npu(order_of_work, mode="delayed") == [
-        f"{each}.0" for each in order.split(", ")
+        f"{part}.0" for part in order.split(", ")
     ]
 
 

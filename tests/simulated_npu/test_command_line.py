@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.launcher
 
 
-def run(words: list[str], cwd: Path, status: int = 0, **variables: str) -> str:
+def run(argv: list[str], cwd: Path, status: int = 0, **variables: str) -> str:
     """Run a command with four simulated NPUs, check its exit status, and return its output."""
     variables |= {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{SITE}",
@@ -28,22 +28,22 @@ def run(words: list[str], cwd: Path, status: int = 0, **variables: str) -> str:
         for name, value in os.environ.items()
         if not name.startswith("COVERAGE_PROCESS_")
     }
-    done = subprocess.run(
-        [sys.executable, *words],
+    child = subprocess.run(
+        [sys.executable, *argv],
         cwd=cwd,
         env=present | variables,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout if status == 0 else done.stderr
+    assert child.returncode == status, child.stdout + child.stderr
+    return child.stdout if status == 0 else child.stderr
 
 
-def train(words: str, cwd: Path, status: int = 0, **variables: str) -> str:
+def train(overrides: str, cwd: Path, status: int = 0, **variables: str) -> str:
     """Output of a small run."""
     small = "train model=llama_debug experiment=null train.seq_len=32 launch.device=npu"
     return run(
-        ["-m", "fsdptoys", *small.split(), *words.split()], cwd, status, **variables
+        ["-m", "fsdptoys", *small.split(), *overrides.split()], cwd, status, **variables
     )
 
 
@@ -60,14 +60,14 @@ def losses(run_dir: Path) -> list[tuple[float, float]]:
 def test_portable_mode_matches_cpu_ranks_bitwise(tmp_path: Path) -> None:
     """Oracle: the same arithmetic by the same kernels on CPU ranks, to the last bit of losses,
     norms and parameters."""
-    words = (
+    overrides = (
         "--device npu --against-cpu --world-sizes 2 --steps 3 --seq-len 16 --models llama_debug "
         "--dtypes float32"
     )
     table = run(
         [
             str(ROOT / "scripts" / "parity.py"),
-            *words.split(),
+            *overrides.split(),
             "--strategies",
             "ddp",
             "fsdp2",
@@ -89,44 +89,44 @@ def test_portable_mode_matches_cpu_ranks_bitwise(tmp_path: Path) -> None:
 def test_two_dimensional_mesh_trains_and_resumes(tmp_path: Path) -> None:
     """Oracle: the run's output; both need process groups that a group bound to an NPU cannot
     create."""
-    words = (
+    overrides = (
         "parallel=fsdp2 mesh.fsdp_size=2 checkpoint.every=2 checkpoint.resume=auto "
         "metrics.run_dir=run"
     )
-    said = [train(f"{words} train.steps={steps}", tmp_path) for steps in (2, 3)]
+    outputs = [train(f"{overrides} train.steps={steps}", tmp_path) for steps in (2, 3)]
     first = next(
-        line for line in said[0].splitlines() if line.startswith("fsdptoys: found")
+        line for line in outputs[0].splitlines() if line.startswith("fsdptoys: found")
     )
     assert (
         first.startswith("fsdptoys: found 4 × Simulated NPU")
         and "HCCL_EXEC_TIMEOUT=660" in first
     )
     assert (
-        "checkpoint of step 2 saved" in said[0]
-        and "3 of 3 steps; all steps done" in said[1]
+        "checkpoint of step 2 saved" in outputs[0]
+        and "3 of 3 steps; all steps done" in outputs[1]
     )
-    assert "barrier(): using the device under current context" not in "".join(said)
+    assert "barrier(): using the device under current context" not in "".join(outputs)
 
 
 @pytest.mark.extended
 def test_cpu_ranks_resume_from_a_checkpoint_of_npus(tmp_path: Path) -> None:
     """Oracle: the same four steps on CPU ranks without a break, to the last bit of losses and
     norms."""
-    words = (
+    overrides = (
         "train.steps={} parallel=fsdp2 launch.nproc_per_node=2 launch.device={} "
         "metrics.run_dir={} "
     )
-    words += (
+    overrides += (
         "train.sum_dtype=float32 optim.implementation=foreach optim.schedule=constant "
         "checkpoint.every=2"
     )
     train(
-        words.format(2, "npu", "run") + " memory.optimizer_offload=true",
+        overrides.format(2, "npu", "run") + " memory.optimizer_offload=true",
         tmp_path,
         SIMULATED_NPU_DELAYED="1",
     )
-    train(words.format(4, "cpu", "run") + " checkpoint.resume=auto", tmp_path)
-    train(words.format(4, "cpu", "whole"), tmp_path)
+    train(overrides.format(4, "cpu", "run") + " checkpoint.resume=auto", tmp_path)
+    train(overrides.format(4, "cpu", "whole"), tmp_path)
     assert losses(tmp_path / "run")[2:] == losses(tmp_path / "whole")[2:]
     assert len(losses(tmp_path / "whole")) == 4
 
@@ -135,18 +135,18 @@ def test_profile_uses_the_pytorch_profiler_and_snapshot_has_stacks(
     tmp_path: Path,
 ) -> None:
     """Oracle: the files; a device without torch_npu is traced by PyTorch alone."""
-    words = (
+    overrides = (
         "parallel=single launch.nproc_per_node=1 train.steps=3 metrics.run_dir=run "
         "profile.enabled=true "
     )
-    words += "profile.skip_steps=1 profile.warmup_steps=0 profile.active_steps=1 "
-    words += "profile.snapshot=true "
-    said = train(
-        words + "profile.snapshot_first_step=2 profile.snapshot_steps=1", tmp_path
+    overrides += "profile.skip_steps=1 profile.warmup_steps=0 profile.active_steps=1 "
+    overrides += "profile.snapshot=true "
+    output = train(
+        overrides + "profile.snapshot_first_step=2 profile.snapshot_steps=1", tmp_path
     )
     assert (
-        "trace of step 2: run/profile/rank0.json.gz" in said
-        and "memory snapshot (steps 2 to 2)" in said
+        "trace of step 2: run/profile/rank0.json.gz" in output
+        and "memory snapshot (steps 2 to 2)" in output
     )
     with open(tmp_path / "run" / "profile" / "memory-rank0.pickle", "rb") as file:
         entries = pickle.load(file)["device_traces"][0]
@@ -161,25 +161,25 @@ def test_profile_uses_the_pytorch_profiler_and_snapshot_has_stacks(
 @pytest.mark.extended
 def test_out_of_memory_message_lists_live_tensors_and_options(tmp_path: Path) -> None:
     """Oracle: the device's capacity, and switches of memory by name."""
-    words = (
+    overrides = (
         "parallel=fsdp2 launch.nproc_per_node=2 train.steps=2 train.seq_len=512 "
         "train.batch_size=16"
     )
-    said = train(words, tmp_path, 1, SIMULATED_NPU_MIB="24")
+    output = train(overrides, tmp_path, 1, SIMULATED_NPU_MIB="24")
     assert (
-        "the memory of the npu device ran out on rank" in said
-        and "24.00 MiB in all" in said
+        "the memory of the npu device ran out on rank" in output
+        and "24.00 MiB in all" in output
     )
     assert (
-        "activations, temporaries, gathered parameters" in said
-        and "memory.gradient_checkpointing=full" in said
+        "activations, temporaries, gathered parameters" in output
+        and "memory.gradient_checkpointing=full" in output
     )
 
 
 @pytest.mark.extended
 def test_smoke_test_passes_on_an_npu(tmp_path: Path) -> None:
     """Oracle: the checks' own, in float64 and by the input of one rank's collectives."""
-    words = [
+    argv = [
         str(ROOT / "scripts" / "gpu_smoke.py"),
         "--device",
         "npu",
@@ -188,7 +188,7 @@ def test_smoke_test_passes_on_an_npu(tmp_path: Path) -> None:
         "process group",
         "loss",
     ]
-    lines = [json.loads(line) for line in run(words, tmp_path).splitlines()]
+    lines = [json.loads(line) for line in run(argv, tmp_path).splitlines()]
     assert [line["status"] for line in lines] == ["passed"] * 3
     assert (
         "Simulated NPU" in lines[0]["facts"]["machine"]

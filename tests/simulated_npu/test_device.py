@@ -99,7 +99,7 @@ def freed_on_one_stream(recorded: bool) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("function", "done", "mode", "right"),
+    ("function", "is_ordered", "mode", "right"),
     [
         *((two_streams, True, mode, True) for mode in MODES),
         (two_streams, False, "immediate", True),
@@ -109,10 +109,10 @@ def freed_on_one_stream(recorded: bool) -> bool:
     ],
 )
 def test_missing_wait_or_record_of_a_stream_gives_wrong_numbers(
-    function: Callable[[bool], bool], done: bool, mode: str, right: bool
+    function: Callable[[bool], bool], is_ordered: bool, mode: str, right: bool
 ) -> None:
     """Oracle: arithmetic; hardware only exposes the mistakes sometimes."""
-    assert run_on_npu(function, done, mode=mode) is right
+    assert run_on_npu(function, is_ordered, mode=mode) is right
 
 
 @pytest.mark.parametrize("delayed", [False, True])
@@ -236,7 +236,7 @@ def test_unwaited_collective_leaves_old_values_visible(waits: bool) -> None:
 
 def test_host_waiting_elsewhere_does_not_block_collectives(tmp_path: Path) -> None:
     """Oracle: the value 3; blocking would deadlock the ranks."""
-    done = tmp_path / "done"
+    marker = tmp_path / "done"
 
     def reduce_while_one_host_waits() -> float:
         x = torch.ones(3, device="npu")
@@ -245,9 +245,9 @@ def test_host_waiting_elsewhere_does_not_block_collectives(tmp_path: Path) -> No
             total = float(
                 x.sum()
             )  # needs rank 0's part, which its host does not wait for
-            done.touch()
+            marker.touch()
             return total
-        wait_until(done.exists, "the sum on rank 1")
+        wait_until(marker.exists, "the sum on rank 1")
         return float(x.sum())
 
     assert run_npu_ranks(RANKS, reduce_while_one_host_waits, mode="delayed") == [

@@ -43,7 +43,8 @@ def test_patched_roots_share_streams_with_gradients_of_cpu_ranks(
     shared = run_npu_ranks(ranks, two_roots, strategy, hybrid, True, mode=mode)
     for rank in range(ranks):
         assert expected[rank] == stock[rank][1] == shared[rank][1]
-        (first, second), (same, other) = stock[rank][0], shared[rank][0]
+        first, second = stock[rank][0]
+        same, other = shared[rank][0]
         assert first != second and same == other
         assert len(set(same)) == len(set(first))  # a root's streams stay distinct
 

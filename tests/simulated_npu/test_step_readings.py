@@ -194,17 +194,19 @@ def read_after(trainer: Trainer, **arguments: Any) -> tuple[list[tuple[int, int]
 def limited() -> tuple[list[tuple[int, int]], str]:
     """Train to the limit of skipped steps."""
     trainer = Trainer(config_of(steps=8, max_skipped_in_a_row=3, optim=FUSED))
-    seen: dict[int, dict[str, str]] = {}
+    hashes: dict[int, dict[str, str]] = {}
     poison_gradients(
         trainer,
         {2, 3, 4, 5, 6},
         1,
-        lambda step: seen.update({step: hash_parameters(trainer)}),
+        lambda step: hashes.update({step: hash_parameters(trainer)}),
     )
     read = read_after(trainer)
     counts = [(step.skipped, step.skipped_steps) for step in trainer.history]
     assert counts == [(False, 0), (True, 1), (True, 2), (True, 3), (True, 4)]
-    assert hash_parameters(trainer) == seen[2], "a skipped step changed the parameters"
+    assert hash_parameters(trainer) == hashes[2], (
+        "a skipped step changed the parameters"
+    )
     return read
 
 

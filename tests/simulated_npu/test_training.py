@@ -151,11 +151,11 @@ def outcome_of(request: pytest.FixtureRequest) -> OutcomeOf:
                 ranks, train_all, configs, prepare=multiply_in_16_bits
             )[0]
         else:
-            given = [
+            runs = [
                 (config, row.schedule, row.offload)
                 for config, row in zip(configs, rows, strict=True)
             ]
-            outcomes = run_npu_ranks(ranks, offloaded.train_all, given, mode=mode)[0]
+            outcomes = run_npu_ranks(ranks, offloaded.train_all, runs, mode=mode)[0]
         return dict(zip(names, outcomes, strict=True))
 
     return lambda name, mode: train(ROWS[name].ranks, is_exact(name), mode)[name]

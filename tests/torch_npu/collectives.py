@@ -11,20 +11,21 @@ import torch.distributed as dist
 
 def main() -> None:
     """Run them."""
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    ranks = int(os.environ["WORLD_SIZE"])
     torch.npu.set_device(rank)
     dist.init_process_group("hccl")
-    given = torch.arange(3.0, device="npu") + 10 * rank
+    tensor = torch.arange(3.0, device="npu") + 10 * rank
     gathered = [torch.zeros(3, device="npu") for _ in range(ranks)]
-    dist.all_gather(gathered, given)
+    dist.all_gather(gathered, tensor)
     objects: list[object] = [None] * ranks
     dist.all_gather_object(objects, {"rank": rank})
-    mean = given.clone()
+    mean = tensor.clone()
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     part = torch.zeros(1, device="npu")
-    dist.reduce_scatter_tensor(part, given[:ranks].contiguous())
+    dist.reduce_scatter_tensor(part, tensor[:ranks].contiguous())
     uneven = torch.zeros(ranks, device="npu")
-    dist.all_to_all_single(uneven, given[:ranks].contiguous())
+    dist.all_to_all_single(uneven, tensor[:ranks].contiguous())
     large = torch.full(
         (10_000_000,), float(rank + 1), device="npu"
     )  # more than the stub's slot
@@ -34,8 +35,8 @@ def main() -> None:
         refused = ""
     except RuntimeError as error:
         refused = str(error).splitlines()[0]
-    found = {
-        "all_gather": [each.tolist() for each in gathered],
+    results = {
+        "all_gather": [part.tolist() for part in gathered],
         "objects": objects,
         "mean": mean.tolist(),
         "part": part.tolist(),
@@ -43,7 +44,7 @@ def main() -> None:
         "large": sorted(set(large.tolist())),
         "refused": refused,
     }
-    print(f"rank {rank}: {json.dumps(found)}\n", end="", flush=True)
+    print(f"rank {rank}: {json.dumps(results)}\n", end="", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

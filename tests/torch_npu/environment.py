@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NEWEST, OLDEST = "2.13.0", "2.7.1"
+NEWEST = "2.13.0"
+OLDEST = "2.7.1"
 """Versions of torch_npu: the one that runs, for the torch of the project's tests; and the one only
 read."""
 
@@ -103,13 +104,14 @@ def build_cann(package: Path) -> None:
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-deprecated-declarations"]
     flags += [f"-I{path}" for path in _headers(package)]
     files = [str(HERE / "cann" / f"{name}.cpp") for name in SOURCES]
-    built, rest = package / "lib" / LIBRARY, package / "lib" / "rest.cpp"
-    run(["g++", *flags, *files, "-o", str(built)])
-    missing = sorted(undefined(package) - defined(built))
+    library = package / "lib" / LIBRARY
+    rest = package / "lib" / "rest.cpp"
+    run(["g++", *flags, *files, "-o", str(library)])
+    missing = sorted(undefined(package) - defined(library))
     rest.write_text(
         "".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in missing)
     )
-    run(["g++", *flags, *files, str(rest), "-o", str(built)])
+    run(["g++", *flags, *files, str(rest), "-o", str(library)])
     for alias in ALIASES:
         link = package / "lib" / alias
         link.unlink(missing_ok=True)
@@ -146,11 +148,12 @@ def build_kernels(site: Path, package: Path) -> None:
         "-lc10",
         "-l:libtorch_npu.so",
     ]
-    source, built = HERE / "kernels/host_kernels.cpp", site / "_host_kernels.so"
+    source = HERE / "kernels/host_kernels.cpp"
+    library = site / "_host_kernels.so"
     if (
-        not built.exists() or built.stat().st_mtime < source.stat().st_mtime
+        not library.exists() or library.stat().st_mtime < source.stat().st_mtime
     ):  # takes half a minute
-        run(["g++", *flags, str(source), "-o", str(built), *libraries])
+        run(["g++", *flags, str(source), "-o", str(library), *libraries])
     shutil.copy(HERE / "kernels/host_kernels.py", site)
     facts = site / "host_kernels-0.dist-info"
     facts.mkdir(exist_ok=True)
@@ -174,10 +177,10 @@ def sources() -> str:
 def undefined(package: Path) -> set[str]:
     """CANN's functions that torch_npu's libraries import."""
     libraries = [*(package / "lib").glob("libt*.so"), *package.glob("_C.*.so")]
-    wanted = {
+    symbols = {
         name for library in libraries for name in _symbols(library, "--undefined-only")
     }
-    return {name for name in wanted if CANN_SYMBOL.fullmatch(name)}
+    return {name for name in symbols if CANN_SYMBOL.fullmatch(name)}
 
 
 def defined(library: Path) -> set[str]:

@@ -35,7 +35,7 @@ SMALL = [
 differently."""
 
 PLAIN_KERNELS = [
-    f"kernels.{each.name}=torch" for each in dataclasses.fields(KernelConfig)
+    f"kernels.{field.name}=torch" for field in dataclasses.fields(KernelConfig)
 ]
 """PyTorch's own operations of a model: the stub computes none of torch_npu's fused ones."""
 
@@ -65,9 +65,9 @@ class Result:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Its trained weights."""
-        found = sorted((self.folder / "weights").glob("*.safetensors"))
+        paths = sorted((self.folder / "weights").glob("*.safetensors"))
         return {
-            name: tensor for path in found for name, tensor in load_file(path).items()
+            name: tensor for path in paths for name, tensor in load_file(path).items()
         }
 
 
@@ -75,7 +75,7 @@ def run(
     environment: Path,
     folder: Path,
     device: str,
-    words: Sequence[str],
+    overrides: Sequence[str],
     ranks: int = 2,
     variables: Mapping[str, str] | None = None,
     status: int = 0,
@@ -86,7 +86,7 @@ def run(
         environment: the folder made by ``scripts/torch_npu_env.sh``.
         folder: the run directory.
         device: ``npu`` or ``cpu``.
-        words: overrides in addition to those of every run.
+        overrides: overrides in addition to those of every run.
         ranks: number of local ranks.
         variables: added environment variables of the processes.
         status: the expected exit status.
@@ -96,13 +96,13 @@ def run(
         f"launch.nproc_per_node={ranks}",
         f"metrics.run_dir={folder}",
     ]
-    if not any(word.startswith("model=") for word in words):
+    if not any(word.startswith("model=") for word in overrides):
         fixed.append(MODEL)
-    command = ["-m", "fsdptoys", "train", *SMALL, *PLAIN_KERNELS, *fixed, *words]
+    command = ["-m", "fsdptoys", "train", *SMALL, *PLAIN_KERNELS, *fixed, *overrides]
     return Result(run_python(environment, command, variables, status), folder)
 
 
-def run_fused(environment: Path, folder: Path, words: Sequence[str]) -> Result:
+def run_fused(environment: Path, folder: Path, overrides: Sequence[str]) -> Result:
     """Train on two ranks with the default fused operators of an NPU, over stand-ins for their
     kernels."""
     fixed = ["launch.device=npu", f"metrics.run_dir={folder}"]
@@ -113,7 +113,9 @@ def run_fused(environment: Path, folder: Path, words: Sequence[str]) -> Result:
         "-m",
         "tests.torch_npu.fused_run",
     ]
-    return Result(run_python(environment, [*launcher, *SMALL, *fixed, *words]), folder)
+    return Result(
+        run_python(environment, [*launcher, *SMALL, *fixed, *overrides]), folder
+    )
 
 
 def run_python(
@@ -124,7 +126,7 @@ def run_python(
 ) -> str:
     """Run the environment's Python in the checkout, check its status, and return its output, errors
     included."""
-    done = subprocess.run(
+    child = subprocess.run(
         [str(environment / "bin/python"), *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})},
@@ -133,8 +135,8 @@ def run_python(
         text=True,
         timeout=SECONDS,
     )
-    assert done.returncode == status, done.stdout
-    return done.stdout
+    assert child.returncode == status, child.stdout
+    return child.stdout
 
 
 def differences(

@@ -116,7 +116,8 @@ def test_used_operators_exist_in_the_wheel_with_compatible_schemas(
 ) -> None:
     """Oracle: the schema in libtorch_npu.so."""
     for name in uses.operators.keys() - NAMED_ONLY - NOT_TORCH_NPU:
-        use, parameters = uses.operators[name], wheel.operators[name]
+        use = uses.operators[name]
+        parameters = wheel.operators[name]
         assert use.called and use.positional <= len(parameters), name
         assert use.keywords <= set(parameters[use.positional :]), name
 

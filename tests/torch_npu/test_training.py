@@ -67,16 +67,16 @@ OFFLOADED = [
     "memory.gradient_checkpointing=full",
     "memory.activation_offload=true",
 ]
-CASES = {name: (words, PLAIN) for name, words in EXACT.items()} | {
-    name: (words, words) for name, words in OWN.items()
+CASES = {name: (overrides, PLAIN) for name, overrides in EXACT.items()} | {
+    name: (overrides, overrides) for name, overrides in OWN.items()
 }
 CASES["activation offload"] = (OFFLOADED, THREE_BLOCKS)
 
 OnCPU = Callable[[list[str]], Result]
 
 
-def ranks_of(words: list[str]) -> int:
-    return 1 if "parallel=single" in words else 4 if words == HYBRID else 2
+def ranks_of(overrides: list[str]) -> int:
+    return 1 if "parallel=single" in overrides else 4 if overrides == HYBRID else 2
 
 
 @pytest.fixture(scope="module")
@@ -84,50 +84,55 @@ def on_cpu(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> OnCPU
     """Each run on a CPU once."""
 
     @functools.cache
-    def result(words: tuple[str, ...]) -> Result:
+    def result(overrides: tuple[str, ...]) -> Result:
         return run(
             environment,
             tmp_path_factory.mktemp("cpu") / "run",
             "cpu",
-            words,
-            ranks_of(list(words)),
+            overrides,
+            ranks_of(list(overrides)),
         )
 
-    return lambda words: result(tuple(words))
+    return lambda overrides: result(tuple(overrides))
 
 
-@pytest.mark.parametrize(("words", "oracle"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("overrides", "oracle"), CASES.values(), ids=CASES)
 def test_training_on_an_npu_matches_the_cpu_bitwise(
     environment: Path,
     tmp_path: Path,
     on_cpu: OnCPU,
-    words: list[str],
+    overrides: list[str],
     oracle: list[str],
 ) -> None:
     """Oracle: a run with launch.device=cpu; losses and weights bitwise, gradient norms to float32's
     rounding."""
-    npu = run(environment, tmp_path / "npu", "npu", words, ranks_of(words))
+    npu = run(environment, tmp_path / "npu", "npu", overrides, ranks_of(overrides))
     assert differences(npu.weights(), on_cpu(oracle).weights()) == []
     assert npu.losses() == on_cpu(oracle).losses()
     # Over shards of another partition
     assert npu.norms() == pytest.approx(on_cpu(oracle).norms(), rel=1e-6)
 
 
-@pytest.mark.parametrize("words", CLOSE.values(), ids=CLOSE)
+@pytest.mark.parametrize("overrides", CLOSE.values(), ids=CLOSE)
 def test_training_on_an_npu_is_close_to_the_cpu(
-    environment: Path, tmp_path: Path, on_cpu: OnCPU, words: list[str]
+    environment: Path, tmp_path: Path, on_cpu: OnCPU, overrides: list[str]
 ) -> None:
     """Oracle: the same on a CPU: losses to 1e-6, and all but a thousandth of each weight within
     1e-6 of it.
 
     AdamW turns a gradient close to zero into a step of the learning rate's size, here up to 3e-5.
     """
-    ranks = ranks_of(words)
+    ranks = ranks_of(overrides)
     npu = run(
-        environment, tmp_path / "npu", "npu", words, ranks, {"STUB_DEVICES": str(ranks)}
+        environment,
+        tmp_path / "npu",
+        "npu",
+        overrides,
+        ranks,
+        {"STUB_DEVICES": str(ranks)},
     )
-    expected = on_cpu(words).weights()
-    assert npu.losses() == pytest.approx(on_cpu(words).losses(), rel=1e-6)
+    expected = on_cpu(overrides).weights()
+    assert npu.losses() == pytest.approx(on_cpu(overrides).losses(), rel=1e-6)
     for name, weight in npu.weights().items():
         far = (weight - expected[name]).abs() > 1e-6
         assert far.double().mean() < 1e-3, name

@@ -42,7 +42,7 @@ class Use:
             self.called = True
             self.positional = max(self.positional, len(call.args))
             self.keywords |= {
-                each.arg for each in call.keywords if each.arg is not None
+                keyword.arg for keyword in call.keywords if keyword.arg is not None
             }
 
 
@@ -66,17 +66,17 @@ def uses_of(sources: Mapping[str, Path], handed: Mapping[tuple[str, str], str]) 
     uses = Uses()
     for source, path in sources.items():
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        given = {
+        names = {
             name: module for (where, name), module in handed.items() if where == source
         }
-        _Reader(tree, given).read_into(uses)
+        _Reader(tree, names).read_into(uses)
     return uses
 
 
 class _Reader:
-    def __init__(self, tree: ast.Module, given: Mapping[str, str]) -> None:
+    def __init__(self, tree: ast.Module, names: Mapping[str, str]) -> None:
         self._tree = tree
-        self._bound = {**given}
+        self._bound = {**names}
         self._operators: dict[str, str] = {}
         self._calls = {
             id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)
@@ -113,9 +113,9 @@ class _Reader:
             ):
                 if VARIABLE.fullmatch(node.value):
                     uses.variables.add(node.value)
-                found = OPERATOR.fullmatch(node.value)
-                if found:
-                    uses.operators.setdefault(found[1], Use())
+                match = OPERATOR.fullmatch(node.value)
+                if match:
+                    uses.operators.setdefault(match[1], Use())
 
     def _bind(self) -> None:
         for node in ast.walk(self._tree):
@@ -172,8 +172,8 @@ class _Reader:
             and len(node.args) == 1
             and isinstance(node.args[0], ast.Constant)
         ):
-            found = OPERATOR.fullmatch(str(node.args[0].value))
-            return found[1] if found else None
+            match = OPERATOR.fullmatch(str(node.args[0].value))
+            return match[1] if match else None
         if isinstance(node, ast.Attribute):
             if OPERATOR.fullmatch(node.attr) and _tail(node.value) in (
                 "npu",

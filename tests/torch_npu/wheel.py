@@ -62,7 +62,7 @@ class Wheel:
     @functools.cached_property
     def operators(self) -> dict[str, list[str]]:
         """Operator → its parameters in order, as the schema names them."""
-        found: dict[str, list[str]] = {}
+        schemas: dict[str, list[str]] = {}
         for name, text in SCHEMA.findall(self._binaries):
             parts = [
                 part
@@ -70,8 +70,8 @@ class Wheel:
                 if part != "*"
             ]
             names = [part.split("=")[0].split()[-1] for part in parts if part.strip()]
-            found.setdefault(name.decode(), names)
-        return found
+            schemas.setdefault(name.decode(), names)
+        return schemas
 
     def has_text(self, text: str) -> bool:
         """Whether the libraries or the Python hold a text."""
@@ -89,17 +89,17 @@ class Wheel:
         for length in range(len(parts) - 1, 0, -1):
             path = self._module(".".join(parts[:length]))
             if path is not None:
-                found = self._named(path, parts[length], frozenset())
+                node = self._find_name(path, parts[length], frozenset())
                 for part in parts[length + 1 :]:
-                    found = self._member(found, part)
-                return found
+                    node = self._member(node, part)
+                return node
         return None
 
     def parameters(self, name: str) -> Parameters | None:
         """The parameters of a function, method or class; None if it does not exist."""
-        found = self.find(name)
-        if isinstance(found, ast.ClassDef):
-            makers = (self._member(found, maker) for maker in ("__init__", "__new__"))
+        node = self.find(name)
+        if isinstance(node, ast.ClassDef):
+            makers = (self._member(node, maker) for maker in ("__init__", "__new__"))
             return next(
                 (
                     _parameters(maker, bound=True)
@@ -108,21 +108,21 @@ class Wheel:
                 ),
                 None,
             )
-        if not isinstance(found, ast.FunctionDef):
+        if not isinstance(node, ast.FunctionDef):
             return None
-        handed_on = _hands_on_to(found)
+        handed_on = _hands_on_to(node)
         if handed_on is not None:
             return self.parameters(f"{name.rpartition('.')[0]}.{handed_on}")
-        return _parameters(found, bound=name.split(".")[-2][:1].isupper())
+        return _parameters(node, bound=name.split(".")[-2][:1].isupper())
 
-    def _member(self, found: Found | None, name: str) -> Found | None:
+    def _member(self, parent: Found | None, name: str) -> Found | None:
         """An attribute of a class; for a class defined in C++, the class itself, if the extension
         module has the text.
         """
-        if isinstance(found, ast.ImportFrom):
-            return found if name.encode() in self._binaries else None
-        if isinstance(found, ast.ClassDef):
-            return next((node for node in found.body if name in _bound(node)), None)  # type: ignore[misc]
+        if isinstance(parent, ast.ImportFrom):
+            return parent if name.encode() in self._binaries else None
+        if isinstance(parent, ast.ClassDef):
+            return next((node for node in parent.body if name in _bound(node)), None)  # type: ignore[misc]
         return None
 
     def _module(self, name: str) -> Path | None:
@@ -131,14 +131,14 @@ class Wheel:
             return path.with_suffix(".py")
         return path / "__init__.py" if (path / "__init__.py").is_file() else None
 
-    def _named(
-        self, path: Path, name: str, seen: frozenset[tuple[Path, str]]
+    def _find_name(
+        self, path: Path, name: str, visited: frozenset[tuple[Path, str]]
     ) -> Found | None:
         """The definition of a name in a module, or in the modules that it imports; its own comes
         first."""
-        if (path, name) in seen:
+        if (path, name) in visited:
             return None
-        seen |= {(path, name)}
+        visited |= {(path, name)}
         own = [node for node in _tree(path).body if name in _bound(node)]
         if own:
             return own[-1]  # type: ignore[return-value]
@@ -153,11 +153,11 @@ class Wheel:
                 source = self._source(path, node)
                 if source is None:
                     continue
-                found = self._named(
-                    source, name if alias.name == "*" else alias.name, seen
+                definition = self._find_name(
+                    source, name if alias.name == "*" else alias.name, visited
                 )
-                if found is not None:
-                    return found
+                if definition is not None:
+                    return definition
         return None
 
     def _source(self, path: Path, node: ast.ImportFrom) -> Path | None:
@@ -209,8 +209,8 @@ def _parameters(
 ) -> Parameters:
     assert not isinstance(node, ast.ClassDef)
     arguments = node.args
-    positional = [each.arg for each in [*arguments.posonlyargs, *arguments.args]][
-        bound:
-    ]
-    by_keyword = [each.arg for each in [*arguments.args, *arguments.kwonlyargs]]
+    positional = [
+        argument.arg for argument in [*arguments.posonlyargs, *arguments.args]
+    ][bound:]
+    by_keyword = [argument.arg for argument in [*arguments.args, *arguments.kwonlyargs]]
     return Parameters(tuple(positional), frozenset(by_keyword))

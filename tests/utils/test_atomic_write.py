@@ -62,9 +62,9 @@ def test_lock_has_one_holder(tmp_path: Path) -> None:
     descriptor = lock_file(path)
     folder = lock_folder(tmp_path)
     assert folder is not None and is_held(path) and is_held(tmp_path)
-    with pytest.raises(HeldError) as held:
+    with pytest.raises(HeldError) as error:
         lock_file(path)
-    assert held.value.holder == str(os.getpid())
+    assert error.value.holder == str(os.getpid())
     with pytest.raises(HeldError):
         lock_folder(tmp_path)
     unlock_file(path, descriptor)

@@ -129,7 +129,7 @@ class Outer:
     """A dataclass with one field of each kind."""
 
     number: int
-    words: tuple[str, ...]
+    labels: tuple[str, ...]
     inner: Inner
     color: Color = Color.red
     maybe: float | None = None
@@ -139,7 +139,7 @@ class Outer:
     parts: list[Inner] = field(default_factory=list)
 
 
-WHOLE = {"number": 1, "words": ["a"], "inner": {"value": 2}}
+WHOLE = {"number": 1, "labels": ["a"], "inner": {"value": 2}}
 
 
 def test_plain_values_are_converted_to_the_annotated_types() -> None:
@@ -164,8 +164,8 @@ def test_plain_values_are_converted_to_the_annotated_types() -> None:
     [
         ({"number": True}, "number is true"),
         ({"number": 2**63}, "number is 9223372036854775808"),
-        ({"words": "ab"}, "words is 'ab'"),
-        ({"words": ["a", 1]}, "words[1] is 1"),
+        ({"labels": "ab"}, "labels is 'ab'"),
+        ({"labels": ["a", 1]}, "labels[1] is 1"),
         ({"inner": {"value": float("inf")}}, "inner.value is inf"),
         ({"inner": {"value": 10**400}}, "inner.value is 1"),
         ({"inner": {}}, "inner.value is missing"),
@@ -212,9 +212,9 @@ def test_foreign_text_is_parsed_in_one_place() -> None:
     """Oracle: the source files; parsers of the standard library and PyYAML are unbounded."""
     calls = {}
     for path in ROOT.rglob("*.py"):
-        found = CALLS.search(path.read_text(encoding="utf-8"))
-        if found is not None:
-            calls[str(path.relative_to(ROOT))] = found[0]
+        match = CALLS.search(path.read_text(encoding="utf-8"))
+        if match is not None:
+            calls[str(path.relative_to(ROOT))] = match[0]
     assert sorted(calls) == sorted(OWN_FILES), {
         name: call for name, call in calls.items() if name not in OWN_FILES
     }
@@ -243,5 +243,5 @@ PRINT_STATUS = (
 @pytest.mark.parametrize("stream", ["full", "broken", "closed", "fine"])
 def test_lost_console_does_not_end_the_program(stream: str) -> None:
     """Oracle: the program's own exit status, and an empty stderr."""
-    done = run_with(stream, "fine", ["-c", PRINT_STATUS])
-    assert (done.returncode, done.stderr) == (3 if stream == "fine" else 4, "")
+    child = run_with(stream, "fine", ["-c", PRINT_STATUS])
+    assert (child.returncode, child.stderr) == (3 if stream == "fine" else 4, "")

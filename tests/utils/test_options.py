@@ -35,7 +35,7 @@ class Section:
     any_mode: int = option(0, effect=Effect.none, needs="part.mode")
     one_mode: int = option(0, effect=Effect.none, needs="part.mode=partial")
     several: int = option(0, effect=Effect.none, needs="part.count")
-    named: int = option(0, effect=Effect.none, needs=("part.names=a", "part.mode"))
+    for_names: int = option(0, effect=Effect.none, needs=("part.names=a", "part.mode"))
     elsewhere: int = option(0, effect=Effect.none, needs="other.switch")
 
 
@@ -51,9 +51,9 @@ REFUSED = {
         "part.several=1 has no effect unless part.count is above 1; set part.count=2 or leave it "
         "out"
     ),
-    "named": (
-        "part.named=1 has no effect unless part.names=[a] or part.mode=full; set part.names=[a] "
-        "or leave it out"
+    "for_names": (
+        "part.for_names=1 has no effect unless part.names=[a] or part.mode=full; set "
+        "part.names=[a] or leave it out"
     ),
 }
 
@@ -74,7 +74,7 @@ def test_option_without_its_switch_is_refused_in_a_sentence_that_names_it(
         {},
         {"any_mode": 1, "mode": Mode.partial},
         {"one_mode": 1, "mode": Mode.partial},
-        {"named": 1, "names": ["b", "a"]},
+        {"for_names": 1, "names": ["b", "a"]},
         {"elsewhere": 1},
     ],
 )

@@ -22,8 +22,8 @@ from fsdptoys.plan.simulator.events import KernelKind
 from fsdptoys.profiler.dispatch import (
     Argument,
     arguments_of,
+    bind_arguments,
     dtype_name,
-    given,
     tensors_in,
 )
 
@@ -227,7 +227,8 @@ def count_flops(
     if name in ATTENTION:
         arguments = arguments_of(func)
         values = {
-            argument.name: value for argument, value in given(arguments, args, kwargs)
+            argument.name: value
+            for argument, value in bind_arguments(arguments, args, kwargs)
         }
         # The NPU's operator has a mask that it knows to be causal.
         causal = values.get(

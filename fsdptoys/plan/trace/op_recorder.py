@@ -25,8 +25,8 @@ from fsdptoys.plan.simulator.events import COMPUTE_STREAM, KernelKind, Mark, Tra
 from fsdptoys.profiler.dispatch import (
     COLLECTIVES,
     arguments_of,
+    bind_arguments,
     dtype_name,
-    given,
     tensors_in,
 )
 
@@ -211,7 +211,7 @@ class OpRecorder(TorchDispatchMode):
                 return result
             inputs = [
                 (each, tensor)
-                for each, value in given(arguments, args, kwargs)
+                for each, value in bind_arguments(arguments, args, kwargs)
                 for tensor in tensors_in(value)
             ]
             storages = {tensor.untyped_storage()._cdata for _, tensor in inputs}
@@ -367,7 +367,7 @@ class OpRecorder(TorchDispatchMode):
         """Answer a collective as if it were complete; record its size, group and stream."""
         named = {
             argument.name: value
-            for argument, value in given(arguments_of(func), args, kwargs)
+            for argument, value in bind_arguments(arguments_of(func), args, kwargs)
         }
         name = COLLECTIVES.get(func._schema.name.partition("::")[2])
         future: torch.futures.Future[Any] = torch.futures.Future()

@@ -48,7 +48,9 @@ def install() -> None:
     import _host_kernels
     import torch_npu  # noqa: F401  (the extensions are loaded in no fixed order)
 
-    on_host, composed, composed_with_autograd = list(FUSED_ATTENTION), [], []
+    on_host = list(FUSED_ATTENTION)
+    composed = []
+    composed_with_autograd = []
     for name in _aten_names():
         if name in OWN or name == ATTENTION:
             continue

@@ -93,7 +93,7 @@ def _compile(library: Path) -> None:
         *(f"-l{name}" for name in ("c10", "torch", "torch_cpu", "torch_python")),
     ]
     part = library.with_suffix(".part")
-    words = [
+    flags = [
         *FLAGS,
         *(f"-I{folder}" for folder in folders),
         "-x",
@@ -103,7 +103,9 @@ def _compile(library: Path) -> None:
         "-o",
         str(part),
     ]
-    done = subprocess.run(["g++", *words], input=source, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"g++ cannot build {library.name}:\n{done.stderr}")
+    compiler = subprocess.run(
+        ["g++", *flags], input=source, capture_output=True, text=True
+    )
+    if compiler.returncode != 0:
+        raise RuntimeError(f"g++ cannot build {library.name}:\n{compiler.stderr}")
     part.replace(library)

@@ -16,8 +16,8 @@ def build_module(extension: Any) -> types.ModuleType:
             return int(extension.current_device())
         if isinstance(device, int):
             return device
-        found = torch.device(device).index
-        return int(extension.current_device()) if found is None else found
+        number = torch.device(device).index
+        return int(extension.current_device()) if number is None else number
 
     class Current(accelerator.device_index):
         """Make a device the current one in a ``with``."""
