@@ -10,10 +10,10 @@ of operators and none of compiled code, and slows the step itself; glibc's ``mal
 Python's memory too, and has no peak.
 
 Blocks from before the step are those of the storages that the garbage collector finds and that
-PyTorch allocated: those with a purpose, and others whose size can change, which ends for ever with
-a NumPy array of the tensor. The allocator does not report their end, so a weak reference to each
-allocates a *mark*: a block whose place among the records says when. Sizes are the requested ones,
-not rounded up.
+PyTorch allocated: those with a purpose, and others that can still be resized, unlike those with a
+NumPy array. The allocator does not report their end, so a weak reference to each allocates a
+*mark*: a block that says when by its place among the records. Sizes are the requested ones, not
+rounded up.
 
 On a CPU the device and the host are the same memory. Tensors that offloading keeps in the host's
 place are counted apart, so that ``allocated`` has the bytes that a device would hold.
@@ -114,7 +114,7 @@ class AllocationCount:
 
     Args:
         labels: purpose → tensors that have it now.
-        host_purposes: purposes whose tensors are in the host's place.
+        host_purposes: purposes of tensors in the host's place.
 
     Raises:
         UncountableError: if this PyTorch cannot record blocks.
@@ -125,7 +125,7 @@ class AllocationCount:
     ) -> None:
         self._host_purposes = frozenset(host_purposes)
         self._marks: dict[int, Callable[[], None]] = {}
-        self._marks: list[torch.UntypedStorage] = []
+        self._mark_storages: list[torch.UntypedStorage] = []
         self._live: dict[int, _Block] = {}
         self._changes: list[tuple[_Block, bool]] = []
         self._ends: list[weakref.ref[torch.UntypedStorage]] = []
@@ -185,7 +185,7 @@ class AllocationCount:
     def _mark(self, action: Callable[[], None]) -> None:
         # A storage without a tensor: allocated past the dispatcher, whatever modes are active.
         mark = torch.UntypedStorage(1)
-        self._marks.append(mark)
+        self._mark_storages.append(mark)
         self._marks[mark.data_ptr()] = action
 
     def _replay(self, address: int, size: int) -> None:
@@ -259,29 +259,24 @@ def _start_recording() -> Callable[[], None]:
     """Record the blocks of this thread; returns the function that ends the silence of the
     allocator.
 
-    Private functions of torch.profiler, whose public class records operators too; tried with torch
-    2.13.
+    Private functions of torch.profiler, tried with torch 2.13. Its public class records operators
+    too.
     """
     # read once; else each start and stop prints a line
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    shapes = False
-    memory = True
-    stacks = False
-    flops = False
-    modules = False
     restore = _silence_allocator()
     try:
         private = torch._C._profiler
         autograd = torch._C._autograd
-        options: Any = (
-            shapes,
-            memory,
-            stacks,
-            flops,
-            modules,
+        config = private.ProfilerConfig(
+            private.ProfilerState.KINETO,
+            False,  # Shapes
+            True,  # Memory
+            False,  # Stacks
+            False,  # FLOPs
+            False,  # Modules
             private._ExperimentalConfig(),
         )
-        config = private.ProfilerConfig(private.ProfilerState.KINETO, *options)
         activities = {private.ProfilerActivity.CPU}
         scopes = {
             private.RecordScope.KERNEL_FUNCTION_DTYPE
@@ -334,8 +329,8 @@ def _discarded_stderr() -> Iterator[None]:
 
 
 def _silence_allocator() -> Callable[[], None]:
-    """Silence the warning about blocks from before a recording, where libc10 has its switch;
-    returns the undoing."""
+    """Silence the warning about blocks from before a recording, if libc10 has the switch; returns
+    the undoing."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")

@@ -37,7 +37,7 @@ class MemoryStats(NamedTuple):
 
 
 class Streams:
-    """Creates streams and events of one accelerator, whose device has an index."""
+    """Creates streams and events of one accelerator; the device needs an index."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -77,7 +77,7 @@ def missing_device(device_type: str) -> ConfigError:
 
 
 def check_visible_devices(present: str) -> None:
-    """Check ``ASCEND_RT_VISIBLE_DEVICES``, of which CANN silently ignores invalid parts.
+    """Check ``ASCEND_RT_VISIBLE_DEVICES``; CANN silently ignores its invalid parts.
 
     CANN reads up to the first character that is neither digit nor comma, and expects ascending
     numbers (hiascend.com, CANN's environment variables, ASCEND_RT_VISIBLE_DEVICES).

@@ -212,7 +212,7 @@ def append_resume(path: Path, resume: Resume) -> None:
 
 
 def starts(resumes: Sequence[Resume]) -> list[int]:
-    """Last step before each start whose steps are in ``metrics.jsonl``; 0 for the first start."""
+    """Last step before each start with steps in ``metrics.jsonl``; 0 for the first start."""
     after = [0]
     for resume in resumes:
         # Later steps were truncated.

@@ -60,7 +60,7 @@ class RunDirectory:
 
     Args:
         title: part of the folder's name if the config does not name it.
-        resumed: the state from which the run resumes; None for a new run, whose folder must not
+        resumed: the state from which the run resumes; None for a new run; its folder must not
             contain another.
         lock: of the folder, if already held; released by ``close``.
         make_room: called if the disk is full; returns whether it may have room now.

@@ -1,8 +1,7 @@
 """Metrics of one optimizer step, with units in their names, and their JSON form.
 
 MFU is model FLOP/s over the device's peak (arXiv:2204.02311, appendix B). It counts the model's own
-FLOPs, without recomputation by activation checkpointing and without positions whose label is
-ignored.
+FLOPs, without recomputation by activation checkpointing and without positions of ignored labels.
 """
 
 import dataclasses

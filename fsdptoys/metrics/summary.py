@@ -198,7 +198,7 @@ def _milliseconds(microseconds: float | None) -> str | None:
 
 
 def fence(text: str) -> str:
-    """A fenced code block whose fence is longer than any run of backticks in the text."""
+    """A code block with a fence longer than any run of backticks in the text."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     marks = "`" * max(3, longest + 1)
     return f"{marks}text\n{text}\n{marks}"

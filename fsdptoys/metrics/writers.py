@@ -213,7 +213,7 @@ class WandbWriter:
         self._finished = False
 
     def start(self, run: RunStart) -> None:
-        """Start a wandb run, or resume the one whose id is in the run directory."""
+        """Start a wandb run, or resume the one of the id in the run directory."""
         # Read when wandb is imported and when its service process starts.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")

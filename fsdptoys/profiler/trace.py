@@ -210,19 +210,18 @@ class Trace:
             self._folder.glob(f"{self._worker_name}_*_ascend_pt"),
             key=lambda path: path.stat().st_mtime,
         )
-        output = folders[-1] / "ASCEND_PROFILER_OUTPUT" if folders else None
-        if output is None or not output.is_dir():  # the analysis creates it
-            where = folders[-1] if folders else self._folder
+        folder = folders[-1] if folders else self._folder
+        output = folder / "ASCEND_PROFILER_OUTPUT"
+        if not output.is_dir():  # the analysis creates it
             self._message(
-                f"torch_npu's profiler wrote no trace to {where}; its own messages give the reason"
+                f"torch_npu's profiler wrote no trace to {folder}; its own messages give the reason"
             )
             return
-        if (output / "op_statistic.csv").exists():
-            self.top_ops = npu_top_ops(
-                (output / "op_statistic.csv").read_text(encoding="utf-8")
-            )
+        statistic = output / "op_statistic.csv"
+        if statistic.exists():
+            self.top_ops = npu_top_ops(statistic.read_text(encoding="utf-8"))
         self._report(
-            folders[-1],
+            folder,
             "MindStudio Insight opens it; trace_view.json in it is for chrome://tracing",
         )
 
@@ -246,9 +245,7 @@ class Trace:
         )
 
 
-def top_ops(
-    averages: Any, on_device: bool, with_memory: bool, count: int = TOP_OPS
-) -> list[TopOp]:
+def top_ops(averages: Any, on_device: bool, with_memory: bool) -> list[TopOp]:
     """The operators of ``profile.key_averages()`` with the largest self time, of their kernels if
     ``on_device``."""
     ops = [
@@ -276,10 +273,10 @@ def top_ops(
     ops.sort(
         key=lambda op: -((op.self_device_us if on_device else op.self_cpu_us) or 0)
     )
-    return ops[:count]
+    return ops[:TOP_OPS]
 
 
-def npu_top_ops(op_statistic: str, count: int = TOP_OPS) -> list[TopOp]:
+def npu_top_ops(op_statistic: str) -> list[TopOp]:
     """The same from the text of ``op_statistic.csv``, which CANN writes from ``level1`` on, of
     kernels only."""
     ops = [
@@ -293,4 +290,4 @@ def npu_top_ops(op_statistic: str, count: int = TOP_OPS) -> list[TopOp]:
         )
         for row in csv.DictReader(op_statistic.splitlines())
     ]
-    return sorted(ops, key=lambda op: -(op.self_device_us or 0))[:count]
+    return sorted(ops, key=lambda op: -(op.self_device_us or 0))[:TOP_OPS]

@@ -1,11 +1,10 @@
-"""Standard output and error whose failures do not end the program: a full disk, a broken pipe, a
-closed stream.
+"""Standard output and error that survive failures: a full disk, a broken pipe, a closed stream.
 
 A training run must not lose the steps since the last checkpoint for a failed print. So the raw
 descriptor below each stream's buffer drops failed writes and remembers the first reason. This
 covers ``print``, rich and its thread, warnings, logging, tracebacks, and the flush at the
-interpreter's exit, whose failure would change the exit status to 120. Commands whose output is
-their result (``report``, ``plan``, ``--cfg job``) keep the exceptions of stdout.
+interpreter's exit; its failure would change the exit status to 120. Commands that print their
+result (``report``, ``plan``, ``--cfg job``) keep the exceptions of stdout.
 """
 
 import errno
@@ -88,7 +87,7 @@ def hold_descriptors() -> set[int]:
 
 
 class _Descriptor(io.FileIO):
-    """A standard descriptor whose writes never fail."""
+    """A standard descriptor; its writes never fail."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "w", closefd=False)

@@ -80,8 +80,7 @@ def full_tensor(tensor: "DTensor") -> Tensor:
 
 @torch.no_grad()
 def sharded_like(param: Tensor, local: Tensor) -> Tensor:
-    """``local``, or for a DTensor ``param``, a DTensor with its placements whose local tensor is
-    ``local``.
+    """``local``; for a DTensor ``param``, a DTensor of ``local`` with its placements.
 
     ``DTensor.from_local`` would move it to the mesh's device.
     """

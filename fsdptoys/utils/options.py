@@ -72,7 +72,7 @@ def option(
         bounds: of its numbers, such as ``at_least(1)``.
         effect: of changing it.
         acts: first stage of a step that it changes.
-        needs: switches without which it has no effect, one of which is enough:
+        needs: switches without which it has no effect; one is enough:
             ``"memory.chunk_loss"`` is on with any other value than its default,
             ``"train.deterministic=layout"`` with this value.
         alias: names in other frameworks, separated by spaces.
@@ -115,7 +115,7 @@ def default_of(field: "dataclasses.Field[Any]") -> Any:
 
 
 def check_options(section: str, config: Any) -> None:
-    """Check bounds, and refuse options whose switch in the same section is off.
+    """Check bounds, and refuse options without their switch in the same section.
 
     Raises:
         ConfigError: naming key, value and fix; an UnusedKeyError if a switch is off.
@@ -125,7 +125,7 @@ def check_options(section: str, config: Any) -> None:
 
 
 def refuse_unused(sections: Mapping[str, Any], section: str) -> None:
-    """Refuse the options of a section whose switches are off; a switch of a section that is not
+    """Refuse a section's options without their switches; a switch of a section that is not
     given counts as on.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tables as aligned lines, as Markdown, and as grids whose long cells wrap in a terminal."""
+"""Tables as aligned lines, as Markdown, and as grids that wrap long cells in a terminal."""
 
 import re
 from collections.abc import Sequence

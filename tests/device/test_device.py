@@ -97,7 +97,7 @@ def test_missing_device_is_a_config_error() -> None:
     importlib.util.find_spec("torch_npu") is not None, reason="has torch_npu"
 )
 def test_missing_torch_npu_names_the_package_to_install() -> None:
-    """Oracle: torch_npu's wheels, each of which requires the PyTorch of its own version."""
+    """Oracle: torch_npu's wheels; each requires the PyTorch of its own version."""
     release = torch.__version__.partition("+")[0]
     needs = "^launch.device=npu needs torch_npu, which is not installed; pip install "
     sentence = rf"{needs}'torch_npu=={release}\.\*'"
@@ -171,7 +171,7 @@ def fake_npus(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 def test_npu_uses_hccl_without_a_bound_device(fake_npus: types.SimpleNamespace) -> None:
-    """Oracle: torch_npu 2.13.0, whose process group has no way to split one."""
+    """Oracle: torch_npu 2.13.0; its process group has no way to split one."""
     device = Device("npu", 1)
     assert (device.backend, device.bound_device, device.barrier_devices) == (
         "hccl",
@@ -236,7 +236,7 @@ def test_peak_and_split_are_those_counted_by_hand() -> None:
 
 
 def test_host_copies_are_counted_apart() -> None:
-    """Oracle: by hand: 24 and 40 in the host's place, of which 40 by their purpose."""
+    """Oracle: by hand: 24 and 40 in the host's place; the 40 by their purpose."""
     offloaded = in_host_place(kib(24))
     states = kib(40)
     parameters = kib(8)

@@ -45,7 +45,7 @@ assert "ZE_AFFINITY_MASK" in environment(Device("cpu"), 1, [])["environment_vari
 
 
 def test_an_accelerator_is_one_row_of_a_table(tmp_path: Path) -> None:
-    """Oracle: a copy of the package with one more row, whose checks and records know the device."""
+    """Oracle: a copy of the package with one more row; its checks and records know the device."""
     package = Path(fsdptoys.__file__).parent
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(package, tmp_path / "fsdptoys", ignore=ignored)

@@ -112,8 +112,8 @@ def test_irregular_file_is_rejected_before_anything_is_written(
         with pytest.raises(ConfigError) as raised:
             attempt()
         assert str(raised.value) == (
-            f"run/{name} is a {KINDS[kind]} and not a regular file; remove it, or set metrics.run_dir "
-            "to another folder"
+            f"run/{name} is a {KINDS[kind]} and not a regular file; remove it, or set "
+            "metrics.run_dir to another folder"
         )
     assert before == {
         path.name: path.lstat().st_mtime_ns for path in Path("run").iterdir()
@@ -239,14 +239,8 @@ def test_invalid_metrics_line_is_reported_and_omitted(
     assert read_steps(METRICS)[1] == [
         "run/metrics.jsonl cannot be read in line 1; results and plots omit it"
     ]
-    record(
-        replace(
-            resumed,
-            offsets={"metrics.jsonl": len(line) + 1 + resumed.offsets["metrics.jsonl"]},
-        ),
-        3,
-        4,
-    )
+    offset = len(line) + 1 + resumed.offsets["metrics.jsonl"]
+    record(replace(resumed, offsets={"metrics.jsonl": offset}), 3, 4)
     assert recorded_steps() == [1, 2, 3, 4]
 
 
@@ -368,11 +362,8 @@ def test_lines_survive_the_loss_of_their_file(
                 assert recorded_steps() == [1, 2, 3]
         recorder.finish("done")
     assert recorded_steps() == [1, 2, 3, 4]
-    assert [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if "metrics.jsonl was" in line
-    ] == [message]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "metrics.jsonl was" in line] == [message]
     if message == REPLACED:
         assert Path("run/metrics.jsonl.replaced-1").read_text() == "theirs\n"
 

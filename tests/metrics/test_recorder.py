@@ -40,7 +40,7 @@ PLAIN_FILES = [
 
 
 def run_of(count: int, step: StepMetrics = STEP) -> list[StepMetrics]:
-    """Steps whose loss falls from 5.5 and whose first two are slow."""
+    """Steps with a loss that falls from 5.5; the first two are slow."""
     return [
         replace(
             step,

@@ -29,7 +29,7 @@ def current_directory(tmp_path, monkeypatch):
 
 
 def steps_between(first: int, last: int, experts: bool = False) -> list[StepMetrics]:
-    """Steps whose loss and time are functions of their number."""
+    """Steps with loss and time as functions of their number."""
     return [
         replace(
             STEP,

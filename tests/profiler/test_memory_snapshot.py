@@ -53,7 +53,7 @@ class Memory:
 def record_steps(
     folder: Path, last: int, fail_in: int | None = None, error: str = ""
 ) -> tuple[list[str], list[str], str | None]:
-    """Steps of a run whose window is 2 to 3: the allocator's calls, the messages, and the
+    """Steps of a run with a window of 2 to 3: the allocator's calls, the messages, and the
     summary."""
     memory = Memory()
     messages = []

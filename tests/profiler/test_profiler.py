@@ -147,7 +147,7 @@ def test_early_end_keeps_the_trace_or_reports_its_absence(
     [("stacks", "Python parent id"), ("shapes", "Input Dims"), ("memory", "Bytes")],
 )
 def test_each_switch_adds_its_field_to_the_trace(tmp_path, switch, field):
-    """Oracle: the same loop without the switch, whose trace has no such field."""
+    """Oracle: the same loop without the switch; its trace has no such field."""
 
     def fields(config: ProfileConfig, folder: Path) -> set[str]:
         take_steps(Profiler(config, Device("cpu"), 0, folder), 1, 3)

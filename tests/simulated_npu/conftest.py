@@ -1,4 +1,4 @@
-"""All tests of this folder run on simulated NPUs, whose extension is built before the first."""
+"""All tests of this folder run on simulated NPUs; their extension is built before the first."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Steps of an accelerator, whose numbers are read after the host has launched more work."""
+"""Steps of an accelerator; their numbers are read after the host has launched more work."""
 
 import json
 from collections import Counter
@@ -312,7 +312,7 @@ def test_checkpoint_has_the_counts_of_its_step_and_resumes_bitwise(
 
 
 def test_run_that_fails_records_the_steps_that_were_launched(tmp_path: Path) -> None:
-    """Oracle: the steps before the failure, of which the last two were not due to be read, nor
+    """Oracle: the steps before the failure; the last two were not due to be read, nor
     ended on the device."""
 
     def fail() -> None:

@@ -2,9 +2,9 @@
 operators' schemas, and the strings in its libraries.
 
 A name is followed through ``from … import`` and star imports to the ``def`` or ``class`` behind it,
-or into the extension module, where its text must be; a function that forwards all of its arguments,
-to the one that it calls. Not seen: attributes set on a module at run time. Operators' schemas are
-registered by libtorch_npu.so, which holds them as text.
+or into the extension module, which must have its text. A function that forwards all of its
+arguments is followed to the one that it calls. Not seen: attributes set on a module at run time.
+Operators' schemas are registered by libtorch_npu.so, which holds them as text.
 """
 
 import ast

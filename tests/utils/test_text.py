@@ -20,7 +20,7 @@ LAYOUT = (
 def test_lines_on_a_terminal_end_between_words(
     text: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the words, none of which is cut, and the width; the text of a label begins in one
+    """Oracle: the words, none cut, and the width; the text of a label begins in one
     column."""
     monkeypatch.setenv("COLUMNS", str(width))
     master, slave = pty.openpty()
