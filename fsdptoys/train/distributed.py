@@ -99,7 +99,8 @@ def deterministic_kernels(
     filled = options.fill_uninitialized_memory
     # For processes not started by our launcher: cuBLAS reads its variable with the first handle,
     # HCCL with the first group. Without cuBLAS's variable PyTorch refuses deterministic matmuls.
-    for name, value in KINDS[device_type].deterministic_variables.items():
+    kind = KINDS.get(device_type)  # None for the planner's stand-in
+    for name, value in (kind.deterministic_variables if kind else {}).items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
