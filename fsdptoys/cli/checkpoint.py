@@ -37,17 +37,21 @@ from fsdptoys.utils.text import counted, one_line, printable, size_text
 from .commands import check_count, parse, run_part
 
 
-def checkpoint_command(words: Sequence[str]) -> int:
+def checkpoint_command(argv: Sequence[str]) -> int:
     """Run the command; return the exit status: 1 if ``ls`` finds a damaged checkpoint."""
-    return run_part("checkpoint", words, {"ls": _ls, "show": _show})
+    return run_part("checkpoint", argv, {"ls": _ls, "show": _show})
 
 
-def _ls(words: Sequence[str]) -> int:
-    options = parse("checkpoint ls", words)
+def _ls(argv: Sequence[str]) -> int:
+    options = parse("checkpoint ls", argv)
     check_count(
-        "checkpoint ls", options.words, 1, "one run or folder of checkpoints", "PATH"
+        "checkpoint ls",
+        options.arguments,
+        1,
+        "one run or folder of checkpoints",
+        "PATH",
     )
-    (where,) = options.words
+    (where,) = options.arguments
     storage, names, is_one = _open(where)
     descriptions = [describe(storage, name, FACTS) for name in names]
     complete = [
@@ -100,12 +104,12 @@ def _ls(words: Sequence[str]) -> int:
     )
 
 
-def _show(words: Sequence[str]) -> int:
-    options = parse("checkpoint show", words)
-    if len(options.words) not in (1, 2):
+def _show(argv: Sequence[str]) -> int:
+    options = parse("checkpoint show", argv)
+    if len(options.arguments) not in (1, 2):
         needed = "one run or checkpoint, and at most one PATTERN"
-        check_count("checkpoint show", options.words, 1, needed, "PATH [PATTERN]")
-    where, pattern = (*options.words, None)[:2]
+        check_count("checkpoint show", options.arguments, 1, needed, "PATH [PATTERN]")
+    where, pattern = (*options.arguments, None)[:2]
     storage, names, _ = _open(where)
     checkpoint = _newest_complete(storage, names)
     assert checkpoint.manifest is not None
@@ -137,8 +141,8 @@ def _show(words: Sequence[str]) -> int:
         return 0
     if pattern is None:
         tensors = {
-            name: each
-            for name, each in tensors.items()
+            name: tensor
+            for name, tensor in tensors.items()
             if not name.startswith("optim.")
         }
     rows = [("tensor", "dtype", "shape", "shards", "size")]
@@ -197,22 +201,14 @@ def _newest_complete(storage: Storage, names: Sequence[str]) -> Description:
 
 
 def _verify(
-    storage: Storage, checkpoints: Sequence[Description], typed: bool = False
+    storage: Storage, checkpoints: Sequence[Description], always: bool = False
 ) -> int:
-    """Verify complete checkpoints, if that is cheap or ``typed``; return their bytes."""
+    """Verify complete checkpoints, if that is cheap, or ``always``; return their bytes."""
     total = sum(checkpoint.bytes for checkpoint in checkpoints)
-    done = 0
-    if not (typed or is_cheap(storage, total)):
-        return total
-    with Display("verifying") as display:
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            display.show_bytes(done, total)
-
+    if always or is_cheap(storage, total):
+        display = Display("verifying", total)
         for checkpoint in checkpoints:
-            verify(storage, checkpoint, advance)
+            verify(storage, checkpoint, display.advance)
     return total
 
 

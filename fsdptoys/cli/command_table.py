@@ -1,4 +1,4 @@
-"""The commands, their options and their help texts.
+"""The commands, their options and their help texts; those of weights and data have own tables.
 
 Nothing here imports torch, so that help is fast.
 """
@@ -8,76 +8,18 @@ import functools
 import re
 from typing import Any
 
+from .data_table import add_data_commands
 from .help import plan_settings, sweep_lines, train_keys
-from .parser import Parser, integer, number
+from .parser import Parser, number
+from .weights_table import add_checkpoint_commands, add_weights_commands
 
 
-def _job(option: str, typed: str) -> str:
-    if typed != "job":
+def _job(option: str, text: str) -> str:
+    if text != "job":
         raise argparse.ArgumentTypeError(
-            f"{option}={typed} must be job; write {option} job"
+            f"{option}={text} must be job; write {option} job"
         )
-    return typed
-
-
-SOURCE = """
-RUN_OR_DIR is the directory of a run with final weights (checkpoint.final_weights=true) or
-checkpoints, a checkpoint's folder or URL, or a folder in Hugging Face format: config.json and
-safetensors files. The model must fit one device.
-"""
-
-
-def _add_model_options(parser: Parser) -> None:
-    """Add the options of commands that use a trained model."""
-    parser.value(
-        "--context N",
-        "maximum context in tokens, at most model.max_seq_len; default: train.seq_len of the "
-        "run, or the folder's own",
-        "1024",
-        type=integer(1),
-    )
-    parser.value(
-        "--tokenizer T",
-        "bytes, ids (the text is numbers separated by spaces), or a tokenizer.json or its "
-        "folder; default: that of the folder or of the run's data",
-        "bytes",
-    )
-    parser.value(
-        "--adapter DIR",
-        "folder in PEFT's format, whose low-rank adapters are added to the weights",
-        "runs/NAME/adapter",
-    )
-    parser.value(
-        "--device D", "cuda, npu or cpu; default: an accelerator if there is one", "cpu"
-    )
-    parser.value(
-        "--dtype D",
-        "dtype of the weights: float32 (default), bfloat16 or float16",
-        "bfloat16",
-        default="float32",
-    )
-
-
-def _add_chat_words(parser: Parser) -> None:
-    """Add how text or conversations are read, for ``data prepare`` and ``data show``."""
-    parser.value("--tokenizer T", "bytes, or a tokenizer.json or its folder", "bytes")
-    parser.value(
-        "--document-end TOKEN",
-        "token that ends each document; default: the tokenizer's; 0 for bytes",
-    )
-    parser.value(
-        "--field NAME",
-        "field of records and tables with the text; default: text, or messages with --chat",
-        "body",
-    )
-    parser.flag(
-        "--chat", "records are conversations, as for data=chat: only answers are labels"
-    )
-    parser.value(
-        "--template T",
-        "with --chat: chatml, or a Jinja file; default: the tokenizer's own",
-        "chatml",
-    )
+    return text
 
 
 @functools.cache
@@ -244,193 +186,9 @@ counted on models without memory.
     )
     models.flag("--json", "exact numbers, as a list of objects")
 
-    add(
-        "convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16] [tokenizer=DIR] [adapter=DIR]",
-        "write a run's weights in Hugging Face format",
-        """\
-Write the final weights of a run (checkpoint.final_weights=true) or those of a checkpoint in Hugging
-Face format. RUN is the run's directory, its folder weights, or a checkpoint's folder or URL;
-OUT_DIR must not exist. The files of a tokenizer, its chat template included, are copied from the
-folder DIR. With adapter=DIR, a folder in PEFT's format, its low-rank adapters are added to the
-weights, and RUN may be a folder in Hugging Face format.
-""",
-    )
-    add(
-        "convert from-hf DIR",
-        "check such a folder, and print the command that trains from it",
-        "Check every value of a folder in Hugging Face format, and print the command that "
-        "trains from it.\n",
-    )
-
-    generate = add(
-        "generate RUN_OR_DIR --prompt TEXT [--prompt TEXT ...] [options]",
-        "continue a prompt with a run's weights, or those of a folder in Hugging Face format",
-        f"""\
-Print each prompt and the model's continuation, and the speed to stderr. Text ends with the folder's
-eos_token_id, if it has one.
-{SOURCE}""",
-    )
-    generate.value(
-        "--prompt TEXT",
-        "text to continue; may be repeated",
-        "TEXT, or --prompt=--x for one with dashes",
-        action="append",
-        default=[],
-    )
-    generate.any_text.add("--prompt")
-    generate.flag(
-        "--chat",
-        "each prompt is a user's message, to which the chat template has the model answer",
-    )
-    generate.value(
-        "--system TEXT",
-        "with --chat: the system's message before each prompt",
-        "'Answer briefly.'",
-    )
-    generate.any_text.add("--system")
-    generate.value(
-        "--tokens N",
-        "tokens to add; default: 200",
-        "200",
-        type=integer(200),
-        default=200,
-    )
-    generate.value(
-        "--temperature X",
-        "divides the logits; default: 1; 0 takes the most likely token",
-        "0.8",
-        default=1.0,
-        type=number("number of at least 0", "1", lambda value: value >= 0),
-    )
-    generate.value(
-        "--top-k N", "sample from the N most likely tokens", "50", type=integer(1)
-    )
-    generate.value(
-        "--top-p X",
-        "sample from the fewest most likely tokens with this total probability",
-        "0.9",
-        type=number("number above 0 and at most 1", "1", lambda value: 0 < value <= 1),
-    )
-    generate.value(
-        "--seed N", "seed of each prompt's samples; default: 0", "1", type=integer(0, 0)
-    )
-    _add_model_options(generate)
-    generate.flag("--json", "prompts, texts and added ids, as a list of objects")
-
-    evaluate = add(
-        "evaluate RUN [options]\nevaluate RUN_OR_DIR --text FILE [options]",
-        "loss and perplexity of such a model on a text, or on its run's held-out data",
-        f"""\
-Print the model's loss in nats per token, perplexity and bits per byte on its run's held-out data,
-or on a text, in independent windows of --context tokens.
-{SOURCE}""",
-    )
-    evaluate.value(
-        "--text FILE",
-        "text, of which all tokens but the first are predicted; default: held-out data",
-    )
-    evaluate.value(
-        "--windows N",
-        "use the first N held-out windows; default: all",
-        "100",
-        type=integer(1),
-    )
-    evaluate.value(
-        "--batch N", "windows per batch; default: 1", "8", type=integer(1), default=1
-    )
-    _add_model_options(evaluate)
-    evaluate.flag("--json", "exact numbers, as an object")
-
-    prepare = add(
-        "data prepare FILE ... --out DIR --tokenizer T [options]",
-        "tokenize text or conversations into a folder to train on",
-        """\
-Tokenize text in several processes into memory-mapped shards with an index and checksums;
-data=prepared data.folder=DIR trains on them. DIR exists only when complete; after an interruption
-the same command resumes. The result depends neither on that nor on --processes.
-
-FILE is a path, a glob, or stdlib (the source of Python's standard library). Its extension gives the
-format: .jsonl, .ndjson and .json have one object per line, .parquet and .arrow are tables, anything
-else is one document of UTF-8 text; .gz and .zst are decompressed. A folder saved by datasets can be
-read too. Tables, such folders and .zst need pip install -e '.[data]'.
-""",
-    )
-    prepare.value("--out DIR", "folder to make; must not exist")
-    _add_chat_words(prepare)
-    prepare.flag(
-        "--skip-bad-rows",
-        "with --chat: leave out rows that are no conversation, instead of stopping",
-    )
-    prepare.value(
-        "--eval-fraction X",
-        "share of the documents to hold out, by a hash of their text; default: 0",
-        "0.01",
-        default=0.0,
-        type=number(
-            "number of at least 0 and below 1", "0.01", lambda value: 0 <= value < 1
-        ),
-    )
-    prepare.value(
-        "--processes N",
-        "tokenizing processes; default: one per core",
-        "2",
-        type=integer(1),
-    )
-    prepare.value(
-        "--shard-tokens N",
-        f"a shard ends with the document that reaches this number; default: {2**27}",
-        str(2**27),
-        type=integer(2**27),
-    )
-    add(
-        "data check DIR ...",
-        "verify the checksums of such folders; status 1 if one is damaged",
-    )
-    show = add(
-        "data show DIR ... [--json] | ROWS ... --chat --tokenizer T [--row N]",
-        "print the index of folders, or a conversation with what is learned of it",
-        """\
-Without --chat, print documents, tokens, splits, tokenizer and sources of prepared folders. With
---chat, read conversations as data=chat does, and print one as the template writes it: the learned
-tokens in color, or in brackets where there is none, their number, and what the template leaves out.
-""",
-    )
-    show.flag("--json", "exact numbers, as a list of objects")
-    _add_chat_words(show)
-    show.value(
-        "--row N",
-        "with --chat: the conversation to print, from 1; default: 1",
-        "1",
-        type=integer(1),
-    )
-
-    ls = add(
-        "checkpoint ls PATH [--verify] [--json]",
-        "list the checkpoints of a run, and the one that checkpoint.resume=auto selects",
-        """\
-List checkpoints: step, state, time, layout, tensors, size, and whether the checksums hold. PATH is
-a run directory, a folder or URL of checkpoints, or one of them. An incomplete one has no manifest:
-it is being written, or was left by a kill. Checksums are compared if local checkpoints have at most
-1 GiB together, or with --verify.
-
-Exit status: 0, 1 if one is damaged, 2 after a mistake.
-""",
-    )
-    ls.flag("--verify", "read all files and compare their checksums")
-    ls.flag("--json", "exact numbers, as an object")
-    contents = add(
-        "checkpoint show PATH [PATTERN] [--json]",
-        "show the contents of a checkpoint: layout, tensors, optimizer states, position in the "
-        "data",
-        """\
-Show a checkpoint, or the newest complete one of a run or folder, and its parameters. PATTERN
-selects other tensors by name: model.NAME is a parameter, optim.NAME.STATE a state of it; * stands
-for any text, as in 'optim.*.exp_avg'.
-""",
-    )
-    contents.flag(
-        "--json", "exact numbers, and all facts besides tensors, as an object"
-    )
+    add_weights_commands(add)
+    add_data_commands(add)
+    add_checkpoint_commands(add)
 
     usages = [
         re.sub(r"fsdptoys train -m \.\.\.", "", parser.usage or "").strip()

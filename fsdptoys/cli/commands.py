@@ -1,4 +1,4 @@
-"""Parse the words of a command, run the part that they name, and print help pages."""
+"""Parse the arguments of a command, run the part that they name, and print help pages."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -9,39 +9,39 @@ from fsdptoys.utils.text import suggestion
 from .command_table import make_parsers
 
 
-def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
-    """Parse the words after a command; see ``Parser.parse``."""
-    return make_parsers()[1][command].parse(words)
+def parse(command: str, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments after a command; see ``Parser.parse``."""
+    return make_parsers()[1][command].parse(argv)
 
 
 def check_count(
-    command: str, words: Sequence[str], count: int, needed: str, form: str
+    command: str, arguments: Sequence[str], count: int, needed: str, form: str
 ) -> None:
-    """Check the number of a command's words without dashes; ``needed`` and ``form`` describe them
-    in the message."""
-    if len(words) != count:
+    """Check the number of arguments without dashes; ``needed`` and ``form`` describe them in the
+    message."""
+    if len(arguments) != count:
         raise ConfigError(
-            f"fsdptoys {command} needs {needed}, not {' '.join(words) or 'nothing'}; write "
+            f"fsdptoys {command} needs {needed}, not {' '.join(arguments) or 'nothing'}; write "
             f"fsdptoys {command} {form}"
         )
 
 
 def run_part(
     command: str,
-    words: Sequence[str],
+    argv: Sequence[str],
     parts: Mapping[str, Callable[[Sequence[str]], int]],
 ) -> int:
-    """Run the part of a command that its first word names, with the rest; return the exit
+    """Run the part of a command that its first argument names, with the rest; return the exit
     status."""
-    if words[0] not in parts:
+    if argv[0] not in parts:
         fix = suggestion(
-            words[0],
+            argv[0],
             list(parts),
             f"see fsdptoys {command} --help",
             f"fsdptoys {command} ",
         )
-        raise ConfigError(f"fsdptoys {command} {words[0]} is not a command; {fix}")
-    return parts[words[0]](words[1:])
+        raise ConfigError(f"fsdptoys {command} {argv[0]} is not a command; {fix}")
+    return parts[argv[0]](argv[1:])
 
 
 def command_names() -> list[str]:

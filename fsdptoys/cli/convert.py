@@ -34,27 +34,27 @@ from fsdptoys.utils.text import printable, value_text
 from .commands import check_count, parse, run_part
 
 
-def convert_command(words: Sequence[str]) -> int:
-    """Run the command with the words after ``convert``, at least one; return the exit status 0."""
-    return run_part("convert", words, {"to-hf": _to_hf, "from-hf": _from_hf})
+def convert_command(argv: Sequence[str]) -> int:
+    """Run the command; return the exit status 0."""
+    return run_part("convert", argv, {"to-hf": _to_hf, "from-hf": _from_hf})
 
 
-def _to_hf(words: Sequence[str]) -> int:
-    words = parse("convert to-hf", words).words
-    options = [word for word in words if re.match(r"\w+=", word)]
-    paths = [word for word in words if word not in options]
+def _to_hf(argv: Sequence[str]) -> int:
+    arguments = parse("convert to-hf", argv).arguments
+    options = [argument for argument in arguments if re.match(r"\w+=", argument)]
+    paths = [argument for argument in arguments if argument not in options]
     check_count("convert to-hf", paths, 2, "a run and a new folder", "RUN OUT_DIR")
     settings = {"dtype": "float32", "tokenizer": "", "adapter": ""}
-    for word in options:
-        key, _, value = word.partition("=")
+    for option in options:
+        key, _, value = option.partition("=")
         if key not in settings:
             raise ConfigError(
-                f"{word} is not a setting of fsdptoys convert to-hf; leave it out, or set dtype, "
+                f"{option} is not a setting of fsdptoys convert to-hf; leave it out, or set dtype, "
                 "tokenizer or adapter"
             )
         if key == "dtype" and value not in DTYPES:
             raise ConfigError(
-                f"{word} must be one of {', '.join(DTYPES)}; set dtype=float32"
+                f"{option} must be one of {', '.join(DTYPES)}; set dtype=float32"
             )
         same = [other for other in options if other.startswith(f"{key}=")]
         if len(same) > 1:
@@ -78,15 +78,15 @@ def _to_hf(words: Sequence[str]) -> int:
     # the model that was trained on
     for origin in filter(None, (weights.config.init_from, paths[0])):
         ids = ids or read_token_ids(Path(origin).expanduser())
-    written = write_hugging_face(
+    summary = write_hugging_face(
         out_dir, weights.config, weights.read, dtype, tokenizer=tokenizer, token_ids=ids
     )
     files = (
-        f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
+        f"{len(summary.files)} files" if len(summary.files) > 1 else summary.files[0]
     )
     print(
-        f"wrote {out_dir}: {files} with {written.parameters:,} parameters in {dtype_name(dtype)}, "
-        f"{written.tensor_bytes:,} bytes\n"
+        f"wrote {out_dir}: {files} with {summary.parameters:,} parameters in {dtype_name(dtype)}, "
+        f"{summary.tensor_bytes:,} bytes\n"
         f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(out_dir)!r}); "
         + (
             f"its tokenizer is that of {settings['tokenizer']}"
@@ -97,8 +97,8 @@ def _to_hf(words: Sequence[str]) -> int:
     return 0
 
 
-def _from_hf(words: Sequence[str]) -> int:
-    paths = parse("convert from-hf", words).words
+def _from_hf(argv: Sequence[str]) -> int:
+    paths = parse("convert from-hf", argv).arguments
     check_count("convert from-hf", paths, 1, "one folder", "DIR")
     (path,) = paths
     folder = HuggingFaceFolder(path)
@@ -106,7 +106,7 @@ def _from_hf(words: Sequence[str]) -> int:
     with torch.device("meta"):
         model = config.build()
     folder.check(model)
-    command = shlex.join(training_words(config, path))
+    command = shlex.join(training_command(config, path))
     verified = verify_checksums(folder.path)
     folder.check_values()
     checksums = (
@@ -127,8 +127,8 @@ def _from_hf(words: Sequence[str]) -> int:
     return 0
 
 
-def training_words(config: ModelConfig, path: str) -> list[str]:
-    """Return the words that train from a folder, based on the preset with the fewest differing
+def training_command(config: ModelConfig, path: str) -> list[str]:
+    """Return the command that trains from a folder, based on the preset with the fewest differing
     keys.
 
     Args:

@@ -49,16 +49,14 @@ from fsdptoys.utils.text import counted, print_status, printable
 from .commands import parse, run_part
 
 
-def data_command(words: Sequence[str]) -> int:
+def data_command(argv: Sequence[str]) -> int:
     """Run the command; return the exit status: 1 if a folder is damaged."""
-    return run_part(
-        "data", words, {"prepare": _prepare, "check": _check, "show": _show}
-    )
+    return run_part("data", argv, {"prepare": _prepare, "check": _check, "show": _show})
 
 
-def _prepare(words: Sequence[str]) -> int:
-    options = parse("data prepare", words)
-    if not options.words:
+def _prepare(argv: Sequence[str]) -> int:
+    options = parse("data prepare", argv)
+    if not options.arguments:
         raise ConfigError(
             "fsdptoys data prepare has nothing to read; write fsdptoys data prepare FILE ... "
             "--out DIR"
@@ -95,7 +93,7 @@ def _prepare(words: Sequence[str]) -> int:
         )
     request = Request(
         key="FILE",
-        sources=find_sources("FILE", options.words),
+        sources=find_sources("FILE", options.arguments),
         encoder=encoder,
         folder=out,
         field=options.field or ("messages" if options.chat else "text"),
@@ -105,14 +103,13 @@ def _prepare(words: Sequence[str]) -> int:
         skip_bad_rows=options.skip_bad_rows,
         skip_fix="add --skip-bad-rows",
     )
-    with Display("preparing") as display:
-        index = prepare_folder(request, display.show, report=print_status)
+    index = prepare_folder(request, Display("preparing").show, report=print_status)
     print(_describe(str(out), index))
     if chat is not None:
         print()
         for row in _conversations(request):
             with suppress(ConfigError):  # the first that is not left out
-                _print_row(chat.shown(row))
+                _print_row(chat.show_row(row))
                 break
     return 0
 
@@ -152,38 +149,29 @@ def _print_row(row: ShownRow) -> None:
         console.print(f"the row {losing(row.lost)}")
 
 
-def _check(words: Sequence[str]) -> int:
-    folders = _folders("check", parse("data check", words).words)
+def _check(argv: Sequence[str]) -> int:
+    folders = _folders("check", parse("data check", argv).arguments)
     total = sum(
         size for folder in folders for _, size in files_of(read_index(folder, folder))
     )
     damaged = False
-    done = 0.0
-    with Display("checking") as display:
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            display.show_bytes(done, total)
-
-        for folder in folders:
-            index, damages = check_folder(folder, advance)
-            damaged |= bool(damages)
-            for sentence in damages:
-                print(f"{folder}: {sentence}", file=sys.stderr)
-            if not damages:
-                tokenizer = (
-                    f" and {TOKENIZER_FILE}" if index.tokenizer_file_sha256 else ""
-                )
-                print(
-                    f"{folder}: {counted(len(index.shards), 'shard')}{tokenizer}, every byte as it "
-                    "was written"
-                )
+    display = Display("checking", total)
+    for folder in folders:
+        index, damages = check_folder(folder, display.advance)
+        damaged |= bool(damages)
+        for sentence in damages:
+            print(f"{folder}: {sentence}", file=sys.stderr)
+        if not damages:
+            tokenizer = f" and {TOKENIZER_FILE}" if index.tokenizer_file_sha256 else ""
+            print(
+                f"{folder}: {counted(len(index.shards), 'shard')}{tokenizer}, every byte as it "
+                "was written"
+            )
     return int(damaged)
 
 
-def _show(words: Sequence[str]) -> int:
-    options = parse("data show", words)
+def _show(argv: Sequence[str]) -> int:
+    options = parse("data show", argv)
     if options.chat:
         return _show_row(options)
     chat_options = [
@@ -197,7 +185,8 @@ def _show(words: Sequence[str]) -> int:
             "it out"
         )
     indexes = {
-        folder: read_index(folder, folder) for folder in _folders("show", options.words)
+        folder: read_index(folder, folder)
+        for folder in _folders("show", options.arguments)
     }
     if options.json:
         trees = []
@@ -231,7 +220,7 @@ def _show_row(options: Any) -> int:
     number = options.row or 1
     request = Request(
         "ROWS",
-        find_sources("ROWS", options.words),
+        find_sources("ROWS", options.arguments),
         encoder,
         Path(),
         options.field or "messages",
@@ -241,16 +230,16 @@ def _show_row(options: Any) -> int:
         raise ConfigError(
             f"--row {number} is not among the conversations; write --row 1"
         )
-    _print_row(encoder.shown(row))
+    _print_row(encoder.show_row(row))
     return 0
 
 
-def _folders(command: str, words: list[str]) -> list[str]:
-    if not words:
+def _folders(command: str, folders: list[str]) -> list[str]:
+    if not folders:
         raise ConfigError(
             f"fsdptoys data {command} needs a folder; write fsdptoys data {command} DIR"
         )
-    return words
+    return folders
 
 
 def _describe(folder: str, index: Index) -> str:

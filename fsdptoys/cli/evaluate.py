@@ -60,10 +60,10 @@ class Evaluation:
     """Total loss in bits per byte of the predicted text; None if the number of bytes is unknown."""
 
 
-def evaluate_command(words: Sequence[str]) -> int:
+def evaluate_command(argv: Sequence[str]) -> int:
     """Run the command; return the exit status: 1 if the loss is not finite."""
-    options = parse("evaluate", words)
-    sources = options.words
+    options = parse("evaluate", argv)
+    sources = options.arguments
     check_count("evaluate", sources, 1, "one run or folder", "runs/NAME --text FILE")
     if options.text is None and options.tokenizer is not None:
         raise ConfigError(

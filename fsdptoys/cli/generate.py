@@ -21,10 +21,10 @@ from fsdptoys.utils.text import print_status
 from .commands import check_count, parse
 
 
-def generate_command(words: Sequence[str]) -> int:
+def generate_command(argv: Sequence[str]) -> int:
     """Run the command; return the exit status: 1 if the model's logits were not finite."""
-    options = parse("generate", words)
-    sources = options.words
+    options = parse("generate", argv)
+    sources = options.arguments
     prompts = options.prompt
     check_count("generate", sources, 1, "one run or folder", "runs/NAME --prompt TEXT")
     if not prompts:
@@ -90,19 +90,19 @@ def generate_command(words: Sequence[str]) -> int:
     started = time.perf_counter()
     for prompt, ids in zip(prompts, encoded, strict=True):
         tokens_T = torch.tensor(ids, device=device.torch_device)
-        written = generate(model, tokens_T, options.tokens, context, draw, ends)[
+        new_ids = generate(model, tokens_T, options.tokens, context, draw, ends)[
             len(ids) :
         ].tolist()
-        count += len(written)
-        broken |= len(written) < options.tokens and not (
-            written and written[-1] in ends
+        count += len(new_ids)
+        broken |= len(new_ids) < options.tokens and not (
+            new_ids and new_ids[-1] in ends
         )
         if options.chat:
-            text = tokenizer.decode([token for token in written if token not in ends])
+            text = tokenizer.decode([token for token in new_ids if token not in ends])
             text = text.partition(closing)[0] if closing else text
         else:
-            text = tokenizer.decode(ids + written)
-        results.append({"prompt": prompt, "text": text, "ids": written})
+            text = tokenizer.decode(ids + new_ids)
+        results.append({"prompt": prompt, "text": text, "ids": new_ids})
         if not options.json:
             print(
                 ("\n" if len(results) > 1 else "") + str(results[-1]["text"]),

@@ -41,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0, 1 after a failure, 2 after a mistake, 128 + number after a signal.
     """
     install_streams()
-    words = list(sys.argv[1:] if argv is None else argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
     worker = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if worker:
         # Die of Ctrl-C at once, even inside a collective; the launcher waits for it and prints the
         # message.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        status = _run(words)
+        status = _run(argv)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -124,26 +124,26 @@ def _explain_missing_command(word: str, later: list[str]) -> str:
     return f"{word} is not a command; {fix.clause('write', 'fsdptoys train ')}"
 
 
-def _run(words: list[str]) -> int:
-    if words[:1] == ["--version"]:
+def _run(argv: list[str]) -> int:
+    if argv[:1] == ["--version"]:
         print(f"fsdptoys {__version__}")
         return 0
     from .commands import command_names, help_page
 
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not argv or argv[0] in ("-h", "--help", "help"):
         print(help_page(), end="")
         return 0
-    command = words[0]
-    words = words[1:]
+    command = argv[0]
+    argv = argv[1:]
     if command not in command_names():
-        raise ConfigError(_explain_missing_command(command, words))
+        raise ConfigError(_explain_missing_command(command, argv))
     if command == "sweep" or (
-        command == "train" and any(word in MULTIRUN for word in words)
+        command == "train" and any(word in MULTIRUN for word in argv)
     ):
         command = "sweep"
-        words = [word for word in words if word not in MULTIRUN]
-    if any(word in ("-h", "--help") for word in words) or not (
-        words or command in ("train", "plan", "models")
+        argv = [word for word in argv if word not in MULTIRUN]
+    if any(word in ("-h", "--help") for word in argv) or not (
+        argv or command in ("train", "plan", "models")
     ):
         print(help_page(command), end="")
         return 0
@@ -151,7 +151,7 @@ def _run(words: list[str]) -> int:
     if command == "sweep":
         let_stdout_end()
     module = _import(f"{__package__}.{'report' if command == 'compare' else command}")
-    status: int = getattr(module, f"{command}_command")(words)
+    status: int = getattr(module, f"{command}_command")(argv)
     return status
 
 

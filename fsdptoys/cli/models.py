@@ -51,11 +51,11 @@ class ModelFacts:
     """FLOPs of forward and backward, in sequences of ``max_seq_len``."""
 
 
-def models_command(words: Sequence[str]) -> int:
+def models_command(argv: Sequence[str]) -> int:
     """Run ``fsdptoys models``; return the exit status."""
-    options = parse("models", words)
+    options = parse("models", argv)
     presets = list_choices()["model"]
-    names = list(dict.fromkeys(options.words))
+    names = list(dict.fromkeys(options.arguments))
     for name in names:
         if name not in presets:
             fix = suggestion(

@@ -1,4 +1,4 @@
-"""An ``argparse`` parser whose mistakes are sentences with the closest valid option.
+"""An ``argparse`` parser: its mistakes are sentences with the closest valid option.
 
 Commands take dashed options; the settings of a run are ``key=value`` words without dashes, which
 stay in order.
@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         page: returns the end of the help page, if it is read from files.
-        strict: refuse unknown options; otherwise they stay in ``words``.
+        strict: refuse unknown options; otherwise they stay in ``arguments``.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class Parser(argparse.ArgumentParser):
                 option, action="store_const", dest="form", const=option, help=text
             )
 
-    def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse the words after the command; ``words`` of the result belong to no option.
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse what follows the command; ``arguments`` of the result belong to no option.
 
         Raises:
             ConfigError: for the first mistake.
         """
-        options, rest = self.parse_known_args(self._join_values(words))
-        options.words = rest
+        options, rest = self.parse_known_args(self._join_values(argv))
+        options.arguments = rest
         for word in rest if self.strict else ():
             name, equals, value = word.partition("=")
             if word.startswith("-"):
@@ -87,11 +87,11 @@ class Parser(argparse.ArgumentParser):
                 raise ConfigError(f"{word} lacks its dashes; write --{name} {value}")
         return options
 
-    def _join_values(self, words: Sequence[str]) -> list[str]:
+    def _join_values(self, argv: Sequence[str]) -> list[str]:
         """Write each value as ``--option=value``; alone, argparse would take a value like -x for an
         option."""
         joined = []
-        queue = list(words)
+        queue = list(argv)
         while queue:
             word = queue.pop(0)
             option, equals, value = word.partition("=")
@@ -132,17 +132,21 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
 
+AddCommand = Callable[..., Parser]
+"""Adds a command: its usages, a summary, a description and settings of ``Parser``."""
+
+
 def integer(fix: int, least: int = 1) -> Callable[[str, str], int]:
     """Return a reader of integers of at least ``least``; messages suggest ``fix``."""
 
-    def read(option: str, typed: str) -> int:
-        if not re.fullmatch(r"-?\d{1,18}", typed) or int(typed) < least:
+    def read(option: str, text: str) -> int:
+        if not re.fullmatch(r"-?\d{1,18}", text) or int(text) < least:
             fault = (
-                f"{option} {typed} must be a whole number of at least {least}; "
+                f"{option} {text} must be a whole number of at least {least}; "
                 f"write {option} {fix}"
             )
             raise argparse.ArgumentTypeError(fault)
-        return int(typed)
+        return int(text)
 
     return read
 
@@ -152,14 +156,14 @@ def number(
 ) -> Callable[[str, str], float]:
     """Return a reader of finite numbers; ``bounds`` describes the allowed ones."""
 
-    def read(option: str, typed: str) -> float:
+    def read(option: str, text: str) -> float:
         try:
-            value = float(typed)
+            value = float(text)
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and allowed(value)):
             raise argparse.ArgumentTypeError(
-                f"{option} {typed} must be a {bounds}; write {option} {fix}"
+                f"{option} {text} must be a {bounds}; write {option} {fix}"
             )
         return value
 

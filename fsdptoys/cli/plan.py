@@ -61,46 +61,47 @@ class HypotheticalRun:
     world_size: int
     memory_bytes: int
     """Usable memory of a device."""
-    words: list[str]
+    overrides: list[str]
     """The overrides, including the chosen experiment."""
 
 
-def compose_hypothetical(words: Sequence[str], *, searches: bool) -> HypotheticalRun:
+def compose_hypothetical(
+    overrides: Sequence[str], *, searches: bool
+) -> HypotheticalRun:
     """Compose a run for the hardware named by its words; a search chooses the strategy itself."""
-    words = list(words)
-    named = names_training(words)
+    overrides = list(overrides)
+    is_named = names_training(overrides)
     config = compose_config(
         [
             word
-            for word in words
-            if named or re.match(r"plan\.|launch\.|parallel=", word)
+            for word in overrides
+            if is_named or re.match(r"plan\.|launch\.|parallel=", word)
         ]
     )
     hardware = hardware_of(config)
     world_size = world_size_of(config, hardware)
     _check_launch(config, hardware, world_size)
-    if not named:
-        words.append(
+    if not is_named:
+        overrides.append(
             f"experiment={choose_experiment(hardware.device_type, world_size)}"
         )
-        config = compose_config(words)
+        config = compose_config(overrides)
     if world_size == 1 and hardware.device_type != "cpu" and not searches:
-        single = choose_single(
-            words, hardware.device_type
-        )  # as ``fsdptoys train`` does
-        words, config = (
-            ([*words, SINGLE], single.config) if single is not None else (words, config)
-        )
+        # As ``fsdptoys train`` does
+        single = choose_single(overrides, hardware.device_type)
+        if single is not None:
+            overrides.append(SINGLE)
+            config = single.config
     limit = config.plan.memory_gib
     memory_bytes = round(limit * GIB if limit is not None else hardware.usable_bytes)
     if searches:  # a search chooses the switches by itself
-        words = [word for word in words if word != AUTO_MEMORY]
-    elif AUTO_MEMORY in words and hardware.device_type != "cpu":
-        words += fastest_switches(
-            words, config, with_margin(hardware, memory_bytes), world_size
+        overrides = [word for word in overrides if word != AUTO_MEMORY]
+    elif AUTO_MEMORY in overrides and hardware.device_type != "cpu":
+        overrides += fastest_switches(
+            overrides, config, with_margin(hardware, memory_bytes), world_size
         )
-        config = compose_config(words)
-    return HypotheticalRun(config, hardware, world_size, memory_bytes, words)
+        config = compose_config(overrides)
+    return HypotheticalRun(config, hardware, world_size, memory_bytes, overrides)
 
 
 def _check_launch(config: Config, hardware: Hardware, world_size: int) -> None:
@@ -124,24 +125,24 @@ def _check_launch(config: Config, hardware: Hardware, world_size: int) -> None:
         )
 
 
-def plan_command(words: Sequence[str]) -> int:
+def plan_command(argv: Sequence[str]) -> int:
     """Run ``fsdptoys plan``; return the exit status."""
     # SIGTERM raises, so that the tracing subprocess is ended too.
     with handle_signals({signal.SIGTERM: lambda *_: sys.exit(128 + signal.SIGTERM)}):
-        return _run(words)
+        return _run(argv)
 
 
-def _run(words: Sequence[str]) -> int:
-    if words and "=" not in words[0] and not words[0].startswith("-"):
-        return run_part("plan", words, {"search": _search, "calibrate": _calibrate})
-    options = parse("plan", words)
-    words = options.words
-    _refuse(words, "plan.predict", "plan.rows")
-    if any(word.partition("=")[0] == "--png" for word in words):
+def _run(argv: Sequence[str]) -> int:
+    if argv and "=" not in argv[0] and not argv[0].startswith("-"):
+        return run_part("plan", argv, {"search": _search, "calibrate": _calibrate})
+    options = parse("plan", argv)
+    overrides = options.arguments
+    _refuse(overrides, "plan.predict", "plan.rows")
+    if any(word.partition("=")[0] == "--png" for word in overrides):
         raise ConfigError(
             "--png draws the result of a search; write fsdptoys plan search --png FILE"
         )
-    run = compose_hypothetical(words, searches=False)
+    run = compose_hypothetical(overrides, searches=False)
     config = copy.deepcopy(run.config)
     hardware = run.hardware
     world_size = run.world_size
@@ -175,20 +176,20 @@ def _run(words: Sequence[str]) -> int:
     return 0
 
 
-def _calibrate(words: Sequence[str]) -> int:
-    return calibrate_command(words, predict, Console())
+def _calibrate(argv: Sequence[str]) -> int:
+    return calibrate_command(argv, predict, Console())
 
 
-def _search(words: Sequence[str]) -> int:
-    options = parse("plan search", words)
-    _refuse(options.words, "plan.predict")
-    run = compose_hypothetical(options.words, searches=True)
+def _search(argv: Sequence[str]) -> int:
+    options = parse("plan search", argv)
+    _refuse(options.arguments, "plan.predict")
+    run = compose_hypothetical(options.arguments, searches=True)
     picture = Path(options.png) if options.png is not None else None
     if picture is not None:
         check_output(picture, "--png", "plan.png", [".png"])
     result = search(
         run.config,
-        run.words,
+        run.overrides,
         run.hardware,
         run.world_size,
         run.memory_bytes,
@@ -211,10 +212,10 @@ def _search(words: Sequence[str]) -> int:
     return 0
 
 
-def _refuse(words: Sequence[str], *keys: str) -> None:
+def _refuse(overrides: Sequence[str], *keys: str) -> None:
     """Reject settings that this command does not read."""
     readers = {"plan.predict": "fsdptoys train", "plan.rows": "fsdptoys plan search"}
-    for word in words:
+    for word in overrides:
         key = word.partition("=")[0]
         if key in keys:
             raise ConfigError(f"{word} is read by {readers[key]} alone; leave it out")

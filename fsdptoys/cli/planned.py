@@ -122,7 +122,7 @@ def choose_largest(experiment: str, device_type: str, world_size: int) -> list[s
 
 
 def choose_switches(
-    words: Sequence[str],
+    overrides: Sequence[str],
     base: Config,
     device_type: str,
     world_size: int,
@@ -149,11 +149,11 @@ def choose_switches(
         )
         _say(f"memory=auto chooses nothing on {reason} and leaves the switches off")
         return []
-    return fastest_switches(words, base, memory, world_size)
+    return fastest_switches(overrides, base, memory, world_size)
 
 
 def fastest_switches(
-    words: Sequence[str],
+    overrides: Sequence[str],
     base: Config,
     memory: DeviceMemory,
     world_size: int,
@@ -174,16 +174,16 @@ def fastest_switches(
         SENSIBLE, strategies=(base.parallel.name,), **strategy_values
     )
     # Batch and mesh stay as the files have them.
-    overrides = [word for word in words if word != AUTO_MEMORY]
-    overrides += [f"train.batch_size={base.train.batch_size}"]
-    overrides += [
+    fixed_overrides = [word for word in overrides if word != AUTO_MEMORY]
+    fixed_overrides += [f"train.batch_size={base.train.batch_size}"]
+    fixed_overrides += [
         f"mesh.{name}={value_text(value)}" for name, value in vars(base.mesh).items()
     ]
     try:
         check_strategy(base)
         best = search(
             base,
-            overrides,
+            fixed_overrides,
             memory.hardware,
             world_size,
             memory.limit_bytes,
@@ -193,7 +193,7 @@ def fastest_switches(
     except ConfigError as error:
         _say(f"memory=auto leaves the switches off: {error}")
         return []
-    changed = [word for word in best.words if word not in overrides]
+    changed = [word for word in best.words if word not in fixed_overrides]
     seconds = time.perf_counter() - started
     _say(
         f"memory=auto: {' '.join(changed) or 'the switches as they are'}, the fastest of those "

@@ -25,10 +25,10 @@ WIDEST = 10_000
 """Line width when stdout is not a terminal."""
 
 
-def report_command(words: Sequence[str]) -> int:
+def report_command(argv: Sequence[str]) -> int:
     """Run ``fsdptoys report``; return the exit status."""
-    options = parse("report", words)
-    paths = options.words
+    options = parse("report", argv)
+    paths = options.arguments
     form = options.form
     _check_names(paths)
     if not paths:
@@ -64,8 +64,8 @@ def report_command(words: Sequence[str]) -> int:
     if not form:
         from fsdptoys.report.html_page import write_page
 
-        written = write_page(collection, page)
-        pictures = sum(path.suffix == ".png" for path in written)
+        files = write_page(collection, page)
+        pictures = sum(path.suffix == ".png" for path in files)
         beside = (
             f", and {pictures} picture{'s' * (pictures != 1)} next to it"
             if pictures
@@ -88,11 +88,11 @@ def report_command(words: Sequence[str]) -> int:
     return 0
 
 
-def compare_command(words: Sequence[str]) -> int:
+def compare_command(argv: Sequence[str]) -> int:
     """Run ``fsdptoys compare``; return 0 if the runs are the same, 1 if they differ or are
     incomplete."""
-    options = parse("compare", words)
-    paths = options.words
+    options = parse("compare", argv)
+    paths = options.arguments
     _check_names(paths)
     check_count("compare", paths, 2, "two runs", "RUN_A RUN_B")
     first, second = paths

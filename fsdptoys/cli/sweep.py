@@ -25,25 +25,25 @@ from .commands import parse
 SWEEP_OPTIONS = ("--dry-run", "--retry", "--resume", "--out", "--time-limit")
 
 
-def sweep_command(words: Sequence[str], train: Sequence[str] = TRAIN) -> int:
+def sweep_command(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     """Run ``fsdptoys sweep``; return the exit status of ``run_sweep``."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise ConfigError(
             "fsdptoys sweep starts the ranks of each job itself, and here torchrun has started "
-            f"it as one of several; write {shlex.join(['fsdptoys', 'sweep', *words])} "
+            f"it as one of several; write {shlex.join(['fsdptoys', 'sweep', *argv])} "
             f"launch.nproc_per_node={os.environ['WORLD_SIZE']}, without torchrun"
         )
-    return run_sweep(read_words(words), make_tables, train)
+    return run_sweep(read_arguments(argv), make_tables, train)
 
 
-def read_words(words: Sequence[str]) -> SweepArguments:
+def read_arguments(argv: Sequence[str]) -> SweepArguments:
     """Parse the arguments after ``fsdptoys sweep``.
 
     Raises:
         ConfigError: for an unknown option, one without a value, or incompatible options.
     """
-    options = parse("sweep", _join_resume(words))
-    for word in options.words:
+    options = parse("sweep", _join_resume(argv))
+    for word in options.arguments:
         near = near_miss(word.partition("=")[0], SWEEP_OPTIONS)
         if near and word.startswith("--"):
             raise ConfigError(
@@ -60,8 +60,8 @@ def read_words(words: Sequence[str]) -> SweepArguments:
             "--retry repeats failed jobs, which a new sweep does not have; add --resume"
         )
     return dataclasses.replace(
-        split_words(options.words),
-        command=shlex.join(["fsdptoys", "sweep", *words]),
+        split_words(options.arguments),
+        command=shlex.join(["fsdptoys", "sweep", *argv]),
         resume=resume,
         resume_dir=Path(options.resume_dir) if options.resume_dir is not None else None,
         out=Path(options.out) if options.out is not None else None,
@@ -71,11 +71,11 @@ def read_words(words: Sequence[str]) -> SweepArguments:
     )
 
 
-def _join_resume(words: Sequence[str]) -> list[str]:
+def _join_resume(argv: Sequence[str]) -> list[str]:
     """Write ``--resume`` with its folder as ``--resume-dir=DIR``; a sweep's name after ``--resume``
     is no folder."""
     joined = []
-    queue = list(words)
+    queue = list(argv)
     while queue:
         word = queue.pop(0)
         if word == "--resume=":

@@ -84,10 +84,10 @@ def explain_environment(error: Exception) -> str | None:
 
 def explain_autoload(error: BaseException) -> str | None:
     """Return a sentence with backend, reason and fix; None for other errors."""
-    named = re.search(r"Failed to load the backend extension: (\S+?)\.? ", f"{error} ")
-    if not isinstance(error, RuntimeError) or named is None or error.__cause__ is None:
+    match = re.search(r"Failed to load the backend extension: (\S+?)\.? ", f"{error} ")
+    if not isinstance(error, RuntimeError) or match is None or error.__cause__ is None:
         return None
-    backend = named[1]
+    backend = match[1]
     reason = (
         str(error.__cause__).strip().splitlines() or [type(error.__cause__).__name__]
     )[0]

@@ -19,25 +19,26 @@ from .commands import parse
 from .planned import choose_largest, choose_switches
 
 
-def train_command(words: list[str]) -> int:
+def train_command(argv: list[str]) -> int:
     """Run ``fsdptoys train``, or one of its ranks; return the exit status."""
     # -c is Hydra's short form of --cfg; as an argparse option, it would take every word that begins
     # with -c.
-    options = parse("train", [re.sub("^-c(?==|$)", "--cfg", word) for word in words])
+    options = parse("train", [re.sub("^-c(?==|$)", "--cfg", word) for word in argv])
     try:
-        return _train(options.words, options.cfg)
+        return _train(options.arguments, options.cfg)
     except SeveralValuesError as error:
-        words = [
-            error.corrected if word == error.word else word for word in options.words
+        argv = [
+            error.corrected if word == error.word else word
+            for word in options.arguments
         ]
         raise ConfigError(
-            f"{error}, or fsdptoys sweep {shlex.join(words)} to train with each"
+            f"{error}, or fsdptoys sweep {shlex.join(argv)} to train with each"
         ) from error
 
 
-def _train(words: list[str], cfg: str | None) -> int:
+def _train(overrides: list[str], cfg: str | None) -> int:
     if cfg is not None:
-        run = resolve_run(words, os.environ, choose_largest, choose_switches)
+        run = resolve_run(overrides, os.environ, choose_largest, choose_switches)
         _check_places(run.composition.config)
         choices = " ".join(
             f"{group}={name or 'null'}"
@@ -57,8 +58,8 @@ def _train(words: list[str], cfg: str | None) -> int:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from fsdptoys.launch.worker import run_as_worker
 
-        return run_as_worker(lambda: _work(words))
-    run = resolve_run(words, os.environ, choose_largest, choose_switches)
+        return run_as_worker(lambda: _work(overrides))
+    run = resolve_run(overrides, os.environ, choose_largest, choose_switches)
     if run.composition.config.launch.nnodes == 1:
         # With several nodes, rank 0 on another one may have made the folder already.
         _check_places(run.composition.config)
@@ -67,7 +68,7 @@ def _train(words: list[str], cfg: str | None) -> int:
     return launch(run)
 
 
-def _work(words: list[str]) -> None:
+def _work(overrides: list[str]) -> None:
     """Run one rank."""
     import torch
 
@@ -80,7 +81,7 @@ def _work(words: list[str]) -> None:
     request = read_request()
     run = None
     if request is None:
-        run = resolve_run(words, os.environ, choose_largest, choose_switches)
+        run = resolve_run(overrides, os.environ, choose_largest, choose_switches)
         check_master(os.environ)
         request = run.request()
         # Called by every rank; one of them prepares.
@@ -161,6 +162,6 @@ def _prepare_data(config: Config, world_size: int, local_ranks: int) -> None:
     check_shared_memory(config.data.workers, config.step_bytes, local_ranks)
     config.data.prepare(config.train.seq_len, config.model.vocab_size)
     config.check_evaluation()  # again: a split of few documents may be empty
-    counted = config.count_steps(world_size)
-    if counted is not None and os.environ.get("RANK", "0") == "0":
-        print_status(counted, stdout=True)
+    steps_sentence = config.count_steps(world_size)
+    if steps_sentence is not None and os.environ.get("RANK", "0") == "0":
+        print_status(steps_sentence, stdout=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdptoys.checkpoint import CheckpointConfig, model_config_of
-from fsdptoys.data import DATASETS, DataConfig, SyntheticConfig
+from fsdptoys.data import DATASETS, DataConfig
+from fsdptoys.data.synthetic import SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.optim import OPTIMIZERS
 from fsdptoys.parallel import STRATEGIES
@@ -108,7 +109,7 @@ def _build_named(
     where: str,
     fix: str = "leave the run out",
 ) -> T:
-    """Build a section whose ``name`` selects the dataclass."""
+    """Build a section; its ``name`` selects the dataclass."""
     values = tree.get(section)
     name = values.get("name") if isinstance(values, dict) else None
     if not isinstance(values, dict) or not isinstance(name, str) or name not in kinds:

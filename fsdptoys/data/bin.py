@@ -15,7 +15,9 @@ from fsdptoys.utils.bounds import between
 from fsdptoys.utils.options import Effect, option
 
 from .dataset import DataConfig
-from .token_files import FileStream, match_files, require_content, without_repeats
+from .source_files import match_files, require_content, without_repeats
+from .token_files import BinaryFile
+from .token_stream import TokenStream
 from .token_windows import FileDataset, WindowSamples, split_windows, window_dataset
 
 
@@ -98,11 +100,11 @@ class BinConfig(DataConfig):
             eval_stream = self._open_stream(
                 "data.eval_files", self.eval_files, vocab_size
             )
-            seen = {os.path.realpath(file.path) for file in stream.files}
+            train_paths = {os.path.realpath(file.source.path) for file in stream.files}
             for file in eval_stream.files:
-                if os.path.realpath(file.path) in seen:
+                if os.path.realpath(file.source.path) in train_paths:
                     raise ConfigError(
-                        f"data.eval_files=[{file.path}] is also in data.files, so that it would "
+                        f"{file.owner} is also in data.files, so that it would "
                         "not be held out; take it out of one of them"
                     )
             held_out = WindowSamples(eval_stream, 0, len(eval_stream), seq_len)
@@ -111,7 +113,7 @@ class BinConfig(DataConfig):
 
     def _open_stream(
         self, key: str, patterns: list[str], vocab_size: int
-    ) -> FileStream:
+    ) -> TokenStream:
         files = [file for pattern in patterns for file in match_files(key, pattern)]
         dtype = np.dtype(self.dtype.value).newbyteorder("<")
         for file in files:
@@ -122,4 +124,7 @@ class BinConfig(DataConfig):
                     f"of the {dtype.itemsize} bytes of data.dtype={self.dtype.value}; write it "
                     "again or set data.dtype to that of the file"
                 )
-        return FileStream(key, without_repeats(files), dtype, vocab_size)
+        return TokenStream(
+            [BinaryFile(key, file, dtype) for file in without_repeats(files)],
+            vocab_size,
+        )

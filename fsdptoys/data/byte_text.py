@@ -7,7 +7,6 @@ library: about 12 MB of text without a download, though it depends on Python's v
 
 import hashlib
 import os
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,29 +17,19 @@ from fsdptoys.utils.bounds import at_least, between
 from fsdptoys.utils.options import Effect, option
 
 from .dataset import DataConfig, TextSample, Tokens
-from .token_files import (
-    FileStream,
+from .source_files import (
+    STDLIB,
     SourceFile,
     match_files,
-    source_file,
+    stdlib_files,
     without_repeats,
 )
+from .token_files import BinaryFile
+from .token_stream import TokenStream
 from .token_windows import FileDataset, split_windows, window_dataset
 
 BYTES = 256  # ids of a byte-level vocabulary
 SEPARATOR = 0  # byte between two documents, rare in text
-STDLIB = "stdlib"
-STDLIB_LEFT_OUT = {
-    "test",
-    "tests",
-    "idle_test",
-    "idlelib",
-    "lib2to3",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-}
-"""Directories of other packages, or of files in odd encodings."""
 
 
 @dataclass
@@ -98,7 +87,7 @@ class TextConfig(DataConfig):
             )
         return dataset
 
-    def _open(self, vocab_size: int) -> FileStream:
+    def _open(self, vocab_size: int) -> TokenStream:
         if vocab_size < BYTES:
             raise ConfigError(
                 f"model.vocab_size={vocab_size} must be at least {BYTES} for data=text, one id a "
@@ -119,7 +108,12 @@ class TextConfig(DataConfig):
         # Empty files, such as many an __init__.py, are no documents.
         documents = [file for file in without_repeats(files) if file.size_bytes]
         documents.sort(key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
-        return FileStream("data.files", documents, np.dtype(np.uint8), BYTES, SEPARATOR)
+        byte = np.dtype(np.uint8)
+        return TokenStream(
+            [BinaryFile("data.files", document, byte) for document in documents],
+            BYTES,
+            SEPARATOR,
+        )
 
 
 def encode_bytes(text: str) -> Tokens:
@@ -140,23 +134,3 @@ def decode_bytes(tokens: Sequence[int] | Tokens) -> str:
         .tobytes()
         .decode("utf-8", errors="replace")
     )
-
-
-def stdlib_files() -> list[SourceFile]:
-    """Source of the running Python's standard library, without tests and installed packages."""
-    root = sysconfig.get_paths()["stdlib"]
-    files = []
-    for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = sorted(set(subdirectories) - STDLIB_LEFT_OUT)
-        paths = (
-            os.path.join(directory, name)
-            for name in sorted(names)
-            if name.endswith(".py")
-        )
-        # Some distributions have dangling links.
-        files += [
-            source_file("data.files", path, root)
-            for path in paths
-            if os.path.isfile(path)
-        ]
-    return files

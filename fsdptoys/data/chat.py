@@ -1,4 +1,4 @@
-"""``data=chat``: supervised fine-tuning on conversations, whose answers alone are learned.
+"""``data=chat``: supervised fine-tuning on conversations. Answers alone are learned.
 
 Prepared as ``data=hf``: once, into the cache. Conversations are packed into rows and see only
 themselves.
@@ -12,7 +12,7 @@ from fsdptoys.utils.options import Effect, option
 from .chat_encoder import open_chat_encoder
 from .hf import TokenizedConfig
 from .packing import Packing
-from .prepare import Request
+from .request import Request
 from .text_encoder import Encoder
 
 

@@ -1,4 +1,4 @@
-"""Encoder of conversations: their template's text as ids, of which only the answers are learned.
+"""Encoder of conversations: their template's text as ids. Only those of answers are learned.
 
 The text is tokenized in one piece, special tokens included, as ``apply_chat_template`` of
 transformers does. A message that spells a special token would end a turn or begin another, so such
@@ -57,9 +57,14 @@ class ChatEncoder(Encoder):
     def __init__(
         self, encoder: TextEncoder, template: ChatTemplate, end_owner: str
     ) -> None:
-        self._encoder, self._template, self._end_owner = encoder, template, end_owner
-        self.name, self.sha256, self.file = encoder.name, encoder.sha256, encoder.file
-        self.vocab_size, self.document_end = encoder.vocab_size, encoder.document_end
+        self._encoder = encoder
+        self._template = template
+        self._end_owner = end_owner
+        self.name = encoder.name
+        self.sha256 = encoder.sha256
+        self.file = encoder.file
+        self.vocab_size = encoder.vocab_size
+        self.document_end = encoder.document_end
         texts = sorted((name, source.text) for name, source in template.sources.items())
         decides = (READING, texts, sorted(template.tokens.items()))
         self.template_sha256 = hashlib.sha256(repr(decides).encode()).hexdigest()
@@ -93,7 +98,8 @@ class ChatEncoder(Encoder):
             if not learned.any():
                 encoded.append(f"{row.where} has answers without a token")
                 continue
-            text, lost = conversation.text, conversation.lost
+            text = conversation.text
+            lost = conversation.lost
             loss = f"{row.where} {losing(lost)}" if lost else None
             special = tuple(self.special_tokens)
             ends = any(
@@ -102,7 +108,7 @@ class ChatEncoder(Encoder):
             encoded.append(Encoded(text, ids, learned, loss, ends))
         return encoded
 
-    def shown(self, row: ChatRow) -> "ShownRow":
+    def show_row(self, row: ChatRow) -> "ShownRow":
         """The row's text in pieces; ConfigError if it is of no use."""
         rendered = self._render(row)
         if isinstance(rendered, str):
@@ -126,10 +132,10 @@ class ChatEncoder(Encoder):
             return row.problem
         try:
             for text in texts_of(row):
-                found = self._refused.search(text)
-                if found:
+                spelling = self._refused.search(text)
+                if spelling:
                     raise BadRowError(
-                        f"spells the special token {found.group()} within a message"
+                        f"spells the special token {spelling.group()} within a message"
                     )
             rendered = self._template.render(row, self.special_tokens)
             # JSON can hold half of a surrogate pair, which UTF-8 cannot; its replacement is one

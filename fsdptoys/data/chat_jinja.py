@@ -33,9 +33,11 @@ from .chat_rows import BadRowError
 TODAY = datetime.date(2024, 7, 26)
 """The date in the templates of Llama 3.1 to 3.3, which they take where there is no
 ``strftime_now``."""
-BEGIN, END = "\ufdd0", "\ufdd1"
+BEGIN = "\ufdd0"
+END = "\ufdd1"
 """Around generated text in a marked one: code points that Unicode keeps out of texts."""
-MESSAGE, AFTER = "\ufdd2", "\ufdd3"
+MESSAGE = "\ufdd2"
+AFTER = "\ufdd3"
 """Around the number of the message whose text follows; without a number, the text of none
 follows."""
 MARKS = (BEGIN, END, MESSAGE, AFTER)
@@ -182,7 +184,7 @@ def _render(template: Template, variables: Mapping[str, Any]) -> str:
 
 
 def _read_marks(marked: str) -> MarkedText:
-    found = MarkedText("")
+    marked_text = MarkedText("")
     parts: list[str] = []
     number: int | None = None
     position = length = 0
@@ -190,7 +192,7 @@ def _read_marks(marked: str) -> MarkedText:
     for mark in [*_MARK.finditer(marked), None]:
         piece = marked[position : mark.start() if mark else len(marked)]
         if piece:
-            found.pieces.append((number, length, length + len(piece)))
+            marked_text.pieces.append((number, length, length + len(piece)))
             parts.append(piece)
             length += len(piece)
         if mark is None:
@@ -204,11 +206,11 @@ def _read_marks(marked: str) -> MarkedText:
                     "has a generation block that ends before it begins, by the chat template"
                 )
             start, of = begun.pop()
-            found.generated.append((start, length, of))
+            marked_text.generated.append((start, length, of))
         else:
             number = int(mark[1]) if mark[1] else None
-    found.text = "".join(parts)
-    return found
+    marked_text.text = "".join(parts)
+    return marked_text
 
 
 class _Loops:
@@ -326,7 +328,7 @@ def _call(function: str, *arguments: nodes.Expr) -> nodes.Call:
 
 
 def _mark_sum(node: nodes.Assign, target: nodes.Expr, loop: nodes.Const) -> None:
-    """Mark ``text = text + …`` and ``text = text ~ …``, where both texts are the same variable."""
+    """Mark ``text = text + …`` and ``text = text ~ …`` of one variable."""
     parent = None
     term = node.node
     while isinstance(term, nodes.Add):

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from .chat_jinja import MarkedText
 
-THINK, THOUGHT = "<think>", "</think>"
+THINK = "<think>"
+THOUGHT = "</think>"
 """Around reasoning within a content."""
 
 
@@ -63,21 +64,22 @@ class _Part(NamedTuple):
     def is_in(self, text: str) -> bool:
         """Whether a text without white space holds all of it."""
         return all(
-            _squeezed(each) in text
+            _squeezed(piece) in text
             or (
                 self.as_json
                 and any(
-                    _squeezed(json.dumps(each, ensure_ascii=a)[1:-1]) in text
+                    _squeezed(json.dumps(piece, ensure_ascii=a)[1:-1]) in text
                     for a in (False, True)
                 )
             )
-            for each in self.texts
+            for piece in self.texts
         )
 
 
 def _parts(message: Mapping[str, Any]) -> Iterator[_Part]:
     """Each part of a message."""
-    content, reasoning = message.get("content", ""), message.get("reasoning_content")
+    content = message.get("content", "")
+    reasoning = message.get("reasoning_content")
     if THOUGHT in content:
         inside, _, content = content.rpartition(THOUGHT)
         reasoning = reasoning or inside.replace(THINK, "")
@@ -100,12 +102,12 @@ def _parts(message: Mapping[str, Any]) -> Iterator[_Part]:
 def _leaves(value: Any) -> Iterator[str]:
     """Texts of all keys and values within arguments."""
     if isinstance(value, dict):
-        for key, each in value.items():
+        for key, child in value.items():
             yield str(key)
-            yield from _leaves(each)
+            yield from _leaves(child)
     elif isinstance(value, list):
-        for each in value:
-            yield from _leaves(each)
+        for child in value:
+            yield from _leaves(child)
     elif isinstance(value, str):
         yield value
     elif isinstance(value, (int, float)) and not isinstance(value, bool):

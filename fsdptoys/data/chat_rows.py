@@ -17,7 +17,7 @@ from typing import Any
 from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.text import one_line, short_text
 
-from .document_reader import Records
+from .documents import Records
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -93,13 +93,15 @@ class ChatRecords(Records):
 
 
 def _without_nulls(value: Any) -> Any:
-    """Leave out the keys of objects whose value is null."""
+    """Leave out keys of objects with a null."""
     if isinstance(value, dict):
         return {
-            key: _without_nulls(each) for key, each in value.items() if each is not None
+            key: _without_nulls(child)
+            for key, child in value.items()
+            if child is not None
         }
     return (
-        [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        [_without_nulls(child) for child in value] if isinstance(value, list) else value
     )
 
 
@@ -154,9 +156,9 @@ def _from_sharegpt(message: dict[str, Any], number: int) -> dict[str, Any]:
     speaker = message.pop("from")
     text = message.pop("value", None)
     if speaker not in SHAREGPT_ROLES:
-        known = ", ".join(SHAREGPT_ROLES)
+        roles = ", ".join(SHAREGPT_ROLES)
         raise BadRowError(
-            f"has {short_text(speaker)} as 'from' of message {number}, which is none of {known}"
+            f"has {short_text(speaker)} as 'from' of message {number}, which is none of {roles}"
         )
     role = {"role": SHAREGPT_ROLES[speaker]}
     if speaker != "function_call":
@@ -285,12 +287,12 @@ def texts_of(row: ChatRow) -> Iterator[str]:
 def _walk(value: Any) -> Iterator[tuple[int, Any]]:
     """Every value within a value of JSON, with its level; without recursion, since rows may nest
     deeply."""
-    waiting = [(-1, value)]
-    while waiting:
-        level, value = waiting.pop()
+    pending = [(-1, value)]
+    while pending:
+        level, value = pending.pop()
         yield level, value
         if isinstance(value, (list, dict)):
-            waiting += [
-                (level + 1, each)
-                for each in (value.values() if isinstance(value, dict) else value)
+            pending += [
+                (level + 1, child)
+                for child in (value.values() if isinstance(value, dict) else value)
             ]

@@ -53,7 +53,7 @@ class ChatTemplate:
     """A template with the tokens that it may name (``bos_token``, …).
 
     Args:
-        sources: a tokenizer's templates by name; ``default`` alone, or with others of which
+        sources: a tokenizer's templates by name; ``default`` alone, or with others;
             ``tool_use`` is for conversations with tools.
         tokens: name → text.
     """
@@ -61,7 +61,8 @@ class ChatTemplate:
     def __init__(
         self, sources: Mapping[str, TemplateSource], tokens: Mapping[str, str]
     ) -> None:
-        self.sources, self.tokens = dict(sources), dict(tokens)
+        self.sources = dict(sources)
+        self.tokens = dict(tokens)
         self._compiled = {
             name: JinjaTemplate(source.text, source.owner)
             for name, source in self.sources.items()
@@ -73,15 +74,20 @@ class ChatTemplate:
 
     def may_write(self, token: str) -> bool:
         """Whether a source spells a token, or names it (``eos_token``)."""
-        words = [token, *(name for name, text in self.tokens.items() if text == token)]
+        spellings = [
+            token,
+            *(name for name, text in self.tokens.items() if text == token),
+        ]
         return any(
-            word in source.text for source in self.sources.values() for word in words
+            spelling in source.text
+            for source in self.sources.values()
+            for spelling in spellings
         )
 
     def render(self, row: ChatRow, special: Sequence[str] = ()) -> Rendered:
         """The text of a conversation; BadRowError if the template or the search for answers fails.
 
-        ``special`` are the tokenizer's special tokens, of which one ends an answer.
+        ``special`` are the tokenizer's special tokens; one of them ends an answer.
         """
         parsed = with_parsed_arguments(row.messages)
         retries = parsed != row.messages
@@ -119,11 +125,11 @@ class ChatTemplate:
 
         ``system`` is the content of a system message before it.
         """
-        asked = [] if system is None else [{"role": "system", "content": system}]
-        asked.append({"role": "user", "content": message})
-        row = ChatRow("--prompt", asked)
-        answered = self.text([*asked, {"role": ANSWERS, "content": STAND_IN}], row)
-        return self.text(asked, row, prompt=True), answered.partition(STAND_IN)[
+        question = [] if system is None else [{"role": "system", "content": system}]
+        question.append({"role": "user", "content": message})
+        row = ChatRow("--prompt", question)
+        text = self.text([*question, {"role": ANSWERS, "content": STAND_IN}], row)
+        return self.text(question, row, prompt=True), text.partition(STAND_IN)[
             2
         ].rstrip()
 
@@ -136,8 +142,7 @@ class ChatTemplate:
         )
 
     def marked(self, messages: Sequence[Mapping[str, Any]], row: ChatRow) -> MarkedText:
-        """The text of some messages, and which part is whose, with the tools and variables of
-        ``row``."""
+        """The text of some messages, divided by message, with tools and variables of ``row``."""
         return self._template(row).marked(
             self._variables(_with_reasoning(messages), row, False)
         )
@@ -167,8 +172,10 @@ class ChatTemplate:
     ) -> tuple[list[dict[str, Any]], MarkedText, list[str]]:
         """The messages as the template gets them, their text, and what it lacks."""
         messages = _with_reasoning(messages)
-        template, variables = self._template(row), self._variables(messages, row, False)
-        text, marked = template.text(variables), template.marked(variables)
+        template = self._template(row)
+        variables = self._variables(messages, row, False)
+        text = template.text(variables)
+        marked = template.marked(variables)
         if marked.text != text:
             raise BadRowError(
                 "is written by the chat template in a way in which its messages cannot be found"
@@ -190,18 +197,20 @@ class ChatTemplate:
 def _with_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Copies of messages with their reasoning under the names that templates read, as in
     transformers."""
-    found = []
+    copies = []
     for message in messages:
         reasoning = next((message[key] for key in REASONING if key in message), None)
         extra = {} if reasoning is None else {"reasoning_content": reasoning}
-        found.append(({"thinking": reasoning} if extra else {}) | dict(message) | extra)
-    return found
+        copies.append(
+            ({"thinking": reasoning} if extra else {}) | dict(message) | extra
+        )
+    return copies
 
 
 def _common_length(one: str, other: str) -> int:
     """Length of the common beginning of two texts."""
     return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),
     )
 
@@ -217,12 +226,10 @@ class _AnswerSearch:
         marked: MarkedText,
         special: Sequence[str],
     ) -> None:
-        self._template, self._row, self._messages, self._marked = (
-            template,
-            row,
-            messages,
-            marked,
-        )
+        self._template = template
+        self._row = row
+        self._messages = messages
+        self._marked = marked
         self._turns = marked.turns
         self._prompts: dict[str | None, str] = {}
         self._special = tuple(special)
@@ -238,7 +245,8 @@ class _AnswerSearch:
 
     def _turn(self, number: int) -> tuple[int, int]:
         """Start and stop of the text of a message, without results of tools in it."""
-        turns, text = self._turns, self._marked.text
+        turns = self._turns
+        text = self._marked.text
         # Perhaps written outside of a loop, behind the last message with a text
         if number not in turns:
             first = max((stop for _, stop in turns.values()), default=0)
@@ -269,11 +277,11 @@ class _AnswerSearch:
 
     def _results_elsewhere(self, number: int) -> Iterator[str]:
         """Contents of the results behind a message that have no text of their own."""
-        for at in range(number + 1, len(self._messages)):
-            if self._messages[at]["role"] != "tool":
+        for index in range(number + 1, len(self._messages)):
+            if self._messages[index]["role"] != "tool":
                 return
-            content = self._messages[at].get("content", "").strip()
-            begin, end = self._turns.get(at, (0, 0))
+            content = self._messages[index].get("content", "").strip()
+            begin, end = self._turns.get(index, (0, 0))
             if content and content not in self._marked.text[begin:end]:
                 yield content
 
@@ -296,9 +304,9 @@ class _AnswerSearch:
             skipped, prompt = len(turn) - len(turn.lstrip()), prompt.lstrip()
         common = prompt[: _common_length(prompt, turn[skipped:])]
         if common != prompt:
-            place = turn.find(prompt)
-            if place >= 0:  # behind a system message that the template adds
-                return place + len(prompt)
+            offset = turn.find(prompt)
+            if offset >= 0:  # behind a system message that the template adds
+                return offset + len(prompt)
             # Not in the middle of a word or a token.
             whole = _WHOLE_WORDS.match(common)
             if not whole:
@@ -313,12 +321,12 @@ class _AnswerSearch:
             str(message.get(key, "")).strip()
             for key in ("reasoning_content", "content")
         ]
-        places = [place for text in own if text and (place := turn.find(text)) >= 0]
-        if not places:
+        offsets = [offset for text in own if text and (offset := turn.find(text)) >= 0]
+        if not offsets:
             raise BadRowError(
                 f"has an answer in message {number + 1} whose start is not in the full text"
             )
-        return min(places)
+        return min(offsets)
 
     def _prompt(self, number: int) -> str:
         """The generation prompt of a message, by the role of the message before it."""
@@ -330,7 +338,7 @@ class _AnswerSearch:
         return self._prompts[role]
 
     def _stop(self, number: int, start: int, last: int) -> int:
-        """The end of the token that ends a turn, whose text ends at ``last``."""
+        """The end of the token that ends a turn; the turn's text ends at ``last``."""
         text = self._marked.text
         end = start + len(text[start:last].rstrip())
         if text.endswith(self._special, start, end):

@@ -20,7 +20,7 @@ from typing import Any
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.regular_file import open_regular
 
-from .token_files import SourceFile
+from .source_files import SourceFile
 
 VERSION = 1  # of the choice of blocks; digests of other versions are not compared
 BLOCK_BYTES = 4096
@@ -64,11 +64,11 @@ class SampledFiles:
             return
         for group, before, now in zip(self._groups, sums, self._sums, strict=True):
             if before != now:
-                named = f"{self._key}=[{group[0].path}]"
+                owner = f"{self._key}=[{group[0].path}]"
                 if len(group) > 1:
-                    named = f"one of the {len(group)} files from {named} to {group[-1].path}"
+                    owner = f"one of the {len(group)} files from {owner} to {group[-1].path}"
                 raise ConfigError(
-                    f"{named} has changed since the checkpoint, so that the run cannot continue "
+                    f"{owner} has changed since the checkpoint, so that the run cannot continue "
                     "as it began; restore it, or start a new run"
                 )
 
@@ -92,9 +92,11 @@ def sampled_offsets(size_bytes: int, blocks: int) -> list[int]:
 
 
 def _digests(key: str, files: Sequence[SourceFile]) -> Iterator[bytes]:
-    wanted = [max(LEAST_BLOCKS, file.size_bytes // STRIDE_BYTES) for file in files]
-    total = sum(wanted)
-    for file, blocks in zip(files, wanted, strict=True):
+    block_counts = [
+        max(LEAST_BLOCKS, file.size_bytes // STRIDE_BYTES) for file in files
+    ]
+    total = sum(block_counts)
+    for file, blocks in zip(files, block_counts, strict=True):
         fewer = (
             blocks if total <= MOST_BLOCKS else max(1, blocks * MOST_BLOCKS // total)
         )

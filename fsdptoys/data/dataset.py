@@ -10,7 +10,6 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -93,20 +92,16 @@ class TokenDataset(ABC):
         self.fingerprint = hash_of(self.fingerprint, self.document_end)
         return self.document_end
 
-    @cached_property
+    @property
+    @abstractmethod
     def unigram_entropy_nats(self) -> float | None:
         """Loss of a model that knows only the token frequencies of the training part, of files the
         first 256 MiB."""
-        return self._unigram_entropy_nats()
-
-    @abstractmethod
-    def _unigram_entropy_nats(self) -> float | None:
-        """Compute ``unigram_entropy_nats``."""
 
 
 @dataclass
 class LabelsWithinDocuments:
-    """Samples whose labels after the end of a document are ``IGNORE_INDEX``."""
+    """Samples with ``IGNORE_INDEX`` as the label after the end of a document."""
 
     samples: Samples
     document_end: int

@@ -125,7 +125,8 @@ class Index:
 
     def files(self, shard: Shard) -> list[ShardFile]:
         """A shard's files: ids, ends of documents, and perhaps which ids are learned."""
-        name, dtype = shard.name, DTYPES[self.dtype]
+        name = shard.name
+        dtype = DTYPES[self.dtype]
         files = [
             ShardFile(f"{name}.bin", shard.tokens, dtype, shard.sha256),
             ShardFile(f"{name}.ends", shard.documents, ENDS_DTYPE, shard.ends_sha256),
@@ -245,7 +246,8 @@ def check_folder(
     ``advance`` is called with the number of bytes of each read. ConfigError if the index or a file
     is missing.
     """
-    index, root = read_index(folder, folder), Path(folder).expanduser()
+    index = read_index(folder, folder)
+    root = Path(folder).expanduser()
     damage = _check_tokenizer(root, index)
     damages = [damage] if damage else []
     for shard in index.shards:
@@ -315,9 +317,9 @@ def _from_tree(tree: Any) -> Index:
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
         raise ForeignError(f"it is not of the format {FORMAT!r}")
     if tree.get("version") not in (VERSION, VERSION_WITH_LEARNED):
-        known = f"versions {VERSION} and {VERSION_WITH_LEARNED}"
+        versions = f"versions {VERSION} and {VERSION_WITH_LEARNED}"
         raise ForeignError(
-            f"it is of version {tree.get('version')}, and this program reads {known}"
+            f"it is of version {tree.get('version')}, and this program reads {versions}"
         )
     index = build(Index, tree, skip_unknown=True)
     names = {shard.name for shard in index.shards}

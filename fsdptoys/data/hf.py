@@ -27,9 +27,10 @@ from .dataset_index import (
 )
 from .document_reader import find_sources
 from .packing import Packing
-from .prepare import MOST_PROCESSES, Request, cache_folder, prepare_folder
+from .prepare import MOST_PROCESSES, cache_folder, prepare_folder
 from .prepared import PreparedConfig
 from .progress import Display
+from .request import Request
 from .text_encoder import ByteEncoder, Encoder, open_encoder
 from .tokenizer_settings import tokenizer_path
 
@@ -90,13 +91,13 @@ class TokenizedConfig(DataConfig):
                 folder = str(path.parent)
                 with suppress(ConfigError):  # a damaged folder, maybe of other data
                     index = read_index(folder, folder)
-                    wanted = request.fingerprint_with(
+                    fingerprint = request.fingerprint_with(
                         index.tokenizer_sha256, index.document_end
                     )
-                    if path.parent.name == wanted[:KEY_LENGTH]:
-                        kept = kept_tokenizer(folder, index)
-                        if kept is not None:
-                            return str(kept)
+                    if path.parent.name == fingerprint[:KEY_LENGTH]:
+                        copy = kept_tokenizer(folder, index)
+                        if copy is not None:
+                            return str(copy)
         raise ConfigError(
             f"data.tokenizer={self.tokenizer} does not exist, and the cache has no copy; restore it"
         )
@@ -118,8 +119,8 @@ class TokenizedConfig(DataConfig):
         """Prepare the folder, unless the cache has it undamaged."""
         request = self._request()
         if not _is_prepared(request):
-            with Display("preparing the data") as display:
-                index = prepare_folder(request, display.show, print_status, reuse=True)
+            display = Display("preparing the data")
+            index = prepare_folder(request, display.show, print_status, reuse=True)
             print_status(
                 f"{index.documents('train'):,} documents to train on, prepared in {request.folder}"
             )

@@ -55,7 +55,7 @@ PAGES = (
 
 
 def check_shared_memory(
-    workers: int, step_bytes: int, local_ranks: int, place: str = SHARED_MEMORY
+    workers: int, step_bytes: int, local_ranks: int, mount: str = SHARED_MEMORY
 ) -> None:
     """Check that the workers' sockets and prefetched batches fit; the latter only if ``place`` has
     shared memory.
@@ -72,25 +72,26 @@ def check_shared_memory(
             f"may have {LONGEST_TEMPORARY_FOLDER} bytes for that; set TMPDIR to a shorter one or "
             "data.workers=0"
         )
-    if not os.path.isdir(place):
+    if not os.path.isdir(mount):
         return
-    system = os.statvfs(place)
+    system = os.statvfs(mount)
     free_bytes = system.f_bavail * system.f_frsize
     semaphores = (PAGES[0] + PAGES[1] * workers) * system.f_frsize
     # One step more than are prefetched: the loop holds one while its worker makes the next.
     needed_bytes = local_ranks * ((workers * STEPS_AHEAD + 1) * step_bytes + semaphores)
     if needed_bytes > free_bytes:
-        free, needed = free_bytes / 2**20, needed_bytes / 2**20
+        free = free_bytes / 2**20
+        needed = needed_bytes / 2**20
         problem = (
             f"has {free:.4g} MiB free, and {local_ranks} ranks need {needed:.4g} MiB"
         )
-        raise ConfigError(_no_shared_memory(workers, problem, place))
+        raise ConfigError(_no_shared_memory(workers, problem, mount))
 
 
-def _no_shared_memory(workers: int, problem: str, place: str = SHARED_MEMORY) -> str:
+def _no_shared_memory(workers: int, problem: str, mount: str = SHARED_MEMORY) -> str:
     return (
-        f"data.workers={workers} passes batches through {place}, which {problem}; set "
-        f"data.workers=0, or give {place} more memory (docker run --shm-size)"
+        f"data.workers={workers} passes batches through {mount}, which {problem}; set "
+        f"data.workers=0, or give {mount} more memory (docker run --shm-size)"
     )
 
 
@@ -121,15 +122,17 @@ class StepReader:
         ]
         self._shuffle = EndlessShuffle(len(samples), seed)
 
-    def numbers(self, place: int) -> list[Tensor]:
+    def numbers(self, position: int) -> list[Tensor]:
         """Numbers of the samples of a step from a position on, over all ranks: int64 (B,) for each
         micro-batch."""
-        return [place + first + torch.arange(self.batch_size) for first in self._firsts]
+        return [
+            position + first + torch.arange(self.batch_size) for first in self._firsts
+        ]
 
-    def read(self, place: int) -> Tensor:
+    def read(self, position: int) -> Tensor:
         """Tokens and labels of the step from a position on, int64 (micro-batches · own ranks, 2, B,
         T)."""
-        numbers = torch.cat(self.numbers(place)).tolist()
+        numbers = torch.cat(self.numbers(position)).tolist()
         if not self.samples.endless:
             numbers = [self._shuffle[number] for number in numbers]
         rows = [self.samples[number] for number in numbers]
@@ -143,7 +146,7 @@ class StepPrefetcher:
     """Consecutive steps from the one at position ``place`` on, prefetched by background
     processes."""
 
-    def __init__(self, reader: StepReader, place: int, workers: int) -> None:
+    def __init__(self, reader: StepReader, position: int, workers: int) -> None:
         others = set(multiprocessing.active_children())
         # Processes started here inherit the blocked signals from their first instruction on.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)
@@ -163,7 +166,7 @@ class StepPrefetcher:
                 warnings.filterwarnings(
                     "ignore", "This DataLoader will create", UserWarning
                 )
-                self._steps: Iterator[Any] = iter(_loader(reader, place, workers))
+                self._steps: Iterator[Any] = iter(_loader(reader, position, workers))
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
@@ -213,7 +216,7 @@ class StepPrefetcher:
         self._workers = []
 
 
-def _loader(reader: StepReader, place: int, workers: int) -> "DataLoader[Any]":
+def _loader(reader: StepReader, position: int, workers: int) -> "DataLoader[Any]":
     context = multiprocessing.get_context("forkserver")
     # Before Python 3.10.9 and 3.11.1 the fork server unpickles messages of any local user
     # (CVE-2022-42919).
@@ -222,7 +225,7 @@ def _loader(reader: StepReader, place: int, workers: int) -> "DataLoader[Any]":
     return DataLoader(
         _Steps(reader, workers),
         batch_size=None,
-        sampler=itertools.count(place, reader.stride),
+        sampler=itertools.count(position, reader.stride),
         num_workers=workers,
         prefetch_factor=STEPS_AHEAD,
         worker_init_fn=_prepare_worker,
@@ -240,9 +243,9 @@ class _Steps(Dataset[Any]):
         self._reader = reader
         self._workers = workers
 
-    def __getitem__(self, place: int) -> Tensor | str:
+    def __getitem__(self, position: int) -> Tensor | str:
         try:
-            step = self._reader.read(place)
+            step = self._reader.read(position)
         except ConfigError as mistake:
             return str(mistake)
         try:

@@ -56,9 +56,9 @@ class MixedSamples:
     def __len__(self) -> int:
         return ENDLESS
 
-    def locate(self, place: int) -> tuple[int, int]:
+    def locate(self, position: int) -> tuple[int, int]:
         """Source of a place, and the number of its sample there."""
-        block, spot = divmod(place, len(self.owners))
+        block, spot = divmod(position, len(self.owners))
         if block != self._block:
             first = Shuffle(len(self.owners), "mixture", self._seed, block)[0]
             self._order = np.roll(self.owners, -first)

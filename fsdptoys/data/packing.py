@@ -1,6 +1,6 @@
 """Rows of whole documents (``data.packing=best_fit``): no document is cut, and little is padded.
 
-A row holds ``seq_len + 1`` ids, the last of which is only a label. Best fit, longest document
+A row holds ``seq_len + 1`` ids; the last is only a label. Best fit, longest document
 first: each goes into the fullest row with room for it, or into a new one ("Fewer truncations
 improve language modeling", arXiv:2404.10830). A document longer than a row is cut into rows of its
 own, each starting with the last id of the one before; the rest is packed like a document. Where
@@ -37,7 +37,8 @@ from fsdptoys.utils.sealed_folder import seal_folder
 
 from .dataset import IGNORE_INDEX, Tokens, hash_of
 from .dataset_index import MOST_COUNT, Index, read_ends
-from .token_files import FileStream, map_file
+from .token_files import map_file
+from .token_stream import TokenStream
 
 GROUP = 2**16  # documents fitted together
 ROWS_VERSION = 2
@@ -79,7 +80,8 @@ def best_fit(lengths: NDArray[Any], capacity: int) -> list[list[int]]:
             if not with_room[room]:
                 rooms ^= 1 << room
         else:
-            room, row = capacity, len(rows)
+            room = capacity
+            row = len(rows)
             rows.append([])
         rows[row].append(piece)
         left = room - size
@@ -90,8 +92,10 @@ def best_fit(lengths: NDArray[Any], capacity: int) -> list[list[int]]:
 
 
 def cut(start: int, stops: Tokens, seq_len: int) -> tuple[Tokens, Tokens, NDArray[Any]]:
-    """Cut adjacent documents, the first of which begins at ``start``, into pieces that each fit a
-    row; returns starts and lengths of the pieces, and which are cut."""
+    """Cut adjacent documents, from position ``start`` on, into pieces that each fit a row.
+
+    Returns starts and lengths of the pieces, and which are cut.
+    """
     starts = np.concatenate([[start], stops[:-1]])
     lengths = stops - starts
     counts = np.maximum(1, -(-(lengths - 1) // seq_len))
@@ -145,11 +149,11 @@ class PackedRows:
 class PackedSamples:
     """Rows of whole documents as samples."""
 
-    stream: FileStream
+    stream: TokenStream
     rows: PackedRows
     seq_len: int
     padding: int  # id that fills the rest of a row
-    learned: FileStream | None = (
+    learned: TokenStream | None = (
         None  # 1 for every id that counts as a label; None if all do
     )
     endless = False
@@ -160,7 +164,8 @@ class PackedSamples:
     def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        ids, used = np.full(self.seq_len + 1, self.padding, np.int64), 0
+        ids = np.full(self.seq_len + 1, self.padding, np.int64)
+        used = 0
         counts = np.zeros(len(ids), bool)  # as labels
         for start, length in self.rows.row(index):
             if not (
@@ -188,7 +193,7 @@ def pack_rows(
     split: str,
     seq_len: int,
     report: Callable[[str], object],
-    learned: FileStream | None = None,
+    learned: TokenStream | None = None,
 ) -> PackedRows:
     """The rows of a split (``train`` or ``eval``) of a folder, packed unless the folder ``cache``
     holds them.
@@ -197,27 +202,27 @@ def pack_rows(
     ``PackedSamples``. ConfigError if the cache cannot be written.
     """
     sums = [[shard.ends_sha256, shard.learned_sha256] for shard in index.of(split)]
-    place = (
+    rows_folder = (
         cache / f"packing-{hash_of(ROWS_VERSION, GROUP, seq_len, sums)[:KEY_LENGTH]}"
     )
     try:
-        rows = _open_rows(place)
+        rows = _open_rows(rows_folder)
         if rows is not None:
             return rows
         cache.mkdir(parents=True, exist_ok=True)
         waiting = f"waiting for process {{}}, which packs {folder}"
         with hold_lock(
-            place.with_name(f"{place.name}.lock"),
-            str(place),
+            rows_folder.with_name(f"{rows_folder.name}.lock"),
+            str(rows_folder),
             lambda pid: report(waiting.format(pid)),
         ):
-            rows = _open_rows(place)
+            rows = _open_rows(rows_folder)
             if rows is not None:
                 return rows
-            if os.path.lexists(place):
-                report(f"{place} is damaged; {folder} is packed again")
-            left_out = _write_rows(place, folder, index, split, seq_len, learned)
-            rows = PackedRows(place)
+            if os.path.lexists(rows_folder):
+                report(f"{rows_folder} is damaged; {folder} is packed again")
+            left_out = _write_rows(rows_folder, folder, index, split, seq_len, learned)
+            rows = PackedRows(rows_folder)
             if left_out:
                 report(
                     f"left out {left_out:,} parts without an answer, of documents longer than "
@@ -233,29 +238,29 @@ def pack_rows(
         raise
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"data.packing=best_fit cannot keep its rows in {place} ({error}); set data.cache to "
-            "a folder that can be written, or remove this one"
+            f"data.packing=best_fit cannot keep its rows in {rows_folder} ({error}); set "
+            "data.cache to a folder that can be written, or remove this one"
         ) from error
 
 
-def _open_rows(place: Path) -> PackedRows | None:
+def _open_rows(rows_folder: Path) -> PackedRows | None:
     """The rows in a folder; None if it is missing or damaged."""
     try:
-        return PackedRows(place)
+        return PackedRows(rows_folder)
     except (FileNotFoundError, NotADirectoryError, NotRegularFileError, ValueError):
         return None
 
 
 def _write_rows(
-    place: Path,
+    rows_folder: Path,
     folder: str,
     index: Index,
     split: str,
     seq_len: int,
-    learned: FileStream | None,
+    learned: TokenStream | None,
 ) -> int:
     """Write the rows, and return the number of pieces without a label, which are left out."""
-    part = place.with_name(f"{place.name}.part")
+    part = rows_folder.with_name(f"{rows_folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     counts = _Counts(0, 0, 0)
@@ -266,15 +271,17 @@ def _write_rows(
         ]
         for starts, lengths, are_cut in _groups(folder, index, split, seq_len):
             if learned is not None:
-                kept = ~are_cut
+                has_label = ~are_cut
                 for piece in np.flatnonzero(are_cut):
                     start = (
                         int(starts[piece]) + 1
                     )  # the first id of a piece is no label
-                    kept[piece] = learned.read(start, int(lengths[piece]) - 1).any()
-                left_out += len(kept) - int(kept.sum())
-                starts = starts[kept]
-                lengths = lengths[kept]
+                    has_label[piece] = learned.read(
+                        start, int(lengths[piece]) - 1
+                    ).any()
+                left_out += len(has_label) - int(has_label.sum())
+                starts = starts[has_label]
+                lengths = lengths[has_label]
             rows = best_fit(lengths, seq_len + 1)
             order = np.fromiter(
                 itertools.chain.from_iterable(rows), np.int64, len(lengths)
@@ -286,8 +293,8 @@ def _write_rows(
             counts.rows += len(rows)
             counts.pieces += len(order)
             counts.ids += int(lengths.sum())
-    shutil.rmtree(place, ignore_errors=True)
-    seal_folder(part, place, COUNTS_FILE, json.dumps(dataclasses.asdict(counts)))
+    shutil.rmtree(rows_folder, ignore_errors=True)
+    seal_folder(part, rows_folder, COUNTS_FILE, json.dumps(dataclasses.asdict(counts)))
     map_file.cache_clear()  # of the rows that were here before
     return left_out
 
@@ -297,7 +304,7 @@ def _groups(
 ) -> Iterator[tuple[Tokens, Tokens, NDArray[Any]]]:
     """Starts in the stream and lengths of the documents' pieces, and which are cut, one group at a
     time."""
-    waiting = np.empty(0, np.int64)
+    pending = np.empty(0, np.int64)
     last = before = 0
     for shard in index.of(split):
         ends = read_ends(folder, shard)
@@ -306,11 +313,11 @@ def _groups(
                 f"{os.path.join(folder, shard.name)}.ends does not fit the {shard.tokens} ids of "
                 f"its shard; remove {folder} and prepare it again"
             )
-        waiting = np.concatenate([waiting, before + ends])
-        while len(waiting) >= GROUP:
-            yield cut(last, waiting[:GROUP], seq_len)
-            last = int(waiting[GROUP - 1])
-            waiting = waiting[GROUP:]
+        pending = np.concatenate([pending, before + ends])
+        while len(pending) >= GROUP:
+            yield cut(last, pending[:GROUP], seq_len)
+            last = int(pending[GROUP - 1])
+            pending = pending[GROUP:]
         before += shard.tokens
-    if len(waiting):
-        yield cut(last, waiting, seq_len)
+    if len(pending):
+        yield cut(last, pending, seq_len)

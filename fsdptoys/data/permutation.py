@@ -32,23 +32,24 @@ class Shuffle:
         digest = hashlib.blake2b(
             repr((ORDER, count, *key)).encode(), digest_size=8 * ROUNDS
         ).digest()
-        words = [
+        integers = [
             int.from_bytes(digest[start : start + 8], "little")
             for start in range(0, len(digest), 8)
         ]
-        self._keys = list(zip(words[::2], words[1::2], strict=True))
+        self._keys = list(zip(integers[::2], integers[1::2], strict=True))
 
-    def __getitem__(self, place: int) -> int:
-        assert 0 <= place < self.count
-        a, b = self._a, self._b
+    def __getitem__(self, position: int) -> int:
+        assert 0 <= position < self.count
+        a = self._a
+        b = self._b
         while True:
-            left, right = divmod(place, b)
+            left, right = divmod(position, b)
             for left_key, right_key in self._keys:
                 left = (left + _hash(right ^ left_key)) % a
                 right = (right + _hash(left ^ right_key)) % b
-            place = left * b + right
-            if place < self.count:
-                return place
+            position = left * b + right
+            if position < self.count:
+                return position
 
 
 class EndlessShuffle:
@@ -61,11 +62,12 @@ class EndlessShuffle:
         self._epoch = -1
         self._shuffle = Shuffle(1)
 
-    def __getitem__(self, place: int) -> int:
-        epoch, place = divmod(place, self.count)
+    def __getitem__(self, position: int) -> int:
+        epoch, position = divmod(position, self.count)
         if epoch != self._epoch:
-            self._shuffle, self._epoch = Shuffle(self.count, *self.key, epoch), epoch
-        return self._shuffle[place]
+            self._shuffle = Shuffle(self.count, *self.key, epoch)
+            self._epoch = epoch
+        return self._shuffle[position]
 
 
 def _hash(word: int) -> int:

@@ -25,8 +25,10 @@ from .mixture import MixedHeldOut, MixedSamples, spread
 from .packing import PackedSamples, Packing, pack_rows
 from .permutation import ORDER
 from .prepare import cache_folder
+from .source_files import SourceFile
 from .text_encoder import ByteEncoder
-from .token_files import FileStream, SourceFile
+from .token_files import BinaryFile
+from .token_stream import TokenStream
 from .token_windows import FileDataset, LearnedWindows, WindowSamples
 
 LEARNED_VALUES = 256
@@ -80,11 +82,11 @@ class PreparedConfig(DataConfig):
                     f"data.weights has {weight}, which must be above 0; leave the source out "
                     "that is to give nothing"
                 )
-        places = [
+        paths = [
             os.path.realpath(os.path.expanduser(source)) for source in self.sources
         ]
-        for number, place in enumerate(places):
-            if place in places[:number]:
+        for number, path in enumerate(paths):
+            if path in paths[:number]:
                 raise ConfigError(
                     f"data.sources has {self.sources[number]} twice; give it a higher weight "
                     "instead"
@@ -100,9 +102,9 @@ class PreparedConfig(DataConfig):
         for _, folder, index in self._read():
             if index.tokenizer_sha256 == ByteEncoder.sha256:
                 return "bytes"
-            kept = kept_tokenizer(folder, index)
-            if kept is not None:
-                return str(kept)
+            copy = kept_tokenizer(folder, index)
+            if copy is not None:
+                return str(copy)
         return None
 
     def validate(self, seq_len: int, vocab_size: int) -> None:
@@ -166,10 +168,10 @@ class PreparedConfig(DataConfig):
     def _read(self) -> list[tuple[str, str, Index]]:
         """Name in messages, path and index of each folder."""
         if self.folder is not None:
-            named = [(self.known_as or f"data.folder={self.folder}", self.folder)]
+            folders = [(self.known_as or f"data.folder={self.folder}", self.folder)]
         else:
-            named = [(f"data.sources=[{source}]", source) for source in self.sources]
-        if not named:
+            folders = [(f"data.sources=[{source}]", source) for source in self.sources]
+        if not folders:
             raise ConfigError(
                 "data=prepared needs a folder that fsdptoys data prepare has made; set "
                 "data.folder=FOLDER, or data.sources=[FOLDER,FOLDER]"
@@ -177,12 +179,12 @@ class PreparedConfig(DataConfig):
         # The configuration does not name a folder of the cache, so its errors must.
         return [
             (owner, folder, read_index(folder, folder if self.known_as else owner))
-            for owner, folder in named
+            for owner, folder in folders
         ]
 
     def _open(self, seq_len: int, vocab_size: int) -> list["Part"]:
         windows = self.packing is Packing.none
-        parts = [Part(*named, seq_len, vocab_size, windows) for named in self._read()]
+        parts = [Part(*folder, seq_len, vocab_size, windows) for folder in self._read()]
         first = parts[0]
         own = first.index
         for part in parts[1:]:
@@ -259,7 +261,8 @@ class Part:
     def pack(self, cache: Path) -> None:
         """Replace windows by rows of whole documents."""
         for split, windows in self.windows.items():
-            seq_len, learned = windows.seq_len, windows.learned
+            seq_len = windows.seq_len
+            learned = windows.learned
             rows = pack_rows(
                 cache, self.folder, self.index, split, seq_len, print_status, learned
             )
@@ -269,34 +272,37 @@ class Part:
             )
 
     def _windows(self, split: str, seq_len: int, vocab_size: int) -> WindowSamples:
-        stream = self._stream(FileStream, split, 0, vocab_size)
+        stream = self._stream(BinaryFile, split, 0, vocab_size)
         learned = None
         if self.index.has_learned:
-            learned = self._stream(LearnedStream, split, 2, LEARNED_VALUES)
+            learned = self._stream(LearnedFile, split, 2, LEARNED_VALUES)
         return WindowSamples(stream, 0, len(stream), seq_len, learned)
 
     def _stream(
-        self, kind: type[FileStream], split: str, number: int, values: int
-    ) -> FileStream:
+        self, kind: type[BinaryFile], split: str, number: int, values: int
+    ) -> TokenStream:
         """The file of that number of every shard; its items are below ``values``."""
         root = Path(self.folder).expanduser()
         shards = [self.index.files(shard)[number] for shard in self.index.of(split)]
-        files = [
+        key = self.owner.partition("=")[0]
+        sources = [
             SourceFile(str(root / file.name), file.name, file.size_bytes)
             for file in shards
         ]
-        key = self.owner.partition("=")[0]
-        return kind(key, files, shards[0].dtype, values, mapped=True)
+        dtype = shards[0].dtype
+        files = [kind(key, source, dtype, mapped=True) for source in sources]
+        return TokenStream(files, values)
 
 
-class LearnedStream(FileStream):
+class LearnedFile(BinaryFile):
     """For each token, 1 if it counts as a label, else 0."""
 
-    def _read_file(self, index: int, offset: int, count: int) -> NDArray[Any]:
-        learned = super()._read_file(index, offset, count)
+    def read(self, offset: int, count: int) -> NDArray[Any]:
+        """See ``TokenFile``; ConfigError if a value is neither."""
+        learned = super().read(offset, count)
         if len(learned) and int(learned.max()) > 1:
             raise ConfigError(
-                f"{self.key}=[{self.files[index].path}] has {int(learned.max())}, where 0 and 1 "
+                f"{self.owner} has {int(learned.max())}, where 0 and 1 "
                 "say which tokens are learned; restore it, or prepare the folder again"
             )
         return learned

@@ -75,7 +75,9 @@ class SyntheticDataset(TokenDataset):
         self.vocab_size = vocab_size
         self.document_end = DOCUMENT_END
 
-    def _unigram_entropy_nats(self) -> float:
+    @property
+    def unigram_entropy_nats(self) -> float:
+        """That of equally likely tokens."""
         return math.log(self.vocab_size)
 
 
@@ -106,7 +108,8 @@ class MarkovSamples:
         steps = (bits[:-1] % self.config.branching).astype(np.int64) + 1
         steps[0] = int(bits[0]) % self.vocab_size
         chain = np.cumsum(steps) % self.vocab_size
-        tokens_T, labels_T = chain[:-1], chain[1:].copy()
+        tokens_T = chain[:-1]
+        labels_T = chain[1:].copy()
         if self.config.ragged:
             valid = 1 + int(bits[-1]) % self.seq_len
             tokens_T[valid + 1 :] = 0

@@ -22,7 +22,7 @@ from fsdptoys.utils.text import one_line
 
 from .byte_text import BYTES, SEPARATOR
 from .dataset_index import DTYPES, MOST_TOKENIZER_BYTES
-from .document_reader import TEXTS, Records
+from .documents import TEXTS, Records
 from .tokenizer_settings import SETTINGS_FILE, read_settings, token_text, tokenizer_path
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -116,7 +116,7 @@ class ByteEncoder(TextEncoder):
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """See ``TextEncoder``."""
         raw = (text.encode() for text in texts)
-        return [np.frombuffer(each.replace(b"\0", b""), np.uint8) for each in raw]
+        return [np.frombuffer(content.replace(b"\0", b""), np.uint8) for content in raw]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[Located]:
         """See ``Encoder``."""
@@ -182,9 +182,11 @@ class FileEncoder(TextEncoder):
                 [own] if own else [token for token in USUAL_ENDS if self._knows(token)]
             )
             if writes is not None:
-                named = (own, *SEPARATORS, *special)
+                candidates = (own, *SEPARATORS, *special)
                 usual = [
-                    token for token in named if token in special and not writes(token)
+                    token
+                    for token in candidates
+                    if token in special and not writes(token)
                 ]
             end = next(iter(usual), None)
         if end is None or not self._knows(end):

@@ -16,7 +16,7 @@ from fsdptoys.errors import ConfigError
 
 from .content_sample import SampledFiles
 from .dataset import IGNORE_INDEX, Samples, TokenDataset, Tokens, hash_of
-from .token_files import FileStream
+from .token_stream import TokenStream
 
 ENTROPY_BYTES = (
     256 * 2**20
@@ -31,11 +31,11 @@ class WindowSamples:
     ``learned`` has 1 for every id that counts as a label, else 0; None if all do.
     """
 
-    stream: FileStream
+    stream: TokenStream
     start: int
     stop: int
     seq_len: int
-    learned: FileStream | None = None
+    learned: TokenStream | None = None
     endless = False
 
     def __len__(self) -> int:
@@ -78,29 +78,29 @@ class LearnedWindows:
         assert windows.learned is not None
         self.windows = windows
         step = max(1, CHUNK_TOKENS // windows.seq_len)
-        found = []
+        numbers = []
         for first in range(0, len(windows), step):
             count = min(step, len(windows) - first)
             learned = windows.learned.read(
                 windows.start + first * windows.seq_len + 1, count * windows.seq_len
             )
-            found.append(
+            numbers.append(
                 first
                 + np.flatnonzero(learned.reshape(count, windows.seq_len).any(axis=1))
             )
-        self._kept = np.concatenate(found) if found else np.empty(0, np.int64)
+        self._numbers = np.concatenate(numbers) if numbers else np.empty(0, np.int64)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._numbers)
 
     def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self.windows[int(self._kept[index])]
+        return self.windows[int(self._numbers[index])]
 
 
 def split_windows(
-    stream: FileStream, seq_len: int, eval_fraction: float
+    stream: TokenStream, seq_len: int, eval_fraction: float
 ) -> tuple[WindowSamples, WindowSamples | None]:
     """Cut a stream into training windows and, from its last ``eval_fraction``, held-out ones (None
     if that is 0)."""
@@ -137,11 +137,12 @@ class FileDataset(TokenDataset):
 
     def sample_files(self) -> SampledFiles:
         """See ``TokenDataset``."""
-        streams = [windows.stream for windows in self.windows]
-        files = [file for stream in streams for file in stream.files]
-        return SampledFiles(streams[0].key, files)
+        files = [file for windows in self.windows for file in windows.stream.files]
+        return SampledFiles(files[0].key, [file.source for file in files])
 
-    def _unigram_entropy_nats(self) -> float:
+    @property
+    def unigram_entropy_nats(self) -> float:
+        """See ``TokenDataset``."""
         total = math.fsum(self.weights)
         shares_V = [
             weight / total * token_shares(windows, len(self.windows))
@@ -155,7 +156,8 @@ def window_dataset(
 ) -> FileDataset:
     """Windows of plain files as a dataset."""
     stream = train.stream
-    files = [[file.name, file.size_bytes] for file in stream.files]
+    sources = [file.source for file in stream.files]
+    files = [[source.name, source.size_bytes] for source in sources]
     settings = (kind, stream.dtype.str, train.stop, train.seq_len, seed, files)
     fingerprint = hash_of(*settings, contents=stream.content_sample())
     return FileDataset(train, eval, fingerprint, [train])

@@ -61,8 +61,7 @@ class Tokenizer:
     """Whether ids stand for bytes of text."""
 
     def encode_file(self, content: bytes, path: str) -> list[int]:
-        """Ids of a file; ConfigError if it is not UTF-8, where that is needed, or its text has no
-        ids."""
+        """Ids of a file; ConfigError if it must be UTF-8 and is not, or its text has no ids."""
         if self.is_bytes:
             return np.frombuffer(content, dtype=np.uint8).tolist()
         try:
@@ -119,10 +118,11 @@ def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Toke
 def read_tokenizer_files(folder: str, key: str) -> dict[str, bytes]:
     """Name and content of the files that make up a Hugging Face folder's tokenizer; ConfigError if
     there is none."""
-    root, found = Path(folder).expanduser(), {}
+    root = Path(folder).expanduser()
+    contents: dict[str, bytes] = {}
     for name in TOKENIZER_FILES:
         try:
-            found[name] = read_regular(root / name, MOST_TOKENIZER_BYTES)
+            contents[name] = read_regular(root / name, MOST_TOKENIZER_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, ValueError) as error:
@@ -130,11 +130,11 @@ def read_tokenizer_files(folder: str, key: str) -> dict[str, bytes]:
             raise ConfigError(
                 f"{root / name} cannot be read ({reason}); download it again"
             ) from error
-    if TOKENIZER_FILE not in found:
+    if TOKENIZER_FILE not in contents:
         raise ConfigError(
             f"{key}={folder} holds no {TOKENIZER_FILE}; name the folder of the model's tokenizer"
         )
-    return found
+    return contents
 
 
 def find_token_ids(folder: Path) -> dict[str, int | list[int]]:
@@ -156,7 +156,7 @@ def find_token_ids(folder: Path) -> dict[str, int | list[int]]:
             f"{folder / TOKENIZER_FILE} lists no tokens ({one_line(error)}); download it again"
         ) from error
     tokens = read_tokens(folder)
-    found: dict[str, int | list[int]] = {
+    token_ids: dict[str, int | list[int]] = {
         f"{name}_id": ids[token]
         for name in ("bos_token", "eos_token", "pad_token")
         if (token := tokens.get(name)) is not None and token in ids
@@ -166,9 +166,11 @@ def find_token_ids(folder: Path) -> dict[str, int | list[int]]:
         ConfigError, BadRowError
     ):  # no template, or one that needs other messages
         ends.append(open_template(None, str(folder), "tokenizer", "none").turn("x")[1])
-    known = list(dict.fromkeys(ids[end] for end in ends if end in ids))
-    return found | (
-        {"eos_token_id": known[0] if len(known) == 1 else known} if known else {}
+    end_ids = list(dict.fromkeys(ids[end] for end in ends if end in ids))
+    return token_ids | (
+        {"eos_token_id": end_ids[0] if len(end_ids) == 1 else end_ids}
+        if end_ids
+        else {}
     )
 
 

@@ -71,12 +71,14 @@ def read_tokens(folder: Path) -> dict[str, str]:
         .removesuffix("Tokenizer")
     )
     tokens = dict(CLASS_TOKENS.get(kind, {}))
-    for found in (mapped, settings):
-        extra = found.get("extra_special_tokens")
-        named = {
-            name: token for name, token in found.items() if name.endswith("_token")
+    for source in (mapped, settings):
+        extra = source.get("extra_special_tokens")
+        named_tokens = {
+            name: token for name, token in source.items() if name.endswith("_token")
         }
-        for name, token in (named | (extra if isinstance(extra, dict) else {})).items():
+        for name, token in (
+            named_tokens | (extra if isinstance(extra, dict) else {})
+        ).items():
             text = token_text(token)
             if text is not None:
                 tokens[name] = text
@@ -86,8 +88,8 @@ def read_tokens(folder: Path) -> dict[str, str]:
 
 
 def read_templates(folder: Path) -> dict[str, TemplateSource]:
-    """The folder's templates by name, of which ``default`` may be missing; ConfigError if a file
-    cannot be read."""
+    """The folder's templates by name, maybe without ``default``; ConfigError if a file cannot be
+    read."""
     templates = _templates_in(folder / SETTINGS_FILE)
     if (folder / TEMPLATE_FILE).is_file():
         templates["default"] = read_template_file(
@@ -116,14 +118,14 @@ def _templates_in(path: Path) -> dict[str, TemplateSource]:
         own = {"default": own}
     elif isinstance(own, list):
         own = {
-            str(each.get("name")): each.get("template")
-            for each in own
-            if isinstance(each, Mapping)
+            str(template.get("name")): template.get("template")
+            for template in own
+            if isinstance(template, Mapping)
         }
-    named = own.items() if isinstance(own, dict) else ()
+    sources = own.items() if isinstance(own, dict) else ()
     return {
         name: TemplateSource(text, f"the chat_template of {path}")
-        for name, text in named
+        for name, text in sources
         if isinstance(text, str)
     }
 

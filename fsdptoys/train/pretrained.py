@@ -29,7 +29,8 @@ from fsdptoys.checkpoint.hf_folder import CONFIG_FILE
 from fsdptoys.checkpoint.safetensors_io import slices
 from fsdptoys.config.kernel_choice import KernelConfig, put_kernels
 from fsdptoys.config.saved import read_data_config
-from fsdptoys.data import ChatConfig, DataConfig
+from fsdptoys.data import DataConfig
+from fsdptoys.data.chat import ChatConfig
 from fsdptoys.data.chat_template import ChatTemplate, open_template
 from fsdptoys.data.dataset_index import TOKENIZER_FILE
 from fsdptoys.data.tokenizer import CHOICE, Tokenizer, open_tokenizer

@@ -26,7 +26,6 @@ import numpy as np
 
 from fsdptoys.data import (
     BatchStream,
-    PreparedConfig,
     Request,
     find_sources,
     open_encoder,
@@ -35,6 +34,7 @@ from fsdptoys.data import (
 from fsdptoys.data.dataset_index import Index
 from fsdptoys.data.packing import Packing
 from fsdptoys.data.permutation import EndlessShuffle
+from fsdptoys.data.prepared import PreparedConfig
 from fsdptoys.data.shard_writer import ShardsWriter
 from fsdptoys.train.recorded_run import read_recorded_run
 from scripts.common.machine import machine

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fsdptoys.checkpoint import write_hugging_face
-from fsdptoys.data import BatchStream, BinConfig
-from fsdptoys.data.bin import TokenDType
+from fsdptoys.data import BatchStream
+from fsdptoys.data.bin import BinConfig, TokenDType
 from fsdptoys.models import LlamaConfig
 from fsdptoys.models.huggingface import Bounds
 from scripts.benchmarks.peers.work import (

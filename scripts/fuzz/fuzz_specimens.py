@@ -22,7 +22,7 @@ from fsdptoys.checkpoint import write_hugging_face
 from fsdptoys.checkpoint.safetensors_io import slices
 from fsdptoys.data import find_sources, open_encoder, prepare_folder, read_index
 from fsdptoys.data.packing import pack_rows
-from fsdptoys.data.prepare import Request
+from fsdptoys.data.request import Request
 from fsdptoys.data.shard_writer import ShardsWriter
 from fsdptoys.device.profile import dump_hardware, load_hardware
 from fsdptoys.launch.exit_record import ExitRecord

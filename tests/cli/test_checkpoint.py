@@ -44,8 +44,8 @@ def run_dir(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "mine"))
 
 
-def listed(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> Any:
-    assert main(["checkpoint", *words, "--json"]) == status
+def listed(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> Any:
+    assert main(["checkpoint", *argv, "--json"]) == status
     return json.loads(capsys.readouterr().out)
 
 
@@ -96,16 +96,16 @@ def test_list_names_the_damage_and_the_checkpoint_that_auto_resumes_from(
     change, condition, problem = DAMAGES[damage]
     folder = run_dir / "checkpoints"
     change(folder / NEWEST)
-    found = listed(capsys, "ls", str(run_dir), status=int(condition == "damaged"))
-    assert [each["name"] for each in found["checkpoints"]] == NAMES
-    newest = found["checkpoints"][0]
+    listing = listed(capsys, "ls", str(run_dir), status=int(condition == "damaged"))
+    assert [checkpoint["name"] for checkpoint in listing["checkpoints"]] == NAMES
+    newest = listing["checkpoints"][0]
     assert newest["condition"] == condition and re.search(problem, newest["problem"])
     assert not newest["checksums_hold"]
     config = CheckpointConfig(resume="auto")
     resumed = Checkpointer(
         config, str(folder), None, message=lambda text: None, schema=FACTS
     ).resume()
-    assert resumed is not None and found["auto"] == resumed.name == NAMES[1]
+    assert resumed is not None and listing["auto"] == resumed.name == NAMES[1]
     main(["checkpoint", "ls", str(run_dir)])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[1:3]] == [
@@ -127,29 +127,33 @@ def test_list_has_the_numbers_of_the_files(
     folder = run_dir / "checkpoints"
     (folder / f".{NEWEST}.partial").mkdir()
     (folder / "step-00000002.damaged-1").mkdir()
-    found = listed(capsys, "ls", str(folder))
-    assert found["never_loaded"] == [f".{NEWEST}.partial", "step-00000002.damaged-1"]
-    for each in found["checkpoints"]:
-        place = folder / each["name"]
+    listing = listed(capsys, "ls", str(folder))
+    assert listing["never_loaded"] == [f".{NEWEST}.partial", "step-00000002.damaged-1"]
+    for checkpoint in listing["checkpoints"]:
+        checkpoint_folder = folder / checkpoint["name"]
         sizes = [
             path.stat().st_size
-            for path in place.iterdir()
+            for path in checkpoint_folder.iterdir()
             if path.name != "manifest.json"
         ]
-        assert (each["bytes"], each["saved_at"]) == (
+        assert (checkpoint["bytes"], checkpoint["saved_at"]) == (
             sum(sizes),
-            (place / "manifest.json").stat().st_mtime,
+            (checkpoint_folder / "manifest.json").stat().st_mtime,
         )
-        assert each["tensors"] == len(
-            json.loads((place / "tensors.json").read_text())["tensors"]
+        assert checkpoint["tensors"] == len(
+            json.loads((checkpoint_folder / "tensors.json").read_text())["tensors"]
         )
-        assert (each["layout"], each["ranks"], each["checksums_hold"]) == (
+        assert (
+            checkpoint["layout"],
+            checkpoint["ranks"],
+            checkpoint["checksums_hold"],
+        ) == (
             "fsdp2, 2 ranks",
             2,
             True,
         )
     alone = listed(capsys, "ls", str(folder / NAMES[1]))
-    assert alone["checkpoints"] == [found["checkpoints"][1]] and alone["auto"] is None
+    assert alone["checkpoints"] == [listing["checkpoints"][1]] and alone["auto"] is None
 
 
 def test_large_checkpoints_are_verified_only_if_asked(
@@ -177,8 +181,10 @@ def test_show_prints_tensors_states_and_totals(
     index = json.loads((run_dir / "checkpoints" / NEWEST / "tensors.json").read_text())[
         "tensors"
     ]
-    params = {name: each for name, each in index.items() if name.startswith("model.")}
-    elements = sum(math.prod(each["shape"]) for each in params.values())
+    params = {
+        name: tensor for name, tensor in index.items() if name.startswith("model.")
+    }
+    elements = sum(math.prod(tensor["shape"]) for tensor in params.values())
     assert main(["checkpoint", "show", str(run_dir)]) == 0
     text = capsys.readouterr().out
     facts = dict(re.split(r"  +", line, maxsplit=1) for line in text.splitlines()[1:9])
@@ -209,14 +215,14 @@ def test_show_prints_tensors_states_and_totals(
             rf"{len(params)} tensors +{elements:,} elements", totals[label]
         )
     assert re.search(rf"{len(params)} elements", totals["optimizer state step"])
-    shown = listed(
+    contents = listed(
         capsys, "show", str(run_dir / "checkpoints" / NAMES[2]), "optim.*.exp_avg"
     )
-    assert shown["step"] == 1 and shown["state"]["data"]["samples"] == 4
-    assert set(shown["contents"]) == {
+    assert contents["step"] == 1 and contents["state"]["data"]["samples"] == 4
+    assert set(contents["contents"]) == {
         f"optim.{name.removeprefix('model.')}.exp_avg" for name in params
     }
-    assert shown["contents"]["optim.norm.weight.exp_avg"] == {
+    assert contents["contents"]["optim.norm.weight.exp_avg"] == {
         "dtype": "F32",
         "shape": [36],
         "bytes": 144,
@@ -232,10 +238,10 @@ def test_show_refuses_a_run_without_a_complete_checkpoint(
         (run_dir / "checkpoints" / name / "manifest.json").unlink()
     flip_byte(run_dir / "checkpoints" / NAMES[2])
     assert main(["checkpoint", "show", str(run_dir)]) == 2
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert (
-        said.count("is incomplete: it has no manifest.json; ") == 2
-        and f"{NAMES[2]} is damaged: the SHA-256" in said
+        message.count("is incomplete: it has no manifest.json; ") == 2
+        and f"{NAMES[2]} is damaged: the SHA-256" in message
     )
     assert main(["checkpoint", "ls", str(run_dir)]) == 1
     assert (
@@ -266,11 +272,17 @@ def test_checkpoints_at_a_url_are_listed_like_local_ones(
     files = fsspec.filesystem("memory")
     files.put(str(run_dir / "checkpoints"), "/listed", recursive=True)
     remote = listed(capsys, "ls", "memory://listed")
-    assert [each["checksums_hold"] for each in remote["checkpoints"]] == [None] * 3
+    assert [checkpoint["checksums_hold"] for checkpoint in remote["checkpoints"]] == [
+        None
+    ] * 3
     remote = listed(capsys, "ls", "memory://listed", "--verify")
-    for ours, theirs in zip(local["checkpoints"], remote["checkpoints"], strict=True):
+    for local_facts, remote_facts in zip(
+        local["checkpoints"], remote["checkpoints"], strict=True
+    ):
         assert (
-            theirs.pop("saved_at") > 0 and ours.pop("saved_at") > 0 and ours == theirs
+            remote_facts.pop("saved_at") > 0
+            and local_facts.pop("saved_at") > 0
+            and local_facts == remote_facts
         )
     assert remote["auto"] == local["auto"] == NEWEST
     files.rm("/listed", recursive=True)

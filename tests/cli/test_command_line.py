@@ -57,19 +57,19 @@ for line in {[*HELP, PLAN]}:
         for name, value in os.environ.items()
         if not name.startswith("COVERAGE_PROCESS_")
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path_factory.mktemp("interpreter"),
         env=present | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.count(
+    assert (process.returncode, process.stderr) == (0, "") and process.stdout.count(
         "fsdptoys"
     ) > len(HELP)
     lines = [
         line.split("|")[1:]
-        for line in done.stdout.splitlines()
+        for line in process.stdout.splitlines()
         if line.startswith("loaded|")
     ]
     return {line: names for line, *names in lines}
@@ -88,13 +88,13 @@ def test_launcher_imports_no_slow_torch_module(loaded: dict[str, list[str]]) -> 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the dispatch table of the command line."""
     main(["--help"])
-    shown = capsys.readouterr().out
+    page = capsys.readouterr().out
     for command in command_names():
-        assert f" fsdptoys {command} " in shown and f"\n    {command} " in shown
+        assert f" fsdptoys {command} " in page and f"\n    {command} " in page
 
 
 @pytest.mark.parametrize(
-    ("typed", "usage"),
+    ("line", "usage"),
     [
         ("models --help", "models [NAME ...] [--json]\n"),
         ("convert", "convert to-hf RUN OUT_DIR"),
@@ -104,10 +104,10 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_help_of_a_command_begins_with_its_usage(
-    typed: str, usage: str, capsys: pytest.CaptureFixture[str]
+    line: str, usage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the usage line; the page fits 120 columns."""
-    assert main(typed.split()) == 0
+    assert main(line.split()) == 0
     page = capsys.readouterr().out
     assert (
         page.startswith(f"usage: fsdptoys {usage}")
@@ -124,9 +124,9 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
 def test_help_lists_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the names of the YAML files; the keys are a generated file."""
     assert main(["train", "--help"]) == 0
-    shown = capsys.readouterr().out.replace("*", "").replace(",", "").splitlines()
+    lines = capsys.readouterr().out.replace("*", "").replace(",", "").splitlines()
     for group, names in list_choices().items():
-        (line,) = [line for line in shown if line.startswith(f"  {group}= ")]
+        (line,) = [line for line in lines if line.startswith(f"  {group}= ")]
         assert set(names) <= set(line.split())
 
 
@@ -150,24 +150,26 @@ def test_cfg_prints_the_resolved_configuration(
     spelling: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the same arguments composed and validated in this process."""
-    words = [
+    overrides = [
         "experiment=null",
         "train.steps=7",
         "train.seed=3",
         "optim.warmup_steps=${train.grad_accum}",
     ]
-    assert main(["train", *words, *spelling, "launch.device=cpu"]) == 0
-    config = compose_config([*words, "launch.device=cpu"])
+    assert main(["train", *overrides, *spelling, "launch.device=cpu"]) == 0
+    config = compose_config([*overrides, "launch.device=cpu"])
     config.validate(2, "cpu")
-    shown = capsys.readouterr().out
-    assert yaml.safe_load(shown) == config.to_dict()
+    output = capsys.readouterr().out
+    assert yaml.safe_load(output) == config.to_dict()
     assert config.train.init_seed == 3 and config.optim.warmup_steps == 1
-    assert "model=llama_debug" in shown.splitlines()[0]
+    assert "model=llama_debug" in output.splitlines()[0]
 
 
-@pytest.mark.parametrize("asked", [False, True], ids=["alone", "under a launcher"])
+@pytest.mark.parametrize(
+    "has_error_file", [False, True], ids=["alone", "under a launcher"]
+)
 def test_rank_of_an_external_launcher_reports_its_mistake(
-    asked: bool,
+    has_error_file: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -182,7 +184,11 @@ def test_rank_of_an_external_launcher_reports_its_mistake(
     }
     for name, value in (
         rank
-        | ({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")} if asked else {})
+        | (
+            {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+            if has_error_file
+            else {}
+        )
     ).items():
         monkeypatch.setenv(name, value)
     process = multiprocessing.get_context("fork").Process(
@@ -191,10 +197,14 @@ def test_rank_of_an_external_launcher_reports_its_mistake(
     process.start()
     process.join()
     assert process.exitcode == 2
-    written = (tmp_path / "error.json").read_text() if asked else capfd.readouterr().err
+    report = (
+        (tmp_path / "error.json").read_text()
+        if has_error_file
+        else capfd.readouterr().err
+    )
     assert (
-        "train.steps=0 must be at least 1, or -1; set train.steps=1" in written
-        and "Traceback" not in written
+        "train.steps=0 must be at least 1, or -1; set train.steps=1" in report
+        and "Traceback" not in report
     )
 
 
@@ -228,7 +238,7 @@ LINES = {
 @pytest.mark.parametrize("line", LINES)
 def test_typed_line_composes_to_its_settings(line: str) -> None:
     """Oracle: the table above."""
-    config = compose_config(parse("train", shlex.split(line)).words)
+    config = compose_config(parse("train", shlex.split(line)).arguments)
     config.validate(world_size=2, device_type="cpu")
     tree = config.to_dict()
     for word in LINES[line].split():

@@ -30,18 +30,18 @@ from tests.harness.saved_runs import save_run
 from tests.harness.transformers_oracle import import_transformers
 
 
-def output_of(*words: str) -> str:
+def output_of(*argv: str) -> str:
     """Output of the command."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert convert_command(list(words)) == 0
+        assert convert_command(list(argv)) == 0
     return printed.getvalue()
 
 
 def command(output: str) -> list[str]:
     """Overrides of the training command that ``from-hf`` prints."""
-    first, second, *words = shlex.split(output.splitlines()[-1])
+    first, second, *overrides = shlex.split(output.splitlines()[-1])
     assert (first, second) == ("fsdptoys", "train")
-    return words
+    return overrides
 
 
 def preset(name: str) -> ModelConfig:
@@ -124,13 +124,13 @@ def test_printed_command_composes_to_the_model_of_the_folder(
     folder = tmp_path / "a folder's, name"
     config = SMALL[case]
     write(folder, build(config))
-    words = command(output_of("from-hf", str(folder)))
-    composed = compose_config(words)
+    overrides = command(output_of("from-hf", str(folder)))
+    composed = compose_config(overrides)
     assert composed.train.seq_len == 128
     assert composed.model.init_from == str(folder)
     assert differences(composed.model, config) == {}
-    without = compose_config(words[:1] + words[2:])
-    assert words[1].partition("=")[0].removeprefix("model.") in differences(
+    without = compose_config(overrides[:1] + overrides[2:])
+    assert overrides[1].partition("=")[0].removeprefix("model.") in differences(
         without.model, config
     )
 
@@ -256,12 +256,12 @@ def test_attention_chunk_length_round_trips(
     """Oracle: equal configurations, including chunks as long as the context of 128 tokens."""
     config = dataclasses.replace(SMALL["llama4"], attention_chunk_len=chunk_len)
     write(tmp_path / "folder", build(config))
-    wanted = HuggingFaceFolder(tmp_path / "folder").model_config()
-    assert differences(config, wanted) == {}
+    folder_config = HuggingFaceFolder(tmp_path / "folder").model_config()
+    assert differences(config, folder_config) == {}
     longer = dataclasses.replace(config, max_seq_len=4096)
     with (
         contextlib.nullcontext()
         if chunk_len
         else pytest.raises(ConfigError, match=r"set model\.max_seq_len=128")
     ):
-        check_same(longer, wanted, "the folder", "nobody")
+        check_same(longer, folder_config, "the folder", "nobody")

@@ -11,14 +11,12 @@ import torch
 
 from fsdptoys.cli.evaluate import evaluate_command
 from fsdptoys.config.schema import Config
-from fsdptoys.data import (
-    DataConfig,
-    PreparedConfig,
-    SyntheticConfig,
-    TextConfig,
-)
+from fsdptoys.data import DataConfig
+from fsdptoys.data.byte_text import TextConfig
 from fsdptoys.data.packing import Packing
 from fsdptoys.data.prepare import prepare_folder
+from fsdptoys.data.prepared import PreparedConfig
+from fsdptoys.data.synthetic import SyntheticConfig
 from fsdptoys.parallel import SingleConfig
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
@@ -32,11 +30,11 @@ from tests.harness.tiny import make_config, tiny_model
 from tests.harness.transformers_oracle import import_transformers
 
 
-def output_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def output_of(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     capsys.readouterr()
-    assert evaluate_command([*words, "--device", "cpu", "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    assert evaluate_command([*argv, "--device", "cpu", "--json"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
 
 
 @pytest.mark.oracle
@@ -63,12 +61,12 @@ def test_loss_equals_transformers(
             total += oracle(window_BT, labels=window_BT).loss.item() * (
                 window_BT.shape[1] - 1
             )
-    words = [str(tmp_path / "folder"), "--text", str(tmp_path / "ids")]
-    words += f"--tokenizer ids --context 40 --batch {batch}".split()
-    found = output_of(capsys, *words)
-    assert found["loss"] == pytest.approx(total / 149, rel=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(total / 149), rel=1e-4)
-    assert (found["predicted_tokens"], found["context"], found["bits_per_byte"]) == (
+    argv = [str(tmp_path / "folder"), "--text", str(tmp_path / "ids")]
+    argv += f"--tokenizer ids --context 40 --batch {batch}".split()
+    result = output_of(capsys, *argv)
+    assert result["loss"] == pytest.approx(total / 149, rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(total / 149), rel=1e-4)
+    assert (result["predicted_tokens"], result["context"], result["bits_per_byte"]) == (
         149,
         40,
         None,
@@ -151,13 +149,13 @@ def test_default_data_is_the_held_out_part_of_the_run(
     """Oracle: the run's own evaluation of all held-out samples, and of the first three; only data
     of bytes has bits per byte."""
     kind, folder, losses = runs
-    found = output_of(capsys, str(folder / "final"))
-    assert found["loss"] == pytest.approx(losses["final"], rel=1e-6)
-    in_bytes = found["loss"] / math.log(2) if kind == "text" else None
-    assert found["bits_per_byte"] == pytest.approx(in_bytes)
-    found = output_of(capsys, str(folder / "saved"), "--windows", "3", "--batch", "2")
-    assert found["loss"] == pytest.approx(losses["saved"], rel=1e-6)
-    assert found["predicted_tokens"] <= 3 * 24 and found["context"] == 24
+    result = output_of(capsys, str(folder / "final"))
+    assert result["loss"] == pytest.approx(losses["final"], rel=1e-6)
+    in_bytes = result["loss"] / math.log(2) if kind == "text" else None
+    assert result["bits_per_byte"] == pytest.approx(in_bytes)
+    result = output_of(capsys, str(folder / "saved"), "--windows", "3", "--batch", "2")
+    assert result["loss"] == pytest.approx(losses["saved"], rel=1e-6)
+    assert result["predicted_tokens"] <= 3 * 24 and result["context"] == 24
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokens(
@@ -170,15 +168,15 @@ def test_bits_per_byte_do_not_depend_on_the_tokens(
     (folder / "checksums.json").unlink()
     save_tokenizer(folder)
     (tmp_path / "text").write_text(text)
-    found = output_of(capsys, str(folder), "--text", str(tmp_path / "text"))
+    result = output_of(capsys, str(folder), "--text", str(tmp_path / "text"))
     logits_TV = build(BYTES)(torch.tensor([[1, 0, 0]]))[0]
     total = torch.nn.functional.cross_entropy(
         logits_TV, torch.tensor([0, 0, 1]), reduction="sum"
     ).item()
-    assert found["bits_per_byte"] == pytest.approx(
+    assert result["bits_per_byte"] == pytest.approx(
         total / math.log(2) / len(" one one two"), rel=1e-5
     )
-    assert found["predicted_tokens"] == 3
+    assert result["predicted_tokens"] == 3
 
 
 def test_text_output_has_the_numbers_of_the_json(
@@ -188,22 +186,22 @@ def test_text_output_has_the_numbers_of_the_json(
     model = build(BYTES)
     write(tmp_path / "folder", model)
     (tmp_path / "text").write_bytes(b"\xffabc" * 300)
-    words = [
+    argv = [
         str(tmp_path / "folder"),
         "--text",
         str(tmp_path / "text"),
         "--tokenizer",
         "bytes",
     ]
-    found = output_of(capsys, *words)
-    assert evaluate_command(words) == 0
+    result = output_of(capsys, *argv)
+    assert evaluate_command(argv) == 0
     assert capsys.readouterr().out == (
-        f"loss           {found['loss']:.6f} nats per token\nperplexity     "
-        f"{found['perplexity']:.4f}\ntokens         1,199 predicted, in windows of 64\nbits per "
-        f"byte  {found['bits_per_byte']:.6f}\n"
+        f"loss           {result['loss']:.6f} nats per token\nperplexity     "
+        f"{result['perplexity']:.4f}\ntokens         1,199 predicted, in windows of 64\nbits per "
+        f"byte  {result['bits_per_byte']:.6f}\n"
     )
     with torch.no_grad():
         model.get_parameter("norm.weight").fill_(3e38)
     write(tmp_path / "broken", model)
-    assert evaluate_command([str(tmp_path / "broken"), *words[1:], "--json"]) == 1
+    assert evaluate_command([str(tmp_path / "broken"), *argv[1:], "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["loss"] is None

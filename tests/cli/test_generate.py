@@ -11,8 +11,11 @@ import torch
 
 from fsdptoys.cli.generate import generate_command
 from fsdptoys.cli.main import main
-from fsdptoys.data import DataConfig, HFConfig, PreparedConfig, TextConfig
+from fsdptoys.data import DataConfig
+from fsdptoys.data.byte_text import TextConfig
+from fsdptoys.data.hf import HFConfig
 from fsdptoys.data.prepare import prepare_folder
+from fsdptoys.data.prepared import PreparedConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import LlamaConfig
 from fsdptoys.models.generate import Draw, generate
@@ -27,14 +30,14 @@ from tests.harness.transformers_oracle import import_transformers
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run, whose ``train.seq_len`` is 16, and the same weights in Hugging Face
+    """A folder with a run of ``train.seq_len=16``, and the same weights in Hugging Face
     format."""
     save_model(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def made(capsys: pytest.CaptureFixture[str], line: str) -> list[list[int]]:
+def generated_ids(capsys: pytest.CaptureFixture[str], line: str) -> list[list[int]]:
     """Ids generated for each prompt."""
     assert generate_command([*shlex.split(line), "--device", "cpu", "--json"]) == 0
     return [entry["ids"] for entry in json.loads(capsys.readouterr().out)]
@@ -51,8 +54,8 @@ def test_every_source_generates_the_text_of_its_weights(
 ) -> None:
     """Oracle: the loop of ``sampling`` with the saved model, one prompt at a time."""
     line = f"{source} --prompt ab --prompt=--c --tokens 8 --context 16 --temperature 0"
-    found = made(capsys, f"{line} --tokenizer bytes")
-    assert found == [expected(list(text), 8, 16, Draw(0.0)) for text in (b"ab", b"--c")]
+    ids = generated_ids(capsys, f"{line} --tokenizer bytes")
+    assert ids == [expected(list(text), 8, 16, Draw(0.0)) for text in (b"ab", b"--c")]
 
 
 def test_each_option_has_its_effect(
@@ -60,7 +63,7 @@ def test_each_option_has_its_effect(
 ) -> None:
     """Oracle: the loop of ``sampling`` with the same settings, each of which gives different
     text."""
-    seen = set()
+    outputs = set()
     for options, context, draw in [
         ("", 16, Draw()),  # the run's train.seq_len
         ("--context 3", 3, Draw()),
@@ -69,12 +72,12 @@ def test_each_option_has_its_effect(
         ("--top-p 0.4", 16, Draw(top_p=0.4)),
         ("--seed 7", 16, Draw(seed=7)),
     ]:
-        (found,) = made(
+        (ids,) = generated_ids(
             capsys, f"run --prompt '97 98' --tokenizer ids --tokens 20 {options}"
         )
-        assert found == expected([97, 98], 20, context, draw), options
-        seen.add(tuple(found))
-    assert len(seen) == 6
+        assert ids == expected([97, 98], 20, context, draw), options
+        outputs.add(tuple(ids))
+    assert len(outputs) == 6
 
 
 def test_generation_runs_in_the_requested_dtype(
@@ -85,7 +88,7 @@ def test_generation_runs_in_the_requested_dtype(
     model.init_buffers(torch.device("cpu"))
     tokens_T = generate(model, torch.tensor([97, 98]), 12, 64, Draw())
     line = "folder --prompt '97 98' --tokenizer ids --tokens 12 --dtype bfloat16"
-    assert made(capsys, line) == [tokens_T[2:].tolist()]
+    assert generated_ids(capsys, line) == [tokens_T[2:].tolist()]
 
 
 def test_texts_are_printed_with_their_prompts(
@@ -111,12 +114,12 @@ def test_text_ends_at_the_end_token_of_the_folder(
     """Oracle: the same text cut after its third token, which the folder declares as the end
     token."""
     line = "folder --prompt ab --tokenizer bytes --tokens 8 --temperature 0"
-    (whole,) = made(capsys, line)
+    (whole,) = generated_ids(capsys, line)
     (places / "folder" / "checksums.json").unlink()
     (places / "folder" / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [whole[2]]})
     )
-    assert made(capsys, line) == [whole[: whole.index(whole[2]) + 1]]
+    assert generated_ids(capsys, line) == [whole[: whole.index(whole[2]) + 1]]
 
 
 def test_diverged_model_is_reported(
@@ -148,7 +151,7 @@ def test_greedy_text_equals_transformers(
     oracle = transformers.AutoModelForCausalLM.from_pretrained(folder)
     ids_BT = torch.tensor([[5, 17, 80, 3, 44]])
     wanted_BT = oracle.generate(ids_BT, max_new_tokens=40, do_sample=False)
-    assert made(capsys, line) == [wanted_BT[0, 5:].tolist()]
+    assert generated_ids(capsys, line) == [wanted_BT[0, 5:].tolist()]
 
 
 def test_tokenizer_of_the_folder_is_the_default(
@@ -157,10 +160,14 @@ def test_tokenizer_of_the_folder_is_the_default(
     """Oracle: the ids of the words, by hand; a run may be given the same one."""
     save_tokenizer(places / "folder")
     (places / "folder" / "checksums.json").unlink()
-    words = "--prompt 'two one' --tokens 5 --context 16"
+    text_line = "--prompt 'two one' --tokens 5 --context 16"
     ids = "--prompt '1 0' --tokens 5 --context 16 --tokenizer ids"
-    assert made(capsys, f"folder {words}") == made(capsys, f"folder {ids}")
-    assert made(capsys, f"run {words} --tokenizer folder") == made(capsys, f"run {ids}")
+    assert generated_ids(capsys, f"folder {text_line}") == generated_ids(
+        capsys, f"folder {ids}"
+    )
+    assert generated_ids(
+        capsys, f"run {text_line} --tokenizer folder"
+    ) == generated_ids(capsys, f"run {ids}")
 
 
 @pytest.mark.oracle
@@ -182,12 +189,12 @@ def test_chat_prompt_is_that_of_transformers(
         messages, add_generation_prompt=True, return_dict=False
     )
     end = frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")])
-    wanted = generate(model, torch.tensor(prompt), 12, 64, Draw(0.0), end)[
+    expected_ids = generate(model, torch.tensor(prompt), 12, 64, Draw(0.0), end)[
         len(prompt) :
     ].tolist()
     option = f"--system '{system}'" if system is not None else ""
     line = f"{folder} --chat --prompt 'hello é' --tokens 12 --temperature 0 {option}"
-    assert made(capsys, line) == [wanted]
+    assert generated_ids(capsys, line) == [expected_ids]
 
 
 @pytest.mark.parametrize(
@@ -236,9 +243,9 @@ def test_tokenizer_of_the_run_is_the_default(
         data.prepare(1, 256)
     (tokenizer / "tokenizer.json").unlink()
     train_on(places / "run", data)
-    words = "run --tokens 5 --prompt 'one two one <|endoftext|>'"
+    text_line = "run --tokens 5 --prompt 'one two one <|endoftext|>'"
     ids = "run --tokens 5 --prompt '2 3 2 5 7 6' --tokenizer ids"
-    assert made(capsys, words) == made(capsys, ids)
+    assert generated_ids(capsys, text_line) == generated_ids(capsys, ids)
 
 
 def test_runs_trained_on_bytes_default_to_bytes(
@@ -248,10 +255,10 @@ def test_runs_trained_on_bytes_default_to_bytes(
     prepared.write_lines(places / "a.jsonl", ["one two"])
     prepare_folder(prepared.request(places / "out", "a.jsonl"))
     line = "run --tokens 5 --prompt abc"
-    wanted = made(capsys, f"{line} --tokenizer bytes")
+    expected_ids = generated_ids(capsys, f"{line} --tokenizer bytes")
     for data in (TextConfig(), PreparedConfig(folder="out"), HFConfig(files=["gone"])):
         train_on(places / "run", data)
-        assert made(capsys, line) == wanted
+        assert generated_ids(capsys, line) == expected_ids
 
 
 def test_adapters_are_added_to_the_weights_of_every_command(
@@ -273,8 +280,8 @@ def test_adapters_are_added_to_the_weights_of_every_command(
         answers = []
         for source in ("folder", "folder --adapter adapter", "merged"):
             capsys.readouterr()
-            typed = f"{line} --device cpu --tokenizer bytes --context 16 --json"
-            assert main(typed.replace("SOURCE", source).split()) == 0
+            argv = f"{line} --device cpu --tokenizer bytes --context 16 --json"
+            assert main(argv.replace("SOURCE", source).split()) == 0
             answers.append(json.loads(capsys.readouterr().out))
         assert answers[1] == answers[2] != answers[0]
 

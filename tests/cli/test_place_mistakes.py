@@ -23,7 +23,7 @@ NOT_UTF_8 = os.fsdecode(b"bad\xff")
 
 
 @pytest.mark.parametrize(
-    ("text", "shown", "fault"),
+    ("text", "escaped", "fault"),
     [
         (
             NOT_UTF_8,
@@ -48,12 +48,12 @@ NOT_UTF_8 = os.fsdecode(b"bad\xff")
     ["metrics.run_dir=TEXT", "data=text data.files=[TEXT]"],
 )
 def test_text_that_is_no_name_is_rejected(
-    line: str, text: str, shown: str, fault: str, monkeypatch: pytest.MonkeyPatch
+    line: str, text: str, escaped: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: one sentence that names the key and shows the byte escaped."""
     monkeypatch.setenv("ODD", NOT_UTF_8)
     key = line.split()[-1].partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"^{key}=\[?{shown}\]? {fault}$"):
+    with pytest.raises(ConfigError, match=rf"^{key}=\[?{escaped}\]? {fault}$"):
         compose_config(line.replace("TEXT", text).split(" "))
 
 
@@ -116,13 +116,13 @@ def test_deleted_current_folder_is_reported_in_one_sentence(tmp_path: Path) -> N
         "-c",
         f'mkdir {folder} && cd {folder} && rmdir {folder} && exec "$0" "$@"',
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         [*gone, sys.executable, "-m", "fsdptoys", "train"],
         env=env,
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (
+    assert (process.returncode, process.stdout, process.stderr) == (
         2,
         "",
         (
@@ -141,7 +141,7 @@ def test_deleted_current_folder_is_reported_in_one_sentence(tmp_path: Path) -> N
 def fail_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run a command that fails so."""
 
-    def fail(words: list[str]) -> int:
+    def fail(argv: list[str]) -> int:
         raise error
 
     monkeypatch.setattr("fsdptoys.cli.models.models_command", fail)
@@ -236,7 +236,7 @@ MESSAGE = "libhccl.so: cannot open shared object file: No such file or directory
 
 @pytest.fixture
 def broken_backend(tmp_path: Path) -> Path:
-    """A folder with a distribution like torch_npu's, whose entry point fails as it does without
+    """A folder with a distribution like torch_npu's. Its entry point fails as it does without
     CANN."""
     (tmp_path / "torch_npu.py").write_text(f"raise ImportError({MESSAGE!r})\n")
     described = tmp_path / "torch_npu-2.13.0.dist-info"
@@ -263,7 +263,7 @@ def test_backend_that_fails_to_load_is_reported_in_one_sentence_where_it_is_need
 ) -> None:
     """Oracle: PyTorch's error with torch_npu's reason; help needs no PyTorch, and the suggested
     variable helps."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "fsdptoys", *line.split()],
         cwd=broken_backend,
         env=os.environ
@@ -274,8 +274,8 @@ def test_backend_that_fails_to_load_is_reported_in_one_sentence_where_it_is_need
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stdout == "") == (status, status == 2)
-    assert status == 0 or done.stderr == (
+    assert (process.returncode, process.stdout == "") == (status, status == 2)
+    assert status == 0 or process.stderr == (
         "fsdptoys: PyTorch cannot be imported, since the installed torch_npu cannot be loaded "
         f"[{MESSAGE}]; install what it needs (torch_npu: CANN, whose set_env.sh is sourced), or "
         "set TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment to do without it\n"

@@ -48,8 +48,8 @@ def test_memory_at_the_end_of_a_step_is_12_bytes_per_sharded_parameter(
     config = compose_config([*TINY, "model.dim=512", "model.ffn_dim=1408"])
     with torch.device("meta"):
         parameters = config.model.build().parameter_counts().total
-    kept = 12 * parameters / 8
-    assert kept <= output["memory"]["end_bytes"] - 2 * 2**25 < 1.1 * kept
+    state_bytes = 12 * parameters / 8
+    assert state_bytes <= output["memory"]["end_bytes"] - 2 * 2**25 < 1.1 * state_bytes
     assert output["world_size"] == 8 and output["method"] == "estimated"
     parts = ("compute", "exposed_communication", "exposed_transfer", "host")
     assert sum(output["time"][f"{part}_seconds"] for part in parts) == pytest.approx(
@@ -64,7 +64,7 @@ def test_search_prints_overrides_accepted_by_train(
 ) -> None:
     """Oracle: the configuration composed from the printed overrides, and the written plot."""
     picture = tmp_path / "frontier.png"
-    words = [
+    argv = [
         "plan",
         "search",
         *TINY,
@@ -73,13 +73,13 @@ def test_search_prints_overrides_accepted_by_train(
         "plan.world_size=8",
         "mesh.fsdp_size=8",
     ]
-    words += [
+    argv += [
         "memory.cpu_offload=false",
         "memory.optimizer_offload=false",
         "memory.gradient_checkpointing=full",
     ]
-    words += ["parallel.wrap=block", "parallel.reshard_after_forward=default"]
-    assert main([*words, "--json", "--png", str(picture)]) == 0
+    argv += ["parallel.wrap=block", "parallel.reshard_after_forward=default"]
+    assert main([*argv, "--json", "--png", str(picture)]) == 0
     output = json.loads(capsys.readouterr().out)
     best = compose_config(output["best"]["words"])
     best.validate(8, "cuda")
@@ -95,7 +95,7 @@ ONE = ["model=llama3_1b", "plan.hardware=h200", "plan.world_size=1"]
 
 
 @pytest.mark.parametrize(
-    ("words", "searches", "strategy"),
+    ("overrides", "searches", "strategy"),
     [
         (ONE, False, "single"),
         (["experiment=null", *ONE], False, "single"),
@@ -106,13 +106,13 @@ ONE = ["model=llama3_1b", "plan.hardware=h200", "plan.world_size=1"]
     ],
 )
 def test_plan_of_one_rank_shards_nothing(
-    words: list[str], searches: bool, strategy: str
+    overrides: list[str], searches: bool, strategy: str
 ) -> None:
     """Oracle: the strategy with which ``fsdptoys train`` runs one rank on an accelerator; a search
     varies it."""
-    run = compose_hypothetical(words, searches=searches)
+    run = compose_hypothetical(overrides, searches=searches)
     assert run.config.parallel.name == strategy
-    assert ("parallel=single" in run.words) == (strategy == "single")
+    assert ("parallel=single" in run.overrides) == (strategy == "single")
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -129,11 +129,11 @@ def test_default_run_trains_the_largest_model_that_fits(
     )
     monkeypatch.setattr("fsdptoys.cli.planned.profile_of_this_machine", lambda: "h100")
     monkeypatch.setattr("fsdptoys.cli.planned.least_free_bytes", lambda *_: None)
-    words = choose_largest("experiment=llama2_7b", "cuda", 8)
-    config = compose_config(words)
+    overrides = choose_largest("experiment=llama2_7b", "cuda", 8)
+    config = compose_config(overrides)
     config.validate(8, "cuda")
     assert (
-        words[0] == "experiment=llama2_7b"
+        overrides[0] == "experiment=llama2_7b"
         and 14e9 < count_parameters(config.model) < 32e9
     )
     reserved_gib = (
@@ -195,21 +195,23 @@ def test_margin_and_free_memory_limit_a_choice(
 def test_memory_auto_takes_the_fastest_switches_that_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the estimate of each checkpointing mode and chunking, over one H200, whose memory all
-    of them fit."""
+    """Oracle: the estimate of each checkpointing mode and chunking, over one H200. All of them
+    fit its memory."""
     hardware = load_hardware("h200")
     monkeypatch.setattr("fsdptoys.cli.planned.profile_of_this_machine", lambda: "h200")
     monkeypatch.setattr("fsdptoys.cli.planned.least_free_bytes", lambda *_: None)
-    words = ["experiment=llama3_1b", "train.seq_len=2048"]
+    overrides = ["experiment=llama3_1b", "train.seq_len=2048"]
 
     def speed(*more: str) -> float:
-        config = compose_config([*words, *more])
+        config = compose_config([*overrides, *more])
         config.validate(1, "cuda")
         return fast_estimate(config, hardware, 1).tokens_per_second
 
     def choose(*more: str) -> list[str]:
-        given = [*words, *more]
-        return choose_switches(given, compose_config(given), "cuda", 1, 1)
+        all_overrides = [*overrides, *more]
+        return choose_switches(
+            all_overrides, compose_config(all_overrides), "cuda", 1, 1
+        )
 
     chosen = choose()
     assert chosen and all(word.startswith("memory.") for word in chosen)
@@ -219,8 +221,8 @@ def test_memory_auto_takes_the_fastest_switches_that_fit(
         for chunk in ("true", "false")
     )
     assert speed(*chosen) >= 0.99 * best > speed()
-    said = f"memory=auto: {' '.join(chosen)}, the fastest of those that fit, predicted to need"
-    assert said in capsys.readouterr().err
+    sentence = f"memory=auto: {' '.join(chosen)}, the fastest of those that fit, predicted to need"
+    assert sentence in capsys.readouterr().err
     assert not any(
         "chunk_loss" in word
         for word in choose("memory=auto", "memory.chunk_loss=false")

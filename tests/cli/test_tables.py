@@ -76,19 +76,19 @@ def test_requested_presets_have_one_row_each_with_explained_numbers(
 ) -> None:
     """Oracle: the output."""
     assert main(["models", "gpt2", "qwen3_moe_debug"]) == 0
-    shown = capsys.readouterr().out
-    assert [line.split()[0] for line in shown.splitlines()[1:3]] == [
+    table = capsys.readouterr().out
+    assert [line.split()[0] for line in table.splitlines()[1:3]] == [
         "gpt2",
         "qwen3_moe_debug",
     ]
-    assert "124M" in shown and "6 for each weight of a matrix" in " ".join(
-        shown.split()
+    assert "124M" in table and "6 for each weight of a matrix" in " ".join(
+        table.split()
     )
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current one: runs a and b, of which b's third loss is another and its last step slow."""
+    """The current one: runs a and b. The third loss of b is another and its last step slow."""
     monkeypatch.chdir(tmp_path)
     write_run(Path("a"), run_of(4))
     steps = run_of(4)
@@ -106,13 +106,13 @@ def test_tables_are_printed_in_each_format(
 ) -> None:
     """Oracle: the table itself; both runs are found by their folders and by the one above."""
     table = make_table(gather([Path("a"), Path("b")]))
-    for form, wanted in {
+    for form, export in {
         "--markdown": to_markdown,
         "--csv": to_csv,
         "--json": to_json,
     }.items():
         assert main(["report", "a", "b", form]) == 0
-        assert capsys.readouterr().out == wanted(table)
+        assert capsys.readouterr().out == export(table)
     assert main(["report", form := "--csv", "."]) == 0 and form
     assert [
         row["run"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))
@@ -179,12 +179,12 @@ def test_comparison_error_is_a_mistake_not_a_difference(
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 @pytest.mark.parametrize(
-    "typed",
+    "line",
     [f"report é a b --{form}" for form in ("table", "markdown", "csv", "json")]
     + ["compare a é"],
 )
 def test_output_fits_the_encoding_of_its_stream(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, typed: str, encoding: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, line: str, encoding: str
 ) -> None:
     """Oracle: the encoding itself, which rejects unsupported characters; JSON is lossless."""
     write_run(
@@ -194,14 +194,14 @@ def test_output_fits_the_encoding_of_its_stream(
     )
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr("sys.stdout", stream)
-    assert main(typed.split(" ")) in (0, 1)
+    assert main(line.split(" ")) in (0, 1)
     stream.flush()
     text = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
-    if typed.endswith("--json"):
+    if line.endswith("--json"):
         assert json.loads(text)["rows"][0]["run"] == "é"
     else:
         assert ("é" in text) == (encoding != "ascii")
-    if typed.endswith("--table"):
+    if line.endswith("--table"):
         assert ("(131–139)" in text) == (encoding == "utf-8") != ("(131-139)" in text)
 
 

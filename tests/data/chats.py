@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdptoys.data import IGNORE_INDEX, ChatConfig
+from fsdptoys.data import IGNORE_INDEX
+from fsdptoys.data.chat import ChatConfig
 from tests.harness.chat_files import CONVERSATIONS
 
 GOOD = json.dumps({"messages": CONVERSATIONS[0]})
@@ -32,14 +33,14 @@ def rows_of(
     config.prepare(seq_len, 512)
     dataset = config.build(seq_len, 512, 0)
     end = dataset.document_end
-    found = []
+    rows = []
     for number in range(len(dataset.train)):
         tokens_T, labels_T = dataset.train[number]
         learned = [-1, *labels_T.tolist()]
         start = 0
         for stop in np.flatnonzero(tokens_T == end).tolist():
             if stop > start:
-                found.append(
+                rows.append(
                     (
                         tokens_T[start:stop].tolist(),
                         [
@@ -50,4 +51,4 @@ def rows_of(
                     )
                 )
             start = stop + 1
-    return found
+    return rows

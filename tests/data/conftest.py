@@ -1,4 +1,4 @@
-"""The folder of tests of conversations."""
+"""Current folders of tests."""
 
 from pathlib import Path
 
@@ -14,8 +14,13 @@ from tests.harness.chat_files import (
 
 
 @pytest.fixture
-def chat_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tokenizer with a template, and a file of one conversation."""
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def chat_folder(empty_folder: None) -> None:
+    """A tokenizer with a template, and a file of one conversation."""
     save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
     write_rows(Path("a.jsonl"), [GOOD])

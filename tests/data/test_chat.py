@@ -70,8 +70,8 @@ def test_bytes_with_a_built_in_template_learn_the_answers() -> None:
         *CONVERSATIONS[1],
     ]
     write_rows(Path("a.jsonl"), [{"messages": CONVERSATIONS[1]}, {"messages": context}])
-    found = rows_of(config(tokenizer="bytes", template="chatml"))
-    texts = [(bytes(ids).decode(), bytes(learned).decode()) for ids, learned in found]
+    rows = rows_of(config(tokenizer="bytes", template="chatml"))
+    texts = [(bytes(ids).decode(), bytes(learned).decode()) for ids, learned in rows]
     arithmetic = (
         "<|im_start|>system\nYou are terse. <|im_end|>\n<|im_start|>user\nWhat is 2 + "
         "2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
@@ -96,11 +96,11 @@ def test_half_of_a_surrogate_pair_becomes_a_question_mark(tokenizer: str) -> Non
             {"role": "assistant", "content": f"yes{text}"},
         ]
         write_rows(Path(f"{name}.jsonl"), [{"messages": messages}])
-    found, expected = (
+    rows, expected = (
         rows_of(config(files=[f"{name}.jsonl"], tokenizer=tokenizer, template="chatml"))
         for name in ("a", "b")
     )
-    assert found == expected
+    assert rows == expected
 
 
 @pytest.mark.oracle
@@ -131,9 +131,9 @@ def test_tools_and_calls_are_written_by_the_template() -> None:
 DEEP = "[" * 200 + "]" * 200
 
 
-@pytest.mark.parametrize(("typed", "says"), mistakes("chat rows"))
+@pytest.mark.parametrize(("row", "says"), mistakes("chat rows"))
 def test_bad_row_is_named_by_file_and_line_or_left_out(
-    typed: str, says: str, capsys: pytest.CaptureFixture[str]
+    row: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the whole message, and the good rows alone."""
     refusing = (
@@ -143,15 +143,15 @@ def test_bad_row_is_named_by_file_and_line_or_left_out(
     mute = "{% if messages and messages[0].role == 'mute' %}nothing{% else %}"
     template = refusing + mute + without_blocks(GENERATED["chatml"]) + "{% endif %}"
     save_chat_tokenizer(Path("tokenizer"), template)
-    write_rows(Path("a.jsonl"), [GOOD, "", typed.replace("{deep}", DEEP), GOOD])
+    write_rows(Path("a.jsonl"), [GOOD, "", row.replace("{deep}", DEEP), GOOD])
     sentence = f"data.files=[a.jsonl] in line 3 {says}"
     with pytest.raises(ConfigError) as caught:
         config().prepare(WIDE, 512)
     assert str(caught.value) == f"{sentence}; repair it, or set data.skip_bad_rows=true"
-    found = rows_of(config(skip_bad_rows=True))
+    rows = rows_of(config(skip_bad_rows=True))
     assert f"left out: {sentence}\n" in capsys.readouterr().err
     write_rows(Path("b.jsonl"), [GOOD, GOOD])
-    assert found == rows_of(config(files=["b.jsonl"]))
+    assert rows == rows_of(config(files=["b.jsonl"]))
 
 
 @pytest.mark.parametrize(("changes", "says"), mistakes("chat settings"))
@@ -198,8 +198,12 @@ def test_conversations_are_separated_by_a_special_token_that_the_template_does_n
     """Oracle: the table; ``</s>`` is an ordinary token of each tokenizer, and no template writes
     it."""
     tokenizers = pytest.importorskip("tokenizers")
-    words = {word: place for place, word in enumerate(["?", "</s>", "hello"])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    vocabulary = {
+        word: token_id for token_id, word in enumerate(["?", "</s>", "hello"])
+    }
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel(vocabulary, unk_token="?")
+    )
     tokenizer.add_special_tokens(special)
     folder = Path("own")
     folder.mkdir()

@@ -139,7 +139,7 @@ def test_tables_and_lines_are_read_alike(
 
     def read(name: str) -> list[ChatRow]:
         (source,) = find_sources("FILE", [name])
-        found = [
+        rows = [
             row
             for row, _ in read_documents(
                 "FILE", source, "messages", records=ChatRecords()
@@ -147,7 +147,7 @@ def test_tables_and_lines_are_read_alike(
         ]
         return [
             ChatRow("", row.messages, row.learned, row.tools, problem=row.problem)
-            for row in found
+            for row in rows
         ]
 
     assert read("a.jsonl") == read("a.parquet") == read("folder")
@@ -267,10 +267,10 @@ QWEN_CALL = (
 )
 def test_answers_are_found(name: str, shape: str, learned: list[str]) -> None:
     """Oracle: the answers' texts, written by hand."""
-    found = template_of(TEMPLATES[name]).render(read_row(ROWS[shape]), SPECIAL)
+    rendered = template_of(TEMPLATES[name]).render(read_row(ROWS[shape]), SPECIAL)
     assert [
-        found.text[start:stop] for start, stop in found.answers
-    ] == learned and not found.lost
+        rendered.text[start:stop] for start, stop in rendered.answers
+    ] == learned and not rendered.lost
 
 
 LOSSES: dict[str, tuple[str, list[str]]] = {
@@ -339,7 +339,7 @@ def test_any_error_of_a_template_is_one_sentence(source: str) -> None:
 def test_tool_use_template_is_for_rows_with_tools(tmp_path: Path) -> None:
     """Oracle: transformers' choice, with the templates in each of the places that it reads."""
     settings = tmp_path / "tokenizer_config.json"
-    named = [
+    templates = [
         {"name": name, "template": f"{name}{TEMPLATES['calls']}"}
         for name in ("default", "tool_use")
     ]
@@ -349,7 +349,7 @@ def test_tool_use_template_is_for_rows_with_tools(tmp_path: Path) -> None:
         rows = [read_row(ROWS[shape]) for shape in ("one turn", "call last")]
         return [template.render(row, SPECIAL).text.partition("<")[0] for row in rows]
 
-    settings.write_text(json.dumps({"chat_template": named}))
+    settings.write_text(json.dumps({"chat_template": templates}))
     assert begins() == ["default", "tool_use"]
     settings.write_text(json.dumps({"chat_template": f"only{TEMPLATES['calls']}"}))
     assert begins() == ["only", "only"]
@@ -395,7 +395,7 @@ def test_special_tokens_are_those_of_transformers(
         (tmp_path / "special_tokens_map.json").write_text(json.dumps(mapped))
     expected = AutoTokenizer.from_pretrained(tmp_path).special_tokens_map
     (tmp_path / "chat_template.jinja").write_text(TEMPLATES["calls"])
-    found = open_template(None, str(tmp_path), "data.template", "missing")
-    assert {name: text for name, text in found.tokens.items() if name in names} == {
+    template = open_template(None, str(tmp_path), "data.template", "missing")
+    assert {name: text for name, text in template.tokens.items() if name in names} == {
         name: str(text) for name, text in expected.items() if name in names
     }

@@ -12,16 +12,16 @@ import pytest
 from fsdptoys.config.compose import compose_config
 from fsdptoys.data import (
     BatchStream,
-    BinConfig,
     DataConfig,
-    PreparedConfig,
-    TextConfig,
     TokenDataset,
     content_sample,
 )
+from fsdptoys.data.bin import BinConfig
+from fsdptoys.data.byte_text import TextConfig
 from fsdptoys.data.content_sample import BLOCK_BYTES, SampledFiles, sampled_offsets
 from fsdptoys.data.prepare import prepare_folder
-from fsdptoys.data.token_files import SourceFile
+from fsdptoys.data.prepared import PreparedConfig
+from fsdptoys.data.source_files import SourceFile
 from fsdptoys.errors import ConfigError
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
@@ -173,8 +173,8 @@ def test_incomparable_states_pass_the_content_check(state: Any, tmp_path: Path) 
     ).check_unchanged(state)
 
 
-def train(words: list[str]) -> None:
-    config = compose_config(words)
+def train(overrides: list[str]) -> None:
+    config = compose_config(overrides)
     config.validate(1, "cpu")
     Run(Trainer(config)).run()
 
@@ -182,23 +182,23 @@ def train(words: list[str]) -> None:
 def test_run_does_not_resume_with_a_changed_file(tmp_path: Path) -> None:
     """Oracle: the expected message of a real run that resumes, which ends before its first step."""
     _, path = write_bin(tmp_path)
-    words = [
+    overrides = [
         "experiment=null",
         "parallel=single",
         "train.seq_len=32",
         "metrics.console=none",
         "checkpoint.every=1",
     ]
-    words += [
+    overrides += [
         "data=bin",
         f"data.files=[{path}]",
         f"metrics.run_dir={tmp_path}/run",
         "checkpoint.resume=auto",
     ]
     for steps in (2, 3):
-        run_ranks(1, train, [*words, f"train.steps={steps}"])
+        run_ranks(1, train, [*overrides, f"train.steps={steps}"])
     change_middle(path, 20_000)
     with pytest.raises(
         RuntimeError, match=r"tokens\.bin\] has changed since the checkpoint"
     ):
-        run_ranks(1, train, [*words, "train.steps=4"])
+        run_ranks(1, train, [*overrides, "train.steps=4"])

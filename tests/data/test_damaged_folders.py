@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from fsdptoys.data import HFConfig, PreparedConfig, dataset_index
+from fsdptoys.data import dataset_index
+from fsdptoys.data.hf import HFConfig
 from fsdptoys.data.packing import Packing
 from fsdptoys.data.prepare import prepare_folder
+from fsdptoys.data.prepared import PreparedConfig
 from fsdptoys.data.shard_writer import PROGRESS_FILE, ShardsWriter
 from fsdptoys.errors import ConfigError
 from tests.harness.prepared_data import contents, documents, write_lines
@@ -125,10 +127,12 @@ def test_damaged_folder_in_a_cache_is_prepared_again(
     config.validate(16, 256)
     assert config.has_eval == config.has_eval and not capsys.readouterr().err
     config.prepare(16, 256)
-    said = capsys.readouterr().err.splitlines()
-    sentences = [line for line in said if line.endswith("; the data is prepared again")]
-    assert said[0].startswith(f"fsdptoys: {folder} is damaged; ")
-    assert sentences == said[: kind == "cached"]
+    lines = capsys.readouterr().err.splitlines()
+    sentences = [
+        line for line in lines if line.endswith("; the data is prepared again")
+    ]
+    assert lines[0].startswith(f"fsdptoys: {folder} is damaged; ")
+    assert sentences == lines[: kind == "cached"]
     assert contents(folder) == before and list(folder.parent.iterdir()) == [folder]
     config.build(16, 256, 0)
     config.prepare(16, 256)
@@ -182,7 +186,8 @@ def test_unreadable_cache_folder_is_not_replaced(
     """Oracle: the expected message and the unchanged folder; a system error proves no damage and no
     gap."""
     config, folder = cached
-    before, original = contents(folder), getattr(owner, function)
+    before = contents(folder)
+    original = getattr(owner, function)
 
     def refuse(path: Path, *args: Any, **options: Any) -> Any:
         if path.suffix == suffix:
@@ -270,13 +275,13 @@ def test_symbolic_link_in_place_of_a_shard_is_not_followed_for_writing(
 ) -> None:
     """Oracle: the target keeps its bytes; ``tests/utils`` has the lock."""
     (tmp_path / "precious").write_bytes(b"keep this" * 9)
-    wanted = make_request(tmp_path / "out", lines)
+    request = make_request(tmp_path / "out", lines)
     part = tmp_path / "out.part"
     part.mkdir()
     (part / "shard-00000.bin").symlink_to(tmp_path / "precious")
     (part / "shard-00000.ends").write_bytes(b"\0" * 64)
     (part / PROGRESS_FILE).write_text(
-        json.dumps(note() | {"request": wanted.fingerprint})
+        json.dumps(note() | {"request": request.fingerprint})
     )
-    prepare_folder(wanted)
+    prepare_folder(request)
     assert (tmp_path / "precious").read_bytes() == b"keep this" * 9

@@ -12,9 +12,11 @@ import pytest
 from fsdptoys.cli import main as __main__
 from fsdptoys.cli import train as train_command
 from fsdptoys.cli.data import data_command
-from fsdptoys.data import Display, HFConfig, PreparedConfig, prepare_folder
+from fsdptoys.data import Display, prepare_folder
 from fsdptoys.data import prepare as preparing
+from fsdptoys.data.hf import HFConfig
 from fsdptoys.data.prepare import Advance
+from fsdptoys.data.prepared import PreparedConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.train import run
 from tests.harness.prepared_data import (
@@ -65,10 +67,8 @@ def test_hf_data_equals_a_folder_of_the_prepare_command():
     prepare_folder(request(Path("out"), "a.jsonl", field="body", eval_fraction=0.2))
     (cached,) = Path("cache").iterdir()
     assert contents(cached) == contents(Path("out"))
-    dataset, other = (
-        config().build(16, 256, 0),
-        PreparedConfig(folder="out").build(16, 256, 0),
-    )
+    dataset = config().build(16, 256, 0)
+    other = PreparedConfig(folder="out").build(16, 256, 0)
     assert dataset.fingerprint == other.fingerprint and dataset.document_end == 0
     assert (
         config().has_eval
@@ -110,13 +110,13 @@ WORDS = (
 
 def test_launcher_prepares_data_before_it_starts_ranks(monkeypatch):
     """Oracle: the cache when the launcher starts the ranks."""
-    seen = []
+    folder_counts = []
     monkeypatch.setattr(
         train_command,
         "launch",
-        lambda plan: seen.append(len(list(Path("cache").iterdir()))) or 0,
+        lambda plan: folder_counts.append(len(list(Path("cache").iterdir()))) or 0,
     )
-    assert __main__.main(WORDS.split()) == 0 and seen == [1]
+    assert __main__.main(WORDS.split()) == 0 and folder_counts == [1]
     assert (
         __main__.main([*WORDS.split(), "--cfg", "job"]) == 0 and times_prepared() == 1
     )
@@ -124,11 +124,13 @@ def test_launcher_prepares_data_before_it_starts_ranks(monkeypatch):
 
 def test_torchrun_rank_prepares_data_before_training(monkeypatch):
     """Oracle: the cache when the rank starts training."""
-    seen = []
+    folder_counts = []
     monkeypatch.setattr(
         run,
         "train",
-        lambda config, prediction: seen.append(len(list(Path("cache").iterdir()))),
+        lambda config, prediction: folder_counts.append(
+            len(list(Path("cache").iterdir()))
+        ),
     )
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {
@@ -139,7 +141,7 @@ def test_torchrun_rank_prepares_data_before_training(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     train_command._work(WORDS.split()[1:])
-    assert seen == [1]
+    assert folder_counts == [1]
 
 
 def test_evaluation_without_held_out_data_is_refused_before_ranks_start(
@@ -151,12 +153,12 @@ def test_evaluation_without_held_out_data_is_refused_before_ranks_start(
         train_command, "launch", lambda plan: pytest.fail("ranks were started")
     )
     Path("one.txt").write_text("one text " * 500)
-    words = (
+    line = (
         "train data=hf data.files=[one.txt] data.cache=cache data.eval_fraction=0.05 "
         "train.eval_every=1"
     )
     for _ in range(2):
-        assert __main__.main([*words.split(), "launch.device=cpu"]) == 2
+        assert __main__.main([*line.split(), "launch.device=cpu"]) == 2
         assert capsys.readouterr().err.splitlines()[-1] == (
             "fsdptoys: train.eval_every=1 (typed, or set by the experiment) needs a held-out "
             "part, which data=hf does not have as set; set data.eval_fraction above 0.05 or "
@@ -165,9 +167,9 @@ def test_evaluation_without_held_out_data_is_refused_before_ranks_start(
     assert not config(files=["one.txt"], text_field="text", eval_fraction=0.05).has_eval
 
 
-def run_data(capsys, *words: str) -> tuple[int, str, str]:
+def run_data(capsys, *arguments: str) -> tuple[int, str, str]:
     capsys.readouterr()
-    status = data_command([str(word) for word in words])
+    status = data_command([str(argument) for argument in arguments])
     return (status, *capsys.readouterr())
 
 
@@ -175,7 +177,7 @@ def test_prepare_show_and_check_report_folders_and_damage(tmp_path, capsys):
     """Oracle: counts of two documents; one flipped bit is found, and a truncated file is
     refused."""
     write_lines(tmp_path / "a.jsonl", ["one", "three"], "body")
-    words = [
+    arguments = [
         tmp_path / "a.jsonl",
         "--tokenizer",
         "bytes",
@@ -184,7 +186,7 @@ def test_prepare_show_and_check_report_folders_and_damage(tmp_path, capsys):
         "--processes",
         "1",
     ]
-    status, out, _ = run_data(capsys, "prepare", *words, "--out", tmp_path / "out")
+    status, out, _ = run_data(capsys, "prepare", *arguments, "--out", tmp_path / "out")
     assert (
         status == 0
         and "train      2 documents, 10 tokens in 1 shard of uint16\neval       nothing\n"
@@ -224,7 +226,7 @@ def test_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
     pytest.importorskip("tokenizers")
     choice = Path(save_tokenizer(tmp_path / "tokenizer", None))
     write_lines(tmp_path / "a.jsonl", ["one two one two", "two three"])
-    words = [
+    arguments = [
         tmp_path / "a.jsonl",
         "--out",
         tmp_path / "out",
@@ -233,11 +235,11 @@ def test_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
         "--processes",
         "1",
     ]
-    assert run_data(capsys, "prepare", *words)[1].endswith("…; kept in the folder\n")
-    copy, content = (
-        tmp_path / "out" / "tokenizer.json",
-        (choice / "tokenizer.json").read_bytes(),
+    assert run_data(capsys, "prepare", *arguments)[1].endswith(
+        "…; kept in the folder\n"
     )
+    copy = tmp_path / "out" / "tokenizer.json"
+    content = (choice / "tokenizer.json").read_bytes()
     assert copy.read_bytes() == content
     config = PreparedConfig(folder=str(tmp_path / "out"))
     assert config.find_tokenizer() == str(copy)
@@ -260,9 +262,9 @@ def test_progress_is_displayed(monkeypatch, capsys):
     """Oracle: the numbers, one line per interval."""
     now = iter(range(0, 1000, 5))
     monkeypatch.setattr("fsdptoys.data.progress.monotonic", lambda: next(now))
-    with Display("preparing") as display:
-        for done in (1, 2, 3, 4):
-            display.show(Advance(done * 1e6, 4_000_000, 1000 * done, 2_000_000 * done))
+    display = Display("preparing")
+    for count in (1, 2, 3, 4):
+        display.show(Advance(count * 1e6, 4_000_000, 1000 * count, 2_000_000 * count))
     assert capsys.readouterr().err.splitlines() == [
         "fsdptoys: preparing: 50%, 0.2 MB/s 4.0M tokens",
         "fsdptoys: preparing: 100%, 0.2 MB/s 8.0M tokens",

@@ -77,13 +77,13 @@ def test_failed_encoding_is_reported_in_one_sentence(
     is no Exception."""
     folder = write(tmp_path, **changes)
     (tmp_path / "a.txt").write_text(text)
-    wanted = request(tmp_path / "out", tmp_path / "a.txt", processes=processes)
-    wanted = dataclasses.replace(wanted, encoder=open_it(folder))
+    hostile_request = request(tmp_path / "out", tmp_path / "a.txt", processes=processes)
+    hostile_request = dataclasses.replace(hostile_request, encoder=open_it(folder))
     with pytest.raises(
         ConfigError,
         match=rf"^data\.tokenizer={folder} cannot turn a document into ids \(.*\); name",
     ):
-        prepare_folder(wanted)
+        prepare_folder(hostile_request)
     with pytest.raises(
         ConfigError, match=r"tokenizer\.json cannot turn the text into ids \(.*\); name"
     ):

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdptoys.data import BatchStream, TextConfig, check_shared_memory
+from fsdptoys.data import BatchStream, check_shared_memory
+from fsdptoys.data.byte_text import TextConfig
 from fsdptoys.data.loader import SHARED_MEMORY
 from fsdptoys.errors import ConfigError
 from tests.harness.clean_process import ROOT
@@ -53,16 +54,17 @@ def assert_equal_steps(stream: BatchStream, reference: BatchStream, steps: int) 
 def compare(path: Path) -> list[tuple[int, ...]]:
     """Run in a separate process, since processes forked by other tests must not inherit the
     workers' server."""
-    reference, stream = open_stream(path, 0), open_stream(path, 2)
+    reference = open_stream(path, 0)
+    stream = open_stream(path, 2)
     random_state = torch.get_rng_state()
     assert_equal_steps(stream, reference, 10)
     assert torch.equal(torch.get_rng_state(), random_state), (
         "the run's random numbers must not depend on workers"
     )
-    taken = stream.state_dict()
+    state = stream.state_dict()
     assert_equal_steps(stream, reference, 3)
     for either in (stream, reference):  # back, over prefetched steps
-        either.load_state_dict(taken)
+        either.load_state_dict(state)
     assert_equal_steps(stream, reference, 3)
     resumed = open_stream(path, 1)
     resumed.load_state_dict(stream.state_dict())
@@ -145,7 +147,8 @@ def test_worker_errors_equal_those_without_workers(in_worker_process):
 
 SCRIPT = """
 import signal, sys
-from fsdptoys.data import BatchStream, SyntheticConfig
+from fsdptoys.data import BatchStream
+from fsdptoys.data.synthetic import SyntheticConfig
 
 received = []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -196,7 +199,8 @@ def test_workers_survive_signals_and_end_with_their_rank(end):
 
 
 SMALL_SHARED_MEMORY = """
-from fsdptoys.data import BatchStream, SyntheticConfig
+from fsdptoys.data import BatchStream
+from fsdptoys.data.synthetic import SyntheticConfig
 from fsdptoys.errors import ConfigError
 
 stream = BatchStream(SyntheticConfig().build(8192, 32, 0).train, 16, 1, range(1), 1, 0, workers=1)
@@ -229,7 +233,7 @@ def test_full_shared_memory_is_reported_in_one_sentence(size, reason):
     ]
     if subprocess.run([*mounted, "true"], capture_output=True).returncode:
         pytest.skip("no mounts here")
-    done = subprocess.run(
+    process = subprocess.run(
         [*mounted, sys.executable, "-c", SMALL_SHARED_MEMORY],
         cwd=ROOT,
         capture_output=True,
@@ -238,9 +242,9 @@ def test_full_shared_memory_is_reported_in_one_sentence(size, reason):
     assert re.fullmatch(
         rf"data\.workers=1 passes batches through /dev/shm, which takes no more \({reason}\); set "
         r"data\.workers=0, or give /dev/shm more memory \(docker run --shm-size\)\n",
-        done.stdout,
-    ), done.stdout + done.stderr
-    assert done.stderr == ""
+        process.stdout,
+    ), process.stdout + process.stderr
+    assert process.stderr == ""
 
 
 @pytest.mark.skipif(not Path(SHARED_MEMORY).is_dir(), reason="needs /dev/shm")
@@ -256,12 +260,12 @@ def test_shared_memory_is_checked_before_workers_start():
         check_shared_memory(2, 2**50, 4)
     check_shared_memory(2, 1, 1)
     check_shared_memory(0, 2**50, 4)
-    check_shared_memory(2, 2**50, 4, place="/nowhere")
+    check_shared_memory(2, 2**50, 4, mount="/nowhere")
 
 
 def test_too_long_temporary_folder_for_sockets_is_refused(monkeypatch):
-    """Oracle: the expected message; 107 bytes are Linux's limit, of which multiprocessing's names
-    take 32."""
+    """Oracle: the expected message; 107 bytes are Linux's limit; multiprocessing's names take 32 of
+    them."""
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 71 * "a")
     with pytest.raises(
         ConfigError,

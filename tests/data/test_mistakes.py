@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from fsdptoys.cli.data import data_command
-from fsdptoys.data import DATASETS, PreparedConfig
+from fsdptoys.data import DATASETS
+from fsdptoys.data.prepared import PreparedConfig
 from fsdptoys.errors import ConfigError
 from tests.data.mistakes import mistakes
 from tests.harness.prepared_data import documents, make, save_tokenizer, write_lines
@@ -67,10 +68,12 @@ def _in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
-@pytest.mark.parametrize(("typed", "says"), mistakes("settings"))
-def test_wrong_setting_is_reported_in_one_sentence(typed: list[Any], says: str) -> None:
+@pytest.mark.parametrize(("setting", "says"), mistakes("settings"))
+def test_wrong_setting_is_reported_in_one_sentence(
+    setting: list[Any], says: str
+) -> None:
     """Oracle: the recorded sentence, also on the second start; wrong settings prepare nothing."""
-    kind, seq_len, vocab_size, settings = typed
+    kind, seq_len, vocab_size, settings = setting
     for _ in range(2):
         with pytest.raises(ConfigError) as caught:
             config = DATASETS[kind](**settings)
@@ -80,22 +83,22 @@ def test_wrong_setting_is_reported_in_one_sentence(typed: list[Any], says: str) 
     assert not Path("cache").exists()
 
 
-@pytest.mark.parametrize(("typed", "says"), mistakes("words"))
-def test_wrong_words_are_reported_in_one_sentence(typed: str, says: str) -> None:
+@pytest.mark.parametrize(("line", "says"), mistakes("words"))
+def test_wrong_words_are_reported_in_one_sentence(line: str, says: str) -> None:
     """Oracle: the recorded sentence; nothing is prepared."""
     with pytest.raises(ConfigError) as caught:
-        data_command(typed.split())
+        data_command(line.split())
     assert str(caught.value) == says.replace("{here}", os.getcwd())
     assert not Path("new").exists()
 
 
-@pytest.mark.parametrize(("typed", "says"), mistakes("index"))
+@pytest.mark.parametrize(("change", "says"), mistakes("index"))
 def test_invalid_index_is_refused(
-    typed: dict[str, Any], says: str, tmp_path: Path
+    change: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     """Oracle: the recorded sentence; a shard's name that leads elsewhere is not followed."""
     folder = make(tmp_path / "out", count=3, eval_fraction=0.0)
-    change_index(folder, **typed)
+    change_index(folder, **change)
     with pytest.raises(ConfigError) as caught:
         PreparedConfig(folder=folder).validate(1, 256)
     assert (

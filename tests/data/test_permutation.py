@@ -14,7 +14,7 @@ from fsdptoys.data.permutation import EndlessShuffle, Shuffle
 
 def whole(count: int, *key: object) -> np.ndarray:
     shuffle = Shuffle(count, *key)
-    return np.array([shuffle[place] for place in range(count)])
+    return np.array([shuffle[position] for position in range(count)])
 
 
 def assert_uniform(counts: np.ndarray) -> None:
@@ -47,7 +47,9 @@ def test_shuffle_is_a_permutation_for_every_size(counts):
 def test_shuffle_supports_sizes_beyond_memory(count):
     """Oracle: a sample of positions has distinct values in range."""
     shuffle = Shuffle(count, "large")
-    values = [shuffle[place] for place in [*range(1000), *range(count - 1000, count)]]
+    values = [
+        shuffle[position] for position in [*range(1000), *range(count - 1000, count)]
+    ]
     assert len(set(values)) == 2000 and all(0 <= value < count for value in values)
     assert_uniform(np.bincount([value * 20 // count for value in values], minlength=20))
 
@@ -61,7 +63,8 @@ def test_neighboring_values_are_independent(count):
     values = whole(count, "neighbours")
     base = math.isqrt(count)
     for lag in (1, 2, base - 1, base, base + 1, 2 * base):
-        first, second = values[:-lag], values[lag:]
+        first = values[:-lag]
+        second = values[lag:]
         assert abs(np.corrcoef(first, second)[0, 1]) * math.sqrt(count) < 5
         assert_uniform(
             np.bincount(first * 8 // count * 8 + second * 8 // count, minlength=64)
@@ -72,13 +75,13 @@ def test_neighboring_values_are_independent(count):
 
 
 def test_orders_of_epochs_and_seeds_are_uncorrelated():
-    """Oracle: correlation of every pair of six orders, of which neighboring seeds and epochs are
-    the hardest."""
+    """Oracle: correlation of every pair of six orders; neighboring seeds and epochs are the
+    hardest."""
     orders = []
     for seed in (0, 1):
         endless = EndlessShuffle(5000, seed)
         orders += [
-            np.array([endless[epoch * 5000 + place] for place in range(5000)])
+            np.array([endless[epoch * 5000 + position] for position in range(5000)])
             for epoch in range(3)
         ]
     assert all(np.array_equal(np.sort(order), np.arange(5000)) for order in orders)

@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.cli.data import data_command
-from fsdptoys.data import (
-    HFConfig,
-    PreparedConfig,
-    TextConfig,
-    document_reader,
-    prepare_folder,
-)
+from fsdptoys.data import document_reader, prepare_folder, tables
+from fsdptoys.data.byte_text import TextConfig
+from fsdptoys.data.hf import HFConfig
+from fsdptoys.data.prepared import PreparedConfig
 from fsdptoys.errors import ConfigError
 from tests.harness.prepared_data import (
     contents,
@@ -38,8 +35,8 @@ def test_file_names_need_not_be_valid_unicode(
     prepare_folder(request(tmp_path / "out", os.fsdecode(name)))
     assert read_split(tmp_path / "out", "train") == [b"a text"]
     assert data_command(["show", str(tmp_path / "out"), "--json"]) == 0
-    (shown,) = json.loads(capsys.readouterr().out)
-    assert os.fsencode(shown["sources"][0]["name"]) == b"caf\xe9.txt"
+    (index,) = json.loads(capsys.readouterr().out)
+    assert os.fsencode(index["sources"][0]["name"]) == b"caf\xe9.txt"
 
 
 def test_damaged_arrow_file_is_reported_in_one_sentence(tmp_path: Path) -> None:
@@ -63,7 +60,8 @@ def test_damaged_arrow_file_is_reported_in_one_sentence(tmp_path: Path) -> None:
 def write_texts(folder: Path) -> list[Path]:
     """Texts of 1 to 9,000 characters of one to four bytes, with zero bytes in some; every third is
     compressed."""
-    drawn, paths = random.Random(0), []
+    drawn = random.Random(0)
+    paths = []
     for number in range(24):
         text = "".join(
             drawn.choice("ab \né€😀\0") for _ in range(drawn.choice([1, 3, 700, 9000]))
@@ -88,7 +86,7 @@ def test_streamed_long_texts_produce_the_same_folder(
     """Oracle: the same files prepared as short texts; characters cross the edges of blocks."""
     files = write_texts(tmp_path)
     # A long text ends its group, as texts from LONG_BYTES on do.
-    monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
+    monkeypatch.setattr("fsdptoys.data.encoded_groups.GROUP_CHARACTERS", 500)
     changes = {"eval_fraction": eval_fraction, "shard_tokens": 9000}
     short = prepare_folder(request(tmp_path / "short", *files, **changes))
     monkeypatch.setattr(document_reader, "LONG_BYTES", 500)
@@ -101,12 +99,14 @@ def test_streamed_long_texts_produce_the_same_folder(
 
 
 @pytest.mark.parametrize("long_bytes", [500, 2000])
-@pytest.mark.parametrize("place", [0, 63, 64, 999])
+@pytest.mark.parametrize("offset", [0, 63, 64, 999])
 def test_invalid_utf_8_is_reported(
-    place: int, long_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    offset: int, long_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the expected message, of a short and of a long text."""
-    (tmp_path / "a.txt").write_bytes(b"a" * place + b"\xe2\x82" + b"b" * (999 - place))
+    (tmp_path / "a.txt").write_bytes(
+        b"a" * offset + b"\xe2\x82" + b"b" * (999 - offset)
+    )
     monkeypatch.setattr(document_reader, "LONG_BYTES", long_bytes)
     monkeypatch.setattr(document_reader, "BLOCK_BYTES", 64)
     with pytest.raises(
@@ -123,10 +123,12 @@ def test_long_text_is_held_in_memory_once(tmp_path: Path) -> None:
         (tmp_path / f"{name}.txt.gz").write_bytes(
             gzip.compress(b"0123456789abcde\n" * (size // 16), 1)
         )
-    wanted = request(tmp_path / "out", tmp_path / "a.txt.gz", tmp_path / "b.txt.gz")
+    long_request = request(
+        tmp_path / "out", tmp_path / "a.txt.gz", tmp_path / "b.txt.gz"
+    )
     tracemalloc.start()
     try:
-        index = prepare_folder(wanted)
+        index = prepare_folder(long_request)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -134,7 +136,9 @@ def test_long_text_is_held_in_memory_once(tmp_path: Path) -> None:
     assert peak < 1.5 * size
 
 
-@pytest.mark.parametrize("where", ["document_reader._open", "prepare._encode"])
+@pytest.mark.parametrize(
+    "where", ["document_reader.open_content", "encoded_groups._encode"]
+)
 def test_document_too_large_for_memory_is_reported(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +167,7 @@ def test_irregular_files_are_refused_without_blocking(
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / document_reader.SAVED_MARK).write_text("{}")
+    (tmp_path / "saved" / tables.SAVED_MARK).write_text("{}")
     os.mkfifo(tmp_path / "saved" / "data-00000-of-00001.arrow")
     path = str(tmp_path / name)
     with pytest.raises(

@@ -11,13 +11,13 @@ import pytest
 
 from fsdptoys.data import (
     IGNORE_INDEX,
-    PreparedConfig,
     eval_batches,
     packing,
     read_index,
 )
 from fsdptoys.data.mixture import BLOCK, MixedHeldOut, MixedSamples
 from fsdptoys.data.packing import Packing, best_fit, cut
+from fsdptoys.data.prepared import PreparedConfig
 from fsdptoys.errors import ConfigError
 from tests.data.samples import SEQ_LEN, NumberedSamples, assert_windows
 from tests.harness.prepared_data import make, read_split
@@ -50,7 +50,8 @@ def test_windows_follow_the_concatenated_shards_of_a_split(tmp_path, seq_len):
 
 def test_fingerprint_depends_only_on_contents_and_settings(tmp_path):
     """Oracle: one change at a time; a copy in another folder is the same data."""
-    first, other = make(tmp_path / "out"), make(tmp_path / "other")
+    first = make(tmp_path / "out")
+    other = make(tmp_path / "other")
     copy = shutil.copytree(first, tmp_path / "elsewhere")
 
     def fingerprint(seq_len: int = 8, seed: int = 0, **settings) -> str:
@@ -76,7 +77,8 @@ def test_fingerprint_depends_only_on_contents_and_settings(tmp_path):
 
 def test_unigram_entropy_matches_the_mixture(tmp_path):
     """Oracle: the formula over counts by hand, weighed by the sources' shares."""
-    first, other = make(tmp_path / "first"), make(tmp_path / "other")
+    first = make(tmp_path / "first")
+    other = make(tmp_path / "other")
     tokens = [tokens_of(folder, "train") for folder in (first, other)]
     shares = [np.bincount(ids, minlength=256) / len(ids) for ids in tokens]
 
@@ -121,8 +123,8 @@ def test_every_block_has_the_exact_proportions(weights, counts):
     assert samples.counts == counts and size <= BLOCK
     for block in range(3):
         owners = Counter(
-            samples.locate(place)[0]
-            for place in range(block * size, (block + 1) * size)
+            samples.locate(position)[0]
+            for position in range(block * size, (block + 1) * size)
         )
         assert [owners[number] for number in range(len(weights))] == counts
     owners_N = samples.owners
@@ -149,20 +151,20 @@ def test_every_source_has_its_own_epochs():
     """Oracle: sorted numbers of each source's epochs, of 40 and of 7 samples, in orders of their
     own; two seeds."""
     samples = mixture([3, 1])
-    taken: dict[int, list[int]] = {0: [], 1: []}
-    for place in range(400):
-        owner, number = samples.locate(place)
-        taken[owner].append(number)
+    numbers: dict[int, list[int]] = {0: [], 1: []}
+    for position in range(400):
+        owner, number = samples.locate(position)
+        numbers[owner].append(number)
     for owner, size in ((0, 40), (1, 7)):
         epochs = [
-            taken[owner][start : start + size]
-            for start in range(0, len(taken[owner]) - size + 1, size)
+            numbers[owner][start : start + size]
+            for start in range(0, len(numbers[owner]) - size + 1, size)
         ]
         assert len(epochs) >= 7 and all(
             sorted(epoch) == list(range(size)) for epoch in epochs
         )
         assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
-    assert [mixture([3, 1], seed=1).locate(place) for place in range(400)] != [
+    assert [mixture([3, 1], seed=1).locate(position) for position in range(400)] != [
         samples.locate(p) for p in range(400)
     ]
 
@@ -259,10 +261,11 @@ def test_rows_hold_complete_documents_and_ignored_padding(tmp_path, monkeypatch,
     """Oracle: the folder's documents, each once, over several shards and groups; the rest is
     padding."""
     monkeypatch.setattr(packing, "GROUP", group)
-    folder, seq_len = make(tmp_path / "out"), 700
+    folder = make(tmp_path / "out")
+    seq_len = 700
     dataset = config(folder, tmp_path / "cache").build(seq_len, 256, 0)
     for samples, split in ((dataset.train, "train"), (dataset.eval, "eval")):
-        found = []
+        documents = []
         for index in range(len(samples)):
             tokens_T, labels_T = samples[index]
             assert tokens_T.shape == labels_T.shape == (seq_len,)
@@ -271,9 +274,9 @@ def test_rows_hold_complete_documents_and_ignored_padding(tmp_path, monkeypatch,
             assert (tokens_T[valid:] == 0).all()
             np.testing.assert_array_equal(tokens_T[1:valid], labels_T[: valid - 1])
             ids = np.append(tokens_T[:valid], labels_T[valid - 1])
-            found += ids.astype(np.uint8).tobytes().split(b"\0")[:-1]
-        assert sorted(found) == sorted(read_split(Path(folder), split))
-        lengths = [len(document) + 1 for document in found]
+            documents += ids.astype(np.uint8).tobytes().split(b"\0")[:-1]
+        assert sorted(documents) == sorted(read_split(Path(folder), split))
+        lengths = [len(document) + 1 for document in documents]
         assert group == 16 or len(samples) == len(plain_best_fit(lengths, seq_len + 1))
 
 
@@ -288,13 +291,14 @@ def test_documents_longer_than_a_row_are_complete(tmp_path):
     assert valid - joined == index.tokens("train") - index.documents("train")
 
 
-def build(wanted: PreparedConfig) -> int:
-    return len(wanted.build(64, 256, 0).train)
+def build(prepared: PreparedConfig) -> int:
+    return len(prepared.build(64, 256, 0).train)
 
 
 def test_packing_plan_is_built_once_per_sequence_length(tmp_path, monkeypatch):
     """Oracle: a log of the planning processes, for concurrent and for later ranks."""
-    write, log = packing._write_rows, tmp_path / "log"
+    write = packing._write_rows
+    log = tmp_path / "log"
 
     def logged(*args):
         with log.open("a") as opened:
@@ -302,11 +306,11 @@ def test_packing_plan_is_built_once_per_sequence_length(tmp_path, monkeypatch):
         write(*args)
 
     monkeypatch.setattr(packing, "_write_rows", logged)
-    wanted = config(make(tmp_path / "out", eval_fraction=0.0), tmp_path / "cache")
-    assert len(set(run_ranks(3, build, wanted))) == 1
-    wanted.prepare(64, 256)
+    prepared = config(make(tmp_path / "out", eval_fraction=0.0), tmp_path / "cache")
+    assert len(set(run_ranks(3, build, prepared))) == 1
+    prepared.prepare(64, 256)
     assert len(log.read_text().splitlines()) == 1
-    wanted.prepare(65, 256)
+    prepared.prepare(65, 256)
     assert (
         len(log.read_text().splitlines()) == 2
         and len(list((tmp_path / "cache").iterdir())) == 2

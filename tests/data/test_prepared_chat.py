@@ -8,10 +8,12 @@ import pytest
 
 from fsdptoys.cli.data import data_command
 from fsdptoys.config.schema import Config
-from fsdptoys.data import IGNORE_INDEX, HFConfig, PreparedConfig
+from fsdptoys.data import IGNORE_INDEX
 from fsdptoys.data.dataset_index import read_index
+from fsdptoys.data.hf import HFConfig
 from fsdptoys.data.packing import Packing
 from fsdptoys.data.permutation import EndlessShuffle
+from fsdptoys.data.prepared import PreparedConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.parallel import FSDP2Config
@@ -89,7 +91,7 @@ def test_data_prepare_writes_the_folder_of_data_chat(
     write_rows(Path("rows.jsonl"), [GOOD, GOOD, '{"messages": []}'])
     chat = config(files=["rows.jsonl"], skip_bad_rows=True)
     chat.prepare(WIDE, 320)
-    words = [
+    arguments = [
         "prepare",
         "rows.jsonl",
         "--tokenizer",
@@ -99,7 +101,7 @@ def test_data_prepare_writes_the_folder_of_data_chat(
         "--processes",
         "1",
     ]
-    assert data_command([*words, "--chat", "--skip-bad-rows"]) == 0
+    assert data_command([*arguments, "--chat", "--skip-bad-rows"]) == 0
     assert "left out: " in capsys.readouterr().err
     (cached,) = (path.parent for path in Path("cache").glob("*/index.json"))
     names = sorted(path.name for path in Path("out").iterdir())
@@ -109,11 +111,11 @@ def test_data_prepare_writes_the_folder_of_data_chat(
     assert all(
         Path("out", name).read_bytes() == (cached / name).read_bytes() for name in names
     )
-    words[words.index("out")] = "other"
+    arguments[arguments.index("out")] = "other"
     with pytest.raises(
         ConfigError, match=r"in line 3 .*; repair it, or add --skip-bad-rows"
     ):
-        data_command([*words, "--chat"])
+        data_command([*arguments, "--chat"])
 
 
 def test_data_show_prints_a_row_with_what_is_learned(
@@ -132,8 +134,8 @@ def test_data_show_prints_a_row_with_what_is_learned(
         "tool_calls": [{"function": {"name": "add", "arguments": {}}}],
     }
     write_rows(Path("a.jsonl"), ['{"messages": []}', {"messages": calling}])
-    words = ["show", "a.jsonl", "--chat", "--tokenizer", "tokenizer", "--row"]
-    assert data_command([*words, "2"]) == 0
+    arguments = ["show", "a.jsonl", "--chat", "--tokenizer", "tokenizer", "--row"]
+    assert data_command([*arguments, "2"]) == 0
     assert capsys.readouterr().out == (
         "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[[I look<|im_end|>]]\n"
         "<|im_start|>tool\n:smile: [b]<|im_end|>\n<|im_start|>assistant\n[[7<|im_end|>]]\n\n"
@@ -142,7 +144,7 @@ def test_data_show_prints_a_row_with_what_is_learned(
     )
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    assert data_command([*words, "2"]) == 0
+    assert data_command([*arguments, "2"]) == 0
     assert "assistant\n\x1b[1;32m7<|im_end|>\x1b[0m\n" in capsys.readouterr().out
     mistakes = {
         "1": (
@@ -153,7 +155,7 @@ def test_data_show_prints_a_row_with_what_is_learned(
     }
     for row, message in mistakes.items():
         with pytest.raises(ConfigError) as caught:
-            data_command([*words, row])
+            data_command([*arguments, row])
         assert str(caught.value) == message
 
 
@@ -169,7 +171,7 @@ def test_preparing_reports_what_rows_lose_and_prints_one(
     save_chat_tokenizer(Path("tokenizer"), template)
     row = {"messages": [{"role": "developer", "content": "terse"}, *CONVERSATIONS[1]]}
     write_rows(Path("rows.jsonl"), ['{"messages": []}', *[row] * 12])
-    words = [
+    arguments = [
         "prepare",
         "rows.jsonl",
         "--tokenizer",
@@ -179,7 +181,7 @@ def test_preparing_reports_what_rows_lose_and_prints_one(
         "--chat",
         "--skip-bad-rows",
     ]
-    assert data_command([*words, "--processes", "1"]) == 0
+    assert data_command([*arguments, "--processes", "1"]) == 0
     out, err = capsys.readouterr()
     loses = "loses the content of message 1 (developer), which the chat template does not write"
     assert (
@@ -220,19 +222,19 @@ def test_sequences_without_an_answer_are_left_out_and_counted(
     write_rows(
         Path("a.jsonl"), [{"messages": messages} for messages in (*CONVERSATIONS, long)]
     )
-    wanted = config(packing=Packing.none, mask_documents=False)
-    wanted.prepare(16, 512)
-    dataset = wanted.build(16, 512, 0)
+    chat = config(packing=Packing.none, mask_documents=False)
+    chat.prepare(16, 512)
+    dataset = chat.build(16, 512, 0)
     windows = dataset.train.windows
     expected = [
         windows[number]
         for number in range(len(windows))
         if (windows[number][1] != IGNORE_INDEX).any()
     ]
-    found = [dataset.train[number] for number in range(len(dataset.train))]
+    samples = [dataset.train[number] for number in range(len(dataset.train))]
     assert 0 < len(expected) < len(windows)
     for (tokens, labels), (expected_tokens, expected_labels) in zip(
-        found, expected, strict=True
+        samples, expected, strict=True
     ):
         assert (tokens == expected_tokens).all() and (labels == expected_labels).all()
     sentence = (
@@ -260,15 +262,15 @@ def test_parts_without_any_answer_are_refused(part: str, sentence: str) -> None:
     write_rows(
         Path("a.jsonl"), [{"messages": messages} for messages in CONVERSATIONS * 10]
     )
-    wanted = config(packing=Packing.none, mask_documents=False, eval_fraction=0.5)
-    wanted.prepare(16, 512)
+    chat = config(packing=Packing.none, mask_documents=False, eval_fraction=0.5)
+    chat.prepare(16, 512)
     for shard in read_index(
         str(next(Path("cache").glob("*/index.json")).parent), "data.files"
     ).of(part):
         (path,) = Path("cache").glob(f"*/{shard.name}.learned")
         path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(ConfigError, match=sentence):
-        wanted.build(16, 512, 0)
+        chat.build(16, 512, 0)
 
 
 def steps_of(config: Config) -> list[StepMetrics]:
@@ -291,7 +293,7 @@ def test_training_counts_answers_for_the_loss_and_all_tokens_for_the_rate(
     )
     histories: list[list[StepMetrics]] = []
     for ranks, batch_size in ((1, 4), (2, 2)):
-        wanted = make_config(
+        run_config = make_config(
             FSDP2Config(),
             ranks,
             steps=3,
@@ -299,10 +301,11 @@ def test_training_counts_answers_for_the_loss_and_all_tokens_for_the_rate(
             grad_accum=1,
             batch_size=batch_size,
         )
-        wanted.model.vocab_size, wanted.data = 512, config()
-        wanted.data.prepare(64, 512)
-        wanted.validate(ranks, "cpu")
-        histories += run_ranks(ranks, steps_of, wanted)
+        run_config.model.vocab_size = 512
+        run_config.data = config()
+        run_config.data.prepare(64, 512)
+        run_config.validate(ranks, "cpu")
+        histories += run_ranks(ranks, steps_of, run_config)
     dataset = config().build(64, 512, 0)
     learned = [token for _, tokens in rows_of(config()) for token in tokens]
     rows = [dataset.train[number] for number in range(len(dataset.train))]

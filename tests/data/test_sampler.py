@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fsdptoys.data import IGNORE_INDEX, BatchStream, SyntheticConfig, eval_batches
+from fsdptoys.data import IGNORE_INDEX, BatchStream, eval_batches
+from fsdptoys.data.synthetic import SyntheticConfig
 from fsdptoys.errors import ConfigError
 from tests.data.samples import SEQ_LEN, NumberedSamples
 
@@ -149,10 +150,10 @@ def test_checkpoint_of_another_sample_order_is_refused(order):
     another."""
     stream = one_process(NumberedSamples(7), 3)
     state = stream.state_dict() | {"order": order}
-    found = order or "of an earlier version"
+    recorded_order = order or "of an earlier version"
     with pytest.raises(
         ConfigError,
-        match=rf"^the checkpoint's data came in the order {found}, and this version's is",
+        match=rf"^the checkpoint's data came in the order {recorded_order}, and this version's is",
     ):
         stream.load_state_dict(
             {key: value for key, value in state.items() if value is not None}
@@ -181,7 +182,9 @@ def test_evaluation_has_the_first_samples_in_equal_numbers_of_batches(
     )
     assert tokens_NT.shape == labels_NT.shape == (12 * expected_batches, SEQ_LEN)
     assert tokens_NT.dtype == labels_NT.dtype == torch.int64
-    taken = min(count, 12 * batches)
-    assert tokens_NT[:taken, 0].tolist() == list(range(taken))
-    assert (labels_NT[:taken] != IGNORE_INDEX).all()
-    assert (tokens_NT[taken:] == 0).all() and (labels_NT[taken:] == IGNORE_INDEX).all()
+    count_taken = min(count, 12 * batches)
+    assert tokens_NT[:count_taken, 0].tolist() == list(range(count_taken))
+    assert (labels_NT[:count_taken] != IGNORE_INDEX).all()
+    assert (tokens_NT[count_taken:] == 0).all() and (
+        labels_NT[count_taken:] == IGNORE_INDEX
+    ).all()

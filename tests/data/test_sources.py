@@ -8,15 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdptoys.data import (
-    IGNORE_INDEX,
-    BinConfig,
-    SyntheticConfig,
-    TextConfig,
-    TokenDType,
-    decode_bytes,
-    encode_bytes,
-)
+from fsdptoys.data import IGNORE_INDEX
+from fsdptoys.data.bin import BinConfig, TokenDType
+from fsdptoys.data.byte_text import TextConfig, decode_bytes, encode_bytes
+from fsdptoys.data.synthetic import SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.loss import objective
 from tests.data.samples import assert_windows
@@ -80,7 +75,8 @@ def test_labels_can_end_at_document_boundaries(tmp_path):
         tmp_path / "train.bin"
     )
     config = BinConfig([f"{tmp_path}/train.bin"], document_end=end, eval_fraction=0.2)
-    plain, dataset = config.build(10, 8, seed=0), config.build(10, 8, seed=0)
+    plain = config.build(10, 8, seed=0)
+    dataset = config.build(10, 8, seed=0)
     dataset.end_labels_with_documents()
     assert dataset.fingerprint != plain.fingerprint and len(dataset.train) == len(
         plain.train
@@ -96,7 +92,7 @@ def test_labels_can_end_at_document_boundaries(tmp_path):
 def test_out_of_range_token_is_reported_when_read(tmp_path, monkeypatch):
     """Oracle: the expected message, with the position in the file rather than in the window or the
     stream."""
-    monkeypatch.setattr("fsdptoys.data.token_files.HEAD_BYTES", 64)
+    monkeypatch.setattr("fsdptoys.data.token_stream.HEAD_BYTES", 64)
     np.zeros(10, dtype="uint16").tofile(tmp_path / "a.bin")
     tokens = np.zeros(100_000, dtype="uint16")
     tokens[50_000] = 51
@@ -200,7 +196,7 @@ def test_stdlib_is_the_source_of_python_without_tests():
     config = TextConfig()
     config.validate(512, 256)
     dataset = config.build(512, 256, 0)
-    names = {file.name for file in dataset.train.stream.files}
+    names = {file.source.name for file in dataset.train.stream.files}
     assert {"argparse.py", "json/decoder.py"} <= names
     left_out = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
     assert not [name for name in names if left_out & set(name.split("/"))]
@@ -220,7 +216,8 @@ def test_file_removed_during_a_run_is_reported(tmp_path):
         dataset.train[20]
 
 
-SEQ_LEN, VOCAB = 64, 50
+SEQ_LEN = 64
+VOCAB = 50
 
 
 def entropy_nats(counts: np.ndarray) -> float:

@@ -17,7 +17,8 @@ from fsdptoys.config.launch_config import DeviceChoice, LaunchConfig
 from fsdptoys.config.plan_config import PlanConfig
 from fsdptoys.config.schema import Config
 from fsdptoys.config.train_config import TrainConfig
-from fsdptoys.data import DataConfig, SyntheticConfig
+from fsdptoys.data import DataConfig
+from fsdptoys.data.synthetic import SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.metrics import Console, MetricsConfig

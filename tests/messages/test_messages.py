@@ -12,14 +12,12 @@ import torch
 
 from fsdptoys.config.rules import memory as memory_rules
 from fsdptoys.config.rules import optimizer as optimizer_rules
-from fsdptoys.data import (
-    BinConfig,
-    DataConfig,
-    HFConfig,
-    PreparedConfig,
-    SyntheticConfig,
-    TextConfig,
-)
+from fsdptoys.data import DataConfig
+from fsdptoys.data.bin import BinConfig
+from fsdptoys.data.byte_text import TextConfig
+from fsdptoys.data.hf import HFConfig
+from fsdptoys.data.prepared import PreparedConfig
+from fsdptoys.data.synthetic import SyntheticConfig
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.sweep.slurm_settings import SLURM_COMMANDS
 from tests.harness.byte_model import edit_settings, save_model, train_on
@@ -169,10 +167,10 @@ def test_every_suggested_fix_is_accepted(
         monkeypatch.chdir(copy)
     lines = corrected(row)
     assert lines, row.says
-    for words in lines:
-        sentence = answer_without_start(words, row, capsys)
+    for line in lines:
+        sentence = answer_without_start(line, row, capsys)
         skip_if_torch_lacks(sentence)
-        assert sentence == "", words
+        assert sentence == "", line
 
 
 def test_file_is_in_canonical_form() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdptoys.data import PreparedConfig
+from fsdptoys.data.prepared import PreparedConfig
 from fsdptoys.device import GIB
 from fsdptoys.loss import cross_entropy_sum
 from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.cli.main import main
-from fsdptoys.cli.sweep import read_words
+from fsdptoys.cli.sweep import read_arguments, sweep_command
 from fsdptoys.errors import ConfigError
 from fsdptoys.sweep import JobStatus, Sweep, read_sweep, validate
 from fsdptoys.sweep.folder import write_job
@@ -247,23 +247,23 @@ def test_recorded_launcher_arguments_that_run_commands_are_refused(
     before = Sweep(tmp_path, "t", "c", [], [], None, ("train.seed=1,2", *launcher))
     if is_used:
         assert (
-            with_recorded_arguments(
-                read_words(["--resume", str(tmp_path)]), before
-            ).launcher_overrides
+            with_recorded_words(
+                read_arguments(["--resume", str(tmp_path)]), before
+            ).launcher_words
             == launcher
         )
     else:
         with pytest.raises(
             ConfigError, match="may run commands on the nodes"
         ) as caught:
-            with_recorded_arguments(read_words(["--resume", str(tmp_path)]), before)
+            with_recorded_words(read_arguments(["--resume", str(tmp_path)]), before)
         assert str(caught.value).isprintable() and option.split("=")[0] in str(
             caught.value
         )
     assert (
-        with_recorded_arguments(
-            read_words(["--resume", str(tmp_path), *launcher]), before
-        ).launcher_overrides
+        with_recorded_words(
+            read_arguments(["--resume", str(tmp_path), *launcher]), before
+        ).launcher_words
         == launcher
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from fsdptoys.config.schema import Config
-from fsdptoys.data import TextConfig
+from fsdptoys.data.byte_text import TextConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory.activation_checkpointing import (
     GradientCheckpointing,

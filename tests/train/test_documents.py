@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from fsdptoys.data import BatchStream, SyntheticConfig
+from fsdptoys.data import BatchStream
+from fsdptoys.data.synthetic import SyntheticConfig
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModelConfig
 from fsdptoys.parallel import (

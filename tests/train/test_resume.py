@@ -15,8 +15,9 @@ from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.checkpoint.config import Form
 from fsdptoys.checkpoint.retention import Series
 from fsdptoys.config.schema import Config
-from fsdptoys.data import BinConfig, SyntheticConfig
-from fsdptoys.errors import LostRanksError
+from fsdptoys.data.bin import BinConfig
+from fsdptoys.data.synthetic import SyntheticConfig
+from fsdptoys.errors import ConfigError, LostRanksError
 from fsdptoys.memory import (
     MemoryConfig,
     OffloadStateDType,

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
-from fsdptoys.data import TextConfig
+from fsdptoys.data.byte_text import TextConfig
 from fsdptoys.device import Device
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.metrics import (

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config, SumDType
-from fsdptoys.data import SyntheticConfig
+from fsdptoys.data.synthetic import SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.metrics import StepMetrics

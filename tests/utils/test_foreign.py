@@ -193,7 +193,7 @@ CALLS = re.compile(
 )
 
 OWN_FILES = {
-    "data/document_reader.py": (
+    "data/json_lines.py": (
         "one field of a row of bounded length, eight times as fast; errors name the row"
     ),
     "launch/failures.py": "written by this launcher's ranks into a folder of mode 0700",

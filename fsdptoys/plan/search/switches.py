@@ -14,7 +14,7 @@ import torch
 
 from fsdptoys.config.declared_options import without_switched_off
 from fsdptoys.config.schema import Config
-from fsdptoys.data import SyntheticConfig
+from fsdptoys.data.synthetic import SyntheticConfig
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config.schema import Config
-from fsdptoys.data import SyntheticConfig
+from fsdptoys.data.synthetic import SyntheticConfig
 from fsdptoys.device.profile import AttentionKind, Hardware
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.models import MoEConfig, npu_kernels
