@@ -81,12 +81,15 @@ class Key:
     @property
     def values(self) -> str:
         """Choices or bounds, if any."""
-        return ", ".join(each.name for each in self.enum) if self.enum else self.bounds
+        return (
+            ", ".join(member.name for member in self.enum) if self.enum else self.bounds
+        )
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
     """Keys of a dataclass in their order, with those of nested dataclasses."""
-    hints, docs = typing.get_type_hints(schema), read_docs(schema).fields
+    hints = typing.get_type_hints(schema)
+    docs = read_docs(schema).fields
     for field in dataclasses.fields(schema):
         annotation = hints[field.name]
         if dataclasses.is_dataclass(annotation):
@@ -102,7 +105,8 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
             vars(owner).get("__dataclass_fields__", {}) for owner in schema.__mro__
         ]
         declared = [str(bounds_of(of[field.name])) for of in owners if field.name in of]
-        bounds, doc = next(filter(None, declared), ""), docs.get(field.name, "")
+        bounds = next(filter(None, declared), "")
+        doc = docs.get(field.name, "")
         yield Key(
             prefix + field.name, annotation, default, bounds, doc, declared_of(field)
         )
@@ -119,12 +123,15 @@ def yaml_value(value: Any) -> str:
 
 
 def yaml_line(key: Key, indent: str = "") -> str:
-    """A key with its default, docstring and choices; only the first clause, or a comment above,
-    where it is long."""
+    """A key with its default, docstring and choices; a long docstring is cut to its
+    first clause, or is a comment above."""
     line = f"{indent}{key.name}: {yaml_value(key.default)}"
     doc = key.doc.replace("`", "").rstrip(".")
     comments = [f"{doc} [{key.values}]"] if key.enum else []
-    comments += [doc, *(doc[: found.start()] for found in re.finditer("[;.] ", doc))]
+    comments += [
+        doc,
+        *(doc[: clause_end.start()] for clause_end in re.finditer("[;.] ", doc)),
+    ]
     fitting = [comment for comment in comments if len(f"{line}  # {comment}") <= WIDTH]
     return f"{line}  # {fitting[0]}" if fitting else f"{indent}# {doc}\n{line}"
 
@@ -164,15 +171,16 @@ def root_file() -> str:
 
 def root_keys() -> list[Key]:
     """Keys outside of any section."""
-    docs, hints = read_docs(Sections).fields, typing.get_type_hints(Config)
+    docs = read_docs(Sections).fields
+    hints = typing.get_type_hints(Config)
     fields = [
         field
         for field in dataclasses.fields(Config)
         if not dataclasses.is_dataclass(hints[field.name])
     ]
     return [
-        Key(each.name, hints[each.name], each.default, "", docs[each.name])
-        for each in fields
+        Key(field.name, hints[field.name], field.default, "", docs[field.name])
+        for field in fields
     ]
 
 
@@ -257,7 +265,8 @@ def options_page() -> str:
         "| group | default | choices |",
         "| --- | --- | --- |",
     ]
-    defaults, choices = list_defaults(), list_choices()
+    defaults = list_defaults()
+    choices = list_choices()
     for group, default in defaults.items():
         lines.append(
             f"| `{group}=` | `{default or 'null'}` | "
@@ -342,12 +351,12 @@ def help_keys() -> str:
             ]
             heading = f"{section}={name}"
             if schema in MODELS.values():
-                named = [
-                    each
-                    for each in choices[section]
-                    if schema_name(section, each) == name
+                choice_names = [
+                    choice
+                    for choice in choices[section]
+                    if schema_name(section, choice) == name
                 ]
-                heading = f"a {name} model ({', '.join(named)})"
+                heading = f"a {name} model ({', '.join(choice_names)})"
             if own:
                 lines += [f" with {heading}: {plain_doc(schema)}", *own]
     return "\n".join(lines) + "\n"

@@ -139,10 +139,8 @@ def table_of_capabilities() -> str:
 
 def with_table(text: str, name: str, table: str) -> str:
     """Return a text with the table between its two comments."""
-    start, end = (
-        f"<!-- {name}: python scripts/write_pairs.py -->\n",
-        f"<!-- end of {name} -->\n",
-    )
+    start = f"<!-- {name}: python scripts/write_pairs.py -->\n"
+    end = f"<!-- end of {name} -->\n"
     before, _, rest = text.partition(start)
     return f"{before}{start}\n{table}\n\n{end}{rest.partition(end)[2]}"
 

@@ -49,8 +49,8 @@ def explain_file(word: str, group: str = "experiment", command: str = "") -> str
         return None
     if (CONFIGS / group / f"{path.stem}.yaml").is_file():
         return f"write {command}{group}={path.stem}"
-    place = CONFIGS.resolve() / group / f"{path.stem}.yaml"
+    target = CONFIGS.resolve() / group / f"{path.stem}.yaml"
     return (
-        f"files of settings have a folder for each group: copy it to {place} and write "
+        f"files of settings have a folder for each group: copy it to {target} and write "
         f"{command}{group}={path.stem}"
     )

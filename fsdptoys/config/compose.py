@@ -156,10 +156,10 @@ def _compose_groups(
     about 0.5 s."""
     _register_schemas()
     # Hydra refuses null for a group whose default is null already.
-    words = [word for word in groups if word != "experiment=null"]
+    overrides = [override for override in groups if override != "experiment=null"]
     try:
         with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-            tree = hydra.compose("config", words, return_hydra_config=True)
+            tree = hydra.compose("config", overrides, return_hydra_config=True)
         chosen = {group: tree.hydra.runtime.choices[group] for group in list_choices()}
         with open_dict(tree):
             del tree["hydra"]
@@ -183,8 +183,8 @@ def _read_booleans(tree: DictConfig) -> DictConfig:
     return config
 
 
-def _not_composed(words: Sequence[str], error: Exception) -> ConfigError:
-    return ConfigError(f"{' '.join(words)} cannot be composed: {_one_line(error)}")
+def _not_composed(overrides: Sequence[str], error: Exception) -> ConfigError:
+    return ConfigError(f"{' '.join(overrides)} cannot be composed: {_one_line(error)}")
 
 
 def _to_config(tree: DictConfig) -> Config:
@@ -239,10 +239,10 @@ def _register_schemas() -> None:
 def _one_line(error: Any) -> str:
     """Message of a Hydra or OmegaConf error, without the lines on its location."""
     lines = [line.strip() for line in str(error).splitlines()]
-    kept = [
+    message_lines = [
         line
         for line in lines
         if line
         and not line.startswith(("full_key:", "reference_type=", "object_type="))
     ]
-    return " ".join(kept).rstrip(".")
+    return " ".join(message_lines).rstrip(".")

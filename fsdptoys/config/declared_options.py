@@ -41,21 +41,23 @@ def option_defaults() -> dict[str, Any]:
 
 
 def without_switched_off(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the settings whose switch is off.
+    """Leave out settings without effect, since their switch is off.
 
     Args:
         values: key → value, of the options or as in ``config.yaml``.
     """
     fields = option_fields()
-    kept = {}
+    settings = {}
     for key, value in values.items():
         needs = declared_options()[key].needs if key in fields else ()
         switches = {need: need.partition("=")[0] for need in needs}
-        known = {need: switch for need, switch in switches.items() if switch in values}
+        present = {
+            need: switch for need, switch in switches.items() if switch in values
+        }
         on = [
             is_on(need, values[switch], default_of(fields[switch]))
-            for need, switch in known.items()
+            for need, switch in present.items()
         ]
-        if any(on) or len(known) < len(switches) or not needs:
-            kept[key] = value
-    return kept
+        if any(on) or len(present) < len(switches) or not needs:
+            settings[key] = value
+    return settings

@@ -205,7 +205,7 @@ def familiar_names() -> Mapping[str, str]:
         for alias in option.aliases
     }
     return aliases | {
-        name: words for names, words in _TABLE.items() for name in names.split()
+        name: override for names, override in _TABLE.items() for name in names.split()
     }
 
 
@@ -220,6 +220,6 @@ def find_familiar(name: str, value: str) -> tuple[str, str] | None:
     """
     familiar = familiar_names()
     number = familiar.get(f"{name}=N") if value.isdigit() else None
-    found = familiar.get(f"{name}={value.lower()}") or number or familiar.get(name, "")
-    reason, _, words = found.rpartition(": ")
-    return (words, reason) if found else None
+    text = familiar.get(f"{name}={value.lower()}") or number or familiar.get(name, "")
+    reason, _, override = text.rpartition(": ")
+    return (override, reason) if text else None

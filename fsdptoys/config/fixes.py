@@ -22,20 +22,20 @@ from .option_values import SWITCHES, Option, example, mismatch, read_value
 
 
 class Fix(NamedTuple):
-    """Words for a name that is no key."""
+    """Overrides in place of a name that is no key."""
 
-    words: str
+    overrides: str
     reason: str = ""  # why they do not mean the same
     verb: str = ""  # "" for that of the caller
 
     def clause(self, verb: str, command: str = "") -> str:
-        """The end of the sentence; ``command`` comes before the words."""
-        if not self.words:
+        """The end of the sentence; ``command`` comes before the overrides."""
+        if not self.overrides:
             return f"{self.reason}, leave it out"
         verb = self.verb or verb
         return (
             f"{self.reason}{', ' * bool(self.reason)}{verb} "
-            f"{command}{self.words}{'?' * (verb == 'did you mean')}"
+            f"{command}{self.overrides}{'?' * (verb == 'did you mean')}"
         )
 
 
@@ -66,21 +66,23 @@ def find_fix(
     if familiar is None and name not in options:
         familiar = find_familiar(name.rpartition(".")[2], state)
     if familiar is not None:
-        words, reason = familiar
-        if reason and (state == "false" or not words):
+        overrides, reason = familiar
+        if reason and (state == "false" or not overrides):
             return Fix("", reason)
-        key, star, rest = words.partition("=*")
+        key, star, rest = overrides.partition("=*")
         if star and (key in options or key in choices):
-            words = assign(key)
-            words += rest.replace("*", words.partition("=")[2])
-        words = words.replace("*", (raw or "VALUE").strip("[]"))
-        return Fix(needed.get(words.partition("=")[0], "") + words, reason, "write")
+            overrides = assign(key)
+            overrides += rest.replace("*", overrides.partition("=")[2])
+        overrides = overrides.replace("*", (raw or "VALUE").strip("[]"))
+        return Fix(
+            needed.get(overrides.partition("=")[0], "") + overrides, reason, "write"
+        )
     below = next((key for key in options if key.startswith(f"{name}.")), None)
     if name not in choices and below is not None:
         is_flag = options[below].annotation is bool
         return Fix(assign(below) if is_flag else example(below, options[below]))
-    known = [*(key for key in options if key not in needed), *choices]
-    for keys in (known, list(options)):
+    candidates = [*(key for key in options if key not in needed), *choices]
+    for keys in (candidates, list(options)):
         if same := [
             key for key in keys if key.rpartition(".")[2] == name.rpartition(".")[2]
         ]:
@@ -89,7 +91,7 @@ def find_fix(
     group = next((group for group, names in choices.items() if name in names), None)
     if state == "true" and group is not None:
         return Fix(f"{group}={name}")
-    near = _nearest_key(name, known)
+    near = _nearest_key(name, candidates)
     return None if near is None else Fix(assign(near), verb="did you mean")
 
 
@@ -119,8 +121,10 @@ def all_options(
         Config,
     )
 
-    options, needed = dict(ROOT_OPTIONS), dict[str, str]()
-    choices, first_choices = list_choices(), list_defaults() | dict(chosen)
+    options = dict(ROOT_OPTIONS)
+    needed = dict[str, str]()
+    choices = list_choices()
+    first_choices = list_defaults() | dict(chosen)
     for section, kind in typing.get_type_hints(Config).items():
         if section in SCHEMAS:
             first = str(first_choices[section])
@@ -143,8 +147,13 @@ def _assign(key: str, raw: str | None, state: str, option: Option) -> str:
     if familiar := find_familiar(key, state):
         return familiar[0]
     if raw is None:
-        words, is_enum = example(key, option, "true"), isinstance(option.default, Enum)
-        return words if option.wanted is bool or is_enum else f"{words}, for example"
+        override_text = example(key, option, "true")
+        is_enum = isinstance(option.default, Enum)
+        return (
+            override_text
+            if option.base_type is bool or is_enum
+            else f"{override_text}, for example"
+        )
     override = None
     with contextlib.suppress(HydraException, ValueError):
         override = OverridesParser.create().parse_override(f"{key}={raw}")
@@ -166,14 +175,14 @@ def _choose(group: str, raw: str | None, names: Sequence[str]) -> str:
     )
 
 
-def _nearest_key(key: str, known: Sequence[str]) -> str | None:
+def _nearest_key(key: str, candidates: Sequence[str]) -> str | None:
     """Closest key: one with a similar last part in the same section, else anywhere."""
     section, _, last = key.rpartition(".")
-    parts = {name: name.rpartition(".")[2] for name in known}
-    in_section = [name for name in known if name.rpartition(".")[0] == section]
-    for names in (in_section, known):
+    parts = {name: name.rpartition(".")[2] for name in candidates}
+    in_section = [name for name in candidates if name.rpartition(".")[0] == section]
+    for names in (in_section, candidates):
         if word := near_miss(last, [parts[name] for name in names], cutoff=0.7):
             return near_miss(
                 key, [name for name in names if parts[name] == word], cutoff=0.0
             )
-    return near_miss(key, known, cutoff=0.75)
+    return near_miss(key, candidates, cutoff=0.75)

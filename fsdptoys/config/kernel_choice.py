@@ -203,7 +203,7 @@ def find_attention_backend(
     q_BHTK = memory_BTHK.transpose(1, 2).requires_grad_()
     k_BGTK = q_BHTK[:, : layer.n_kv_heads]
     # Fused kernels of CUDA refuse a mask whose last dim has no stride of 1, which a real one has.
-    seen = (
+    mask = (
         memory_BTHK.new_zeros(1, 1, 1, seq_len).expand(1, 1, seq_len, seq_len)
         if masks
         else None
@@ -212,7 +212,7 @@ def find_attention_backend(
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
         try:
-            return chosen_backend(q_BHTK, k_BGTK, k_BGTK, seen, backends)
+            return chosen_backend(q_BHTK, k_BGTK, k_BGTK, mask, backends)
         except RuntimeError as error:
             if not backends:
                 return None  # attention may run even if the private function does not

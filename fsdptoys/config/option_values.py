@@ -55,15 +55,15 @@ class Option(NamedTuple):
         return type(None) in typing.get_args(self.annotation)
 
     @property
-    def wanted(self) -> Any:
+    def base_type(self) -> Any:
         """The annotation without None."""
         if self.nullable:
-            (wanted,) = (
+            (base_type,) = (
                 part
                 for part in typing.get_args(self.annotation)
                 if part is not type(None)
             )
-            return wanted
+            return base_type
         # An integer or a word is declared as Any, since OmegaConf does not support this union.
         return (
             int | str
@@ -83,50 +83,52 @@ def read_value(key: str, value: Any) -> Any:
 def mismatch(option: Option, value: Any, raw: str) -> tuple[str | None, str | None]:
     """Return the expected kind of value (None if it matches) and a corrected value (None if there
     is no guess)."""
-    wanted = option.wanted
+    base_type = option.base_type
     if value is None and option.nullable:
         return None, None
     word = str(value).strip().lower()
-    if wanted is bool:
+    if base_type is bool:
         return (None if isinstance(value, bool) else "true or false"), SWITCHES.get(
             word
         )
-    if wanted in (int, float):
-        if _is_item(value, wanted):
+    if base_type in (int, float):
+        if _is_item(value, base_type):
             return None, None
-        meant = _number_meant(value)
+        number = _intended_number(value)
         corrected = (
-            None if meant is None else str(round(meant) if wanted is int else meant)
+            None
+            if number is None
+            else str(round(number) if base_type is int else number)
         )
-        return "an integer" if wanted is int else "a finite number", corrected
-    if isinstance(wanted, type) and issubclass(wanted, Enum):
-        names = [member.name for member in wanted]
+        return "an integer" if base_type is int else "a finite number", corrected
+    if isinstance(base_type, type) and issubclass(base_type, Enum):
+        names = [member.name for member in base_type]
         corrected = SYNONYMS[word] if SYNONYMS.get(word) in names else None
         if word not in SWITCHES:
             corrected = corrected or near_miss(word, names)
         return (None if value in names else one_of(names)), corrected
-    if typing.get_origin(wanted) is list:
-        (kind,) = typing.get_args(wanted)
+    if typing.get_origin(base_type) is list:
+        (kind,) = typing.get_args(base_type)
         if isinstance(value, list) and all(_is_item(item, kind) for item in value):
             return None, None
         corrected = f"[{raw}]" if _is_item(value, kind) else None
         return {int: "a list of integers", float: "a list of finite numbers"}.get(
             kind, "a list"
         ), corrected
-    if wanted == int | str:  # the dataclass checks the words themselves
+    if base_type == int | str:  # the dataclass checks the words themselves
         return (
             None
             if isinstance(value, str) or type(value) is int
             else "an integer or a word"
         ), None
-    if wanted is Any:  # one word, or several
-        words = value if isinstance(value, list) else [value]
+    if base_type is Any:  # one word, or several
+        items = value if isinstance(value, list) else [value]
         return (
             None
-            if all(isinstance(word, str) for word in words)
+            if all(isinstance(word, str) for word in items)
             else "a word or a list of words"
         ), None
-    assert wanted is str, f"no option may have the type {wanted}"
+    assert base_type is str, f"no option may have the type {base_type}"
     return (
         None
         if isinstance(value, (str, int, float)) and not isinstance(value, bool)
@@ -134,14 +136,14 @@ def mismatch(option: Option, value: Any, raw: str) -> tuple[str | None, str | No
     ), None
 
 
-def _number_meant(value: Any) -> int | float | None:
+def _intended_number(value: Any) -> int | float | None:
     """The finite number most likely meant by quoted text, another base or another numeric type;
     None if unclear."""
     for read in (
         (functools.partial(int, base=0), int, float) if isinstance(value, str) else ()
     ):
         with contextlib.suppress(ValueError):
-            return _number_meant(read(value.strip()))
+            return _intended_number(read(value.strip()))
     return value if _is_item(value, float) else None
 
 
@@ -156,14 +158,15 @@ def _is_item(value: Any, kind: type) -> bool:
 def example(key: str, option: Option, state: str = "") -> str:
     """``key=value`` with the default, or with one that switches on (``state="true"``) or off
     (``"false"``)."""
-    wanted, default = option.wanted, option.default
+    base_type = option.base_type
+    default = option.default
     value = getattr(default, "value", default)
     if option.bounds.other is not None and value == option.bounds.other:
         value = 8  # the default leaves the choice to the program, and is no example
-    if wanted is bool and state:
+    if base_type is bool and state:
         value = state == "true"
-    elif isinstance(wanted, type) and issubclass(wanted, Enum) and state:
-        names = [value, *(member.name for member in wanted)]
+    elif isinstance(base_type, type) and issubclass(base_type, Enum) and state:
+        names = [value, *(member.name for member in base_type)]
         value = next(
             (
                 name
@@ -177,11 +180,11 @@ def example(key: str, option: Option, state: str = "") -> str:
             None
             if option.nullable
             else 0
-            if wanted in (int, float) and option.bounds.holds(0)
+            if base_type in (int, float) and option.bounds.holds(0)
             else default
         )
-        value = [] if wanted is Any else value
-    elif state == "true" and not default and wanted in (int, float):
+        value = [] if base_type is Any else value
+    elif state == "true" and not default and base_type in (int, float):
         value = next(
             (number for number in (1, 0.1, 2) if option.bounds.holds(number)), default
         )

@@ -37,7 +37,7 @@ class SeveralValuesError(ConfigError):
         self.corrected = corrected  # The word with the right key
 
 
-def check_names(words: Sequence[str]) -> None:
+def check_names(arguments: Sequence[str]) -> None:
     """Name all words that are no settings in one ConfigError, with the words to type, if there are
     several.
 
@@ -46,11 +46,11 @@ def check_names(words: Sequence[str]) -> None:
     options, _ = all_options(())
     groups = list_choices()
     fix_by_word: dict[str, Fix | None] = {}
-    queue = list(words)
+    queue = list(arguments)
     while queue:
         word = queue.pop(0)
         key, equals, value = word.partition("=")
-        typed = word
+        argument = word
         if (
             word.startswith("-")
             and not equals
@@ -58,39 +58,42 @@ def check_names(words: Sequence[str]) -> None:
             and not re.search("^-|=", queue[0])
         ):
             value = queue.pop(0)
-            typed = f"{word} {value}"
+            argument = f"{word} {value}"
         is_unknown = (
             bool(equals) and key not in options and re.fullmatch(r"[A-Za-z]\w+", key)
         )
         if (word.startswith("-") or is_unknown) and key not in groups:
-            fix_by_word[typed] = find_fix(
-                key.lstrip("-"), value if typed != key else None, {}
+            fix_by_word[argument] = find_fix(
+                key.lstrip("-"), value if argument != key else None, {}
             )
     if len(fix_by_word) < 2:
         return
     fixes = [fix for fix in fix_by_word.values() if fix is not None]
     write = " ".join(
-        fix.words.removesuffix(", for example") for fix in fixes if fix.words
+        fix.overrides.removesuffix(", for example") for fix in fixes if fix.overrides
     )
     clauses = [f"write {write}"] if write else []
     clauses += dict.fromkeys(fix.reason for fix in fixes if fix.reason)
-    if unknown := [typed for typed, fix in fix_by_word.items() if fix is None]:
+    if unknown := [argument for argument, fix in fix_by_word.items() if fix is None]:
         clauses.append(f"leave out {' '.join(unknown)}" if fixes else HELP)
     raise ConfigError(
         f"{', '.join(fix_by_word)} are not settings; {', and '.join(clauses)}"
     )
 
 
-def parse_overrides(words: Sequence[str], choices: Choices) -> list[Override]:
+def parse_overrides(overrides: Sequence[str], choices: Choices) -> list[Override]:
     """Parse ``key=value`` overrides; ConfigError, with a fix, for other arguments."""
-    typed = {word.partition("=")[0]: word.partition("=")[2] for word in words}
+    values = {
+        override.partition("=")[0]: override.partition("=")[2] for override in overrides
+    }
     chosen = {
-        group: typed[group]
+        group: values[group]
         for group, names in choices.items()
-        if typed.get(group) in names
+        if values.get(group) in names
     }
     return [
-        _parse(word, words[index + 1 :], chosen) for index, word in enumerate(words)
+        _parse(override, overrides[index + 1 :], chosen)
+        for index, override in enumerate(overrides)
     ]
 
 
@@ -100,9 +103,13 @@ def _parse(
     check_text("", word)
     key, equals, value = word.partition("=")
 
-    def meant(value: str | None) -> str:
+    def suggest(value: str | None) -> str:
         fix = find_fix(key, value, chosen) if key else None
-        return fix.words if fix and fix.words else f"{key or 'KEY'}={value or 'VALUE'}"
+        return (
+            fix.overrides
+            if fix and fix.overrides
+            else f"{key or 'KEY'}={value or 'VALUE'}"
+        )
 
     if word.startswith("-"):
         raise ConfigError(without_dashes(word, later, chosen))
@@ -113,7 +120,7 @@ def _parse(
             (text for text in later[:2] if text != "="), "VALUE"
         )
         raise ConfigError(
-            f"'{word}' has spaces before or after the = sign; write {meant(value)}"
+            f"'{word}' has spaces before or after the = sign; write {suggest(value)}"
         )
     if word.startswith("~"):
         raise ConfigError(
@@ -123,7 +130,7 @@ def _parse(
     if not equals:
         if file := explain_file(word):
             raise ConfigError(f"{word} is a file and no setting; {file}")
-        raise ConfigError(f"{word} has no value; write {meant(None)}")
+        raise ConfigError(f"{word} has no value; write {suggest(None)}")
     try:
         override = OverridesParser.create().parse_override(word)
     except (HydraException, ValueError) as error:  # ValueError: thousands of digits
@@ -137,9 +144,9 @@ def _parse(
         if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", value):
             first = value.replace(",", "")  # thousands separators
         raise SeveralValuesError(
-            f"{word} gives several values, a run takes one; write {meant(first or 'VALUE')}",
+            f"{word} gives several values, a run takes one; write {suggest(first or 'VALUE')}",
             word,
-            meant(value),
+            suggest(value),
         )
     if override.package is not None:
         raise ConfigError(
@@ -175,7 +182,7 @@ def check_groups(overrides: Sequence[Override]) -> None:
         if group not in choices:
             continue
         _refuse_sign(override)
-        typed = str(override.input_line)
+        argument = str(override.input_line)
         choice = override.value()
         names = choices[group]
         if choice in names or (choice is None and group == "experiment"):
@@ -183,13 +190,13 @@ def check_groups(overrides: Sequence[Override]) -> None:
         word = str(choice).lower()
         if file := explain_file(str(choice), group):
             raise ConfigError(
-                f"{typed} must be a name, without a path or an ending; {file}"
+                f"{argument} must be a name, without a path or an ending; {file}"
             )
-        meant = find_familiar(group, word) or find_familiar(
+        familiar = find_familiar(group, word) or find_familiar(
             group, SWITCHES.get(word, word)
         )
-        if meant is not None:
-            fix = Fix(meant[0].replace("*", word), meant[1]).clause("write")
+        if familiar is not None:
+            fix = Fix(familiar[0].replace("*", word), familiar[1]).clause("write")
         elif near := near_miss(word, names):
             fix = f"did you mean {group}={near}?"
         else:
@@ -198,16 +205,16 @@ def check_groups(overrides: Sequence[Override]) -> None:
             "a preset that fsdptoys models lists" if group == "model" else one_of(names)
         )
         or_null = " or null" if group == "experiment" else ""
-        raise ConfigError(f"{typed} must be {listed}{or_null}; {fix}")
+        raise ConfigError(f"{argument} must be {listed}{or_null}; {fix}")
 
 
 def _refuse_sign(override: Override) -> None:
     """Refuse ``+key`` and ``~key``, by which Hydra adds and takes away keys."""
     if override.type is not OverrideType.CHANGE:
-        typed = str(override.input_line)
+        argument = str(override.input_line)
         raise ConfigError(
-            f"{typed} would add or take away a key, and every run has the same; write "
-            f"{override.key_or_group}={typed.partition('=')[2]}"
+            f"{argument} would add or take away a key, and every run has the same; write "
+            f"{override.key_or_group}={argument.partition('=')[2]}"
         )
 
 
@@ -224,29 +231,30 @@ def check_values(
     options, needed = all_options(tuple(chosen.items()))
     for override in overrides:
         key = override.key_or_group
-        typed = str(override.input_line)
-        raw = typed.partition("=")[2]
+        argument = str(override.input_line)
+        raw = argument.partition("=")[2]
         if key in chosen:
             continue
         if key in needed:
             section = key.partition(".")[0]
             raise UnusedKeyError(
-                f"{typed} is not an option of {section}={chosen[section]}; set "
+                f"{argument} is not an option of {section}={chosen[section]}; set "
                 f"{needed[key].strip()} or leave it out"
             )
         if key not in options:
             if key.partition(".")[0] == "hydra":
                 raise ConfigError(
-                    f"{typed} is Hydra's own setting, which every rank needs as it is; leave it out"
+                    f"{argument} is Hydra's own setting, which every rank needs as it is; leave "
+                    "it out"
                 )
             if re.search(r"(^|\.)_\w+_$", key):
                 raise ConfigError(
-                    f"{typed} would run code that the configuration names, which is not "
+                    f"{argument} would run code that the configuration names, which is not "
                     "supported; leave it out"
                 )
             fix = find_fix(key, raw, chosen)
             clause = fix.clause("did you mean") if fix is not None else HELP
-            raise ConfigError(f"{typed} names a key that does not exist; {clause}")
+            raise ConfigError(f"{argument} names a key that does not exist; {clause}")
         _refuse_sign(override)
         _check_value(key, raw, read_value(key, override.value()), options[key])
 
@@ -263,7 +271,7 @@ def _check_value(key: str, raw: str, value: Any, option: Option) -> None:
         fix = f"set {familiar[0]}"
     elif corrected is None:
         fix = f"set {example(key, option, state)}"
-    elif isinstance(option.wanted, type) and issubclass(option.wanted, Enum):
+    elif isinstance(option.base_type, type) and issubclass(option.base_type, Enum):
         fix = f"did you mean {key}={corrected}?"
     else:
         fix = f"set {key}={corrected}"

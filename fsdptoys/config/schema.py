@@ -45,7 +45,8 @@ class Config(Sections):
 
         Reads the prepared data. ConfigError if the counted steps contradict other settings.
         """
-        train, sentence = self.train, None
+        train = self.train
+        sentence = None
         assert train.data_seed is not None, "the config must have been validated"
         if train.steps == -1:
             rows = len(
@@ -121,12 +122,10 @@ class Config(Sections):
 
     def _resolve(self, world_size: int, device_type: str, node_ranks: int) -> Where:
         """Replace every ``auto`` by its value."""
-        train, parallel, optim, memory = (
-            self.train,
-            self.parallel,
-            self.optim,
-            self.memory,
-        )
+        train = self.train
+        parallel = self.parallel
+        optim = self.optim
+        memory = self.memory
         train.resolve()
         self.mesh.resolve(world_size, node_ranks)
         if train.sum_dtype is SumDType.auto:
@@ -205,8 +204,8 @@ def _plain(value: Any) -> Any:
         )
         kind |= {"family": value.family} if isinstance(value, ModelConfig) else {}
         return kind | {
-            each.name: _plain(getattr(value, each.name))
-            for each in dataclasses.fields(value)
+            field.name: _plain(getattr(value, field.name))
+            for field in dataclasses.fields(value)
         }
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]

@@ -84,13 +84,13 @@ def list_keys() -> Iterator[tuple[list[str], str, Any]]:
         for name, schema in kinds.items():
             chosen = []
             if section in SCHEMAS and name != "default":
-                named = [
+                names = [
                     choice
                     for choice in choices[section]
                     if schema_name(section, choice) == name
                 ]
                 chosen = [
-                    f"{section}={min(named, key=lambda choice: 'debug' not in choice)}"
+                    f"{section}={min(names, key=lambda choice: 'debug' not in choice)}"
                 ]
             for key, option in list_options(schema, section).items():
                 yield chosen, key, option.annotation
@@ -103,16 +103,16 @@ KEYS = {
 }
 
 
-@pytest.mark.parametrize("named", one_in(8, KEYS))
-def test_absurd_numbers_are_accepted_or_refused_in_one_sentence(named: str) -> None:
+@pytest.mark.parametrize("name", one_in(8, KEYS))
+def test_absurd_numbers_are_accepted_or_refused_in_one_sentence(name: str) -> None:
     """Oracle: ConfigError and one line; integers beyond 64 bits, infinities and nan are never
     accepted."""
-    chosen, key, values = KEYS[named]
+    chosen, key, values = KEYS[name]
     used = [
         word
-        for start, words in USED.items()
+        for start, overrides in USED.items()
         if key.startswith(start)
-        for word in words
+        for word in overrides
         if f"{key}=" not in word
     ]
     world_size = 1 if "parallel=single" in chosen else 2
@@ -154,29 +154,29 @@ requires."""
 OPPOSITES = {"true": ("false", "none", "never", "null"), "false": ("true", "on")}
 
 FIRST_NAMES = {
-    words: name for name, words in reversed(familiar_names().items())
+    override: name for name, override in reversed(familiar_names().items())
 }.values()
 """One familiar name for each of the words that they stand for, for the short level."""
 
 
-def error_of(words: list[str]) -> str:
+def error_of(overrides: list[str]) -> str:
     """Return the error of overrides, "" if they compose and validate."""
     try:
-        compose_config(words).validate(2, "cpu")
+        compose_config(overrides).validate(2, "cpu")
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def check(words: list[str]) -> None:
+def check(overrides: list[str]) -> None:
     """Paste each suggestion of an error about words that cannot be parsed."""
-    sentence = error_of(words)
+    sentence = error_of(overrides)
     is_unread = any(text in sentence for text in UNREAD)
     if not is_unread or HELP in sentence or sentence.endswith(", leave it out"):
         return
-    lines = corrected(Row("", shlex.join(words), sentence, ranks=2))
+    lines = corrected(Row("", shlex.join(overrides), sentence, ranks=2))
     assert lines, sentence
-    opposites = OPPOSITES.get(SWITCHES.get(words[-1].partition("=")[2], ""), ())
+    opposites = OPPOSITES.get(SWITCHES.get(overrides[-1].partition("=")[2], ""), ())
     for line in lines:
         rest = error_of(line)
         assert not any(text in rest for text in UNREAD), f"{sentence} -> {rest}"
@@ -187,9 +187,10 @@ def check(words: list[str]) -> None:
 @pytest.mark.parametrize("key", one_in(8, CHOSEN))
 def test_suggestions_for_a_key_work_when_pasted(key: str) -> None:
     """Oracle: the suggested words compose and validate, or their error says what else is needed."""
-    last, wrong = key.rpartition(".")[2], f"{key[:-2]}{key[-1]}"
-    for typed in ("true", "off"):
-        check([CHOSEN[key], f"{key}={typed}"])
+    last = key.rpartition(".")[2]
+    wrong = f"{key[:-2]}{key[-1]}"
+    for value in ("true", "off"):
+        check([CHOSEN[key], f"{key}={value}"])
     for word in (f"{last}=on", f"--{last}", f"--{key}=1.5", f"{wrong}=true"):
         check([CHOSEN[key], word])
     check([f"--{last}=no"])
@@ -209,7 +210,7 @@ def familiar_lines() -> Iterator[Any]:
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("typed", list(familiar_lines()))
-def test_suggestion_for_a_familiar_name_works_when_pasted(typed: str) -> None:
+@pytest.mark.parametrize("argument", list(familiar_lines()))
+def test_suggestion_for_a_familiar_name_works_when_pasted(argument: str) -> None:
     """Oracle: as above."""
-    check([typed])
+    check([argument])

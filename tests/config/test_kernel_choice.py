@@ -29,7 +29,7 @@ from tests.harness.ranks import run_ranks
 from tests.harness.tiny import make_config
 
 COMPILED = KernelConfig(rms_norm=Kernel.compiled)
-FUSED = {operation for operation, named in IMPLEMENTATIONS.items() if "npu" in named}
+FUSED = {operation for operation, names in IMPLEMENTATIONS.items() if "npu" in names}
 
 
 def test_every_operation_has_a_setting_with_all_implementations() -> None:
@@ -39,13 +39,13 @@ def test_every_operation_has_a_setting_with_all_implementations() -> None:
         for name in IMPLEMENTATIONS
     }
     assert choices == {
-        name: {"auto", *named} for name, named in IMPLEMENTATIONS.items()
+        name: {"auto", *names} for name, names in IMPLEMENTATIONS.items()
     }
     assert set(KernelConfig().names()) == set(IMPLEMENTATIONS)
 
 
 @pytest.mark.parametrize(
-    ("device_type", "words", "fused"),
+    ("device_type", "overrides", "fused"),
     [
         ("cpu", (), set()),
         ("cuda", (), {"rotary", "swiglu"}),
@@ -69,10 +69,10 @@ def test_every_operation_has_a_setting_with_all_implementations() -> None:
     ],
 )
 def test_auto_is_torch_npu_on_npus_compiled_for_two_operations_on_cuda_and_pytorch_elsewhere(
-    device_type: str, words: tuple[str, ...], fused: set[str]
+    device_type: str, overrides: tuple[str, ...], fused: set[str]
 ) -> None:
     """Oracle: the documented rule; explicit settings stay."""
-    config = compose_config(["experiment=null", *words])
+    config = compose_config(["experiment=null", *overrides])
     config.validate(1, device_type)
     library = {"npu": "npu", "cuda": "compiled"}.get(device_type)
     assert config.kernels.names() == {
@@ -104,10 +104,8 @@ def test_backend_of_the_run_is_found(
     attention: str, masks: bool, expected: str
 ) -> None:
     """Oracle: the only fused backend of a CPU, and the one that is set."""
-    model, config = (
-        build(SMALL["llama4"]),
-        KernelConfig(attention=AttentionKernel(attention)),
-    )
+    model = build(SMALL["llama4"])
+    config = KernelConfig(attention=AttentionKernel(attention))
     assert (
         find_attention_backend(
             model, config, torch.device("cpu"), torch.float32, 20, masks=masks
@@ -168,11 +166,11 @@ def _kernels_of_trainer() -> list[Any]:
 
 def test_trainer_sets_the_configured_kernels_in_every_layer() -> None:
     """Oracle: the table's own functions, in all layers of a checkpointed model."""
-    found = run_ranks(1, _kernels_of_trainer)[0]
+    kernels = run_ranks(1, _kernels_of_trainer)[0]
     # A block: two norms, attention with four projections, feed-forward with three. Beside the
     # blocks: embedding, norm, head, and the model, which makes masks.
-    assert len(found) == 3 * (2 + 5 + 4) + 4
-    assert set(found) == {(True, "attention")}
+    assert len(kernels) == 3 * (2 + 5 + 4) + 4
+    assert set(kernels) == {(True, "attention")}
 
 
 @pytest.mark.extended

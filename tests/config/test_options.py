@@ -131,17 +131,17 @@ def test_names_are_compared_in_their_own_packages_only() -> None:
         for path in root.rglob("*.py")
         if path.relative_to(root).parts[0] not in OWNERS
     ]
-    found = [
+    comparisons = [
         (str(path.relative_to(root)), *hit)
         for path in files
         for hit in compared(ast.parse(path.read_text()))
     ]
     assert len(files) > 100
-    assert found == []
+    assert comparisons == []
 
 
 @pytest.mark.parametrize(
-    ("ranks", "device_type", "words"),
+    ("ranks", "device_type", "line"),
     [
         (2, "cpu", ""),
         (96, "cuda", "parallel=fsdp1"),
@@ -158,10 +158,10 @@ def test_names_are_compared_in_their_own_packages_only() -> None:
     ],
 )
 def test_settings_that_go_together_are_accepted(
-    ranks: int, device_type: str, words: str
+    ranks: int, device_type: str, line: str
 ) -> None:
     """Oracle: no error; the settings stay."""
-    config = compose_config(words.split())
+    config = compose_config(line.split())
     attention = config.kernels.attention
     config.validate(ranks, device_type)
     assert attention.value == "auto" or config.kernels.attention is attention
@@ -232,14 +232,14 @@ MODES |= {
 }
 
 
-@pytest.mark.parametrize("typed", MODES)
-def test_booleans_choose_full_or_none_on_the_command_line(typed: str) -> None:
+@pytest.mark.parametrize("value", MODES)
+def test_booleans_choose_full_or_none_on_the_command_line(value: str) -> None:
     """Oracle: the table above; a recorded configuration contains the choice."""
     assert (
-        compose.compose_config([f"{KEY}={typed}"]).to_dict()["memory"][
+        compose.compose_config([f"{KEY}={value}"]).to_dict()["memory"][
             "gradient_checkpointing"
         ]
-        == MODES[typed]
+        == MODES[value]
     )
 
 
@@ -250,19 +250,19 @@ def test_booleans_choose_full_or_none_in_yaml_files(
     are refused."""
     folder = tmp_path / "copied_configs"
     shutil.copytree(choices.CONFIGS, folder)
-    for index, typed in enumerate([*IN_FILES, "maybe"]):
+    for index, value in enumerate([*IN_FILES, "maybe"]):
         text = (
             "# @package _global_\ndefaults: [_self_]\nmemory:\n  "
-            f"gradient_checkpointing: {typed}\n"
+            f"gradient_checkpointing: {value}\n"
         )
         (folder / "experiment" / f"typed{index}.yaml").write_text(text)
     monkeypatch.setattr(choices, "CONFIGS", folder)
     monkeypatch.setattr(compose, "CONFIG_MODULE", folder.name)
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        for index, typed in enumerate(IN_FILES):
+        for index, value in enumerate(IN_FILES):
             config = compose.compose_config([f"experiment=typed{index}"])
-            assert config.to_dict()["memory"]["gradient_checkpointing"] == MODES[typed]
+            assert config.to_dict()["memory"]["gradient_checkpointing"] == MODES[value]
             assert (
                 type(config) is compose.Config
                 and type(config.memory) is compose.MemoryConfig
@@ -277,7 +277,7 @@ def test_booleans_choose_full_or_none_in_yaml_files(
 
 
 @pytest.mark.parametrize(
-    ("words", "command"),
+    ("argv", "command"),
     [
         (["train", "--config", "conf/mine.yaml"], ""),
         (["train", "mine.yml"], ""),
@@ -287,13 +287,13 @@ def test_booleans_choose_full_or_none_in_yaml_files(
     ids=" ".join,
 )
 def test_file_of_settings_is_answered_with_its_place(
-    words: list[str], command: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the folder of experiments; the words after the copy."""
-    assert main(words) == 2
-    place = CONFIGS.resolve() / "experiment" / "mine.yaml"
+    assert main(argv) == 2
+    target = CONFIGS.resolve() / "experiment" / "mine.yaml"
     assert capsys.readouterr().err.endswith(
-        f"copy it to {place} and write {command}experiment=mine\n"
+        f"copy it to {target} and write {command}experiment=mine\n"
     )
 
 
@@ -319,7 +319,7 @@ def test_options_of_one_key_are_declared_alike_and_need_options_that_exist() -> 
     effects = {
         key: {option[:3] for option in options} for key, options in declared.items()
     }
-    assert {key for key, found in effects.items() if len(found) > 1} == set()
+    assert {key for key, variants in effects.items() if len(variants) > 1} == set()
     needs = {
         need.partition("=")[0]
         for options in declared.values()

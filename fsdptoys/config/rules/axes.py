@@ -32,7 +32,8 @@ def split_sizes(model: ModelConfig) -> dict[str, int]:
 @AXES.rule("mesh.tp_size")
 def ranks_divide_features(config: Sections, where: Where) -> str | None:
     """Tensor parallelism splits heads, hidden features and the vocabulary."""
-    ranks, sizes = where.axes.tp, split_sizes(config.model)
+    ranks = where.axes.tp
+    sizes = split_sizes(config.model)
     undivided = {key: size for key, size in sizes.items() if size % ranks}
     if not undivided:
         return None
@@ -50,7 +51,8 @@ def ranks_divide_features(config: Sections, where: Where) -> str | None:
 @AXES.rule("mesh.tp_size")
 def ranks_divide_tokens(config: Sections, where: Where) -> str | None:
     """Tokens are split between layers (sequence parallelism)."""
-    seq_len, axes = config.train.seq_len, where.axes
+    seq_len = config.train.seq_len
+    axes = where.axes
     if seq_len % axes.sharing == 0:
         return None
     shared = f" with mesh.cp_size={axes.cp}" if axes.cp > 1 else ""
@@ -107,7 +109,8 @@ AXES.exclude(
 @AXES.rule("mesh.cp_size", "parallel.context=ulysses")
 def ulysses_divides_heads(config: Sections, where: Where) -> str | None:
     """Ulysses exchanges tokens for heads."""
-    ranks, tp = config.mesh.cp_size, config.mesh.tp_size
+    ranks = config.mesh.cp_size
+    tp = config.mesh.tp_size
     heads = config.model.n_heads // tp
     if heads % ranks == 0:
         return None
@@ -126,7 +129,9 @@ def ulysses_divides_heads(config: Sections, where: Where) -> str | None:
 @AXES.rule("mesh.cp_size")
 def pieces_divide_sequences(config: Sections, where: Where) -> str | None:
     """Each rank has equal pieces of a sequence."""
-    form, ranks, seq_len = _form(config), config.mesh.cp_size, config.train.seq_len
+    form = _form(config)
+    ranks = config.mesh.cp_size
+    seq_len = config.train.seq_len
     pieces = form.pieces_per_rank * ranks
     if seq_len % pieces == 0:
         return None

@@ -38,7 +38,8 @@ LAYOUT_MODE.exclude(
 @LAYOUT_MODE.rule(LAYOUT)
 def grains_divide_sequences(config: Sections, where: Where) -> str | None:
     """Grains are equal pieces of a sequence."""
-    seq_len, grains = config.train.seq_len, config.train.grains
+    seq_len = config.train.seq_len
+    grains = config.train.grains
     if seq_len % grains == 0:
         return None
     return (
@@ -50,7 +51,9 @@ def grains_divide_sequences(config: Sections, where: Where) -> str | None:
 @LAYOUT_MODE.rule(LAYOUT)
 def ranks_have_whole_grains(config: Sections, where: Where) -> str | None:
     """Ranks that share a sequence have whole grains, and add up in one order."""
-    train, ranks, splits = config.train, config.mesh.cp_size, config.mesh.tp_size
+    train = config.train
+    ranks = config.mesh.cp_size
+    splits = config.mesh.tp_size
     if ranks * splits == 1:
         return None
     form = getattr(config.parallel, "context", ContextForm.auto)
@@ -69,10 +72,8 @@ def ranks_have_whole_grains(config: Sections, where: Where) -> str | None:
             f"{cutter} cuts a sequence with mesh.cp_size={ranks}; set "
             f"train.grains={math.lcm(train.grains, pieces)}"
         )
-    chunk_len, grain = (
-        getattr(config.model, "attention_chunk_len", None),
-        train.seq_len // train.grains,
-    )
+    chunk_len = getattr(config.model, "attention_chunk_len", None)
+    grain = train.seq_len // train.grains
     if (
         ranks > 1
         and form is not ContextForm.ulysses
@@ -91,11 +92,9 @@ def ranks_have_whole_grains(config: Sections, where: Where) -> str | None:
 @LAYOUT_MODE.rule(LAYOUT)
 def ranks_have_whole_slices(config: Sections, where: Where) -> str | None:
     """Ranks that split features have whole slices."""
-    slices, ranks, sizes = (
-        config.train.slices,
-        config.mesh.tp_size,
-        split_sizes(config.model),
-    )
+    slices = config.train.slices
+    ranks = config.mesh.tp_size
+    sizes = split_sizes(config.model)
     if slices % ranks:
         return (
             f"train.slices={slices} must be a multiple of mesh.tp_size={ranks}, whose ranks have "

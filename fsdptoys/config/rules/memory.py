@@ -85,7 +85,8 @@ MEMORY.exclude(
 @MEMORY.rule("memory.cpu_threads!=null")
 def threads_have_cores(config: Sections, where: Where) -> str | None:
     """More threads than cores are slower."""
-    threads, cores = config.memory.cpu_threads, available_cores()
+    threads = config.memory.cpu_threads
+    cores = available_cores()
     if threads <= cores:  # type: ignore[operator]
         return None
     return (

@@ -105,16 +105,16 @@ OPTIMIZER.exclude(
 @OPTIMIZER.rule(LOW_BITS, "parallel.capabilities.uses_dtensor=true")
 def shards_end_between_blocks(config: Sections, where: Where) -> str | None:
     """Shards of stacks of experts can end within a quantization block."""
-    format, model, axes = config.optim.low_bit_format, config.model, where.axes
+    format = config.optim.low_bit_format
+    model = config.model
+    axes = where.axes
     if not isinstance(model, MoEConfig):
         return None
     with torch.device("meta"):
         parameters = list(model.build().named_parameters())
     for name, param in parameters:
-        block, (dim, ranks) = (
-            low_bit_adamw.block_elements(str(format), param.shape),
-            sharding(param, axes),
-        )
+        block = low_bit_adamw.block_elements(str(format), param.shape)
+        dim, ranks = sharding(param, axes)
         cut = param.shape[-1] // ranks if dim == param.ndim - 1 else 0
         if block is not None and cut % block:
             fix = "optim.state_dtype=bfloat16"

@@ -44,11 +44,9 @@ def schedule_is_in_this_torch(config: Sections, where: Where) -> str | None:
 @PIPELINE.rule("mesh.pp_size")
 def every_stage_has_a_layer(config: Sections, where: Where) -> str | None:
     """Stages are whole layers."""
-    schedule, ranks, n_layers = (
-        _schedule(config),
-        config.mesh.pp_size,
-        config.model.n_layers,
-    )
+    schedule = _schedule(config)
+    ranks = config.mesh.pp_size
+    n_layers = config.model.n_layers
     if n_layers >= ranks * schedule.stages_per_rank:
         return None
     most = n_layers // schedule.stages_per_rank
@@ -64,11 +62,9 @@ def every_stage_has_a_layer(config: Sections, where: Where) -> str | None:
 @PIPELINE.rule("mesh.pp_size")
 def micro_batches_fit_the_schedule(config: Sections, where: Where) -> str | None:
     """Schedules other than gpipe interleave the micro-batches of a step."""
-    schedule, ranks, count = (
-        _schedule(config),
-        config.mesh.pp_size,
-        config.train.grad_accum,
-    )
+    schedule = _schedule(config)
+    ranks = config.mesh.pp_size
+    count = config.train.grad_accum
     if schedule is PipelineSchedule("1f1b") and count < ranks:
         return (
             f"train.grad_accum={count} has fewer micro-batches than mesh.pp_size={ranks} stages, "

@@ -107,13 +107,13 @@ def check_rules(rules: Iterable[Rule], config: Sections, where: Where) -> None:
 def holds(config: Sections, where: Where, setting: str) -> bool:
     """Return whether a configuration has a setting; a strategy or model without the option does
     not."""
-    key, unequal, wanted = _parts(setting)
+    key, unequal, expected = _parts(setting)
     try:
         value = value_text(read(config, where, key))
     except AttributeError:
         return False
-    if wanted:
-        return (value == wanted) is not unequal
+    if expected:
+        return (value == expected) is not unequal
     section, _, name = key.partition(".")
     return value != value_text(
         default_of(getattr(config, section).__dataclass_fields__[name])
@@ -123,9 +123,9 @@ def holds(config: Sections, where: Where, setting: str) -> bool:
 @functools.cache
 def _parts(setting: str) -> tuple[str, bool, str]:
     """Return key, whether the value must differ, and value."""
-    key, sign, value = re.fullmatch(r"([\w.]+)(?:(!?=)(.+))?", setting).groups(
-        default=""
-    )  # type: ignore[union-attr]
+    match = re.fullmatch(r"([\w.]+)(?:(!?=)(.+))?", setting)
+    assert match is not None
+    key, sign, value = match.groups(default="")
     return key, sign == "!=", value
 
 

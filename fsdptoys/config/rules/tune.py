@@ -33,14 +33,16 @@ def _linear_layers(config: Sections) -> dict[str, Linear]:
 def targets_are_layers(config: Sections, where: Where) -> str | None:
     """Adapters are added to linear layers of the blocks."""
     tune = cast(LoRAConfig, config.tune)
-    had = {name.rpartition(".")[2] for name in _linear_layers(config)}
-    missing = [target for target in tune.targets if target not in had]
+    layer_names = {name.rpartition(".")[2] for name in _linear_layers(config)}
+    missing = [target for target in tune.targets if target not in layer_names]
     if not missing:
         return None
-    kept = [target for target in tune.targets if target in had] or sorted(had)
+    targets = [target for target in tune.targets if target in layer_names] or sorted(
+        layer_names
+    )
     return (
         f"tune.targets names {missing[0]}, which is no linear layer of the blocks of a "
-        f"{config.model.family} model; set tune.targets=[{','.join(kept)}]"
+        f"{config.model.family} model; set tune.targets=[{','.join(targets)}]"
     )
 
 
@@ -90,7 +92,8 @@ def blocks_divide_rows(config: Sections, where: Where) -> str | None:
 @TUNE.rule("tune=lora")
 def adapters_are_whole(config: Sections, where: Where) -> str | None:
     """Split layers take no adapters."""
-    ranks, slices = where.axes.tp, config.train.slices
+    ranks = where.axes.tp
+    slices = config.train.slices
     if ranks == slices == 1:
         return None
     key, value = ("mesh.tp_size", ranks) if ranks > 1 else ("train.slices", slices)
