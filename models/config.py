@@ -21,8 +21,8 @@ class ModelConfig(ABC):
 
     family: ClassVar[str]
     """Name of the family; its YAML files start from ``base_<family>``."""
-    hugging_face: ClassVar[HuggingFaceFormat]
-    """The family's Hugging Face format."""
+    hugging_face: ClassVar[HuggingFaceFormat | None] = None
+    """The family's Hugging Face format; None if it has none, so that weights stay in our own."""
 
     name: str = ""
     """Name of the preset, for titles."""

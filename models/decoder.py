@@ -7,9 +7,8 @@ blocks.
 Shapes: B batch, T sequence, D width, V vocabulary, N = B·T tokens.
 """
 
-import math
 from abc import ABC
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +19,7 @@ from .cache import KeyValueCache
 from .config import ModelConfig
 from .context import FULL_SEQUENCES, Context
 from .documents import Documents, document_positions, mask_documents
+from .initial import normal
 from .layers import Attention, Block, Embedding, LMHead, LossFn
 from .moe import MoE
 from .ops import Layer
@@ -160,25 +160,23 @@ class DecoderModel(Layer, ABC):
         output: Tensor = self.lm_head(self.norm(hidden_BTD), labels_BT, loss_fn)
         return output
 
-    def init_rows(self, name: str, rows: Tensor, generator: torch.Generator) -> None:
-        """Write initial values into ``rows``, consecutive rows of the named parameter seen as a
-        matrix.
+    def row_initializer(self) -> Callable[[str, Tensor, torch.Generator], None]:
+        """Return ``init_rows(name, rows, generator)``, which writes initial values into consecutive
+        rows of the named parameter seen as a matrix.
 
-        Ones for norms, zeros for biases, normal values for the rest, smaller for projections into
-        the residual stream.
+        Call it before float8, adapters or a strategy replace modules.
         """
-        if name.endswith("norm.weight"):
-            rows.fill_(1.0)
-        elif name.endswith(".bias"):
-            rows.zero_()
-        elif name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
-            rows.normal_(
-                0.0,
-                self.config.init_std / math.sqrt(2 * self.config.n_layers),
-                generator=generator,
-            )
-        else:
-            rows.normal_(0.0, self.config.init_std, generator=generator)
+        initial = {
+            f"{prefix}.{name}": layer.initial.get(name, normal)
+            for prefix, layer in self.named_modules()
+            if isinstance(layer, Layer)
+            for name, _ in layer.named_parameters(recurse=False)
+        }
+
+        def init_rows(name: str, rows: Tensor, generator: torch.Generator) -> None:
+            initial[name](rows, generator, self.config)
+
+        return init_rows
 
     def init_buffers(self, device: torch.device) -> None:
         """Compute the non-persistent buffers on ``device``; construction on the meta device leaves

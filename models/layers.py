@@ -5,7 +5,7 @@ key/value heads, K width of a head, F feed-forward width, V vocabulary, C tokens
 tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from .cache import KeyValueCache
 from .context import FULL_SEQUENCES, Context
 from .documents import Documents
 from .exchange import Split
+from .initial import Initial, normal, ones, residual, zeros
 from .ops import Layer
 from .rotations import Pairs
 
@@ -46,6 +47,8 @@ class Linear(Layer, nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.split = split
+        weight = residual if split is Split.rows else normal
+        self.initial = {"weight": weight, "bias": zeros}
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply the last dim; any leading shape."""
@@ -94,6 +97,7 @@ class RMSNorm(Layer):
     (arXiv:1910.07467)."""
 
     split = Split.replicated
+    initial: Mapping[str, Initial] = {"weight": ones}
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -112,6 +116,7 @@ class LayerNorm(Layer, nn.LayerNorm):
     """Normalization of mean and variance over the last dim (arXiv:1607.06450)."""
 
     split = Split.replicated
+    initial: Mapping[str, Initial] = {"weight": ones, "bias": zeros}
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Normalize; any leading shape."""

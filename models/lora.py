@@ -108,7 +108,8 @@ def add_adapters(
 
 
 def init_adapter_rows(name: str, rows: Tensor, generator: torch.Generator) -> None:
-    """Write initial values of an adapter into consecutive rows: see ``DecoderModel.init_rows``."""
+    """Write initial values of an adapter into consecutive rows; see
+    ``DecoderModel.row_initializer``."""
     if name.endswith("lora_b.weight"):
         rows.zero_()
     else:

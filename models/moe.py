@@ -18,7 +18,7 @@ ranks from outside (``Experts.dispatch``).
 Shapes: N tokens, D width, E experts, K experts of a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from .exchange import Split
 from .experts import Dispatch
+from .initial import Initial, residual
 from .layers import SwiGLU, matmul_flops
 from .ops import Layer, leave_uncompiled
 
@@ -149,6 +150,7 @@ class Experts(Layer):
 
     dispatch: Dispatch | None = None
     """In place of ``apply_experts`` where other ranks have some of the experts."""
+    initial: Mapping[str, Initial] = {"down_proj": residual}
 
     def __init__(self, dim: int, ffn_dim: int, n_experts: int) -> None:
         super().__init__()

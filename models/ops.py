@@ -9,7 +9,7 @@ Shapes: N tokens, D width, E experts, K experts of a token, T sequence.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from .attention import BACKENDS, attention, masked_attention
 from .exchange import ONE_RANK, Exchange, Split
 from .experts import Dispatch, apply_experts
 from .grouped import Product, choose_product
+from .initial import Initial
 from .kernels import IMPLEMENTATIONS, DocumentAttention, dense_mask, rms_norm, swiglu
 from .linear import linear
 from .rotations import Pairs, rotary
@@ -61,6 +62,23 @@ class Ops:
             return self.linear(input, weight, bias)
         output = exchange.leave(self.linear(input, weight, None))
         return output if bias is None else output + exchange.sum_gradient(bias)
+
+    def per_channel(
+        self,
+        function: Callable[..., Tensor],
+        hidden: Tensor,
+        params: Sequence[Tensor],
+        split: Split | None,
+    ) -> Tensor:
+        """Combine tokens with vectors, such as a scale, a bias or a gate.
+
+        Args:
+            function: elementwise ``function(hidden, *params)`` of tensors that broadcast.
+            hidden: (…, D), or (B, T, H, K) of heads that share the vectors.
+            params: each of the size of the last dim.
+            split: how ranks split the vectors.
+        """
+        return function(hidden, *(param.to(hidden.dtype) for param in params))
 
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
         """Rows of a table; ids of any shape."""
@@ -154,6 +172,16 @@ class Layer(nn.Module):
     exchange: Exchange = ONE_RANK
     split: Split | None = None
     """How ranks split its own parameters; None if it has none, or splits them by another axis."""
+    initial: Mapping[str, Initial] = {}
+    """Initial values of its own parameters by name; normal values for the rest."""
+
+    def per_channel(
+        self, function: Callable[..., Tensor], hidden: Tensor, *params: Tensor
+    ) -> Tensor:
+        """``Ops.per_channel`` of this layer's own parameters, split as it declares."""
+        if self.split is Split.replicated:
+            params = tuple(map(self.exchange.sum_gradient, params))
+        return self.ops.per_channel(function, hidden, params, self.split)
 
     def own_flops(self, seq_len: int) -> float:
         """FLOPs of forward and backward per token, without those of its children."""

@@ -33,6 +33,7 @@ from fsdptoys.utils.dtensor import local_bounds, local_tensor
 from fsdptoys.utils.text import one_line, short_text
 
 from .checksums import verify_checksums
+from .model_config import hugging_face_format
 from .safetensors_io import AGAIN, TensorFolder, read_json
 
 STEM = "adapter_model"
@@ -306,7 +307,7 @@ def locate_adapter(
     config: ModelConfig, layer: str, shape: tuple[int, int]
 ) -> AdapterLocation:
     """Where a folder holds the adapter of a layer."""
-    (piece,) = config.hugging_face.pieces(f"{layer}.weight", shape)
+    (piece,) = hugging_face_format(config).pieces(f"{layer}.weight", shape)
     dim = -1 if piece.transposed else 0
     module = PREFIX + piece.tensor.removesuffix(".weight")
     return AdapterLocation(

@@ -23,13 +23,24 @@ import torch
 from torch import Tensor
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import MODELS, DecoderModel, ModelConfig, Piece
+from fsdptoys.models import (
+    MODELS,
+    DecoderModel,
+    HuggingFaceFormat,
+    ModelConfig,
+    Piece,
+)
 from fsdptoys.utils.dtensor import local_bounds, local_tensor
 from fsdptoys.utils.sealed_folder import new_folder
 from fsdptoys.utils.text import one_line, short_text
 
 from .checksums import CHECKSUMS_FILE, verify_checksums
-from .model_config import build_model_config, check_same, check_type
+from .model_config import (
+    build_model_config,
+    check_same,
+    check_type,
+    hugging_face_format,
+)
 from .safetensors_io import (
     AGAIN,
     MAX_FILE_BYTES,
@@ -113,13 +124,13 @@ class HuggingFaceFolder:
                 f"{path} is missing, which describes the model of the weights; {AGAIN}"
             )
         tree = read_json(path)
-        family = _family(tree, path)
+        family, style = _family(tree, path)
         _check_rotary_numbers(tree, path)
         try:
-            fields = family.hugging_face.read_config(tree)
+            fields = style.read_config(tree)
         except TypeError as error:
             hints = typing.get_type_hints(family)
-            for name, key in family.hugging_face.keys.items():
+            for name, key in style.keys.items():
                 # A family may read a number into a bool field.
                 if hints[name] is not bool and tree.get(key) is not None:
                     check_type(tree[key], hints[name], str(path), key)
@@ -140,16 +151,14 @@ class HuggingFaceFolder:
             raise ConfigError(
                 f"{path} describes a model that cannot be built: {reason}"
             ) from error
-        return build_model_config(
-            family, fields, str(path), "", names=family.hugging_face.keys
-        )
+        return build_model_config(family, fields, str(path), "", names=style.keys)
 
     def check(self, model: DecoderModel) -> None:
         """Check from the files' headers that the folder holds exactly the tensors of a model on the
         meta device."""
         verify_checksums(self.path, only_sizes=True)
         tensors = TensorFolder(self.path, STEM)
-        style = model.config.hugging_face
+        style = hugging_face_format(model.config)
         # The published GPT-2 was saved without the name prefix of the decoder below the head.
         prefix = style.names[""]
         self._missing_prefix = (
@@ -185,10 +194,11 @@ class HuggingFaceFolder:
         parameter. ConfigError if a file has become unreadable since ``check``.
         """
         assert self.model is not None, "check the folder first"
-        config, bounds = self.model.config, local_bounds(param)
+        style = hugging_face_format(self.model.config)
+        bounds = local_bounds(param)
         with torch.no_grad(), self.tensors.reading() as read:
             local = local_tensor(param)
-            for piece in config.hugging_face.pieces(name, tuple(param.shape)):
+            for piece in style.pieces(name, tuple(param.shape)):
                 part = piece.narrow(bounds)
                 if part is None:
                     continue
@@ -208,7 +218,7 @@ class HuggingFaceFolder:
         self.tensors.read_all(self._needed)
         head = self.tensors.stored.get(HEAD)
         if head is not None and HEAD not in self._needed:
-            style = self.model.config.hugging_face
+            style = hugging_face_format(self.model.config)
             embedding = self._stored_name(style.tensor_name(EMBEDDING))
             shape = self._needed[embedding]
             self.tensors.require({HEAD: shape}, "a head that is tied to the embedding")
@@ -228,6 +238,7 @@ class HuggingFaceFolder:
 def open_init_from(model: DecoderModel) -> HuggingFaceFolder:
     """Open the folder of ``model.init_from`` and check that it fits the model, which is on the meta
     device."""
+    hugging_face_format(model.config)
     init_from = model.config.init_from
     assert init_from is not None
     try:
@@ -258,15 +269,16 @@ def write_hugging_face(
     ``read`` returns any part of a parameter by its name in the model; ``max_file_bytes`` is also
     roughly the peak memory; ``tokenizer`` has the names and contents of a tokenizer's files,
     ``token_ids`` the ids under the names of ``NO_TOKENS``. ConfigError if ``out_dir`` is taken or
-    cannot be written, or a value overflows ``dtype``.
+    cannot be written, a value overflows ``dtype``, or the family has no such format.
     """
+    style = hugging_face_format(config)
     with new_folder(out_dir, CHECKSUMS_FILE) as folder:
         written = write_tensors(
-            folder, STEM, _tensors(config, read, dtype), max_file_bytes
+            folder, STEM, _tensors(config, style, read, dtype), max_file_bytes
         )
         word = dtype_name(dtype)
         # transformers 4 reads the second spelling.
-        tree = config.hugging_face.write_config(config) | {
+        tree = style.write_config(config) | {
             "dtype": word,
             "torch_dtype": word,
         }
@@ -281,13 +293,16 @@ def write_hugging_face(
 
 
 def _tensors(
-    config: ModelConfig, read: ReadRegion, dtype: torch.dtype
+    config: ModelConfig,
+    style: HuggingFaceFormat,
+    read: ReadRegion,
+    dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
     with torch.device("meta"):
         model = config.build()
     pieces: dict[str, list[tuple[str, Piece]]] = {}
     for name, param in model.named_parameters():
-        for piece in config.hugging_face.pieces(name, tuple(param.shape)):
+        for piece in style.pieces(name, tuple(param.shape)):
             pieces.setdefault(piece.tensor, []).append((name, piece))
     for tensor, parts in pieces.items():
         whole = torch.empty(parts[0][1].tensor_shape, dtype=dtype)
@@ -307,8 +322,15 @@ def _tensors(
         yield tensor, whole
 
 
-def _family(tree: Mapping[str, Any], path: Path) -> type[ModelConfig]:
-    families = {family.hugging_face.architecture: family for family in MODELS.values()}
+def _family(
+    tree: Mapping[str, Any], path: Path
+) -> tuple[type[ModelConfig], HuggingFaceFormat]:
+    formats = ((family, family.hugging_face) for family in MODELS.values())
+    families = {
+        style.architecture: (family, style)
+        for family, style in formats
+        if style is not None
+    }
     architectures = tree.get("architectures")
     if (
         isinstance(architectures, list)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import ModelConfig
+from fsdptoys.models import HuggingFaceFormat, ModelConfig
 from fsdptoys.utils.foreign import ForeignError
 from fsdptoys.utils.from_tree import build, convert
 from fsdptoys.utils.text import one_line, value_text
@@ -37,6 +37,17 @@ def build_model_config(
         raise ConfigError(
             f"{where} describes a model that cannot be built: {one_line(error)}"
         ) from error
+
+
+def hugging_face_format(config: ModelConfig) -> HuggingFaceFormat:
+    """Return the format of a model's family; a ConfigError if the family has none."""
+    if config.hugging_face is None:
+        raise ConfigError(
+            f"model={config.name} is of the family {config.family}, which has no Hugging Face "
+            "format; set model.init_from=null and tune=full, and use the weights as the run "
+            "wrote them"
+        )
+    return config.hugging_face
 
 
 def check_type(value: Any, annotation: Any, where: str, key: str) -> None:

@@ -23,7 +23,7 @@ B batch, T sequence, H query heads, G key/value heads, K width of a head.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fsdptoys.models.exchange import Split
 from fsdptoys.models.ops import Ops, Score
 
 from . import experts
@@ -53,6 +54,24 @@ class ExactOps(Ops):
         rows_NI = input.reshape(-1, input.shape[-1])
         out_NO: Tensor = _Linear.apply(rows_NI, weight, bias, self.grain)
         return out_NO.view(*input.shape[:-1], -1)
+
+    def per_channel(
+        self,
+        function: Callable[..., Tensor],
+        hidden: Tensor,
+        params: Sequence[Tensor],
+        split: Split | None,
+    ) -> Tensor:
+        """See ``Ops``."""
+        grain = rows_per_grain(hidden, self.grain)
+        vectors = (self.expand(param, hidden) for param in params)
+        return elementwise(function, grain, hidden, *vectors)
+
+    def expand(self, param: Tensor, hidden: Tensor) -> Tensor:
+        """A vector for each token, whose gradients are added by grains."""
+        grain = rows_per_grain(hidden, self.grain)
+        vectors: Tensor = _Expand.apply(param, hidden.shape, hidden.dtype, grain)
+        return vectors
 
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
         """See ``Ops``."""
@@ -114,15 +133,18 @@ def exact_ops(plain: Ops, grain: int, dtype: torch.dtype) -> ExactOps:
             weight is None
         ):  # nothing is added over tokens, and every element rounds alike
             return plain.rms_norm(hidden, None, eps)
-        rows_per_token = math.prod(hidden.shape[2:-1])
         rows_ND = hidden.reshape(-1, hidden.shape[-1])
-        return RMSNorm.apply(rows_ND, weight, eps, grain * rows_per_token).view_as(
-            hidden
-        )
+        rows = rows_per_grain(hidden, grain)
+        return RMSNorm.apply(rows_ND, weight, eps, rows).view_as(hidden)
 
     fields = vars(plain) | attention_kernels(plain, grain, dtype)
     fields |= {"swiglu": swiglu, "rms_norm": rms_norm}
     return ExactOps(**fields, grain=grain, dtype=dtype)
+
+
+def rows_per_grain(hidden: Tensor, grain: int) -> int:
+    """Rows of the last dim in a grain: several a token where there are heads (B, T, H, K)."""
+    return grain * math.prod(hidden.shape[2:-1])
 
 
 def elementwise(function: Callable[..., Tensor], grain: int, *inputs: Tensor) -> Tensor:
@@ -162,6 +184,23 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias_O = sum_rows(grad_NO, grain)
         return grad_input_NI, grad_weight_OI, grad_bias_O, None
+
+
+class _Expand(torch.autograd.Function):
+    """A float64 vector for each row in the compute dtype; its gradient is summed by grains."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, param_D: Tensor, shape: torch.Size, dtype: torch.dtype, grain: int
+    ) -> Tensor:
+        ctx.grain = grain
+        return param_D.to(dtype).expand(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows_ND = grad.contiguous().view(-1, grad.shape[-1])
+        return sum_rows(rows_ND, ctx.grain), None, None, None
 
 
 class _Embedding(torch.autograd.Function):

@@ -15,7 +15,7 @@ Shapes: N rows, I and O inner and outer width of a matmul, B batch, T sequence, 
 width of a head.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdptoys.models.exchange import Exchange
+from fsdptoys.models.exchange import Exchange, Split
 
 from .attention import ACTIVATIONS, GRADIENTS, on_grid
 from .ops import ExactOps
@@ -81,23 +81,30 @@ class SlicedOps(ExactOps):
     ) -> Tensor:
         """See ``Ops``."""
         output = exchange.leave(self.sum_slices(input, weight))
-        return (
-            output
-            if bias is None
-            else self.add_bias(output, exchange.sum_gradient(bias))
-        )
+        if bias is None:
+            return output
+        return output + self.expand(exchange.sum_gradient(bias), output)
 
     def sum_slices(self, input: Tensor, weight: Tensor) -> Tensor:
         """The product summed over this rank's slices, in float64."""
         sums_NO: Tensor = _Rows.apply(input.reshape(-1, input.shape[-1]), weight, self)
         return sums_NO.view(*input.shape[:-1], -1)
 
-    def add_bias(self, output: Tensor, bias: Tensor) -> Tensor:
-        """The sum; the bias's gradient is summed by grains."""
-        biased: Tensor = _Bias.apply(
-            output.reshape(-1, output.shape[-1]), bias, self.grain
-        )
-        return biased.view_as(output)
+    def per_channel(
+        self,
+        function: Callable[..., Tensor],
+        hidden: Tensor,
+        params: Sequence[Tensor],
+        split: Split | None,
+    ) -> Tensor:
+        """See ``Ops``."""
+
+        def combine(hidden: Tensor, *params: Tensor) -> Tensor:
+            return self.whole.per_channel(function, hidden, params, split)
+
+        if split is Split.columns:
+            return by_slices(combine, self.number, hidden, *params)
+        return by_heads(combine, self.number, hidden, *params)
 
     def gelu(self, hidden: Tensor) -> Tensor:
         """See ``Ops``."""
@@ -111,11 +118,9 @@ def slice_features(whole: ExactOps, number: int) -> SlicedOps:
         return by_slices(whole.swiglu, number, gate, up)
 
     def rms_norm(hidden: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """Norms of heads (B, T, H, K) by slices of heads, over which their gradient is summed."""
-        if weight is None or hidden.ndim != 4:
+        if weight is None:
             return whole.rms_norm(hidden, weight, eps)
-        parts = hidden.chunk(number, 2)
-        return torch.cat([whole.rms_norm(part, weight, eps) for part in parts], 2)
+        return by_heads(whole.rms_norm, number, hidden, weight, eps)
 
     fields = vars(whole) | {"swiglu": swiglu, "rms_norm": rms_norm}
     return SlicedOps(**fields, whole=whole, number=number)
@@ -127,6 +132,16 @@ def by_slices(function: Callable[..., Tensor], number: int, *inputs: Tensor) -> 
     return torch.cat(
         [function(*(input.contiguous() for input in part)) for part in parts], -1
     )
+
+
+def by_heads(
+    function: Callable[..., Tensor], number: int, hidden: Tensor, *args: Any
+) -> Tensor:
+    """Apply a function to each slice of heads (B, T, H, K), over which gradients are summed; to
+    all of a tensor of tokens (B, T, D)."""
+    if hidden.ndim != 4:
+        return function(hidden, *args)
+    return torch.cat([function(part, *args) for part in hidden.chunk(number, 2)], 2)
 
 
 class _Columns(torch.autograd.Function):
@@ -204,20 +219,6 @@ class _Rows(torch.autograd.Function):
                 total_OI[:, part], grad_NO, input_NI[:, part].contiguous(), ops.grain
             )
         return grad_NI, total_OI, None
-
-
-class _Bias(torch.autograd.Function):
-    """A bias added to rows of tokens; its gradient is summed by grains."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_NO: Tensor, bias_O: Tensor, grain: int) -> Tensor:
-        ctx.grain = grain
-        return rows_NO + bias_O.to(rows_NO.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
-        return grad_NO, sum_rows(grad_NO.contiguous(), ctx.grain), None
 
 
 def _cast(weight: Tensor, ops: SlicedOps) -> Tensor:

@@ -47,7 +47,7 @@ def main() -> None:
     (config,) = compose_presets([args.model])
     model = config.build().eval()
     model.init_buffers(torch.device("cpu"))
-    fill = seeded(model.init_rows, 0)
+    fill = seeded(model.row_initializer(), 0)
     with torch.no_grad():
         for name, param in model.named_parameters():
             fill(param, name)

@@ -91,7 +91,7 @@ class Training:
         with torch.device("meta"):
             model = config.model.build()
         self.strategy = config.parallel.build(context)
-        self.strategy.shard(model, seeded(model.init_rows, 0))
+        self.strategy.shard(model, seeded(model.row_initializer(), 0))
         params = [param for _, param in self.strategy.named_parameters()]
         if contestant.shards_states:
             from torch.distributed.optim import (

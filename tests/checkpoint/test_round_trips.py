@@ -43,7 +43,7 @@ from tests.checkpoint.damages import (
     edit_bytes,
     make_folder,
 )
-from tests.harness.families import SMALL
+from tests.harness.families import CONVERTIBLE, SMALL
 from tests.harness.folders import build, build_empty, load, write
 from tests.harness.process_memory import NEEDS_PEAK, peak_growth_bytes
 from tests.harness.ranks import run_ranks
@@ -60,7 +60,7 @@ def named_like(config: ModelConfig, other: ModelConfig) -> ModelConfig:
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.oracle
-@pytest.mark.parametrize("case", SMALL)
+@pytest.mark.parametrize("case", CONVERTIBLE)
 def test_transformers_loads_our_folders(case: str, tmp_path: Path) -> None:
     """Oracle: transformers' from_pretrained on a sharded folder of ours: no key left over, logits
     to 1e-5."""
@@ -93,7 +93,7 @@ def test_transformers_loads_our_folders(case: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("case", SMALL)
+@pytest.mark.parametrize("case", CONVERTIBLE)
 @pytest.mark.parametrize("file_bytes", [2**31, FILE_BYTES])
 def test_our_folders_round_trip_bitwise(
     case: str, file_bytes: int, tmp_path: Path

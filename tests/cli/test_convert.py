@@ -23,7 +23,7 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig, whole
 from tests.harness.chat_files import CONVERSATIONS, GENERATED, save_chat_tokenizer
-from tests.harness.families import SMALL
+from tests.harness.families import CONVERTIBLE, SMALL
 from tests.harness.folders import build, load, write
 from tests.harness.levels import by_level
 from tests.harness.saved_runs import save_run
@@ -49,7 +49,7 @@ def preset(name: str) -> ModelConfig:
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("case", SMALL)
+@pytest.mark.parametrize("case", CONVERTIBLE)
 def test_run_converts_to_a_hugging_face_folder(case: str, tmp_path: Path) -> None:
     """Oracle: the run's parameters and configuration."""
     parameters = save_run(tmp_path / "run", SMALL[case])
@@ -206,7 +206,7 @@ def test_values_too_large_for_the_dtype_are_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("case", SMALL)
+@pytest.mark.parametrize("case", CONVERTIBLE)
 @pytest.mark.parametrize("key", ["n_layers", "vocab_size"])
 def test_absurd_model_sizes_are_refused_before_modules_are_built(
     case: str, key: str, tmp_path: Path

@@ -33,8 +33,9 @@ def build(config: ModelConfig = LLAMA) -> DecoderModel:
     """A model on the CPU with values that depend only on parameter names."""
     model = config.build()
     model.init_buffers(torch.device("cpu"))
+    init_rows = model.row_initializer()
     for name, param in model.named_parameters():
-        model.init_rows(name, param.data, torch.Generator().manual_seed(len(name)))
+        init_rows(name, param.data, torch.Generator().manual_seed(len(name)))
     return model
 
 

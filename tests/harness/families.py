@@ -72,3 +72,8 @@ SMALL: dict[str, ModelConfig] = {
     "gpt2 untied": GPT2Config(**SIZES, n_heads=2, ffn_dim=100, tie_embeddings=False),
 }
 """Case → its configuration."""
+
+CONVERTIBLE = {
+    case: config for case, config in SMALL.items() if config.hugging_face is not None
+}
+"""Those of families that Hugging Face has too."""

@@ -1,7 +1,8 @@
 """Every family compared with transformers, with weights imported from transformers' own files."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,17 +10,29 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fsdptoys.checkpoint import open_init_from, write_hugging_face
+from fsdptoys.errors import ConfigError
 from fsdptoys.loss import cross_entropy_sum
-from fsdptoys.models import MODELS, Llama4Config, RotaryConfig, choose_ops, use_ops
+from fsdptoys.models import (
+    MODELS,
+    Llama4Config,
+    LlamaConfig,
+    RotaryConfig,
+    choose_ops,
+    use_ops,
+)
 from fsdptoys.models.grouped import Looped
 from fsdptoys.models.layers import Attention
-from tests.harness.families import LLAMA2, SMALL
+from fsdptoys.parallel import SingleConfig
+from fsdptoys.tune import LoRAConfig
+from tests.harness.families import CONVERTIBLE, LLAMA2, ROTARY, SMALL
 from tests.harness.folders import build, load
+from tests.harness.tiny import make_config
 from tests.harness.transformers_oracle import build_oracle, import_transformers
 
 LENGTHS = [
     pytest.param(seq_len, case, marks=[pytest.mark.extended] if seq_len == 17 else [])
-    for case, config in SMALL.items()
+    for case, config in CONVERTIBLE.items()
     for seq_len in (
         (1, 17, 24, 65, 128) if isinstance(config, Llama4Config) else (1, 17, 128)
     )
@@ -145,9 +158,10 @@ def test_initial_values_follow_the_config(case: str) -> None:
     residual stream."""
     config = SMALL[case]
     model = config.build()
+    init_rows = model.row_initializer()
     for name, _ in model.named_parameters():
         rows = torch.empty(4096, 64)
-        model.init_rows(name, rows, torch.Generator().manual_seed(0))
+        init_rows(name, rows, torch.Generator().manual_seed(0))
         is_norm, is_bias = name.endswith("norm.weight"), name.endswith(".bias")
         into_residual = "o_proj" in name or "down_proj" in name
         std = 0.02 / (2 * config.n_layers) ** 0.5 if into_residual else 0.02
@@ -162,6 +176,33 @@ def test_initial_values_follow_the_config(case: str) -> None:
 def test_cases_cover_all_families() -> None:
     """Oracle: the registry of families."""
     assert {config.family for config in SMALL.values()} == set(MODELS)
+
+
+@dataclass
+class OwnConfig(LlamaConfig):
+    """A family that Hugging Face lacks."""
+
+    family: ClassVar[str] = "own"
+    hugging_face = None
+    name: str = "own_debug"
+
+
+def test_a_family_without_hugging_face_format_is_neither_imported_nor_exported(
+    tmp_path: Path,
+) -> None:
+    """Oracle: one message that names the family and the settings that it needs."""
+    model = replace(OwnConfig(**ROTARY), init_from=str(tmp_path))
+    message = "family own, which has no Hugging Face format; set model.init_from=null"
+    with pytest.raises(ConfigError, match=message):
+        open_init_from(model.build())
+    with pytest.raises(ConfigError, match=message):
+        write_hugging_face(
+            tmp_path / "out", model, lambda *_: torch.empty(0), torch.float32
+        )
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match=message):
+        make_config(SingleConfig(), 1, model=OwnConfig(**ROTARY), tune=LoRAConfig())
+    make_config(SingleConfig(), 1, model=OwnConfig(**ROTARY))
 
 
 def test_labels_without_a_loss_function_are_refused() -> None:

@@ -25,7 +25,8 @@ def adapted(family: str, dropout: float = 0.0) -> Any:
     with torch.device("meta"):
         model = FAMILIES[family].build()
     add_adapters(model, TARGETS, rank=4, alpha=8.0, dropout=dropout, samples=Samples(1))
-    own, adapters = seeded(model.init_rows, 0), seeded(init_adapter_rows, 0)
+    own = seeded(model.row_initializer(), 0)
+    adapters = seeded(init_adapter_rows, 0)
     materialize(
         model,
         torch.device("cpu"),

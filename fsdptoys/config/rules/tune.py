@@ -4,6 +4,7 @@ from typing import cast
 
 import torch
 
+from fsdptoys.checkpoint import hugging_face_format
 from fsdptoys.checkpoint.adapter_folder import AdapterFolder
 from fsdptoys.config.sections import Sections
 from fsdptoys.errors import ConfigError
@@ -110,7 +111,10 @@ def open_adapter(tune: TuneConfig, model: DecoderModel) -> AdapterFolder | None:
     Raises:
         ConfigError: naming key, value and fix.
     """
-    if not isinstance(tune, LoRAConfig) or tune.adapter is None:
+    if not isinstance(tune, LoRAConfig):
+        return None
+    hugging_face_format(model.config)  # of the adapter that the run writes
+    if tune.adapter is None:
         return None
     key = "tune.adapter"
     try:
