@@ -67,7 +67,7 @@ def masked_attention(
     q_BHTK: Tensor,
     k_BGSK: Tensor,
     v_BGSK: Tensor,
-    seen: Tensor | None,
+    mask: Tensor | None,
     backends: Sequence[SDPBackend] = (),
 ) -> Tensor:
     """Attention with a mask that broadcasts to (B, H, T, S), bool or added to the scores; None for
@@ -77,14 +77,14 @@ def masked_attention(
     """
     if not backends and q_BHTK.device.type == "cuda":
         backends = WITHOUT_CUDNN
-    return _attend(q_BHTK, k_BGSK, v_BGSK, seen, backends, is_causal=False)
+    return _attend(q_BHTK, k_BGSK, v_BGSK, mask, backends, is_causal=False)
 
 
 def chosen_backend(
     q_BHTK: Tensor,
     k_BGTK: Tensor,
     v_BGTK: Tensor,
-    seen: Tensor | None = None,
+    mask: Tensor | None = None,
     backends: Sequence[SDPBackend] = (),
 ) -> str | None:
     """Name of the backend that PyTorch chooses for attention with a mask, or a causal one; None if
@@ -97,7 +97,7 @@ def chosen_backend(
             ``v_BGTK``.
         k_BGTK: keys.
         v_BGTK: values.
-        seen: the mask; None for causal attention.
+        mask: the mask; None for causal attention.
         backends: to choose from; empty for those that attention chooses from.
 
     Raises:
@@ -106,12 +106,12 @@ def chosen_backend(
     choose = getattr(torch, "_fused_sdp_choice", None)
     if choose is None:
         return None
-    k_BHTK, v_BHTK = _own_heads(q_BHTK, k_BGTK, v_BGTK, seen, backends)
-    everything = tuple(BACKENDS.values()) if seen is None else WITHOUT_CUDNN
+    k_BHTK, v_BHTK = _own_heads(q_BHTK, k_BGTK, v_BGTK, mask, backends)
+    everything = tuple(BACKENDS.values()) if mask is None else WITHOUT_CUDNN
     with sdpa_kernel(list(backends or everything)):
         shares = q_BHTK.shape[1] != k_BHTK.shape[1]
         number: int = choose(
-            q_BHTK, k_BHTK, v_BHTK, seen, 0.0, seen is None, enable_gqa=shares
+            q_BHTK, k_BHTK, v_BHTK, mask, 0.0, mask is None, enable_gqa=shares
         )
     return next(
         (name for name, backend in BACKENDS.items() if backend.value == number), None
@@ -122,22 +122,22 @@ def _attend(
     q_BHTK: Tensor,
     k_BGSK: Tensor,
     v_BGSK: Tensor,
-    seen: Tensor | None,
+    mask: Tensor | None,
     backends: Sequence[SDPBackend],
     is_causal: bool,
 ) -> Tensor:
     dtype = q_BHTK.dtype
     if goes_through_float32(q_BHTK):
         q_BHTK, k_BGSK, v_BGSK = (x.float() for x in (q_BHTK, k_BGSK, v_BGSK))
-        seen = seen.float() if seen is not None and seen.is_floating_point() else seen
-    k_BGSK, v_BGSK = _own_heads(q_BHTK, k_BGSK, v_BGSK, seen, backends)
+        mask = mask.float() if mask is not None and mask.is_floating_point() else mask
+    k_BGSK, v_BGSK = _own_heads(q_BHTK, k_BGSK, v_BGSK, mask, backends)
     shares = q_BHTK.shape[1] != k_BGSK.shape[1]
     with sdpa_kernel(list(backends)) if backends else nullcontext():
         attended = F.scaled_dot_product_attention(
             q_BHTK,
             k_BGSK,
             v_BGSK,
-            attn_mask=seen,
+            attn_mask=mask,
             is_causal=is_causal,
             enable_gqa=shares,
         )
@@ -148,7 +148,7 @@ def _own_heads(
     q_BHTK: Tensor,
     k_BGSK: Tensor,
     v_BGSK: Tensor,
-    seen: Tensor | None,
+    mask: Tensor | None,
     backends: Sequence[SDPBackend],
 ) -> tuple[Tensor, Tensor]:
     """Keys and values, repeated for each query head where only kernels without shared heads would
@@ -160,9 +160,9 @@ def _own_heads(
     elif device_type == "cuda":
         efficient = tuple(backends) == (SDPBackend.EFFICIENT_ATTENTION,)
         wide = q_BHTK.dtype not in (torch.bfloat16, torch.float16)
-        repeats = seen is not None or wide or efficient
+        repeats = mask is not None or wide or efficient
     else:
-        repeats = seen is not None
+        repeats = mask is not None
     if share == 1 or not repeats:
         return k_BGSK, v_BGSK
     return k_BGSK.repeat_interleave(share, dim=1), v_BGSK.repeat_interleave(

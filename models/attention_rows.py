@@ -30,7 +30,7 @@ def attend_rows(
     start: int,
     ops: Ops,
     chunk_len: int | None = None,
-    seen: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Rows ``start`` to ``start + P`` of causal attention; returns the shape of the queries.
 
@@ -41,21 +41,23 @@ def attend_rows(
         start: position of the first query.
         ops: of the attention; those of masks must take dense ones.
         chunk_len: length of the chunks within which tokens attend; None for the full sequence.
-        seen: these rows of a dense mask (``kernels.dense_rows``), which has the chunks in it; None
+        mask: these rows of a dense mask (``kernels.dense_rows``), which has the chunks in it; None
             for one document.
     """
     end = start + q_BHPK.shape[2]
-    if seen is not None:
+    if mask is not None:
         return ops.document_attention.attend(
-            q_BHPK, k_BGTK[:, :, :end], v_BGTK[:, :, :end], seen
+            q_BHPK, k_BGTK[:, :, :end], v_BGTK[:, :, :end], mask
         )
     first = 0 if chunk_len is None else start - start % chunk_len
     if start == first:
-        k_BGPK, v_BGPK = k_BGTK[:, :, start:end], v_BGTK[:, :, start:end]
+        k_BGPK = k_BGTK[:, :, start:end]
+        v_BGPK = v_BGTK[:, :, start:end]
         return FULL_SEQUENCES.attend(q_BHPK, k_BGPK, v_BGPK, ops, chunk_len)
     boundary = end if chunk_len is None else min(first + chunk_len, end)
     rows = boundary - start
-    k_BGSK, v_BGSK = k_BGTK[:, :, first:boundary], v_BGTK[:, :, first:boundary]
+    k_BGSK = k_BGTK[:, :, first:boundary]
+    v_BGSK = v_BGTK[:, :, first:boundary]
     out_BHPK = _attend_last_rows(q_BHPK[:, :, :rows], k_BGSK, v_BGSK, ops)
     if boundary == end:
         return out_BHPK
@@ -69,8 +71,8 @@ def _attend_last_rows(
     q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, ops: Ops
 ) -> Tensor:
     """The last P rows of causal attention over S keys."""
-    seen_PS = _kept_rows(q_BHPK.shape[2], k_BGSK.shape[2], q_BHPK.dtype, q_BHPK.device)
-    return ops.document_attention.attend(q_BHPK, k_BGSK, v_BGSK, seen_PS)
+    mask_PS = _kept_rows(q_BHPK.shape[2], k_BGSK.shape[2], q_BHPK.dtype, q_BHPK.device)
+    return ops.document_attention.attend(q_BHPK, k_BGSK, v_BGSK, mask_PS)
 
 
 def last_rows(rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:

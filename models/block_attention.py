@@ -71,7 +71,8 @@ def _flash_backward(
     lse_BHP: Tensor,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    k_BHSK, v_BHSK = _own_heads(q_BHPK, k_BGSK), _own_heads(q_BHPK, v_BGSK)
+    k_BHSK = _own_heads(q_BHPK, k_BGSK)
+    v_BHSK = _own_heads(q_BHPK, v_BGSK)
     operator = _operator(q_BHPK, "_backward")
     tensors = grad_BHPK, q_BHPK, k_BHSK, v_BHSK, out_BHPK, lse_BHP
     if q_BHPK.device.type == "cpu":
@@ -105,7 +106,8 @@ def _plain_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scores, q, k, v = _scores(q_BHPK, k_BGSK, v_BGSK, causal)
-    share, dtype = (k_BGSK.shape[1], -1), scores.dtype
+    share = (k_BGSK.shape[1], -1)
+    dtype = scores.dtype
     weights = (scores - lse_BHP.unflatten(1, share).unsqueeze(-1)).exp()
     grad, out = (x.to(dtype).unflatten(1, share) for x in (grad_BHPK, out_BHPK))
     grad_v = (weights.mT @ grad).sum(2)
@@ -146,7 +148,8 @@ def flash_blocks(ops: Ops, q_BHPK: Tensor) -> BlockKernel | None:
 
 
 def _takes(q_BHPK: Tensor) -> bool:
-    device, width = q_BHPK.device, q_BHPK.shape[-1]
+    device = q_BHPK.device
+    width = q_BHPK.shape[-1]
     if device.type == "cpu":
         return hasattr(
             torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward"
@@ -166,9 +169,9 @@ def _takes(q_BHPK: Tensor) -> bool:
 
 
 def _operator(q_BHPK: Tensor, suffix: str = "") -> Any:
-    place = "_for_cpu" if q_BHPK.device.type == "cpu" else ""
+    device_suffix = "_for_cpu" if q_BHPK.device.type == "cpu" else ""
     return getattr(
-        torch.ops.aten, f"_scaled_dot_product_flash_attention{place}{suffix}"
+        torch.ops.aten, f"_scaled_dot_product_flash_attention{device_suffix}{suffix}"
     )
 
 
@@ -196,7 +199,8 @@ class RowsOfBlocks:
     """
 
     def __init__(self, kernel: BlockKernel, q_BHPK: Tensor) -> None:
-        self._kernel, self._dtype = kernel, q_BHPK.dtype
+        self._kernel = kernel
+        self._dtype = q_BHPK.dtype
         self._through = torch.float32 if goes_through_float32(q_BHPK) else q_BHPK.dtype
         self._q = q_BHPK.to(self._through)
         wide = torch.promote_types(q_BHPK.dtype, torch.float32)
@@ -213,10 +217,8 @@ class RowsOfBlocks:
         """Let rows see more keys, of which ``block.keys`` are a part."""
         k, v = (x[:, :, block.keys].to(self._through) for x in (k_BGSK, v_BGSK))
         out, lse = self._kernel.forward(self._q[:, :, block.rows], k, v, block.causal)
-        out_before, lse_before = (
-            self._out[:, :, block.rows],
-            self._lse[:, :, block.rows],
-        )
+        out_before = self._out[:, :, block.rows]
+        lse_before = self._lse[:, :, block.rows]
         lse_after = torch.logaddexp(lse_before, lse)
         out_before.mul_((lse_before - lse_after).exp().unsqueeze(-1))
         out_before.add_(out * (lse - lse_after).exp().unsqueeze(-1))
@@ -238,7 +240,8 @@ class GradientsOfBlocks:
         out_BHPK: Tensor,
         lse: Tensor,
     ) -> None:
-        self._kernel, self._lse = kernel, lse
+        self._kernel = kernel
+        self._lse = lse
         self._through = torch.float32 if goes_through_float32(q_BHPK) else q_BHPK.dtype
         self._grad, self._q, self._out = (
             x.to(self._through) for x in (grad_BHPK, q_BHPK, out_BHPK)
@@ -255,11 +258,9 @@ class GradientsOfBlocks:
     ) -> None:
         """Add the gradients by a block to ``grad_q``, ``grad_k`` and ``grad_v``."""
         rows, keys, causal = block
-        q, k, v = (
-            self._q[:, :, rows],
-            k_BGSK[:, :, keys].to(self._through),
-            v_BGSK[:, :, keys].to(self._through),
-        )
+        q = self._q[:, :, rows]
+        k = k_BGSK[:, :, keys].to(self._through)
+        v = v_BGSK[:, :, keys].to(self._through)
         grad, out, lse = (
             x[:, :, rows].contiguous() for x in (self._grad, self._out, self._lse)
         )
@@ -288,19 +289,21 @@ def blocks_between(
         chunk_len: length of the chunks within which tokens attend; None for the full sequence.
     """
     blocks = []
-    for place, query_start in enumerate(query_starts):
-        start, stop = query_start, query_start + queries
+    for index, query_start in enumerate(query_starts):
+        start = query_start
+        stop = query_start + queries
         while start < stop:
             # Rows of one chunk.
             first = 0 if chunk_len is None else start - start % chunk_len
             end = stop if chunk_len is None else min(first + chunk_len, stop)
             rows = slice(
-                place * queries + start - query_start,
-                place * queries + end - query_start,
+                index * queries + start - query_start,
+                index * queries + end - query_start,
             )
-            for key_place, key_start in enumerate(key_starts):
-                shift = key_place * keys - key_start
-                low, high = max(first, key_start), min(start, key_start + keys)
+            for key_index, key_start in enumerate(key_starts):
+                shift = key_index * keys - key_start
+                low = max(first, key_start)
+                high = min(start, key_start + keys)
                 if low < high:
                     blocks.append(Block(rows, slice(low + shift, high + shift), False))
                 if key_start <= start < key_start + keys:

@@ -21,20 +21,20 @@ class KeyValueCache:
 
     def __init__(self) -> None:
         self.length = 0
-        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._keys_and_values: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def extend(
         self, attention: nn.Module, k_BGTK: Tensor, v_BGTK: Tensor
     ) -> tuple[Tensor, Tensor]:
         """An attention's kept keys and values, followed by those of new tokens."""
-        if attention not in self._kept:
+        if attention not in self._keys_and_values:
             return k_BGTK, v_BGTK
-        kept_k, kept_v = self._kept[attention]
-        return torch.cat((kept_k, k_BGTK), dim=2), torch.cat((kept_v, v_BGTK), dim=2)
+        past_k, past_v = self._keys_and_values[attention]
+        return torch.cat((past_k, k_BGTK), dim=2), torch.cat((past_v, v_BGTK), dim=2)
 
     def keep(
         self, attention: nn.Module, k_BGTK: Tensor, v_BGTK: Tensor, count: int
     ) -> None:
         """Keep the last ``count`` of an attention's keys and values."""
         first = k_BGTK.shape[2] - count
-        self._kept[attention] = (k_BGTK[:, :, first:], v_BGTK[:, :, first:])
+        self._keys_and_values[attention] = (k_BGTK[:, :, first:], v_BGTK[:, :, first:])

@@ -41,7 +41,8 @@ def check_bounds(config: Any, prefix: str = "") -> None:
         ValueError: for the first number outside, with key, value and fix.
     """
     for field in dataclasses.fields(config):
-        value, key = getattr(config, field.name), f"model.{prefix}{field.name}"
+        value = getattr(config, field.name)
+        key = f"model.{prefix}{field.name}"
         owners = [
             owner for owner in type(config).__mro__ if dataclasses.is_dataclass(owner)
         ]
@@ -54,7 +55,9 @@ def check_bounds(config: Any, prefix: str = "") -> None:
         )
         if bounds is None or value is None:
             continue
-        least, most, excluded = bounds[0], bounds[1], len(bounds) > 2
+        least = bounds[0]
+        most = bounds[1]
+        excluded = len(bounds) > 2
         if most < value < math.inf:
             raise ValueError(
                 f"{key}={value} must be at most {most:.15g}; set {key} to that or less"

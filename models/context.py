@@ -47,7 +47,7 @@ class Context(ABC):
         v_BGtK: Tensor,
         ops: Ops,
         chunk_len: int | None = None,
-        seen: Any = None,
+        mask: Any = None,
     ) -> Tensor:
         """Causal attention of this rank's queries over the full sequence; returns their shape.
 
@@ -57,7 +57,7 @@ class Context(ABC):
             v_BGtK: values of the same part.
             ops: of the attention.
             chunk_len: length of the chunks within which tokens attend; None for the full sequence.
-            seen: result of ``mask``, which has the chunks in it; None for one document.
+            mask: result of ``mask``, which has the chunks in it; None for one document.
         """
 
 
@@ -81,11 +81,11 @@ class FullSequences(Context):
         v_BGtK: Tensor,
         ops: Ops,
         chunk_len: int | None = None,
-        seen: Any = None,
+        mask: Any = None,
     ) -> Tensor:
         """Attention without communication."""
-        if seen is not None:
-            return ops.document_attention.attend(q_BHtK, k_BGtK, v_BGtK, seen)
+        if mask is not None:
+            return ops.document_attention.attend(q_BHtK, k_BGtK, v_BGtK, mask)
         B, _, T, _ = q_BHtK.shape
         if chunk_len is None or chunk_len >= T:
             return ops.attention(q_BHtK, k_BGtK, v_BGtK)
@@ -102,7 +102,8 @@ class Wrapped(Context):
     """Another context, whose attention a subclass changes."""
 
     def __init__(self, inner: Context) -> None:
-        self.ranks, self.inner = inner.ranks, inner
+        self.ranks = inner.ranks
+        self.inner = inner
 
     def cut(self, full: Tensor, dim: int) -> Tensor:
         """The inner context's part."""

@@ -47,7 +47,7 @@ class ParameterCounts:
 class Constant(Protocol):
     """A table that a model computes with, beside its buffers."""
 
-    def put(self, device: torch.device) -> None:
+    def materialize(self, device: torch.device) -> None:
         """Make it on a device."""
 
 
@@ -131,12 +131,14 @@ class DecoderModel(Layer, ABC):
         self.exchange.begin(
             in_full=labels_BT is None
         )  # of one token there are no parts
-        start, seq_len = 0 if cache is None else cache.length, tokens_BT.shape[1]
+        start = 0 if cache is None else cache.length
+        seq_len = tokens_BT.shape[1]
         context = self.context if cache is None else FULL_SEQUENCES
         positions_T = context.cut(
             torch.arange(start, start + seq_len, device=tokens_BT.device), 0
         )
-        positions, documents = positions_T, None
+        positions = positions_T
+        documents = None
         if self.document_end is not None and cache is None:
             positions_BT = document_positions(tokens_BT, self.document_end)
             positions = context.cut(positions_BT, 1)
@@ -182,7 +184,7 @@ class DecoderModel(Layer, ABC):
         """Compute the non-persistent buffers on ``device``; construction on the meta device leaves
         them empty."""
         for constant in self.constants:
-            constant.put(device)
+            constant.materialize(device)
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of forward and backward per token: 6 per weight of a matmul, attention over half

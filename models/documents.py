@@ -27,7 +27,7 @@ class Documents(NamedTuple):
 
     positions_BT: Tensor
     """Position of each of this rank's tokens in its own document, int64."""
-    seen: dict[int | None, Any]
+    masks: dict[int | None, Any]
     """Chunk length of an attention → mask for ``Context.attend``."""
 
 

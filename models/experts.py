@@ -104,14 +104,15 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         """``keep``: whether there will be a backward; grad mode is always off in here."""
         weights_R = weights_NK.flatten()[routes.pairs, None]
-        out_RD, kept = _rows_like(hidden_ND, routes, product), []
+        out_RD = _rows_like(hidden_ND, routes, product)
+        gate_ups = []
         with _without_autocast(hidden_ND):
             for piece in routes.pieces:
                 rows = slice(piece.start, piece.start + piece.padded)
                 input_MD = _gather(hidden_ND, routes.tokens[rows], piece)
                 gate_up_MH = product.linear(input_MD, gate_up_EHD[piece.experts], piece)
                 if keep:
-                    kept.append(gate_up_MH)
+                    gate_ups.append(gate_up_MH)
                 gate_MF, up_MF = (
                     gate_up_MH * weights_R[rows] if scale_input else gate_up_MH
                 ).chunk(2, dim=1)
@@ -122,13 +123,11 @@ class _Experts(torch.autograd.Function):
             )
         if keep:
             ctx.save_for_backward(
-                hidden_ND, weights_NK, gate_up_EHD, down_EDF, *routes[:3], *kept
+                hidden_ND, weights_NK, gate_up_EHD, down_EDF, *routes[:3], *gate_ups
             )
-            ctx.pieces, ctx.product, ctx.scale_input = (
-                routes.pieces,
-                product,
-                scale_input,
-            )
+            ctx.pieces = routes.pieces
+            ctx.product = product
+            ctx.scale_input = scale_input
         return out_ND
 
     @staticmethod
@@ -136,10 +135,18 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, weights and both matrices; those of matrices are zero for experts
         without tokens."""
-        hidden_ND, weights_NK, gate_up_EHD, down_EDF, pairs, tokens, rows_NK, *kept = (
-            ctx.saved_tensors
-        )
-        product, scale_input = ctx.product, ctx.scale_input
+        (
+            hidden_ND,
+            weights_NK,
+            gate_up_EHD,
+            down_EDF,
+            pairs,
+            tokens,
+            rows_NK,
+            *gate_ups,
+        ) = ctx.saved_tensors
+        product = ctx.product
+        scale_input = ctx.scale_input
         routes = _Routes(pairs, tokens, rows_NK, ctx.pieces)
         weights_R = weights_NK.flatten()[pairs, None]
         grad_weights_R = torch.empty_like(weights_R)
@@ -156,7 +163,7 @@ class _Experts(torch.autograd.Function):
         )
         grad_ND = grad_ND.contiguous()
         with _without_autocast(hidden_ND):
-            for piece, gate_up_MH in zip(routes.pieces, kept, strict=True):
+            for piece, gate_up_MH in zip(routes.pieces, gate_ups, strict=True):
                 rows = slice(piece.start, piece.start + piece.padded)
                 weights_M = weights_R[rows]
                 gate_MF, up_MF = (

@@ -82,14 +82,17 @@ def generate(
     """
     generator = torch.Generator().manual_seed(draw.seed)
     tokens_T = prompt_T
-    cache, unread_T = KeyValueCache(), prompt_T[-context:]
-    seen = 0
+    cache = KeyValueCache()
+    unread_T = prompt_T[-context:]
+    read_tokens = 0
     for _ in range(count):
-        if seen + len(unread_T) > context:
-            cache, unread_T, seen = KeyValueCache(), tokens_T[-context:], 0
+        if read_tokens + len(unread_T) > context:
+            cache = KeyValueCache()
+            unread_T = tokens_T[-context:]
+            read_tokens = 0
         for piece_T in unread_T.split(PROMPT_TOKENS):
             logits_BTV = model(piece_T.unsqueeze(0), cache=cache)
-        seen += len(unread_T)
+        read_tokens += len(unread_T)
         logits_V = logits_BTV[0, -1].double().cpu()
         if not logits_V.isfinite().all():
             break

@@ -92,7 +92,7 @@ class GPT2Config(ModelConfig):
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
         },
-        written={"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+        write_only={"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
         defaults={
             "ffn_dim": None,
             "tie_embeddings": True,

@@ -265,17 +265,16 @@ def _without_dispatch_modes() -> AbstractContextManager[Any]:
 
 
 def _is_right(product: Product, device_type: str, dtype: torch.dtype) -> bool:
-    ends, width = (24, 24, 40), 16
+    ends = (24, 24, 40)
+    width = 16
 
     def make(*shape: int) -> Tensor:
         elements = torch.linspace(-3, 3, math.prod(shape), dtype=torch.float32)
         return elements.sin().view(shape).to(device_type, dtype)
 
-    a_MI, b_MO, weight_EOI = (
-        make(40, width),
-        make(40, width).flip(1),
-        make(3, width, width),
-    )
+    a_MI = make(40, width)
+    b_MO = make(40, width).flip(1)
+    weight_EOI = make(3, width, width)
     # A matrix of zeros for the empty group.
     outer_EOI = weight_EOI.new_zeros(weight_EOI.shape)
     for piece in product.pieces(

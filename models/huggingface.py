@@ -40,11 +40,11 @@ class Piece:
     transposed: bool = False
     """Whether the last two dims are swapped."""
 
-    def narrow(self, wanted: Bounds) -> "Piece | None":
+    def narrow(self, bounds: Bounds) -> "Piece | None":
         """The part of this piece within ``wanted`` bounds of the parameter; None if empty."""
         region = tuple(
             (max(low, first), min(high, last))
-            for (low, high), (first, last) in zip(self.region, wanted, strict=True)
+            for (low, high), (first, last) in zip(self.region, bounds, strict=True)
         )
         if any(low >= high for low, high in region):
             return None
@@ -78,7 +78,7 @@ class HuggingFaceFormat:
     """Part of our parameters' names → part of theirs."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Key of ``config.json`` → the only value that the family supports."""
-    written: Mapping[str, Any] = field(default_factory=dict)
+    write_only: Mapping[str, Any] = field(default_factory=dict)
     """Key of ``config.json`` → value to write, such as dropout; not read."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Field of our configuration → its value where ``config.json`` lacks the key."""
@@ -109,7 +109,7 @@ class HuggingFaceFormat:
             for name, key in self.keys.items()
             if getattr(config, name) is not None
         }
-        return tree | dict(self.fixed) | dict(self.written)
+        return tree | dict(self.fixed) | dict(self.write_only)
 
     def read_config(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of our configuration from a ``config.json``.

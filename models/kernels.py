@@ -46,7 +46,8 @@ def dense_rows(
 ) -> Tensor:
     """Rows ``start`` to ``stop`` of ``dense_mask``, over the keys before ``stop``: (B, 1, stop -
     start, stop)."""
-    keys_BS, queries_BP = segments_BT[:, :stop], segments_BT[:, start:stop]
+    keys_BS = segments_BT[:, :stop]
+    queries_BP = segments_BT[:, start:stop]
     seen_BPS = (queries_BP.unsqueeze(2) == keys_BS.unsqueeze(1)).tril_(start)
     added_BPS = torch.full(
         seen_BPS.shape, -torch.inf, dtype=dtype, device=segments_BT.device
@@ -101,7 +102,7 @@ def _compiles_flex(device: torch.device) -> bool:
 
 
 def flex_attention(
-    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, seen: "BlockMask"
+    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: "BlockMask"
 ) -> Tensor:
     """Attention over blocks, compiled; eager flex_attention would materialize all scores."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -111,7 +112,7 @@ def flex_attention(
         _compiled(flex_attention) if _compiles_flex(q_BHTK.device) else flex_attention
     )
     out_BHTK: Tensor = attend(
-        q_BHTK, k_BGTK, v_BGTK, block_mask=seen, enable_gqa=shares
+        q_BHTK, k_BGTK, v_BGTK, block_mask=mask, enable_gqa=shares
     )
     return out_BHTK
 

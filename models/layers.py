@@ -180,14 +180,17 @@ class Attention(Layer):
         chunk_len: int | None = None,
     ) -> None:
         super().__init__()
-        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
-        columns, rows = Split.columns, Split.rows
-        self.rotation, self.rotated_norm_eps = rotation, rotated_norm_eps
-        self.temperature, self.chunk_len = temperature, chunk_len
-        self.q_proj = Linear(dim, n_heads * head_dim, bias, split=columns)
-        self.k_proj = Linear(dim, n_kv_heads * head_dim, bias, split=columns)
-        self.v_proj = Linear(dim, n_kv_heads * head_dim, bias, split=columns)
-        self.o_proj = Linear(n_heads * head_dim, dim, bias, split=rows)
+        self.n_heads = n_heads
+        self.n_kv_heads = n_kv_heads
+        self.head_dim = head_dim
+        self.rotation = rotation
+        self.rotated_norm_eps = rotated_norm_eps
+        self.temperature = temperature
+        self.chunk_len = chunk_len
+        self.q_proj = Linear(dim, n_heads * head_dim, bias, split=Split.columns)
+        self.k_proj = Linear(dim, n_kv_heads * head_dim, bias, split=Split.columns)
+        self.v_proj = Linear(dim, n_kv_heads * head_dim, bias, split=Split.columns)
+        self.o_proj = Linear(n_heads * head_dim, dim, bias, split=Split.rows)
         self.q_norm = (
             nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         )
@@ -210,7 +213,8 @@ class Attention(Layer):
         hidden_BTD = self.exchange.enter(hidden_BTD)
         B, T, _ = hidden_BTD.shape
         ranks = self.exchange.ranks
-        heads, kv_heads = self.n_heads // ranks, self.n_kv_heads // ranks
+        heads = self.n_heads // ranks
+        kv_heads = self.n_kv_heads // ranks
         q_BTHK = self.q_norm(self.q_proj(hidden_BTD).view(B, T, heads, self.head_dim))
         k_BTGK = self.k_norm(
             self.k_proj(hidden_BTD).view(B, T, kv_heads, self.head_dim)
@@ -246,9 +250,9 @@ class Attention(Layer):
             factors = self.ops.temperature(self.temperature.factors, ordinals)
             q_BHTK = (q_BHTK * factors).type_as(q_BHTK)
         if cache is None:
-            seen = None if documents is None else documents.seen[self.chunk_len]
+            mask = None if documents is None else documents.masks[self.chunk_len]
             out_BHTK = self.context.attend(
-                q_BHTK, k_BGTK, v_BGTK, self.ops, self.chunk_len, seen
+                q_BHTK, k_BGTK, v_BGTK, self.ops, self.chunk_len, mask
             )
         else:
             out_BHTK = self._attend_cached(q_BHTK, k_BGTK, v_BGTK, cache)
@@ -257,7 +261,8 @@ class Attention(Layer):
     def _attend_cached(
         self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, cache: KeyValueCache
     ) -> Tensor:
-        start, T = cache.length, q_BHTK.shape[2]
+        start = cache.length
+        T = q_BHTK.shape[2]
         end = start + T
         k_BGSK, v_BGSK = cache.extend(self, k_BGTK, v_BGTK)
         S = k_BGSK.shape[2]

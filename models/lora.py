@@ -49,14 +49,16 @@ class LoRALinear(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply the last dim; any leading shape, with dropout (B, T) or (B·T)."""
-        kept = input
+        adapter_input = input
         if self.training and self.dropout > 0:
             assert self.samples.numbers_B is not None, (
                 "dropout needs the numbers of the samples"
             )
-            kept = drop(input, self.dropout, self.samples, self.number)
+            adapter_input = drop(input, self.dropout, self.samples, self.number)
         # Scaled where it is narrow: one pass less over the output.
-        return self.multiply(input) + self.lora_b(self.lora_a(kept) * self.scale)
+        return self.multiply(input) + self.lora_b(
+            self.lora_a(adapter_input) * self.scale
+        )
 
 
 def add_adapters(
@@ -76,7 +78,7 @@ def add_adapters(
         ValueError: if no block has one of the targets.
     """
     model.requires_grad_(False)
-    found: list[str] = []
+    names: list[str] = []
     for name, module in model.layers.named_modules():
         if type(module) is not Linear or name.rpartition(".")[2] not in targets:
             continue
@@ -97,14 +99,16 @@ def add_adapters(
             dtype=dtype,
             device=module.weight.device,
         )
-        module.scale, module.dropout = alpha / rank, dropout
-        module.number, module.samples = torch.tensor(len(found), device="cpu"), samples
-        found.append(f"layers.{name}")
-    if not found:
+        module.scale = alpha / rank
+        module.dropout = dropout
+        module.number = torch.tensor(len(names), device="cpu")
+        module.samples = samples
+        names.append(f"layers.{name}")
+    if not names:
         raise ValueError(
             f"none of {', '.join(targets)} is a linear layer of this model's blocks"
         )
-    return found
+    return names
 
 
 def init_adapter_rows(name: str, rows: Tensor, generator: torch.Generator) -> None:
@@ -125,8 +129,10 @@ def is_adapter(name: str) -> bool:
 def drop(input: Tensor, share: float, samples: Samples, layer: Tensor | int) -> Tensor:
     """Dropout with probability ``share`` of (B, T, I), or of (B·T, I)."""
     assert samples.numbers_B is not None
-    B, I = len(samples.numbers_B), input.shape[-1]  # noqa: E741
-    T, device = input.numel() // (B * I), input.device
+    B = len(samples.numbers_B)
+    I = input.shape[-1]  # noqa: E741
+    T = input.numel() // (B * I)
+    device = input.device
     positions_T = samples.context.cut(
         torch.arange(T * samples.context.ranks, device=device), 0
     )

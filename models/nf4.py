@@ -54,7 +54,7 @@ class Codebook:
     pairs: Tensor
     """float32 (256, 2): byte → its two elements, the first from the upper half."""
 
-    def put(self, device: torch.device) -> None:
+    def materialize(self, device: torch.device) -> None:
         """Make the numbers on a device."""
         values = torch.tensor(CODEBOOK, device=device)
         self.pairs = torch.stack(
@@ -114,7 +114,8 @@ def unpack(packed_OP: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight (O, I), of any leading dims, that ``packed_OP`` stands for; rounded from
     float32."""
     columns = unpacked_columns(packed_OP)
-    rows_NP, rows = packed_OP.flatten(0, -2), max(1, CHUNK_ELEMENTS // columns)
+    rows_NP = packed_OP.flatten(0, -2)
+    rows = max(1, CHUNK_ELEMENTS // columns)
     if len(rows_NP) <= rows or torch.compiler.is_compiling():
         return _unpack_rows(rows_NP, pairs, columns, dtype).view(
             *packed_OP.shape[:-1], columns

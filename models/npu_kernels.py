@@ -45,7 +45,8 @@ OPERATORS = {
 }
 """Operation → torch_npu operator."""
 
-ATTENTION_HEADS, ATTENTION_WIDTH = 256, 768
+ATTENTION_HEADS = 256
+ATTENTION_WIDTH = 768
 """Limits of ``npu_fusion_attention``."""
 ROTARY_LIMIT = 1000
 """``npu_rotary_mul`` needs batch and heads below it, for neighbors their product."""

@@ -218,7 +218,7 @@ class RotaryFormat(HuggingFaceFormat):
 
     keys: Mapping[str, str] = field(default_factory=ROTARY_KEYS.copy)
     names: Mapping[str, str] = field(default_factory=ROTARY_NAMES.copy)
-    written: Mapping[str, Any] = field(
+    write_only: Mapping[str, Any] = field(
         default_factory=lambda: {"attention_dropout": 0.0}
     )
     default_theta: float = 10000.0

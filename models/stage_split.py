@@ -45,7 +45,7 @@ def split_model(model: DecoderModel, count: int, seq_len: int) -> list[Stage]:
     sizes = [[_parameters(part), flops_per_token(part, seq_len)] for part in parts]
     totals = [sum(size) for size in zip(*sizes, strict=True)]
     first, *costs, last = [
-        sum(each / total for each, total in zip(size, totals, strict=True))
+        sum(amount / total for amount, total in zip(size, totals, strict=True))
         for size in sizes
     ]
     costs[0] += first
@@ -68,7 +68,7 @@ def balanced_sizes(costs: Sequence[float], count: int) -> list[int]:
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for run in range(1, count + 1):
         ends = range(run, len(costs) - count + run + 1)
-        found: dict[int, tuple[float, float, list[int]]] = {}
+        longer: dict[int, tuple[float, float, list[int]]] = {}
         for end in ends:
             options = []
             for start, (largest, squares, sizes) in best.items():
@@ -77,8 +77,8 @@ def balanced_sizes(costs: Sequence[float], count: int) -> list[int]:
                     options.append(
                         (max(largest, cost), squares + cost**2, [*sizes, end - start])
                     )
-            found[end] = min(options)
-        best = found
+            longer[end] = min(options)
+        best = longer
     return best[len(costs)][2]
 
 

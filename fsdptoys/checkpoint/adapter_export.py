@@ -47,7 +47,7 @@ def merged(
     """
     waiting: dict[str, Tensor] = {}
     codebook = Codebook()
-    codebook.put(torch.device("cpu"))
+    codebook.materialize(torch.device("cpu"))
     for name, param in params:
         if is_adapter(name):
             kept[name] = param

@@ -38,7 +38,7 @@ ACTIVATIONS = 6.0 * 2**-10
 2⁻⁷ are exact."""
 
 MaskedKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""``kernel(q_BHTK, k_BGSK, v_BGSK, seen)`` with an additive mask."""
+"""``kernel(q_BHTK, k_BGSK, v_BGSK, mask)`` with an additive mask."""
 
 
 def split_rows(rows: int, grain: int) -> Iterator[slice]:
@@ -80,14 +80,14 @@ def attention_kernels(ops: Ops, grain: int, dtype: torch.dtype) -> dict[str, Any
         )
 
     def attend_documents(
-        q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, seen: Tensor
+        q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor
     ) -> Tensor:
-        if seen.ndim == 2 or len(seen) == 1:
+        if mask.ndim == 2 or len(mask) == 1:
             return attend_grains(
-                documents.attend, q_BHPK, k_BGSK, v_BGSK, seen, grain, dtype
+                documents.attend, q_BHPK, k_BGSK, v_BGSK, mask, grain, dtype
             )
         sequences = zip(
-            *(x.split(1) for x in (q_BHPK, k_BGSK, v_BGSK, seen)), strict=True
+            *(x.split(1) for x in (q_BHPK, k_BGSK, v_BGSK, mask)), strict=True
         )
         return torch.cat(
             [
@@ -107,7 +107,7 @@ def attend_grains(
     q_BHPK: Tensor,
     k_BGSK: Tensor,
     v_BGSK: Tensor,
-    seen_PS: Tensor | None,
+    mask_PS: Tensor | None,
     grain: int,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -123,7 +123,8 @@ def attend_grains(
         dtype: of the computation.
     """
     B, H, P, K = q_BHPK.shape
-    S, share = k_BGSK.shape[2], H // k_BGSK.shape[1]
+    S = k_BGSK.shape[2]
+    share = H // k_BGSK.shape[1]
     starts = range(0, P, grain)
     sizes = tuple(min(grain, P - start) for start in starts)
     ends = tuple(
@@ -133,23 +134,23 @@ def attend_grains(
     keys, values = (_Share.apply(x, share, ends, dtype) for x in (k_BGSK, v_BGSK))
     pieces = []
     pads = tuple(_padding(size, K, dtype) for size in sizes)
-    if seen_PS is None:
+    if mask_PS is None:
         masks = _causal_masks(sizes, ends, pads, dtype, q_BHPK.device)
     else:
         rows = (
-            seen_PS[..., start : start + size, :end]
+            mask_PS[..., start : start + size, :end]
             for start, size, end in zip(starts, sizes, ends, strict=True)
         )
         masks = tuple(
-            _pad_rows(each.to(dtype).contiguous(), pad)
-            for each, pad in zip(rows, pads, strict=True)
+            _pad_rows(mask_rows.to(dtype).contiguous(), pad)
+            for mask_rows, pad in zip(rows, pads, strict=True)
         )
-    for q_N1MK, k_N1EK, v_N1EK, size, pad, seen in zip(
+    for q_N1MK, k_N1EK, v_N1EK, size, pad, mask in zip(
         queries, keys, values, sizes, pads, masks, strict=True
     ):
         q_N1MK = F.pad(q_N1MK, (0, 0, 0, pad)) if pad else q_N1MK
         out_N1MK = _AlignedGradient.apply(
-            kernel(_AlignedGradient.apply(q_N1MK), k_N1EK, v_N1EK, seen)
+            kernel(_AlignedGradient.apply(q_N1MK), k_N1EK, v_N1EK, mask)
         )
         pieces.append(out_N1MK[:, :, :size])
     return torch.cat(pieces, dim=2).view(B, H, P, K).to(q_BHPK.dtype)
@@ -177,10 +178,10 @@ def _causal_masks(
         )
 
 
-def _pad_rows(seen: Tensor, pad: int) -> Tensor:
+def _pad_rows(mask: Tensor, pad: int) -> Tensor:
     """A mask (1, 1, P, S) with more rows, which see all keys."""
-    seen = F.pad(seen, (0, 0, 0, pad)) if pad else seen
-    return seen.view(1, 1, *seen.shape[-2:])
+    mask = F.pad(mask, (0, 0, 0, pad)) if pad else mask
+    return mask.view(1, 1, *mask.shape[-2:])
 
 
 class _Share(torch.autograd.Function):
@@ -215,8 +216,8 @@ class _AlignedGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        given = aligned(x)
-        return given.view_as(given)
+        copy = aligned(x)
+        return copy.view_as(copy)
 
     @staticmethod
     @once_differentiable

@@ -45,7 +45,7 @@ class Routing(torch.autograd.Function):
         logits_NE = multiply(hidden_ND, weight_ED.to(hidden_ND.dtype), None, grain)
         parts = [score(padded_RE) for padded_RE, _ in _padded(logits_NE)]
         experts_NK, weights_NK, probabilities_NE, squares_N = (
-            torch.cat(each)[: len(logits_NE)] for each in zip(*parts, strict=True)
+            torch.cat(columns)[: len(logits_NE)] for columns in zip(*parts, strict=True)
         )
         ctx.mark_non_differentiable(experts_NK)
         ctx.save_for_backward(hidden_ND, weight_ED, logits_NE)
@@ -59,26 +59,22 @@ class Routing(torch.autograd.Function):
         ctx: Any, _: None, grad_NK: Tensor, grad_sums: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the input and of the matrix."""
-        (hidden_ND, weight_ED, logits_NE), (score, grain) = (
-            ctx.saved_tensors,
-            ctx.settings,
-        )
+        hidden_ND, weight_ED, logits_NE = ctx.saved_tensors
+        score, grain = ctx.settings
         grad_NE = torch.empty_like(logits_NE)
         for padded_RE, rows in _padded(logits_NE):
             leaf_RE = padded_RE.detach().requires_grad_()
             with torch.enable_grad():
                 _, *outputs = score(leaf_RE)
-            given_RK, of_sums = (
-                torch.zeros_like(outputs[0]),
-                grad_sums.to(outputs[1].dtype),
-            )
-            given_RK[: rows.stop - rows.start] = grad_NK[rows]
-            given = [
-                given_RK,
-                of_sums[:-1].expand_as(outputs[1]),
-                of_sums[-1].expand_as(outputs[2]),
+            grad_chosen_RK = torch.zeros_like(outputs[0])
+            grad_sums_E1 = grad_sums.to(outputs[1].dtype)
+            grad_chosen_RK[: rows.stop - rows.start] = grad_NK[rows]
+            gradients = [
+                grad_chosen_RK,
+                grad_sums_E1[:-1].expand_as(outputs[1]),
+                grad_sums_E1[-1].expand_as(outputs[2]),
             ]
-            (grad_RE,) = torch.autograd.grad(outputs, leaf_RE, given)
+            (grad_RE,) = torch.autograd.grad(outputs, leaf_RE, gradients)
             grad_NE[rows] = grad_RE[: rows.stop - rows.start]
         grad_weight_ED = torch.zeros_like(
             weight_ED, memory_format=torch.contiguous_format
@@ -134,7 +130,8 @@ def sort_rows(experts_NK: Tensor, n_experts: int, grain: int) -> Routes:
 
 def list_groups(counts: Sequence[Sequence[Sequence[int]]]) -> list[Group]:
     """Groups of rows that are sorted by source, expert and grain, from their numbers."""
-    groups, start = [], 0
+    groups = []
+    start = 0
     for of_source in counts:
         for expert, of_expert in enumerate(of_source):
             for count in of_expert:
@@ -187,8 +184,9 @@ class _JoinedProducts(torch.autograd.Function):
         groups: Sequence[Group],
         grain: int,
     ) -> Tensor:
-        dtype, stacks = input_RD.dtype, (gate_up_EHD, down_EDF)
-        gate_up, down = (each.to(dtype).float() for each in stacks)
+        dtype = input_RD.dtype
+        stacks = (gate_up_EHD, down_EDF)
+        gate_up, down = (stack.to(dtype).float() for stack in stacks)
         slots_R, parts = _pad_groups(groups, grain)
         input_SD = input_RD.new_zeros(
             len(groups) * grain, input_RD.shape[1], dtype=torch.float32
@@ -198,7 +196,7 @@ class _JoinedProducts(torch.autograd.Function):
             input_SD, gate_up.transpose(1, 2), parts, grain, dtype
         )
         gate_SF, up_SF = (
-            each.contiguous() for each in gate_up_SH.to(dtype).chunk(2, dim=1)
+            half.contiguous() for half in gate_up_SH.to(dtype).chunk(2, dim=1)
         )
         out_SD = _multiply_parts(
             (F.silu(gate_SF) * up_SF).float(), down.transpose(1, 2), parts, grain, dtype
@@ -212,7 +210,7 @@ class _JoinedProducts(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         input_SD, gate_SF, up_SF, slots_R, *stacks = ctx.saved_tensors
         parts, grain, dtype = ctx.settings
-        gate_up, down = (each.to(dtype).float() for each in stacks)
+        gate_up, down = (stack.to(dtype).float() for stack in stacks)
         grad_SD = torch.zeros_like(input_SD)
         grad_SD[slots_R] = grad_RD.float()
         silu_SF = F.silu(gate_SF)
@@ -221,8 +219,8 @@ class _JoinedProducts(torch.autograd.Function):
         grad_gate_up_SH = torch.cat([grad_gate_SF, grad_act_SF * silu_SF], 1).float()
         grad_input_SD = _multiply_parts(grad_gate_up_SH, gate_up, parts, grain, dtype)
         totals = [
-            torch.zeros_like(each, memory_format=torch.contiguous_format)
-            for each in stacks
+            torch.zeros_like(stack, memory_format=torch.contiguous_format)
+            for stack in stacks
         ]
         for expert, rows in parts:
             add_weight_gradient(
@@ -242,12 +240,13 @@ def _pad_groups(groups: Sequence[Group], grain: int) -> tuple[Tensor, list[Group
     """The padded row of each row, and each expert's padded rows."""
     # Stable: an expert's groups keep their order.
     order = sorted(range(len(groups)), key=lambda index: groups[index].expert)
-    starts = {index: place * grain for place, index in enumerate(order)}
+    starts = {index: position * grain for position, index in enumerate(order)}
     slots = [
         torch.arange(starts[index], starts[index] + rows.stop - rows.start)
         for index, (_, rows) in enumerate(groups)
     ]
-    parts, start = [], 0
+    parts = []
+    start = 0
     for expert, count in sorted(Counter(group.expert for group in groups).items()):
         parts.append(Group(expert, slice(start, start + count * grain)))
         start += count * grain
@@ -282,14 +281,14 @@ class _GroupProducts(torch.autograd.Function):
         groups: Sequence[Group],
     ) -> Tensor:
         gate_up, down = (
-            each.to(input_RD.dtype).contiguous() for each in (gate_up_EHD, down_EDF)
+            stack.to(input_RD.dtype).contiguous() for stack in (gate_up_EHD, down_EDF)
         )
         gate_up_RH = input_RD.new_empty(len(input_RD), gate_up.shape[1])
         out_RD = torch.empty_like(input_RD)
         for expert, rows in groups:
             gate_up_MH = linear(aligned(input_RD[rows]), gate_up[expert])
             gate_up_RH[rows] = gate_up_MH
-            gate_MF, up_MF = (each.contiguous() for each in gate_up_MH.chunk(2, dim=1))
+            gate_MF, up_MF = (half.contiguous() for half in gate_up_MH.chunk(2, dim=1))
             out_RD[rows] = linear(F.silu(gate_MF).mul_(up_MF), down[expert])
         ctx.save_for_backward(input_RD, gate_up_RH, gate_up_EHD, down_EDF)
         ctx.groups = groups
@@ -300,17 +299,18 @@ class _GroupProducts(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         input_RD, gate_up_RH, gate_up_EHD, down_EDF = ctx.saved_tensors
         gate_up, down = (
-            each.to(input_RD.dtype).contiguous() for each in (gate_up_EHD, down_EDF)
+            stack.to(input_RD.dtype).contiguous() for stack in (gate_up_EHD, down_EDF)
         )
         grad_gate_up_EHD, grad_down_EDF = (
-            torch.zeros_like(each, memory_format=torch.contiguous_format)
-            for each in (gate_up_EHD, down_EDF)
+            torch.zeros_like(stack, memory_format=torch.contiguous_format)
+            for stack in (gate_up_EHD, down_EDF)
         )
         grad_input_RD = torch.empty_like(input_RD)
         for expert, rows in ctx.groups:
-            grad_MD, input_MD = aligned(grad_RD[rows]), aligned(input_RD[rows])
+            grad_MD = aligned(grad_RD[rows])
+            input_MD = aligned(input_RD[rows])
             gate_MF, up_MF = (
-                each.contiguous() for each in gate_up_RH[rows].chunk(2, dim=1)
+                half.contiguous() for half in gate_up_RH[rows].chunk(2, dim=1)
             )
             silu_MF = F.silu(gate_MF)
             grad_down_EDF[expert] += on_grid(

@@ -46,10 +46,8 @@ class RMSNorm(torch.autograd.Function):
         )
         total_D = torch.zeros_like(weight_D)
         for rows in chunk_rows(hidden_ND, ctx.grain):
-            grad_RD, normal_RD = (
-                grad_ND[rows].float(),
-                hidden_ND[rows].float() * factor_N1[rows],
-            )
+            grad_RD = grad_ND[rows].float()
+            normal_RD = hidden_ND[rows].float() * factor_N1[rows]
             product_RD = grad_RD * normal_RD
             total_D += sum_rows(product_RD, ctx.grain)
             mean_R1 = _means(product_RD.mul_(scale_D), ctx.grain)
@@ -60,7 +58,7 @@ class RMSNorm(torch.autograd.Function):
 
 
 def _means(rows_RD: Tensor, grain: int) -> Tensor:
-    return reduce_rows(lambda each: each.mean(-1, keepdim=True), rows_RD, grain)
+    return reduce_rows(lambda some_RD: some_RD.mean(-1, keepdim=True), rows_RD, grain)
 
 
 class LayerNorm(torch.autograd.Function):
@@ -91,17 +89,15 @@ class LayerNorm(torch.autograd.Function):
         """Rows by PyTorch's kernel, sums over rows by grains."""
         hidden_ND, weight_D, bias_D, mean_N1, factor_N1 = ctx.saved_tensors
         shape, grain = ctx.settings
-        params = [each.to(hidden_ND.dtype) for each in (weight_D, bias_D)]
+        params = [param.to(hidden_ND.dtype) for param in (weight_D, bias_D)]
         grad_ND, hidden_ND = grad_ND.contiguous(), hidden_ND.contiguous()
         grad_hidden_ND, _, _ = torch.ops.aten.native_layer_norm_backward(
             grad_ND, hidden_ND, shape, mean_N1, factor_N1, *params, [True, False, False]
         )
-        totals = [torch.zeros_like(each) for each in (weight_D, bias_D)]
+        totals = [torch.zeros_like(param) for param in (weight_D, bias_D)]
         for rows in chunk_rows(hidden_ND, grain):
-            grad_RD, normal_RD = (
-                grad_ND[rows].float(),
-                (hidden_ND[rows].float() - mean_N1[rows]) * factor_N1[rows],
-            )
+            grad_RD = grad_ND[rows].float()
+            normal_RD = (hidden_ND[rows].float() - mean_N1[rows]) * factor_N1[rows]
             totals[0] += sum_rows(grad_RD * normal_RD, grain)
             totals[1] += sum_rows(grad_RD, grain)
         return grad_hidden_ND, *totals, None, None

@@ -169,7 +169,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
-        (input_NI, weight_OI), grain = ctx.saved_tensors, ctx.grain
+        input_NI, weight_OI = ctx.saved_tensors
+        grain = ctx.grain
         grad_NO = grad_NO.contiguous()
         grad_input_NI = grad_weight_OI = grad_bias_O = None
         if ctx.needs_input_grad[0]:
@@ -217,12 +218,14 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
-        (ids_N,), (shape, grain) = ctx.saved_tensors, ctx.settings
+        (ids_N,) = ctx.saved_tensors
+        shape, grain = ctx.settings
         total_VD = grad_ND.new_zeros(shape, dtype=torch.float64)
         blocks = blocks_of(grad_ND)
         tokens = min(blocks.call_elements // shape[1], blocks.compared_tokens)
         for rows in split_rows(len(ids_N), grain * max(1, tokens // grain)):
-            ids_M, grad_MD = ids_N[rows], grad_ND[rows]
+            ids_M = ids_N[rows]
+            grad_MD = grad_ND[rows]
             places_M = torch.arange(len(ids_M), device=ids_M.device)
             keys_M = ids_M + places_M // grain * shape[0]  # equal ids of one grain
             # The first place of an equal key gets the sum, and the others add zero: without a

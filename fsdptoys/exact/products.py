@@ -103,14 +103,16 @@ def multiply(
     input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, grain: int
 ) -> Tensor:
     """``torch.nn.functional.linear`` of each grain, in the dtype of all."""
-    N, (O, I) = len(input_NI), weight_OI.shape  # noqa: E741
+    N = len(input_NI)
+    O, I = weight_OI.shape  # noqa: E741
     if joins(input_NI, grain, O, I):
         input_GMI = aligned(input_NI).float().view(-1, grain, I)
         out_NO = torch.bmm(
             input_GMI, weight_OI.float().t().expand(len(input_GMI), I, O)
         ).view(N, O)
         return (out_NO if bias_O is None else out_NO.add_(bias_O)).to(input_NI.dtype)
-    out_NO, width = input_NI.new_empty(N, O), blocks_of(input_NI).product_columns
+    out_NO = input_NI.new_empty(N, O)
+    width = blocks_of(input_NI).product_columns
     # For all grains alike: a product into rows that begin elsewhere may round otherwise.
     direct = bias_O is None and grain * O * input_NI.element_size() % ALIGNMENT == 0
     for rows in split_rows(N, grain):
@@ -144,16 +146,20 @@ def add_weight_gradient(
 ) -> None:
     """Add ``grad.T @ input`` of each grain, rounded to ``dtype`` (None for theirs), to a float64
     sum."""
-    (N, O), I = grad_NO.shape, input_NI.shape[1]  # noqa: E741
-    if not joins(grad_NO, grain, O, I):
+    N, width = grad_NO.shape
+    inner_width = input_NI.shape[1]
+    if not joins(grad_NO, grain, width, inner_width):
         grains = list(split_rows(N, grain))
         _add_products(
             total_OI,
-            *([aligned(each[rows]) for rows in grains] for each in (grad_NO, input_NI)),
+            *(
+                [aligned(input[rows]) for rows in grains]
+                for input in (grad_NO, input_NI)
+            ),
         )
         return
     for rows in split_rows(
-        N, grain * max(1, blocks_of(grad_NO).gradient_elements // (O * I))
+        N, grain * max(1, blocks_of(grad_NO).gradient_elements // (width * inner_width))
     ):
         grad_GMO, input_GMI = (
             aligned(x[rows]).float().view(-1, grain, x.shape[1])
@@ -185,7 +191,8 @@ def _add_products(
     for start in range(0, O, rows):
         block = slice(start, start + rows)
         total_BI = total_OI[block]
-        wide_BI, shift = wide[: len(total_BI)], GRADIENTS
+        wide_BI = wide[: len(total_BI)]
+        shift = GRADIENTS
         for grad_MO, input_MI in zip(grads, inputs, strict=True):
             product_BI = linear(grad_MO[:, block].t(), input_MI.t())
             if (
@@ -238,23 +245,26 @@ class Elementwise(torch.autograd.Function):
         ctx.settings = function, grain
         out = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
         for rows in chunk_rows(out, grain):
-            out[rows] = function(*(aligned(each[rows]) for each in inputs))
+            out[rows] = function(*(aligned(input[rows]) for input in inputs))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Gradients of the inputs."""
-        (function, grain), inputs = ctx.settings, ctx.saved_tensors
+        function, grain = ctx.settings
+        inputs = ctx.saved_tensors
         grads = [
-            torch.empty_like(each, memory_format=torch.contiguous_format)
-            for each in inputs
+            torch.empty_like(input, memory_format=torch.contiguous_format)
+            for input in inputs
         ]
         for rows in chunk_rows(grad, grain):
-            leaves = [aligned(each[rows]).detach().requires_grad_() for each in inputs]
+            leaves = [
+                aligned(input[rows]).detach().requires_grad_() for input in inputs
+            ]
             with torch.enable_grad():
                 piece = function(*leaves)
-            found = torch.autograd.grad(piece, leaves, aligned(grad[rows]))
-            for whole, part in zip(grads, found, strict=True):
+            piece_grads = torch.autograd.grad(piece, leaves, aligned(grad[rows]))
+            for whole, part in zip(grads, piece_grads, strict=True):
                 whole[rows] = part
         return None, None, *grads

@@ -169,7 +169,8 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
-        (cast_NI, weight_OI), ops = ctx.saved_tensors, ctx.ops
+        cast_NI, weight_OI = ctx.saved_tensors
+        ops = ctx.ops
         total_NI = torch.zeros_like(cast_NI, dtype=torch.float64)
         total_OI = torch.zeros_like(weight_OI, memory_format=torch.contiguous_format)
         biases = []
@@ -207,7 +208,8 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
-        (input_NI, weight_OI), ops = ctx.saved_tensors, ctx.ops
+        input_NI, weight_OI = ctx.saved_tensors
+        ops = ctx.ops
         grad_NO = grad_NO.to(ops.dtype).contiguous()
         grad_NI = torch.empty_like(input_NI, memory_format=torch.contiguous_format)
         total_OI = torch.zeros_like(weight_OI, memory_format=torch.contiguous_format)

@@ -84,7 +84,8 @@ def auto_chunk_tokens(n_tokens: int, weight_VD: Tensor, sum_bytes: int) -> int:
 
     ``sum_bytes`` is the size of that sum.
     """
-    vocab_size, on_cpu = len(weight_VD), weight_VD.device.type == "cpu"
+    vocab_size = len(weight_VD)
+    on_cpu = weight_VD.device.type == "cpu"
     row_bytes = vocab_size * weight_VD.itemsize
     if n_tokens * row_bytes <= sum_bytes:
         return max(1, n_tokens)
@@ -110,8 +111,8 @@ class _ChunkedLoss(torch.autograd.Function):
         wants_weight: bool,
     ) -> Tensor:
         """Return the loss; save the gradients for an upstream gradient of 1."""
-        kept = _kept_rows(labels_N)
-        n_kept = labels_N.numel() if kept is None else kept.numel()
+        valid_rows = _valid_rows(labels_N)
+        n_valid = labels_N.numel() if valid_rows is None else valid_rows.numel()
         bf16_sum = grad_dtype is torch.bfloat16
         sum_dtype = (
             grad_dtype if bf16_sum else torch.promote_types(weight_VD.dtype, grad_dtype)
@@ -122,36 +123,35 @@ class _ChunkedLoss(torch.autograd.Function):
                 if wants_weight and sum_dtype != weight_VD.dtype
                 else 0
             )
-            chunk_tokens = auto_chunk_tokens(n_kept, weight_VD, sum_bytes)
-        if n_kept <= chunk_tokens:
+            chunk_tokens = auto_chunk_tokens(n_valid, weight_VD, sum_bytes)
+        if n_valid <= chunk_tokens:
             sum_dtype = (
                 weight_VD.dtype
             )  # one matmul, so no sum over chunks: the matmul rounds once
-        chunk_tokens = min(chunk_tokens, n_kept)
+        chunk_tokens = min(chunk_tokens, n_valid)
 
         products = choose_products(hidden_ND, weight_VD)
         logits = hidden_ND.new_empty(chunk_tokens, len(weight_VD))
-        losses = hidden_ND.new_empty(n_kept, dtype=torch.float32)
+        losses = hidden_ND.new_empty(n_valid, dtype=torch.float32)
         hidden_gradient_ND = None
         if wants_hidden:
-            all_rows = n_kept == labels_N.numel()
+            all_rows = n_valid == labels_N.numel()
             hidden_gradient_ND = (
                 torch.empty_like(hidden_ND) if all_rows else torch.zeros_like(hidden_ND)
             )
         weight_gradient_VD = None
         if wants_weight:
             weight_gradient_VD = weight_VD.new_empty(weight_VD.shape, dtype=sum_dtype)
-            if n_kept == 0:
+            if n_valid == 0:
                 weight_gradient_VD.zero_()
 
-        for start, rows in _chunks(n_kept, chunk_tokens, kept):
-            hidden_CD, labels_C = hidden_ND[rows], labels_N[rows]
+        for start, rows in _chunks(n_valid, chunk_tokens, valid_rows):
+            hidden_CD = hidden_ND[rows]
+            labels_C = labels_N[rows]
             logits_CV = logits[: len(labels_C)]
             products.logits(hidden_CD, weight_VD, logits_CV)
-            losses_C, gradient = (
-                losses[start : start + len(labels_C)],
-                wants_hidden or wants_weight,
-            )
+            losses_C = losses[start : start + len(labels_C)]
+            gradient = wants_hidden or wants_weight
             if vocabulary is None:
                 some_ignored = not _leaves_out_rows(labels_N)
                 softmax_gradient_(
@@ -170,7 +170,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     )
                 )
                 logits_CV.copy_(values_CV)
-            if hidden_gradient_ND is not None and kept is None:
+            if hidden_gradient_ND is not None and valid_rows is None:
                 products.hidden_gradient(logits_CV, weight_VD, hidden_gradient_ND[rows])
             elif hidden_gradient_ND is not None:
                 gradient_CD = torch.empty_like(hidden_CD)
@@ -182,9 +182,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 )
 
         ctx.save_for_backward(hidden_gradient_ND, weight_gradient_VD)
-        ctx.weight_dtype, ctx.gradient_scale = weight_VD.dtype, objective.gradient_scale
+        ctx.weight_dtype = weight_VD.dtype
+        ctx.gradient_scale = objective.gradient_scale
         return (
-            losses if vocabulary is None else losses[vocabulary.own_rows(n_kept)]
+            losses if vocabulary is None else losses[vocabulary.own_rows(n_valid)]
         ).sum()
 
     @staticmethod
@@ -226,21 +227,21 @@ def _leaves_out_rows(labels_N: Tensor) -> bool:
     return labels_N.device.type == "cpu" and type(labels_N) is Tensor
 
 
-def _kept_rows(labels_N: Tensor) -> Tensor | None:
+def _valid_rows(labels_N: Tensor) -> Tensor | None:
     """Indices of the rows to compute; None for all of them."""
     if not _leaves_out_rows(labels_N):
         return None
-    kept = (labels_N != IGNORE_INDEX).nonzero().squeeze(1)
-    return None if kept.numel() == labels_N.numel() else kept
+    valid_rows = (labels_N != IGNORE_INDEX).nonzero().squeeze(1)
+    return None if valid_rows.numel() == labels_N.numel() else valid_rows
 
 
 def _chunks(
-    n_kept: int, chunk_tokens: int, kept: Tensor | None
+    n_valid: int, chunk_tokens: int, valid_rows: Tensor | None
 ) -> Iterator[tuple[int, slice | Tensor]]:
     """Start of each chunk among the rows to compute, and its rows of the batch."""
-    for start in range(0, n_kept, max(1, chunk_tokens)):
-        end = min(start + chunk_tokens, n_kept)
-        yield start, slice(start, end) if kept is None else kept[start:end]
+    for start in range(0, n_valid, max(1, chunk_tokens)):
+        end = min(start + chunk_tokens, n_valid)
+        yield start, slice(start, end) if valid_rows is None else valid_rows[start:end]
 
 
 def _scale(

@@ -85,10 +85,8 @@ class _GrainLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden_ND, weight_VD, labels_N, logits_NV), (objective, grain) = (
-            ctx.saved_tensors,
-            ctx.settings,
-        )
+        hidden_ND, weight_VD, labels_N, logits_NV = ctx.saved_tensors
+        objective, grain = ctx.settings
         cast_VD = weight_VD.to(hidden_ND.dtype)
         grad_hidden_ND = torch.empty_like(
             hidden_ND, memory_format=torch.contiguous_format
@@ -138,7 +136,8 @@ def _softmax_(
     if not blocks_of(values_CV).joins_reductions:  # the rows are those of one grain
         joined = -(-len(values_CV) // LANES)
     for rows in split_rows(len(values_CV), LANES * max(1, joined)):
-        block_RV, labels_R = values_CV[rows], labels_C[rows]
+        block_RV = values_CV[rows]
+        labels_R = labels_C[rows]
         missing = -len(block_RV) % LANES
         if not missing:
             losses.append(

@@ -71,21 +71,30 @@ class _SlicesLoss(torch.autograd.Function):
         vocabulary: Vocabulary,
         settings: SliceSettings,
     ) -> Tensor:
-        cast_ND, weights = hidden_ND.to(settings.dtype), _cast(weight_VD, settings)
+        cast_ND = hidden_ND.to(settings.dtype)
+        weights = _cast(weight_VD, settings)
         logits: list[list[Tensor]] = []
         losses = []
         for rows in chunk_tokens(cast_ND, len(weight_VD), settings.grain):
-            made = [
-                multiply(cast_ND[rows], each, None, settings.grain) for each in weights
+            slice_logits = [
+                multiply(cast_ND[rows], weight_WD, None, settings.grain)
+                for weight_WD in weights
             ]
             losses.append(
-                _softmax(made, labels_N[rows], objective, vocabulary, gradient=False)[0]
+                _softmax(
+                    slice_logits, labels_N[rows], objective, vocabulary, gradient=False
+                )[0]
             )
             logits += (
-                [made] if settings.keeps_logits and any(ctx.needs_input_grad) else []
+                [slice_logits]
+                if settings.keeps_logits and any(ctx.needs_input_grad)
+                else []
             )
         ctx.save_for_backward(
-            cast_ND, weight_VD, labels_N, *(each for made in logits for each in made)
+            cast_ND,
+            weight_VD,
+            labels_N,
+            *(logits_CW for slice_logits in logits for logits_CW in slice_logits),
         )
         ctx.settings = objective, vocabulary, settings
         losses_N = torch.cat(losses)
@@ -96,7 +105,8 @@ class _SlicesLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         cast_ND, weight_VD, labels_N, *logits = ctx.saved_tensors
         objective, vocabulary, settings = ctx.settings
-        weights, size = _cast(weight_VD, settings), len(weight_VD) // settings.number
+        weights = _cast(weight_VD, settings)
+        size = len(weight_VD) // settings.number
         grad_hidden_ND = torch.zeros_like(cast_ND, dtype=torch.float64)
         grad_weight_VD = torch.zeros_like(
             weight_VD, memory_format=torch.contiguous_format
@@ -104,12 +114,15 @@ class _SlicesLoss(torch.autograd.Function):
         for chunk, rows in enumerate(
             chunk_tokens(cast_ND, len(weight_VD), settings.grain)
         ):
-            made = logits[chunk * settings.number : (chunk + 1) * settings.number]
-            made = made or [
-                multiply(cast_ND[rows], each, None, settings.grain) for each in weights
+            slice_logits = logits[
+                chunk * settings.number : (chunk + 1) * settings.number
+            ]
+            slice_logits = slice_logits or [
+                multiply(cast_ND[rows], weight_WD, None, settings.grain)
+                for weight_WD in weights
             ]
             _, gradients = _softmax(
-                made, labels_N[rows], objective, vocabulary, gradient=True
+                slice_logits, labels_N[rows], objective, vocabulary, gradient=True
             )
             for index, (weight_WD, values_CW) in enumerate(
                 zip(weights, gradients, strict=True)
@@ -125,7 +138,8 @@ class _SlicesLoss(torch.autograd.Function):
 def _cast(weight_VD: Tensor, settings: SliceSettings) -> list[Tensor]:
     """The slices of a weight in the compute dtype, each in memory of its own."""
     return [
-        each.to(settings.dtype, copy=True) for each in weight_VD.chunk(settings.number)
+        weight_WD.to(settings.dtype, copy=True)
+        for weight_WD in weight_VD.chunk(settings.number)
     ]
 
 
@@ -141,16 +155,19 @@ def _softmax(
 
     Rows are padded until a vectorized loop leaves none to its tail.
     """
-    smoothing, z_loss_coef, rows, size = (
-        objective.label_smoothing,
-        objective.z_loss_coef,
-        *logits[0].shape,
-    )
-    missing, classes = -rows % LANES, size * len(logits)
+    smoothing = objective.label_smoothing
+    z_loss_coef = objective.z_loss_coef
+    rows, size = logits[0].shape
+    missing = -rows % LANES
+    classes = size * len(logits)
     labels_C = F.pad(labels_C, (0, missing), value=IGNORE_INDEX)
-    values = [F.pad(each.float(), (0, 0, 0, missing)).clone() for each in logits]
+    values = [
+        F.pad(values_CW.float(), (0, 0, 0, missing)).clone() for values_CW in logits
+    ]
     local_C, inside_C = vocabulary.local_labels(labels_C, classes)
-    top_C = vocabulary.max_(torch.stack([each.amax(1) for each in values]).amax(0))
+    top_C = vocabulary.max_(
+        torch.stack([values_CW.amax(1) for values_CW in values]).amax(0)
+    )
     sums_3C = torch.zeros(3, len(labels_C), dtype=torch.float64, device=labels_C.device)
     places = [
         (local_C - index * size, inside_C & (local_C // size == index))
@@ -183,4 +200,4 @@ def _softmax(
         at_label_C1 = (here_C * (smoothing - 1))[:, None].to(values_CW.dtype)
         values_CW.scatter_add_(1, place_C.clamp(0, size - 1)[:, None], at_label_C1)
         values_CW.masked_fill_(ignored_C[:, None], 0.0)
-    return losses_C, [each[:rows] for each in values]
+    return losses_C, [values_CW[:rows] for values_CW in values]

@@ -57,9 +57,11 @@ def softmax_gradient_(
         return
     C, V = logits_CV.shape
     dtype = torch.promote_types(logits_CV.dtype, torch.float32)
-    bytes_at_a_time, threads = DEVICE_BLOCK_BYTES, 1
+    bytes_at_a_time = DEVICE_BLOCK_BYTES
+    threads = 1
     if logits_CV.device.type == "cpu":
-        bytes_at_a_time, threads = CPU_BLOCK_BYTES, torch.get_num_threads()
+        bytes_at_a_time = CPU_BLOCK_BYTES
+        threads = torch.get_num_threads()
     rows = threads * max(1, bytes_at_a_time // (V * dtype.itemsize))
     scratch_RV = (
         None
@@ -92,7 +94,8 @@ def block_gradient_(
     some_ignored: bool,
 ) -> Tensor:
     """Losses of a few rows; replaces their float32 logits by the gradient."""
-    smoothing, z_loss_coef = objective.label_smoothing, objective.z_loss_coef
+    smoothing = objective.label_smoothing
+    z_loss_coef = objective.z_loss_coef
     ignored_R1 = labels_R1 == IGNORE_INDEX if some_ignored else None
     if ignored_R1 is not None:
         labels_R1 = labels_R1.masked_fill(ignored_R1, 0)

@@ -79,8 +79,10 @@ def _softmax_gradient_row(
                 tl.store(logits + start + lanes, zeros, mask=start + lanes < n_classes)
         return
 
-    known = (label >= 0) & (label < n_classes)
-    label_logit = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
+    is_class = (label >= 0) & (label < n_classes)
+    label_logit = tl.load(logits + label, mask=is_class, other=float("nan")).to(
+        tl.float32
+    )
 
     # A finite start: the difference of two infinities would be NaN in lanes without a class.
     tops = tl.full((BLOCK,), -3.0e38, tl.float32)

@@ -92,18 +92,19 @@ class _LogitsLoss(torch.autograd.Function):
         vocabulary: Vocabulary,
     ) -> Tensor:
         values_NV = logits_NV.to(torch.float32, copy=True)
-        wanted = ctx.needs_input_grad[0]
+        gradient = ctx.needs_input_grad[0]
         losses_N = shard_gradient_(
-            values_NV, labels_N, objective, vocabulary, gradient=wanted
+            values_NV, labels_N, objective, vocabulary, gradient=gradient
         )
-        ctx.save_for_backward(values_NV if wanted else None)
+        ctx.save_for_backward(values_NV if gradient else None)
         ctx.settings = logits_NV.dtype, objective.gradient_scale
         return losses_N[vocabulary.own_rows(len(losses_N))].sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        ((values_NV,), (dtype, scale)) = ctx.saved_tensors, ctx.settings
+        (values_NV,) = ctx.saved_tensors
+        dtype, scale = ctx.settings
         return (values_NV * (upstream / scale)).to(dtype), None, None, None
 
 
@@ -121,11 +122,9 @@ def shard_gradient_(
     The gradient is multiplied by ``objective.gradient_scale``; without ``gradient`` the logits end
     up undefined.
     """
-    smoothing, z_loss_coef, classes = (
-        objective.label_smoothing,
-        objective.z_loss_coef,
-        values_RV.shape[1],
-    )
+    smoothing = objective.label_smoothing
+    z_loss_coef = objective.z_loss_coef
+    classes = values_RV.shape[1]
     local_R, inside_R = vocabulary.local_labels(labels_R, classes)
     top_R = vocabulary.max_(values_RV.amax(1))
     label_R = torch.where(inside_R, values_RV.gather(1, local_R[:, None])[:, 0], 0.0)

@@ -71,12 +71,12 @@ class Gathered(HeadTail):
         v_BGtK: Tensor,
         ops: Ops,
         chunk_len: int | None = None,
-        seen: Any = None,
+        mask: Any = None,
     ) -> Tensor:
         """Gather keys and values, and attend with each piece of the queries."""
         part, t = torch.stack((k_BGtK, v_BGtK)), q_BHtK.shape[2]
         starts = self.starts(t * self.ranks)
-        flash = flash_blocks(ops, q_BHtK) if seen is None else None
+        flash = flash_blocks(ops, q_BHtK) if mask is None else None
         if flash is not None:
             blocks = blocks_between(starts, [0], t // 2, t * self.ranks, chunk_len)
             attended: Tensor = _GatheredBlocks.apply(
@@ -87,7 +87,7 @@ class Gathered(HeadTail):
         pieces = [
             attend_rows(q_BHcK, k_BGTK, v_BGTK, start, ops, chunk_len, rows)
             for q_BHcK, start, rows in zip(
-                q_BHtK.chunk(2, 2), starts, seen or (None, None), strict=True
+                q_BHtK.chunk(2, 2), starts, mask or (None, None), strict=True
             )
         ]
         return torch.cat(pieces, dim=2)

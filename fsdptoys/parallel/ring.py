@@ -46,10 +46,10 @@ class Ring(HeadTail):
         v_BGtK: Tensor,
         ops: Ops,
         chunk_len: int | None = None,
-        seen: Any = None,
+        mask: Any = None,
     ) -> Tensor:
         """Pass keys and values round, and merge the results."""
-        assert seen is None
+        assert mask is None
         kernel = flash_blocks(ops, q_BHtK) or PLAIN
         steps = [
             self._blocks(step, q_BHtK.shape[2], chunk_len) for step in range(self.ranks)

@@ -51,14 +51,14 @@ class ToyContext(Context):
         v_BGtK: Tensor,
         ops: Ops,
         chunk_len: int | None = None,
-        seen: Any = None,
+        mask: Any = None,
     ) -> Tensor:
         """Attend over the full sequence; a ring without chunks and masks."""
         if self._is_ring:
             out: Tensor = RingAttention.apply(q_BHtK, k_BGtK, v_BGtK, self._group, True)
             return out
         some_heads = partial(
-            FULL_SEQUENCES.attend, ops=ops, chunk_len=chunk_len, seen=seen
+            FULL_SEQUENCES.attend, ops=ops, chunk_len=chunk_len, mask=mask
         )
         return ulysses_attention(q_BHtK, k_BGtK, v_BGtK, self._group, some_heads)
 

@@ -48,7 +48,7 @@ class Ulysses(Context):
         v_BGtK: Tensor,
         ops: Ops,
         chunk_len: int | None = None,
-        seen: Any = None,
+        mask: Any = None,
     ) -> Tensor:
         """Exchange heads for sequence, attend, and exchange back."""
         G = k_BGtK.shape[1]
@@ -58,7 +58,7 @@ class Ulysses(Context):
                 x.repeat_interleave(copies, dim=1) for x in (k_BGtK, v_BGtK)
             )
         q_BhTK, k_BhTK, v_BhTK = self._gather_sequence(q_BHtK, k_BGtK, v_BGtK)
-        out_BhTK = FULL_SEQUENCES.attend(q_BhTK, k_BhTK, v_BhTK, ops, chunk_len, seen)
+        out_BhTK = FULL_SEQUENCES.attend(q_BhTK, k_BhTK, v_BhTK, ops, chunk_len, mask)
         return self._gather_heads(out_BhTK)
 
     def _gather_sequence(self, *xs_BHtK: Tensor) -> tuple[Tensor, ...]:

@@ -51,7 +51,8 @@ COLORS = {
 DARK = ("backward", "update", "all_reduce", "reduce_scatter", "all_to_all")
 """Kinds with white labels."""
 MIB = 2**20
-WIDTH_INCHES, LETTER_INCHES = 10.5, 0.06
+WIDTH_INCHES = 10.5
+LETTER_INCHES = 0.06
 """Of a panel, and of a letter in a bar."""
 LANE = 0.42
 """Height of a lane of collectives, where that of computing is 1."""
@@ -148,7 +149,9 @@ def draw_timelines(steps: dict[str, list[Recorded]]) -> Figure:
     kinds: dict[str, None] = {}
     for axes, (name, ranks) in zip(panels[:, 0], steps.items(), strict=True):
         axes.set_xlim(0, 1e3 * max(rank.seconds for rank in ranks))
-        top, ticks, labels = 0.0, [], []
+        top = 0.0
+        ticks = []
+        labels = []
         for number, rank in enumerate(ranks):
             for bar in rank.computing:
                 _draw(axes, bar, top, 0.9)
@@ -243,7 +246,8 @@ def _place(rank: Recorded, moment: float) -> float:
 
 def _draw(axes: Any, bar: Bar, top: float, height: float) -> None:
     """Draw a bar, with its label if there is room."""
-    begin, width = 1e3 * bar.begin, 1e3 * (bar.end - bar.begin)
+    begin = 1e3 * bar.begin
+    width = 1e3 * (bar.end - bar.begin)
     axes.broken_barh(
         [(begin, width)],
         (top, height),

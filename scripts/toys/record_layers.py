@@ -21,10 +21,18 @@ from fsdptoys.toys import cp, ep
 from scripts.common.progress import unit
 from scripts.toys.record_toys import MARK, EndOfBackward, FastestStep, Recorded
 
-WARMUP_STEPS, TIMED_STEPS = 3, 300
-LENGTH, HEADS, KV_HEADS, HEAD_WIDTH = 512, 8, 4, 64
+WARMUP_STEPS = 3
+TIMED_STEPS = 300
+LENGTH = 512
+HEADS = 8
+KV_HEADS = 4
+HEAD_WIDTH = 64
 """Of whole sequences, one a step."""
-TOKENS, WIDTH, FFN_WIDTH, EXPERTS, TOP_K = 1024, 128, 256, 8, 2
+TOKENS = 1024
+WIDTH = 128
+FFN_WIDTH = 256
+EXPERTS = 8
+TOP_K = 2
 """Tokens of a rank."""
 ATTENTIONS = ("ulysses", "unbalanced_ring", "ring")
 ROUTINGS = ("equally popular experts", "three of four rows to experts of rank 0")

@@ -185,7 +185,8 @@ def _record_memory(build: Callable[[int], Trainer], found: Recorded) -> None:
             yield
             found.memory_seconds = time.perf_counter() - begin
 
-        trainer.on_phase, trainer.around_step = on_phase, around
+        trainer.on_phase = on_phase
+        trainer.around_step = around
         trainer.train()
     total = 0
     for moment, change in live.changes:
@@ -230,7 +231,8 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             if storage.device.type == "cpu" and storage._cdata not in self._sizes:
-                key, size = storage._cdata, storage.nbytes()
+                key = storage._cdata
+                size = storage.nbytes()
                 self._sizes[key] = (
                     size,
                     weakref.ref(storage, functools.partial(self._forget, key)),

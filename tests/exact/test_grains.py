@@ -68,10 +68,8 @@ def compare_calls(
 ) -> tuple[list[float], list[float], list[float], bool]:
     """Losses with a CPU's calls, with an accelerator's, and of its micro-batches; whether these
     keep its parameters."""
-    whole, parts = (
-        {"batch_size": 4, "grad_accum": 1},
-        {"batch_size": 2, "grad_accum": 2},
-    )
+    whole = {"batch_size": 4, "grad_accum": 1}
+    parts = {"batch_size": 2, "grad_accum": 2}
     expected, _ = trained(MODELS[family], dtype, **whole)
     with mock.patch.object(products, "CPU_BLOCKS", products.DEVICE_BLOCKS):
         losses, params = trained(MODELS[family], dtype, **whole)

@@ -23,9 +23,12 @@ from fsdptoys.loss.chunked import auto_chunk_tokens
 from fsdptoys.loss.objective import IGNORE_INDEX, Objective
 
 PLAIN = Objective()
-SMOOTHED, Z_LOSS = Objective(label_smoothing=0.1), Objective(z_loss_coef=1e-2)
+SMOOTHED = Objective(label_smoothing=0.1)
+Z_LOSS = Objective(z_loss_coef=1e-2)
 BOTH = Objective(label_smoothing=0.1, z_loss_coef=1e-2)
-N, D, V = 50, 24, 131
+N = 50
+D = 24
+V = 131
 UPSTREAM = 0.3
 
 
@@ -70,7 +73,8 @@ def exact(
 
     def loss_fn(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
         valid = labels_N != IGNORE_INDEX
-        logits, labels = hidden_ND[valid] @ weight_VD.T, labels_N[valid]
+        logits = hidden_ND[valid] @ weight_VD.T
+        labels = labels_N[valid]
         shares = torch.full_like(logits, objective.label_smoothing / logits.shape[1])
         shares[torch.arange(len(labels)), labels] += 1 - objective.label_smoothing
         logsumexp = logits.exp().sum(1).log()
@@ -220,7 +224,8 @@ class Work(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.multiply_adds, self.largest = 0, 0
+        self.multiply_adds = 0
+        self.largest = 0
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(

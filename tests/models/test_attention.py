@@ -101,7 +101,8 @@ def test_backends_of_a_cpu_have_the_values_and_gradients_of_the_default(
     """Oracle: PyTorch's own choice, bitwise for flash, which it is."""
     torch.manual_seed(0)
     leaves = _qkv(4, 2)
-    plain, forced = choose_ops({}), choose_ops({"attention": name})
+    plain = choose_ops({})
+    forced = choose_ops({"attention": name})
     if masks:
         added = dense_mask(
             torch.arange(33).div(9, rounding_mode="floor").expand(2, 33), torch.float32
@@ -134,7 +135,8 @@ def test_recomputation_uses_the_backend_of_the_forward(
     if compiles:
         monkeypatch.undo()  # the compiler would trace the record
     torch.manual_seed(0)
-    model, tokens_BT = build(SMALL["llama2"]), torch.arange(40).view(2, 20)
+    model = build(SMALL["llama2"])
+    tokens_BT = torch.arange(40).view(2, 20)
     expected = model(tokens_BT).sum().item()
     calls.clear()
     use_ops(model, choose_ops({"attention": "math"}))

@@ -21,7 +21,10 @@ from fsdptoys.models.block_attention import (
 from fsdptoys.models.kernels import dense_mask, dense_rows
 from fsdptoys.models.ops import Ops, choose_ops
 
-T, H, G, K = 24, 6, 2, 4
+T = 24
+H = 6
+G = 2
+K = 4
 CHUNKS = (None, 10, 4, 24)
 PIECES = ((0, 6), (6, 6), (7, 11), (18, 6), (0, 24), (23, 1))
 """First row and number of rows."""

@@ -20,7 +20,8 @@ from fsdptoys.models.grouped import (
 )
 from fsdptoys.models.moe import Experts
 
-DIM, FFN_DIM = 16, 8
+DIM = 16
+FFN_DIM = 8
 PRODUCTS = {
     "loop": (Looped(), torch.float64),
     "loop as on every device": (Looped(one_pass_sums=False), torch.float64),
@@ -71,7 +72,8 @@ def formula(inputs: Inputs, scale_input: bool) -> Tensor:
     for n in range(len(hidden_ND)):
         out_D = torch.zeros_like(hidden_ND[n])
         for k in range(experts_NK.shape[1]):
-            expert, weight = experts_NK[n, k], weights_NK[n, k]
+            expert = experts_NK[n, k]
+            weight = weights_NK[n, k]
             input_D = weight * hidden_ND[n] if scale_input else hidden_ND[n]
             gate_F, up_F = (gate_up_EHD[expert] @ input_D).chunk(2)
             expert_D = down_EDF[expert] @ (F.silu(gate_F) * up_F)
@@ -219,9 +221,11 @@ def test_results_are_bitwise_reproducible(dtype: torch.dtype) -> None:
 def test_saved_tensors_have_the_documented_size() -> None:
     """Oracle: the formula: N·D + N·K·(2F + 1) floats besides the parameters, and 3·N·K ints; none
     in no_grad."""
-    tokens, top_k = 48, 2
+    tokens = 48
+    top_k = 2
     inputs = make_inputs(tokens, top_k, 4)
-    experts, kept = build(inputs), []
+    experts = build(inputs)
+    kept = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
     ):

@@ -62,10 +62,8 @@ def test_logits_and_gradients_equal_transformers(
     )
     labels_BT[0, : seq_len // 2] = -100
 
-    logits_BTV, oracle_logits_BTV = (
-        model(tokens_BT),
-        oracle(tokens_BT, use_cache=False).logits,
-    )
+    logits_BTV = model(tokens_BT)
+    oracle_logits_BTV = oracle(tokens_BT, use_cache=False).logits
     torch.testing.assert_close(logits_BTV, oracle_logits_BTV, rtol=1e-5, atol=1e-5)
 
     loss = model(tokens_BT, labels_BT, cross_entropy_sum)
@@ -162,7 +160,8 @@ def test_initial_values_follow_the_config(case: str) -> None:
     for name, _ in model.named_parameters():
         rows = torch.empty(4096, 64)
         init_rows(name, rows, torch.Generator().manual_seed(0))
-        is_norm, is_bias = name.endswith("norm.weight"), name.endswith(".bias")
+        is_norm = name.endswith("norm.weight")
+        is_bias = name.endswith(".bias")
         into_residual = "o_proj" in name or "down_proj" in name
         std = 0.02 / (2 * config.n_layers) ** 0.5 if into_residual else 0.02
         assert rows.std().item() == pytest.approx(

@@ -163,10 +163,8 @@ def test_implementations_have_the_values_and_gradients_of_the_plain_one(
 def test_norm_with_a_weight_of_another_dtype_falls_back_to_pytorch() -> None:
     """Oracle: the plain function bitwise; torch_npu's kernel refuses such a weight, and so does its
     stand-in."""
-    x, weight = (
-        torch.randn(3, 8, dtype=torch.bfloat16).to(DEVICE),
-        torch.randn(8).to(DEVICE),
-    )
+    x = torch.randn(3, 8, dtype=torch.bfloat16).to(DEVICE)
+    weight = torch.randn(8).to(DEVICE)
     assert torch.equal(
         npu_kernels.rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5)
     )
@@ -361,10 +359,8 @@ def test_compiled_kernels_join_the_graph_of_a_compiled_block() -> None:
     result."""
     model = build(SMALL["qwen3"])
     tokens_BT = torch.zeros(1, 8, dtype=torch.int64)
-    hidden, rotations = (
-        model.embed(tokens_BT, torch.arange(8)),
-        model.rotations(torch.arange(8)),
-    )
+    hidden = model.embed(tokens_BT, torch.arange(8))
+    rotations = model.rotations(torch.arange(8))
     expected = model.layers[0](hidden, rotations)
     use_ops(model, choose_ops(COMPILED))
     counter = CompileCounterWithBackend("aot_eager")

@@ -41,10 +41,8 @@ def test_linear_computed_in_float32_equals_float64(
 ) -> None:
     """Oracle: the same bf16 weights and inputs in float64, to the rounding of bf16."""
     torch.manual_seed(0)
-    layer, exact = (
-        Linear(24, 16, bias=bias).bfloat16(),
-        torch.nn.Linear(24, 16, bias=bias).double(),
-    )
+    layer = Linear(24, 16, bias=bias).bfloat16()
+    exact = torch.nn.Linear(24, 16, bias=bias).double()
     exact.load_state_dict(layer.state_dict())
     input_BTD = torch.randn(shape).bfloat16()
     found = gradients(layer, input_BTD)
@@ -85,7 +83,8 @@ def test_plain_loss_multiplies_in_float32(monkeypatch: pytest.MonkeyPatch) -> No
         return own(input, *args)
 
     monkeypatch.setattr(torch.nn.functional, "linear", spy)
-    hidden_ND, weight_VD = torch.randn(4, 8).bfloat16(), torch.randn(16, 8).bfloat16()
+    hidden_ND = torch.randn(4, 8).bfloat16()
+    weight_VD = torch.randn(16, 8).bfloat16()
     build_loss(chunk_loss=False)(hidden_ND, weight_VD, torch.arange(4))
     assert asked == [torch.float32]
 

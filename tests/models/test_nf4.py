@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def codebook() -> Tensor:
     book = Codebook()
-    book.put(torch.device("cpu"))
+    book.materialize(torch.device("cpu"))
     return book.pairs
 
 

@@ -212,7 +212,7 @@ def compare_with_plain(configs: list[Config]) -> list[list[Outcome]]:
     """Losses and norms of each run, and of one with plain weights of the values that its quantized
     ones stand for."""
     codebook, results = Codebook(), []
-    codebook.put(torch.device("cpu"))
+    codebook.materialize(torch.device("cpu"))
     for each in configs:
         trainer = Trainer(each)
         values: dict[str, Tensor] = {}

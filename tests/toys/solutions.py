@@ -13,7 +13,8 @@ from fsdptoys.toys.optim import adamw_update
 
 def pass_on(sent: Tensor, received: Tensor) -> Tensor:
     """Send to the next rank of a ring and receive from the one before."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     operations = [
         dist.P2POp(dist.isend, sent, (rank + 1) % ranks),
         dist.P2POp(dist.irecv, received, (rank - 1) % ranks),
@@ -33,10 +34,12 @@ def gather(shard: Tensor) -> Tensor:
 def all_reduce(tensor: Tensor) -> None:
     """N−1 rounds of adding, after which rank r has the full sum of part r+1; N−1 rounds of
     forwarding sums."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     parts = list(tensor.tensor_split(ranks))
     for turn in range(2 * (ranks - 1)):
-        sent, received = parts[(rank - turn) % ranks], parts[(rank - turn - 1) % ranks]
+        sent = parts[(rank - turn) % ranks]
+        received = parts[(rank - turn - 1) % ranks]
         arrived = pass_on(sent.clone(), torch.empty_like(received))
         if turn < ranks - 1:
             received.add_(arrived)
@@ -68,7 +71,8 @@ def sharded_adamw_step(
     weight_decay: float = 1e-2,
 ) -> None:
     """Padded to equal slices."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     length = -(-len(parameter) // ranks)
     padding = length * ranks - len(parameter)
     own = pad(parameter, (0, padding)).view(ranks, length)[rank].clone()
@@ -91,7 +95,8 @@ def gather_rows(shard: Tensor, rows: int) -> Tensor:
 
 def assign_owners(sizes: list[int], ranks: int) -> list[int]:
     """Graham's rule."""
-    owners, loads = [0] * len(sizes), [0] * ranks
+    owners = [0] * len(sizes)
+    loads = [0] * ranks
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         owners[number] = min(range(ranks), key=loads.__getitem__)
         loads[owners[number]] += sizes[number]
@@ -134,7 +139,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Merge attention to one block after the other."""
     ranks = dist.get_world_size()
     block = torch.stack([k, v])
-    out, lse = torch.zeros_like(q), torch.full_like(q[:, :1], -torch.inf)
+    out = torch.zeros_like(q)
+    lse = torch.full_like(q[:, :1], -torch.inf)
     for turn in range(ranks):
         scores = q @ block[0].T / q.shape[1] ** 0.5
         block_lse = scores.logsumexp(1, keepdim=True)
@@ -152,7 +158,8 @@ class Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send rows that are sorted by rank."""
-        ctx.sent, ctx.received = sent, received
+        ctx.sent = sent
+        ctx.received = received
         arrived = rows.new_empty(sum(received), rows.shape[1])
         dist.all_to_all_single(arrived, rows.contiguous(), received, sent)
         return arrived
@@ -170,7 +177,8 @@ def apply_elsewhere(
     counts = torch.bincount(targets, minlength=dist.get_world_size())
     coming = torch.empty_like(counts)
     dist.all_to_all_single(coming, counts)
-    sent, received = counts.tolist(), coming.tolist()
+    sent = counts.tolist()
+    received = coming.tolist()
     order = targets.argsort(stable=True)
     results = function(Send.apply(rows[order], sent, received))
     return Send.apply(results, received, sent)[order.argsort()]

@@ -29,7 +29,8 @@ CORES = {
     "fsdp": "fsdp/core",
 }
 LIMIT = 500
-SHORT_CORES, SHORT_LIMIT = ("cp", "ep"), 200
+SHORT_CORES = ("cp", "ep")
+SHORT_LIMIT = 200
 
 
 def core_files(core: str) -> set[Path]:
@@ -153,7 +154,8 @@ def test_core_alone_trains_bitwise_equal_to_pytorch(toy: str) -> None:
 
 def refusals(folder: str) -> list[str]:
     """What each core says of weights that two of its units share, and of a unit made twice."""
-    fsdp, zero3 = load_alone("fsdp/core"), load_alone("zero3")
+    fsdp = load_alone("fsdp/core")
+    zero3 = load_alone("zero3")
     said = []
 
     def tied() -> nn.Sequential:

@@ -51,11 +51,13 @@ def exposes_sharded_parameters_outside_the_forward() -> None:
 
 def keeps_one_storage_for_full_parameters() -> None:
     model = build(TOY, Case())
-    block, seen = model.blocks[0], []
+    block = model.blocks[0]
+    seen = []
     for _ in range(2):
         backward(model, batches(1)[0])
         block.unshard()
-        weight, bias = block.up.weight, block.down.bias
+        weight = block.up.weight
+        bias = block.down.bias
         storage = weight.untyped_storage()
         assert storage.size() >= sum(param.numel() * 4 for param in block.parameters())
         assert storage.data_ptr() == bias.untyped_storage().data_ptr()
@@ -67,7 +69,8 @@ def keeps_one_storage_for_full_parameters() -> None:
 
 def trace(library: Any, case: Case, steps: int) -> list[str]:
     """Events of the last step: starts of blocks' forwards and of collectives."""
-    model, events = build(library, case), []
+    model = build(library, case)
+    events = []
     for index, block in enumerate(model.blocks):
         block.norm.register_forward_hook(
             lambda *_, index=index: events.append(f"forward {index}")
@@ -126,13 +129,15 @@ def gathers_as_often_as_pytorch() -> None:
         Case(shard=shard_groups),
         Case(options={"reshard_after_forward": False}),
     ):
-        ours, theirs = trace(TOY, case, 3), trace(NATIVE, case, 3)
+        ours = trace(TOY, case, 3)
+        theirs = trace(NATIVE, case, 3)
         for word in ("gather", "reduce"):
             assert ours.count(word) == theirs.count(word)
 
 
 def reshards_after_a_wrong_prefetch() -> None:
-    model, tokens_BT = build(TOY, Case()), batches(1)[0]
+    model = build(TOY, Case())
+    tokens_BT = batches(1)[0]
     backward(model, tokens_BT)
     removed = model.blocks[1]
     del model.blocks[1]
@@ -143,7 +148,8 @@ def reshards_after_a_wrong_prefetch() -> None:
 
 
 def calls_hooks_of_accumulated_gradients() -> None:
-    model, called = build(TOY, Case()), []
+    model = build(TOY, Case())
+    called = []
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(
             lambda param, name=name: called.append((name, param.grad is not None))
@@ -155,7 +161,8 @@ def calls_hooks_of_accumulated_gradients() -> None:
 
 
 def trains_after_inference_mode() -> None:
-    model, (tokens_BT,) = build(TOY, Case()), batches(1)
+    model = build(TOY, Case())
+    (tokens_BT,) = batches(1)
     with torch.inference_mode():
         model(tokens_BT)
     assert backward(model, tokens_BT) == backward(build(TOY, Case()), tokens_BT)
@@ -175,7 +182,8 @@ BOTH_WAYS = [(TOY, NATIVE), (NATIVE, TOY)]
 def exchanges_state_dicts_with_pytorch() -> None:
     for source, target in BOTH_WAYS:
         for assign in (False, True):
-            trained, fresh = build(source, Case()), build(target, Case())
+            trained = build(source, Case())
+            fresh = build(target, Case())
             backward(trained, batches(1)[0])
             with torch.no_grad():
                 for param in trained.parameters():
@@ -205,7 +213,8 @@ def exchanges_checkpoints_with_pytorch() -> None:
     for source, target in BOTH_WAYS:
         folder = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folder)
-        trained, fresh = build(source, Case()), build(target, Case())
+        trained = build(source, Case())
+        fresh = build(target, Case())
         with torch.no_grad():
             for param in trained.parameters():
                 param.add_(1)

@@ -27,7 +27,8 @@ from tests.harness.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "toys"
-EXERCISES, LOOPS = PAGES / "exercises", PAGES / "loops"
+EXERCISES = PAGES / "exercises"
+LOOPS = PAGES / "loops"
 SOLUTIONS = Path(__file__).with_name("solutions.py")
 
 
@@ -96,7 +97,8 @@ def test_solutions_pass_and_unanswered_exercises_are_reported(
     """Oracle: the checks, which compare answers with PyTorch's collectives, Adam, chunk, linear and
     softmax."""
     names = list(check.CHECKS)
-    right, unanswered = {}, dict.fromkeys(names, "not answered yet")
+    right = {}
+    unanswered = dict.fromkeys(names, "not answered yet")
     found = run_ranks(
         ranks, lambda: (check.check(solutions, names), check.check(EXERCISES, names))
     )
@@ -372,7 +374,8 @@ def take_steps(
     trainer = Trainer(config)
     calls: list[Call] = []
     trace = CollectiveTrace(2, trainer.strategy.model, {}, calls.extend)
-    trainer.on_phase, trainer.around_step = trace.enter, trace.around
+    trainer.on_phase = trace.enter
+    trainer.around_step = trace.around
     trainer.train()
     return [(step.loss, step.grad_norm) for step in trainer.history], calls
 
@@ -411,7 +414,8 @@ def test_the_injected_bug_shows_where_the_page_says() -> None:
     runs = [("fsdp2", False), ("toy_fsdp", False), ("toy_fsdp", True)]
     native, toy, bug = run_ranks(2, lambda: [take_steps(*run) for run in runs])[0]
     assert toy[0] == native[0]
-    (loss, norm), (bug_loss, bug_norm) = native[0][0], bug[0][0]
+    (loss, norm) = native[0][0]
+    (bug_loss, bug_norm) = bug[0][0]
     assert bug_loss == loss and bug_norm != norm and bug[0][1][0] != native[0][1][0]
     sizes = [
         [call.size_bytes for call in calls if call.collective == "reduce_scatter"]

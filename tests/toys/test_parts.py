@@ -25,7 +25,8 @@ from tests.harness.ranks import run_ranks
 from tests.toys.part_runs import TOLERANCES, relative
 
 KINDS = ("ulysses", "ring", "unbalanced_ring")
-BATCH, LENGTH = 2, 24
+BATCH = 2
+LENGTH = 24
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -35,7 +36,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def attention_errors(kind: str, dtype: torch.dtype, kv_heads: int) -> float:
     """Largest error of this rank's part of the result and of the gradients of q, k and v."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     torch.manual_seed(0)
     whole = [
         torch.randn(BATCH, heads, LENGTH, 8, dtype=torch.float64)

@@ -15,7 +15,11 @@ from fsdptoys.toys.ep import Experts, plan_routes
 from tests.harness.ranks import run_ranks
 from tests.toys.part_runs import DTYPES, TOLERANCES, relative
 
-TOKENS, DIM, HIDDEN, EXPERTS, TOP_K = 12, 8, 6, 8, 2
+TOKENS = 12
+DIM = 8
+HIDDEN = 6
+EXPERTS = 8
+TOP_K = 2
 
 
 class OneProcess(nn.Module):
@@ -24,10 +28,8 @@ class OneProcess(nn.Module):
 
     def __init__(self, gate_up_EHD: Tensor, down_EDF: Tensor) -> None:
         super().__init__()
-        self.gate_up_LHD, self.down_LDF = (
-            nn.Parameter(gate_up_EHD.clone()),
-            nn.Parameter(down_EDF.clone()),
-        )
+        self.gate_up_LHD = nn.Parameter(gate_up_EHD.clone())
+        self.down_LDF = nn.Parameter(down_EDF.clone())
 
     def forward(
         self, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor
@@ -65,13 +67,12 @@ def layer_errors(routing: str, dtype: torch.dtype) -> tuple[float, int]:
     """Largest error of the result and all gradients of this rank, and the number of rows that it
     received."""
     group: Any = dist.group.WORLD
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     stacks = matrices(dtype)
     hidden, grad = torch.randn(2, ranks * TOKENS, DIM, dtype=dtype)
-    weights, chosen = (
-        torch.rand(ranks * TOKENS, TOP_K, dtype=dtype),
-        choose(routing, ranks),
-    )
+    weights = torch.rand(ranks * TOKENS, TOP_K, dtype=dtype)
+    chosen = choose(routing, ranks)
     rows = slice(rank * TOKENS, (rank + 1) * TOKENS)
     found: list[Any] = []
     for layer, own in (

@@ -23,7 +23,8 @@ class Blocks(nn.Module):
     def __init__(self, all_alike: bool = True) -> None:
         super().__init__()
         self.all_alike = all_alike
-        self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.first = nn.Linear(12, 12)
+        self.last = nn.Linear(12, 12)
         self.last.weight = self.first.weight
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 12))
