@@ -20,9 +20,10 @@ from .config import ModelConfig
 from .context import FULL_SEQUENCES, Context
 from .documents import Documents, document_positions, mask_documents
 from .initial import normal
-from .layers import Attention, Block, Embedding, LMHead, LossFn
+from .layers import Block, Embedding, LMHead, LossFn
 from .moe import MoE
 from .ops import Layer
+from .self_attention import Attention
 from .stages import Stage
 
 

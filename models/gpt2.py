@@ -15,7 +15,8 @@ from .checks import MOST_HIDDEN, at_least
 from .config import ModelConfig
 from .decoder import DecoderModel
 from .huggingface import HuggingFaceFormat, Piece, whole
-from .layers import Attention, Block, GELUFeedForward, LayerNorm, PositionEmbedding
+from .layers import Block, GELUFeedForward, LayerNorm, PositionEmbedding
+from .self_attention import Attention
 
 
 @dataclass(frozen=True)

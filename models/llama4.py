@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 from .checks import MOST_LAYERS, MOST_TOKENS, above, at_least
 from .huggingface import Piece, whole
-from .layers import Attention, AttentionTemperature
 from .moe import Scores
 from .moe_config import MoEConfig
 from .rotary import (
@@ -28,6 +27,7 @@ from .rotary import (
     RotaryFormat,
 )
 from .rotations import Pairs
+from .self_attention import Attention, AttentionTemperature
 
 
 @dataclass(frozen=True)

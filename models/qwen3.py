@@ -8,8 +8,8 @@ Source: arXiv:2505.09388. Tested against transformers' Qwen3ForCausalLM
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .layers import Attention
 from .rotary import ROTARY_DEFAULTS, RotaryConfig, RotaryFormat
+from .self_attention import Attention
 
 QWEN3_FIXED = {
     "hidden_act": "silu",

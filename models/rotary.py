@@ -26,7 +26,8 @@ from .checks import (
 from .config import ModelConfig
 from .decoder import DecoderModel
 from .huggingface import HuggingFaceFormat
-from .layers import Attention, Block, RMSNorm, SwiGLU
+from .layers import Block, RMSNorm, SwiGLU
+from .self_attention import Attention
 
 ROTARY_KEYS = {
     "dim": "hidden_size",

@@ -23,7 +23,7 @@ from fsdptoys.device import KINDS, available_device_type
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, choose_ops, npu_kernels, use_ops
 from fsdptoys.models.attention import BACKENDS, chosen_backend
-from fsdptoys.models.layers import Attention
+from fsdptoys.models.self_attention import Attention
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.utils.options import Effect, option
 

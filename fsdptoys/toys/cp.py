@@ -12,14 +12,12 @@ activations. A token's attention needs the keys and values of all tokens before 
 
 A rank of Ulysses sends (2·H + 2·G)·K·T/N·(N−1)/N numbers forward; N must divide H. One of the ring
 sends 2·G·K·T/N·(N−1), while it computes. Blocks are merged by the log-sum-exp of their scores.
-
 Under a causal mask all would wait for the last slice, which attends to everything. So the ring cuts
 2·N chunks, and rank r has chunks r and 2·N−1−r: on every rank every turn is half a square.
 
 Labels are shifted before the cut, the loss is a sum divided by the number of labels on all ranks,
 and gradients are summed over all ranks. Left out: padding, windows, masks, fused kernels.
 Sources: arXiv:2309.14509 (Ulysses), 2310.01889 (ring), 2311.09431 (stripes), Megatron-LM
-
 Shapes: B batch, T own tokens, S keys of a block, H query heads, G key heads, R = H/G, K width.
 """
 
@@ -30,10 +28,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-causal = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+causal = partial(nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 
 
 def own_positions(length: int, ranks: int, rank: int, balanced: bool) -> Tensor:
@@ -51,7 +48,7 @@ class SwapDims(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:
         """Exchange the parts."""
-        ctx.cut, ctx.join, ctx.group = cut, join, group
+        ctx.settings = cut, join, group
         parts = torch.stack(tensor.chunk(group.size(), dim=cut))
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)
@@ -60,7 +57,8 @@ class SwapDims(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Exchange the gradients the other way."""
-        return SwapDims.apply(grads[0], ctx.join, ctx.cut, ctx.group), None, None, None
+        cut, join, group = ctx.settings
+        return SwapDims.apply(grads[0], join, cut, group), None, None, None
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: Any, attend: Any = causal) -> Tensor:
@@ -76,9 +74,9 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: Any, attend: Any =
 
 def pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """Begin to send a tensor to the next rank; the result waits for the previous rank's."""
-    rank, ranks = group.rank(), group.size()
+    ranks = group.size()
     received = torch.empty_like(tensor)
-    after, before = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
+    after, before = (dist.get_global_rank(group, (group.rank() + i) % ranks) for i in (1, -1))
     send = dist.P2POp(dist.isend, tensor, after, group)
     receive = dist.P2POp(dist.irecv, received, before, group)
     works = dist.batch_isend_irecv([send, receive]) if ranks > 1 else []
@@ -91,12 +89,12 @@ def pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     return wait
 
 
-def seen_parts(rank: int, source: int, length: int, balanced: bool) -> tuple[slice, slice]:
-    """Return which queries of ``rank`` see keys of ``source``, and which keys they see."""
-    everything, half = slice(None), length // 2
-    if source == rank or not balanced:
-        return (everything, everything) if source <= rank else (slice(0), slice(0))
-    return (everything, slice(half)) if source < rank else (slice(half, None), everything)
+def seen_parts(turn: int, rank: int, half: int, balanced: bool) -> tuple[slice, slice]:
+    """Return which queries see keys of the rank ``turn`` places before, and which keys they see."""
+    everything = slice(None)
+    if turn == 0 or not balanced:
+        return (everything, everything) if turn <= rank else (slice(0), slice(0))
+    return (everything, slice(half)) if turn <= rank else (slice(half, None), everything)
 
 
 def block_scores(q_BGRTK: Tensor, k_BGSK: Tensor, causal: bool) -> Tensor:
@@ -132,23 +130,24 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any, balanced: bool) -> Tensor:
         """Merge attention to one rank's keys after the other; the next travel meanwhile."""
-        rank, ranks = group.rank(), group.size()
         wide = torch.promote_types(q.dtype, torch.float32)
-        q_BGRTK, kv = q.unflatten(1, (k.shape[1], -1)).to(wide), torch.stack([k, v])
-        out, lse = torch.zeros_like(q_BGRTK), torch.full_like(q_BGRTK[..., :1], -math.inf)
-        for turn in range(ranks):
-            arrival = pass_on(kv, group) if turn < ranks - 1 else None
-            queries, keys = seen_parts(rank, (rank - turn) % ranks, q.shape[2], balanced)
-            k_block, v_block = kv[..., keys, :].to(wide)
-            q_part, old_lse = q_BGRTK[..., queries, :], lse[..., queries, :]
-            block_out, block_lse = attend_block(q_part, k_block, v_block, turn == 0)
+        q_BGRTK = q.unflatten(1, (k.shape[1], -1)).to(wide)
+        kv = torch.stack([k, v])
+        out = torch.zeros_like(q_BGRTK)
+        lse = torch.full_like(q_BGRTK[..., :1], -math.inf)
+        for turn in range(group.size()):
+            arrival = pass_on(kv, group) if turn < group.size() - 1 else None
+            queries, keys = seen_parts(turn, group.rank(), q.shape[2] // 2, balanced)
+            q_part = q_BGRTK[..., queries, :]
+            old_lse = lse[..., queries, :]
+            block_out, block_lse = attend_block(q_part, *kv[..., keys, :].to(wide), turn == 0)
             new_lse = torch.logaddexp(old_lse, block_lse)
             out[..., queries, :] *= (old_lse - new_lse).exp_()
             out[..., queries, :] += block_out.mul_((block_lse - new_lse).exp_())
             old_lse.copy_(new_lse)
             kv = kv if arrival is None else arrival()
         result = out.flatten(1, 2).to(q.dtype)
-        ctx.group, ctx.balanced = group, balanced
+        ctx.settings = group, balanced
         ctx.save_for_backward(q, k, v, result, lse)
         return result
 
@@ -156,18 +155,18 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Pass K and V round, and behind each the sum of its gradients, until it is home."""
         q_BHTK, k_BGTK, v_BGTK, result, lse = ctx.saved_tensors
-        group, rank, ranks, wide = ctx.group, ctx.group.rank(), ctx.group.size(), lse.dtype
-        kv, heads = torch.stack([k_BGTK, v_BGTK]), (k_BGTK.shape[1], -1)
-        q, out, grad = (x.unflatten(1, heads).to(wide) for x in (q_BHTK, result, grads[0]))
-        grad_q, delta = torch.zeros_like(q), (grad * out).sum(-1, keepdim=True)
-        sum_arrival: Callable[[], Tensor] = partial(torch.zeros_like, kv, dtype=wide)
-        for turn in range(ranks):
-            arrival = pass_on(kv, group) if turn < ranks - 1 else None
-            queries, keys = seen_parts(rank, (rank - turn) % ranks, q.shape[3], ctx.balanced)
-            at = (..., queries, slice(None))
-            own = q[at], grad[at], lse[at], delta[at]
-            k_block, v_block = kv[..., keys, :].to(wide)
-            block_q, block_kv = block_gradients(*own, k_block, v_block, turn == 0)
+        group, balanced = ctx.settings
+        kv = torch.stack([k_BGTK, v_BGTK])
+        heads = (k_BGTK.shape[1], -1)
+        q, out, grad = (x.unflatten(1, heads).to(lse.dtype) for x in (q_BHTK, result, grads[0]))
+        grad_q = torch.zeros_like(q)
+        delta = (grad * out).sum(-1, keepdim=True)
+        sum_arrival: Callable[[], Tensor] = partial(torch.zeros_like, kv, dtype=lse.dtype)
+        for turn in range(group.size()):
+            arrival = pass_on(kv, group) if turn < group.size() - 1 else None
+            queries, keys = seen_parts(turn, group.rank(), q.shape[3] // 2, balanced)
+            own = (x[..., queries, :] for x in (q, grad, lse, delta))
+            block_q, block_kv = block_gradients(*own, *kv[..., keys, :].to(lse.dtype), turn == 0)
             grad_q[..., queries, :] += block_q
             grad_kv = sum_arrival()
             grad_kv[..., keys, :] += block_kv
@@ -181,13 +180,14 @@ class ContextParallel(nn.Module):
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, kind: str = "ring") -> None:
         super().__init__()
-        self.module, self.place = module, (group.size(), group.rank(), kind == "ring")
+        self.module = module
+        self.cut_settings = (group.size(), group.rank(), kind == "ring")
         ring: Any = lambda q, k, v: RingAttention.apply(q, k, v, group, kind == "ring")  # noqa: E731
         self.attend = partial(ulysses_attention, group=group) if kind == "ulysses" else ring
 
     def cut(self, whole_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's tokens (or labels) and their positions."""
-        own_T = own_positions(whole_BT.shape[1], *self.place)
+        own_T = own_positions(whole_BT.shape[1], *self.cut_settings)
         return whole_BT[:, own_T], own_T
 
     def forward(self, tokens_BT: Tensor) -> Tensor:

@@ -68,7 +68,8 @@ class Bucket:
             divisor: divides the gradient.
             as_views: whether the gradient becomes a view of the buffer.
         """
-        param, view = self.params[slot], self.views[slot]
+        param = self.params[slot]
+        view = self.views[slot]
         if param.grad is None:
             view.zero_()
         elif self._holds(slot):
@@ -81,7 +82,8 @@ class Bucket:
 
     def hand_out(self, slot: int, as_views: bool) -> None:
         """Set a parameter's gradient to the buffer's values."""
-        param, view = self.params[slot], self.views[slot]
+        param = self.params[slot]
+        view = self.views[slot]
         if as_views:
             if not self._holds(slot):
                 param.grad = view
@@ -91,7 +93,8 @@ class Bucket:
             param.grad.copy_(view)
 
     def _holds(self, slot: int) -> bool:
-        grad, view = self.params[slot].grad, self.views[slot]
+        grad = self.params[slot].grad
+        view = self.views[slot]
         if grad is None:
             return False
         return grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()

@@ -43,7 +43,8 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 def make_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Form groups of ``size`` ranks that share all experts; return this rank's and its experts'."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
     if ranks % size:
         raise ValueError(f"{ranks} ranks cannot form groups of {size}")
     layout = torch.arange(ranks).view(-1, size)
@@ -60,7 +61,7 @@ class SendRows(torch.autograd.Function):
         ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> Tensor:
         """Send ``sent[r]`` rows to rank r and receive ``received[r]`` from it."""
-        ctx.sent, ctx.received, ctx.group = sent, received, group
+        ctx.settings = sent, received, group
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
         return arrived
@@ -68,7 +69,8 @@ class SendRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send gradients against the rows' direction."""
-        return SendRows.apply(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+        sent, received, group = ctx.settings
+        return SendRows.apply(grads[0], received, sent, group), None, None, None
 
 
 @dataclass
@@ -128,7 +130,8 @@ class Experts(nn.Module):
     def __init__(self, gate_up_EHD: Tensor, down_EDF: Tensor, group: dist.ProcessGroup) -> None:
         super().__init__()
         if len(down_EDF) % group.size():
-            experts, ranks = len(down_EDF), group.size()
+            experts = len(down_EDF)
+            ranks = group.size()
             raise ValueError(f"{experts} experts cannot be spread evenly over {ranks} ranks")
         self.group = group
         self.gate_up_LHD, self.down_LDF = (
@@ -146,11 +149,11 @@ class Experts(nn.Module):
         """Apply to each row its expert; rows are sorted by rank, then by expert."""
         order_R = local_R.argsort(stable=True)
         lengths = torch.bincount(local_R, minlength=len(self.down_LDF)).tolist()
-        done = []
+        results = []
         for expert, rows in enumerate(rows_RD[order_R].split(lengths)):  # also if there are none
             gate, up = F.linear(rows, self.gate_up_LHD[expert]).chunk(2, dim=-1)
-            done.append(F.linear(F.silu(gate) * up, self.down_LDF[expert]))
-        return torch.cat(done)[order_R.argsort()]
+            results.append(F.linear(F.silu(gate) * up, self.down_LDF[expert]))
+        return torch.cat(results)[order_R.argsort()]
 
 
 class MoE(nn.Module):
@@ -165,7 +168,8 @@ class MoE(nn.Module):
     def __init__(self, router_ED: Tensor, experts: Experts, top_k: int) -> None:
         super().__init__()
         self.router_ED = nn.Parameter(router_ED.detach().clone())
-        self.experts, self.top_k = experts, top_k
+        self.experts = experts
+        self.top_k = top_k
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Send each token to the most probable experts, and weight by their probabilities."""

@@ -47,13 +47,15 @@ class SlicedBucket:
 
     def part_of(self, flat: Tensor, slot: int) -> Tensor:
         """Return a parameter's part, in its shape, of a buffer with the bucket's layout."""
-        param, start = self.params[slot], self.starts[slot]
+        param = self.params[slot]
+        start = self.starts[slot]
         return flat[start : start + param.numel()].view(param.shape)
 
     def span(self, slot: int, rank: int) -> tuple[int, int]:
         """Return the half-open range of a parameter's elements that ``rank`` owns; it may be
         empty."""
-        start, length = self.starts[slot], self.params[slot].numel()
+        start = self.starts[slot]
+        length = self.params[slot].numel()
         low, high = (
             min(max(rank * self.slice_length - start, 0), length) for rank in (rank, rank + 1)
         )
@@ -78,7 +80,8 @@ class Slices:
     @torch.no_grad()
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, bucket_bytes: int) -> None:
         self.group = group
-        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
         params = [param for param in module.parameters() if param.requires_grad][::-1]
         self.buckets = [
             SlicedBucket([params[number] for number in numbers], self.ranks, self.rank)

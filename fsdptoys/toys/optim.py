@@ -58,7 +58,8 @@ def adamw_update(
     """Update a tensor in place; ``state`` is empty before step 1 and keeps the two averages."""
     if not state:
         state.update(mean=torch.zeros_like(param), square=torch.zeros_like(param))
-    mean, square = state["mean"], state["square"]
+    mean = state["mean"]
+    square = state["square"]
     param.mul_(1 - lr * weight_decay)
     mean.lerp_(grad, 1 - betas[0])
     square.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])

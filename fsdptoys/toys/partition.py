@@ -35,17 +35,17 @@ def assign_owners(
         The owner's rank of each tensor, unit by unit.
     """
     owners = [[0] * len(unit) for unit in units]
-    kept = [0] * ranks
-    places = [(number, slot) for number, unit in enumerate(units) for slot in range(len(unit))]
+    rank_bytes = [0] * ranks
+    slots = [(number, slot) for number, unit in enumerate(units) for slot in range(len(unit))]
     if evenness is Evenness.model:
-        groups = [places]
+        groups = [slots]
     else:
-        groups = [[place for place in places if place[0] == number] for number in range(len(units))]
+        groups = [[pair for pair in slots if pair[0] == number] for number in range(len(units))]
     for group in groups:
         in_group = [0] * ranks
-        for number, slot in sorted(group, key=lambda place: -units[place[0]][place[1]]):
-            owner = min(range(ranks), key=lambda rank: (in_group[rank], kept[rank]))
+        for number, slot in sorted(group, key=lambda pair: -units[pair[0]][pair[1]]):
+            owner = min(range(ranks), key=lambda rank: (in_group[rank], rank_bytes[rank]))
             owners[number][slot] = owner
             in_group[owner] += units[number][slot]
-            kept[owner] += units[number][slot]
+            rank_bytes[owner] += units[number][slot]
     return owners

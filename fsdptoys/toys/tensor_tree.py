@@ -26,17 +26,17 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, list | tuple):
         values = mapped.values()
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    made = copy.copy(tree)  # keeps a dict's class, and fields that no __init__ takes
+    copied = copy.copy(tree)  # keeps a dict's class, and fields that no __init__ takes
     for key, value in mapped.items():
         if isinstance(tree, dict):
-            made[key] = value
+            copied[key] = value
         else:
-            object.__setattr__(made, key, value)  # the dataclass may be frozen
-    return made
+            object.__setattr__(copied, key, value)  # the dataclass may be frozen
+    return copied
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """List the tensors in a nesting, in order."""
-    found: list[Tensor] = []
-    map_tensors(tree, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
+    tensors: list[Tensor] = []
+    map_tensors(tree, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return tensors

@@ -65,7 +65,9 @@ class Zero2(nn.Module):
         overlap: bool = True,
     ) -> None:
         super().__init__()
-        self.module, self.reduce_dtype, self.overlap = module, reduce_dtype, overlap
+        self.module = module
+        self.reduce_dtype = reduce_dtype
+        self.overlap = overlap
         group: Any = process_group or dist.group.WORLD
         broadcast_tensors([*module.parameters(), *module.buffers()], 0, group)
         self.slices = Slices(module, group, int(bucket_cap_mb * 2**20))

@@ -52,7 +52,9 @@ class Share:
     def __init__(
         self, owner: int, names: list[str], params: list[nn.Parameter], device: torch.device
     ) -> None:
-        self.owner, self.names, self.params = owner, names, params
+        self.owner = owner
+        self.names = names
+        self.params = params
         self.elements = sum(param.numel() for param in params)
         self.flat = torch.empty(self.elements, dtype=params[0].dtype, device=device)
         self.views = views_like(self.flat, params)
@@ -77,7 +79,8 @@ class ModuleUnit:
         self.works: list[Any] | None = None
         self.is_gathered = False
         frozen = [not param.requires_grad for share in shares for param in share.params]
-        self.has_frozen, self.trainable = any(frozen), frozen.count(False)
+        self.has_frozen = any(frozen)
+        self.trainable = frozen.count(False)
         self.pending = self.trainable
 
 
@@ -110,9 +113,12 @@ class Zero3(nn.Module):
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.module, self.prefetch, self.reduce_dtype = module, prefetch, reduce_dtype
+        self.module = module
+        self.prefetch = prefetch
+        self.reduce_dtype = reduce_dtype
         self.group: Any = process_group or dist.group.WORLD
-        self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.ranks = dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group)
         self.owner_of: dict[nn.Parameter, int] = {}
         self.units = self._make_units(blocks, device, fill, evenness)
         self._places = {
@@ -176,16 +182,17 @@ class Zero3(nn.Module):
 
     def _install(self, share: Share, slot: int, fill: Fill | None) -> nn.Parameter:
         """Make a parameter a view of its share, with values if this rank owns it."""
-        param, view = share.params[slot], share.views[slot]
+        param = share.params[slot]
+        view = share.views[slot]
         if share.owner == self.rank and not param.is_meta:
             view.copy_(param)
         if param.is_meta:
-            made = nn.Parameter(view, requires_grad=param.requires_grad)
+            installed = nn.Parameter(view, requires_grad=param.requires_grad)
             for module in self.module.modules():
                 for name, own in list(module.named_parameters(recurse=False)):
                     if own is param:
-                        module.register_parameter(name, made)
-            param = made
+                        module.register_parameter(name, installed)
+            param = installed
             if fill is not None and share.owner == self.rank:
                 fill(param, share.names[slot])
         else:
@@ -210,7 +217,8 @@ class Zero3(nn.Module):
         self._start_gather(unit)
         for work in unit.works or []:
             work.wait()
-        unit.works, unit.is_gathered = None, True
+        unit.works = None
+        unit.is_gathered = True
 
     def release(self, unit: ModuleUnit) -> None:
         """Free the shares of a unit that other ranks own."""
@@ -281,7 +289,8 @@ class Zero3(nn.Module):
         unit, works = self._in_flight.pop(0)
         for share, work in zip(unit.shares, works, strict=False):
             work.wait()
-            gradients, share.gradients = self._gradients_of(share), None
+            gradients = self._gradients_of(share)
+            share.gradients = None
             if share.owner != self.rank:
                 continue
             means = views_like(gradients.to(share.flat.dtype), share.params)

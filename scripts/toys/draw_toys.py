@@ -68,7 +68,7 @@ KEPT = {
 """Bytes of parameters, gradients and AdamW's states for each parameter."""
 
 
-def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -85,12 +85,12 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         default=4,
         help="MiB of the buckets of DDP, ZeRO-1 and ZeRO-2",
     )
-    return parser.parse_args(words)
+    return parser.parse_args(argv)
 
 
-def main(words: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Record and draw."""
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     strategies = [] if arguments.only == "layers" else STRATEGIES
     layers = {} if arguments.only == "strategies" else LAYERS
     pictures: dict[str, Figure] = {}
@@ -109,7 +109,7 @@ def main(words: list[str] | None = None) -> int:
             }
             for name, drawn in TIMELINES.items():
                 pictures[name] = draw_timelines(
-                    {f"parallel={each}": steps[each] for each in drawn}
+                    {f"parallel={strategy}": steps[strategy] for strategy in drawn}
                 )
             pictures["memory"] = draw_memory(steps)
         if layers:
@@ -201,7 +201,7 @@ def draw_memory(steps: dict[str, list[Recorded]]) -> Figure:
         for number, (rank, color) in enumerate(
             zip(ranks, ("#1b2631", "#cb4335"), strict=True)
         ):
-            moments = [_place(rank, moment) for moment, _ in rank.memory]
+            moments = [_position(rank, moment) for moment, _ in rank.memory]
             sizes = [size / MIB for _, size in rank.memory]
             axes.step(
                 moments,
@@ -213,10 +213,14 @@ def draw_memory(steps: dict[str, list[Recorded]]) -> Figure:
                 alpha=0.85,
             )
         peak = max(size for rank in ranks for _, size in rank.memory) / MIB
-        kept = KEPT[name](len(ranks)) * ranks[0].parameters / MIB
-        axes.axhline(kept, color="#555555", ls=(0, (4, 3)), lw=0.9, label="formula")
+        formula_mib = KEPT[name](len(ranks)) * ranks[0].parameters / MIB
+        axes.axhline(
+            formula_mib, color="#555555", ls=(0, (4, 3)), lw=0.9, label="formula"
+        )
         axes.set_title(
-            f"{name}\nformula {kept:.1f}, peak {peak:.1f} MiB", fontsize=10, pad=18
+            f"{name}\nformula {formula_mib:.1f}, peak {peak:.1f} MiB",
+            fontsize=10,
+            pad=18,
         )
         axes.set_xlim(0, PHASES[-1][2])
         axes.set_xticks([])
@@ -229,7 +233,7 @@ def draw_memory(steps: dict[str, list[Recorded]]) -> Figure:
     return figure
 
 
-def _place(rank: Recorded, moment: float) -> float:
+def _position(rank: Recorded, moment: float) -> float:
     """Return the position of a moment in the panel; phases have the same width in all panels."""
     begins = [
         0.0,

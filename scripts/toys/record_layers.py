@@ -44,16 +44,16 @@ SENT = ("counts", "rows", "results", "results", "rows")
 
 def record_layers() -> dict[str, Recorded]:
     """Record every case on this rank, one after the other. A collective."""
-    found = {}
+    recordings = {}
     for kind in ATTENTIONS:
         with unit(kind, announce=dist.get_rank() == 0):
-            found[kind] = _record(
+            recordings[kind] = _record(
                 _attention(kind), SWAPPED if kind == "ulysses" else PASSED
             )
     for routing in ROUTINGS:
         with unit(routing, announce=dist.get_rank() == 0):
-            found[routing] = _record(_experts(routing), SENT)
-    return found
+            recordings[routing] = _record(_experts(routing), SENT)
+    return recordings
 
 
 def _attention(kind: str) -> Callable[[], None]:

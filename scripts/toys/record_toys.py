@@ -92,35 +92,35 @@ def record(strategies: list[list[str]], bucket_mb: int) -> list[Recorded]:
         bucket_mb: MiB of the buckets of DDP, ZeRO-1 and ZeRO-2.
     """
     recorded = []
-    for words in strategies:
-        name = words[0].removeprefix("parallel=")
+    for overrides in strategies:
+        name = overrides[0].removeprefix("parallel=")
         sized = (
             []
             if name in ("toy_zero3", "toy_fsdp", "fsdp1", "fsdp2")
             else [f"parallel.bucket_cap_mb={bucket_mb}"]
         )
-        choose = functools.partial(_build, [*words, *sized])
-        found = Recorded()
+        choose = functools.partial(_build, [*overrides, *sized])
+        recording = Recorded()
         with unit(f"{name}, times", announce=dist.get_rank() == 0):
-            _record_times(choose, found)
+            _record_times(choose, recording)
             dist.barrier()
         with unit(f"{name}, memory", announce=dist.get_rank() == 0):
-            _record_memory(choose, found)
+            _record_memory(choose, recording)
             dist.barrier()
-        recorded.append(found)
+        recorded.append(recording)
     return recorded
 
 
-def _build(words: list[str], steps: int) -> Trainer:
-    config = compose_config([*MODEL, *words, f"train.steps={steps}"])
+def _build(overrides: list[str], steps: int) -> Trainer:
+    config = compose_config([*MODEL, *overrides, f"train.steps={steps}"])
     config.validate(dist.get_world_size(), "cpu")
     return Trainer(config)
 
 
-def _record_times(build: Callable[[int], Trainer], found: Recorded) -> None:
+def _record_times(build: Callable[[int], Trainer], recording: Recorded) -> None:
     traced = SKIPPED_STEPS + 1
     trainer = build(traced + TIMED_STEPS)
-    found.parameters = sum(trainer.parallel_model.parameter_sizes.values())
+    recording.parameters = sum(trainer.built.parameter_sizes.values())
     calls: list[Call] = []
     trace = CollectiveTrace(traced, trainer.strategy.model, {}, calls.extend)
     trainer.on_phase = trace.enter
@@ -146,9 +146,9 @@ def _record_times(build: Callable[[int], Trainer], found: Recorded) -> None:
     trainer.around_step = around
     trainer.train()
     fastest = FastestStep(profiler)
-    found.seconds = fastest.seconds
-    found.computing += fastest.computing()
-    found.computing += [
+    recording.seconds = fastest.seconds
+    recording.computing += fastest.computing()
+    recording.computing += [
         fastest.bar(event, "update", "")
         for event in fastest.events
         if "_fused_adam" in event["name"]
@@ -166,24 +166,26 @@ def _record_times(build: Callable[[int], Trainer], found: Recorded) -> None:
                     block_of(name).removeprefix("layers.") for name in call.parameters
                 )
             )
-            found.collectives.append(fastest.bar(event, call.collective, _few(blocks)))
+            recording.collectives.append(
+                fastest.bar(event, call.collective, _few(blocks))
+            )
 
 
-def _record_memory(build: Callable[[int], Trainer], found: Recorded) -> None:
+def _record_memory(build: Callable[[int], Trainer], recording: Recorded) -> None:
     last = SKIPPED_STEPS + 1
     begin = 0.0
     with LiveBytes().watch() as live:
         trainer = build(last)
 
         def on_phase(step: int, phase: str) -> None:
-            found.phases[phase] = time.perf_counter() - begin
+            recording.phases[phase] = time.perf_counter() - begin
 
         @contextmanager
         def around(step: int) -> Iterator[None]:
             nonlocal begin
             begin = time.perf_counter()
             yield
-            found.memory_seconds = time.perf_counter() - begin
+            recording.memory_seconds = time.perf_counter() - begin
 
         trainer.on_phase = on_phase
         trainer.around_step = around
@@ -191,10 +193,10 @@ def _record_memory(build: Callable[[int], Trainer], found: Recorded) -> None:
     total = 0
     for moment, change in live.changes:
         total += change
-        if begin <= moment <= begin + found.memory_seconds:
-            found.memory.append((moment - begin, total))
+        if begin <= moment <= begin + recording.memory_seconds:
+            recording.memory.append((moment - begin, total))
         elif moment < begin:
-            found.memory = [(0.0, total)]
+            recording.memory = [(0.0, total)]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -212,11 +214,11 @@ class LiveBytes(TorchDispatchMode):
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            done = resize(storage, size)
+            result = resize(storage, size)
             before, reference = self._sizes.get(storage._cdata, (size, None))
             self._sizes[storage._cdata] = (size, reference)
             self.changes.append((time.perf_counter(), size - before))
-            return done
+            return result
 
         with mock.patch.object(torch.UntypedStorage, "resize_", resized), self:
             yield self

@@ -74,15 +74,18 @@ def expected(
             (length, -(-length // ranks))
             for length in _bucket_lengths(shapes, bucket_bytes)
         ]
-        padded = sum(each for _, each in slices)
-        owned = sum(min(max(length - rank * each, 0), each) for length, each in slices)
+        padded = sum(slice_len for _, slice_len in slices)
+        owned = sum(
+            min(max(length - rank * slice_len, 0), slice_len)
+            for length, slice_len in slices
+        )
         elements = (ranks * padded, whole if kind == "zero1" else padded, 2 * owned)
     elif kind == "zero3":
         # Whole tensors: the largest first, each to the rank with the least.
-        kept = [0] * ranks
+        rank_elements = [0] * ranks
         for numel in sorted((shape.numel() for shape in shapes), reverse=True):
-            kept[kept.index(min(kept))] += numel
-        elements = (kept[rank], kept[rank], 2 * kept[rank])
+            rank_elements[rank_elements.index(min(rank_elements))] += numel
+        elements = (rank_elements[rank], rank_elements[rank], 2 * rank_elements[rank])
     else:
         # Rows are cut as torch.chunk cuts them; every rank has room for the first chunk, and states
         # for its own.
@@ -96,7 +99,7 @@ def expected(
             for count, chunk, width in rows
         )
         elements = (padded, padded, 2 * owned)
-    parameters, gradients, states = (FLOAT_BYTES * each for each in elements)
+    parameters, gradients, states = (FLOAT_BYTES * count for count in elements)
     return parameters, gradients, states
 
 
@@ -111,7 +114,7 @@ def _bucket_lengths(shapes: Sequence[torch.Size], bucket_bytes: int) -> list[int
 
 
 def compare(
-    words: list[str], strategy: str, ranks: int, rank: int
+    overrides: list[str], strategy: str, ranks: int, rank: int
 ) -> tuple[Held, Held]:
     """Return the bytes of one rank, counted and by formula; replaces the process group."""
     # Registers the backend; PyTorch's own test helper, private in torch 2.7 to 2.13.
@@ -119,31 +122,39 @@ def compare(
 
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    config = compose_config([*words, f"parallel={strategy}"])
+    config = compose_config([*overrides, f"parallel={strategy}"])
     config.validate(ranks, "cpu")
     with fake_tensors("cpu"):
         with torch.device("meta"):
             model = config.model.build()
         shapes = [param.shape for param in model.parameters()]
-        made = config.parallel.build(World(Device("cpu"), rank, ranks, config.mesh))
-        made.shard(model, lambda param, name: None)
-        params = [param for _, param in made.named_parameters()]
+        parallelized = config.parallel.build(
+            World(Device("cpu"), rank, ranks, config.mesh)
+        )
+        parallelized.shard(model, lambda param, name: None)
+        params = [param for _, param in parallelized.named_parameters()]
         optimizer = torch.optim.AdamW(params)
         tokens_BT = torch.zeros(1, 8, dtype=torch.long)
-        with made.microbatch(0, 1):
-            made.model(tokens_BT, tokens_BT, build_loss(chunk_loss=False)).backward()
+        with parallelized.microbatch(0, 1):
+            parallelized.model(
+                tokens_BT, tokens_BT, build_loss(chunk_loss=False)
+            ).backward()
         gradients = storage_bytes(
             param.grad for param in params if param.grad is not None
         )
         optimizer.step()
-        held = storage_bytes(params), gradients, storage_bytes(state_tensors(optimizer))
+        rank_bytes = (
+            storage_bytes(params),
+            gradients,
+            storage_bytes(state_tensors(optimizer)),
+        )
     bucket_bytes = getattr(config.parallel, "bucket_cap_mb", 0) * MIB
-    return held, expected(
+    return rank_bytes, expected(
         strategy.removeprefix("toy_"), shapes, ranks, rank, bucket_bytes
     )
 
 
-def main(words: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Print the table; return 1 if a number differs from its formula."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -160,7 +171,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES
     )
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     overrides = ["experiment=null", f"model={args.model}"]
     overrides += [f"model.n_layers={args.layers}"] if args.layers else []
     print(
@@ -173,15 +184,15 @@ def main(words: list[str] | None = None) -> int:
         for strategy in args.strategies:
             for rank in ranks:
                 with unit(f"{strategy}, rank {rank}"):
-                    ((held, wanted),) = run_ranks(
+                    ((counted, formula),) = run_ranks(
                         1, compare, overrides, strategy, args.world_size, rank
                     )
-                differs |= held != wanted
-                cells = [f"{each:,}" for each in held]
+                differs |= counted != formula
+                cells = [f"{count:,}" for count in counted]
                 verdict = (
                     "equal"
-                    if held == wanted
-                    else f"DIFFERS: {', '.join(f'{each:,}' for each in wanted)}"
+                    if counted == formula
+                    else f"DIFFERS: {', '.join(f'{count:,}' for count in formula)}"
                 )
                 print(
                     f"| {strategy} | {rank} | {' | '.join(cells)} | {verdict} |",

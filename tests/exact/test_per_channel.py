@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from fsdptoys.models.exchange import Split
 from fsdptoys.models.initial import Initial, ones, residual, zeros
-from fsdptoys.models.layers import Attention, SwiGLU
+from fsdptoys.models.layers import SwiGLU
 from fsdptoys.models.ops import Layer
 from fsdptoys.models.rotary import RotaryConfig
+from fsdptoys.models.self_attention import Attention
 from fsdptoys.parallel import FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
 from fsdptoys.parallel.precision import DType

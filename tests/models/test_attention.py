@@ -28,8 +28,8 @@ from fsdptoys.models.attention import (
     masked_attention,
 )
 from fsdptoys.models.kernels import block_mask, dense_mask
-from fsdptoys.models.layers import Attention
 from fsdptoys.models.rotations import Pairs, rotary, turn
+from fsdptoys.models.self_attention import Attention
 from tests.harness.families import SMALL
 from tests.harness.folders import build
 
@@ -58,11 +58,11 @@ def _enabled() -> set[str]:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Enabled backends, heads of keys and ``enable_gqa`` of each call of PyTorch's attention."""
-    made: list[Any] = []
+    calls: list[Any] = []
     plain = F.scaled_dot_product_attention
 
     def record(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        made.append((_enabled(), key.shape[1], options["enable_gqa"]))
+        calls.append((_enabled(), key.shape[1], options["enable_gqa"]))
         return (
             torch.empty_like(query)
             if query.is_cuda
@@ -70,7 +70,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         )
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
-    yield made
+    yield calls
     assert _enabled() == EVERY  # contexts are left
 
 
@@ -108,13 +108,13 @@ def test_backends_of_a_cpu_have_the_values_and_gradients_of_the_default(
             torch.arange(33).div(9, rounding_mode="floor").expand(2, 33), torch.float32
         )
         both = [
-            lambda q, k, v, each=each: each.document_attention.attend(q, k, v, added)
-            for each in (plain, forced)
+            lambda q, k, v, ops=ops: ops.document_attention.attend(q, k, v, added)
+            for ops in (plain, forced)
         ]
     else:
         both = [plain.attention, forced.attention]
-    expected, found = (_values_and_gradients(attend, leaves) for attend in both)
-    for one, other in zip(found, expected, strict=True):
+    expected, actual = (_values_and_gradients(attend, leaves) for attend in both)
+    for one, other in zip(actual, expected, strict=True):
         assert (
             torch.equal(one, other)
             if name == "flash"
@@ -183,8 +183,8 @@ def test_cuda_has_no_cudnn_for_masks_and_evaluation_and_repeats_heads_where_no_k
         if masks is False:
             attention(q, k, v)
         else:
-            seen = torch.zeros(33, 33, dtype=dtype, device="cuda") if masks else None
-            masked_attention(q, k, v, seen)
+            mask = torch.zeros(33, 33, dtype=dtype, device="cuda") if masks else None
+            masked_attention(q, k, v, mask)
     assert calls == [expected]
 
 
@@ -207,8 +207,8 @@ def test_repeated_heads_equal_shared_ones(monkeypatch: pytest.MonkeyPatch) -> No
     for shares in (True, False):
         monkeypatch.setattr(attention_module, "SHARES_ON_CPU", shares)
         results.append(_values_and_gradients(attention, leaves))
-    for expected, found in zip(*results, strict=True):
-        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    for expected, actual in zip(*results, strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_pytorch_names_the_backend_that_it_chooses() -> None:
@@ -237,9 +237,9 @@ def test_rotary_keeps_strides_on_cuda_and_rounds_alike_in_both_layouts(
             x.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1), pairs
         ).transpose(1, 2)
 
-    found = _values_and_gradients(transposed, [leaf])
-    assert all(map(torch.equal, found, expected))
-    assert expected[0].is_contiguous() and found[0].stride() == leaf.stride()
+    actual = _values_and_gradients(transposed, [leaf])
+    assert all(map(torch.equal, actual, expected))
+    assert expected[0].is_contiguous() and actual[0].stride() == leaf.stride()
     with FakeTensorMode():
         x = _qkv(4, 2, dtype, "cuda")[0]
         tables = torch.ones(33, 8, device="cuda"), torch.ones(33, 8, device="cuda")

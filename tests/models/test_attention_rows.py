@@ -50,8 +50,8 @@ def segments(chunk_len: int | None, documents: bool) -> Tensor:
 def causal(q: Tensor, k: Tensor, v: Tensor, segments_BT: Tensor) -> Tensor:
     """Attention by a softmax over all scores, masked."""
     k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))
-    seen = (segments_BT.unsqueeze(2) == segments_BT.unsqueeze(1)).tril().unsqueeze(1)
-    scores = (q @ k.mT / K**0.5).masked_fill(~seen, -torch.inf)
+    mask = (segments_BT.unsqueeze(2) == segments_BT.unsqueeze(1)).tril().unsqueeze(1)
+    scores = (q @ k.mT / K**0.5).masked_fill(~mask, -torch.inf)
     return scores.softmax(-1) @ v
 
 
@@ -71,17 +71,17 @@ def test_rows_are_those_of_attention_over_the_full_sequence(kernels: Ops) -> Non
         leaves = [x.requires_grad_() for x in inputs()]
         q, k, v, upstream = leaves
         piece = slice(start, start + rows)
-        seen = (
+        mask = (
             dense_rows(segments(chunk_len, True), start, start + rows, q.dtype)
             if documents
             else None
         )
-        found = attend_rows(q[:, :, piece], k, v, start, kernels, chunk_len, seen)
+        actual = attend_rows(q[:, :, piece], k, v, start, kernels, chunk_len, mask)
         expected = causal(q, k, v, segments(chunk_len, documents))[:, :, piece]
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-        of_found = torch.autograd.grad(found, leaves[:3], upstream[:, :, piece])
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+        of_actual = torch.autograd.grad(actual, leaves[:3], upstream[:, :, piece])
         of_expected = torch.autograd.grad(expected, leaves[:3], upstream[:, :, piece])
-        torch.testing.assert_close(of_found, of_expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(of_actual, of_expected, rtol=0, atol=1e-12)
 
 
 def test_rows_of_a_dense_mask_are_rows_of_the_full_mask() -> None:
@@ -89,8 +89,8 @@ def test_rows_of_a_dense_mask_are_rows_of_the_full_mask() -> None:
     full = dense_mask(segments(10, True), torch.float32)
     for start, rows in PIECES:
         stop = start + rows
-        found = dense_rows(segments(10, True), start, stop, torch.float32)
-        assert torch.equal(found, full[:, :, start:stop, :stop])
+        actual = dense_rows(segments(10, True), start, stop, torch.float32)
+        assert torch.equal(actual, full[:, :, start:stop, :stop])
 
 
 def test_rows_pass_through_selective_checkpointing() -> None:
@@ -107,10 +107,10 @@ def test_rows_pass_through_selective_checkpointing() -> None:
     q, k, v, upstream = (x.requires_grad_() for x in inputs(torch.float32))
     plain = torch.autograd.grad(attend(q, k, v), (q, k, v), upstream[:, :, 7:18])
     out = checkpoint(attend, q, k, v, use_reentrant=False, context_fn=contexts)
-    for found, expected in zip(
+    for actual, expected in zip(
         torch.autograd.grad(out, (q, k, v), upstream[:, :, 7:18]), plain, strict=True
     ):
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("kernel", [FLASH, PLAIN], ids=["flash", "plain"])
@@ -144,8 +144,8 @@ def test_blocks_add_up_to_attention_over_all_keys(
             expected, wide, upstream[:, :, queries].double()
         )
         assert out.dtype is dtype
-        for found, right in ((out, expected), (gradients.grad_q, by_q[:, :, queries])):
-            torch.testing.assert_close(found.double(), right, rtol=0, atol=atol)
+        for actual, right in ((out, expected), (gradients.grad_q, by_q[:, :, queries])):
+            torch.testing.assert_close(actual.double(), right, rtol=0, atol=atol)
         torch.testing.assert_close(
             grads.double(), torch.stack((by_k, by_v))[:, :, :, keys], rtol=0, atol=atol
         )

@@ -45,7 +45,7 @@ def test_chunked_attention_caches_only_its_chunk() -> None:
     for piece in torch.randint(0, 96, (1, 60)).split([50, 5, 5], dim=1):
         model(piece, cache=cache)
     blank = torch.zeros(1, 2, 0, 32)
-    kept = [
+    lengths = [
         cache.extend(layer.attn, blank, blank)[0].shape[2] for layer in model.layers
     ]
-    assert kept == [60 % 24] * 3 + [60]
+    assert lengths == [60 % 24] * 3 + [60]

@@ -35,10 +35,10 @@ def pieces(tokens_BT: Tensor) -> Iterator[tuple[int, int, int]]:
     """Row, start and stop of each document, by a loop over the tokens."""
     for row, tokens in enumerate(tokens_BT.tolist()):
         start = 0
-        for place, token in enumerate(tokens):
-            if token == END or place == len(tokens) - 1:
-                yield row, start, place + 1
-                start = place + 1
+        for position, token in enumerate(tokens):
+            if token == END or position == len(tokens) - 1:
+                yield row, start, position + 1
+                start = position + 1
 
 
 @pytest.mark.parametrize("case", SMALL)
@@ -52,11 +52,11 @@ def test_packed_documents_have_the_logits_and_gradients_of_separate_ones(
     weights_BTV = torch.randn(*tokens_BT.shape, model.config.vocab_size)
 
     def gradients() -> list[Tensor]:
-        found = [
+        grads = [
             param.grad.clone() for param in model.parameters() if param.grad is not None
         ]
         model.zero_grad(set_to_none=True)
-        return found
+        return grads
 
     unmasked_BTV = model(tokens_BT).detach()
     alone_BTV = torch.zeros_like(unmasked_BTV)
@@ -73,9 +73,9 @@ def test_packed_documents_have_the_logits_and_gradients_of_separate_ones(
     assert (together_BTV.detach() - alone_BTV).abs().amax() < 1e-5 * scale
     assert (unmasked_BTV - alone_BTV).abs().amax() > 1e-2 * scale
     # A bias of keys has none but roundings
-    largest = max(float(wanted.abs().amax()) for wanted in expected)
-    for grad, wanted in zip(gradients(), expected, strict=True):
-        assert (grad - wanted).abs().amax() < 1e-5 * largest
+    largest = max(float(expected_grad.abs().amax()) for expected_grad in expected)
+    for grad, expected_grad in zip(gradients(), expected, strict=True):
+        assert (grad - expected_grad).abs().amax() < 1e-5 * largest
 
 
 def test_positions_and_attended_keys_restart_at_documents() -> None:

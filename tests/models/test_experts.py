@@ -148,14 +148,14 @@ def test_every_implementation_equals_the_formula(
     assert not actual[4][unused].any()
 
 
-@pytest.mark.parametrize("wanted", range(4))
-def test_each_gradient_can_be_computed_alone(wanted: int) -> None:
+@pytest.mark.parametrize("index", range(4))
+def test_each_gradient_can_be_computed_alone(index: int) -> None:
     """Oracle: the same gradient computed together with the others."""
     inputs = make_inputs(11, 2, 4)
-    expected = value_and_gradients(apply_experts(*inputs, Looped()), inputs)[1 + wanted]
+    expected = value_and_gradients(apply_experts(*inputs, Looped()), inputs)[1 + index]
     floats = [tensor for tensor in inputs if tensor.requires_grad]
     for tensor in floats:
-        tensor.requires_grad_(tensor is floats[wanted])
+        tensor.requires_grad_(tensor is floats[index])
     (actual,) = value_and_gradients(apply_experts(*inputs, Looped()), inputs)[1:]
     assert torch.equal(actual, expected)
 
@@ -225,22 +225,22 @@ def test_saved_tensors_have_the_documented_size() -> None:
     top_k = 2
     inputs = make_inputs(tokens, top_k, 4)
     experts = build(inputs)
-    kept = []
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
     ):
         with torch.no_grad():
             experts(*inputs[:3])
-        assert not kept
+        assert not saved
         experts(*inputs[:3])
     floats = [
-        t for t in kept if t.is_floating_point() and not isinstance(t, nn.Parameter)
+        t for t in saved if t.is_floating_point() and not isinstance(t, nn.Parameter)
     ]
     assert sum(t.numel() for t in floats) == tokens * DIM + tokens * top_k * (
         2 * FFN_DIM + 1
     )
     assert (
-        sum(t.numel() for t in kept if not t.is_floating_point()) == 3 * tokens * top_k
+        sum(t.numel() for t in saved if not t.is_floating_point()) == 3 * tokens * top_k
     )
 
 
@@ -336,27 +336,27 @@ def test_probe_rejects_wrong_and_raising_implementations() -> None:
     not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped product"
 )
 @pytest.mark.parametrize(
-    ("dim", "ffn_dim", "wanted"),
+    ("dim", "ffn_dim", "implementation"),
     [(64, 32, Grouped), (64, 50, Looped), (36, 22, Looped)],
 )
 def test_widths_unsupported_by_grouped_mm_use_the_loop(
-    dim: int, ffn_dim: int, wanted: type, monkeypatch: pytest.MonkeyPatch
+    dim: int, ffn_dim: int, implementation: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: torch itself, which refuses rows that are not aligned to 16 bytes."""
     monkeypatch.setattr(grouped, "_fastest", lambda *_: Grouped())
-    assert type(choose_product("cpu", torch.float32, dim, ffn_dim)) is wanted
+    assert type(choose_product("cpu", torch.float32, dim, ffn_dim)) is implementation
     matrices = torch.randn(3, 2 * ffn_dim, dim), torch.randn(3, dim, ffn_dim)
     tokens = torch.randn(8, dim), torch.arange(8).view(8, 1) % 3, torch.ones(8, 1)
     with (
         pytest.raises(RuntimeError, match="strides")
-        if wanted is Looped
+        if implementation is Looped
         else nullcontext()
     ):
         apply_experts(*tokens, *matrices, Grouped())
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "wanted"),
+    ("capability", "dtype", "implementation"),
     [
         ((9, 0), torch.bfloat16, Grouped),
         ((10, 3), torch.bfloat16, Grouped),
@@ -368,7 +368,7 @@ def test_widths_unsupported_by_grouped_mm_use_the_loop(
 def test_cuda_uses_the_grouped_matmul_only_where_it_is_one_kernel(
     capability: tuple[int, int],
     dtype: torch.dtype,
-    wanted: type,
+    implementation: type,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: PyTorch's condition for its kernel; elsewhere its loop waits for the device in every
@@ -376,4 +376,4 @@ def test_cuda_uses_the_grouped_matmul_only_where_it_is_one_kernel(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(grouped, "works", lambda *_: True)
     monkeypatch.setattr(Grouped, "__init__", lambda _: None)  # torch 2.7 has none
-    assert type(grouped._fastest.__wrapped__("cuda", dtype)) is wanted
+    assert type(grouped._fastest.__wrapped__("cuda", dtype)) is implementation

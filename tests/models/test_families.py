@@ -22,7 +22,7 @@ from fsdptoys.models import (
     use_ops,
 )
 from fsdptoys.models.grouped import Looped
-from fsdptoys.models.layers import Attention
+from fsdptoys.models.self_attention import Attention
 from fsdptoys.parallel import SingleConfig
 from fsdptoys.tune import LoRAConfig
 from tests.harness.families import CONVERTIBLE, LLAMA2, ROTARY, SMALL
@@ -98,7 +98,8 @@ def test_flops_per_token_match_torchs_counter(case: str) -> None:
     count."""
     # The counter supports torch's own matmuls only, and counts padding rows of other
     # implementations.
-    model, seq_len = build(SMALL[case]), 96  # four whole chunks
+    model = build(SMALL[case])
+    seq_len = 96  # four whole chunks
     use_ops(model, replace(choose_ops({}), grouped_matmul=lambda *_: Looped()))
     tokens_BT = torch.randint(0, 96, (2, seq_len))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -234,15 +235,17 @@ def test_missing_config_keys_default_like_transformers(family: str) -> None:
         for key, value in style.write_config(config).items()
         if key not in optional
     }
-    theirs = transformers.AutoConfig.for_model(
+    their_config = transformers.AutoConfig.for_model(
         **{key: value for key, value in tree.items() if key != "architectures"}
     )
-    ours = MODELS[family](**style.read_config(tree))
-    assert isinstance(ours, RotaryConfig)
-    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert ours.head_width == (
-        getattr(theirs, "head_dim", None)
-        or theirs.hidden_size // theirs.num_attention_heads
+    our_config = MODELS[family](**style.read_config(tree))
+    assert isinstance(our_config, RotaryConfig)
+    assert our_config.rope_theta == their_config.rope_parameters["rope_theta"]
+    assert our_config.head_width == (
+        getattr(their_config, "head_dim", None)
+        or their_config.hidden_size // their_config.num_attention_heads
     )
     for name in style.defaults.keys() - {"head_dim"}:
-        assert getattr(ours, name) == getattr(theirs, style.keys[name]), name
+        assert getattr(our_config, name) == getattr(their_config, style.keys[name]), (
+            name
+        )

@@ -30,12 +30,12 @@ from tests.harness.folders import build
 from tests.harness.npu_stand_ins import CALLS, DEVICE, npu_operators
 
 NPU = {
-    operation: "npu" for operation, named in IMPLEMENTATIONS.items() if "npu" in named
+    operation: "npu" for operation, names in IMPLEMENTATIONS.items() if "npu" in names
 }
 COMPILED = {
     operation: "compiled"
-    for operation, named in IMPLEMENTATIONS.items()
-    if "compiled" in named
+    for operation, names in IMPLEMENTATIONS.items()
+    if "compiled" in names
 }
 
 
@@ -148,14 +148,19 @@ def test_implementations_have_the_values_and_gradients_of_the_plain_one(
     operation, make, rest = CASES[case]
     torch.manual_seed(0)
     leaves = [leaf.to(DEVICE, dtype) for leaf in make()]
-    rest = tuple(each.to(DEVICE) if isinstance(each, Tensor) else each for each in rest)
+    rest = tuple(
+        argument.to(DEVICE) if isinstance(argument, Tensor) else argument
+        for argument in rest
+    )
     plain = _run(IMPLEMENTATIONS[operation]["torch"], leaves, rest)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for found, expected in zip(
+    for actual, expected in zip(
         _run(IMPLEMENTATIONS[operation][name], leaves, rest), plain, strict=True
     ):
-        assert found.dtype == expected.dtype == dtype and found.shape == expected.shape
-        assert (found.float() - expected.float()).norm() <= tolerance * max(
+        assert (
+            actual.dtype == expected.dtype == dtype and actual.shape == expected.shape
+        )
+        assert (actual.float() - expected.float()).norm() <= tolerance * max(
             expected.float().norm(), 0.1
         )
 
@@ -171,7 +176,7 @@ def test_norm_with_a_weight_of_another_dtype_falls_back_to_pytorch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "name", "kept"),
+    ("operation", "name", "count"),
     [
         ("rotary", "npu", 0),
         ("swiglu", "torch", 3),
@@ -183,7 +188,7 @@ def test_norm_with_a_weight_of_another_dtype_falls_back_to_pytorch() -> None:
     ],
 )
 def test_kernels_save_the_documented_number_of_tensors(
-    operation: str, name: str, kept: int
+    operation: str, name: str, count: int
 ) -> None:
     """Oracle: tensors saved by autograd, in sizes of the input; tables, weights and statistics are
     smaller."""
@@ -206,7 +211,7 @@ def test_kernels_save_the_documented_number_of_tensors(
     assert out.requires_grad
     size = x.untyped_storage().nbytes()
     # Two tables of half a head's width are small compared with all heads.
-    assert sum(nbytes // size for nbytes in saved.values()) == kept
+    assert sum(nbytes // size for nbytes in saved.values()) == count
     assert sum(nbytes % size for nbytes in saved.values()) <= size / 4
 
 
@@ -271,8 +276,11 @@ def test_model_has_equal_loss_and_gradients_with_other_kernels(
     """
     backend = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
     monkeypatch.setattr(kernels, "_compile", functools.cache(backend))
-    kept = (*SAVED_OPERATORS["attention"], torch.ops.npu.npu_fusion_attention.default)
-    monkeypatch.setitem(SAVED_OPERATORS, "attention", kept)
+    operators = (
+        *SAVED_OPERATORS["attention"],
+        torch.ops.npu.npu_fusion_attention.default,
+    )
+    monkeypatch.setitem(SAVED_OPERATORS, "attention", operators)
     loss, grads = _loss_and_gradients(
         case, {}, torch.float32, GradientCheckpointing.none
     )
@@ -305,8 +313,8 @@ def test_selective_checkpointing_recomputes_neither_attention_nor_matmuls(
         ("attention", "npu_fusion_attention"),
         ("grouped_mm", "npu_grouped_matmul"),
     ):
-        kept = (*SAVED_OPERATORS[name], getattr(torch.ops.npu, operator).default)
-        monkeypatch.setitem(SAVED_OPERATORS, name, kept)
+        operators = (*SAVED_OPERATORS[name], getattr(torch.ops.npu, operator).default)
+        monkeypatch.setitem(SAVED_OPERATORS, name, operators)
     # Probes the matmul
     _loss_and_gradients("qwen3_moe", NPU, torch.float32, GradientCheckpointing.none)
     CALLS.clear()
@@ -364,8 +372,8 @@ def test_compiled_kernels_join_the_graph_of_a_compiled_block() -> None:
     expected = model.layers[0](hidden, rotations)
     use_ops(model, choose_ops(COMPILED))
     counter = CompileCounterWithBackend("aot_eager")
-    found = torch.compile(model.layers[0], backend=counter, fullgraph=True)(
+    actual = torch.compile(model.layers[0], backend=counter, fullgraph=True)(
         hidden, rotations
     )
     assert counter.frame_count == 1
-    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    assert (actual - expected).norm() <= 1e-5 * expected.norm()

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from fsdptoys.loss import build_loss
 from fsdptoys.models import linear as linear_module
-from fsdptoys.models.layers import Attention, GELUFeedForward, Linear, SwiGLU
+from fsdptoys.models.layers import GELUFeedForward, Linear, SwiGLU
+from fsdptoys.models.self_attention import Attention
 
 
 @pytest.fixture
@@ -26,11 +27,11 @@ def gradients(
     module.zero_grad()
     output = module(input_BTD, *args)
     output.float().square().sum().backward()
-    found = [output, input_BTD.grad, *(param.grad for param in module.parameters())]
+    results = [output, input_BTD.grad, *(param.grad for param in module.parameters())]
     assert all(
-        tensor is not None and tensor.dtype == torch.bfloat16 for tensor in found
+        tensor is not None and tensor.dtype == torch.bfloat16 for tensor in results
     )
-    return found  # type: ignore[return-value]
+    return results  # type: ignore[return-value]
 
 
 @pytest.mark.usefixtures("no_bfloat16")
@@ -45,12 +46,12 @@ def test_linear_computed_in_float32_equals_float64(
     exact = torch.nn.Linear(24, 16, bias=bias).double()
     exact.load_state_dict(layer.state_dict())
     input_BTD = torch.randn(shape).bfloat16()
-    found = gradients(layer, input_BTD)
+    results = gradients(layer, input_BTD)
     exact_input = input_BTD.double().requires_grad_()
     output = exact(exact_input)
-    output.backward(2 * found[0].double())
+    output.backward(2 * results[0].double())
     expected = [output, exact_input.grad, *(param.grad for param in exact.parameters())]
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(results, expected, strict=True):
         assert b is not None
         assert (a.double() - b).norm() <= 0.005 * b.norm()
 
@@ -75,18 +76,18 @@ def test_attention_computed_in_float32_equals_torch_bfloat16(
 @pytest.mark.usefixtures("no_bfloat16")
 def test_plain_loss_multiplies_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the dtypes passed to torch's own matmul, none of them bf16."""
-    asked = []
+    dtypes = []
     own = torch.nn.functional.linear
 
     def spy(input: torch.Tensor, *args: torch.Tensor | None) -> torch.Tensor:
-        asked.append(input.dtype)
+        dtypes.append(input.dtype)
         return own(input, *args)
 
     monkeypatch.setattr(torch.nn.functional, "linear", spy)
     hidden_ND = torch.randn(4, 8).bfloat16()
     weight_VD = torch.randn(16, 8).bfloat16()
     build_loss(chunk_loss=False)(hidden_ND, weight_VD, torch.arange(4))
-    assert asked == [torch.float32]
+    assert dtypes == [torch.float32]
 
 
 @pytest.mark.parametrize(

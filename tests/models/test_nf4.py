@@ -78,25 +78,28 @@ def test_codes_and_scales_are_those_of_torchao() -> None:
     if not hasattr(nf4, "NF4Tensor"):
         pytest.skip("this torchao has NF4Tensor elsewhere")
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    theirs = nf4.NF4Tensor.from_tensor(weight, 64, 256)
-    ours = packed(weight, torch.float32).view(torch.uint8)
+    oracle = nf4.NF4Tensor.from_tensor(weight, 64, 256)
+    rows = packed(weight, torch.float32).view(torch.uint8)
     equal = (
-        (ours[:, :128].flatten() == theirs.quantized_data.flatten())
+        (rows[:, :128].flatten() == oracle.quantized_data.flatten())
         .repeat_interleave(2)
         .view_as(weight)
     )
     # Torchao rounds the codebook to four digits, which moves the middles
     assert equal.float().mean().item() > 0.999
-    scales = ours[:, 128:].contiguous().view(torch.float32).flatten()
-    found = theirs.dequantize_scalers(
-        theirs.quantized_scalers, theirs.quantization_factor, 256
+    scales = rows[:, 128:].contiguous().view(torch.float32).flatten()
+    oracle_scales = oracle.dequantize_scalers(
+        oracle.quantized_scalers, oracle.quantization_factor, 256
     )
     torch.testing.assert_close(
-        scales, found, rtol=0, atol=(scales - scales.mean()).abs().max().item() / 100
+        scales,
+        oracle_scales,
+        rtol=0,
+        atol=(scales - scales.mean()).abs().max().item() / 100,
     )
     values = unpack(packed(weight, torch.float32), codebook(), torch.float32)
     torch.testing.assert_close(
-        values[equal], theirs.get_original_weight()[equal], rtol=0, atol=0.05
+        values[equal], oracle.get_original_weight()[equal], rtol=0, atol=0.05
     )
 
 

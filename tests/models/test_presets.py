@@ -128,17 +128,19 @@ def test_scout_is_the_default_llama4_of_transformers_except_its_context() -> Non
     config = compose_config(["model=llama4_scout"]).model
     assert isinstance(config, Llama4Config)
     tree = config.hugging_face.write_config(config)
-    theirs = {
+    their_keys = {
         "architectures",
         "max_position_embeddings",
         "rope_theta",
         "rope_scaling",
         "rope_parameters",
     }
-    ours = {"router_aux_loss_coef"}  # which transformers does not use for this family
+    our_keys = {
+        "router_aux_loss_coef"
+    }  # which transformers does not use for this family
     assert {
         key: value for key, value in tree.items() if defaults.get(key, value) != value
-    }.keys() <= theirs | ours
+    }.keys() <= their_keys | our_keys
 
 
 def test_every_preset_is_named_after_its_file() -> None:

@@ -25,10 +25,10 @@ def test_costs_are_split_as_evenly_as_they_can_be(count: int) -> None:
     sizes = balanced_sizes(costs, count)
     assert len(sizes) == count and min(sizes) >= 1 and sum(sizes) == len(costs)
     ends = [sum(sizes[: i + 1]) for i in range(count)]
-    found = max(
+    largest = max(
         sum(costs[end - size : end]) for end, size in zip(ends, sizes, strict=True)
     )
-    assert found == smallest_maximum(costs, count)
+    assert largest == smallest_maximum(costs, count)
 
 
 def model_of(preset: str) -> Any:

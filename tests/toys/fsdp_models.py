@@ -186,7 +186,7 @@ def train(
         if case.clips
         else torch.optim.SGD(params, lr=0.5)
     )
-    seen: list[float] = []
+    numbers: list[float] = []
     tokens = iter(batches(steps * case.micro_batches))
     for _ in range(steps):
         losses: list[Tensor] = []
@@ -203,12 +203,12 @@ def train(
                 losses.append(backward(model, next(tokens)))
         if case.together:
             torch.stack(losses).sum().backward()
-        seen += [loss.item() for loss in losses]
+        numbers += [loss.item() for loss in losses]
         if case.clips:
-            seen.append(nn.utils.clip_grad_norm_(params, 0.5).full_tensor().item())
+            numbers.append(nn.utils.clip_grad_norm_(params, 0.5).full_tensor().item())
         optimizer.step()
         optimizer.zero_grad()
-    return seen, whole(model)
+    return numbers, whole(model)
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -223,11 +223,11 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 def assert_matches_native(case: Case) -> None:
     """Compare losses, norms and parameters with those of PyTorch in every bit."""
-    ours = train(TOY, case)
-    theirs = train(NATIVE, case)
-    assert ours[0] == theirs[0]
+    toy = train(TOY, case)
+    native = train(NATIVE, case)
+    assert toy[0] == native[0]
     assert {
         name
-        for name, value in theirs[1].items()
-        if not torch.equal(value, ours[1][name])
+        for name, value in native[1].items()
+        if not torch.equal(value, toy[1][name])
     } == set()

@@ -7,9 +7,9 @@ TOLERANCES = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 DTYPES = (torch.float64, torch.float32)
 
 
-def relative(found: Tensor | None, expected: Tensor | None) -> float:
+def relative(actual: Tensor | None, expected: Tensor | None) -> float:
     """Return the largest difference, divided by the largest expected number."""
-    assert found is not None and expected is not None
+    assert actual is not None and expected is not None
     return (
-        (found - expected).abs().max() / expected.abs().max().clamp_min(1e-300)
+        (actual - expected).abs().max() / expected.abs().max().clamp_min(1e-300)
     ).item()

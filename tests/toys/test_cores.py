@@ -156,7 +156,7 @@ def refusals(folder: str) -> list[str]:
     """What each core says of weights that two of its units share, and of a unit made twice."""
     fsdp = load_alone("fsdp/core")
     zero3 = load_alone("zero3")
-    said = []
+    messages = []
 
     def tied() -> nn.Sequential:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -186,10 +186,10 @@ def refusals(folder: str) -> list[str]:
     for attempt in attempts:
         try:
             attempt()
-            said.append("")
+            messages.append("")
         except ValueError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def test_weights_of_two_units_are_refused_by_name(tmp_path: Path) -> None:

@@ -56,23 +56,25 @@ def follow(model: Any, accumulate: bool, keep_grads: bool) -> list[Tensor]:
     """Gradients, parameters and buffers after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(10 + dist.get_rank())
-    seen: list[Tensor] = []
+    tensors: list[Tensor] = []
     for _ in range(STEPS):
         if accumulate:
             with model.no_sync():
                 model(torch.randn(4, 6, generator=generator)).square().mean().backward()
         model(torch.randn(4, 6, generator=generator)).square().mean().backward()
-        seen += [
+        tensors += [
             param.grad.clone() for param in model.parameters() if param.grad is not None
         ]
         optimizer.step()
         optimizer.zero_grad(set_to_none=not keep_grads)
-        seen += [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
+        tensors += [
+            tensor.clone() for tensor in (*model.parameters(), *model.buffers())
+        ]
         with torch.no_grad():
             model.eval()
-            seen.append(model(torch.ones(4, 6)))
+            tensors.append(model(torch.ones(4, 6)))
             model.train()
-    return seen
+    return tensors
 
 
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.extended)])

@@ -29,11 +29,11 @@ from tests.toys.fsdp_models import (
 
 
 def exposes_sharded_parameters_outside_the_forward() -> None:
-    seen: list[bool] = []
+    is_sharded: list[bool] = []
     model = build(TOY, Case())
     block = model.blocks[0]
     block.up.register_forward_hook(
-        lambda module, *_: seen.append(isinstance(module.weight, DTensor))
+        lambda module, *_: is_sharded.append(isinstance(module.weight, DTensor))
     )
     assert (
         type(block).__name__ == "FSDPBlock"
@@ -42,7 +42,7 @@ def exposes_sharded_parameters_outside_the_forward() -> None:
     )
     assert all(isinstance(param, DTensor) for param in model.parameters())
     backward(model, batches(1)[0])
-    assert seen == [False]
+    assert is_sharded == [False]
     assert all(
         isinstance(param, DTensor) and isinstance(param.grad, DTensor)
         for param in model.parameters()
@@ -52,7 +52,7 @@ def exposes_sharded_parameters_outside_the_forward() -> None:
 def keeps_one_storage_for_full_parameters() -> None:
     model = build(TOY, Case())
     block = model.blocks[0]
-    seen = []
+    weights = []
     for _ in range(2):
         backward(model, batches(1)[0])
         block.unshard()
@@ -61,10 +61,10 @@ def keeps_one_storage_for_full_parameters() -> None:
         storage = weight.untyped_storage()
         assert storage.size() >= sum(param.numel() * 4 for param in block.parameters())
         assert storage.data_ptr() == bias.untyped_storage().data_ptr()
-        seen.append(weight)
+        weights.append(weight)
         block.reshard()
         assert storage.size() == 0
-    assert seen[0] is seen[1]
+    assert weights[0] is weights[1]
 
 
 def trace(library: Any, case: Case, steps: int) -> list[str]:
@@ -78,11 +78,14 @@ def trace(library: Any, case: Case, steps: int) -> list[str]:
         block.norm.register_full_backward_hook(
             lambda *_, index=index: events.append(f"backward {index}")
         )
-    words = {"all_gather_single": "gather", "reduce_scatter_single": "reduce"}
+    event_of = {"all_gather_single": "gather", "reduce_scatter_single": "reduce"}
     if not hasattr(dist, "all_gather_single"):
-        words = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce"}
+        event_of = {
+            "all_gather_into_tensor": "gather",
+            "reduce_scatter_tensor": "reduce",
+        }
     with pytest.MonkeyPatch.context() as patch:
-        for name, word in words.items():
+        for name, word in event_of.items():
             original = getattr(dist, name)
 
             def noted(
@@ -129,10 +132,10 @@ def gathers_as_often_as_pytorch() -> None:
         Case(shard=shard_groups),
         Case(options={"reshard_after_forward": False}),
     ):
-        ours = trace(TOY, case, 3)
-        theirs = trace(NATIVE, case, 3)
+        toy = trace(TOY, case, 3)
+        native = trace(NATIVE, case, 3)
         for word in ("gather", "reduce"):
-            assert ours.count(word) == theirs.count(word)
+            assert toy.count(word) == native.count(word)
 
 
 def reshards_after_a_wrong_prefetch() -> None:

@@ -46,9 +46,9 @@ def held_bytes(kind: str) -> Held:
         nn.functional.cross_entropy(
             model(tokens_BT).flatten(0, 1), tokens_BT.flatten()
         ).backward()
-    shown = [*plain.parameters(), *params]
-    gradients = storage_bytes(param.grad for param in shown if param.grad is not None)
-    return storage_bytes(shown), gradients, storage_bytes(state_tensors(optimizer))
+    pieces = [*plain.parameters(), *params]
+    gradients = storage_bytes(param.grad for param in pieces if param.grad is not None)
+    return storage_bytes(pieces), gradients, storage_bytes(state_tensors(optimizer))
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
@@ -113,14 +113,14 @@ def step_peak(library: Any) -> tuple[int, int]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         peaks = []
         for _ in range(20):
-            held = sum(size for _, size in live.changes)
+            kept_bytes = sum(size for _, size in live.changes)
             live.changes.clear()
-            live.changes.append((0.0, held))
+            live.changes.append((0.0, kept_bytes))
             backward(model, batches(1)[0])
             optimizer.step()
             optimizer.zero_grad()
             sizes = itertools.accumulate(size for _, size in live.changes)
-            peaks.append(max(sizes) - held)
+            peaks.append(max(sizes) - kept_bytes)
     before = storage_bytes(model.parameters()) + storage_bytes(state_tensors(optimizer))
     # A thread of gloo's may free its last reference late.
     return before, min(peaks[2:])

@@ -63,10 +63,10 @@ def test_updates_have_the_bits_of_torch_optim(
 ) -> None:
     """Oracle: ``torch.optim`` with ``foreach=False``, by ``torch.equal``, after steps with missing
     gradients."""
-    found = train(toy, settings, dtype)
-    wanted = train(native, {**settings, "foreach": False}, dtype)
+    actual = train(toy, settings, dtype)
+    expected = train(native, {**settings, "foreach": False}, dtype)
     assert all(
-        torch.equal(one, other) for one, other in zip(found, wanted, strict=True)
+        torch.equal(one, other) for one, other in zip(actual, expected, strict=True)
     )
 
 

@@ -1,10 +1,7 @@
-"""Programs and numbers of docs/toys: exercises, loops, answers to questions, stories; and
-CITATION.cff."""
+"""Programs and numbers of docs/toys: loops, answers to questions, stories; and CITATION.cff."""
 
-import importlib.util
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,135 +21,9 @@ from fsdptoys.train.trainer import Trainer
 from scripts.toys.toys_memory import MIB, expected
 from tests.harness.pages import blocks, commands
 from tests.harness.ranks import run_ranks
+from tests.toys.page_files import PAGES, ROOT, load_file
 
-ROOT = Path(__file__).parents[2]
-PAGES = ROOT / "docs" / "toys"
-EXERCISES = PAGES / "exercises"
 LOOPS = PAGES / "loops"
-SOLUTIONS = Path(__file__).with_name("solutions.py")
-
-
-def load_file(path: Path) -> ModuleType:
-    """Return a file as a module that ``import`` does not find."""
-    spec = importlib.util.spec_from_file_location(f"page_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-WRONG: dict[str, tuple[dict[str, str], str]] = {
-    "ring": (
-        {"ranks - 1:\n            received": "ranks:\n            received"},
-        "the sum of",
-    ),
-    "buckets": ({"room = cap": "room = cap + 1"}, "nothing more in a full bucket"),
-    "step": (
-        {"length = -(-len(parameter) // ranks)": "length = len(parameter)"},
-        "of states kept",
-    ),
-    "rows": (
-        {
-            "    most = -(-rows // ranks)\n    return": "    most = rows // ranks + 1\n    return"
-        },
-        "rows of rank",
-    ),
-    "owners": ({", key=lambda number: -sizes[number]": ""}, "on a rank for"),
-    "linear": (
-        {
-            "ctx.save_for_backward(inputs, shard)": (
-                "ctx.save_for_backward(inputs, shard, gather(shard))"
-            ),
-            "inputs, shard = ctx": "inputs, shard, _ = ctx",
-        },
-        "is kept for the backward",
-    ),
-    "attention": (
-        {"torch.logaddexp(lse, block_lse)": "torch.maximum(lse, block_lse)"},
-        "to the keys of all ranks",
-    ),
-    "dispatch": ({"[order.argsort()]": "[order]"}, "in the order of the rows"),
-}
-"""Exercise → replacements in its solution, and the resulting message of its check."""
-
-
-@pytest.fixture(scope="module")
-def check() -> ModuleType:
-    """``check.py`` as a module."""
-    return load_file(EXERCISES / "check.py")
-
-
-@pytest.fixture
-def solutions(check: ModuleType, tmp_path: Path) -> Path:
-    """A folder with the right answers."""
-    for name in check.CHECKS:
-        shutil.copy(SOLUTIONS, tmp_path / f"{name}.py")
-    return tmp_path
-
-
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.extended)])
-def test_solutions_pass_and_unanswered_exercises_are_reported(
-    check: ModuleType, solutions: Path, ranks: int
-) -> None:
-    """Oracle: the checks, which compare answers with PyTorch's collectives, Adam, chunk, linear and
-    softmax."""
-    names = list(check.CHECKS)
-    right = {}
-    unanswered = dict.fromkeys(names, "not answered yet")
-    found = run_ranks(
-        ranks, lambda: (check.check(solutions, names), check.check(EXERCISES, names))
-    )
-    assert found == [(right, unanswered)] * ranks
-
-
-def test_every_exercise_has_a_wrong_answer(check: ModuleType) -> None:
-    """Oracle: the names of the checks."""
-    assert set(WRONG) == set(check.CHECKS)
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_check_detects_a_wrong_answer(
-    name: str, check: ModuleType, solutions: Path
-) -> None:
-    """Oracle: a solution with a mistake, made by replacing pieces of it; the message on some
-    rank."""
-    replacements, sentence = WRONG[name]
-    text = SOLUTIONS.read_text()
-    for piece, wrong in replacements.items():
-        assert text.count(piece) == 1, piece
-        text = text.replace(piece, wrong)
-    (solutions / f"{name}.py").write_text(text)
-    messages = [
-        of_rank.get(name, "")
-        for of_rank in run_ranks(3, check.check, solutions, [name])
-    ]
-    assert any(sentence in message for message in messages), messages
-
-
-def test_command_reports_right_wrong_and_hanging_answers(
-    check: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    solutions: Path,
-) -> None:
-    """Oracle: status and output for a solution, for an unanswered exercise, and for deadlocked
-    ranks."""
-    monkeypatch.setattr(check, "WORLD_SIZES", (2,))
-    monkeypatch.setattr(sys, "argv", ["check.py", "owners", "--folder", str(solutions)])
-    assert check.main() == 0
-    monkeypatch.setattr(sys, "argv", ["check.py", "owners"])
-    assert check.main() == 1
-    assert (
-        capsys.readouterr().out == "owners: right\nowners, 2 ranks: not answered yet\n"
-    )
-    (solutions / "ring.py").write_text(
-        "import torch.distributed as dist\ndef all_reduce(tensor):\n    dist.recv(tensor)\n"
-    )
-    monkeypatch.setattr(check, "PATIENCE_SECONDS", 3)
-    assert (
-        check.run(solutions, "ring", 2)
-        == "no answer within 3 seconds; a rank waits for what nobody sends"
-    )
 
 
 PARTS = ("toy_cp", "toy_ep")
@@ -266,7 +137,7 @@ def test_answers_have_the_computed_numbers() -> None:
     block = sum(param.numel() for param in model.layers[0].parameters())
     rest = count - len(model.layers) * block
     vector = [torch.Size([count])]  # divisible by the ranks: no padding
-    kept = [
+    state_bytes = [
         sum(expected(kind, vector, RANKS, 0, 25 * MIB))
         for kind in ("ddp", "zero1", "zero2", "fsdp")
     ]
@@ -275,7 +146,7 @@ def test_answers_have_the_computed_numbers() -> None:
     rows = [len(chunk) for chunk in params[0].chunk(RANKS)]
     padding = (RANKS * rows[0] - sum(rows)) * params[0].shape[1] * 4
     numbers: dict[int, list[Any]] = {
-        1: kept,
+        1: state_bytes,
         2: [2 * sent, 3 * sent],
         4: [len(buckets), max(param.nbytes for param in params[1:]), params[0].nbytes],
         5: [(4 + 1) / 2],
@@ -346,12 +217,16 @@ def test_scripts_print_what_their_pages_show(
     """Oracle: the block of the page, word by word, its numbers within 2%."""
     load_file(PAGES / f"{script}.py").main()
     printed = capsys.readouterr().out
-    shown = [block.text for block in blocks(PAGES / SCRIPTS[script]) if not block.info]
-    words = [re.sub(rf"{NUMBER}| +", " ", text).split() for text in (printed, *shown)]
-    assert words[0] in words[1:], printed
+    page_texts = [
+        block.text for block in blocks(PAGES / SCRIPTS[script]) if not block.info
+    ]
+    texts = [
+        re.sub(rf"{NUMBER}| +", " ", text).split() for text in (printed, *page_texts)
+    ]
+    assert texts[0] in texts[1:], printed
     numbers = [
-        [float(each) for each in re.findall(NUMBER, text)]
-        for text in (printed, shown[words[1:].index(words[0])])
+        [float(number) for number in re.findall(NUMBER, text)]
+        for text in (printed, page_texts[texts[1:].index(texts[0])])
     ]
     assert numbers[0] == pytest.approx(numbers[1], rel=TOLERANCE), printed
 
@@ -362,14 +237,14 @@ def take_steps(
     """Losses and gradient norms of two steps on this rank, and the collectives of the second."""
     if with_bug:
         FullUnit.take_gradients = load_file(PAGES / "stories/with_bug.py").take_matrices
-    words = [
+    overrides = [
         "experiment=null",
         "model=llama_debug",
         f"parallel={parallel}",
         "train.steps=2",
         "metrics.console=none",
     ]
-    config = compose_config(words)
+    config = compose_config(overrides)
     config.validate(2, "cpu")
     trainer = Trainer(config)
     calls: list[Call] = []
@@ -380,17 +255,17 @@ def take_steps(
     return [(step.loss, step.grad_norm) for step in trainer.history], calls
 
 
-def printed_by(words: list[str], folder: Path) -> list[str]:
+def printed_by(overrides: list[str], folder: Path) -> list[str]:
     """What a run prints outside its table of steps."""
     config = compose_config(
-        [*words, "metrics.console=none", f"metrics.run_dir={folder}"]
+        [*overrides, "metrics.console=none", f"metrics.run_dir={folder}"]
     )
     config.validate(2, "cpu")
     run = Run(Trainer(config))
-    said: list[str] = []
-    run._say = lambda *texts: said.extend(texts)  # type: ignore[method-assign]
+    messages: list[str] = []
+    run._say = lambda *texts: messages.extend(texts)  # type: ignore[method-assign]
     run.run()
-    return said
+    return messages
 
 
 def test_page_shows_the_collectives_that_its_command_prints(tmp_path: Path) -> None:
@@ -399,13 +274,16 @@ def test_page_shows_the_collectives_that_its_command_prints(tmp_path: Path) -> N
     command = next(
         line for line in commands(page) if "debug.trace_collectives=true" in line
     )
-    words = command.split()[2:]
-    shown = [
+    overrides = command.split()[2:]
+    tables = [
         block.text
         for block in blocks(page)
         if block.text.startswith("collectives of step")
     ]
-    assert shown[0].rstrip("\n") in run_ranks(2, printed_by, words, tmp_path / "run")[0]
+    assert (
+        tables[0].rstrip("\n")
+        in run_ranks(2, printed_by, overrides, tmp_path / "run")[0]
+    )
 
 
 def test_the_injected_bug_shows_where_the_page_says() -> None:

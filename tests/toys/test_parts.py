@@ -55,12 +55,12 @@ def attention_errors(kind: str, dtype: torch.dtype, kv_heads: int) -> float:
     ]
     group: Any = dist.group.WORLD
     if kind == "ulysses":
-        found = ulysses_attention(*parts, group)
+        result = ulysses_attention(*parts, group)
     else:
-        found = RingAttention.apply(*parts, group, kind == "ring")
-    found.backward(whole[3].to(dtype)[:, :, own])
+        result = RingAttention.apply(*parts, group, kind == "ring")
+    result.backward(whole[3].to(dtype)[:, :, own])
     pairs = [
-        (found, expected),
+        (result, expected),
         *((part.grad, leaf.grad) for part, leaf in zip(parts, leaves, strict=True)),
     ]
     assert all(one.dtype == dtype for one, _ in pairs)
@@ -93,11 +93,12 @@ def test_parts_are_all_pairs_that_a_causal_mask_leaves(
     own = [own_positions(24, ranks, rank, balanced) for rank in range(ranks)]
     assert torch.equal(torch.cat(own).sort().values, torch.arange(24))
     for rank, source in itertools.permutations(range(ranks), 2):
-        queries, keys = seen_parts(rank, source, length, balanced)
-        seen = torch.zeros(length, length, dtype=torch.bool)
-        seen[queries, keys] = True
-        assert torch.equal(seen, own[rank][:, None] > own[source])
-        assert not balanced or seen.sum() == length**2 // 2
+        turn = (rank - source) % ranks
+        queries, keys = seen_parts(turn, rank, length // 2, balanced)
+        mask = torch.zeros(length, length, dtype=torch.bool)
+        mask[queries, keys] = True
+        assert torch.equal(mask, own[rank][:, None] > own[source])
+        assert not balanced or mask.sum() == length**2 // 2
     for positions in own:  # so the own block's mask is the plain causal one
         assert positions.equal(positions.sort().values)
 

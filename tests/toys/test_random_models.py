@@ -156,8 +156,10 @@ def differing_seeds(toy: str, seeds: range) -> list[int]:
                     gradient_as_bucket_view=draw.random() < 0.5,
                 )
             records.append(train(wrapped, draw))
-        ours, theirs = records
-        if len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs)):
+        toy_record, native_record = records
+        if len(toy_record) != len(native_record) or not all(
+            map(torch.equal, toy_record, native_record)
+        ):
             differing.append(seed)
     return differing
 

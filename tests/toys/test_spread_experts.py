@@ -74,7 +74,7 @@ def layer_errors(routing: str, dtype: torch.dtype) -> tuple[float, int]:
     weights = torch.rand(ranks * TOKENS, TOP_K, dtype=dtype)
     chosen = choose(routing, ranks)
     rows = slice(rank * TOKENS, (rank + 1) * TOKENS)
-    found: list[Any] = []
+    records: list[Any] = []
     for layer, own in (
         (OneProcess(*stacks), slice(None)),
         (Experts(*stacks, group), rows),
@@ -82,8 +82,8 @@ def layer_errors(routing: str, dtype: torch.dtype) -> tuple[float, int]:
         inputs = [tensor[own].clone().requires_grad_() for tensor in (hidden, weights)]
         out = layer(inputs[0], chosen[own], inputs[1])
         out.backward(grad[own])
-        found.append((layer, [out, *(tensor.grad for tensor in inputs)]))
-    (whole, expected), (spread, results) = found
+        records.append((layer, [out, *(tensor.grad for tensor in inputs)]))
+    (whole, expected), (spread, results) = records
     errors = [
         relative(result, all_rows[rows])
         for result, all_rows in zip(results, expected, strict=True)

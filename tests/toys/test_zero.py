@@ -189,11 +189,11 @@ def test_owner_loads_differ_by_at_most_the_largest_tensor(
         else [[owner for unit in owners for owner in unit]]
     )
     for sizes, ranks in zip(judged, flat, strict=True):
-        kept = [
+        rank_bytes = [
             sum(size for size, owner in zip(sizes, ranks, strict=True) if owner == rank)
             for rank in range(4)
         ]
-        assert max(kept) <= sum(sizes) / 4 + max(sizes)
+        assert max(rank_bytes) <= sum(sizes) / 4 + max(sizes)
     assert copy.deepcopy(owners) == assign_owners(units, 4, evenness)
 
 

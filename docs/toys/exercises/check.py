@@ -1,5 +1,4 @@
-"""Check the exercises: ``python docs/toys/exercises/check.py ring`` or, for all of them, without a
-name.
+"""Check the exercises: ``python docs/toys/exercises/check.py ring``; without a name, all of them.
 
 Runs 2, 3 and 4 processes on this machine, with gloo, and compares results and the collectives used.
 Prints the expected value where an answer differs, and exits with status 1.
@@ -85,13 +84,13 @@ def check_buckets(answer: ModuleType, rank: int, ranks: int) -> None:
             flat == list(reversed(range(len(sizes)))),
             f"each parameter of {sizes} once, the last first: {flat}",
         )
-        for place, bucket in enumerate(buckets):
+        for index, bucket in enumerate(buckets):
             expect(bool(bucket), "no empty bucket")
             after = sum(sizes[number] for number in bucket)
             before = after - sum(sizes[number] for number in bucket[-1:])
             expect(before < 8, f"nothing more in a full bucket: {bucket} of {sizes}")
             expect(
-                after >= 8 or place == len(buckets) - 1,
+                after >= 8 or index == len(buckets) - 1,
                 f"only full buckets closed, unlike {bucket} of {sizes}",
             )
 
@@ -101,7 +100,8 @@ def check_step(answer: ModuleType, rank: int, ranks: int) -> None:
     for length in (2, 24, 101):
         torch.manual_seed(length)
         whole = nn.Parameter(torch.randn(length))
-        own, state = whole.detach().clone(), {}
+        own = whole.detach().clone()
+        state = {}
         adamw = torch.optim.AdamW([whole], lr=1e-2, foreach=False)
         for step in (1, 2, 3):
             whole.grad = torch.randn(length)
@@ -110,9 +110,9 @@ def check_step(answer: ModuleType, rank: int, ranks: int) -> None:
             apart = (own - whole.detach()).abs().max()
             right = torch.equal(own, whole.detach())
             expect(right, f"the bits of AdamW after step {step}, not {apart:.1e} off")
-        kept = sum(tensor.numel() for tensor in state.values())
+        size = sum(tensor.numel() for tensor in state.values())
         most = 2 * -(-length // ranks)
-        expect(kept <= most, f"at most {most} elements of states kept, not {kept}")
+        expect(size <= most, f"at most {most} elements of states kept, not {size}")
 
 
 def check_rows(answer: ModuleType, rank: int, ranks: int) -> None:
@@ -216,10 +216,10 @@ def check_attention(answer: ModuleType, rank: int, ranks: int) -> None:
         own = slice(rank * rows, (rank + 1) * rows)
         expected = (q[own] @ k.T / columns**0.5).softmax(1) @ v
         with Traffic() as traffic:
-            found = answer.attend(q[own].clone(), k[own].clone(), v[own].clone())
-        right = found.shape == expected.shape
-        right = right and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
-        expect(right, f"attention to the keys of all ranks: {expected[0]}, not {found[0]}")
+            result = answer.attend(q[own].clone(), k[own].clone(), v[own].clone())
+        right = result.shape == expected.shape
+        right = right and torch.allclose(result, expected, rtol=1e-4, atol=1e-5)
+        expect(right, f"attention to the keys of all ranks: {expected[0]}, not {result[0]}")
         others = {name for name in traffic.calls if name not in ("send", "recv", "recv_any_source")}
         expect(not others, f"nothing but sends and receives: {', '.join(sorted(others))} was used")
         most = 2 * (ranks - 1) * rows * columns
@@ -245,18 +245,18 @@ def check_dispatch(answer: ModuleType, rank: int, ranks: int) -> None:
         rows = torch.randn(count, 3, generator=generator).requires_grad_()
         factor = nn.Parameter(torch.tensor(rank + 2.0))
         with Traffic() as traffic:
-            found = answer.apply_elsewhere(
+            out = answer.apply_elsewhere(
                 rows, targets, lambda rows, factor=factor: rows * factor + rank
             )
-            found.sum().backward()
+            out.sum().backward()
         factors = (targets + 2.0).unsqueeze(1)
         expected = rows.detach() * factors + targets.unsqueeze(1)
         expect(
-            found.shape == rows.shape,
-            f"{tuple(rows.shape)} for {case} targets, not {tuple(found.shape)}",
+            out.shape == rows.shape,
+            f"{tuple(rows.shape)} for {case} targets, not {tuple(out.shape)}",
         )
         expect(
-            torch.allclose(found, expected), f"results in the order of the rows, for {case} targets"
+            torch.allclose(out, expected), f"results in the order of the rows, for {case} targets"
         )
         expect(rows.grad is not None, "a gradient of the rows")
         expect(

@@ -14,7 +14,8 @@ class Averaged:
 
     def __init__(self, modules):
         self.units = [[p for p in module.parameters() if p.requires_grad] for module in modules]
-        self.enabled, self.in_flight = True, []
+        self.enabled = True
+        self.in_flight = []
         self.missing = []
         """Parameters without a gradient in this backward, unit by unit; empty between backwards."""
         for number, unit in enumerate(self.units):
@@ -49,7 +50,8 @@ class Averaged:
             means = flat.split([param.numel() for param in unit])
             for param, mean in zip(unit, means, strict=True):
                 param.grad = mean.view_as(param)
-        self.in_flight, self.missing = [], []
+        self.in_flight = []
+        self.missing = []
 
 
 def train(model, batches):

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from tests.harness.ranks import run_ranks
 
 HERE = Path(__file__).resolve().parent
-RANKS, STEPS = 2, 5
+RANKS = 2
+STEPS = 5
 LOOPS = ("toy_ddp", "toy_zero1", "toy_zero2", "toy_zero3", "toy_fsdp", "own")
 
 
@@ -66,26 +67,27 @@ def train(name: str) -> tuple[list[float], list[Any]]:
     return losses, [param.numpy() for param in params]
 
 
-def main(words: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Print a line for each loop; return 1 if one differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(LOOPS))
-    names = parser.parse_args(words).names or LOOPS
+    names = parser.parse_args(argv).names or LOOPS
     if unknown := sorted(set(names) - set(LOOPS)):
         parser.error(f"{', '.join(unknown)} is none of the loops: {', '.join(LOOPS)}")
     ((losses, params),) = run_ranks(1, train, "single")
     print("single   ", *(f"{loss:.6f}" for loss in losses))
-    found = run_ranks(RANKS, lambda: [train(name) for name in names])
+    outcomes = run_ranks(RANKS, lambda: [train(name) for name in names])
     status = 0
     for number, name in enumerate(names):
         means = [
-            sum(each) / RANKS for each in zip(*(rank[number][0] for rank in found), strict=True)
+            sum(rank_losses) / RANKS
+            for rank_losses in zip(*(rank[number][0] for rank in outcomes), strict=True)
         ]
         equal = means == losses and all(
             np.array_equal(one, other)
-            for rank in found
+            for rank in outcomes
             for one, other in zip(rank[number][1], params, strict=True)
         )
         print(

@@ -23,8 +23,13 @@ from fsdptoys.toys.ep import Experts, MoE
 from tests.harness.ranks import run_ranks
 
 HERE = Path(__file__).resolve().parent
-RANKS, STEPS, TOLERANCE = 2, 5, 1e-5
-WORDS, LENGTH, WIDTH, EXPERTS = 10, 16, 32, 4
+RANKS = 2
+STEPS = 5
+TOLERANCE = 1e-5
+VOCABULARY = 10
+LENGTH = 16
+WIDTH = 32
+EXPERTS = 4
 
 
 class Decoder(nn.Module):
@@ -33,12 +38,11 @@ class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.qkv, self.out, self.head = (
-            nn.Linear(WIDTH, 3 * WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, WORDS),
-        )
+        self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.embed_positions = nn.Embedding(LENGTH, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
         stacks = torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 8, torch.randn(EXPERTS, WIDTH, WIDTH) / 8
         self.moe = MoE(torch.randn(EXPERTS, WIDTH), Experts(*stacks, alone), top_k=2)
 
@@ -47,7 +51,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits; without other arguments, of whole sequences."""
         positions = torch.arange(LENGTH) if positions is None else positions
-        hidden = self.words(tokens) + self.places(positions)
+        hidden = self.embed_tokens(tokens) + self.embed_positions(positions)
         q, k, v = self.qkv(hidden).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
         hidden = hidden + self.out(attend(q, k, v).transpose(1, 2).flatten(2))
         return self.head(hidden + self.moe(hidden))
@@ -67,7 +71,7 @@ def train(name: str) -> list[float]:
     losses."""
     torch.manual_seed(0)
     model = Decoder()
-    batches = [torch.randint(WORDS, (4, LENGTH + 1)) for _ in range(STEPS)]
+    batches = [torch.randint(VOCABULARY, (4, LENGTH + 1)) for _ in range(STEPS)]
     losses: list[float] = load(name).train(
         model, [(batch[:, :-1], batch[:, 1:]) for batch in batches]
     )[0]

@@ -24,7 +24,11 @@ from fsdptoys.toys.fsdp import fully_shard
 from scripts.toys.record_toys import LiveBytes
 from tests.harness.ranks import run_ranks
 
-RANKS, TOKENS, CHUNK, WIDTH, VOCABULARY = 2, 1024, 128, 64, 8192
+RANKS = 2
+TOKENS = 1024
+CHUNK = 128
+WIDTH = 64
+VOCABULARY = 8192
 
 
 class LanguageModel(nn.Module):
@@ -104,8 +108,10 @@ def measure(variant: str) -> tuple[float, int, int]:
 
 def main() -> None:
     """Print a line for each variant."""
-    found = run_ranks(RANKS, lambda: [measure(variant) for variant in ("plain", "hooked", "fixed")])
-    (plain_loss, *plain), (loss, *hooked), (fixed_loss, *fixed) = found[0]
+    outcomes = run_ranks(
+        RANKS, lambda: [measure(variant) for variant in ("plain", "hooked", "fixed")]
+    )
+    (plain_loss, *plain), (loss, *hooked), (fixed_loss, *fixed) = outcomes[0]
     assert loss == fixed_loss
     print(
         f"rank 0 of {RANKS}: {TOKENS} tokens, {VOCABULARY} classes, logits of "

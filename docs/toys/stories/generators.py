@@ -23,7 +23,9 @@ from fsdptoys.parallel.init_weights import initialize
 from fsdptoys.toys.fsdp import fully_shard
 from tests.harness.ranks import run_ranks
 
-RANKS, SEED, STD = 2, 7, 0.05
+RANKS = 2
+SEED = 7
+STD = 0.05
 SIZES = [64, 256, 32]
 
 
@@ -77,7 +79,8 @@ def sharded(fill: Any) -> tuple[float, list[Any]]:
 def first_loss(model: nn.Module) -> float:
     """Loss of a fixed batch."""
     generator = torch.Generator().manual_seed(0)
-    inputs, labels = torch.randn(16, SIZES[0], generator=generator), torch.arange(16)
+    inputs = torch.randn(16, SIZES[0], generator=generator)
+    labels = torch.arange(16)
     return nn.functional.cross_entropy(model(inputs), labels).item()
 
 
@@ -100,10 +103,10 @@ def describe(name: str, run: tuple[float, list[Any]], reference: list[Any]) -> N
     """Print a run's first loss, its values' spread, and the number of elements that it shares with
     a reference."""
     loss, values = run
-    flat, wanted = (
-        np.concatenate([value.ravel() for value in each]) for each in (values, reference)
+    flat, flat_reference = (
+        np.concatenate([value.ravel() for value in arrays]) for arrays in (values, reference)
     )
-    equal = int((flat == wanted).sum())
+    equal = int((flat == flat_reference).sum())
     print(
         f"{name:26} first loss {loss:.4f}, std {flat.std():.4f}, elements equal to one process "
         f"{equal} of {flat.size}"

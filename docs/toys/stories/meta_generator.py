@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from tests.harness.ranks import run_ranks
 
-RANKS, SEED, SAMPLES = 2, 7, 1000
+RANKS = 2
+SEED = 7
+SAMPLES = 1000
 
 
 class Model(nn.Module):
@@ -90,7 +92,8 @@ def report_shuffle(name: str, fixed: bool) -> None:
         RANKS,
         lambda: [value if isinstance(value, bool) else value.tolist() for value in shuffle(fixed)],
     )[0]
-    twice, never = uses.count(2), uses.count(0)
+    twice = uses.count(2)
+    never = uses.count(0)
     print(
         f"{name:24} parameters equal: {equal}; of {SAMPLES} samples {twice} used twice, {never} "
         "never"

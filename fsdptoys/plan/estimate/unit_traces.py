@@ -28,7 +28,8 @@ from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.memory.activation_offload import MIN_BYTES
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.models import DecoderModel, choose_ops, npu_kernels, use_ops
-from fsdptoys.models.layers import Attention, RunnableBlock
+from fsdptoys.models.layers import RunnableBlock
+from fsdptoys.models.self_attention import Attention
 from fsdptoys.parallel.context import ContextForm, build_context
 from fsdptoys.parallel.mesh import CONTEXT_AXIS, TENSOR_AXIS
 from fsdptoys.plan.simulator.events import Alloc, Free, Mark

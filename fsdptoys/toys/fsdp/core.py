@@ -3,15 +3,13 @@
     forward    pre_forward ── gather, wait ────────────────── module ──── post_forward: reshard
     backward   pre_backward ─ gather, wait, gather next ─ autograd ── post_backward: reshard, reduce
 
-1. ``FSDPUnit``: a rank's part of a unit is one flat tensor, which an all-gather sends as it is.
-   Modules have sharded parameters (DTensors, views of it) or whole ones (views of one block, whose
-   storage is resized to nothing and back, since tensors that autograd saved are views of it).
-2. ``FSDPUnit.reduce`` is a generator that yields where it would wait. The next unit's backward
-   resumes it (``Reductions``), so that its collective overlaps with that unit's computation.
+1. ``FSDPUnit``: a rank's part of a unit is one flat tensor of S elements with padding, which an
+   all-gather sends as it is. Modules have sharded parameters (DTensors, views of it) or whole ones:
+   views of one block. Its storage is resized to nothing and back, since autograd saved such views.
+2. Collectives are asynchronous. ``FSDPUnit.reduce`` is a generator that yields where it would wait.
+   The next unit's backward resumes it (``Reductions``), so that it overlaps with that computation.
 3. ``UnitHooks`` calls both. The backward's next unit is the one whose forward ended before.
 4. ``fully_shard`` makes a unit of a module's parameters; other files extend it by subclasses.
-
-All collectives are asynchronous. Shapes: R ranks, S elements of a shard, padding included.
 """
 
 import itertools
@@ -29,8 +27,7 @@ from ..autograd import queue_callback
 from ..tensor_tree import map_tensors, tensors_in
 from .layout import Piece, lay_out
 
-# torch 2.13 renamed both; the old names warn there.
-RENAMED = hasattr(dist, "all_gather_single")
+RENAMED = hasattr(dist, "all_gather_single")  # both in torch 2.13; the old names warn there
 ALL_GATHER = "all_gather_single" if RENAMED else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if RENAMED else "reduce_scatter_tensor"
 ALIGNMENT_BYTES = 512  # of whole parameters, as if allocated alone: kernels are slower elsewhere
@@ -55,28 +52,27 @@ class UnitParameter:
 
 
 class FSDPUnit:
-    """Parameters gathered together: their homes, in the order of the flat shard, and dims to cut.
-
-    The mesh's last axis has the ranks; ``reshards`` frees whole parameters after the forward.
-    """
+    """Parameters gathered together, in the order of the flat shard."""
 
     gathers_in_backward = reshards_after_backward = True
 
     def __init__(
         self, homes: dict[nn.Parameter, Homes], dims: list[int], mesh: DeviceMesh, reshards: bool
     ) -> None:
-        self.mesh, self.dims, self.reshards_after_forward = mesh, dims, reshards
+        self.mesh = mesh  # its last axis has the ranks
+        self.dims = dims  # to cut
+        self.reshards_after_forward = reshards  # frees whole parameters
         self.group = mesh.get_group(mesh.ndim - 1)
-        self.ranks, self.rank = self.group.size(), self.group.rank()
-        wholes = [param.detach() for param in homes]
-        self.shapes = [tuple(whole.shape) for whole in wholes]
+        self.ranks = self.group.size()
+        self.rank = self.group.rank()
+        self.shapes = [tuple(param.shape) for param in homes]
         self.pieces, self.numel = lay_out(self.shapes, dims, self.ranks)
-        self.shard_S = wholes[0].new_zeros(self.numel) if wholes else torch.empty(0)
+        self.shard_S = next(iter(homes), torch.empty(0)).new_zeros(self.numel)
         self.params: list[UnitParameter] = []
         for index, (param, places) in enumerate(homes.items()):
             local = self.pieces[index].local_view(self.shard_S, self.rank)
             if not param.is_meta:
-                local.copy_(self.pieces[index].local_part(wholes[index], self.rank))
+                local.copy_(self.pieces[index].local_part(param.detach(), self.rank))
             sharded = nn.Parameter(self.show_shard(index, local), param.requires_grad)
             self.params.append(UnitParameter(places, sharded))
             self.params[-1].register(sharded)
@@ -179,8 +175,8 @@ class FSDPUnit:
 
     def flatten(self, grads: dict[int, Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Piece]]:
         """Move whole gradients into one flat tensor; return it and its layout."""
-        shapes, dims = [self.shapes[i] for i in grads], [self.dims[i] for i in grads]
-        pieces, numel = lay_out(shapes, dims, self.ranks)
+        shapes = [self.shapes[i] for i in grads]
+        pieces, numel = lay_out(shapes, [self.dims[i] for i in grads], self.ranks)
         flat_RS = self.shard_S.new_empty(self.ranks, numel, dtype=dtype)
         for index, piece in zip(list(grads), pieces, strict=True):
             piece.write(grads.pop(index), flat_RS)
@@ -189,7 +185,8 @@ class FSDPUnit:
     def store(self, indices: list[int], pieces: list[Piece], reduced_S: Tensor) -> None:
         """Add sharded gradients to those of the parameters."""
         for index, piece in zip(indices, pieces, strict=True):
-            param, grad = self.params[index].sharded, piece.local_view(reduced_S, self.rank)
+            param = self.params[index].sharded
+            grad = piece.local_view(reduced_S, self.rank)
             if param.grad is None:
                 param.grad = self.show_shard(index, grad)
             else:
@@ -242,7 +239,9 @@ class UnitHooks:
     """Hooks of the modules that need a unit, which may have no parameters."""
 
     def __init__(self, modules: Sequence[nn.Module], unit: FSDPUnit) -> None:
-        self.modules, self.unit, self.iteration = list(modules), unit, Iteration()
+        self.modules = list(modules)
+        self.unit = unit
+        self.iteration = Iteration()
         self.phase: Phase = "idle"
         self.turns: list[int] = []  # indices in ``iteration.finished``
         for module in self.modules:
@@ -251,8 +250,8 @@ class UnitHooks:
 
     def become_root(self) -> None:
         """Share one iteration with all units within this one, which computes first."""
-        found = dict.fromkeys(hooks_of(module) for module in self.modules[0].modules())
-        self.iteration.hooks = [hooks for hooks in found if hooks is not None]
+        within = dict.fromkeys(hooks_of(module) for module in self.modules[0].modules())
+        self.iteration.hooks = [hooks for hooks in within if hooks is not None]
         for hooks in self.iteration.hooks:
             hooks.iteration = self.iteration
 
@@ -347,8 +346,8 @@ def take_parameters(modules: Sequence[nn.Module]) -> dict[nn.Parameter, Homes]:
     for owner in dict.fromkeys(inner for module in modules for inner in module.modules()):
         for name, param in owner.named_parameters(recurse=False, remove_duplicate=False):
             plain = not isinstance(param, DTensor)
-            taken = plain and param.__dict__.setdefault("_unit", modules[0]) is not modules[0]
-            if taken or hooks_of(modules[0]):
+            is_shared = plain and param.__dict__.setdefault("_unit", modules[0]) is not modules[0]
+            if is_shared or hooks_of(modules[0]):
                 raise ValueError(
                     f"the parameter {name!r} is in a unit already; make one unit of all that "
                     "have it"

@@ -1,14 +1,13 @@
 """Layout of a unit's parameters in the flat tensors that ranks send.
 
 A flat tensor has R shards of S elements, one a rank: ``flat_RS``. Each parameter is cut into R
-chunks along one dim, as DTensor's ``Shard`` cuts; its chunks are in the same columns of all rows:
+chunks along one dim, as DTensor's ``Shard`` cuts; its chunks are in the same columns of all rows.
+Collectives need equal rows, so last chunks along dim 0 are padded; other dims must divide evenly.
 
         rank 0 |  w chunk 0  |  b chunk 0  |        w: 6 rows over 4 ranks, 2 rows a chunk:
         rank 1 |  w chunk 1  |  b chunk 1  |           rows 0-1, 2-3, 4-5, none
         rank 2 |  w chunk 2  |  (padding)  |        b: 2 rows over 4 ranks, 1 row a chunk
         rank 3 |  (padding)  |  (padding)  |
-
-Collectives need equal rows, so last chunks along dim 0 are padded; other dims must divide evenly.
 """
 
 import math
@@ -22,7 +21,9 @@ class Piece:
     """The columns of one parameter, which start at ``offset``."""
 
     def __init__(self, shape: Sequence[int], dim: int, ranks: int, offset: int) -> None:
-        self.shape, self.dim, self.ranks, self.offset = tuple(shape), dim, ranks, offset
+        self.shape = tuple(shape)
+        self.dim = dim
+        self.offset = offset
         self.chunk = -(-self.shape[dim] // ranks)  # along ``dim``, with padding
         self.numel = math.prod(self._chunk_shape(self.chunk))  # columns, with padding
 
@@ -37,7 +38,7 @@ class Piece:
 
     def write(self, whole: Tensor, flat_RS: Tensor) -> None:
         """Copy a whole parameter or gradient into its columns; padding becomes zero."""
-        if self.chunk * self.ranks != self.shape[self.dim]:
+        if self.chunk * len(flat_RS) != self.shape[self.dim]:
             flat_RS[self.shape[0] // self.chunk :, self.offset : self.offset + self.numel].zero_()
         for part, columns in self._pairs(whole, flat_RS):
             columns.copy_(part)
@@ -50,9 +51,8 @@ class Piece:
     def _pairs(self, whole: Tensor, flat_RS: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield views of the whole tensor and of columns with the same elements, two at most."""
         columns_RN = flat_RS[:, self.offset : self.offset + self.numel]
-        full, rest = self.ranks, 0
-        if self.dim == 0 and self.chunk:
-            full, rest = divmod(self.shape[0], self.chunk)
+        by_rows = self.dim == 0 and self.chunk
+        full, rest = divmod(self.shape[0], self.chunk) if by_rows else (len(flat_RS), 0)
         if full:
             cut = whole.narrow(self.dim, 0, full * self.chunk)
             chunks = cut.unflatten(self.dim, (full, self.chunk)).movedim(self.dim, 0)
