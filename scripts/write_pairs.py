@@ -4,9 +4,10 @@ exclude one another.
     python scripts/write_pairs.py
     python scripts/write_pairs.py --check
 
-The first is ``fsdptoys/parallel/capabilities.py``. For the second, every pair of ``SETTINGS`` is
-validated as a run on 8 CUDA devices under ``parallel=fsdp2``, with the models, sizes and further
-settings that each of the two needs; nothing is allocated and no device is touched.
+The first has the ``capabilities`` of the configs in ``fsdptoys/parallel``. For the second, every
+pair of ``SETTINGS`` is validated as a run on 8 CUDA devices under ``parallel=fsdp2``, with the
+models, sizes and further settings that each of the two needs; nothing is allocated and no device is
+touched.
 """
 
 import itertools
@@ -18,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.errors import ConfigError
-from fsdptoys.parallel.capabilities import CAPABILITIES, REFUSALS
+from fsdptoys.parallel import STRATEGIES
+from fsdptoys.parallel.capabilities import REFUSALS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "strategies.md"
 AXES = {
@@ -114,9 +116,9 @@ def table_of_pairs() -> str:
 
 def table_of_capabilities() -> str:
     """Return the table of strategies by mesh axes and switches."""
-    columns = CAPABILITIES.values()
+    columns = [config.capabilities for config in STRATEGIES.values()]
     lines = [
-        f"| | {' | '.join(f'`{name}`' for name in CAPABILITIES)} |",
+        f"| | {' | '.join(f'`{name}`' for name in STRATEGIES)} |",
         f"|---|{':-:|' * len(columns)}",
     ]
     rows = [

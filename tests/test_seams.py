@@ -25,10 +25,6 @@ WRAPPERS = ("partial", "compile", "disable")
 EXCEPTIONS = {
     ("fsdptoys/parallel/precision.py", "around"): "a callback of compiled blocks",
     (
-        "fsdptoys/parallel/toy_ep.py",
-        "dispatch",
-    ): "the field of experts, by which layers take another function",
-    (
         "fsdptoys/plan/estimate/skeleton.py",
         "forward",
     ): "stand-ins of segments, in traces only",

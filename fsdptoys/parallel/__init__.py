@@ -1,7 +1,7 @@
 """Ways to train a model over ranks, all behind one ``Strategy``.
 
 ``STRATEGIES`` is the registry: a new strategy is one file here, one YAML in ``configs/parallel``,
-one line below, and one row in ``capabilities``.
+and its config's name below.
 """
 
 from .config import ParallelConfig

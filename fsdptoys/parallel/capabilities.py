@@ -1,12 +1,13 @@
-"""What strategies can do: one table of strategies by mesh axes and switches.
+"""What a strategy can do: its mesh axes and the switches that it supports.
 
-A field declared with :func:`refuses` names settings. A strategy without it refuses them in the
-sentence beside them (``config/rules/strategies.py``); ``{KEY}`` in a sentence stands for ``KEY=``
-and its value. The planner, sweeps and reports read the same fields, so nothing outside this package
-compares a strategy's name.
+Each strategy's config declares its row as ``capabilities``. A field declared with :func:`refuses`
+names settings. A strategy without it refuses them in the sentence beside them
+(``config/rules/strategies.py``); ``{KEY}`` in a sentence stands for ``KEY=`` and its value. The
+planner, sweeps and reports read the same fields, so nothing outside this package compares a
+strategy's name.
 
-``docs/strategies.md`` shows the table under "What each strategy can do". Limits that depend on a
-strategy's own options are in its ``validate``.
+``scripts/write_pairs.py`` writes the rows of all strategies as a table into ``docs/strategies.md``.
+Limits that depend on a strategy's own options are in its ``validate``.
 """
 
 import dataclasses
@@ -40,6 +41,8 @@ class Capabilities:
     shards_parameters: bool = False
     """Each of ``mesh.fsdp_size`` ranks has a shard of every parameter, and gathers it where
     needed."""
+    owns_parameters: bool = False
+    """Each parameter is on one of all ranks, which broadcasts it where needed."""
     flattens_parameters: bool = False
     """A unit is one module whose parameters are concatenated into a flat one."""
     uses_dtensor: bool = False
@@ -151,46 +154,3 @@ REFUSALS = [
     for field in dataclasses.fields(Capabilities)
     if field.metadata
 ]
-
-# fmt: off
-CAPABILITIES = {
-    "single": Capabilities(
-        single_process=True,
-        optimizer_offload=True, lazy_updates=True, optimizer_in_backward=True,
-        float8=True, layout_mode=True, muon=True, low_bit_states=True, mixed_dtypes=True),
-    "ddp": Capabilities(
-        context_forms=FORMS, optimizer_offload=True, lazy_updates=True,
-        float8=True, layout_mode=True, muon=True, low_bit_states=True, mixed_dtypes=True),
-    "fsdp1": Capabilities(  # its streams wait for updates once a forward, in the root
-        shards_parameters=True, flattens_parameters=True,
-        context_forms=FORMS, cpu_offload=True, optimizer_offload=True, layout_mode=True),
-    "fsdp2": Capabilities(
-        shards_parameters=True, uses_dtensor=True,
-        context_forms=FORMS, splits_experts=True, splits_features=True, splits_layers=True,
-        cpu_offload=True, overlapped_cpu_offload=True,
-        optimizer_offload=True, lazy_updates=True, optimizer_in_backward=True,
-        float8=True, float8_all_gather=True, layout_mode=True, muon=True, low_bit_states=True,
-        mixed_dtypes=MIXES_DTYPES),
-    "toy_cp": Capabilities(
-        context_forms=(ContextForm.ulysses, ContextForm.ring),
-        compiled_context=False, ring_kernels=False,
-        optimizer_offload=True, lazy_updates=True,
-        float8=True, muon=True, low_bit_states=True, mixed_dtypes=True),
-    "toy_ddp": Capabilities(
-        context_forms=FORMS, optimizer_offload=True, lazy_updates=True,
-        float8=True, muon=True, low_bit_states=True, mixed_dtypes=True),
-    "toy_ep": Capabilities(
-        splits_experts=True, compiled_experts=False, lazy_updates=True,
-        float8=True, muon=True, low_bit_states=True, mixed_dtypes=True),
-    "toy_fsdp": Capabilities(
-        shards_parameters=True, uses_dtensor=True,
-        context_forms=FORMS, optimizer_offload=True, lazy_updates=True,
-        float8=True, muon=True, low_bit_states=True),
-    "toy_zero1": Capabilities(
-        context_forms=FORMS, lazy_updates=True, float8=True, mixed_dtypes=True),
-    "toy_zero2": Capabilities(
-        context_forms=FORMS, lazy_updates=True, float8=True, mixed_dtypes=True),
-    "toy_zero3": Capabilities(context_forms=FORMS, lazy_updates=True, float8=True),
-}
-"""The word after ``parallel=`` → its row."""
-# fmt: on

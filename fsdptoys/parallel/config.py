@@ -8,7 +8,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
 from fsdptoys.utils.options import Effect, Stage, check_options, option
 
-from .capabilities import CAPABILITIES, Capabilities
+from .capabilities import Capabilities
 from .context import ContextForm
 from .determinism import Deterministic
 from .mesh import Axes, MeshConfig
@@ -28,6 +28,8 @@ class ParallelConfig:
     """The word after ``parallel=``."""
     strategy: ClassVar[type[Strategy]]
     """Class that these settings configure."""
+    capabilities: ClassVar[Capabilities] = Capabilities()
+    """What the strategy can do; it refuses all other settings."""
 
     param_dtype: DType = option(
         DType.float32,
@@ -41,11 +43,6 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_options("parallel", self)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What this strategy can do."""
-        return CAPABILITIES[self.name]
 
     @property
     def reduces_often(self) -> bool:
@@ -69,11 +66,30 @@ class ParallelConfig:
     def validate(
         self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool
     ) -> None:
-        """Check this strategy against other settings.
+        """Check this strategy against the world and other settings.
 
         Raises:
             ConfigError: naming key, value and fix.
         """
+        can = self.capabilities
+        if can.single_process and world_size != 1:
+            raise ConfigError(
+                f"parallel={self.name} runs one process, the world size is {world_size}; set "
+                "parallel=ddp or launch.nproc_per_node=1"
+            )
+        if can.shards_parameters:
+            mesh.shard_ranks(world_size)  # which must divide the ranks
+        elif can.owns_parameters:
+            if mesh.fsdp_size not in (-1, world_size):
+                raise ConfigError(
+                    f"mesh.fsdp_size={mesh.fsdp_size} replicates, which parallel={self.name} "
+                    "does not; set parallel=fsdp2 or mesh.fsdp_size=-1"
+                )
+        elif mesh.fsdp_size not in (-1, 1):
+            raise ConfigError(
+                f"mesh.fsdp_size={mesh.fsdp_size} shards parameters, which parallel={self.name} "
+                "does not; set parallel=fsdp2 or mesh.fsdp_size=-1"
+            )
 
     def axes(self, world_size: int, mesh: MeshConfig, experts: int = 0) -> Axes:
         """Sizes of the mesh axes; a suggested ``mesh.ep_size`` divides ``experts``.
@@ -103,13 +119,6 @@ class ParallelConfig:
     def build(self, world: World) -> Strategy:
         """Construct the strategy; the process group must be initialized."""
         return self.strategy(self, world)
-
-    def _refuse_sharding(self, mesh: MeshConfig) -> None:
-        if mesh.fsdp_size not in (-1, 1):
-            raise ConfigError(
-                f"mesh.fsdp_size={mesh.fsdp_size} shards parameters, which parallel={self.name} "
-                "does not; set parallel=fsdp2 or mesh.fsdp_size=-1"
-            )
 
 
 @dataclass

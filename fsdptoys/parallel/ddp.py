@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdptoys.utils.bounds import at_least
 from fsdptoys.utils.options import Effect, Stage, option
 
+from .capabilities import FORMS, Capabilities
 from .config import ReducingConfig
-from .mesh import MeshConfig
 from .single import UnshardedStrategy
 
 
@@ -79,18 +79,21 @@ class DDPConfig(ReducingConfig):
 
     name: ClassVar[str] = "ddp"
     strategy = DDP
+    capabilities = Capabilities(
+        context_forms=FORMS,
+        optimizer_offload=True,
+        lazy_updates=True,
+        float8=True,
+        layout_mode=True,
+        muon=True,
+        low_bit_states=True,
+        mixed_dtypes=True,
+    )
 
     bucket_cap_mb: int = option(
         25, at_least(1, 2**20), effect=Effect.rounding, acts=Stage.gradient
     )
     """Gradients are all-reduced in buckets of this many MiB during the backward."""
-
-    def validate(
-        self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool
-    ) -> None:
-        """Refuse sharding."""
-        super().validate(world_size, mesh, device_type, cpu_offload)
-        self._refuse_sharding(mesh)
 
 
 def all_reduce_sum(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

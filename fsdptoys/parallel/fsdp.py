@@ -20,7 +20,6 @@ from fsdptoys.utils.uncached import Uncached
 
 from .capabilities import TORCH as TORCH
 from .config import ReducingConfig
-from .mesh import MeshConfig
 from .wrap import Unit, class_units, position_units, size_units, split_off_experts
 
 
@@ -156,13 +155,6 @@ class FSDPConfig(ReducingConfig):
     def check_model(self, model: ModelConfig) -> None:
         """Check that the model has the classes of ``wrap_classes``."""
         self.hooks_parts_of_blocks(model)
-
-    def validate(
-        self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool
-    ) -> None:
-        """Check that the shard axis divides the world."""
-        super().validate(world_size, mesh, device_type, cpu_offload)
-        mesh.shard_ranks(world_size)
 
 
 def _text(value: object) -> str:

@@ -24,6 +24,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.utils.options import Effect, option
 
+from .capabilities import FORMS, Capabilities
 from .fsdp import FSDPConfig, ReshardAfterForward
 from .init_weights import ParamInit, init_buffers, shared_parameters
 from .mesh import SHARD_AXIS, MeshConfig
@@ -230,6 +231,14 @@ class FSDP1Config(FSDPConfig):
 
     name: ClassVar[str] = "fsdp1"
     strategy = FSDP1
+    capabilities = Capabilities(
+        shards_parameters=True,
+        flattens_parameters=True,
+        context_forms=FORMS,
+        cpu_offload=True,
+        optimizer_offload=True,
+        layout_mode=True,
+    )  # no lazy_updates: its streams wait for updates once a forward, in the root
 
     use_orig_params: bool = option(True, effect=Effect.none)
     """Show the optimizer the model's own parameters rather than one flat parameter a unit."""

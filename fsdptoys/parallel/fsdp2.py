@@ -28,6 +28,7 @@ from fsdptoys.utils.dtensor import full_tensor, is_dtensor, local_tensor, unwrap
 from fsdptoys.utils.options import Effect, option
 
 from . import device_mesh
+from .capabilities import FORMS, MIXES_DTYPES, TORCH, Capabilities
 from .cpu_offload_cast import mirror_parameters
 from .expert_parallel import (
     ExpertExchange,
@@ -35,7 +36,7 @@ from .expert_parallel import (
     split_experts,
     sums_gradients,
 )
-from .fsdp import TORCH, FSDPConfig
+from .fsdp import FSDPConfig
 from .fsdp2_internals import gathering_stream, group_averages, keep_gradient_dtype
 from .gradient_norms import MapParts
 from .init_weights import ParamInit, init_buffers, materialize
@@ -388,6 +389,25 @@ class FSDP2Config(FSDPConfig):
 
     name: ClassVar[str] = "fsdp2"
     strategy = FSDP2
+    capabilities = Capabilities(
+        shards_parameters=True,
+        uses_dtensor=True,
+        context_forms=FORMS,
+        splits_experts=True,
+        splits_features=True,
+        splits_layers=True,
+        cpu_offload=True,
+        overlapped_cpu_offload=True,
+        optimizer_offload=True,
+        lazy_updates=True,
+        optimizer_in_backward=True,
+        float8=True,
+        float8_all_gather=True,
+        layout_mode=True,
+        muon=True,
+        low_bit_states=True,
+        mixed_dtypes=MIXES_DTYPES,
+    )
 
     schedule: PipelineSchedule = option(
         PipelineSchedule.gpipe, effect=Effect.rounding, needs="mesh.pp_size"

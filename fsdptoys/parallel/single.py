@@ -11,15 +11,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.utils.bounds import at_least
 from fsdptoys.utils.options import Effect, option
 
+from .capabilities import Capabilities
 from .config import ParallelConfig
 from .float64_leaves import Float64Leaves
 from .init_weights import ParamInit, init_buffers, materialize
-from .mesh import MeshConfig
 from .precision import CastParameters, DType
 from .state import unrounded
 from .strategy import Strategy, UnitParams, World
@@ -130,21 +129,20 @@ class SingleConfig(ParallelConfig):
 
     name: ClassVar[str] = "single"
     strategy = Single
+    capabilities = Capabilities(
+        single_process=True,
+        optimizer_offload=True,
+        lazy_updates=True,
+        optimizer_in_backward=True,
+        float8=True,
+        layout_mode=True,
+        muon=True,
+        low_bit_states=True,
+        mixed_dtypes=True,
+    )
 
     simulated_ranks: int = option(1, at_least(1, 2**16), effect=Effect.rounding)
     """Data-parallel ranks whose micro-batches the one process runs one after another."""
-
-    def validate(
-        self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool
-    ) -> None:
-        """Refuse several ranks and sharding."""
-        super().validate(world_size, mesh, device_type, cpu_offload)
-        if world_size != 1:
-            raise ConfigError(
-                f"parallel=single runs one process, the world size is {world_size}; set "
-                "parallel=ddp or launch.nproc_per_node=1"
-            )
-        self._refuse_sharding(mesh)
 
 
 def unsharded_units(whole: DecoderModel) -> list[UnitParams]:

@@ -5,7 +5,7 @@ DDP's sum over all ranks adds up the gradients of other sequences and of other p
 alike, so only the model's context is new: the cut, and attention by the toy's functions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -80,3 +80,9 @@ class ToyCPConfig(ToyDDPConfig):
 
     name: ClassVar[str] = "toy_cp"
     strategy = ToyCP
+    capabilities = replace(
+        ToyDDPConfig.capabilities,
+        context_forms=(ContextForm.ulysses, ContextForm.ring),
+        compiled_context=False,
+        ring_kernels=False,
+    )

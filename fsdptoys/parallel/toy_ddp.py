@@ -5,7 +5,7 @@ Under ZeRO every rank has full parameters, and flat slices of them for the optim
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from fsdptoys.toys.zero1 import Zero1
 from fsdptoys.toys.zero2 import Zero2
 from fsdptoys.utils.options import Effect, option
 
+from .capabilities import FORMS, Capabilities
 from .ddp import DDP, DDPConfig
 from .toy_state import Holding, ShardedState
 
@@ -134,6 +135,7 @@ class ToyDDPConfig(DDPConfig):
 
     name: ClassVar[str] = "toy_ddp"
     strategy = ToyDDP
+    capabilities = replace(DDPConfig.capabilities, layout_mode=False)
 
     overlap: bool = option(True, effect=Effect.none)
     """Reduce gradients during the backward; false reduces after it (same bits), to measure the gain
@@ -146,6 +148,9 @@ class ToyZero1Config(ToyDDPConfig):
 
     name: ClassVar[str] = "toy_zero1"
     strategy = ToyZero1
+    capabilities = Capabilities(
+        context_forms=FORMS, lazy_updates=True, float8=True, mixed_dtypes=True
+    )
 
 
 @dataclass

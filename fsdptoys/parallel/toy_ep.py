@@ -11,8 +11,7 @@ strategy.
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -66,7 +65,7 @@ class ToyEP(ToyDDP):
                     self._stacks[f"{name}.{kind}"] = stack.shape
                     part = stack.detach().chunk(self.expert_ranks)[0]
                     setattr(module, kind, nn.Parameter(part, stack.requires_grad))
-                module.dispatch = partial(_apply, self.together)
+                module.dispatch = ToyExchange(self.together)
 
     def shard(self, model: DecoderModel, param_init: ParamInit) -> None:
         """Initialize with one full stack of experts at a time, then wrap."""
@@ -141,34 +140,40 @@ class ToyEP(ToyDDP):
         return State(self.trainable_parameters, optimizer, self.spread)
 
 
-def _apply(
-    group: dist.ProcessGroup,
-    hidden_ND: Tensor,
-    experts_NK: Tensor,
-    weights_NK: Tensor,
-    gate_up_EHD: Tensor,
-    down_EDF: Tensor,
-    product: Product,
-    *,
-    scale_input: bool = False,
-) -> Tensor:
-    """In place of ``apply_experts``, with the same arguments."""
+class ToyExchange:
+    """``apply_experts`` with experts split over a group of ranks. A collective."""
 
-    def compute(rows_RD: Tensor, local_R: Tensor) -> Tensor:
-        ones_R1 = rows_RD.new_ones(len(rows_RD), 1)
-        return apply_experts(
-            rows_RD, local_R[:, None], ones_R1, gate_up_EHD, down_EDF, product
-        )
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
 
-    local = len(down_EDF)
-    if scale_input:  # each pair is a token of its own
-        pairs_PD = (hidden_ND.unsqueeze(1) * weights_NK.unsqueeze(-1)).flatten(0, 1)
-        pairs_NKD = apply_elsewhere(
-            pairs_PD, experts_NK.reshape(-1, 1), local, group, compute
-        )
-        return pairs_NKD.view(*experts_NK.shape, -1).sum(1)
-    pairs_NKD = apply_elsewhere(hidden_ND, experts_NK, local, group, compute)
-    return (pairs_NKD * weights_NK.unsqueeze(-1)).sum(1)
+    def __call__(
+        self,
+        hidden_ND: Tensor,
+        experts_NK: Tensor,
+        weights_NK: Tensor,
+        gate_up_EHD: Tensor,
+        down_EDF: Tensor,
+        product: Product,
+        *,
+        scale_input: bool = False,
+    ) -> Tensor:
+        """See ``Experts.forward``."""
+
+        def compute(rows_RD: Tensor, local_R: Tensor) -> Tensor:
+            ones_R1 = rows_RD.new_ones(len(rows_RD), 1)
+            return apply_experts(
+                rows_RD, local_R[:, None], ones_R1, gate_up_EHD, down_EDF, product
+            )
+
+        local = len(down_EDF)
+        if scale_input:  # each pair is a token of its own
+            pairs_PD = (hidden_ND.unsqueeze(1) * weights_NK.unsqueeze(-1)).flatten(0, 1)
+            pairs_NKD = apply_elsewhere(
+                pairs_PD, experts_NK.reshape(-1, 1), local, self._group, compute
+            )
+            return pairs_NKD.view(*experts_NK.shape, -1).sum(1)
+        pairs_NKD = apply_elsewhere(hidden_ND, experts_NK, local, self._group, compute)
+        return (pairs_NKD * weights_NK.unsqueeze(-1)).sum(1)
 
 
 @dataclass
@@ -177,3 +182,10 @@ class ToyEPConfig(ToyDDPConfig):
 
     name: ClassVar[str] = "toy_ep"
     strategy = ToyEP
+    capabilities = replace(
+        ToyDDPConfig.capabilities,
+        context_forms=(),
+        splits_experts=True,
+        compiled_experts=False,
+        optimizer_offload=False,
+    )

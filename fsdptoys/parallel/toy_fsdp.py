@@ -7,6 +7,7 @@ places.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from .capabilities import FORMS, Capabilities
 from .fsdp import FSDPConfig
 from .fsdp2 import FSDP2
 from .strategy import Strategy, World
@@ -40,3 +41,13 @@ class ToyFSDPConfig(FSDPConfig):
 
     name: ClassVar[str] = "toy_fsdp"
     strategy = ToyFSDP
+    capabilities = Capabilities(
+        shards_parameters=True,
+        uses_dtensor=True,
+        context_forms=FORMS,
+        optimizer_offload=True,
+        lazy_updates=True,
+        float8=True,
+        muon=True,
+        low_bit_states=True,
+    )

@@ -16,6 +16,7 @@ from fsdptoys.toys.partition import Evenness
 from fsdptoys.toys.zero3 import Zero3
 from fsdptoys.utils.options import Effect, Stage, option
 
+from .capabilities import FORMS, Capabilities
 from .config import ReducingConfig
 from .init_weights import ParamInit, init_buffers
 from .mesh import MeshConfig
@@ -113,6 +114,9 @@ class ToyZero3Config(ReducingConfig):
 
     name: ClassVar[str] = "toy_zero3"
     strategy = ToyZero3
+    capabilities = Capabilities(
+        owns_parameters=True, context_forms=FORMS, lazy_updates=True, float8=True
+    )
 
     evenness: Evenness = option(
         Evenness.model, effect=Effect.rounding, acts=Stage.gradient
@@ -124,13 +128,8 @@ class ToyZero3Config(ReducingConfig):
     def validate(
         self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool
     ) -> None:
-        """Reject replicas, offloading and lower precision."""
+        """Reject lower precision."""
         super().validate(world_size, mesh, device_type, cpu_offload)
-        if mesh.fsdp_size not in (-1, world_size):
-            raise ConfigError(
-                f"mesh.fsdp_size={mesh.fsdp_size} replicates, which parallel=toy_zero3 does not; "
-                "set parallel=fsdp2 or mesh.fsdp_size=-1"
-            )
         if self.param_dtype is not DType.float32:
             raise ConfigError(
                 f"parallel.param_dtype={self.param_dtype.value} is not an option of "

@@ -31,8 +31,7 @@ from fsdptoys.models import (
     Qwen3MoEConfig,
 )
 from fsdptoys.optim import AdamWConfig, OptimConfig, WeightDecayOn
-from fsdptoys.parallel import ParallelConfig
-from fsdptoys.parallel.capabilities import CAPABILITIES
+from fsdptoys.parallel import FSDP2Config, ParallelConfig
 from fsdptoys.parallel.fsdp import TORCH, Wrap
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.profiler import DebugConfig, ProfileConfig
@@ -59,7 +58,7 @@ def supported(rows: dict[str, Row]) -> dict[str, Row]:
         "int8": torchao_fault() is not None,
         "hsdp2": TORCH < (2, 8),
     }  # FSDP2 replicates on a CPU from 2.8 on
-    lacks["fsdp2, quantized"] = not CAPABILITIES["fsdp2"].mixed_dtypes
+    lacks["fsdp2, quantized"] = not FSDP2Config.capabilities.mixed_dtypes
     return {
         label: row
         for label, row in rows.items()

@@ -17,7 +17,6 @@ from fsdptoys.models.context import FULL_SEQUENCES
 from fsdptoys.models.generate import Draw, generate
 from fsdptoys.models.ops import Ops, choose_ops
 from fsdptoys.parallel import STRATEGIES, FSDP2Config, SingleConfig, ToyCPConfig
-from fsdptoys.parallel.capabilities import CAPABILITIES
 from fsdptoys.parallel.config import ReducingConfig
 from fsdptoys.parallel.context import ContextForm, build_context
 from fsdptoys.parallel.fsdp import TORCH
@@ -134,7 +133,7 @@ def toys() -> dict[str, Row]:
         }
         checkpointed = MemoryConfig(gradient_checkpointing=FULL, chunk_loss=True)
         memory = {"memory": checkpointed} if family == "qwen3" else {}
-        for form in CAPABILITIES["toy_cp"].context_forms:
+        for form in ToyCPConfig.capabilities.context_forms:
             if family != "llama4" if form is RING else model.n_heads % cp_size == 0:
                 layout = {"cp_size": cp_size, **memory}
                 rows[f"toy {family} {form.value} {cp_size}"] = Row(
@@ -182,7 +181,7 @@ def test_strategies_agree_in_every_bit_in_the_deterministic_mode(ranks: int) -> 
     kinds = [
         kind
         for kind in STRATEGIES.values()
-        if CAPABILITIES[kind.name].context_forms and kind is not ToyCPConfig
+        if kind.capabilities.context_forms and kind is not ToyCPConfig
     ]
     parallels = [
         kind(context=ULYSSES) for kind in kinds if issubclass(kind, ReducingConfig)

@@ -23,7 +23,6 @@ from fsdptoys.parallel import (
     ParallelConfig,
     SingleConfig,
 )
-from fsdptoys.parallel.capabilities import CAPABILITIES
 from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
@@ -100,13 +99,13 @@ def train_all(configs: list[Config]) -> list[Tuned]:
 
 NAMES = [
     name
-    for name, can in CAPABILITIES.items()
-    if not can.single_process and name != "toy_ep"
+    for name, kind in STRATEGIES.items()
+    if not kind.capabilities.single_process and name != "toy_ep"
 ]
 PACKING = [
     name
-    for name, can in CAPABILITIES.items()
-    if can.mixed_dtypes and not can.single_process
+    for name, kind in STRATEGIES.items()
+    if kind.capabilities.mixed_dtypes and not kind.capabilities.single_process
 ]
 OFFLOADED = {"memory": MemoryConfig(optimizer_offload=True)}
 CHECKPOINTED = MemoryConfig(

@@ -22,7 +22,6 @@ from fsdptoys.parallel import (
     FSDP2Config,
     ParallelConfig,
 )
-from fsdptoys.parallel.capabilities import CAPABILITIES
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.plan.estimate.estimate import fast_estimate
@@ -160,7 +159,7 @@ def test_frozen_parameters_have_neither_gradients_nor_states(name: str) -> None:
     """
     name, _, is_quantized = name.partition(", ")
     kind = STRATEGIES[name]
-    if is_quantized and not CAPABILITIES[name].mixed_dtypes:
+    if is_quantized and not kind.capabilities.mixed_dtypes:
         pytest.skip("this torch shards no mixed dtypes")
     config = config_of(kind(), tune=LoRAConfig(rank=4), model=EVEN)
     if is_quantized:

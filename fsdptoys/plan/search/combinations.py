@@ -11,7 +11,7 @@ from fsdptoys.config.rules.axes import split_sizes
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing
 from fsdptoys.models import MoEConfig
-from fsdptoys.parallel.capabilities import CAPABILITIES, Capabilities
+from fsdptoys.parallel.capabilities import Capabilities
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.pipeline import PipelineSchedule
 
@@ -109,7 +109,7 @@ class Combinations:
 
     def all(self) -> Iterator[dict[str, Any]]:
         """All combinations that agree with the command line; validation may still refuse one."""
-        table = {name: CAPABILITIES[name] for name in self.space.strategies}
+        table = {name: STRATEGIES[name].capabilities for name in self.space.strategies}
         if self.world_size == 1:
             table = {
                 name: can
@@ -167,17 +167,16 @@ class Combinations:
     def _of_units(self, changes: Changes, faster: bool) -> Iterator[Changes]:
         """Alternatives of FSDP's own settings, one at a time."""
         splits = "mesh.pp_size" in changes
-        others = (
-            name
-            for name in self.space.strategies
-            if CAPABILITIES[name].shards_parameters
-        )
-        names = [self._name(changes), *others]
-        names = [
-            name for name in names if CAPABILITIES[name].splits_layers or not splits
-        ]
+        current = changes.get("parallel", self.base.parallel.name)
+        names = {current, *self.space.strategies}
         yield from self._allowed(
-            [{"parallel": name} for name in STRATEGIES if name in names]
+            [
+                {"parallel": name}
+                for name, kind in STRATEGIES.items()
+                if name in names
+                and kind.capabilities.shards_parameters
+                and (kind.capabilities.splits_layers or not splits)
+            ]
         )
         if self.base.train.grad_accum > 1 and not splits:
             yield from self._allowed([{REDUCES_OFTEN: True}, {REDUCES_OFTEN: False}])
@@ -290,12 +289,10 @@ class Combinations:
             **{key: value for key, value in changed.items() if key not in self.fixed},
         }
 
-    def _name(self, changes: Changes) -> str:
-        name: str = changes.get("parallel", self.base.parallel.name)
-        return name
-
     def _capabilities(self, changes: Changes) -> Capabilities:
-        return CAPABILITIES[self._name(changes)]
+        if "parallel" in changes:
+            return STRATEGIES[changes["parallel"]].capabilities
+        return self.base.parallel.capabilities
 
     def _lists(self, can: Capabilities) -> list[list[Changes]]:
         """Lists of alternatives for a strategy."""
