@@ -23,7 +23,10 @@ METHODS = {
 WRAPPERS = ("partial", "compile", "disable")
 
 EXCEPTIONS = {
-    ("fsdptoys/parallel/precision.py", "around"): "a callback of compiled blocks",
+    (
+        "fsdptoys/launch/elastic_agent.py",
+        "close",
+    ): "torch's workers, which tell nobody that they close",
     (
         "fsdptoys/plan/estimate/skeleton.py",
         "forward",

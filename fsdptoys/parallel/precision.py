@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,12 +90,11 @@ class CastParameters(nn.Module):
             )
         compiled: set[nn.Module] = set()
         for block in module.modules():
-            compiled_block: Any = getattr(block, "execute", None)
-            if hasattr(compiled_block, "around"):
-                compiled_block.around = functools.partial(
-                    self._swapped, list(block.modules())
-                )
-                compiled.update(block.modules())
+            contexts = getattr(getattr(block, "execute", None), "contexts", None)
+            if contexts is not None:
+                owners = list(block.modules())
+                contexts.append(functools.partial(self._swapped, owners))
+                compiled.update(owners)
         for owner in module.modules():
             own = dict(owner.named_parameters(recurse=False))
             if own and owner not in compiled:

@@ -20,7 +20,7 @@ Source: https://pytorch.org/blog/activation-checkpointing-techniques/
 
 import functools
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -37,26 +37,20 @@ class CompiledBlock:
     """A compiled function, as a block's ``execute``.
 
     Attributes:
-        around: returns a context for each call, including recomputation in the backward. It is not
-            compiled, so it causes no graph breaks.
+        contexts: make the contexts of each call, including recomputation in the backward. They are
+            not compiled, so they cause no graph breaks.
     """
 
-    def __init__(self, function: Callable[..., Any], budget: float | None) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self._budget = budget
-        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.contexts: list[Callable[[], AbstractContextManager[Any]]] = []
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function within ``around``."""
-        with self.around(), self._within_budget():
+        """Call the function within new contexts."""
+        with ExitStack() as stack:
+            for make_context in self.contexts:
+                stack.enter_context(make_context())
             return self.function(*args)
-
-    def _within_budget(self) -> AbstractContextManager[Any]:
-        # Around every call, since any call may recompile, for example for another shape or gradient
-        # mode. A private setting of torch, tested with 2.7 and 2.13.
-        if self._budget is None:
-            return nullcontext()
-        return torch._functorch.config.patch(activation_memory_budget=self._budget)
 
 
 def compile_blocks(
@@ -90,4 +84,12 @@ def compile_blocks(
                     "train.compile=true with experts, units within a block or "
                     "memory.activation_offload=true; set memory.gradient_checkpointing=full"
                 )
-        block.execute = CompiledBlock(torch.compile(function, backend=backend), budget)
+        compiled = CompiledBlock(torch.compile(function, backend=backend))
+        if budget is not None:
+            # Around every call, since any call may recompile, for example for another shape or
+            # gradient mode. A private setting of torch, tested with 2.7 and 2.13.
+            patch = torch._functorch.config.patch
+            compiled.contexts.append(
+                functools.partial(patch, activation_memory_budget=budget)
+            )
+        block.execute = compiled
